@@ -1,6 +1,6 @@
-"""The file of a ring: a header that is written once, words that change while it is in use, and room for records.
+"""The file of a ring: a header that is written once, words that change, and room for records.
 
-The writer maps the file. Readers use pread: a file that is truncated under them is a short read, not a SIGBUS.
+The writer maps the file. Readers use pread: if the file is truncated, they get a short read, not a SIGBUS.
 
 Standard library only: this module is imported into the training process.
 """
@@ -21,14 +21,14 @@ _HEAD = struct.Struct("=8sIIQIiiiq")
 
 
 class RingError(DpmonError):
-    """A file that is not a usable ring: foreign, truncated, of another version."""
+    """A file is not a usable ring: foreign, truncated or of another version."""
 
 
 class Header(NamedTuple):
-    """What a ring says of itself."""
+    """The header of a ring."""
 
     units: int
-    """How much room there is, in units of the format."""
+    """Room in the ring, in units of the format."""
     pid: int
     process: int
     rank: int | None
@@ -45,10 +45,10 @@ class RingFormat(NamedTuple):
     """Bytes."""
 
     def create(self, path: str, units: int, *, process: int, rank: int, world: int, start_ns: int) -> mmap.mmap:
-        """Make the file, which must not exist, and map it; `rank` and `world` are -1 for a process that is no rank.
+        """Make the file, which must not exist, and map it; `rank` and `world` are -1 for a process without a rank.
 
-        Raises FileExistsError if the name is taken and OSError if the disk has no room: the whole file is allocated
-        here, since a page that cannot be had later would kill the process with SIGBUS.
+        Raises FileExistsError if the name is taken and OSError if the disk is full. The whole file is allocated here: a
+        page that is missing later would kill the process with SIGBUS.
         """
         size = HEADER_BYTES + units * self.unit
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -70,9 +70,9 @@ class RingFormat(NamedTuple):
         return made
 
     def open(self, path: str, access: int = os.O_RDONLY) -> tuple[int, Header]:
-        """Open the file; the descriptor and the header.
+        """Open the file; returns the descriptor and the header.
 
-        Raises RingError if it is not a ring of this format and of this user, OSError if it cannot be opened.
+        Raises RingError if it is not a ring of this format and this user, OSError if it cannot be opened.
         """
         fd = os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:

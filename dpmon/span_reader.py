@@ -14,25 +14,25 @@ from dpmon.ring_file import HEADER_BYTES, RingError
 from dpmon.span_ring import FORMAT, KINDS_AT, SLOT, SLOT_BYTES, THREADS, Word
 
 HOLE_NS = 1_000_000_000
-"""An empty slot is waited for this long if later ones are there: an interrupt may leave one empty for good. A thread
-that has taken a slot may stand still for some time on a busy machine before it writes."""
+"""How long to wait for an empty slot if later ones are written. An interrupt may leave a slot empty for good. On a busy
+machine, a thread that has taken a slot may stand still for some time before it writes."""
 MAX_LINES = 1 << 20
-"""Bytes of lines that are read at once, and the length of the longest line."""
+"""Bytes of lines in one read, and the length of the longest line."""
 _MOST_LINES = 64 << 20
-"""Bytes of lines that are read in one go at most, however large the file is."""
+"""Limit of bytes of lines in one call of `lines`, however large the file is."""
 _HEADER = struct.Struct("=512Q")
 _WORD = struct.Struct("=Q")
 _FIRST = 64
-"""Slots that are read first. Their number doubles from there, up to _MOST."""
+"""Slots in the first read. The number doubles with each further read, up to _MOST."""
 _MOST = 4096
 _MOST_JUMPS = 8
-"""How often a reader goes on further ahead in one go: a writer may be faster than it is."""
+"""How often one `read` may skip ahead: a writer may be faster than the reader."""
 _LAST_NUMBER = 1 << 56
-"""No process writes as many spans: a higher number is damage, and would overflow the sum of the missed ones."""
+"""No process writes this many spans. A higher number is damage, and would overflow the sum of missed spans."""
 
 
 def lines_path(ring: str) -> str:
-    """The file of JSON lines that belongs to a ring."""
+    """The path of the JSON lines that belong to a ring."""
     return f"{ring.removesuffix('.ring')}.jsonl"
 
 
@@ -51,7 +51,7 @@ class SpanReader:
     def __init__(self, path: str) -> None:
         """Raises RingError if the file is not a ring of this user, OSError if it cannot be opened.
 
-        Whoever goes on after another reader sets `position`, `seen` and `lines_position`.
+        To continue after another reader, set `position`, `seen` and `lines_position`.
         """
         self.path = path
         try:
@@ -63,21 +63,21 @@ class SpanReader:
             raise RingError(f"{path}: not the ring of a training process")
         self.slots, self.pid, self.process, self.rank, self.world, self.start_ns = about
         self.position = 0
-        """Number of the span that is due."""
+        """Number of the next span to read."""
         self.seen = 0
-        """Spans below this number were read before: an empty slot among them was counted then."""
+        """Spans below this number were read before; empty slots among them are already counted."""
         self.missed = 0
-        """Spans that were overwritten before they were read, or never written."""
+        """Number of spans that were overwritten before they were read, or never written."""
         self.at_end = False
-        """Whether the last `read` came to the end of what the process had written when it began."""
+        """Whether the last `read` reached the end of what the process had written when it began."""
         self.lines_position = 0
-        """Bytes of lines that were read."""
+        """Bytes of lines read so far."""
         self.damaged_lines = 0
-        """Lines that are no JSON object, or too long."""
+        """Number of lines that are too long or are not a JSON object."""
         self._lines_fd = -1
         self._in_long_line = False
         self._hole = (-1, 0)
-        """A slot that was empty although later ones were not, and when that was seen first (monotonic ns)."""
+        """An empty slot before written ones, and when it was first seen (monotonic ns)."""
 
     def close(self) -> None:
         """Close the files; the reader is of no further use."""
@@ -106,17 +106,17 @@ class SpanReader:
         os.pwrite(self._fd, _WORD.pack(value & 0xFFFFFFFFFFFFFFFF), 8 * index)
 
     def lost(self) -> int:
-        """Spans that the writer itself could not write."""
+        """Number of spans that the writer could not write."""
         return min(self._word(Word.LOST), _LAST_NUMBER)
 
     def ended(self) -> bool:
-        """Whether the process has said that it ends."""
+        """Whether the process has announced its end."""
         return self._word(Word.ENDED) != 0
 
     def under_way(self, thread: int | None = None) -> tuple[int, int]:
-        """Kind of the span that a thread (None: the one that trains) is in, 0 for none, and since when (monotonic ns).
+        """Kind (0: none) and start (monotonic ns) of the span that a thread is in; None: the training thread.
 
-        The time is 0 for a thread that has begun nothing.
+        The start is 0 for a thread that has begun no span.
         """
         return under_way_in(self.words(), thread)
 
@@ -133,9 +133,9 @@ class SpanReader:
         return words[Word.ANSWERED], words[Word.MODE]
 
     def request_pause(self, paused: bool) -> int:
-        """Ask the training process to pause between two steps, or to go on; returns the request.
+        """Ask the training process to pause between two steps, or to resume; returns the request.
 
-        Requests are numbered, the lowest bit says what is asked for: 1 to pause, 0 to go on.
+        Requests are numbered. The lowest bit of a request is 1 for a pause and 0 for its end.
         """
         asked = (((self._word(Word.PAUSE) >> 1) + 1) << 1 | paused) & 0xFFFFFFFFFFFFFFFF
         self._set(Word.PAUSE, asked)
@@ -147,24 +147,24 @@ class SpanReader:
         return words[Word.PAUSE], words[Word.PAUSED]
 
     def time_one_in(self, steps: int) -> None:
-        """Ask the training process to time one step in so many on its devices."""
+        """Ask the training process to time one of `steps` steps on its devices."""
         if self._word(Word.ONE_IN) != steps:
             self._set(Word.ONE_IN, steps)
 
     # ------------------------------------------------------------------------------------------ spans
 
     def has_more(self) -> bool:
-        """Whether a span is there that was not read, or was overwritten before it could be."""
+        """Whether the ring holds unread spans, or unread spans were overwritten."""
         marks = self._marks(self.position, min(_FIRST, self.slots))
         return self._is_lapped(self.position, marks[0]) or any(
             mark == number for number, mark in enumerate(marks, self.position + 1)
         )
 
     def read(self, now_ns: int, limit: int = 1 << 14, *, over: bool = False) -> list[Span]:
-        """The next spans, at most `limit`, in the order of their numbers; `now_ns`: monotonic.
+        """The next spans in order of number, at most `limit`; `now_ns`: monotonic.
 
-        `over`: the process is gone, so that an empty slot stays empty. What was overwritten before it could be read,
-        and what was never written, is added to `missed`. Raises RingError if the file was truncated.
+        `over`: the process is gone, so an empty slot stays empty. Spans that were overwritten or never written are
+        added to `missed`. Raises RingError if the file was truncated.
         """
         found: list[Span] = []
         count = _MOST if over else _FIRST
@@ -189,7 +189,7 @@ class SpanReader:
         return found
 
     def _marks(self, number: int, count: int) -> list[int]:
-        """The last words of `count` slots from that of span `number` on."""
+        """The last words of `count` slots, starting with the slot of span `number`."""
         marks: list[int] = memoryview(self._raw(number, count)).cast("Q")[4::5].tolist()
         return marks
 
@@ -204,9 +204,9 @@ class SpanReader:
         return data
 
     def _copy(self, count: int) -> list[Span] | None:
-        """The next spans, of which `count` bore their number a moment ago; None if the first of them is damaged.
+        """The next spans, at most `count`, from slots with the right numbers; None if the first is damaged by now.
 
-        A slot that bore its number is whole from then on, until the writer comes round to it: see `_overtaken`.
+        A slot with the right number is complete until the writer comes round to it: see `_overtaken`.
         """
         found: list[Span] = []
         data = self._raw(self.position, count) if count else b""
@@ -217,14 +217,14 @@ class SpanReader:
         return found
 
     def _is_lapped(self, number: int, mark: int) -> bool:
-        """Whether this mark, in the slot of span `number`, is of a later lap."""
+        """Whether `mark`, in the slot of span `number`, is of a later lap."""
         return number + self.slots < mark <= _LAST_NUMBER and (mark - 1 - number) % self.slots == 0
 
     def _overtaken(self, mark: int, copied: bool, over: bool) -> bool:
-        """Go on further ahead if the writer has come round to the span that is due, or is just behind it.
+        """Skip ahead if the writer has come round to the next span, or is just behind it.
 
-        `mark`: in that span's slot. `copied`: whether spans from that one on were copied; a writer that is more than a
-        sixteenth of the ring behind afterwards cannot have touched them before.
+        `mark`: the mark in the slot of that span. `copied`: whether spans from there on were copied. If the writer is
+        still more than a sixteenth of the ring behind, it cannot have touched them.
         """
         lapped = self._is_lapped(self.position, mark)
         if copied and not lapped and not over:
@@ -232,7 +232,7 @@ class SpanReader:
             lapped = self._is_lapped(behind, self._marks(behind, 1)[0])
         if not lapped:
             return False
-        # All that is there if nobody writes any more, else without the eighth that will be overwritten first.
+        # Everything if nobody writes any more, else without the eighth that is overwritten first.
         oldest = self._newest() + 1 - self.slots + (0 if over else self.slots // 8)
         ahead = max(oldest, self.position + 1)
         self.missed += ahead - self.position
@@ -240,16 +240,16 @@ class SpanReader:
         return True
 
     def _newest(self) -> int:
-        """The highest number of a span in the ring."""
+        """The highest span number in the ring."""
         marks = self._marks(0, self.slots)
         numbers = (mark - 1 for mark in marks)
         plausible = (n for at, n in enumerate(numbers) if n % self.slots == at and n < _LAST_NUMBER)
         return max(plausible, default=-1)
 
     def _over_a_hole(self, marks: list[int], now_ns: int, over: bool) -> bool:
-        """Pass over slots that were handed out and not written, if later ones have been there for some time.
+        """Skip slots that were taken and never written, if later ones were written some time ago.
 
-        `marks`: of the slots from the one that is due on.
+        `marks`: the marks from the next slot on.
         """
         later = None
         if max(marks) > self.position + 1:
@@ -267,22 +267,22 @@ class SpanReader:
         return over
 
     def _pass_over(self, number: int) -> None:
-        """Go on at span `number`: those before it are not there."""
+        """Continue at span `number`: those before it are lost."""
         self.missed += max(0, number - max(self.position, self.seen))
         self.position = number
 
     # ------------------------------------------------------------------------------------------ lines
 
     def has_lines(self) -> bool:
-        """Whether a whole line is there that was not read."""
+        """Whether there is an unread complete line."""
         fd = self._open_lines()
         return fd >= 0 and b"\n" in os.pread(fd, MAX_LINES, self.lines_position)
 
     def lines(self, until: int = _LAST_NUMBER) -> Iterator[list[dict[str, Any]]]:
-        """The lines that were written since the last time, some at a time, up to byte `until` of their file.
+        """The new lines, in portions, up to byte `until` of their file.
 
-        Call `read` before: a span refers only to what was written before it, so all that `read` has given can be
-        looked up then. Damaged lines are passed over and counted.
+        Call `read` first: a span refers only to lines that were written before it, so the lines define everything that
+        `read` has given. Damaged lines are skipped and counted.
         """
         fd = self._open_lines()
         if fd < 0:
@@ -312,13 +312,13 @@ class SpanReader:
                 yield found
 
     def _parsed(self, data: bytes) -> list[dict[str, Any]]:
-        """The lines in `data`, which ends with one; what is left of one that was too long comes first."""
+        """The lines in `data`, which ends with a line break. The rest of a line that was too long may come first."""
         lines = data[:-1].split(b"\n")
         if self._in_long_line:
             del lines[0]
             self._in_long_line = False
         found = []
-        for line in filter(None, lines):  # a writer that does not know whether its last line was whole ends it first
+        for line in filter(None, lines):  # empty: the writer ended a line again that might be torn
             try:
                 value = load_json(line)
             except (ValueError, RecursionError):
@@ -330,7 +330,7 @@ class SpanReader:
         return found
 
     def _open_lines(self) -> int:
-        """The descriptor of the lines; -1 if there is no such file of this user's."""
+        """The descriptor of the lines; -1 if this user has no such file."""
         if self._lines_fd < 0:
             try:
                 fd = _opened(lines_path(self.path), os.O_RDONLY)
@@ -345,7 +345,7 @@ class SpanReader:
 
 
 def under_way_in(words: memoryview, thread: int | None = None) -> tuple[int, int]:
-    """As SpanReader.under_way, in words of a header that were read before."""
+    """As SpanReader.under_way, from header words that were read before."""
     if thread is None:
         thread = words[Word.TRAINS]
     thread = min(thread, THREADS - 1)
@@ -357,7 +357,7 @@ def _opened(path: str, access: int) -> int:
 
 
 def _in_a_row(marks: list[int], number: int) -> int:
-    """How many slots bear their number, from that of span `number` on."""
+    """Number of slots in a row that have their number, starting with the slot of span `number`."""
     if marks[-1] == number + len(marks) and marks == list(range(number + 1, number + 1 + len(marks))):
         return len(marks)
     return next(place for place, mark in enumerate(marks) if mark != number + 1 + place)

@@ -1,23 +1,22 @@
-"""A memory-mapped ring of spans: any thread of one process writes and never waits, any number of readers only read.
+"""A memory-mapped ring of spans. Any thread of one process writes and never waits; any number of processes read.
 
 Layout of a ring file (native byte order; a run never leaves its machine)::
 
     0      magic, version, sizes, pid, process, rank, world size, start           written once (dpmon.ring_file)
     128    lost, thread that trains, whether the process has ended,
            acknowledged serial, mode in force, pause acted upon                   written by the process
-    192    serial, mode and pause that are asked for, one step in how many is
-           timed on its devices                                                   written by readers
-    512    for each thread, when it began what it is in; from 3584 on, what
-           that is                                                                written by the process
+    192    requested serial, mode and pause; sampling of device timing           written by readers
+    512    for each thread, the start of its current span; from 3584 on, the
+           kind of that span                                                      written by the process
     4096   slots of 40 bytes (dpmon.record.spans)
 
-A slot's number comes from one counter, so that threads need no lock; it is written last, and the lap stands in the
-first word. So a reader knows a slot that is not there yet by its number, and one that is being overwritten by its lap.
-What is long or rare is in files of JSON lines beside the ring: definitions, to which spans refer by number, and events.
-Nothing of them is ever overwritten.
+A slot's number comes from one counter, so threads need no lock. It is written last, and the lap is in the first word.
+So a reader recognises an unwritten slot by its number, and a slot that is being overwritten by its lap. Long or rare
+data is in a file of JSON lines beside the ring: definitions, which spans refer to by number, and events. Lines are
+never overwritten.
 
-The writer maps the ring, so that a span costs no system call and survives the death of its process. The numbering of
-slots is for builds with the GIL.
+The writer maps the ring, so a span costs no system call and survives the death of its process. The numbering of slots
+needs the GIL.
 """
 
 from __future__ import annotations
@@ -35,27 +34,27 @@ SLOT = struct.Struct("=5Q")
 SLOT_BYTES = SLOT.size
 FORMAT = RingFormat(b"DPMSPANS", version=1, unit=SLOT_BYTES)
 SLOTS = 32 << 10
-"""1.25 MiB: about 7,000 usual steps. Touched pages count as the training's memory, so not more."""
+"""1.25 MiB: about 7,000 usual steps. Not more, because touched pages count as the training's memory."""
 THREADS = 384
 KINDS_AT = 3584
-"""Offset of the byte of thread 0 that holds the kind of the span that it is in, 0 for none; the others follow."""
+"""Offset of the kind of thread 0's current span (one byte), 0 for none; the other threads follow."""
 
 
 class Word:
     """Indices of the 64-bit words of the header that change while the ring is in use."""
 
     LOST, TRAINS, ENDED, ANSWERED, MODE, PAUSED = range(16, 22)
-    """Spans that could not be written; thread that trains; 1 at the process's end; last request acted upon; mode in
-    force; last request for a pause acted upon."""
+    """Spans that could not be written; training thread; 1 at the process's end; last request acted upon; mode in force;
+    last pause request acted upon."""
     REQUEST, WANTED, PAUSE, ONE_IN = range(24, 28)
-    """Serial of the last request for a mode; that mode; request for a pause (odd) or its end (even); steps of which one
-    is timed on its devices (0: all are)."""
+    """Serial of the last request for a mode; that mode; request for a pause (odd) or its end (even); time one step in
+    this many on devices (0: all)."""
     UNDER_WAY = 64
-    """Of thread 0; the others follow. When the span began that it is in, or was in last (monotonic ns)."""
+    """Start of thread 0's current or last span (monotonic ns); the other threads follow."""
 
 
 class SpanRing:
-    """The writing end, made in the process that is traced."""
+    """The writing end, in the traced process."""
 
     __slots__ = ("kinds", "map", "next", "put", "words")
 
@@ -73,16 +72,16 @@ class SpanRing:
             self.words = memoryview(self.map)[:HEADER_BYTES].cast("Q")
             self.kinds = memoryview(self.map)[KINDS_AT : KINDS_AT + THREADS]
             self.next = count().__next__
-            """Gives the number of the next slot."""
+            """Returns the number of the next slot."""
             self.put = _putter(self.map, slots, self.next)
-            """Writes a span of which the words w0 (without the lap) to w3 are given, and returns its number."""
+            """Writes a span from its words w0 (without the lap) to w3; returns its number."""
         except BaseException:  # an interrupt must not leave a ring that nobody writes
             os.unlink(path)
             raise
 
 
 def _putter(ring: mmap.mmap, slots: int, take: Callable[[], int]) -> Callable[[int, int, int, int], int]:
-    """What writes into a ring. A closure, because this is the hot path of the training."""
+    """Make the function that writes spans. A closure, because this is the hot path of the training."""
     pack, size = SLOT.pack_into, SLOT_BYTES
     mask, bits = slots - 1, slots.bit_length() - 1
 

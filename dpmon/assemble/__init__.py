@@ -1,7 +1,7 @@
-"""From spans to steps and calls: what one process's training did, concluded with hindsight in the supervisor.
+"""Turns the spans of one process into steps and calls, in the supervisor and with hindsight.
 
-Pure: no files, no clock. `nesting` groups the spans of each thread, `step_rules` decides where a step begins and ends,
-`recorder` turns the spans of a step into payloads, and `assembler` puts them together.
+Pure: no files, no clock. `nesting` groups the spans of each thread. `step_rules` finds where a step begins and ends.
+`recorder` turns the spans of a step into payloads. `assembler` connects them.
 """
 
 from dpmon.assemble.assembler import Assembler

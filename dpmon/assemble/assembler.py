@@ -1,4 +1,4 @@
-"""Puts the assembler together: spans and lines of one process in, payloads out."""
+"""Connects the parts: takes the spans and lines of one process, gives payloads."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from dpmon.record.spans import DOING, Flag, Kind, Span
 from dpmon.record.wire import Untimed
 
 MOST_NESTED = 1 << 14
-"""Spans that wait for the ones around them."""
+"""Limit of spans that wait for their enclosing span."""
 MOST_EARLY = 256
-"""Blocks before the first call."""
+"""Limit of blocks held before the first call."""
 CAUGHT_UP = 4096
-"""A reader that gives fewer spans than this at once has given all that there were."""
+"""A read that gives fewer spans than this has given all that there were."""
 _LATEST = 1 << 58
-"""No machine is up for so long (ns)."""
+"""No machine is up this long (ns)."""
 _NEVER_ENDED = (1 << 64) - 1
 _INNER = (Kind.REPLICA, Kind.STAGE, Kind.AGAIN)
 _DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, struct.error)
 
 
 class Assembler:
-    """Turns the spans of one process into steps and calls. Damaged input is dropped and counted, and raises nothing."""
+    """Turns the spans of one process into steps and calls. Damaged input is dropped and counted; it never raises."""
 
     def __init__(self) -> None:
         self._dropped = 0
@@ -43,40 +43,40 @@ class Assembler:
         self._waits = DeviceWaits()
         self._out: list[bytes] = []
         self._next = 0
-        """Number of the span that comes next."""
+        """Number of the next span."""
         self._floors: dict[int, int] = {}
-        """By thread: of the spans below `_caught_up`, a predecessor has not used those from this number on."""
+        """By thread: the first span below `_caught_up` that a predecessor has not used."""
         self._caught_up = 0
         self._heard = 0
-        """Events that were among the lines of an earlier portion."""
+        """Number of events that came with earlier calls of `feed`."""
         self._seen: dict[int, Span] = {}
         """By thread: the last span."""
         self._nested: dict[int, list[Span]] = {}
         self._waiting = 0
-        """How many spans are in `_nested`."""
+        """Number of spans in `_nested`."""
         self._early: deque[Block] = deque(maxlen=MOST_EARLY)
         self._uncaught: bool | None = None
-        """Whether an exception ended the process; None: it has not said that it ends."""
+        """Whether an exception ended the process; None until it announces its end."""
 
     @property
     def thread(self) -> int:
-        """Number of the thread that trains, -1 while it is not known."""
+        """Number of the training thread, -1 while unknown."""
         return self._recorder.thread
 
     @property
     def one_in(self) -> int:
-        """One step in so many is to be timed on devices, so that timing costs little; 0: it is not known yet."""
+        """One step in `one_in` should be timed on devices, to keep timing cheap; 0: not known yet."""
         return self._recorder.sampling.one_in
 
     @property
     def dropped(self) -> int:
-        """Spans and lines that were damaged, or that belong to nothing."""
+        """Number of spans and lines that were damaged or belong to nothing."""
         return self._dropped + self._recorder.dropped
 
     # ------------------------------------------------------------------------------------------ input
 
     def feed(self, spans: Sequence[Span], lines: Sequence[Mapping[str, Any]]) -> list[bytes]:
-        """Take in spans, in the order of their numbers, and the lines as read after them; returns payloads in order."""
+        """Take spans in order of number, and the lines read after them; returns payloads in order."""
         self._hear(lines)
         for span in spans:
             try:
@@ -84,13 +84,13 @@ class Assembler:
             except _DAMAGE:
                 self._dropped += 1
         if self._next >= self._caught_up:
-            if len(spans) < CAUGHT_UP:  # all that came before these events has been taken
+            if len(spans) < CAUGHT_UP:  # all spans before these events have been taken
                 self._place(self._events.older(self._heard))
             self._heard = self._events.heard
         return self._payloads()
 
     def under_way(self, kind: int, since_ns: int) -> list[bytes]:
-        """What the training thread is in now; the word was read before the spans that were fed."""
+        """Take the span that the training thread is in, as read before the spans that were fed last."""
         if kind == Kind.FETCH and self._next >= self._caught_up:
             self._place(self._events.taken(since_ns - 1))
             self._rules.fetches(since_ns)
@@ -99,7 +99,7 @@ class Assembler:
     def end(self) -> list[bytes]:
         """The process is gone: no more spans come."""
         self._place(self._events.older(self._events.heard))
-        # A process that was killed may have been in the middle of a step, if its steps are known to learn.
+        # A killed process that trains may have been in the middle of a step.
         self._rules.end(self._rules.trains if self._uncaught is None else self._uncaught)
         self._recorder.end()
         self._closed(self._rules.mark(), [], False)
@@ -137,7 +137,7 @@ class Assembler:
             return
         before = self._seen.get(thread)
         if before is not None and before[6] == start and before[1:6] == span[1:6]:
-            return  # written once more after an interrupt
+            return  # written again after an interrupt
         self._seen[thread] = span
         if inside or kind in _INNER:
             self._nest(span)
@@ -155,7 +155,7 @@ class Assembler:
         self._waiting += 1
 
     def _inner(self, thread: int, start: int) -> list[Span]:
-        """The spans within one that began at `start`; what is older has lost the span around it."""
+        """Take the spans inside one that began at `start`. Older ones lost their enclosing span and are discarded."""
         waiting = self._nested.pop(thread, None)
         if waiting is None:
             return []
@@ -180,7 +180,7 @@ class Assembler:
             self._rules.other(block)
 
     def _found_thread(self, thread: int) -> None:
-        """The first call: its thread is the one that trains."""
+        """Take the thread of the first call as the training thread."""
         self._recorder.thread = thread
         early, self._early = list(self._early), deque(maxlen=MOST_EARLY)
         for block in early:
@@ -188,7 +188,7 @@ class Assembler:
                 self._block(block)
 
     def _place_before(self, span: Span) -> None:
-        """Place the events that happened before the end of a block; a fetch ends a step before it ends itself."""
+        """Place the events before the end of a block. A fetch ends a step when it begins."""
         if span.kind == Kind.FETCH and span.thread == self._recorder.thread:
             self._place(self._events.taken(span.start - 1))
             self._rules.fetches(span.start)
@@ -206,7 +206,7 @@ class Assembler:
     # ------------------------------------------------------------------------------------------ output
 
     def _closed(self, mark: Mark, items: list[Item], step: bool) -> None:
-        """Payloads of these items have been recorded; `step`: a step ended with them."""
+        """Take the payloads recorded from `items`; `step`: a step ended with them."""
         recorder = self._recorder
         out, recorder.out = recorder.out, []
         if self._waits.idle and not any(isinstance(one, Pending) for one in out):
@@ -233,11 +233,11 @@ class Assembler:
         out, self._out = self._out, []
         return out
 
-    # ------------------------------------------------------------------------------------------ going on
+    # ------------------------------------------------------------------------------------------ resuming
 
     @property
     def position(self) -> int:
-        """Number of the first span that a successor has to be fed again."""
+        """Number of the first span to feed to a successor."""
         return min(self._live().values(), default=self._next)
 
     def _live(self) -> dict[int, int]:
@@ -252,7 +252,7 @@ class Assembler:
         return found
 
     def state(self) -> str:
-        """What a successor must know beside the lines and the spans from `position` on, as JSON."""
+        """State for a successor, as JSON. The successor also needs all lines, and the spans from `position` on."""
         marks = self._waits.marks()
         mark = marks[0][0] if marks else self._rules.mark()
         live = self._live()
@@ -272,9 +272,9 @@ class Assembler:
 
     @classmethod
     def resumed(cls, state: str, lines: Sequence[Mapping[str, Any]]) -> Assembler:
-        """The successor of the assembler whose state that is; `lines`: all that it was given.
+        """Continue from `state`. `lines`: all lines that the predecessor was given.
 
-        Raises ValueError for a state that is damaged.
+        Raises ValueError for a damaged state.
         """
         found = cls()
         try:
@@ -299,7 +299,7 @@ class Assembler:
 
 
 def _firsts(items: Iterable[Item]) -> dict[int, int]:
-    """By thread, the lowest number of the spans of these blocks."""
+    """By thread, the lowest span number in these blocks."""
     found: dict[int, int] = {}
     for item in items:
         if not isinstance(item, Event):

@@ -18,13 +18,13 @@ WIRE_FLAGS = tuple(
     | VIRTUAL * bool(flags & Flag.VIRTUAL)
     for flags in range(16)
 )
-"""The flag byte of a call by the lowest four flags of its span."""
+"""Flag byte of a call, by the lowest four flags of its span."""
 _MOST_STAGES = 255
 _NO_PHASES = (-1, 0) * len(CALL_PHASES)
 
 
 class Made(NamedTuple):
-    """A call, ready to be packed but for its numbers."""
+    """A call, ready to be packed except for its step and call numbers."""
 
     mode: int
     flags: int
@@ -37,7 +37,7 @@ class Made(NamedTuple):
     replicas: Sequence[int]
     stages: Sequence[int]
     slots: Slots
-    """Spans that have each of its device times."""
+    """For each device time, the spans that give it."""
     why: int
     """Why times without a span are missing."""
 
@@ -50,18 +50,18 @@ class Made(NamedTuple):
 
 
 def mode_of(flags: int) -> int:
-    """How a call ran, as a number of dpmon.record.wire.MODES."""
+    """The mode of a call, as an index in dpmon.record.wire.MODES."""
     return 1 if flags & Flag.DP else 2
 
 
 def pack_made(call: Made, step: int, number: int) -> bytes:
-    """Its payload."""
+    """The payload of a call."""
     head = call.mode, call.flags, call.layout, step, number, call.start, call.wall, call.inputs, call.outputs
     return pack_call(*head, call.phases, call.replicas, call.stages)
 
 
 def parts_of(known: Definitions, span: Span, layout: int, parts: Sequence[Span]) -> Made:
-    """A call with the spans of its parts, whoever ran it; `layout` is known."""
+    """Build a call from its span and the spans of its parts. `layout` must be known."""
     phases, slots = list(_NO_PHASES), [[] for _ in CALL_PHASES]  # type: list[int], Slots
     shares: dict[int, Span] = {}
     stages: list[int] = []
@@ -100,12 +100,12 @@ def parts_of(known: Definitions, span: Span, layout: int, parts: Sequence[Span])
 
 
 def _timed(span: Span) -> list[tuple[int, int]]:
-    """The slot of a time that is one span's; empty if it is not timed on devices."""
+    """The slot of one span; empty if it is not timed on devices."""
     return [(span.number, 1)] if span.flags & Flag.TIMED else []
 
 
 def _add_phase(phases: list[int], slots: Slots, span: Span, start: int) -> None:
-    """Add a phase of a call that began at `start`: a subclass may run one twice."""
+    """Add a phase to a call that began at `start`. A subclass may run a phase twice."""
     at = VERBS[span.kind]
     if phases[2 * at] < 0:
         phases[2 * at] = max(span.start - start, 0)
@@ -114,7 +114,7 @@ def _add_phase(phases: list[int], slots: Slots, span: Span, start: int) -> None:
 
 
 def _replicas_of(known: Definitions, shares: dict[int, Span], layout: int, start: int) -> tuple[list[int], Slots]:
-    """Four numbers a replica, by their indices, and the slots of their times; one that is missing has zeros."""
+    """Four numbers per replica, in order of index, and the slots of their times. A missing replica has zeros."""
     flat: list[int] = []
     slots: Slots = []
     for index in range(max((i for i in shares if i < known.layouts[layout].devices), default=-1) + 1):
@@ -132,7 +132,7 @@ def _replicas_of(known: Definitions, shares: dict[int, Span], layout: int, start
 def _whole(
     known: Definitions, span: Span, layout: int, phases: Sequence[int], slots: Slots, parts: Sequence[Span]
 ) -> tuple[list[int], Slots]:
-    """The one replica of a call that was not divided: all of the call but the scatter before it."""
+    """The one replica of an undivided call: the call without its scatter."""
     about = known.layouts[layout]
     if not about.devices or "replicas" in about.value["absent"]:
         return [], []
@@ -146,7 +146,7 @@ def _whole(
 
 
 def _after_scatter(span: Span, slots: Slots) -> list[tuple[int, int]]:
-    """The slot of the time of a call without its scatter."""
+    """The slot of a call without its scatter."""
     slot = _timed(span)
     return slot and slot + [(number, -sign) for number, sign in slots[0]]
 

@@ -1,7 +1,7 @@
-"""Calls that a script composes itself of scatter, replicate, parallel_apply and gather.
+"""Calls that a script composes from scatter, replicate, parallel_apply and gather.
 
-Such a call is one parallel_apply, with the scatters and replicates before it in the same step and the gather that comes
-next in it. It begins with the first of them and ends with the last.
+Such a call has one parallel_apply, the scatters and replicates before it in the same step, and the next gather in that
+step. It begins with the first of them and ends with the last.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _NO_INPUTS = "nothing was scattered: only what the replicas were given is known"
 _NOT_REPLICATED = "the script did not replicate in this turn of its loop"
 _NOT_GATHERED = "the script did not gather what the replicas returned"
 _MOST_LEAVES = 512
-"""Sizes of one call."""
+"""Limit of sizes in one call."""
 
 
 class _Hand:
-    """What has been composed so far on one thread."""
+    """The unfinished call of one thread."""
 
     __slots__ = ("apply", "replicas", "verbs")
 
@@ -32,7 +32,7 @@ class _Hand:
 
 
 class Composer:
-    """Puts the calls of one process together; `finish` is given each call when it is complete."""
+    """Composes the calls of one process and passes each complete call to `finish`."""
 
     def __init__(self, known: Definitions, finish: Callable[[Made], None]) -> None:
         self._known = known
@@ -40,7 +40,7 @@ class Composer:
         self._hands: dict[int, _Hand] = {}
 
     def verb(self, span: Span, replicas: Sequence[Span]) -> int:
-        """A primitive has run; `replicas`: those that parallel_apply ran. The definition of the inputs, once known."""
+        """Take a primitive; `replicas`: those of a parallel_apply. Returns the definition of its inputs, 0 if none."""
         kind, thread = span.kind, span.thread
         hand = self._hands.get(thread)
         if hand is not None and hand.apply is not None and kind != Kind.GATHER:
@@ -68,18 +68,18 @@ class Composer:
         return inputs
 
     def flush(self, thread: int) -> None:
-        """No gather comes for what a thread has composed."""
+        """Finish the call of a thread: no gather follows."""
         hand = self._hands.pop(thread, None)
         if hand is not None and hand.apply is not None and hand.apply.site in self._known.layouts:
             self._finish(self._made(hand, hand.apply))
 
     def flush_all(self) -> None:
-        """The step is over."""
+        """Finish all calls: the step is over."""
         for thread in list(self._hands):
             self.flush(thread)
 
     def _inputs(self, hand: _Hand) -> int:
-        """The sizes of all that was scattered: the paths go on from one scatter to the next."""
+        """Sizes of all scattered inputs. Argument numbers continue from one scatter to the next."""
         numbers = [self._known.known_sizes(one.inputs) for one in hand.verbs if one.kind == Kind.SCATTER]
         numbers = [number for number in numbers if number]
         if len(numbers) <= 1:
@@ -109,7 +109,7 @@ class Composer:
 
 
 def _absent(hand: _Hand, gathered: bool, failed: bool) -> dict[str, str]:
-    """Reasons for what is missing."""
+    """The reasons for missing parts."""
     kinds = {one.kind for one in hand.verbs}
     absent = {}
     if Kind.SCATTER not in kinds:

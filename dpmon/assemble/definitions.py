@@ -1,7 +1,7 @@
-"""What the lines beside a ring define: sizes, stages, layouts, and which optimizers there are.
+"""Definitions from the lines beside a ring: sizes, stages and layouts. Optimizers are counted.
 
-Numbers from OWN on are the assembler's: for what it puts together itself. They are derived from the value, so that a
-successor gives the same value the same number.
+The assembler's own definitions have numbers from OWN on. The number is derived from the value, so a successor gives the
+same value the same number.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dpmon.record.wire import pack_definition
 
 OWN = 1 << 31
 MOST = 1 << 15
-"""Definitions of each sort that are remembered: half of what a decoder remembers, so that it knows each of these."""
+"""Limit of definitions of each sort: half the limit of a decoder, so that the decoder knows all of these."""
 _LARGEST = 1 << 53
 _KEYS = ("root", "via", "devices", "absent")
 
@@ -26,7 +26,7 @@ class Layout:
     __slots__ = ("devices", "dim", "first", "module", "value")
 
     def __init__(self, number: int, value: Mapping[str, Any]) -> None:
-        """Raises LookupError, TypeError or AttributeError for what is no layout."""
+        """Raises LookupError, TypeError or AttributeError if `value` is not a layout."""
         root, via, devices, absent = (value[key] for key in _KEYS)
         self.value: dict[str, Any] = {
             "root": str(root),
@@ -36,25 +36,25 @@ class Layout:
         }
         module = value.get("module")
         self.module: int = module if type(module) is int else -1 - number
-        """The same for a bare model and the wrapper around it."""
+        """A bare model and its wrapper have the same number."""
         self.dim, self.first = (_whole(value.get(key, 0)) for key in ("dim", "first"))
         self.devices = len(self.value["devices"])
 
 
 class Definitions:
-    """Those of one process."""
+    """The definitions of one process."""
 
     def __init__(self) -> None:
         self.optimizers = 0
-        """How many were made."""
+        """Number of optimizers made."""
         self.layouts: dict[int, Layout] = {}
         self._values: dict[int, list[Any]] = {}
         self._stages: dict[int, dict[str, Any]] = {}
         self._said: set[int] = set()
-        """Numbers of those that were put among the payloads."""
+        """Numbers that already have a payload."""
 
     def hear(self, line: Mapping[str, Any]) -> bool:
-        """Take in a line; False if it is none of these, or damaged."""
+        """Take a line; False if it defines nothing or is damaged."""
         if type(line.get("optimizer")) is int:
             self.optimizers += 1
             return True
@@ -83,7 +83,7 @@ class Definitions:
         _keep(table, number, one)
 
     def module(self, number: int) -> int:
-        """The module of the layout with this number; for an unknown layout a number that no module has."""
+        """The module of a layout; for an unknown layout, a number that no module has."""
         layout = self.layouts.get(number)
         return layout.module if layout is not None else -1 - number
 
@@ -92,7 +92,7 @@ class Definitions:
         return self._values.get(number, [])
 
     def known_sizes(self, number: int) -> int:
-        """The number itself, 0 if no sizes have it."""
+        """`number`, or 0 if no sizes have it."""
         return number if number in self._values else 0
 
     def is_stage(self, number: int) -> bool:
@@ -100,7 +100,7 @@ class Definitions:
         return number in self._stages
 
     def rows(self, number: int, dim: int, first: int) -> int:
-        """Rows along `dim` of the first tensor that has it, from argument number `first` on; -1 if there is none."""
+        """Rows along `dim` of the first tensor that has it, from argument `first` on; -1 if none has."""
         for path, shape, *_ in self.sizes(number):
             argument = path.partition(".")[0]
             if argument.isdecimal() and int(argument) < first:
@@ -110,14 +110,14 @@ class Definitions:
         return -1
 
     def add_sizes(self, value: Sequence[Any]) -> int:
-        """The number of sizes that were put together here."""
+        """Define sizes that the assembler composed; returns their number."""
         number = _own_number(value)
         if number not in self._values:
             _keep(self._values, number, list(value))
         return number
 
     def with_absent(self, number: int, absent: Mapping[str, str]) -> int:
-        """The number of the layout that lacks more than the one with this number; that one must be known."""
+        """Define a copy of a known layout with more reasons for absence; returns its number."""
         layout = self.layouts[number]
         if not absent:
             return number
@@ -129,7 +129,7 @@ class Definitions:
         return own
 
     def payloads(self, *numbers: int) -> list[bytes]:
-        """Definitions of these numbers that no payload has given yet; 0 needs none."""
+        """Payloads of the definitions that have none yet; 0 is skipped."""
         found = []
         for number in numbers:
             if number and number not in self._said:

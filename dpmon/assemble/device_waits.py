@@ -1,7 +1,7 @@
-"""Device times: they come after the spans that they are of, and the payloads of a step wait for them.
+"""Device times arrive after their spans, and the payloads of a step wait for them.
 
-What comes after such a step waits, too: payloads keep the order in which things happened. After MAX_STEPS further steps
-a payload goes without the times that have not come.
+Later payloads wait, too: payloads keep their order. After MAX_STEPS further steps a payload leaves without its missing
+times.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from dpmon.record.wire import Untimed, pack_timed
 
 MAX_STEPS = 64
 MOST = 1 << 16
-"""Spans whose times are remembered."""
+"""Limit of spans with remembered times."""
 _MS = 1e6
 
 Slots: TypeAlias = "list[list[tuple[int, int]]]"
-"""For each time of a payload: numbers of spans that are added (1) or taken off (-1), on each device."""
+"""For each time of a payload: the spans to add (1) or subtract (-1), on each device."""
 
 
 class Pending(NamedTuple):
-    """A payload of a call or a step that is to have device times."""
+    """A payload of a call or step that waits for device times."""
 
     payload: bytes
     slots: Slots
     why: int
     least: int
-    """Index of the time of which the fastest device counts, -1 for none: the others count by the slowest."""
+    """Index of the time that the fastest device decides, -1 for none. The slowest device decides the others."""
 
 
 class Said(NamedTuple):
@@ -43,7 +43,7 @@ Payload: TypeAlias = "bytes | Pending | Said"
 
 
 class _Group:
-    """The payloads of one step, or of what came after one."""
+    """Payloads that were recorded together."""
 
     __slots__ = ("mark", "payloads", "step", "turn")
 
@@ -51,26 +51,26 @@ class _Group:
         self.payloads = payloads
         self.turn = turn
         self.step = step
-        """Whether a step ends with it: else its spans may be a later group's, too."""
+        """Whether a step ends with it. If not, a later group may refer to the same spans."""
         self.mark = mark
 
 
 class DeviceWaits:
-    """The payloads of one process on their way out."""
+    """The queue of payloads of one process."""
 
     def __init__(self) -> None:
         self._times: dict[int, list[tuple[int, float | None, int]]] = {}
-        """By span: device, ms, why they are not known."""
+        """By span: device, ms, and why the ms are unknown."""
         self._expected: dict[int, int] = {}
         self._queue: deque[_Group] = deque()
         self._turn = 0
 
     def marks(self) -> list[Any]:
-        """The marks of the groups that wait, the oldest first."""
+        """The marks of the waiting groups, oldest first."""
         return [group.mark for group in self._queue]
 
     def time(self, span: Span) -> None:
-        """A device has told what an earlier span took on it."""
+        """Take a device's time for an earlier span."""
         number, why = span.inputs | span.outputs << 32, span.site >> 16
         times = self._times.setdefault(number, [])
         device, count = span.site & 0xFF, span.site >> 8 & 0xFF
@@ -82,7 +82,7 @@ class DeviceWaits:
             del self._times[oldest], self._expected[oldest]
 
     def add(self, payloads: Sequence[Payload], mark: Any, step: bool) -> None:
-        """Put payloads into the queue; `mark` stands for where a successor has to begin if these have not come out."""
+        """Queue payloads. A successor begins at `mark` while they are in the queue."""
         self._turn += step
         self._queue.append(_Group(payloads, self._turn, mark, step))
 
@@ -92,7 +92,7 @@ class DeviceWaits:
         return not self._queue
 
     def ready(self, unread: int = Untimed.NONE) -> list[bytes | Said]:
-        """Take out what is complete or too old; everything if there is an `unread`, the reason for missing times."""
+        """Take out complete and overdue payloads; with `unread`, the reason for missing times, take out all."""
         found: list[bytes | Said] = []
         while self._queue:
             group = self._queue[0]
@@ -133,7 +133,7 @@ class DeviceWaits:
 
 
 def _numbers(group: _Group) -> Iterator[int]:
-    """The spans that are timed."""
+    """The timed spans of a group."""
     for one in group.payloads:
         if isinstance(one, Pending):
             for slot in one.slots:

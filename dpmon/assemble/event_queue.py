@@ -1,4 +1,4 @@
-"""Events among the lines: they are put between the spans by their times, and their numbers are filled in."""
+"""Events among the lines. They are placed between spans by time, and get their step and call numbers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Event:
         return self.data["kind"] == "pause" and self.data.get("paused") is True
 
     def packed(self, step: int, call: int, looks: Mapping[int, int]) -> bytes:
-        """Its payload; `looks`: by look, the number of the step that had begun last."""
+        """Its payload. `looks`: the last step that had begun, by memory look."""
         data = dict(self.data)
         kind = data.pop("kind")
         if self.fill in ("next", "last"):
@@ -45,7 +45,7 @@ class Event:
         return pack_event(kind, data)
 
     def peaks(self) -> list[int]:
-        """The looks that it refers to."""
+        """The memory looks that it refers to."""
         devices = self.data.get("devices")
         listed = devices if isinstance(devices, list) else []
         named = [one.get("peak_after_look") for one in listed if isinstance(one, dict)]
@@ -69,14 +69,14 @@ class EventQueue:
         self._queue: deque[Event] = deque()
         self._at = 0
         self.heard = 0
-        """How many there were: events are numbered from 0."""
+        """Number of events so far; they are numbered from 0."""
         self.due = NEVER
-        """When the next one happened."""
+        """Time of the next event."""
         self._said_before = 0
         self._unsaid_before: frozenset[int] = frozenset()
 
     def hear(self, line: Mapping[str, Any]) -> bool:
-        """Take in a line; False if it is no event."""
+        """Take a line; False if it is not an event."""
         if not isinstance(line.get("kind"), str):
             return False
         data = dict(line)
@@ -89,7 +89,7 @@ class EventQueue:
         return True
 
     def taken(self, until: int) -> list[Event]:
-        """Take out those that happened by then."""
+        """Take out the events up to this time."""
         found = []
         while self._queue and self._queue[0].at <= until:
             found.append(self._queue.popleft())
@@ -98,11 +98,11 @@ class EventQueue:
 
     @property
     def placed(self) -> int:
-        """How many have been taken out."""
+        """Number of events taken out."""
         return self.heard - len(self._queue)
 
     def older(self, than: int) -> list[Event]:
-        """Take out those with a number below this."""
+        """Take out the events with a lower number."""
         found = []
         while self._queue and self._queue[0].number < than:
             found.append(self._queue.popleft())
@@ -110,9 +110,9 @@ class EventQueue:
         return found
 
     def go_on(self, placed: int, nexts: Iterable[int], said: int, unsaid: Iterable[int]) -> list[Event]:
-        """After a predecessor: drop those that it had placed by its state; returns those that wait for the next call.
+        """Drop the events that a predecessor placed; returns those in `nexts`, which wait for the next call.
 
-        `said`, `unsaid`: those below that number have come out already, but for these.
+        The predecessor has already given the events below `said`, except `unsaid`.
         """
         waiting = set(nexts)
         found = [event for event in self.older(placed) if event.number in waiting]
@@ -120,5 +120,5 @@ class EventQueue:
         return found
 
     def is_new(self, number: int) -> bool:
-        """Whether an event has not come out of a predecessor."""
+        """Whether no predecessor has given this event."""
         return number >= self._said_before or number in self._unsaid_before

@@ -1,7 +1,7 @@
-"""A span at the top level of its thread together with the spans within it: a block.
+"""Blocks. A block is a top-level span of a thread, together with the spans inside it.
 
-A block that has spans within it is read once, here: the exclusive time of each phase, the calls with their parts, the
-optimizers that stepped. Reading is a single pass in the order in which the spans ended, so deep nesting costs no stack.
+One pass over these spans, in the order in which they ended, finds the exclusive time of each phase, the calls with
+their parts, and the optimizers that stepped. Deep nesting needs no stack.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from dpmon.record.wire import MAX_SPANS, STEP_EXTRAS
 DATA, FORWARD, BACKWARD, OPTIMIZER, COPY = range(5)
 """Indices in SPAN_PHASES and in dpmon.record.wire.TIMED_PHASES."""
 QUANTITIES = tuple(name for name in STEP_EXTRAS if name not in SPAN_PHASES)
-"""Quantities of a step that spans count, in the order in which records have them."""
+"""Quantities of a step that spans count, in the order of records."""
 _PARTS = (Kind.REPLICA, Kind.STAGE, Kind.AGAIN)
 PHASE_OF = tuple(
     SPAN_PHASES.index(DOING[kind]) if DOING.get(kind) in SPAN_PHASES and kind not in _PARTS else -1
     for kind in range(max(DOING) + 1)
 )
-"""The phase of a step that a kind of span counts as, -1 for none."""
+"""Phase of a step, by kind of span; -1 for none."""
 QUANTITY_OF = {kind: QUANTITIES.index(name) for kind, name in COUNTED.items()}
-"""The quantity of a step that a kind of span counts."""
+"""Quantity of a step, by kind of span."""
 VERBS = {Kind.SCATTER: 0, Kind.REPLICATE: 1, Kind.PARALLEL_APPLY: 2, Kind.GATHER: 3}
-"""Kinds of span by their index in dpmon.record.wire.CALL_PHASES."""
+"""Indices in dpmon.record.wire.CALL_PHASES, by kind of span."""
 CALLS = (Kind.CALL, Kind.WRAPPED)
 LEARNS = Flag.TRAINING | Flag.GRAD
 """Flags of calls that train or record gradients."""
 EDGE = (Kind.PAUSE, Kind.LOOK)
-"""Time that is ours: at the edge of a step it is in no step."""
+"""dpmon's own time. At the edge of a step it belongs to no step."""
 
 
 class Inner:
-    """What lies within a block."""
+    """The contents of a block."""
 
     __slots__ = (
         *("backward", "counts", "first", "hand", "looks", "missing_spans", "parts", "skipped", "spans", "timed"),
@@ -48,11 +48,11 @@ class Inner:
         self.times = [-1] * len(SPAN_PHASES)
         """Exclusive ns of each phase, -1 for one that did not run."""
         self.counts = [-1] * len(QUANTITIES)
-        """Of each quantity, -1 for one that no span counts."""
+        """Value of each quantity, -1 for one that no span counts."""
         self.spans: list[tuple[int, int, int]] = []
-        """Phase, start and duration of each time that a phase ran, in order of start, enclosing before enclosed."""
+        """Phase, start and duration of each run of a phase, in order of start, enclosing before enclosed."""
         self.missing_spans = 0
-        """How many came after the first MAX_SPANS."""
+        """Number of spans after the first MAX_SPANS."""
         self.backward = False
         self.parts: dict[int, list[Span]] = {}
         """By the number of a call: its phases, replicas and stages."""
@@ -62,17 +62,17 @@ class Inner:
         self.timed: list[tuple[int, int, int]] = []
         """Spans with device times: number, phase, and the phase of the timed span around it (-1: none)."""
         self.skipped = False
-        """Whether a span is of a step that is not timed on devices."""
+        """Whether a span belongs to a step that is not timed on devices."""
         self.untimed_copies: list[int] = []
-        """For each copy without: the phase around it."""
+        """For each copy without a device time: the phase around it."""
 
 
 Block: TypeAlias = tuple[Span, Sequence[Span], Sequence[int], "Inner | None"]
-"""The outermost span, the spans of the calls in it, the optimizers that stepped, and what lies within it (or None)."""
+"""The outermost span, the spans of the calls in it, the optimizers that stepped, and the contents (or None)."""
 
 
 def block_of(span: Span, inner: Sequence[Span]) -> Block:
-    """The block of a span at the top level and of the spans within it, which come in the order of their numbers."""
+    """The block of a top-level span and the spans inside it, in order of number."""
     kind = span[1]
     if inner:
         return _Reading(inner[0][0]).read(span, inner)
@@ -89,7 +89,7 @@ class _Reading:
     def __init__(self, first: int) -> None:
         self.found = Inner(first)
         self._within: list[tuple[int, int, int, int]] = []
-        """Spans that the next one may enclose: start, duration, phase, number if it is timed on devices else -1."""
+        """Spans that the next one may enclose: start, duration, phase, number (-1: not timed on devices)."""
         self._parts: list[Span] = []
         """Parts of a call that has not ended yet."""
         self._calls: list[Span] = []
@@ -103,7 +103,7 @@ class _Reading:
         found = self.found
         found.timed += [(number, phase, -1) for _, _, phase, number in self._within if number >= 0]
         spans = found.spans
-        spans.reverse()  # of those of the same time, the enclosing one ended last
+        spans.reverse()  # at equal times, the enclosing span ended last
         spans.sort(key=lambda one: (one[1], -one[2]))
         found.missing_spans = max(len(spans) - MAX_SPANS, 0)
         del spans[MAX_SPANS:]
@@ -119,7 +119,7 @@ class _Reading:
                 self._parts.append(span)
                 return
             self._primitive(span)
-            if span.inside in CALLS:  # its time is that call's
+            if span.inside in CALLS:  # its time belongs to the call around it
                 self.found.spans.append((FORWARD, span.start, span.took))
                 return
         elif kind in CALLS:
@@ -153,7 +153,7 @@ class _Reading:
         del self._calls[at:]
         if span.kind == Kind.CALL:
             recorded = [one for one in within if one.kind != Kind.CALL or one.flags & Flag.DP]
-            if recorded:  # it is recorded by what is data parallel in it
+            if recorded:  # the data-parallel calls inside are recorded instead
                 self._calls += recorded
                 return
         hand = self.found.hand
@@ -173,7 +173,7 @@ class _Reading:
         return found
 
     def _time(self, span: Span) -> None:
-        """Add what the span took without what it encloses."""
+        """Add the span's time without the spans that it encloses."""
         start, own, phase = span.start, span.took, PHASE_OF[span.kind]
         within, found = self._within, self.found
         timed = bool(span.flags & Flag.TIMED)

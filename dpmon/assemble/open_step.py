@@ -1,4 +1,4 @@
-"""What is known of the calls of the step that is under way."""
+"""The calls of the step that is under way."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class OpenStep:
     def __init__(self) -> None:
         self.calls = 0
         self.only_looks = True
-        """Whether it has nothing but calls that neither train nor record gradients."""
+        """Whether nothing in it trains or records gradients."""
         self.backward = False
         """Whether a backward pass ran in it."""
         self.module = self.look = 0
-        """Modules of its first call and of the last one that neither trains nor records gradients."""
+        """Module of its first call, and of its last call that neither trains nor records gradients."""
         self.first_call = 0
         """When its first call began."""
         self.looked: set[int] = set()
-        """Modules of all calls that do neither."""
+        """Modules of all calls that neither train nor record gradients."""
         self.part: StepTotals | None = None
-        """The sums of what was recorded of it; None while all of it is held."""
+        """Totals of its recorded part; None while all of it is held."""
 
     def called(self, call: Span, module: int) -> bool:
-        """A call of a module belongs to it; whether the call trains or records gradients."""
+        """Add a call of `module`; returns whether the call trains or records gradients."""
         if not self.calls:
             self.module, self.first_call = module, call[6]
         self.calls += 1
@@ -45,14 +45,14 @@ class OpenStep:
         return False
 
     def saved(self) -> list[Any] | None:
-        """What `restored` takes; None while it is not recorded in parts."""
+        """The state for `restored`; None while all of the step is held."""
         if self.part is None:
             return None
         return [self.part.saved(), *(getattr(self, name) for name in _SAVED), sorted(self.looked)]
 
     @classmethod
     def restored(cls, saved: Sequence[Any] | None) -> OpenStep:
-        """A step that goes on where another was saved; None: one that has no calls yet."""
+        """Restore a saved step; None gives one without calls."""
         found = cls()
         if saved is not None:
             part, *values, looked = saved

@@ -1,4 +1,4 @@
-"""Which optimizer ends a step where there is no loader: the last one of the loop's body."""
+"""Finds the optimizer that ends a step without a loader: the last one in the loop's body."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ _MOST = 4096
 
 
 class OptimizerCycle:
-    """The optimizers that step in turn. They repeat when the loop's body does: the one before the first ends a step."""
+    """The optimizers that step in turn. When one of them steps again, the one before it ends a step."""
 
     __slots__ = ("ends", "once", "since")
 
     def __init__(self, ends: int = -1, since: Iterable[int] = (), once: Mapping[int, int] | None = None) -> None:
         self.ends = ends
-        """Number of the optimizer with which a step ends, -1 while it is not known."""
+        """Number of the optimizer that ends a step, -1 while unknown."""
         self.since: dict[int, None] = dict.fromkeys(since)
-        """Those that have stepped since, in order."""
+        """The optimizers that have stepped since, in order."""
         self.once: dict[int, int] = dict(once or {})
-        """Those that stepped before the cycle began: each ends a step of its own once, in a span up to this number."""
+        """Optimizers that stepped before the cycle began. Each ends one step of its own, up to the span with this
+        number."""
 
     def stepped(self, site: int, number: int) -> bool | None:
-        """An optimizer has stepped in the span with this number: whether a step ends with it.
+        """Take an optimizer step in the span `number`; returns whether it ends a step of the loop.
 
-        None if the cycle turned out to be another one: then what was assembled with the former cycle is to be assembled
-        anew.
+        None if the cycle has changed: spans that were assembled by the old cycle must be assembled again.
         """
         if site == self.ends:
             self.since.clear()
@@ -42,7 +42,7 @@ class OptimizerCycle:
         return None
 
     def decide(self) -> bool:
-        """Take those that have stepped for the whole cycle; False if none has."""
+        """Treat the optimizers that have stepped as the whole cycle; False if there are none."""
         if not self.since:
             return False
         self.ends = list(self.since)[-1]
@@ -50,7 +50,7 @@ class OptimizerCycle:
         return True
 
     def gone(self, site: int) -> None:
-        """An optimizer died: it ends no step any more."""
+        """Forget an optimizer that was freed: it ends no more steps."""
         self.since.pop(site, None)
         if site == self.ends:
             self.ends = -1

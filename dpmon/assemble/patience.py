@@ -1,4 +1,4 @@
-"""How long an open step waits for an optimizer to step, before it is divided by another rule."""
+"""How long an open step waits for an optimizer before another rule divides it."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ FEW_CALLS, MANY_CALLS = 64, 4096
 SOON_NS, LATE_NS = 5_000_000_000, 60_000_000_000
 """Since the first call."""
 TIMES = 4
-"""As many times as long as the last step took."""
+"""A step may take this many times the last `pace`."""
 MAX_PACE = 3_600_000_000_000
 
 
 class Patience:
-    """Knows how far apart the optimizer's steps are."""
+    """Knows the time between optimizer steps."""
 
     __slots__ = ("ended", "pace")
 
     def __init__(self, pace: int = 0, ended: int = 0) -> None:
         self.pace = pace
-        """ns between the last two steps of an optimizer that ended a step of the loop."""
+        """ns between the last two optimizer steps that ended a step of the loop."""
         self.ended = ended
-        """When the last one was over, 0 for none."""
+        """When the last of them ended, 0 for none."""
 
     def stepped(self, start: int, end: int) -> None:
-        """An optimizer ended a step of the loop, which began at `start`."""
+        """An optimizer ended the step of the loop that began at `start`."""
         self.pace = min(max(end - (self.ended or start), 0), MAX_PACE)
         self.ended = end
 

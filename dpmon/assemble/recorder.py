@@ -33,18 +33,18 @@ class Recorder:
         self.known = known
         self.events = events
         self.number = 0
-        """Steps that have ended."""
+        """Number of steps that have ended."""
         self.calls = 0
         self.ahead = 0
-        """Batches that were fetched directly after another one; each may have its own call in the same step."""
+        """Number of batches fetched right after another one; each may have its own call in the same step."""
         self.thread = -1
-        """The one that trains."""
+        """The training thread, -1 while unknown."""
         self.looks: dict[int, int] = {}
-        """By look at memory: the number of the step that had begun last."""
+        """By memory look: the last step that had begun."""
         self.nexts: list[Event] = []
         """Events that wait for the next call."""
         self.unsaid: set[int] = set()
-        """Events that were placed and have not come out."""
+        """Events that were placed and not given out yet."""
         self.dropped = 0
         self.out: list[Payload] = []
         self.sampling = Sampling()
@@ -62,7 +62,7 @@ class Recorder:
     # ------------------------------------------------------------------------------------------ steps
 
     def step(self, totals: StepTotals, items: Iterable[Item], start: int, end: int) -> None:
-        """A step is over, with these of its items still to be recorded."""
+        """Record the remaining items of a step, then the step."""
         self.part(totals, items)
         self.number += 1
         self.out.append(totals.packed(self.number, start, max(end - start, 0)))
@@ -124,7 +124,7 @@ class Recorder:
     # ------------------------------------------------------------------------------------------ calls
 
     def of_others(self, block: Block) -> None:
-        """The calls of a thread that does not train, while no step is under way."""
+        """Record calls of another thread while no step is under way."""
         if not (block[1] or block[0][1] in VERBS):
             return
         self._step = max(self.number, 1)
@@ -173,9 +173,9 @@ class Recorder:
         self.out.append(_PLAIN.pack(tag, self._step, number, start, took, sizes))
 
     def _learn(self, call: Span) -> tuple[int, int, int, int] | None:
-        """What a call of this layout and these sizes always has in its payload; None if the layout is not known.
+        """The fixed words of calls with this layout and these sizes; None if the layout is unknown.
 
-        The first is negative where a call without parts has not just the one replica.
+        The first is negative if a call without parts does not have exactly one replica.
         """
         site, inputs, outputs = call.site, self.known.known_sizes(call.inputs), self.known.known_sizes(call.outputs)
         layout = self.known.layouts.get(site)
@@ -202,7 +202,7 @@ class Recorder:
             self.out.append(Pending(payload, call.slots, call.why, -1) if any(call.slots) else payload)
 
     def _primitive(self, span: Span, inner: Inner | None) -> None:
-        """The script called a primitive itself."""
+        """Record a primitive that the script called itself."""
         parts = inner.parts.get(span.number, _NOTHING) if inner is not None else _NOTHING
         inputs = self._composer.verb(span, parts)
         layout = self.known.layouts.get(span.site)
@@ -214,7 +214,7 @@ class Recorder:
             self._count(span.flags, layout.module, self.known.rows(inputs, layout.dim, layout.first))
 
     def _count(self, flags: int, module: int, rows: int) -> None:
-        """Count the rows of a call of the thread that trains."""
+        """Count the rows of a call on the training thread."""
         totals = self._totals
         if not totals.mode:
             totals.mode = mode_of(flags)
@@ -233,7 +233,7 @@ class Recorder:
     # ------------------------------------------------------------------------------------------ events
 
     def event(self, event: Event, step: int) -> None:
-        """An event's place is here; `step`: the last one that has begun."""
+        """Place an event here; `step`: the last step that has begun."""
         if event.fill == "next":
             self.nexts.append(event)
         else:
@@ -245,7 +245,7 @@ class Recorder:
         self.nexts = []
 
     def end(self) -> None:
-        """There are no more calls."""
+        """Give out the waiting events: there are no more calls."""
         self._step, self.calls = self.number + 1, self.calls + 1
         self._fill_nexts()
 
@@ -258,7 +258,7 @@ class Recorder:
             self._peaks = set(peaks)
 
     def look(self, look: int, step: int) -> None:
-        """A look at memory was taken after this step had begun."""
+        """Note a memory look taken after `step` began."""
         self.looks[look] = step
         if len(self.looks) > 2 * _MOST_LOOKS:
             newest = list(self.looks)[-_MOST_LOOKS:]
@@ -266,7 +266,7 @@ class Recorder:
 
 
 def before_edge(items: Sequence[Item], end: int) -> int:
-    """The end of a step of these items that `end` follows: what is ours just before it is in no step."""
+    """The end of a step, without dpmon's own spans just before `end`."""
     for item in reversed(items):
         if isinstance(item, Event):
             continue

@@ -1,4 +1,4 @@
-"""How many steps there are to be for each one that is timed on devices, so that timing costs a small share of them."""
+"""Decides how many steps are timed on devices, so that timing costs a small share of them."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from math import ceil
 from statistics import median
 
 COST_NS = 12_000
-"""Of one time of one device: two events are recorded, asked for and read (tests/benchmarks/bench_inside.py)."""
+"""Cost of one time on one device: two events are recorded, queried and read (tests/benchmarks/bench_inside.py)."""
 SHARE = 0.01
 MOST = 1024
-"""The training process takes no higher number."""
+"""The training process accepts no higher number."""
 STEPS = 64
-"""Between two decisions, each of which is about so many steps."""
+"""Steps between two decisions. Each decision covers this many steps."""
 _SMALL_CHANGE = 1.25
-"""A new number means a new block of steps, so one that is hardly different is not asked for."""
+"""Smaller changes are ignored, because each new number starts a new block of steps."""
 
 
 class Sampling:
-    """Finds the number for one process from its steps."""
+    """Finds `one_in` for one process from its steps."""
 
     def __init__(self) -> None:
         self.one_in = 0
-        """One step in so many is to be timed; 0: it is not known yet."""
+        """One step in `one_in` should be timed; 0: not known yet."""
         self._walls: deque[int] = deque(maxlen=STEPS)
         self._steps = 0
         self._timed = self._times = 0.0
-        """Steps that were timed, and times that came for them: the older ones count less."""
+        """Timed steps, and times that came for them. Older ones count less."""
 
     def time(self) -> None:
-        """A device has told a time."""
+        """Count a time from a device."""
         self._times += 1
 
     def step(self, wall_ns: int, timed: bool) -> None:
-        """A step is over."""
+        """Count a step that has ended."""
         self._walls.append(wall_ns)
         self._timed += timed
         self._steps += 1

@@ -1,4 +1,4 @@
-"""What a successor must know to go on with the first block of a step."""
+"""The state that a successor needs to continue at the first block of a step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Mark(NamedTuple):
-    """The state of the recorder and of the rules before that block."""
+    """The state of the recorder and the rules before that block."""
 
     number: int
     calls: int
@@ -30,4 +30,4 @@ class Mark(NamedTuple):
     since: Sequence[int]
     once: Mapping[int, int]
     part: Sequence[Any] | None
-    """Of a step that is recorded in parts: the sums, and what the rules know of it."""
+    """`OpenStep.saved` of a step that is recorded in parts."""

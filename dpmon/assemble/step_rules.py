@@ -1,9 +1,9 @@
 """Where a step of the training loop begins and ends.
 
-With a loader a step runs from fetch to fetch. Without one it runs from optimizer step to optimizer step; where no
-optimizer steps, it begins with the first call after a backward pass; where nothing goes backward, with a call of the
-module that began the step before. Which of these holds is not known at first: the blocks of the open step are held,
-and taken anew when the rule turns out to be another one.
+With a loader, a step runs from fetch to fetch. Without a loader, it runs from optimizer step to optimizer step. If no
+optimizer steps, it begins with the first call after a backward pass. If there is no backward pass, it begins with a
+call of the module that began the step before. The rule is not known at first: the blocks of the open step are held, and
+are taken again when the rule changes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from dpmon.assemble.step_totals import StepTotals
 from dpmon.record.spans import Flag, Kind, Span
 
 STALE_STEPS = 64
-"""Optimizer steps without a fetch after which a loader no longer counts."""
+"""After this many optimizer steps without a fetch, a loader no longer counts."""
 MOST_HELD = 1 << 14
-"""Blocks of a step that are held; a longer one is recorded in parts, and cannot be taken anew."""
+"""Limit of held blocks. A longer step is recorded in parts and cannot be taken again."""
 
 BY_OPTIMIZER, BY_BACKWARD, BY_CALL = range(3)
 _OPENS = (Kind.SCATTER, Kind.REPLICATE)
 MOST_BESIDE = 16
-"""Calls of a step that is made of calls only; with more, the model that began it is not called any more."""
+"""Under BY_CALL, a step with more calls ends even if its first module is not called again."""
 
 
 class StepRules:
@@ -38,17 +38,17 @@ class StepRules:
     def __init__(
         self, known: Definitions, recorder: Recorder, closed: Callable[[Mark, list[Item], bool], None]
     ) -> None:
-        """`closed` is told what was recorded: the mark before it, its items, and whether a step ended with them."""
+        """`closed` is called after recording: the mark before it, the items, and whether a step ended with them."""
         self._known = known
         self._recorder = recorder
         self._closed = closed
         self.held: list[Item] = []
         self._mark: Mark | None = None
         self._placed = 0
-        """Events that were placed."""
+        """Number of events placed."""
         self._cycle = OptimizerCycle()
         self.trains = False
-        """Whether the thread has gone backward or an optimizer has stepped on it."""
+        """Whether a backward pass or an optimizer step ran on the thread."""
         self._open = False
         self._fetched = False
         """Whether the open step began with a fetch."""
@@ -60,9 +60,9 @@ class StepRules:
         self._since_fetch = 0
         self._patience = Patience()
         self._learned = frozenset[int]()
-        """Modules whose calls train or record gradients."""
+        """Modules with calls that train or record gradients."""
         self._anew = 0
-        """1 while what was held is taken anew, 2 while it is for the second time."""
+        """Depth of `_take_anew`: 0, 1 or 2."""
         self._another = False
         """Whether the cycle of optimizers turned out to be another one meanwhile."""
         self._divides = False
@@ -72,7 +72,7 @@ class StepRules:
     # ------------------------------------------------------------------------------------------ marks
 
     def mark(self) -> Mark:
-        """Where a successor has to begin, as far as this is concerned."""
+        """The mark at which a successor begins, as far as the rules know."""
         return self._mark if self.held and self._mark is not None else self._snapshot()
 
     def _snapshot(self) -> Mark:
@@ -117,10 +117,10 @@ class StepRules:
             self._mark = self._snapshot()
         self.held.append(item)
 
-    # ------------------------------------------------------------------------------------------ what comes
+    # ------------------------------------------------------------------------------------------ input
 
     def take(self, block: Block) -> None:
-        """A block of the thread that trains, or the end of an optimizer."""
+        """Take a block of the training thread, or the end of an optimizer."""
         kind = block[0][1]
         if kind == Kind.FETCH:
             self._fetch(block)
@@ -130,7 +130,7 @@ class StepRules:
             self._outside(block)
 
     def other(self, block: Block) -> None:
-        """Calls of another thread: they are recorded with the step under way."""
+        """Take calls of another thread. They are recorded with the step under way."""
         if self._open:
             self._hold(block)
             self._bound()
@@ -140,7 +140,7 @@ class StepRules:
             self._closed(mark, [block], False)
 
     def place(self, event: Event) -> None:
-        """An event happened after all that was taken so far."""
+        """Take an event that happened after everything taken so far."""
         self._placed = event.number + 1
         if event.pauses and self._step.calls:
             self._settle()
@@ -154,12 +154,12 @@ class StepRules:
         self._closed(self.mark(), [], False)
 
     def fetches(self, since: int) -> None:
-        """A fetch is under way at the top level: it ends the open step, whenever it ends itself."""
+        """A fetch is under way at the top level. It ends the open step when it begins."""
         if self._open and self._step.calls and since >= self._last:
             self._close_at_fetch(since)
 
     def moves(self, thread: int) -> None:
-        """Another thread turns out to be the one that trains."""
+        """Switch to another training thread."""
         self._settle()
         if self._step.calls:
             self._close(self._last)
@@ -167,9 +167,9 @@ class StepRules:
         self._recorder.thread = thread
 
     def end(self, cut_off: bool) -> None:
-        """There is no more: the open step is one up to the end of its last phase.
+        """Nothing more comes: the open step ends with its last phase.
 
-        `cut_off`: not one that was to learn, and did not come to it.
+        `cut_off`: leave it out if it should learn but has no backward pass and no optimizer step.
         """
         self._settle()
         if not self._step.calls:
@@ -211,7 +211,7 @@ class StepRules:
         self._bound()
 
     def _close_at_fetch(self, start: int) -> None:
-        """A fetch begins at `start`."""
+        """End the open step: a fetch begins at `start`."""
         if self._fetched:
             self._close(before_edge(self.held, start))
         else:
@@ -221,7 +221,7 @@ class StepRules:
         self._drop_open()
 
     def _drop_open(self) -> None:
-        """What is held is in no step."""
+        """Release the held items: they belong to no step."""
         self._open = self._fetched = False
         if not self.held:
             return
@@ -240,7 +240,7 @@ class StepRules:
     # ------------------------------------------------------------------------------------------ without a loader
 
     def _outside(self, block: Block) -> None:
-        """A block that is in no step."""
+        """Take a block that belongs to no step."""
         span, _, stepped, inner = block
         if span.kind == Kind.LOOK:
             self._recorder.look(span.site, self._recorder.number)
@@ -283,7 +283,7 @@ class StepRules:
         self._bound()
 
     def _called(self, calls: Sequence[Span]) -> bool:
-        """These calls belong to the open step; True if it was taken anew."""
+        """Add calls to the open step; True if the step was taken again."""
         step, fresh = self._step, False
         for call in calls:
             module = self._known.module(call[5])
@@ -298,10 +298,10 @@ class StepRules:
         return True
 
     def _before_call(self, block: Block) -> None:
-        """End the open step, which has calls, if this one begins another."""
+        """End the open step, which has calls, if this block begins another."""
         learns = any(one.flags & LEARNS for one in block[1])
         at, start = len(self.held), block[0].start
-        if block[0].kind in VERBS:  # it began with what comes before it
+        if block[0].kind in VERBS:  # the scatters and replicates before it belong to it
             while at and isinstance(item := self.held[at - 1], tuple) and item[0].kind in _OPENS:
                 at -= 1
                 start = item[0].start
@@ -316,7 +316,7 @@ class StepRules:
         self._cut(at, self._last if self._step.only_looks and learns else start, start)
 
     def _cut(self, at: int, end: int, start: int) -> None:
-        """The open step ends at `end` with the first `at` items; the others begin the next one, at `start`."""
+        """End the open step at `end` with its first `at` items. The others begin the next step at `start`."""
         rest = self.held[at:]
         del self.held[at:]
         self._close(end)
@@ -324,7 +324,7 @@ class StepRules:
         self._take_again(rest)
 
     def _stepped(self, sites: Sequence[int], number: int, end: int) -> None:
-        """Optimizers have stepped in a block, the span with this number, that ended at `end`."""
+        """Take the optimizer steps of a block with this span number, which ended at `end`."""
         self._step.only_looks = False
         self.trains = True
         outcomes = [self._cycle.stepped(site, number) for site in sites]
@@ -352,7 +352,7 @@ class StepRules:
     # ------------------------------------------------------------------------------------------ hindsight
 
     def _take_anew(self) -> None:
-        """Take all that is held again, since more is known now."""
+        """Take all held items again, now that more is known."""
         mark = self._mark
         if mark is None or not self.held:
             return
@@ -403,7 +403,7 @@ class StepRules:
             self._divides = False
 
     def _look_for_another_rule(self) -> bool:
-        """Take the open step anew by the rule that its blocks suggest; False if there is no other."""
+        """Take the open step again by the rule that its blocks suggest; False if there is no other rule."""
         if self._rule == BY_OPTIMIZER:
             if not self._cycle.decide():
                 self._rule = BY_BACKWARD if self._step.backward else BY_CALL
@@ -424,7 +424,7 @@ class StepRules:
         self._step = OpenStep()
 
     def _bound(self) -> None:
-        """Record a part of a step that is too long to be held."""
+        """Record the held items of a step that is too long."""
         if len(self.held) <= MOST_HELD:
             return
         items, self.held = self.held, []

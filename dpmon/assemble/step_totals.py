@@ -1,4 +1,4 @@
-"""What a step adds up to."""
+"""The totals of a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dpmon.record.wire import BODY_PHASES, MAX_SPANS, Untimed, pack_step, pack_t
 _EXTRAS = (*SPAN_PHASES[len(BODY_PHASES) :], *QUANTITIES)
 _LARGEST = (1 << 62) - 1
 _MOST_TIMED = 4096
-"""Spans of one step with device times."""
+"""Limit of spans with device times in one step."""
 _SAVED = (
     *("times", "counts", "learned", "looked", "mode", "learns"),
     *("failed", "backwards", "passes", "module", "crowded", "skipped", "spans", "missing_spans"),
@@ -30,9 +30,9 @@ class StepTotals:
         self.times = [-1] * len(SPAN_PHASES)
         """ns of each phase, -1 for one that did not run."""
         self.counts = [-1] * len(QUANTITIES)
-        """Of each quantity, -1 for one that no span counts."""
+        """Value of each quantity, -1 for one that no span counts."""
         self.learned = self.looked = -1
-        """Rows of the calls that train or record gradients, and of those that do neither."""
+        """Rows of the calls that train or record gradients, and rows of the other calls."""
         self.mode = 0
         self.learns = False
         """Whether a call trains or records gradients."""
@@ -41,33 +41,33 @@ class StepTotals:
         self.backwards = 0
         """Backward passes so far."""
         self.passes = 0
-        """As many had been at the last call that learns."""
+        """Backward passes before the last call that learns."""
         self.module = 0
-        """That of this call."""
+        """Module of the last call that learns."""
         self.spans: list[tuple[int, int, int]] = []
         """As in dpmon.assemble.nesting.Inner, and `missing_spans`."""
         self.missing_spans = 0
         self.timed: list[tuple[int, int, int]] = []
         """As in dpmon.assemble.nesting.Inner."""
         self.crowded = False
-        """Whether there were so many spans with device times that these are not kept."""
+        """Whether device times were dropped because the step is too long."""
         self.skipped = False
-        """Whether it is not timed on devices, or not in all its parts, because one in several steps is."""
+        """Whether sampling left the step, or a part of it, untimed on devices."""
         self.mixed: set[int] = set()
-        """Phases that have copies without device times in them, and the copies, if there are such."""
+        """COPY and the phases with copies that have no device times; empty if there are no such copies."""
 
     @property
     def on_devices(self) -> bool:
-        """Whether it is timed on devices, or left out where others are."""
+        """Whether it is timed on devices, or left out by sampling."""
         return bool(self.timed) or self.crowded or self.skipped
 
     @property
     def unfinished(self) -> bool:
-        """Whether it was to learn, and has neither a backward pass nor a step of an optimizer."""
+        """Whether it should learn but has no backward pass and no optimizer step."""
         return self.learns and self.times[BACKWARD] < 0 and self.times[OPTIMIZER] < 0
 
     def is_micro_batch(self, module: int) -> bool:
-        """Whether a call of `module` goes on after a backward pass, with no step of an optimizer between."""
+        """Whether a call of `module` follows a backward pass with no optimizer step in between."""
         return self.learns and self.module == module and self.passes != self.backwards and self.times[OPTIMIZER] < 0
 
     def count(self, quantity: int, value: int) -> None:
@@ -75,16 +75,16 @@ class StepTotals:
         self.counts[quantity] = max(self.counts[quantity], 0) + value
 
     def bound_spans(self) -> None:
-        """Forget spans beyond the first ones."""
+        """Drop the spans after the first MAX_SPANS."""
         self.missing_spans += len(self.spans[MAX_SPANS:])
         del self.spans[MAX_SPANS:]
 
     def untimed_copy(self, around: int) -> None:
-        """A copy is not timed on its device; `around`: the phase around it, -1 for none."""
+        """Note a copy without a device time; `around`: the phase around it, -1 for none."""
         self.mixed |= {COPY, around}
 
     def keep_no_times(self) -> None:
-        """The step goes on, but is too long for the device times of its spans to be kept."""
+        """Drop device times: the step is too long."""
         self.crowded = self.crowded or bool(self.timed)
         self.timed.clear()
         self.mixed.clear()
@@ -109,7 +109,7 @@ class StepTotals:
         return Pending(payload, *self._slots(), DATA) if self.timed or self.crowded else payload
 
     def _slots(self) -> tuple[Slots, int]:
-        """For each phase the spans that have its device time, and why one is missing."""
+        """For each phase the spans that give its device time, and why one is missing."""
         slots: Slots = [[] for _ in range(5 if self.times[COPY] >= 0 else 4)]
         if self.crowded or len(self.timed) > _MOST_TIMED:
             return slots, Untimed.TOO_MANY
@@ -126,13 +126,13 @@ class StepTotals:
         return slots, Untimed.COPIES
 
     def saved(self) -> list[Any]:
-        """What `restored` takes."""
+        """The state for `restored`."""
         values = [getattr(self, name) for name in _SAVED]
         return [list(value) if isinstance(value, list) else value for value in values]
 
     @classmethod
     def restored(cls, saved: Sequence[Any]) -> StepTotals:
-        """Totals that go on where others were saved."""
+        """Restore saved totals."""
         found = cls()
         for name, value in zip(_SAVED, saved, strict=True):
             setattr(found, name, value)

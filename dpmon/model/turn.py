@@ -1,8 +1,8 @@
-"""The last step of a process laid out in time: what its main thread did when, and each replica beside it. Pure.
+"""The timeline of a process's last step: its main thread, and a lane for each replica. Pure.
 
-The step is recorded with the times at which its phases ran; nested ones are shown in place of the one around them. The
-phases of its calls are shown in place of forward. A step that an earlier version recorded has the times of its calls
-only: phases at unknown times are named, and not shown.
+The record of a step has the times of its phases. A nested phase is shown in place of the one around it. The phases of
+its calls are shown in place of forward. A step from an earlier version has only the times of its calls: phases at
+unknown times are listed, but not shown.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Lane", "Piece", "Turn", "last_turn"]
 
 
 class Piece(NamedTuple):
-    """One phase in time, ns from the step's start."""
+    """One run of a phase, in ns from the step's start."""
 
     phase: str
     start_ns: int
@@ -26,7 +26,7 @@ class Piece(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """What ran on one device during the calls of a step: a replica, or a stage of a model that is spread."""
+    """The work of one device during the calls of a step: a replica, or a stage of a spread model."""
 
     number: int
     device: str
@@ -35,12 +35,12 @@ class Lane(NamedTuple):
 
     @property
     def took_ns(self) -> int:
-        """All of its pieces' time."""
+        """Total time of its pieces."""
         return sum(piece.end_ns - piece.start_ns for piece in self.pieces)
 
 
 class Turn(NamedTuple):
-    """One step. `main` without overlaps, in order of time; what it does not cover is the script's own work."""
+    """One step. `main` has no overlaps and is in order of time; the script's own work fills its gaps."""
 
     step: int
     mode: str
@@ -50,11 +50,11 @@ class Turn(NamedTuple):
     main: tuple[Piece, ...]
     lanes: tuple[Lane, ...]
     staged: bool = False
-    """The lanes are stages."""
+    """Whether the lanes are stages."""
     unplaced: tuple[str, ...] = ()
-    """Phases that ran at times that are not known."""
+    """Phases that ran at unknown times."""
     missing_spans: int = 0
-    """How often phases ran after those in `main`."""
+    """Number of runs of phases after those in `main`."""
 
 
 def last_turn(process: Process) -> Turn | None:
@@ -81,18 +81,18 @@ def last_turn(process: Process) -> Turn | None:
 
 
 def _known(step: Step, calls: Sequence[Call]) -> list[PhaseSpan]:
-    """What is known of a step without spans: it begins with its data, and calls have their own times."""
+    """The spans of a step that was recorded without: it begins with its data, and calls have their own times."""
     forward = [PhaseSpan("forward", call.start_ns - step.start_ns, call.wall_ns) for call in calls]
     return [PhaseSpan("data", 0, step.phases.get("data", 0)), *forward]
 
 
 def _unplaced(step: Step) -> tuple[str, ...]:
-    """The phases of a step without spans that ran at times that are not known."""
+    """The phases of a step without spans that ran at unknown times."""
     return tuple(name for name in STEP_PHASES[:-1] if step.phases.get(name, 0) > 0 and name not in ("data", "forward"))
 
 
 def _phases(calls: Iterable[Call], spans: Iterable[PhaseSpan], step: Step) -> Iterator[Piece]:
-    """The phases of the calls of the thread that trains: each of these begins as a forward of the step does."""
+    """The phases of the training thread's calls. Each such call begins together with a forward of the step."""
     begun = {span.offset_ns for span in spans if span.phase == "forward"}
     for call in calls:
         begin = call.start_ns - step.start_ns
@@ -101,14 +101,14 @@ def _phases(calls: Iterable[Call], spans: Iterable[PhaseSpan], step: Step) -> It
 
 
 def _innermost(pieces: Iterable[Piece], wall_ns: int) -> list[Piece]:
-    """Pieces apart from each other, in order of time: where some overlap, the one that began last is left."""
+    """Pieces without overlaps, in order of time. If some overlap, the one that began last remains."""
     inside = (piece._replace(start_ns=max(piece.start_ns, 0), end_ns=min(piece.end_ns, wall_ns)) for piece in pieces)
     found: list[Piece] = []
     around: list[Piece] = []
     at = 0
 
     def until(end: int) -> None:
-        """The last of `around` runs up to `end`."""
+        """End the last of `around` at `end`."""
         nonlocal at
         phase = around[-1].phase
         if end <= at:
@@ -134,7 +134,7 @@ def _innermost(pieces: Iterable[Piece], wall_ns: int) -> list[Piece]:
 
 
 def _over_forward(ran: Iterable[Piece], phases: Sequence[Piece]) -> Iterator[Piece]:
-    """The pieces of a step, with the phases of its calls in place of forward where they ran."""
+    """The pieces of a step, with the phases of its calls in place of forward."""
     first = 0
     for piece in ran:
         if piece.phase != "forward":
@@ -155,7 +155,7 @@ def _over_forward(ran: Iterable[Piece], phases: Sequence[Piece]) -> Iterator[Pie
 
 
 def _lanes(calls: Sequence[Call], step: Step) -> tuple[tuple[Lane, ...], bool]:
-    """A lane a replica, over all calls; of a spread model a lane a stage; whether they are stages."""
+    """A lane per replica, over all calls, or a lane per stage of a spread model; and whether they are stages."""
     if not any(call.replicas for call in calls) and any(call.stages for call in calls):
         spread = next(call for call in reversed(calls) if call.stages)
         begin = spread.start_ns - step.start_ns

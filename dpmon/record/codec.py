@@ -1,4 +1,4 @@
-"""What a record is to everybody but the training process: objects, and how they are read from its bytes.
+"""Reads records from their bytes.
 
 `dpmon.record.wire` makes the bytes; a `Decoder` makes objects of them. Code that only counts and sums reads single
 numbers instead, without decoding a record.
@@ -95,7 +95,7 @@ UNTIMED = (
     "the step copies more tensors to devices than are timed: 16",
     "steps are so short that only some of them are timed on devices, drawn at random",
 )
-"""The reasons by their numbers."""
+"""Texts of the reasons, by number."""
 BACKWARD_AT, OPTIMIZER_AT = STEP_PHASES.index("backward"), STEP_PHASES.index("optimizer")
 _QUANTITY_NAMES = tuple(quantity.name for quantity in QUANTITIES)
 SAMPLES_AT = _QUANTITY_NAMES.index("samples")
@@ -109,7 +109,7 @@ _CALL_REPLICA = struct.Struct("<IIqq")
 
 MAX_REPLICAS = 4096
 MAX_DEFINITIONS = 1 << 16
-"""Definitions a decoder remembers; the writer repeats those in use, so the oldest may be forgotten."""
+"""Limit of definitions in a decoder. The writer repeats those in use, so the oldest may be forgotten."""
 
 
 # ------------------------------------------------------------------------------------------------ decoding
@@ -230,7 +230,7 @@ class Decoder:
             },
             replicas=tuple(
                 [
-                    # Not by its own constructor, which takes twice as long: this is done millions of times.
+                    # The constructor would take twice as long, and this runs millions of times.
                     _made(
                         Replica,
                         (i, devices[i], offset, took, sizes[got] if got else None, sizes[gave] if gave else None, None),
@@ -274,7 +274,7 @@ class Decoder:
 
 
 def kind_of(payload: bytes) -> str:
-    """What a payload is, without decoding it: definition, call, step, event, or "" for none of ours."""
+    """The kind of a payload without decoding it: definition, call, step, event, or "" if unknown."""
     if payload[:1] == _TIMED_BYTE:
         inner = payload[TIMED_HEAD.size : TIMED_HEAD.size + 1]
         return _KINDS[inner[0]] if inner and inner[0] in (CALL_TAG, PLAIN_TAG, STEP_TAG) else ""
@@ -285,7 +285,7 @@ _TIMED_BYTE = bytes((TIMED_TAG,))
 
 
 def _timed(payload: bytes) -> tuple[bytes, tuple[float, ...], int]:
-    """The call or step in a timed record, its times (NaN: none) and why one is missing; struct.error if damaged."""
+    """The call or step in a timed record, its times (NaN: unknown) and why one is missing; struct.error if damaged."""
     _, why, count, size = TIMED_HEAD.unpack_from(payload)
     start = TIMED_HEAD.size
     inner = payload[start : start + size]
@@ -295,17 +295,17 @@ def _timed(payload: bytes) -> tuple[bytes, tuple[float, ...], int]:
 
 
 def is_timed(payload: bytes) -> bool:
-    """Whether the record of a call or step holds times of devices."""
+    """Whether a call or step has device times."""
     return payload[0] == TIMED_TAG
 
 
 def bare(payload: bytes) -> bytes:
-    """A call or step without the times of devices that it may hold; struct.error if it is damaged."""
+    """A call or step without its device times; struct.error if it is damaged."""
     return payload if payload[0] != TIMED_TAG else _timed(payload)[0]
 
 
 def _known_ms(time: float) -> float | None:
-    """A time as it stands in a record; what cannot be one is unknown. Rounded to what a float of 32 bits holds."""
+    """A time from a record; None if it is not plausible. Rounded to the precision of a 32-bit float."""
     return round(time, 6) if 0 <= time < 1e9 else None
 
 
@@ -318,7 +318,7 @@ def _why(number: int) -> str:
 
 
 def _with_times(call: Call, times: Sequence[float], why: int) -> Call:
-    """The call with the times of its devices; what did not run has none and lacks none."""
+    """The call with its device times. A part that did not run has none, and needs no reason."""
     known = [_known_ms(time) for time in times]
     known += [None] * (len(CALL_PHASES) + max(len(call.replicas), len(call.stages)) - len(known))
     of_phases = dict(zip(CALL_PHASES, known, strict=False))
@@ -335,13 +335,13 @@ def _with_times(call: Call, times: Sequence[float], why: int) -> Call:
 
 
 def _with_step_times(step: Step, times: Sequence[float], why: int) -> Step:
-    """The step with the times of its devices, as `pack_timed` takes them."""
+    """The step with its device times, as `pack_timed` takes them."""
     found = {name: _known_ms(time) for name, time in zip(TIMED_PHASES, times, strict=False) if name in step.phases}
     return replace(step, device_ms=found, untimed=_reason(found.values(), why))
 
 
 def step_times(payload: bytes) -> bytes | None:
-    """What a step's record has of its devices, to be kept beside its columns; None if it has none."""
+    """The device times of a step, to be stored beside its columns; None if it has none."""
     if payload[0] != TIMED_TAG:
         return None
     head = TIMED_HEAD.size
@@ -349,7 +349,7 @@ def step_times(payload: bytes) -> bytes | None:
 
 
 def known_times(payload: bytes) -> dict[str, float]:
-    """Of a timed call, or of what `step_times` gave of a step: the device's times (ms) that are known, by phase."""
+    """The known device times (ms) by phase, of a timed call or of a step's `step_times`."""
     _, _, count, _ = TIMED_HEAD.unpack_from(payload)
     names = TIMED_PHASES if len(payload) == TIMED_HEAD.size + 4 * count else CALL_PHASES
     times = struct.unpack_from(f"<{min(count, len(names))}f", payload, len(payload) - 4 * count)
@@ -357,14 +357,14 @@ def known_times(payload: bytes) -> dict[str, float]:
 
 
 def why_number(payload: bytes) -> int:
-    """Of a timed call: the number of the reason why one of its times is missing (UNTIMED); 0 if none is."""
+    """Why a time of a timed call is missing, as an index in UNTIMED; 0 if none is."""
     _, why, count, _ = TIMED_HEAD.unpack_from(payload)
     times = struct.unpack_from(f"<{count}f", payload, len(payload) - 4 * count)
     return 0 if all(_known_ms(time) is not None for time in times) else why
 
 
 def part_times(payload: bytes) -> PartTimes:
-    """Of a timed call: what is known of its replicas or stages, in their order, without decoding it."""
+    """The times of a timed call's replicas or stages, in order, without decoding the call."""
     _, why, count, _ = TIMED_HEAD.unpack_from(payload)
     parts = max(count - len(CALL_PHASES), 0)
     times = [_known_ms(time) for time in struct.unpack_from(f"<{parts}f", payload, len(payload) - 4 * parts)]
@@ -372,7 +372,7 @@ def part_times(payload: bytes) -> PartTimes:
 
 
 def kept_step_times(step: Step, kept: bytes) -> Step:
-    """The step with what `step_times` gave of it; struct.error if that is damaged."""
+    """The step with its `step_times`; struct.error if they are damaged."""
     _, why, count, _ = TIMED_HEAD.unpack_from(kept)
     if count > _MAX_TIMES:
         raise struct.error("more times than a step has phases")
@@ -380,7 +380,7 @@ def kept_step_times(step: Step, kept: bytes) -> Step:
 
 
 def call_head(payload: bytes) -> tuple[int, ...]:
-    """A call's numbers as they lie in the payload; struct.error if it is cut off.
+    """A call's numbers as they are in the payload; struct.error if it is cut off.
 
     mode, flags, number of stages, layout, step, call, start_ns, wall_ns, inputs, outputs (start on the absolute
     monotonic clock; layout, inputs and outputs by definition), then offset and duration for each of CALL_PHASES (offset
@@ -410,7 +410,7 @@ def call_stages(payload: bytes) -> list[tuple[int, int, int, int, int]]:
 
 
 def _stages_at(payload: bytes) -> int:
-    """Where the stages begin: they come last."""
+    """Offset of the stages, which come last."""
     at = len(payload) - payload[3] * CALL_STAGE.size
     if at < _CALL_HEAD.size:
         raise struct.error("a call is cut off")
@@ -418,7 +418,7 @@ def _stages_at(payload: bytes) -> int:
 
 
 class StepFields(NamedTuple):
-    """A step's numbers as they lie in its payload; -1 for a phase that did not run or a quantity that is not known."""
+    """A step's numbers as they are in its payload; -1 if a phase did not run or a quantity is unknown."""
 
     mode: int
     step: int
@@ -430,7 +430,7 @@ class StepFields(NamedTuple):
     quantities: tuple[int, ...]
     """In the order of dpmon.record.schema.QUANTITIES."""
     spans: bytes
-    """For `kept_spans`; empty if they are not known."""
+    """For `kept_spans`; empty if unknown."""
 
 
 _IN_STEP = ("samples", *BODY_PHASES, *STEP_EXTRAS)
@@ -450,7 +450,7 @@ def step_fields(payload: bytes) -> StepFields:
 
 
 def kept_spans(packed: bytes) -> tuple[tuple[PhaseSpan, ...], int]:
-    """The spans of a step and how many are missing, from what `step_fields` gave; struct.error if they are damaged."""
+    """The spans of a step and the number of missing ones, from `StepFields.spans`; struct.error if damaged."""
     if len(packed) % 8 or len(packed) > 8 * (1 + 2 * MAX_SPANS):
         raise struct.error("spans of a step are cut off, or too many")
     words = struct.unpack(f"<{len(packed) // 8}Q", packed)
@@ -468,11 +468,11 @@ def kept_spans(packed: bytes) -> tuple[tuple[PhaseSpan, ...], int]:
 
 
 _SPAN_START = (1 << 4 + SPAN_WORD) - 1
-"""Of a word of spans: phase and start."""
+"""Phase and start in a word of spans."""
 
 
 def _extras(payload: bytes, begin: int, count: int) -> list[int]:
-    """The extras of a step in the order of STEP_EXTRAS, -1 for one that it lacks; struct.error if they are damaged."""
+    """The extras of a step in the order of STEP_EXTRAS, -1 if it lacks one; struct.error if they are damaged."""
     if len(payload) != begin + count * STEP_EXTRA.size:
         raise struct.error("a step is cut off")
     found = list(_NO_EXTRAS)

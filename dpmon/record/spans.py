@@ -6,8 +6,8 @@
     w3   definitions of the inputs (lower half) and the outputs (upper half), 0: not known
     w4   number of the slot plus one
 
-A training process writes a span when a phase ends, and draws no conclusion from it: dpmon.assemble does. A
-span that lies within another one on its thread comes before it, and names its kind as the enclosing one.
+A training process writes a span when a phase ends. dpmon.assemble draws the conclusions. A span inside another one on
+its thread comes before it, and has its kind as the enclosing kind.
 
 Standard library only: this module is imported into the training process.
 """
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 
 class Kind:
-    """What a span is of, as the lowest byte of w0; 0 is none."""
+    """The kind of a span, as the lowest byte of w0; 0 is none."""
 
     FETCH = 1
     CALL = 2
@@ -58,13 +58,13 @@ DOING = {
     Kind.GONE: "other",
     Kind.AGAIN: "other",
 }
-"""Every kind: what a process does while such a span is under way. A phase of a step has its name in the records."""
+"""What a process does during a span, by kind. Phases of a step have the same names as in records."""
 COUNTED = {Kind.COPY: "copied_bytes"}
-"""Kinds with a quantity of the step in the place of their sizes (inputs | outputs << 32)."""
+"""Kinds that have a quantity of the step in place of sizes (inputs | outputs << 32)."""
 
 
 class Flag:
-    """What else is known of a span."""
+    """Further facts about a span."""
 
     TRAINING, GRAD, FAILED, VIRTUAL, DP, SINGLE, OVER, TIMED, HAND, SKIPPED = (1 << bit for bit in range(10))
 
@@ -75,17 +75,17 @@ MAX_THREAD, MAX_SITE = (1 << 9) - 1, (1 << 24) - 1
 
 
 class Span(NamedTuple):
-    """A span, taken apart."""
+    """The fields of a span."""
 
     number: int
-    """Of its slot: spans are numbered from 0 in the order in which they were written, roughly that of their ends."""
+    """Number of its slot. Spans are numbered from 0 in the order written, roughly the order of their ends."""
     kind: int
     flags: int
     inside: int
     """Kind of the enclosing span, 0 for none."""
     thread: int
     site: int
-    """By kind: the definition of a call's layout; a replica's index; an optimizer; a device; 0."""
+    """Depends on the kind: definition of a call's layout, index of a replica, optimizer, device or 0."""
     start: int
     took: int
     inputs: int

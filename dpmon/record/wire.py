@@ -1,9 +1,9 @@
-"""How records are packed: the bytes that dpmon.assemble makes of a process's spans, and the supervisor of its samples.
+"""How records are packed: dpmon.assemble packs the spans of a process, and the supervisor packs its samples.
 
-What does not change from batch to batch (names, devices, shapes) is sent once as a *definition* and referred to by
-number, so that a call over 8 replicas takes 304 bytes. What these bytes mean is in dpmon.record.codec.
+Facts that do not change from batch to batch (names, devices, shapes) are sent once as a *definition* and referred to by
+number, so a call over 8 replicas takes 304 bytes. dpmon.record.codec reads these bytes.
 
-Standard library only, and little of that: the training process imports this module for its names and its JSON.
+Standard library only, and little of it: the training process imports this module for its names and its JSON.
 """
 
 from __future__ import annotations
@@ -62,33 +62,34 @@ __all__ = [
 ]
 
 MODES = ("", "dp", "single")
-"""Modes by the number they have in records and in a ring's control block; 0 is none."""
+"""Modes by their number in records and in a ring's header; 0 is none."""
 CALL_PHASES = ("scatter", "replicate", "parallel_apply", "gather")
 BODY_PHASES = ("data", "forward", "backward", "optimizer")
-"""Phases that have a place in the record of every step."""
+"""Phases with a fixed place in the record of every step."""
 STEP_EXTRAS = ("copy", "copied_bytes")
-"""Phases and quantities that few steps have, by their numbers in a record: what is new comes last."""
+"""Phases and quantities that few steps have, by their numbers in a record: new ones come last."""
 TIMED_PHASES = (*BODY_PHASES, "copy")
-"""Phases of a step with device times, in the order of a record; it ends before `copy` where nothing was copied."""
+"""Phases of a step with device times, in the order of a record; a record without copies ends before `copy`."""
 
 DEFINE_TAG, CALL_TAG, STEP_TAG, EVENT_TAG, PLAIN_TAG, TIMED_TAG = 1, 2, 3, 4, 5, 6
 VIRTUAL, TRAINING, GRAD, FAILED = 1, 2, 4, 8
 DDP = "DistributedDataParallel"
-"""`via` of a rank's call."""
+"""`via` of the call of a rank."""
 
 
 class Untimed:
-    """Why a device's own time is not known, as numbers in records: dpmon.record.codec.UNTIMED has the words."""
+    """Why a device time is unknown, as numbers in records: dpmon.record.codec.UNTIMED has the texts."""
 
     NONE, LATE, CAPTURED, NO_EVENT, FAULT, ENDED, RAISED, ON_CPU, CROSSED, TOO_MANY, COPIES, SAMPLED = range(12)
 
 
 TIMED_HEAD = struct.Struct("<BBHI")
-"""TIMED_TAG, why one is missing, how many times, bytes of the call or step that follows; then times (ms, NaN: none)."""
+"""TIMED_TAG, why a time is missing, number of times, bytes of the call or step; it follows, then its times (ms,
+NaN)."""
 
 DEFINE_HEAD = struct.Struct("<B3xI")
 PLAIN_FORMAT = "<BBBBIQQqqII"
-"""A call without phases, whose one replica is the whole of it: PLAIN_TAG, then as pack_call takes them."""
+"""A call without phases and with one replica, which takes the whole call: PLAIN_TAG, then as pack_call takes them."""
 PLAIN_WORDS = "<QQQqqQ"
 """The same bytes as fewer numbers: tag | mode << 8 | flags << 16 | layout << 32, step, call, start, wall,
 inputs | outputs << 32."""
@@ -101,16 +102,16 @@ _STEP_WORDS = "<QQqqqqqqq"
 """The same bytes as fewer numbers: tag | mode << 8 | words of spans << 32, then step and the others."""
 STEP_BODY = struct.Struct(STEP_FORMAT)
 STEP_EXTRA = struct.Struct("<Bq")
-"""One extra: its number in STEP_EXTRAS, then ns of a phase or the value of a quantity."""
+"""One extra: its number in STEP_EXTRAS, then the ns of a phase or the value of a quantity."""
 MAX_SPANS = 256
-"""Spans of one step that are recorded: the first ones."""
+"""Limit of recorded spans in one step: the first ones."""
 SPAN_PHASE = 15
-"""Of a word of spans: the bits of its phase. This value itself is none, and marks a head."""
+"""Bits of the phase in a word of spans. This value itself is no phase and marks a head."""
 SPAN_WORD = 30
-"""Bits of a start and of a duration where both are in one word: phase | start << 4 | duration << 34."""
+"""Bits of a start and of a duration if both are in one word: phase | start << 4 | duration << 34."""
 SPAN_HEAD, SPAN_HEAD_WIDE = 8, 16
-"""A head comes first if something is unusual: SPAN_PHASE | wide | spans that are missing << SPAN_HEAD. Where `wide` is
-SPAN_HEAD_WIDE, each span has two words: phase | start << 4, and its duration."""
+"""A step without spans, with missing spans or with large numbers begins with a head: SPAN_PHASE | wide | missing spans
+<< SPAN_HEAD. If `wide` is SPAN_HEAD_WIDE, each span has two words: phase | start << 4, and its duration."""
 _EXTRA_NUMBERS = {name: number for number, name in enumerate(STEP_EXTRAS)}
 _call_structs: dict[int, struct.Struct] = {}
 _step_structs: dict[int, struct.Struct] = {}
@@ -118,24 +119,24 @@ _time_structs: dict[int, struct.Struct] = {}
 _NAN = float("nan")
 
 MORE = "\u2026"
-"""Path of a size that stands for all tensors that are not listed; it has no shape, no dtype and no bytes. At the end of
-a name or a text it marks that the rest was cut off."""
+"""Path of a size that stands for all tensors that are not listed; it has no shape, dtype or bytes. At the end of a name
+or text it marks that the rest was cut off."""
 MAX_NAME = 200
 MAX_JSON = 60_000
-"""Most bytes of JSON in one record. A record is never larger than a block of the ring."""
+"""Limit of bytes of JSON in one record. A record is never larger than a block of the ring."""
 _LENGTHS = (4096, 1024, 256, 64, 16)
-"""Lengths (characters) to which texts are cut: each is tried in order until the record fits."""
+"""Lengths (characters) to which texts are cut, tried in order until the record fits."""
 
 
 def mode_number(mode: str) -> int:
-    """The number of a mode by its name; ValueError for a name that is none."""
+    """The number of a mode; ValueError for an unknown name."""
     return MODES.index(mode)
 
 
 def shortened(text: str, most: int = MAX_NAME) -> str:
-    """A name from the script, cut to `most` characters; if it was cut, it ends with a mark.
+    """A name from the script, cut to `most` characters. A name that was cut ends with a mark.
 
-    The result is a plain str: the script's own subclass of str must not be kept alive by records.
+    The result is a plain str: records must not keep the script's own subclass of str alive.
     """
     text = "".join((text,))
     return text if len(text) <= most else text[: most - 1] + MORE
@@ -178,7 +179,7 @@ def call_flags(virtual: bool, training: bool, grad: bool, failed: bool) -> int:
 
 
 def call_format(replicas: int) -> str:
-    """The struct format of a call without stages over so many replicas.
+    """The struct format of a call without stages, over this many replicas.
 
     CALL_TAG, mode, flags, number of stages, then as pack_call takes them.
     """
@@ -201,10 +202,10 @@ def pack_call(
 ) -> bytes:
     """A call.
 
-    `phases`: offset and duration (ns) for each of CALL_PHASES, offset -1 for one that did not run. `replicas`: four
-    numbers a replica: inputs, outputs (definitions, 0 unknown), offset, duration. `stages`: five numbers a stage, at
-    most 255 of them: device and parts (a definition), then as for a replica, duration -1 for one that did not end.
-    Clocks are monotonic ns.
+    `phases`: offset and duration (ns) for each of CALL_PHASES, offset -1 if it did not run. `replicas`: four numbers
+    per replica: inputs, outputs (definitions, 0 unknown), offset, duration. `stages`: five numbers per stage, at most
+    255 stages: device and parts (a definition), then as for a replica, duration -1 if it did not end. Clocks are
+    monotonic ns.
     """
     count = len(replicas) >> 2
     packer = _call_structs.get(count)
@@ -228,8 +229,7 @@ def pack_step(
 ) -> bytes:
     """A step without extras; `samples` -1 if unknown.
 
-    `phases`: ns for each of BODY_PHASES, -1 for one that did not run. `spans`: as `span_words` makes them; empty if
-    they are not known.
+    `phases`: ns for each of BODY_PHASES, -1 if it did not run. `spans`: as `span_words` makes them; empty if unknown.
     """
     count = len(spans)
     packer = _step_structs.get(count)
@@ -240,10 +240,10 @@ def pack_step(
 
 
 def span_words(spans: Sequence[Sequence[int]], start_ns: int, wall_ns: int, missing: int = 0) -> list[int]:
-    """The spans of a step's phases, for `pack_step`: one word a span, or two in a step that is longer than a second.
+    """The spans of a step's phases, for `pack_step`: one word per span, or two if a number is large.
 
     `spans`: phase, start (monotonic ns) and duration of each, in order of start, enclosing before enclosed, at most
-    MAX_SPANS. A phase is an index in dpmon.record.schema.SPAN_PHASES. `missing`: how many more there were.
+    MAX_SPANS. A phase is an index in dpmon.record.schema.SPAN_PHASES. `missing`: number of further spans.
     """
     words = []
     bits = 0
@@ -258,7 +258,7 @@ def span_words(spans: Sequence[Sequence[int]], start_ns: int, wall_ns: int, miss
 
 
 def _wide_words(spans: Sequence[Sequence[int]], start_ns: int, wall_ns: int) -> list[int]:
-    """Two words a span. What reaches out of the step, because the spans are damaged, is cut off."""
+    """Two words per span. Damaged spans are cut off at the limits of the step."""
     words: list[int] = []
     for phase, start, took in spans:
         begin = min(max(start - start_ns, 0), wall_ns)
@@ -267,7 +267,7 @@ def _wide_words(spans: Sequence[Sequence[int]], start_ns: int, wall_ns: int) -> 
 
 
 def with_extras(step: bytes, extras: Mapping[str, int]) -> bytes:
-    """The step that `pack_step` has packed, with the phases (ns) and quantities of STEP_EXTRAS that it has."""
+    """Add phases (ns) and quantities of STEP_EXTRAS to a step that `pack_step` has packed."""
     found = bytearray(step)
     found[2] = len(extras)
     for name, value in extras.items():
@@ -276,9 +276,10 @@ def with_extras(step: bytes, extras: Mapping[str, int]) -> bytes:
 
 
 def pack_timed(record: bytes, times: Sequence[float | None], why: int) -> bytes:
-    """A packed call or step, with the times that its devices took, in ms; `why` one is None: a number of Untimed.
+    """A packed call or step with its device times in ms; `why` a time is None: a number of Untimed.
 
-    Of a call: each of CALL_PHASES, then each replica or stage. Of a step: each of TIMED_PHASES, or those before `copy`.
+    Times of a call: each of CALL_PHASES, then each replica or stage. Times of a step: each of TIMED_PHASES, or those
+    before `copy`.
     """
     count = len(times)
     packer = _time_structs.get(count)

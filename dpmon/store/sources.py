@@ -1,4 +1,4 @@
-"""What the rings of a run hold, as payloads: a ring of frames has them as they are, those of spans are assembled."""
+"""Payloads from the rings of a run: a ring of frames holds payloads, a ring of spans is assembled."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from dpmon.span_ring import Word
 from dpmon.store.tables import RingRow
 
 _MUCH = 8
-"""When this part of a ring was read at once, its process may be filling it faster than it is read."""
+"""If this part of a ring was read at once, its process may be writing faster than the reader reads."""
 _ENDED = ""
-"""The state in a row once its process has ended and all of it was taken."""
+"""The state in a row once its process has ended and everything was taken."""
 _CALL_AT = 5
-"""Place of a call's number in its head."""
+"""Index of a call's number in its head."""
 
 
 class Source(Protocol):
-    """One ring, and how far it is read."""
+    """One ring and the position of its reader."""
 
     pid: int
     process: int
     rank: int | None
     over: bool
-    """Its process has ended, and everything was taken."""
+    """Whether its process has ended and everything was taken."""
 
     def take(self, now_ns: int, gone: bool) -> tuple[list[bytes], bool]:
-        """The payloads that are new; True if the ring filled faster than it was read. Raises RingError or OSError.
+        """The new payloads; True if the ring filled faster than it was read. Raises RingError or OSError.
 
-        `now_ns`: monotonic. `gone`: its process was not there any more before this was called.
+        `now_ns`: monotonic. `gone`: its process was gone before this call.
         """
 
     def has_more(self) -> bool:
-        """Whether the ring holds what was not read. As `take` raises."""
+        """Whether the ring holds unread data. Raises as `take` does."""
 
     def note(self, row: RingRow) -> int:
-        """Write down in `row` how far the ring is taken, and what its writer lost; return how much was missed."""
+        """Store in `row` the position and how much the writer lost; returns how much was missed."""
 
     def close(self) -> None:
         """Close the ring."""
@@ -53,7 +53,7 @@ class FrameSource:
     """A ring of frames: the samples of a supervisor."""
 
     def __init__(self, path: Path, row: RingRow | None) -> None:
-        """Go on where `row` left off. Raises RingError or OSError."""
+        """Continue where `row` left off. Raises RingError or OSError."""
         self._ring = RingReader(str(path))
         self.pid: int = self._ring.pid
         self.process: int = self._ring.process
@@ -64,7 +64,7 @@ class FrameSource:
         self._before = (self._ring.position, self._ring.sequence, 0)
 
     def take(self, now_ns: int, gone: bool) -> tuple[list[bytes], bool]:
-        """As Source says."""
+        """As in Source."""
         ring = self._ring
         self._before = ring.position, ring.sequence, ring.missed
         payloads = ring.read()
@@ -76,11 +76,11 @@ class FrameSource:
         self._ring.position, self._ring.sequence, self._ring.missed = self._before
 
     def has_more(self) -> bool:
-        """As Source says."""
+        """As in Source."""
         return self._ring.has_more()
 
     def note(self, row: RingRow) -> int:
-        """As Source says."""
+        """As in Source."""
         ring = self._ring
         row.position, row.sequence = ring.position, ring.sequence
         with suppress(RingError, OSError):  # truncated under us: what was known stays
@@ -88,23 +88,23 @@ class FrameSource:
         return ring.missed
 
     def is_in(self, row: RingRow) -> bool:
-        """Whether all that was taken is in the history, which has `row`."""
+        """Whether the history, which has `row`, holds everything that was taken."""
         return (row.pid, row.position) == (self.pid, self._ring.position)
 
     def close(self) -> None:
-        """As Source says."""
+        """As in Source."""
         self._ring.close()
 
 
 class SpanSource:
     """A ring of spans, and the lines beside it.
 
-    The assembler numbers steps and calls. One that goes on from the first span of the step that its predecessor had
-    under way gives that one's last calls again: those are left out here.
+    The assembler numbers steps and calls. A resumed assembler begins with the first span of the open step, so it gives
+    calls again that its predecessor gave: those are left out here.
     """
 
     def __init__(self, path: Path, row: RingRow | None) -> None:
-        """As FrameSource."""
+        """As in FrameSource."""
         self._ring = SpanReader(str(path))
         self.pid: int = self._ring.pid
         self.process: int = self._ring.process
@@ -112,44 +112,44 @@ class SpanSource:
         self.over = False
         self._assembler = Assembler()
         self._state: str | None = None
-        """The assembler's; None: it was fed since."""
+        """The assembler's state; None if it was fed since."""
         self._last_call = self._last_step = 0
         """The highest numbers in the history, until the assembler has given higher ones."""
         self._spans: list[Span] = []
-        """Read, and not given to the assembler."""
+        """Spans that were read and not yet given to the assembler."""
         self._again = True
-        """Whether the assembler was given something last time: it places the events among that when it is fed again."""
+        """Whether the assembler was given something last time: it places the events among that in the next call."""
         self._one_in = 0
-        """One step in so many is timed on devices, as the process was asked last."""
+        """The sampling of device timing that was requested last: one step in this many."""
         self._under_way = (0, 0)
-        """What the assembler was told, since it was given the last spans, that the training thread is in."""
+        """What the assembler was told about the training thread's current span since it was given the last spans."""
         if row is not None and row.pid == self.pid:
             self._go_on(row)
         self._dropped_before = self._assembler.dropped
 
     def _go_on(self, row: RingRow) -> None:
-        """Go on where a predecessor left off."""
+        """Continue where a predecessor left off."""
         ring = self._ring
         self.over = row.state == _ENDED
         self._last_call, self._last_step = row.last_call or 0, row.last_step or 0
         if not self.over:
             lines = [line for part in ring.lines(row.lines or 0) for line in part]
-            ring.damaged_lines = 0  # the predecessor has counted them
+            ring.damaged_lines = 0  # counted by the predecessor
             try:
                 self._assembler = Assembler.resumed(row.state or "", lines)
-            except ValueError:  # damaged: what the ring still has is assembled from its start
+            except ValueError:  # damaged: assemble what the ring still has
                 ring.lines_position = 0
                 return
         ring.position, ring.seen, ring.lines_position = row.position, row.sequence, row.lines or 0
 
     def take(self, now_ns: int, gone: bool) -> tuple[list[bytes], bool]:
-        """As Source says."""
+        """As in Source."""
         if self.over:
             return [], False
         ring = self._ring
         before = ring.position
         try:
-            # Read before the spans: those that ended before a thread began what it is in now are all there then.
+            # Read before the spans: then all spans that ended before a thread's current span are there.
             words = ring.words()
             self._spans += ring.read(now_ns, over=gone)
         except RingError:
@@ -157,21 +157,21 @@ class SpanSource:
                 raise
             return self._new(self._fed()) + self._ended(), False
         if not ring.at_end and len(self._spans) < CAUGHT_UP:
-            return [], False  # an empty slot is waited for: to the assembler, a short portion is the last one for now
+            return [], False  # wait for an empty slot: the assembler would take a short portion for the last one
         payloads = self._fed()
         if ring.at_end and self._assembler.thread >= 0:
             payloads += self._told(*under_way_in(words, self._assembler.thread))
         payloads = self._new(payloads)
         if self._assembler.one_in not in (0, self._one_in):
             self._one_in = self._assembler.one_in
-            with suppress(RingError, OSError):  # truncated, or not to be written: then the process times what it timed
+            with suppress(RingError, OSError):  # truncated or not writable: keep the old sampling
                 ring.time_one_in(self._one_in)
         if ring.at_end and (gone or words[Word.ENDED]):
             payloads += self._ended()
         return payloads, ring.position - before >= ring.slots // _MUCH
 
     def _fed(self) -> list[bytes]:
-        """Give the assembler what was read, and the lines that are there by now."""
+        """Give the assembler the spans that were read and the lines so far."""
         lines = [line for part in self._ring.lines() for line in part]
         spans, self._spans = self._spans, []
         if not (spans or lines or self._again):
@@ -183,14 +183,14 @@ class SpanSource:
         return self._assembler.feed(spans, lines)
 
     def _told(self, kind: int, since_ns: int) -> list[bytes]:
-        """Tell the assembler what the training thread is in."""
+        """Tell the assembler which span the training thread is in."""
         if since_ns == 0 or (kind, since_ns) == self._under_way:
             return []
         self._under_way, self._state = (kind, since_ns), None
         return self._assembler.under_way(kind, since_ns)
 
     def _new(self, payloads: list[bytes]) -> list[bytes]:
-        """Those that are not in the history."""
+        """The payloads that are not in the history."""
         if not (self._last_call or self._last_step):
             return payloads
         found = []
@@ -208,16 +208,16 @@ class SpanSource:
         return found
 
     def _ended(self) -> list[bytes]:
-        """The last payloads: of the step that was under way."""
+        """The last payloads: those of the open step."""
         self.over = True
         return self._new(self._assembler.end())
 
     def has_more(self) -> bool:
-        """As Source says."""
+        """As in Source."""
         return not self.over and self._ring.has_more()
 
     def note(self, row: RingRow) -> int:
-        """As Source says."""
+        """As in Source."""
         ring, assembler = self._ring, self._assembler
         row.sequence, row.lines = ring.position, ring.lines_position
         if self.over:
@@ -231,14 +231,14 @@ class SpanSource:
         return ring.missed + ring.damaged_lines + assembler.dropped - self._dropped_before
 
     def close(self) -> None:
-        """As Source says."""
+        """As in Source."""
         self._ring.close()
 
 
 def open_source(path: Path, row: RingRow | None) -> Source:
-    """The ring at `path`, from where `row` left off; raises RingError or OSError.
+    """Open the ring at `path` where `row` left off; raises RingError or OSError.
 
-    A row of another process is of an earlier ring that was deleted: the ring is read from its start.
+    If the row has another process id, it belongs to an earlier, deleted ring: this ring is read from its start.
     """
     return SpanSource(path, row) if holds_spans(str(path)) else FrameSource(path, row)
 
@@ -246,7 +246,7 @@ def open_source(path: Path, row: RingRow | None) -> Source:
 def holds_more(path: Path, row: RingRow | None, over: bool) -> bool:
     """Whether a ring holds more than the history, which has `row` of it. Raises RingError or OSError.
 
-    `over`: the run has ended, so that nobody goes on with its history.
+    `over`: the run has ended, so nobody continues its history.
     """
     if not holds_spans(str(path)):
         with closing(FrameSource(path, row)) as frames:

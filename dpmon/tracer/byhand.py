@@ -1,7 +1,7 @@
-"""Calls that a script composes itself of scatter, replicate, parallel_apply and gather.
+"""Traces calls that a script composes from scatter, replicate, parallel_apply and gather.
 
-Each of these leaves a span with the flag HAND; what of it is one call is found out by dpmon.assemble. The pieces need
-not be torch's replicas: whatever parallel_apply is given to call is a replica here.
+Each of these functions leaves a span with the flag HAND. dpmon.assemble puts the calls together. The replicas may be
+any callables that parallel_apply is given, not only torch's replicas.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _OUTSIDE = frozenset((0, Kind.FETCH, Kind.CALL, Kind.OPTIMIZER, Kind.COPY))
 
 
 class _Composed:
-    """Stands for what a script composes of modules of one class, which belongs to no one module."""
+    """Owner of a site for composed calls, which belong to no single module."""
 
 
 class ByHand:
-    """Traces them on every thread of one process."""
+    """Traces composed calls on every thread of one process."""
 
     def __init__(self, session: Session, recorder: Recorder, modes: Modes, sites: Sites) -> None:
         self.session = session
@@ -42,14 +42,14 @@ class ByHand:
         self.modes = modes
         self.sites = sites
         self._sites: dict[Any, tuple[int, _Composed, Site]] = {}
-        """By root and devices: the serial of the request that it was planned after, what owns it, and the site."""
+        """By root and devices: serial of the request before the plan, owner of the site, and the site."""
 
     def reset(self) -> None:
         """Start afresh, as after a fork."""
         self._sites.clear()
 
     def verb(self, me: Thread, number: int, kind: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a primitive that the script called itself; the caller takes our frames out of a traceback."""
+        """Run a primitive that the script called itself. The caller removes our frames from a traceback."""
         session, recorder = self.session, self.recorder
         inside = me.inside
         if (
@@ -62,7 +62,7 @@ class ByHand:
         head = kind | me.head | inside << INSIDE_AT | Flag.HAND << FLAGS_AT
         records = not session.off
         try:
-            # Also once the tracer has given up: the script could not go on without.
+            # Also after the tracer has given up: the script cannot continue without it.
             virtual = self.modes.hand_devices()
             if virtual is not None:
                 function = virtual.verbs[number]
@@ -91,7 +91,7 @@ class ByHand:
                 watch.close()
 
     def _sizes(self, me: Thread, number: int, kind: int, args: Any, kwargs: Any, result: Any) -> int:
-        """What the span of a primitive that has run says of sizes; keeps the devices that it was given."""
+        """The sizes for a primitive's span. Keeps the devices that the primitive was given."""
         if kind == Kind.GATHER:
             return self.session.outputs(result, Memo()) << 32
         if kind == Kind.SCATTER:
@@ -103,7 +103,7 @@ class ByHand:
         return 0
 
     def _begins(self, me: Thread, virtual: Any, args: Any, kwargs: Any) -> tuple[Watch, int] | None:
-        """A parallel_apply begins: what watches it, and what its span says; None if it is not recorded."""
+        """Begin a parallel_apply: its watch, and flags for its span; None if it is not recorded."""
         recorder, modes = self.recorder, self.modes
         modules = args[0] if args else kwargs.get("modules")
         if not isinstance(modules, (list, tuple)) or not modules:
@@ -120,7 +120,7 @@ class ByHand:
         site = self._site(modules, devices, virtual)
         if modes.unannounced:
             modes.announce()
-        grad = torch.is_grad_enabled()  # a function has no mode of its own: it trains if gradients are wanted
+        grad = torch.is_grad_enabled()  # a function has no training mode: it trains if gradients are recorded
         training = trains(modules[0]) if hasattr(modules[0], "training") else grad
         head = site.head | (Flag.TRAINING * training | Flag.GRAD * grad) << FLAGS_AT
         return Watch(recorder, me, site, strict=False), head
@@ -153,7 +153,7 @@ class ByHand:
 
 
 def _scattered(number: int, args: Any, kwargs: Any) -> tuple[list[Any], tuple[Any, ...] | None]:
-    """The signatures of what was cut up by one of the scatters of Originals.all, and the devices it was sent to."""
+    """The signatures of the inputs of one of the scatters in Originals.all, and the target devices."""
     if number == 0:  # scatter_kwargs(inputs, kwargs, devices)
         values = args[0] if args else kwargs["inputs"]
         named = (args[1] if len(args) > 1 else kwargs.get("kwargs")) or {}

@@ -1,7 +1,7 @@
-"""Calls of models: the one wrapper around Module.__call__ of a root, DataParallel.forward and data_parallel.
+"""Traces calls of models: the one wrapper around Module.__call__ of a root, DataParallel.forward and data_parallel.
 
-The wrapper runs torch's own code whatever happens to us, and takes its own frame out of a traceback that passes through
-it (Python 3.11 and later keep the change when an exception is raised again).
+The wrapper always runs torch's own code, even if the tracer fails. It removes its own frame from tracebacks (Python
+3.11 and later keep this when an exception is raised again).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dpmon.tracer.timing import Mark
 REQUEST = Word.REQUEST
 _LEARNS = (Flag.TRAINING | Flag.GRAD) << FLAGS_AT
 _HIDING = frozenset(kind for kind in range(32) if kind not in (0, Kind.FETCH, Kind.OPTIMIZER, Kind.COPY))
-"""Spans in which the call of a module is no call of its own."""
+"""Spans inside which the call of a module is not recorded as a call."""
 
 
 class Calls:
@@ -54,17 +54,17 @@ class Calls:
     ) -> Callable[..., Any]:
         """The traced form of `original`, a function of a module and its arguments.
 
-        `site_of(module, thread, args)` makes what has to be known of a module at its first call, None if its calls are
-        not recorded: then `other(module, thread, args, kwargs)` runs them. `root`: they are of bare roots, not of
-        something data parallel, which may be called within a root.
+        `site_of(module, thread, args)` makes the site of a module at its first call; None if its calls are not
+        recorded. Such calls are run by `other(module, thread, args, kwargs)`. `root`: the calls are of bare roots.
+        Data-parallel calls, in contrast, may be inside a root.
         """
         session, recorder, modes = self.session, self.recorder, self.modes
         threads, new, sites = recorder.threads, recorder.thread, self.sites.known
         hiding = _HIDING if root else _HIDING - {Kind.CALL}
         is_compiling, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
         tracing = torch._C._get_tracing_state  # torch.jit.trace: sizes are tensors of its graph
-        function_modes = torch._C._len_torch_function_stack  # a mode of the script's would see us look at sizes
-        graph_task = torch._C._current_graph_task_id  # autograd runs it again for a checkpoint, on whichever thread
+        function_modes = torch._C._len_torch_function_stack  # a mode of the script would see us read sizes
+        graph_task = torch._C._current_graph_task_id  # autograd runs it again for a checkpoint, on any thread
         clock, tensor = monotonic_ns, torch.Tensor
         run, settle = self.split.run, self.split.settle
 
@@ -88,7 +88,7 @@ class Calls:
                         recorder.calls = number = recorder.calls + 1
                         if number > recorder.patience:
                             recorder.called(me)
-                    elif recorder.trains is None:  # in the closure of an optimizer, say
+                    elif recorder.trains is None:  # for example in the closure of an optimizer
                         recorder.called(me)
                     if inside != Kind.CALL and recorder.words[REQUEST] != modes.serial and modes.poll():
                         self.sites.forget()
@@ -110,7 +110,7 @@ class Calls:
                         else:
                             inputs = session.inputs(args, kwargs, memo)
                         value = None
-                except Exception as error:  # noqa: BLE001 - ours must not reach the script
+                except Exception as error:  # noqa: BLE001 - our fault must not reach the script
                     session.fault("begin", error)
                 if site is None:
                     return other(module, me, args, kwargs)
@@ -179,15 +179,15 @@ class Calls:
         return named_like(traced, original)
 
     def _timed(self, me: Thread, site: Site) -> Mark | None:
-        """The times of a call on its devices, which begin now. Never raises."""
+        """Begin the device times of a call. Never raises."""
         try:
             return None if self.recorder.timing is None else self.recorder.timing.call_begins(me, site.gpus)
-        except Exception as error:  # noqa: BLE001 - ours must not reach the script
+        except Exception as error:  # noqa: BLE001 - our fault must not reach the script
             self.session.fault("events", error, fatal=False)
             return None
 
     def flags(self, module: Any) -> int:
-        """What a call's span says of a module, and of its thread, when it ends."""
+        """Flags for a call's span when it ends: modes of the module and the thread."""
         return (Flag.TRAINING * trains(module) | Flag.GRAD * torch.is_grad_enabled()) << FLAGS_AT
 
     # ---------------------------------------------------------------- DataParallel
@@ -207,7 +207,7 @@ class Calls:
         return self.sites.ready(self.sites.of_wrapper(module))
 
     def adopt(self, kind: type) -> None:
-        """Trace a subclass of DataParallel that has a forward of its own."""
+        """Trace a subclass of DataParallel with its own forward."""
         for base in kind.__mro__:
             forward = base.__dict__.get("forward")
             if base is torch.nn.DataParallel or isinstance(forward, _Forward):
@@ -248,7 +248,7 @@ class Calls:
         return named_like(data_parallel, original)
 
     def _bound(self, args: Any, kwargs: Any) -> Any:
-        """What stands for the module, and its arguments; None for a call that torch refuses or hides. Never raises."""
+        """A stand-in for the module, and its arguments; None for a call that torch refuses or hides. Never raises."""
         try:
             bound = _bind(args, kwargs)
             if bound is None:
@@ -268,7 +268,7 @@ class Calls:
         return self.sites.ready(self.sites.of_functional(call))
 
     def _unrecorded(self, original: Callable[..., Any], me: Thread, call: Functional, args: Any, kwargs: Any) -> Any:
-        """The function where it is not recorded, or not any more: without GPUs it still needs virtual replicas."""
+        """Run the function when it is not recorded. Without GPUs it still needs virtual replicas."""
         ids, output, dim = call.given
         inside = me.inside
         try:
@@ -278,7 +278,7 @@ class Calls:
             self.session.fault("functional", error)
             plan = function = None
         try:
-            me.inside = Kind.WRAPPED  # its verbs are no calls composed by hand
+            me.inside = Kind.WRAPPED  # its verbs are not composed by hand
             if plan is None or function is None:
                 return original(call.module, args, ids, output, dim, kwargs)
             me.split = Run(Site(call, plan, "data_parallel", lambda _: None), me.split)
@@ -291,7 +291,7 @@ class Calls:
 
 
 class _Forward:
-    """The forward of a script's own subclass: on an instance the traced one, on the class the script's."""
+    """The forward of a script's own subclass: traced on an instance, the script's own on the class."""
 
     def __init__(self, original: Any, traced: Any) -> None:
         self._original = original
@@ -301,7 +301,7 @@ class _Forward:
         return self._original if module is None else MethodType(self._traced, module)
 
     def __reduce__(self) -> Any:
-        # A class that is pickled by value (cloudpickle) takes the script's function with it, and nothing of ours.
+        # A class that is pickled by value (cloudpickle) contains the script's function, not ours.
         return next, (iter([self._original]),)
 
 
@@ -309,10 +309,10 @@ _ARGUMENTS = ("module", "inputs", "device_ids", "output_device", "dim", "module_
 
 
 def _bind(args: Any, kwargs: Any) -> Any:
-    """The arguments of the functional data_parallel in their order; None for what is none of its calls."""
+    """The arguments of the functional data_parallel in order; None if the call is invalid."""
     named = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
     if len(named) != len(args) + len(kwargs) or not set(named) <= set(_ARGUMENTS) or "inputs" not in named:
-        return None  # torch says what is wrong with it
+        return None  # torch reports the error
     if not isinstance(named.get("module"), torch.nn.Module):
         return None
     return tuple(named.get(name, 0 if name == "dim" else None) for name in _ARGUMENTS)

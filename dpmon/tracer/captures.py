@@ -1,8 +1,8 @@
-"""Which CUDA graphs are being captured in this process, by whichever thread.
+"""Knows the CUDA graphs that are being captured in this process, on any thread.
 
-CUDA ends a capture when another thread, or another stream of its own thread, asks whether an event has come
-(cudaEventQuery is refused while a capture in "global" mode, torch's usual one, is under way). So it has to be known of
-all of them; the current stream can only be asked for itself.
+CUDA ends a capture when another thread, or another stream of the same thread, queries an event (cudaEventQuery is
+refused during a capture in "global" mode, torch's usual mode). torch can only be asked about the current stream, so the
+tracer has to know of all captures.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from dpmon.tracer.frames import drop_frames, named_like
 
 
 class Captures:
-    """True while a graph is being captured. Any thread may begin and end one."""
+    """True while a graph is being captured. Any thread may begin and end a capture."""
 
     def __init__(self) -> None:
         self._graphs: dict[int, weakref.ref[Any]] = {}
-        """By id; one that is gone, and never said that it ended, is no capture any more."""
+        """By id. A graph that is gone no longer counts, even if its capture never ended."""
 
     def __bool__(self) -> bool:
         return bool(self._graphs)
 
     def watch(self, kind: Any) -> None:
-        """Be told by this class of graphs (torch.cuda.CUDAGraph); AttributeError if it is of another torch."""
+        """Watch this class of graphs (torch.cuda.CUDAGraph); AttributeError if another torch has no such methods."""
         begin, end = kind.capture_begin, kind.capture_end
         kind.capture_begin, kind.capture_end = self._beginning(begin), self._ending(end)
 
@@ -33,7 +33,7 @@ class Captures:
         def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
             key, graphs = id(graph), self._graphs
             try:
-                # Before it begins: a question between the two would end it.
+                # Before it begins: a query between the two would end it.
                 graphs[key] = weakref.ref(graph, lambda _: graphs.pop(key, None))
                 return original(graph, *args, **kwargs)
             except BaseException as error:

@@ -1,13 +1,13 @@
-"""Copies from the host to a GPU, as a phase of the step: what the script asks for by `Tensor.to` and `Tensor.cuda`.
+"""Copies from the host to a GPU, as a phase of the step: those made by `Tensor.to` and `Tensor.cuda`.
 
-These methods are replaced where torch was built for GPUs, when torch has just been imported: whoever knows them by
-identity (a subclass in its `__torch_function__`, torch.overrides) then knows the replaced ones, which torch's own
-dispatch gives them, too (torch/csrc/utils/python_arg_parser.cpp looks the method up in torch.Tensor). Until a call has
-run on a GPU they do nothing but go on.
+The two methods are replaced right after torch is imported, if torch was built for GPUs. Code that compares methods by
+identity (a subclass in its `__torch_function__`, torch.overrides) then gets the replaced ones from torch's own
+dispatch, too (torch/csrc/utils/python_arg_parser.cpp looks the method up in torch.Tensor). Until a call has run on a
+GPU, they only pass on to the originals.
 
-A copy inside another phase is taken off that one. Only those of the training thread, in a turn of the loop, count; a
-batch that is scattered, parameters that are replicated, `Tensor.copy_`, what is made on a GPU at once, and tensors of a
-class with a `__torch_dispatch__` of its own (torch.compile traces with such) are no copies in this sense.
+The time of a copy is subtracted from the phase around it. Only copies of the training thread in a step count. These are
+not counted: scattered batches, replicated parameters, `Tensor.copy_`, tensors made on a GPU, and tensors of a class
+with its own `__torch_dispatch__` (torch.compile traces with such classes).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Original = Callable[..., Any]
 _Where = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 _GPU = "cuda"
 _WITHIN = frozenset((Kind.COPY, Kind.SCATTER, Kind.REPLICATE, Kind.GATHER))
-"""Spans that bring tensors to devices themselves."""
+"""Spans that move tensors to devices themselves."""
 _PYTHON: Any = torch._C.DispatchKey.Python
 
 
@@ -41,14 +41,14 @@ class Copies:
         self._recorder = recorder
 
     def install(self, kind: Any = torch.Tensor) -> None:
-        """Put the traced methods into torch's class of tensors, if there can be a GPU to copy to."""
+        """Put the traced methods into torch's tensor class, if torch was built for GPUs."""
         if torch.version.cuda is None and torch.version.hip is None:
             return
         kind.to = self.traced(kind.to, where_to)
         kind.cuda = self.traced(kind.cuda, where_cuda)
 
     def traced(self, original: _Original, where: _Where) -> _Original:
-        """The traced form of a method that copies; `where` finds in its arguments the device it was given."""
+        """The traced form of a method that copies; `where` finds the target device in its arguments."""
         session, recorder = self._session, self._recorder
         name = original.__name__
 
@@ -72,12 +72,12 @@ class Copies:
         return _Method(original, method, recorder)
 
     def _gpu(self, tensor: Any, where: _Where, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """The GPU that a tensor of the host is copied to; -1 for none."""
+        """The GPU that a host tensor is copied to; -1 for none."""
         try:
             device = where(args, kwargs)
             if device is None or type(device) is torch.dtype or torch._C._get_tracing_state() is not None:
-                return -1  # torch.jit.trace would write down that somebody looks
-            with torch._C.DisableTorchFunction():  # nobody's subclass or mode sees that somebody looks
+                return -1  # torch.jit.trace would record our look
+            with torch._C.DisableTorchFunction():  # hides our look from subclasses and modes
                 if torch._C._dispatch_keys(tensor).has(_PYTHON) or not tensor.is_cpu:
                     return -1
                 if isinstance(device, torch.Tensor):
@@ -96,9 +96,9 @@ class Copies:
 
 
 class _Method:
-    """What stands in torch.Tensor for a method written in C: a descriptor, as that is, which torch.compile goes by.
+    """Replaces a C method in torch.Tensor. It is a descriptor like the original, because torch.compile checks that.
 
-    It is equal to the original, for tables that were made before it was replaced.
+    It is equal to the original, for tables that were made before the replacement.
     """
 
     __objclass__ = torch._C.TensorBase
@@ -119,7 +119,7 @@ class _Method:
     def __get__(self, tensor: Any, kind: Any = None) -> Any:
         if tensor is None:
             return self
-        if self._recorder.timing is None:  # no call has run on a GPU yet: the original, at the cost of this question
+        if self._recorder.timing is None:  # no call has run on a GPU yet: the original
             return self.__wrapped__.__get__(tensor, kind)
         return MethodType(self._function, tensor)
 
@@ -145,7 +145,7 @@ class _Method:
 
 
 def _bytes(copied: Any) -> int:
-    """How many bytes a copy has brought: those of its result, since the host converts the dtype; 0 if unknown."""
+    """Number of bytes copied: the size of the result, since the host converts the dtype; 0 if unknown."""
     try:
         with torch._C.DisableTorchFunction():
             return sum(part.nelement() * part.element_size() for part in parts_of(copied))
@@ -155,11 +155,11 @@ def _bytes(copied: Any) -> int:
 
 
 def where_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of to(device, ...), to(other, ...) and to(dtype, ...), or by name."""
+    """The device argument of to(device, ...), to(other, ...) or to(dtype, ...), by position or by name."""
     return args[0] if args else kwargs.get("device", kwargs.get("other"))
 
 
 def where_cuda(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of cuda(device=None, ...)."""
+    """The device argument of cuda(device=None, ...)."""
     device = args[0] if args else kwargs.get("device")
     return _GPU if device is None else device

@@ -1,4 +1,4 @@
-"""What an exception says, in one line."""
+"""Describes an exception in one line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 _PLAIN = (str, bytes, int, float, bool, type(None))
-# Descriptors of Python's own, which no attribute or metaclass of the script's can stand in front of.
+# Python's own descriptors: no attribute or metaclass of the script can hide them.
 _ARGS: Any = BaseException.__dict__["args"]
 _FILE_NAMES: Any = (OSError.__dict__["filename"], OSError.__dict__["filename2"])
 _NAME: Any = type.__dict__["__name__"]
@@ -26,7 +26,7 @@ _MEMBERS: Any = type.__dict__["__dict__"]
 _IN_TRACEBACK = re.compile(r'^ *File "([^"\n]+)", line (\d{1,9})', re.MULTILINE)
 MAX_CHARACTERS = 300
 MAX_PATH = 1000
-"""A note is one write of a bounded size."""
+"""A note is a single write of limited size."""
 _SILENT = {
     "StopIteration": (
         "(next() found nothing: a replica has no parameters, so take device and dtype from an input,"
@@ -37,9 +37,9 @@ _SILENT = {
 
 
 def in_a_line(error: BaseException | str) -> str:
-    """Its kind and the first line of what it says; of one that torch retells with its traceback, those of that one.
+    """The kind and first line of an error; of the original error if torch repeats it with its traceback.
 
-    torch's errors say first what has happened and then where to look further; parallel_apply raises a replica's error
+    torch's errors begin with what happened and then say where to look further. parallel_apply raises a replica's error
     again, under "Caught ...", with the whole traceback in its text.
     """
     kind = type(error).__name__
@@ -86,9 +86,9 @@ def _retold(kind: str, value: object) -> tuple[str, str, int | None, tuple[str, 
 
 
 def _message(error: BaseException | None) -> str:
-    """The first line of what an exception says; empty where finding that out would run code of the script's.
+    """The first line of an exception's text; empty if reading it would run code of the script.
 
-    Alone, nothing calls a method of the script's once its traceback is printed.
+    Without dpmon, no method of the script is called after its traceback is printed.
     """
     if not isinstance(error, BaseException) or not _speaks_itself(type(error)):
         return ""
@@ -100,21 +100,21 @@ def _message(error: BaseException | None) -> str:
 
 
 def _speaks_itself(kind: type) -> bool:
-    """Whether `__str__` of a class is a built-in type's own."""
-    # Looked up by hand: a metaclass or a descriptor of the script's may have code of its own for it.
+    """Whether `__str__` of a class is a built-in one."""
+    # Looked up by hand: a metaclass or a descriptor of the script may run its own code.
     members = (_MEMBERS.__get__(base) for base in _MRO.__get__(kind))
     return type(next(found["__str__"] for found in members if "__str__" in found)) is WrapperDescriptorType
 
 
 def _is_plain(value: object) -> bool:
-    """Whether to show a value, as an exception does with its arguments, runs no code but Python's own."""
+    """Whether a value can be printed, as an argument of an exception, by Python's own code only."""
     if type(value) is tuple:
         return all(map(_is_plain, value))
     return type(value) in _PLAIN
 
 
 def _is_script(file: str) -> bool:
-    """Whether a file is the script's: not an installed package's, nor of Python's library."""
+    """Whether a file belongs to the script, not to an installed package or Python's library."""
     return not (file.startswith((_LIBRARY, _OURS, "<")) or any(part in file for part in _INSTALLED))
 
 

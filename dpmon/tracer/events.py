@@ -1,12 +1,12 @@
-"""How long a device works on a phase, by events on the streams that do the work; the device is never waited for.
+"""Times phases on a device with events on its working streams. Never waits for the device.
 
-An event is recorded where a phase begins and where it ends, on the stream that is current there; one that begins where
-another ends shares it. Between two steps the thread that steps asks which have completed and reads the time between
-them. Events come from a pool for each device: when it is empty, because the device is far behind, a phase is not
-timed, and that is counted. Nothing is recorded or asked while a CUDA graph is captured: what is recorded would become
-a part of the graph, and a question would end the capture.
+An event is recorded where a phase begins and where it ends, on the current stream. A phase that begins where another
+one ends shares its event. Between two steps, the stepping thread queries the events and reads the times between them.
+Each device has a pool of events. If the pool is empty, because the device is far behind, a phase is not timed, and that
+is counted. During the capture of a CUDA graph nothing is recorded or queried: an event would become a part of the
+graph, and a query would end the capture.
 
-What is between two events of a stream is the device's work, and its idleness where the host was behind.
+The time between two events of a stream includes idle time while the device waits for the host.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from dpmon.record.wire import Untimed
 from dpmon.tracer.captures import Captures
 
 POOL_EVENTS = 256
-"""For each device."""
+"""Per device."""
 _cuda: Any = torch.cuda  # its hints differ from version to version
 MAX_FAULTS = 3
 MAX_STREAMS = 256
 
 
 class Events(Protocol):
-    """What a device's events can do."""
+    """Operations on a device's events."""
 
     def capturing(self) -> bool:
-        """Whether what is queued now may be captured into a graph, or a question may end a capture."""
+        """Whether queued work may be captured into a graph, or a query may end a capture."""
 
     def make(self) -> Any:
-        """A new event, of no device until it is recorded."""
+        """A new event. It belongs to no device until it is recorded."""
 
     def record(self, event: Any, device: int) -> None:
-        """Queue it on the device's current stream."""
+        """Queue an event on the device's current stream."""
 
     def done(self, event: Any) -> bool:
-        """Whether the device has come to it; does not wait."""
+        """Whether the device has reached the event; does not wait."""
 
     def between_ms(self, first: Any, last: Any) -> float:
-        """The time between two that are done."""
+        """The time between two finished events."""
 
 
 _captures: Captures | None = None
 
 
 def _watch_captures() -> None:
-    """Once a process, when it has come to its first GPU: graphs that are captured already are not known of."""
+    """Watch captures, once per process, before its first GPU work. Captures already under way are unknown."""
     global _captures
     _captures = Captures()
     for kind in (_cuda.CUDAGraph, getattr(getattr(torch, "accelerator", None), "Graph", None)):
@@ -61,15 +61,15 @@ def _watch_captures() -> None:
 
 
 class TorchEvents:
-    """torch.cuda's."""
+    """Events of torch.cuda."""
 
     def __init__(self) -> None:
         self._current: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-        """The current stream's handle, by device: a tenth of what the stream's object costs."""
+        """Returns the current stream's handle for a device: a tenth of the cost of the stream's object."""
         self._streams: dict[tuple[int, int], Any] = {}
         base = getattr(torch._C, "_CudaEventBase", None)
         kind: Any = base if isinstance(base, type) and issubclass(_cuda.Event, base) else _cuda.Event
-        # Of the class that is torch's own in C: those above it only pass these on, at twice the cost.
+        # From torch's own C class: the classes above it only pass calls on, at twice the cost.
         self._record, self._query, self._elapsed = kind.record, kind.query, kind.elapsed_time
         self._is_captured = (
             getattr(torch._C, "_cuda_isCurrentStreamCapturing", None) or _cuda.is_current_stream_capturing
@@ -78,15 +78,15 @@ class TorchEvents:
             _watch_captures()
 
     def capturing(self) -> bool:
-        """Of this thread's current stream, or anywhere in this process."""
+        """Whether this thread's current stream is captured, or any graph in this process."""
         return bool(_captures) or bool(self._is_captured())
 
     def make(self) -> Any:
-        """An event that keeps time; CUDA makes it when it is first recorded."""
+        """An event with timing; CUDA creates it when it is first recorded."""
         return _cuda.Event(enable_timing=True)
 
     def record(self, event: Any, device: int) -> None:
-        """On the stream that is current in this thread."""
+        """Record on this thread's current stream."""
         if self._current is None:
             self._record(event, _cuda.current_stream(device))
             return
@@ -108,7 +108,7 @@ class TorchEvents:
 
 
 class _Mark:
-    """A recorded event, how many spans still need it, and whether it is known to have come."""
+    """A recorded event, the number of spans that still need it, and whether it is known to be done."""
 
     __slots__ = ("come", "event", "users")
 
@@ -119,7 +119,7 @@ class _Mark:
 
 
 class Span:
-    """One phase on one device: its time once it is known, or why it never will be."""
+    """One phase on one device: its time once known, or why it will never be known."""
 
     __slots__ = ("device", "first", "last", "ms", "why")
 
@@ -132,40 +132,40 @@ class Span:
 
     @property
     def settled(self) -> bool:
-        """Whether nothing more is to be known of it."""
+        """Whether its time is known, or known to be missing."""
         return self.ms is not None or self.why != Untimed.NONE
 
 
 class DeviceTimes:
-    """The phases that devices are at work on. Any thread may begin and end; one thread, between steps, collects."""
+    """The timed phases on devices. Any thread may begin and end a phase; one thread collects, between steps."""
 
     def __init__(self, events: Events, fault: Callable[[BaseException], None], pool_events: int = POOL_EVENTS) -> None:
-        """`fault` takes what goes wrong; after MAX_FAULTS nothing more is timed."""
+        """`fault` receives errors; after MAX_FAULTS nothing more is timed."""
         self._events = events
         self._fault = fault
         self._limit = pool_events
         self._free: dict[int, list[Any]] = {}
         self._made: dict[int, Iterator[int]] = {}
         self._handed: dict[int, int] = {}
-        """Events that were made, by device."""
+        """Number of events made, by device."""
         self._taken: dict[int, int] = {}
-        """Events of the turn under way, by device."""
+        """Events taken in this step, by device."""
         self._needs: dict[int, int] = {}
-        """The most that a turn has taken lately."""
+        """Highest recent number of events in a step, by device."""
         self._spares = False
-        """Whether the turn under way is not timed."""
+        """Whether this step is not timed."""
         self._pending: dict[int, deque[Span]] = {}
         self._faults = 0
         self.untimed = 0
-        """Phases that found no event free."""
+        """Number of phases without a free event."""
 
     @property
     def off(self) -> bool:
-        """Whether it has given up."""
+        """Whether timing has given up."""
         return self._faults >= MAX_FAULTS
 
     def begin(self, device: int, after: Span | None = None) -> Span:
-        """A phase begins on a device: now, or, where that is the same device, where `after` ended."""
+        """Begin a phase on a device: now, or, on the same device, where `after` ended."""
         span = Span(device)
         shared = after.last if after is not None and after.device == device else None
         if shared is not None and not self.off:
@@ -176,7 +176,7 @@ class DeviceTimes:
         return span
 
     def end(self, span: Span) -> None:
-        """It ends: here, or where its last lap did."""
+        """End a phase: here, or at its last lap."""
         if span.first is None:
             return
         if span.last is None:
@@ -191,7 +191,7 @@ class DeviceTimes:
         pending.append(span)
 
     def lap(self, span: Span) -> None:
-        """It may have ended here: this is taken for its end if no later lap is."""
+        """Mark a possible end of a phase; it counts if no later lap follows."""
         if span.first is None:
             return
         mark, why = self._mark(span.device)
@@ -202,7 +202,7 @@ class DeviceTimes:
             self.abandon(span, why)
 
     def abandon(self, span: Span, why: int = Untimed.RAISED) -> None:
-        """It has not ended yet and never will: its work has failed, there is nothing to be timed."""
+        """Abandon a phase that will never end, because its work failed."""
         for mark in (span.first, span.last):
             if mark is not None:
                 self._release(span.device, mark)
@@ -210,7 +210,7 @@ class DeviceTimes:
         span.why = span.why or why
 
     def collect(self) -> None:
-        """Read what the devices have finished since the last time, in their order; never waits for them."""
+        """Read the times of finished phases, in order; never waits for a device."""
         if not any(self._pending.values()):
             return
         try:
@@ -223,18 +223,18 @@ class DeviceTimes:
                 del pending[0]
 
     def _read(self, span: Span) -> bool:
-        """Read one time; False if the device has not come to its end."""
+        """Read one time; False if the device has not reached the end of the phase."""
         first, last = span.first, span.last
         assert first is not None
         assert last is not None
         try:
-            # The first may be on another stream, where it is behind.
+            # The first may be on another stream, which may be behind.
             if not (self._come(last) and self._come(first)):
                 return False
             took = self._events.between_ms(first.event, last.event)
             if took >= 0:
                 span.ms = took
-            else:  # two streams that have passed each other
+            else:  # one stream has overtaken the other
                 span.why = Untimed.CROSSED
         except Exception as error:  # noqa: BLE001 - a time is lost, the training is not
             self._failed(error)
@@ -245,15 +245,15 @@ class DeviceTimes:
         return True
 
     def _come(self, mark: _Mark) -> bool:
-        mark.come = mark.come or self._events.done(mark.event)  # one that ends a phase may begin the next
+        mark.come = mark.come or self._events.done(mark.event)  # the end of a phase may begin the next
         return mark.come
 
     def waiting(self) -> int:
-        """Phases whose times have not been read."""
+        """Number of phases with unread times."""
         return sum(len(pending) for pending in self._pending.values())
 
     def _mark(self, device: int) -> tuple[_Mark | None, int]:
-        """An event recorded now, or why there is none."""
+        """Record an event now; or None and the reason."""
         if self._faults >= MAX_FAULTS:
             return None, Untimed.FAULT
         if self._spares:
@@ -277,12 +277,13 @@ class DeviceTimes:
         return _Mark(event), Untimed.NONE
 
     def turn(self) -> None:
-        """A turn of the loop is over. The next is timed as a whole or not at all: were it timed as far as the events
-        last, the last phases of a device that is far behind would never be.
+        """End a step. The next step is timed as a whole or not at all.
+
+        If it were timed until the events run out, the last phases of a device that is far behind would never be timed.
         """
         for device, taken in self._taken.items():
             before = self._needs.get(device, 0)
-            self._needs[device] = max(taken, before - (before >> 3))  # a long evaluation is forgotten in some turns
+            self._needs[device] = max(taken, before - (before >> 3))  # forgets a long evaluation after some steps
         self._taken.clear()
         self._spares = any(
             len(self._free.get(device, ())) + self._limit - self._handed.get(device, 0) < min(need, self._limit)

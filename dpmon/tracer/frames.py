@@ -1,4 +1,4 @@
-"""Wrappers that stay out of sight: their names and signatures, tracebacks that pass through them, torch.compile."""
+"""Hides wrappers: in names and signatures, in tracebacks, and from torch.compile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OF_CALLS = frozenset(f"{_HERE}{name}.py" for name in ("calls", "split", "byhand"
 
 
 def outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    """A frame, and those around it, from the inside."""
+    """A frame and the frames around it, innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -42,7 +42,7 @@ def first_argument(frame: FrameType) -> Any:
 
 
 def drop_frames(error: BaseException) -> None:
-    """Take our frames off the head of the traceback of an exception that the caller is about to raise again.
+    """Remove our frames from the head of the traceback of an exception that the caller is about to raise again.
 
     Python 3.11 and later keep the change when the exception is raised again by a bare `raise`.
 
@@ -59,7 +59,7 @@ def drop_frames(error: BaseException) -> None:
 
 
 def named_like(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a wrapper the name, module and signature of what it stands for."""
+    """Give a wrapper the name, module and signature of the original."""
     for name in ("__module__", "__name__", "__qualname__", "__doc__"):
         setattr(wrapper, name, getattr(original, name))
     wrapper.__dict__["__wrapped__"] = original
@@ -67,21 +67,21 @@ def named_like(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Cal
 
 
 def with_own_code(wrapper: Any) -> Any:
-    """A wrapper that torch.compile begins with: what it stands for is compiled as it is written, not traced."""
+    """Give a wrapper its own code, so that torch.compile starts there and compiles the original as written."""
     wrapper.__code__ = wrapper.__code__.replace()
     return wrapper
 
 
 def hide_from_dynamo() -> None:
-    """Let torch.compile pass over our frames, as it does over torch's own around a module's forward.
+    """Make torch.compile skip our frames, as it skips torch's own frames around a module's forward.
 
-    Only where one is the outermost of what would be compiled; within a graph under way it is looked through as before.
-    Otherwise a graph that breaks would be tried once more from our frame, and what runs beside it be compiled too.
+    It skips only a frame that would be the outermost of a graph. Inside a graph it looks through our frames as before.
+    Otherwise, after a graph break, torch.compile would try again from our frame, and would compile the code beside it.
     """
     frames: Any = torch._C._dynamo.eval_frame
     skip = getattr(frames, "skip_code", None)
     strategy: Any = None
-    if skip is None:  # in later torches; through torch._C, since torch._dynamo takes a second to import
+    if skip is None:  # in later versions; through torch._C, since torch._dynamo takes a second to import
         strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
     for code in _codes():
         if skip is None:
@@ -91,7 +91,7 @@ def hide_from_dynamo() -> None:
 
 
 def _codes() -> Iterator[CodeType]:
-    """All that runs of ours in a process that trains."""
+    """All code objects of dpmon in this process."""
     found: list[Any] = []
     for name, module in list(sys.modules.items()):
         if not name.startswith("dpmon."):

@@ -1,7 +1,7 @@
-"""Which GPUs torch uses in this process, and what its allocator says beside the bytes it holds.
+"""The GPUs that torch uses in this process, and further statistics of torch's allocator.
 
-Asked between two turns, once CUDA is up, never before: what CUDA_VISIBLE_DEVICES meant, also where the script set it
-late, is then settled. Nothing here waits for a stream.
+Read between two steps, and only after CUDA is initialised: by then CUDA_VISIBLE_DEVICES has taken effect, even if the
+script set it late. Nothing here waits for a stream.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _COUNTS = {"alloc_retries": "num_alloc_retries", "ooms": "num_ooms"}
 
 
 def uuid_of(index: int) -> str | None:
-    """The UUID of torch's cuda:<index>, of its MIG instance where it is one, without prefix; None if it is not told.
+    """The UUID of torch's cuda:<index> or of its MIG instance, without prefix; None if it is unknown.
 
-    The driver is asked first (cuDeviceGetUuid_v2): torch tells it only in newer versions, and there of the whole GPU.
+    The driver is asked first (cuDeviceGetUuid_v2): only newer versions of torch know the UUID, and only the GPU's.
     """
     if index not in _uuids:
         _uuids[index] = _by_driver(index) or _by_torch(index)
@@ -47,10 +47,10 @@ def _by_torch(index: int) -> str | None:
 
 
 def allocator(device: str) -> dict[str, Any]:
-    """Of a GPU that torch uses (`cuda:1`): its UUID, and what its allocator says about itself.
+    """The UUID and allocator statistics of a GPU that torch uses (`cuda:1`).
 
-    `inactive_split_bytes`: free, but only as remainders of blocks that are in use (fragmentation); `alloc_retries`:
-    how often memory was found only after the cache had been emptied; `ooms`: how often none was found.
+    `inactive_split_bytes`: free, but only as remainders of blocks in use (fragmentation). `alloc_retries`: how often
+    memory was found only after the cache was emptied. `ooms`: how often none was found.
     """
     index = int(device.partition(":")[2])
     stats = torch.cuda.memory_stats(index)

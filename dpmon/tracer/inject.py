@@ -1,9 +1,9 @@
-"""Waits for the user's program to import torch, then puts the tracer in.
+"""Waits for the user's program to import torch, then installs the tracer.
 
-A finder at the head of sys.meta_path wraps the loader of `torch` so that `dpmon.tracer.patch.install` runs when the
-import is done. It may be asked more than once (transformers looks for torch with find_spec before it imports it), so it
-stays until the import has happened. Processes that never import torch pay for one more finder and nothing else; hence
-no imports here but what every Python has loaded anyway.
+A finder at the head of sys.meta_path wraps the loader of `torch` so that `dpmon.tracer.patch.install` runs after the
+import. It may be asked more than once (transformers looks for torch with find_spec before it imports it), so it stays
+until the import has happened. Processes that never import torch pay only for one more finder. So this module imports
+only modules that every Python has already loaded.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class _Finder:
 
 
 def _drop_own_frame(error: BaseException) -> None:
-    # The import system takes its own frames off a traceback where they are an unbroken chain down to the module's code;
-    # ours broke it. Python 3.11 and later keep the change when the exception goes on.
+    # The import system removes its own frames from a traceback if they form an unbroken chain down to the module's
+    # code. Our frame broke it. Python 3.11 and later keep the change when the exception goes on.
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
         traceback = traceback.tb_next
@@ -122,6 +122,6 @@ def _install(torch: ModuleType) -> None:
 
 
 def arm() -> None:
-    """Start waiting for torch; does nothing if it is there already."""
+    """Start waiting for torch; does nothing if torch is already imported."""
     if "torch" not in sys.modules:
         sys.meta_path.insert(0, _Finder())

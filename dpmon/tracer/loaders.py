@@ -1,9 +1,9 @@
-"""Records what it cost to start a DataLoader: how long its `__iter__` took, which starts the worker processes.
+"""Records the start of a DataLoader: how long its `__iter__` took, which starts the worker processes.
 
-An event `loader` for each start, as long as they are rare. A script may make a loader for every step, so the events
-are limited, and each one counts the starts that were left out before it. The fetch of a batch is not touched.
+Each start is an event `loader`, as long as starts are rare. A script may make a loader for every step, so the events
+are limited, and each event counts the starts left out before it. Fetches are not touched.
 
-The ring is opened at the first call, and the first loader is usually started before it: events wait for the ring.
+The ring is opened at the first call, usually after the first loader has started: events wait for the ring.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_RECENT = 8
 MAX_EARLY = 16
 """Largest number of events that wait for the ring."""
 MAX_DEPTH = 8
-"""How many samplers and datasets within each other are looked through for a length."""
+"""Limit of nested samplers and datasets that are searched for a length."""
 
 _ITERABLE = "an IterableDataset is not asked for its length: torch would warn if it then yields more"
 
@@ -50,7 +50,7 @@ class Loaders:
 
     def reset(self) -> None:
         """Start afresh, as after a fork."""
-        # A signal handler of the script may start a loader while this thread is in here: it must not wait for itself.
+        # Reentrant: a signal handler of the script may start a loader while this thread holds the lock.
         self._lock = threading.RLock()
         self._recent: dict[_Facts, int] = {}
         """When the last event with these facts was made."""
@@ -58,7 +58,7 @@ class Loaders:
         self._left_out = self._left_out_ns = 0
         """Number of starts since the last event, and how long they took."""
         self._last: _Start | None = None
-        """The last of them; it is recorded when the process ends."""
+        """The last of these; it is recorded when the process ends."""
 
     def iterating(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """The traced form of DataLoader.__iter__."""
@@ -76,7 +76,7 @@ class Loaders:
                 raise
             try:
                 self._started(iterator, began, monotonic_ns() - began)
-            except Exception as error:  # noqa: BLE001 - the loader has started, whatever we make of it
+            except Exception as error:  # noqa: BLE001 - the loader has started anyway
                 self.session.fault("loader", error, fatal=False)
             return iterator
 
@@ -89,7 +89,7 @@ class Loaders:
                 early, self._early = self._early, []
                 for data in early:
                     self.session.event("loader", **data)
-        except Exception as error:  # noqa: BLE001 - ours must not reach the script
+        except Exception as error:  # noqa: BLE001 - our fault must not reach the script
             self.session.fault("loader", error, fatal=False)
 
     def at_exit(self) -> None:
@@ -167,7 +167,7 @@ def _facts(iterator: dict[str, Any]) -> _Facts:
 
 
 def _batches(iterator: dict[str, Any]) -> int | str:
-    """The length of the loader, or why it is unknown. None of the script's own code is run to find it."""
+    """The length of the loader, or why it is unknown. Runs no code of the script."""
     if iterator.get("_dataset_kind") != _DatasetKind.Map:
         return _ITERABLE
     sampler = iterator.get("_index_sampler")
@@ -221,4 +221,4 @@ _INSIDE: dict[type, Callable[[Any], Any]] = {
     torch_data.Subset: attrgetter("indices"),
     torch_data.ConcatDataset: _total,
 }
-"""What the length of torch's own samplers and datasets is: a number, or the length of something else."""
+"""The length of torch's own samplers and datasets: a number, or another object with the same length."""

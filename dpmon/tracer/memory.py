@@ -1,10 +1,11 @@
-"""What the memory of each device holds: the models, their gradients, the optimizers' states, and the rest.
+"""Measures the memory of each device: models, their gradients, optimizer states, and the rest.
 
 A measurement follows the first steps, then one every few seconds, or less often if it is expensive. Gradients are
 measured after a backward pass, because many scripts clear them before the step ends; the rest between two steps. A
 measurement that takes longer than a few milliseconds continues in the next step. Its time belongs to no step, except
 that of the gradients, which is in the step's `other`. A shared storage counts once, in the order above. The statistics
-of torch's allocator are read and never reset: the peak is the one since the start, or since the script reset it.
+of torch's allocator are read and never reset: the peak is the highest value since the start, or since the script reset
+it.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from dpmon.tracer.sites import Functional, Sites
 from dpmon.tracer.storages import GRADIENTS, MAX_TENSORS, MODEL, STATES, Walk
 
 FIRST_TURNS = 3
-"""Turns before the first look: by then the optimizers have made their states."""
+"""Steps before the first look: by then the optimizers have made their states."""
 EVERY_NS = 5_000_000_000
 SOON_NS = 500_000_000
-"""How long after a look a model that is new since waits for one at least."""
+"""Shortest wait after a look before a new model is measured."""
 SAME_NS = 60_000_000_000
-"""How long nothing is said while nothing changes."""
+"""Time without an event if nothing changes."""
 MAX_SHARE = 1000
-"""A look that took t is not repeated for MAX_SHARE times t: at most a thousandth of the time goes into it."""
+"""A look that took t is not repeated for MAX_SHARE times t, so looks take at most a thousandth of the time."""
 SLICE_NS = 10_000_000
-"""After which a look makes way for the next turn."""
+"""Time after which a look pauses until the next step."""
 MAX_OPTIMIZERS = 256
 MAX_FAULTS = 3
 MAX_PASSES = 8
@@ -58,14 +59,14 @@ class Memory:
         self.recorder = recorder
         self.sites = sites
         self.on_optimizer: Callable[[], None] = lambda: None
-        """Called when an optimizer was made."""
+        """Called after an optimizer is made."""
         self._optimizers: list[Any] = []
         self._unstepped: dict[int, Any] = {}
         """Weak references to optimizers that have not stepped yet, by id."""
         self._made = 0
-        """Optimizers that were made."""
+        """Number of optimizers made."""
         self._forgotten = 0
-        """Optimizers that were alive when there were too many to remember them all."""
+        """Number of optimizers that were forgotten because there were too many."""
         self.reset()
 
     def reset(self) -> None:
@@ -77,9 +78,9 @@ class Memory:
         self._said: Any = None
         self._said_ns = 0
         self._peaks: dict[str, tuple[int, int]] = {}
-        """By device: its peak at the last look, and the look after which it came up to it."""
+        """By device: its peak at the last look, and the last complete look before that peak."""
         self._looks = self._looked_at = 0
-        """Number of looks, and of the last one that was complete."""
+        """Number of looks, and number of the last complete look."""
         self._gradients: Walk | None = None
         """The measurement of the gradients, once a backward pass has ended in a watched step."""
         self._passes = 0
@@ -115,18 +116,18 @@ class Memory:
                 if len(self._unstepped) > MAX_OPTIMIZERS:
                     self._unstepped = {key: ref for key, ref in self._unstepped.items() if ref() is not None}
                 self.on_optimizer()
-            except Exception as error:  # noqa: BLE001 - the object is made, whatever we make of it
+            except Exception as error:  # noqa: BLE001 - the object is made anyway
                 self.session.fault("optimizers", error, fatal=False)
 
         return named_like(__init__, original)
 
     def opened(self) -> None:
-        """The ring was opened, or the first optimizer was made: tell whoever assembles steps that there is one."""
+        """Report the number of optimizers to the assembler, once the ring is open or the first optimizer is made."""
         if self._made:
             self.session.say(optimizer=self._made)
 
     def new_model(self) -> None:
-        """A model is called that may not have been looked at: look as soon as that costs no more than it may."""
+        """Look soon, because a new model is called; not before the cost limit allows it."""
         if self._due > self._soonest:
             self._due = self._soonest
             self.recorder.soon()
@@ -315,7 +316,7 @@ class Memory:
 
 
 def _statistics() -> dict[str, tuple[int, int, int]]:
-    """Of each GPU that torch uses in this process: bytes allocated, reserved, and the peak of the former."""
+    """For each GPU that torch uses in this process: bytes allocated, bytes reserved, and peak bytes allocated."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return {}
     found = {}

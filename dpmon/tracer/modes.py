@@ -1,4 +1,4 @@
-"""dp or single: what was asked for, what is in force, and why something cannot be had.
+"""Decides between dp and single: what was requested, the mode in force, and why a request is refused.
 
 A `Plan` says how calls of one module run. It is made when the module is first called, and again after each request.
 """
@@ -51,29 +51,29 @@ class Modes:
         self.chosen = MODES.index(config.mode) if config.mode in MODES[1:] else 0
         self.by_user = False
         self.serial = 0
-        """The last request taken up."""
+        """The last request acted upon."""
         self._refused: dict[int, tuple[Any, str, int]] = {}
         self._splitting: dict[int, Any] = {}
         self._events = 0
         self.unannounced: list[tuple[str, Plan]] = []
         self.doubtful: list[tuple[str, Plan]] = []
-        """Refusals for roots that hold a DataParallel: none at all if that one turns out to run in the root's call."""
+        """Refusals for roots that hold a DataParallel. They are dropped if the DataParallel runs in the root's call."""
         self._virtual: dict[tuple[int, str], VirtualDevices] = {}
 
     def constructed(self, wrapper: Any, dim: int) -> None:
-        """A DataParallel was made to split along `dim`, which torch forgets on a machine without GPUs."""
+        """Note the `dim` of a new DataParallel: torch forgets it on a machine without GPUs."""
         key = id(wrapper)  # not a WeakKeyDictionary: a subclass may compare and hash as it likes
         self._constructed[key] = weakref.ref(wrapper, lambda _: self._constructed.pop(key, None)), dim
 
     def dim_of(self, wrapper: Any) -> int | None:
-        """Along which dimension the DataParallel splits; None if it was not made here (copied, loaded)."""
+        """The dimension along which a DataParallel splits; None if it was not made here (copied, loaded)."""
         known = self._constructed.get(id(wrapper))
         return known[1] if known is not None and known[0]() is wrapper else None
 
     # ---------------------------------------------------------------- requests
 
     def poll(self) -> bool:
-        """Take up a request, if somebody made one since the last time; called between calls only."""
+        """Act on a new request, if there is one; called only between calls."""
         ring = self.session.ring
         if ring is None or ring.words[Word.REQUEST] == self.serial:
             return False
@@ -91,7 +91,7 @@ class Modes:
         return True
 
     def _acknowledge(self, mode: int) -> None:
-        """Tell readers which request was acted upon and which mode is in force now."""
+        """Tell readers the request that was acted upon and the mode in force."""
         ring = self.session.ring
         if ring is not None:
             ring.words[Word.MODE] = mode
@@ -117,9 +117,9 @@ class Modes:
         return plan
 
     def failed(self, me: Thread, module: torch.nn.Module, reason: str, final: bool) -> Plan | None:
-        """dp could not be done for one call; the plan to run that call by, None if a new one is to be made for good.
+        """dp failed for one call. Returns the plan for that call, or None if a new plan has to be made for good.
 
-        A batch may be at fault (one row for BatchNorm), so the next call tries again; after MAX_FAILURES in a row, or
+        A batch may be at fault (one row for BatchNorm), so the next call tries again. After MAX_FAILURES in a row, or
         when `final`, the module stays single until somebody asks for dp again.
         """
         known = self._refused.get(id(module))
@@ -133,9 +133,9 @@ class Modes:
         return refused(device_of(module) or "cpu", reason)
 
     def tried(self, me: Thread, failed: bool) -> None:
-        """The call that ran on one device after dp had failed is over; `failed` says that it raised there too.
+        """The call that ran on one device after dp had failed is over; `failed`: it raised there, too.
 
-        Then it was the script's, and nothing against dp.
+        If it raised there, too, the script is at fault, and dp is not.
         """
         text, key, before = me.tried
         me.tried = None
@@ -152,14 +152,14 @@ class Modes:
             self._refused.pop(id(module), None)
 
     def decide(self, runs_inside: bool) -> None:
-        """The call of a root for which there was doubt is over; `runs_inside`: its own DataParallel ran in it."""
+        """A root's doubtful call is over; `runs_inside`: its own DataParallel ran in it."""
         made, self.doubtful = self.doubtful, []
         if not runs_inside:
             self.unannounced += made
             self.announce("last")
 
     def announce(self, first: str = "next") -> None:
-        """Acknowledge and record the plans made since the last time; the "next" or the "last" call was the first."""
+        """Acknowledge and record the new plans; `first`: their first call is the "next" or the "last" call."""
         made, self.unannounced = self.unannounced, []
         ring = self.session.ring
         if ring is None:
@@ -195,7 +195,7 @@ class Modes:
         return plan
 
     def unrecorded(self, module: torch.nn.Module, device_ids: Any) -> Plan | None:
-        """The same plan for a call that is not recorded; None if it runs as it is written."""
+        """The same plan for an unrecorded call; None if it runs as written."""
         plan = self._for_functional(module, device_ids)
         return plan if plan.virtual is not None else None
 
@@ -227,14 +227,14 @@ class Modes:
         return Plan(DP if len(own) > 1 else SINGLE, own)
 
     def splits_itself(self, module: Any, found: bool = False) -> bool:
-        """Whether data_parallel, or its like, was seen in a bare root's forward; `found` says that it just was."""
+        """Whether data_parallel or a similar call was seen in a bare root's forward; `found`: it just was."""
         known = self._splitting.get(id(module))
         if found:
             self._splitting[id(module)] = weakref.ref(module)
         return known is not None and known() is module
 
     def by_hand(self, root: str, devices: tuple[str, ...], virtual: VirtualDevices | None) -> Plan:
-        """Make the plan for what a script composes of the primitives; its devices are its own."""
+        """Make the plan for calls that a script composes from primitives, over its own devices."""
         reason = None if virtual is None else "no GPU: replicas share the CPU"
         if self.chosen == SINGLE and not self.locked:
             reason = "the script composes replicate, scatter, parallel_apply and gather itself"
@@ -248,7 +248,7 @@ class Modes:
         return plan
 
     def hand_devices(self) -> VirtualDevices | None:
-        """Where primitives used by hand run when there is no GPU; None if they run as they are written."""
+        """Where primitives used by hand run if there is no GPU; None if they run as written."""
         if self.locked or torch.cuda.is_available():
             return None
         return self._shared(DEFAULT_VIRTUAL, torch.device("cpu"))
@@ -283,7 +283,7 @@ class Modes:
         if unfit is not None:
             return Plan(DP if len(own) > 1 else SINGLE, own or here, None, None, unfit, True)
         plan = self._spread(inner)
-        if plan.refused and len(own) > 1:  # as it is written it would run on all of its own
+        if plan.refused and len(own) > 1:  # as written it would run on all its own devices
             return on_one(module, own, plan.reason)
         return plan
 
@@ -303,7 +303,7 @@ class Modes:
         return self._spread(inner)
 
     def _spread(self, base: torch.device | None) -> Plan:
-        """dp over what was asked for, else over all there is."""
+        """dp over the requested devices, else over all available ones."""
         if base is None:
             return refused("cpu", "the module has no parameters")
         config = self.session.config

@@ -17,7 +17,7 @@ def class_name(value: Any) -> str:
 
 
 def name_of(called: Any) -> str:
-    """The name of a callable: a module's class name, a function's own name, the function's name of a partial."""
+    """The name of a callable: a module's class, a function, or the function in a partial."""
     if isinstance(called, torch.nn.Module):
         return class_name(called)
     inner = getattr(called, "func", called)

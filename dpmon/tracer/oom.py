@@ -1,6 +1,6 @@
-"""When a GPU has no memory left: what was asked for and what was there just before torch raises its error.
+"""Records the state just before torch raises an out-of-memory error on a GPU.
 
-torch calls an observer of its own for that (its memory snapshots are made with it); it costs nothing until then.
+torch calls an observer for this (its memory snapshots use the same one); it costs nothing until then.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import torch
 from dpmon.tracer.session import Session
 
 MAX_TOLD = 16
-"""A script that tries smaller batches until one fits is not to fill the record."""
+"""Limit of records: a script may try smaller batches until one fits."""
 
 _watched: list[Session] = []
 _told = [0]
 
 
 def watch(session: Session) -> None:
-    """Tell the record when a GPU runs out of memory, from now on; does nothing before CUDA is up, or a second time."""
+    """Record out-of-memory errors from now on; does nothing before CUDA is initialised, or a second time."""
     if _watched or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return
     attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
@@ -28,12 +28,12 @@ def watch(session: Session) -> None:
     _watched.append(session)
     try:
         attach(_observed)
-    except Exception as error:  # noqa: BLE001 - an allocator that knows no observers; the rest goes on
+    except Exception as error:  # noqa: BLE001 - an allocator without observers; the rest goes on
         session.fault("out of memory", error, fatal=False)
 
 
 def _observed(device: int, asked: int, total: int, free: int) -> None:
-    """Called by torch in the thread that asks for memory, without its lock, before the error is raised."""
+    """Called by torch on the allocating thread, without torch's lock, before the error is raised."""
     session = _watched[0]
     try:
         _told[0] += 1
@@ -48,7 +48,7 @@ def _observed(device: int, asked: int, total: int, free: int) -> None:
         }  # fmt: skip
         session.event("oom", **state)
         session.warn(_sentence(state))
-    except Exception as error:  # noqa: BLE001 - torch's own error is what the script is to see
+    except Exception as error:  # noqa: BLE001 - the script must see torch's own error
         session.fault("out of memory", error, fatal=False)
 
 

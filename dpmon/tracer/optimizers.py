@@ -1,4 +1,4 @@
-"""Steps of optimizers: their spans, and which of them ends a turn of a loop without a loader."""
+"""Traces optimizer steps, and finds the optimizer that ends a step of a loop without a loader."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from dpmon.tracer.recorder import IDLE, STALE, Recorder
 from dpmon.tracer.threads import Thread
 
 UNSEEN = 3
-"""Steps of an optimizer before the first call after which somebody should say so."""
+"""Optimizer steps without any call after which `on_unseen` is called."""
 MANY_CALLS = 4096
-"""Calls without a step of an optimizer, once one has stepped, after which a call may be where a step begins."""
+"""Calls without an optimizer step, once one has stepped, after which a step may begin at a call."""
 
 
 class OptimizerSteps:
-    """Those of one process."""
+    """The optimizer steps of one process."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self.on_unseen: Callable[[], None] = lambda: None
-        """Called when optimizers step, and no call was seen."""
+        """Called when optimizers step but no call was seen."""
         self.on_step: Callable[[Any], None] = lambda optimizer: None
         """Called with an optimizer when it steps for the first time, and often afterwards."""
         self.on_another: Callable[[], None] = lambda: None
@@ -47,12 +47,13 @@ class OptimizerSteps:
         """Optimizers that have stepped since one of them stepped a second time: the last one ends the loop's turn."""
         self._boundary = self._newest = 0
         self._only = 0
-        """The optimizer that ends every turn of the loop, if no other one steps."""
+        """The optimizer that ends every step of the loop, if it is the only one."""
 
     def hooks(self) -> tuple[Callable[..., None], Callable[..., None]]:
-        """torch's hooks around every step of an optimizer.
+        """torch's hooks around every optimizer step.
 
-        A step that raises has no end: `inside_of` finds that out. (A wrapper would see it, and be compiled with it.)
+        A step that raises has no end: `inside_of` finds that out. (A wrapper would see it, but would be compiled with
+        the step.)
         """
         recorder, known_ones = self._recorder, self._known
         threads, new = recorder.threads, recorder.thread
@@ -77,7 +78,7 @@ class OptimizerSteps:
                 recorder.kinds[me.number] = Kind.OPTIMIZER
                 me.steps.append((inside, head, began, mark, known[1]))
                 me.inside = Kind.OPTIMIZER
-            except Exception as error:  # noqa: BLE001 - ours must not reach the script
+            except Exception as error:  # noqa: BLE001 - our fault must not reach the script
                 fault("optimizer", error)
 
         def after(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -102,13 +103,13 @@ class OptimizerSteps:
                 recorder.loose += 1
                 if recorder.loose > STALE or number != self._only:
                     self._stepped(me, optimizer, number)
-            except Exception as error:  # noqa: BLE001 - the step is done, whatever we make of it
+            except Exception as error:  # noqa: BLE001 - the step is done anyway
                 fault("optimizer", error)
 
         return before, after
 
     def _numbered(self, optimizer: Any) -> tuple[Any, int]:
-        """A weak reference to an optimizer, and its number as long as it lives."""
+        """A weak reference to an optimizer, and its number while it lives."""
         recorder, known = self._recorder, self._known
         number, key = next(self._numbers) & MAX_SITE, id(optimizer)
 
@@ -116,14 +117,14 @@ class OptimizerSteps:
             known.pop(key, None)
             if number == self._only:
                 self._only = 0
-            with suppress(Exception):  # at the interpreter's end, say
+            with suppress(Exception):  # for example at the interpreter's end
                 recorder.write(Kind.GONE | recorder.thread().head | number << SITE_AT, monotonic_ns(), 0)
 
         known[key] = weakref.ref(optimizer, gone), number
         return known[key]
 
     def _stepped(self, me: Thread, optimizer: Any, number: int) -> None:
-        """An optimizer has stepped that may end a step, or is not the only one."""
+        """Handle an optimizer step that may end a step, or is not from the only optimizer."""
         recorder = self._recorder
         self.on_step(optimizer)
         if recorder.ring is None:

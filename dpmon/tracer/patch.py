@@ -1,4 +1,4 @@
-"""The one place that says where torch is touched, and does it.
+"""Installs the tracer: the one place where torch is patched.
 
 | what | why |
 |---|---|
@@ -6,17 +6,17 @@
 | apply of _functions.Scatter, Broadcast, Gather | the same, for code that uses these |
 | the function torch.nn.parallel.data_parallel | calls |
 | forward of a subclass of DataParallel that has its own | calls |
-| DataParallel.forward, DataParallel.__init__ | calls; the dim and devices a machine without GPUs throws away |
+| DataParallel.forward, DataParallel.__init__ | calls; the dim and devices, which torch drops without GPUs |
 | Module.__call__, for a while | bare root modules |
 | the global hooks on the registration of parameters and modules | models that are made |
-| _BaseDataLoaderIter.__next__ | turns of the loop, waiting for data |
-| DataLoader.__iter__ | what it costs to start a loader |
+| _BaseDataLoaderIter.__next__ | steps, waiting for data |
+| DataLoader.__iter__ | the start of a loader |
 | torch.autograd._engine_run_backward | backward, however the script calls it |
 | torch.distributed.autograd.backward | backward across RPC, which has its own entry point |
 | the global optimizer step hooks | optimizer |
-| Optimizer.__init__ | whose state is in memory |
+| Optimizer.__init__ | memory of optimizer states |
 | torch.distributed.init_process_group | the stage before the first call |
-| Tensor.to, Tensor.cuda, of a torch that was built for GPUs | copies to them |
+| Tensor.to, Tensor.cuda, if torch was built for GPUs | copies to GPUs |
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def install() -> None:
     startup = Startup(session)
     recorder.on_first_fetch, recorder.on_first_fetched = startup.fetch_begins, startup.fetch_ends
 
-    def idle() -> None:  # batches come, but no call is seen
+    def idle() -> None:  # batches arrive, but no call is seen
         recorder.heal()
         roots.watch(missed=True)
 
@@ -128,7 +128,7 @@ def install() -> None:
     roots.listen()
     try:
         startup.install()
-    except Exception as error:  # noqa: BLE001 - it costs its own notes, and nothing that follows
+    except Exception as error:  # noqa: BLE001 - only its notes are lost
         session.fault("startup", error, fatal=False)
     roots.watch()
     queued = getattr(torch.cuda, "_queued_calls", None)  # run when CUDA comes up
@@ -143,7 +143,7 @@ def install() -> None:
 
 
 def _everywhere(original: Any, name: str, traced: Any) -> None:
-    """Put a function's traced form wherever a script may import it from, so that there is one object of that name."""
+    """Put a function's traced form wherever a script may import it from, so there is one object of that name."""
     for place in ("", ".data_parallel", ".replicate", ".parallel_apply", ".scatter_gather"):
         module = importlib.import_module(f"torch.nn.parallel{place}")
         if module.__dict__.get(name) is original:
@@ -151,7 +151,7 @@ def _everywhere(original: Any, name: str, traced: Any) -> None:
 
 
 def _constructing(original: Callable[..., Any], modes: Modes, calls: Calls) -> Callable[..., Any]:
-    """DataParallel.__init__: on a machine without GPUs torch forgets dim, so it is kept beside the object."""
+    """DataParallel.__init__: keeps dim beside the object, because torch forgets it on a machine without GPUs."""
 
     def __init__(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, dim: int = 0) -> None:
         try:
@@ -164,7 +164,7 @@ def _constructing(original: Callable[..., Any], modes: Modes, calls: Calls) -> C
             modes.constructed(self, dim)
             if type(self) is not torch.nn.DataParallel:
                 calls.adopt(type(self))
-        except Exception as error:  # noqa: BLE001 - the object is made, whatever we make of it
+        except Exception as error:  # noqa: BLE001 - the object is made anyway
             modes.session.fault("construct", error)
 
     return named_like(__init__, original)
@@ -173,7 +173,7 @@ def _constructing(original: Callable[..., Any], modes: Modes, calls: Calls) -> C
 def _at_the_end(
     session: Session, recorder: Recorder, memory: Memory, loaders: Loaders, resets: Sequence[Callable[[], None]]
 ) -> None:
-    """See to the process's end, and to its children; `resets` let everything start afresh in a forked child."""
+    """Handle the end and the forks of the process; `resets` reset the parts in a forked child."""
 
     def at_exit() -> None:
         for end in (loaders.at_exit, recorder.at_exit):
@@ -185,7 +185,7 @@ def _at_the_end(
             ending = uncaught(rank_and_world()[0])
             if ending is not None:  # it shows which of many processes ended the run, and why
                 note(ending, "endings.log")
-        except KeyboardInterrupt:  # the user's: it is for the script's process, as it would be alone
+        except KeyboardInterrupt:  # from the user: the script gets it, as it would alone
             raise
         except BaseException as error:  # noqa: BLE001 - the interpreter is ending
             session.fault("ending", error)

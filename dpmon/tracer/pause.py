@@ -1,7 +1,7 @@
-"""Pausing the training between two of its steps, for as long as a reader of the ring asks for it.
+"""Pauses the training between two steps, for as long as a reader of the ring requests it.
 
-The training waits here, on its own thread, in short sleeps: a signal finds Python between two of them, as in any other
-code of the script's. It waits for nobody who is not there: without a living supervisor it goes on by itself.
+The training waits here, on its own thread, in short sleeps, so Python handles signals between them as in any other code
+of the script. Without a living supervisor it resumes by itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dpmon.tracer.session import Session
 
 POLL_S = 0.025
 LOOK_NS = 500_000_000
-"""Between two looks whether the supervisor lives."""
+"""Interval of checks whether the supervisor lives."""
 MAX_INFO_BYTES = 1 << 22
 
 _RANKS = (
@@ -40,10 +40,10 @@ class Pause:
         """The last request that was seen."""
 
     def wait(self) -> None:
-        """Take up what was asked for, and wait while it is a pause.
+        """Act on the last request, and wait if it is a pause.
 
-        Raises what a signal handler of the script raises; then this pause is over, whatever is still asked for, so
-        that the script can come to its end.
+        Raises what a signal handler of the script raises. That ends the pause even if it is still requested, so the
+        script can end.
         """
         session, ring = self.session, self.session.ring
         if ring is None:
@@ -98,7 +98,7 @@ class Pause:
 
 
 def _ranks(session: Session) -> str | None:
-    """Why a process of several that train together is not paused; None for any other."""
+    """Why a process that trains together with others is not paused; None for any other process."""
     world = session.world or 1
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
@@ -126,7 +126,7 @@ def _nobody(session: Session) -> str | None:
 
 
 def _alive(pid: Any, since: Any) -> bool:
-    """Whether the process `pid` that was started `since` seconds after the boot still runs."""
+    """Whether the process `pid`, started `since` seconds after the boot, still runs."""
     if type(pid) is not int or not isinstance(since, (int, float)):
         return False
     try:

@@ -1,4 +1,4 @@
-"""How calls of one module run, and whether a module can be run over several devices at all."""
+"""How calls of one module run, and whether a module can run over several devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dpmon.tracer.virtual import VirtualDevices
 
 DP, SINGLE = 1, 2
 HOLDS = "it holds a"
-"""How the reason begins where a bare root cannot be split because of a wrapper in it."""
+"""Start of the reason if a bare root cannot be split because it contains a wrapper."""
 _HOST_ONLY = "the devices are CPUs: host time is all there is"
 _NO_EVENTS = "it was not timed: only calls of the thread that trains are"
 
@@ -24,17 +24,17 @@ class Plan:
 
     mode: int
     devices: tuple[str, ...]
-    """Names of the devices offered, as records show them."""
+    """Names of the available devices, as shown in records."""
     device_ids: tuple[int, ...] | None = None
-    """What torch's code is given instead of the script's own; None leaves the call as it is written."""
+    """Device ids for torch's code, in place of the script's; None leaves the call as written."""
     virtual: VirtualDevices | None = None
     reason: str | None = None
-    """Why it is this and not what was asked for, or why the replicas are virtual."""
+    """Why the plan differs from the request, or why the replicas are virtual."""
     refused: bool = False
 
     @property
     def absent(self) -> dict[str, str]:
-        """Reasons for what a record of such a call lacks."""
+        """Reasons for missing fields in a record of such a call."""
         return {"device_ms": _HOST_ONLY if self.on_cpu else _NO_EVENTS}
 
     @property
@@ -44,12 +44,12 @@ class Plan:
 
 
 def refused(device: object, reason: str) -> Plan:
-    """The plan of a call that runs on one device although dp was asked for."""
+    """The plan for a call that runs on one device although dp was requested."""
     return Plan(SINGLE, (str(device),), None, None, reason, True)
 
 
 def on_one(module: Any, own: tuple[str, ...], reason: str | None = None) -> Plan:
-    """A DataParallel over several devices of its own on the first of them; `reason`: why, if that was not asked for."""
+    """Run a DataParallel over several devices on the first one; `reason`: why, if this was not requested."""
     unfit = uncopyable(module)
     if unfit is not None:
         return Plan(DP, own, None, None, unfit, True)
@@ -61,7 +61,7 @@ def on_one(module: Any, own: tuple[str, ...], reason: str | None = None) -> Plan
 
 
 def overrides(kind: type, name: str) -> bool:
-    """Whether a subclass of DataParallel has its own method of that name."""
+    """Whether a subclass of DataParallel has its own method of this name."""
     return next(base for base in kind.__mro__ if name in base.__dict__) is not torch.nn.DataParallel
 
 

@@ -1,11 +1,11 @@
-"""Writes what a process does into its ring: a span for each phase that has ended, by whichever thread.
+"""Writes the spans of a process into its ring: one for each phase that has ended, on any thread.
 
-The tracer draws no conclusions: where steps begin and end, and what belongs to them, is found out from the spans by the
-supervisor. What has to be known here is what cannot wait: where the training may be paused or looked at, between two
-steps as far as the process itself can tell: before a fetch, or after the optimizer that ends a turn of its loop.
+The tracer draws no conclusions: the supervisor finds steps and their contents from the spans. The tracer itself only
+has to know where it may pause the training or take a look: between two steps, as far as the process can tell. That is
+before a fetch, or after the optimizer that ends a step of its loop.
 
-A signal handler of the script may raise at any call of a function: what is to be put back stands in an `except` or
-`finally`, and a span that may not have been written is written once more. Whoever reads drops the second one.
+A signal handler of the script may raise at any function call. So state is restored in an `except` or `finally`, and a
+span that may not have been written is written again. The reader drops the duplicate.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ def _code_within(code: CodeType) -> Iterator[CodeType]:
 
 
 MAX_EARLY = 256
-"""Spans that are kept before the first call, which opens the ring: those of a loader's first batches."""
+"""Limit of spans that are kept before the first call opens the ring, such as fetches of a loader's first batches."""
 IDLE = 4
-"""Fetches, or steps of an optimizer, without a call after which somebody should look where the calls are."""
+"""Fetches or optimizer steps without a call, after which `on_idle` is called."""
 _AROUND_STEPS = frozenset(
     code for code in _code_within(torch.optim.Optimizer.profile_hook_step.__code__) if code.co_name == "wrapper"
 )
-"""torch's function around every step of an optimizer, which calls the hooks."""
+"""torch's function around every optimizer step, which calls the hooks."""
 STALE = 64
-"""Steps of the optimizer without a fetch, after which a loader no longer counts (a script that keeps one batch)."""
+"""Optimizer steps without a fetch, after which a loader no longer counts (a script that keeps one batch)."""
 FEW_CALLS = 64
-"""Calls without a fetch or a step of an optimizer after which a call may be where a step begins."""
+"""Calls without a fetch or an optimizer step, after which a step may begin at a call."""
 PAUSE, PAUSED, TRAINS = Word.PAUSE, Word.PAUSED, Word.TRAINS
 
 
@@ -60,15 +60,15 @@ class Recorder:
         self.threads: dict[int, Thread] = {}
         """By ident. The wrappers hold this very object."""
         self.timing: Timing | None = None
-        """Once a call runs on a GPU: what devices take."""
+        """Device timing, once a call runs on a GPU."""
         self.on_idle: Callable[[], None] = lambda: None
         self.on_loop_over: Callable[[], None] = lambda: None
-        """Called when a loader has come to its end."""
+        """Called when a loader is exhausted."""
         self.on_first_fetch: Callable[[Any], bool] = lambda iterator: False
         """Called with a loader's iterator that fetches before the first call; returns whether to report the end."""
         self.on_first_fetched: Callable[[BaseException | None], None] = lambda error: None
         self.on_pause: Callable[[], None] = lambda: None
-        """Called between two steps, when a reader has asked for a pause or its end."""
+        """Called between two steps, when a reader has requested a pause or its end."""
         self.on_look: Callable[[int], int] = lambda now: 1 << 62
         """Called between two steps when `due` has come; returns when to call again (monotonic ns)."""
         self.on_backward: Callable[[], None] | None = None
@@ -80,7 +80,7 @@ class Recorder:
         """Start afresh, as after a fork."""
         self.threads.clear()
         if self.timing is not None:
-            self._parents.append(self.timing)  # its events are not this process's to give back to the driver
+            self._parents.append(self.timing)  # this process must not return its events to the driver
             self.timing = None
         self._numbers: Iterator[int] = count()
         self.ring: SpanRing | None = None
@@ -89,25 +89,25 @@ class Recorder:
         self.kinds: Any = memoryview(bytearray(THREADS))
         self._early: list[tuple[int, int, int, int]] = []
         self.trains: Thread | None = None
-        """The thread that trains, as far as can be told here."""
+        """The training thread, as far as it is known here."""
         self.learns = False
-        """Whether it has gone backward."""
+        """Whether the training thread has run a backward pass."""
         self.due = 0
-        """When somebody wants to look between two steps (monotonic ns)."""
+        """When to call `on_look` between two steps (monotonic ns)."""
         self.idle = 0
-        """Fetches and steps of optimizers since the last call."""
+        """Number of fetches and optimizer steps since the last call."""
         self.loose = STALE
-        """Steps of optimizers since the last fetch."""
+        """Number of optimizer steps since the last fetch."""
         self.calls = 0
-        """Calls since the last fetch or step of an optimizer."""
+        """Number of calls since the last fetch or optimizer step."""
         self.patience = 0
         self.paused = 0
-        """The last request for a pause that was acted upon."""
+        """The last pause request acted upon."""
         self.put: Callable[[int, int, int, int], int] = self._keep
         """Writes a span: into the ring, once there is one."""
 
     def opened(self, ring: SpanRing) -> None:
-        """There is a ring: write what was kept for it."""
+        """Write the spans that were kept for the ring."""
         early, self._early = self._early, []
         for span in early:
             ring.put(*span)
@@ -119,7 +119,7 @@ class Recorder:
         self.put = lambda head, start, took, sizes: -1
 
     def times_devices(self) -> None:
-        """A call is about to run on a GPU: time what devices do from now on."""
+        """Start device timing: a call is about to run on a GPU."""
         if self.timing is None and usable():
             self.timing = Timing(self.write, self.session.fault, lambda: self.words[Word.ONE_IN])
             self.timing.trains = self.trains
@@ -127,14 +127,14 @@ class Recorder:
     # ---------------------------------------------------------------- threads
 
     def thread(self) -> Thread:
-        """This thread's, made if need be. Those beyond the ring's room share a number."""
+        """This thread's state, made if necessary. Threads beyond the ring's room share a number."""
         found = self.threads.get(get_ident())
         if found is None:
             found = self.threads[get_ident()] = Thread(min(next(self._numbers), THREADS - 1))
         return found
 
     def called(self, me: Thread) -> None:
-        """A call begins on this thread: the first of all, or one at its top level after many without a step's end."""
+        """A call begins on this thread: the first call, or a top-level call after many without the end of a step."""
         if self.trains is None:
             self._found(me)
         elif me is self.trains:
@@ -149,7 +149,7 @@ class Recorder:
         self.words[TRAINS] = me.number
 
     def heal(self) -> None:
-        """Forget that this thread is in a call, if an interrupt has left that behind."""
+        """Forget a call of this thread if an interrupt has left it behind."""
         me = self.thread()
         if not any(frame.f_code.co_filename in OF_CALLS for frame in outwards(sys._getframe(1))):
             me.inside, me.split, me.root = 0, None, None
@@ -157,7 +157,7 @@ class Recorder:
     # ---------------------------------------------------------------- writing
 
     def write(self, head: int, start: int, took: int, sizes: int = 0) -> int:
-        """Write a span, or keep it for the ring; its number, -1 if it has none yet."""
+        """Write a span, or keep it for the ring; returns its number, -1 if it has none yet."""
         return self.put(head, start, took, sizes)
 
     def _keep(self, head: int, start: int, took: int, sizes: int) -> int:
@@ -168,11 +168,11 @@ class Recorder:
         return -1
 
     def again(self, head: int, start: int, took: int, sizes: int, error: BaseException) -> bool:
-        """Something went wrong, or a signal came, while a span was written: once more. Whether to raise the error."""
+        """Write a span again after an error or a signal; returns whether to raise the error."""
         for doing in (lambda: self.write(head, start, took, sizes), lambda: self._blame(error)):
             try:
                 doing()
-            except Exception as fault:  # noqa: BLE001 - ours, or a handler of the script's has raised it
+            except Exception as fault:  # noqa: BLE001 - our fault, or raised by a handler of the script
                 if fault is error or self._is_the_scripts(fault):
                     return True
             except BaseException:  # noqa: BLE001 - an interrupt: one is raised for both
@@ -193,7 +193,7 @@ class Recorder:
     def failed(
         self, me: Thread, head: int, start: int, sizes: int, error: BaseException, mark: Mark | None = None
     ) -> None:
-        """A phase ended by an exception; `mark`: its times on devices. Never raises."""
+        """Write the span of a phase that raised; `mark`: its device times. Never raises."""
         flags = Flag.FAILED
         if isinstance(error, StopIteration):
             flags |= Flag.OVER
@@ -210,7 +210,7 @@ class Recorder:
             self._count_fault(fault)
 
     def _count_fault(self, fault: Exception) -> None:
-        with suppress(BaseException):  # a second exception of the script's, while the first is on its way
+        with suppress(BaseException):  # a second exception of the script during the first
             self.session.fault("span", fault)
 
     # ---------------------------------------------------------------- phases
@@ -225,10 +225,10 @@ class Recorder:
         args: Any,
         kwargs: Any,
     ) -> Any:
-        """Call a function within a span of its own, which begins here.
+        """Call a function within a new span.
 
-        `head`: the span's first word. `mark`: its times on devices. `sizes` finds what the span is to say of the
-        result's sizes; None for nothing. The caller takes our frames out of a traceback.
+        `head`: the span's first word. `mark`: its device times. `sizes` returns the sizes for the span from the result;
+        None for no sizes. The caller removes our frames from a traceback.
         """
         inside, kind = me.inside, head & 0xFF
         began = monotonic_ns()
@@ -271,7 +271,7 @@ class Recorder:
                 inside = me.inside
                 if inside == Kind.OPTIMIZER:
                     inside = self.inside_of(me)
-                if inside == Kind.BACKWARD:  # what is recomputed is a part of it
+                if inside == Kind.BACKWARD:  # recomputed work belongs to it
                     return original(*args, **kwargs)
                 mark = None
                 try:
@@ -292,7 +292,7 @@ class Recorder:
                         self._goes_backward(me)
                     if self.timing is not None:
                         mark = self.timing.begin(me, kind)
-                except Exception as error:  # noqa: BLE001 - ours must not reach the script
+                except Exception as error:  # noqa: BLE001 - our fault must not reach the script
                     session.fault("phase", error)
                 result = within(me, kind | inside << INSIDE_AT | me.head, mark, None, original, args, kwargs)
                 try:
@@ -300,7 +300,7 @@ class Recorder:
                         self._first_fetched(me, None)
                     if not fetch and self.on_backward is not None and me is self.trains:
                         self.on_backward()
-                except Exception as error:  # noqa: BLE001 - the phase is over, whatever we make of it
+                except Exception as error:  # noqa: BLE001 - the phase is over anyway
                     session.fault("phase", error)
                 return result
             except BaseException as error:
@@ -331,7 +331,7 @@ class Recorder:
         self.on_first_fetched(error)
 
     def _fetch_raised(self, me: Thread, error: BaseException) -> None:
-        """A fetch ended by an exception, which is on its way. Never raises."""
+        """Handle an exception that ended a fetch. Never raises."""
         try:
             if me.noted:
                 self._first_fetched(me, error)
@@ -343,16 +343,16 @@ class Recorder:
     # ---------------------------------------------------------------- backward
 
     def _goes_backward(self, me: Thread) -> None:
-        """A backward pass begins, and the thread that trains is not known to have gone backward."""
+        """A backward pass begins, and none of the training thread is known yet."""
         if self.trains is not None and torch._C._current_graph_task_id() == -1:
             self.learns = True
-            if me is not self.trains:  # the thread that was taken for it never went backward
+            if me is not self.trains:  # the supposed training thread never ran a backward pass
                 self._found(me)
 
     def inside_of(self, me: Thread, fewer: int = 0) -> int:
-        """What this thread is in, without the optimizers that have begun to step and raised.
+        """The kind of this thread's span, without optimizer steps that have raised.
 
-        `fewer`: of the steps on the stack so many are not in `me.steps` yet.
+        `fewer`: number of steps on the stack that are not in `me.steps` yet.
         """
         try:
             around = sum(frame.f_code in _AROUND_STEPS for frame in outwards(sys._getframe(1))) - fewer
@@ -360,14 +360,14 @@ class Recorder:
                 me.inside, _, _, mark, _ = me.steps.pop()
                 if mark is not None:
                     mark.raised()
-        except Exception as error:  # noqa: BLE001 - ours must not reach the script
+        except Exception as error:  # noqa: BLE001 - our fault must not reach the script
             self.session.fault("optimizer", error)
         return me.inside
 
     # ---------------------------------------------------------------- between two steps
 
     def between(self, me: Thread) -> None:
-        """Do what is asked for between two steps: pause, look. Raises what a signal handler raises in a pause."""
+        """Pause or look between two steps, if requested. Raises what a signal handler raises in a pause."""
         if me.inside or (me is not self.trains and self.trains is not None):
             return
         words = self.words
@@ -378,15 +378,15 @@ class Recorder:
                 self.paused = words[PAUSED]
         now = monotonic_ns()
         if now >= self.due:
-            self.due = 1 << 62  # an exception must not bring it back at once
+            self.due = 1 << 62  # an exception must not repeat it at once
             self.due = self.on_look(now)
 
     def soon(self) -> None:
-        """Let `on_look` be called when the next step has ended."""
+        """Call `on_look` when the next step has ended."""
         self.due = 0
 
     def at_exit(self) -> None:
-        """The process ends: say so. Never raises."""
+        """Announce the end of the process. Never raises."""
         try:
             if self.timing is not None:
                 self.timing.at_exit()

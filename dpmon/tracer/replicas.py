@@ -1,7 +1,7 @@
-"""Forward hooks on DataParallel's replicas: the sizes each received and returned, and how long it took.
+"""Forward hooks on DataParallel's replicas: their input and output sizes, and their times.
 
-A replica is a throw-away copy of the module that shares its hook dicts with it. Each replica is given dicts of its own,
-so that nothing of ours is ever seen on the script's module, nor pickled or copied with it, not even by another thread.
+A replica is a throw-away copy of the module that shares its hook dicts. Each replica gets its own dicts, so the
+script's module never shows our hooks, and they are never pickled or copied with it, not even by another thread.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from dpmon.tracer.sizes import gathers
 from dpmon.tracer.threads import Thread
 
 KEY = -7061
-"""torch counts hooks up from 0, so a negative number is nobody else's."""
+"""torch counts hooks up from 0, so nothing else has a negative number."""
 ROWS = "return one row per input row, and compute the loss outside the model"
-"""What a script must do so that dp works."""
+"""Advice for a script that should work with dp."""
 ODD = f"{ROWS}: the model returns a scalar, or more than tensors, which DataParallel would change"
 
 
 class Unsuited(Exception):
-    """A bare root whose results would mean something else to the script under dp; the text says why."""
+    """The results of a bare root would mean something else to the script under dp; the text says why."""
 
 
 class Probe:
-    """Sees what one replica does in one call."""
+    """Observes one replica in one call."""
 
     __slots__ = ("_around", "_began", "_inputs", "_mark", "_memos", "_nested", "_watch", "index", "module")
 
@@ -40,19 +40,19 @@ class Probe:
         self._memos = memos
         self.index = index
         self.module: Any = None
-        """What it runs, where that is no replica of torch's making (`over`)."""
+        """The callable that it runs, if that is not a replica made by torch (`over`)."""
         self._inputs = self._began = 0
         self._nested = 0
-        """Calls of it that have begun and not returned."""
+        """Number of its calls under way."""
         self._around = 0
-        """What its thread was in before."""
+        """Kind of span its thread was in before."""
         self._mark: Any = None
-        """Its time on its device, if that is a GPU."""
+        """Its device time, if it runs on a GPU."""
 
     def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook: runs on the replica's thread, and must change nothing.
 
-        A module may call itself: it is the outermost call that says what the replica was given and what it returned.
+        A module may call itself. The outermost call has the inputs and outputs of the replica.
         """
         recorder = self._watch.recorder
         try:
@@ -60,7 +60,7 @@ class Probe:
             if self._nested > 1:
                 return
             me = recorder.thread()
-            self._around, me.inside = me.inside, Kind.REPLICA  # inside a replica nothing is a root
+            self._around, me.inside = me.inside, Kind.REPLICA  # no roots inside a replica
             self._inputs = recorder.session.inputs(args, kwargs, self._memos[0])
             if self._watch.timing is not None:
                 self._mark = self._watch.timing.replica_begins(self._watch.site.plan.devices, self.index)
@@ -103,7 +103,7 @@ class Probe:
         watch.ran += 1
 
     def hook(self, replica: Any) -> None:
-        """Put the two hooks on a replica, after those that the script has put on its module."""
+        """Put the two hooks on a replica, after the script's own hooks."""
         own = replica.__dict__
         for name, hook in (("_forward_pre_hooks", self.enter), ("_forward_hooks", self.leave)):
             own[name] = hooks = OrderedDict(own[name])
@@ -113,7 +113,7 @@ class Probe:
             own[name][KEY] = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run what this probe was put over, as parallel_apply would."""
+        """Run the module of this probe, as parallel_apply would."""
         self.enter(None, args, kwargs)
         try:
             result = self.module(*args, **kwargs)
@@ -126,7 +126,7 @@ class Probe:
         return result
 
     def raised(self) -> None:
-        """What it runs has raised, on this thread. Never raises."""
+        """The module has raised on this thread. Never raises."""
         try:
             self._nested = 0
             self._watch.recorder.thread().inside = self._around
@@ -136,23 +136,23 @@ class Probe:
 
 
 class Watch:
-    """What the replicas of one call do."""
+    """The replicas of one call."""
 
     __slots__ = ("_memos", "_probes", "head", "odd", "ran", "recorder", "site", "timing")
 
     def __init__(self, recorder: Recorder, me: Thread, site: Site, strict: bool) -> None:
-        """`me`: the thread that makes the call. `strict`: look for what gather does not keep."""
+        """`me`: the thread that makes the call. `strict`: check for results that gather does not keep."""
         self.recorder = recorder
         self.site = site
         self.timing = recorder.timing if me is recorder.trains else None
         self.head = me.head | site.kind << INSIDE_AT
         self.odd: bool | None = False if strict else None
-        """Whether a replica returned something that torch's gather would turn into something else."""
+        """Whether a replica returned something that torch's gather would change."""
         self._memos = site.replicas
-        """What each replica saw last, kept between calls."""
+        """The last sizes of each replica, kept between calls."""
         self._probes: list[Probe] = []
         self.ran = 0
-        """Replicas that have run."""
+        """Number of replicas that have run."""
 
     @property
     def hooked(self) -> bool:
@@ -167,10 +167,10 @@ class Watch:
         return probe
 
     def over(self, modules: Any) -> Any:
-        """What parallel_apply is to call in place of these, in this order: stand-ins for them.
+        """Stand-ins that parallel_apply calls in place of `modules`, in the same order.
 
-        Where the script has hooks on its module, the replicas themselves, with ours behind them: then it is the
-        script's that say what a replica is given.
+        If the script has hooks on its module, returns the replicas themselves, with our hooks behind the script's: the
+        script's hooks may change the inputs.
         """
         first = getattr(modules[0], "__dict__", {}) if modules else {}
         if "_is_replica" in first and (first["_forward_pre_hooks"] or first["_forward_hooks"]):

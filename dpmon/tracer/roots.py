@@ -33,10 +33,10 @@ Module = torch.nn.Module
 WATCH_STEPS = 16
 """Steps without a new root after which the watch ends."""
 WATCH_SOON_NS, WATCH_EVERY_NS = 20_000_000, 2_000_000_000
-"""Between two short watches, of a step each, for roots that appear later: at first, and at last. Each wait is twice as
-long as the one before.
+"""Shortest and longest wait between two short watches, of one step each, for roots that appear later.
 
-A watch changes the class of all modules, and Python looks up anew what it knew of them: some steps are slower for it.
+Each wait is twice as long as the one before. A watch changes the class of all modules, and Python's caches for it are
+lost: some steps are slower.
 """
 
 MAX_MADE = 1 << 14
@@ -46,11 +46,12 @@ MAX_LATE = 8
 WRAPPED = frozenset(("module", "_orig_mod"))
 """Attributes in which wrappers hold their model: DataParallel and similar, AveragedModel; torch.compile."""
 EXPECTED, EXPECT_NS = 64, 250_000_000
-"""So many times a watch begins whenever a loop is over, and then not again so soon: epochs may be very short."""
+"""The watches that begin whenever a loop is over: no limit for the first EXPECTED, then at least EXPECT_NS apart.
+Epochs may be very short."""
 
 
 class _RootCall:
-    """The `__call__` of a root's class: on an instance the traced call, on the class what was there before."""
+    """The `__call__` of a root's class: the traced call on an instance, the earlier `__call__` on the class."""
 
     __slots__ = ("_called", "_original", "_watcher")
 
@@ -59,14 +60,14 @@ class _RootCall:
 
     def __get__(self, module: Any, owner: Any = None) -> Any:
         now = Module.__call__
-        if module is None:  # torch.compile looks here, and takes what it gets for a part of the class
+        if module is None:  # torch.compile looks here, and expects the class's own function
             return self._original if now is self._watcher else now
         if now is not self._original and now is not self._watcher:
-            return MethodType(now, module)  # the script, or torch.fx, has put its own there: it comes first
+            return MethodType(now, module)  # the script or torch.fx has set its own: it comes first
         return MethodType(self._called, module)
 
     def __reduce__(self) -> Any:
-        # Classes may be pickled by value (cloudpickle): where they are read, dpmon need not exist.
+        # Classes may be pickled by value (cloudpickle), and read where dpmon is not installed.
         return getattr, (Module, "__call__")
 
 
@@ -94,10 +95,10 @@ class Roots:
         """When to watch again (monotonic ns)."""
         self._wait_ns = WATCH_SOON_NS
         self._expected = 0
-        """How often another model was expected, and (monotonic, ns) when it was last."""
+        """How often another model was expected, and when last (monotonic ns)."""
         self._expected_ns = 0
         self._told = False
-        """Whether a warning has said that calls are not seen, and why."""
+        """Whether a warning about unseen calls was given."""
         self._found = True
         """Whether a root turned up since the last look."""
         self._always = False
@@ -105,13 +106,13 @@ class Roots:
         self._made: dict[int, weakref.ref[Any]] = {}
         """Modules that got a parameter or a submodule since the last watch ended, by id."""
         self._missed = False
-        """Whether this watch was not triggered by an event, so that the roots it finds may have been called before."""
+        """Whether nothing triggered this watch, so the roots it finds may have been called before."""
         self._late = 0
         self.on_made: Callable[[], object] = lambda: None
         """Called when a module is made while no watch is active."""
 
     def _other(self, module: Any, me: Thread, args: Any, kwargs: Any) -> Any:
-        """The call of a module that is not recorded; the caller takes our frames out of a traceback."""
+        """Run the call of a module that is not recorded. The caller removes our frames from a traceback."""
         if "_is_replica" not in module.__dict__:
             return self.original(module, *args, **kwargs)
         around = me.inside
@@ -122,7 +123,7 @@ class Roots:
             me.inside = around
 
     def _site_of(self, module: Any, me: Thread, args: Any) -> Site | None:
-        """What is to be known of a module's calls; None if it is not worth recording."""
+        """The site of a module; None if its calls are not recorded."""
         if not self._is_root(module) or not self.session.ready():
             return None
         kind = type(module)
@@ -297,7 +298,7 @@ class Roots:
 
 
 def _is_model(module: Any) -> bool:
-    """Whether calls of a module are recorded. Those of a loss or a transform, without parameters, are not.
+    """Whether calls of a module are recorded. Modules without parameters (a loss, a transform) are not.
 
     A DataParallel is traced through its forward.
     """

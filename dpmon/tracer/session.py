@@ -1,7 +1,7 @@
-"""This process's record: its ring of spans, the lines beside it, and what becomes of our own faults.
+"""This process's record: its ring of spans, the lines beside it, and the handling of our faults.
 
-One `Session` a process. The ring is opened at the first traced call, so that processes that never make one (DataLoader
-workers, compile workers, launchers) leave no trace; a forked child starts afresh.
+There is one `Session` per process. The ring is opened at the first traced call, so processes that never make one
+(DataLoader workers, compile workers, launchers) leave no trace. A forked child starts afresh.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ Tensor = torch.Tensor
 MAX_FAULTS = 3
 MAX_KNOWN = 1 << 14
 MAX_LINES = 1 << 26
-"""Bytes of lines of one process at most: what comes later has no sizes, and no event."""
+"""Limit of bytes of lines of one process. Later spans have no new sizes, and later events are lost."""
 MAX_UNSAID = 64
 RETRY_NS = 1_000_000_000
-"""Between two attempts to write a line, when there was no room for one."""
+"""Time between two attempts to write a line when there was no room."""
 MAX_PROCESSES = 512
 MAX_TRIES = 1 << 14
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 SMALL_SLOTS = 4 << 10
 LARGE_RINGS = 8
-"""Processes with a ring of full size; a run that forks hundreds of short children must not fill the disk."""
+"""Number of processes with a ring of full size: hundreds of short forked children must not fill the disk."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """What the command line asked for, handed down in the environment."""
+    """The options of the command line, passed on in the environment."""
 
     directory: str
     start_ns: int
@@ -57,7 +57,7 @@ class Config:
 
     @classmethod
     def from_environment(cls) -> Config:
-        """Read DPMON_*; raises KeyError or ValueError if it is not what the supervisor sets."""
+        """Read DPMON_*; raises KeyError or ValueError if the supervisor did not set it."""
         replicas = os.environ.get("DPMON_REPLICAS")
         devices = os.environ.get("DPMON_DEVICES")
         return cls(
@@ -70,12 +70,12 @@ class Config:
 
     @property
     def explicit(self) -> bool:
-        """Whether replicas or devices were asked for."""
+        """Whether replicas or devices were requested."""
         return self.replicas is not None or bool(self.devices)
 
 
 class Memo:
-    """The last lone tensor's shape seen at one place, with the number of its definition."""
+    """The shape of the last lone tensor seen at one place, with the number of its definition."""
 
     __slots__ = ("dtype", "number", "shape")
 
@@ -100,13 +100,13 @@ class Session:
         self._forget()
 
     def _forget(self) -> None:
-        # A signal handler of the script may call the model while this thread is in here: it must not wait for itself.
+        # Reentrant: a signal handler of the script may call the model while this thread holds the lock.
         self._lock = threading.RLock()
         self._opening = False
         self._tries = 0
         """How often no file descriptor was free to open the ring; the script may free one later."""
         self._layouts, self._sizes = itertools.count(1), itertools.count(MAX_SITE + 1)
-        """Numbers of definitions; those of layouts and stages have to fit into a span's site."""
+        """Numbers of definitions; those of layouts and stages must fit into a span's site."""
         self._known: dict[Hashable, int] = {}
         self._retry_ns = 0
         """When a line may be written again (monotonic)."""
@@ -118,14 +118,14 @@ class Session:
         self.ring: SpanRing | None = None
 
     def after_fork(self) -> None:
-        """In a forked child: a process of its own, which has recorded nothing yet."""
+        """Start afresh in a forked child, which has recorded nothing yet."""
         self._forget()
         self.off = False
 
     # ---------------------------------------------------------------- the ring
 
     def ready(self) -> bool:
-        """Open the ring if need be; False where nothing is recorded (a DataLoader worker, no room, given up)."""
+        """Open the ring if necessary; False if nothing is recorded (a DataLoader worker, no room, given up)."""
         if self.ring is not None:
             return True
         if self.off:
@@ -186,12 +186,12 @@ class Session:
     # ---------------------------------------------------------------- lines
 
     def _line(self, value: Mapping[str, Any], keep: bool = False) -> bool:
-        """Append a line to the process's file; False if it could not be written: then it is tried later if `keep`."""
+        """Append a line to the process's file; False if that failed. With `keep` it is then tried again later."""
         now = monotonic_ns()
         line = packed_json(value) + b"\n"
         if now >= self._retry_ns:
             data = (b"\n" if self._torn else b"") + b"".join(self._unsaid) + line
-            self._torn = True  # until it is known that it is not
+            self._torn = True  # until the line is known to be complete
             try:
                 if append(self.config.directory, f"process-{self.process}.jsonl", data, MAX_LINES):
                     self._torn = False
@@ -205,7 +205,7 @@ class Session:
         return False
 
     def say(self, **data: Any) -> None:
-        """Write a line that is for the assembler only."""
+        """Write a line for the assembler only."""
         if self.ring is not None:
             with self._lock:
                 self._retry_ns = 0
@@ -214,7 +214,7 @@ class Session:
     def event(self, kind: str, fill: str | None = None, **data: Any) -> None:
         """Write a rare record of this process.
 
-        `fill`: whose numbers of step and call it is to be given: those of the "next" call, or the "last" ones.
+        `fill`: gives it the step and call numbers of the "next" call or of the "last" one.
         """
         if self.ring is not None:
             now = monotonic_ns()
@@ -227,7 +227,7 @@ class Session:
                 self._line(line, keep=True)
 
     def warn(self, text: str, fill: str | None = None) -> None:
-        """Tell whoever watches; never the script."""
+        """Warn the viewers; never the script."""
         if self.ring is not None:
             self.event("warning", fill, text=text)
         else:
@@ -236,19 +236,19 @@ class Session:
     # ---------------------------------------------------------------- definitions
 
     def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], memo: Memo) -> int:
-        """The number of the definition of these arguments' sizes; 0 if they could not be read."""
+        """The definition of the sizes of these arguments; 0 if they could not be read."""
         lone = args[0] if len(args) == 1 and not kwargs else None
         return self._looked_at("0", lone, memo, lambda: sizes.signature_of_call(args, kwargs))
 
     def outputs(self, value: Any, memo: Memo) -> int:
-        """The number of the definition of this result's sizes; 0 if they could not be read."""
+        """The definition of the sizes of this result; 0 if they could not be read."""
         return self._looked_at("", value, memo, lambda: sizes.signature_of_value(value))
 
     def _looked_at(self, lone_path: str, lone: Any, memo: Memo, signature: Callable[[], Any]) -> int:
-        """As `sizes`; the memo remembers `lone`, if that is a tensor and all that there is."""
+        """As `sizes`; the memo remembers `lone` if it is a tensor and the only value."""
         try:
             if torch._C._len_torch_function_stack():
-                with torch._C.DisableTorchFunction():  # a mode of the script's would see us look
+                with torch._C.DisableTorchFunction():  # a mode of the script would see us look
                     return self.sizes(lone_path, signature())
             if type(lone) is not Tensor:
                 return self.sizes(lone_path, signature())
@@ -264,11 +264,11 @@ class Session:
             return 0
 
     def sizes(self, lone_path: str, signature: Any) -> int:
-        """The number of the definition of a signature (see dpmon.tracer.sizes)."""
+        """The definition of a signature (see dpmon.tracer.sizes)."""
         return self.define((lone_path, signature), lambda: sizes.spell_out(signature, lone_path), self._sizes)
 
     def define(self, key: Hashable, spell: Callable[[], Any], numbers: Iterator[int] | None = None) -> int:
-        """The number of what `key` stands for, whose definition `spell` makes; 0 if that could not be written."""
+        """The number of the definition for `key`, which `spell` makes; 0 if it could not be written."""
         number = self._known.get(key)
         if number is not None:
             return number
@@ -286,14 +286,14 @@ class Session:
     # ---------------------------------------------------------------- faults
 
     def fault(self, where: str, error: BaseException, fatal: bool = True) -> None:
-        """Count a fault of ours; the third in one place switches the tracer off if it is `fatal` there.
+        """Count a fault of ours. The third fault in one place switches the tracer off if it is `fatal` there.
 
-        Raises nothing but what a signal handler of the script has raised while we were at work.
+        Raises only exceptions of the script's signal handlers.
         """
         raise_from_signal(error)
         try:
             count = self._faults[where] = self._faults.get(where, 0) + 1
-            if len(self._faults) == count == 1:  # the first of all: what follows mostly follows from it
+            if len(self._faults) == count == 1:  # later faults mostly follow from the first
                 self.warn(
                     f"dpmon's tracer failed while it {_DOING[where]}: {in_a_line(error)}."
                     " The training is not affected; the record may be incomplete"
@@ -342,13 +342,13 @@ _DOING = {
 
 
 def raise_from_signal(error: BaseException) -> None:
-    """Raise it again if a signal handler of the script has raised it while we were at work; ours to swallow else."""
+    """Raise an error again if a signal handler of the script raised it; else the error is ours to suppress."""
     if _from_a_signal(error):
         raise error
 
 
 def _from_a_signal(error: BaseException) -> bool:
-    """Whether a signal handler of the script raised it, which may happen at any of our instructions."""
+    """Whether a signal handler of the script raised the error, which may happen at any of our instructions."""
     handlers = [signal.getsignal(number) for number in signal.valid_signals()]
     functions = [getattr(handler, "__func__", handler) for handler in handlers]
     codes = {getattr(function, "__code__", None) for function in functions} - {None}

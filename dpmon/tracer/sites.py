@@ -1,4 +1,4 @@
-"""What is known of each module that is called: how its calls run, and what they looked like the last time."""
+"""The called modules: how their calls run, and the last sizes seen."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from dpmon.tracer.timing import gpus_of, may_be_used
 MAX_SITES = 1024
 MAX_NUMBERS = 1 << 14
 MAX_KIN, MAX_PARTS = 16, 10_000
-"""Models, and modules of each, among which a new one's kin is looked for."""
+"""Limits of models, and of modules in each, that are searched for kin of a new model."""
 _IN_BACKWARD = "the ranks average their gradients within the backward pass; that time is not told apart"
 
 
 class Functional:
-    """Stands for a module that is called by torch's functional data_parallel with the same devices again and again."""
+    """Stands for a module that torch's functional data_parallel calls repeatedly with the same devices."""
 
     __slots__ = ("__weakref__", "_module", "given")
 
@@ -38,7 +38,7 @@ class Functional:
 
     @property
     def module(self) -> Any:
-        """The module, as long as it lives."""
+        """The module, while it lives."""
         return self._module()
 
     @property
@@ -48,7 +48,7 @@ class Functional:
 
 
 class Site:
-    """One module that is called."""
+    """One called module."""
 
     __slots__ = (
         "absent",
@@ -82,29 +82,29 @@ class Site:
         self.kind = Kind.WRAPPED if via not in (None, DDP) or plan.mode == DP else Kind.CALL
         self.gpus = gpus_of(plan.devices)
         self.plain = False
-        """Whether nothing but the module's own code runs: no phases, no DataParallel inside."""
+        """Whether only the module's own code runs: no phases, no DataParallel inside."""
         self.root = ""
         """The class of the model."""
         self.number = 0
-        """Of the model: a wrapper has that of what it wraps."""
+        """Number of the model: a wrapper has the number of its model."""
         self.dim = self.first = 0
-        """Along which dimension a batch is split; number of leading arguments that are weights, not a batch."""
+        """Dimension along which a batch is split; number of leading arguments that are weights, not a batch."""
         self.head = 0
-        """What a call's span says of the module, and how it ran."""
+        """Layout and flags for the span of a call: see Sites.head."""
         self.inputs, self.outputs, self.share = Memo(), Memo(), Memo()
         self.replicas: list[tuple[Memo, Memo]] = []
         self.stages: Stages | None = None
-        """What its devices do, if its parts lie on several."""
+        """Its stages, if its parts are on several devices."""
         self.proven = False
-        """dp has worked for it."""
+        """Whether dp has worked for it."""
         self.place: Place | None = None
-        """Where the module lay when the plan was made; None where the plan does not depend on it."""
+        """Where the module was when the plan was made; None if the plan does not depend on it."""
         self.moves = False
         """Whether it may have left that place."""
         self.own: tuple[str, ...] = ()
-        """The methods of DataParallel that the script's subclass has of its own."""
+        """The methods of DataParallel that the script's subclass overrides."""
         self.absent: dict[str, str] = {}
-        """What these bypass, with the reason."""
+        """The parts that these methods bypass, with the reason."""
 
     def holds(self) -> bool:
         """Whether the module is still where it was when the plan was made."""
@@ -121,9 +121,9 @@ class Sites:
         """By id. The wrappers hold this very object."""
         self._functionals: dict[int, Functional] = {}
         self.on_site: Callable[[], None] = lambda: None
-        """Called when a module is called for the first time (or planned anew)."""
+        """Called when a module is called for the first time, or planned again."""
         self.on_gpus: Callable[[], None] = lambda: None
-        """Called when a module is to be called whose devices include a GPU."""
+        """Called before a call of a module on a GPU."""
         self.reset()
 
     def reset(self) -> None:
@@ -133,19 +133,19 @@ class Sites:
         self._next = count(1)
 
     def forget(self) -> None:
-        """Plan anew how calls run."""
+        """Plan all calls again."""
         self.known.clear()
         self._functionals.clear()
 
     def all_may_move(self) -> None:
-        """CUDA is up, or about to be: a module may be taken to a GPU from now on."""
+        """CUDA is initialised or about to be: a module may move to a GPU from now on."""
         for site in list(self.known.values()):
             site.moves = site.place is not None
 
     # ---------------------------------------------------------------- how each kind is called
 
     def of_root(self, module: Any, args: tuple[Any, ...]) -> Site:
-        """Of a bare root, which `args` are given to."""
+        """The site of a bare root; `args`: arguments of its call."""
         weights = weights_given(type(module))
         if weights and args and isinstance(args[0], (list, tuple)):
             site = self._new(module, self.modes.stateless(module, args[0]), None)
@@ -165,7 +165,7 @@ class Sites:
         return site
 
     def of_wrapper(self, module: Any) -> Site:
-        """Of a DataParallel."""
+        """The site of a DataParallel."""
         site = self._new(module, self.modes.plan(module, True), class_name(module))
         site.root = class_name(module.module)
         site.dim = self.modes.dim_of(module) or 0
@@ -173,7 +173,7 @@ class Sites:
         return site
 
     def functional(self, module: Any, given: tuple[Any, ...]) -> Functional:
-        """What stands for a module that data_parallel is called with; `given`: devices, output device and dim."""
+        """The stand-in for a module that data_parallel is called with; `given`: devices, output device and dim."""
         found = self._functionals.get(id(module))
         if found is None or found.given != given or found.module is not module:
             if len(self._functionals) >= MAX_SITES:
@@ -182,7 +182,7 @@ class Sites:
         return found
 
     def of_functional(self, functional: Functional) -> Site:
-        """Of a module that data_parallel is called with."""
+        """The site of a module that data_parallel is called with."""
         module = functional.module
         site = self._new(functional, self.modes.functional(module, functional.given[0]), "data_parallel")
         site.root = class_name(module)
@@ -216,7 +216,7 @@ class Sites:
         return site
 
     def number(self, module: Any) -> int:
-        """The number of a model, as long as it lives: the same for a part of it that is called, and for a wrapper."""
+        """The number of a model while it lives. A called part of it and a wrapper have the same number."""
         inner = _inside(module)
         known = self._numbers.get(id(inner))
         if known is None or known[0]() is not inner:
@@ -226,7 +226,7 @@ class Sites:
         return known[1]
 
     def _number_of_kin(self, module: Any) -> int:
-        """The number of a model that a module is a part of, or that is a part of it; 0 if there is none."""
+        """The number of a model that contains the module or is contained in it; 0 if there is none."""
         if not isinstance(module, torch.nn.Module):
             return 0
         known = [(one, number) for ref, number in self._numbers.values() if (one := ref()) is not None][:MAX_KIN]
@@ -239,15 +239,15 @@ class Sites:
         return 0
 
     def splits_itself(self, root: Site) -> None:
-        """A bare root's forward runs a part of itself data-parallel: it cannot be split as a whole."""
+        """A bare root's forward runs a part of it data-parallel, so it cannot be split as a whole."""
         module = root.module()
         if module is not None and not self.modes.splits_itself(module, True):
-            self.known.pop(id(module), None)  # planned anew for its next call
+            self.known.pop(id(module), None)  # its next call is planned again
 
     # ---------------------------------------------------------------- layouts
 
     def head(self, site: Site, plan: Plan) -> int:
-        """What the span of a call says that runs by this plan; the site in it is 0 if that cannot be written."""
+        """Layout and flags for the span of a call by this plan; the site is 0 if the layout cannot be written."""
         devices = plan.devices if site.stages is None else site.stages.devices
         key = site.root, site.via, devices, tuple(site.absent.items()), plan.on_cpu, site.number, site.dim, site.first
         number = self.session.define(key, lambda: _spell(site, plan))
@@ -268,7 +268,7 @@ def _spell(site: Site, plan: Plan) -> dict[str, Any]:
 
 
 def own_methods(kind: type) -> tuple[str, ...]:
-    """The methods that a subclass of DataParallel has of its own, by name."""
+    """The names of the methods that a subclass of DataParallel overrides."""
     return tuple(
         name for name in ("forward", "scatter", "replicate", "parallel_apply", "gather") if overrides(kind, name)
     )
@@ -282,7 +282,7 @@ def weights_given(kind: type) -> int:
 
 
 def _inside(module: Any) -> Any:
-    """What is in a wrapper, and in the wrapper in it; the module itself if it is none."""
+    """The module inside wrappers; the module itself if it is not a wrapper."""
     wrappers = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
     for _ in range(8):
         if isinstance(module, wrappers):

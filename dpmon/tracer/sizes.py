@@ -1,6 +1,6 @@
-"""Sizes of the tensors in whatever is passed to and returned by a module, as hashable signatures.
+"""Sizes of the tensors in the inputs and outputs of a module, as hashable signatures.
 
-A signature is made of shapes and dtypes only: no tensor is ever held. It is looked up in a table on the hot path and
+A signature consists of shapes and dtypes only and holds no tensor. On the hot path it is looked up in a table. It is
 spelled out (paths, bytes) once, when it is new.
 """
 
@@ -20,9 +20,9 @@ Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 
 MAX_LEAVES = 64
-"""Tensors listed of one container; a growing list of thousands must not make records (or the training) grow."""
+"""Limit of tensors listed from one container: a list that grows must not enlarge records or slow the training."""
 MAX_VISITED = 512
-"""Values looked at for them: this is done at every call with such an argument."""
+"""Limit of values searched for tensors, because this runs at every call with such an argument."""
 MAX_CHECKED = 4096
 MAX_DEPTH = 16
 MAX_PATH = 120
@@ -53,7 +53,7 @@ def signature_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hasha
 
 
 def leaves(value: Any, path: str) -> tuple[Any, ...]:
-    """(path, shape, dtype) of each tensor in `value`, whose own path is `path`."""
+    """(path, shape, dtype) of each tensor in `value`, which has the path `path`."""
     found: list[Any] = []
     budget = [MAX_VISITED]
     _walk(value, path, found, budget, 0)
@@ -111,7 +111,7 @@ def _children(value: Any) -> Any:
         return ((str(key), child) for key, child in value.items())
     if isinstance(value, (torch.nn.Module, type, ModuleType, FunctionType)):
         return ()
-    # A batch of a class of the script's own: what it keeps on itself, read without running any of its code.
+    # A batch of the script's own class: read its attributes without running its code.
     try:
         own = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -120,7 +120,7 @@ def _children(value: Any) -> Any:
 
 
 def spell_out(signature: Any, lone_path: str) -> list[tuple[str, list[int], str, int]]:
-    """(path, shape, dtype, bytes) of each tensor; `lone_path` is the path of a signature that is one bare tensor."""
+    """(path, shape, dtype, bytes) of each tensor; `lone_path`: the path of a lone tensor."""
     if len(signature) == 2 and isinstance(signature[1], torch.dtype):
         signature = ((lone_path, *signature),)
     result: list[tuple[str, list[int], str, int]] = []
@@ -140,7 +140,7 @@ def spell_out(signature: Any, lone_path: str) -> list[tuple[str, list[int], str,
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors themselves, for a check during a call; not to be kept."""
+    """The tensors themselves, for a check during a call; do not keep them."""
     found: list[Tensor] = []
     _collect(value, found, [MAX_CHECKED], 0)
     return found
@@ -158,7 +158,7 @@ def _collect(value: Any, found: list[Tensor], budget: list[int], depth: int) -> 
 
 
 def gathers(value: Any, depth: int = 0) -> bool:
-    """Whether torch's gather hands on what a replica returns: tensors with rows, None, dicts, lists, tuples of them."""
+    """Whether torch's gather keeps a replica's result: tensors with rows, None, and dicts, lists and tuples of them."""
     if value is None or isinstance(value, Tensor):
         return value is None or value.dim() > 0
     if depth > MAX_DEPTH:
@@ -169,7 +169,7 @@ def gathers(value: Any, depth: int = 0) -> bool:
 
 
 def first_rows(signature: Any) -> int:
-    """Rows of the first tensor that has any; -1 if there is none."""
+    """Rows of the first tensor with a dimension; -1 if there is none."""
     lone = len(signature) == 2 and isinstance(signature[1], torch.dtype)
     shapes = [signature[0]] if lone else [shape for _, shape, _ in signature]
     return next((int(shape[0]) for shape in shapes if shape), -1)

@@ -1,8 +1,8 @@
-"""Runs the calls that are more than their module's own code: over several devices, or in stages on several.
+"""Runs calls over several devices, or in stages on several devices.
 
-A call that is data parallel goes through torch's own functions, which scatter, replicate, apply and gather; where the
-devices are virtual, the lowest layer of these is ours (dpmon.tracer.virtual). If it cannot be done, the call runs as
-the script alone would run it, and what was tried is void.
+A data-parallel call goes through torch's own functions: scatter, replicate, apply, gather. If the devices are virtual,
+their lowest layer is replaced (dpmon.tracer.virtual). If the call fails, it runs again as the script alone would run
+it, and the attempt is undone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OVERLAID = frozenset(("device_ids", "src_device_obj", "output_device", "dim"))
 
 
 class Before:
-    """The random state and the buffers of a module, to be put back when an attempt at dp has failed."""
+    """The random state and the buffers of a module, restored after a failed attempt at dp."""
 
     def __init__(self, module: Any, device: torch.device) -> None:
         self._random = torch.get_rng_state()
@@ -40,7 +40,7 @@ class Before:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers_of(module)]
 
     def restore(self) -> None:
-        """As if nothing had been tried (what the forward did outside torch stays done)."""
+        """Undo the attempt (side effects of the forward outside torch remain)."""
         torch.set_rng_state(self._random)
         if self._there is not None:
             torch.cuda.set_rng_state(self._there, self._device)
@@ -58,24 +58,24 @@ class Run:
         self.site = site
         self.plan = site.plan
         self.head = site.head
-        """How it runs: see Sites.head."""
+        """Layout and flags of its span: see Sites.head."""
         self.around = around
-        """The run on this thread that it is within, None for none."""
+        """The enclosing run on this thread, None for none."""
         self.watch: Watch | None = None
-        """Hooks on what is run in parallel."""
+        """Hooks on the replicas."""
         self.verbs: set[int] = set()
         """Phases that have run, as kinds of spans."""
         self.share: Any = None
-        """What scatter gave to replica 0, where torch runs the module itself: (args, kwargs), and when it was over."""
+        """Inputs of replica 0 from scatter, if torch runs the module itself: (args, kwargs), and when scatter ended."""
         self.before: Before | None = None
         self.runs: Any = None
-        """The DataParallel, or the view of it, whose forward is being run."""
+        """The running DataParallel, or its view."""
         self.wrapped = False
-        """Whether a call within it is data parallel."""
+        """Whether a call inside it is data parallel."""
 
 
 class Split:
-    """The calls of one process that are more than their module's own code."""
+    """The calls of one process over several devices."""
 
     def __init__(self, session: Session, recorder: Recorder, modes: Modes, sites: Sites, originals: Originals) -> None:
         self.session = session
@@ -86,7 +86,7 @@ class Split:
         self._functionals: dict[Any, Callable[..., Any]] = {}
 
     def run(self, me: Thread, site: Site, original: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
-        """Run a call in place of `original(module, *args, **kwargs)`; `settle` has to be called afterwards."""
+        """Run a call in place of `original(module, *args, **kwargs)`; call `settle` afterwards."""
         try:
             run = Run(site, me.split)
             if site.plan.mode == DP:
@@ -114,7 +114,7 @@ class Split:
                 site.head = run.head = self.sites.head(site, site.plan)
 
     def settle(self, me: Thread, site: Site, outputs: int, failed: bool) -> int:
-        """A call that `run` has run is over: let go of what it held. How it ran: see Sites.head. Never raises.
+        """Release a call that `run` has run; returns layout and flags of its span (Sites.head). Never raises.
 
         `outputs`: the definition of its result's sizes.
         """
@@ -131,7 +131,7 @@ class Split:
                 self._lone_replica(me, run, outputs)
             if run.site.own and not failed:
                 self._bypassed(run)
-        except Exception as error:  # noqa: BLE001 - the result is the script's, whatever we make of it
+        except Exception as error:  # noqa: BLE001 - the script has its result anyway
             self.session.fault("end", error)
         finally:
             self._let_go(run.watch)
@@ -153,7 +153,7 @@ class Split:
             self.session.fault("let go", error, fatal=False)
 
     def _bypassed(self, run: Run) -> None:
-        """Say what is missing because the script's subclass does it itself."""
+        """Note the parts that are missing because the script's subclass runs them itself."""
         site, absent = run.site, {}
         if run.plan.mode == DP:
             own = ", ".join(site.own)
@@ -190,7 +190,7 @@ class Split:
         return result
 
     def functional_for(self, plan: Plan) -> Callable[..., Any]:
-        """torch's function data_parallel, over the devices of a plan."""
+        """torch's function data_parallel over the devices of a plan."""
         if plan.virtual is None:
             function: Callable[..., Any] = self.originals.data_parallel
             return function
@@ -225,7 +225,7 @@ class Split:
         else:
             self._take_back(module, view)
             if "forward" in run.site.own and not run.verbs:
-                # It ran, but in one piece: what is in the script's forward is nobody's data parallelism.
+                # It ran, but in one piece: the script's forward is not data parallel.
                 run.before = None
                 reason = f"{run.site.via} has its own forward, which uses none of DataParallel's functions"
                 self._fall_back(run, me, module, reason, True)
@@ -235,24 +235,24 @@ class Split:
         return original(module, *args, **kwargs)
 
     def _remember(self, run: Run, module: Any) -> None:
-        """Remember what a first attempt at dp may change, should it fail. Never raises."""
+        """Save what a first attempt at dp may change, in case it fails. Never raises."""
         if run.site.proven or run.plan.virtual is None:
             return
         try:
             run.before = Before(module, run.plan.virtual.base)
-        except Exception as error:  # noqa: BLE001 - then the attempt leaves its traces
+        except Exception as error:  # noqa: BLE001 - then the attempt cannot be undone
             self.session.fault("before", error)
 
     def _worked(self, run: Run, module: Any) -> None:
-        """dp went well: earlier failures no longer count. Never raises."""
+        """dp worked: earlier failures no longer count. Never raises."""
         try:
             run.site.proven = True
             self.modes.succeeded(module)
-        except Exception as error:  # noqa: BLE001 - the result is there, whatever we make of it
+        except Exception as error:  # noqa: BLE001 - the result is there anyway
             self.session.fault("success", error)
 
     def _take_back(self, module: Any, view: Any) -> None:
-        """What a subclass set on itself during the call belongs to the script's object. Never raises."""
+        """Copy attributes that a subclass set during the call to the script's object. Never raises."""
         if type(module) is torch.nn.DataParallel:
             return
         try:
@@ -260,7 +260,7 @@ class Split:
             for name, value in view.__dict__.items():
                 if name not in _OVERLAID and own.get(name, own) is not value:
                     own[name] = value
-        except Exception as error:  # noqa: BLE001 - the result is there, whatever we make of it
+        except Exception as error:  # noqa: BLE001 - the result is there anyway
             self.session.fault("view", error)
 
     # ---------------------------------------------------------------- bare roots
@@ -283,9 +283,9 @@ class Split:
     # ---------------------------------------------------------------- what failed
 
     def _fall_back(self, run: Run, me: Thread, module: Any, why: Exception | str, final: bool) -> None:
-        """dp did not work for this call: note why, and let it run as the script alone would. Never raises."""
+        """Note why dp failed for this call, and prepare to run it as the script alone would. Never raises."""
         watch, run.watch, run.share, run.verbs = run.watch, None, None, set()
-        me.inside = run.site.kind  # a lone replica runs on this thread, and did not say that it ended
+        me.inside = run.site.kind  # a lone replica runs on this thread and has not reset it
         try:
             self.recorder.write(Kind.AGAIN | me.head | run.site.kind << INSIDE_AT, monotonic_ns(), 0)
             if run.before is not None:
@@ -313,9 +313,9 @@ class Split:
 
 
 def changed_meaning(result: Any, args: Any, kwargs: Any, replicas: int) -> str | None:
-    """Why dp would give the script something else than it is written for; None if it would not.
+    """Why dp would change the meaning of a result for the script; None if it would not.
 
-    A script that wraps in DataParallel expects a vector of losses; one that never heard of it does not.
+    A script that uses DataParallel expects a vector of losses; other scripts do not.
     """
     rows = sizes.first_rows(sizes.signature_of_call(args, kwargs))
     for tensor in sizes.tensors_in(result):
@@ -327,7 +327,7 @@ def changed_meaning(result: Any, args: Any, kwargs: Any, replicas: int) -> str |
 
 
 def _view(module: Any, plan: Plan, dim: int) -> Any:
-    """The same DataParallel with other devices: shares everything with `module`, which is not touched."""
+    """The same DataParallel with other devices. Shares everything with `module`, which is not changed."""
     ids = list(plan.device_ids or ())
     view: Any = object.__new__(type(module))
     state = view.__dict__

@@ -1,9 +1,9 @@
-"""Stages: a bare root whose parts lie on several devices, and what each device got, gave and how long it was at it.
+"""Stages: a bare root with its parts on several devices, and the inputs, outputs and times of each device.
 
-Whether a root is spread is found out once, when it is first called; a model on one device costs nothing more. The parts
-of a spread one are given hooks when a call begins and relieved of them when it ends, on the training thread only, so
-that nothing of ours is there when the script copies or pickles its model. Parts that run one after the other on one
-device make one stage; times are host times, and no synchronisation is added.
+Whether a root is spread is checked once, at its first call; a model on one device costs nothing more. The parts of a
+spread root get hooks when a call begins and lose them when it ends, on the training thread only. So the script never
+copies or pickles our hooks. Parts that run one after the other on one device make one stage. Times are host times, and
+no synchronisation is added.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dpmon.tracer.threads import Thread
 from dpmon.tracer.timing import Mark, Timing, gpu_of
 
 KEY = -7062
-"""torch counts hooks up from 0, so a negative number is nobody else's."""
+"""torch counts hooks up from 0, so nothing else has a negative number."""
 MAX_STAGES = 64
 MAX_PARTS = 256
 MAX_DEPTH = 4
@@ -43,7 +43,7 @@ _THREADS = "parts of it ran on other threads meanwhile: these are in no stage"
 
 
 class Part:
-    """A part of the root that lies on one device; None: it has no parameters, and works where its input is."""
+    """A part of the root on one device; None: it has no parameters, and runs on the device of its input."""
 
     __slots__ = ("device", "enter", "leave", "module", "name")
 
@@ -56,7 +56,7 @@ class Part:
 
 
 class Stage:
-    """One stage of the call under way; definitions of its sizes (0 unknown), monotonic ns (ended 0: it did not)."""
+    """One stage of the current call: definitions of its sizes (0 unknown), monotonic ns (`ended` 0: it did not end)."""
 
     __slots__ = ("began", "device", "ended", "inputs", "mark", "names", "outputs")
 
@@ -67,11 +67,11 @@ class Stage:
         self.names: list[str] = []
         self.began = self.ended = 0
         self.mark: Mark | None = None
-        """What it takes on its device, if that is a GPU."""
+        """Its device time, if the device is a GPU."""
 
 
 class Stages:
-    """The stages of one root: its parts, and what they did in the call under way or the last one."""
+    """The stages of one root: its parts, and their work in the current or last call."""
 
     def __init__(self, session: Session, devices: tuple[str, ...], parts: list[Part], absent: str | None) -> None:
         self.session = session
@@ -80,12 +80,12 @@ class Stages:
         self._absent = absent
         self._ran: list[Stage] = []
         self._current: Stage | None = None
-        """That of the part that runs now, None if it is beyond what is listed."""
+        """Stage of the running part; None if it is beyond the limit."""
         self._running: list[tuple[Part, Any]] = []
-        """The part that runs now, what it called of the others, and what was being handled when each began."""
+        """The running part, the parts that it called, and the exception that was being handled when each began."""
         self._thread = 0
         self._elsewhere = False
-        """Whether a part has run on another thread, whose times would be mixed with those of this one."""
+        """Whether a part has run on another thread: the times would be mixed."""
         self._open = False
         self._timing: Timing | None = None
         for part in parts:
@@ -93,7 +93,7 @@ class Stages:
 
     @property
     def absent(self) -> dict[str, str]:
-        """Reasons for what a record of such a call lacks."""
+        """Reasons for missing fields in a record of such a call."""
         why = (f"{device}: {_WHY.get(device.partition(':')[0], _NO_EVENTS)}" for device in self.devices)
         reasons = {"device_ms": "; ".join(why)}
         return reasons if self._absent is None else {**reasons, "stages": self._absent}
@@ -131,14 +131,14 @@ class Stages:
         def leave(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
             now = monotonic_ns()
             if get_ident() != self._thread or not any(one is part for one, _ in self._running):
-                return  # the last: a hook of the script's own has raised before `enter` had its turn
+                return  # a hook of the script raised before `enter` ran
             caught = None
             while self._running:
                 one, caught = self._running.pop()
                 if one is part:
                     break
             if self._running or sys.exc_info()[1] is not caught:
-                return  # the last: it raised, so that it did not end, and the forward may go on without it
+                return  # it raised: it has no end, and the forward may go on
             try:
                 stage = self._current
                 if stage is not None:
@@ -152,7 +152,7 @@ class Stages:
         return enter, leave
 
     def begin(self, recorder: Recorder) -> None:
-        """A call of the root begins on the training thread: hook its parts. Never raises."""
+        """Hook the parts when a call of the root begins on the training thread. Never raises."""
         self._ran = []
         self._timing = recorder.timing
         self._running.clear()
@@ -173,9 +173,9 @@ class Stages:
             self.session.fault("stages", error)
 
     def end(self, recorder: Recorder, me: Thread) -> str | None:
-        """The call of the root is over: write its stages, take the hooks back. Never raises.
+        """Write the stages when a call of the root ends, and remove the hooks. Never raises.
 
-        Returns why there are none that can be told apart; None if they can.
+        Returns why the stages cannot be told apart; None if they can.
         """
         if not self._open:
             return None
@@ -183,7 +183,7 @@ class Stages:
         try:
             for stage in self._ran:
                 self._write(recorder, me, stage)
-        except Exception as error:  # noqa: BLE001 - the stages are lost, no more
+        except Exception as error:  # noqa: BLE001 - only the stages are lost
             self.session.fault("stages", error)
         self._ran = []
         self._running.clear()  # it may hold an exception, which holds its frames
@@ -193,7 +193,7 @@ class Stages:
                 if module is not None:
                     for name in _TABLES:
                         module.__dict__[name].pop(KEY, None)
-            except Exception as error:  # noqa: BLE001 - the others are to be relieved too
+            except Exception as error:  # noqa: BLE001 - the other parts must lose their hooks, too
                 self.session.fault("stages", error)
 
         return _THREADS if self._elsewhere else None
@@ -228,7 +228,7 @@ def _device_of(value: Any) -> str | None:
 
 
 def stages_of(module: Any, session: Session) -> Stages | None:
-    """The stages of a root; None if all that it holds lies on one device."""
+    """The stages of a root; None if everything is on one device."""
     devices = _devices(module)
     if len(devices) < 2:
         return None
@@ -239,7 +239,7 @@ def stages_of(module: Any, session: Session) -> Stages | None:
 
 
 def _devices(module: Any) -> tuple[str, ...]:
-    """Where the parameters and buffers lie, in the order in which they are met."""
+    """The devices of the parameters and buffers, in the order found."""
     found: dict[Any, None] = {}
     for tensors in (parameters_of(module), buffers_of(module)):
         for tensor in tensors:
@@ -248,7 +248,7 @@ def _devices(module: Any) -> tuple[str, ...]:
 
 
 def _parts(module: Any, prefix: str, depth: int) -> Iterator[Part]:
-    """The top-level parts; one that is itself spread over devices is taken apart."""
+    """The top-level parts; a part that is spread over devices is divided further."""
     for name, child in torch.nn.Module.named_children(module):
         devices = _devices(child)
         path = prefix + name

@@ -162,7 +162,7 @@ def _tensors(values: Iterable[Any], depth: int) -> Iterator[Any]:
 
 
 def _parts(tensor: Any) -> tuple[Any, ...]:
-    """The plain tensors that hold a tensor's data: several for a sparse one or a wrapper (DTensor, quantized weight).
+    """The plain tensors with a tensor's data: several for a sparse tensor or a wrapper (DTensor, quantized weight).
 
     A wrapper's own storage reports the size of the whole but holds nothing. Raises NotImplementedError for a wrapper
     that does not list its parts (through `__tensor_flatten__`, see `torch.utils._python_dispatch`).

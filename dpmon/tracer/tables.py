@@ -1,4 +1,4 @@
-"""What a module consists of, read from its own tables: a script may have overridden `parameters` and its like."""
+"""The contents of a module, read from its own tables: a script may override `parameters` and similar methods."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SPARSE = {
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _COLUMNS),
     **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _ROWS),
 }
-"""Methods that give what a sparse tensor is made of: its own elements are all that it stands for."""
+"""Methods that return the dense parts of a sparse tensor."""
 
 
 def _table(module: Any, name: str) -> Any:
@@ -36,13 +36,13 @@ def values_of(module: Any, table: str) -> list[Any]:
 
 
 def parts_of(tensor: Any) -> tuple[Any, ...]:
-    """The dense tensors that a tensor of torch's own is made of: itself, or several for a sparse one."""
+    """The dense tensors of one of torch's own tensors: itself, or several if it is sparse."""
     names = _SPARSE.get(tensor.layout)
     return (tensor,) if names is None else tuple(getattr(tensor, name)() for name in names)
 
 
 def modules_of(root: Any) -> Iterator[Any]:
-    """The module and all that it consists of, each once, a module before its parts."""
+    """The module and all its submodules, each once, parents before children."""
     seen = {id(root)}
     waiting = [root]
     while waiting:
@@ -65,21 +65,21 @@ def trains(module: Any) -> bool:
 
 
 def parameters_of(root: Any) -> Iterator[Any]:
-    """All its parameters; one that is shared comes more than once."""
+    """All parameters; a shared one appears more than once."""
     for module in modules_of(root):
         yield from values_of(module, PARAMETERS)
 
 
 def buffers_of(root: Any) -> Iterator[Any]:
-    """All its buffers; one that is shared comes more than once."""
+    """All buffers; a shared one appears more than once."""
     for module in modules_of(root):
         yield from values_of(module, BUFFERS)
 
 
 class Place:
-    """Where a module lies, as one of its parameters says, or one of its buffers.
+    """The device of a module, from one of its parameters or buffers.
 
-    The tensor is looked up by its name each time: torch does not swap tensors that somebody refers to weakly.
+    The tensor is looked up by name each time: torch does not swap tensors that have weak references.
     """
 
     __slots__ = ("_module", "_name", "_table", "device")
@@ -97,7 +97,7 @@ class Place:
                         return
 
     def left(self) -> bool:
-        """Whether the module lies elsewhere by now, or that tensor is gone."""
+        """Whether the module has moved, or the tensor is gone."""
         if self.device is None:
             return False
         module = self._module()

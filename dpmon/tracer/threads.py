@@ -1,4 +1,4 @@
-"""What the tracer knows of each thread."""
+"""The tracer's state of each thread."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dpmon.span_ring import Word
 
 
 class Thread:
-    """What one thread is in."""
+    """The state of one thread."""
 
     __slots__ = ("hand", "head", "inside", "noted", "number", "root", "split", "steps", "tried", "word")
 
@@ -18,17 +18,16 @@ class Thread:
         self.number = number
         self.word = Word.UNDER_WAY + number
         self.inside = 0
-        """The kind of the span that is under way, 0 for none."""
+        """Kind of the current span, 0 for none."""
         self.root: Any = None
         """The bare root that is being called."""
         self.split: Any = None
-        """The call whose phases it runs, where it is split over devices."""
+        """The call over several devices that this thread runs."""
         self.steps: list[tuple[int, int, int, Any, int]] = []
-        """Optimizers that have begun to step: what each is within, its span's first word, when it began, its times on
-        devices and its number."""
+        """Optimizer steps under way: enclosing kind, first word of the span, start, device times, number."""
         self.hand: Any = None
-        """The devices that the script has given to the primitives it calls itself: see dpmon.tracer.byhand."""
+        """The devices that the script gave to the primitives it calls itself: see dpmon.tracer.byhand."""
         self.tried: Any = None
-        """What to say of the attempt at dp that has failed for the call under way: see dpmon.tracer.modes."""
+        """The failed attempt at dp for the current call: see dpmon.tracer.modes."""
         self.noted = False
-        """Whether the fetch under way is noted in stages.log."""
+        """Whether the current fetch is noted in stages.log."""

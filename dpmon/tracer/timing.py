@@ -1,8 +1,8 @@
-"""What devices take for the phases of a process that trains on GPUs, by events on the streams that do the work.
+"""Device times of the phases of a process that trains on GPUs, from events on the working streams.
 
-There is a `Timing` once a call runs on a GPU, and not before: a process without has none of this on its way. A phase's
-span is written when the host is through with it, and says that it is timed; what the devices took is known some steps
-later, and is written then, a span for each device that names the first one by its number.
+A `Timing` exists only after a call runs on a GPU: other processes pay nothing for it. The span of a phase is written
+when the host has finished it, with a flag that it is timed. The device times are known some steps later. They are
+written then, as one span per device, with the number of the first span.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from dpmon.tracer.events import DeviceTimes, Events, Span, TorchEvents
 from dpmon.tracer.threads import Thread
 
 MAX_STEPS = 64
-"""Steps after which a time is not waited for any longer."""
+"""Number of steps that a time is waited for."""
 MAX_COPIES = 16
-"""Of one step: events are for its phases first."""
+"""Limit of timed copies in one step: the phases need the events first."""
 MAX_ONE_IN = 1024
 _TIMED, _SKIPPED = Flag.TIMED << FLAGS_AT, Flag.SKIPPED << FLAGS_AT
 _COUNT_ANYWAY = frozenset((Kind.FETCH, Kind.CALL, Kind.WRAPPED, Kind.BACKWARD, Kind.COPY))
-"""Phases whose time counts also if they raise."""
+"""Phases that are timed even if they raise."""
 _VERBS = frozenset((Kind.SCATTER, Kind.REPLICATE, Kind.PARALLEL_APPLY, Kind.GATHER))
 
 
 def gpu_of(device: str) -> int:
-    """The index in `cuda:1`, or in `cuda:1/0`, a virtual replica on it; -1 for what is no GPU."""
+    """The index in `cuda:1`, or in `cuda:1/0` (a virtual replica); -1 if it is not a GPU."""
     kind, _, rest = device.partition(":")
     index = rest.partition("/")[0]
     return int(index or 0) if kind == "cuda" and (not index or index.isdecimal()) else -1
 
 
 def gpus_of(devices: Sequence[str]) -> tuple[int, ...]:
-    """The GPUs among them, each once, in their order."""
+    """The GPUs among the devices, each once, in order."""
     return tuple(dict.fromkeys(index for index in map(gpu_of, devices) if index >= 0))
 
 
@@ -54,9 +54,9 @@ class Mark:
         self._shares = shares
         self.spans = spans
         self.number = -1
-        """Of the phase's span."""
+        """Number of the phase's span."""
         self.step = 0
-        """Steps that had ended when it was written."""
+        """Number of steps that had ended when it was written."""
 
     def end(self) -> int:
         """The phase ends; returns what to add to the head of its span."""
@@ -68,7 +68,7 @@ class Mark:
         return _TIMED
 
     def lap(self) -> None:
-        """It may have ended here: this is taken for its end if no later lap is."""
+        """Mark a possible end of the phase; it counts if no later lap follows."""
         for span in self.spans:
             self._timing.times.lap(span)
 
@@ -81,14 +81,14 @@ class Mark:
         return 0 if self._kind in _VERBS else _TIMED
 
     def written(self, number: int) -> None:
-        """Its span was written, with this number (-1: it was not)."""
+        """The span of the phase was written, with this number (-1: it was not)."""
         if number >= 0:
             self.number = number
             self._timing.wait_for(self)
 
 
 class _Skipped(Mark):
-    """Stands for the events of a phase that is left out, with all of its step."""
+    """Stands for a phase in a step that is not timed."""
 
     __slots__ = ()
 
@@ -118,9 +118,9 @@ class Timing:
         one_in: Callable[[], int] = lambda: 0,
         events: Events | None = None,
     ) -> None:
-        """`write` takes a span (SpanRing.put), `fault` what goes wrong (Session.fault).
+        """`write` takes a span (SpanRing.put), `fault` takes errors (Session.fault).
 
-        `one_in` returns the number of steps of which one is timed; all are if it is 0 or 1.
+        `one_in` returns k to time one step in k; 0 and 1 time every step.
         """
         self._write_span = write
         self._fault = fault
@@ -129,20 +129,20 @@ class Timing:
         """The thread that trains."""
         self.times = DeviceTimes(events or TorchEvents(), self._failed)
         self.gpus: tuple[int, ...] = ()
-        """Where the phases of the step under way may run: where its calls did, before the first those of the last."""
+        """GPUs for the phases of this step: those of its calls, and before its first call those of the last step."""
         self._used: tuple[int, ...] = ()
         self._called = False
-        """Whether the step under way has a call."""
+        """Whether this step has a call."""
         self._skips = False
-        """Whether the step under way is not timed."""
+        """Whether this step is not timed."""
         self.random = Random()  # the script's random numbers stay its own
         self._block = self._left = self._chosen = 0
-        """Length of the block of steps of which one is timed, how many of it are left, and which of these it is."""
+        """Length of a block, in which one step is timed; steps left in it; how many are left when a step is timed."""
         self._waiting: deque[Mark] = deque()
         self._steps = 0
         self._copies = 0
         self.last: dict[int, Span] = {}
-        """Of each device: the phase of the call under way that ended last."""
+        """By device: the phase of the current call that ended last."""
 
     def _failed(self, error: BaseException) -> None:
         self._fault("events", error, fatal=False)
@@ -150,16 +150,16 @@ class Timing:
     # ---------------------------------------------------------------- phases
 
     def begin(self, me: Thread, kind: int) -> Mark | None:
-        """A phase of the step begins, on all of the step's GPUs."""
+        """Begin a phase on all GPUs of the step."""
         return self._begin(me, kind, self.gpus)
 
     def call_begins(self, me: Thread, gpus: tuple[int, ...]) -> Mark | None:
-        """A call begins, on its own GPUs."""
+        """Begin a call on its own GPUs."""
         if me is not self.trains:
             return None
         if me.inside not in (Kind.CALL, Kind.WRAPPED):
             if not (self._called or gpus):
-                self.gpus = ()  # the last step's do nothing in this one, as far as is known
+                self.gpus = ()  # the GPUs of the last step are not known to work in this one
             self._called = True
             if gpus != self._used:
                 self._used = tuple(dict.fromkeys((*self._used, *gpus)))
@@ -168,15 +168,15 @@ class Timing:
         return self._begin(me, Kind.CALL, gpus)
 
     def verb_begins(self, me: Thread, gpus: tuple[int, ...], kind: int) -> Mark | None:
-        """A phase of a call begins: on each device, where the one before it has ended."""
+        """Begin a phase of a call, on each device where the phase before it ended."""
         return self._begin(me, kind, gpus, shares=True)
 
     def replica_begins(self, devices: Sequence[str], index: int) -> Mark | None:
-        """A replica begins, on its own thread and stream."""
+        """Begin a replica, on its own thread and stream."""
         return self.part_begins(Kind.REPLICA, gpu_of(devices[index]) if index < len(devices) else -1)
 
     def part_begins(self, kind: int, gpu: int) -> Mark | None:
-        """A part of a call of the thread that trains begins on one GPU (-1: on none), on whichever thread."""
+        """Begin a part of a call of the training thread, on one GPU (-1: none) and any thread."""
         if gpu < 0:
             return None
         if self._skips:
@@ -184,7 +184,7 @@ class Timing:
         return Mark(self, kind, [self.times.begin(gpu)])
 
     def copy_begins(self, me: Thread, gpu: int) -> Mark | None:
-        """A copy to one GPU begins."""
+        """Begin a copy to one GPU."""
         self._copies += 1
         return self._begin(me, Kind.COPY, (gpu,)) if self._copies <= MAX_COPIES or self._skips else None
 
@@ -197,10 +197,10 @@ class Timing:
         last = self.last if shares else {}
         return Mark(self, kind, [begin(gpu, last.get(gpu)) for gpu in gpus], shares)
 
-    # ---------------------------------------------------------------- what the devices say
+    # ---------------------------------------------------------------- reading
 
     def wait_for(self, mark: Mark) -> None:
-        """The span of a phase was written."""
+        """Wait for the times of a phase with a written span."""
         if all(span.settled for span in mark.spans):  # it is not timed
             self._write(mark, Untimed.NONE)
             return
@@ -208,7 +208,7 @@ class Timing:
         self._waiting.append(mark)
 
     def step_ends(self) -> None:
-        """A step may have ended: write what the devices have come to the end of."""
+        """A step may have ended: write the times that are known."""
         self._copies = 0
         if self._called:
             self._steps += 1
@@ -219,7 +219,7 @@ class Timing:
         self.times.turn()
 
     def _draw(self) -> None:
-        """Find out whether the step that begins is timed: one of each block is."""
+        """Decide whether the next step is timed: one step of each block is."""
         block = min(self._one_in(), MAX_ONE_IN)
         if block != self._block or self._left == 0:
             self._block = self._left = block
@@ -228,7 +228,7 @@ class Timing:
         self._left -= self._left > 0
 
     def read(self, unread: int = Untimed.NONE) -> None:
-        """Write the times that are known; of all others, if there is an `unread`, that they will not be."""
+        """Write the known times; with `unread`, write for all others that they stay unknown."""
         waiting = self._waiting
         try:
             self.times.collect()
@@ -237,7 +237,7 @@ class Timing:
                 late = Untimed.LATE if self._steps - mark.step > MAX_STEPS else unread
                 if not (late or all(span.settled for span in mark.spans)):
                     break
-                self._write(mark, late)  # once more if an interrupt comes before the next line: the reader knows
+                self._write(mark, late)  # an interrupt before the next line repeats it: the reader drops it
                 del waiting[0]
         except Exception as error:  # noqa: BLE001 - the training goes on without
             self._failed(error)
@@ -250,19 +250,19 @@ class Timing:
             self._write_span(Kind.TIME | site << SITE_AT, 0, took, mark.number)
 
     def at_exit(self) -> None:
-        """The process ends: what the devices have not come to the end of stays unknown."""
+        """Write all times at the end of the process; unfinished ones stay unknown."""
         self.read(Untimed.ENDED)
 
 
 coming = Event()
-"""Set when CUDA is about to be up: another thread may come before it is."""
+"""Set when CUDA is about to be initialised: another thread may use it earlier."""
 
 
 def may_be_used() -> bool:
-    """Whether CUDA is up, or about to be."""
+    """Whether CUDA is initialised, or about to be."""
     return coming.is_set() or usable()
 
 
 def usable() -> bool:
-    """Whether CUDA is up in this process."""
+    """Whether CUDA is initialised in this process."""
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

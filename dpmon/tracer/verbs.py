@@ -17,15 +17,15 @@ from dpmon.tracer.replicas import ODD, Unsuited
 from dpmon.tracer.virtual import PRIMITIVES, Originals
 
 KIND_OF = (*PRIMITIVES, Kind.SCATTER, Kind.SCATTER, Kind.REPLICATE, Kind.GATHER)
-"""Which phase each of `Originals.all` is."""
+"""Kind of each function in `Originals.all`."""
 SCATTER_KWARGS, REPLICATE = 0, 1
-"""Indices in it of those that DataParallel's own methods call."""
+"""Indices in `Originals.all` of two functions that DataParallel's own methods call."""
 _OURS = frozenset((Kind.CALL, Kind.WRAPPED))
 _MOVING = frozenset((Kind.SCATTER, Kind.REPLICATE, Kind.GATHER))
 
 
 class Verbs:
-    """Traces them on every thread of one process."""
+    """Traces the primitives on every thread of one process."""
 
     def __init__(self, recorder: Recorder, originals: Originals, by_hand: ByHand) -> None:
         self.recorder = recorder
@@ -33,7 +33,7 @@ class Verbs:
         self.by_hand = by_hand
 
     def traced(self, number: int) -> Callable[..., Any]:
-        """The traced form of one of `Originals.all`."""
+        """The traced form of one function in `Originals.all`."""
         recorder, by_hand = self.recorder, self.by_hand
         original, kind = self.originals.all[number], KIND_OF[number]
         fault = recorder.session.fault
@@ -46,7 +46,7 @@ class Verbs:
             try:
                 me = recorder.threads.get(get_ident()) or recorder.thread()
                 run, inside = me.split, me.inside
-                if inside in _MOVING:  # what these call of each other is no phase of its own
+                if inside in _MOVING:  # a primitive inside another one is not a phase
                     return original(*args, **kwargs)
                 if run is None or inside not in _OURS:
                     return by_hand.verb(me, number, kind, original, args, kwargs)
@@ -66,11 +66,11 @@ class Verbs:
                 run.verbs.add(kind)
                 try:
                     if number == REPLICATE and run.watch is not None and "parallel_apply" in run.site.own:
-                        run.watch.expect(result)  # what runs them is not torch's
+                        run.watch.expect(result)  # the script's own method runs them
                     elif number == SCATTER_KWARGS and len(run.plan.devices) == 1:
                         run.share = result[0][0], result[1][0], monotonic_ns()
-                        me.inside = Kind.REPLICA  # torch runs the module itself now, until the call is over
-                except Exception as error:  # noqa: BLE001 - the result is torch's, whatever we make of it
+                        me.inside = Kind.REPLICA  # now torch runs the module itself until the call ends
+                except Exception as error:  # noqa: BLE001 - torch has the result anyway
                     fault("replicas", error)
                 return result
             except BaseException as error:

@@ -1,17 +1,17 @@
-"""Virtual replicas: torch's own DataParallel code over devices that are one and the same.
+"""Virtual replicas: torch's own DataParallel code over several virtual devices on one real device.
 
-Only the lowest layer is ours: how a batch is cut (scatter), copied together again (gather), how parameters reach the
-replicas (broadcast), and what "the current device" means in a replica's thread. The functions above it are torch's,
-given other globals; nothing global is changed, so real calls on other threads are not affected.
+Only the lowest layer is replaced: cutting a batch (scatter), putting results together (gather), copying parameters to
+the replicas (broadcast), and the "current device" in a replica's thread. The functions above it are torch's, with other
+globals. Nothing global is changed, so real calls on other threads are not affected.
 
-Semantics kept, as on GPUs: chunks as torch.chunk cuts them; replica 0 shares its storage with the module (BatchNorm's
-running statistics are those of its chunk); the other replicas get copies, so what they write in place is lost;
-gradients of all replicas are added up in the module; scalars are gathered into a vector, with a warning.
+The semantics are as on GPUs: chunks as torch.chunk cuts them; replica 0 shares its storage with the module (BatchNorm's
+running statistics are those of its chunk); the other replicas get copies, so their in-place changes are lost; gradients
+of all replicas are added up in the module; scalars are gathered into a vector, with a warning.
 
-On a GPU torch's own scatter brings a batch there that lies elsewhere, and torch's own gather puts the results together:
-both take a device several times. Its broadcast does not: a replica on the module's own device would be given the
-module's parameters and buffers themselves (torch/csrc/cuda/comm.cpp), and what is scattered from that device is not
-copied. There the copies are ours.
+On a GPU, torch's own scatter moves a batch from elsewhere to the GPU, and torch's own gather puts the results together:
+both accept a device several times. torch's broadcast does not: a replica on the module's own device would get the
+module's own parameters and buffers (torch/csrc/cuda/comm.cpp), and inputs already on that device are not copied. In
+these cases the copies are ours.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from dpmon.tracer.cores import available_cores
 from dpmon.tracer.workers import ReplicaThread
 
 VERBS = ("scatter_kwargs", "replicate", "parallel_apply", "gather")
-"""What DataParallel's phases are called in the module that its code looks them up in."""
+"""Names of DataParallel's phases in the module where its code looks them up."""
 PRIMITIVES = (Kind.SCATTER, Kind.REPLICATE, Kind.PARALLEL_APPLY, Kind.GATHER)
-"""The same as kinds of spans."""
+"""Kinds of their spans."""
 
 _NOWHERE = nullcontext()
 
@@ -79,7 +79,7 @@ class _Gather(Function):
 
 
 class _Broadcast(Function):
-    """Hand the parameters to every replica, the first gets them as they are; gradients are added up."""
+    """Give the parameters to every replica. The first gets the originals; gradients are added up."""
 
     @staticmethod
     def forward(ctx: Any, targets: Sequence[int], *tensors: torch.Tensor) -> Any:
@@ -102,7 +102,8 @@ class _Broadcast(Function):
 
 
 def _broadcast(tensors: Sequence[torch.Tensor], devices: Sequence[int], detach: bool = False) -> Any:
-    """What `torch.nn.parallel.replicate` calls to spread parameters and buffers: a list of tensors a device."""
+    """Replaces the function with which torch's `replicate` copies parameters and buffers: a list of tensors per
+    device."""
     if not tensors:
         return []
     if detach:
@@ -113,7 +114,7 @@ def _broadcast(tensors: Sequence[torch.Tensor], devices: Sequence[int], detach: 
 
 
 class _Torch:
-    """The module torch, seen by parallel_apply, with one device that all replicas share."""
+    """The module torch as parallel_apply sees it, with one device for all replicas."""
 
     def __init__(self, base: torch.device) -> None:
         def on_device(_: Any = None) -> Any:
@@ -143,7 +144,7 @@ class _Torch:
 
 
 def _on_gpu(base: torch.device, own: Any, ours: Any) -> SimpleNamespace:
-    """What stands for torch's Scatter where the replicas share a GPU; `own` is torch's apply."""
+    """Replaces torch's Scatter if the replicas share a GPU; `own` is torch's apply."""
 
     def apply(targets: Sequence[int], sizes: Any, dim: int, tensor: torch.Tensor) -> Any:
         if tensor.device == base:
@@ -154,7 +155,7 @@ def _on_gpu(base: torch.device, own: Any, ours: Any) -> SimpleNamespace:
 
 
 def _gather_on(base: torch.device, own: Any) -> SimpleNamespace:
-    """What stands for torch's Gather there."""
+    """Replaces torch's Gather if the replicas share a GPU."""
 
     def apply(target: Any, dim: int, *tensors: torch.Tensor) -> Any:
         return own(base.index, dim, *tensors)
@@ -177,7 +178,7 @@ def _names_used(code: CodeType) -> set[str]:
 
 
 def with_globals(function: Callable[..., Any], **changed: Any) -> Callable[..., Any]:
-    """A copy of a function of torch's whose global names mean something else."""
+    """A copy of one of torch's functions with other globals."""
     if not isinstance(function, FunctionType):
         raise TypeError(f"{function!r} is no plain function: this torch is not known")
     missing = set(changed) - _names_used(function.__code__)
@@ -195,7 +196,7 @@ def with_globals(function: Callable[..., Any], **changed: Any) -> Callable[..., 
 
 
 class VirtualDevices:
-    """`count` replicas on one device `base`, with torch's four verbs made to work over them."""
+    """`count` replicas on one device `base`, with torch's four primitives for them."""
 
     def __init__(self, count: int, base: torch.device, verbs: Originals) -> None:
         self.count = count
@@ -229,23 +230,23 @@ class VirtualDevices:
             _Broadcast.apply,
             join.apply,
         )
-        """What stands for each of `Originals.all`."""
+        """Replacements for each of `Originals.all`."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the devices are called in records: cpu:0, cpu:1, or cuda:0/0, cuda:0/1."""
+        """The names of the devices in records: cpu:0, cpu:1, or cuda:0/0, cuda:0/1."""
         separator = "/" if self.base.type != "cpu" else ":"
         return tuple(f"{self.base}{separator}{i}" for i in range(self.count))
 
     def functional(self, data_parallel: Callable[..., Any]) -> Callable[..., Any]:
-        """torch's functional data_parallel, made to take these devices for granted."""
+        """torch's functional data_parallel for these devices."""
         base = self.base
         shim = SimpleNamespace(device=lambda *_: base)
         return with_globals(data_parallel, torch=shim, _get_available_device_type=lambda: base.type)
 
 
 class Originals:
-    """torch's own functions, kept before anything is patched; AttributeError if this torch has no such names."""
+    """torch's own functions, saved before anything is patched; AttributeError if this torch lacks one."""
 
     def __init__(self, data_parallel: ModuleType, scatter_gather: ModuleType) -> None:
         self.scatter = scatter_gather.scatter

@@ -153,7 +153,7 @@ def _nothing() -> None:
 
 
 def _locals_of_thread() -> dict[Any, Any]:
-    """The dict that holds the calling thread's `threading.local` values; clearing it is what a thread's end does."""
+    """The dict of the calling thread's `threading.local` values. Clearing it has the effect of a thread's end."""
     # A function of our own: the one in `pythonapi` is shared with the script. The result is a borrowed reference,
     # which py_object would give back.
     function = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_GetDict", ctypes.pythonapi))

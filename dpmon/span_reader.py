@@ -240,11 +240,15 @@ class SpanReader:
         return True
 
     def _newest(self) -> int:
-        """The highest span number in the ring."""
+        """The highest span number in the ring whose neighbour bears the number before: one alone may be damaged."""
         marks = self._marks(0, self.slots)
         numbers = (mark - 1 for mark in marks)
-        plausible = (n for at, n in enumerate(numbers) if n % self.slots == at and n < _LAST_NUMBER)
+        plausible = (n for at, n in enumerate(numbers) if n % self.slots == at and marks[at - 1] == n < _LAST_NUMBER)
         return max(plausible, default=-1)
+
+    def holds_start(self) -> bool:
+        """Whether no span was overwritten. Raises RingError if the file was truncated."""
+        return not self._is_lapped(0, self._marks(0, 1)[0])
 
     def _over_a_hole(self, marks: list[int], now_ns: int, over: bool) -> bool:
         """Skip slots that were taken and never written, if later ones were written some time ago.

@@ -394,6 +394,24 @@ def test_a_ring_that_is_not_made_leaves_no_file(path: str, monkeypatch: pytest.M
     assert not os.path.exists(path)
 
 
+def test_a_number_that_is_damaged_costs_its_own_span(ring: SpanRing, reader: SpanReader, path: str) -> None:
+    """One bit makes the number of a slot one that the writer has not come to."""
+    write(ring, 40)
+    assert len(reader.read(0)) == 40
+    write(ring, 20, first=40)
+    at = HEADER_BYTES + 45 * SLOT_BYTES + SLOT_BYTES - 8
+    with open(path, "r+b") as file:
+        file.seek(at)
+        (mark,) = struct.unpack("=Q", file.read(8))
+        file.seek(at)
+        file.write(struct.pack("=Q", mark | 1 << 40))
+    found = numbers(reader.read(0))
+    write(ring, 20, first=60)
+    found += numbers(reader.read(1 + HOLE_NS))
+    assert found == [*range(40, 45), *range(46, 80)]
+    assert reader.missed == 1
+
+
 @pytest.mark.parametrize("seed", range(size(20, 2000)))
 def test_a_damaged_ring_ends_and_counts(path: str, seed: int) -> None:
     """Bytes that changed cost what they touched: no error but RingError, no endless read, no count beyond reason."""

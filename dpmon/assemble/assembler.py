@@ -93,16 +93,22 @@ class Assembler:
         """Take the span that the training thread is in, as read before the spans that were fed last."""
         if kind == Kind.FETCH and self._next >= self._caught_up:
             self._place(self._events.taken(since_ns - 1))
-            self._rules.fetches(since_ns)
+            try:
+                self._rules.fetches(since_ns)
+            except _DAMAGE:
+                self._dropped += 1
         return self._payloads()
 
     def end(self) -> list[bytes]:
         """The process is gone: no more spans come."""
         self._place(self._events.older(self._events.heard))
-        # A killed process that trains may have been in the middle of a step.
-        self._rules.end(self._rules.trains if self._uncaught is None else self._uncaught)
-        self._recorder.end()
-        self._closed(self._rules.mark(), [], False)
+        try:
+            # A killed process that trains may have been in the middle of a step.
+            self._rules.end(self._rules.trains if self._uncaught is None else self._uncaught)
+            self._recorder.end()
+            self._closed(self._rules.mark(), [], False)
+        except _DAMAGE:
+            self._dropped += 1
         return self._payloads(Untimed.ENDED)
 
     def _hear(self, lines: Iterable[Mapping[str, Any]]) -> None:
@@ -271,7 +277,20 @@ class Assembler:
         )
 
     @classmethod
-    def resumed(cls, state: str, lines: Sequence[Mapping[str, Any]]) -> Assembler:
+    def without_state(cls, lines: Iterable[Mapping[str, Any]], step: int = 0, call: int = 0) -> Assembler:
+        """The successor of an assembler whose state is lost; `lines`: all that it was given.
+
+        It is fed all spans again, or, with the last numbers that its predecessor gave, the spans after those.
+        """
+        found = cls()
+        found._hear(lines)
+        said = found._events.heard
+        found._events.go_on(said if step or call else 0, (), said, ())
+        found._recorder.number, found._recorder.calls = step, call
+        return found
+
+    @classmethod
+    def resumed(cls, state: str, lines: Iterable[Mapping[str, Any]]) -> Assembler:
         """Continue from `state`. `lines`: all lines that the predecessor was given.
 
         Raises ValueError for a damaged state.

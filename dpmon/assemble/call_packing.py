@@ -19,6 +19,7 @@ WIRE_FLAGS = tuple(
     for flags in range(16)
 )
 """Flag byte of a call, by the lowest four flags of its span."""
+_LARGEST = (1 << 62) - 1
 _MOST_STAGES = 255
 _NO_PHASES = (-1, 0) * len(CALL_PHASES)
 
@@ -109,7 +110,7 @@ def _add_phase(phases: list[int], slots: Slots, span: Span, start: int) -> None:
     at = VERBS[span.kind]
     if phases[2 * at] < 0:
         phases[2 * at] = max(span.start - start, 0)
-    phases[2 * at + 1] += span.took
+    phases[2 * at + 1] = min(phases[2 * at + 1] + span.took, _LARGEST)
     slots[at] += _timed(span)
 
 

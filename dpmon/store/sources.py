@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from dpmon.assemble.assembler import CAUGHT_UP, Assembler
 from dpmon.record.codec import call_head, kind_of, step_fields
@@ -133,14 +134,32 @@ class SpanSource:
         self.over = row.state == _ENDED
         self._last_call, self._last_step = row.last_call or 0, row.last_step or 0
         if not self.over:
-            lines = [line for part in ring.lines(row.lines or 0) for line in part]
-            ring.damaged_lines = 0  # counted by the predecessor
             try:
-                self._assembler = Assembler.resumed(row.state or "", lines)
-            except ValueError:  # damaged: assemble what the ring still has
-                ring.lines_position = 0
+                self._assembler = Assembler.resumed(row.state or "", self._lines_until(row.lines or 0))
+            except ValueError:  # damaged, or of another version
+                self._go_on_without_state(row)
                 return
         ring.position, ring.seen, ring.lines_position = row.position, row.sequence, row.lines or 0
+
+    def _go_on_without_state(self, row: RingRow) -> None:
+        """Assemble the ring from its start, or, if that was overwritten, what comes after the last numbers."""
+        ring = self._ring
+        lines = self._lines_until(row.lines or 0)
+        if ring.holds_start():
+            self._assembler = Assembler.without_state(lines)
+            ring.position = 0
+        else:
+            self._assembler = Assembler.without_state(lines, self._last_step, self._last_call)
+            self._last_call = self._last_step = 0
+            ring.position = row.sequence
+        ring.seen, ring.lines_position = row.sequence, row.lines or 0
+
+    def _lines_until(self, end: int) -> Iterator[Mapping[str, Any]]:
+        """The lines up to byte `end` of their file. The predecessor has counted the damaged ones."""
+        self._ring.lines_position = 0
+        for part in self._ring.lines(end):
+            yield from part
+        self._ring.damaged_lines = 0
 
     def take(self, now_ns: int, gone: bool) -> tuple[list[bytes], bool]:
         """As in Source."""

@@ -17,7 +17,7 @@ import pytest
 from everything import alike
 from everything import everything as everything_in
 from sizes import reached, size
-from spans import Children, Training, everything, opened
+from spans import Children, Training, everything, head, opened
 
 from dpmon.assemble import step_rules
 from dpmon.assemble.assembler import Assembler
@@ -431,6 +431,43 @@ def test_a_damaged_state_costs_nothing_that_is_still_in_the_ring(run: Run, state
     run.end()
     assert run.steps() == [1, 2, 3, 4, 5, 6]
     assert [call for (call,) in run.rows("SELECT call FROM calls ORDER BY id")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_state_that_is_lost_costs_the_open_step_at_most(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ring has long gone round: numbers go on, and no event comes twice."""
+    training = Training(run.ring(), slots=256)
+    training.warn()
+    for _ in range(300):
+        for _ in range(10):
+            training.step()
+        run.look()
+    run.drain.close()
+    with closing(sqlite3.connect(run.directory / "history.sqlite")) as db:
+        db.execute("UPDATE rings SET state = 'x'")
+        db.commit()
+    run.kill()
+    for _ in range(10):
+        training.step()
+    training.end()
+    run.end()
+    steps = run.steps()
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) in (3009, 3010)
+    assert run.rows("SELECT count(*) FROM events WHERE kind = 'warning'") == [(1,)]
+
+
+def test_damaged_spans_do_not_stop_the_supervisor(run: Run) -> None:
+    training = Training(run.ring())
+    for _ in range(3):
+        training.step()
+    for _ in range(80):
+        training.ring.put(head(Kind.SCATTER, inside=Kind.CALL), training.now(), 1 << 57, 0)
+    training.ring.put(head(Kind.CALL, flags=Flag.TRAINING | Flag.SINGLE, site=1), training.now() - 10**6, 10**6, 0)
+    run.look()
+    training.step()
+    training.end()
+    run.end()
+    assert run.steps()[:3] == [1, 2, 3]
 
 
 def test_a_disk_that_is_full_loses_nothing(run: Run) -> None:

@@ -17,6 +17,8 @@ OWN = 1 << 31
 MOST = 1 << 15
 """Limit of definitions of each sort: half the limit of a decoder, so that the decoder knows all of these."""
 _LARGEST = 1 << 53
+_MOST_DEVICES = 4096
+"""Limit of devices of a layout: a call takes memory for each of them."""
 _KEYS = ("root", "via", "devices", "absent")
 
 
@@ -26,7 +28,7 @@ class Layout:
     __slots__ = ("devices", "dim", "first", "module", "value")
 
     def __init__(self, number: int, value: Mapping[str, Any]) -> None:
-        """Raises LookupError, TypeError or AttributeError if `value` is not a layout."""
+        """Raises LookupError, TypeError, ValueError or AttributeError if `value` is not a layout."""
         root, via, devices, absent = (value[key] for key in _KEYS)
         self.value: dict[str, Any] = {
             "root": str(root),
@@ -39,6 +41,8 @@ class Layout:
         """A bare model and its wrapper have the same number."""
         self.dim, self.first = (_whole(value.get(key, 0)) for key in ("dim", "first"))
         self.devices = len(self.value["devices"])
+        if self.devices > _MOST_DEVICES:
+            raise ValueError("more devices than a machine has")
 
 
 class Definitions:

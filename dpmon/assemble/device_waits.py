@@ -14,6 +14,8 @@ from dpmon.record.spans import Span
 from dpmon.record.wire import Untimed, pack_timed
 
 MAX_STEPS = 64
+MAX_GROUPS = 1 << 13
+"""Limit of groups that wait: other threads may call on after the last step."""
 MOST = 1 << 16
 """Limit of spans with remembered times."""
 _MS = 1e6
@@ -98,7 +100,7 @@ class DeviceWaits:
             group = self._queue[0]
             why = unread
             if not (unread or self._settled(group)):
-                if self._turn - group.turn < MAX_STEPS:
+                if self._turn - group.turn < MAX_STEPS and len(self._queue) <= MAX_GROUPS:
                     break
                 why = Untimed.LATE
             self._queue.popleft()

@@ -224,7 +224,8 @@ class Recorder:
             return
         if self.ahead and totals.is_micro_batch(module):
             self.ahead -= 1
-            totals.learned += rows
+            if rows >= 0:
+                totals.learned = max(totals.learned, 0) + rows
         elif rows > totals.learned:
             totals.learned = rows
         totals.learns = True

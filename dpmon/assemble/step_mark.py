@@ -25,6 +25,8 @@ class Mark(NamedTuple):
     since_fetch: int
     pace: int
     paced: int
+    paced_calls: int
+    paced_until: int
     learned: Collection[int]
     ends: int
     since: Sequence[int]

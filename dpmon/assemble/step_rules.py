@@ -94,6 +94,8 @@ class StepRules:
             self._since_fetch,
             self._patience.pace,
             self._patience.ended,
+            self._patience.calls,
+            self._patience.until,
             self._learned,
             cycle.ends,
             tuple(cycle.since) if cycle.since else (),
@@ -107,7 +109,10 @@ class StepRules:
         self._placed = mark.placed
         self.trains, self._open, self._fetched, self._over = mark.trains, mark.opened, mark.fetched, mark.over
         self._start, self._last, self._rule = mark.start, mark.last, mark.rule
-        self._since_fetch, self._patience = mark.since_fetch, Patience(mark.pace, mark.paced)
+        self._since_fetch, self._patience = (
+            mark.since_fetch,
+            Patience(mark.pace, mark.paced, mark.paced_calls, mark.paced_until),
+        )
         self._learned = frozenset(mark.learned)
         self._cycle = OptimizerCycle(mark.ends, mark.since, {int(site): last for site, last in mark.once.items()})
         self._step = OpenStep.restored(mark.part)
@@ -345,7 +350,7 @@ class StepRules:
             if not self._anew:
                 self._take_anew()
             return
-        self._patience.stepped(self._start, end)
+        self._patience.stepped(self._start, end, self._recorder.calls + self._step.calls)
         self._close(end)
         self._open, self._start, self._last = True, end, end
 

@@ -9,6 +9,7 @@ import pytest
 from pretend import MS, Result, Script, assembled, decoded, in_portions
 
 from dpmon.assemble import Assembler
+from dpmon.assemble.device_waits import MAX_GROUPS
 from dpmon.record.codec import kind_of
 from dpmon.record.kinds import Step
 from dpmon.record.spans import Kind
@@ -969,3 +970,58 @@ def test_a_fetch_that_has_begun_ends_the_step() -> None:
     out += assembler.feed(script.spans[-1:], [])
     out += assembler.end()
     assert decoded(out).steps == whole
+
+
+def test_a_loop_of_more_calls_than_are_waited_for_keeps_its_steps_once_they_are_known() -> None:
+    script = Script()
+    net = script.model()
+    script.makes_optimizer()
+    for _ in range(3):
+        for _ in range(5000):
+            script.call(net)
+        script.backward()
+        script.optimizer()
+    assert [calls for _, _, calls in assembled(script).shape()[-2:]] == [5000, 5000]
+
+
+def test_rows_that_are_not_known_take_nothing_from_the_samples() -> None:
+    """Two batches are fetched together, then called one after the other."""
+    script = Script()
+    net = script.model()
+    script.makes_optimizer()
+    for known in (0, 1):
+        script.fetch()
+        script.fetch()
+        for at in (0, 1):
+            script.call(net, rows=10)
+            if at != known:
+                script.spans[-1] = script.spans[-1]._replace(inputs=0)
+            script.backward()
+        script.optimizer()
+    assert [step.samples for step in assembled(script).steps] == [10, 10]
+
+
+def test_a_layout_of_more_devices_than_a_machine_has_is_none() -> None:
+    script = Script()
+    net = script.model(devices=["cuda:0"] * 5000)
+    script.fetch()
+    script.learn(net)
+    assembler = Assembler()
+    found = assembler.feed(script.spans, script.told(0, len(script.lines))) + assembler.end()
+    assert [payload for payload in found if kind_of(payload) == "call"] == []
+    assert assembler.dropped >= 2  # the layout and the call
+
+
+def test_calls_of_other_threads_do_not_wait_for_ever_behind_a_step_without_device_times() -> None:
+    script = Script()
+    net = script.model()
+    script.fetch()
+    script.call(net, timed=True)
+    script.backward()
+    script.optimizer()
+    script.fetch(over=True)
+    with script.on_thread(3):
+        for _ in range(3 * MAX_GROUPS):
+            script.look(net)
+    found = Assembler().feed(script.spans, script.told(0, len(script.lines)))
+    assert sum(kind_of(payload) == "call" for payload in found) >= 2 * MAX_GROUPS

@@ -22,11 +22,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench_inside import CASES, WARM_STEPS, installed, short_turns, traced_run
+from bench_inside import CASES, WARM_STEPS, installed, traced_run
 
 SETTLE_STEPS = 64
-QUICK = {"usual", "calls", "deep", "dp2"}
-"""Cases whose turns are short (see dpmon.tracer.steps) where the README's figures are from; under Valgrind none is."""
 
 
 def control(*command: str) -> None:
@@ -39,7 +37,6 @@ def control(*command: str) -> None:
 def child(case: str, steps: int) -> None:
     """Run one case under callgrind; it writes three dumps: nothing but the control, with patches, without."""
     patches, loop, alone = installed(case)
-    short_turns(1 << 40 if case in QUICK else 0)
     loop.run(loop.model, SETTLE_STEPS)
     gc.collect()
     gc.disable()

@@ -260,6 +260,7 @@ class Recorder:
         """The traced form of a function that is one phase: a fetch, or a backward pass."""
         session, threads, new = self.session, self.threads, self.thread
         is_compiling, clock, within = torch.compiler.is_dynamo_compiling, monotonic_ns, self.within
+        graph_task = torch._C._current_graph_task_id  # autograd runs nested backward passes on threads of its own, too
         fetch = kind == Kind.FETCH
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -271,7 +272,7 @@ class Recorder:
                 inside = me.inside
                 if inside == Kind.OPTIMIZER:
                     inside = self.inside_of(me)
-                if inside == Kind.BACKWARD:  # recomputed work belongs to it
+                if inside == Kind.BACKWARD or (not fetch and graph_task() != -1):  # recomputed work belongs to it
                     return original(*args, **kwargs)
                 mark = None
                 try:
@@ -344,7 +345,7 @@ class Recorder:
 
     def _goes_backward(self, me: Thread) -> None:
         """A backward pass begins, and none of the training thread is known yet."""
-        if self.trains is not None and torch._C._current_graph_task_id() == -1:
+        if self.trains is not None:
             self.learns = True
             if me is not self.trains:  # the supposed training thread never ran a backward pass
                 self._found(me)

@@ -95,11 +95,11 @@ class Recorder:
         self.due = 0
         """When to call `on_look` between two steps (monotonic ns)."""
         self.idle = 0
-        """Number of fetches and optimizer steps since the last call."""
+        """Number of fetches and optimizer steps of the training thread since the last call."""
         self.loose = STALE
-        """Number of optimizer steps since the last fetch."""
+        """Number of optimizer steps since the last fetch of the training thread."""
         self.calls = 0
-        """Number of calls since the last fetch or optimizer step."""
+        """Number of calls since the last fetch or optimizer step of the training thread."""
         self.patience = 0
         self.paused = 0
         """The last pause request acted upon."""
@@ -277,16 +277,21 @@ class Recorder:
                 mark = None
                 try:
                     if fetch:
-                        self.idle = idle = 0 if self.calls else self.idle + 1
-                        self.loose = self.calls = 0
-                        if self.trains is not None:
-                            self.patience = self.patience or FEW_CALLS
-                        if (
-                            idle == IDLE
-                            or self.ring is None
-                            or self.timing is not None
-                            or self.words[PAUSE] != self.paused
-                            or clock() >= self.due
+                        trains = self.trains
+                        mine = me is trains or trains is None
+                        if mine:  # a thread that fetches ahead says nothing about the steps
+                            self.idle = 0 if self.calls else self.idle + 1
+                            self.loose = self.calls = 0
+                            if trains is not None:
+                                self.patience = self.patience or FEW_CALLS
+                        if self.ring is None or (
+                            mine
+                            and (
+                                self.idle == IDLE
+                                or self.timing is not None
+                                or self.words[PAUSE] != self.paused
+                                or clock() >= self.due
+                            )
                         ):
                             self._fetch_begins(me, args[0])
                     elif not self.learns:

@@ -11,6 +11,7 @@ span that may not have been written is written again. The reader drops the dupli
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import count
@@ -392,13 +393,31 @@ class Recorder:
         self.due = 0
 
     def at_exit(self) -> None:
-        """Announce the end of the process. Never raises."""
+        """Announce the end of the process, if nothing can train any more. Never raises."""
         try:
             if self.timing is not None:
                 self.timing.at_exit()
             ring = self.ring
             if ring is not None:
-                self.session.say(end=True, uncaught=getattr(sys, "last_type", None) is not None)
-                self.words[Word.ENDED] = 1
+                self.session.say(end=True, uncaught=_raised())
+                if not _others_run():
+                    self.words[Word.ENDED] = 1
         except Exception as error:  # noqa: BLE001 - the interpreter is ending
             self.session.fault("exit", error)
+
+
+def _raised() -> bool:
+    """Whether an uncaught exception ends the process."""
+    if getattr(sys, "last_type", None) is not None:
+        return True
+    # A child of multiprocessing ends within `_bootstrap`, while that handles the exception.
+    error = sys.exc_info()[1]
+    if error is None or isinstance(error, SystemExit) or error.__traceback__ is None:
+        return False
+    return error.__traceback__.tb_frame.f_code.co_name == "_bootstrap"
+
+
+def _others_run() -> bool:
+    """Whether the process still waits for other threads, as a child of multiprocessing does after its finalizers."""
+    me = threading.current_thread()
+    return any(thread is not me and not thread.daemon for thread in threading.enumerate())

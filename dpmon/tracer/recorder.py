@@ -108,10 +108,12 @@ class Recorder:
         """Writes a span: into the ring, once there is one."""
 
     def opened(self, ring: SpanRing) -> None:
-        """Write the spans that were kept for the ring."""
-        early, self._early = self._early, []
-        for span in early:
-            ring.put(*span)
+        """Write the spans that were kept for the ring, and which thread trains."""
+        while self._early:
+            ring.put(*self._early[0])
+            del self._early[:1]
+        if self.trains is not None:
+            ring.words[TRAINS] = self.trains.number
         self.words, self.kinds, self.put = ring.words, ring.kinds, ring.put
         self.ring = ring
 

@@ -11,6 +11,7 @@ span that may not have been written is written again. The reader drops the dupli
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import count
@@ -95,11 +96,11 @@ class Recorder:
         self.due = 0
         """When to call `on_look` between two steps (monotonic ns)."""
         self.idle = 0
-        """Number of fetches and optimizer steps since the last call."""
+        """Number of fetches and optimizer steps of the training thread since the last call."""
         self.loose = STALE
-        """Number of optimizer steps since the last fetch."""
+        """Number of optimizer steps since the last fetch of the training thread."""
         self.calls = 0
-        """Number of calls since the last fetch or optimizer step."""
+        """Number of calls since the last fetch or optimizer step of the training thread."""
         self.patience = 0
         self.paused = 0
         """The last pause request acted upon."""
@@ -107,10 +108,12 @@ class Recorder:
         """Writes a span: into the ring, once there is one."""
 
     def opened(self, ring: SpanRing) -> None:
-        """Write the spans that were kept for the ring."""
-        early, self._early = self._early, []
-        for span in early:
-            ring.put(*span)
+        """Write the spans that were kept for the ring, and which thread trains."""
+        while self._early:
+            ring.put(*self._early[0])
+            del self._early[:1]
+        if self.trains is not None:
+            ring.words[TRAINS] = self.trains.number
         self.words, self.kinds, self.put = ring.words, ring.kinds, ring.put
         self.ring = ring
 
@@ -260,6 +263,7 @@ class Recorder:
         """The traced form of a function that is one phase: a fetch, or a backward pass."""
         session, threads, new = self.session, self.threads, self.thread
         is_compiling, clock, within = torch.compiler.is_dynamo_compiling, monotonic_ns, self.within
+        graph_task = torch._C._current_graph_task_id  # autograd runs nested backward passes on threads of its own, too
         fetch = kind == Kind.FETCH
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -271,21 +275,26 @@ class Recorder:
                 inside = me.inside
                 if inside == Kind.OPTIMIZER:
                     inside = self.inside_of(me)
-                if inside == Kind.BACKWARD:  # recomputed work belongs to it
+                if inside == Kind.BACKWARD or (not fetch and graph_task() != -1):  # recomputed work belongs to it
                     return original(*args, **kwargs)
                 mark = None
                 try:
                     if fetch:
-                        self.idle = idle = 0 if self.calls else self.idle + 1
-                        self.loose = self.calls = 0
-                        if self.trains is not None:
-                            self.patience = self.patience or FEW_CALLS
-                        if (
-                            idle == IDLE
-                            or self.ring is None
-                            or self.timing is not None
-                            or self.words[PAUSE] != self.paused
-                            or clock() >= self.due
+                        trains = self.trains
+                        mine = me is trains or trains is None
+                        if mine:  # a thread that fetches ahead says nothing about the steps
+                            self.idle = 0 if self.calls else self.idle + 1
+                            self.loose = self.calls = 0
+                            if trains is not None:
+                                self.patience = self.patience or FEW_CALLS
+                        if self.ring is None or (
+                            mine
+                            and (
+                                self.idle == IDLE
+                                or self.timing is not None
+                                or self.words[PAUSE] != self.paused
+                                or clock() >= self.due
+                            )
                         ):
                             self._fetch_begins(me, args[0])
                     elif not self.learns:
@@ -344,7 +353,7 @@ class Recorder:
 
     def _goes_backward(self, me: Thread) -> None:
         """A backward pass begins, and none of the training thread is known yet."""
-        if self.trains is not None and torch._C._current_graph_task_id() == -1:
+        if self.trains is not None:
             self.learns = True
             if me is not self.trains:  # the supposed training thread never ran a backward pass
                 self._found(me)
@@ -386,13 +395,31 @@ class Recorder:
         self.due = 0
 
     def at_exit(self) -> None:
-        """Announce the end of the process. Never raises."""
+        """Announce the end of the process, if nothing can train any more. Never raises."""
         try:
             if self.timing is not None:
                 self.timing.at_exit()
             ring = self.ring
             if ring is not None:
-                self.session.say(end=True, uncaught=getattr(sys, "last_type", None) is not None)
-                self.words[Word.ENDED] = 1
+                self.session.say(end=True, uncaught=_raised())
+                if not _others_run():
+                    self.words[Word.ENDED] = 1
         except Exception as error:  # noqa: BLE001 - the interpreter is ending
             self.session.fault("exit", error)
+
+
+def _raised() -> bool:
+    """Whether an uncaught exception ends the process."""
+    if getattr(sys, "last_type", None) is not None:
+        return True
+    # A child of multiprocessing ends within `_bootstrap`, while that handles the exception.
+    error = sys.exc_info()[1]
+    if error is None or isinstance(error, SystemExit) or error.__traceback__ is None:
+        return False
+    return error.__traceback__.tb_frame.f_code.co_name == "_bootstrap"
+
+
+def _others_run() -> bool:
+    """Whether the process still waits for other threads, as a child of multiprocessing does after its finalizers."""
+    me = threading.current_thread()
+    return any(thread is not me and not thread.daemon for thread in threading.enumerate())

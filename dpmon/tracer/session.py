@@ -116,6 +116,10 @@ class Session:
         """Events that could not be written; they come before the next line."""
         self._faults: dict[str, int] = {}
         self.ring: SpanRing | None = None
+        self._described = False
+        """Whether the process event was written."""
+        self._opened = False
+        """Whether the ring is open and everything knows of it."""
 
     def after_fork(self) -> None:
         """Start afresh in a forked child, which has recorded nothing yet."""
@@ -126,7 +130,7 @@ class Session:
 
     def ready(self) -> bool:
         """Open the ring if necessary; False if nothing is recorded (a DataLoader worker, no room, given up)."""
-        if self.ring is not None:
+        if self._opened:
             return True
         if self.off:
             return False
@@ -136,10 +140,10 @@ class Session:
         with self._lock:
             if self._opening:
                 return False
-            if self.ring is None:
+            if not self._opened:
                 self._opening = True
                 try:
-                    ring = self._open()
+                    self._finish_opening()
                 except OSError as error:
                     if error.errno in _NO_DESCRIPTOR and self._tries < MAX_TRIES:
                         self._tries += 1
@@ -149,10 +153,20 @@ class Session:
                     return False
                 finally:
                     self._opening = False
-                self.ring = ring
-                self.event("process", **self._describe())
-                self.on_open(ring)
         return True
+
+    def _finish_opening(self) -> None:
+        """Do what is left to do after an exception, such as an interrupt, during an earlier attempt."""
+        if self.ring is None:
+            self.ring = self._open()
+        if not self._described:
+            try:
+                self.event("process", **self._describe())
+            except Exception as error:  # noqa: BLE001 - only this event is lost
+                self.fault("process", error, fatal=False)
+            self._described = True
+        self.on_open(self.ring)
+        self._opened = True
 
     def _open(self) -> SpanRing:
         self.rank, self.world = rank_and_world()
@@ -310,6 +324,7 @@ class Session:
 
 
 _DOING = {
+    "process": "described the process",
     "begin": "noted the beginning of a call",
     "before": "noted the beginning of a call",
     "end": "noted the end of a call",

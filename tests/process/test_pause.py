@@ -182,6 +182,38 @@ def test_it_goes_on_by_itself_when_the_directory_vanishes(steered: Traced) -> No
     assert text.startswith("the training was paused and goes on by itself")
 
 
+AHEAD = """
+import pathlib, queue, threading, torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+batches = queue.Queue(2)
+def fetch():
+    while not pathlib.Path("stop").exists():
+        for x in torch.utils.data.DataLoader(torch.ones(100, 4), batch_size=10):
+            batches.put(x)
+    batches.put(None)
+threading.Thread(target=fetch).start()
+while (x := batches.get()) is not None:
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_loop_whose_batches_another_thread_fetches_is_paused(tmp_path: Path) -> None:
+    script = Script(tmp_path, AHEAD)
+    supervised(script)
+    ring = script.ring()
+    for paused in (True, False):
+        ring.request_pause(paused)
+        wait_for(lambda: answered(ring), what="an answer to the request")
+    ring.close()
+    (script.cwd / "stop").touch()
+    run = script.end()
+    assert (run.status, run.complaints) == (0, [])
+    assert [event["paused"] for event in pauses(run)] == [True, False]
+
+
 def test_ranks_are_not_paused(tmp_path: Path) -> None:
     script = Script(tmp_path, LOOP + "train()\n", env={"RANK": "0", "WORLD_SIZE": "2"})
     supervised(script)

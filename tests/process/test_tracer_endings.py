@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 from itertools import pairwise
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from tracing import Script, Traced, text_of, traced
+
+from dpmon.span_reader import SpanReader
 
 FIRST_TURNS, MAX_HELD = 64, 32
 """Of dpmon.tracer.steps, which cannot be imported without torch."""
@@ -315,3 +318,51 @@ def test_an_optimizer_that_steps_another_ends_the_turn(tmp_path: Path) -> None:
     run = traced(tmp_path, AROUND)
     assert run.status == 0
     assert [step.step for step in run.steps()] == [call.step for call in run.calls()] == list(range(1, 21))
+
+
+CHILD = """
+import multiprocessing, sys, threading, time
+import torch
+def train():
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for number in range(5):
+        optimizer.zero_grad()
+        loss = model(torch.ones(3, 4)).sum()
+        if number == 4 and sys.argv[1] == "raises":
+            raise ValueError("a loss that cannot be computed")
+        loss.backward()
+        optimizer.step()
+        if number == 1 and sys.argv[1] == "outlives":
+            time.sleep(1)
+def target():
+    if sys.argv[1] == "outlives":
+        threading.Thread(target=train).start()
+        time.sleep(0.5)
+        return
+    train()
+    if sys.argv[1] == "exits":
+        sys.exit(0)
+child = multiprocessing.get_context("fork").Process(target=target)
+try:
+    raise KeyError("handled")  # while the child starts, too
+except KeyError:
+    child.start()
+child.join()
+"""
+
+
+@pytest.mark.parametrize(("how", "uncaught"), [("raises", True), ("exits", False), ("ends", False)])
+def test_a_child_of_multiprocessing_says_how_it_ended(tmp_path: Path, how: str, uncaught: bool) -> None:
+    run = traced(tmp_path, CHILD, how)
+    lines = map(json.loads, (run.directory / "process-0.jsonl").read_text().splitlines())
+    assert [line["uncaught"] for line in lines if "end" in line] == [uncaught]
+    assert [step.step for step in run.steps()] == list(range(1, 5 if uncaught else 6))
+
+
+def test_a_child_of_multiprocessing_has_not_ended_while_a_thread_trains(tmp_path: Path) -> None:
+    run = traced(tmp_path, CHILD, "outlives")
+    assert [step.step for step in run.steps()] == [1, 2, 3, 4, 5]
+    ring = SpanReader(str(run.directory / "process-0.ring"))
+    assert not ring.ended()
+    ring.close()

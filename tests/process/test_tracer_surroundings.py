@@ -32,3 +32,46 @@ def test_the_same_as_alone(tmp_path: Path, piece: str, call: str) -> None:
         one["err"] = TIMES.sub("", one["err"])  # torch's own warnings contain a time
     assert found == expected
     assert bool(run.calls()) == (piece not in WITHOUT_RECORD)
+
+
+OPENED = """
+import platform, signal, sys
+import torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+version = platform.python_version
+def interrupted():
+    platform.python_version = version
+    signal.raise_signal(signal.SIGINT)
+    return version()
+words, how = sys.argv, sys.argv[1]
+if how == "argv":
+    del sys.argv
+else:
+    platform.python_version = interrupted
+for _ in range(6):
+    try:
+        optimizer.zero_grad()
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+    except KeyboardInterrupt:
+        print("interrupted")
+sys.argv = words
+"""
+
+
+def test_an_interrupt_while_the_record_is_opened(tmp_path: Path) -> None:
+    """The next call goes on with it."""
+    run = traced(tmp_path, OPENED, "interrupt")
+    assert (run.status, run.out) == (0, "interrupted\n")
+    assert [step.step for step in run.steps()] == [1, 2, 3, 4, 5]
+    assert (len(run.events("process")), run.complaints) == (1, [])
+
+
+def test_a_process_that_cannot_be_described(tmp_path: Path) -> None:
+    """Only that event is lost."""
+    run = traced(tmp_path, OPENED, "argv")
+    assert run.status == 0, run.err
+    assert [step.step for step in run.steps()] == [1, 2, 3, 4, 5, 6]
+    (complaint,) = run.complaints
+    assert "described the process" in complaint

@@ -15,6 +15,7 @@ from dpmon.record.codec import UNTIMED, kind_of
 from dpmon.record.kinds import Call, Record, RecordError, Size, Step
 from dpmon.record.plainjson import load_event
 from dpmon.record.schema import SPAN_PHASES
+from dpmon.record.step_spans import span_words
 from dpmon.record.wire import (
     BODY_PHASES,
     CALL_PHASES,
@@ -27,7 +28,6 @@ from dpmon.record.wire import (
     pack_event,
     pack_step,
     pack_timed,
-    span_words,
     with_extras,
 )
 from dpmon.store.as_of import AsOf

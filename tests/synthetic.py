@@ -8,16 +8,8 @@ from typing import Any
 
 from dpmon.record.codec import Decoder
 from dpmon.record.kinds import Record
-from dpmon.record.wire import (
-    CALL_PHASES,
-    call_flags,
-    mode_number,
-    pack_call,
-    pack_definition,
-    pack_event,
-    pack_step,
-    span_words,
-)
+from dpmon.record.step_spans import span_words
+from dpmon.record.wire import CALL_PHASES, call_flags, mode_number, pack_call, pack_definition, pack_event, pack_step
 
 SECOND = 1_000_000_000
 

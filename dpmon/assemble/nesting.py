@@ -11,7 +11,8 @@ from typing import TypeAlias
 
 from dpmon.record.schema import SPAN_PHASES
 from dpmon.record.spans import COUNTED, DOING, Flag, Kind, Span
-from dpmon.record.wire import MAX_SPANS, STEP_EXTRAS
+from dpmon.record.step_spans import MAX_SPANS
+from dpmon.record.wire import STEP_EXTRAS
 
 DATA, FORWARD, BACKWARD, OPTIMIZER, COPY = range(5)
 """Indices in SPAN_PHASES and in dpmon.record.wire.TIMED_PHASES."""

@@ -16,7 +16,8 @@ from dpmon.assemble.sampling import Sampling
 from dpmon.assemble.step_mark import Mark
 from dpmon.assemble.step_totals import StepTotals
 from dpmon.record.spans import Flag, Kind, Span
-from dpmon.record.wire import MAX_SPANS, PLAIN_TAG, PLAIN_WORDS, Untimed, pack_timed
+from dpmon.record.step_spans import MAX_SPANS
+from dpmon.record.wire import PLAIN_TAG, PLAIN_WORDS, Untimed, pack_timed
 
 Item: TypeAlias = "Block | Event"
 _SLOW = Flag.TIMED | Flag.SKIPPED | Flag.FAILED

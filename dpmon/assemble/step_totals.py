@@ -9,7 +9,8 @@ from typing import Any
 from dpmon.assemble.device_waits import Payload, Pending, Slots
 from dpmon.assemble.nesting import BACKWARD, COPY, DATA, OPTIMIZER, QUANTITIES
 from dpmon.record.schema import SPAN_PHASES
-from dpmon.record.wire import BODY_PHASES, MAX_SPANS, Untimed, pack_step, pack_timed, span_words, with_extras
+from dpmon.record.step_spans import MAX_SPANS, span_words
+from dpmon.record.wire import BODY_PHASES, Untimed, pack_step, pack_timed, with_extras
 
 _EXTRAS = (*SPAN_PHASES[len(BODY_PHASES) :], *QUANTITIES)
 _LARGEST = (1 << 62) - 1

@@ -17,7 +17,6 @@ from dpmon.record.kinds import (
     Event,
     PartTimes,
     Phase,
-    PhaseSpan,
     Record,
     RecordError,
     Replica,
@@ -26,7 +25,8 @@ from dpmon.record.kinds import (
     Step,
 )
 from dpmon.record.plainjson import load_event, load_json
-from dpmon.record.schema import QUANTITIES, SPAN_PHASES, STEP_PHASES
+from dpmon.record.schema import QUANTITIES, STEP_PHASES
+from dpmon.record.step_spans import kept_spans
 from dpmon.record.wire import (
     BODY_PHASES,
     CALL_FORMAT,
@@ -38,14 +38,9 @@ from dpmon.record.wire import (
     EVENT_TAG,
     FAILED,
     GRAD,
-    MAX_SPANS,
     MODES,
     PLAIN_FORMAT,
     PLAIN_TAG,
-    SPAN_HEAD,
-    SPAN_HEAD_WIDE,
-    SPAN_PHASE,
-    SPAN_WORD,
     STEP_BODY,
     STEP_EXTRA,
     STEP_EXTRAS,
@@ -56,30 +51,6 @@ from dpmon.record.wire import (
     TRAINING,
     VIRTUAL,
 )
-
-__all__ = [
-    "BACKWARD_AT",
-    "MAX_DEFINITIONS",
-    "OPTIMIZER_AT",
-    "SAMPLES_AT",
-    "UNTIMED",
-    "Decoder",
-    "StepFields",
-    "bare",
-    "call_head",
-    "call_replicas",
-    "call_stages",
-    "definition",
-    "is_timed",
-    "kept_spans",
-    "kept_step_times",
-    "kind_of",
-    "known_times",
-    "part_times",
-    "step_fields",
-    "step_times",
-    "why_number",
-]
 
 UNTIMED = (
     "",
@@ -447,28 +418,6 @@ def step_fields(payload: bytes) -> StepFields:
     numbers += _extras(payload, after_spans, count) if count or len(payload) != after_spans else _NO_EXTRAS
     spans = payload[STEP_BODY.size : after_spans]
     return StepFields(mode, step, start, wall, _phases_in(numbers), _quantities_in(numbers), spans)
-
-
-def kept_spans(packed: bytes) -> tuple[tuple[PhaseSpan, ...], int]:
-    """The spans of a step and the number of missing ones, from `StepFields.spans`; struct.error if damaged."""
-    if len(packed) % 8 or len(packed) > 8 * (1 + 2 * MAX_SPANS):
-        raise struct.error("spans of a step are cut off, or too many")
-    words = struct.unpack(f"<{len(packed) // 8}Q", packed)
-    wide, missing = 0, 0
-    if words and words[0] & SPAN_PHASE == SPAN_PHASE:
-        wide, missing = words[0] & SPAN_HEAD_WIDE, words[0] >> SPAN_HEAD
-        words = words[1:]
-    if wide:
-        starts, durations = words[::2], words[1::2]
-    else:
-        starts = tuple([word & _SPAN_START for word in words])
-        durations = tuple([word >> 4 + SPAN_WORD for word in words])
-    pairs = zip(starts, durations, strict=True)
-    return tuple([_made(PhaseSpan, (SPAN_PHASES[at & SPAN_PHASE], at >> 4, took)) for at, took in pairs]), missing
-
-
-_SPAN_START = (1 << 4 + SPAN_WORD) - 1
-"""Phase and start in a word of spans."""
 
 
 def _extras(payload: bytes, begin: int, count: int) -> list[int]:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dpmon.record.schema import QUANTITIES, STEP_PHASES
-from dpmon.record.wire import CALL_PHASES, MAX_SPANS, TIMED_PHASES
+from dpmon.record.step_spans import MAX_SPANS
+from dpmon.record.wire import CALL_PHASES, TIMED_PHASES
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dpmon.record.wire import BODY_PHASES, CALL_PHASES, MODES, SPAN_PHASE, STEP_EXTRAS
+from dpmon.record.wire import BODY_PHASES, CALL_PHASES, MODES, STEP_EXTRAS
 
 __all__ = [
     "EVALUATION",
@@ -161,7 +161,6 @@ SPAN_PHASES = (*BODY_PHASES, *(name for name in STEP_EXTRAS if name in _BY_NAME)
 """The phases that a step records, by their numbers in its spans: what is new comes last."""
 _BY_LABEL = {phase.shown: phase for phase in PHASES}
 assert tuple(phase.name for phase in PHASES if phase.of_call) == CALL_PHASES, "schema and wire differ in call phases"
-assert len(SPAN_PHASES) <= SPAN_PHASE, "a word of spans has no room for so many phases"
 assert {"samples", *STEP_PHASES, *(quantity.name for quantity in QUANTITIES)} == {
     *("samples", *BODY_PHASES, *STEP_EXTRAS, "other")
 }, "schema and wire differ in the phases and quantities of a step"

@@ -26,16 +26,11 @@ __all__ = [
     "FAILED",
     "GRAD",
     "MAX_JSON",
-    "MAX_SPANS",
     "MODES",
     "MORE",
     "PLAIN_FORMAT",
     "PLAIN_TAG",
     "PLAIN_WORDS",
-    "SPAN_HEAD",
-    "SPAN_HEAD_WIDE",
-    "SPAN_PHASE",
-    "SPAN_WORD",
     "STEP_BODY",
     "STEP_EXTRA",
     "STEP_EXTRAS",
@@ -57,7 +52,6 @@ __all__ = [
     "pack_timed",
     "packed_json",
     "shortened",
-    "span_words",
     "with_extras",
 ]
 
@@ -103,15 +97,6 @@ _STEP_WORDS = "<QQqqqqqqq"
 STEP_BODY = struct.Struct(STEP_FORMAT)
 STEP_EXTRA = struct.Struct("<Bq")
 """One extra: its number in STEP_EXTRAS, then the ns of a phase or the value of a quantity."""
-MAX_SPANS = 256
-"""Limit of recorded spans in one step: the first ones."""
-SPAN_PHASE = 15
-"""Bits of the phase in a word of spans. This value itself is no phase and marks a head."""
-SPAN_WORD = 30
-"""Bits of a start and of a duration if both are in one word: phase | start << 4 | duration << 34."""
-SPAN_HEAD, SPAN_HEAD_WIDE = 8, 16
-"""A step without spans, with missing spans or with large numbers begins with a head: SPAN_PHASE | wide | missing spans
-<< SPAN_HEAD. If `wide` is SPAN_HEAD_WIDE, each span has two words: phase | start << 4, and its duration."""
 _EXTRA_NUMBERS = {name: number for number, name in enumerate(STEP_EXTRAS)}
 _call_structs: dict[int, struct.Struct] = {}
 _step_structs: dict[int, struct.Struct] = {}
@@ -229,7 +214,8 @@ def pack_step(
 ) -> bytes:
     """A step without extras; `samples` -1 if unknown.
 
-    `phases`: ns for each of BODY_PHASES, -1 if it did not run. `spans`: as `span_words` makes them; empty if unknown.
+    `phases`: ns for each of BODY_PHASES, -1 if it did not run. `spans`: as dpmon.record.step_spans packs them; empty if
+    unknown.
     """
     count = len(spans)
     packer = _step_structs.get(count)
@@ -237,33 +223,6 @@ def pack_step(
         packer = _step_structs[count] = struct.Struct(f"{_STEP_WORDS}{count}Q")
     head = STEP_TAG | mode << 8 | count << 32
     return packer.pack(head, step, start_ns, wall_ns, samples, *phases, *spans)
-
-
-def span_words(spans: Sequence[Sequence[int]], start_ns: int, wall_ns: int, missing: int = 0) -> list[int]:
-    """The spans of a step's phases, for `pack_step`: one word per span, or two if a number is large.
-
-    `spans`: phase, start (monotonic ns) and duration of each, in order of start, enclosing before enclosed, at most
-    MAX_SPANS. A phase is an index in dpmon.record.schema.SPAN_PHASES. `missing`: number of further spans.
-    """
-    words = []
-    bits = 0
-    for phase, start, took in spans:
-        start -= start_ns
-        bits |= start | took
-        words.append(phase | start << 4 | took << 34)
-    if bits >> SPAN_WORD:  # a large number, or a negative one
-        words = _wide_words(spans, start_ns, wall_ns)
-        return [SPAN_PHASE | SPAN_HEAD_WIDE | missing << SPAN_HEAD, *words]
-    return [SPAN_PHASE | missing << SPAN_HEAD, *words] if missing or not words else words
-
-
-def _wide_words(spans: Sequence[Sequence[int]], start_ns: int, wall_ns: int) -> list[int]:
-    """Two words per span. Damaged spans are cut off at the limits of the step."""
-    words: list[int] = []
-    for phase, start, took in spans:
-        begin = min(max(start - start_ns, 0), wall_ns)
-        words += (phase | begin << 4, min(took, wall_ns - begin))
-    return words
 
 
 def with_extras(step: bytes, extras: Mapping[str, int]) -> bytes:

@@ -14,10 +14,11 @@ from contextlib import suppress
 from operator import itemgetter
 from typing import Any
 
-from dpmon.record.codec import Decoder, kept_spans, kept_step_times
+from dpmon.record.codec import Decoder, kept_step_times
 from dpmon.record.kinds import Call, Event, Record, RecordError, Step
 from dpmon.record.plainjson import load_event, load_json
 from dpmon.record.schema import EVALUATION, MODES, QUANTITIES, SETTLING, STEP, STEP_PHASES
+from dpmon.record.step_spans import kept_spans
 from dpmon.store.answers import GapRow, LongRow, MinuteRow, Shape
 from dpmon.store.sums import TALLY, TALLY_AT, Parameters, Sums, key_in, whole
 from dpmon.store.tables import (

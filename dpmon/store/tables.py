@@ -9,7 +9,7 @@
     steps        id, process, step, mode, start_ns, wall_ns, kind (dpmon.record.schema.KINDS), calls, each quantity,
                  the ns of each phase (NULL: did not run; those of its calls are sums), rest_ns (what the phases of its
                  calls leave of its forward), device (NULL, or its device times: dpmon.record.codec.step_times), spans
-                 (when its phases ran: dpmon.record.codec.kept_spans; NULL: an earlier version recorded it)
+                 (when its phases ran: dpmon.record.step_spans.kept_spans; NULL: an earlier version recorded it)
     events       id, process (NULL: the supervisor), kind, t_ns, json
     series       number, name: what the sketches of the tallies are of (dpmon.record.schema, and the replicas and
                  stages of calls: dpmon.store.parts)

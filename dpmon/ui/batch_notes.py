@@ -12,7 +12,7 @@ from dpmon.model.ranks import distributed
 from dpmon.model.turn import Turn
 from dpmon.record.kinds import Call
 from dpmon.record.schema import NO_SPANS, phase_shown
-from dpmon.record.wire import MAX_SPANS
+from dpmon.record.step_spans import MAX_SPANS
 from dpmon.store.figures import PhaseFigures
 from dpmon.text.cells import wrapped
 from dpmon.text.cleaning import clean

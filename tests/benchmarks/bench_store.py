@@ -34,7 +34,8 @@ from synthetic import one_after_the_other  # noqa: E402
 from dpmon.model.snapshot import Snapshots  # noqa: E402
 from dpmon.model.source import Wanted  # noqa: E402
 from dpmon.record.schema import PHASES  # noqa: E402
-from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step, span_words  # noqa: E402
+from dpmon.record.step_spans import span_words  # noqa: E402
+from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step  # noqa: E402
 from dpmon.ring import Ring  # noqa: E402
 from dpmon.run import proc  # noqa: E402
 from dpmon.run.rundir import RunInfo, save  # noqa: E402

@@ -11,7 +11,7 @@ from test_assemble_resumed import Chance
 from dpmon.assemble import step_rules
 from dpmon.record.kinds import Step
 from dpmon.record.spans import Flag
-from dpmon.record.wire import MAX_SPANS
+from dpmon.record.step_spans import MAX_SPANS
 
 
 def ran(step: Step) -> list[tuple[str, float, float]]:

@@ -18,7 +18,6 @@ from dpmon.record.codec import (
     call_head,
     call_replicas,
     definition,
-    kept_spans,
     kept_step_times,
     kind_of,
     known_times,
@@ -28,15 +27,13 @@ from dpmon.record.codec import (
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Call, Event, Phase, PhaseSpan, Record, RecordError, Replica, Size, Step
 from dpmon.record.schema import NO_SPANS, SPAN_PHASES
+from dpmon.record.step_spans import MAX_SPANS, SPAN_HEAD_WIDE, SPAN_PHASE, kept_spans, span_words
 from dpmon.record.wire import (
     CALL_PHASES,
     FAILED,
     GRAD,
-    MAX_SPANS,
     PLAIN_FORMAT,
     PLAIN_TAG,
-    SPAN_HEAD_WIDE,
-    SPAN_PHASE,
     STEP_EXTRA,
     STEP_EXTRAS,
     TRAINING,
@@ -48,7 +45,6 @@ from dpmon.record.wire import (
     pack_event,
     pack_step,
     pack_timed,
-    span_words,
     with_extras,
 )
 from dpmon.ring import BLOCK_BYTES, Ring

@@ -77,7 +77,7 @@ def _store(directory: Path, info: RunInfo, stack: ExitStack, as_written: bool) -
     if version_of(db) < SCHEMA_VERSION:
         return _earlier(directory, info, db, bounds, stack)
     check_whole(db)
-    if as_written or _is_written(info, path) or not _have_more(directory, rings_in(db)) or size_of(path) > LARGEST:
+    if as_written or _is_written(directory, info) or not _have_more(directory, rings_in(db)) or size_of(path) > LARGEST:
         return Store(db, bounds, info.start_ns)
     memory = stack.enter_context(closing(_connect(_MEMORY)))
     db.backup(memory)
@@ -129,8 +129,7 @@ def _connect(uri: str, path: Path | None = None) -> sqlite3.Connection:
 
 def stamp(directory: Path, info: RunInfo) -> object:
     """What every commit into a history changes; None if no supervisor writes it, so that rings may hold more."""
-    path = directory / HISTORY_FILE
-    return _stamps(path) if _is_written(info, path) else None
+    return _stamps(directory / HISTORY_FILE) if _is_written(directory, info) else None
 
 
 def _stamps(path: Path) -> list[tuple[int, int]]:
@@ -143,9 +142,16 @@ def _stamps(path: Path) -> list[tuple[int, int]]:
     return found
 
 
-def _is_written(info: RunInfo, path: Path) -> bool:
-    """Whether a supervisor lives and writes the history at `path`."""
-    return supervised(info) and time.time() - max(_stamps(path), default=(0, 0))[0] / 1e9 < STALE_S
+def _is_written(directory: Path, info: RunInfo) -> bool:
+    """Whether a supervisor lives and writes the history.
+
+    After the end of the command, a supervisor that replaced a killed one may not have taken the rings yet.
+    """
+    written = max(_stamps(directory / HISTORY_FILE), default=(0, 0))[0] / 1e9
+    if not supervised(info) or time.time() - written >= STALE_S:
+        return False
+    how = load_exit(directory)
+    return how is None or how.drained
 
 
 def _have_more(directory: Path, rings: Mapping[str, RingRow]) -> bool:

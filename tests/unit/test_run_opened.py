@@ -16,6 +16,7 @@ from kept import fill, keep
 from synthetic import Training, host_event
 
 from dpmon.run import proc
+from dpmon.run.ending import exit_info
 from dpmon.run.rundir import load_info, save
 from dpmon.store import opened as opened_module
 from dpmon.store.opened import open_store
@@ -86,6 +87,21 @@ def test_a_supervisor_that_writes_is_believed(state: Path, monkeypatch: pytest.M
     for name in os.listdir(directory):
         os.utime(directory / name, (1, 1))
     assert len(read(directory)["steps"][0]) == 300, "it is stuck, or the disk is full"
+
+
+def test_a_supervisor_that_has_not_taken_the_rings_after_the_end_is_not_believed(state: Path) -> None:
+    """It replaced one that was killed; the foreground has recorded the end of the command."""
+    directory = keep({0: payloads()[0][:100]}, status=None, boot_id=proc.boot_id())
+    append(directory)
+    us = {"supervisor_pid": os.getpid(), "supervisor_started": proc.started(os.getpid())}
+    info = replace(load_info(directory), **us)
+    save(directory, info)
+    how = exit_info(info, 0, "foreground", drained=False)
+    save(directory, how)
+    assert len(read(directory)["steps"][0]) == 300
+    save(directory, replace(how, drained=True))
+    with open_store(directory) as store:
+        assert 0 < len(store.steps(10_000)) < 100
 
 
 @pytest.mark.parametrize("damage", ["no database", "cut off", "a directory", "a later version", "another schema"])

@@ -36,6 +36,22 @@ class Header(NamedTuple):
     start_ns: int
 
 
+def read_whole(fd: int, path: str, size: int, at: int) -> bytes:
+    """`size` bytes of the file `path` from offset `at`. Raises RingError if the file was truncated."""
+    data = os.pread(fd, size, at)
+    if len(data) < size:
+        raise RingError(f"{path}: truncated")
+    return data
+
+
+def read_around(fd: int, path: str, size: int, at: int, room: int) -> bytes:
+    """`size` bytes from byte `at` of a ring of `room` bytes. The last byte is followed by the first. Raises RingError."""
+    at %= room
+    first = min(size, room - at)
+    data = read_whole(fd, path, first, HEADER_BYTES + at)
+    return data if size == first else data + read_whole(fd, path, size - first, HEADER_BYTES)
+
+
 class RingFormat(NamedTuple):
     """A kind of ring."""
 

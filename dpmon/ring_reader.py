@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from dpmon.ring import BLOCK_BYTES, CLAIM, FORMAT, FRAME, FRAME_BYTES, HEAD, LOST, PAD_LENGTH, WORDS
-from dpmon.ring_file import HEADER_BYTES, RingError
+from dpmon.ring_file import RingError, read_around, read_whole
 
 
 class RingReader:
@@ -36,10 +36,7 @@ class RingReader:
             self._fd = -1
 
     def _words(self) -> tuple[int, ...]:
-        raw = os.pread(self._fd, WORDS.size, 128)
-        if len(raw) < WORDS.size:
-            raise RingError(f"{self.path}: truncated")
-        return WORDS.unpack(raw)
+        return WORDS.unpack(read_whole(self._fd, self.path, WORDS.size, 128))
 
     def lost(self) -> int:
         """Records that the writer itself could not write."""
@@ -65,7 +62,7 @@ class RingReader:
         end = min(head, start + max(limit, BLOCK_BYTES))
         if end < head:
             end -= end % BLOCK_BYTES  # frames never cross a block, so a cut there is clean
-        data = self._copy(start, end)
+        data = read_around(self._fd, self.path, end - start, start, self.capacity)
         words = self._words()
         safe_from = max(words[CLAIM - 16] - self.capacity, 0)
         return self._parse(data, start, safe_from)
@@ -74,17 +71,6 @@ class RingReader:
         oldest = claim - self.capacity
         if self.position < oldest:
             self.position = -(-oldest // BLOCK_BYTES) * BLOCK_BYTES
-
-    def _copy(self, start: int, end: int) -> bytes:
-        at = start % self.capacity
-        size = end - start
-        first = min(size, self.capacity - at)
-        data = os.pread(self._fd, first, HEADER_BYTES + at)
-        if size > first:
-            data += os.pread(self._fd, size - first, HEADER_BYTES)
-        if len(data) < size:
-            raise RingError(f"{self.path}: truncated")
-        return data
 
     def _parse(self, data: bytes, start: int, safe_from: int) -> list[bytes]:
         found: list[bytes] = []

@@ -10,7 +10,7 @@ from typing import Any
 
 from dpmon.record.plainjson import load_json
 from dpmon.record.spans import LAP_AT, Span, unpacked
-from dpmon.ring_file import HEADER_BYTES, RingError
+from dpmon.ring_file import HEADER_BYTES, RingError, read_around, read_whole
 from dpmon.span_ring import FORMAT, KINDS_AT, SLOT, SLOT_BYTES, THREADS, Word
 
 HOLE_NS = 1_000_000_000
@@ -20,7 +20,6 @@ MAX_LINES = 1 << 20
 """Bytes of lines in one read, and the length of the longest line."""
 _MOST_LINES = 64 << 20
 """Limit of bytes of lines in one call of `lines`, however large the file is."""
-_HEADER = struct.Struct("=512Q")
 _WORD = struct.Struct("=Q")
 _FIRST = 64
 """Slots in the first read. The number doubles with each further read, up to _MOST."""
@@ -90,24 +89,14 @@ class SpanReader:
 
     def words(self) -> memoryview:
         """The header's words as they are now (see Word). Raises RingError if the file was truncated."""
-        raw = os.pread(self._fd, _HEADER.size, 0)
-        if len(raw) < _HEADER.size:
-            raise RingError(f"{self.path}: truncated")
-        return memoryview(raw).cast("Q")
+        return memoryview(read_whole(self._fd, self.path, HEADER_BYTES, 0)).cast("Q")
 
     def _word(self, index: int) -> int:
-        raw = os.pread(self._fd, 8, 8 * index)
-        if len(raw) < 8:
-            raise RingError(f"{self.path}: truncated")
-        value: int = _WORD.unpack(raw)[0]
+        value: int = _WORD.unpack(read_whole(self._fd, self.path, _WORD.size, 8 * index))[0]
         return value
 
     def _set(self, index: int, value: int) -> None:
         os.pwrite(self._fd, _WORD.pack(value & 0xFFFFFFFFFFFFFFFF), 8 * index)
-
-    def lost(self) -> int:
-        """Number of spans that the writer could not write."""
-        return min(self._word(Word.LOST), _LAST_NUMBER)
 
     def ended(self) -> bool:
         """Whether the process has announced its end."""
@@ -194,14 +183,9 @@ class SpanReader:
         return marks
 
     def _raw(self, number: int, count: int) -> bytes:
-        at = number % self.slots
-        first = min(count, self.slots - at)
-        data = os.pread(self._fd, first * SLOT_BYTES, HEADER_BYTES + at * SLOT_BYTES)
-        if count > first:
-            data += os.pread(self._fd, (count - first) * SLOT_BYTES, HEADER_BYTES)
-        if len(data) < count * SLOT_BYTES:
-            raise RingError(f"{self.path}: truncated")
-        return data
+        """`count` slots from that of span `number` on."""
+        size, room = count * SLOT_BYTES, self.slots * SLOT_BYTES
+        return read_around(self._fd, self.path, size, number * SLOT_BYTES, room)
 
     def _copy(self, count: int) -> list[Span] | None:
         """The next spans, at most `count`, from slots with the right numbers; None if the first is damaged by now.

@@ -43,9 +43,9 @@ KINDS_AT = 3584
 class Word:
     """Indices of the 64-bit words of the header that change while the ring is in use."""
 
-    LOST, TRAINS, ENDED, ANSWERED, MODE, PAUSED = range(16, 22)
-    """Spans that could not be written; training thread; 1 at the process's end; last request acted upon; mode in force;
-    last pause request acted upon."""
+    TRAINS, ENDED, ANSWERED, MODE, PAUSED = range(17, 22)
+    """Training thread; 1 at the process's end; last request acted upon; mode in force; last pause request acted
+    upon."""
     REQUEST, WANTED, PAUSE, ONE_IN = range(24, 28)
     """Serial of the last request for a mode; that mode; request for a pause (odd) or its end (even); time one step in
     this many on devices (0: all)."""

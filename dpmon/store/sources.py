@@ -245,8 +245,6 @@ class SpanSource:
             if self._state is None:
                 self._state = assembler.state()
             row.position, row.state = assembler.position, self._state
-        with suppress(RingError, OSError):  # truncated under us: what was known stays
-            row.lost = ring.lost()
         return ring.missed + ring.damaged_lines + assembler.dropped - self._dropped_before
 
     def close(self) -> None:

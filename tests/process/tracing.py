@@ -247,8 +247,8 @@ class ScriptRing(ProcessRing):
         return found
 
     def missed(self) -> int:
-        """Records or spans that were not read or could not be written."""
-        return self._source.note(self._row) + self._ring.lost()
+        """Records or spans that were not read."""
+        return self._source.note(self._row)
 
     def laps(self) -> float:
         """How often the ring went round until what was read last."""

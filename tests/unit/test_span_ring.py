@@ -117,13 +117,6 @@ def test_laps_beyond_what_a_span_can_say_of_them(path: str) -> None:
         assert reader.missed == 0
 
 
-def test_a_lost_span_is_counted_by_the_writer(ring: SpanRing, reader: SpanReader) -> None:
-    ring.words[Word.LOST] += 3
-    assert reader.lost() == 3
-    ring.words[Word.LOST] = (1 << 64) - 1  # damage
-    assert reader.lost() < 1 << 60
-
-
 # ------------------------------------------------------------------------------------------------ laps
 
 
@@ -377,7 +370,7 @@ def test_a_ring_that_is_truncated_under_its_reader(ring: SpanRing, reader: SpanR
         with pytest.raises(RingError, match="truncated"):
             action()
     os.truncate(path, 100)
-    for action in (reader.words, reader.lost, reader.under_way, lambda: reader.request(1), reader.ended):
+    for action in (reader.words, reader.under_way, lambda: reader.request(1), reader.ended):
         with pytest.raises(RingError, match="truncated"):
             action()
     assert os.stat(path).st_size == 100, "a request does not make the file grow again"
@@ -426,7 +419,7 @@ def test_a_damaged_ring_ends_and_counts(path: str, seed: int) -> None:
         found: list[Span] = []
         for _ in range(10):
             found += reader.read(0, over=chance.random() < 0.5)
-            reader.under_way(), reader.lost(), reader.has_more(), reader.acknowledged()
+            reader.under_way(), reader.has_more(), reader.acknowledged()
         found += reader.read(0, over=True)
         assert len(found) <= 64
         assert reader.at_end

@@ -45,7 +45,7 @@ def read_whole(fd: int, path: str, size: int, at: int) -> bytes:
 
 
 def read_around(fd: int, path: str, size: int, at: int, room: int) -> bytes:
-    """`size` bytes from byte `at` of a ring of `room` bytes. The last byte is followed by the first. Raises RingError."""
+    """`size` bytes from byte `at` of a ring of `room` bytes, where the first byte follows the last; as `read_whole`."""
     at %= room
     first = min(size, room - at)
     data = read_whole(fd, path, first, HEADER_BYTES + at)

@@ -151,7 +151,7 @@ class Process:
         self.phase(Kind.OPTIMIZER, 1.0)
 
     def said(self, *, devices: tuple[str, ...] = ("cuda:0",), end: bool = True) -> Result:
-        """What the supervisor makes of what is new; `end`: the devices have done all, and the process is over."""
+        """The records of the new spans. With `end`, the devices have finished and the process is over."""
         if end:
             self.device.reached = self.device.now
             self.timing.read(Untimed.ENDED)

@@ -196,7 +196,7 @@ class Script:
     # -------------------------------------------------------------------------------------------- reading
 
     def needed(self, spans: int) -> int:
-        """How many lines a reader has seen for certain that has seen so many spans."""
+        """Number of lines that a reader of this many spans has certainly seen."""
         return sum(1 for before, _ in self.lines if before < spans)
 
     def told(self, first: int, last: int) -> list[dict[str, Any]]:
@@ -269,7 +269,7 @@ def numbered(payloads: Sequence[bytes]) -> list[bytes]:
 
 
 def resumed_at(script: Script, cut: int) -> tuple[list[bytes], list[bytes]]:
-    """The payloads of an assembler that has read so many spans, and those of its successor."""
+    """The payloads of an assembler that has read the spans up to `cut`, and those of its successor."""
     first = Assembler()
     lines = script.needed(cut)
     out = first.feed(script.spans[:cut], script.told(0, lines))

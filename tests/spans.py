@@ -94,7 +94,7 @@ class Lines:
 
 
 class Children:
-    """Processes that a test starts, none of which outlives it."""
+    """Processes that a test starts; all of them end with it."""
 
     def __init__(self) -> None:
         self._started: list[subprocess.Popen[str]] = []

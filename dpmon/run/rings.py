@@ -1,4 +1,4 @@
-"""The rings of training processes: what each process is doing, and what is asked of it."""
+"""The rings of training processes: what each process is doing, and requests to it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dpmon.span_reader import SpanReader
 
 
 class ProcessRing:
-    """The ring of one training process, without what it has recorded (dpmon.store.sources)."""
+    """The ring of one training process. Its records are read elsewhere (dpmon.store.sources)."""
 
     def __init__(self, path: str) -> None:
         """Raises RingError if it is none, OSError if it cannot be opened."""
@@ -26,7 +26,7 @@ class ProcessRing:
         self._ring.close()
 
     def activity(self) -> tuple[str, int]:
-        """What the training thread is in, and since when (monotonic ns, 0: it has begun nothing).
+        """The activity of the training thread, and when it began (monotonic ns; 0 if nothing has begun).
 
         One of data, copy, forward, backward, optimizer, paused; "other": in the script; "ended". Raises RingError if
         the file was truncated.

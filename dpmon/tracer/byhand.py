@@ -23,6 +23,7 @@ from dpmon.tracer.sites import Site, Sites
 from dpmon.tracer.sizes import leaves
 from dpmon.tracer.tables import trains
 from dpmon.tracer.threads import Thread
+from dpmon.tracer.virtual import BROADCAST_APPLY, SCATTER, SCATTER_KWARGS
 
 MAX_SITES = 256
 _OUTSIDE = frozenset((0, Kind.FETCH, Kind.CALL, Kind.OPTIMIZER, Kind.COPY))
@@ -98,7 +99,9 @@ class ByHand:
             given, me.hand = _scattered(number, args, kwargs)
             return self.session.sizes("0", tuple(given))
         if kind == Kind.REPLICATE and me.hand is None:
-            position = 0 if number == 6 else 1  # Broadcast.apply(devices, *tensors); replicate(module, devices)
+            position = (
+                0 if number == BROADCAST_APPLY else 1
+            )  # Broadcast.apply(devices, *tensors); replicate(module, devices)
             me.hand = _several(args[position] if len(args) > position else kwargs.get("devices"))
         return 0
 
@@ -154,11 +157,11 @@ class ByHand:
 
 def _scattered(number: int, args: Any, kwargs: Any) -> tuple[list[Any], tuple[Any, ...] | None]:
     """The signatures of the inputs of one of the scatters in Originals.all, and the target devices."""
-    if number == 0:  # scatter_kwargs(inputs, kwargs, devices)
+    if number == SCATTER_KWARGS:  # scatter_kwargs(inputs, kwargs, devices)
         values = args[0] if args else kwargs["inputs"]
         named = (args[1] if len(args) > 1 else kwargs.get("kwargs")) or {}
         devices = args[2] if len(args) > 2 else kwargs.get("target_gpus")
-    elif number == 4:  # scatter(inputs, devices)
+    elif number == SCATTER:  # scatter(inputs, devices)
         value = args[0] if args else kwargs["inputs"]
         named = value if isinstance(value, dict) else {}
         values = () if isinstance(value, dict) else tuple(value) if type(value) in (tuple, list) else (value,)

@@ -14,12 +14,10 @@ from dpmon.tracer.byhand import ByHand
 from dpmon.tracer.frames import drop_frames, named_like
 from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.replicas import ODD, Unsuited
-from dpmon.tracer.virtual import PRIMITIVES, Originals
+from dpmon.tracer.virtual import PRIMITIVES, REPLICATE, SCATTER_KWARGS, Originals
 
 KIND_OF = (*PRIMITIVES, Kind.SCATTER, Kind.SCATTER, Kind.REPLICATE, Kind.GATHER)
 """Kind of each function in `Originals.all`."""
-SCATTER_KWARGS, REPLICATE = 0, 1
-"""Indices in `Originals.all` of two functions that DataParallel's own methods call."""
 _OURS = frozenset((Kind.CALL, Kind.WRAPPED))
 _MOVING = frozenset((Kind.SCATTER, Kind.REPLICATE, Kind.GATHER))
 

@@ -36,6 +36,8 @@ VERBS = ("scatter_kwargs", "replicate", "parallel_apply", "gather")
 """Names of DataParallel's phases in the module where its code looks them up."""
 PRIMITIVES = (Kind.SCATTER, Kind.REPLICATE, Kind.PARALLEL_APPLY, Kind.GATHER)
 """Kinds of their spans."""
+SCATTER_KWARGS, REPLICATE, PARALLEL_APPLY, GATHER, SCATTER, SCATTER_APPLY, BROADCAST_APPLY, GATHER_APPLY = range(8)
+"""Indices of the functions in `Originals.all` and `VirtualDevices.verbs`."""
 
 _NOWHERE = nullcontext()
 
@@ -204,7 +206,7 @@ class VirtualDevices:
         cut: Any = _Scatter
         join: Any = _Gather
         if base.type == "cuda":
-            cut, join = _on_gpu(base, verbs.all[5], _Scatter), _gather_on(base, verbs.all[7])
+            cut, join = _on_gpu(base, verbs.all[SCATTER_APPLY], _Scatter), _gather_on(base, verbs.all[GATHER_APPLY])
         scatter = with_globals(verbs.scatter, Scatter=cut)
         replicate = with_globals(verbs.replicate, _broadcast_coalesced_reshape=_broadcast, _get_device_index=_index)
         apply_globals: dict[str, Any] = {"torch": _Torch(base), "_get_device_index": _index}

@@ -30,7 +30,7 @@ for _ in range(20):
     optimizer.step()
 print(json.dumps(calls))
 """
-"""What is called only while it learns is called without Module.__call__, so that its layer is what can be seen."""
+"""`value` learns only in calls past Module.__call__, so only its layer can be seen."""
 TEXT = text_of("counting")
 NAMES = re.findall(r"^@loop\ndef (\w+)", TEXT, re.MULTILINE)
 

@@ -20,7 +20,7 @@ MS = 1_000_000
 
 
 def decided(wall_ns: int, times: int, steps: int = STEPS, sampling: Sampling | None = None) -> int:
-    """The number after as many steps of this kind, of which one in that number is timed."""
+    """The sampling number after these steps, with one step timed in each block of that number."""
     sampling = sampling or Sampling()
     for number in range(steps):
         timed = number % max(sampling.one_in, 1) == 0

@@ -1,4 +1,4 @@
-"""What is said of phases: where the host only waits for the GPU, and of how many steps the devices' times are."""
+"""Notes below the phases: where the host waits for the GPU, and how many steps have device times."""
 
 from __future__ import annotations
 

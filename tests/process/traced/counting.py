@@ -208,7 +208,7 @@ def episodes_before_any_optimizer(count):
 
 @loop
 def rollouts_in_training_mode(count):
-    """As in PPO: what is collected without gradients, but in training mode, is a part of the step."""
+    """As in PPO: calls that collect data without gradients, but in training mode, belong to the step."""
     policy = count.watch(Net())
     optimizer = sgd(policy)
     for _ in range(6):
@@ -920,7 +920,7 @@ def left_early(count):
 
 @loop
 def a_loader_read_to_its_end_first(count):
-    """The data are loaded once; the epochs go over what is kept, and by then the loader counts no more."""
+    """The data are loaded once. The epochs go over the loaded batches, so the loader no longer counts."""
     model = count.watch(Net())
     optimizer = sgd(model)
     kept = list(loader())

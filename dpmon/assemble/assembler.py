@@ -12,8 +12,8 @@ from dpmon.assemble.definitions import Definitions
 from dpmon.assemble.device_waits import DeviceWaits, Pending, Said
 from dpmon.assemble.event_queue import Event, EventQueue
 from dpmon.assemble.nesting import VERBS, Block, block_of
-from dpmon.assemble.recorder import Item, Recorder
 from dpmon.assemble.step_mark import Mark
+from dpmon.assemble.step_recorder import Item, Recorder
 from dpmon.assemble.step_rules import StepRules
 from dpmon.record.spans import DOING, Flag, Kind, Span
 from dpmon.record.wire import Untimed

@@ -16,8 +16,8 @@ from dpmon.assemble.nesting import EDGE, LEARNS, PHASE_OF, VERBS, Block
 from dpmon.assemble.open_step import OpenStep
 from dpmon.assemble.optimizer_cycle import OptimizerCycle
 from dpmon.assemble.patience import Patience
-from dpmon.assemble.recorder import Item, Recorder, before_edge
 from dpmon.assemble.step_mark import Mark
+from dpmon.assemble.step_recorder import Item, Recorder, before_edge
 from dpmon.assemble.step_totals import StepTotals
 from dpmon.record.spans import Flag, Kind, Span
 

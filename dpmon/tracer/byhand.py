@@ -15,13 +15,13 @@ import torch
 from dpmon.record.spans import FLAGS_AT, INSIDE_AT, Flag, Kind
 from dpmon.span_ring import Word
 from dpmon.tracer.modes import Modes
+from dpmon.tracer.module_tables import trains
 from dpmon.tracer.names import name_of
 from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.replicas import Watch
 from dpmon.tracer.session import Memo, Session
 from dpmon.tracer.sites import Site, Sites
 from dpmon.tracer.sizes import leaves
-from dpmon.tracer.tables import trains
 from dpmon.tracer.threads import Thread
 from dpmon.tracer.virtual import BROADCAST_APPLY, SCATTER, SCATTER_KWARGS
 

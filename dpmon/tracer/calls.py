@@ -18,11 +18,11 @@ from dpmon.record.spans import FLAGS_AT, INSIDE_AT, Flag, Kind
 from dpmon.span_ring import Word
 from dpmon.tracer.frames import drop_frames, named_like, with_own_code
 from dpmon.tracer.modes import Modes
+from dpmon.tracer.module_tables import trains
 from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.session import Session
 from dpmon.tracer.sites import Functional, Site, Sites
 from dpmon.tracer.split import Run, Split
-from dpmon.tracer.tables import trains
 from dpmon.tracer.threads import Thread
 from dpmon.tracer.timing import Mark
 

@@ -21,9 +21,9 @@ import torch
 
 from dpmon.record.spans import INSIDE_AT, Kind
 from dpmon.tracer.frames import drop_frames
+from dpmon.tracer.module_tables import parts_of
 from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.session import Session, raise_from_signal
-from dpmon.tracer.tables import parts_of
 
 _Original = Callable[..., Any]
 _Where = Callable[[tuple[Any, ...], dict[str, Any]], Any]

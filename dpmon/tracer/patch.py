@@ -37,10 +37,10 @@ from dpmon.tracer.append import note
 from dpmon.tracer.byhand import ByHand
 from dpmon.tracer.calls import Calls
 from dpmon.tracer.copies import Copies
-from dpmon.tracer.errors import uncaught
+from dpmon.tracer.exceptions import uncaught
 from dpmon.tracer.frames import drop_frames, hide_from_dynamo, named_like
 from dpmon.tracer.loaders import Loaders
-from dpmon.tracer.memory import Memory
+from dpmon.tracer.memory_looks import Memory
 from dpmon.tracer.modes import Modes
 from dpmon.tracer.optimizers import OptimizerSteps
 from dpmon.tracer.pause import Pause

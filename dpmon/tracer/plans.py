@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from dpmon.tracer.module_tables import buffers_of, modules_of, parameters_of
 from dpmon.tracer.names import class_name
-from dpmon.tracer.tables import buffers_of, modules_of, parameters_of
 from dpmon.tracer.virtual import VirtualDevices
 
 DP, SINGLE = 1, 2

@@ -25,7 +25,7 @@ from dpmon.record.wire import packed_json, shortened
 from dpmon.span_ring import SLOTS, SpanRing
 from dpmon.tracer import sizes
 from dpmon.tracer.append import append, note
-from dpmon.tracer.errors import in_a_line
+from dpmon.tracer.exceptions import in_a_line
 
 Tensor = torch.Tensor
 

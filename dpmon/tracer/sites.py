@@ -12,11 +12,11 @@ import torch
 from dpmon.record.spans import FLAGS_AT, SITE_AT, Flag, Kind
 from dpmon.record.wire import DDP
 from dpmon.tracer.modes import Modes
+from dpmon.tracer.module_tables import MODULES, Place, modules_of
 from dpmon.tracer.names import class_name
 from dpmon.tracer.plans import DP, SINGLE, Plan, overrides
 from dpmon.tracer.session import Memo, Session
 from dpmon.tracer.stages import Stages, stages_of
-from dpmon.tracer.tables import MODULES, Place, modules_of
 from dpmon.tracer.timing import gpus_of, may_be_used
 
 MAX_SITES = 1024

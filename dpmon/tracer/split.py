@@ -16,14 +16,14 @@ import torch
 from dpmon.record.spans import INSIDE_AT, Kind
 from dpmon.record.wire import CALL_PHASES
 from dpmon.tracer import sizes
-from dpmon.tracer.errors import in_a_line
+from dpmon.tracer.exceptions import in_a_line
 from dpmon.tracer.modes import Modes
+from dpmon.tracer.module_tables import buffers_of
 from dpmon.tracer.plans import DP, SINGLE, Plan
 from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.replicas import ROWS, Unsuited, Watch
 from dpmon.tracer.session import Session
 from dpmon.tracer.sites import Functional, Site, Sites
-from dpmon.tracer.tables import buffers_of
 from dpmon.tracer.threads import Thread
 from dpmon.tracer.virtual import PRIMITIVES, Originals
 

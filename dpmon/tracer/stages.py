@@ -19,10 +19,10 @@ import torch
 
 from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind
 from dpmon.record.wire import shortened
+from dpmon.tracer.module_tables import buffers_of, modules_of, parameters_of
 from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.session import Memo, Session
 from dpmon.tracer.sizes import MAX_PATH, tensors_in
-from dpmon.tracer.tables import buffers_of, modules_of, parameters_of
 from dpmon.tracer.threads import Thread
 from dpmon.tracer.timing import Mark, Timing, gpu_of
 

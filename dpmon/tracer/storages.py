@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from dpmon.tracer.module_tables import BUFFERS, PARAMETERS, modules_of, parts_of, values_of
 from dpmon.tracer.names import class_name
-from dpmon.tracer.tables import BUFFERS, PARAMETERS, modules_of, parts_of, values_of
 
 MAX_TENSORS = 20_000
 AT_ONCE = 256

@@ -13,7 +13,7 @@ import torch
 from running import Dpmon
 from tracing import text_of, traced
 
-from dpmon.tracer.memory import Memory
+from dpmon.tracer.memory_looks import Memory
 from dpmon.tracer.storages import AT_ONCE, MAX_TENSORS, MODEL, Walk
 
 

@@ -134,7 +134,7 @@ def test_that_it_was_tried(runs: dict[str, Traced]) -> None:
     assert len(run.warnings) + len(run.events("warning")) > 50
     by_hand_broken = {function(name) for name in by_hand.said}
     assert not any(math.isnan(number) for number in by_hand.said["nothing"][1])
-    for module in ("byhand", "memory", "pause", "stages", "storages"):
+    for module in ("byhand", "memory_looks", "pause", "stages", "storages"):
         assert sum(name.startswith(f"tracer.{module}.") for name in by_hand_broken) >= 3
     assert broken | by_hand_broken >= GUARDS
 

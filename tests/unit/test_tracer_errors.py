@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from dpmon.tracer.errors import in_a_line
+from dpmon.tracer.exceptions import in_a_line
 from dpmon.tracer.session import _DOING
 
 RETOLD = """Caught {kind} in replica 1 on device 1.

@@ -6,18 +6,20 @@ their parts, and the optimizers that stepped. Deep nesting needs no stack.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from dpmon.record.schema import SPAN_PHASES
-from dpmon.record.spans import COUNTED, DOING, Flag, Kind, Span
-from dpmon.record.step_spans import MAX_SPANS
+from dpmon.record.schema import SPAN_PHASES, SYNC_NUMBER
+from dpmon.record.spans import COUNTED, DOING, LEAD_NS, MAX_LEAD, Flag, Kind, Span
+from dpmon.record.step_spans import BUCKET, MAX_SPANS
 from dpmon.record.wire import STEP_EXTRAS
 
-DATA, FORWARD, BACKWARD, OPTIMIZER, COPY = range(5)
-"""Indices in SPAN_PHASES and in dpmon.record.wire.TIMED_PHASES."""
+DATA, FORWARD, BACKWARD, OPTIMIZER, COPY, SYNC = range(6)
+"""Indices in SPAN_PHASES; the first five are also indices in dpmon.record.wire.TIMED_PHASES."""
 QUANTITIES = tuple(name for name in STEP_EXTRAS if name not in SPAN_PHASES)
-"""Quantities of a step that spans count, in the order of records."""
+"""Quantities and numbers of a step that spans give, in the order of records."""
+SYNCED, UNSYNCED, SYNC_NUMBER_AT = (QUANTITIES.index(name) for name in ("synced", "unsynced", SYNC_NUMBER))
 _PARTS = (Kind.REPLICA, Kind.STAGE, Kind.AGAIN)
 PHASE_OF = tuple(
     SPAN_PHASES.index(DOING[kind]) if DOING.get(kind) in SPAN_PHASES and kind not in _PARTS else -1
@@ -33,6 +35,9 @@ LEARNS = Flag.TRAINING | Flag.GRAD
 """Flags of calls that train or record gradients."""
 EDGE = (Kind.PAUSE, Kind.LOOK)
 """dpmon's own time. At the edge of a step it belongs to no step."""
+
+
+_LEADS, _SIZES = struct.Struct("<4e"), struct.Struct("<2I")
 
 
 class Inner:
@@ -94,6 +99,8 @@ class _Reading:
         self._parts: list[Span] = []
         """Parts of a call that has not ended yet."""
         self._calls: list[Span] = []
+        self._leads: list[int] = []
+        """How long before the last gradient each bucket of the next synchronised pass was ready (ns)."""
         self._stepped: list[tuple[int, int]] = []
         """Start and number of the optimizers that stepped."""
 
@@ -137,7 +144,24 @@ class _Reading:
             counts[quantity] = max(counts[quantity], 0) + (span.inputs | span.outputs << 32)
         elif kind == Kind.LOOK:
             self.found.looks.append(span.site)
+        elif kind == Kind.SYNC:
+            self._sync(span)
+            if flags & Flag.SKIPPED:
+                return
+        elif kind == Kind.BUCKETS:
+            self._leads += leads_of(span)
+            return
         self._time(span)
+
+    def _sync(self, span: Span) -> None:
+        counts, leads = self.found.counts, self._leads
+        self._leads = []
+        if span.flags & Flag.SKIPPED:
+            counts[UNSYNCED] = max(counts[UNSYNCED], 0) + 1
+            return
+        counts[SYNCED] = max(counts[SYNCED], 0) + 1
+        counts[SYNC_NUMBER_AT] = max(counts[SYNC_NUMBER_AT], span.inputs)
+        self.found.spans += [(BUCKET, max(span.start - lead, 0), 0) for lead in leads[: span.site]]
 
     def _primitive(self, span: Span) -> None:
         self.found.hand.append(span)
@@ -191,6 +215,12 @@ class _Reading:
         if phase >= 0:
             found.times[phase] = max(found.times[phase], 0) + max(own, 0)
             found.spans.append((phase, start, span.took))
+
+
+def leads_of(span: Span) -> list[int]:
+    """The leads of four buckets (ns), from a span of kind BUCKETS."""
+    leads = _LEADS.unpack(_SIZES.pack(span.inputs, span.outputs))
+    return [int(lead * LEAD_NS) if 0 <= lead < MAX_LEAD else 0 for lead in leads]
 
 
 def _cut_from(found: list[tuple[int, int]], start: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dpmon.assemble.device_waits import Payload, Pending, Slots
-from dpmon.assemble.nesting import BACKWARD, COPY, DATA, OPTIMIZER, QUANTITIES
+from dpmon.assemble.nesting import BACKWARD, COPY, DATA, OPTIMIZER, QUANTITIES, SYNC_NUMBER_AT
 from dpmon.record.schema import SPAN_PHASES
 from dpmon.record.step_spans import MAX_SPANS, span_words
 from dpmon.record.wire import BODY_PHASES, Untimed, pack_step, pack_timed, with_extras
@@ -72,8 +72,9 @@ class StepTotals:
         return self.learns and self.module == module and self.passes != self.backwards and self.times[OPTIMIZER] < 0
 
     def count(self, quantity: int, value: int) -> None:
-        """Add to a quantity."""
-        self.counts[quantity] = max(self.counts[quantity], 0) + value
+        """Add to a quantity; of numbers of passes, keep the last."""
+        before = max(self.counts[quantity], 0)
+        self.counts[quantity] = max(before, value) if quantity == SYNC_NUMBER_AT else before + value
 
     def bound_spans(self) -> None:
         """Drop the spans after the first MAX_SPANS."""

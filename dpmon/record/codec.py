@@ -25,7 +25,7 @@ from dpmon.record.kinds import (
     Step,
 )
 from dpmon.record.plainjson import load_event, load_json
-from dpmon.record.schema import QUANTITIES, STEP_PHASES
+from dpmon.record.schema import QUANTITIES, STEP_PHASES, SYNC_NUMBER
 from dpmon.record.step_spans import kept_spans
 from dpmon.record.wire import (
     BODY_PHASES,
@@ -221,8 +221,8 @@ class Decoder:
         return Stage(index, device, parts, offset, ended, self._known(got), self._known(gave))
 
     def _step(self, payload: bytes) -> Step:
-        mode, step, start, wall, phases, quantities, packed = step_fields(payload)
-        spans, missing = kept_spans(packed) if packed else (None, 0)
+        mode, step, start, wall, phases, quantities, packed, sync_number = step_fields(payload)
+        spans, missing, buckets = kept_spans(packed) if packed else (None, 0, ())
         known = {name: took for name, took in zip(STEP_PHASES, phases, strict=False) if took >= 0}
         known["other"] = max(0, wall - sum(known.values()))
         counted = {name: count for name, count in zip(_QUANTITY_NAMES, quantities, strict=True) if count >= 0}
@@ -238,6 +238,8 @@ class Decoder:
             quantities=counted,
             spans=spans,
             missing_spans=missing,
+            buckets=buckets,
+            sync_number=sync_number if sync_number >= 0 else None,
         )
 
 
@@ -402,11 +404,14 @@ class StepFields(NamedTuple):
     """In the order of dpmon.record.schema.QUANTITIES."""
     spans: bytes
     """For `kept_spans`; empty if unknown."""
+    sync_number: int
+    """Of its last synchronised backward pass."""
 
 
 _IN_STEP = ("samples", *BODY_PHASES, *STEP_EXTRAS)
 _phases_in = itemgetter(*map(_IN_STEP.index, STEP_PHASES[:-1]))
 _quantities_in = itemgetter(*map(_IN_STEP.index, _QUANTITY_NAMES))
+_SYNC_NUMBER_AT = _IN_STEP.index(SYNC_NUMBER)
 _NO_EXTRAS = (-1,) * len(STEP_EXTRAS)
 
 
@@ -417,7 +422,8 @@ def step_fields(payload: bytes) -> StepFields:
     after_spans = STEP_BODY.size + 8 * words
     numbers += _extras(payload, after_spans, count) if count or len(payload) != after_spans else _NO_EXTRAS
     spans = payload[STEP_BODY.size : after_spans]
-    return StepFields(mode, step, start, wall, _phases_in(numbers), _quantities_in(numbers), spans)
+    phases, quantities = _phases_in(numbers), _quantities_in(numbers)
+    return StepFields(mode, step, start, wall, phases, quantities, spans, numbers[_SYNC_NUMBER_AT])
 
 
 def _extras(payload: bytes, begin: int, count: int) -> list[int]:

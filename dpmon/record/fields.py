@@ -157,6 +157,25 @@ _STEP = RecordKind(
             "ms",
         ),
         Field("missing_spans", "integer", f"how many spans came after the first {MAX_SPANS}; missing if none did"),
+        Field(
+            "buckets_ms",
+            "list",
+            "when each bucket of gradients was ready, after the step's start; in order of time; missing if not known",
+            "ms",
+        ),
+        Field(
+            "sync_number",
+            "integer",
+            "the number of its last synchronised backward pass, which is the same on all ranks; missing if it has none",
+        ),
+        Field(
+            "exposed_ms",
+            "number",
+            "communication of its synchronised passes that nothing hid: the least `sync` of all ranks; missing if it"
+            " has none",
+            "ms",
+        ),
+        Field("wait_ms", "number", "what else of its `sync` it waited for the slowest rank, whose wait is 0", "ms"),
         _ABSENT,
     ),
 )
@@ -347,6 +366,34 @@ _LOADER = RecordKind(
         _ABSENT,
     ),
 )
+_DDP = RecordKind(
+    "ddp",
+    "what a DistributedDataParallel does, at first and whenever that changes",
+    (
+        *_WHO,
+        _T,
+        Field("wrapper", "integer", "its number in the process, from 0"),
+        Field("root", "text", "the class of its model"),
+        Field("backend", "text", "the backend of its process group"),
+        Field("group_size", "integer", "how many ranks average their gradients"),
+        Field("group", "list", "their ranks"),
+        Field("parameters", "integer", "how many parameters it averages"),
+        Field("parameter_bytes", "integer", "their size", "bytes"),
+        Field("bucket_bytes", "list", "the size of each bucket, in the order in which they are averaged", "bytes"),
+        Field("bucket_cap_bytes", "integer", "the size that a bucket may have", "bytes"),
+        Field("find_unused_parameters", "boolean", "whether it looks for unused parameters in every step"),
+        Field("unused_bytes", "integer", "parameters that the last sampled step did not use", "bytes"),
+        Field("gradient_as_bucket_view", "boolean", "whether gradients are views of the buckets"),
+        Field("static_graph", "boolean", "whether the script promises that all steps are alike"),
+        Field("comm_hook", "text", "the name of its communication hook; null if it has none"),
+        Field("broadcast_buffers", "boolean", "whether the first rank sends its buffers in every forward"),
+        Field("sync_batch_norm", "boolean", "whether it has a SyncBatchNorm, whose ranks wait in the forward"),
+        Field("iteration", "integer", "the last iteration that torch itself timed: the first ten, then one in 100"),
+        Field("comm_ms", "number", "torch's time of that iteration: the communication of the backward pass", "ms"),
+        Field("overlap_ms", "number", "torch's time of that iteration: what computation hid of it", "ms"),
+        _ABSENT,
+    ),
+)
 _PROCESS_START = RecordKind(
     "process",
     "a process that began to record",
@@ -401,7 +448,21 @@ _EXIT = RecordKind(
 RECORDS: Mapping[str, RecordKind] = {
     kind.name: kind
     for kind in (
-        *(_CALL, _STEP, _DEVICE, _HOST, _MEMORY, _MODE_CHANGE, _PAUSE, _INPUT, _LOADER, _PROCESS_START, _WARNING, _OOM),
+        *(
+            _CALL,
+            _STEP,
+            _DEVICE,
+            _HOST,
+            _MEMORY,
+            _MODE_CHANGE,
+            _PAUSE,
+            _INPUT,
+            _LOADER,
+            _DDP,
+            _PROCESS_START,
+            _WARNING,
+            _OOM,
+        ),
         *(_DROPPED, _EXIT),
     )
 }

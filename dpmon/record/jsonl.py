@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dpmon.record.kinds import Call, PhaseSpan, Record, Size, Stage, Step
-from dpmon.record.schema import NO_SPANS, QUANTITIES, STEP_PHASES
+from dpmon.record.schema import EXPOSED, NO_SPANS, NOT_JOINED, QUANTITIES, STEP_PHASES, WAIT
 from dpmon.record.wire import MORE
 
 
@@ -109,6 +109,14 @@ def _step_json(step: Step) -> dict[str, Any]:
     if step.missing_spans:
         found["missing_spans"] = step.missing_spans
         absent["spans"] = f"only the first {len(step.spans or ())} of a step are recorded"
+    if step.buckets:
+        found["buckets_ms"] = [_ms(offset) for offset in step.buckets]
+    if step.sync_number is not None:
+        found["sync_number"] = step.sync_number
+        for name, ns in ((f"{EXPOSED}_ms", step.exposed_ns), (f"{WAIT}_ms", step.wait_ns)):
+            found[name] = None if ns is None else _ms(ns)
+            if ns is None:
+                absent[name] = NOT_JOINED
     return {**found, "absent": absent}
 
 

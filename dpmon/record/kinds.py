@@ -163,6 +163,14 @@ class Step:
     """When its phases ran, in order of start, enclosing before enclosed; None: an earlier version recorded it."""
     missing_spans: int = 0
     """How many came after those."""
+    buckets: tuple[int, ...] = ()
+    """When each bucket of gradients was ready, in ns after the step's start; empty if it is not known."""
+    sync_number: int | None = None
+    """Number of its last synchronised backward pass, the same on all ranks; None if it has none."""
+    exposed_ns: int | None = None
+    """Communication of its synchronised passes that no computation hid; None if it is not known."""
+    wait_ns: int | None = None
+    """How long it waited in them for the slowest rank; None if it is not known."""
 
     def quantity(self, name: str) -> int | None:
         """One of dpmon.record.schema.QUANTITIES; None if it is not known."""

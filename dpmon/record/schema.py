@@ -13,8 +13,11 @@ from dpmon.record.wire import BODY_PHASES, CALL_PHASES, MODES, STEP_EXTRAS
 
 __all__ = [
     "EVALUATION",
+    "EXPOSED",
+    "HELD",
     "KINDS",
     "MODES",
+    "NOT_JOINED",
     "NO_SPANS",
     "PHASES",
     "QUANTITIES",
@@ -24,6 +27,8 @@ __all__ = [
     "SPAN_PHASES",
     "STEP",
     "STEP_PHASES",
+    "SYNC_NUMBER",
+    "WAIT",
     "Phase",
     "Quantity",
     "device_series",
@@ -126,6 +131,14 @@ PHASES = (
         short="back",
         absent="no backward pass",
     ),
+    Phase(
+        "sync",
+        "Y",
+        "the end of the backward pass, after this rank's last gradient: communication that nothing hides, and the wait"
+        " for the slowest rank",
+        optional=True,
+        absent="no backward pass of DistributedDataParallel averaged gradients",
+    ),
     Phase("optimizer", "O", "the optimizer changes the parameters", short="opt", absent="no optimizer step"),
     Phase(
         "other", ".", "the rest of the step: the script's own work between these", absent="nothing is left of the step"
@@ -136,6 +149,8 @@ STEP_PHASES = tuple(phase.name for phase in PHASES if not phase.of_call)
 """Those of a step's own, which add up to it; the last is what the others leave."""
 NO_SPANS = "an earlier version of dpmon recorded the step"
 """Why a step has no spans."""
+NOT_JOINED = "the steps of the other ranks with this sync_number are not in this record"
+"""Why it is not known how a step waited for other ranks."""
 QUANTITIES = (
     Quantity(
         "samples",
@@ -154,7 +169,27 @@ QUANTITIES = (
         optional=True,
         label="copied to GPUs",
     ),
+    Quantity(
+        "synced",
+        unit="passes",
+        meaning="backward passes in which the ranks averaged their gradients",
+        metric="synced_passes_total",
+        absent="no backward pass averaged gradients",
+        optional=True,
+        label="synchronised backward passes",
+    ),
+    Quantity(
+        "unsynced",
+        unit="passes",
+        meaning="backward passes of DistributedDataParallel that averaged nothing (no_sync)",
+        metric="unsynced_passes_total",
+        absent="every backward pass averaged gradients",
+        optional=True,
+        label="backward passes under no_sync",
+    ),
 )
+SYNC_NUMBER = "sync_number"
+"""Number of a step's last synchronised backward pass. It is the same on all ranks."""
 
 _BY_NAME = {phase.name: phase for phase in PHASES}
 SPAN_PHASES = (*BODY_PHASES, *(name for name in STEP_EXTRAS if name in _BY_NAME))
@@ -163,7 +198,7 @@ _BY_LABEL = {phase.shown: phase for phase in PHASES}
 assert tuple(phase.name for phase in PHASES if phase.of_call) == CALL_PHASES, "schema and wire differ in call phases"
 assert {"samples", *STEP_PHASES, *(quantity.name for quantity in QUANTITIES)} == {
     *("samples", *BODY_PHASES, *STEP_EXTRAS, "other")
-}, "schema and wire differ in the phases and quantities of a step"
+} - {SYNC_NUMBER}, "schema and wire differ in the phases and quantities of a step"
 
 
 def phase_named(name: str) -> Phase:
@@ -178,6 +213,9 @@ def phase_shown(label: str) -> Phase:
 
 STEP, REST = "step", "rest"
 """The whole step; and what the phases of its calls leave of its forward."""
+EXPOSED, WAIT, HELD = "exposed", "wait", "held"
+"""Of steps with synchronised backward passes, once the ranks are joined: communication that no computation hides; the
+wait for the slowest rank; and on the slowest rank, how much later it was than the next one."""
 
 
 EVALUATION, SETTLING = 1, 2

@@ -37,6 +37,8 @@ class Kind:
     LOOK = 15
     GONE = 16
     AGAIN = 17
+    SYNC = 18
+    BUCKETS = 19
 
 
 DOING = {
@@ -57,6 +59,8 @@ DOING = {
     Kind.LOOK: "other",
     Kind.GONE: "other",
     Kind.AGAIN: "other",
+    Kind.SYNC: "sync",
+    Kind.BUCKETS: "other",
 }
 """What a process does during a span, by kind. Phases of a step have the same names as in records."""
 COUNTED = {Kind.COPY: "copied_bytes"}
@@ -69,6 +73,9 @@ class Flag:
     TRAINING, GRAD, FAILED, VIRTUAL, DP, SINGLE, OVER, TIMED, HAND, SKIPPED = (1 << bit for bit in range(10))
 
 
+LEAD_NS, MAX_LEAD = 64_000, 65_504.0
+"""Unit and limit of the leads in a span of kind BUCKETS: how long before the last gradient each of four buckets was
+ready, as half-precision floats in place of sizes. Each is exact to 0.05 %, and at most 4 s."""
 LAP_AT, FLAGS_AT, INSIDE_AT, THREAD_AT, SITE_AT = 8, 16, 26, 31, 40
 """Shifts in w0: lap of the ring (8 bits), flags (10), enclosing kind (5), thread (9), site (24)."""
 MAX_THREAD, MAX_SITE = (1 << 9) - 1, (1 << 24) - 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from dpmon.record.kinds import PhaseSpan
 from dpmon.record.schema import SPAN_PHASES
@@ -12,6 +13,8 @@ MAX_SPANS = 256
 """Limit of recorded spans in one step: the first ones."""
 SPAN_PHASE = 15
 """Bits of the phase in a word of spans. This value itself is no phase and marks a head."""
+BUCKET = 14
+"""In place of a phase: when the last gradient of a bucket was ready. It has no duration."""
 SPAN_WORD = 30
 """Bits of a start and of a duration if both are in one word: phase | start << 4 | duration << 34."""
 SPAN_HEAD, SPAN_HEAD_WIDE = 8, 16
@@ -21,14 +24,14 @@ _SPAN_START = (1 << 4 + SPAN_WORD) - 1
 """Phase and start in a word of spans."""
 _made = tuple.__new__
 
-assert len(SPAN_PHASES) <= SPAN_PHASE, "a word of spans has no room for so many phases"
+assert len(SPAN_PHASES) <= BUCKET, "a word of spans has no room for so many phases"
 
 
 def span_words(spans: Sequence[Sequence[int]], start_ns: int, wall_ns: int, missing: int = 0) -> list[int]:
     """The spans of a step's phases, for `pack_step`: one word per span, or two if a number is large.
 
     `spans`: phase, start (monotonic ns) and duration of each, in order of start, enclosing before enclosed, at most
-    MAX_SPANS. A phase is an index in dpmon.record.schema.SPAN_PHASES. `missing`: number of further spans.
+    MAX_SPANS. A phase is an index in dpmon.record.schema.SPAN_PHASES, or BUCKET. `missing`: number of further spans.
     """
     words = []
     bits = 0
@@ -51,8 +54,18 @@ def _wide_words(spans: Sequence[Sequence[int]], start_ns: int, wall_ns: int) -> 
     return words
 
 
-def kept_spans(packed: bytes) -> tuple[tuple[PhaseSpan, ...], int]:
-    """The spans of a step and the number of missing ones, from `StepFields.spans`; struct.error if damaged."""
+class KeptSpans(NamedTuple):
+    """The spans of a step."""
+
+    spans: tuple[PhaseSpan, ...]
+    missing: int
+    """Number of further spans and buckets."""
+    buckets: tuple[int, ...]
+    """When each bucket of gradients was ready, in ns after the step's start; in order of time."""
+
+
+def kept_spans(packed: bytes) -> KeptSpans:
+    """The spans of a step, from `StepFields.spans`; struct.error if they are damaged."""
     if len(packed) % 8 or len(packed) > 8 * (1 + 2 * MAX_SPANS):
         raise struct.error("spans of a step are cut off, or too many")
     words = struct.unpack(f"<{len(packed) // 8}Q", packed)
@@ -65,5 +78,10 @@ def kept_spans(packed: bytes) -> tuple[tuple[PhaseSpan, ...], int]:
     else:
         starts = tuple([word & _SPAN_START for word in words])
         durations = tuple([word >> 4 + SPAN_WORD for word in words])
-    pairs = zip(starts, durations, strict=True)
-    return tuple([_made(PhaseSpan, (SPAN_PHASES[at & SPAN_PHASE], at >> 4, took)) for at, took in pairs]), missing
+    buckets: tuple[int, ...] = ()
+    pairs = list(zip(starts, durations, strict=True))
+    if any(at & SPAN_PHASE == BUCKET for at in starts):
+        buckets = tuple([at >> 4 for at in starts if at & SPAN_PHASE == BUCKET])
+        pairs = [(at, took) for at, took in pairs if at & SPAN_PHASE != BUCKET]
+    spans = tuple([_made(PhaseSpan, (SPAN_PHASES[at & SPAN_PHASE], at >> 4, took)) for at, took in pairs])
+    return KeptSpans(spans, missing, buckets)

@@ -60,8 +60,8 @@ MODES = ("", "dp", "single")
 CALL_PHASES = ("scatter", "replicate", "parallel_apply", "gather")
 BODY_PHASES = ("data", "forward", "backward", "optimizer")
 """Phases with a fixed place in the record of every step."""
-STEP_EXTRAS = ("copy", "copied_bytes")
-"""Phases and quantities that few steps have, by their numbers in a record: new ones come last."""
+STEP_EXTRAS = ("copy", "copied_bytes", "sync", "synced", "unsynced", "sync_number")
+"""Phases, quantities and numbers that few steps have, by their numbers in a record: new ones come last."""
 TIMED_PHASES = (*BODY_PHASES, "copy")
 """Phases of a step with device times, in the order of a record; a record without copies ends before `copy`."""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dpmon.store.accounting import Spent
+from dpmon.store.rounds import Joined
 from dpmon.store.tables import RingRow
 from dpmon.store.tally import Key, StepFacts
 
@@ -51,6 +52,8 @@ class Batch:
     gaps: list[tuple[Any, ...]] = field(default_factory=list)
     waited: list[tuple[int, int, int]] = field(default_factory=list)
     """Waits for input in gaps that were recorded before: process, begin, end."""
+    joined: list[Joined] = field(default_factory=list)
+    """Steps, of this batch or an earlier one, of which it is known now how they waited for other ranks."""
     shapes: Counter[ShapeKey] = field(default_factory=Counter)
     """Calls by shape."""
     devices: dict[tuple[int, int, str], list[float]] = field(default_factory=dict)
@@ -59,7 +62,15 @@ class Batch:
     @property
     def entries(self) -> int:
         """The number of rows and sums to write."""
-        rows: Iterable[Sized] = (self.definitions, self.calls, self.steps, self.events, self.rings, self.gaps)
+        rows: Iterable[Sized] = (
+            self.definitions,
+            self.calls,
+            self.steps,
+            self.events,
+            self.rings,
+            self.gaps,
+            self.joined,
+        )
         sums: Iterable[Sized] = (self.tallied, self.spent, self.waited, self.shapes, self.devices)
         return sum(len(part) for part in (*rows, *sums))
 

@@ -1,4 +1,4 @@
-"""Reads a history that an earlier version of dpmon wrote (schema 1 to 5); its file stays as it is.
+"""Reads a history that an earlier version of dpmon wrote (schema 1 to 6); its file stays as it is.
 
 Each row becomes the payload that a ring had held, and goes through the intake into a new history: so all figures are as
 if this version had recorded the run. What an earlier version deleted is missing.
@@ -138,7 +138,9 @@ def _step(row: Mapping[str, Any], start_ns: int) -> bytes:
     body = [-1 if row[name] is None else row[name] for name in ("samples", *(f"{name}_ns" for name in BODY_PHASES))]
     samples, *phases = body
     start = row["start_ns"] + start_ns
-    record = pack_step(mode_number(row["mode"]), row["step"], start, row["wall_ns"], samples, phases)
+    packed = row.get("spans")
+    spans = struct.unpack(f"<{len(packed) // 8}Q", packed) if isinstance(packed, bytes) else ()
+    record = pack_step(mode_number(row["mode"]), row["step"], start, row["wall_ns"], samples, phases, spans)
     extras = {name: value for name, column in _EXTRAS.items() if (value := row.get(column)) is not None}
     if extras:
         record = with_extras(record, extras)

@@ -35,11 +35,12 @@ from dpmon.record.codec import (
 )
 from dpmon.record.kinds import RecordError, is_evaluation
 from dpmon.record.plainjson import load_event
-from dpmon.record.schema import EVALUATION, PHASES, REST, SETTLING, SETTLING_STEPS, STEP_PHASES
+from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, REST, SETTLING, SETTLING_STEPS, STEP_PHASES
 from dpmon.record.wire import CALL_PHASES, GRAD, MODES, TRAINING, VIRTUAL
 from dpmon.store.accounting import LATEST_NS, Account
 from dpmon.store.batch import GAP_NS, Batch, ShapeKey
 from dpmon.store.parts import replica_series, stage_series
+from dpmon.store.rounds import Rounds, SyncStep
 from dpmon.store.tables import RingRow
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key, StepFacts
 
@@ -52,6 +53,7 @@ HELD_CALLS = 4096
 _MAX_INT = (1 << 63) - 1
 _APPLY = CALL_PHASES.index("parallel_apply")
 _CALL_AT = {name: index for index, name in enumerate(CALL_PHASES)}
+_SYNCED_AT = [quantity.name for quantity in QUANTITIES].index("synced")
 _STEP_AT = {name: index for index, name in enumerate(STEP_PHASES)}
 _phases_of = itemgetter(
     *(len(STEP_PHASES) + _CALL_AT[phase.name] if phase.of_call else _STEP_AT[phase.name] for phase in PHASES)
@@ -82,6 +84,8 @@ class Accounts:
     """The accounts of all processes of a run: a process is known by the pid, too, that waits for input."""
 
     of: dict[int, Account] = field(default_factory=dict)
+    rounds: Rounds = field(default_factory=Rounds)
+    """The synchronised passes of all ranks."""
     _processes: dict[int, int] = field(default_factory=dict)
     """By pid."""
     _early: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=1000))
@@ -99,6 +103,8 @@ class Accounts:
         if process is not None:
             if kind in ("process", "pause"):
                 self._heard(process, data, at_ns)
+            if kind in ("process", "ddp"):
+                self.rounds.heard(process, kind, data)
             if kind == "process" and type(data.get("pid")) is int:
                 self._began(batch, data["pid"])
         elif at_ns is not None and kind == "input":
@@ -253,11 +259,12 @@ class Intake:
         self._count(batch, self._calls, None)
         self._calls.clear()
         self._note_held()
+        batch.joined += self._accounts.rounds.ended(self.row.process)
 
     # ------------------------------------------------------------------------------------------ steps
 
     def _step(self, batch: Batch, number: int, payload: bytes) -> None:
-        mode_number, step, start, wall, phases, counted, spans = step_fields(payload)
+        mode_number, step, start, wall, phases, counted, spans, sync_number = step_fields(payload)
         mode = MODES[mode_number]
         began = start - self._start_ns
         _check(began, wall, step)
@@ -273,13 +280,19 @@ class Intake:
         parts = [part for call in calls for part in call.parts]
         facts = StepFacts(step, max(wall, 0), quantities, values, rest, len(calls), device, parts)
         process = self.row.process
-        batch.step(Key(process, mode, kind, self._batch_size(quantities[SAMPLES_AT])), began, facts)
+        key = Key(process, mode, kind, self._batch_size(quantities[SAMPLES_AT]))
+        batch.step(key, began, facts)
         spent, gap = self._accounts.account(process).step(step, mode, began, max(wall, 0), evaluation)
         batch.spend(process, spent)
         if gap is not None and gap.ns >= GAP_NS:
             batch.gaps.append((process, *gap))
         named = number, process, step, mode, began, wall, kind, len(calls)
-        batch.steps.append((*named, *quantities, *values, rest, times, spans or None))
+        numbers = sync_number if sync_number >= 0 else None, None, None
+        batch.steps.append((*named, *quantities, *values, rest, times, spans or None, *numbers))
+        if sync_number >= 0:
+            second = (began + max(wall, 0)) // 1_000_000_000
+            synced = SyncStep(number, key, second, sync_number, counted[_SYNCED_AT], phases[_STEP_AT["sync"]])
+            batch.joined += self._accounts.rounds.step(process, synced)
         self._place(number)
         self._note_held()
         self.row.steps += 1

@@ -17,7 +17,7 @@ from typing import Any
 from dpmon.record.codec import Decoder, kept_step_times
 from dpmon.record.kinds import Call, Event, Record, RecordError, Step
 from dpmon.record.plainjson import load_event, load_json
-from dpmon.record.schema import EVALUATION, MODES, QUANTITIES, SETTLING, STEP, STEP_PHASES
+from dpmon.record.schema import EVALUATION, EXPOSED, MODES, QUANTITIES, SETTLING, STEP, STEP_PHASES, SYNC_NUMBER, WAIT
 from dpmon.record.step_spans import kept_spans
 from dpmon.store.answers import GapRow, LongRow, MinuteRow, Shape
 from dpmon.store.sums import TALLY, TALLY_AT, Parameters, Sums, key_in, whole
@@ -26,7 +26,6 @@ from dpmon.store.tables import (
     LASTING_KINDS,
     STEP_COLUMNS,
     Bounds,
-    columns_of,
     definitions_in,
 )
 from dpmon.store.tally import Key, Tally, are_optional
@@ -40,6 +39,8 @@ _LONG_PHASES = tuple(f"{name}_ns" for name in STEP_PHASES)
 _AT = {name: index for index, name in enumerate(STEP_COLUMNS)}
 _plain_of = itemgetter(*map(_AT.__getitem__, ("process", "step", "mode", "start_ns", "wall_ns", "device", "spans")))
 _phases_of = itemgetter(*(_AT[f"{name}_ns"] for name in STEP_PHASES))
+_sync_of = itemgetter(*map(_AT.__getitem__, (SYNC_NUMBER, f"{EXPOSED}_ns", f"{WAIT}_ns")))
+_STEP_COLUMNS = ", ".join(STEP_COLUMNS)
 _COUNTED = tuple(quantity.name for quantity in QUANTITIES)
 _quantities_of = itemgetter(*map(_AT.__getitem__, _COUNTED))
 LONG_COLUMNS = ", ".join(("process", "step", "mode", "kind", "start_ns", "wall_ns", *_LONG_PHASES))
@@ -57,8 +58,6 @@ class Store(Sums):
         """Damaged rows that `records` met."""
         self._decoders: dict[int, Decoder] = {}
         self._ranks = {ring.process: ring.rank for ring in reversed(self.rings.values())}
-        there = columns_of(db, "steps")
-        self._step_columns = ", ".join(name if name in there else f"NULL AS {name}" for name in STEP_COLUMNS)
 
     @property
     def dropped(self) -> int:
@@ -146,12 +145,12 @@ class Store(Sums):
         """The newest steps that ended between two times, the newest first; damaged ones are left out."""
         who, values = ("", ()) if process is None else (" AND process = ?", (process,))
         ended = "start_ns + wall_ns"
-        query = f"SELECT {self._step_columns} FROM steps WHERE {ended} > ? AND {ended} <= ?{who}"
+        query = f"SELECT {_STEP_COLUMNS} FROM steps WHERE {ended} > ? AND {ended} <= ?{who}"
         return self._steps(f"{query} ORDER BY id DESC LIMIT ?", (begin_ns, end_ns, *values, most))
 
     def steps_until(self, last_id: int, process: int, most: int) -> list[Step]:
         """The newest steps of a process up to an id, the newest first; damaged ones are left out."""
-        query = f"SELECT {self._step_columns} FROM steps WHERE process = ? AND id <= ? ORDER BY id DESC LIMIT ?"
+        query = f"SELECT {_STEP_COLUMNS} FROM steps WHERE process = ? AND id <= ? ORDER BY id DESC LIMIT ?"
         return self._steps(query, (process, last_id, most))
 
     def _steps(self, query: str, values: Parameters) -> list[Step]:
@@ -164,13 +163,13 @@ class Store(Sums):
     def _step(self, row: Sequence[Any]) -> Step:
         """The record in a row of STEP_COLUMNS; RecordError if it is damaged."""
         process, number, mode, start, wall, device, packed = _plain_of(row)
-        phases, quantities = _phases_of(row), _quantities_of(row)
+        phases, quantities, sync = _phases_of(row), _quantities_of(row), _sync_of(row)
         known = type(process) is type(number) is type(start) is type(wall) is int and mode in MODES
-        if not known or not are_optional(phases) or not are_optional(quantities):
+        if not known or not are_optional((*phases, *quantities, *sync)):
             raise RecordError("damaged row in steps")
         counted = {name: count for name, count in zip(_COUNTED, quantities, strict=True) if count is not None}
         try:
-            spans, missing = kept_spans(packed) if isinstance(packed, bytes) else (None, 0)
+            spans, missing, buckets = kept_spans(packed) if isinstance(packed, bytes) else (None, 0, ())
             found = Step(
                 process=process,
                 rank=self.rank(process),
@@ -183,6 +182,10 @@ class Store(Sums):
                 quantities=counted,
                 spans=spans,
                 missing_spans=missing,
+                buckets=buckets,
+                sync_number=sync[0],
+                exposed_ns=sync[1],
+                wait_ns=sync[2],
             )
             return kept_step_times(found, device) if isinstance(device, bytes) else found
         except (struct.error, ValueError, IndexError):
@@ -213,7 +216,7 @@ class Store(Sums):
         """The records with these ids."""
         tables = (
             self._rows(f"SELECT id, '{table}', {names} FROM {table} WHERE id >= ? AND id < ? ORDER BY id", (first, end))
-            for table, names in zip(_TABLES, ("process, payload", self._step_columns, "json"), strict=True)
+            for table, names in zip(_TABLES, ("process, payload", _STEP_COLUMNS, "json"), strict=True)
         )
         for _, table, *row in heapq.merge(*tables, key=itemgetter(0)):
             try:

@@ -9,7 +9,9 @@
     steps        id, process, step, mode, start_ns, wall_ns, kind (dpmon.record.schema.KINDS), calls, each quantity,
                  the ns of each phase (NULL: did not run; those of its calls are sums), rest_ns (what the phases of its
                  calls leave of its forward), device (NULL, or its device times: dpmon.record.codec.step_times), spans
-                 (when its phases ran: dpmon.record.step_spans.kept_spans; NULL: an earlier version recorded it)
+                 (when its phases ran: dpmon.record.step_spans.kept_spans; NULL: an earlier version recorded it),
+                 sync_number (of its last synchronised backward pass), exposed_ns and wait_ns (dpmon.store.rounds;
+                 NULL: the other ranks' steps are not known)
     events       id, process (NULL: the supervisor), kind, t_ns, json
     series       number, name: what the sketches of the tallies are of (dpmon.record.schema, and the replicas and
                  stages of calls: dpmon.store.parts)
@@ -50,7 +52,7 @@ from typing import Any
 
 from dpmon.errors import DpmonError
 from dpmon.record.plainjson import load_json
-from dpmon.record.schema import PHASES, QUANTITIES
+from dpmon.record.schema import EXPOSED, PHASES, QUANTITIES, SYNC_NUMBER, WAIT
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.store.tally import COLUMNS
 
@@ -62,7 +64,6 @@ __all__ = [
     "LARGEST",
     "LASTING",
     "LASTING_KINDS",
-    "LATER_COLUMNS",
     "SCHEMA",
     "SCHEMA_VERSION",
     "STEP_COLUMNS",
@@ -82,9 +83,9 @@ __all__ = [
 BEFORE_S = -1
 """The start of device_rollups that are of all the time before the first minute that is left."""
 HISTORY_FILE = "history.sqlite"
-SCHEMA_VERSION = 6
-LASTING_KINDS = ("process", "mode", "exit", "warning", "pause", "input", "loader")
-"""Events that outlive the steps around them (of warnings, waits and loaders the newest): they hold for what follows."""
+SCHEMA_VERSION = 7
+LASTING_KINDS = ("process", "mode", "exit", "warning", "pause", "input", "loader", "ddp")
+"""Events that outlive the steps around them (of some kinds the newest): they hold for what follows."""
 LASTING = f"kind IN ({', '.join(repr(kind) for kind in LASTING_KINDS)})"
 STEP_COLUMNS: Mapping[str, str] = {
     "id": "INTEGER PRIMARY KEY",
@@ -96,6 +97,7 @@ STEP_COLUMNS: Mapping[str, str] = {
     "rest_ns": "INTEGER",
     "device": "BLOB",
     "spans": "BLOB",
+    **dict.fromkeys((SYNC_NUMBER, *(f"{name}_ns" for name in (EXPOSED, WAIT))), "INTEGER"),
 }
 """The columns of steps and their types."""
 CALL_COLUMNS: Mapping[str, str] = {
@@ -107,11 +109,6 @@ CALL_COLUMNS: Mapping[str, str] = {
     **dict.fromkeys((f"{phase.name}_ns" for phase in PHASES if phase.of_call), "INTEGER"),
 }
 """The columns of calls and their types."""
-LATER_COLUMNS: Mapping[str, Mapping[str, str]] = {
-    "rings": {"last_call": "INTEGER", "lines": "INTEGER", "state": "TEXT"},
-    "steps": {"spans": STEP_COLUMNS["spans"]},
-}
-"""Columns that a table may lack in a history of this schema: they are added where it is written."""
 ACTIVITY_COLUMNS = tuple(f"{name}_ns" for name in ACTIVITIES)
 
 
@@ -124,7 +121,7 @@ CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS rings (
     name TEXT PRIMARY KEY, process INTEGER, rank INTEGER, pid INTEGER, position INTEGER, sequence INTEGER,
     missed INTEGER, lost INTEGER, calls INTEGER, steps INTEGER, last_step INTEGER,
-    first_id INTEGER, last_id INTEGER, held_id INTEGER, {later_ring_columns}) WITHOUT ROWID;
+    first_id INTEGER, last_id INTEGER, held_id INTEGER, last_call INTEGER, lines INTEGER, state TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS definitions (
     process INTEGER, number INTEGER, value TEXT, PRIMARY KEY (process, number)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS calls ({call_columns});
@@ -154,7 +151,6 @@ CREATE INDEX IF NOT EXISTS memory ON events (process, t_ns) WHERE kind = 'memory
 """.format(
     lasting=LASTING,
     step_columns=", ".join(f"{name} {kind}" for name, kind in STEP_COLUMNS.items()),
-    later_ring_columns=", ".join(f"{name} {kind}" for name, kind in LATER_COLUMNS["rings"].items()),
     call_columns=", ".join(f"{name} {kind}" for name, kind in CALL_COLUMNS.items()),
     tally_columns=_whole_numbers(COLUMNS[:-1]) + ", sketches BLOB",
     activities=_whole_numbers(ACTIVITY_COLUMNS),

@@ -219,6 +219,11 @@ class Tally:
         for name, values in named.items():
             self._count(name, values)
 
+    def add_series(self, values: Mapping[str, Sequence[int]]) -> None:
+        """Add values by series, of steps that were added before."""
+        for name, found in values.items():
+            self._count(name, found)
+
     def _count(self, series: str, values: Sequence[int]) -> None:
         if values:
             found = self.stats.get(series)

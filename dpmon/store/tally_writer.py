@@ -16,6 +16,7 @@ from itertools import pairwise
 
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.store.batch import Batch, Ended
+from dpmon.store.rounds import Joined
 from dpmon.store.tables import ACTIVITY_COLUMNS
 from dpmon.store.tally import ALL, COLUMNS, WIDTHS, Key, SeriesNames, Tally, known_keys
 
@@ -87,6 +88,9 @@ class TallyWriter:
                 for width in self._widths(second):
                     tally = self._tally((width, second // width * width, key), changed)
                     tally.add(ended.steps, ended.first_ns, ended.last_ns)
+        for (second, key), series in self._joined(batch.joined).items():
+            for width in self._widths(second):
+                self._tally((width, second // width * width, key), changed).add_series(series)
         newest = max((second for second, _ in batch.tallied), default=0)
         self._put(changed)
         self._add_times(batch.spent)
@@ -121,6 +125,17 @@ class TallyWriter:
                 found[place] = replace(ended, steps=[*ended.steps])
             else:
                 known.add(ended.steps, ended.first_ns, ended.last_ns)
+        return found
+
+    def _joined(self, joined: Iterable[Joined]) -> dict[tuple[int, Key], dict[str, list[int]]]:
+        """The values of joined steps by second and tally, and by series; those of all processes, too."""
+        found: dict[tuple[int, Key], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for one in joined:
+            step = one.step
+            keys = (step.key, step.key._replace(process=ALL)) if len(self._processes) > 1 else (step.key,)
+            for key in keys:
+                for name, value in one.series.items():
+                    found[step.second, key][name].append(value)
         return found
 
     def _tally(self, place: _Place, changed: dict[_Place, Tally]) -> Tally:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.record.plainjson import load_json
+from dpmon.record.schema import EXPOSED, WAIT
 from dpmon.run.files import check_database
 from dpmon.store.batch import GAP_NS, Batch
 from dpmon.store.tables import (
@@ -18,7 +19,6 @@ from dpmon.store.tables import (
     CALL_COLUMNS,
     HISTORY_FILE,
     LASTING,
-    LATER_COLUMNS,
     SCHEMA,
     SCHEMA_VERSION,
     STEP_COLUMNS,
@@ -26,7 +26,6 @@ from dpmon.store.tables import (
     HistoryError,
     RingRow,
     check_schema,
-    columns_of,
     definitions_in,
     last_ids,
     rings_in,
@@ -50,6 +49,7 @@ _INTO_RINGS = f"INSERT OR REPLACE INTO rings ({', '.join(_RING_NAMES)}) VALUES (
 _of_ring = attrgetter(*_RING_NAMES)
 _INTO_GAPS = "INSERT INTO gaps (process, after_step, before_step, mode, begin_ns, end_ns, ns) VALUES (?,?,?,?,?,?,?)"
 _SHORTEN_GAP = "UPDATE gaps SET ns = max(ns - ?, 0) WHERE process = ? AND begin_ns <= ? AND end_ns >= ?"
+_JOIN_STEP = f"UPDATE steps SET {EXPOSED}_ns = ?, {WAIT}_ns = ? WHERE id = ?"
 _ADD_SHAPE = """\
 INSERT INTO shapes VALUES (?,?,?,?,?,?,?,?) ON CONFLICT DO UPDATE SET calls = calls + excluded.calls"""
 _ADD_DEVICE = """\
@@ -112,9 +112,6 @@ class History:
         run("PRAGMA journal_size_limit=4194304")
         run("PRAGMA cache_size=-2000")
         self._db.executescript(SCHEMA)
-        for table, later in LATER_COLUMNS.items():
-            for name in later.keys() - columns_of(self._db, table):
-                run(f"ALTER TABLE {table} ADD COLUMN {name} {later[name]}")
         rows = {"schema": SCHEMA_VERSION, "limit_bytes": self._limit, "pruned": 0, **meta}
         self._db.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", rows.items())
         self._tallies = TallyWriter(self._db)
@@ -174,6 +171,7 @@ class History:
             many(
                 _ADD_DEVICE.format("VALUES (?,?,?,?,?,?,?)"), [(*key, *values) for key, values in batch.devices.items()]
             )
+            many(_JOIN_STEP, [(one.exposed_ns, one.wait_ns, one.step.id) for one in batch.joined])
             self._tallies.add(batch)
             many(_INTO_GAPS, batch.gaps)
             for process, begin, end in batch.waited:
@@ -226,7 +224,7 @@ class History:
             self._add_devices_up(first + max((last - first) // 8, 1))
         self._tallies.prune(self._limit)
         run("DELETE FROM gaps WHERE id < (SELECT max(id) FROM gaps) - ?", (_LASTING_KEPT,))
-        for kind in ("warning", "input", "loader"):  # events that last, and that a script can make any number of
+        for kind in ("warning", "input", "loader", "ddp"):  # events that last, and that a script can make any number of
             run(
                 "DELETE FROM events WHERE kind = ? AND id <"
                 " (SELECT id FROM events WHERE kind = ? ORDER BY id DESC LIMIT 1 OFFSET ?)",

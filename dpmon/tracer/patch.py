@@ -16,6 +16,7 @@
 | the global optimizer step hooks | optimizer |
 | Optimizer.__init__ | memory of optimizer states |
 | torch.distributed.init_process_group | the stage before the first call |
+| DistributedDataParallel._post_forward | synchronised backward passes |
 | Tensor.to, Tensor.cuda, if torch was built for GPUs | copies to GPUs |
 """
 
@@ -39,6 +40,7 @@ from dpmon.tracer.calls import Calls
 from dpmon.tracer.copies import Copies
 from dpmon.tracer.exceptions import uncaught
 from dpmon.tracer.frames import drop_frames, hide_from_dynamo, named_like
+from dpmon.tracer.gradient_sync import GradientSync
 from dpmon.tracer.loaders import Loaders
 from dpmon.tracer.memory_looks import Memory
 from dpmon.tracer.modes import Modes
@@ -88,6 +90,7 @@ def install() -> None:
     memory = Memory(session, recorder, sites)
     loaders = Loaders(session)
     startup = Startup(session)
+    gradients = GradientSync(session, recorder)
     recorder.on_first_fetch, recorder.on_first_fetched = startup.fetch_begins, startup.fetch_ends
 
     def idle() -> None:  # batches arrive, but no call is seen
@@ -125,6 +128,7 @@ def install() -> None:
     optimizer.register_optimizer_step_post_hook(after_step)
     optimizer.Optimizer.__init__ = memory.constructing(optimizer.Optimizer.__init__)
     Copies(session, recorder).install()
+    gradients.install()
     roots.listen()
     try:
         startup.install()
@@ -134,7 +138,7 @@ def install() -> None:
     queued = getattr(torch.cuda, "_queued_calls", None)  # run when CUDA comes up
     if isinstance(queued, list):
         queued += [(coming.set, []), (sites.all_may_move, [])]
-    parts = (recorder, optimizers, modes, sites, by_hand, memory, loaders)
+    parts = (recorder, optimizers, modes, sites, by_hand, memory, loaders, gradients)
     _at_the_end(session, recorder, memory, loaders, [part.reset for part in parts])
     try:
         hide_from_dynamo()

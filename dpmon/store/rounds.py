@@ -1,0 +1,162 @@
+"""Joins the ranks: for each synchronised backward pass, who waited for whom. Pure.
+
+All ranks leave a synchronised backward pass together. The time from a rank's last gradient to that end is shortest on
+the rank that the others wait for. The shortest one is communication that no computation hides; what a rank needs beyond
+it is its wait. Only durations are compared, so the ranks may have different clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from dpmon.record.schema import EXPOSED, HELD, WAIT
+from dpmon.store.tally import Key
+
+MAX_PENDING = 256
+"""Rounds of a group that wait for ranks; the oldest is closed for each further one."""
+_MAX_RANKS = 1 << 16
+
+
+class SyncStep(NamedTuple):
+    """A step with synchronised backward passes."""
+
+    id: int
+    """Of its row."""
+    key: Key
+    second: int
+    """In which it ended, since the run's start."""
+    number: int
+    """Of its last synchronised pass, the same on all ranks."""
+    passes: int
+    tail_ns: int
+    """From its last gradients to the ends of these passes."""
+
+
+class Joined(NamedTuple):
+    """What a step of one rank spent in communication, once the ranks are known that took part; ns."""
+
+    step: SyncStep
+    exposed_ns: int
+    wait_ns: int
+    held_ns: int | None
+    """On the slowest rank: how much later it was than the second slowest. None on the others."""
+
+    @property
+    def series(self) -> dict[str, int]:
+        """Its values for a tally, by series."""
+        found = {EXPOSED: self.exposed_ns, WAIT: self.wait_ns}
+        return found if self.held_ns is None else {**found, HELD: self.held_ns}
+
+
+class _Group:
+    """The processes that average their gradients together: one of each rank."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = frozenset(ranks)
+        self.pending: dict[tuple[int, int], dict[int, SyncStep]] = {}
+        """By the last number and the count of passes of a step, the steps by rank."""
+        self.newest: dict[int, int] = {}
+        """By rank, its process."""
+        self.reached: dict[int, int] = {}
+        """By rank, the number of its newest step."""
+        self.ended: set[int] = set()
+        """Ranks whose process is over."""
+
+    def take_over(self, rank: int, process: int) -> bool:
+        """Note that a process has a rank; False if a newer one has it."""
+        known = self.newest.get(rank)
+        if known == process:
+            return True
+        if known is not None and known > process:
+            return False
+        self.newest[rank] = process
+        self.reached.pop(rank, None)
+        self.ended.discard(rank)
+        for steps in self.pending.values():
+            steps.pop(rank, None)
+        return True
+
+    def add(self, rank: int, step: SyncStep) -> Iterator[Joined]:
+        self.reached[rank] = max(step.number, self.reached.get(rank, 0))
+        place = step.number, step.passes
+        steps = self.pending.setdefault(place, {})
+        steps[rank] = step
+        if len(steps) == len(self.ranks):
+            del self.pending[place]
+            yield from _joined(steps)
+        elif len(self.pending) > MAX_PENDING or self.ended:
+            yield from self.close(len(self.pending) - MAX_PENDING)
+
+    def close(self, overdue: int = 0) -> Iterator[Joined]:
+        """Join the rounds that no further rank will take part in; give up the `overdue` oldest ones.
+
+        A rank whose process ended, or that stopped at an earlier pass (with uneven data), takes part no more. A rank
+        that went beyond a pass without a record of it makes the round unknown.
+        """
+        for place in list(self.pending):
+            steps = self.pending[place]
+            missing = self.ranks - steps.keys()
+            late = overdue > 0
+            gone = self.ended | {rank for rank in missing if late and 0 < self.reached.get(rank, 0) < place[0]}
+            if missing <= gone and len(steps) > 1 and all(self.reached.get(rank, 0) < place[0] for rank in missing):
+                yield from _joined(self.pending.pop(place))
+            elif late:
+                del self.pending[place]
+            overdue -= 1
+
+
+class Rounds:
+    """The synchronised passes of a run."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, Sequence[int]] = {}
+        """By process, the ranks of its group."""
+        self._rank_of: dict[int, int] = {}
+        self._groups: dict[Sequence[int], _Group] = {}
+
+    def heard(self, process: int, kind: str, data: Mapping[str, Any]) -> None:
+        """Take what an event says of a process: its rank and world size, or the group of its wrapper."""
+        rank, world, group = data.get("rank"), data.get("world"), data.get("group")
+        if type(rank) is not int or rank < 0:
+            return
+        self._rank_of[process] = rank
+        if kind == "process" and type(world) is int and 0 < world <= _MAX_RANKS:
+            self._ranks.setdefault(process, range(world))
+        elif kind == "ddp" and isinstance(group, list) and all(type(one) is int for one in group) and rank in group:
+            ranks = tuple(sorted(group))
+            self._ranks[process] = range(len(ranks)) if ranks == tuple(range(len(ranks))) else ranks
+
+    def step(self, process: int, step: SyncStep) -> list[Joined]:
+        """Take a step of a process; returns the steps that are known now, of all ranks."""
+        ranks, rank = self._ranks.get(process), self._rank_of.get(process)
+        if ranks is None or rank is None or len(ranks) < 2 or rank not in ranks:
+            return []
+        group = self._groups.get(ranks)
+        if group is None:
+            group = self._groups[ranks] = _Group(ranks)
+        return list(group.add(rank, step)) if group.take_over(rank, process) else []
+
+    def ended(self, process: int) -> list[Joined]:
+        """Note that a process is over; returns the steps that are known now."""
+        rank, group = self._rank_of.get(process), self._groups.get(self._ranks.get(process, ()))
+        if rank is None or group is None or group.newest.get(rank) != process:
+            return []
+        group.ended.add(rank)
+        return list(group.close())
+
+    def resume(self, process: int, number: int) -> None:
+        """Note the newest pass of a process, whose steps an earlier supervisor took."""
+        ranks, rank = self._ranks.get(process), self._rank_of.get(process)
+        if ranks is not None and rank is not None and len(ranks) > 1:
+            group = self._groups.setdefault(ranks, _Group(ranks))
+            if group.take_over(rank, process):
+                group.reached[rank] = max(number, group.reached.get(rank, 0))
+
+
+def _joined(steps: Mapping[int, SyncStep]) -> Iterator[Joined]:
+    tails = sorted(step.tail_ns for step in steps.values())
+    least, next_least = tails[:2]
+    slowest = min(steps, key=lambda rank: steps[rank].tail_ns)
+    for rank, step in steps.items():
+        yield Joined(step, least, step.tail_ns - least, next_least - least if rank == slowest else None)

@@ -1,0 +1,276 @@
+"""Traces how DistributedDataParallel averages the gradients: when the last gradient was ready in a backward pass.
+
+DistributedDataParallel averages gradients during the backward pass, bucket by bucket. A rank whose gradients are all
+ready waits for the buckets under way, and so for the other ranks. The backward pass therefore takes equally long on all
+ranks. This tail of it does not: it is shortest on the rank that the others wait for.
+
+torch notes when each gradient was ready (`Reducer.get_backward_stats`: ns since the end of the forward). The tracer
+reads the notes after the backward pass. It adds no hook to the script's parameters, and no communication hook.
+"""
+
+from __future__ import annotations
+
+import struct
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import count
+from operator import itemgetter
+from time import monotonic_ns
+from typing import Any
+
+import torch
+
+from dpmon.record.spans import FLAGS_AT, LEAD_NS, MAX_LEAD, SITE_AT, Flag, Kind
+from dpmon.tracer.frames import drop_frames, named_like
+from dpmon.tracer.names import class_name
+from dpmon.tracer.recorder import Recorder
+from dpmon.tracer.session import Session
+
+LOOK_EVERY = 16
+"""Synchronised passes between two looks at all gradients. In between, each bucket's latest gradient stands for it."""
+FACTS_AT = (1, 2, 3, 11)
+"""Synchronised passes after which the facts of a wrapper may have changed; torch rebuilds the buckets in the second."""
+FACTS_EVERY_NS = 10_000_000_000
+"""Time between two later looks at the facts of a wrapper."""
+MAX_BUCKETS = 1024
+_LEADS = struct.Struct("<4e")
+_WORDS = struct.Struct("<Q")
+NO_NOTES = "this version of torch does not note when gradients are ready"
+_MAX_RANKS = 4096
+
+
+class GradientSync:
+    """The synchronised backward passes of one process."""
+
+    def __init__(self, session: Session, recorder: Recorder) -> None:
+        self._session = session
+        self._recorder = recorder
+        self._numbers = count(1)
+        self.reset()
+
+    def reset(self) -> None:
+        """Start afresh, as after a fork."""
+        self._wrappers: dict[int, _Wrapper] = {}
+        """By id of the DistributedDataParallel."""
+        self._waiting: list[_Wrapper] = []
+        """Those with a forward since their last backward pass."""
+        self._numbers = count(1)
+        """Numbers of synchronised passes: the same on all ranks for the same pass."""
+
+    def install(self) -> None:
+        """Trace the end of every forward of a DistributedDataParallel, where torch begins to note the gradients."""
+        kind = torch.nn.parallel.DistributedDataParallel
+        original = getattr(kind, "_post_forward", None)
+        if original is not None:
+            kind._post_forward = self._traced(original)  # type: ignore[method-assign]
+            self._recorder.on_gradients = self._backward_ended
+
+    def _traced(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        is_compiling, clock = torch.compiler.is_dynamo_compiling, monotonic_ns
+
+        def _post_forward(module: Any, output: Any) -> Any:
+            if is_compiling():
+                return original(module, output)
+            began = clock()
+            try:
+                result = original(module, output)
+            except BaseException as error:
+                drop_frames(error)
+                module = output = None
+                raise
+            try:
+                self._forward_ended(module, began)
+            except Exception as error:  # noqa: BLE001 - our fault must not reach the script
+                self._session.fault("gradients", error)
+            return result
+
+        return named_like(_post_forward, original)
+
+    def _forward_ended(self, module: Any, began: int) -> None:
+        if not torch.is_grad_enabled() or self._session.off:
+            return
+        one = self._wrappers.get(id(module))
+        if one is None or one.module() is not module:
+            one = self._wrappers[id(module)] = _Wrapper(module, len(self._wrappers), self._let_go(id(module)))
+        one.base, one.averages = began, bool(module.require_backward_grad_sync)
+        if not one.waits:
+            one.waits = True
+            self._waiting.append(one)
+
+    def _let_go(self, key: int) -> Callable[[Any], object]:
+        wrappers = self._wrappers
+        return lambda _: wrappers.pop(key, None)
+
+    # ---------------------------------------------------------------- the end of a backward pass
+
+    def _backward_ended(self, head: int, began: int) -> None:
+        """Write what is known of the wrappers in a backward pass; `head`: thread, and the backward pass as enclosing.
+
+        Called just before the span of the backward pass is written. `began`: when it began.
+        """
+        if not self._waiting:
+            return
+        now = monotonic_ns()
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            try:
+                if not self._ended(one, head, began, now):
+                    self._waiting.append(one)
+            except Exception as error:  # noqa: BLE001 - our fault must not reach the script
+                one.waits = False
+                self._session.fault("gradients", error)
+
+    def _ended(self, one: _Wrapper, head: int, began: int, now: int) -> bool:
+        """Write what is known of one wrapper; False if the backward pass was not one of its own."""
+        module = one.module()
+        if module is None:
+            return True
+        put = self._recorder.put
+        if not one.averages:
+            one.waits = False
+            put(head | Kind.SYNC | Flag.SKIPPED << FLAGS_AT, now, 0, 0)
+            return True
+        if not one.notes:
+            one.waits = False
+            self._tell(one, module)
+            return True
+        ready = one.ready(_notes(module))
+        if not ready:
+            return False
+        one.waits = False
+        last = max(ready)
+        at = min(max(one.base + last, began), now)
+        if one.buckets:
+            for first in range(0, len(ready), 4):
+                leads = [min((last - each) / LEAD_NS, MAX_LEAD) for each in ready[first : first + 4]]
+                leads += [0.0] * (4 - len(leads))
+                put(head | Kind.BUCKETS | first << SITE_AT, at, 0, _WORDS.unpack(_LEADS.pack(*leads))[0])
+        buckets = len(ready) if one.buckets else 0
+        put(head | Kind.SYNC | buckets << SITE_AT, at, now - at, next(self._numbers) & 0xFFFFFFFF)
+        one.passes += 1
+        if one.passes in FACTS_AT or now >= one.due:
+            one.due = now + FACTS_EVERY_NS
+            self._tell(one, module)
+        return True
+
+    # ---------------------------------------------------------------- facts
+
+    def _tell(self, one: _Wrapper, module: Any) -> None:
+        """Record the facts of a wrapper if they have changed."""
+        data = module._get_ddp_logging_data()
+        one.divide(data)
+        facts, times = _facts(one, module, data), _times(data)
+        if facts != one.facts or times != one.times:
+            one.facts, one.times = facts, times
+            self._session.event("ddp", fill="last", **facts, **times)
+
+
+class _Wrapper:
+    """A DistributedDataParallel, and when the gradients of its last backward pass were ready."""
+
+    __slots__ = (
+        *("averages", "base", "buckets", "due", "facts", "latest", "module", "notes", "number", "passes"),
+        *("pick", "seen", "times", "values", "waits"),
+    )
+
+    def __init__(self, module: Any, number: int, let_go: Callable[[Any], object]) -> None:
+        self.module = weakref.ref(module, let_go)
+        self.number = number
+        self.base = 0
+        """When its last forward ended (monotonic ns)."""
+        self.averages = True
+        """Whether the backward pass of that forward averages the gradients: not under `no_sync`."""
+        self.waits = False
+        """Whether that backward pass is still to come."""
+        self.notes = hasattr(module.reducer, "get_backward_stats")
+        self.passes = 0
+        """Number of synchronised passes."""
+        self.due = 0
+        """When to look at the facts again (monotonic ns)."""
+        self.buckets: list[list[int]] = []
+        """Indices of the parameters of each bucket; empty until torch has said."""
+        self.seen: list[int] = []
+        """torch's notes after the last synchronised pass."""
+        self.latest: list[int] = []
+        """For each bucket, the index of the gradient that was ready last."""
+        self.pick: Callable[[list[int]], tuple[int, ...]] | None = None
+        self.values: tuple[int, ...] = ()
+        """The notes of `latest` after the last synchronised pass."""
+        self.facts: dict[str, Any] = {}
+        self.times: dict[str, Any] = {}
+
+    def divide(self, data: Any) -> None:
+        """Take the buckets from torch's facts."""
+        text = data.get("rebuilt_per_bucket_param_indices")
+        found = [[int(index) for index in part.split()] for part in text.split(",")] if text else []
+        if len(found) <= MAX_BUCKETS and found != self.buckets:
+            self.buckets, self.pick = found, None
+
+    def ready(self, notes: list[int]) -> Sequence[int]:
+        """For each bucket, when its last gradient was ready (ns after the forward); one bucket if they are unknown.
+
+        Empty if no gradient has become ready since the last time.
+        """
+        if self.pick is not None and len(notes) == len(self.seen):
+            values = self.pick(notes)
+            if not any(map(int.__eq__, values, self.values)) and self.passes % LOOK_EVERY:
+                self.seen, self.values = notes, values
+                return values[:-1]
+            if values == self.values and notes == self.seen:
+                return ()
+        return self._look(notes)
+
+    def _look(self, notes: list[int]) -> Sequence[int]:
+        """As `ready`, from the notes of all gradients. A gradient of an unused parameter keeps its old note."""
+        seen = self.seen if len(self.seen) == len(notes) else [0] * len(notes)
+        fresh = [note if note != old else -1 for note, old in zip(notes, seen, strict=True)]
+        if max(fresh, default=-1) < 0:
+            return ()
+        buckets = self.buckets
+        if not buckets or max(map(max, buckets)) >= len(notes):
+            buckets = [list(range(len(notes)))]
+        self.latest = [max(bucket, key=fresh.__getitem__) for bucket in buckets]
+        self.pick = itemgetter(*self.latest, self.latest[0])  # two at least, so that it returns a tuple
+        self.seen, self.values = notes, self.pick(notes)
+        return [max(fresh[index], 0) for index in self.latest]
+
+
+def _notes(module: Any) -> list[int]:
+    """torch's notes of one wrapper. Earlier versions gave a list for each device."""
+    notes: list[Any] = module.reducer.get_backward_stats()
+    return notes[0] if notes and isinstance(notes[0], list) else notes
+
+
+def _facts(one: _Wrapper, module: Any, data: Any) -> dict[str, Any]:
+    group = module.process_group
+    ranks = torch.distributed.get_process_group_ranks(group)
+    buffers = bool(data.get("broadcast_buffers")) and any(True for _ in module.module.buffers())
+    return {
+        "wrapper": one.number,
+        "root": class_name(module.module),
+        "backend": data.get("backend_name"),
+        "group_size": len(ranks),
+        "group": ranks if len(ranks) <= _MAX_RANKS else None,
+        "parameters": data.get("num_parameter_tensors"),
+        "parameter_bytes": data.get("total_parameter_size_bytes"),
+        "bucket_bytes": _whole(data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes")),
+        "bucket_cap_bytes": data.get("bucket_cap_bytes"),
+        "find_unused_parameters": bool(data.get("find_unused_parameters")),
+        "unused_bytes": data.get("unused_parameter_size"),
+        "gradient_as_bucket_view": bool(data.get("gradient_as_bucket_view")),
+        "static_graph": bool(data.get("static_graph")),
+        "comm_hook": data.get("comm_hook"),
+        "broadcast_buffers": buffers,
+        "sync_batch_norm": bool(data.get("has_sync_bn")),
+        "absent": {} if one.notes else {"sync": NO_NOTES},
+    }
+
+
+def _times(data: Any) -> dict[str, Any]:
+    """Times of the last pass that torch sampled: of the communication, and of its overlap with the computation."""
+    names = {"comm_ms": "backward_comm_time", "overlap_ms": "backward_compute_comm_overlap_time"}
+    return {"iteration": data.get("iteration"), **{name: data.get(key, 0) / 1e6 for name, key in names.items()}}
+
+
+def _whole(text: Any) -> list[int]:
+    return [int(part) for part in text.split(",")] if isinstance(text, str) and text else []

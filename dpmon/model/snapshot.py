@@ -21,6 +21,8 @@ from dpmon.model.pace import WINDOW_S, Paces, Trained, rate_together, recent, re
 from dpmon.model.process import ModeTrack, Process, RankFigures, Recent, Summary
 from dpmon.model.source import Rows, Tallies, Wanted
 from dpmon.model.state import State
+from dpmon.model.stragglers import SERIES as STRAGGLER_SERIES
+from dpmon.model.stragglers import RankTimes, rank_times
 from dpmon.model.turns import last_resumption, some_are_silent
 from dpmon.model.uneven import uneven_steps
 from dpmon.record.schema import STEP
@@ -37,6 +39,8 @@ _SILENT_S = 40
 _LONG_READ = 64
 _COMPARED_PART = 60
 """The modes are compared again when the run is longer by this part of its length."""
+RANK_STEPS, RANK_S = 50, 5
+"""Steps and seconds, at least, over which the ranks are compared."""
 _RANK_SERIES = (STEP, "forward", "backward")
 _NO_SERIES: tuple[str, ...] = ()
 _USUAL = Wanted()
@@ -84,7 +88,8 @@ class Snapshots:
         shown = {process.process: process for process in (found, *(_beside(rows, process) for process in near))}
         if near:
             shown.update({process.process: process for process in _rank_figures(rows, tallies, shown.values())})
-        return replace(state, processes={**known, **shown})
+        together = _rank_times(rows, tallies, found, ranks) if ranks else ()
+        return replace(state, processes={**known, **shown}, ranks=together)
 
     def _focus(
         self,
@@ -390,6 +395,27 @@ def _two_steps(rows: Rows, tallies: Tallies, process: Process, end_s: int, mode:
     begin_s = newest[-1].start_ns // SECOND
     times = tallies.pace_times(begin_s, end_s, (process.process,), evaluation=not trained)
     return recent_of_steps(newest, [stretch[1:] for stretch in times], mode, trained)
+
+
+def _rank_times(rows: Rows, tallies: Tallies, focus: Process, others: Sequence[Process]) -> tuple[RankTimes, ...]:
+    """The mean times of all ranks over about RANK_STEPS steps, in whole seconds."""
+    if focus.last_step is None:
+        return ()
+    ranks = sorted((focus, *others), key=lambda process: (process.rank is None, process.rank or 0))
+    end_s = max(_end_s(rows, one) for one in ranks if one.last_step is not None)
+    step_ns = focus.recent.step_ns or focus.last_step.wall_ns
+    begin_s = max(end_s - max(-(-RANK_STEPS * step_ns // SECOND), RANK_S), 0)
+    numbers = tuple(one.process for one in ranks)
+    found = tallies.tallies(begin_s, end_s, process=numbers, sketches=False, series=STRAGGLER_SERIES)
+    mode = focus.last_step.mode
+    trained = mode in trains((key.mode, key.kind) for key in found)
+    by_process: dict[int, dict[Key, Tally]] = {number: {} for number in numbers}
+    for key, tally in found.items():
+        by_process[key.process][key] = tally
+    return tuple(
+        rank_times(one.process, one.rank, merged(by_process[one.process], mode, False, trained, settled=True))
+        for one in ranks
+    )
 
 
 def _rank_figures(rows: Rows, tallies: Tallies, processes: Iterable[Process]) -> Iterator[Process]:

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from dpmon.model.process import Process
+from dpmon.model.stragglers import RankTimes, Straggler, straggler
 from dpmon.model.turns import standing_for, taking_turns
 
 
@@ -89,6 +90,8 @@ class State:
     """Processes that train no more, as far as a reader knows; no record says so."""
     over: bool = False
     """Whether the run is over."""
+    ranks: tuple[RankTimes, ...] = ()
+    """Mean times of the ranks that train together, over their last steps, by rank; empty if there is one process."""
 
     def training(self) -> list[Process]:
         """Those that train now (`dpmon.model.turns`)."""
@@ -98,11 +101,19 @@ class State:
         """The process whose numbers stand for the run: the first of those that train now, by rank."""
         return self._focus
 
+    def straggler(self) -> Straggler | None:
+        """The rank that the others wait for."""
+        return self._straggler
+
     # A picture asks for them at many places.
 
     @cached_property
     def _training(self) -> list[Process]:
         return taking_turns(self)
+
+    @cached_property
+    def _straggler(self) -> Straggler | None:
+        return straggler(self.ranks)
 
     @cached_property
     def _focus(self) -> Process | None:

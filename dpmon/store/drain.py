@@ -17,7 +17,7 @@ from dpmon.run.proc import alive
 from dpmon.run.rundir import RunInfo, ring_paths
 from dpmon.store.batch import Batch
 from dpmon.store.intake import Accounts, Intake
-from dpmon.store.resume import resume_accounts, resume_intake
+from dpmon.store.resume import resume_accounts, resume_intake, resume_rounds
 from dpmon.store.sources import FrameSource, open_source
 from dpmon.store.tables import HistoryError, RingRow
 from dpmon.store.writer import LIMIT_BYTES, History
@@ -297,6 +297,7 @@ class Drain:
         """Write into a history that another supervisor may have begun."""
         self._accounts = Accounts()
         resume_accounts(history, self._accounts)
+        self._batch.joined += resume_rounds(history, self._accounts)
         self._kept = history.rings()
         self._next_id = history.next_id
         self._history = history

@@ -12,14 +12,16 @@ from dpmon.record.schema import EVALUATION, SETTLING_STEPS
 from dpmon.store.accounting import LATEST_NS
 from dpmon.store.batch import Batch
 from dpmon.store.intake import Accounts, Intake
+from dpmon.store.rounds import Joined, SyncStep
 from dpmon.store.tables import LASTING, RingRow
-from dpmon.store.tally import known_keys
+from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key, known_keys
 from dpmon.store.writer import History
 
 _RECENT = 10_000
 """Steps in which a wait for input may lie that is recorded after them."""
 _LAST_ID = (1 << 63) - 1
 _ACCOUNTED = "id, process, step, mode, start_ns, wall_ns, kind"
+_SYNCED = "id, process, mode, kind, samples, start_ns, wall_ns, sync_ns, synced, sync_number"
 _TYPES = [int, int, int, str, int, int, int]
 _START, _WALL = 4, 5
 
@@ -34,10 +36,10 @@ def resume_accounts(history: History, accounts: Accounts) -> None:
     for ring in rings:
         if ring.steps and not recent[ring.process]:
             steps += _steps(history, *_of_ring(ring, 1))
-    query = f"SELECT id, process, kind, t_ns, json FROM events WHERE {LASTING} AND kind IN (?, ?, ?, ?)"
+    query = f"SELECT id, process, kind, t_ns, json FROM events WHERE {LASTING} AND kind IN (?, ?, ?, ?, ?)"
     events = [
         row
-        for row in history.rows(query, ("process", "pause", "input", "exit"))
+        for row in history.rows(query, ("process", "pause", "input", "exit", "ddp"))
         if type(row[0]) is int and (row[3] is None or _is_time(row[3]))
     ]
     nowhere = Batch()
@@ -54,6 +56,32 @@ def resume_accounts(history: History, accounts: Accounts) -> None:
             _, process, kind, at, text = row
             with suppress(ValueError, TypeError, AttributeError, RecursionError):
                 accounts.event(nowhere, process, kind, load_json(text), at)
+
+
+def resume_rounds(history: History, accounts: Accounts) -> list[Joined]:
+    """Take again the recent steps that wait for other ranks; returns those that need not wait any more.
+
+    `accounts` know the ranks already.
+    """
+    recent = "id > (SELECT max(id) FROM steps) - ? AND sync_number IS NOT NULL"
+    rounds, reached = accounts.rounds, f"SELECT process, max(sync_number) FROM steps WHERE {recent} GROUP BY process"
+    for process, number in history.rows(reached, (_RECENT,)):
+        if type(process) is type(number) is int:
+            rounds.resume(process, number)
+    keys = known_keys(history.rows("SELECT process, mode, kind, batch FROM keys"))
+    query = f"SELECT {_SYNCED} FROM steps WHERE {recent} AND wait_ns IS NULL ORDER BY id"
+    found = []
+    for number, process, mode, kind, samples, start, wall, tail, passes, last in history.rows(query, (_RECENT,)):
+        key = Key(process, mode, kind, NO_SAMPLES if samples is None else samples)
+        key = key if key in keys else key._replace(batch=OTHER_SIZES)
+        if _are_whole(number, process, start, wall, tail, passes, last) and key in keys:
+            step = SyncStep(number, key, (start + max(wall, 0)) // 1_000_000_000, last, passes, tail)
+            found += rounds.step(process, step)
+    return found
+
+
+def _are_whole(*values: object) -> bool:
+    return all(type(value) is int for value in values)
 
 
 def resume_intake(history: History, intake: Intake) -> None:

@@ -62,19 +62,25 @@ class _Group:
         """By rank, the number of its newest step."""
         self.ended: set[int] = set()
         """Ranks whose process is over."""
+        self.replaced: set[int] = set()
+        """Processes of the job before it was started again."""
 
     def take_over(self, rank: int, process: int) -> bool:
-        """Note that a process has a rank; False if a newer one has it."""
+        """Note that a process has a rank; False if the job was started again since.
+
+        The first process that replaces another one means such a start: nothing of the earlier processes counts.
+        """
         known = self.newest.get(rank)
         if known == process:
-            return True
+            return process not in self.replaced
         if known is not None and known > process:
             return False
+        if known is not None and known not in self.replaced:
+            self.replaced = set(self.newest.values())
+            self.pending.clear()
+            self.reached.clear()
+            self.ended.clear()
         self.newest[rank] = process
-        self.reached.pop(rank, None)
-        self.ended.discard(rank)
-        for steps in self.pending.values():
-            steps.pop(rank, None)
         return True
 
     def add(self, rank: int, step: SyncStep) -> Iterator[Joined]:
@@ -126,32 +132,37 @@ class Rounds:
         elif kind == "ddp" and isinstance(group, list) and all(type(one) is int for one in group) and rank in group:
             ranks = tuple(sorted(group))
             self._ranks[process] = range(len(ranks)) if ranks == tuple(range(len(ranks))) else ranks
+        self._group(process)
 
-    def step(self, process: int, step: SyncStep) -> list[Joined]:
-        """Take a step of a process; returns the steps that are known now, of all ranks."""
+    def _group(self, process: int) -> _Group | None:
+        """The group of a process; None if it is in none, or the job was started again since."""
         ranks, rank = self._ranks.get(process), self._rank_of.get(process)
         if ranks is None or rank is None or len(ranks) < 2 or rank not in ranks:
-            return []
+            return None
         group = self._groups.get(ranks)
         if group is None:
             group = self._groups[ranks] = _Group(ranks)
-        return list(group.add(rank, step)) if group.take_over(rank, process) else []
+        return group if group.take_over(rank, process) else None
+
+    def step(self, process: int, step: SyncStep) -> list[Joined]:
+        """Take a step of a process; returns the steps that are known now, of all ranks."""
+        group = self._group(process)
+        return [] if group is None else list(group.add(self._rank_of[process], step))
 
     def ended(self, process: int) -> list[Joined]:
         """Note that a process is over; returns the steps that are known now."""
-        rank, group = self._rank_of.get(process), self._groups.get(self._ranks.get(process, ()))
-        if rank is None or group is None or group.newest.get(rank) != process:
+        group = self._group(process)
+        if group is None:
             return []
-        group.ended.add(rank)
+        group.ended.add(self._rank_of[process])
         return list(group.close())
 
     def resume(self, process: int, number: int) -> None:
         """Note the newest pass of a process, whose steps an earlier supervisor took."""
-        ranks, rank = self._ranks.get(process), self._rank_of.get(process)
-        if ranks is not None and rank is not None and len(ranks) > 1:
-            group = self._groups.setdefault(ranks, _Group(ranks))
-            if group.take_over(rank, process):
-                group.reached[rank] = max(number, group.reached.get(rank, 0))
+        group = self._group(process)
+        if group is not None:
+            rank = self._rank_of[process]
+            group.reached[rank] = max(number, group.reached.get(rank, 0))
 
 
 def _joined(steps: Mapping[int, SyncStep]) -> Iterator[Joined]:

@@ -1,0 +1,116 @@
+"""Which rank do the others wait for, and on what does it spend the time? Pure.
+
+In a synchronised backward pass every rank waits for the last one, so the wait is shortest on that rank. Each rank's
+mean times over some steps say what the slowest one does longer than the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from dpmon.record.schema import EXPOSED, HELD, STEP, STEP_PHASES, WAIT
+from dpmon.store.tally import Tally
+
+LEAST_SHARE = 0.05
+"""Part of a step below which nobody is named. Peers use 10 %; but a rank that is slower by 10 % of a step must be
+found, and with its time the step grows."""
+CAUSE_SHARE = 0.8
+"""Part of the excess that one phase must cover to be named."""
+MIN_STEPS = 20
+SERIES = (STEP, *STEP_PHASES, EXPOSED, WAIT, HELD)
+"""Series that `rank_times` reads."""
+_SIGMAS = 4.0
+"""A rank must be the slowest more often than by chance, by so many standard deviations."""
+_SYNC = "sync"
+
+
+class RankTimes(NamedTuple):
+    """Mean times of the training steps of one rank, in ns; None if unknown."""
+
+    process: int
+    rank: int | None
+    steps: int
+    step_ns: float | None
+    phases: Mapping[str, float]
+    """By phase that ran."""
+    joined: int = 0
+    """Steps for which it is known how the ranks waited for each other."""
+    exposed_ns: float | None = None
+    """Communication that no computation hid, the same on all ranks."""
+    wait_ns: float | None = None
+    """How long it waited for the slowest rank."""
+    slowest: int = 0
+    """Steps in which the others waited for it."""
+
+    @property
+    def backward_ns(self) -> float | None:
+        """The whole backward pass, with the wait in it."""
+        found = self.phases.get("backward")
+        return None if found is None else found + self.phases.get(_SYNC, 0.0)
+
+
+class Straggler(NamedTuple):
+    """The rank that the others wait for."""
+
+    process: int
+    rank: int | None
+    excess_ns: float
+    """How long the others wait for it in a step: their median wait, less its own."""
+    share: float
+    """Of the step (0 to 1)."""
+    slowest: int
+    """In how many steps it was the slowest."""
+    steps: int
+    phase: str | None
+    """The phase that covers its excess; None if no phase does."""
+    own_ns: float | None = None
+    """The mean time of that phase on this rank, and the median of the means of the others."""
+    others_ns: float | None = None
+
+
+def rank_times(process: int, rank: int | None, tally: Tally) -> RankTimes:
+    """The mean times of a rank, from the tally of its training steps."""
+    steps = max(tally.steps, 1)
+    totals = {name: tally.stat(name) for name in STEP_PHASES}
+    exposed, wait = tally.stat(EXPOSED), tally.stat(WAIT)
+    return RankTimes(
+        process,
+        rank,
+        tally.steps,
+        tally.stat(STEP).mean,
+        {name: stat.total / steps for name, stat in totals.items() if stat.count},
+        wait.count,
+        exposed.mean,
+        wait.mean,
+        tally.stat(HELD).count,
+    )
+
+
+def straggler(ranks: Sequence[RankTimes]) -> Straggler | None:
+    """The rank that the others wait for; None if no rank stands out, or too little is known."""
+    known = [one for one in ranks if one.joined >= MIN_STEPS and one.wait_ns is not None and one.step_ns]
+    if len(known) < 2:
+        return None
+    slow = min(known, key=lambda one: one.wait_ns or 0.0)
+    others = [one for one in known if one is not slow]
+    assert slow.wait_ns is not None
+    assert slow.step_ns is not None
+    excess = median(one.wait_ns or 0.0 for one in others) - slow.wait_ns
+    share = excess / slow.step_ns
+    if share < LEAST_SHARE or slow.slowest < _by_chance(slow.joined, len(known)):
+        return None
+    found = Straggler(slow.process, slow.rank, excess, share, slow.slowest, slow.joined, None)
+    usual = {phase: median(one.phases.get(phase, 0.0) for one in others) for phase in slow.phases if phase != _SYNC}
+    phase = max(usual, key=lambda name: slow.phases[name] - usual[name], default=None)
+    if phase is None or slow.phases[phase] - usual[phase] < CAUSE_SHARE * excess:
+        return found
+    return found._replace(phase=phase, own_ns=slow.phases[phase], others_ns=usual[phase])
+
+
+def _by_chance(steps: int, ranks: int) -> float:
+    """How often a rank may be the slowest by chance in so many steps."""
+    expected = 1 / ranks
+    return steps * expected + _SIGMAS * math.sqrt(steps * expected * (1 - expected))

@@ -1,0 +1,111 @@
+"""Joining the ranks of a synchronised backward pass."""
+
+from __future__ import annotations
+
+from dpmon.store.rounds import MAX_PENDING, Joined, Rounds, SyncStep
+from dpmon.store.tally import Key
+
+
+def step(process: int, number: int, tail_ns: int, passes: int = 1) -> SyncStep:
+    return SyncStep(1000 * process + number, Key(process, "single", 0, 8), number, number, passes, tail_ns)
+
+
+def of_ranks(count: int, *groups: list[int]) -> Rounds:
+    """The rounds of processes 0, 1, ... with the same ranks; `groups`: their process groups."""
+    rounds = Rounds()
+    for rank in range(count):
+        rounds.heard(rank, "process", {"rank": rank, "world": count})
+    for group in groups:
+        for rank in group:
+            rounds.heard(rank, "ddp", {"rank": rank, "group": group})
+    return rounds
+
+
+def told(found: list[Joined]) -> dict[int, tuple[int, int, int | None]]:
+    """Exposed, wait and held by process."""
+    return {one.step.key.process: (one.exposed_ns, one.wait_ns, one.held_ns) for one in found}
+
+
+def test_the_least_tail_is_exposed_and_the_rest_is_wait() -> None:
+    rounds = of_ranks(3)
+    assert rounds.step(0, step(0, 1, 90)) == []
+    assert rounds.step(2, step(2, 1, 30)) == []
+    assert told(rounds.step(1, step(1, 1, 50))) == {0: (30, 60, None), 1: (30, 20, None), 2: (30, 0, 20)}
+
+
+def test_ranks_may_be_several_passes_apart() -> None:
+    rounds = of_ranks(2)
+    assert [rounds.step(0, step(0, number, 10)) for number in (1, 2, 3)] == [[], [], []]
+    found = [told(rounds.step(1, step(1, number, 4))) for number in (1, 2, 3)]
+    assert found == [{0: (4, 6, None), 1: (4, 0, 6)}] * 3
+
+
+def test_each_process_group_is_joined_by_itself() -> None:
+    rounds = of_ranks(4, [0, 2], [1, 3])
+    assert rounds.step(0, step(0, 1, 10)) == []
+    assert rounds.step(1, step(1, 1, 20)) == []
+    assert told(rounds.step(2, step(2, 1, 15))) == {0: (10, 0, 5), 2: (10, 5, None)}
+    assert told(rounds.step(3, step(3, 1, 25))) == {1: (20, 0, 5), 3: (20, 5, None)}
+
+
+def test_steps_with_other_passes_are_not_joined() -> None:
+    rounds = of_ranks(2)
+    rounds.step(0, step(0, 2, 10, passes=2))
+    assert rounds.step(1, step(1, 2, 10, passes=1)) == []
+
+
+def test_a_rank_that_nobody_sees_leaves_the_others_unknown() -> None:
+    rounds = of_ranks(3)
+    for number in range(1, 3 * MAX_PENDING):
+        assert rounds.step(0, step(0, number, 10)) == []
+        assert rounds.step(1, step(1, number, 20)) == []
+
+
+def test_the_others_are_joined_when_a_process_has_ended() -> None:
+    rounds = of_ranks(3)
+    for rank in range(3):
+        rounds.step(rank, step(rank, 1, 10))
+    rounds.step(0, step(0, 2, 30))
+    rounds.step(1, step(1, 2, 20))
+    assert told(rounds.ended(2)) == {0: (20, 10, None), 1: (20, 0, 10)}
+    rounds.step(1, step(1, 3, 40))
+    assert told(rounds.step(0, step(0, 3, 50))) == {0: (40, 10, None), 1: (40, 0, 10)}
+
+
+def test_the_others_are_joined_after_a_rank_has_stopped_with_uneven_data() -> None:
+    rounds = of_ranks(3)
+    for rank in range(3):
+        rounds.step(rank, step(rank, 1, 10))
+    found = []
+    for number in range(2, MAX_PENDING + 4):
+        found += rounds.step(0, step(0, number, 10))
+        found += rounds.step(1, step(1, number, 20))
+    assert [one.step.number for one in found] == [2, 2, 3, 3]
+
+
+def test_a_pass_is_unknown_if_a_rank_has_no_record_of_it() -> None:
+    rounds = of_ranks(2)
+    rounds.step(0, step(0, 1, 10))
+    assert told(rounds.step(1, step(1, 2, 10))) == {}
+    assert len(rounds.step(0, step(0, 2, 10))) == 2
+    assert rounds.ended(1) == rounds.ended(0) == []
+
+
+def test_a_job_that_was_started_again_is_not_joined_with_its_earlier_processes() -> None:
+    rounds = of_ranks(2)
+    rounds.step(0, step(0, 1, 10))
+    for rank in range(2):
+        rounds.heard(2 + rank, "process", {"rank": rank, "world": 2})
+    assert rounds.step(3, step(3, 1, 10)) == []  # rank 1 of the new job does not meet rank 0 of the old one
+    assert told(rounds.step(2, step(2, 1, 15))) == {2: (10, 5, None), 3: (10, 0, 5)}
+    assert rounds.step(0, step(0, 2, 10)) == []
+
+
+def test_processes_without_ranks_are_left_alone() -> None:
+    rounds = Rounds()
+    assert rounds.step(0, step(0, 1, 10)) == []
+    rounds.heard(1, "process", {"rank": 0, "world": 1})
+    assert rounds.step(1, step(1, 1, 10)) == []
+    for damaged in ({"rank": "0"}, {"rank": 0, "world": -2}, {"rank": 0, "group": ["x"]}, {"rank": 5, "group": [0]}):
+        rounds.heard(2, "process" if "world" in damaged else "ddp", damaged)
+    assert rounds.step(2, step(2, 1, 10)) == []

@@ -12,7 +12,7 @@ __all__ = ["as_earlier"]
 
 STEPS = (
     *("id", "process", "step", "mode", "start_ns", "wall_ns", "samples", "data_ns", "forward_ns", "backward_ns"),
-    *("optimizer_ns", "other_ns", "device", "copy_ns", "copied_bytes", "between_ns"),
+    *("optimizer_ns", "other_ns", "device", "copy_ns", "copied_bytes", "between_ns", "spans"),
 )
 CALLS = ("id", "process", "call", "step", "mode", "start_ns", "wall_ns", "rows", "payload")
 RINGS = (
@@ -20,6 +20,7 @@ RINGS = (
     *("first_id", "last_id"),
 )
 LATER = {
+    6: {"steps": ("spans",)},
     4: {"steps": ("between_ns",)},
     3: {"steps": ("copy_ns", "copied_bytes")},
     2: {"steps": ("device",), "rings": ("first_id", "last_id")},
@@ -27,7 +28,7 @@ LATER = {
 """Columns that came with a version."""
 
 
-def as_earlier(path: Path, version: int = 5, *, rows_from: int = 0) -> None:
+def as_earlier(path: Path, version: int = 6, *, rows_from: int = 0) -> None:
     """Make the history at `path` into one of `version`, without the rows below an id."""
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute("BEGIN")

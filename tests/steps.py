@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from dpmon.model.compare import Comparison, compare_modes
 from dpmon.model.process import PHASES
-from dpmon.record.schema import EVALUATION, SETTLING
+from dpmon.record.schema import EVALUATION, QUANTITIES, SETTLING
 from dpmon.record.schema import PHASES as SCHEMA
 from dpmon.store.answers import LongRow, TimeRow
 from dpmon.store.tally import ALL, NO_SAMPLES, Key, StepFacts, Tally
@@ -91,8 +91,12 @@ def _facts(sample: StepSample) -> StepFacts:
     rest = took[_FORWARD]
     if rest is not None:
         took[_FORWARD] = rest + sum(took[at] or 0 for at in _CALLS)
-    copied = (None,)
-    return StepFacts(sample.step, sample.wall_ns, (sample.samples, *copied), took, rest, 0, {}, [])
+    return StepFacts(sample.step, sample.wall_ns, quantities(samples=sample.samples), took, rest, 0, {}, [])
+
+
+def quantities(**known: int | None) -> tuple[int | None, ...]:
+    """The quantities of a step in the order of the schema."""
+    return tuple(known.get(quantity.name) for quantity in QUANTITIES)
 
 
 def _long(process: int, mode: str, sample: StepSample) -> LongRow:

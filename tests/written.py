@@ -10,6 +10,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from steps import quantities
+
 from dpmon.record.schema import KINDS, PHASES
 from dpmon.store.queries import Store
 from dpmon.store.tables import HISTORY_FILE, LARGEST, Bounds
@@ -40,7 +42,8 @@ def some_facts(chance: random.Random, number: int, wall: int, samples: int | Non
     device = {"forward": int(wall * chance.random())} if chance.random() < 0.5 else {}
     rest = None if chance.random() < 0.5 else wall // 3
     copied = chance.choice((None, 4096))
-    return StepFacts(number, wall, (samples, copied), phases, rest, chance.randrange(3), device, parts)
+    counted = quantities(samples=samples, copied_bytes=copied)
+    return StepFacts(number, wall, counted, phases, rest, chance.randrange(3), device, parts)
 
 
 def some_steps(

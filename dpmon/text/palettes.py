@@ -13,7 +13,9 @@ from itertools import cycle
 
 from dpmon.record.schema import PHASES
 
-_COLOURED = ("data", "copy", "scatter", "replicate", "apply", "gather", "forward", "backward", "optimizer", "other")
+_COLOURED = (
+    *("data", "copy", "scatter", "replicate", "apply", "gather", "forward", "backward", "sync", "optimizer", "other"),
+)
 """Phases with a colour of their own, by their names on the screen."""
 Ansi = tuple[str, str, str, str, str, str, str, str]
 
@@ -65,9 +67,9 @@ DARK = Palette(
     single="#5eead4",
     phases=(
         *("#cc79a7", "#e8dcc0", "#f0e442", "#d55e00", "#56b4e9", "#e69f00"),
-        *("#a9d6f2", "#3f8fd6", "#009e73", "#7d8590"),
+        *("#a9d6f2", "#3f8fd6", "#b39ddb", "#009e73", "#7d8590"),
     ),
-    spare=("#b39ddb", "#c5b358", "#e8a0a0"),
+    spare=("#c5b358", "#e8a0a0"),
     ansi=("#5c6370", "#ff7b72", "#7ee787", "#e3b341", "#79c0ff", "#d2a8ff", "#76e3ea", "#c9d1d9"),
     bright=("#8b949e", "#ffa198", "#a5f3b5", "#f2cc60", "#a5d6ff", "#e2c5ff", "#b3f0ff", "#ffffff"),
 )
@@ -87,9 +89,9 @@ LIGHT = Palette(
     single="#0b6e66",
     phases=(
         *("#b0568c", "#5f4b32", "#8f7d00", "#c45500", "#2385c4", "#b87400"),
-        *("#6ea8cf", "#0b5cab", "#007a58", "#6e7781"),
+        *("#6ea8cf", "#0b5cab", "#6a51a3", "#007a58", "#6e7781"),
     ),
-    spare=("#6a51a3", "#7a6a1f", "#a8505a"),
+    spare=("#7a6a1f", "#a8505a"),
     ansi=("#24292f", "#c01c28", "#116329", "#7d4e00", "#0969da", "#8250df", "#1b7c83", "#57606a"),
     bright=("#57606a", "#a40e26", "#1a7f37", "#8a6100", "#0550ae", "#6639ba", "#0f6d75", "#24292f"),
 )
@@ -103,7 +105,7 @@ COLOUR_BLIND = replace(
     single="#56b4e9",
     phases=(
         *("#cc79a7", "#e8dcc0", "#f0e442", "#d55e00", "#56b4e9", "#e69f00"),
-        *("#b9e0f7", "#2a7fd4", "#009e73", "#8b949e"),
+        *("#b9e0f7", "#2a7fd4", "#b39ddb", "#009e73", "#8b949e"),
     ),
     ansi=("#5c6370", "#ee7733", "#33b899", "#f0e442", "#56b4e9", "#cc79a7", "#99ddff", "#c9d1d9"),
     bright=("#8b949e", "#ff9e66", "#66d9bd", "#f7ef86", "#8dd0f5", "#e3a6c8", "#c2ebff", "#ffffff"),
@@ -126,9 +128,9 @@ def _few(palette: Palette, phases: tuple[int, ...], spare: tuple[int, ...], dp: 
 FEW: Mapping[str, Palette] = {
     palette.name: palette
     for palette in (
-        _few(DARK, (5, 15, 11, 9, 14, 3, 6, 12, 10, 8), (13, 7, 2), 13, 14),
-        _few(LIGHT, (13, 0, 3, 9, 12, 1, 6, 4, 2, 8), (5, 7, 10), 5, 4),
-        _few(COLOUR_BLIND, (5, 15, 11, 9, 14, 3, 7, 12, 6, 8), (13, 2, 4), 13, 14),
+        _few(DARK, (5, 15, 11, 9, 14, 3, 6, 12, 7, 10, 8), (2,), 13, 14),
+        _few(LIGHT, (13, 0, 3, 9, 12, 1, 6, 4, 7, 2, 8), (10,), 5, 4),
+        _few(COLOUR_BLIND, (5, 15, 11, 9, 14, 3, 7, 12, 2, 6, 8), (4,), 13, 14),
     )
 }
 

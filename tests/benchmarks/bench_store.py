@@ -29,6 +29,7 @@ from yardstick import Yardstick
 TESTS = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TESTS))
 
+from steps import quantities  # noqa: E402
 from synthetic import one_after_the_other  # noqa: E402
 
 from dpmon.model.snapshot import Snapshots  # noqa: E402
@@ -160,7 +161,7 @@ def minute(chance: random.Random) -> list[StepFacts]:
                 for name, part in parts.items()}  # fmt: skip
         phases = [wall.get(phase.name) for phase in PHASES]
         call = [("replica 1 0", int(wall["forward"] * 0.95))]
-        found.append(StepFacts(1, sum(wall.values()), (64, None), phases, wall["forward"], 1, {}, call))
+        found.append(StepFacts(1, sum(wall.values()), quantities(samples=64), phases, wall["forward"], 1, {}, call))
     return found
 
 

@@ -31,17 +31,17 @@ EDITS: tuple[tuple[str, str, str], ...] = (
     (
         "record/schema.py",
         '    Phase(\n        "other"',
-        '    Phase("sync", "Y", "the script waits for a device", optional=True),\n    Phase(\n        "other"',
+        '    Phase("await", "W", "the script waits for a device", optional=True),\n    Phase(\n        "other"',
     ),
     (
         "record/schema.py",
         "QUANTITIES = (\n",
         'QUANTITIES = (\n    Quantity("tokens", "tokens", "tokens", "tokens_total", "none", optional=True),\n',
     ),
-    ("record/wire.py", '("copy", "copied_bytes")', '("copy", "copied_bytes", "sync", "tokens")'),
-    ("record/spans.py", "    AGAIN = 17\n", "    AGAIN = 17\n    SYNC = 18\n"),
-    ("record/spans.py", "DOING = {\n", 'DOING = {\n    Kind.SYNC: "sync",\n'),
-    ("record/spans.py", "COUNTED = {", 'COUNTED = {Kind.SYNC: "tokens", '),
+    ("record/wire.py", '"unsynced", "sync_number")', '"unsynced", "sync_number", "await", "tokens")'),
+    ("record/spans.py", "    BUCKETS = 19\n", "    BUCKETS = 19\n    AWAIT = 30\n"),
+    ("record/spans.py", "DOING = {\n", 'DOING = {\n    Kind.AWAIT: "await",\n'),
+    ("record/spans.py", "COUNTED = {", 'COUNTED = {Kind.AWAIT: "tokens", '),
     (
         "tracer/recorder.py",
         "                try:\n                    if me.noted:\n",
@@ -50,7 +50,7 @@ EDITS: tuple[tuple[str, str, str], ...] = (
         "                    while clock() < began + 1_000_000:\n"
         "                        pass\n"
         "                    tokens = self._tokens = getattr(self, '_tokens', 0) + 5\n"
-        "                    self.put(Kind.SYNC | me.head, began, clock() - began, tokens)\n"
+        "                    self.put(Kind.AWAIT | me.head, began, clock() - began, tokens)\n"
         "                try:\n                    if me.noted:\n",
     ),
 )  # fmt: skip
@@ -77,14 +77,14 @@ def _screen(run: Extended) -> str:
     """The picture of the finished run, once the table of its phases is there."""
     terminal = Terminal(run.dpmon, "attach", "last", size=(50, 180), **run.env)
     terminal.shows("median")
-    terminal.shows("sYnc")
+    terminal.shows("aWait")
     picture = terminal.picture()
     terminal.type("q")
     terminal.wait()
-    return picture.replace("sYnc", "sync")
+    return picture.replace("aWait", "await")
 
 
-NAMES = ("sync", "tokens")
+NAMES = ("await", "tokens")
 PLACES: tuple[tuple[str, Callable[[Extended], str]], ...] = (
     ("JSON lines", lambda run: run.says("export")),
     ("CSV", lambda run: run.says("export", "--format", "csv", "--kind", "step")),
@@ -136,8 +136,8 @@ def test_their_values_are_those_that_were_measured(extended: Extended) -> None:
     steps = [record for line in extended.says("export", "--kind", "step").splitlines() for record in [json.loads(line)]]
     assert [step["tokens"] for step in steps] == [5 * number for number in range(1, STEPS + 1)]
     for step in steps:
-        assert step["phases"]["sync"] >= 1
+        assert step["phases"]["await"] >= 1
         assert sum(step["phases"].values()) == pytest.approx(step["wall_ms"])
     rows = list(csv.DictReader(io.StringIO(extended.says("export", "--format", "csv", "--kind", "step"))))
     assert [int(row["tokens"]) for row in rows] == [step["tokens"] for step in steps]
-    assert [float(row["sync_ms"]) for row in rows] == [step["phases"]["sync"] for step in steps]
+    assert [float(row["await_ms"]) for row in rows] == [step["phases"]["await"] for step in steps]

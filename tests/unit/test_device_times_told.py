@@ -63,7 +63,7 @@ def test_calls_of_evaluations_are_in_neither_median(state: Path) -> None:
     payloads = made.run(8)
     steps = [number for number, payload in enumerate(payloads) if kind_of(payload) == "step"]
     for number in steps[4:]:  # without backward and optimizer
-        mode, step, start, wall, phases, quantities, _ = step_fields(payloads[number])
+        mode, step, start, wall, phases, quantities, *_ = step_fields(payloads[number])
         took = dict(zip(STEP_PHASES, phases, strict=False))
         payloads[number] = pack_step(
             mode, step, start, wall, quantities[SAMPLES_AT], (took["data"], took["forward"], -1, -1)

@@ -71,7 +71,7 @@ def test_the_phases_of_calls_take_their_part_out_of_forward() -> None:
     found = phases_of([call, a_step()])
     assert found == {
         "data": 1, "copy": NOT_RUN, "scatter": 1, "replicate": 2, "apply": 3, "gather": 1, "forward": 3,
-        "backward": 5, "optimizer": 2, "other": 2,
+        "backward": 5, "sync": NOT_RUN, "optimizer": 2, "other": 2,
     }  # fmt: skip
     assert sum(us for us in found.values() if us is not None) == 20
 

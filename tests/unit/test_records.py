@@ -36,6 +36,7 @@ from dpmon.record.wire import (
     PLAIN_TAG,
     STEP_EXTRA,
     STEP_EXTRAS,
+    TIMED_PHASES,
     TRAINING,
     VIRTUAL,
     call_flags,
@@ -179,7 +180,9 @@ def test_a_step() -> None:
         phases={"data": 100, "forward": 200, "backward": 300, "optimizer": 50, "other": 350},
     )
     assert kind_of(payload) == "step"
-    assert step_fields(payload) == (DP, 12, ORIGIN + 5, 1000, (100, -1, 200, 300, 50), (30, -1), b"")
+    assert step_fields(payload) == (
+        *(DP, 12, ORIGIN + 5, 1000, (100, -1, 200, 300, -1, 50), (30, -1, -1, -1), b"", -1),
+    )
 
 
 COPIED = {"copy": 40, "copied_bytes": 1 << 20}
@@ -190,10 +193,12 @@ def test_a_step_that_has_copied() -> None:
     step = read(payload)
     assert isinstance(step, Step)
     assert step.phases == {"data": 100, "copy": 40, "forward": 200, "backward": 300, "optimizer": 50, "other": 310}
-    assert list(step.phases) == list(STEP_PHASES)
+    assert list(step.phases) == [name for name in STEP_PHASES if name != "sync"]
     assert (step.quantities, kind_of(payload)) == ({"copied_bytes": 1 << 20}, "step")
     assert (step.quantity("copied_bytes"), step.quantity("samples")) == (1 << 20, 30)
-    assert step_fields(payload) == (DP, 12, ORIGIN, 1000, (100, 40, 200, 300, 50), (30, 1 << 20), b"")
+    assert step_fields(payload) == (
+        *(DP, 12, ORIGIN, 1000, (100, 40, 200, 300, -1, 50), (30, 1 << 20, -1, -1), b"", -1),
+    )
     timed = pack_timed(payload, [1.0, 2.0, 3.0, 4.0, 0.5], 0)
     times = {"data": 1.0, "forward": 2.0, "backward": 3.0, "optimizer": 4.0, "copy": 0.5}
     found, kept = read(timed), step_times(timed)
@@ -203,7 +208,7 @@ def test_a_step_that_has_copied() -> None:
     assert kept_step_times(step, kept) == found
     said = as_json(found)
     assert (said["phases"]["copy"], said["copied_bytes"]) == (4e-5, 1 << 20)
-    assert list(said["device_ms"]) == list(STEP_PHASES[:-1])
+    assert list(said["device_ms"]) == [name for name in STEP_PHASES if name in TIMED_PHASES]
     backwards = with_extras(pack_step(DP, 12, ORIGIN, 1000, 30, (100, 200, 300, 50)), dict(reversed(COPIED.items())))
     assert read(backwards) == step
 
@@ -270,7 +275,7 @@ def test_the_spans_of_a_step(spans: tuple[tuple[int, int, int], ...], more: dict
             {name: value for name, value in more.items() if name not in step.phases},
         )
         kept = step_fields(one).spans
-        assert kept_spans(kept) == (step.spans, missing)
+        assert kept_spans(kept) == (step.spans, missing, ())
     narrow = spans is not SECONDS and spans != SECONDS * 40
     assert len(kept) == 8 * (len(spans) * (1 if narrow else 2) + (not narrow or missing > 0 or not spans))
 
@@ -293,7 +298,7 @@ def test_spans_that_reach_out_of_the_step_end_with_it() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        [14],
+        [13],
         [1, SPAN_PHASE],
         [1] * (2 + 2 * MAX_SPANS),
         [SPAN_PHASE | SPAN_HEAD_WIDE, 1],

@@ -32,7 +32,6 @@ from dpmon.span_ring import Word
 from dpmon.store import drain as drain_module
 from dpmon.store.drain import COMMIT_S, GONE_S, Drain
 from dpmon.store.opened import open_store
-from dpmon.store.tables import LATER_COLUMNS
 from dpmon.store.writer import History
 
 WRITER = Path(__file__).resolve().parent.parent / "spans.py"
@@ -542,23 +541,3 @@ def test_export_before_any_supervisor_is_the_same_as_after(run: Run) -> None:
     run.end()
     assert list(history(run.directory)) == before
     assert sum(isinstance(one, Event) for one in before) >= 31
-
-
-def test_a_history_without_the_columns_of_spans_is_gone_on_with(run: Run) -> None:
-    training = Training(run.ring(1))
-    run.look()
-    run.drain.close()
-    with closing(sqlite3.connect(run.directory / "history.sqlite")) as db:
-        for table, later in LATER_COLUMNS.items():
-            for name in later:
-                db.execute(f"ALTER TABLE {table} DROP COLUMN {name}")
-        db.execute("DELETE FROM rings")
-        db.execute("DELETE FROM events")
-        db.commit()
-    with open_store(run.directory) as store:
-        assert store.damaged is None
-    run.kill()
-    training.step()
-    training.end()
-    run.end()
-    assert run.steps() == [1]

@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from steps import quantities
 from written import SECOND, OneStep, expected, some_steps
 
 from dpmon.record.schema import PHASES, STEP
@@ -256,7 +257,7 @@ def test_a_damaged_count_does_not_end_the_recording(tmp_path: Path, damage: str)
 def test_more_values_than_an_entry_holds_are_cut() -> None:
     names = SeriesNames()
     tally = Tally()
-    tally.add([StepFacts(1, 5, (None, None), [None] * len(PHASES), None, 0, {}, ())], 0, 5)
+    tally.add([StepFacts(1, 5, quantities(), [None] * len(PHASES), None, 0, {}, ())], 0, 5)
     tally.stats[STEP].count = 1 << 32
     assert tally.row(names)[-1][2:6] == b"\xff" * 4
 

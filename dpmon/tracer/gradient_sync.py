@@ -5,7 +5,8 @@ ready waits for the buckets under way, and so for the other ranks. The backward 
 ranks. This tail of it does not: it is shortest on the rank that the others wait for.
 
 torch notes when each gradient was ready (`Reducer.get_backward_stats`: ns since the end of the forward). The tracer
-reads the notes after the backward pass. It adds no hook to the script's parameters, and no communication hook.
+reads the notes after the backward pass. It adds no hook to the script's parameters, and no communication hook. Of the
+first pass of a static graph torch notes nothing, so that pass is not recorded.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ MAX_BUCKETS = 1024
 _LEADS = struct.Struct("<4e")
 _WORDS = struct.Struct("<Q")
 NO_NOTES = "this version of torch does not note when gradients are ready"
+NOT_TIMED = "torch has not timed an iteration yet"
 _MAX_RANKS = 4096
 
 
@@ -103,24 +105,23 @@ class GradientSync:
 
     # ---------------------------------------------------------------- the end of a backward pass
 
-    def _backward_ended(self, head: int, began: int) -> None:
-        """Write what is known of the wrappers in a backward pass; `head`: thread, and the backward pass as enclosing.
+    def _backward_ended(self, head: int, began: int, ended: int) -> None:
+        """Write what is known of the wrappers in a backward pass, before its own span is written.
 
-        Called just before the span of the backward pass is written. `began`: when it began.
+        `head`: thread and enclosing kind. `began`, `ended`: when the pass did (monotonic ns).
         """
         if not self._waiting:
             return
-        now = monotonic_ns()
         waiting, self._waiting = self._waiting, []
         for one in waiting:
             try:
-                if not self._ended(one, head, began, now):
+                if not self._ended(one, head, began, ended):
                     self._waiting.append(one)
             except Exception as error:  # noqa: BLE001 - our fault must not reach the script
                 one.waits = False
                 self._session.fault("gradients", error)
 
-    def _ended(self, one: _Wrapper, head: int, began: int, now: int) -> bool:
+    def _ended(self, one: _Wrapper, head: int, began: int, ended: int) -> bool:
         """Write what is known of one wrapper; False if the backward pass was not one of its own."""
         module = one.module()
         if module is None:
@@ -128,7 +129,7 @@ class GradientSync:
         put = self._recorder.put
         if not one.averages:
             one.waits = False
-            put(head | Kind.SYNC | Flag.SKIPPED << FLAGS_AT, now, 0, 0)
+            put(head | Kind.SYNC | Flag.SKIPPED << FLAGS_AT, ended, 0, 0)
             return True
         if not one.notes:
             one.waits = False
@@ -139,17 +140,17 @@ class GradientSync:
             return False
         one.waits = False
         last = max(ready)
-        at = min(max(one.base + last, began), now)
+        at = min(max(one.base + last, began), ended)
         if one.buckets:
             for first in range(0, len(ready), 4):
                 leads = [min((last - each) / LEAD_NS, MAX_LEAD) for each in ready[first : first + 4]]
                 leads += [0.0] * (4 - len(leads))
                 put(head | Kind.BUCKETS | first << SITE_AT, at, 0, _WORDS.unpack(_LEADS.pack(*leads))[0])
         buckets = len(ready) if one.buckets else 0
-        put(head | Kind.SYNC | buckets << SITE_AT, at, now - at, next(self._numbers) & 0xFFFFFFFF)
+        put(head | Kind.SYNC | buckets << SITE_AT, at, ended - at, next(self._numbers) & 0xFFFFFFFF)
         one.passes += 1
-        if one.passes in FACTS_AT or now >= one.due:
-            one.due = now + FACTS_EVERY_NS
+        if one.passes in FACTS_AT or ended >= one.due:
+            one.due = ended + FACTS_EVERY_NS
             self._tell(one, module)
         return True
 
@@ -161,8 +162,11 @@ class GradientSync:
         one.divide(data)
         facts, times = _facts(one, module, data), _times(data)
         if facts != one.facts or times != one.times:
-            one.facts, one.times = facts, times
-            self._session.event("ddp", fill="last", **facts, **times)
+            one.facts, one.times = dict(facts), times
+            absent = dict(facts.pop("absent"))
+            if times["comm_ms"] is None:
+                absent.update(dict.fromkeys(times, NOT_TIMED))
+            self._session.event("ddp", fill="last", **facts, **times, absent=absent)
 
 
 class _Wrapper:
@@ -268,8 +272,10 @@ def _facts(one: _Wrapper, module: Any, data: Any) -> dict[str, Any]:
 
 def _times(data: Any) -> dict[str, Any]:
     """Times of the last pass that torch sampled: of the communication, and of its overlap with the computation."""
-    names = {"comm_ms": "backward_comm_time", "overlap_ms": "backward_compute_comm_overlap_time"}
-    return {"iteration": data.get("iteration"), **{name: data.get(key, 0) / 1e6 for name, key in names.items()}}
+    comm, overlap = data.get("backward_comm_time"), data.get("backward_compute_comm_overlap_time")
+    if not comm:
+        return {"iteration": None, "comm_ms": None, "overlap_ms": None}
+    return {"iteration": data.get("iteration"), "comm_ms": comm / 1e6, "overlap_ms": (overlap or 0) / 1e6}
 
 
 def _whole(text: Any) -> list[int]:

@@ -74,9 +74,9 @@ class Recorder:
         """Called between two steps when `due` has come; returns when to call again (monotonic ns)."""
         self.on_backward: Callable[[], None] | None = None
         """Called when a backward pass is over."""
-        self.on_gradients: Callable[[int, int], None] | None = None
+        self.on_gradients: Callable[[int, int, int], None] | None = None
         """Called at the end of a backward pass of the training thread, before its span is written, to write spans
-        inside it: with the first word of these spans, and when the pass began (monotonic ns)."""
+        inside it: with the first word of these spans, and when the pass began and ended (monotonic ns)."""
         self._parents: list[object] = []
         self.reset()
 
@@ -255,7 +255,7 @@ class Recorder:
             if mark is not None:
                 head |= mark.end()
             if kind == Kind.BACKWARD and self.on_gradients is not None and me is self.trains:
-                self.on_gradients(me.head | kind << INSIDE_AT, began)
+                self.on_gradients(me.head | kind << INSIDE_AT, began, began + took)
             number = self.put(head, began, took, 0 if sizes is None else sizes(result))
             if mark is not None:
                 mark.written(number)

@@ -1,0 +1,84 @@
+"""Synchronised backward passes are counted and timed as the script does it for itself."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tracing import Traced, text_of, traced
+
+TEXT = text_of("synced")
+ONE_STEP = (
+    *("plain", "views", "static", "buckets", "unused", "recomputed", "accumulating", "forgotten", "nested"),
+    *("evaluating", "raising", "again", "compiled"),
+)
+"""Forms whose steps are steps of the record."""
+
+
+def run(place: Path, form: str) -> Traced:
+    found = traced(place, TEXT, form)
+    assert not found.complaints
+    return found
+
+
+@pytest.mark.parametrize("form", ONE_STEP)
+def test_passes_are_counted_as_the_scripts_own_hooks_count_them(tmp_path: Path, form: str) -> None:
+    found = run(tmp_path, form)
+    own: list[dict[str, Any]] = found.said
+    steps = [step for step in found.steps() if "optimizer" in step.phases]
+    if form == "static":  # torch notes nothing of the first pass
+        own[0]["synced"] = 0
+    assert [step.quantity("synced") or 0 for step in steps] == [one["synced"] for one in own]
+    assert [step.quantity("unsynced") or 0 for step in steps] == [one.get("unsynced", 0) for one in own]
+    so_far = [sum(one["synced"] for one in own[: at + 1]) for at in range(len(own))]
+    assert [step.sync_number for step in steps] == [number or None for number in so_far]
+
+
+def test_all_passes_of_rivals_are_counted(tmp_path: Path) -> None:
+    found = run(tmp_path, "rivals")
+    total = sum(one["synced"] for one in found.said)
+    assert total == 3 * 20
+    assert sum(step.quantity("synced") or 0 for step in found.steps()) == total
+    assert max(step.sync_number or 0 for step in found.steps()) == total
+    assert {(event.data["wrapper"], event.data["parameters"]) for event in found.events("ddp")} == {(0, 4), (1, 8)}
+
+
+@pytest.mark.parametrize("form", ["plain", "views", "buckets", "unused"])
+def test_the_tail_is_the_time_after_the_last_gradient(tmp_path: Path, form: str) -> None:
+    found = run(tmp_path, form)
+    own = found.said
+    steps = found.steps()
+    assert len(steps) == len(own)
+    differences = []
+    for step, truth in zip(steps, own, strict=True):
+        sync, backward = step.phases["sync"], step.phases["backward"]
+        assert 0 < sync < truth["backward_ns"]
+        assert backward + sync <= truth["backward_ns"]
+        differences.append(abs(sync - truth["tail_ns"]))
+    assert statistics.median(differences) < 300_000
+
+
+def test_each_bucket_says_when_it_was_ready(tmp_path: Path) -> None:
+    found = run(tmp_path, "buckets")
+    facts = found.events("ddp")[-1].data
+    assert len(facts["bucket_bytes"]) > 2
+    assert sum(facts["bucket_bytes"]) == facts["parameter_bytes"] == 8 * (64 * 64 + 64) * 4
+    for step in found.steps()[3:]:
+        assert step.spans is not None
+        (backward,) = [span for span in step.spans if span.phase == "backward"]
+        (sync,) = [span for span in step.spans if span.phase == "sync"]
+        assert len(step.buckets) == len(facts["bucket_bytes"])
+        assert list(step.buckets) == sorted(step.buckets)
+        assert backward.offset_ns <= step.buckets[0] < step.buckets[-1] == sync.offset_ns
+        assert sync.offset_ns + sync.host_ns <= backward.offset_ns + backward.host_ns
+
+
+def test_the_facts_of_a_wrapper(tmp_path: Path) -> None:
+    found = run(tmp_path, "unused")
+    facts = found.events("ddp")[-1].data
+    assert (facts["root"], facts["backend"], facts["group"], facts["group_size"]) == ("Branches", "gloo", [0], 1)
+    assert (facts["parameters"], facts["find_unused_parameters"], facts["static_graph"]) == (6, True, False)
+    assert "_reduces" in facts["comm_hook"]  # the script's own, and no other
+    assert facts["unused_bytes"] in (0, (64 * 64 + 64) * 4)

@@ -1,0 +1,220 @@
+"""Forms of training with DistributedDataParallel, in one process. The script counts for itself and prints that.
+
+Its own communication hook counts synchronised passes, and hooks on its parameters note the last gradient.
+"""
+
+import contextlib
+import json
+import sys
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+STEPS = 20
+torch.set_num_threads(1)
+
+
+class Counted:
+    """A model, and what its hooks have counted."""
+
+    def __init__(self, model, **options):
+        self.synced = 0
+        self.last_ns = 0
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._ready)
+        self.model = DistributedDataParallel(model, **options)
+        self.model.register_comm_hook(None, self._reduces)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def _ready(self, _):
+        self.last_ns = time.monotonic_ns()
+
+    def _reduces(self, _, bucket):
+        self.synced += bucket.is_last()
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+
+def layers(count=3, width=64):
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(count)])
+
+
+class Branches(nn.Module):
+    """Uses one of two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.out = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 8)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.out((self.second if self.calls % 3 == 0 else self.first)(x))
+
+
+class Outer(nn.Module):
+    """A model with a part that is averaged."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.part = nn.Linear(64, 64), Counted(layers())
+        self.inner = self.part.model
+
+    def forward(self, x):
+        return self.inner(torch.tanh(self.before(x)))
+
+
+def plain(found, options=None, model=None, under=contextlib.nullcontext):
+    one = Counted(model or layers(), **(options or {}))
+    for _ in range(STEPS):
+        one.optimizer.zero_grad()
+        before = one.synced
+        loss = one.model(torch.randn(16, 64)).square().sum()
+        began = time.monotonic_ns()
+        with under():
+            loss.backward()
+        ended = time.monotonic_ns()
+        found.append({"synced": one.synced - before, "tail_ns": ended - one.last_ns, "backward_ns": ended - began})
+        one.optimizer.step()
+
+
+def accumulating(found):
+    one = Counted(layers())
+    for _ in range(STEPS):
+        before = one.synced
+        for batch in range(4):
+            with one.model.no_sync() if batch < 3 else contextlib.nullcontext():
+                one.model(torch.randn(16, 64)).square().sum().backward()
+        found.append({"synced": one.synced - before, "unsynced": 3})
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+
+
+def forgotten(found):
+    one = Counted(layers())
+    for _ in range(STEPS):
+        before = one.synced
+        for _ in range(4):
+            one.model(torch.randn(16, 64)).square().sum().backward()
+        found.append({"synced": one.synced - before})
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+
+
+def rivals(found):
+    make, judge = Counted(layers(2)), Counted(layers(4))
+    for _ in range(STEPS):
+        before = make.synced + judge.synced
+        judge.optimizer.zero_grad()
+        judge.model(make.model(torch.randn(16, 64)).detach()).square().sum().backward()
+        judge.optimizer.step()
+        make.optimizer.zero_grad()
+        judge.model(make.model(torch.randn(16, 64))).square().sum().backward()
+        make.optimizer.step()
+        found.append({"synced": make.synced + judge.synced - before})
+
+
+def nested(found):
+    model = Outer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(STEPS):
+        before = model.part.synced
+        optimizer.zero_grad()
+        model(torch.randn(16, 64)).square().sum().backward()
+        found.append({"synced": model.part.synced - before})
+        optimizer.step()
+
+
+def evaluating(found):
+    one = Counted(layers())
+    for _ in range(STEPS):
+        before = one.synced
+        with torch.no_grad():
+            one.model(torch.randn(16, 64))
+        one.optimizer.zero_grad()
+        one.model(torch.randn(16, 64)).square().sum().backward()
+        found.append({"synced": one.synced - before})
+        one.optimizer.step()
+
+
+def raising(found):
+    def fails(_):
+        raise ValueError("on purpose")
+
+    one = Counted(layers())
+    for step in range(STEPS):
+        before = one.synced
+        one.optimizer.zero_grad()
+        result = one.model(torch.randn(16, 64))
+        if step == 5:
+            result.register_hook(fails)
+            with contextlib.suppress(ValueError):
+                result.square().sum().backward()
+            result = one.model(torch.randn(16, 64))
+        result.square().sum().backward()
+        found.append({"synced": one.synced - before})
+        one.optimizer.step()
+
+
+class Recomputed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = layers(2), layers(2)
+
+    def forward(self, x):
+        return self.two(checkpoint(self.one, x, use_reentrant=False))
+
+
+def again(found):
+    for _ in range(4):
+        one = Counted(layers())
+        for _ in range(5):
+            before = one.synced
+            one.optimizer.zero_grad()
+            one.model(torch.randn(16, 64)).square().sum().backward()
+            found.append({"synced": one.synced - before})
+            one.optimizer.step()
+
+
+def compiled(found):
+    one = Counted(layers())
+    model = torch.compile(one.model, backend="eager")
+    for _ in range(STEPS):
+        before = one.synced
+        one.optimizer.zero_grad()
+        model(torch.randn(16, 64)).square().sum().backward()
+        found.append({"synced": one.synced - before})
+        one.optimizer.step()
+
+
+FORMS = {
+    "plain": plain,
+    "views": lambda found: plain(found, {"gradient_as_bucket_view": True}),
+    "static": lambda found: plain(found, {"static_graph": True}),
+    "buckets": lambda found: plain(found, {"bucket_cap_mb": 0.02}, layers(8)),
+    "unused": lambda found: plain(found, {"find_unused_parameters": True}, Branches()),
+    "recomputed": lambda found: plain(found, model=Recomputed()),
+    "accumulating": accumulating,
+    "forgotten": forgotten,
+    "rivals": rivals,
+    "nested": nested,
+    "evaluating": evaluating,
+    "raising": raising,
+    "again": again,
+    "compiled": compiled,
+}
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    with tempfile.NamedTemporaryFile() as store:
+        dist.init_process_group("gloo", init_method=f"file://{store.name}", rank=0, world_size=1)
+        steps = []
+        FORMS[sys.argv[1]](steps)
+        print(json.dumps(steps))
+        dist.destroy_process_group()

@@ -161,7 +161,8 @@ class _Reading:
             return
         counts[SYNCED] = max(counts[SYNCED], 0) + 1
         counts[SYNC_NUMBER_AT] = max(counts[SYNC_NUMBER_AT], span.inputs)
-        self.found.spans += [(BUCKET, max(span.start - lead, 0), 0) for lead in leads[: span.site]]
+        leads = leads[: span.site] if span.site > 1 else [0] * span.site  # one bucket is ready with its last gradient
+        self.found.spans += [(BUCKET, max(span.start - lead, 0), 0) for lead in leads]
 
     def _primitive(self, span: Span) -> None:
         self.found.hand.append(span)

@@ -15,7 +15,7 @@ import struct
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import count
-from operator import itemgetter
+from operator import eq, itemgetter
 from time import monotonic_ns
 from typing import Any
 
@@ -47,15 +47,18 @@ class GradientSync:
     def __init__(self, session: Session, recorder: Recorder) -> None:
         self._session = session
         self._recorder = recorder
-        self._numbers = count(1)
+        self._wrappers: dict[int, _Wrapper] = {}
+        """By id of the DistributedDataParallel. The traced function holds this very object, and the next one."""
+        self._waiting: list[_Wrapper] = []
+        """Those with a forward since their last backward pass."""
         self.reset()
 
     def reset(self) -> None:
         """Start afresh, as after a fork."""
-        self._wrappers: dict[int, _Wrapper] = {}
-        """By id of the DistributedDataParallel."""
-        self._waiting: list[_Wrapper] = []
-        """Those with a forward since their last backward pass."""
+        self._wrappers.clear()
+        self._waiting.clear()
+        self._made = count()
+        """Numbers of wrappers."""
         self._numbers = count(1)
         """Numbers of synchronised passes: the same on all ranks for the same pass."""
 
@@ -68,7 +71,8 @@ class GradientSync:
             self._recorder.on_gradients = self._backward_ended
 
     def _traced(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        is_compiling, clock = torch.compiler.is_dynamo_compiling, monotonic_ns
+        is_compiling, clock, is_grad_enabled = torch.compiler.is_dynamo_compiling, monotonic_ns, torch.is_grad_enabled
+        wrappers, waiting = self._wrappers, self._waiting
 
         def _post_forward(module: Any, output: Any) -> Any:
             if is_compiling():
@@ -81,27 +85,23 @@ class GradientSync:
                 module = output = None
                 raise
             try:
-                self._forward_ended(module, began)
+                if is_grad_enabled():
+                    one = wrappers.get(id(module)) or self._known(module)
+                    one.base, one.averages = began, module.require_backward_grad_sync
+                    if not one.waits:
+                        one.waits = True
+                        waiting.append(one)
             except Exception as error:  # noqa: BLE001 - our fault must not reach the script
                 self._session.fault("gradients", error)
             return result
 
         return named_like(_post_forward, original)
 
-    def _forward_ended(self, module: Any, began: int) -> None:
-        if not torch.is_grad_enabled() or self._session.off:
-            return
-        one = self._wrappers.get(id(module))
-        if one is None or one.module() is not module:
-            one = self._wrappers[id(module)] = _Wrapper(module, len(self._wrappers), self._let_go(id(module)))
-        one.base, one.averages = began, bool(module.require_backward_grad_sync)
-        if not one.waits:
-            one.waits = True
-            self._waiting.append(one)
-
-    def _let_go(self, key: int) -> Callable[[Any], object]:
-        wrappers = self._wrappers
-        return lambda _: wrappers.pop(key, None)
+    def _known(self, module: Any) -> _Wrapper:
+        """Remember a wrapper for as long as it lives."""
+        key, wrappers = id(module), self._wrappers
+        one = wrappers[key] = _Wrapper(module, next(self._made), lambda _: wrappers.pop(key, None))
+        return one
 
     # ---------------------------------------------------------------- the end of a backward pass
 
@@ -110,49 +110,37 @@ class GradientSync:
 
         `head`: thread and enclosing kind. `began`, `ended`: when the pass did (monotonic ns).
         """
-        if not self._waiting:
-            return
-        waiting, self._waiting = self._waiting, []
-        for one in waiting:
+        waiting = self._waiting
+        for one in waiting if len(waiting) < 2 else list(waiting):
             try:
-                if not self._ended(one, head, began, ended):
-                    self._waiting.append(one)
-            except Exception as error:  # noqa: BLE001 - our fault must not reach the script
+                module = one.module()
+                if module is not None and one.averages and one.notes:
+                    ready = one.ready(_notes(module))
+                    if not ready:
+                        continue  # the pass was one of another model
+                    last = ready[0] if len(ready) == 1 else max(ready)
+                    at = min(max(one.base + last, began), ended)
+                    if one.several:
+                        self._write_buckets(head, at, [min(last - each, at - began) for each in ready])
+                    number = next(self._numbers) & 0xFFFFFFFF
+                    self._recorder.put(head | Kind.SYNC | len(one.buckets) << SITE_AT, at, ended - at, number)
+                elif not one.averages:
+                    self._recorder.put(head | Kind.SYNC | Flag.SKIPPED << FLAGS_AT, ended, 0, 0)
                 one.waits = False
+                waiting.remove(one)
+                one.passes = passes = one.passes + 1
+                if module is not None and (ended >= one.due or passes in FACTS_AT):
+                    one.due = ended + FACTS_EVERY_NS
+                    self._tell(one, module)
+            except Exception as error:  # noqa: BLE001 - our fault must not reach the script
                 self._session.fault("gradients", error)
 
-    def _ended(self, one: _Wrapper, head: int, began: int, ended: int) -> bool:
-        """Write what is known of one wrapper; False if the backward pass was not one of its own."""
-        module = one.module()
-        if module is None:
-            return True
-        put = self._recorder.put
-        if not one.averages:
-            one.waits = False
-            put(head | Kind.SYNC | Flag.SKIPPED << FLAGS_AT, ended, 0, 0)
-            return True
-        if not one.notes:
-            one.waits = False
-            self._tell(one, module)
-            return True
-        ready = one.ready(_notes(module))
-        if not ready:
-            return False
-        one.waits = False
-        last = max(ready)
-        at = min(max(one.base + last, began), ended)
-        if one.buckets:
-            for first in range(0, len(ready), 4):
-                leads = [min((last - each) / LEAD_NS, MAX_LEAD) for each in ready[first : first + 4]]
-                leads += [0.0] * (4 - len(leads))
-                put(head | Kind.BUCKETS | first << SITE_AT, at, 0, _WORDS.unpack(_LEADS.pack(*leads))[0])
-        buckets = len(ready) if one.buckets else 0
-        put(head | Kind.SYNC | buckets << SITE_AT, at, ended - at, next(self._numbers) & 0xFFFFFFFF)
-        one.passes += 1
-        if one.passes in FACTS_AT or ended >= one.due:
-            one.due = ended + FACTS_EVERY_NS
-            self._tell(one, module)
-        return True
+    def _write_buckets(self, head: int, at: int, leads: Sequence[int]) -> None:
+        """Write how long (ns) before `at` each bucket was ready."""
+        scaled = [min(lead / LEAD_NS, MAX_LEAD) for lead in leads] + [0.0] * (-len(leads) % 4)
+        for first in range(0, len(leads), 4):
+            (packed,) = _WORDS.unpack(_LEADS.pack(*scaled[first : first + 4]))
+            self._recorder.put(head | Kind.BUCKETS | first << SITE_AT, at, 0, packed)
 
     # ---------------------------------------------------------------- facts
 
@@ -174,7 +162,7 @@ class _Wrapper:
 
     __slots__ = (
         *("averages", "base", "buckets", "due", "facts", "latest", "module", "notes", "number", "passes"),
-        *("pick", "seen", "times", "values", "waits"),
+        *("pick", "seen", "several", "times", "values", "waits"),
     )
 
     def __init__(self, module: Any, number: int, let_go: Callable[[Any], object]) -> None:
@@ -197,9 +185,11 @@ class _Wrapper:
         """torch's notes after the last synchronised pass."""
         self.latest: list[int] = []
         """For each bucket, the index of the gradient that was ready last."""
+        self.several = False
+        """Whether there are several buckets."""
         self.pick: Callable[[list[int]], tuple[int, ...]] | None = None
         self.values: tuple[int, ...] = ()
-        """The notes of `latest` after the last synchronised pass."""
+        """The notes of `latest` after the last synchronised pass; twice the same of one bucket."""
         self.facts: dict[str, Any] = {}
         self.times: dict[str, Any] = {}
 
@@ -208,18 +198,19 @@ class _Wrapper:
         text = data.get("rebuilt_per_bucket_param_indices")
         found = [[int(index) for index in part.split()] for part in text.split(",")] if text else []
         if len(found) <= MAX_BUCKETS and found != self.buckets:
-            self.buckets, self.pick = found, None
+            self.buckets, self.several, self.pick = found, len(found) > 1, None
 
     def ready(self, notes: list[int]) -> Sequence[int]:
         """For each bucket, when its last gradient was ready (ns after the forward); one bucket if they are unknown.
 
         Empty if no gradient has become ready since the last time.
         """
-        if self.pick is not None and len(notes) == len(self.seen):
-            values = self.pick(notes)
-            if not any(map(int.__eq__, values, self.values)) and self.passes % LOOK_EVERY:
+        pick = self.pick
+        if pick is not None:
+            values = pick(notes)
+            if self.passes % LOOK_EVERY and not any(map(eq, values, self.values)):
                 self.seen, self.values = notes, values
-                return values[:-1]
+                return values if self.several else values[:1]
             if values == self.values and notes == self.seen:
                 return ()
         return self._look(notes)
@@ -234,7 +225,8 @@ class _Wrapper:
         if not buckets or max(map(max, buckets)) >= len(notes):
             buckets = [list(range(len(notes)))]
         self.latest = [max(bucket, key=fresh.__getitem__) for bucket in buckets]
-        self.pick = itemgetter(*self.latest, self.latest[0])  # two at least, so that it returns a tuple
+        one = self.latest[:1] if len(self.latest) == 1 else []  # it returns a tuple of two at least
+        self.pick = itemgetter(*self.latest, *one)
         self.seen, self.values = notes, self.pick(notes)
         return [max(fresh[index], 0) for index in self.latest]
 

@@ -13,7 +13,9 @@ The budget is a figure for one machine. The yardstick tells how this one compare
 which took YARDSTICK_US there, is measured beside every case; the cost is printed as measured, and divided by that. What
 the tracer takes for a short turn is as much longer here.
 
-The cases `gpu` and `gpu2` copy each batch to a GPU, and train there; the second over two GPUs, under DataParallel.
+The cases `gpu` and `gpu2` copy each batch to a GPU, and train there; the second over two GPUs, under DataParallel. The
+case `ddp` is the case `deep` under DistributedDataParallel, in a group of one: what both cost more than each other is
+what synchronised passes cost.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ class Case(NamedTuple):
     budget_us: int
     """What tracing a step may cost on the machine that the budget is for."""
     gpus: int = 0
+    ddp: bool = False
 
 
 CASES = {
@@ -61,6 +64,7 @@ CASES = {
     "deep": Case(0, 25, 1, 40),
     "dp2": Case(2, 1, 1, 80),
     "dp8": Case(8, 1, 1, 100),
+    "ddp": Case(0, 25, 1, 46, ddp=True),
     "gpu": Case(0, 1, 1, 60, 1),
     "gpu2": Case(0, 1, 1, 120, 2),
 }
@@ -125,8 +129,11 @@ class Patches:
 class Loop:
     """A training loop over one small network."""
 
-    def __init__(self, depth: int, calls: int, gpus: int = 0) -> None:
-        """`depth`: pairs of layers inside the network. `calls`: of it, with a backward pass each, in a step."""
+    def __init__(self, depth: int, calls: int, gpus: int = 0, *, ddp: bool = False) -> None:
+        """`depth`: pairs of layers inside the network. `calls`: of it, with a backward pass each, in a step.
+
+        `ddp`: under DistributedDataParallel.
+        """
         import torch
 
         torch.manual_seed(0)
@@ -136,6 +143,10 @@ class Loop:
             self.model.cuda()
         if gpus > 1:
             self.model = torch.nn.DataParallel(self.model, list(range(gpus)))
+        if ddp:
+            store = torch.distributed.HashStore()
+            torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+            self.model = torch.nn.parallel.DistributedDataParallel(self.model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.batches = [torch.randn(64, 16) for _ in range(50)]
         self.calls = calls
@@ -167,14 +178,14 @@ def installed(case: str) -> tuple[Patches, Loop, Any]:
     import torch
     from torch import nn
 
-    patches = Patches((nn.Sequential,))
+    patches = Patches((nn.Sequential, nn.parallel.DistributedDataParallel))
     from dpmon.tracer import patch
 
-    replicas, depth, calls, _, gpus = CASES[case]
+    replicas, depth, calls, _, gpus, ddp = CASES[case]
     apart = untraced_data_parallel(replicas) if replicas else None
     patch.install()
     torch.set_num_threads(1)
-    loop = Loop(depth, calls, gpus)
+    loop = Loop(depth, calls, gpus, ddp=ddp)
     loop.run(loop.model, WARM_STEPS)
     return patches, loop, partial(apart, loop.model) if apart is not None else loop.model
 

@@ -16,7 +16,7 @@ from dpmon.record.step_spans import BUCKET, MAX_SPANS
 from dpmon.record.wire import STEP_EXTRAS
 
 DATA, FORWARD, BACKWARD, OPTIMIZER, COPY, SYNC = range(6)
-"""Indices in SPAN_PHASES; the first five are also indices in dpmon.record.wire.TIMED_PHASES."""
+"""Indices in SPAN_PHASES and in dpmon.record.wire.TIMED_PHASES."""
 QUANTITIES = tuple(name for name in STEP_EXTRAS if name not in SPAN_PHASES)
 """Quantities and numbers of a step that spans give, in the order of records."""
 SYNCED, UNSYNCED, SYNC_NUMBER_AT = (QUANTITIES.index(name) for name in ("synced", "unsynced", SYNC_NUMBER))

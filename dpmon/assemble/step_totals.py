@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dpmon.assemble.device_waits import Payload, Pending, Slots
-from dpmon.assemble.nesting import BACKWARD, COPY, DATA, OPTIMIZER, QUANTITIES, SYNC_NUMBER_AT
+from dpmon.assemble.nesting import BACKWARD, COPY, DATA, OPTIMIZER, QUANTITIES, SYNC, SYNC_NUMBER_AT
 from dpmon.record.schema import SPAN_PHASES
 from dpmon.record.step_spans import MAX_SPANS, span_words
 from dpmon.record.wire import BODY_PHASES, Untimed, pack_step, pack_timed, with_extras
@@ -63,6 +63,11 @@ class StepTotals:
         return bool(self.timed) or self.crowded or self.skipped
 
     @property
+    def _timed_phases(self) -> int:
+        """How many of TIMED_PHASES its record has."""
+        return SYNC + 1 if self.times[SYNC] >= 0 else COPY + (self.times[COPY] >= 0)
+
+    @property
     def unfinished(self) -> bool:
         """Whether it should learn but has no backward pass and no optimizer step."""
         return self.learns and self.times[BACKWARD] < 0 and self.times[OPTIMIZER] < 0
@@ -107,12 +112,12 @@ class StepTotals:
         if extras:
             payload = with_extras(payload, extras)
         if self.skipped:
-            return pack_timed(payload, [None] * (5 if self.times[COPY] >= 0 else 4), Untimed.SAMPLED)
+            return pack_timed(payload, [None] * self._timed_phases, Untimed.SAMPLED)
         return Pending(payload, *self._slots(), DATA) if self.timed or self.crowded else payload
 
     def _slots(self) -> tuple[Slots, int]:
         """For each phase the spans that give its device time, and why one is missing."""
-        slots: Slots = [[] for _ in range(5 if self.times[COPY] >= 0 else 4)]
+        slots: Slots = [[] for _ in range(self._timed_phases)]
         if self.crowded or len(self.timed) > _MOST_TIMED:
             return slots, Untimed.TOO_MANY
         for number, phase, around in self.timed:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from dpmon.record.schema import EXPOSED, HELD, STEP, STEP_PHASES, WAIT
+from dpmon.record.schema import EXPOSED, HELD, STEP, STEP_PHASES, WAIT, device_series
 from dpmon.store.tally import Tally
 
 LEAST_SHARE = 0.05
@@ -20,7 +20,7 @@ found, and with its time the step grows."""
 CAUSE_SHARE = 0.8
 """Part of the excess that one phase must cover to be named."""
 MIN_STEPS = 20
-SERIES = (STEP, *STEP_PHASES, EXPOSED, WAIT, HELD)
+SERIES = (STEP, *STEP_PHASES, *map(device_series, STEP_PHASES), EXPOSED, WAIT, HELD)
 """Series that `rank_times` reads."""
 _SIGMAS = 4.0
 """A rank must be the slowest more often than by chance, by so many standard deviations."""
@@ -35,7 +35,7 @@ class RankTimes(NamedTuple):
     steps: int
     step_ns: float | None
     phases: Mapping[str, float]
-    """By phase that ran."""
+    """By phase that ran; on its device where that is known."""
     joined: int = 0
     """Steps for which it is known how the ranks waited for each other."""
     exposed_ns: float | None = None
@@ -81,12 +81,18 @@ def rank_times(process: int, rank: int | None, tally: Tally) -> RankTimes:
         rank,
         tally.steps,
         tally.stat(STEP).mean,
-        {name: stat.total / steps for name, stat in totals.items() if stat.count},
+        {name: _mean(tally, name) * stat.count / steps for name, stat in totals.items() if stat.count},
         wait.count,
         exposed.mean,
         wait.mean,
         tally.stat(HELD).count,
     )
+
+
+def _mean(tally: Tally, phase: str) -> float:
+    """The mean time of a phase that ran."""
+    on_device = tally.stat(device_series(phase)).mean
+    return (tally.stat(phase).mean or 0.0) if on_device is None else on_device
 
 
 def straggler(ranks: Sequence[RankTimes]) -> Straggler | None:

@@ -62,8 +62,8 @@ BODY_PHASES = ("data", "forward", "backward", "optimizer")
 """Phases with a fixed place in the record of every step."""
 STEP_EXTRAS = ("copy", "copied_bytes", "sync", "synced", "unsynced", "sync_number")
 """Phases, quantities and numbers that few steps have, by their numbers in a record: new ones come last."""
-TIMED_PHASES = (*BODY_PHASES, "copy")
-"""Phases of a step with device times, in the order of a record; a record without copies ends before `copy`."""
+TIMED_PHASES = (*BODY_PHASES, "copy", "sync")
+"""Phases of a step with device times, in the order of a record; a record ends with the last one that ran."""
 
 DEFINE_TAG, CALL_TAG, STEP_TAG, EVENT_TAG, PLAIN_TAG, TIMED_TAG = 1, 2, 3, 4, 5, 6
 VIRTUAL, TRAINING, GRAD, FAILED = 1, 2, 4, 8
@@ -237,8 +237,8 @@ def with_extras(step: bytes, extras: Mapping[str, int]) -> bytes:
 def pack_timed(record: bytes, times: Sequence[float | None], why: int) -> bytes:
     """A packed call or step with its device times in ms; `why` a time is None: a number of Untimed.
 
-    Times of a call: each of CALL_PHASES, then each replica or stage. Times of a step: each of TIMED_PHASES, or those
-    before `copy`.
+    Times of a call: each of CALL_PHASES, then each replica or stage. Times of a step: the first of TIMED_PHASES, or
+    all.
     """
     count = len(times)
     packer = _time_structs.get(count)

@@ -291,8 +291,11 @@ class Intake:
         batch.steps.append((*named, *quantities, *values, rest, times, spans or None, *numbers))
         if sync_number >= 0:
             second = (began + max(wall, 0)) // 1_000_000_000
-            synced = SyncStep(number, key, second, sync_number, counted[_SYNCED_AT], phases[_STEP_AT["sync"]])
-            batch.joined += self._accounts.rounds.step(process, synced)
+            # Where devices work, the host waits for nobody: it says nothing of the communication.
+            tail = phases[_STEP_AT["sync"]] if times is None else device_tail(known_times(times))
+            if tail is not None:
+                synced = SyncStep(number, key, second, sync_number, counted[_SYNCED_AT], tail)
+                batch.joined += self._accounts.rounds.step(process, synced)
         self._place(number)
         self._note_held()
         self.row.steps += 1
@@ -420,6 +423,11 @@ def _device_times(times: bytes | None, calls: Sequence[_Call], by_call: Sequence
     if "forward" in found and all(name in found for name in inside):
         found[REST] = max(found["forward"] - sum(found[name] for name in inside), 0)
     return found
+
+
+def device_tail(times: Mapping[str, float]) -> int | None:
+    """What the end of a step's backward passes took on the devices (ns), of its device times (ms) by phase."""
+    return int(times["sync"] * 1e6) if "sync" in times else None
 
 
 def _ns(seconds: object) -> int | None:

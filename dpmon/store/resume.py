@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
 from contextlib import suppress
 from itertools import takewhile
 from typing import Any
 
+from dpmon.record.codec import known_times
 from dpmon.record.plainjson import load_json
 from dpmon.record.schema import EVALUATION, SETTLING_STEPS
 from dpmon.store.accounting import LATEST_NS
 from dpmon.store.batch import Batch
-from dpmon.store.intake import Accounts, Intake
+from dpmon.store.intake import Accounts, Intake, device_tail
 from dpmon.store.rounds import Joined, SyncStep
 from dpmon.store.tables import LASTING, RingRow
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key, known_keys
@@ -21,7 +23,7 @@ _RECENT = 10_000
 """Steps in which a wait for input may lie that is recorded after them."""
 _LAST_ID = (1 << 63) - 1
 _ACCOUNTED = "id, process, step, mode, start_ns, wall_ns, kind"
-_SYNCED = "id, process, mode, kind, samples, start_ns, wall_ns, sync_ns, synced, sync_number"
+_SYNCED = "id, process, mode, kind, samples, start_ns, wall_ns, sync_ns, device, synced, sync_number"
 _TYPES = [int, int, int, str, int, int, int]
 _START, _WALL = 4, 5
 
@@ -71,7 +73,12 @@ def resume_rounds(history: History, accounts: Accounts) -> list[Joined]:
     keys = known_keys(history.rows("SELECT process, mode, kind, batch FROM keys"))
     query = f"SELECT {_SYNCED} FROM steps WHERE {recent} AND wait_ns IS NULL ORDER BY id"
     found = []
-    for number, process, mode, kind, samples, start, wall, tail, passes, last in history.rows(query, (_RECENT,)):
+    for number, process, mode, kind, samples, start, wall, tail, device, passes, last in history.rows(
+        query, (_RECENT,)
+    ):
+        if isinstance(device, bytes):
+            with suppress(struct.error):
+                tail = device_tail(known_times(device))
         key = Key(process, mode, kind, NO_SAMPLES if samples is None else samples)
         key = key if key in keys else key._replace(batch=OTHER_SIZES)
         if _are_whole(number, process, start, wall, tail, passes, last) and key in keys:

@@ -26,6 +26,10 @@ from dpmon.tracer.frames import drop_frames, named_like
 from dpmon.tracer.names import class_name
 from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.session import Session
+from dpmon.tracer.threads import Thread
+from dpmon.tracer.timing import Mark
+
+_engine: Any = torch.autograd.Variable._execution_engine
 
 LOOK_EVERY = 16
 """Synchronised passes between two looks at all gradients. In between, each bucket's latest gradient stands for it."""
@@ -57,10 +61,12 @@ class GradientSync:
         """Start afresh, as after a fork."""
         self._wrappers.clear()
         self._waiting.clear()
+        self._mark: Mark | None = None
+        """Device times of the end of the backward pass under way."""
         self._made = count()
         """Numbers of wrappers."""
-        self._numbers = count(1)
-        """Numbers of synchronised passes: the same on all ranks for the same pass."""
+        self._number = 0
+        """Number of the last synchronised pass, the same on all ranks for the same pass."""
 
     def install(self) -> None:
         """Trace the end of every forward of a DistributedDataParallel, where torch begins to note the gradients."""
@@ -69,6 +75,7 @@ class GradientSync:
         if original is not None:
             kind._post_forward = self._traced(original)  # type: ignore[method-assign]
             self._recorder.on_gradients = self._backward_ended
+            self._recorder.on_timed_backward = self._timed_backward_begins
 
     def _traced(self, original: Callable[..., Any]) -> Callable[..., Any]:
         is_compiling, clock, is_grad_enabled = torch.compiler.is_dynamo_compiling, monotonic_ns, torch.is_grad_enabled
@@ -103,6 +110,43 @@ class GradientSync:
         one = wrappers[key] = _Wrapper(module, next(self._made), lambda _: wrappers.pop(key, None))
         return one
 
+    # ---------------------------------------------------------------- device times
+
+    def _timed_backward_begins(self, me: Thread, args: Any) -> None:
+        """Time the end of a backward pass on devices: from when all gradients are computed.
+
+        autograd calls back what was queued during a pass after the last gradient, in the order in which it was queued.
+        DistributedDataParallel queues its own callback, which makes the devices wait for the other ranks, with the last
+        bucket. Ours is queued before the first gradient, so it comes first.
+        """
+        self._mark = None
+        timing = self._recorder.timing
+        if timing is None or not any(one.averages for one in self._waiting):
+            return
+        timing.synced = self._synced
+        node = next((node for tensor in args[0] if (node := tensor.grad_fn) is not None), None)
+        if node is None:
+            return
+        fault = self._session.fault
+
+        def computed() -> None:
+            try:
+                self._mark = timing.begin(me, Kind.SYNC)
+            except Exception as error:  # noqa: BLE001 - our fault must not reach the script
+                fault("gradients", error)
+
+        def begins(_: Any) -> None:
+            try:
+                handle.remove()
+                _engine.queue_callback(computed)
+            except Exception as error:  # noqa: BLE001 - our fault must not reach the script
+                fault("gradients", error)
+
+        handle = node.register_prehook(begins)
+
+    def _synced(self) -> int:
+        return self._number
+
     # ---------------------------------------------------------------- the end of a backward pass
 
     def _backward_ended(self, head: int, began: int, ended: int) -> None:
@@ -122,8 +166,14 @@ class GradientSync:
                     at = min(max(one.base + last, began), ended)
                     if one.several:
                         self._write_buckets(head, at, [min(last - each, at - began) for each in ready])
-                    number = next(self._numbers) & 0xFFFFFFFF
-                    self._recorder.put(head | Kind.SYNC | len(one.buckets) << SITE_AT, at, ended - at, number)
+                    first = head | Kind.SYNC | len(one.buckets) << SITE_AT
+                    mark, self._mark = self._mark, None
+                    if mark is not None:
+                        first |= mark.end()
+                    self._number = number = self._number + 1
+                    written = self._recorder.put(first, at, ended - at, number & 0xFFFFFFFF)
+                    if mark is not None:
+                        mark.written(written)
                 elif not one.averages:
                     self._recorder.put(head | Kind.SYNC | Flag.SKIPPED << FLAGS_AT, ended, 0, 0)
                 one.waits = False

@@ -138,6 +138,8 @@ class Timing:
         self.random = Random()  # the script's random numbers stay its own
         self._block = self._left = self._chosen = 0
         """Length of a block, in which one step is timed; steps left in it; how many are left when a step is timed."""
+        self.synced: Callable[[], int] | None = None
+        """Returns the number of synchronised backward passes. All ranks then time the same steps."""
         self._waiting: deque[Mark] = deque()
         self._steps = 0
         self._copies = 0
@@ -221,6 +223,10 @@ class Timing:
     def _draw(self) -> None:
         """Decide whether the next step is timed: one step of each block is."""
         block = min(self._one_in(), MAX_ONE_IN)
+        if self.synced is not None:
+            # A rank with larger blocks times some of the steps that the others time.
+            self._skips = _mixed(self.synced()) & (1 << (block - 1).bit_length()) - 1 != 0 if block > 1 else False
+            return
         if block != self._block or self._left == 0:
             self._block = self._left = block
             self._chosen = self.random.randint(1, block) if block > 1 else 0
@@ -252,6 +258,13 @@ class Timing:
     def at_exit(self) -> None:
         """Write all times at the end of the process; unfinished ones stay unknown."""
         self.read(Untimed.ENDED)
+
+
+def _mixed(number: int) -> int:
+    """A number that looks random, the same in every process (the finaliser of MurmurHash3)."""
+    number = (number ^ number >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    number = (number ^ number >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return number ^ number >> 16
 
 
 coming = Event()

@@ -177,7 +177,11 @@ class _Packer:
     def _sizes(self, out: list[bytes], sizes: Sequence[Size] | None) -> int:
         if sizes is None:
             return 0
-        return self._define(out, [[size.path, list(size.shape), size.dtype, size.bytes] for size in sizes])
+        written = [[size.path, list(size.shape), size.dtype, size.bytes] for size in sizes]
+        for one, size in zip(written, sizes, strict=True):
+            if size.global_shape is not None:
+                one.append(list(size.global_shape))
+        return self._define(out, written)
 
     def _call(self, call: Call) -> list[bytes]:
         out: list[bytes] = []

@@ -155,9 +155,10 @@ def _keep(table: dict[int, Any], number: int, value: Any) -> None:
         del table[next(iter(table))]
 
 
-def _size(value: Any) -> tuple[str, list[int], str, int]:
-    path, shape, dtype, count = value
-    return str(path), [_whole(extent) for extent in shape], str(dtype), _whole(count)
+def _size(value: Any) -> tuple[Any, ...]:
+    path, shape, dtype, count, *wholes = value
+    known = str(path), [_whole(extent) for extent in shape], str(dtype), _whole(count)
+    return (*known, *([_whole(extent) for extent in whole] for whole in wholes[:1]))
 
 
 def _whole(value: Any) -> int:

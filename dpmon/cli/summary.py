@@ -12,6 +12,7 @@ from dpmon.model.layouts import Layouts
 from dpmon.model.memory import held, reasons
 from dpmon.model.numbers import duration, group
 from dpmon.record.schema import EVALUATION, PHASES, STEP
+from dpmon.record.wire import RANK_MODES
 from dpmon.report.pauses import pauses_in
 from dpmon.report.said import waited
 from dpmon.report.waits import waits_in
@@ -163,7 +164,8 @@ class _Summary:
 
     def _mode_name(self, mode: str) -> str:
         """The mode's name as on the screen: ranks have one device each, so they are neither dp nor single."""
-        return "ddp" if mode == "single" and self._layouts.distributed else mode
+        by = self._layouts.distributed
+        return RANK_MODES[by] if mode == "single" and by else mode
 
     def _mode_lines(self, mode: str, evaluation: bool) -> list[Line]:
         found = self._window.figures(mode, evaluation)

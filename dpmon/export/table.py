@@ -1,9 +1,9 @@
 """CSV: one table a kind, one row a record, the same columns whatever the run.
 
 An empty cell is unknown or did not run (`absent` says which). Lists stand in one cell: names and numbers with a space
-between them, sizes as `path:30x5:float32:600` (path, shape, dtype, bytes), a replica's or stage's with ` | ` between
-them, spans as `forward:0.25:1.5` (phase, start and duration in ms). What has no column of its own is in the last one,
-`more`, as JSON: nothing is lost on the way.
+between them, sizes as `path:30x5:float32:600` (path, shape, dtype, bytes; a DTensor adds its global shape), a replica's
+or stage's with ` | ` between them, spans as `forward:0.25:1.5` (phase, start and duration in ms). What has no column of
+its own is in the last one, `more`, as JSON: nothing is lost on the way.
 """
 
 from __future__ import annotations
@@ -144,9 +144,18 @@ def _many(values: Iterable[float | int | None]) -> str:
 def _sizes(sizes: tuple[Size, ...] | None) -> str | None:
     if sizes is None:
         return None
-    return " ".join(
-        f"{size.path}:{'x'.join(map(str, size.shape))}:{size.dtype}:{size.bytes}" for size in sizes if size.path != MORE
-    )
+    return " ".join(_size(size) for size in sizes if size.path != MORE)
+
+
+def _size(size: Size) -> str:
+    parts = [size.path, _extents(size.shape), size.dtype, str(size.bytes)]
+    if size.global_shape is not None:
+        parts.append(_extents(size.global_shape))
+    return ":".join(parts)
+
+
+def _extents(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
 
 
 def _memory(data: Mapping[str, Any]) -> list[list[str]]:

@@ -32,8 +32,9 @@ class ModeFacts(NamedTuple):
     """Of the whole step: where most of the last third lies above most of the first, it is no noise."""
     mean_ns: float | None = None
     """Mean time of the whole step."""
-    distributed: bool = False
-    """Whether ranks of DistributedDataParallel trained in it: they have one device each, so neither dp nor single."""
+    distributed: str | None = None
+    """By what ranks trained one model together in it (a key of RANK_MODES): with one device each, so neither dp nor
+    single."""
     counted: Counted = ()
 
     def share(self, *names: str) -> float:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from dpmon.record.codec import UNTIMED
 from dpmon.record.schema import EVALUATION, device_series
-from dpmon.record.wire import DDP
+from dpmon.record.wire import RANK_MODES
 from dpmon.store.answers import Shape
 from dpmon.store.parts import stage_series
 from dpmon.store.tally import Key, Stat, Tally
@@ -66,14 +66,14 @@ class Layouts:
         """Those with calls."""
         self.virtual = any(shape.virtual and self._layout(shape) for shape in shapes)
         """Whether a call had virtual replicas."""
-        self.distributed = any(self._layout(shape).get("via") == DDP for shape in shapes)
-        """Whether a call was of a DistributedDataParallel."""
+        self.distributed = next((by for shape in shapes if (by := _by_ranks(self._layout(shape)))), None)
+        """By what ranks trained one model together (a key of RANK_MODES); None if no call was of such a rank."""
 
     def split(self) -> Iterator[tuple[Shape, Mapping[str, Any]]]:
-        """Shapes with their layouts, without those of DDP, whose ranks are no replicas."""
+        """Shapes with their layouts, without those of ranks, which are no replicas."""
         for shape in self._shapes:
             layout = self._layout(shape)
-            if layout.get("via") != DDP and isinstance(layout.get("devices"), list):
+            if _by_ranks(layout) is None and isinstance(layout.get("devices"), list):
                 yield shape, layout
 
     def rows(self, process: int, number: int) -> int | None:
@@ -101,7 +101,7 @@ class Layouts:
         found: Counter[ReplicaSizes] = Counter()
         for shape in self._shapes:
             layout = self._layout(shape)
-            if not layout or (several and layout.get("via") == DDP):
+            if not layout or (several and _by_ranks(layout)):
                 continue
             devices = layout.get("devices") or []
             for index, (got, gave) in enumerate(shape.replicas):
@@ -178,13 +178,25 @@ class Layouts:
         return self._definitions.get(process, {}).get(number)
 
     def _text(self, process: int, number: int) -> str | None:
-        """Sizes as people write them, None if they were not seen: [30, 5] or x [30, 5], mask [30]."""
+        """Sizes as people write them, None if they were not seen: [30, 5] or x [30, 5], mask [30].
+
+        Of a DTensor both shapes: [15, 5] of [30, 5].
+        """
         value = self._definition(process, number) if number else None
         if not isinstance(value, list):
             return None
-        texts = [f"{list(shape)}" if path in ("", "0") else f"{path} {list(shape)}" for path, shape, *_ in value]
-        more = len(texts) - _TENSORS_NAMED
-        return ", ".join(texts[:_TENSORS_NAMED]) + (f" and {more} more" if more > 0 else "")
+        texts = [
+            ("" if path in ("", "0") else f"{path} ") + " of ".join(f"{list(each)}" for each in (shape, *more[2:]))
+            for path, shape, *more in value
+        ]
+        others = len(texts) - _TENSORS_NAMED
+        return ", ".join(texts[:_TENSORS_NAMED]) + (f" and {others} more" if others > 0 else "")
+
+
+def _by_ranks(layout: Mapping[str, Any]) -> str | None:
+    """`via` of a layout if its calls are of ranks that train one model together; else None."""
+    via = layout.get("via")
+    return via if isinstance(via, str) and via in RANK_MODES else None
 
 
 def why_untimed(layout: Mapping[str, Any], number: int) -> str | None:

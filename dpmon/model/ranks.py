@@ -5,7 +5,7 @@ from __future__ import annotations
 from dpmon.model.members import whole_in
 from dpmon.model.process import Process
 from dpmon.model.state import State
-from dpmon.record.wire import DDP
+from dpmon.record.wire import RANK_MODES
 
 
 def training(state: State) -> list[Process]:
@@ -27,9 +27,9 @@ def world(process: Process) -> int | None:
     return value if value is not None and value > 0 else None
 
 
-def distributed(process: Process) -> bool:
-    """Whether it trains by DistributedDataParallel, whatever else it calls."""
-    return any(via == DDP for _, via in process.calls)
+def distributed(process: Process) -> str | None:
+    """By what it trains one model together with other ranks (a key of RANK_MODES), whatever else it calls."""
+    return next((via for _, via in process.calls if via in RANK_MODES), None)
 
 
 def toggle_refusal(state: State) -> str | None:
@@ -37,6 +37,7 @@ def toggle_refusal(state: State) -> str | None:
     process = state.focus()
     if process is None:
         return "no training process is known yet"
-    if distributed(process):
-        return "the ranks train by DistributedDataParallel: a process that split its model by itself would leave them"
+    by = distributed(process)
+    if by is not None:
+        return f"the ranks train by {by}: a process that split its model by itself would leave them"
     return None

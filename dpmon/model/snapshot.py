@@ -26,7 +26,7 @@ from dpmon.model.stragglers import RankTimes, rank_times
 from dpmon.model.turns import last_resumption, some_are_silent
 from dpmon.model.uneven import uneven_steps
 from dpmon.record.schema import STEP
-from dpmon.record.wire import DDP
+from dpmon.record.wire import RANK_MODES
 from dpmon.store.answers import TimeRow, TimeTogether
 from dpmon.store.figures import merged, trains
 from dpmon.store.tally import ALL, Key, Tally
@@ -131,7 +131,7 @@ class Snapshots:
                 whole=_summary(rows, whole, process.process, mode, waits),
                 mean=(whole if process.rank is None else _of_run(rows, tallies)).mean(),
             )
-        if not any(via == DDP for _, via in found.calls):
+        if not any(via in RANK_MODES for _, via in found.calls):
             found = replace(found, compared=self._comparison(rows, own, found, end_s, wanted, waits))
         return found
 

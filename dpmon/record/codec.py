@@ -88,8 +88,13 @@ MAX_DEFINITIONS = 1 << 16
 
 def _sizes(value: Any) -> tuple[Size, ...]:
     return tuple(
-        Size(str(path), tuple(int(n) for n in shape), str(dtype), int(count)) for path, shape, dtype, count in value
+        Size(str(path), _shape(shape), str(dtype), int(count), _shape(wholes[0]) if wholes else None)
+        for path, shape, dtype, count, *wholes in value
     )
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(int(extent) for extent in value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,8 +64,12 @@ _WALL = Field("wall_ms", "number", "how long it took", "ms")
 _MODE = Field("mode", "text", "dp or single; null if unknown")
 _ABSENT = Field("absent", "object", "why a field is null or missing, by the field's name")
 _DEVICES = Field("devices", "list", "the devices it ran on or could run on, by torch's names")
-_INPUTS = Field("inputs", "list", "each tensor among the arguments: path, shape, dtype, bytes")
-_OUTPUTS = Field("outputs", "list", "each tensor of the result: path, shape, dtype, bytes")
+_SIZES = (
+    "path, shape, dtype, bytes. Shape and bytes are those on this rank; a DTensor, which is spread over several"
+    " ranks, also has global_shape, the shape of the whole"
+)
+_INPUTS = Field("inputs", "list", f"each tensor among the arguments: {_SIZES}")
+_OUTPUTS = Field("outputs", "list", f"each tensor of the result: {_SIZES}")
 
 
 def _only_csv(name: str, type_: str, meaning: str, unit: str = "") -> Field:
@@ -79,8 +83,13 @@ _CALL = RecordKind(
         *_WHO,
         Field("step", "integer", "the step that it belongs to"),
         Field("call", "integer", "its number in the process, from 1"),
-        Field("root", "text", "the class of the model"),
-        Field("via", "text", "what called it: DataParallel, DistributedDataParallel ...; null if it was called itself"),
+        Field("root", "text", "the class of the model, as the script wrote it"),
+        Field(
+            "via",
+            "text",
+            "what called it: DataParallel, DistributedDataParallel ...; fully_shard if that was applied to it (FSDP2);"
+            " null if it was called itself",
+        ),
         _MODE,
         Field("virtual", "boolean", "whether its replicas share a device"),
         Field("training", "boolean", "whether the model was in training mode"),
@@ -287,7 +296,7 @@ _HOST = RecordKind(
 )
 _MEMORY = RecordKind(
     "memory",
-    "what a process's tensors take on each device",
+    "what a process's tensors take on each device; of a tensor that is sharded over ranks, the part on this rank",
     (
         *_WHO,
         _T,

@@ -16,9 +16,12 @@ def _ms(ns: int) -> float:
 def _sizes_json(sizes: tuple[Size, ...] | None) -> list[dict[str, Any]] | None:
     if sizes is None:
         return None
-    return [
-        {"path": s.path, "shape": list(s.shape), "dtype": s.dtype, "bytes": s.bytes} for s in sizes if s.path != MORE
-    ]
+    return [_size_json(size) for size in sizes if size.path != MORE]
+
+
+def _size_json(size: Size) -> dict[str, Any]:
+    found = {"path": size.path, "shape": list(size.shape), "dtype": size.dtype, "bytes": size.bytes}
+    return found if size.global_shape is None else {**found, "global_shape": list(size.global_shape)}
 
 
 def _call_json(call: Call) -> dict[str, Any]:

@@ -31,12 +31,17 @@ class RecordError(DpmonError):
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """One tensor among the arguments or results: where it is, its shape, dtype and bytes (elements times item size)."""
+    """One tensor among the arguments or results: where it is, its shape, dtype and bytes (elements times item size).
+
+    Shape and bytes are of this rank's part, if it is a DTensor, which is shared out to several ranks.
+    """
 
     path: str
     shape: tuple[int, ...]
     dtype: str
     bytes: int
+    global_shape: tuple[int, ...] | None = None
+    """Of a DTensor; None for any other tensor."""
 
 
 class Phase(NamedTuple):

@@ -24,6 +24,7 @@ __all__ = [
     "DEFINE_TAG",
     "EVENT_TAG",
     "FAILED",
+    "FSDP",
     "GRAD",
     "MAX_JSON",
     "MODES",
@@ -31,6 +32,7 @@ __all__ = [
     "PLAIN_FORMAT",
     "PLAIN_TAG",
     "PLAIN_WORDS",
+    "RANK_MODES",
     "STEP_BODY",
     "STEP_EXTRA",
     "STEP_EXTRAS",
@@ -68,7 +70,9 @@ TIMED_PHASES = (*BODY_PHASES, "copy", "sync")
 DEFINE_TAG, CALL_TAG, STEP_TAG, EVENT_TAG, PLAIN_TAG, TIMED_TAG = 1, 2, 3, 4, 5, 6
 VIRTUAL, TRAINING, GRAD, FAILED = 1, 2, 4, 8
 DDP = "DistributedDataParallel"
-"""`via` of the call of a rank."""
+FSDP = "fully_shard"
+RANK_MODES = {DDP: "ddp", FSDP: "fsdp"}
+"""By `via` of the calls of ranks that train one model together: what their mode is called."""
 
 
 class Untimed:
@@ -148,7 +152,7 @@ def _cut(value: Any, most: int) -> Any:
 def pack_definition(number: int, value: Any) -> bytes:
     """A definition: a layout (root, via, devices, absent), a stage (device, parts) or a list of sizes.
 
-    A size is (path, shape, dtype, bytes).
+    A size is (path, shape, dtype, bytes), and the global shape if it is that of a DTensor.
     """
     return DEFINE_HEAD.pack(DEFINE_TAG, number) + packed_json(value)
 

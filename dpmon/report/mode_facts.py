@@ -15,7 +15,9 @@ _LEAST = 30
 """Steps of a third below which it is not compared with another one."""
 
 
-def mode_facts(found: Figures, virtual: bool, distributed: bool, rows: Sequence[tuple[int, Tally]] = ()) -> ModeFacts:
+def mode_facts(
+    found: Figures, virtual: bool, distributed: str | None, rows: Sequence[tuple[int, Tally]] = ()
+) -> ModeFacts:
     """Medians, tails and shares of a mode, and how its first and last third differ.
 
     `rows`: tallies of its settled steps in order of time, with when they begin.
@@ -26,7 +28,7 @@ def mode_facts(found: Figures, virtual: bool, distributed: bool, rows: Sequence[
     return ModeFacts(
         mode=found.mode,
         virtual=virtual and found.mode == "dp",
-        distributed=distributed and found.mode == "single",
+        distributed=distributed if found.mode == "single" else None,
         steps=found.steps,
         median_ns=found.median_ns,
         p95_ns=found.p95_ns,

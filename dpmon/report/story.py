@@ -124,8 +124,8 @@ class Story:
     """The host in the terms of a device: use of its processors, its memory."""
     gpu_absent: str | None = None
     """Why there are no GPUs to tell of."""
-    distributed: bool = False
-    """Whether ranks train with DistributedDataParallel."""
+    distributed: str | None = None
+    """By what ranks train one model together (a key of RANK_MODES)."""
     dropped: int = 0
     pruned: int = 0
     standing: str | None = None

@@ -12,6 +12,7 @@ from dpmon.model.memory import Held
 from dpmon.model.numbers import UNKNOWN, duration, percent
 from dpmon.model.state import ModeChange
 from dpmon.rates import Rate
+from dpmon.record.wire import RANK_MODES
 from dpmon.report.pauses import Paused, PauseTotals
 from dpmon.report.story import Story
 from dpmon.run.rundir import ExitInfo
@@ -83,7 +84,7 @@ def what_ran(story: Story) -> str:
     count = story.evidence.processes
     modes: Counter[str] = Counter()
     for facts in (*story.evidence.modes, *story.evaluations):
-        modes["ddp" if facts.distributed else facts.mode] += facts.steps
+        modes[RANK_MODES[facts.distributed] if facts.distributed else facts.mode] += facts.steps
     several_modes = len(+modes) > 1
     counted = f"{many(story.steps, 'step')}, {many(story.calls, 'call')}{' in all' if count > 1 else ''}"
     if several_modes:
@@ -102,11 +103,11 @@ def what_ran(story: Story) -> str:
     return "; ".join([f"{who}, {counted}", *texts])
 
 
-def _began(change: ModeChange, distributed: bool) -> str:
+def _began(change: ModeChange, distributed: str | None) -> str:
     devices = " ".join(change.devices[:8]) + (" ..." if len(change.devices) > 8 else "")
     virtual = "virtual replicas " if change.virtual and change.mode == "dp" else ""
     reason = f" ({change.reason})" if change.reason else ""
-    mode = "ddp" if distributed and change.mode == "single" else change.mode
+    mode = RANK_MODES[distributed] if distributed and change.mode == "single" else change.mode
     return f"{mode} on {virtual}{devices or 'devices not known'}{reason}"
 
 
@@ -121,9 +122,9 @@ def machine(story: Story) -> str:
 
 
 def mode_title(mode: ModeFacts) -> str:
-    """A mode's name, with a note for virtual replicas; "ddp" for ranks, as on the screen."""
+    """A mode's name, with a note for virtual replicas; "ddp" or "fsdp" for ranks, as on the screen."""
     if mode.distributed:
-        return "ddp"
+        return RANK_MODES[mode.distributed]
     return f"{mode.mode} (virtual)" if mode.virtual else mode.mode or "mode unknown"
 
 

@@ -9,11 +9,33 @@ import torch
 from dpmon.record.wire import shortened
 
 _own_name = type.__dict__["__name__"].__get__
+_own_module = type.__dict__["__module__"].__get__
+_own_mro = type.__dict__["__mro__"].__get__
 
 
 def class_name(value: Any) -> str:
-    """The name of a value's class, as stored in the class; its metaclass cannot change it."""
-    return shortened(_own_name(type(value)))
+    """The name of a value's class, as stored in the class; its metaclass cannot change it.
+
+    The class of a module given to fully_shard is the one that the script wrote, from which torch derived its own.
+    """
+    kind = type(value)
+    bases = _own_mro(kind)
+    at = _place_of("FSDPModule", bases)
+    return shortened(_own_name(bases[at + 1] if at else kind))
+
+
+def is_a(value: Any, name: str) -> bool:
+    """Whether a value's class is the class `name` of torch.distributed or derives from it. Imports nothing."""
+    return _place_of(name, _own_mro(type(value))) is not None
+
+
+def _place_of(name: str, bases: tuple[type, ...]) -> int | None:
+    for index, base in enumerate(bases):
+        if _own_name(base) == name:
+            module = _own_module(base)
+            if isinstance(module, str) and module.startswith("torch.distributed"):
+                return index
+    return None
 
 
 def name_of(called: Any) -> str:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from dpmon.tracer.module_tables import buffers_of, modules_of, parameters_of
-from dpmon.tracer.names import class_name
+from dpmon.tracer.module_tables import BUFFERS, PARAMETERS, buffers_of, modules_of, parameters_of, values_of
+from dpmon.tracer.names import class_name, is_a
 from dpmon.tracer.virtual import VirtualDevices
 
 DP, SINGLE = 1, 2
@@ -103,9 +103,21 @@ def uncopyable(module: Any) -> str | None:
     return f"{class_name(module)} has a __del__, which every copy would also run"
 
 
+def _is_sharded(module: Any) -> bool:
+    """Whether the module's own parameters or buffers are shared out to several ranks.
+
+    After a forward, the parameters of a module given to fully_shard may be ordinary tensors until its backward.
+    """
+    if is_a(module, "FSDPModule") or is_a(module, "FullyShardedDataParallel"):
+        return True
+    return any(is_a(tensor, "DTensor") for table in (PARAMETERS, BUFFERS) for tensor in values_of(module, table))
+
+
 def unreplicable(module: torch.nn.Module) -> str | None:
     """Why virtual replicas of a module cannot be made; None if they can."""
     for inner in modules_of(module):
+        if _is_sharded(inner):
+            return "its parameters are sharded over the ranks, which must all run the same calls"
         unfit = uncopyable(inner)
         if unfit is not None:
             return unfit

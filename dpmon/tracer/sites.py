@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from dpmon.record.spans import FLAGS_AT, SITE_AT, Flag, Kind
-from dpmon.record.wire import DDP
+from dpmon.record.wire import DDP, FSDP, RANK_MODES
 from dpmon.tracer.modes import Modes
 from dpmon.tracer.module_tables import MODULES, Place, modules_of
-from dpmon.tracer.names import class_name
+from dpmon.tracer.names import class_name, is_a
 from dpmon.tracer.plans import DP, SINGLE, Plan, overrides
 from dpmon.tracer.session import Memo, Session
 from dpmon.tracer.stages import Stages, stages_of
@@ -23,7 +23,14 @@ MAX_SITES = 1024
 MAX_NUMBERS = 1 << 14
 MAX_KIN, MAX_PARTS = 16, 10_000
 """Limits of models, and of modules in each, that are searched for kin of a new model."""
-_IN_BACKWARD = "the ranks average their gradients within the backward pass; that time is not told apart"
+_NOT_APART = {
+    DDP: {"all_reduce": "the ranks average their gradients within the backward pass; that time is not told apart"},
+    FSDP: {
+        "all_gather": "the ranks gather the weights within forward and backward; that time is not told apart",
+        "reduce_scatter": "the ranks reduce their gradients within the backward pass; that time is not told apart",
+    },
+}
+"""By `via`: the collectives of ranks, and why they are no phases of a call."""
 
 
 class Functional:
@@ -78,8 +85,8 @@ class Site:
         self.module = weakref.ref(module, gone)
         self.plan = plan
         self.via = via
-        """The class of the wrapper, or data_parallel; None for a bare root."""
-        self.kind = Kind.WRAPPED if via not in (None, DDP) or plan.mode == DP else Kind.CALL
+        """The class of the wrapper, or the function data_parallel or fully_shard; None for any other bare root."""
+        self.kind = Kind.WRAPPED if not (via is None or via in RANK_MODES) or plan.mode == DP else Kind.CALL
         self.gpus = gpus_of(plan.devices)
         self.plain = False
         """Whether only the module's own code runs: no phases, no DataParallel inside."""
@@ -154,7 +161,7 @@ class Sites:
             return site
         plan = self.modes.plan(module, False)
         ddp = isinstance(module, torch.nn.parallel.DistributedDataParallel)
-        site = self._new(module, plan, DDP if ddp else None)
+        site = self._new(module, plan, DDP if ddp else FSDP if is_a(module, "FSDPModule") else None)
         site.root = class_name(module.module if ddp else module)
         site.place = Place(module)
         if plan.mode == SINGLE:
@@ -261,8 +268,7 @@ def _spell(site: Site, plan: Plan) -> dict[str, Any]:
     devices, absent = plan.devices, plan.absent
     if site.stages is not None:
         devices, absent = site.stages.devices, site.stages.absent
-    if site.via == DDP:
-        absent = {**absent, "all_reduce": _IN_BACKWARD}
+    absent = {**absent, **_NOT_APART.get(site.via or "", {})}
     layout = {"root": site.root, "via": site.via, "devices": list(devices), "absent": {**absent, **site.absent}}
     return {**layout, "module": site.number, "dim": site.dim, "first": site.first}
 

@@ -1,20 +1,22 @@
 """Sizes of the tensors in the inputs and outputs of a module, as hashable signatures.
 
 A signature consists of shapes and dtypes only and holds no tensor. On the hot path it is looked up in a table. It is
-spelled out (paths, bytes) once, when it is new.
+spelled out (paths, bytes) once, when it is new. The shape of a DTensor is that of its part on this rank; the shape of
+the whole is added.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Mapping
+from math import prod
 from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 
 from dpmon.record.wire import MORE, shortened
-from dpmon.tracer.names import class_name
+from dpmon.tracer.names import class_name, is_a
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -31,7 +33,7 @@ MAX_EXTENTS = 2048
 
 
 def signature_of_value(value: Any) -> Hashable:
-    """The signature of a result: (shape, dtype) of a lone tensor, else a tuple of (path, shape, dtype)."""
+    """The signature of a result: (shape, dtype) of a lone tensor, else what `leaves` returns."""
     if type(value) is Tensor:
         return value.shape, value.dtype
     return leaves(value, "")
@@ -53,7 +55,7 @@ def signature_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hasha
 
 
 def leaves(value: Any, path: str) -> tuple[Any, ...]:
-    """(path, shape, dtype) of each tensor in `value`, which has the path `path`."""
+    """(path, shape, dtype) of each tensor in `value`, which has the path `path`; a DTensor adds its global shape."""
     found: list[Any] = []
     budget = [MAX_VISITED]
     _walk(value, path, found, budget, 0)
@@ -84,15 +86,18 @@ def _walk(value: Any, path: str, found: list[Any], budget: list[int], depth: int
             return
 
 
-def _looks_of(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+def _looks_of(tensor: Any) -> tuple[Any, ...]:
     # Subclasses may watch attribute access; a monitor must not be seen by them.
     if type(tensor) is Tensor or type(tensor) is Parameter:
         return tensor.shape, tensor.dtype
     with torch._C.DisableTorchFunctionSubclass():
         shape, dtype = tensor.shape, tensor.dtype
+        # Not by to_local(): autograd would record it.
+        local = tensor._local_tensor.shape if is_a(tensor, "DTensor") else None
     if type(dtype) is not torch.dtype:
         raise TypeError(f"the dtype of a {class_name(tensor)} is not a torch.dtype")
-    return torch.Size(shape), dtype  # a copy: the script's subclass of Size must not be kept alive
+    shape = torch.Size(shape)  # a copy: the script's subclass of Size must not be kept alive
+    return (shape, dtype) if local is None else (torch.Size(local), dtype, shape)
 
 
 def _children(value: Any) -> Any:
@@ -119,23 +124,24 @@ def _children(value: Any) -> Any:
     return list(own.items()) if type(own) is dict else ()
 
 
-def spell_out(signature: Any, lone_path: str) -> list[tuple[str, list[int], str, int]]:
-    """(path, shape, dtype, bytes) of each tensor; `lone_path`: the path of a lone tensor."""
+def spell_out(signature: Any, lone_path: str) -> list[tuple[Any, ...]]:
+    """(path, shape, dtype, bytes) of each tensor, and the global shape of a DTensor.
+
+    `lone_path`: the path of a lone tensor.
+    """
     if len(signature) == 2 and isinstance(signature[1], torch.dtype):
         signature = ((lone_path, *signature),)
-    result: list[tuple[str, list[int], str, int]] = []
+    result: list[tuple[Any, ...]] = []
     extents = 0
-    for path, shape, dtype in signature:
+    for path, shape, dtype, *wholes in signature:
         if path == MORE:
             result.append((MORE, [], "", 0))
             continue
-        extents += len(shape)
+        extents += len(shape) * (1 + len(wholes))
         if extents > MAX_EXTENTS:
             return [*result, (MORE, [], "", 0)]
-        count = dtype.itemsize
-        for extent in shape:
-            count *= int(extent)
-        result.append((path, [int(extent) for extent in shape], str(dtype).removeprefix("torch."), count))
+        shape, *wholes = ([int(extent) for extent in each] for each in (shape, *wholes))
+        result.append((path, shape, str(dtype).removeprefix("torch."), dtype.itemsize * prod(shape), *wholes))
     return result
 
 
@@ -171,5 +177,5 @@ def gathers(value: Any, depth: int = 0) -> bool:
 def first_rows(signature: Any) -> int:
     """Rows of the first tensor with a dimension; -1 if there is none."""
     lone = len(signature) == 2 and isinstance(signature[1], torch.dtype)
-    shapes = [signature[0]] if lone else [shape for _, shape, _ in signature]
+    shapes = [signature[0]] if lone else [shape for _, shape, *_ in signature]
     return next((int(shape[0]) for shape in shapes if shape), -1)

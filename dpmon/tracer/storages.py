@@ -14,7 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dpmon.tracer.module_tables import BUFFERS, PARAMETERS, modules_of, parts_of, values_of
-from dpmon.tracer.names import class_name
+from dpmon.tracer.names import class_name, is_a
 
 MAX_TENSORS = 20_000
 AT_ONCE = 256
@@ -91,15 +91,19 @@ class Walk:
         if kind == MODEL and at == 0:
             for name in _opaque(owner):
                 self._add_unsized(kind, name)
+        if kind == GRADIENTS and at == 0:
+            for shard in _shards(owner):
+                self._add(kind, getattr(shard, "unsharded_accumulated_grad", None))
         for tensor in _tensors(islice(entries, at, at + AT_ONCE), 0):
-            self._add(kind, tensor)
+            self._add(kind, tensor, gradient=kind == GRADIENTS)
 
-    def _add(self, kind: int, tensor: Any) -> None:
+    def _add(self, kind: int, tensor: Any, gradient: bool = False) -> None:
+        """Count a tensor, or its `gradient`, if there is one."""
         try:
-            if kind == GRADIENTS:
+            if gradient:
                 tensor = tensor.grad if tensor.is_leaf else None
-                if tensor is None:
-                    return
+            if tensor is None:
+                return
             if self.counted[kind] >= MAX_TENSORS:
                 self.more.add(kind)
                 return
@@ -141,7 +145,26 @@ def _entries(kind: int, owner: Any) -> list[Any]:
     if kind == STATES:
         state = getattr(owner, "state", None)
         return list(state.values()) if isinstance(state, dict) else []
-    return values_of(owner, PARAMETERS) + (values_of(owner, BUFFERS) if kind == MODEL else [])
+    tensors = values_of(owner, PARAMETERS) + (values_of(owner, BUFFERS) if kind == MODEL else [])
+    for shard in _shards(owner):
+        tensors += (shard.sharded_param, getattr(shard, "_unsharded_param", None))
+    return tensors
+
+
+def _shards(module: Any) -> list[Any]:
+    """What fully_shard keeps of the parameters of a module and its parts: each one sharded, and unsharded while in use.
+
+    The modules' own tables have one form of each parameter; the other one has memory, too, or a gradient. The names are
+    torch's own and may change: then only the tables are counted.
+    """
+    if not is_a(module, "FSDPModule"):
+        return []
+    try:
+        state = module._get_fsdp_state()
+        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        return [shard for group in groups if group is not None for shard in group.fsdp_params]
+    except AttributeError:
+        return []
 
 
 def _opaque(module: Any) -> Iterator[str]:

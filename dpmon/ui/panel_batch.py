@@ -10,6 +10,7 @@ from dpmon.model.process import Process, Summary
 from dpmon.model.ranks import distributed, training
 from dpmon.model.turn import last_turn
 from dpmon.record.schema import phase_shown
+from dpmon.record.wire import RANK_MODES
 from dpmon.store.figures import PhaseFigures
 from dpmon.text.cells import cut, right
 from dpmon.text.quantities import clock, quantity_words, span_words
@@ -218,14 +219,14 @@ def _history(scene: Scene, process: Process, width: int, height: int, look: Look
     return out
 
 
-def _modes(picture: Picture, width: int, look: Look, ranks: bool) -> Row:
+def _modes(picture: Picture, width: int, look: Look, ranks: str | None) -> Row:
     """Under the history: which mode each column ran in, by word and colour, with a mark where it changed."""
     row: Row = []
     line = look.glyphs.frame[4]
     for index, (mode, run) in enumerate(groupby(picture.columns, key=lambda column: column.mode)):
         count = sum(1 for _ in run) * picture.cells
         mark = look.glyphs.frame[5] if index else ""
-        name = "ddp" if ranks else mode
+        name = RANK_MODES[ranks] if ranks else mode
         word = name if len(mark) + len(name) <= count else name[: max(min(1, count - len(mark)), 0)]
         text = (mark + word + " ")[:count]
         row.append((text + line * (count - len(text)), f"mode.{mode}"))

@@ -205,7 +205,7 @@ def size_text(sizes: tuple[Size, ...] | None) -> str:
         return UNKNOWN
     if not sizes:
         return "none"
-    first = "[" + ", ".join(str(n) for n in sizes[0].shape[:12]) + "]"
+    first = _shape(sizes[0], 12)
     return first if len(sizes) == 1 else f"{first} +{len(sizes) - 1}"
 
 
@@ -225,8 +225,13 @@ def every_size(
 def _size_line(size: Size) -> str:
     """Everything about one size: "0.mask [16, 512] float32 32.0 KiB"; clean."""
     name = clean(size.path, 80) + " " if size.path else ""
-    shape = "[" + ", ".join(str(n) for n in size.shape[:32]) + "]"
-    return f"{name}{shape} {clean(size.dtype, 20)} {memory(size.bytes)}"
+    return f"{name}{_shape(size, 32)} {clean(size.dtype, 20)} {memory(size.bytes)}"
+
+
+def _shape(size: Size, most: int) -> str:
+    """The shape, with `most` dimensions, of a tensor on this rank: "[8, 512]", of a DTensor "[8, 512] of [16, 512]"."""
+    shapes = (size.shape,) if size.global_shape is None else (size.shape, size.global_shape)
+    return " of ".join("[" + ", ".join(str(extent) for extent in shape[:most]) + "]" for shape in shapes)
 
 
 def _idle(call: Call, look: Look) -> list[Row]:

@@ -10,6 +10,7 @@ from dpmon.model.numbers import UNKNOWN
 from dpmon.model.process import Process
 from dpmon.model.ranks import distributed, world
 from dpmon.model.state import State
+from dpmon.record.wire import RANK_MODES
 from dpmon.run.standing import IDLE
 from dpmon.text.cleaning import clean
 from dpmon.text.quantities import clock
@@ -292,9 +293,10 @@ def mode_words(process: Process | None, times: str) -> tuple[str, str]:
     if process is None or not process.mode:
         return UNKNOWN, ""
     where = devices_in_short(process.devices)
-    if distributed(process):
+    by = distributed(process)
+    if by is not None:
         ranks = world(process)
-        return (f"ddp {times}{ranks}" if ranks else "ddp"), where
+        return (f"{RANK_MODES[by]} {times}{ranks}" if ranks else RANK_MODES[by]), where
     if process.mode != "dp":
         return process.mode, where.split(",")[0].split("-")[0]
     return f"dp {times}{len(process.devices)}", where + (" virtual" if process.virtual else "")

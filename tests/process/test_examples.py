@@ -213,3 +213,16 @@ def test_a_step_has_the_mode_of_the_dataparallel_inside_its_model(dpmon: Dpmon) 
     assert [mode["refused"] for mode in of_kind(records, "mode")] == [None] * len(of_kind(records, "mode"))
     assert "10 steps, 20 calls" in result.errors
     assert " 0.00 samples/s" not in result.errors
+
+
+@pytest.mark.parametrize("phase", ["data", "forward", "backward"])
+def test_a_rank_can_be_made_slow(place: SideBySide, phase: str) -> None:
+    """In one phase of every step, and in no other; its losses are those of a fast one."""
+    words = str(ROOT / "examples" / "ddp.py"), "--steps", 8
+    slow = place.under(*words, "--slow-rank", 0, "--slow-phase", phase, "--slow-ms", 40)
+    assert (slow.status, slow.stdout) == (0, place.alone(*words).stdout)
+    steps = of_kind(place.dpmon.records(), "step")
+    assert len(steps) == 8
+    assert all(step["phases"][phase] >= 40 for step in steps)
+    for other in {"data", "forward", "backward"} - {phase}:
+        assert min(step["phases"][other] for step in steps) < 20

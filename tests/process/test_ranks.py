@@ -13,9 +13,10 @@ from running import Dpmon, Result
 from sidebyside import ROOT, of_kind
 from stored import state_in
 
-from dpmon.model.ranks import training, world
+from dpmon.model.ranks import toggle_refusal, training, world
+from dpmon.ui.scene import mode_words
 
-EXAMPLE = ROOT / "examples" / "ddp.py"
+EXAMPLE, SHARDED = ROOT / "examples" / "ddp.py", ROOT / "examples" / "fsdp.py"
 SPAWNED = Path(__file__).resolve().parent / "scripts" / "spawned_ranks.py"
 _INSTALLED = Path(sys.executable).with_name("torchrun")
 TORCHRUN = [str(_INSTALLED)] if _INSTALLED.exists() else ["-m", "torch.distributed.run"]
@@ -94,6 +95,21 @@ def test_torchrun(dpmon: Dpmon) -> None:
         assert each.figures.forward_ns is not None
         assert each.figures.backward_ns is not None
         assert each.figures.step_ns >= each.figures.forward_ns
+
+
+def test_fsdp_under_torchrun(dpmon: Dpmon) -> None:
+    """Its ranks train one model together: the summary, the report and the toggle treat them as such."""
+    result = until_it_ends_well(dpmon, *TORCHRUN, "--nproc-per-node", 2, SHARDED, "--steps", 20)
+    assert b"final loss" in result.out
+    assert "fsdp: 20 steps of each of 2 ranks, 40 calls in all" in result.errors
+    assert "rank 1 of 2 cpu  [30, 5] -> [30, 2]  20 calls, 20 steps" in result.errors
+    assert "replica" not in result.errors
+    assert {(call["root"], call["via"]) for call in of_kind(dpmon.records(), "call")} == {("Model", "fully_shard")}
+
+    state = state_in(dpmon.last(), over=True)
+    assert "train by fully_shard" in (toggle_refusal(state) or "")
+    for each in training(state):
+        assert mode_words(each, "×")[0] == "fsdp ×2"
 
 
 def test_mp_spawn_with_batches_of_different_sizes(dpmon: Dpmon, tmp_path: Path) -> None:

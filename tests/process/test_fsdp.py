@@ -1,0 +1,163 @@
+"""Models that are sharded over ranks: FSDP2 (fully_shard) and tensor parallelism (DTensor), over gloo on the CPU.
+
+They run as alone in every mode, and their records say what each rank did, over its own part of the tensors.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from pickletools import genops
+from typing import Any, NamedTuple
+
+import pytest
+from running import Dpmon
+from sidebyside import Outcome, SideBySide, of_kind
+
+pytest.importorskip("torch.distributed.tensor.parallel", reason="torch 2.6 and later have FSDP2 and DTensor")
+
+SCRIPT = Path(__file__).resolve().parent / "scripts" / "sharded_ranks.py"
+FORMS = {
+    "fsdp": "fully_shard",
+    "accumulating": "fully_shard",
+    "keeping": "fully_shard",
+    "only_parts": None,
+    "tensor_parallel": None,
+    "distributed_tensors": None,
+    "sharded_rows": None,
+}
+"""Each form of the script, in its order, with `via` of its calls."""
+RANKS = (0, 1)
+STEPS, EVALUATIONS = 8, 2
+TRIES = 3
+
+
+class Run(NamedTuple):
+    outcome: Outcome
+    records: list[dict[str, Any]]
+
+    def of(self, form: str, rank: int, kind: str) -> list[dict[str, Any]]:
+        """The records of one rank of one form."""
+        processes = [one["process"] for one in of_kind(self.records, "process") if one["rank"] == rank]
+        process = sorted(processes)[list(FORMS).index(form)]
+        return [one for one in of_kind(self.records, kind) if one["process"] == process]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SideBySide]:
+    directory = tmp_path_factory.mktemp("sharded")
+    (directory / "work").mkdir()
+    dpmon = Dpmon(directory / "state", directory / "work")
+    yield SideBySide(dpmon)
+    dpmon.clean_up()
+
+
+@pytest.fixture(scope="module")
+def alone(place: SideBySide) -> Outcome:
+    for _ in range(TRIES):  # gloo's processes abort at their end now and then
+        outcome = place.alone(SCRIPT)
+        if outcome.status == 0:
+            break
+    assert outcome.status == 0, outcome.stderr
+    return outcome
+
+
+@pytest.fixture(scope="module", params=["script", "dp"])
+def run(place: SideBySide, request: pytest.FixtureRequest) -> Run:
+    for _ in range(TRIES):
+        outcome = place.under(SCRIPT, options=("--mode", request.param))
+        if outcome.status == 0:
+            break
+    assert outcome.status == 0, outcome.stderr
+    return Run(outcome, place.dpmon.records())
+
+
+def own(outcome: Outcome, form: str, rank: int) -> dict[str, Any]:
+    """What the rank itself counted."""
+    found: dict[str, Any] = json.loads(outcome.files[f"{form}-{rank}.json"])
+    return found
+
+
+def test_losses_weights_and_checkpoints_are_those_of_the_script_alone(alone: Outcome, run: Run) -> None:
+    assert sorted(run.outcome.files) == sorted(alone.files)
+    assert (run.outcome.status, run.outcome.stdout, run.outcome.stderr) == (0, alone.stdout, alone.stderr)
+    for name, content in alone.files.items():
+        assert comparable(name, run.outcome.files[name]) == comparable(name, content), name
+    assert all(own(alone, form, rank)["loads_again"] for form in FORMS for rank in RANKS)
+
+
+def comparable(name: str, content: bytes) -> Any:
+    """A file without what differs from run to run: torch.save writes hashes of meshes, which depend on addresses."""
+    if not name.endswith(".pt"):
+        return content
+    with zipfile.ZipFile(io.BytesIO(content)) as parts:
+        found: dict[str, Any] = {part: parts.read(part) for part in parts.namelist()}
+    for part in list(found):
+        if part.endswith("data.pkl"):
+            found[part] = [(code.name, code.name == "LONG1" or value) for code, value, _ in genops(found[part])]
+        elif part.endswith("serialization_id"):  # torch's own digest of the others
+            del found[part]
+    return found
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("form", FORMS)
+def test_each_call_has_the_sizes_on_its_rank(run: Run, form: str, rank: int) -> None:
+    calls = run.of(form, rank, "call")
+    assert {(call["root"], call["via"], call["mode"], call["virtual"]) for call in calls} == {
+        ("Net", FORMS[form], "single", False)
+    }
+    if FORMS[form]:
+        assert {"all_gather", "reduce_scatter"} <= set(calls[0]["absent"])
+    found = [[call["step"], call["grad"], sizes(call["inputs"]), sizes(call["outputs"])] for call in calls]
+    assert found == own(run.outcome, form, rank)["calls"]
+    assert [call["call"] for call in calls] == list(range(1, len(calls) + 1))
+
+
+def sizes(tensors: list[dict[str, Any]]) -> list[Any]:
+    """Local and global shape of the only tensor, as the script has them."""
+    (tensor,) = tensors
+    assert tensor["bytes"] == math.prod(tensor["shape"]) * 4
+    return [tensor["shape"], tensor.get("global_shape")]
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("form", FORMS)
+def test_each_step_is_one_of_the_loop(run: Run, form: str, rank: int) -> None:
+    steps = run.of(form, rank, "step")
+    assert [step["step"] for step in steps] == list(range(1, STEPS + EVALUATIONS + 1))
+    training = [{"forward", "backward", "optimizer"} <= set(step["phases"]) for step in steps]
+    assert training == [True] * STEPS + [False] * EVALUATIONS
+    counted = own(run.outcome, form, rank)["calls"]
+    for step in steps:
+        rows = [given[0][0] for number, _, given, _ in counted if number == step["step"]]
+        assert step["samples"] == max(rows)  # without a loader, micro-batches count once
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("form", FORMS)
+def test_memory_is_that_of_the_shards(run: Run, form: str, rank: int) -> None:
+    counted = own(run.outcome, form, rank)["bytes"]
+    records = run.of(form, rank, "memory")
+    assert records
+    for record in records:
+        (device,) = record["devices"]
+        assert device["model_bytes"] == counted["model"]
+        assert device["gradients_bytes"] in counted["gradients"]
+    assert device["optimizer_bytes"] == counted["optimizer"]
+
+
+def test_dp_is_refused_for_a_model_that_is_sharded(run: Run) -> None:
+    modes = of_kind(run.records, "mode")
+    warnings = [warning["text"] for warning in of_kind(run.records, "warning")]
+    assert {(mode["root"], mode["mode"], mode["virtual"]) for mode in modes} == {("Net", "single", False)}
+    if modes[0]["refused"] is None:
+        assert warnings == []
+        return
+    reason = "its parameters are sharded over the ranks, which must all run the same calls"
+    assert {mode["refused"] for mode in modes} == {reason}
+    assert warnings == [f"dp was asked for, but Net runs on one device: {reason}"] * len(FORMS) * len(RANKS)

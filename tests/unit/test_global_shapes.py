@@ -1,0 +1,53 @@
+"""The sizes of a DTensor: shape and bytes on one rank, and the global shape, from a definition to what people read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from situations import LOOK, focused, rows_text, scene_of, with_call
+from synthetic import Training
+
+from dpmon.assemble.definitions import Definitions
+from dpmon.export import table
+from dpmon.model.layouts import Layouts
+from dpmon.record.codec import Decoder
+from dpmon.record.fields import COLUMNS
+from dpmon.record.jsonl import as_json
+from dpmon.record.kinds import Size
+from dpmon.store.answers import Shape
+from dpmon.ui import panel_replicas
+
+WRITTEN = [["0", [4, 8], "float32", 128, [8, 8]], ["mask", [8], "bool", 8]]
+SIZES = (Size("0", (4, 8), "float32", 128, (8, 8)), Size("mask", (8,), "bool", 8))
+
+
+def test_a_definition_keeps_it() -> None:
+    definitions = Definitions()
+    assert definitions.hear({"define": 7, "value": WRITTEN})
+    assert [list(size) for size in definitions.sizes(7)] == WRITTEN
+    assert not Definitions().hear({"define": 7, "value": [["0", [4], "float32", 16, ["4"]]]})
+    decoder = Decoder(0)
+    for payload in definitions.payloads(7):
+        decoder.decode(payload)
+    assert decoder._known(7) == SIZES
+
+
+def test_json_csv_report_and_screen_say_both_shapes() -> None:
+    scene = scene_of(Training(), 1)
+    (track,) = focused(scene).calls.values()
+    call = replace(track.last, inputs=SIZES)
+    first, second = as_json(call)["inputs"]
+    assert first == {"path": "0", "shape": [4, 8], "dtype": "float32", "bytes": 128, "global_shape": [8, 8]}
+    assert "global_shape" not in second
+    (row,) = table.row(call)
+    assert row[COLUMNS["call"].index("inputs")] == "0:4x8:float32:128:8x8 mask:8:bool:8"
+
+    layouts = Layouts(
+        [Shape(0, "single", 0, 1, False, 2, 2, ((2, 2),), (), 0, 5)], {0: {1: {"devices": ["cpu"]}, 2: WRITTEN}}
+    )
+    assert layouts.of_process(0).inputs == "[4, 8] of [8, 8], mask [8]"
+
+    scene = with_call(scene, replicas=tuple(each._replace(inputs=SIZES) for each in call.replicas))
+    assert any("[4, 8] of [8, 8] +1" in text for text in rows_text(panel_replicas.table(scene, 100, 9, LOOK)))
+    zoomed = rows_text(panel_replicas.zoomed(scene, 100, 40, LOOK))
+    assert "   in   0 [4, 8] of [8, 8] float32 128 B" in zoomed

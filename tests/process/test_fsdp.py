@@ -17,6 +17,9 @@ from typing import Any, NamedTuple
 import pytest
 from running import Dpmon
 from sidebyside import Outcome, SideBySide, of_kind
+from tracing import Script
+
+from dpmon.record.wire import mode_number
 
 pytest.importorskip("torch.distributed.tensor.parallel", reason="torch 2.6 and later have FSDP2 and DTensor")
 
@@ -161,3 +164,51 @@ def test_dp_is_refused_for_a_model_that_is_sharded(run: Run) -> None:
     reason = "its parameters are sharded over the ranks, which must all run the same calls"
     assert {mode["refused"] for mode in modes} == {reason}
     assert warnings == [f"dp was asked for, but Net runs on one device: {reason}"] * len(FORMS) * len(RANKS)
+
+
+UNSHARDED = """
+import json, sys, tempfile, torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+class Net(nn.Linear):
+    pass
+
+dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
+model = fully_shard(Net(4, 4), mesh=init_device_mesh("cpu", (1,)))
+forms = []
+for _ in sys.stdin:
+    forms.append(type(model.weight).__name__)
+    with torch.no_grad():
+        print(model(torch.ones(2, 4)).sum().item(), flush=True)
+print(json.dumps(forms))
+dist.destroy_process_group()
+"""
+
+
+def test_the_toggle_is_refused_while_the_weights_are_gathered(tmp_path: Path) -> None:
+    """After a forward without a backward, the parameters are ordinary tensors."""
+    script = Script(tmp_path, UNSHARDED)
+    said = []
+    for _ in range(3):
+        script.go_on()
+        said.append(script.line())
+    ring = script.ring()
+    serial = ring.request(mode_number("dp"))
+    for _ in range(3):
+        script.go_on()
+        said.append(script.line())
+    assert ring.acknowledged() == (serial, mode_number("single"))
+    ring.close()
+    run = script.end()
+    assert run.said == ["DTensor"] + ["Parameter"] * 5
+    assert len(set(said)) == 1
+    assert [(event.data["requested_by"], event.data["mode"]) for event in run.events("mode")] == [
+        ("start", "single"),
+        ("user", "single"),
+    ]
+    assert "sharded over the ranks" in run.events("mode")[1].data["refused"]
+    assert {(call.root, call.via, call.mode) for call in run.calls()} == {("Net", "fully_shard", "single")}
+    assert run.complaints == []

@@ -1,0 +1,112 @@
+"""The rank that the others wait for is named, with the phase that makes it slow: as the ranks' own times say it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+from running import Dpmon
+from sidebyside import of_kind
+from stored import state_in
+
+from dpmon.model.state import State
+
+SCRIPT = Path(__file__).resolve().parent / "scripts" / "straggler.py"
+TRIES = 3
+Times = dict[int, list[Any]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the ranks said of their steps, what is recorded of them (both by rank), and the state at the end."""
+
+    own: Times
+    steps: Times
+    state: State
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted(self.own)
+
+
+def run_of(dpmon: Dpmon, *words: object) -> Run:
+    for _ in range(TRIES):  # gloo's processes abort at their end now and then
+        result = dpmon.run(*dpmon.warm(), "--headless", SCRIPT, *words)
+        if result.status == 0:
+            break
+    assert result.status == 0, result.errors
+    said = [json.loads(line) for line in result.text.splitlines() if line.startswith("{")]
+    own, steps = (
+        {rank: [one for one in each if one["rank"] == rank] for rank in sorted({one["rank"] for one in each})}
+        for each in ([one for one in said if one["kind"] == "step"], of_kind(dpmon.records(), "step"))
+    )
+    return Run(own, steps, state_in(dpmon.last(), over=True))
+
+
+def check_joined(run: Run, tail_of: Callable[[Any], float] = lambda step: step["tail_ms"]) -> None:
+    """Exposed communication and waits are those that the ranks' own tails give."""
+    lengths = {len(steps) for steps in (*run.own.values(), *run.steps.values())}
+    assert len(lengths) == 1
+    off = []
+    for at in range(3, lengths.pop()):
+        tails = {rank: tail_of(run.own[rank][at]) for rank in run.ranks}
+        for rank in run.ranks:
+            step = run.steps[rank][at]
+            assert step["exposed_ms"] + step["wait_ms"] == pytest.approx(step["phases"]["sync"])
+            off.append(abs(step["exposed_ms"] - min(tails.values())))
+            off.append(abs(step["wait_ms"] - (tails[rank] - min(tails.values()))))
+        assert sorted(run.steps[rank][at]["wait_ms"] for rank in run.ranks)[0] == 0
+        assert len({run.steps[rank][at]["exposed_ms"] for rank in run.ranks}) == 1
+    assert median(off) < 0.3
+
+
+@pytest.mark.parametrize("phase", ["data", "forward", "backward"])
+def test_the_slow_rank_and_its_phase_are_named(dpmon: Dpmon, phase: str) -> None:
+    run = run_of(dpmon, "--steps", 70, "--phase", phase, "--ms", 40)
+    check_joined(run)
+    found = run.state.straggler()
+    assert found is not None
+    assert (found.rank, found.phase) == (1, phase)
+    assert found.excess_ns == pytest.approx(40e6, rel=0.4)
+    assert found.slowest > 0.9 * found.steps > 40
+    assert (found.own_ns or 0) - (found.others_ns or 0) == pytest.approx(40e6, rel=0.4)
+
+
+def test_one_slow_rank_of_four(dpmon: Dpmon) -> None:
+    run = run_of(dpmon, "--ranks", 4, "--steps", 60, "--rank", 3, "--phase", "forward", "--ms", 80)
+    check_joined(run)
+    found = run.state.straggler()
+    assert found is not None
+    assert (found.rank, found.phase) == (3, "forward")
+    assert [one.rank for one in run.state.ranks] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("words", [(), ("--two-models",), ("--find-unused",), ("--accumulate", 3)])
+def test_passes_are_those_that_the_ranks_counted(dpmon: Dpmon, words: tuple[object, ...]) -> None:
+    run = run_of(dpmon, "--steps", 20, "--phase", "none", *words)
+    for rank in run.ranks:
+        steps = [(step.get("synced", 0), step.get("unsynced", 0)) for step in run.steps[rank]]
+        own = [(one["synchronised"], one["unsynchronised"]) for one in run.own[rank]]
+        if len(steps) == len(own):
+            assert steps == own
+        else:  # a step of the record is a batch of the loader
+            assert [sum(counts) for counts in zip(*steps, strict=True)] == [
+                sum(counts) for counts in zip(*own, strict=True)
+            ]
+    if len(run.steps[0]) == len(run.own[0]):
+        check_joined(run, lambda step: sum(one["tail_ms"] for one in step["passes"] if one["synchronised"]))
+
+
+def test_ranks_with_less_data_leave_the_others_joined(dpmon: Dpmon) -> None:
+    run = run_of(dpmon, "--steps", 14, "--uneven", "--phase", "none")
+    assert [len(run.steps[rank]) for rank in run.ranks] == [14, 11]
+    for rank in run.ranks:
+        assert all(step["wait_ms"] is not None for step in run.steps[rank][:11])
+    # The last steps of the longer rank have nobody to wait for.
+    assert [step["wait_ms"] for step in run.steps[0][11:]] == [None] * 3
+    assert all("exposed_ms" in step["absent"] for step in run.steps[0][11:])

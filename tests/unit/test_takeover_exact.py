@@ -11,7 +11,8 @@ from everything import alike, everything
 from sizes import size
 from synthetic import SECOND, Training, host_event
 
-from dpmon.record.wire import pack_event, pack_step, pack_timed
+from dpmon.record.schema import WAIT
+from dpmon.record.wire import pack_event, pack_step, pack_timed, with_extras
 from dpmon.ring import Ring
 from dpmon.run.rundir import RunInfo, create_run
 from dpmon.store.drain import COMMIT_S, Drain
@@ -23,8 +24,10 @@ Rounds = list[dict[int, list[bytes]]]
 
 def eventful(chance: random.Random, process: int) -> Iterator[list[bytes]]:
     """A training with all that its account of time knows, a few records at a time."""
-    training = Training(process=process, step_ns=75_000_000, batch=30, seed=process)
+    training = Training(process=process, rank=process, step_ns=75_000_000, batch=30, seed=process)
     yield [record.replace(b"4242", b"%d" % (4242 + process)) for record in training.begin()]
+    yield [pack_event("ddp", {"process": process, "rank": process, "t_s": training.now / SECOND, "group": [0, 1]})]
+    passes = 0
     for number in range(150):
         what = chance.random()
         if what < 0.05:
@@ -42,7 +45,12 @@ def eventful(chance: random.Random, process: int) -> Iterator[list[bytes]]:
         elif what < 0.3:
             yield evaluation(training)
         records = training.step(rows=chance.choice([30, 30, 30, number + 2]))
-        records[-1] = pack_timed(records[-1], (None, 1.5, 2.5, None), 3)
+        if what > 0.35:  # a synchronised backward pass
+            passes += 1
+            sync = {"sync": chance.randrange(1, 9_000_000), "synced": 1, "sync_number": passes}
+            records[-1] = with_extras(records[-1], sync)
+        if what < 0.45:
+            records[-1] = pack_timed(records[-1], (None, 1.5, 2.5, None, None, 3.5)[: 4 if what <= 0.35 else 6], 3)
         yield from ([record] for record in records) if what > 0.6 else [records]
 
 
@@ -71,9 +79,13 @@ def rounds(seed: int) -> Rounds:
         for process in list(writers):
             if process == 1 and len(found) < 20:
                 continue
-            each[process] = [r for _ in range(chance.randrange(3)) for r in next(writers[process], ())]
-            if not each[process] and next(writers[process], None) is None:
-                del writers[process]
+            each[process] = []
+            for _ in range(chance.randrange(3)):
+                part = next(writers[process], None)
+                if part is None:
+                    del writers[process]
+                    break
+                each[process] += part
         t_s += chance.random() * 0.2
         if chance.random() < 0.1:
             wait = {
@@ -159,5 +171,10 @@ def test_takeovers_leave_no_trace(state: Path, seed: int, when: str) -> None:
     assert wanted["gaps"]
     assert wanted["shapes"]
     assert any(step.spans for step in wanted["steps"][0])
+    for process in (0, 1):
+        waits = [step.wait_ns for step in wanted["steps"][process] if step.sync_number is not None]
+        assert sum(wait is not None for wait in waits) > 20
+        joined = [tally.stat(WAIT) for tally in wanted["tallies"][process].values()]
+        assert sum(stat.total for stat in joined) == sum(wait or 0 for wait in waits)
     assert {row.mode for row in wanted["tallies"][0]} == {"dp", "single"}
     alike(found, wanted)

@@ -37,6 +37,7 @@ class Kind:
     LOOK = 15
     GONE = 16
     AGAIN = 17
+    COLLECTIVE = 20
 
 
 DOING = {
@@ -57,6 +58,7 @@ DOING = {
     Kind.LOOK: "other",
     Kind.GONE: "other",
     Kind.AGAIN: "other",
+    Kind.COLLECTIVE: "other",
 }
 """What a process does during a span, by kind. Phases of a step have the same names as in records."""
 COUNTED = {Kind.COPY: "copied_bytes"}
@@ -85,7 +87,8 @@ class Span(NamedTuple):
     """Kind of the enclosing span, 0 for none."""
     thread: int
     site: int
-    """Depends on the kind: definition of a call's layout, index of a replica, optimizer, device or 0."""
+    """Depends on the kind: definition of a call's layout or of a collective, index of a replica, optimizer, device
+    or 0."""
     start: int
     took: int
     inputs: int

@@ -15,13 +15,15 @@ from operator import itemgetter
 from typing import Any
 
 from dpmon.record.codec import Decoder, kept_step_times
-from dpmon.record.kinds import Call, Event, Record, RecordError, Step
+from dpmon.record.kinds import Call, Collective, Event, Record, RecordError, Sampled, Step
 from dpmon.record.plainjson import load_event, load_json
 from dpmon.record.schema import EVALUATION, MODES, QUANTITIES, SETTLING, STEP, STEP_PHASES
 from dpmon.record.step_spans import kept_spans
-from dpmon.store.answers import GapRow, LongRow, MinuteRow, Shape
+from dpmon.record.wire import Collected
+from dpmon.store.answers import Communicated, CommunicatedRow, GapRow, LongRow, MinuteRow, Shape
 from dpmon.store.sums import TALLY, TALLY_AT, Parameters, Sums, key_in, whole
 from dpmon.store.tables import (
+    COLLECTIVE_COLUMNS,
     LASTING,
     LASTING_KINDS,
     STEP_COLUMNS,
@@ -33,7 +35,7 @@ from dpmon.store.tally import Key, Tally, are_optional
 
 _LAST_NS = (1 << 63) - 1
 _SECOND = 1_000_000_000
-_TABLES = ("calls", "steps", "events")
+_COLLECTED = tuple(COLLECTIVE_COLUMNS)[1:]
 _AT_ONCE = 5000
 """Ids of records that are read in one transaction."""
 _LONG_PHASES = tuple(f"{name}_ns" for name in STEP_PHASES)
@@ -59,6 +61,10 @@ class Store(Sums):
         self._ranks = {ring.process: ring.rank for ring in reversed(self.rings.values())}
         there = columns_of(db, "steps")
         self._step_columns = ", ".join(name if name in there else f"NULL AS {name}" for name in STEP_COLUMNS)
+        self._tables = {"calls": "process, payload", "steps": self._step_columns, "events": "json"}
+        """Columns of each table with records."""
+        if columns_of(db, "collectives"):
+            self._tables["collectives"] = ", ".join(_COLLECTED)
 
     @property
     def dropped(self) -> int:
@@ -204,7 +210,7 @@ class Store(Sums):
 
     def _ids(self, least: int) -> tuple[int, int]:
         """The lowest and the highest id from `least` on; without any, the last possible one and 0."""
-        queries = (f"SELECT min(id), max(id) FROM {table} WHERE id >= ?" for table in _TABLES)
+        queries = (f"SELECT min(id), max(id) FROM {table} WHERE id >= ?" for table in self._tables)
         found = [row for query in queries for row in self._rows(query, (least,))]
         known = [row for row in found if type(row[0]) is type(row[1]) is int]
         return min((low for low, _ in known), default=_LAST_NS), max((high for _, high in known), default=0)
@@ -213,7 +219,7 @@ class Store(Sums):
         """The records with these ids."""
         tables = (
             self._rows(f"SELECT id, '{table}', {names} FROM {table} WHERE id >= ? AND id < ? ORDER BY id", (first, end))
-            for table, names in zip(_TABLES, ("process, payload", self._step_columns, "json"), strict=True)
+            for table, names in self._tables.items()
         )
         for _, table, *row in heapq.merge(*tables, key=itemgetter(0)):
             try:
@@ -239,7 +245,75 @@ class Store(Sums):
             return self.decoder(process).decode(payload)
         if table == "steps":
             return self._step(row)
+        if table == "collectives":
+            return self._collective(row)
         return event_in(row[0])
+
+    def _collective(self, row: Sequence[Any]) -> Collective | Sampled:
+        """The record in a row of collectives; RecordError or LookupError if it is damaged."""
+        process, *numbers = row
+        if any(type(number) is not int for number in row):
+            raise RecordError("damaged row in collectives")
+        one = Collected(*numbers)
+        return self.decoder(process).collective(one._replace(start=one.start + self.origin_ns))
+
+    def collectives(
+        self, most: int, *, begin_ns: int = 0, end_ns: int = _LAST_NS, process: int | None = None
+    ) -> list[Collective | Sampled]:
+        """The newest collectives and samples that began between two times, the newest first."""
+        who, values = ("", ()) if process is None else (" AND process = ?", (process,))
+        query = f"SELECT {', '.join(_COLLECTED)} FROM collectives WHERE start_ns >= ? AND start_ns < ?{who}"
+        found = []
+        for row in self._collected(f"{query} ORDER BY id DESC LIMIT ?", (begin_ns, end_ns, *values, most)):
+            with suppress(RecordError, LookupError):
+                found.append(self._collective(row))
+        return found
+
+    def _collected(self, query: str, values: Parameters) -> list[tuple[Any, ...]]:
+        return self._rows(query, values) if "collectives" in self._tables else []
+
+    def communicated(
+        self, begin_ns: int = 0, end_ns: int = _LAST_NS, processes: Collection[int] | None = None
+    ) -> Communicated:
+        """The collectives of the samples between two times, by process and operation.
+
+        `processes`: of these only. A bandwidth is of all bytes over all time.
+        """
+        only, values = "", [begin_ns, end_ns]
+        if processes is not None:
+            only = f" AND process IN ({', '.join('?' * len(processes))})"
+            values += processes
+        known = "wall_ns >= 0 AND definition > 0"
+        query = (
+            "SELECT process, definition, count(*), total(quantity), total(wall_ns >= 0),"
+            f" total(CASE WHEN {known} THEN quantity END), total(CASE WHEN {known} THEN wall_ns END),"
+            f" total(CASE WHEN {known} THEN max(wall_ns - max(queued_ns, 0), 0) END)"
+            f" FROM collectives WHERE start_ns >= ? AND start_ns < ?{only} GROUP BY process, definition"
+        )
+        samples = steps = launched = 0
+        rows = []
+        for process, definition, count, *sums in self._collected(query, values):
+            if any(type(number) is not int for number in (process, definition, count)):
+                continue
+            many, ended, timed_bytes, wall, ran = map(int, sums)
+            if not definition:
+                samples, launched = samples + count, launched + many
+                continue
+            with suppress(LookupError):
+                facts = self.decoder(process).facts(definition)
+                if facts["operation"] is not None:
+                    row = (process, facts["operation"], facts["size"], count, many, ended, timed_bytes, wall, ran)
+                    rows.append(CommunicatedRow(*row))
+        middle = "start_ns + wall_ns / 2"
+        within = "c.process = s.process AND c.start_ns <= s.mid AND s.mid < c.start_ns + c.wall_ns"
+        query = (
+            f"SELECT count(*), total(EXISTS(SELECT 1 FROM collectives c WHERE c.definition = 0 AND {within})) FROM"
+            f" (SELECT process, {middle} AS mid FROM steps WHERE {middle} >= ? AND {middle} < ?{only}) s"
+        )
+        sampled = 0
+        for every, inside in self._collected(query, values):
+            steps, sampled = whole(every), int(inside)
+        return Communicated(rows, samples, launched, sampled, steps)
 
     def newest_ns(self) -> int:
         """When the last thing that is recorded was over; 0 if there is none."""

@@ -11,6 +11,8 @@
                  calls leave of its forward), device (NULL, or its device times: dpmon.record.codec.step_times), spans
                  (when its phases ran: dpmon.record.step_spans.kept_spans; NULL: an earlier version recorded it)
     events       id, process (NULL: the supervisor), kind, t_ns, json
+    collectives  id, process, number (of its span), definition (0: a sample, in which every collective was recorded),
+                 phase, unended, step (0: none), start_ns, wall_ns, queued_ns, quantity: dpmon.record.wire.Collected
     series       number, name: what the sketches of the tallies are of (dpmon.record.schema, and the replicas and
                  stages of calls: dpmon.store.parts)
     keys         process, mode, kind (dpmon.record.schema.KINDS), batch (samples a step): of all tallies, of those that
@@ -28,11 +30,11 @@ A tally of 10 s or more is made when its time is over: up to the second in meta'
 Those that were deleted to save room began before meta's `pruned_1`, `pruned_10`, and so on; those of a day stay. What
 is recorded late is added to every tally of its time.
 
-When the database reaches its size limit, the oldest rows are deleted: calls, steps and events first, except a run's
-processes, modes, warnings, loaders and exit. Tallies stay longer: those of each width may take their part of the limit.
-The oldest device_rollups are deleted in the same way and added to rows that start at -1.
+When the database reaches its size limit, the oldest rows are deleted: calls, steps, collectives and events first,
+except a run's processes, modes, warnings, loaders and exit. Tallies stay longer: those of each width may take their
+part of the limit. The oldest device_rollups are deleted in the same way and added to rows that start at -1.
 
-Times are ns since the run's start. Ids come from one counter, so they give the order across the three tables. A ring's
+Times are ns since the run's start. Ids come from one counter, so they give the order across the tables. A ring's
 position is written in the transaction that writes its records, so a reader that continues from there misses and
 repeats nothing.
 """
@@ -58,11 +60,13 @@ __all__ = [
     "ACTIVITY_COLUMNS",
     "BEFORE_S",
     "CALL_COLUMNS",
+    "COLLECTIVE_COLUMNS",
     "HISTORY_FILE",
     "LARGEST",
     "LASTING",
     "LASTING_KINDS",
     "LATER_COLUMNS",
+    "LATER_TABLES",
     "SCHEMA",
     "SCHEMA_VERSION",
     "STEP_COLUMNS",
@@ -107,6 +111,14 @@ CALL_COLUMNS: Mapping[str, str] = {
     **dict.fromkeys((f"{phase.name}_ns" for phase in PHASES if phase.of_call), "INTEGER"),
 }
 """The columns of calls and their types."""
+COLLECTIVE_COLUMNS: Mapping[str, str] = {
+    "id": "INTEGER PRIMARY KEY",
+    **dict.fromkeys(("process", "number", "definition", "phase", "unended", "step"), "INTEGER"),
+    **dict.fromkeys(("start_ns", "wall_ns", "queued_ns", "quantity"), "INTEGER"),
+}
+"""The columns of collectives and their types."""
+LATER_TABLES = frozenset({"collectives"})
+"""Tables that a history of this schema may lack: they are made where it is written."""
 LATER_COLUMNS: Mapping[str, Mapping[str, str]] = {
     "rings": {"last_call": "INTEGER", "lines": "INTEGER", "state": "TEXT"},
     "steps": {"spans": STEP_COLUMNS["spans"]},
@@ -129,6 +141,7 @@ CREATE TABLE IF NOT EXISTS definitions (
     process INTEGER, number INTEGER, value TEXT, PRIMARY KEY (process, number)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS calls ({call_columns});
 CREATE TABLE IF NOT EXISTS steps ({step_columns});
+CREATE TABLE IF NOT EXISTS collectives ({collective_columns});
 CREATE TABLE IF NOT EXISTS events (
     id INTEGER PRIMARY KEY, process INTEGER, kind TEXT, t_ns INTEGER, json TEXT);
 CREATE TABLE IF NOT EXISTS series (number INTEGER PRIMARY KEY, name TEXT);
@@ -156,6 +169,7 @@ CREATE INDEX IF NOT EXISTS memory ON events (process, t_ns) WHERE kind = 'memory
     step_columns=", ".join(f"{name} {kind}" for name, kind in STEP_COLUMNS.items()),
     later_ring_columns=", ".join(f"{name} {kind}" for name, kind in LATER_COLUMNS["rings"].items()),
     call_columns=", ".join(f"{name} {kind}" for name, kind in CALL_COLUMNS.items()),
+    collective_columns=", ".join(f"{name} {kind}" for name, kind in COLLECTIVE_COLUMNS.items()),
     tally_columns=_whole_numbers(COLUMNS[:-1]) + ", sketches BLOB",
     activities=_whole_numbers(ACTIVITY_COLUMNS),
 )
@@ -281,7 +295,7 @@ def version_of(db: sqlite3.Connection) -> int:
 
 def check_whole(db: sqlite3.Connection) -> None:
     """HistoryError for a history that lacks a table."""
-    missing = _TABLES - {row[0] for row in db.execute("SELECT name FROM sqlite_master")}
+    missing = _TABLES - LATER_TABLES - {row[0] for row in db.execute("SELECT name FROM sqlite_master")}
     if missing:
         raise HistoryError(f"it has no table {min(missing)}")
 
@@ -292,8 +306,8 @@ def columns_of(db: sqlite3.Connection, table: str) -> frozenset[str]:
 
 
 def last_ids(db: sqlite3.Connection) -> list[int]:
-    """The highest id in each of the three tables that share them."""
-    query = " UNION ALL ".join(f"SELECT max(id) FROM {table}" for table in ("calls", "steps", "events"))
+    """The highest id in each of the tables that share them."""
+    query = " UNION ALL ".join(f"SELECT max(id) FROM {table}" for table in ("calls", "steps", "events", "collectives"))
     return [row[0] or 0 for row in db.execute(query)]
 
 

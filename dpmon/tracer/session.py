@@ -344,6 +344,7 @@ _DOING = {
     "optimizers": "looked for the script's optimizers",
     "memory": "measured the memory of the devices",
     "events": "timed work on a device",
+    "collectives": "recorded the collectives of a step",
     "out of memory": "noted an out-of-memory error",
     "construct": "noted that a DataParallel was made",
     "dynamo": "told torch.compile to skip dpmon's own functions",

@@ -52,3 +52,4 @@ def as_earlier(path: Path, version: int = 5, *, rows_from: int = 0) -> None:
         db.executemany("INSERT INTO meta VALUES (?, ?)", [("pruned", gone)])
         db.execute("UPDATE meta SET value = ? WHERE key = 'schema'", (version,))
         db.execute("COMMIT")
+        db.execute("VACUUM")  # no free pages of what was dropped

@@ -77,8 +77,9 @@ UNTIMED = (
 UNENDED = (
     "",
     "it ran on a device, and the host does not wait for its end",
-    "it was not complete after a minute",
+    "it was not complete after 10 s",
     "the process ended before it was complete",
+    "gloo does not tell when a reduce_scatter is complete",
 )
 """Texts of the reasons why the end of a collective is unknown, by number."""
 BACKWARD_AT, OPTIMIZER_AT = STEP_PHASES.index("backward"), STEP_PHASES.index("optimizer")

@@ -85,7 +85,7 @@ class Untimed:
 class Unended:
     """Why the end of a collective is unknown, as numbers in records: dpmon.record.codec.UNENDED has the texts."""
 
-    NONE, ON_DEVICE, LATE, ENDED = range(4)
+    NONE, ON_DEVICE, LATE, ENDED, UNTOLD = range(5)
 
 
 class Collected(NamedTuple):

@@ -12,7 +12,8 @@ with had them.
 The end of a collective on the CPU is found by a thread that asks `is_completed`. It runs only while something is under
 way, and drops the Work object, which may hold tensors, when it is complete or after MAX_WAIT_NS. Nobody waits, and
 there is no callback. Ends are late by up to 0.1 ms, or a twentieth of the time taken. On a device, the end stays
-unknown: the host would have to query events of a stream that may be capturing a graph.
+unknown: the host would have to query events of a stream that may be capturing a graph. So does the end of a
+reduce_scatter of gloo: its Work never says that it is complete.
 
 All ranks wait for the slowest one in a collective. If each rank sampled other steps, all would pay for each. So a step
 is sampled when the number of optimizer steps, which ranks have in common, is a multiple of a power of two. A loop
@@ -56,7 +57,7 @@ TIMED_NS = 2_000_000_000
 """Least time between two samples of a loop without an optimizer."""
 MAX_LOOKS = 64
 """A sample ends after this many steps, even if no optimizer has stepped."""
-MAX_WAIT_NS = 60_000_000_000
+MAX_WAIT_NS = 10_000_000_000
 MAX_RANKS = 1024
 """Limit of ranks that are listed."""
 _SHORTEST_S, _LONGEST_S = 50e-6, 5e-3
@@ -107,6 +108,8 @@ class _Group(NamedTuple):
     size: int
     ranks: tuple[int, ...] | None
     """None: all ranks, or they are not known."""
+    backend: str | None
+    """For the type of the device."""
 
 
 class _Launched(NamedTuple):
@@ -150,7 +153,8 @@ class Collectives:
         """The last request acted upon."""
         self._within = 0
         """Number of kernels under way."""
-        self._groups: dict[Any, _Group] = {}
+        self._groups: dict[tuple[Any, str], _Group] = {}
+        """By process group and type of the device, for one sample."""
         self._new: deque[_Launched] = deque()
         self._life = object()
         """Changes when the thread that queries must end."""
@@ -310,21 +314,22 @@ class Collectives:
             if device == "meta":
                 return  # torch.compile tries the function out
             size = sum([tensor.nbytes for tensor in tensors])
-        group = self._group(args[operator.group])
+        group = self._group(args[operator.group], device)
         if operator.name == "barrier":
             size = 0  # its tensor only selects the device
         elif operator.by_ranks:
             size *= group.size
         self._count += 1
-        site = self._site(operator.name, group, args[operator.group], device, dtype)
+        site = self._site(operator.name, group, device, dtype)
         if not site:
             return
         head = Kind.COLLECTIVE | me.head | me.inside << INSIDE_AT | site << SITE_AT
         work = result[-1] if isinstance(result, (tuple, list)) else result
         if work is None:  # it has waited itself
             recorder.write(head, began, now - began, size)
-        elif device != "cpu":
-            recorder.write(head | Flag.SKIPPED << FLAGS_AT, began, Unended.ON_DEVICE, size)
+        elif device != "cpu" or (operator.name, group.backend) == ("reduce_scatter", "gloo"):
+            why = Unended.ON_DEVICE if device != "cpu" else Unended.UNTOLD
+            recorder.write(head | Flag.SKIPPED << FLAGS_AT, began, why, size)
         else:
             work = _distributed().Work.unbox(work)
             if work.is_completed():
@@ -332,29 +337,28 @@ class Collectives:
             else:
                 self._wait_for(_Launched(work, head, began, size))
 
-    def _group(self, boxed: Any) -> _Group:
+    def _group(self, boxed: Any, device: str) -> _Group:
         group = _distributed().ProcessGroup.unbox(boxed)
-        found = self._groups.get(group)
+        found = self._groups.get((group, device))
         if found is None:
             size = group.size()
-            ranks = None
+            ranks = backend = None
             if size != torch.distributed.get_world_size() and size <= MAX_RANKS:
                 with suppress(KeyError, ValueError, RuntimeError):  # the script made it without torch.distributed
                     ranks = tuple(torch.distributed.get_process_group_ranks(group))
-            found = self._groups[group] = _Group(str(group.group_name), size, ranks)
+            with suppress(RuntimeError):
+                backend = str(group._get_backend(torch.device(device)).name())
+            found = self._groups[group, device] = _Group(str(group.group_name), size, ranks, backend)
         return found
 
-    def _site(self, operation: str, group: _Group, boxed: Any, device: str, dtype: Any) -> int:
+    def _site(self, operation: str, group: _Group, device: str, dtype: Any) -> int:
         key = "collective", operation, group, device, dtype
 
         def spell() -> dict[str, Any]:
-            backend = None
-            with suppress(RuntimeError):
-                backend = _distributed().ProcessGroup.unbox(boxed)._get_backend(torch.device(device)).name()
             ranks = None if group.ranks is None else list(group.ranks)
             kind = str(dtype).removeprefix("torch.")
             facts = {"operation": operation, "group": group.name, "size": group.size, "ranks": ranks}
-            return {**facts, "dtype": kind, "backend": backend, "device": device}
+            return {**facts, "dtype": kind, "backend": group.backend, "device": device}
 
         return self._session.define(key, spell)
 

@@ -23,6 +23,7 @@ without an optimizer is sampled by the clock.
 from __future__ import annotations
 
 import inspect
+from _thread import _count as count_of_threads
 from _thread import start_new_thread
 from collections import deque
 from collections.abc import Callable
@@ -49,8 +50,9 @@ FIRST = 8
 """Optimizer steps before the first sample, and between samples until their cost is known."""
 LEAST, MOST = 4, 1 << 16
 """Limits of the optimizer steps between two samples."""
-SHARE = 0.004
-"""Share of the time that samples may cost; the goal is 0.005."""
+SHARE = 0.002
+"""Share of the time that samples may cost by this process's own account. They are to cost at most 0.005: the ranks wait
+for each other, so that a step gets longer by up to the costs of two (tests/benchmarks/bench_collectives.py)."""
 DISPATCH_NS = 15_000
 """Cost of a kernel outside of its own code: the dispatcher converts the arguments and waits for the GIL."""
 TIMED_NS = 2_000_000_000
@@ -134,8 +136,10 @@ class Collectives:
         self._inherited = getattr(self, "_library", None)
         self._library: Any = None
         """Registers the kernels while it lives."""
+        self._names: list[str] = []
+        """Operators that have a kernel now."""
         self._alive: list[Any] = []
-        """Keeps the kernels alive that were registered last."""
+        """Keeps kernels alive that were removed while there were other threads."""
         self._ready = False
         """Whether there is a process group and torch has what is needed."""
         self._given_up = False
@@ -260,21 +264,21 @@ class Collectives:
         library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
         self._library = library
         below = torch._C._dispatch_keyset_full_after(_KEY)
-        alive = []
         for name, operator in OPERATORS.items():
             packet = getattr(torch.ops.c10d, name, None)
             if packet is None or torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", "BackendSelect"):
                 continue  # another version of torch, or a kernel of the script
             kernel = self._kernel(packet.default, operator, below)
             library.impl(name, kernel, "BackendSelect", with_keyset=True)
-            # Another thread may be about to enter a kernel when it is removed.
-            alive.append(torch.library.get_kernel(f"c10d::{name}", "BackendSelect"))
-        self._alive = alive
+            self._names.append(name)
 
     def _remove(self) -> None:
         if self._library is not None:
+            if count_of_threads() > self._polling:  # one of them may be about to enter a kernel
+                self._alive = [torch.library.get_kernel(f"c10d::{name}", "BackendSelect") for name in self._names]
             self._library._destroy()
             self._library = None
+        self._names.clear()
         self._groups.clear()
 
     def _kernel(self, op: Any, operator: _Operator, below: Any) -> Callable[..., Any]:

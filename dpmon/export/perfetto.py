@@ -240,6 +240,8 @@ class _Trace:
 
     def _sampled(self, one: Sampled) -> None:
         process = self._training(one.process, one.rank)
+        if self._lane(process, "sampled", one.start_ns, one.start_ns + one.wall_ns):
+            return  # samples that overlap are damaged
         tid = self._track(process, ("sampled",), "collectives sampled", 79)
         said = as_json(one)
         args = {key: said[key] for key in ("step", "collectives", "absent")}

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -118,3 +122,77 @@ def test_nothing_is_said_or_lost(runs: Runs) -> None:
     run = runs.traced
     assert run.complaints == []
     assert run.missed == 0
+
+
+# ------------------------------------------------------------------------------------------------ odd scripts
+
+
+@pytest.fixture(scope="module")
+def oddly(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Traced]:
+    place = tmp_path_factory.mktemp("oddly")
+    return cache(lambda how: Script(place, text_of("communicating_oddly"), how, fresh=True).end())
+
+
+def of_kind(run: Traced, kind: type) -> list[Any]:
+    return [one for one in run.records if isinstance(one, kind)]
+
+
+def test_kernels_of_the_script_are_called_as_without(oddly: Callable[[str], Traced]) -> None:
+    """At an autograd key beside ours, at the same key in place of ours."""
+    run = oddly("own kernels")
+    assert (run.said["AutogradCPU"], run.said["BackendSelect"]) == (40, 40)
+    assert {one.operation for one in of_kind(run, Collective)} == {"all_reduce"}
+    assert run.complaints == []
+
+
+def test_interrupts_reach_the_script_and_sampling_goes_on(oddly: Callable[[str], Traced]) -> None:
+    run = oddly("interrupts")
+    assert run.said["raised"] == run.said["caught"] == 600
+    assert run.complaints == []
+    last = max(step.start_ns for step in run.steps())
+    assert any(sample.start_ns > last - 5 * 10**8 for sample in of_kind(run, Sampled))
+
+
+def test_a_script_that_forks_in_a_sample(oddly: Callable[[str], Traced]) -> None:
+    run = oddly("forks")
+    assert set(run.said["statuses"]) == {0}
+    assert len(of_kind(run, Sampled)) >= 3
+    assert run.complaints == []
+
+
+def test_collectives_of_another_thread_are_recorded_too(oddly: Callable[[str], Traced]) -> None:
+    run = oddly("threads")
+    assert run.said["left"] == ["MainThread"]
+    groups = Counter(one.bytes for one in of_kind(run, Collective))
+    assert set(groups) == {20, 40}
+    assert sum(groups.values()) == sum(sample.collectives for sample in of_kind(run, Sampled))
+    assert run.complaints == []
+
+
+def test_a_torch_that_lacks_what_is_needed(oddly: Callable[[str], Traced]) -> None:
+    run = oddly("lacks")
+    (sample,) = of_kind(run, Sampled)
+    assert sample.collectives is None
+    assert "get_kernel" in sample.why
+    assert run.complaints == []
+
+
+def test_a_process_without_a_group_registers_nothing(oddly: Callable[[str], Traced]) -> None:
+    run = oddly("no group")
+    assert run.said["registered"] is False
+    assert of_kind(run, Sampled) == []
+
+
+def test_a_reader_asks_for_a_sample(tmp_path: Path) -> None:
+    script = Script(tmp_path, text_of("communicating_oddly"), "asked", fresh=True)
+    assert script.line() == "ready"
+    ring = script.ring()
+    time.sleep(1.5)  # the tracer has found the process group
+    ring.request_sample()
+    time.sleep(1.5)
+    (script.cwd / "enough").touch()
+    run = script.end()
+    ring.close()
+    (sample,) = of_kind(run, Sampled)
+    (one,) = of_kind(run, Collective)
+    assert (sample.collectives, one.operation, one.bytes) == (1, "all_reduce", 40)

@@ -140,6 +140,10 @@ class SpanReader:
         if self._word(Word.ONE_IN) != steps:
             self._set(Word.ONE_IN, steps)
 
+    def request_sample(self) -> None:
+        """Ask the training process to record the collectives of its next step."""
+        self._set(Word.SAMPLE, (self._word(Word.SAMPLE) + 1) & 0xFFFFFFFFFFFFFFFF)
+
     # ------------------------------------------------------------------------------------------ spans
 
     def has_more(self) -> bool:

@@ -5,7 +5,8 @@ Layout of a ring file (native byte order; a run never leaves its machine)::
     0      magic, version, sizes, pid, process, rank, world size, start           written once (dpmon.ring_file)
     128    lost, thread that trains, whether the process has ended,
            acknowledged serial, mode in force, pause acted upon                   written by the process
-    192    requested serial, mode and pause; sampling of device timing           written by readers
+    192    requested serial, mode and pause; sampling of device timing;
+           serial of the request to record collectives                            written by readers
     512    for each thread, the start of its current span; from 3584 on, the
            kind of that span                                                      written by the process
     4096   slots of 40 bytes (dpmon.record.spans)
@@ -46,9 +47,9 @@ class Word:
     TRAINS, ENDED, ANSWERED, MODE, PAUSED = range(17, 22)
     """Training thread; 1 at the process's end; last request acted upon; mode in force; last pause request acted
     upon."""
-    REQUEST, WANTED, PAUSE, ONE_IN = range(24, 28)
+    REQUEST, WANTED, PAUSE, ONE_IN, SAMPLE = range(24, 29)
     """Serial of the last request for a mode; that mode; request for a pause (odd) or its end (even); time one step in
-    this many on devices (0: all)."""
+    this many on devices (0: all); serial of the last request to record the collectives of a step."""
     UNDER_WAY = 64
     """Start of thread 0's current or last span (monotonic ns); the other threads follow."""
 

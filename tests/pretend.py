@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 from dpmon.assemble import Assembler
 from dpmon.record.codec import Decoder, kind_of
-from dpmon.record.kinds import Call, Event, Step
+from dpmon.record.kinds import Call, Collective, Event, Sampled, Step
 from dpmon.record.spans import Flag, Kind, Span
+from dpmon.record.wire import DEFINE_TAG
 
-__all__ = ["KINDS", "MS", "Result", "Script", "assembled", "decoded", "in_portions", "numbered", "resumed_at"]
+__all__ = ["KINDS", "MS", "Result", "Script", "apart", "assembled", "decoded", "in_portions", "numbered", "resumed_at"]
 
 MS = 1_000_000
 START = 5_000_000_000
@@ -177,6 +178,20 @@ class Script:
             Kind.TIME, self.now, round(ms * MS), 0, site, inside=0, inputs=number & 0xFFFFFFFF, outputs=number >> 32
         )
 
+    def group(self, operation: str = "all_reduce", name: str = "0", size: int = 4, **more: Any) -> int:
+        """The definition of collectives of one operation on a process group."""
+        facts = {"operation": operation, "group": name, "size": size, "ranks": None, "dtype": "float32"}
+        return self.define({**facts, "backend": "gloo", "device": "cpu", **more})
+
+    def collective(self, group: int, start: int, ms: float, size: int = 1000, inside: int = 0, why: int = 0) -> Span:
+        """A collective that began at `start` is over, or, with `why`, will not be waited for."""
+        took, flags = (why, Flag.SKIPPED) if why else (round(ms * MS), 0)
+        return self.write(Kind.COLLECTIVE, start, took, flags, group, inside=inside, inputs=size)
+
+    def sampled(self, start: int, collectives: int) -> Span:
+        """A time is over in which all collectives were recorded."""
+        return self.write(Kind.COLLECTIVE, start, self.now - start, inside=0, inputs=collectives)
+
     def learn(self, model: int, optimizer: int = 1, rows: int = 8) -> None:
         """What most loops do with a batch."""
         self.call(model, rows=rows)
@@ -209,6 +224,8 @@ class Result(NamedTuple):
     calls: list[Call]
     steps: list[Step]
     events: list[Event]
+    collectives: list[Collective]
+    samples: list[Sampled]
 
     def shape(self) -> list[tuple[int | None, str, int]]:
         """For each step: samples, the first letters of its phases, the number of its calls."""
@@ -225,16 +242,26 @@ def letters(step: Step) -> str:
 
 def decoded(payloads: Sequence[bytes]) -> Result:
     decoder = Decoder(0)
-    found = Result([], [], [])
+    found = Result([], [], [], [], [])
     for payload in payloads:
         record = decoder.decode(payload)
         if isinstance(record, Call):
             found.calls.append(record)
         elif isinstance(record, Step):
             found.steps.append(record)
+        elif isinstance(record, Collective):
+            found.collectives.append(record)
+        elif isinstance(record, Sampled):
+            found.samples.append(record)
         elif record is not None:
             found.events.append(record)
     return found
+
+
+def apart(payloads: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
+    """Those in the order of the steps, and those of collectives, whose place among them depends on the portions."""
+    free = [one for one in payloads if kind_of(one) == "collective" or (one[0] == DEFINE_TAG and b"operation" in one)]
+    return [one for one in payloads if one not in free], sorted(free)
 
 
 def in_portions(script: Script, cuts: Sequence[int], lines: Sequence[int] | None = None) -> list[bytes]:
@@ -255,11 +282,11 @@ def in_portions(script: Script, cuts: Sequence[int], lines: Sequence[int] | None
 def assembled(script: Script) -> Result:
     """What becomes of a script whose spans are read at once, which is what becomes of it in any portions."""
     whole = in_portions(script, [])
-    assert in_portions(script, range(1, len(script.spans))) == whole
+    assert apart(in_portions(script, range(1, len(script.spans)))) == apart(whole)
     draw = random.Random(len(script.spans))
     for _ in range(5):
         cuts = sorted(draw.sample(range(len(script.spans)), min(4, len(script.spans))))
-        assert in_portions(script, cuts) == whole
+        assert apart(in_portions(script, cuts)) == apart(whole)
     return decoded(whole)
 
 

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from dpmon.assemble.communication import Communication
 from dpmon.assemble.definitions import Definitions
 from dpmon.assemble.device_waits import DeviceWaits, Pending, Said
 from dpmon.assemble.event_queue import Event, EventQueue
@@ -38,7 +39,8 @@ class Assembler:
         self._dropped = 0
         self._known = Definitions()
         self._events = EventQueue()
-        self._recorder = Recorder(self._known, self._events)
+        self._communication = Communication(self._known)
+        self._recorder = Recorder(self._known, self._events, self._communication)
         self._rules = StepRules(self._known, self._recorder, self._closed)
         self._waits = DeviceWaits()
         self._out: list[bytes] = []
@@ -109,6 +111,7 @@ class Assembler:
             self._closed(self._rules.mark(), [], False)
         except _DAMAGE:
             self._dropped += 1
+        self._communication.end()
         return self._payloads(Untimed.ENDED)
 
     def _hear(self, lines: Iterable[Mapping[str, Any]]) -> None:
@@ -140,6 +143,10 @@ class Assembler:
         if kind == Kind.TIME:
             self._waits.time(span)
             self._recorder.sampling.time()
+            return
+        if kind == Kind.COLLECTIVE:
+            if number >= self._caught_up and not self._communication.take(span):
+                self._dropped += 1
             return
         before = self._seen.get(thread)
         if before is not None and before[6] == start and before[1:6] == span[1:6]:
@@ -237,7 +244,7 @@ class Assembler:
         if not self._waits.idle:
             self._say(self._waits.ready(unread))
         out, self._out = self._out, []
-        return out
+        return out + self._communication.payloads()
 
     # ------------------------------------------------------------------------------------------ resuming
 
@@ -273,6 +280,7 @@ class Assembler:
                 "unsaid": sorted(recorder.unsaid),
                 "looks": {str(look): step for look, step in recorder.looks.items()},
                 "heard": self._events.heard,
+                "communication": self._communication.state(),
             }
         )
 
@@ -311,6 +319,8 @@ class Assembler:
         for span in state["seen"]:
             self._seen[span[4]] = Span(*span)
         recorder = self._recorder
+        if "communication" in state:  # not if an earlier version wrote it
+            self._communication.go_on(state["communication"])
         recorder.looks = {int(look): step for look, step in state["looks"].items()}
         self._rules.go_on(mark)
         recorder.nexts = self._events.go_on(mark.placed, mark.nexts, state["said"], state["unsaid"])

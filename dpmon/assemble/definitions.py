@@ -1,4 +1,4 @@
-"""Definitions from the lines beside a ring: sizes, stages and layouts. Optimizers are counted.
+"""Definitions from the lines beside a ring: sizes, stages, layouts and collectives. Optimizers are counted.
 
 The assembler's own definitions have numbers from OWN on. The number is derived from the value, so a successor gives the
 same value the same number.
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
+from dpmon.record.kinds import collective_in
 from dpmon.record.wire import pack_definition
 
 OWN = 1 << 31
@@ -54,6 +55,7 @@ class Definitions:
         self.layouts: dict[int, Layout] = {}
         self._values: dict[int, list[Any]] = {}
         self._stages: dict[int, dict[str, Any]] = {}
+        self._collectives: dict[int, dict[str, Any]] = {}
         self._said: set[int] = set()
         """Numbers that already have a payload."""
 
@@ -79,9 +81,11 @@ class Definitions:
         elif "parts" in value:
             table = self._stages
             one = {"device": str(value["device"]), "parts": [str(name) for name in value["parts"]]}
+        elif "operation" in value:
+            table, one = self._collectives, collective_in(value)
         else:
             table, one = self.layouts, Layout(number, value)
-        tables: tuple[dict[int, Any], ...] = (self._values, self._stages, self.layouts)
+        tables: tuple[dict[int, Any], ...] = (self._values, self._stages, self._collectives, self.layouts)
         if any(number in each for each in tables):
             raise ValueError("defined twice")
         _keep(table, number, one)
@@ -102,6 +106,10 @@ class Definitions:
     def is_stage(self, number: int) -> bool:
         """Whether a stage has this number."""
         return number in self._stages
+
+    def collective(self, number: int) -> Mapping[str, Any] | None:
+        """The facts about a collective, None if unknown."""
+        return self._collectives.get(number)
 
     def rows(self, number: int, dim: int, first: int) -> int:
         """Rows along `dim` of the first tensor that has it, from argument `first` on; -1 if none has."""
@@ -145,7 +153,7 @@ class Definitions:
         layout = self.layouts.get(number)
         if layout is not None:
             return layout.value
-        return self._stages.get(number) or self._values.get(number, [])
+        return self._stages.get(number) or self._collectives.get(number) or self._values.get(number, [])
 
 
 def _keep(table: dict[int, Any], number: int, value: Any) -> None:

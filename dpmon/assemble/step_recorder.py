@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 from dpmon.assemble.call_packing import WIRE_FLAGS, Made, mode_of, pack_made, parts_of
+from dpmon.assemble.communication import Communication
 from dpmon.assemble.composed import Composer
 from dpmon.assemble.definitions import Definitions
 from dpmon.assemble.device_waits import Payload, Pending, Said
@@ -30,9 +31,10 @@ _NOTHING: Sequence[Any] = ()
 class Recorder:
     """The payloads of one process, numbered."""
 
-    def __init__(self, known: Definitions, events: EventQueue) -> None:
+    def __init__(self, known: Definitions, events: EventQueue, communication: Communication) -> None:
         self.known = known
         self.events = events
+        self._communication = communication
         self.number = 0
         """Number of steps that have ended."""
         self.calls = 0
@@ -67,6 +69,7 @@ class Recorder:
         self.part(totals, items)
         self.number += 1
         self.out.append(totals.packed(self.number, start, max(end - start, 0)))
+        self._communication.step(self.number, start, end)
         if totals.on_devices:
             self.sampling.step(max(end - start, 0), not totals.skipped)
 

@@ -8,6 +8,7 @@ killed) takes what is there.
   replica or stage. Calls that ran at the same time, on several threads of the script, have tracks of their own.
 - the phases of a step are slices below it. The times that they took on its devices are counters, and so are the
   quantities that only some steps have.
+- the collectives of sampled steps are slices on tracks of their own, from launch to end; the sampled times are, too.
 - a GPU and the host are processes with counters only. A value that stops to be known is marked by an instant: a counter
   would show its last value on and on.
 - modes, warnings and the exit are instants.
@@ -25,7 +26,7 @@ from typing import Any, TextIO
 
 from dpmon.model.members import finite
 from dpmon.record.jsonl import as_json
-from dpmon.record.kinds import Call, Event, Record, Step
+from dpmon.record.kinds import Call, Collective, Event, Record, Sampled, Step
 from dpmon.run.lookup import short_name
 from dpmon.run.rundir import RunInfo
 
@@ -57,8 +58,8 @@ class _Process:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.tracks: dict[tuple[Any, ...], int] = {}
-        self.lanes: list[int] = []
-        """When the last call on each track of calls ended, ns."""
+        self.lanes: dict[str, list[int]] = {}
+        """When the last slice on each track of calls, or of collectives, ended, ns."""
         self.known: set[str] = set()
         """Counters whose last value was known."""
 
@@ -125,14 +126,15 @@ class _Trace:
             self._put(ph="M", name="thread_sort_index", pid=process.pid, tid=tid, args={"sort_index": order})
         return tid
 
-    def _lane(self, process: _Process, start_ns: int, end_ns: int) -> int:
-        """The first track of calls that is free from `start_ns` on: what overlaps cannot share one."""
-        lane = next((lane for lane, busy_ns in enumerate(process.lanes) if busy_ns <= start_ns), len(process.lanes))
+    def _lane(self, process: _Process, what: str, start_ns: int, end_ns: int) -> int:
+        """The first track of calls or collectives that is free from `start_ns` on: what overlaps cannot share one."""
+        lanes = process.lanes.setdefault(what, [])
+        lane = next((lane for lane, busy_ns in enumerate(lanes) if busy_ns <= start_ns), len(lanes))
         if lane >= MAX_LANES:
             return -1
-        if lane == len(process.lanes):
-            process.lanes.append(0)
-        process.lanes[lane] = end_ns
+        if lane == len(lanes):
+            lanes.append(0)
+        lanes[lane] = end_ns
         return lane
 
     # ------------------------------------------------------------------------------------------ records
@@ -153,6 +155,10 @@ class _Trace:
             self._call(record)
         elif isinstance(record, Step):
             self._step(record)
+        elif isinstance(record, Collective):
+            self._collective(record)
+        elif isinstance(record, Sampled):
+            self._sampled(record)
         else:
             self._event(record)
 
@@ -193,7 +199,7 @@ class _Trace:
 
     def _call(self, call: Call) -> None:
         process = self._training(call.process, call.rank)
-        lane = self._lane(process, call.start_ns, call.start_ns + call.wall_ns)
+        lane = self._lane(process, "calls", call.start_ns, call.start_ns + call.wall_ns)
         if lane < 0 or call.wall_ns < 0:
             return
         more = f" (concurrent {lane})" if lane else ""
@@ -218,6 +224,28 @@ class _Trace:
             args = {what: said["stages"][stage.stage][what] for what in told}
             if stage.host_ns is not None:
                 self._part(process, tid, call, " ".join(stage.parts), stage.offset_ns, stage.host_ns, args)
+
+    def _collective(self, one: Collective) -> None:
+        process = self._training(one.process, one.rank)
+        took = one.took_ns or 0
+        lane = self._lane(process, "collectives", one.start_ns, one.start_ns + took)
+        if lane < 0:
+            return
+        more = f" (concurrent {lane})" if lane else ""
+        tid = self._track(process, ("collectives", lane), f"communication{more}", 80 + lane)
+        said = as_json(one)
+        for key in ("kind", "process", "rank", "operation", "start_s", "host_ms"):
+            del said[key]
+        self._slice(process, tid, one.operation, one.start_ns, took, said)
+
+    def _sampled(self, one: Sampled) -> None:
+        process = self._training(one.process, one.rank)
+        if self._lane(process, "sampled", one.start_ns, one.start_ns + one.wall_ns):
+            return  # samples that overlap are damaged
+        tid = self._track(process, ("sampled",), "collectives sampled", 79)
+        said = as_json(one)
+        args = {key: said[key] for key in ("step", "collectives", "absent")}
+        self._slice(process, tid, "sampled", one.start_ns, one.wall_ns, args)
 
     def _part(
         self, process: _Process, tid: int, call: Call, name: str, offset_ns: int, took_ns: int, args: Any

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dpmon.record.jsonl import as_json
-from dpmon.record.kinds import Call, Event, Record, Step
+from dpmon.record.kinds import Call, Collective, Event, Record, Sampled, Step
 from dpmon.run.rundir import load_exit
 from dpmon.store.opened import open_store
 from dpmon.store.tables import HistoryError
@@ -49,4 +49,7 @@ def write_jsonl(directory: Path, file: IO[str], only: str | None = None) -> None
 
 def kind(record: Record) -> str:
     """The record's kind as it stands in its JSON."""
-    return "call" if isinstance(record, Call) else "step" if isinstance(record, Step) else record.kind
+    return record.kind if isinstance(record, Event) else _KINDS[type(record)]
+
+
+_KINDS = {Call: "call", Step: "step", Collective: "collective", Sampled: "sampled"}

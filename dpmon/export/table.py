@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from dpmon.export.records import kind
 from dpmon.record.fields import COLUMNS, RECORDS
 from dpmon.record.jsonl import as_json
-from dpmon.record.kinds import Call, PhaseSpan, Record, Size, Step, rows_of
+from dpmon.record.kinds import Call, Event, PhaseSpan, Record, Size, Step, rows_of
 from dpmon.record.wire import MORE
 
 _SPREAD = ("kind", *(one.name for one in RECORDS["step"].fields if one.in_csv != (one.name,)))
@@ -54,6 +54,9 @@ def row(record: Record) -> list[list[str]]:
         return [_cells("call", _call(record))]
     if isinstance(record, Step):
         return [_cells("step", {**as_json(record), **_step(record)}, ignore=_SPREAD)]
+    if not isinstance(record, Event):
+        values = as_json(record)
+        return [_cells(kind(record), {**values, "absent": values["absent"] or None}, ignore=_OTHER)]
     if record.kind == "memory":
         return _memory(record.data)
     if record.kind not in COLUMNS:

@@ -14,18 +14,22 @@ from typing import Any, NamedTuple
 
 from dpmon.record.kinds import (
     Call,
+    Collective,
     Event,
     PartTimes,
     Phase,
     Record,
     RecordError,
     Replica,
+    Sampled,
     Size,
     Stage,
     Step,
+    collective_in,
 )
 from dpmon.record.plainjson import load_event, load_json
 from dpmon.record.schema import QUANTITIES, STEP_PHASES, SYNC_NUMBER
+from dpmon.record.spans import DOING
 from dpmon.record.step_spans import kept_spans
 from dpmon.record.wire import (
     BODY_PHASES,
@@ -33,6 +37,7 @@ from dpmon.record.wire import (
     CALL_PHASES,
     CALL_STAGE,
     CALL_TAG,
+    COLLECTIVE_TAG,
     DEFINE_HEAD,
     DEFINE_TAG,
     EVENT_TAG,
@@ -50,6 +55,8 @@ from dpmon.record.wire import (
     TIMED_TAG,
     TRAINING,
     VIRTUAL,
+    Collected,
+    unpack_collective,
 )
 
 UNTIMED = (
@@ -67,11 +74,19 @@ UNTIMED = (
     "steps are so short that only some of them are timed on devices, drawn at random",
 )
 """Texts of the reasons, by number."""
+UNENDED = (
+    "",
+    "it ran on a device, and the host does not wait for its end",
+    "it was not complete after 10 s",
+    "the process ended before it was complete",
+    "gloo does not tell when a reduce_scatter is complete",
+)
+"""Texts of the reasons why the end of a collective is unknown, by number."""
 BACKWARD_AT, OPTIMIZER_AT = STEP_PHASES.index("backward"), STEP_PHASES.index("optimizer")
 _QUANTITY_NAMES = tuple(quantity.name for quantity in QUANTITIES)
 SAMPLES_AT = _QUANTITY_NAMES.index("samples")
 _BEFORE = "it ran before the first call on a GPU, or on a thread that does not train"
-_KINDS = ("", "definition", "call", "step", "event", "call")
+_KINDS = ("", "definition", "call", "step", "event", "call", "", "collective")
 _MAX_TIMES = 1 << 13
 _PLAIN = struct.Struct(PLAIN_FORMAT)
 _NO_PHASES = (-1, 0) * len(CALL_PHASES)
@@ -117,6 +132,10 @@ def _layout(value: dict[str, Any]) -> _Layout:
 _made = tuple.__new__
 
 
+_SAMPLE = {"operation": None, "why": None}
+"""Stands for the definition of a sample."""
+
+
 class Decoder:
     """Turns one process's payloads into records, resolving definitions; `origin_ns` is the run's start (monotonic)."""
 
@@ -127,6 +146,7 @@ class Decoder:
         self._layouts: dict[int, _Layout] = {}
         self._sizes: dict[int, tuple[Size, ...]] = {}
         self._stages: dict[int, tuple[str, tuple[str, ...]]] = {}
+        self._collectives: dict[int, dict[str, Any]] = {}
 
     def decode(self, payload: bytes) -> Record | None:
         """The record in `payload`; None for a definition, which is remembered. Raises RecordError for anything else."""
@@ -143,6 +163,8 @@ class Decoder:
                 return _with_times(self._call(inner), times, why)
             if kind == EVENT_TAG:
                 return Event(*load_event(payload[1:]))
+            if kind == COLLECTIVE_TAG:
+                return self.collective(unpack_collective(payload))
             if kind == DEFINE_TAG:
                 self.define(*definition(payload))
                 return None
@@ -163,13 +185,16 @@ class Decoder:
         if isinstance(value, dict) and "parts" in value:
             self._stages.pop(number, None)
             self._stages[number] = str(value["device"]), tuple(str(name) for name in value["parts"])
+        elif isinstance(value, dict) and "operation" in value:
+            self._collectives.pop(number, None)
+            self._collectives[number] = collective_in(value)
         elif isinstance(value, dict):
             self._layouts.pop(number, None)
             self._layouts[number] = _layout(value)
         else:
             self._sizes.pop(number, None)
             self._sizes[number] = _sizes(value)
-        tables: tuple[dict[int, Any], ...] = (self._layouts, self._sizes, self._stages)
+        tables: tuple[dict[int, Any], ...] = (self._layouts, self._sizes, self._stages, self._collectives)
         for table in tables:
             if len(table) > MAX_DEFINITIONS:
                 del table[next(iter(table))]
@@ -245,6 +270,38 @@ class Decoder:
             missing_spans=missing,
             buckets=buckets,
             sync_number=sync_number if sync_number >= 0 else None,
+        )
+
+    def facts(self, number: int) -> dict[str, Any]:
+        """The facts about collectives with this definition; LookupError if it is unknown."""
+        return self._collectives[number]
+
+    def collective(self, one: Collected) -> Collective | Sampled:
+        """The record of a collective, or of a sample; LookupError if it refers to an unknown definition."""
+        facts: dict[str, Any] = self._collectives[one.definition] if one.definition else _SAMPLE
+        start, step = one.start - self.origin_ns, one.step or None
+        if facts["operation"] is None:
+            why = facts["why"]
+            count = one.quantity if why is None else None
+            return Sampled(self.process, self.rank, step, start, max(one.took, 0), count, why)
+        ranks = facts["ranks"]
+        return Collective(
+            process=self.process,
+            rank=self.rank,
+            step=step,
+            operation=facts["operation"],
+            phase=DOING.get(one.phase, "other"),
+            bytes=one.quantity,
+            dtype=facts["dtype"],
+            group=facts["group"],
+            size=facts["size"],
+            ranks=None if ranks is None else tuple(ranks),
+            backend=facts["backend"],
+            device=facts["device"],
+            start_ns=start,
+            took_ns=one.took if one.took >= 0 else None,
+            queued_ns=one.queued if one.queued >= 0 else None,
+            unended=UNENDED[one.unended] if 0 < one.unended < len(UNENDED) else None,
         )
 
 

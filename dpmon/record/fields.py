@@ -188,6 +188,58 @@ _STEP = RecordKind(
         _ABSENT,
     ),
 )
+_COLLECTIVE = RecordKind(
+    "collective",
+    "one collective of torch.distributed in a sampled step",
+    (
+        *_WHO,
+        Field("step", "integer", "the step under way when it was launched; null between two steps"),
+        Field("operation", "text", "all_reduce, all_gather, reduce_scatter, broadcast, reduce, all_to_all ..."),
+        Field("phase", "text", "what the thread that launched it was doing: data, forward, backward, optimizer, other"),
+        Field(
+            "bytes",
+            "integer",
+            "as nccl-tests counts them: the tensor; of an all_gather all that was gathered, of a reduce_scatter its"
+            " input, of a gather or scatter the parts of all ranks",
+            "bytes",
+        ),
+        Field("dtype", "text", "the dtype of its first tensor"),
+        Field("group", "text", "torch's name of the process group"),
+        Field("group_size", "integer", "how many ranks the group has"),
+        Field("ranks", "list", "the ranks of the group; null if it has all of them, or they are not known"),
+        Field("backend", "text", "the backend of the group: gloo, nccl ..."),
+        Field("device", "text", "the type of the device that its tensors are on"),
+        Field("start_s", "number", "when it was launched, since the run's start", "s"),
+        Field(
+            "host_ms",
+            "number",
+            "from its launch until it was complete; found by queries, up to 5 % or 0.1 ms late",
+            "ms",
+        ),
+        Field("queue_ms", "number", "from its launch until those launched before it on its group were complete", "ms"),
+        Field("alg_bytes_s", "number", "algorithm bandwidth: its bytes over the time in which it could run", "bytes/s"),
+        Field(
+            "bus_bytes_s",
+            "number",
+            "bus bandwidth: of n ranks, alg_bytes_s times 2(n-1)/n for all_reduce, (n-1)/n for all_gather,"
+            " reduce_scatter, all_to_all, gather and scatter, 1 for others",
+            "bytes/s",
+        ),
+        _ABSENT,
+    ),
+)
+_SAMPLED = RecordKind(
+    "sampled",
+    "a time, mostly one step, in which every collective was recorded",
+    (
+        *_WHO,
+        Field("step", "integer", "the step under way at its middle; null if there is none"),
+        _START,
+        _WALL,
+        Field("collectives", "integer", "how many were launched; null if they cannot be recorded"),
+        _ABSENT,
+    ),
+)
 _DEVICE = RecordKind(
     "device",
     "one GPU, each second, as NVML tells it",
@@ -460,6 +512,8 @@ RECORDS: Mapping[str, RecordKind] = {
         *(
             _CALL,
             _STEP,
+            _COLLECTIVE,
+            _SAMPLED,
             _DEVICE,
             _HOST,
             _MEMORY,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dpmon.record.kinds import Call, PhaseSpan, Record, Size, Stage, Step
+from dpmon.record.kinds import Call, Collective, PhaseSpan, Record, Sampled, Size, Stage, Step
 from dpmon.record.schema import EXPOSED, NO_SPANS, NOT_JOINED, QUANTITIES, STEP_PHASES, WAIT
 from dpmon.record.wire import MORE
 
@@ -127,10 +127,65 @@ def _span_json(span: PhaseSpan) -> dict[str, Any]:
     return {"phase": span.phase, "start_ms": _ms(span.offset_ns), "ms": _ms(span.host_ns)}
 
 
+def _collective_json(one: Collective) -> dict[str, Any]:
+    absent = {}
+    if one.step is None:
+        absent["step"] = "it was launched between two steps"
+    if one.ranks is None:
+        absent["ranks"] = "all ranks, or a group that torch.distributed does not know"
+    if one.backend is None:
+        absent["backend"] = "the group has no backend for this type of device"
+    if one.took_ns is None:
+        absent |= dict.fromkeys(("host_ms", "queue_ms", "alg_bytes_s", "bus_bytes_s"), one.unended or "it is not known")
+    elif one.alg_bytes_s is None:
+        absent |= dict.fromkeys(("alg_bytes_s", "bus_bytes_s"), "it moves no tensor, or took no time")
+    return {
+        "kind": "collective",
+        "process": one.process,
+        "rank": one.rank,
+        "step": one.step,
+        "operation": one.operation,
+        "phase": one.phase,
+        "bytes": one.bytes,
+        "dtype": one.dtype,
+        "group": one.group,
+        "group_size": one.size,
+        "ranks": None if one.ranks is None else list(one.ranks),
+        "backend": one.backend,
+        "device": one.device,
+        "start_s": one.start_ns / 1e9,
+        "host_ms": None if one.took_ns is None else _ms(one.took_ns),
+        "queue_ms": None if one.queued_ns is None else _ms(one.queued_ns),
+        "alg_bytes_s": one.alg_bytes_s,
+        "bus_bytes_s": one.bus_bytes_s,
+        "absent": absent,
+    }
+
+
+def _sampled_json(one: Sampled) -> dict[str, Any]:
+    absent = {} if one.step is not None else {"step": "no step was under way at its middle"}
+    if one.why is not None:
+        absent["collectives"] = one.why
+    return {
+        "kind": "sampled",
+        "process": one.process,
+        "rank": one.rank,
+        "step": one.step,
+        "start_s": one.start_ns / 1e9,
+        "wall_ms": _ms(one.wall_ns),
+        "collectives": one.collectives,
+        "absent": absent,
+    }
+
+
 def as_json(record: Record) -> dict[str, Any]:
     """The record as an object of `dpmon export --format jsonl`: times in ms, starts in s since the run's start."""
     if isinstance(record, Call):
         return _call_json(record)
     if isinstance(record, Step):
         return _step_json(record)
+    if isinstance(record, Collective):
+        return _collective_json(record)
+    if isinstance(record, Sampled):
+        return _sampled_json(record)
     return {"kind": record.kind, **record.data}

@@ -10,6 +10,7 @@ from dpmon.errors import DpmonError
 
 __all__ = [
     "Call",
+    "Collective",
     "Event",
     "PartTimes",
     "Phase",
@@ -17,9 +18,12 @@ __all__ = [
     "Record",
     "RecordError",
     "Replica",
+    "Sampled",
     "Size",
     "Stage",
     "Step",
+    "bus_factor",
+    "collective_in",
     "is_evaluation",
     "rows_of",
 ]
@@ -195,7 +199,88 @@ class Event:
     data: Mapping[str, Any]
 
 
-Record = Call | Step | Event
+_HALF = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+"""Operations in which a rank keeps its own part of the bytes, so that it sends (n-1)/n of them."""
+
+
+def bus_factor(operation: str, size: int) -> float:
+    """Bus bandwidth over algorithm bandwidth in a group of `size` ranks (nccl-tests, doc/PERFORMANCE.md)."""
+    if operation == "all_reduce":
+        return 2 * (size - 1) / size
+    return (size - 1) / size if operation in _HALF else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective of a sampled step; start_ns counts from the run's start."""
+
+    process: int
+    rank: int | None
+    step: int | None
+    """The step under way when it was launched; None: it lies between two steps."""
+    operation: str
+    phase: str
+    """What the thread that launched it was doing: forward, backward ...; other for the script's own work."""
+    bytes: int
+    dtype: str
+    group: str
+    size: int
+    ranks: tuple[int, ...] | None
+    """None: all of them, or they are not known."""
+    backend: str | None
+    device: str
+    start_ns: int
+    took_ns: int | None
+    """From its launch until it was complete."""
+    queued_ns: int | None
+    """From its launch until those launched before on its group were complete."""
+    unended: str | None = None
+    """Why its end is unknown."""
+
+    @property
+    def alg_bytes_s(self) -> float | None:
+        """Algorithm bandwidth; None if it is unknown."""
+        if self.took_ns is None or not self.bytes:
+            return None
+        ran = self.took_ns - (self.queued_ns or 0)
+        return self.bytes / ran * 1e9 if ran > 0 else None
+
+    @property
+    def bus_bytes_s(self) -> float | None:
+        """Bus bandwidth; None if it is unknown."""
+        found = self.alg_bytes_s
+        return None if found is None else found * bus_factor(self.operation, self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A time, mostly one step, in which every collective was recorded; start_ns counts from the run's start."""
+
+    process: int
+    rank: int | None
+    step: int | None
+    start_ns: int
+    wall_ns: int
+    collectives: int | None
+    """How many were launched; None: they cannot be recorded."""
+    why: str | None = None
+    """Why they cannot be recorded."""
+
+
+def collective_in(value: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts in the definition of a collective; LookupError, TypeError or ValueError if it is damaged."""
+    if value["operation"] is None:
+        return {"operation": None, "why": str(value["why"])}
+    ranks, backend = value["ranks"], value["backend"]
+    found: dict[str, Any] = {name: str(value[name]) for name in ("operation", "group", "dtype", "device")}
+    found["backend"] = None if backend is None else str(backend)
+    size = int(value["size"])
+    if not 0 < size < 1 << 32:
+        raise ValueError("no size of a process group")
+    return {**found, "size": size, "ranks": None if ranks is None else [int(rank) for rank in ranks]}
+
+
+Record = Call | Step | Event | Collective | Sampled
 
 
 def rows_of(sizes: Sequence[Size] | None) -> int | None:

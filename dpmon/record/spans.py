@@ -39,6 +39,7 @@ class Kind:
     AGAIN = 17
     SYNC = 18
     BUCKETS = 19
+    COLLECTIVE = 20
 
 
 DOING = {
@@ -61,6 +62,7 @@ DOING = {
     Kind.AGAIN: "other",
     Kind.SYNC: "sync",
     Kind.BUCKETS: "other",
+    Kind.COLLECTIVE: "other",
 }
 """What a process does during a span, by kind. Phases of a step have the same names as in records."""
 COUNTED = {Kind.COPY: "copied_bytes"}
@@ -92,7 +94,8 @@ class Span(NamedTuple):
     """Kind of the enclosing span, 0 for none."""
     thread: int
     site: int
-    """Depends on the kind: definition of a call's layout, index of a replica, optimizer, device or 0."""
+    """Depends on the kind: definition of a call's layout or of a collective, index of a replica, optimizer, device
+    or 0."""
     start: int
     took: int
     inputs: int

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = [
     "BODY_PHASES",
@@ -19,6 +19,7 @@ __all__ = [
     "CALL_PHASES",
     "CALL_STAGE",
     "CALL_TAG",
+    "COLLECTIVE_TAG",
     "DDP",
     "DEFINE_HEAD",
     "DEFINE_TAG",
@@ -43,17 +44,21 @@ __all__ = [
     "TIMED_TAG",
     "TRAINING",
     "VIRTUAL",
+    "Collected",
+    "Unended",
     "Untimed",
     "call_flags",
     "call_format",
     "mode_number",
     "pack_call",
+    "pack_collective",
     "pack_definition",
     "pack_event",
     "pack_step",
     "pack_timed",
     "packed_json",
     "shortened",
+    "unpack_collective",
     "with_extras",
 ]
 
@@ -67,7 +72,7 @@ STEP_EXTRAS = ("copy", "copied_bytes", "sync", "synced", "unsynced", "sync_numbe
 TIMED_PHASES = (*BODY_PHASES, "copy", "sync")
 """Phases of a step with device times, in the order of a record; a record ends with the last one that ran."""
 
-DEFINE_TAG, CALL_TAG, STEP_TAG, EVENT_TAG, PLAIN_TAG, TIMED_TAG = 1, 2, 3, 4, 5, 6
+DEFINE_TAG, CALL_TAG, STEP_TAG, EVENT_TAG, PLAIN_TAG, TIMED_TAG, COLLECTIVE_TAG = 1, 2, 3, 4, 5, 6, 7
 VIRTUAL, TRAINING, GRAD, FAILED = 1, 2, 4, 8
 DDP = "DistributedDataParallel"
 FSDP = "fully_shard"
@@ -81,6 +86,41 @@ class Untimed:
     NONE, LATE, CAPTURED, NO_EVENT, FAULT, ENDED, RAISED, ON_CPU, CROSSED, TOO_MANY, COPIES, SAMPLED = range(12)
 
 
+class Unended:
+    """Why the end of a collective is unknown, as numbers in records: dpmon.record.codec.UNENDED has the texts."""
+
+    NONE, ON_DEVICE, LATE, ENDED, UNTOLD = range(5)
+
+
+class Collected(NamedTuple):
+    """A collective, or (`definition` 0) the time of a sample, in which all collectives are recorded."""
+
+    number: int
+    """Number of its span."""
+    definition: int
+    phase: int
+    """Kind of the span in which it was launched, 0 for none."""
+    unended: int
+    """Why its end is unknown: a number of Unended."""
+    step: int
+    """The step under way at its start, or at the middle of a sample; 0 for none."""
+    start: int
+    """When it was launched (monotonic ns)."""
+    took: int
+    """ns from the launch to its end, -1 if unknown."""
+    queued: int
+    """ns from the launch to the end of those launched before it, -1 if unknown."""
+    quantity: int
+    """Bytes; the number of collectives of a sample."""
+
+    @property
+    def middle(self) -> int:
+        """The time that decides its step."""
+        return self.start if self.definition else self.start + self.took // 2
+
+
+COLLECTIVE = struct.Struct("<BBBxIQQqqqQ")
+"""COLLECTIVE_TAG, unended, phase, definition, number, step, start, took, queued, quantity: see Collected."""
 TIMED_HEAD = struct.Struct("<BBHI")
 """TIMED_TAG, why a time is missing, number of times, bytes of the call or step; it follows, then its times (ms,
 NaN)."""
@@ -150,9 +190,10 @@ def _cut(value: Any, most: int) -> Any:
 
 
 def pack_definition(number: int, value: Any) -> bytes:
-    """A definition: a layout (root, via, devices, absent), a stage (device, parts) or a list of sizes.
+    """A definition: a layout (root, via, devices, absent), a stage (device, parts), a collective or a list of sizes.
 
-    A size is (path, shape, dtype, bytes), and the global shape if it is that of a DTensor.
+    A size is (path, shape, dtype, bytes), and the global shape if it is that of a DTensor. A collective is (operation,
+    group, size, ranks, dtype, backend, device), or (operation None, why) if none can be recorded.
     """
     return DEFINE_HEAD.pack(DEFINE_TAG, number) + packed_json(value)
 
@@ -236,6 +277,18 @@ def with_extras(step: bytes, extras: Mapping[str, int]) -> bytes:
     for name, value in extras.items():
         found += STEP_EXTRA.pack(_EXTRA_NUMBERS[name], value)
     return bytes(found)
+
+
+def pack_collective(one: Collected) -> bytes:
+    """A collective, or the time of a sample."""
+    number, definition, phase, unended, *rest = one
+    return COLLECTIVE.pack(COLLECTIVE_TAG, unended, phase, definition, number, *rest)
+
+
+def unpack_collective(payload: bytes) -> Collected:
+    """What `pack_collective` packed; struct.error if it is damaged."""
+    _, unended, phase, definition, number, *rest = COLLECTIVE.unpack(payload)
+    return Collected(number, definition, phase, unended, *rest)
 
 
 def pack_timed(record: bytes, times: Sequence[float | None], why: int) -> bytes:

@@ -20,6 +20,7 @@ class ProcessRing:
         self.acknowledged = ring.acknowledged
         self.request_pause = ring.request_pause
         self.pause_requests = ring.pause_requests
+        self.request_sample = ring.request_sample
 
     def close(self) -> None:
         """Close the file; the ring is of no further use."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from dpmon.record.kinds import bus_factor
 from dpmon.record.wire import FAILED, GRAD, TRAINING
 
 
@@ -102,6 +103,47 @@ class Shape(NamedTuple):
     untimed: int
     """Why a device time is missing: an index of dpmon.record.codec.UNTIMED; 0 if none is."""
     calls: int
+
+
+class CommunicatedRow(NamedTuple):
+    """Collectives of one operation, process and process group in the samples of some time."""
+
+    process: int
+    operation: str
+    size: int
+    """Ranks of the group."""
+    collectives: int
+    bytes: int
+    ended: int
+    """How many have a known end; the next are of these."""
+    timed_bytes: int
+    wall_ns: int
+    """From launch to end."""
+    ran_ns: int
+    """From when it could begin to its end."""
+
+    @property
+    def alg_bytes_s(self) -> float | None:
+        """Algorithm bandwidth; None if it is unknown."""
+        return self.timed_bytes / self.ran_ns * 1e9 if self.ran_ns and self.timed_bytes else None
+
+    @property
+    def bus_bytes_s(self) -> float | None:
+        """Bus bandwidth; None if it is unknown."""
+        found = self.alg_bytes_s
+        return None if found is None else found * bus_factor(self.operation, self.size)
+
+
+class Communicated(NamedTuple):
+    """The collectives in the samples of some time."""
+
+    rows: Sequence[CommunicatedRow]
+    samples: int
+    launched: int
+    """Collectives that were launched in these samples."""
+    sampled_steps: int
+    """Steps that lie in a sample."""
+    steps: int
 
 
 class CallHead(NamedTuple):

@@ -43,6 +43,8 @@ class Batch:
     """Rows of CALL_COLUMNS."""
     steps: list[tuple[Any, ...]] = field(default_factory=list)
     """Rows of STEP_COLUMNS."""
+    collectives: list[tuple[int, ...]] = field(default_factory=list)
+    """Rows of COLLECTIVE_COLUMNS."""
     events: list[tuple[Any, ...]] = field(default_factory=list)
     rings: list[RingRow] = field(default_factory=list)
     tallied: dict[tuple[int, Key], Ended] = field(default_factory=dict)
@@ -63,12 +65,7 @@ class Batch:
     def entries(self) -> int:
         """The number of rows and sums to write."""
         rows: Iterable[Sized] = (
-            self.definitions,
-            self.calls,
-            self.steps,
-            self.events,
-            self.rings,
-            self.gaps,
+            *(self.definitions, self.calls, self.steps, self.collectives, self.events, self.rings, self.gaps),
             self.joined,
         )
         sums: Iterable[Sized] = (self.tallied, self.spent, self.waited, self.shapes, self.devices)

@@ -36,7 +36,7 @@ from dpmon.record.codec import (
 from dpmon.record.kinds import RecordError, is_evaluation
 from dpmon.record.plainjson import load_event
 from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, REST, SETTLING, SETTLING_STEPS, STEP_PHASES
-from dpmon.record.wire import CALL_PHASES, GRAD, MODES, TRAINING, VIRTUAL
+from dpmon.record.wire import CALL_PHASES, GRAD, MODES, TRAINING, VIRTUAL, unpack_collective
 from dpmon.store.accounting import LATEST_NS, Account
 from dpmon.store.batch import GAP_NS, Batch, ShapeKey
 from dpmon.store.parts import replica_series, stage_series
@@ -205,6 +205,8 @@ class Intake:
                 self._step(batch, number, payload)
             elif kind == "event":
                 batch.events.append(self._event(batch, number, payload))
+            elif kind == "collective":
+                self._collective(batch, number, payload)
             elif kind == "definition":
                 which, value = definition(payload)
                 self.learn(which, value)
@@ -334,6 +336,14 @@ class Intake:
             row.last_id = number
         elif row.calls == row.steps == 0:  # else where it began is not known: an earlier version has begun it
             row.first_id = row.last_id = number
+
+    # ------------------------------------------------------------------------------------------ collectives
+
+    def _collective(self, batch: Batch, number: int, payload: bytes) -> None:
+        one = unpack_collective(payload)
+        one = one._replace(start=one.start - self._start_ns)
+        _check(one.start, max(one.took, 0), one.number, one.step, one.queued, one.quantity)
+        batch.collectives.append((number, self.row.process, *one))
 
     # ------------------------------------------------------------------------------------------ events
 

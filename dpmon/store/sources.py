@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from dpmon.assemble.assembler import CAUGHT_UP, Assembler
 from dpmon.record.codec import call_head, kind_of, step_fields
 from dpmon.record.spans import Span
+from dpmon.record.wire import unpack_collective
 from dpmon.ring_file import RingError
 from dpmon.ring_reader import RingReader
 from dpmon.run.proc import alive
@@ -116,6 +117,8 @@ class SpanSource:
         """The assembler's state; None if it was fed since."""
         self._last_call = self._last_step = 0
         """The highest numbers in the history, until the assembler has given higher ones."""
+        self._collected = 0
+        """Collectives with spans below this number are in the history."""
         self._spans: list[Span] = []
         """Spans that were read and not yet given to the assembler."""
         self._again = True
@@ -147,6 +150,7 @@ class SpanSource:
         lines = self._lines_until(row.lines or 0)
         if ring.holds_start():
             self._assembler = Assembler.without_state(lines)
+            self._collected = row.sequence
             ring.position = 0
         else:
             self._assembler = Assembler.without_state(lines, self._last_step, self._last_call)
@@ -210,7 +214,7 @@ class SpanSource:
 
     def _new(self, payloads: list[bytes]) -> list[bytes]:
         """The payloads that are not in the history."""
-        if not (self._last_call or self._last_step):
+        if not (self._last_call or self._last_step or self._collected):
             return payloads
         found = []
         for payload in payloads:
@@ -223,6 +227,8 @@ class SpanSource:
                 if step_fields(payload).step <= self._last_step:
                     continue
                 self._last_step = 0
+            elif kind == "collective" and unpack_collective(payload).number < self._collected:
+                continue
             found.append(payload)
         return found
 

@@ -13,6 +13,8 @@
                  sync_number (of its last synchronised backward pass), exposed_ns and wait_ns (dpmon.store.rounds;
                  NULL: the other ranks' steps are not known)
     events       id, process (NULL: the supervisor), kind, t_ns, json
+    collectives  id, process, number (of its span), definition (0: a sample, in which every collective was recorded),
+                 phase, unended, step (0: none), start_ns, wall_ns, queued_ns, quantity: dpmon.record.wire.Collected
     series       number, name: what the sketches of the tallies are of (dpmon.record.schema, and the replicas and
                  stages of calls: dpmon.store.parts)
     keys         process, mode, kind (dpmon.record.schema.KINDS), batch (samples a step): of all tallies, of those that
@@ -30,11 +32,11 @@ A tally of 10 s or more is made when its time is over: up to the second in meta'
 Those that were deleted to save room began before meta's `pruned_1`, `pruned_10`, and so on; those of a day stay. What
 is recorded late is added to every tally of its time.
 
-When the database reaches its size limit, the oldest rows are deleted: calls, steps and events first, except a run's
-processes, modes, warnings, loaders and exit. Tallies stay longer: those of each width may take their part of the limit.
-The oldest device_rollups are deleted in the same way and added to rows that start at -1.
+When the database reaches its size limit, the oldest rows are deleted: calls, steps, collectives and events first,
+except a run's processes, modes, warnings, loaders and exit. Tallies stay longer: those of each width may take their
+part of the limit. The oldest device_rollups are deleted in the same way and added to rows that start at -1.
 
-Times are ns since the run's start. Ids come from one counter, so they give the order across the three tables. A ring's
+Times are ns since the run's start. Ids come from one counter, so they give the order across the tables. A ring's
 position is written in the transaction that writes its records, so a reader that continues from there misses and
 repeats nothing.
 """
@@ -60,6 +62,7 @@ __all__ = [
     "ACTIVITY_COLUMNS",
     "BEFORE_S",
     "CALL_COLUMNS",
+    "COLLECTIVE_COLUMNS",
     "HISTORY_FILE",
     "LARGEST",
     "LASTING",
@@ -109,6 +112,12 @@ CALL_COLUMNS: Mapping[str, str] = {
     **dict.fromkeys((f"{phase.name}_ns" for phase in PHASES if phase.of_call), "INTEGER"),
 }
 """The columns of calls and their types."""
+COLLECTIVE_COLUMNS: Mapping[str, str] = {
+    "id": "INTEGER PRIMARY KEY",
+    **dict.fromkeys(("process", "number", "definition", "phase", "unended", "step"), "INTEGER"),
+    **dict.fromkeys(("start_ns", "wall_ns", "queued_ns", "quantity"), "INTEGER"),
+}
+"""The columns of collectives and their types."""
 ACTIVITY_COLUMNS = tuple(f"{name}_ns" for name in ACTIVITIES)
 
 
@@ -126,6 +135,7 @@ CREATE TABLE IF NOT EXISTS definitions (
     process INTEGER, number INTEGER, value TEXT, PRIMARY KEY (process, number)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS calls ({call_columns});
 CREATE TABLE IF NOT EXISTS steps ({step_columns});
+CREATE TABLE IF NOT EXISTS collectives ({collective_columns});
 CREATE TABLE IF NOT EXISTS events (
     id INTEGER PRIMARY KEY, process INTEGER, kind TEXT, t_ns INTEGER, json TEXT);
 CREATE TABLE IF NOT EXISTS series (number INTEGER PRIMARY KEY, name TEXT);
@@ -152,6 +162,7 @@ CREATE INDEX IF NOT EXISTS memory ON events (process, t_ns) WHERE kind = 'memory
     lasting=LASTING,
     step_columns=", ".join(f"{name} {kind}" for name, kind in STEP_COLUMNS.items()),
     call_columns=", ".join(f"{name} {kind}" for name, kind in CALL_COLUMNS.items()),
+    collective_columns=", ".join(f"{name} {kind}" for name, kind in COLLECTIVE_COLUMNS.items()),
     tally_columns=_whole_numbers(COLUMNS[:-1]) + ", sketches BLOB",
     activities=_whole_numbers(ACTIVITY_COLUMNS),
 )
@@ -288,8 +299,8 @@ def columns_of(db: sqlite3.Connection, table: str) -> frozenset[str]:
 
 
 def last_ids(db: sqlite3.Connection) -> list[int]:
-    """The highest id in each of the three tables that share them."""
-    query = " UNION ALL ".join(f"SELECT max(id) FROM {table}" for table in ("calls", "steps", "events"))
+    """The highest id in each of the tables that share them."""
+    query = " UNION ALL ".join(f"SELECT max(id) FROM {table}" for table in ("calls", "steps", "events", "collectives"))
     return [row[0] or 0 for row in db.execute(query)]
 
 

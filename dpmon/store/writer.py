@@ -17,6 +17,7 @@ from dpmon.store.batch import GAP_NS, Batch
 from dpmon.store.tables import (
     BEFORE_S,
     CALL_COLUMNS,
+    COLLECTIVE_COLUMNS,
     HISTORY_FILE,
     LASTING,
     SCHEMA,
@@ -40,9 +41,9 @@ _LASTING_KEPT = 10_000
 _SUMS_PART = 3
 _ROW_BYTES = 180
 """What a row of device_rollups takes, roughly."""
-_INTO_STEPS, _INTO_CALLS = (
+_INTO_STEPS, _INTO_CALLS, _INTO_COLLECTIVES = (
     f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
-    for table, names in (("steps", STEP_COLUMNS), ("calls", CALL_COLUMNS))
+    for table, names in (("steps", STEP_COLUMNS), ("calls", CALL_COLUMNS), ("collectives", COLLECTIVE_COLUMNS))
 )
 _RING_NAMES = tuple(member.name for member in fields(RingRow))
 _INTO_RINGS = f"INSERT OR REPLACE INTO rings ({', '.join(_RING_NAMES)}) VALUES ({', '.join('?' * len(_RING_NAMES))})"
@@ -166,6 +167,7 @@ class History:
             many("INSERT OR REPLACE INTO definitions VALUES (?,?,?)", batch.definitions)
             many(_INTO_CALLS, batch.calls)
             many(_INTO_STEPS, batch.steps)
+            many(_INTO_COLLECTIVES, batch.collectives)
             many("INSERT INTO events VALUES (?,?,?,?,?)", batch.events)
             many(_INTO_RINGS, map(_of_ring, batch.rings))
             many(
@@ -203,6 +205,7 @@ class History:
             row[0]
             for row in self._db.execute(
                 "SELECT min(id) FROM calls UNION ALL SELECT min(id) FROM steps"
+                " UNION ALL SELECT min(id) FROM collectives"
                 f" UNION ALL SELECT min(id) FROM events WHERE NOT ({LASTING})",
             )
             if row[0] is not None
@@ -210,8 +213,9 @@ class History:
         if not firsts:
             return
         before = min(firsts) + max(1, (max(last_ids(self._db)) - min(firsts)) // _PRUNE_PART)
-        gone = self._db.execute("DELETE FROM calls WHERE id < ?", (before,)).rowcount
-        gone += self._db.execute("DELETE FROM steps WHERE id < ?", (before,)).rowcount
+        gone = 0
+        for table in ("calls", "steps", "collectives"):
+            gone += self._db.execute(f"DELETE FROM {table} WHERE id < ?", (before,)).rowcount
         gone += self._db.execute(f"DELETE FROM events WHERE id < ? AND NOT ({LASTING})", (before,)).rowcount
         self._db.execute("UPDATE meta SET value = value + ? WHERE key = 'pruned'", (gone,))
 

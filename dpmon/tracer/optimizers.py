@@ -101,6 +101,9 @@ class OptimizerSteps:
                 if mark is not None:
                     mark.written(slot)
                 recorder.loose += 1
+                recorder.stepped += 1
+                if recorder.stepped == recorder.sample_at:
+                    recorder.soon()
                 if recorder.loose > STALE or number != self._only:
                     self._stepped(me, optimizer, number)
             except Exception as error:  # noqa: BLE001 - the step is done anyway

@@ -18,6 +18,7 @@
 | torch.distributed.init_process_group | the stage before the first call |
 | DistributedDataParallel._post_forward | synchronised backward passes |
 | Tensor.to, Tensor.cuda, if torch was built for GPUs | copies to GPUs |
+| the operators of c10d, for one step in many | collectives |
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from dpmon.tracer import oom
 from dpmon.tracer.append import note
 from dpmon.tracer.byhand import ByHand
 from dpmon.tracer.calls import Calls
+from dpmon.tracer.collectives import Collectives
 from dpmon.tracer.copies import Copies
 from dpmon.tracer.exceptions import uncaught
 from dpmon.tracer.frames import drop_frames, hide_from_dynamo, named_like
@@ -91,6 +93,7 @@ def install() -> None:
     loaders = Loaders(session)
     startup = Startup(session)
     gradients = GradientSync(session, recorder)
+    collectives = Collectives(session, recorder)
     recorder.on_first_fetch, recorder.on_first_fetched = startup.fetch_begins, startup.fetch_ends
 
     def idle() -> None:  # batches arrive, but no call is seen
@@ -104,7 +107,7 @@ def install() -> None:
     session.on_off = recorder.given_up
     recorder.on_idle, optimizers.on_unseen = idle, roots.unseen
     recorder.on_loop_over = memory.on_optimizer = roots.on_made = another
-    recorder.on_look = lambda now: min(roots.look(now), memory.look(now))
+    recorder.on_look = lambda now: min(roots.look(now), memory.look(now), collectives.look(now))
     optimizers.on_step, optimizers.on_another = memory.stepped, lambda: another(missed=True)
     recorder.on_pause = Pause(session, recorder).wait
     sites.on_site = memory.new_model
@@ -138,8 +141,8 @@ def install() -> None:
     queued = getattr(torch.cuda, "_queued_calls", None)  # run when CUDA comes up
     if isinstance(queued, list):
         queued += [(coming.set, []), (sites.all_may_move, [])]
-    parts = (recorder, optimizers, modes, sites, by_hand, memory, loaders, gradients)
-    _at_the_end(session, recorder, memory, loaders, [part.reset for part in parts])
+    parts = (recorder, optimizers, modes, sites, by_hand, memory, loaders, gradients, collectives)
+    _at_the_end(session, recorder, memory, loaders, collectives, [part.reset for part in parts])
     try:
         hide_from_dynamo()
     except Exception as error:  # noqa: BLE001 - then a compiled model that breaks its graph is tried once more often
@@ -175,12 +178,17 @@ def _constructing(original: Callable[..., Any], modes: Modes, calls: Calls) -> C
 
 
 def _at_the_end(
-    session: Session, recorder: Recorder, memory: Memory, loaders: Loaders, resets: Sequence[Callable[[], None]]
+    session: Session,
+    recorder: Recorder,
+    memory: Memory,
+    loaders: Loaders,
+    collectives: Collectives,
+    resets: Sequence[Callable[[], None]],
 ) -> None:
     """Handle the end and the forks of the process; `resets` reset the parts in a forked child."""
 
     def at_exit() -> None:
-        for end in (loaders.at_exit, recorder.at_exit):
+        for end in (collectives.at_exit, loaders.at_exit, recorder.at_exit):
             try:
                 end()
             except Exception as error:  # noqa: BLE001 - the interpreter is ending

@@ -107,6 +107,10 @@ class Recorder:
         self.calls = 0
         """Number of calls since the last fetch or optimizer step of the training thread."""
         self.patience = 0
+        self.stepped = 0
+        """Number of optimizer steps."""
+        self.sample_at = 0
+        """Call `on_look` at the end of the step with this optimizer step."""
         self.paused = 0
         """The last pause request acted upon."""
         self.put: Callable[[int, int, int, int], int] = self._keep

@@ -345,6 +345,7 @@ _DOING = {
     "memory": "measured the memory of the devices",
     "events": "timed work on a device",
     "gradients": "noted when the gradients of a backward pass were ready",
+    "collectives": "recorded the collectives of a step",
     "out of memory": "noted an out-of-memory error",
     "construct": "noted that a DataParallel was made",
     "dynamo": "told torch.compile to skip dpmon's own functions",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from pretend import KINDS, Script, decoded, in_portions, numbered, resumed_at
+from pretend import KINDS, Script, apart, decoded, in_portions, numbered, resumed_at
 
 from dpmon.assemble import Assembler, step_rules
 from dpmon.record.codec import Decoder
@@ -74,11 +74,23 @@ class Chance:
             script.event("mode", draw.choice(["next", "last"]), step=None, call=None, text="from call {call} on")
         if draw.random() < 0.1:
             script.event("warning", text="something")
+        if draw.random() < 0.4:
+            self.communicate()
         if draw.random() < 0.07:
             script.event("pause", "last", paused=True, step=0)
             with script.phase("pause", 20.0):
                 pass
             script.event("pause", "last", paused=False, step=0)
+
+    def communicate(self) -> None:
+        """Collectives end when they please; some began steps ago, some are never waited for."""
+        draw, script = self.draw, self.script
+        for _ in range(draw.randrange(4)):
+            group = script.group(draw.choice(["all_reduce", "all_gather"]), draw.choice(["0", "1"]))
+            start = script.now - round(draw.choice([0.5, 3, 20]) * draw.random() * 1_000_000)
+            script.collective(group, start, (script.now - start) / 1_000_000, why=draw.choice([0, 0, 0, 1]))
+        if draw.random() < 0.3:
+            script.sampled(script.now - draw.choice([2_000_000, 9_000_000]), 3)
 
     def epoch(self) -> None:
         for _ in range(self.draw.randrange(5)):
@@ -152,15 +164,16 @@ def test_any_portions_give_the_same_payloads(seed: int) -> None:
     script = Chance(seed).run(12)
     draw = Draw(seed)
     whole = in_portions(script, [])
-    assert in_portions(script, range(1, len(script.spans))) == whole
+    assert apart(in_portions(script, range(1, len(script.spans)))) == apart(whole)
     for _ in range(5):
         cuts = sorted(draw.sample(range(len(script.spans)), min(6, len(script.spans))))
-        assert in_portions(script, cuts) == whole
+        assert apart(in_portions(script, cuts)) == apart(whole)
     result = decoded(whole)
     assert [step.step for step in result.steps] == list(range(1, len(result.steps) + 1))
     assert [call.call for call in result.calls] == list(range(1, len(result.calls) + 1))
     written = sum("kind" in line for _, line in script.lines)
     assert len(result.events) == written
+    assert len(result.collectives) + len(result.samples) == sum(span.kind == Kind.COLLECTIVE for span in script.spans)
 
 
 @pytest.mark.usefixtures("bound")
@@ -182,6 +195,8 @@ def test_a_successor_goes_on_at_every_span(seed: int) -> None:
         assert list(calls.values()) == expected.calls, cut
         assert list(steps.values()) == expected.steps, cut
         assert [*first.events, *second.events] == expected.events, cut
+        assert sorted(map(repr, [*first.collectives, *second.collectives])) == sorted(map(repr, expected.collectives))
+        assert sorted(map(repr, [*first.samples, *second.samples])) == sorted(map(repr, expected.samples)), cut
 
 
 def test_a_successor_of_one_that_began_nothing() -> None:
@@ -190,7 +205,7 @@ def test_a_successor_of_one_that_began_nothing() -> None:
     second = Assembler.resumed(first.state(), [])
     assert (first.position, second.position) == (0, 0)
     out = second.feed(script.spans, script.told(0, len(script.lines)))
-    assert out + second.end() == in_portions(script, [])
+    assert apart(out + second.end()) == apart(in_portions(script, []))
 
 
 def test_a_state_is_small() -> None:
@@ -260,7 +275,7 @@ def test_what_is_lost_costs_no_other_step() -> None:
 def noise(draw: Draw) -> Span:
     """A span of any bytes, or one that is nearly right."""
     words = [draw.getrandbits(64) >> draw.choice([0, 0, 30, 50]) for _ in range(3)]
-    kind = draw.choice([draw.randrange(256), *KINDS.values(), *range(18)])
+    kind = draw.choice([draw.randrange(256), *KINDS.values(), *range(21)])
     inside = draw.choice([0, 0, 0, draw.randrange(32)])
     thread, site = draw.choice([0, 0, draw.randrange(512)]), draw.choice([draw.randrange(5), draw.getrandbits(24)])
     flags = draw.getrandbits(10)

@@ -1,0 +1,198 @@
+"""Collectives of two gloo ranks: what is recorded of sampled steps is what the script itself counted."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from tracing import Script, Traced, text_of
+
+from dpmon.record.kinds import Collective, Sampled
+
+FORMS = ["ddp", "no_sync", "unused", "two", "fsdp", "by hand", "functional", "raises"]
+
+
+class Runs(NamedTuple):
+    """The same script with the tracer and without."""
+
+    traced: Traced
+    alone: Traced
+    start_ns: int
+
+    def samples(self, told: dict[str, Any]) -> list[tuple[Sampled, list[Collective]]]:
+        """The samples in the steps of a form that are all alike, each with its collectives."""
+        process = self.traced.process_of(told["pid"])
+        mine = [one for one in self.traced.records if isinstance(one, (Sampled, Collective)) and one.process == process]
+        found = []
+        for one in mine:
+            begin, end = one.start_ns, one.start_ns + (one.wall_ns if isinstance(one, Sampled) else 0)
+            if (
+                isinstance(one, Sampled)
+                and told["alike"] <= begin + self.start_ns
+                and end + self.start_ns <= told["end"]
+            ):
+                inside = [each for each in mine if isinstance(each, Collective) and begin <= each.start_ns < end]
+                found.append((one, inside))
+        assert len(found) >= 2
+        return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    place = tmp_path_factory.mktemp("communicating")
+    text = text_of("communicating")
+    script = Script(place, text, fresh=True)
+    return Runs(script.end(), Script(place, text, fresh=True, run=False).end(), script.start_ns)
+
+
+def told(run: Traced, form: str) -> list[dict[str, Any]]:
+    """What each rank says of a form."""
+    return [{**one, "pid": rank["pid"]} for rank in run.said for one in rank["forms"] if one["form"] == form]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_operations_and_bytes_are_those_of_the_script(runs: Runs, form: str) -> None:
+    run = runs.traced
+    for rank in told(run, form):
+        expected = Counter((operation, size) for operation, size in rank["each"])
+        for sample, collectives in runs.samples(rank):
+            assert Counter((one.operation, one.bytes) for one in collectives) == expected
+            assert sample.collectives == len(collectives)
+            assert sample.step is not None
+            for one in collectives:
+                assert (one.size, one.ranks, one.backend, one.device, one.group) == (2, None, "gloo", "cpu", "0")
+                if one.operation == "reduce_scatter":
+                    assert (one.took_ns, one.alg_bytes_s) == (None, None)
+                    assert one.unended == "gloo does not tell when a reduce_scatter is complete"
+                    continue
+                assert one.took_ns is not None
+                assert 0 < one.took_ns < 10**9
+                assert one.queued_ns is not None
+                assert 0 <= one.queued_ns <= one.took_ns
+        if form in ("ddp", "no_sync", "two"):  # torch counts a reduce_scatter of gloo more than once
+            assert rank["counted"] == len(rank["each"])
+
+
+def test_the_step_and_phase_in_which_they_were_launched(runs: Runs) -> None:
+    run = runs.traced
+    (rank, _) = told(run, "fsdp")
+    steps = {step.step: step for step in run.steps(run.process_of(rank["pid"]))}
+    for sample, collectives in runs.samples(rank):
+        assert Counter((one.operation, one.phase) for one in collectives) == Counter(
+            {("all_gather", "forward"): 2, ("all_gather", "backward"): 2, ("reduce_scatter", "backward"): 2}
+        )
+        for one in collectives:
+            assert one.step == sample.step
+            assert one.step is not None
+            step = steps[one.step]
+            assert step.start_ns <= one.start_ns < step.start_ns + step.wall_ns
+
+
+def test_a_sample_is_of_all_the_batches_of_an_optimizer_step(runs: Runs) -> None:
+    """Under no_sync only the last of three batches has collectives."""
+    run = runs.traced
+    for rank in told(run, "no_sync"):
+        process = run.process_of(rank["pid"])
+        for sample, _ in runs.samples(rank):
+            end = sample.start_ns + sample.wall_ns
+            middles = [step.start_ns + step.wall_ns // 2 for step in run.steps(process)]
+            assert sum(sample.start_ns <= middle < end for middle in middles) == 3
+
+
+def test_ranks_sample_the_same_steps(runs: Runs) -> None:
+    """They wait for each other: else all would pay for the samples of each."""
+    run = runs.traced
+    for form in ("ddp", "unused", "fsdp", "by hand", "functional"):
+        first, second = ([sample.step for sample, _ in runs.samples(rank)] for rank in told(run, form))
+        assert first == second
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_losses_weights_and_errors_are_as_without(runs: Runs, form: str) -> None:
+    with_, without = ([(one["losses"], one["weights"]) for one in told(run, form)] for run in runs[:2])
+    assert with_ == without
+
+
+def test_nothing_is_said_or_lost(runs: Runs) -> None:
+    run = runs.traced
+    assert run.complaints == []
+    assert run.missed == 0
+
+
+# ------------------------------------------------------------------------------------------------ odd scripts
+
+
+@pytest.fixture(scope="module")
+def oddly(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Traced]:
+    place = tmp_path_factory.mktemp("oddly")
+    return cache(lambda how: Script(place, text_of("communicating_oddly"), how, fresh=True).end())
+
+
+def of_kind(run: Traced, kind: type) -> list[Any]:
+    return [one for one in run.records if isinstance(one, kind)]
+
+
+def test_kernels_of_the_script_are_called_as_without(oddly: Callable[[str], Traced]) -> None:
+    """At an autograd key beside ours, at the same key in place of ours."""
+    run = oddly("own kernels")
+    assert (run.said["AutogradCPU"], run.said["BackendSelect"]) == (40, 40)
+    assert {one.operation for one in of_kind(run, Collective)} == {"all_reduce"}
+    assert run.complaints == []
+
+
+def test_interrupts_reach_the_script_and_sampling_goes_on(oddly: Callable[[str], Traced]) -> None:
+    run = oddly("interrupts")
+    assert run.said["raised"] == run.said["caught"] == 600
+    assert run.complaints == []
+    last = max(step.start_ns for step in run.steps())
+    assert any(sample.start_ns > last - 5 * 10**8 for sample in of_kind(run, Sampled))
+
+
+def test_a_script_that_forks_in_a_sample(oddly: Callable[[str], Traced]) -> None:
+    run = oddly("forks")
+    assert set(run.said["statuses"]) == {0}
+    assert len(of_kind(run, Sampled)) >= 3
+    assert run.complaints == []
+
+
+def test_collectives_of_another_thread_are_recorded_too(oddly: Callable[[str], Traced]) -> None:
+    run = oddly("threads")
+    assert run.said["left"] == ["MainThread"]
+    groups = Counter(one.bytes for one in of_kind(run, Collective))
+    assert set(groups) == {20, 40}
+    assert sum(groups.values()) == sum(sample.collectives for sample in of_kind(run, Sampled))
+    assert run.complaints == []
+
+
+def test_a_torch_that_lacks_what_is_needed(oddly: Callable[[str], Traced]) -> None:
+    run = oddly("lacks")
+    (sample,) = of_kind(run, Sampled)
+    assert sample.collectives is None
+    assert "get_kernel" in sample.why
+    assert run.complaints == []
+
+
+def test_a_process_without_a_group_registers_nothing(oddly: Callable[[str], Traced]) -> None:
+    run = oddly("no group")
+    assert run.said["registered"] is False
+    assert of_kind(run, Sampled) == []
+
+
+def test_a_reader_asks_for_a_sample(tmp_path: Path) -> None:
+    script = Script(tmp_path, text_of("communicating_oddly"), "asked", fresh=True)
+    assert script.line() == "ready"
+    ring = script.ring()
+    time.sleep(1.5)  # the tracer has found the process group
+    ring.request_sample()
+    time.sleep(1.5)
+    (script.cwd / "enough").touch()
+    run = script.end()
+    ring.close()
+    (sample,) = of_kind(run, Sampled)
+    (one,) = of_kind(run, Collective)
+    assert (sample.collectives, one.operation, one.bytes) == (1, "all_reduce", 40)

@@ -1,0 +1,132 @@
+"""One rank that does what few scripts do while collectives are sampled; the first word says what."""
+
+import json
+import os
+import signal
+import sys
+import threading
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+STEPS = 40
+HAS = torch._C._dispatch_has_kernel_for_dispatch_key
+how = sys.argv[1]
+ours = sys.modules["dpmon.tracer.collectives"]
+if how == "asked":
+    ours.FIRST = ours.MOST
+elif how == "lacks":
+    del torch.library.get_kernel
+else:
+    ours.SHARE, ours.FIRST = 1e9, 4
+if how != "no group":
+    dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=0, world_size=1)
+model = nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+said: dict[str, object] = {}
+x = torch.ones(10)
+
+
+def step(batch: torch.Tensor) -> None:
+    model(batch).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train(steps: int, inside=lambda: None) -> None:
+    for batch in DataLoader(torch.ones(steps, 4), batch_size=None):
+        inside()
+        step(batch)
+
+
+if how == "own kernels":
+    seen = {"AutogradCPU": 0, "BackendSelect": 0}
+    library = torch.library.Library("c10d", "IMPL")
+
+    def at(key: str, name: str) -> None:
+        op = getattr(torch.ops.c10d, name).default
+        below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
+
+        def kernel(keyset, *args):
+            seen[key] += 1
+            return op.redispatch(keyset & below, *args)
+
+        library.impl(name, kernel, key, with_keyset=True)
+
+    at("AutogradCPU", "allreduce_")
+    at("BackendSelect", "broadcast_")
+    train(STEPS, lambda: (dist.all_reduce(x), dist.broadcast(x, 0)))
+    said = seen
+elif how == "interrupts":
+    raised = caught = 0
+
+    def handler(number, frame):
+        global raised
+        raised += 1
+        raise KeyboardInterrupt
+
+    train(8, lambda: dist.all_reduce(x))
+    signal.signal(signal.SIGALRM, handler)
+
+    for number, batch in enumerate(DataLoader(torch.ones(600, 4), batch_size=None)):
+        before = raised
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.0001 + number % 100 * 0.00001)
+            for _ in range(20):
+                dist.all_reduce(x)
+            step(batch)
+            while raised == before:
+                pass
+        except KeyboardInterrupt:
+            caught += 1
+    train(STEPS, lambda: dist.all_reduce(x))
+    said |= {"raised": raised, "caught": caught}
+elif how == "forks":
+    statuses = []
+
+    def fork() -> None:
+        dist.all_reduce(x)
+        child = os.fork()
+        if child == 0:
+            torch.ones(3).sum()
+            os._exit(0 if ours is not None else 1)
+        statuses.append(os.waitpid(child, 0)[1])
+
+    train(STEPS // 2, fork)
+    said["statuses"] = statuses
+elif how == "threads":
+    done = threading.Event()
+    count = 0
+    group = dist.new_group([0])
+
+    def beside() -> None:
+        global count
+        while not done.is_set():
+            dist.all_reduce(torch.ones(5), group=group)
+            count += 1
+
+    thread = threading.Thread(target=beside)
+    thread.start()
+    train(400, lambda: dist.all_reduce(x))
+    done.set()
+    thread.join()
+    said["count"] = count
+elif how == "asked":
+    print("ready", flush=True)
+    for batch in DataLoader(torch.ones(4000, 4), batch_size=None):
+        dist.all_reduce(x)
+        step(batch)
+        threading.Event().wait(0.002)
+        if os.path.exists("enough"):
+            break
+else:
+    train(STEPS, (lambda: None) if how == "no group" else lambda: dist.all_reduce(x))
+if how == "no group":
+    said["registered"] = any(HAS(f"c10d::{name}", "BackendSelect") for name in ours.OPERATORS)
+else:
+    train(2)
+    said["left"] = [thread.name for thread in threading.enumerate()]
+    dist.destroy_process_group()
+print(json.dumps(said))

@@ -1,0 +1,133 @@
+"""Collectives of sampled steps: their step, when they could begin, and what is derived from that."""
+
+from __future__ import annotations
+
+from pretend import MS, Script, assembled
+
+from dpmon.assemble import Assembler
+from dpmon.record.jsonl import as_json
+from dpmon.record.kinds import bus_factor
+from dpmon.record.spans import Kind
+from dpmon.record.wire import Unended
+
+
+def trained(script: Script, steps: int = 1) -> list[int]:
+    """Steps of a loop with a loader; returns when each began."""
+    net = script.model(module=1)
+    starts = []
+    for _ in range(steps):
+        starts.append(script.now)
+        script.fetch()
+        script.learn(net)
+    return starts
+
+
+def test_the_step_is_the_one_under_way_at_the_start() -> None:
+    script = Script()
+    group = script.group()
+    first, second, third = trained(script, 3)
+    script.collective(group, first + MS, 1.0)
+    script.collective(group, second + MS, 20.0)  # over long after its step
+    script.collective(group, third, 1.0)
+    script.fetch(over=True)
+    script.collective(group, first - 5 * MS, 1.0)  # before the loop
+    script.collective(group, script.now, 1.0)  # after it
+    result = assembled(script)
+    assert sorted((one.step or 0) for one in result.collectives) == [0, 0, 1, 2, 3]
+    assert [step.step for step in result.steps] == [1, 2, 3]
+
+
+def test_a_collective_that_began_in_the_open_step_waits_for_its_end() -> None:
+    script = Script()
+    group, net = script.group(), script.model()
+    script.fetch()
+    script.collective(group, script.now, 0.1)
+    script.learn(net)
+    assembler = Assembler()
+    lines = script.told(0, len(script.lines))
+    out = assembler.feed(script.spans, lines)
+    assert out == []
+    count = len(script.spans)
+    script.fetch()
+    result = assembler.feed(script.spans[count:], [])
+    assert len(result) > 2
+    assert assembled(script).collectives[0].step == 1
+
+
+def test_it_can_begin_when_those_before_it_on_its_group_are_over() -> None:
+    script = Script()
+    (start,) = trained(script)
+    mine, others = script.group(size=4), script.group(name="1")
+    script.collective(mine, start, 10.0, size=1_000_000)
+    script.collective(mine, start + 4 * MS, 8.0, size=1_000_000)
+    script.collective(others, start + 4 * MS, 8.5, size=1_000_000)
+    first, second, third = assembled(script).collectives
+    assert (first.queued_ns, second.queued_ns, third.queued_ns) == (0, 6 * MS, 0)
+    assert first.alg_bytes_s == 1_000_000 / 0.010
+    assert second.alg_bytes_s == 1_000_000 / 0.002
+    assert second.bus_bytes_s == second.alg_bytes_s * 1.5
+
+
+def test_one_that_was_launched_later_or_ended_later_keeps_none_waiting() -> None:
+    script = Script()
+    (start,) = trained(script)
+    group = script.group()
+    script.collective(group, start + 2 * MS, 3.0)
+    script.collective(group, start, 6.0)  # it was launched before, and ended after
+    assert [one.queued_ns for one in assembled(script).collectives] == [0, 0]
+
+
+def test_an_unknown_end_has_a_reason_and_no_bandwidth() -> None:
+    script = Script()
+    (start,) = trained(script)
+    script.collective(
+        script.group(backend="nccl", device="cuda"), start, 0, inside=Kind.BACKWARD, why=Unended.ON_DEVICE
+    )
+    (one,) = assembled(script).collectives
+    said = as_json(one)
+    assert (said["host_ms"], said["queue_ms"], said["alg_bytes_s"], said["bus_bytes_s"]) == (None,) * 4
+    assert "device" in said["absent"]["host_ms"]
+    assert said["phase"] == "backward"
+
+
+def test_a_barrier_has_no_bandwidth() -> None:
+    script = Script()
+    (start,) = trained(script)
+    script.collective(script.group("barrier"), start, 1.0, size=0)
+    said = as_json(assembled(script).collectives[0])
+    assert (said["host_ms"], said["alg_bytes_s"]) == (1.0, None)
+    assert "no tensor" in said["absent"]["alg_bytes_s"]
+
+
+def test_a_sample_belongs_to_the_step_at_its_middle() -> None:
+    script = Script()
+    before = script.now - MS // 100
+    trained(script)
+    script.sampled(before, 0)
+    script.fetch(over=True)
+    (one,) = assembled(script).samples
+    assert (one.step, one.collectives) == (1, 0)
+
+
+def test_why_none_can_be_recorded() -> None:
+    script = Script()
+    (start,) = trained(script)
+    script.collective(script.define({"operation": None, "why": "this torch is too old"}), start, 0.0)
+    (one,) = assembled(script).samples
+    said = as_json(one)
+    assert (said["collectives"], said["absent"]["collectives"]) == (None, "this torch is too old")
+
+
+def test_one_without_a_definition_is_dropped() -> None:
+    script = Script()
+    script.collective(77, script.now, 1.0)
+    assembler = Assembler()
+    assert assembler.feed(script.spans, []) == []
+    assert assembler.dropped == 1
+
+
+def test_bus_bandwidth_by_operation() -> None:
+    assert bus_factor("all_reduce", 4) == 1.5
+    assert bus_factor("all_gather", 4) == bus_factor("reduce_scatter", 4) == 0.75
+    assert bus_factor("broadcast", 4) == bus_factor("reduce", 4) == 1.0
+    assert bus_factor("all_reduce", 1) == 0.0

@@ -1,0 +1,174 @@
+"""Collectives in the history: what is asked of them, how they are exported, and a supervisor that is killed."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sqlite3
+from collections.abc import Iterable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from kept import keep
+from pretend import MS, Script, in_portions
+from spans import Lines
+from stored import store_of
+from traceformat import read
+
+from dpmon.export.perfetto import write_trace
+from dpmon.export.records import history
+from dpmon.export.table import Tables
+from dpmon.record.fields import COLUMNS, RECORDS
+from dpmon.record.jsonl import as_json
+from dpmon.record.kinds import Collective, Record, Sampled
+from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, THREAD_AT, Span
+from dpmon.record.wire import Unended
+from dpmon.run.rundir import load_info
+from dpmon.span_ring import SpanRing
+from dpmon.store.drain import Drain
+from dpmon.store.opened import open_store
+from dpmon.store.queries import Store
+from dpmon.store.tables import HISTORY_FILE
+
+
+def script(steps: int = 8) -> Script:
+    """Two of four steps are sampled; each of these has two collectives, the last of them ends two steps later."""
+    found = Script()
+    net, reduce, gather = found.model(module=1), found.group(), found.group("all_gather", device="cuda", backend="nccl")
+    late: list[tuple[int, int]] = []
+    for number in range(steps):
+        start = found.now
+        found.fetch()
+        while late and late[0][0] <= number:
+            began = late.pop(0)[1]
+            found.collective(reduce, began, (found.now - began) / MS, size=1000)
+        found.learn(net)
+        if number % 4 < 2:
+            found.collective(gather, start + MS, 0, size=500, why=Unended.ON_DEVICE)
+            late.append((number + 2, start + 2 * MS))
+            found.sampled(start, 2)
+    found.fetch(over=True)
+    return found
+
+
+def recorded(found: Script) -> Store:
+    return store_of(in_portions(found, []))
+
+
+def test_by_operation_with_how_many_steps_were_sampled() -> None:
+    found = recorded(script()).communicated()
+    assert (found.samples, found.launched, found.sampled_steps, found.steps) == (4, 8, 4, 8)
+    rows = {row.operation: row for row in found.rows}
+    reduce, gather = rows["all_reduce"], rows["all_gather"]
+    assert (reduce.collectives, reduce.bytes, reduce.ended, reduce.timed_bytes) == (4, 4000, 4, 4000)
+    assert (gather.collectives, gather.bytes, gather.ended, gather.ran_ns) == (4, 2000, 0, 0)
+    assert reduce.alg_bytes_s == 4000 / reduce.ran_ns * 1e9
+    assert reduce.bus_bytes_s == reduce.alg_bytes_s * 1.5
+    assert 0 < reduce.ran_ns <= reduce.wall_ns
+    assert gather.alg_bytes_s is gather.bus_bytes_s is None
+
+
+def test_of_a_window_and_of_some_processes() -> None:
+    store = recorded(script())
+    steps = sorted(store.steps(100), key=lambda step: step.step)
+    begin, end = steps[0].start_ns, steps[2].start_ns - MS // 10
+    found = store.communicated(begin - MS // 10, end)
+    assert (found.samples, found.sampled_steps, found.steps) == (2, 2, 2)
+    assert store.communicated(processes=[1]).rows == []
+    assert store.communicated(processes=[0]) == store.communicated()
+    assert len(store.collectives(100, begin_ns=begin - MS // 10, end_ns=end)) == 6
+    assert len(store.collectives(5)) == 5
+
+
+def both(records: Iterable[Record]) -> list[Collective | Sampled]:
+    return [record for record in records if isinstance(record, (Collective, Sampled))]
+
+
+def test_every_record_is_in_the_schema_and_in_the_tables() -> None:
+    records = both(recorded(script()).records())
+    assert {type(record) for record in records} == {Collective, Sampled}
+    files: dict[str, io.StringIO] = {}
+    Tables(lambda which: files.setdefault(which, io.StringIO())).write(records)
+    for kind in ("collective", "sampled"):
+        said = [as_json(record) for record in records]
+        said = [one for one in said if one["kind"] == kind]
+        rows = list(csv.DictReader(io.StringIO(files[kind].getvalue())))
+        assert len(rows) == len(said)
+        for row, one in zip(rows, said, strict=True):
+            assert set(one) == {"kind", *(field.name for field in RECORDS[kind].fields)}
+            assert tuple(row) == (*COLUMNS[kind], "more")
+            assert row["more"] == ""
+            for name in ("process", "step", "start_s"):
+                assert row[name] == ("" if one[name] is None else repr(one[name]))
+            assert json.loads(row["absent"] or "{}") == one["absent"]
+
+
+def test_tracks_of_communication_in_a_trace(state: Path) -> None:
+    info = load_info(keep({0: []}))
+    file = io.StringIO()
+    write_trace(info, recorded(script()).records(), file)
+    trace = read(file.getvalue())
+    (process,) = {name for name, _ in trace.slices}
+    tracks = [track for track in trace.tracks(process) if track.startswith(("communication", "collectives"))]
+    assert tracks == ["collectives sampled", "communication", "communication (concurrent 1)"]
+    found = [one for track in tracks[1:] for one in trace.slices[process, track]]
+    assert sorted(one["name"] for one in found) == ["all_gather"] * 4 + ["all_reduce"] * 4
+    assert all(one["args"]["bytes"] in (500, 1000) for one in found)
+
+
+def test_old_rows_are_deleted_with_the_others(state: Path) -> None:
+    found = script(4000)
+    directory = keep({0: in_portions(found, range(50, len(found.spans), 50))}, limit_bytes=1 << 19)
+    with open_store(directory) as store:
+        assert store.pruned > 0
+        left = both(store.records())
+        oldest = min(step.start_ns for step in store.steps(1 << 20))
+    assert 100 < len(left) < 6000
+    assert min(one.start_ns for one in left) > oldest - 50 * MS
+
+
+# ------------------------------------------------------------------------------------------ takeover
+
+
+def head(span: Span) -> int:
+    facts = (span.flags << FLAGS_AT, span.inside << INSIDE_AT, span.thread << THREAD_AT, span.site << SITE_AT)
+    return span.kind | sum(facts)
+
+
+def written(ring: SpanRing, lines: Lines, found: Script, first: int, last: int) -> None:
+    told = found.needed(first), found.needed(last)
+    for line in found.told(*told):
+        lines.put(**line)
+    for span in found.spans[first:last]:
+        ring.put(head(span), span.start, span.took, span.inputs | span.outputs << 32)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("cut", range(3, 40, 4))
+def test_a_killed_supervisor_loses_and_doubles_nothing(state: Path, cut: int, damaged: bool) -> None:
+    """With a damaged state it loses what waits for its step."""
+    found = script()
+    directory = keep({}, status=None)
+    ring = SpanRing(str(directory / "process-0.ring"), process=0)
+    lines = Lines(directory / "process-0.ring")
+    first = Drain(directory, load_info(directory), print)
+    written(ring, lines, found, 0, cut)
+    first.flush()  # and then it is killed
+    if damaged:
+        with closing(sqlite3.connect(directory / HISTORY_FILE)) as db:
+            db.execute("UPDATE rings SET state = '{'")
+            db.commit()
+    written(ring, lines, found, cut, len(found.spans))
+    lines.close()
+    second = Drain(directory, load_info(directory), print)
+    second.flush(over=True, last=True)
+    second.close()
+    expected = sorted(map(repr, both(recorded(found).records())))
+    left = sorted(map(repr, both(history(directory))))
+    if damaged:
+        assert len(set(left)) == len(left)
+        assert set(left) <= set(expected)
+    else:
+        assert left == expected

@@ -308,10 +308,13 @@ class Store(Sums):
                     row = (process, facts["operation"], facts["size"], count, many, ended, timed_bytes, wall, ran)
                     rows.append(CommunicatedRow(*row))
         middle = "start_ns + wall_ns / 2"
-        within = "c.process = s.process AND c.start_ns <= s.mid AND s.mid < c.start_ns + c.wall_ns"
+        newest_end = (
+            "SELECT start_ns + wall_ns FROM collectives WHERE definition = 0 AND process = s.process"
+            " AND start_ns <= s.middle ORDER BY start_ns DESC LIMIT 1"
+        )
         query = (
-            f"SELECT count(*), total(EXISTS(SELECT 1 FROM collectives c WHERE c.definition = 0 AND {within})) FROM"
-            f" (SELECT process, {middle} AS mid FROM steps WHERE {middle} >= ? AND {middle} < ?{only}) s"
+            f"SELECT count(*), total(({newest_end}) > s.middle) FROM"
+            f" (SELECT process, {middle} AS middle FROM steps WHERE {middle} >= ? AND {middle} < ?{only}) s"
         )
         sampled = 0
         for every, inside in self._rows(query, values):

@@ -42,8 +42,8 @@ from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.session import Session, raise_from_signal
 
 NEVER = 1 << 62
-WAIT_NS = 1_000_000_000
-"""Interval of checks whether there is a process group."""
+WAIT_NS, SOON_NS = 1_000_000_000, 50_000_000
+"""Interval of checks whether there is a process group; of checks whether a call has opened the ring."""
 LOOK_NS = 500_000_000
 """Interval of checks whether a reader has requested a sample."""
 FIRST = 8
@@ -175,7 +175,7 @@ class Collectives:
             if self._on:
                 return self._go_on(now)
             if not self._ready and not self._usable(now):
-                return NEVER if self._given_up else now + WAIT_NS
+                return NEVER if self._given_up else now + (SOON_NS if self._session.ring is None else WAIT_NS)
             recorder = self._recorder
             asked = recorder.words[Word.SAMPLE]
             by_clock = not recorder.stepped and now >= self._timed_at

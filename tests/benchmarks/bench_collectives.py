@@ -1,6 +1,6 @@
 """The cost of recording the collectives of a sampled step, and how often a step is sampled: two gloo ranks.
 
-    python tests/benchmarks/bench_collectives.py [--steps 400] [--rounds 5] [--forms ddp fsdp] [--layers 8]
+    python tests/benchmarks/bench_collectives.py [--steps 400] [--rounds 3] [--forms ddp fsdp] [--layers 8]
 
 First every fourth step is sampled. The kernels are switched on at the beginning of a sampled step, and off at the
 beginning of the next one. So a sample costs what these two steps take longer than the third; the fourth against the
@@ -130,7 +130,7 @@ def report(form: str, options: argparse.Namespace) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--forms", nargs="*", choices=("ddp", "fsdp"), default=["ddp", "fsdp"])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=256)

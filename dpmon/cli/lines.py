@@ -3,14 +3,15 @@
     status  run, t_s (s since the run's start), state, step, steps_per_s and samples_per_s (of elapsed training time:
             dpmon.rates; the same with _within_steps leave out the time between steps), mode, virtual, processes,
             step_ms, phases and call_phases (median_ms, p95_ms, share of the steps' time): the last two minutes of
-            training steps in the current mode of the first process, ranks where several train, devices and host as in
-            the record, warnings, dropped, absent: why something is null. phases are those of a step and add up to it;
-            call_phases are those of its calls (scatter, replicate, parallel_apply, gather), which lie within the
-            step's forward. A phase that did not run is left out. device_median_ms is the time of the slowest device
-            for the same phase: the median of the steps of that time that have device times. It is null if no step has
-            them, and for other, which runs on the host. quantities is what the same steps counted beside samples: sum,
-            and steps, the number of steps that know it. The status of a run that has ended is of the whole run: rates
-            of all modes, times and quantities of its last mode
+            training steps in the current mode of the first process, ranks where several train (their communication and
+            means over the last 50 steps, 5 s at least, as in dpmon report --json), communication, devices and host as
+            in the record, warnings, dropped, absent: why something is null. phases are those of a step and add up to
+            it; call_phases are those of its calls (scatter, replicate, parallel_apply, gather), which lie within the
+            step's forward. A phase that did not run is left out. device_median_ms is the time of the slowest device for
+            the same phase: the median of the steps of that time that have device times. It is null if no step has them,
+            and for other, which runs on the host. quantities is what the same steps counted beside samples: sum, and
+            steps, the number of steps that know it. The status of a run that has ended is of the whole run: rates of
+            all modes, times and quantities of its last mode
     message text: a message of dpmon in words
     exit    run, t_s, status, signal: the last line
 
@@ -30,6 +31,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dpmon.model.communication_fields import communication_fields, rank_fields
 from dpmon.model.members import finite
 from dpmon.model.pace import speed
 from dpmon.model.process import Process
@@ -155,7 +157,13 @@ class Lines:
         trained = training(state)
         said["processes"] = len(trained)
         if len(trained) > 1:
-            said["ranks"] = [_rank(process) for process in trained[:_MAX_RANKS]]
+            times = {one.process: one for one in state.ranks}
+            said["ranks"] = [
+                {**_rank(process), **rank_fields(times.get(process.process))} for process in trained[:_MAX_RANKS]
+            ]
+        communicated = state.communication()
+        if communicated is not None:
+            said["communication"] = communication_fields(communicated)
         said["devices"] = [dict(track.data) for _, track in sorted(state.devices.items())]
         said["host"] = dict(state.host.data) or None
         said["warnings"] = state.warning_count

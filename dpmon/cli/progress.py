@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+from dpmon.model.communication import ranks_in
+from dpmon.model.members import SECOND, whole_in
 from dpmon.model.numbers import group
+from dpmon.model.stragglers import Straggler, in_short, straggler
 from dpmon.record.schema import EVALUATION
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import RunError
@@ -16,9 +19,12 @@ from dpmon.store.opened import open_store
 from dpmon.store.queries import Store
 from dpmon.store.tables import HistoryError
 from dpmon.store.tally import Key, Sum, Tally
+from dpmon.store.window import Window
 from dpmon.text.quantities import compact, within_words
 
 _SHOWN_NS = 1_000_000_000
+_LATELY_S = 30
+"""Seconds over which ranks are compared."""
 _NOTHING = (0, 0)
 
 
@@ -75,11 +81,21 @@ class Progress:
         if len(processes) > 1:
             parts.append(f"{len(processes)} processes")
         parts += self._rates(store, counts)
-        ranks = any(_is_rank(event.data.get("world")) for event in store.events("process"))
+        members = [event.data for event in store.events("process")]
+        ranks = any(_is_rank(data.get("world")) for data in members)
         if newest.mode and not (ranks and newest.mode == "single"):
             virtual = any(event.data.get("virtual") is True for event in store.events("mode", newest=1))
             parts.append(newest.mode + (" (virtual)" if virtual and newest.mode == "dp" else ""))
-        return "  ".join(parts)
+        slow = self._straggler(store, members) if ranks else None
+        return "  ".join(parts if slow is None else [*parts, in_short(slow)])
+
+    def _straggler(self, store: Store, members: Sequence[Mapping[str, Any]]) -> Straggler | None:
+        """The rank that the others waited for in the last seconds."""
+        end_s = self._last_ns // SECOND + 1
+        ranks = {
+            process: whole_in(data, "rank") for data in members if (process := whole_in(data, "process")) is not None
+        }
+        return straggler(ranks_in(Window(store, max(end_s - _LATELY_S, 0), end_s), ranks))
 
     def _rates(self, store: Store, counts: Mapping[Key, Tally]) -> list[str]:
         """Of the training since the last line; of evaluations where a process has not trained yet."""

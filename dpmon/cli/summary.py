@@ -7,10 +7,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dpmon.model.communication import Communication, communication, newest_wrappers, ranks_in
 from dpmon.model.finding import many, took
 from dpmon.model.layouts import Layouts
 from dpmon.model.memory import held, reasons
 from dpmon.model.numbers import duration, group
+from dpmon.model.stragglers import RankTimes, sentence
 from dpmon.record.schema import EVALUATION, PHASES, STEP
 from dpmon.record.wire import RANK_MODES
 from dpmon.report.pauses import pauses_in
@@ -115,7 +117,11 @@ class _Summary:
             found += self._mode_lines(mode, False)
             if self._window.trained(mode) and any(kind & EVALUATION for name, kind in kinds if name == mode):
                 found += self._mode_lines(mode, True)
-        found += _ranked(_WHO, self._rank_lines())
+        communicated = self._communication()
+        slow = None if communicated is None else communicated.straggler()
+        found += [] if slow is None else [Line(_STEP, f"  {sentence(slow, lately=False)}")]
+        times = {one.rank: one for one in communicated.known} if communicated is not None else {}
+        found += _ranked(_WHO, self._rank_lines(times))
         found += _ranked(_PART, self._stage_lines())
         found += _ranked(_WHO, self._replica_lines())
         found += _ranked(_PART, _memory_lines(self._store))
@@ -200,7 +206,14 @@ class _Summary:
         rank, world = (value if type(value := data.get(key)) is int else None for key in ("rank", "world"))
         return rank, world
 
-    def _rank_lines(self) -> list[str]:
+    def _communication(self) -> Communication | None:
+        """What the ranks spend in communication, if they train together."""
+        found = ranks_in(self._window, {process: self._rank(process)[0] for process in self._processes})
+        wrappers = newest_wrappers(event.data for event in self._store.events("ddp"))
+        return communication(found, wrappers, lately=False)
+
+    def _rank_lines(self, times: Mapping[int | None, RankTimes]) -> list[str]:
+        """`times`: by rank, of those for which it is known how they waited for the others."""
         if len(self._processes) < 2:
             return []
         ranks = {process: self._rank(process) for process in self._processes}
@@ -217,6 +230,8 @@ class _Summary:
                 text += f", step median {duration(middle)}"
             if speed is not None:
                 text += f", {rate_words(speed)}"
+            if rank in times:
+                text += f", exposed {duration(times[rank].exposed_ns)}, wait {duration(times[rank].wait_ns)}"
             lines.append(text)
         lines += _more(len(order) - len(lines))
         return ["ranks" if any(rank is not None for rank, _ in ranks.values()) else "processes", *lines]

@@ -6,8 +6,8 @@ killed) takes what is there.
 
 - a training process is a process; its threads are the steps, the calls (their phases below them), and one track a
   replica or stage. Calls that ran at the same time, on several threads of the script, have tracks of their own.
-- the phases of a step are slices below it. The times that they took on its devices are counters, and so are the
-  quantities that only some steps have.
+- the phases of a step are slices below it; that a bucket of gradients was ready is an instant among them. The times
+  that they took on its devices are counters, and so are the quantities that only some steps have.
 - the collectives of sampled steps are slices on tracks of their own, from launch to end; the sampled times are, too.
 - a GPU and the host are processes with counters only. A value that stops to be known is marked by an instant: a counter
   would show its last value on and on.
@@ -27,6 +27,7 @@ from typing import Any, TextIO
 from dpmon.model.members import finite
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Call, Collective, Event, Record, Sampled, Step
+from dpmon.record.schema import EXPOSED, WAIT
 from dpmon.run.lookup import short_name
 from dpmon.run.rundir import RunInfo
 
@@ -170,11 +171,17 @@ class _Trace:
         args |= step.quantities
         if step.missing_spans:
             args["missing_spans"] = step.missing_spans
+        args |= _waits(step)
         if step.device_ms is not None:
             args["device_ms"] = dict(step.device_ms)
         self._slice(process, tid, f"step {step.step}", step.start_ns, step.wall_ns, args)
         if step.start_ns >= 0 and step.wall_ns >= 0:
             self._spans(process, tid, step)
+            for number, offset in enumerate(step.buckets, start=1):
+                self._put(
+                    ph="i", s="t", name=f"bucket {number} ready", ts=_us(step.start_ns + offset), pid=process.pid,
+                    tid=tid, args={},
+                )  # fmt: skip
             at = (step.start_ns + step.wall_ns) / 1e3
             on_device = {name: took for name, took in (step.device_ms or {}).items() if took is not None}
             self._counter(process, "step phases on the device (ms)", at, on_device)
@@ -195,7 +202,8 @@ class _Trace:
                 ends.pop()
             if begin + took <= ends[-1]:
                 ends.append(begin + took)
-                self._slice(process, tid, name, step.start_ns + begin, took)
+                waits = _waits(step) if name == "sync" else {}
+                self._slice(process, tid, name, step.start_ns + begin, took, waits)
 
     def _call(self, call: Call) -> None:
         process = self._training(call.process, call.rank)
@@ -297,6 +305,12 @@ class _Trace:
             if isinstance(one, Mapping):
                 values = {key: value for key, value in one.items() if _is_number(value) and key.endswith("_bytes")}
                 self._counter(process, f"memory {one.get('device')}", at, values)
+
+
+def _waits(step: Step) -> dict[str, float]:
+    """How the step waited for other ranks, if that is known."""
+    known = ((f"{EXPOSED}_ms", step.exposed_ns), (f"{WAIT}_ms", step.wait_ns))
+    return {name: ns / 1e6 for name, ns in known if ns is not None}
 
 
 def _title(event: Event) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from dpmon.model.communication import Wrapper, newest_wrappers
 from dpmon.model.members import ns_in, text_in, whole_in
 from dpmon.model.process import Refusal
 from dpmon.model.source import Rows
@@ -19,6 +20,8 @@ from dpmon.record.wire import MODES
 CHANGES_READ = 500
 """Changes of mode that are looked at; older ones say nothing of what is in force."""
 TEXTS_READ = 100
+WRAPPERS_READ = 256
+"""Records of wrappers that are looked at: each rank repeats its own when the times in it change."""
 ROOTS_KEPT = 32
 DEVICES_READ = 4096
 ANSWERING_STEPS = 100
@@ -43,6 +46,8 @@ class Announced:
     changes: tuple[ModeChange, ...] = ()
     pauses: tuple[PauseChange, ...] = ()
     warnings: tuple[WarningText, ...] = ()
+    wrappers: tuple[Wrapper, ...] = ()
+    """The newest of each DistributedDataParallel."""
     _waits: tuple[tuple[int, int, int], ...] = ()
     """Pid, begin and end of each wait for a line of input."""
 
@@ -60,6 +65,7 @@ class Announced:
             _known(mode_change(event.data) for event in source.lasting("mode", CHANGES_READ)),
             _known(pause_change(event.data) for event in source.lasting("pause", TEXTS_READ)),
             _known(_warning(event) for event in texts),
+            newest_wrappers(event.data for event in source.lasting("ddp", WRAPPERS_READ)),
             _known(_wait(event) for event in source.lasting("input", TEXTS_READ)),
         )
 

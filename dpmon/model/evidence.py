@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from dpmon.model.communication import Communication
 from dpmon.model.compare import Comparison
 from dpmon.model.memory import Held
 from dpmon.rates import Rate
@@ -164,6 +165,8 @@ class Evidence:
     loaders: tuple[LoaderStart, ...] = ()
     compared: Comparison | None = None
     """dp against single; None where not both modes were seen."""
+    communication: Communication | None = None
+    """Of ranks; None for one process without a DistributedDataParallel."""
     processes: int = 0
     last_step_ns: int | None = None
     end_ns: int | None = None

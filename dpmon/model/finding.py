@@ -17,7 +17,7 @@ class Finding(NamedTuple):
 
     kind: str
     """data, slower, replicate, transfer, idle, small batch, uneven, fuller, throttled, low use, drift, stall, spread,
-    between, quiet, failed, busy, crowded."""
+    between, quiet, failed, busy, crowded, straggler, exposed, bucket, accumulation, unused."""
     text: str
     """What was found, one sentence."""
     ground: str
@@ -68,6 +68,11 @@ def times(one: float | None, other: float | None) -> str:
 def gib(count: float) -> str:
     """Bytes in GiB."""
     return f"{count / (1 << 30):.1f} GiB"
+
+
+def mib(count: float) -> str:
+    """Bytes in MiB."""
+    return f"{count / (1 << 20):.1f} MiB"
 
 
 def took(ns: float | None) -> str:

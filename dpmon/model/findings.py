@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from dpmon.model.evidence import Evidence
 from dpmon.model.finding import MIN_STEPS, Finding
+from dpmon.model.found_between_ranks import between_ranks
 from dpmon.model.found_in_time import between, copies, data, drift, failed, quiet, slower, spread, stalls, transfers
 from dpmon.model.found_on_devices import busy, fuller, idle, low_use, throttled, uneven
 
@@ -18,6 +19,7 @@ __all__ = ["MIN_STEPS", "Finding", "findings"]
 _FINDERS: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
     *(data, transfers, slower, copies, idle, uneven, fuller, throttled, low_use, busy),
     *(drift, stalls, spread, between, quiet, failed),
+    lambda evidence: between_ranks(evidence.communication),
 )
 
 

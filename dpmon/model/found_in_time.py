@@ -39,6 +39,7 @@ _STALL_ADVICE = {
     "copy": "the host waited in a copy for the device's other work, or for memory to be pinned",
     "forward": "a shape seen for the first time (compilation, kernel choice), or another process on the device",
     "backward": "a shape seen for the first time (compilation, kernel choice), or another process on the device",
+    "sync": "a rank that the others waited for, or a slow network between them",
     "optimizer": "a synchronisation in the optimizer or its scheduler",
     "other": "the script's own work between the phases: a checkpoint, an evaluation, logging, .item() on a GPU",
 }

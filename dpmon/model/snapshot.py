@@ -72,6 +72,7 @@ class Snapshots:
             mode_change_count=rows.count("mode"),
             pauses=said.pauses,
             warnings=said.warnings,
+            wrappers=said.wrappers,
             warning_count=rows.count("warning"),
             missed=rows.missed,
             newest_ns=max((process.seen_ns for process in known.values()), default=-1),

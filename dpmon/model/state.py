@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from dpmon.model.communication import Communication, Wrapper, communication
 from dpmon.model.process import Process
 from dpmon.model.stragglers import RankTimes, Straggler, straggler
 from dpmon.model.turns import standing_for, taking_turns
@@ -92,6 +93,8 @@ class State:
     """Whether the run is over."""
     ranks: tuple[RankTimes, ...] = ()
     """Mean times of the ranks that train together, over their last steps, by rank; empty if there is one process."""
+    wrappers: tuple[Wrapper, ...] = ()
+    """What each DistributedDataParallel said last of itself."""
 
     def training(self) -> list[Process]:
         """Those that train now (`dpmon.model.turns`)."""
@@ -105,6 +108,10 @@ class State:
         """The rank that the others wait for."""
         return self._straggler
 
+    def communication(self) -> Communication | None:
+        """What the ranks spend in communication; None if they do not train together."""
+        return self._communication
+
     # A picture asks for them at many places.
 
     @cached_property
@@ -114,6 +121,12 @@ class State:
     @cached_property
     def _straggler(self) -> Straggler | None:
         return straggler(self.ranks)
+
+    @cached_property
+    def _communication(self) -> Communication | None:
+        there = {process.process for process in self.training()}
+        own = [one for one in self.wrappers if one.process in there]
+        return communication(self.ranks, own, lately=True)
 
     @cached_property
     def _focus(self) -> Process | None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
+from dpmon.model.numbers import duration, group, percent
 from dpmon.record.schema import EXPOSED, HELD, STEP, STEP_PHASES, WAIT, device_series
 from dpmon.store.tally import Tally
 
@@ -39,17 +40,33 @@ class RankTimes(NamedTuple):
     joined: int = 0
     """Steps for which it is known how the ranks waited for each other."""
     exposed_ns: float | None = None
-    """Communication that no computation hid, the same on all ranks."""
+    """Communication that no computation hid, the same on all ranks. Steps without averaging count as 0."""
     wait_ns: float | None = None
-    """How long it waited for the slowest rank."""
+    """How long it waited for the slowest rank. Steps without averaging count as 0."""
     slowest: int = 0
     """Steps in which the others waited for it."""
+    synced: int = 0
+    """Backward passes that averaged gradients, in all of the steps."""
+    unsynced: int = 0
+    """Those that averaged nothing (no_sync)."""
+    optimized: int = 0
+    """Steps in which an optimizer stepped."""
 
     @property
     def backward_ns(self) -> float | None:
         """The whole backward pass, with the wait in it."""
         found = self.phases.get("backward")
         return None if found is None else found + self.phases.get(_SYNC, 0.0)
+
+    @property
+    def wait_share(self) -> float | None:
+        """The part of its steps that it waited (0 to 1)."""
+        return self.wait_ns / self.step_ns if self.wait_ns is not None and self.step_ns else None
+
+    @property
+    def name(self) -> str:
+        """What it is called in a sentence."""
+        return _name(self.process, self.rank)
 
 
 class Straggler(NamedTuple):
@@ -70,12 +87,23 @@ class Straggler(NamedTuple):
     """The mean time of that phase on this rank, and the median of the means of the others."""
     others_ns: float | None = None
 
+    @property
+    def name(self) -> str:
+        """What it is called in a sentence."""
+        return _name(self.process, self.rank)
+
 
 def rank_times(process: int, rank: int | None, tally: Tally) -> RankTimes:
     """The mean times of a rank, from the tally of its training steps."""
     steps = max(tally.steps, 1)
     totals = {name: tally.stat(name) for name in STEP_PHASES}
-    exposed, wait = tally.stat(EXPOSED), tally.stat(WAIT)
+    wait = tally.stat(WAIT)
+    averaged = totals[_SYNC].count / steps
+
+    def mean(series: str) -> float | None:
+        found = tally.stat(series).mean
+        return None if found is None else found * averaged
+
     return RankTimes(
         process,
         rank,
@@ -83,9 +111,12 @@ def rank_times(process: int, rank: int | None, tally: Tally) -> RankTimes:
         tally.stat(STEP).mean,
         {name: _mean(tally, name) * stat.count / steps for name, stat in totals.items() if stat.count},
         wait.count,
-        exposed.mean,
-        wait.mean,
+        mean(EXPOSED),
+        mean(WAIT),
         tally.stat(HELD).count,
+        tally.sum("synced").total,
+        tally.sum("unsynced").total,
+        totals["optimizer"].count,
     )
 
 
@@ -120,3 +151,40 @@ def _by_chance(steps: int, ranks: int) -> float:
     """How often a rank may be the slowest by chance in so many steps."""
     expected = 1 / ranks
     return steps * expected + _SIGMAS * math.sqrt(steps * expected * (1 - expected))
+
+
+# ------------------------------------------------------------------------------------------------ words
+
+
+def sentence(found: Straggler, *, lately: bool) -> str:
+    """Which rank the others wait for, how long, why and how often; `lately`: the figures are of the last steps."""
+    return f"{held_up(found)}; {how_often(found, lately=lately)}"
+
+
+def held_up(found: Straggler) -> str:
+    """Which rank the others wait for, how long and why."""
+    head = f"{found.name} holds the others up by {duration(found.excess_ns)} a step ({percent(found.share)})"
+    if found.phase is None:
+        return f"{head}, in no single phase"
+    what = "the script's own work (other)" if found.phase == "other" else f"its {found.phase}"
+    return f"{head}: {what} takes {_against(found)}"
+
+
+def how_often(found: Straggler, *, lately: bool) -> str:
+    """In how many steps it was the slowest."""
+    return f"slowest in {group(found.slowest)} of {'the last ' if lately else ''}{group(found.steps)} steps"
+
+
+def in_short(found: Straggler) -> str:
+    """The same in few words."""
+    cause = f", {found.phase} {_against(found)}" if found.phase is not None else ""
+    return f"others wait for {found.name}: {duration(found.excess_ns)} ({percent(found.share)}){cause}"
+
+
+def _against(found: Straggler) -> str:
+    others = f"against {duration(found.others_ns)}" if found.others_ns else "and nothing on the others"
+    return f"{duration(found.own_ns)} {others}"
+
+
+def _name(process: int, rank: int | None) -> str:
+    return f"process {process}" if rank is None else f"rank {rank}"

@@ -55,6 +55,10 @@ class Turn(NamedTuple):
     """Phases that ran at unknown times."""
     missing_spans: int = 0
     """Number of runs of phases after those in `main`."""
+    buckets: tuple[int, ...] = ()
+    """When each bucket of gradients was ready, in ns from the step's start."""
+    exposed_ns: int | None = None
+    """How much of its phase `sync` was communication that nothing hid, at its end; the rest was a wait."""
 
 
 def last_turn(process: Process) -> Turn | None:
@@ -77,6 +81,8 @@ def last_turn(process: Process) -> Turn | None:
         staged,
         _unplaced(step) if step.spans is None else (),
         step.missing_spans,
+        tuple(at for at in step.buckets if at <= step.wall_ns),
+        step.exposed_ns,
     )
 
 

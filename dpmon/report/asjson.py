@@ -21,6 +21,13 @@ sizes         mode, root, replica, device, inputs, outputs, calls: every size th
 ranks         process, rank, world, device, calls (all), steps, median_ms, the rates (as of modes; without
               evaluations), inputs, outputs, forward_device_median_ms (of those steps, what the slowest of its
               devices took for the forward), absent
+              data_ms, forward_ms, backward_ms (without the wait), exposed_ms, wait_ms: means of the steps, null where
+              not known; slowest: the number of steps, of joined_steps, in which the others waited for it
+communication exposed_ms, exposed_share, wait_ms, wait_share (means of the ranks, of a step; null where not known, with
+              the reason in missing), joined_steps, synced and unsynced (backward passes a step), straggler (process,
+              rank, excess_ms, share, slowest, steps, phase, own_ms, others_ms, sentence) or null, torch (process,
+              iteration, comm_ms, overlap_ms: its own times), wrappers: of one rank, the facts as in the record
+              `ddp`; null if no ranks train together
 stages        root, stage, device, parts, calls, median_ms, device_median_ms, device_calls, inputs, outputs, absent
 devices       index, name, uuid, called, of_run, samples, util_median_pct, mem_used_max_bytes, mem_run_max_bytes,
               mem_total_bytes, temperature_max_c, power_max_w, throttled: {reason: samples}; gpu_absent: why none
@@ -51,6 +58,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dpmon.model.communication_fields import communication_fields, rank_fields
 from dpmon.model.evidence import DeviceFacts, Evidence, HostFacts, ModeFacts
 from dpmon.model.verdict import sentence
 from dpmon.rates import as_fields
@@ -88,6 +96,7 @@ def as_object(story: Story) -> dict[str, Any]:
         "replicas": _replicas(story),
         "sizes": [line._asdict() for line in story.replicas],
         "ranks": _ranks(story),
+        "communication": communication_fields(story.evidence.communication),
         "stages": _stages(story),
         "devices": [_device(device) for device in story.evidence.devices],
         "gpu_absent": story.gpu_absent,
@@ -168,10 +177,11 @@ def _ranks(story: Story) -> list[dict[str, Any]]:
     for line in story.ranks:
         said = line._asdict()
         middle, forward, why = said.pop("median_ns"), said.pop("forward_ns"), said.pop("untimed")
+        times = said.pop("times")
         del said["rate"]
         name = "forward_device_median_ms"
         on_device = {name: _ms(forward), "absent": {} if why is None else {name: why}}
-        found.append({**said, "median_ms": _ms(middle), **as_fields(line.rate), **on_device})
+        found.append({**said, "median_ms": _ms(middle), **as_fields(line.rate), **on_device, **rank_fields(times)})
     return found
 
 

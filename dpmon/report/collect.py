@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.model.announced import mode_change
+from dpmon.model.communication import Communication, communication, newest_wrappers, ranks_in
 from dpmon.model.compare import Comparison, compare_modes, first_with_both
 from dpmon.model.evidence import LoaderStart, LongStep, ModeFacts
 from dpmon.model.findings import findings
@@ -16,6 +17,7 @@ from dpmon.model.layouts import Layouts, most_common
 from dpmon.model.members import SECOND, ns_in, text_in, whole_in
 from dpmon.model.memory import held
 from dpmon.model.replica_facts import batch_facts, replica_facts
+from dpmon.model.stragglers import RankTimes
 from dpmon.record.schema import SETTLING, STEP, device_series
 from dpmon.report.device_totals import Devices
 from dpmon.report.mode_facts import mode_facts
@@ -114,7 +116,9 @@ class _Reading:
             story.bin_ns, story.bins = stretches(store, self._begin_ns, self._last_ns, max(medians, default=0))
         story.replicas = layouts.replicas(several)
         story.stages = layouts.stages(window.by_process)
-        ranks = [self._rank(process, store, layouts, window) for process in (processes if several else ())]
+        communicated = self._communication(store, window)
+        times = {one.rank: one for one in communicated.ranks} if communicated is not None else {}
+        ranks = [self._rank(process, store, layouts, window, times) for process in (processes if several else ())]
         story.ranks = sorted(ranks, key=lambda line: (line.rank is None, line.rank or 0, line.process))
         long = _longest(store, window)
         story.evidence = replace(
@@ -123,6 +127,7 @@ class _Reading:
             replicas=tuple(replica_facts(layouts, window.by_process)),
             longest=tuple(_named(step, story.evidence.inputs) for step in long[:LONGEST]),
             compared=self._compared(window, long),
+            communication=communicated,
         )
 
     def _read_events(self, store: Store) -> None:
@@ -179,7 +184,20 @@ class _Reading:
     def _last_ns(self) -> int | None:
         return max((last for _, last in self._spans.values()), default=None)
 
-    def _rank(self, process: int, store: Store, layouts: Layouts, window: Window) -> RankLine:
+    def _communication(self, store: Store, window: Window) -> Communication | None:
+        """What the ranks spend in communication, if they train together."""
+        found = ranks_in(window, {one.process: one.rank for one in self._story.processes})
+        wrappers = newest_wrappers(event.data for event in store.events("ddp"))
+        return communication(found, wrappers, lately=False)
+
+    def _rank(
+        self,
+        process: int,
+        store: Store,
+        layouts: Layouts,
+        window: Window,
+        times: Mapping[int | None, RankTimes],
+    ) -> RankLine:
         sizes, (tally, speed) = layouts.of_process(process), window.of_process(process)
         facts = next((each for each in self._story.processes if each.process == process), None)
         forward = tally.stat(device_series("forward"))
@@ -194,6 +212,7 @@ class _Reading:
             speed,
             forward.median,
             None if forward.count else untimed or most_common(layouts.untimed(process)),
+            None if facts is None else times.get(facts.rank),
         )
 
     def _compared(self, window: Window, longest: Sequence[LongRow]) -> Comparison | None:

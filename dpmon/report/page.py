@@ -140,6 +140,7 @@ def _body(story: Story, figures: Sequence[Plot]) -> Iterable[str]:
     yield from _sized("Replicas", words.replica_rows(story))
     yield from _plot(by_name.get("replicas"))
     yield from _sized("Ranks", words.rank_rows(story), ("calls", "steps", "step", "samples/s", words.FORWARD_ON_DEVICE))
+    yield from _communication(story)
     yield from _sized("Stages (parts of the model on several devices)", words.stage_rows(story))
     yield from _devices(story)
     for name in ("use", "memory"):
@@ -203,6 +204,17 @@ def _sized(
     head, *shown = words.row_table(rows, names, "received → returned", MAX_ROWS)
     yield from _table(head, shown, (1, len(head) - 1))
     yield from _more(len(rows))
+
+
+def _communication(story: Story) -> Iterable[str]:
+    times = words.rank_times_table(words.rank_rows(story), MAX_ROWS)
+    if times:
+        yield "<h3>Where a step of each rank goes</h3>\n"
+        yield from _table(times[0], times[1:])
+    rows = words.communication_rows(story)
+    if rows:
+        yield "<h2>Communication</h2>\n"
+        yield from _table(("", ""), rows, (1,))
 
 
 def _more(count: int) -> Iterable[str]:

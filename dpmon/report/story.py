@@ -10,6 +10,7 @@ from dpmon.model.evidence import DeviceFacts, Evidence, ModeFacts
 from dpmon.model.findings import Finding
 from dpmon.model.layouts import ReplicaSizes, StageSizes
 from dpmon.model.state import ModeChange
+from dpmon.model.stragglers import RankTimes
 from dpmon.rates import Rate
 from dpmon.record.schema import STEP_PHASES
 from dpmon.record.wire import CALL_PHASES
@@ -81,6 +82,8 @@ class RankLine(NamedTuple):
     """Median of what the slowest of its devices took for the forward of those steps."""
     untimed: str | None
     """Why that is not known, if the record says."""
+    times: RankTimes | None = None
+    """Mean times of its training steps without the first ones; of all processes of its rank. None without a rank."""
 
 
 @dataclass

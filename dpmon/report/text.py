@@ -22,6 +22,7 @@ MAX_WARNINGS = 8
 MAX_CHANGES = 12
 _FLOW, _STAGES = "received -> returned", "STAGES (parts of the model on several devices)"
 _OF_RANKS = ("steps", "calls", "step", "samples/s", words.FORWARD_ON_DEVICE)
+_LABEL = 10
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -51,6 +52,8 @@ def text_lines(story: Story, width: int = 80) -> list[str]:
             _FLOW,
             width,
         ),
+        _rank_times(story, width),
+        _communication(story, width),
         _sized(_STAGES, words.stage_rows(story), ("calls", "host time", words.ON_DEVICE), f"parts: {_FLOW}", width),
         _devices(story, width),
         _memory(story, width),
@@ -134,6 +137,19 @@ def _sized(title: str, rows: Sequence[words.Row], names: Sequence[str], sizes: s
     if not rows:
         return []
     return [title, *sized_table(words.row_table(rows, names, sizes, MAX_ROWS), width), *more(len(rows), MAX_ROWS)]
+
+
+def _rank_times(story: Story, width: int) -> list[str]:
+    rows = words.rank_times_table(words.rank_rows(story), MAX_ROWS)
+    return ["RANKS: where a step goes", *table(rows, width), *more(len(story.ranks), MAX_ROWS)] if rows else []
+
+
+def _communication(story: Story, width: int) -> list[str]:
+    rows = words.communication_rows(story)
+    lines = ["COMMUNICATION"]
+    for label, text in rows:
+        lines += wrap(text, width, f"  {clean(label).ljust(_LABEL)}", " " * (_LABEL + 2))
+    return lines if rows else []
 
 
 def _devices(story: Story, width: int) -> list[str]:

@@ -11,12 +11,15 @@ from dpmon.model.finding import many, took
 from dpmon.model.memory import Held
 from dpmon.model.numbers import UNKNOWN, duration, percent
 from dpmon.model.state import ModeChange
+from dpmon.model.stragglers import RankTimes, sentence
 from dpmon.rates import Rate
+from dpmon.record.schema import EXPOSED, WAIT
 from dpmon.record.wire import RANK_MODES
 from dpmon.report.pauses import Paused, PauseTotals
 from dpmon.report.story import Story
 from dpmon.run.rundir import ExitInfo
 from dpmon.store.accounting import ACTIVITIES
+from dpmon.text.communicated import communication_facts
 from dpmon.text.quantities import clock, memory, memory_of, run_time, samples_rate
 
 ON_DEVICE, FORWARD_ON_DEVICE = "on device", "forward on device"
@@ -45,6 +48,8 @@ class Row(NamedTuple):
     sizes: str
     device_ns: float | None = None
     """Median of what the device took: for the calls, of a rank for the forward of a step."""
+    times: RankTimes | None = None
+    """Mean times of a rank's steps, if it is known how it waited for the others."""
 
 
 _NOT_OVER = {
@@ -172,7 +177,35 @@ def rank_rows(story: Story) -> list[Row]:
         label = f"process {line.process}" if line.rank is None else f"rank {line.rank} of {line.world or '?'}"
         flow = _flow(line.inputs, line.outputs)
         about = (label, line.device, line.calls, line.steps, line.median_ns, None, line.rate)
-        rows.append(Row(*about, flow, line.forward_ns))
+        times = line.times if line.times is not None and line.times.joined else None
+        rows.append(Row(*about, flow, line.forward_ns, times))
+    return rows
+
+
+def rank_times_table(rows: Sequence[Row], most: int) -> list[tuple[str, ...]]:
+    """Where the mean step of each rank goes; the first row has the names. Empty if no wait of a rank is known."""
+    known = [(row.label, row.times) for row in rows if row.times is not None][:most]
+    head = ("mean of a step", "data", "forward", "backward", EXPOSED, WAIT, "slowest in")
+    found: list[tuple[str, ...]] = [head]
+    for label, times in known:
+        phases = (duration(times.phases.get(name)) for name in ("data", "forward", "backward"))
+        often = percent(times.slowest / times.joined)
+        found.append((label, *phases, duration(times.exposed_ns), duration(times.wait_ns), often))
+    return found if known else []
+
+
+def communication_rows(story: Story) -> list[tuple[str, str]]:
+    """What the ranks communicate, a label and a text each; at last which rank the others wait for."""
+    found = story.evidence.communication
+    if found is None:
+        return []
+    rows = communication_facts(found)
+    slow = found.straggler()
+    if slow is not None:
+        rows.append(("straggler", sentence(slow, lately=False)))
+    in_forward = found.waits_in_forward()
+    if in_forward is not None:
+        rows.append(("note", in_forward))
     return rows
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dpmon.record.fields import metrics_of
-from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, STEP, device_series
+from dpmon.record.schema import EVALUATION, EXPOSED, HELD, PHASES, QUANTITIES, STEP, WAIT, device_series
 from dpmon.run.destination import remove_parts, replaced
 from dpmon.run.files import read_file
 from dpmon.run.lookup import short_name
@@ -40,6 +40,21 @@ BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 _HEAD_BYTES = 1 << 14
 MAX_PROCESSES = 1024
 MAX_DEVICES = 256
+
+
+_OF_RANKS = (
+    (EXPOSED, "step_exposed_seconds_total", "Communication of the steps that no computation hid."),
+    (WAIT, "step_wait_seconds_total", "Time of the steps in which a rank waited for the slowest one."),
+    (
+        HELD,
+        "step_held_seconds_total",
+        "How much later the slowest rank was than the next one.",
+    ),
+)
+_COUNTED = {
+    WAIT: ("step_wait_known_total", "Steps in which the exposed communication and the wait of a rank are known."),
+    HELD: ("step_slowest_total", "Steps in which the other ranks waited for this one."),
+}
 
 
 def metrics_path(asked: str, info: RunInfo) -> Path:
@@ -153,6 +168,17 @@ class Metrics:
         for gauge in metrics_of("device"):
             values = [({**run, **_device_labels(index, data)}, data.get(gauge.name)) for index, data in devices.items()]
             lines += metric(gauge.metric, "gauge", gauge.help, _known(values, gauge.scale))
+        wrappers: dict[tuple[int, int], Mapping[str, Any]] = {}
+        for event in store.events("ddp"):
+            process, wrapper = event.data.get("process"), event.data.get("wrapper")
+            if type(process) is int and type(wrapper) is int and len(wrappers) < MAX_PROCESSES:
+                wrappers[process, wrapper] = event.data
+        for gauge in metrics_of("ddp"):
+            values = [
+                ({**run, **_process_labels(process, ranks.get(process)), "wrapper": str(number)}, data.get(gauge.name))
+                for (process, number), data in sorted(wrappers.items())
+            ]
+            lines += metric(gauge.metric, "gauge", gauge.help, _known(values, gauge.scale))
         for event in store.events("host", newest=1):
             for gauge in metrics_of("host"):
                 known = _known([(run, event.data.get(gauge.name))], gauge.scale)
@@ -165,6 +191,7 @@ class Metrics:
         lines += self._phases("step", "steps", "Time of the steps by phase.", found)
         text = "Time of the steps' calls by phase; it lies within the steps' forward."
         lines += self._phases("call", "steps' calls", text, found)
+        lines += self._joined(found)
         for quantity in QUANTITIES:
             known = [(one.labels, one.tally.sum(quantity.name)) for one in found]
             text = f"Sum over the steps that know it: {quantity.meaning}."
@@ -207,6 +234,16 @@ class Metrics:
                 [(labels, stat.count) for labels, stat in known],
             ),
         ]  # fmt: skip
+
+    def _joined(self, found: Sequence[_Series]) -> list[str]:
+        """What ranks spent in communication, and of how many steps it is known."""
+        lines = []
+        for series, name, text in _OF_RANKS:
+            known = [(one.labels, one.tally.stats[series]) for one in found if series in one.tally.stats]
+            lines += self._counter(name, text, [(labels, stat.total / 1e9) for labels, stat in known])
+            if series in _COUNTED:
+                lines += self._counter(*_COUNTED[series], [(labels, stat.count) for labels, stat in known])
+        return lines
 
     def _time_lines(self, window: Window, ranks: Mapping[int, int | None], run: _Labels) -> list[str]:
         """Where the time of each process went, what it trained in it, and its newest step."""

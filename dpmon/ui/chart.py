@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from dpmon.model.process import PHASES, Column
 from dpmon.ui.look import LETTERS, Glyphs, Look
-from dpmon.ui.rows import Row, Span, merged
+from dpmon.ui.rows import Row, Span, merged, width_of
 
 _NICE = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 
@@ -93,6 +93,35 @@ def parts_bar(shares: Sequence[float], width: int, glyphs: Glyphs) -> Row:
         row.append((sign * (end - used), style))
         used = end
     return [*row, (glyphs.bar[1] * (width - used), "dim")]
+
+
+def busy_bar(parts: tuple[float, float, float], top: float, width: int, glyphs: Glyphs) -> Row:
+    """What a rank did in its step, against `top`: it was busy, it communicated, it waited; in `width` cells."""
+    row: Row = []
+    used, total = 0, 0.0
+    for part, (sign, style) in zip(parts, busy_signs(glyphs), strict=True):
+        total += part
+        end = min(max(round(total / top * width) if top > 0 else 0, used), width)
+        row.append((sign * (end - used), style))
+        used = end
+    return [*row, (" " * (width - used), "")]
+
+
+def busy_legend(width: int, glyphs: Glyphs) -> Row:
+    """The names of the parts in `width` cells, as far as they have room."""
+    row: Row = []
+    for name, (sign, style) in zip(("busy", "exposed", "wait"), busy_signs(glyphs), strict=True):
+        row += [(sign, style), (name + " ", "dim")]
+    if width_of(row) > width:
+        (busy, _, wait) = busy_signs(glyphs)
+        row = [busy, ("busy ", "dim"), wait, ("wait", "dim")]
+    return row if width_of(row) <= width else [("step".ljust(width), "dim")]
+
+
+def busy_signs(glyphs: Glyphs) -> tuple[Span, Span, Span]:
+    """What stands for busy, for exposed communication and for a wait."""
+    signs = "#+." if glyphs.ascii else "▇▤░"
+    return (signs[0], "bar"), (signs[1], "phase.sync"), (signs[2], "dim")
 
 
 def range_bar(low: float, middle: float, high: float, top: float, width: int, glyphs: Glyphs, base: float = 0.0) -> str:

@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from types import ModuleType
 
 from dpmon.model.source import MOST_RANKS
-from dpmon.ui import panel_batch, panel_compare, panel_devices, panel_output, panel_ranks, panel_replicas, panel_stages
+from dpmon.ui import (
+    panel_batch,
+    panel_communication,
+    panel_compare,
+    panel_devices,
+    panel_output,
+    panel_ranks,
+    panel_replicas,
+    panel_stages,
+)
 from dpmon.ui.find import marked
 from dpmon.ui.footer import footer
 from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, Slot, arrange
@@ -17,9 +26,6 @@ from dpmon.ui.rows import Row, box, fit
 from dpmon.ui.scene import PANELS, Scene
 from dpmon.ui.timeline import timeline
 from dpmon.ui.toast import laid_over, toast
-
-_PINNED = {"replicas": 1}
-"""Rows of a panel that stay when it is scrolled: the names of its columns."""
 
 
 def places(scene: Scene, width: int, height: int) -> dict[str, Slot]:
@@ -36,6 +42,11 @@ def places(scene: Scene, width: int, height: int) -> dict[str, Slot]:
     if line:
         slots["timeline"] = Slot("timeline", 0, height - 1, width, 1)
     return slots
+
+
+def _pinned(panel: str, scene: Scene) -> int:
+    """Rows of a panel that stay when it is scrolled: the names of its columns, if these come first."""
+    return int(panel == "replicas" and not panel_ranks.mapped(scene))
 
 
 def _second(scene: Scene) -> ModuleType:
@@ -79,7 +90,7 @@ def _one(panel: str, scene: Scene, output: Output, slot: Slot, look: Look) -> li
         look.glyphs,
         focused=scene.view.focus == panel,
         first=scene.view.scrolled.get(panel, 0),
-        pinned=_PINNED.get(panel, 0),
+        pinned=_pinned(panel, scene),
     )
 
 
@@ -93,7 +104,7 @@ def rank_room(scene: Scene, slots: Mapping[str, Slot]) -> int:
 def scroll_room(panel: str, scene: Scene, slot: Slot, look: Look) -> int:
     """How far a panel other than the output can be scrolled where it stands, in rows."""
     inside = slot.height - 2
-    if slot.folded or panel not in PANELS or panel == "output" or inside <= _PINNED.get(panel, 0):
+    if slot.folded or panel not in PANELS or panel == "output" or inside <= _pinned(panel, scene):
         return 0
     return max(len(_content(panel, scene, Output(), slot, look)[2]) - inside, 0)
 
@@ -114,6 +125,9 @@ def _content(panel: str, scene: Scene, output: Output, slot: Slot, look: Look) -
         numbers = panel_batch.figures(scene)
         title, corner = panel_batch.title(scene, look, numbers)
         return title, corner, panel_batch.batch(scene, width, height, look, numbers)
+    if panel == "compare" and panel_communication.applies(scene):
+        title, corner = panel_communication.title(scene, look, slot.folded)
+        return title, corner, panel_communication.story(scene, width, height, look)
     if panel == "compare":
         found = panel_compare.figures(scene)
         title, corner = panel_compare.title(found, look, slot.folded)

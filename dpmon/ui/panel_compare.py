@@ -9,7 +9,6 @@ from dpmon.model.finding import many
 from dpmon.model.memory import HOST, Peak
 from dpmon.model.numbers import UNKNOWN, duration, group, percent, times
 from dpmon.model.process import PHASES
-from dpmon.model.ranks import distributed
 from dpmon.model.turn import Piece
 from dpmon.model.verdict import sentence
 from dpmon.record.schema import REST, SETTLING_STEPS, phase_named, phase_shown
@@ -25,7 +24,6 @@ from dpmon.ui.waterfall import main_row
 _MODES = ("single", "dp")
 _REFUSED_ROWS = 3
 """Rows at most for what was refused, where the panel is not in full screen."""
-_RANKS = "the ranks of {} have no mode: they stand side by side in panels 2 and 3"
 _VIRTUAL_SHORT = "virtual replicas show behaviour, not speed"
 _VIRTUAL = "virtual replicas share one processor: this shows how dp behaves, not how fast it would be"
 
@@ -55,9 +53,6 @@ def title(found: Comparison, look: Look, folded: bool) -> tuple[Row, Row]:
 
 def compare(scene: Scene, width: int, height: int, found: Comparison, look: Look) -> list[Row]:
     """The panel's rows, inside its frame: what was concluded comes last and always has room."""
-    by = None if scene.process is None else distributed(scene.process)
-    if by is not None:
-        return [[(line, "dim")] for line in wrapped(_RANKS.format(by), width)]
     if not found.sides:
         return [[(scene.lack("no step was traced", "no step has ended yet"), "dim")]]
     below = _said(scene, found, width, look)

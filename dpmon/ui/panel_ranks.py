@@ -1,20 +1,46 @@
-"""Panel 2 of a run of several processes: a row a rank, what it received and returned, and where its step goes."""
+"""Panel 2 of a run of several processes: a row a rank, where its step goes, and which rank the others wait for.
+
+Many ranks are drawn as a map, a cell a rank, with the slowest ones below it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dpmon.model.communication import Communication
+from dpmon.model.finding import many
 from dpmon.model.numbers import UNKNOWN, duration, group
 from dpmon.model.process import CallTrack, Process
 from dpmon.model.ranks import training, world
+from dpmon.model.stragglers import RankTimes, Straggler, in_short, sentence
 from dpmon.record.kinds import rows_of
-from dpmon.record.wire import DDP
 from dpmon.text.cells import right, span_width, wrapped
 from dpmon.text.cleaning import clean
+from dpmon.ui.chart import busy_bar, busy_legend
 from dpmon.ui.look import Look
 from dpmon.ui.panel_replicas import every_size, kind, shown, size_text
-from dpmon.ui.rows import Row, fit
-from dpmon.ui.scene import Scene
+from dpmon.ui.rank_map import legend, rank_map
+from dpmon.ui.rows import Row, fit, width_of
+from dpmon.ui.scene import Scene, devices_in_short
 
-_NOT_APART = "the ranks average their gradients within the backward pass: a rank that waits for another waits there"
+MAPPED = 16
+"""More ranks than this are drawn as a map."""
+WORST = 10
+_LABEL = 6
+"""Cells of the mark and the rank."""
+_LEAST_BAR, _MOST_BAR = 6, 24
+_SIZES = "  received returned rows"
+_NAMES = ("data", "forward", "backward", "exposed", "wait")
+_SHORT = ("data", "forw", "back", "expos", "wait")
+
+
+class _Rank(NamedTuple):
+    """A rank with what is drawn of it."""
+
+    process: Process
+    track: CallTrack | None
+    times: RankTimes
 
 
 def applies(scene: Scene) -> bool:
@@ -36,9 +62,25 @@ def _rows(scene: Scene, room: int) -> tuple[list[tuple[Process, CallTrack | None
     return rows[: max(room, 1)], len(processes)
 
 
+def _known(scene: Scene) -> Communication | None:
+    """What the ranks communicate, if it is known how they wait for each other."""
+    found = scene.state.communication()
+    return found if found is not None and found.known else None
+
+
+def mapped(scene: Scene) -> bool:
+    """Whether the ranks are so many that they are drawn as a map."""
+    return applies(scene) and _known(scene) is not None and len(training(scene.state)) > MAPPED
+
+
 def wanted_rows(scene: Scene) -> int:
     """Rows that the panel would like to have for its content."""
-    return len(training(scene.state)) + 2
+    count = len(training(scene.state))
+    found = _known(scene)
+    if found is None:
+        return count + 2
+    said = 3  # whether there is something to say or not: the panels keep their places
+    return (WORST + 4 if count > MAPPED else count) + said
 
 
 def title(scene: Scene, look: Look) -> tuple[Row, Row]:
@@ -58,11 +100,158 @@ def title(scene: Scene, look: Look) -> tuple[Row, Row]:
 
 
 def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
-    """The panel's rows, inside its frame: a header, a row a rank, what is not told apart and why."""
+    """The panel's rows, inside its frame.
+
+    Rows that have no room come last, below what is said of all ranks.
+    """
+    found = _known(scene)
+    if found is None:
+        return _sizes_table(scene, width, height, look)
+    head, *rows = _times_table(scene, found, width, height, look)
+    many_ranks = len(training(scene.state)) > MAPPED
+    above = [*rank_map(found.ranks, scene.state.straggler(), width, look), legend(width, look)] if many_ranks else []
+    room = max(height - len(above) - 1, 1)
+    said = _said(scene, found, width, room, len(rows), look)
+    room = max(room - len(said), 1)
+    slow = scene.state.straggler()
+    if not many_ranks and slow is not None and room < len(rows):
+        at = next((i for i, one in enumerate(found.ranks) if one.process == slow.process), 0)
+        if room <= at < len(rows):  # in place of the last one that has room
+            rows.insert(room - 1, rows.pop(at))
+    return [*above, head, *rows[:room], *said, *rows[room:]]
+
+
+# ------------------------------------------------------------------------------------------------ who waits
+
+
+def _said(scene: Scene, found: Communication, width: int, room: int, ranks: int, look: Look) -> list[Row]:
+    """What is said below the ranks: who holds the others up, and what has to be known; one row is left for a rank.
+
+    It is said in short where there is no room for it below all ranks.
+    """
+    slow = scene.state.straggler()
+    most = max(room - 1, 0)
+    rows: list[Row] = []
+    if slow is not None:
+        lines = wrapped(sentence(slow, lately=True), width)
+        if len(lines) + ranks > room:
+            lines = wrapped(in_short(slow), width, max(most, 1), look.glyphs.more)
+        rows += [[(line, "wait")] for line in lines]
+    else:
+        text = f"no rank holds the others up (last {many(found.joined, 'step')})"
+        rows += [[(line, "dim")] for line in wrapped(text, width)]
+    in_forward = found.waits_in_forward()
+    if in_forward is not None:
+        rows += [[(line, "dim")] for line in wrapped(in_forward, width)]
+    rows += _missing([process for process, _ in _rows(scene, len(found.ranks))[0]], len(training(scene.state)))
+    return rows[:most]
+
+
+def _ranks(scene: Scene, found: Communication) -> list[_Rank]:
+    """Those that are shown in the table, in its order: by rank; of many ranks the slowest, the slowest one first."""
+    processes, _ = _rows(scene, len(found.ranks))
+    times = {one.process: one for one in found.ranks}
+    rows = [_Rank(process, track, times[process.process]) for process, track in processes if process.process in times]
+    if len(processes) <= MAPPED:
+        return rows
+    known = [one for one in rows if one.times.wait_ns is not None]
+    return sorted(known, key=lambda one: one.times.wait_ns or 0.0)[:WORST]
+
+
+def _times_table(scene: Scene, found: Communication, width: int, height: int, look: Look) -> list[Row]:
+    """A header and a row a rank: mean times, and a bar of its step."""
+    ranks = _ranks(scene, found)
+    slow = scene.state.straggler()
+    device = min(max([span_width(_device(one)) for one in ranks] + [6]), 10)
+    fixed = _LABEL + device + 1
+    cell, gap = (9, " ") if width >= fixed + 9 * len(_NAMES) + _LEAST_BAR + 1 else (7, "")
+    left = width - fixed - cell * len(_NAMES) - 1
+    sizes = _size_cells(ranks, height, left - _LEAST_BAR)
+    needed = max([width_of(row) for row in sizes] + [len(_SIZES)]) if sizes else 0
+    bar = min(max(left - needed, 0), _MOST_BAR)
+    bar = bar if bar >= _LEAST_BAR else 0
+    word = "  others wait" if left - needed - bar >= len("  others wait") else ""
+    top = max((one.times.step_ns or 0.0 for one in ranks), default=0.0)
+    names = _NAMES if cell > 8 else _SHORT
+    head: Row = [("  rank ", "dim"), ("device".ljust(device), "dim"), *((right(name, cell), "dim") for name in names)]
+    if bar:
+        head += [(" ", ""), *busy_legend(bar, look.glyphs)]
+    if needed:
+        head += [(" " * len(word), ""), (right(_SIZES, needed), "dim")]
+    rows = [head]
+    for index, one in enumerate(ranks):
+        rows.append(_row(one, slow, device, cell, gap, look))
+        if bar:
+            times = one.times
+            rest = (times.step_ns or 0.0) - (times.exposed_ns or 0.0) - (times.wait_ns or 0.0)
+            parts = (max(rest, 0.0), times.exposed_ns or 0.0, times.wait_ns or 0.0)
+            rows[-1] += [(" ", ""), *busy_bar(parts, top, bar, look.glyphs)]
+        if word and (needed or _is(slow, one)):
+            rows[-1].append((word if _is(slow, one) else " " * len(word), "wait"))
+        if needed and index < len(sizes):
+            rows[-1] += [(" " * (needed - width_of(sizes[index])), ""), *sizes[index]]
+    return rows
+
+
+def _is(slow: Straggler | None, one: _Rank) -> bool:
+    return slow is not None and slow.process == one.process.process
+
+
+def _row(one: _Rank, slow: Straggler | None, device: int, cell: int, gap: str, look: Look) -> Row:
+    times, marked = one.times, _is(slow, one)
+    number = one.process.process if one.process.rank is None else one.process.rank
+    row: Row = [
+        (look.glyphs.focus if marked else " ", "wait"),
+        (right(str(number), _LABEL - 2) + "  ", "wait" if marked else "bold"),
+        *fit([(_device(one), "")], device, look.glyphs.more),
+    ]
+    phases = times.phases
+    own = {
+        "data": phases.get("data"),
+        "forward": phases.get("forward"),
+        "backward": phases.get("backward"),
+        "exposed": times.exposed_ns,
+        "wait": times.wait_ns,
+    }
+    for name in _NAMES:
+        cause = marked and slow is not None and slow.phase == name
+        style = "wait" if cause else "bold" if name == "wait" else ""
+        row.append((right(_time(own[name], gap), cell), style))
+    return row
+
+
+def _time(ns: float | None, gap: str) -> str:
+    """A time; one that is exactly 0 is so."""
+    return "0" if ns == 0 else duration(ns, gap)
+
+
+def _size_cells(ranks: Sequence[_Rank], height: int, room: int) -> list[Row]:
+    """What each rank received and returned, and its rows, if there is room for it."""
+    cells: list[Row] = []
+    for one in ranks[: max(height, 1)]:
+        if one.track is None:
+            return []
+        call = one.track.last
+        rows = rows_of(call.inputs)
+        count = UNKNOWN if rows is None else str(rows)
+        cells.append([(f"  {size_text(call.inputs)}  {size_text(call.outputs)}{right(count, 6)}", "dim")])
+    return cells if max(len(_SIZES), *map(width_of, cells)) <= room else []
+
+
+def _device(one: _Rank) -> str:
+    named = _of_call(one.track)
+    return named if named != UNKNOWN else devices_in_short(one.process.devices) or UNKNOWN
+
+
+# ------------------------------------------------------------------------------------------------ sizes
+
+
+def _sizes_table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
+    """A header, a row a rank with its sizes and medians, and why it is not known who waits for whom."""
     rows, count = _rows(scene, max(height, 2) + 1 + scene.view.scrolled.get("replicas", 0))
     ins = [size_text(track.last.inputs) if track else UNKNOWN for _, track in rows]
     outs = [size_text(track.last.outputs) if track else UNKNOWN for _, track in rows]
-    device = min(max([span_width(_device(track)) for _, track in rows] + [6]), 10)
+    device = min(max([span_width(_of_call(track)) for _, track in rows] + [6]), 10)
     cell = 9 if width >= 5 + device + 2 + 6 + 9 * 3 + 18 else 8
     count_room = 6 if cell == 9 else 5
     # Times are never cut: sizes have the room that is left, each cut with a sign of it.
@@ -88,7 +277,7 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
         drawn.append(
             [
                 (right(str(number), 4) + " ", "bold"),
-                *fit([(_device(track), "")], device, more),
+                *fit([(_of_call(track), "")], device, more),
                 (" ", ""),
                 *fit([(got, "")], given, more),
                 (" ", ""),
@@ -101,8 +290,9 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
         )
     drawn += [[] for _ in range(count - len(rows))]  # not drawn, but counted by the frame
     drawn += _missing([process for process, _ in rows], count)
-    if any(track is not None and track.last.via == DDP for _, track in rows):
-        drawn += [[(line, "dim")] for line in wrapped(_NOT_APART, width)]
+    found = scene.state.communication()
+    if found is not None and found.missing is not None:
+        drawn += [[(line, "dim")] for line in wrapped(found.missing, width)]
     return drawn
 
 
@@ -114,7 +304,7 @@ def _missing(processes: list[Process], count: int) -> list[Row]:
     return [[(f"{count} of {wanted} ranks train in this run", "wait")]]
 
 
-def _device(track: CallTrack | None) -> str:
+def _of_call(track: CallTrack | None) -> str:
     devices = track.last.devices if track is not None else ()
     return clean(devices[0], 20) if devices else UNKNOWN
 
@@ -122,13 +312,13 @@ def _device(track: CallTrack | None) -> str:
 def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     """The panel at full size: the table, then every size of every rank by its path."""
     drawn = table(scene, width, height, look)
-    rows, _ = _rows(scene, height)
+    rows, _ = _rows(scene, height + scene.view.scrolled.get("replicas", 0))
     drawn.append([])
     for process, track in rows:
         pid, ranks = process.info.get("pid"), world(process) or UNKNOWN
         who = f"process {process.process}" if process.rank is None else f"rank {process.rank} of {ranks}"
         drawn.append(
-            [(f"{who}  {_device(track)}", "bold"), (f"  pid {pid if isinstance(pid, int) else UNKNOWN}", "dim")]
+            [(f"{who}  {_of_call(track)}", "bold"), (f"  pid {pid if isinstance(pid, int) else UNKNOWN}", "dim")]
         )
         drawn += every_size(track.last.inputs, track.last.outputs, width, look) if track is not None else []
     return drawn

@@ -6,6 +6,7 @@ from dpmon.model.numbers import duration, group
 from dpmon.model.pace import Speed, speed
 from dpmon.model.process import Summary
 from dpmon.model.ranks import world
+from dpmon.model.stragglers import in_short
 from dpmon.text.cells import cut, right, span_width
 from dpmon.text.cleaning import clean
 from dpmon.text.quantities import clock, compact, within_words
@@ -210,6 +211,9 @@ def _message(scene: Scene, look: Look, width: int) -> Row:
     warned = _warning(scene)
     if warned:
         return warned
+    slow = scene.state.straggler()
+    if slow is not None:
+        return [(f"{look.glyphs.focus} ", "wait"), (in_short(slow), "")]
     process = scene.process
     rates = _speed(scene)
     if rates.reason not in (None, READING) and process is not None and process.last_step is not None:

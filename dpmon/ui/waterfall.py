@@ -6,18 +6,20 @@ its letter and goes on with its name.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
+from dpmon.model.finding import many
 from dpmon.model.numbers import duration, group
 from dpmon.model.process import Process
 from dpmon.model.turn import Lane, Piece, Turn, last_turn
 from dpmon.record.schema import phase_shown
 from dpmon.text.cells import cut, right, span_width
 from dpmon.text.cleaning import clean
-from dpmon.ui.chart import ceiling
+from dpmon.ui.chart import busy_signs, ceiling
 from dpmon.ui.look import LETTERS, Glyphs, Look, letter_in
-from dpmon.ui.rows import Row, Span, fit, merged
+from dpmon.ui.rows import Row, Span, fit, merged, width_of
 
 REST = ("forward rest", "fwd rest", "rest")
 """Names, from long to short, for the rest of the forward when the call's phases are shown separately."""
@@ -41,6 +43,7 @@ def waterfall(
         return []
     if others and height > 1:
         return _ranks(turn, others, width, height, look, usual_ns)
+    below = height - 1
     several = turn.calls > 1
     label = min(max(10, *(5 + span_width(clean(lane.device, 12)) for lane in turn.lanes), 0), 14)
     room = width - label - _TOOK
@@ -49,7 +52,10 @@ def waterfall(
     top = ceiling(max(turn.wall_ns, usual_ns or 0))
     name = "last step" if height > 1 or not several else f"last of {turn.calls}"
     rows = [_main(name, turn, label, room, top, look)]
-    shown, hidden = _chosen(turn.lanes, height - 1)
+    if turn.buckets and below > 0:
+        rows.append(bucket_row(turn, label, room, top, look))
+        below -= 1
+    shown, hidden = _chosen(turn.lanes, below)
     for lane in shown:
         rows.append(_lane(lane, turn, label, room, top, look))
     if hidden:
@@ -76,16 +82,57 @@ def _ranks(
     room = width - label - _TOOK
     if room < 8:
         return []
+    with_buckets = bool(turn.buckets) and height > 2
+    height -= with_buckets
     fit_in = len(others) if len(others) < height else max(height - 2, 0)
     shown = [("last step", turn)]
     shown += [(f"rank {one.rank}", found) for one in others[:fit_in] if (found := last_turn(one)) is not None]
     late = {name: _late(turn, other) for name, other in shown}
     top = ceiling(max(usual_ns or 0, *(late[name] + other.wall_ns for name, other in shown)))
     rows = [_main(name, other, label, room, top, look, late[name]) for name, other in shown]
+    if with_buckets:
+        rows.insert(1, bucket_row(turn, label, room, top, look))
     times = [one.last_step.wall_ns for one in others[fit_in:] if one.last_step is not None]
     if times and height > 1:
         rows.append(_condensed(times, 0, label, width, look))
     return rows
+
+
+def bucket_row(turn: Turn, label: int, room: int, top: float, look: Look) -> Row:
+    """When each bucket of gradients was ready, and how long the averaging went on after the last one.
+
+    Several buckets in one cell are a digit. What is exposed lies at the end of a wait.
+    """
+    scale = room / top
+    marks = Counter(min(int(at * scale), room - 1) for at in turn.buckets)
+    cells: list[Span] = [(" ", "")] * room
+    syncs = [piece for piece in turn.main if piece.phase == "sync"]
+    left = turn.exposed_ns or 0
+    (_, exposed, wait) = busy_signs(look.glyphs)
+    if turn.exposed_ns is None:
+        wait = (look.glyphs.bar[1], "dim")  # which part of it is a wait is not known
+    for piece in reversed(syncs):
+        took = min(left, piece.end_ns - piece.start_ns)
+        left -= took
+        for begin, end, sign in (
+            (piece.start_ns, piece.end_ns - took, wait),
+            (piece.end_ns - took, piece.end_ns, exposed),
+        ):
+            first = round(begin * scale)
+            cells[first : round(end * scale)] = [sign] * (min(round(end * scale), room) - first)
+    for at, count in marks.items():
+        cells[at] = (look.glyphs.down if count == 1 else str(min(count, 9)), "bold")
+    waited = sum(piece.end_ns - piece.start_ns for piece in syncs) - (turn.exposed_ns or 0)
+    said = [(f"{many(len(turn.buckets), 'bucket')} ready ", "dim"), (look.glyphs.down, "bold")]
+    if turn.exposed_ns is not None:
+        said += [("  wait ", "dim"), wait, (f" {duration(waited)}  exposed ", "dim"), exposed]
+        said.append((f" {duration(turn.exposed_ns)}", "dim"))
+    before = min(marks, default=0)
+    for text in (said, said[:2]):
+        if width_of(text) < before:
+            cells[: width_of(text)] = text
+            break
+    return [*fit([("buckets", "dim")], label, look.glyphs.more), *merged(cells[:room]), (" " * _TOOK, "")]
 
 
 def _late(turn: Turn, other: Turn) -> int:

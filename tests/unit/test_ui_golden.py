@@ -16,8 +16,9 @@ from string import ascii_letters, digits
 from typing import Any
 
 import pytest
+from joined import joined_ranks
 from recorded import linear_run
-from stored import Recording, state_of
+from stored import state_of
 from synthetic import SECOND, Training, decoded, host_event, whole_device_event
 
 from dpmon.record.kinds import Call, Record
@@ -78,14 +79,10 @@ def gpus(count: int, *, both: bool = False, replicas: int | None = None, batch: 
     return Scene(state_of(payloads), training.now, FACTS, alive=True, can_toggle=True)
 
 
-def ranks() -> Scene:
-    recording = Recording()
-    now = 0
-    for rank in range(4):
-        one = Training(process=rank, rank=rank, devices=(f"cuda:{rank}",), virtual=False, mode="single", seed=rank,
-                       via="DistributedDataParallel", step_ns=2_500_000 if rank == 3 else 2_000_000)  # fmt: skip
-        recording.add([*one.begin(), *one.run(400)], rank, rank)
-        now = max(now, one.now)
+@lru_cache(maxsize=4)
+def ranks(count: int) -> Scene:
+    """Ranks, one of which is slow in its data."""
+    recording, now = joined_ranks(count, slow=min(5, count - 1), phase="data", steps=160)
     return Scene(recording.state(), now, FACTS, alive=True)
 
 
@@ -137,7 +134,10 @@ SITUATIONS: dict[str, tuple[Callable[[], Scene], int, int, Look]] = {
     "16 GPUs 120x40": (lambda: gpus(16, replicas=8), 120, 40, DARK),
     "devices zoomed 120x40": (lambda: replace(gpus(2), view=View("devices", "devices")), 120, 40, DARK),
     "devices zoomed 80x24 ascii": (lambda: replace(gpus(2), view=View("devices", "devices")), 80, 24, BARE),
-    "ranks 120x40": (ranks, 120, 40, DARK),
+    "ranks 120x40": (lambda: ranks(4), 120, 40, DARK),
+    "ranks 80x24": (lambda: ranks(4), 80, 24, DARK),
+    "ranks 8 200x60": (lambda: ranks(8), 200, 60, DARK),
+    "ranks 64 120x40": (lambda: ranks(64), 120, 40, DARK),
     "evaluated and refused 120x40": (evaluated, 120, 40, DARK),
 }  # fmt: skip
 

@@ -19,7 +19,7 @@ from dpmon.record.plainjson import load_event
 from dpmon.record.wire import mode_number, pack_event, pack_step
 from dpmon.store.as_of import AsOf
 from dpmon.store.window import Window
-from dpmon.ui import panel_batch, panel_compare, panel_ranks
+from dpmon.ui import panel_batch, panel_communication, panel_ranks
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.paint import places, rank_room, whole
 from dpmon.ui.panel_output import Output
@@ -99,7 +99,7 @@ def test_each_rank_has_a_row_with_its_own_sizes_and_times() -> None:
     assert "[30, 5]" in text[1]
     assert "[20, 5]" in text[3]
     assert "[20, 2]" in text[3]
-    assert "backward pass" in text[4]
+    assert "who waits for whom is not known" in text[4]
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (40, 10), (200, 60)])
@@ -242,8 +242,7 @@ def test_no_time_of_a_rank_is_cut_at_120_columns() -> None:
             assert width_of(row) <= width, "the frame would cut it"
     text = [plain(row) for row in panel_ranks.table(scene, 56, 12, LOOK)]
     assert [line.split()[-1] for line in text[1:5]] == ["ms"] * 4
-    assert text[5].endswith("within the backward")
-    assert text[6].startswith("pass: a rank")
+    assert text[5].startswith("no DistributedDataParallel averages")
 
 
 def test_a_rank_that_came_late_or_takes_longer_is_seen_in_the_last_step() -> None:
@@ -258,10 +257,9 @@ def test_a_rank_that_came_late_or_takes_longer_is_seen_in_the_last_step() -> Non
     assert any("more ↓" in row and " to " in row for row in rows)
 
 
-def test_ranks_are_compared_where_they_stand_and_not_as_modes() -> None:
+def test_ranks_have_no_modes_to_compare() -> None:
     scene = scene_of(2)
-    found = panel_compare.figures(scene)
-    text = " ".join(plain(row) for row in panel_compare.compare(scene, 60, 10, found, LOOK))
-    assert text == "the ranks of DistributedDataParallel have no mode: they stand side by side in panels 2 and 3"
+    assert panel_communication.applies(scene)
+    assert any("4 Communication" in plain(row) for row in whole(scene, Output(), 120, 40, LOOK))
     title, _ = panel_batch.title(scene, LOOK, panel_batch.figures(scene))
     assert plain(title).startswith("3 Batch · ddp ×2 · last 2 min")

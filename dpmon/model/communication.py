@@ -1,0 +1,249 @@
+"""What ranks spend in communication, and what their DistributedDataParallel said of itself. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from dpmon.model.members import number_in, text_in, whole_in
+from dpmon.model.stragglers import RankTimes, Straggler, rank_times, straggler
+from dpmon.store.tally import Tally
+from dpmon.store.window import Window
+
+BUCKETS_READ = 4096
+_NO_WRAPPER = "no DistributedDataParallel averages gradients here: who waits for whom is not known"
+_NOT_YET = "no step is known yet in which all ranks averaged their gradients"
+
+
+class Wrapper(NamedTuple):
+    """What a DistributedDataParallel said of itself; None if unknown."""
+
+    process: int
+    rank: int | None
+    number: int
+    """Of the wrapper in its process."""
+    root: str
+    backend: str | None = None
+    group_size: int | None = None
+    parameter_bytes: int | None = None
+    bucket_bytes: tuple[int, ...] = ()
+    """In the order in which they are averaged."""
+    bucket_cap_bytes: int | None = None
+    find_unused_parameters: bool = False
+    unused_bytes: int | None = None
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: str | None = None
+    broadcast_buffers: bool = False
+    sync_batch_norm: bool = False
+    iteration: int | None = None
+    """The last iteration that torch itself timed."""
+    comm_ns: float | None = None
+    """torch's time of it: the communication of the backward pass, from the first bucket on."""
+    overlap_ns: float | None = None
+    """The part of that time in which the backward pass still computed."""
+    no_sync_times: str | None = None
+    """Why its synchronised passes have no times."""
+
+    @property
+    def unhidden_ns(self) -> float:
+        """What torch's times leave after the computation."""
+        return (self.comm_ns or 0.0) - (self.overlap_ns or 0.0)
+
+
+class Communication(NamedTuple):
+    """What the ranks of a run spend in communication, in mean steps; ns, None if unknown."""
+
+    ranks: tuple[RankTimes, ...]
+    wrappers: tuple[Wrapper, ...]
+    """Those of one rank, by number."""
+    sampled: Wrapper | None
+    """The wrapper with torch's own times of the newest iteration, on the rank that the others waited for in it."""
+    lately: bool
+    """Whether the times are of the last steps; else of the whole run."""
+    missing: str | None
+    """Why it is not known how the ranks wait for each other."""
+
+    @property
+    def known(self) -> tuple[RankTimes, ...]:
+        """The ranks whose waits are known."""
+        return tuple(one for one in self.ranks if one.joined)
+
+    @property
+    def joined(self) -> int:
+        """In how many steps it is known how the ranks waited for each other."""
+        return min((one.joined for one in self.known), default=0)
+
+    @property
+    def step_ns(self) -> float | None:
+        """The mean step of these ranks."""
+        return _mean(one.step_ns for one in self.known)
+
+    @property
+    def exposed_ns(self) -> float | None:
+        """Communication that no computation hides."""
+        return _mean(one.exposed_ns for one in self.known)
+
+    @property
+    def wait_ns(self) -> float | None:
+        """The mean of all ranks."""
+        return _mean(one.wait_ns for one in self.known)
+
+    @property
+    def exposed_share(self) -> float | None:
+        """Of the step (0 to 1)."""
+        return _share(self.exposed_ns, self.step_ns)
+
+    @property
+    def wait_share(self) -> float | None:
+        """Of the step (0 to 1)."""
+        return _share(self.wait_ns, self.step_ns)
+
+    @property
+    def hidden_share(self) -> float | None:
+        """The part of torch's sampled time in which the backward pass still computed (0 to 1)."""
+        return None if self.sampled is None else _share(self.sampled.overlap_ns, self.sampled.comm_ns)
+
+    @property
+    def steps(self) -> int:
+        """Of the rank with most of them."""
+        return max((one.steps for one in self.ranks), default=0)
+
+    @property
+    def synced(self) -> float | None:
+        """Backward passes a step that averaged gradients."""
+        return _a_step(self.ranks, [one.synced for one in self.ranks])
+
+    @property
+    def unsynced(self) -> float | None:
+        """Backward passes a step that averaged nothing (no_sync)."""
+        return _a_step(self.ranks, [one.unsynced for one in self.ranks])
+
+    def straggler(self) -> Straggler | None:
+        """The rank that the others wait for."""
+        return straggler(self.ranks)
+
+    def waits_in_forward(self) -> str | None:
+        """Why ranks wait for each other in the forward, too; None if they do not."""
+        causes = []
+        if any(one.sync_batch_norm for one in self.wrappers):
+            causes.append("SyncBatchNorm")
+        if any(one.broadcast_buffers for one in self.wrappers):
+            causes.append("broadcast_buffers")
+        if not causes:
+            return None
+        makes = "make" if len(causes) > 1 else "makes"
+        return f"{' and '.join(causes)} {makes} the ranks wait for each other in the forward, too"
+
+
+def communication(ranks: Sequence[RankTimes], wrappers: Sequence[Wrapper], *, lately: bool) -> Communication | None:
+    """What these ranks spend in communication; None for one process without a DistributedDataParallel."""
+    if len(ranks) < 2 and not wrappers:
+        return None
+    first = min(wrappers, key=lambda one: (one.rank is None, one.rank or 0, one.process), default=None)
+    own = [one for one in wrappers if first is not None and one.process == first.process]
+    own.sort(key=lambda one: one.number)
+    missing = None if any(one.joined for one in ranks) else _missing(ranks, own)
+    return Communication(tuple(ranks), tuple(own), _sampled(wrappers), lately, missing)
+
+
+def _missing(ranks: Sequence[RankTimes], wrappers: Sequence[Wrapper]) -> str:
+    if not wrappers:
+        return _NO_WRAPPER
+    reason = next((one.no_sync_times for one in wrappers if one.no_sync_times), None)
+    if reason is not None:
+        return reason
+    size, there = max(one.group_size or 0 for one in wrappers), max(len(ranks), 1)
+    if size == 1:
+        return "there is one rank, which waits for no other"
+    if there < size:
+        return f"{there} of {size} ranks are in this record, and it takes all of them to tell who waits for whom"
+    return _NOT_YET
+
+
+def _sampled(wrappers: Iterable[Wrapper]) -> Wrapper | None:
+    """On the slowest rank the communication ends soonest after the computation, as the exposed time is defined."""
+    timed = [one for one in wrappers if one.comm_ns and one.iteration is not None]
+    newest = max((one.iteration or 0 for one in timed), default=0)
+    return min((one for one in timed if one.iteration == newest), key=lambda one: one.unhidden_ns, default=None)
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def _share(part: float | None, whole: float | None) -> float | None:
+    return None if part is None or not whole else part / whole
+
+
+def _a_step(ranks: Sequence[RankTimes], counts: Sequence[int]) -> float | None:
+    steps = sum(one.steps for one in ranks)
+    return sum(counts) / steps if steps else None
+
+
+# ------------------------------------------------------------------------------------------------ of a whole run
+
+
+def ranks_in(window: Window, ranks: Mapping[int, int | None]) -> tuple[RankTimes, ...]:
+    """The mean times of each rank in a window; those of a job that was started again are of all its processes.
+
+    `ranks`: by process. Processes without a rank are left out, as are the first steps after a change of mode.
+    """
+    found: dict[int, tuple[int, Tally]] = {}
+    for process in window.processes:
+        rank = ranks.get(process)
+        if rank is not None:
+            whole = found.get(rank, (process, Tally()))[1]
+            for mode, evaluation in window.modes:
+                if not evaluation:
+                    whole.merge(window.tally(mode, process=process, settled=True))
+            found[rank] = process, whole
+    return tuple(rank_times(process, rank, tally) for rank, (process, tally) in sorted(found.items()))
+
+
+# ------------------------------------------------------------------------------------------------ records
+
+
+def newest_wrappers(records: Iterable[Mapping[str, Any]]) -> tuple[Wrapper, ...]:
+    """The newest of each wrapper, from the `ddp` records of a run in their order."""
+    newest = {(whole_in(data, "process"), whole_in(data, "wrapper")): data for data in records}
+    return tuple(one for data in newest.values() if (one := wrapper(data)) is not None)
+
+
+def wrapper(data: Mapping[str, Any]) -> Wrapper | None:
+    """What a `ddp` record says; None if it does not say of which process."""
+    process = whole_in(data, "process")
+    if process is None:
+        return None
+    sizes, absent = data.get("bucket_bytes"), data.get("absent")
+    buckets = sizes[:BUCKETS_READ] if isinstance(sizes, list) else []
+    reason = text_in(absent, "sync") if isinstance(absent, Mapping) else None
+    return Wrapper(
+        process,
+        whole_in(data, "rank"),
+        whole_in(data, "wrapper") or 0,
+        text_in(data, "root") or "",
+        text_in(data, "backend"),
+        whole_in(data, "group_size"),
+        whole_in(data, "parameter_bytes"),
+        tuple(size for size in buckets if type(size) is int and size >= 0),
+        whole_in(data, "bucket_cap_bytes"),
+        data.get("find_unused_parameters") is True,
+        whole_in(data, "unused_bytes"),
+        data.get("gradient_as_bucket_view") is True,
+        data.get("static_graph") is True,
+        text_in(data, "comm_hook"),
+        data.get("broadcast_buffers") is True,
+        data.get("sync_batch_norm") is True,
+        whole_in(data, "iteration"),
+        _ns(data, "comm_ms"),
+        _ns(data, "overlap_ms"),
+        reason,
+    )
+
+
+def _ns(data: Mapping[str, Any], key: str) -> float | None:
+    value = number_in(data, key)
+    return value * 1e6 if value is not None and 0 <= value < 1e9 else None

@@ -1,0 +1,139 @@
+"""What is worth a look in how ranks wait for each other and communicate. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dpmon.model.communication import Communication, Wrapper
+from dpmon.model.finding import MIN_STEPS, Finding, many, mib, took
+from dpmon.model.numbers import group, percent
+from dpmon.model.stragglers import held_up, how_often
+
+EXPOSED_SHARE = 0.2
+"""Of the step, for communication that nothing hides. Some is always there: nothing can hide the last bucket."""
+BUCKET_SHARE, BUCKET_EXPOSED = 0.5, 0.1
+"""The last bucket's part of all bytes, and the part of the step that is exposed."""
+BUCKET_BYTES = 1 << 20
+"""Size of the last bucket below which its time is that of the way, whatever it holds."""
+AVERAGED_TIMES = 1.5
+"""Synchronised passes for each step with an optimizer step. A script that skips some optimizer steps (overflows of
+mixed precision) stays below."""
+_SMALL = 0.05
+"""Weight where it is not known how much time is lost."""
+_BUCKETS_NAMED = 4
+
+_SLOW_PHASE = {
+    "data": "more loader workers on that rank, or the same amount of work for each rank's samples; a slower disk or"
+    " network there",
+    "copy": "pinned memory (DataLoader pin_memory); the link of that rank's GPU (nvidia-smi topo -m)",
+    "forward": "batches of the same size (or sequence length) on every rank; a slower GPU, or one that another process"
+    " uses, too",
+    "backward": "batches of the same size (or sequence length) on every rank; a slower GPU, or one that another process"
+    " uses, too",
+    "optimizer": "an optimizer state of the same size on every rank; a host whose processors are busy",
+    "other": "work that only one rank does, such as logging, a checkpoint or an evaluation: less often, or in a thread",
+}
+_NO_PHASE = "what differs on that rank: its GPU and its clocks, other processes on its host, its share of the data"
+
+
+def between_ranks(found: Communication | None) -> Iterator[Finding]:
+    """Everything worth a look."""
+    if found is not None:
+        yield from _straggler(found)
+        yield from _exposed(found)
+        yield from _bucket(found)
+        yield from _accumulation(found)
+        yield from _unused(found)
+
+
+def _straggler(found: Communication) -> Iterator[Finding]:
+    slow = found.straggler()
+    if slow is not None and slow.steps >= MIN_STEPS:
+        text = held_up(slow)
+        yield Finding(
+            "straggler",
+            f"{text[0].upper()}{text[1:]}.",
+            f"{how_often(slow, lately=found.lately)}; mean step {took(found.step_ns)} on {len(found.known)} ranks",
+            _NO_PHASE if slow.phase is None else _SLOW_PHASE.get(slow.phase, _NO_PHASE),
+            min(slow.share, 1.0),
+        )
+
+
+def _exposed(found: Communication) -> Iterator[Finding]:
+    share = found.exposed_share
+    if share is None or share < EXPOSED_SHARE or found.joined < MIN_STEPS:
+        return
+    advice = ["larger batches (they change the training itself: learning rate)", "gradient accumulation under no_sync"]
+    if found.wrappers and all(one.comm_hook is None for one in found.wrappers):
+        advice.append("gradients in half precision (bf16_compress_hook)")
+    if any(not one.gradient_as_bucket_view for one in found.wrappers):
+        advice.append("gradient_as_bucket_view=True, which saves a copy")
+    if any(len(one.bucket_bytes) > 1 for one in found.wrappers):
+        advice.append("another bucket_cap_mb")
+    yield Finding(
+        "exposed",
+        f"Communication that nothing hides takes {percent(share)} of the time of the steps.",
+        f"exposed mean {took(found.exposed_ns)}, step mean {took(found.step_ns)} over {many(found.joined, 'step')} of"
+        f" {len(found.known)} ranks",
+        "; ".join(advice),
+        min(share, 1.0),
+    )
+
+
+def _bucket(found: Communication) -> Iterator[Finding]:
+    """The last bucket is averaged when everything is computed: what is in it stays exposed."""
+    share = found.exposed_share
+    if share is None or share < BUCKET_EXPOSED or found.joined < MIN_STEPS or len(found.wrappers) != 1:
+        return
+    (one,) = found.wrappers
+    sizes, whole = one.bucket_bytes, sum(one.bucket_bytes)
+    if not whole or sizes[-1] < max(BUCKET_SHARE * whole, BUCKET_BYTES):
+        return
+    named = ", ".join(map(mib, sizes[-_BUCKETS_NAMED:]))
+    named = named if len(sizes) <= _BUCKETS_NAMED else f"... {named}"
+    yield Finding(
+        "bucket",
+        f"The last bucket has {percent(sizes[-1] / whole)} of the gradients, and no computation is left to hide it."
+        if len(sizes) > 1
+        else "All gradients are in one bucket, and no computation is left to hide it.",
+        f"{many(len(sizes), 'bucket')}: {named}; exposed mean {took(found.exposed_ns)}, {percent(share)} of the step",
+        f"a smaller bucket_cap_mb (now {_cap(one)}), so that averaging begins earlier and the last bucket is small",
+        share / 2,
+    )
+
+
+def _cap(one: Wrapper) -> str:
+    return "unknown" if one.bucket_cap_bytes is None else mib(one.bucket_cap_bytes)
+
+
+def _accumulation(found: Communication) -> Iterator[Finding]:
+    """Averaging in every backward pass of several that the optimizer waits for. Several models may have several."""
+    synced, unsynced = sum(one.synced for one in found.ranks), sum(one.unsynced for one in found.ranks)
+    optimized = sum(one.optimized for one in found.ranks)
+    each = optimized // max(len(found.ranks), 1)
+    if len(found.wrappers) != 1 or each < MIN_STEPS or synced < AVERAGED_TIMES * optimized:
+        return
+    times = synced / optimized
+    lost = (found.exposed_share or 0.0) + (found.wait_share or 0.0)
+    yield Finding(
+        "accumulation",
+        f"Gradients are averaged {times:.1f} times for each step of the optimizer.",
+        f"{group(synced)} synchronised backward passes, {group(unsynced)} under no_sync, {group(optimized)} steps with"
+        " an optimizer step",
+        "if gradients accumulate: no_sync() around all backward passes but the last before the optimizer's step",
+        min(max(lost * (1 - 1 / times), _SMALL), 1.0),
+    )
+
+
+def _unused(found: Communication) -> Iterator[Finding]:
+    for one in found.wrappers:
+        if one.find_unused_parameters and one.unused_bytes == 0 and found.steps >= MIN_STEPS:
+            named = f" of {one.root}" if len(found.wrappers) > 1 else ""
+            yield Finding(
+                "unused",
+                f"find_unused_parameters{named} is on, although every parameter is used.",
+                f"0 bytes unused in iteration {group(one.iteration)}, the last that torch looked at; {found.steps:,}"
+                " steps",
+                "find_unused_parameters=False, if that is so in every step: it saves a search of the graph in each",
+                _SMALL,
+            )

@@ -1,0 +1,66 @@
+"""What ranks communicate, in words: the same on the screen, in the report and in the summary."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from dpmon.model.communication import Communication, Wrapper
+from dpmon.model.finding import many
+from dpmon.model.numbers import duration, group, percent, three
+from dpmon.text.quantities import memory
+
+_RUNS = 4
+"""Runs of buckets of one size that are named."""
+
+
+def communication_facts(found: Communication) -> list[tuple[str, str]]:
+    """What is known, a label and a text each; the most telling first."""
+    rows: list[tuple[str, str]] = []
+    if found.exposed_ns is not None:
+        rows.append(("exposed", f"{duration(found.exposed_ns)} a step, {percent(found.exposed_share)} of it"))
+        ranks = len(found.known)
+        rows.append(("wait", f"{duration(found.wait_ns)}, {percent(found.wait_share)}; mean of {ranks} ranks"))
+    if found.missing is not None:
+        rows.append(("wait", f"unknown: {found.missing}"))
+    if found.sampled is not None:
+        rows.append(("hidden", _hidden(found, found.sampled)))
+    several = len(found.wrappers) > 1
+    for one in found.wrappers:
+        rows.append((f"buckets{f' {one.root}' if several else ''}", buckets(one)))
+    if found.wrappers:
+        rows.append(("group", _group(found.wrappers[0])))
+    if found.synced:
+        under = f", {three(found.unsynced)} under no_sync" if found.unsynced else ""
+        rows.append(("passes", f"{three(found.synced)} synchronised a step{under}"))
+    return rows
+
+
+def _hidden(found: Communication, one: Wrapper) -> str:
+    """torch's own times."""
+    who = "" if one.rank is None else f", rank {one.rank}"
+    return f"{percent(found.hidden_share)} of {duration(one.comm_ns)} (torch: iteration {group(one.iteration)}{who})"
+
+
+def buckets(one: Wrapper) -> str:
+    """How many buckets, and their sizes in the order of averaging: "6: 1.00 MiB, 25.0 MiB x5"."""
+    if not one.bucket_bytes:
+        return "not known yet"
+    runs = [(size, sum(1 for _ in same)) for size, same in groupby(map(memory, one.bucket_bytes))]
+    named = ", ".join(size if count == 1 else f"{size} ×{count}" for size, count in runs[:_RUNS])
+    return f"{len(one.bucket_bytes)}: {named}{' ...' if len(runs) > _RUNS else ''}"
+
+
+def _group(one: Wrapper) -> str:
+    parts = [
+        "size unknown" if one.group_size is None else many(one.group_size, "rank"),
+        one.backend or "backend unknown",
+    ]
+    if one.comm_hook:
+        parts.append(f"communication hook {one.comm_hook}")
+    if one.gradient_as_bucket_view:
+        parts.append("gradients are views of buckets")
+    if one.static_graph:
+        parts.append("static graph")
+    if one.find_unused_parameters:
+        parts.append("finds unused parameters")
+    return ", ".join(parts)

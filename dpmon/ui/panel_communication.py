@@ -1,0 +1,77 @@
+"""Panel 4 where ranks train, which have no mode to compare: what they spend in communication, and what to try."""
+
+from __future__ import annotations
+
+from dpmon.model.communication import Communication
+from dpmon.model.found_between_ranks import between_ranks
+from dpmon.model.numbers import duration, percent
+from dpmon.model.ranks import distributed
+from dpmon.text.cells import right, wrapped
+from dpmon.text.cleaning import clean
+from dpmon.text.communicated import communication_facts
+from dpmon.ui import panel_ranks
+from dpmon.ui.look import Look
+from dpmon.ui.rows import Row
+from dpmon.ui.scene import Scene
+
+_LABEL = 9
+_NOTHING = "no rank has said yet how it averages its gradients"
+
+
+def applies(scene: Scene) -> bool:
+    """Whether ranks train: alone or several side by side."""
+    process = scene.process
+    if process is None:
+        return False
+    return distributed(process) is not None or (process.rank is not None and panel_ranks.applies(scene))
+
+
+def title(scene: Scene, look: Look, folded: bool) -> tuple[Row, Row]:
+    """The panel's title, and the number that counts."""
+    found = scene.state.communication()
+    corner: Row = []
+    if found is not None and found.exposed_ns is not None:
+        corner = [("exposed", "dim"), (right(duration(found.exposed_ns), 8), "bold")]
+        corner += [] if folded else [(right(percent(found.exposed_share), 6), "bold"), (" of the step", "dim")]
+    return [("4 Communication", "title")], corner
+
+
+def story(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
+    """The panel's rows, inside its frame: figures, facts, and below them what to try."""
+    found = scene.state.communication()
+    if found is None:
+        return [[(line, "dim")] for line in wrapped(scene.lack(_NOTHING, _NOTHING), width)]
+    zoomed = scene.view.zoom == "compare"
+    above = _facts(found, width, look)
+    room = max(height - len(above), 2)
+    advice = _advice(found, width, None if zoomed else room, look)
+    if not zoomed and len(above) + len(advice) > height:
+        above = above[: max(height - len(advice), 1)]
+    return [*above, *advice]
+
+
+def _facts(found: Communication, width: int, look: Look) -> list[Row]:
+    rows: list[Row] = []
+    for label, text in communication_facts(found):
+        label = clean(label, 40)
+        indent = _LABEL if len(label) < _LABEL else len(label) + 1
+        lines = wrapped(clean(text, 400), max(width - indent, 10))
+        for index, line in enumerate(lines):
+            head = label.ljust(indent) if index == 0 else " " * indent
+            rows.append([(head, "dim"), (line, "bold" if label == "exposed" else "")])
+    return rows
+
+
+def _advice(found: Communication, width: int, most: int | None, look: Look) -> list[Row]:
+    """What was found, the heaviest first, each with what to try; the heaviest alone where there is little room."""
+    rows: list[Row] = []
+    for finding in sorted(between_ranks(found), key=lambda one: -one.weight):
+        own: list[Row] = [[(line, "wait")] for line in wrapped(clean(finding.text, 400), width)]
+        own += [[(line, "")] for line in wrapped(f"try: {clean(finding.advice, 400)}", width)]
+        if most is not None and len(rows) + len(own) > most:
+            if not rows:
+                text = f"try: {clean(finding.advice, 400)}"
+                rows += [[(line, "")] for line in wrapped(text, width, most, look.glyphs.more)]
+            break
+        rows += own
+    return rows

@@ -1,0 +1,53 @@
+"""A map of many ranks: a cell a rank, with the part of its step that it waits for the slowest one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dpmon.model.stragglers import RankTimes, Straggler
+from dpmon.text.cells import right
+from dpmon.ui.look import Look
+from dpmon.ui.rows import Row, fit
+
+_GROUP = 8
+"""Cells between two gaps."""
+_LABEL = 5
+_LITTLE, _MUCH = 0.1, 0.3
+"""Parts of a step. A rank that waits less than the first stands back; one that waits more than the second stands
+out."""
+
+
+def rank_map(ranks: Sequence[RankTimes], slow: Straggler | None, width: int, look: Look) -> list[Row]:
+    """Rows of 32 ranks, or 16 where there is no room for them; each begins with the number of its first rank.
+
+    A rank that is not in the record is blank.
+    """
+    each = 32 if width >= _LABEL + 32 + 3 else 16
+    by_rank = {one.process if one.rank is None else one.rank: one for one in ranks}
+    rows: list[Row] = []
+    for first in range(0, max(by_rank, default=-1) + 1, each):
+        row: Row = [(right(str(first), _LABEL - 1) + " ", "dim")]
+        for rank in range(first, first + each):
+            if rank > first and rank % _GROUP == 0:
+                row.append((" ", ""))
+            row.append(_cell(by_rank.get(rank), slow, look))
+        rows.append(row)
+    return rows
+
+
+def _cell(one: RankTimes | None, slow: Straggler | None, look: Look) -> tuple[str, str]:
+    if one is None:
+        return (" ", "")
+    if slow is not None and slow.process == one.process:
+        return (look.glyphs.focus, "found")
+    share = one.wait_share
+    if share is None:
+        return ("?", "dim")
+    style = "dim" if share < _LITTLE else "wait" if share < _MUCH else "bad"
+    return (str(min(int(share * 10), 9)), style)
+
+
+def legend(width: int, look: Look) -> Row:
+    """What the cells mean."""
+    tenths = "tenths of the step spent waiting for it"
+    return fit([(look.glyphs.focus, "found"), (" slowest  ", "dim"), ("0-9", "bold"), (f" {tenths}", "dim")], width)

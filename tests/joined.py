@@ -1,0 +1,143 @@
+"""Ranks of DistributedDataParallel that never were: each waits for the slowest at the end of its backward pass."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stored import Recording
+from synthetic import Training
+
+from dpmon.record.codec import kind_of
+from dpmon.record.plainjson import load_event
+from dpmon.record.schema import SPAN_PHASES
+from dpmon.record.step_spans import BUCKET, span_words
+from dpmon.record.wire import DDP, mode_number, pack_event, pack_step, with_extras
+
+__all__ = ["MS", "USUAL", "ddp_event", "joined_payloads", "joined_ranks"]
+
+MS = 1_000_000
+USUAL: Mapping[str, float] = {"data": 0.4, "forward": 3.1, "backward": 5.0, "optimizer": 1.0}
+"""Phases of a step in ms, without what follows the last gradient."""
+EXPOSED_MS = 2.1
+
+
+class _Rank(Training):
+    """One rank; `times` are what its next step takes, in ns by phase."""
+
+    times: Mapping[str, int] = {}
+
+    def _wobble(self, ns: float) -> int:
+        return int(ns)
+
+    def joined(self, number: int, sync_ns: int, passes: tuple[int, int]) -> list[bytes]:
+        """A step whose backward pass ends `sync_ns` after its last gradient; no sync without synchronised passes."""
+        start, took, (synced, unsynced) = self.now, dict(self.times), passes
+        self.shares = {"single": {"rest" if name == "forward" else name: ns for name, ns in took.items()}}
+        sync_ns = sync_ns if synced else 0
+        *payloads, _ = self.step()
+        wall = sum(took.values()) + sync_ns
+        names = ("data", "forward", "backward", "optimizer")
+        spans, at = [], start
+        for name in names:
+            whole = took[name] + (sync_ns if name == "backward" else 0)
+            spans.append((SPAN_PHASES.index(name), at, whole))
+            if name == "backward" and synced:
+                ready = at + took[name]
+                spans += [(BUCKET, ready - took[name] // 2, 0), (BUCKET, ready, 0)]
+                spans.append((SPAN_PHASES.index("sync"), ready, sync_ns))
+            at += whole
+        parts = [took[name] for name in names]
+        payload = pack_step(
+            mode_number("single"), self.steps, start, wall, self.batch, parts, span_words(spans, start, wall)
+        )
+        extras = {"sync": sync_ns, "synced": synced, "sync_number": number} if synced else {}
+        extras |= {"unsynced": unsynced} if unsynced else {}
+        self.now = start + wall
+        return [*payloads, with_extras(payload, extras)]
+
+
+def joined_ranks(count: int, **how: Any) -> tuple[Recording, int]:
+    """A run of ranks and its end; `how`: as in `joined_payloads`."""
+    run = Recording()
+    payloads, end = joined_payloads(count, **how)
+    for rank, own in payloads.items():
+        run.add(own, rank, rank)
+    return run, end
+
+
+def joined_payloads(
+    count: int,
+    *,
+    slow: int | None = None,
+    phase: str = "backward",
+    extra_ms: float = 6.0,
+    steps: int = 400,
+    passes: Sequence[tuple[int, int]] = ((1, 0),),
+    world: int | None = None,
+    wrapper: Mapping[str, Any] | None = None,
+    usual: Mapping[str, float] = USUAL,
+    exposed_ms: float = EXPOSED_MS,
+    noise: float = 0.02,
+) -> tuple[dict[int, list[bytes]], int]:
+    """What each rank records, and when they end; `slow` needs `extra_ms` more for a phase of each step.
+
+    `passes`: synchronised and other backward passes of each step, in turn. `wrapper`: more of the `ddp` record.
+    """
+    chance = random.Random(count)
+    usually: dict[str, Any] = {"virtual": False, "mode": "single", "via": DDP, "step_ns": 100}
+    ranks = [_Rank(process=rank, rank=rank, devices=(f"cuda:{rank % 8}",), **usually) for rank in range(count)]
+    payloads = [[_in_world(one, world or count) for one in rank.begin()] for rank in ranks]
+    for rank, own in enumerate(payloads):
+        own.append(ddp_event(rank, world or count, **(wrapper or {})))
+    for number in range(steps):
+        for rank, one in enumerate(ranks):
+            took = {name: ms + (extra_ms if rank == slow and name == phase else 0) for name, ms in usual.items()}
+            one.times = {name: int(ms * MS * chance.gauss(1, noise)) for name, ms in took.items()}
+        ready = [sum(one.times.values()) - one.times["optimizer"] for one in ranks]
+        for one, own, at in zip(ranks, payloads, ready, strict=True):
+            tail = max(ready) - at + int(exposed_ms * MS)
+            own += one.joined(number + 1, tail, passes[number % len(passes)])
+        together = max(one.now for one in ranks)
+        for one in ranks:
+            one.now = together
+    return dict(enumerate(payloads)), together
+
+
+def ddp_event(rank: int, size: int, **more: Any) -> bytes:
+    """What a DistributedDataParallel says of itself."""
+    usual = {
+        "process": rank,
+        "rank": rank,
+        "t_s": 2.5,
+        "wrapper": 0,
+        "root": "Model",
+        "backend": "nccl",
+        "group_size": size,
+        "group": list(range(size)),
+        "parameters": 18,
+        "parameter_bytes": 130 << 20,
+        "bucket_bytes": [1 << 20, *[25 << 20] * 5],
+        "bucket_cap_bytes": 25 << 20,
+        "find_unused_parameters": False,
+        "unused_bytes": 0,
+        "gradient_as_bucket_view": False,
+        "static_graph": False,
+        "comm_hook": None,
+        "broadcast_buffers": False,
+        "sync_batch_norm": False,
+        "iteration": 300,
+        "comm_ms": 8.0 + rank,
+        "overlap_ms": 5.9,
+        "absent": {},
+    }
+    return pack_event("ddp", {**usual, **more})
+
+
+def _in_world(payload: bytes, world: int) -> bytes:
+    """The same record, of a process that is one of `world` ranks."""
+    if kind_of(payload) != "event":
+        return payload
+    kind, data = load_event(payload[1:].decode())
+    return pack_event(kind, {**data, "world": world}) if kind == "process" else payload

@@ -1,0 +1,158 @@
+"""Who waits for whom, and what ranks communicate: in report, summary, lines, metrics and traces, in the same words."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from joined import joined_payloads
+from kept import keep
+from prometheus_client.parser import text_string_to_metric_families
+from traceformat import read
+
+from dpmon.cli.lines import Lines
+from dpmon.cli.progress import Progress
+from dpmon.cli.summary import summary_lines
+from dpmon.export.perfetto import write_trace
+from dpmon.report.asjson import as_object
+from dpmon.report.collect import collect
+from dpmon.report.page import page
+from dpmon.report.text import text_lines
+from dpmon.run.rundir import load_exit, load_info
+from dpmon.store.opened import open_store
+from dpmon.supervise.metrics import Metrics
+
+HELD_UP = "rank 1 holds the others up by 6.00 ms a step (34 %): its data takes 6.40 ms against 400 µs"
+STEPS = 100
+KNOWN = STEPS - 5
+"""Without those that settle."""
+
+
+def a_run(status: int | None = 0, **how: Any) -> Path:
+    """Three ranks, of which the second is slow in its data."""
+    made, _ = joined_payloads(3, **{"slow": 1, "phase": "data", "steps": STEPS, "noise": 0.0, **how})
+    return keep(made, status=status)
+
+
+def test_the_report_tells_it_in_text_page_and_json(state: Path) -> None:
+    story = collect(a_run())
+    text = text_lines(story, 200)
+    assert f"  straggler {HELD_UP}; slowest in {KNOWN} of {KNOWN} steps" in text
+    assert "  exposed   2.10 ms a step, 12 % of it" in text
+    assert "  buckets   6: 1.00 MiB, 25.0 MiB ×5" in text
+    at = text.index("RANKS: where a step goes")
+    head, *rows = (" ".join(line.split()) for line in text[at + 1 : at + 4])
+    assert head == "mean of a step data forward backward exposed wait slowest in"
+    assert rows[0] == "rank 0 of 3 400 µs 3.10 ms 5.00 ms 2.10 ms 6.00 ms 0 %"
+    assert rows[1] == "rank 1 of 3 6.40 ms 3.10 ms 5.00 ms 2.10 ms 0.00 µs 100 %"
+    made = page(story)
+    for said in ("Communication", "Where a step of each rank goes", HELD_UP, "6: 1.00 MiB, 25.0 MiB ×5"):
+        assert said in made
+    found = json.loads(json.dumps(as_object(story)))
+    told = found["communication"]
+    assert told["exposed_ms"] == pytest.approx(2.1, abs=0.01)
+    assert told["wait_ms"] == pytest.approx(4.0, abs=0.01)
+    assert told["joined_steps"] == KNOWN
+    assert told["missing"] is None
+    assert told["straggler"]["sentence"] == f"{HELD_UP}; slowest in {KNOWN} of {KNOWN} steps"
+    assert told["torch"] == {"process": 0, "iteration": 300, "comm_ms": 8.0, "overlap_ms": 5.9}
+    assert told["wrappers"][0]["bucket_bytes"] == [1 << 20, *[25 << 20] * 5]
+    assert [rank["wait_ms"] for rank in found["ranks"]] == pytest.approx([6.0, 0.0, 6.0], abs=0.01)
+    assert [rank["slowest"] for rank in found["ranks"]] == [0, KNOWN, 0]
+    (straggler, *_) = [finding for finding in found["findings"] if finding["kind"] == "straggler"]
+    assert straggler["text"] == HELD_UP.replace("rank", "Rank") + "."
+
+
+def test_a_run_without_ranks_has_none_of_it(state: Path) -> None:
+    made, _ = joined_payloads(1, steps=40)
+    story = collect(keep({0: made[0][:1] + made[0][3:]}))
+    text = text_lines(story, 100)
+    assert not any(line.startswith("RANKS") for line in text)
+    assert as_object(story)["communication"] is None or not story.ranks
+
+
+def test_where_waits_are_not_known_the_report_says_why(state: Path) -> None:
+    text = text_lines(collect(a_run(world=8)), 200)
+    assert any("3 of 8 ranks are in this record" in line for line in text)
+    assert "RANKS: where a step goes" not in text
+
+
+def test_ranks_of_a_job_that_was_started_again_are_told_together(state: Path) -> None:
+    first, end = joined_payloads(2, slow=1, steps=60, noise=0.0)
+    second, _ = joined_payloads(2, slow=1, steps=60, noise=0.0)
+    moved = {2 + rank: [_of(rank, payload) for payload in own] for rank, own in second.items()}
+    directory = keep({**first, **moved})
+    found = as_object(collect(directory))
+    assert found["communication"]["joined_steps"] == 2 * 55
+    assert found["communication"]["straggler"]["rank"] == 1
+    assert end > 0
+
+
+def _of(rank: int, payload: bytes) -> bytes:
+    """The same event of another process."""
+    text = f'"process":{rank},'.encode()
+    return payload.replace(text, f'"process":{rank + 2},'.encode())
+
+
+def test_the_summary_names_the_slow_rank_and_the_waits(state: Path) -> None:
+    directory = a_run()
+    lines = summary_lines(directory, load_exit(directory))
+    assert f"  {HELD_UP}; slowest in {KNOWN} of {KNOWN} steps" in lines
+    assert any("rank 0 of 3" in line and line.endswith("exposed 2.10 ms, wait 6.00 ms") for line in lines)
+
+
+def test_the_line_of_progress_names_the_slow_rank(state: Path) -> None:
+    reader: Any = SimpleNamespace(directory=a_run(None), info=SimpleNamespace(start_ns=0))
+    assert Progress(reader).line().endswith("  others wait for rank 1: 6.00 ms (34 %), data 6.40 ms against 400 µs")
+    reader.directory = a_run(None, slow=None, noise=0.02)
+    assert "others wait" not in Progress(reader).line()
+
+
+def test_the_lines_of_json_have_it(state: Path) -> None:
+    said: list[bytes] = []
+    lines = Lines(a_run(None), lambda line: bool(said.append(line)) or True)
+    lines.tick(1e9)
+    found = json.loads(said[0])
+    assert found["communication"]["straggler"]["phase"] == "data"
+    assert found["communication"]["straggler"]["sentence"].startswith(HELD_UP)
+    assert [rank["data_ms"] for rank in found["ranks"]] == pytest.approx([0.4, 6.4, 0.4], abs=0.01)
+    assert [rank["wait_ms"] for rank in found["ranks"]] == pytest.approx([6.0, 0.0, 6.0], abs=0.01)
+
+
+def test_metrics_count_it(state: Path, tmp_path: Path) -> None:
+    target = tmp_path / "it.prom"
+    Metrics(target, a_run(None), print).tick(100.0)
+    found = {
+        (sample.name, sample.labels.get("process")): sample.value
+        for family in text_string_to_metric_families(target.read_text("utf-8"))
+        for sample in family.samples
+    }
+    assert found["dpmon_step_exposed_seconds_total", "0"] == pytest.approx(STEPS * 2.1e-3, rel=0.01)
+    assert found["dpmon_step_wait_seconds_total", "2"] == pytest.approx(STEPS * 6e-3, rel=0.01)
+    assert found["dpmon_step_wait_known_total", "1"] == STEPS
+    assert found["dpmon_step_slowest_total", "1"] == STEPS
+    assert ("dpmon_step_slowest_total", "0") not in found
+    assert found["dpmon_step_held_seconds_total", "1"] == pytest.approx(STEPS * 6e-3, rel=0.01)
+    assert found["dpmon_ddp_group_size", "2"] == 3
+    assert found["dpmon_ddp_torch_overlap_seconds", "0"] == pytest.approx(5.9e-3)
+
+
+def test_a_trace_has_waits_and_buckets(state: Path) -> None:
+    directory, file = a_run(steps=10), io.StringIO()
+    with open_store(directory) as store:
+        write_trace(load_info(directory), store.records(), file)
+    trace = read(file.getvalue())
+    slices = trace.slices["rank 0 (process 0)", "steps"]
+    steps = [one for one in slices if one["name"].startswith("step ")]
+    syncs = [one for one in slices if one["name"] == "sync"]
+    for one in (*steps, *syncs):
+        assert one["args"]["exposed_ms"] == pytest.approx(2.1, abs=0.01)
+        assert one["args"]["wait_ms"] == pytest.approx(6.0, abs=0.01)
+    marks = [one for one in trace.instants if one["name"].startswith("bucket ")]
+    assert len(marks) == 3 * 10 * 2
+    assert {one["name"] for one in marks} == {"bucket 1 ready", "bucket 2 ready"}
+    assert any(abs(one["ts"] - syncs[0]["ts"]) < 1 for one in marks if one["name"] == "bucket 2 ready")

@@ -1,0 +1,223 @@
+"""Mean times of ranks, what they communicate, and what is found in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from joined import MS, ddp_event, joined_ranks
+
+from dpmon.model.announced import Announced
+from dpmon.model.communication import Communication, Wrapper, communication, newest_wrappers, wrapper
+from dpmon.model.finding import MIN_STEPS, Finding
+from dpmon.model.found_between_ranks import between_ranks
+from dpmon.model.stragglers import RankTimes, Straggler, held_up, in_short, rank_times, sentence, straggler
+from dpmon.record.plainjson import load_event
+from dpmon.store.as_of import AsOf
+from dpmon.store.tally import Tally
+
+
+def wrapped(rank: int = 0, **more: Any) -> Wrapper:
+    found = wrapper(load_event(ddp_event(rank, 2, **more)[1:].decode())[1])
+    assert found is not None
+    return found
+
+
+def rank(number: int, wait_ms: float, *, steps: int = 200, exposed_ms: float = 1.0, **more: Any) -> RankTimes:
+    phases = {"data": 1.0 * MS, "forward": 5.0 * MS, "backward": 10.0 * MS, "sync": (wait_ms + exposed_ms) * MS}
+    found = RankTimes(number, number, steps, 20.0 * MS, phases, steps, exposed_ms * MS, wait_ms * MS)
+    return found._replace(synced=steps, optimized=steps)._replace(**more)
+
+
+def of(ranks: list[RankTimes], *wrappers: Wrapper, lately: bool = False) -> Communication:
+    found = communication(ranks, wrappers or [wrapped()], lately=lately)
+    assert found is not None
+    return found
+
+
+def found_in(ranks: list[RankTimes], *wrappers: Wrapper) -> list[Finding]:
+    return list(between_ranks(of(ranks, *wrappers)))
+
+
+EVEN = [rank(0, 0.1), rank(1, 0.1)]
+
+
+# ------------------------------------------------------------------------------------------------ words
+
+
+def test_a_straggler_is_told_in_one_sentence() -> None:
+    slow = Straggler(5, 5, 6.0 * MS, 0.38, 97, 100, "data", 6.3 * MS, 0.4 * MS)
+    assert sentence(slow, lately=True) == (
+        "rank 5 holds the others up by 6.00 ms a step (38 %): its data takes 6.30 ms against 400 µs; slowest in 97 of"
+        " the last 100 steps"
+    )
+    assert sentence(slow, lately=False).endswith("slowest in 97 of 100 steps")
+    assert in_short(slow) == "others wait for rank 5: 6.00 ms (38 %), data 6.30 ms against 400 µs"
+    nameless = slow._replace(rank=None, phase=None)
+    assert held_up(nameless) == "process 5 holds the others up by 6.00 ms a step (38 %), in no single phase"
+    assert in_short(nameless) == "others wait for process 5: 6.00 ms (38 %)"
+    alone = slow._replace(phase="copy", others_ns=0.0)
+    assert held_up(alone).endswith(": its copy takes 6.30 ms and nothing on the others")
+    assert held_up(slow._replace(phase="other")).endswith("the script's own work (other) takes 6.30 ms against 400 µs")
+
+
+# ------------------------------------------------------------------------------------------------ times
+
+
+def test_times_of_steps_that_average_nothing_count_so_that_all_columns_add_up() -> None:
+    run, _ = joined_ranks(2, slow=1, phase="forward", extra_ms=1.0, passes=((0, 1), (0, 1), (0, 1), (1, 0)), noise=0.0)
+    fast, slow = run.state().ranks
+    assert slow.synced + slow.unsynced == slow.steps
+    assert slow.exposed_ns == pytest.approx(2.1 * MS * slow.synced / slow.steps)
+    assert slow.phases["sync"] == pytest.approx((slow.exposed_ns or 0) + (slow.wait_ns or 0))
+    assert fast.wait_share == pytest.approx((fast.wait_ns or 0) / (fast.step_ns or 1))
+
+
+def test_a_tally_without_passes_has_no_waits() -> None:
+    times = rank_times(0, 0, Tally(steps=10))
+    assert (times.joined, times.exposed_ns, times.wait_ns, times.wait_share, times.backward_ns) == (0,) + (None,) * 4
+    assert straggler([times, times]) is None
+
+
+# ------------------------------------------------------------------------------------------------ communication
+
+
+def test_the_state_knows_the_newest_of_each_wrapper() -> None:
+    run, _ = joined_ranks(2)
+    run.add([ddp_event(1, 2, iteration=400, comm_ms=3.0), ddp_event(1, 2, wrapper=1, root="Critic")], 1, 1)
+    said = Announced.read(AsOf(run.store()))
+    assert {(one.process, one.number, one.iteration) for one in said.wrappers} == {
+        (0, 0, 300),
+        (1, 0, 400),
+        (1, 1, 300),
+    }
+    found = run.state().communication()
+    assert found is not None
+    assert [one.process for one in found.wrappers] == [0], "those of one rank"
+    assert found.sampled is not None
+    assert found.sampled.iteration == 400
+    assert found.hidden_share == pytest.approx(5.9 / 3.0)
+
+
+def test_of_torchs_own_times_those_of_the_rank_that_the_others_wait_for_count() -> None:
+    fast, slow = wrapped(0, comm_ms=35.0, overlap_ms=4.0), wrapped(1, comm_ms=44.0, overlap_ms=39.0)
+    assert of(EVEN, fast, slow).sampled == slow
+    assert of(EVEN, wrapped(0, comm_ms=0.0)).sampled is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"process": True},
+        {"process": 1, "bucket_bytes": [1, "x", None, -2, True, 3], "comm_ms": float("nan"), "absent": []},
+        {"process": 1, "bucket_bytes": 7, "wrapper": "x", "rank": [], "overlap_ms": -1, "absent": {"sync": 3}},
+    ],
+)
+def test_a_record_that_makes_no_sense_is_survived(data: dict[str, Any]) -> None:
+    found = newest_wrappers([data])
+    if data["process"] is True:
+        assert found == ()
+    else:
+        assert (found[0].number, found[0].comm_ns, found[0].overlap_ns, found[0].no_sync_times) == (0, None, None, None)
+        assert set(found[0].bucket_bytes) <= {1, 3}
+
+
+def test_one_process_that_averages_nothing_has_no_communication() -> None:
+    assert communication([], [], lately=True) is None
+    assert communication([rank(0, 0)], [], lately=True) is None
+    assert list(between_ranks(None)) == []
+
+
+# ------------------------------------------------------------------------------------------------ findings
+
+
+def test_nothing_is_found_where_all_is_well() -> None:
+    assert found_in(EVEN) == []
+
+
+@pytest.mark.parametrize(
+    ("phase", "advice"),
+    [("data", "workers"), ("forward", "batches"), ("backward", "batches"), ("other", "checkpoint"), ("copy", "pinned")],
+)
+def test_a_straggler_is_found_with_advice_for_its_phase(phase: str, advice: str) -> None:
+    slow = rank(1, 0.0, slowest=180)
+    slow = slow._replace(phases={**slow.phases, phase: slow.phases.get(phase, 0.0) + 5 * MS})
+    (found,) = found_in([rank(0, 5.0), slow, rank(2, 5.0)])
+    assert found.kind == "straggler"
+    assert found.text.startswith("Rank 1 holds the others up by 5.00 ms a step (25 %): ")
+    assert found.ground == "slowest in 180 of 200 steps; mean step 20.0 ms on 3 ranks"
+    assert advice in found.advice
+    assert found.weight == pytest.approx(0.25)
+
+
+def test_a_straggler_without_a_cause_is_found_too() -> None:
+    (found,) = found_in([rank(0, 5.0), rank(1, 0.0, slowest=180)])
+    assert found.text.endswith("in no single phase.")
+    assert "GPU" in found.advice
+
+
+def test_exposed_communication_is_found_with_what_the_wrapper_does_not_do_yet() -> None:
+    ranks = [rank(0, 0.1, exposed_ms=5.0), rank(1, 0.1, exposed_ms=5.0)]
+    (found,) = found_in(ranks)
+    assert found.kind == "exposed"
+    assert found.text == "Communication that nothing hides takes 25 % of the time of the steps."
+    assert found.ground == "exposed mean 5.00 ms, step mean 20.0 ms over 200 steps of 2 ranks"
+    for word in ("larger batches", "no_sync", "bf16_compress_hook", "gradient_as_bucket_view", "bucket_cap_mb"):
+        assert word in found.advice
+    (found,) = found_in(ranks, wrapped(comm_hook="fp16", gradient_as_bucket_view=True, bucket_bytes=[1]))[:1]
+    for word in ("bf16_compress_hook", "gradient_as_bucket_view", "bucket_cap_mb"):
+        assert word not in found.advice
+
+
+def test_a_last_bucket_that_is_most_of_all_is_found_where_it_costs() -> None:
+    ranks = [rank(0, 0.1, exposed_ms=3.0), rank(1, 0.1, exposed_ms=3.0)]
+    (found,) = found_in(ranks, wrapped(bucket_bytes=[1 << 20, 3 << 20]))
+    assert found.kind == "bucket"
+    assert found.text == "The last bucket has 75 % of the gradients, and no computation is left to hide it."
+    assert found.ground == "2 buckets: 1.0 MiB, 3.0 MiB; exposed mean 3.00 ms, 15 % of the step"
+    (found,) = found_in(ranks, wrapped(bucket_bytes=[3 << 20]))
+    assert found.text == "All gradients are in one bucket, and no computation is left to hide it."
+    assert found_in(ranks, wrapped(bucket_bytes=[3 << 20, 1 << 20])) == []
+    assert found_in(EVEN, wrapped(bucket_bytes=[1 << 20, 3 << 20])) == [], "little is exposed"
+    assert found_in(ranks, wrapped(bucket_bytes=[])) == []
+    assert found_in(ranks, wrapped(bucket_bytes=[2048])) == [], "a smaller one takes as long"
+
+
+def test_several_averages_for_one_step_of_the_optimizer_are_found() -> None:
+    ranks = [rank(number, 0.1, synced=200, optimized=50) for number in range(2)]
+    (found,) = found_in(ranks)
+    assert found.kind == "accumulation"
+    assert found.text == "Gradients are averaged 4.0 times for each step of the optimizer."
+    assert found.ground == "400 synchronised backward passes, 0 under no_sync, 100 steps with an optimizer step"
+    assert "no_sync" in found.advice
+    assert found_in(ranks, wrapped(), wrapped(wrapper=1)) == [], "two models average twice"
+    assert found_in([rank(number, 0.1, synced=50, unsynced=150, optimized=50) for number in range(2)]) == []
+
+
+def test_a_search_for_unused_parameters_is_found_where_there_are_none() -> None:
+    (found,) = found_in(EVEN, wrapped(find_unused_parameters=True))
+    assert found.kind == "unused"
+    assert "iteration 300" in found.ground
+    assert found_in(EVEN, wrapped(find_unused_parameters=True, unused_bytes=4)) == []
+    assert found_in(EVEN, wrapped(find_unused_parameters=True, unused_bytes=None)) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "own"),
+    [
+        ([rank(0, 5.0), rank(1, 0.0, slowest=180)], {}),
+        ([rank(0, 0.1, exposed_ms=5.0), rank(1, 0.1, exposed_ms=5.0)], {"bucket_bytes": [1 << 20]}),
+        ([rank(number, 0.1, synced=200, optimized=50) for number in range(2)], {}),
+        (EVEN, {"find_unused_parameters": True}),
+    ],
+)
+def test_nothing_is_found_from_too_few_steps(ranks: list[RankTimes], own: dict[str, Any]) -> None:
+    few = MIN_STEPS - 1
+    short = [
+        one._replace(
+            steps=few, joined=few, slowest=min(one.slowest, few), synced=few, optimized=min(one.optimized, few // 4)
+        )
+        for one in ranks
+    ]
+    assert found_in(ranks, wrapped(**own))
+    assert found_in(short, wrapped(**own)) == []

@@ -1,0 +1,218 @@
+"""Who waits for whom, and what ranks communicate, on the screen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import pytest
+from joined import joined_ranks
+from synthetic import SECOND
+
+from dpmon.model.turn import last_turn
+from dpmon.ui import panel_batch, panel_communication, panel_ranks
+from dpmon.ui.look import ASCII, COLOUR, MONO, UNICODE, Look
+from dpmon.ui.paint import places, rank_room, whole
+from dpmon.ui.panel_output import Output
+from dpmon.ui.panel_status import status
+from dpmon.ui.rows import plain, width_of
+from dpmon.ui.scene import Facts, Scene, View
+from dpmon.ui.waterfall import bucket_row
+
+LOOK = Look(UNICODE, COLOUR, True)
+BARE = Look(ASCII, MONO, False)
+FACTS = Facts("20261120-141502-ddp-7f3a", "examples/ddp.py", SECOND, "auto", "/usr/bin/python3")
+
+
+@lru_cache(maxsize=16)
+def _scene(count: int, **how: Any) -> Scene:
+    run, now = joined_ranks(count, **how)
+    return Scene(run.state(), now, FACTS, alive=True)
+
+
+def scene_of(count: int, slow: int | None = None, **how: Any) -> Scene:
+    wrapper = how.pop("wrapper", None)
+    if wrapper is None:
+        return _scene(count, slow=slow, steps=120, **how)
+    run, now = joined_ranks(count, slow=slow, steps=120, wrapper=wrapper, **how)
+    return Scene(run.state(), now, FACTS, alive=True)
+
+
+def texts(rows: list[Any]) -> list[str]:
+    return [plain(row).rstrip() for row in rows]
+
+
+def rank_lines(text: list[str]) -> dict[int, list[str]]:
+    """The words of the rows of ranks."""
+    words = [line.replace("▸", " ").split() for line in text]
+    return {int(line[0]): line for line in words if line and line[0].isdigit() and line[1].startswith("cuda:")}
+
+
+def test_each_rank_has_its_times_of_one_window_and_the_slow_one_is_marked() -> None:
+    text = texts(panel_ranks.table(scene_of(4, slow=2, noise=0.0), 76, 12, LOOK))
+    assert text[0].split()[:7] == ["rank", "device", "data", "forward", "backward", "exposed", "wait"]
+    rows = rank_lines(text)
+    assert list(rows) == [0, 1, 2, 3]
+    assert rows[0][2:12] == ["400", "µs", "3.10", "ms", "5.00", "ms", "2.10", "ms", "6.00", "ms"]
+    assert rows[2][6:11] == ["11.0", "ms", "2.10", "ms", "0"]
+    assert [line[0] for line in text[1:5]] == [" ", " ", "▸", " "], "a sign, for those who see no colours"
+    assert " ".join(text[5:]) == (
+        "rank 2 holds the others up by 6.00 ms a step (34 %): its backward takes 11.0 ms against 5.00 ms; slowest in"
+        " 115 of the last 115 steps"
+    )
+
+
+@pytest.mark.parametrize("phase", ["data", "forward", "backward"])
+def test_the_cause_is_named_in_panel_and_status(phase: str) -> None:
+    scene = scene_of(3, slow=1, phase=phase, noise=0.0)
+    slow = scene.state.straggler()
+    assert slow is not None
+    assert (slow.rank, slow.phase) == (1, phase)
+    said = " ".join(texts(panel_ranks.table(scene, 76, 12, LOOK)))
+    assert f"rank 1 holds the others up by 6.00 ms a step (34 %): its {phase} takes" in said
+    assert "others wait for rank 1: 6.00 ms (34 %), " + phase in plain(status(scene, 120, 2, LOOK)[1])
+
+
+def test_ranks_that_are_alike_are_said_to_be() -> None:
+    scene = scene_of(4)
+    said = texts(panel_ranks.table(scene, 76, 12, LOOK))
+    assert said[-1] == "no rank holds the others up (last 115 steps)"
+    assert not any("▸" in line for line in said)
+    assert "others wait" not in plain(status(scene, 120, 2, LOOK)[1])
+
+
+def test_where_little_has_room_the_slow_rank_and_the_cause_stay() -> None:
+    scene = scene_of(8, slow=7)
+    for height in (3, 4, 6, 9):
+        text = texts(panel_ranks.table(scene, 76, height, LOOK))
+        shown = text[:height]
+        assert 7 in rank_lines(shown), height
+        assert any("others wait for rank 7" in line or "rank 7 holds" in line for line in shown), height
+        assert set(rank_lines(text)) == set(range(8)), "the others are below: they can be scrolled to"
+
+
+def test_sizes_stand_in_the_table_where_there_is_room_and_in_full_screen() -> None:
+    scene = scene_of(2, slow=1)
+    assert "[30, 5]" not in texts(panel_ranks.table(scene, 56, 12, LOOK))[1]
+    assert texts(panel_ranks.table(scene, 116, 12, LOOK))[1].endswith("[30, 5]  [30, 2]    30")
+    full = texts(panel_ranks.zoomed(scene, 76, 30, LOOK))
+    assert sum("[30, 5] float32" in line for line in full) == 2
+    wide = texts(panel_ranks.table(scene, 136, 12, LOOK))
+    assert "others wait" in wide[2]
+
+
+@pytest.mark.parametrize("count", [17, 64, 200])
+def test_many_ranks_are_a_map_with_the_slowest_below(count: int) -> None:
+    scene = scene_of(count, slow=5) if count < 200 else scene_of(count, slow=5, exposed_ms=2.0)
+    text = texts(panel_ranks.table(scene, 56, 40, LOOK))
+    cells = "".join(line[5:].replace(" ", "") for line in text if "slowest" not in line and "cuda" not in line)
+    assert cells.startswith("33333▸33")
+    rows = rank_lines(text)
+    assert len(rows) == panel_ranks.WORST
+    assert next(iter(rows)) == 5, "the slowest first"
+    assert any(line.startswith("rank 5 holds") for line in text)
+
+
+def test_a_rank_that_is_missing_is_blank_in_the_map() -> None:
+    scene = scene_of(20, slow=5)
+    ranks = tuple(one for one in scene.state.ranks if one.rank != 7)
+    text = texts(panel_ranks.table(replace(scene, state=replace(scene.state, ranks=ranks)), 56, 40, LOOK))
+    assert text[0].startswith("   0 33333▸3  33333333")
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60), (40, 10), (100, 44), (130, 28)])
+@pytest.mark.parametrize("count", [2, 8, 64])
+@pytest.mark.parametrize("zoom", [None, "replicas", "compare", "batch"])
+@pytest.mark.parametrize("look", [LOOK, BARE])
+def test_every_picture_has_its_size(size: tuple[int, int], count: int, zoom: str | None, look: Look) -> None:
+    scene = replace(scene_of(count, slow=1), view=View(focus=zoom or "replicas", zoom=zoom))
+    rows = whole(scene, Output(), *size, look)
+    assert {width_of(row) for row in rows} == {size[0]}
+    assert len(rows) == size[1]
+    if look is BARE:
+        panels = [*panel_ranks.table(scene, 76, 12, look), *panel_communication.story(scene, 76, 12, look)]
+        assert not {char for row in panels for char in plain(row)} & set("▇▤░▸↓")
+
+
+@pytest.mark.parametrize("zoom", [None, "replicas", "batch"])
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
+def test_ranks_without_room_need_not_be_read(size: tuple[int, int], zoom: str | None) -> None:
+    run, now = joined_ranks(70, slow=66, steps=40)
+    scene = Scene(run.state(), now, FACTS, alive=True, view=View(zoom=zoom))
+    few = replace(scene, state=run.state(ranks=rank_room(scene, places(scene, *size))))
+    assert whole(few, Output(), *size, LOOK) == whole(scene, Output(), *size, LOOK)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ({"world": 4}, "2 of 4 ranks are in this record"),
+        ({"wrapper": {"absent": {"sync": "this torch notes nothing"}}, "passes": ((0, 1),)}, "this torch notes"),
+        ({"passes": ((0, 1),)}, "no step is known yet in which all ranks averaged"),
+    ],
+)
+def test_where_waits_are_not_known_the_reason_stands_there(how: dict[str, Any], reason: str) -> None:
+    scene = scene_of(2, **how)
+    text = texts(panel_ranks.table(scene, 76, 12, LOOK))
+    assert text[0].split() == ["rank", "device", "input", "output", "rows", "forward", "backward", "step"]
+    assert any(reason in line for line in text)
+    assert reason in " ".join(line.strip() for line in texts(panel_communication.story(scene, 120, 12, LOOK)))
+
+
+def test_waits_in_the_forward_are_said() -> None:
+    scene = scene_of(2, wrapper={"broadcast_buffers": True, "sync_batch_norm": True})
+    text = " ".join(texts(panel_ranks.table(scene, 56, 12, LOOK)))
+    assert "SyncBatchNorm and broadcast_buffers make the ranks wait for each other in the forward, too" in text
+
+
+def test_the_communication_panel_tells_the_story() -> None:
+    scene = scene_of(4, slow=2, passes=((0, 1), (1, 0)), wrapper={"comm_hook": "bf16_compress_hook"})
+    text = texts(panel_communication.story(scene, 116, 30, LOOK))
+    found = {line.split()[0]: line for line in text}
+    assert found["exposed"].startswith("exposed  1.06 ms a step, "), "half of the steps average nothing"
+    assert found["hidden"] == "hidden   74 % of 8.00 ms (torch: iteration 300, rank 0)"
+    assert found["buckets"] == "buckets  6: 1.00 MiB, 25.0 MiB ×5"
+    assert found["group"] == "group    4 ranks, nccl, communication hook bf16_compress_hook"
+    assert found["passes"] == "passes   0.50 synchronised a step, 0.50 under no_sync"
+    title, corner = panel_communication.title(scene, LOOK, False)
+    assert plain(title) == "4 Communication"
+    assert plain(corner).startswith("exposed 1.06 ms")
+
+
+def test_what_to_try_stands_below_and_has_room() -> None:
+    scene = scene_of(8, slow=2, phase="data")
+    for height in (5, 9, 11):
+        text = texts(panel_communication.story(scene, 56, height, LOOK))
+        assert len(text) <= height
+        assert any(line.startswith("try: more loader workers") for line in text)
+
+
+def test_a_rank_alone_has_its_buckets() -> None:
+    scene = scene_of(1)
+    assert panel_communication.applies(scene)
+    text = " ".join(texts(panel_communication.story(scene, 76, 12, LOOK)))
+    assert "there is one rank" in text
+    assert "6: 1.00 MiB" in text
+
+
+def test_the_last_step_shows_when_buckets_were_ready_and_what_was_exposed() -> None:
+    scene = scene_of(2, slow=1)
+    process = scene.process
+    assert process is not None
+    turn = last_turn(process)
+    assert turn is not None
+    row = plain(bucket_row(turn, 10, 100, 20e6, LOOK))
+    assert row.startswith("buckets   2 buckets ready ↓")
+    line = row[10:]
+    sync = next(piece for piece in turn.main if piece.phase == "sync")
+    assert line.rindex("↓") == int(sync.start_ns / 20e6 * 100)
+    assert line.rindex("▤") == round(sync.end_ns / 20e6 * 100) - 1
+    assert line.count("▤") - ("exposed ▤" in line) == pytest.approx(10.5, abs=1), "2.1 of 20 ms"
+    unknown = plain(bucket_row(turn._replace(exposed_ns=None), 10, 100, 20e6, LOOK))
+    assert "░" not in unknown
+    assert "▤" not in unknown
+    several = plain(bucket_row(turn._replace(buckets=(1_000_000, 1_000_001, 5_000_000)), 10, 100, 20e6, LOOK))
+    assert "2" in several[10:20], "two buckets in one cell"
+    drawn = texts(panel_batch.batch(scene, 116, 16, LOOK, panel_batch.figures(scene)))
+    assert sum(line.startswith("buckets ") for line in drawn) == 1

@@ -140,9 +140,11 @@ class SpanReader:
         if self._word(Word.ONE_IN) != steps:
             self._set(Word.ONE_IN, steps)
 
-    def request_sample(self) -> None:
-        """Ask the training process to record the collectives of its next step."""
-        self._set(Word.SAMPLE, (self._word(Word.SAMPLE) + 1) & 0xFFFFFFFFFFFFFFFF)
+    def request_sample(self) -> int:
+        """Ask the training process to record the collectives of a step soon; returns the request's serial."""
+        serial = (self._word(Word.SAMPLE) + 1) & 0xFFFFFFFFFFFFFFFF
+        self._set(Word.SAMPLE, serial)
+        return serial
 
     # ------------------------------------------------------------------------------------------ spans
 

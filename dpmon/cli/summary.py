@@ -24,6 +24,7 @@ from dpmon.run.lookup import short_name
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info
 from dpmon.run.standing import why_nothing
+from dpmon.store.collective_queries import communicated
 from dpmon.store.figures import Figures, PhaseFigures
 from dpmon.store.opened import open_store
 from dpmon.store.queries import Store
@@ -210,7 +211,8 @@ class _Summary:
         """What the ranks spend in communication, if they train together."""
         found = ranks_in(self._window, {process: self._rank(process)[0] for process in self._processes})
         wrappers = newest_wrappers(event.data for event in self._store.events("ddp"))
-        return communication(found, wrappers, lately=False)
+        steps = sum(one.steps for one in found)
+        return communication(found, wrappers, communicated(self._store), steps, lately=False)
 
     def _rank_lines(self, times: Mapping[int | None, RankTimes]) -> list[str]:
         """`times`: by rank, of those for which it is known how they waited for the others."""

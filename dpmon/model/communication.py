@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 from dpmon.model.members import number_in, text_in, whole_in
 from dpmon.model.stragglers import RankTimes, Straggler, rank_times, straggler
+from dpmon.store.answers import Communicated
 from dpmon.store.tally import Tally
 from dpmon.store.window import Window
 
 BUCKETS_READ = 4096
-_NO_WRAPPER = "no DistributedDataParallel averages gradients here: who waits for whom is not known"
+_NOTHING = Communicated()
+_NO_WRAPPER = "no DistributedDataParallel averages gradients here: it is not known which rank waits for which"
 _NOT_YET = "no step is known yet in which all ranks averaged their gradients"
 
 
@@ -64,6 +66,16 @@ class Communication(NamedTuple):
     """Whether the times are of the last steps; else of the whole run."""
     missing: str | None
     """Why it is not known how the ranks wait for each other."""
+    collectives: Communicated = Communicated()
+    """Of sampled steps."""
+    sampled_of: int = 0
+    """Steps in the time of these samples, of all ranks."""
+
+    @property
+    def one_in(self) -> int | None:
+        """One step in this many is sampled; None if none was."""
+        samples = self.collectives.samples
+        return max(round(self.sampled_of / samples), 1) if samples and self.sampled_of else None
 
     @property
     def known(self) -> tuple[RankTimes, ...]:
@@ -137,15 +149,25 @@ class Communication(NamedTuple):
         return f"{' and '.join(causes)} {makes} the ranks wait for each other in the forward, too"
 
 
-def communication(ranks: Sequence[RankTimes], wrappers: Sequence[Wrapper], *, lately: bool) -> Communication | None:
-    """What these ranks spend in communication; None for one process without a DistributedDataParallel."""
+def communication(
+    ranks: Sequence[RankTimes],
+    wrappers: Sequence[Wrapper],
+    collectives: Communicated = _NOTHING,
+    sampled_of: int = 0,
+    *,
+    lately: bool,
+) -> Communication | None:
+    """What these ranks spend in communication; None for one process without a DistributedDataParallel.
+
+    `collectives`: those of sampled steps, and `sampled_of`: the steps in their time.
+    """
     if len(ranks) < 2 and not wrappers:
         return None
     first = min(wrappers, key=lambda one: (one.rank is None, one.rank or 0, one.process), default=None)
     own = [one for one in wrappers if first is not None and one.process == first.process]
     own.sort(key=lambda one: one.number)
     missing = None if any(one.joined for one in ranks) else _missing(ranks, own)
-    return Communication(tuple(ranks), tuple(own), _sampled(wrappers), lately, missing)
+    return Communication(tuple(ranks), tuple(own), _sampled(wrappers), lately, missing, collectives, sampled_of)
 
 
 def _missing(ranks: Sequence[RankTimes], wrappers: Sequence[Wrapper]) -> str:

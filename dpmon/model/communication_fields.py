@@ -6,6 +6,7 @@ from typing import Any
 
 from dpmon.model.communication import Communication, Wrapper
 from dpmon.model.stragglers import RankTimes, Straggler, sentence
+from dpmon.store.answers import Operation
 
 _WRAPPER = (
     *("process", "rank", "root", "backend", "group_size", "parameter_bytes", "bucket_cap_bytes", "comm_hook"),
@@ -41,6 +42,12 @@ def communication_fields(found: Communication | None) -> dict[str, Any] | None:
         "unsynced": found.unsynced,
         "straggler": _straggler(found.straggler(), found.lately),
         "torch": _torch(found.sampled),
+        "sampled": {
+            "samples": found.collectives.samples,
+            "one_in": found.one_in,
+            "absent": found.collectives.why,
+            "operations": [_operation(one) for one in found.collectives.operations],
+        },
         "wrappers": [_wrapper(one) for one in found.wrappers],
     }
 
@@ -55,6 +62,12 @@ def _straggler(slow: Straggler | None, lately: bool) -> dict[str, Any] | None:
         "others_ms": _ms(slow.others_ns),
         "sentence": sentence(slow, lately=lately),
     }
+
+
+def _operation(one: Operation) -> dict[str, Any]:
+    bandwidths = {"alg_bytes_s": one.alg_bytes_s, "bus_bytes_s": one.bus_bytes_s}
+    names = ("name", "size", "collectives", "bytes", "ended")
+    return {**{name: getattr(one, name) for name in names}, **bandwidths}
 
 
 def _torch(one: Wrapper | None) -> dict[str, Any] | None:

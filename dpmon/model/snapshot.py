@@ -41,6 +41,8 @@ _COMPARED_PART = 60
 """The modes are compared again when the run is longer by this part of its length."""
 RANK_STEPS, RANK_S = 50, 5
 """Steps and seconds, at least, over which the ranks are compared."""
+COLLECTIVES_S = 300
+"""Seconds of which the sampled collectives are shown: a step is sampled now and then only."""
 _RANK_SERIES = (STEP, "forward", "backward")
 _NO_SERIES: tuple[str, ...] = ()
 _USUAL = Wanted()
@@ -89,8 +91,8 @@ class Snapshots:
         shown = {process.process: process for process in (found, *(_beside(rows, process) for process in near))}
         if near:
             shown.update({process.process: process for process in _rank_figures(rows, tallies, shown.values())})
-        together = _rank_times(rows, tallies, found, ranks) if ranks else ()
-        return replace(state, processes={**known, **shown}, ranks=together)
+        state = replace(state, processes={**known, **shown})
+        return _together(rows, tallies, state, found, ranks) if ranks else state
 
     def _focus(
         self,
@@ -396,6 +398,20 @@ def _two_steps(rows: Rows, tallies: Tallies, process: Process, end_s: int, mode:
     begin_s = newest[-1].start_ns // SECOND
     times = tallies.pace_times(begin_s, end_s, (process.process,), evaluation=not trained)
     return recent_of_steps(newest, [stretch[1:] for stretch in times], mode, trained)
+
+
+def _together(rows: Rows, tallies: Tallies, state: State, focus: Process, others: Sequence[Process]) -> State:
+    """With what the ranks do together: their mean times, and the collectives of sampled steps."""
+    end_ns = state.newest_ns + 1
+    begin_s = max(end_ns // SECOND - COLLECTIVES_S, 0)
+    numbers = [process.process for process in (focus, *others)]
+    found = rows.communicated(begin_s * SECOND, end_ns, numbers)
+    steps = 0
+    if found.samples:
+        sums = tallies.tallies(begin_s, end_ns // SECOND + 1, process=numbers, sketches=False, series=_NO_SERIES)
+        steps = sum(tally.steps for tally in sums.values())
+    times = _rank_times(rows, tallies, focus, others)
+    return replace(state, ranks=times, collectives=found, sampled_of=steps)
 
 
 def _rank_times(rows: Rows, tallies: Tallies, focus: Process, others: Sequence[Process]) -> tuple[RankTimes, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from typing import NamedTuple, Protocol
 
 from dpmon.record.kinds import Call, Event, Step
-from dpmon.store.answers import CallHead, LongRow, PaceRow, Sample, TimeRow
+from dpmon.store.answers import CallHead, Communicated, LongRow, PaceRow, Sample, TimeRow
 from dpmon.store.tally import Key, Tally
 from dpmon.store.window import Source
 
@@ -85,6 +85,9 @@ class Rows(Protocol):
 
     def call(self, process: int, head: CallHead) -> Call | None:
         """The call itself."""
+
+    def communicated(self, begin_ns: int, end_ns: int, processes: Collection[int]) -> Communicated:
+        """The sampled collectives of processes between two times."""
 
     def samples(self, span_ns: int, after_id: int = 0) -> list[Sample]:
         """Samples of devices and host, in their order."""

@@ -14,6 +14,7 @@ from dpmon.model.communication import Communication, Wrapper, communication
 from dpmon.model.process import Process
 from dpmon.model.stragglers import RankTimes, Straggler, straggler
 from dpmon.model.turns import standing_for, taking_turns
+from dpmon.store.answers import Communicated
 
 
 class ModeChange(NamedTuple):
@@ -93,6 +94,10 @@ class State:
     """Whether the run is over."""
     ranks: tuple[RankTimes, ...] = ()
     """Mean times of the ranks that train together, over their last steps, by rank; empty if there is one process."""
+    collectives: Communicated = field(default_factory=Communicated)
+    """Of the sampled steps of the ranks, in the last minutes."""
+    sampled_of: int = 0
+    """Steps of the ranks in that time."""
     wrappers: tuple[Wrapper, ...] = ()
     """What each DistributedDataParallel said last of itself."""
 
@@ -126,7 +131,7 @@ class State:
     def _communication(self) -> Communication | None:
         there = {process.process for process in self.training()}
         own = [one for one in self.wrappers if one.process in there]
-        return communication(self.ranks, own, lately=True)
+        return communication(self.ranks, own, self.collectives, self.sampled_of, lately=True)
 
     @cached_property
     def _focus(self) -> Process | None:

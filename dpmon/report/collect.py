@@ -32,6 +32,7 @@ from dpmon.run.rundir import ExitInfo, load_info
 from dpmon.run.standing import how_it_stands, why_nothing
 from dpmon.run.uncaught import Uncaught, last_lines, uncaught
 from dpmon.store.answers import LongRow
+from dpmon.store.collective_queries import communicated
 from dpmon.store.opened import open_store
 from dpmon.store.queries import Store
 from dpmon.store.sums import END
@@ -188,7 +189,8 @@ class _Reading:
         """What the ranks spend in communication, if they train together."""
         found = ranks_in(window, {one.process: one.rank for one in self._story.processes})
         wrappers = newest_wrappers(event.data for event in store.events("ddp"))
-        return communication(found, wrappers, lately=False)
+        steps = sum(one.steps for one in found)
+        return communication(found, wrappers, communicated(store), steps, lately=False)
 
     def _rank(
         self,

@@ -96,6 +96,9 @@ class _Process:
     def request_pause(self, paused: bool) -> bool:
         return self._say(lambda ring: ring.request_pause(paused), None) is not None
 
+    def request_sample(self) -> bool:
+        return self._say(lambda ring: ring.request_sample(), None) is not None
+
     def pause_requests(self) -> tuple[int, int]:
         return self._say(lambda ring: ring.pause_requests(), (0, 0))
 
@@ -220,6 +223,10 @@ class RunReader:
         if paused and self.pause_refusal() is not None:
             return 0
         return sum(process.request_pause(paused) for process in self._training())
+
+    def request_sample(self) -> int:
+        """Ask every training process for the collectives of a step soon; how many were asked."""
+        return sum(process.request_sample() for process in self._training())
 
     def pause_refusal(self) -> str | None:
         """Why the training cannot be paused now; None if it can be asked to."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from dpmon.record.kinds import bus_factor
@@ -105,11 +105,10 @@ class Shape(NamedTuple):
     calls: int
 
 
-class CommunicatedRow(NamedTuple):
-    """Collectives of one operation, process and process group in the samples of some time."""
+class Operation(NamedTuple):
+    """The collectives of one operation and one size of process group in the samples of some time."""
 
-    process: int
-    operation: str
+    name: str
     size: int
     """Ranks of the group."""
     collectives: int
@@ -117,33 +116,32 @@ class CommunicatedRow(NamedTuple):
     ended: int
     """How many have a known end; the next are of these."""
     timed_bytes: int
-    wall_ns: int
-    """From launch to end."""
     ran_ns: int
-    """From when it could begin to its end."""
+    """From when each could begin to its end."""
 
     @property
     def alg_bytes_s(self) -> float | None:
-        """Algorithm bandwidth; None if it is unknown."""
+        """Algorithm bandwidth, of all bytes over all time; None if it is unknown."""
         return self.timed_bytes / self.ran_ns * 1e9 if self.ran_ns and self.timed_bytes else None
 
     @property
     def bus_bytes_s(self) -> float | None:
         """Bus bandwidth; None if it is unknown."""
         found = self.alg_bytes_s
-        return None if found is None else found * bus_factor(self.operation, self.size)
+        return None if found is None else found * bus_factor(self.name, self.size)
 
 
 class Communicated(NamedTuple):
     """The collectives in the samples of some time."""
 
-    rows: Sequence[CommunicatedRow]
-    samples: int
-    launched: int
+    operations: tuple[Operation, ...] = ()
+    """Those with most bytes first."""
+    samples: int = 0
+    """How often a step was sampled, of all processes."""
+    launched: int = 0
     """Collectives that were launched in these samples."""
-    sampled_steps: int
-    """Steps that lie in a sample."""
-    steps: int
+    why: str | None = None
+    """Why none can be recorded."""
 
 
 class CallHead(NamedTuple):

@@ -7,6 +7,7 @@ of time, so the newest one before a time is found by halving.
 from __future__ import annotations
 
 import struct
+from collections.abc import Collection
 from contextlib import suppress
 from functools import lru_cache
 
@@ -14,7 +15,8 @@ from dpmon.record.codec import Decoder, call_head, call_replicas, call_stages
 from dpmon.record.kinds import Call, Event, RecordError, Step
 from dpmon.record.schema import EVALUATION, SETTLING
 from dpmon.record.wire import MODES
-from dpmon.store.answers import CallHead, LongRow, Sample
+from dpmon.store.answers import CallHead, Communicated, LongRow, Sample
+from dpmon.store.collective_queries import communicated
 from dpmon.store.queries import LONG_COLUMNS, Store, event_in, long_row
 from dpmon.store.tables import LASTING
 
@@ -193,6 +195,10 @@ class AsOf:
         )
         until = self.until_ns if until_ns is None else min(until_ns, self.until_ns)
         return next((event_in(text) for (text,) in self.store.query(query, (process, until))), None)
+
+    def communicated(self, begin_ns: int, end_ns: int, processes: Collection[int]) -> Communicated:
+        """The sampled collectives of processes that began between two times, as far as they are known."""
+        return communicated(self.store, begin_ns, min(end_ns, self.until_ns), processes)
 
     def samples(self, span_ns: int, after_id: int = 0) -> list[Sample]:
         """Samples of devices and host of the last `span_ns`, in their order; those after an id if it is given.

@@ -20,7 +20,7 @@ from dpmon.record.plainjson import load_event, load_json
 from dpmon.record.schema import EVALUATION, EXPOSED, MODES, QUANTITIES, SETTLING, STEP, STEP_PHASES, SYNC_NUMBER, WAIT
 from dpmon.record.step_spans import kept_spans
 from dpmon.record.wire import Collected
-from dpmon.store.answers import Communicated, CommunicatedRow, GapRow, LongRow, MinuteRow, Shape
+from dpmon.store.answers import GapRow, LongRow, MinuteRow, Shape
 from dpmon.store.sums import TALLY, TALLY_AT, Parameters, Sums, key_in, whole
 from dpmon.store.tables import (
     COLLECTIVE_COLUMNS,
@@ -34,7 +34,8 @@ from dpmon.store.tally import Key, Tally, are_optional
 
 _LAST_NS = (1 << 63) - 1
 _SECOND = 1_000_000_000
-_COLLECTED = tuple(COLLECTIVE_COLUMNS)[1:]
+COLLECTED = ", ".join(tuple(COLLECTIVE_COLUMNS)[1:])
+"""What `collective` takes of a row."""
 _AT_ONCE = 5000
 """Ids of records that are read in one transaction."""
 _LONG_PHASES = tuple(f"{name}_ns" for name in STEP_PHASES)
@@ -47,7 +48,7 @@ _TABLES = {
     "calls": "process, payload",
     "steps": _STEP_COLUMNS,
     "events": "json",
-    "collectives": ", ".join(_COLLECTED),
+    "collectives": COLLECTED,
 }
 """Columns of each table with records."""
 _COUNTED = tuple(quantity.name for quantity in QUANTITIES)
@@ -252,74 +253,16 @@ class Store(Sums):
         if table == "steps":
             return self._step(row)
         if table == "collectives":
-            return self._collective(row)
+            return self.collective(row)
         return event_in(row[0])
 
-    def _collective(self, row: Sequence[Any]) -> Collective | Sampled:
-        """The record in a row of collectives; RecordError or LookupError if it is damaged."""
+    def collective(self, row: Sequence[Any]) -> Collective | Sampled:
+        """The record in a row of COLLECTED; RecordError or LookupError if it is damaged."""
         process, *numbers = row
         if any(type(number) is not int for number in row):
             raise RecordError("damaged row in collectives")
         one = Collected(*numbers)
         return self.decoder(process).collective(one._replace(start=one.start + self.origin_ns))
-
-    def collectives(
-        self, most: int, *, begin_ns: int = 0, end_ns: int = _LAST_NS, process: int | None = None
-    ) -> list[Collective | Sampled]:
-        """The newest collectives and samples that began between two times, the newest first."""
-        who, values = ("", ()) if process is None else (" AND process = ?", (process,))
-        query = f"SELECT {', '.join(_COLLECTED)} FROM collectives WHERE start_ns >= ? AND start_ns < ?{who}"
-        found = []
-        for row in self._rows(f"{query} ORDER BY id DESC LIMIT ?", (begin_ns, end_ns, *values, most)):
-            with suppress(RecordError, LookupError):
-                found.append(self._collective(row))
-        return found
-
-    def communicated(
-        self, begin_ns: int = 0, end_ns: int = _LAST_NS, processes: Collection[int] | None = None
-    ) -> Communicated:
-        """The collectives of the samples between two times, by process and operation.
-
-        `processes`: of these only. A bandwidth is of all bytes over all time.
-        """
-        only, values = "", [begin_ns, end_ns]
-        if processes is not None:
-            only = f" AND process IN ({', '.join('?' * len(processes))})"
-            values += processes
-        known = "wall_ns >= 0 AND definition > 0"
-        query = (
-            "SELECT process, definition, count(*), total(quantity), total(wall_ns >= 0),"
-            f" total(CASE WHEN {known} THEN quantity END), total(CASE WHEN {known} THEN wall_ns END),"
-            f" total(CASE WHEN {known} THEN max(wall_ns - max(queued_ns, 0), 0) END)"
-            f" FROM collectives WHERE start_ns >= ? AND start_ns < ?{only} GROUP BY process, definition"
-        )
-        samples = steps = launched = 0
-        rows = []
-        for process, definition, count, *sums in self._rows(query, values):
-            if any(type(number) is not int for number in (process, definition, count)):
-                continue
-            many, ended, timed_bytes, wall, ran = map(int, sums)
-            if not definition:
-                samples, launched = samples + count, launched + many
-                continue
-            with suppress(LookupError):
-                facts = self.decoder(process).facts(definition)
-                if facts["operation"] is not None:
-                    row = (process, facts["operation"], facts["size"], count, many, ended, timed_bytes, wall, ran)
-                    rows.append(CommunicatedRow(*row))
-        middle = "start_ns + wall_ns / 2"
-        newest_end = (
-            "SELECT start_ns + wall_ns FROM collectives WHERE definition = 0 AND process = s.process"
-            " AND start_ns <= s.middle ORDER BY start_ns DESC LIMIT 1"
-        )
-        query = (
-            f"SELECT count(*), total(({newest_end}) > s.middle) FROM"
-            f" (SELECT process, {middle} AS middle FROM steps WHERE {middle} >= ? AND {middle} < ?{only}) s"
-        )
-        sampled = 0
-        for every, inside in self._rows(query, values):
-            steps, sampled = whole(every), int(inside)
-        return Communicated(rows, samples, launched, sampled, steps)
 
     def newest_ns(self) -> int:
         """When the last thing that is recorded was over; 0 if there is none."""

@@ -9,6 +9,9 @@ from dpmon.model.finding import many
 from dpmon.model.numbers import duration, group, percent, three
 from dpmon.text.quantities import memory
 
+_OPERATIONS = 4
+"""Kinds of collectives that are named."""
+_MORE = ("",) * _OPERATIONS
 _RUNS = 4
 """Runs of buckets of one size that are named."""
 
@@ -24,6 +27,7 @@ def communication_facts(found: Communication) -> list[tuple[str, str]]:
         rows.append(("wait", f"unknown: {found.missing}"))
     if found.sampled is not None:
         rows.append(("hidden", _hidden(found, found.sampled)))
+    rows += zip(("sampled", *_MORE), operations(found), strict=False)
     several = len(found.wrappers) > 1
     for one in found.wrappers:
         rows.append((f"buckets{f' {one.root}' if several else ''}", buckets(one)))
@@ -33,6 +37,27 @@ def communication_facts(found: Communication) -> list[tuple[str, str]]:
         under = f", {three(found.unsynced)} under no_sync" if found.unsynced else ""
         rows.append(("passes", f"{three(found.synced)} synchronised a step{under}"))
     return rows
+
+
+def operations(found: Communication) -> list[str]:
+    """A line for each kind of collective in the sampled steps: how many, how large, how fast."""
+    collectives = found.collectives
+    if collectives.why is not None:
+        return [f"collectives: {collectives.why}"]
+    lines = []
+    of = "" if found.one_in is None else f"; 1 step in {group(found.one_in)}"
+    for one in collectives.operations[:_OPERATIONS]:
+        count = three(one.collectives / collectives.samples) if collectives.samples else group(one.collectives)
+        size = f" of {memory(one.bytes / one.collectives)}" if one.bytes else ""
+        bus = one.bus_bytes_s
+        fast = f", {bandwidth(bus)} bus" if bus is not None else "" if one.ended else ", no end seen"
+        lines.append(f"{one.name} {count} a step{size}{fast}{of}")
+    return lines
+
+
+def bandwidth(bytes_s: float) -> str:
+    """Three digits in GB/s, or MB/s below one: "187 GB/s"."""
+    return f"{three(bytes_s / 1e9)} GB/s" if bytes_s >= 1e9 else f"{three(bytes_s / 1e6)} MB/s"
 
 
 def _hidden(found: Communication, one: Wrapper) -> str:

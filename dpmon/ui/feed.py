@@ -77,6 +77,9 @@ class Reader(Protocol):
     def request_pause(self, paused: bool) -> int:
         """Ask for a pause, or for its end."""
 
+    def request_sample(self) -> int:
+        """Ask for the collectives of the next step; returns how many processes were asked."""
+
     def pause_refusal(self) -> str | None:
         """Why there can be no pause."""
 
@@ -343,6 +346,10 @@ class Feed:
         """Ask for a pause, or for the end of the one that was asked for."""
         if self._reader is not None:
             self._reader.request_pause(not self.pausing().wanted)
+
+    def sample(self) -> bool:
+        """Ask for the collectives of the next step; False if nobody is there to be asked."""
+        return self._reader is not None and self._ended is None and self._reader.request_sample() > 0
 
     def can_type(self) -> bool:
         """Whether the script's standard input can be reached."""

@@ -91,6 +91,10 @@ def _finding(scene: Scene) -> bool:
     return bool(scene.view.search) and scene.view.focus == "output"
 
 
+def _communicates(scene: Scene) -> bool:
+    return len(scene.state.ranks) > 1 and not scene.over and scene.playing is None
+
+
 def _behind(scene: Scene) -> str | None:
     """What `end` does where the output is not at its end; after a search nothing else goes back there."""
     if not scene.scrolled_back or "output" not in (scene.view.focus, scene.view.zoom):
@@ -141,6 +145,7 @@ DEEDS: tuple[Deed, ...] = (
         _when(lambda s: s.can_type and not s.over and not s.ending, "input"),
         "send a line to the script",
     ),
+    Deed("c", "c", "sample", _when(_communicates, "collectives"), "record the collectives of a step of all ranks, now"),
     Deed("w", "w", "warnings", _when(lambda s: bool(s.state.warnings), "warnings"), "all warnings that are kept"),
     Deed("[ ]", "", "", _always("range"), "a shorter or longer time range for histories and figures"),
     Deed("s", "s", "picture", _always("picture"), "save a picture of the screen (SVG)"),

@@ -156,6 +156,11 @@ class Monitor(Stopping):
         self.feed.pause()
         self._say(None)
 
+    def action_sample(self) -> None:
+        """Have the ranks record the collectives of a step soon."""
+        asked = self.feed.sample()
+        self._say("the collectives of a step soon are recorded" if asked else "nothing runs that could be asked")
+
     def action_next(self, by: int) -> None:
         """The next hit of a search in the output; else the next root or call, after the last one the newest again."""
         if self.view.search and self.view.focus == "output":

@@ -134,6 +134,10 @@ class Player:
         """Nobody is there to be asked."""
         return 0
 
+    def request_sample(self) -> int:
+        """Nobody is there to be asked."""
+        return 0
+
     def pause_refusal(self) -> str | None:
         """Why it cannot be paused."""
         return "this is a playback"

@@ -76,11 +76,11 @@ elif how == "interrupts":
             signal.setitimer(signal.ITIMER_REAL, 0.0001 + number % 100 * 0.00001)
             for _ in range(20):
                 dist.all_reduce(x)
-            step(batch)
             while raised == before:
                 pass
         except KeyboardInterrupt:
             caught += 1
+        step(batch)
     train(STEPS, lambda: dist.all_reduce(x))
     said |= {"raised": raised, "caught": caught}
 elif how == "forks":

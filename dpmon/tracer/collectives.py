@@ -211,7 +211,6 @@ class Collectives:
             return False
         recorder = self._recorder
         self._ready = True
-        self._asked = recorder.words[Word.SAMPLE]
         self._last, self._last_stepped = now, recorder.stepped
         self._timed_at = now + TIMED_NS
         self._next(FIRST)

@@ -24,11 +24,11 @@ from __future__ import annotations
 
 import inspect
 from _thread import _count as count_of_threads
-from _thread import start_new_thread
+from _thread import allocate_lock, start_new_thread
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from threading import Event, get_ident
+from threading import get_ident
 from time import monotonic_ns, sleep, thread_time_ns
 from typing import Any, NamedTuple
 
@@ -163,7 +163,9 @@ class Collectives:
         self._life = object()
         """Changes when the thread that queries must end."""
         self._polling = False
-        self._wake = Event()
+        self._wake = allocate_lock()
+        """Held while nobody has roused the thread that queries. An Event would not survive an interrupt in `set`."""
+        self._wake.acquire()
 
     # ---------------------------------------------------------------- between two steps
 
@@ -209,7 +211,6 @@ class Collectives:
             return False
         recorder = self._recorder
         self._ready = True
-        self._asked = recorder.words[Word.SAMPLE]
         self._last, self._last_stepped = now, recorder.stepped
         self._timed_at = now + TIMED_NS
         self._next(FIRST)
@@ -255,7 +256,7 @@ class Collectives:
         head = Kind.COLLECTIVE | self._recorder.thread().head
         self._recorder.write(head, self._began, now - self._began, self._count)
         self._on = False
-        self._wake.set()
+        self._rouse()
         self._own_ns += monotonic_ns() - now
 
     # ---------------------------------------------------------------- kernels
@@ -371,13 +372,18 @@ class Collectives:
     def _wait_for(self, launched: _Launched) -> None:
         self._new.append(launched)
         if self._polling:
-            self._wake.set()
-        else:
-            self._polling = True
+            self._rouse()
+        else:  # the thread itself says that it runs: an interrupt here could leave it unstarted
             start_new_thread(self._poll, (self._life,))
+
+    def _rouse(self) -> None:
+        """Rouse the thread that queries, now or when it is about to wait."""
+        with suppress(RuntimeError):  # it is roused already
+            self._wake.release()
 
     def _poll(self, life: object) -> None:
         """Query the collectives under way until the sample is over and all have ended."""
+        self._polling = True
         waiting: list[_Launched] = []
         new, before = self._new, thread_time_ns()
         try:
@@ -391,11 +397,8 @@ class Collectives:
                 if waiting:
                     sleep(min(max((monotonic_ns() - waiting[-1].start) / 20e9, _SHORTEST_S), _LONGEST_S))
                     continue
-                self._wake.clear()
-                if new:
-                    continue
                 if self._on:
-                    self._wake.wait()
+                    self._wake.acquire()
                     continue
                 self._polling = False
                 if not new:
@@ -407,6 +410,7 @@ class Collectives:
             self._given_up = True
             self._session.fault("collectives", error, fatal=False)
         self._polling = False
+        self._rouse()  # another thread of this function, if two were started
 
     def _over(self, one: _Launched) -> bool:
         """Write the span of a collective if it is over, or was waited for too long."""
@@ -427,7 +431,7 @@ class Collectives:
             self._end(monotonic_ns())
         self._given_up = True
         self._life = object()
-        self._wake.set()
+        self._rouse()
         until = monotonic_ns() + int(_DRAIN_S * 1e9)
         while self._polling and monotonic_ns() < until:
             sleep(_SHORTEST_S)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 from tracing import Script, Traced, text_of
 
+from dpmon.record.codec import kind_of
 from dpmon.record.kinds import Collective, Sampled
 
 FORMS = ["ddp", "no_sync", "unused", "two", "fsdp", "by hand", "functional", "raises"]
@@ -187,9 +188,10 @@ def test_a_reader_asks_for_a_sample(tmp_path: Path) -> None:
     script = Script(tmp_path, text_of("communicating_oddly"), "asked", fresh=True)
     assert script.line() == "ready"
     ring = script.ring()
-    time.sleep(1.5)  # the tracer has found the process group
     ring.request_sample()
-    time.sleep(1.5)
+    until = time.monotonic() + 20
+    while time.monotonic() < until and not any(kind_of(payload) == "collective" for payload in ring.read()):
+        time.sleep(0.05)
     (script.cwd / "enough").touch()
     run = script.end()
     ring.close()

@@ -76,11 +76,11 @@ elif how == "interrupts":
             signal.setitimer(signal.ITIMER_REAL, 0.0001 + number % 100 * 0.00001)
             for _ in range(20):
                 dist.all_reduce(x)
-            step(batch)
             while raised == before:
                 pass
         except KeyboardInterrupt:
             caught += 1
+        step(batch)
     train(STEPS, lambda: dist.all_reduce(x))
     said |= {"raised": raised, "caught": caught}
 elif how == "forks":
@@ -115,7 +115,7 @@ elif how == "threads":
     said["count"] = count
 elif how == "asked":
     print("ready", flush=True)
-    for batch in DataLoader(torch.ones(4000, 4), batch_size=None):
+    for batch in DataLoader(torch.ones(40_000, 4), batch_size=None):
         dist.all_reduce(x)
         step(batch)
         threading.Event().wait(0.002)

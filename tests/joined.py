@@ -9,7 +9,7 @@ from typing import Any
 from stored import Recording
 from synthetic import Training
 
-from dpmon.record.codec import kind_of
+from dpmon.record.payloads import kind_of
 from dpmon.record.plainjson import load_event
 from dpmon.record.schema import SPAN_PHASES
 from dpmon.record.step_spans import BUCKET, span_words

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from dpmon.assemble import Assembler
-from dpmon.record.codec import Decoder, kind_of
+from dpmon.record.codec import Decoder
 from dpmon.record.kinds import Call, Collective, Event, Sampled, Step
+from dpmon.record.payloads import kind_of
 from dpmon.record.spans import Flag, Kind, Span
 from dpmon.record.wire import DEFINE_TAG
 

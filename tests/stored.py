@@ -11,8 +11,8 @@ from typing import Any
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.source import Wanted
 from dpmon.model.state import State
-from dpmon.record.codec import UNTIMED, kind_of
 from dpmon.record.kinds import Call, Record, RecordError, Size, Step
+from dpmon.record.payloads import UNTIMED, kind_of
 from dpmon.record.plainjson import load_event
 from dpmon.record.schema import SPAN_PHASES
 from dpmon.record.step_spans import span_words
@@ -30,9 +30,10 @@ from dpmon.record.wire import (
     pack_timed,
     with_extras,
 )
+from dpmon.store.accounts import Accounts
 from dpmon.store.as_of import AsOf
 from dpmon.store.batch import Batch
-from dpmon.store.intake import Accounts, Intake
+from dpmon.store.intake import Intake
 from dpmon.store.opened import open_store
 from dpmon.store.queries import Store
 from dpmon.store.tables import RingRow

@@ -7,7 +7,7 @@ from typing import Any
 
 from synthetic import Training
 
-from dpmon.record.codec import kind_of
+from dpmon.record.payloads import kind_of
 from dpmon.record.wire import Untimed, pack_call, pack_definition, pack_step, pack_timed
 
 GPUS = ("cuda:0", "cuda:1")

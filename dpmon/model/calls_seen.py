@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from dpmon.model.process import CallTrack, Spread
 from dpmon.model.source import Rows
 from dpmon.model.stats import median, percentile
-from dpmon.record.codec import call_replicas, call_stages, is_timed, part_times
 from dpmon.record.kinds import Call
+from dpmon.record.payloads import call_replicas, call_stages, is_timed, part_times
 from dpmon.record.schema import EVALUATION
 from dpmon.store import quantiles
 from dpmon.store.answers import CallHead

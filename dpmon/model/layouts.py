@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dpmon.record.codec import UNTIMED
+from dpmon.record.payloads import UNTIMED
 from dpmon.record.schema import EVALUATION, device_series
 from dpmon.record.wire import RANK_MODES
 from dpmon.store.answers import Shape

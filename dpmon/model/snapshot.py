@@ -6,7 +6,7 @@ columns of the history, samples) is read once and kept, at most as much as a pic
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from dpmon.model.announced import Announced
@@ -17,33 +17,26 @@ from dpmon.model.history import COLUMNS, Columns, width_of_columns
 from dpmon.model.inputs import INPUT, waited_ns
 from dpmon.model.members import SECOND
 from dpmon.model.memory import HOST
-from dpmon.model.pace import WINDOW_S, Paces, Trained, rate_together, recent, recent_of_steps
-from dpmon.model.process import ModeTrack, Process, RankFigures, Recent, Summary
-from dpmon.model.source import Rows, Tallies, Wanted
+from dpmon.model.pace import WINDOW_S, Paces, Trained, recent, recent_of_steps
+from dpmon.model.process import ModeTrack, Process, Recent, Summary
+from dpmon.model.rank_snapshot import rank_figures, together
+from dpmon.model.source import Rows, Tallies, Wanted, figures_end_s
 from dpmon.model.state import State
-from dpmon.model.stragglers import SERIES as STRAGGLER_SERIES
-from dpmon.model.stragglers import RankTimes, rank_times
 from dpmon.model.turns import last_resumption, some_are_silent
 from dpmon.model.uneven import uneven_steps
 from dpmon.record.schema import STEP
 from dpmon.record.wire import RANK_MODES
 from dpmon.store.answers import TimeRow, TimeTogether
-from dpmon.store.figures import merged, trains
+from dpmon.store.figures import trains
 from dpmon.store.tally import ALL, Key, Tally
 from dpmon.store.window import Window
 
 RANK_CALLS_READ = 8
-_MINUTE_S = 60
 _SILENT_S = 40
 """Seconds back to which it matters whether a process took up work again (dpmon.model.turns)."""
 _LONG_READ = 64
 _COMPARED_PART = 60
 """The modes are compared again when the run is longer by this part of its length."""
-RANK_STEPS, RANK_S = 50, 5
-"""Steps and seconds, at least, over which the ranks are compared."""
-COLLECTIVES_S = 300
-"""Seconds of which the sampled collectives are shown: a step is sampled now and then only."""
-_RANK_SERIES = (STEP, "forward", "backward")
 _NO_SERIES: tuple[str, ...] = ()
 _USUAL = Wanted()
 
@@ -90,9 +83,9 @@ class Snapshots:
         found = self._focus(rows, tallies, focus, ranks if focus.rank is not None else [], wanted, said)
         shown = {process.process: process for process in (found, *(_beside(rows, process) for process in near))}
         if near:
-            shown.update({process.process: process for process in _rank_figures(rows, tallies, shown.values())})
+            shown.update({process.process: process for process in rank_figures(rows, tallies, shown.values())})
         state = replace(state, processes={**known, **shown})
-        return _together(rows, tallies, state, found, ranks) if ranks else state
+        return together(rows, tallies, state, found, ranks) if ranks else state
 
     def _focus(
         self,
@@ -108,7 +101,7 @@ class Snapshots:
         if step is None:
             tracks, newest = call_tracks(Calls(rows, process.process), {}, (), process.mode)
             return _with_devices(replace(process, calls=tracks, newest=newest))
-        end_s = _end_s(rows, process)
+        end_s = figures_end_s(rows, process)
         begin_s = max(end_s - wanted.span_s, 0) if wanted.span_s else 0
         own = _OfOne(tallies, process.process)
         ranged = Window(own, begin_s, end_s)
@@ -306,17 +299,6 @@ def _with_devices(process: Process) -> Process:
     return process if call is None else replace(process, devices=call.devices, virtual=call.virtual)
 
 
-def _end_s(rows: Rows, process: Process) -> int:
-    """The second with which the figures of a process end: that of its newest step is the last one they hold.
-
-    As of a time in the past only whole seconds are known, unless there is none.
-    """
-    assert process.last_step is not None
-    end_s = (process.last_step.start_ns + process.last_step.wall_ns) // SECOND + 1
-    whole_s = rows.until_s
-    return end_s if whole_s is None or whole_s <= process.began_ns // SECOND + 1 else min(end_s, whole_s)
-
-
 # ------------------------------------------------------------------------------------------------ figures
 
 
@@ -360,7 +342,7 @@ def _recent(
         return Recent(None, last_ns, step_ns)
     together = {process.process: own}
     stepped = [other for other in others if other.last_step is not None]
-    until_s = max((_end_s(rows, other) for other in stepped), default=end_s)
+    until_s = max((figures_end_s(rows, other) for other in stepped), default=end_s)
     if slow:
         for other in stepped:
             together[other.process] = _two_steps(rows, tallies, other, until_s, step.mode, trained)
@@ -398,61 +380,3 @@ def _two_steps(rows: Rows, tallies: Tallies, process: Process, end_s: int, mode:
     begin_s = newest[-1].start_ns // SECOND
     times = tallies.pace_times(begin_s, end_s, (process.process,), evaluation=not trained)
     return recent_of_steps(newest, [stretch[1:] for stretch in times], mode, trained)
-
-
-def _together(rows: Rows, tallies: Tallies, state: State, focus: Process, others: Sequence[Process]) -> State:
-    """With what the ranks do together: their mean times, and the collectives of sampled steps."""
-    end_ns = state.newest_ns + 1
-    begin_s = max(end_ns // SECOND - COLLECTIVES_S, 0)
-    numbers = [process.process for process in (focus, *others)]
-    found = rows.communicated(begin_s * SECOND, end_ns, numbers)
-    steps = 0
-    if found.samples:
-        sums = tallies.tallies(begin_s, end_ns // SECOND + 1, process=numbers, sketches=False, series=_NO_SERIES)
-        steps = sum(tally.steps for tally in sums.values())
-    times = _rank_times(rows, tallies, focus, others)
-    return replace(state, ranks=times, collectives=found, sampled_of=steps)
-
-
-def _rank_times(rows: Rows, tallies: Tallies, focus: Process, others: Sequence[Process]) -> tuple[RankTimes, ...]:
-    """The mean times of all ranks over about RANK_STEPS steps, in whole seconds."""
-    if focus.last_step is None:
-        return ()
-    ranks = sorted((focus, *others), key=lambda process: (process.rank is None, process.rank or 0))
-    end_s = max(_end_s(rows, one) for one in ranks if one.last_step is not None)
-    step_ns = focus.recent.step_ns or focus.last_step.wall_ns
-    begin_s = max(end_s - max(-(-RANK_STEPS * step_ns // SECOND), RANK_S), 0)
-    numbers = tuple(one.process for one in ranks)
-    found = tallies.tallies(begin_s, end_s, process=numbers, sketches=False, series=STRAGGLER_SERIES)
-    mode = focus.last_step.mode
-    trained = mode in trains((key.mode, key.kind) for key in found)
-    by_process: dict[int, dict[Key, Tally]] = {number: {} for number in numbers}
-    for key, tally in found.items():
-        by_process[key.process][key] = tally
-    return tuple(
-        rank_times(one.process, one.rank, merged(by_process[one.process], mode, False, trained, settled=True))
-        for one in ranks
-    )
-
-
-def _rank_figures(rows: Rows, tallies: Tallies, processes: Iterable[Process]) -> Iterator[Process]:
-    """Processes with the medians of each over this minute and the last one."""
-    alike: dict[int, dict[int, Process]] = {}
-    for process in processes:
-        if process.last_step is not None:
-            alike.setdefault(_end_s(rows, process), {})[process.process] = process
-    for end_s, those in alike.items():
-        begin_s = max(end_s // _MINUTE_S - 1, 0) * _MINUTE_S  # a minute has a tally of its own
-        found: dict[int, dict[Key, Tally]] = {number: {} for number in those}
-        for key, tally in tallies.tallies(begin_s, end_s, process=tuple(those), series=_RANK_SERIES).items():
-            found[key.process][key] = tally
-        for number, process in those.items():
-            yield replace(process, figures=_figured(found[number], process))
-
-
-def _figured(tallies: Mapping[Key, Tally], process: Process) -> RankFigures:
-    assert process.last_step is not None
-    mode = process.last_step.mode
-    tally = merged(tallies, mode, False, mode in trains((key.mode, key.kind) for key in tallies))
-    step, forward, backward = (tally.median(series) for series in _RANK_SERIES)
-    return RankFigures(step, forward, backward, tally.quantile(STEP, 0.95))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import NamedTuple, Protocol
 
+from dpmon.model.members import SECOND
+from dpmon.model.process import Process
 from dpmon.record.kinds import Call, Event, Step
 from dpmon.store.answers import CallHead, Communicated, LongRow, PaceRow, Sample, TimeRow
 from dpmon.store.tally import Key, Tally
@@ -129,3 +131,14 @@ class Wanted(NamedTuple):
     """How many of them; the first ranks of the run are read, too."""
     over: bool = False
     """Whether the run is over."""
+
+
+def figures_end_s(rows: Rows, process: Process) -> int:
+    """The second with which the figures of a process end: that of its newest step is the last one they hold.
+
+    As of a time in the past only whole seconds are known, unless there is none.
+    """
+    assert process.last_step is not None
+    end_s = (process.last_step.start_ns + process.last_step.wall_ns) // SECOND + 1
+    whole_s = rows.until_s
+    return end_s if whole_s is None or whole_s <= process.began_ns // SECOND + 1 else min(end_s, whole_s)

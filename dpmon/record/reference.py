@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from dpmon.record.fields import RECORDS, Field, RecordKind
+from dpmon.record.field import Field, RecordKind
+from dpmon.record.fields import RECORDS
 from dpmon.record.schema import PHASES, QUANTITIES
 from dpmon.record.wire import TIMED_PHASES
 

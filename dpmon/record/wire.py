@@ -81,7 +81,7 @@ RANK_MODES = {DDP: "ddp", FSDP: "fsdp"}
 
 
 class Untimed:
-    """Why a device time is unknown, as numbers in records: dpmon.record.codec.UNTIMED has the texts."""
+    """Why a device time is unknown, as numbers in records: dpmon.record.payloads.UNTIMED has the texts."""
 
     NONE, LATE, CAPTURED, NO_EVENT, FAULT, ENDED, RAISED, ON_CPU, CROSSED, TOO_MANY, COPIES, SAMPLED = range(12)
 

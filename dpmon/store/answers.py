@@ -101,7 +101,7 @@ class Shape(NamedTuple):
     stages: tuple[tuple[int, int, int], ...]
     """The definition of each stage, its inputs and its outputs (0: it did not end)."""
     untimed: int
-    """Why a device time is missing: an index of dpmon.record.codec.UNTIMED; 0 if none is."""
+    """Why a device time is missing: an index of dpmon.record.payloads.UNTIMED; 0 if none is."""
     calls: int
 
 

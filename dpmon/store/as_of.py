@@ -11,8 +11,9 @@ from collections.abc import Collection
 from contextlib import suppress
 from functools import lru_cache
 
-from dpmon.record.codec import Decoder, call_head, call_replicas, call_stages
+from dpmon.record.codec import Decoder
 from dpmon.record.kinds import Call, Event, RecordError, Step
+from dpmon.record.payloads import call_head, call_replicas, call_stages
 from dpmon.record.schema import EVALUATION, SETTLING
 from dpmon.record.wire import MODES
 from dpmon.store.answers import CallHead, Communicated, LongRow, Sample

@@ -15,8 +15,9 @@ from dpmon.ring_file import RingError
 from dpmon.run.files import remove_file
 from dpmon.run.proc import alive
 from dpmon.run.rundir import RunInfo, ring_paths
+from dpmon.store.accounts import Accounts
 from dpmon.store.batch import Batch
-from dpmon.store.intake import Accounts, Intake
+from dpmon.store.intake import Intake
 from dpmon.store.resume import resume_accounts, resume_intake, resume_rounds
 from dpmon.store.sources import FrameSource, open_source
 from dpmon.store.tables import HistoryError, RingRow

@@ -29,8 +29,9 @@ from dpmon.record.wire import (
     pack_step,
     with_extras,
 )
+from dpmon.store.accounts import Accounts
 from dpmon.store.batch import Batch
-from dpmon.store.intake import Accounts, Intake
+from dpmon.store.intake import Intake
 from dpmon.store.tables import Bounds, HistoryError, RingRow, rings_in
 from dpmon.store.writer import History
 

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import json
 import struct
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from dpmon.record.codec import (
+from dpmon.record.codec import MAX_DEFINITIONS
+from dpmon.record.kinds import RecordError, is_evaluation
+from dpmon.record.payloads import (
     BACKWARD_AT,
-    MAX_DEFINITIONS,
     OPTIMIZER_AT,
     SAMPLES_AT,
     bare,
@@ -33,14 +32,14 @@ from dpmon.record.codec import (
     step_times,
     why_number,
 )
-from dpmon.record.kinds import RecordError, is_evaluation
 from dpmon.record.plainjson import load_event
 from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, REST, SETTLING, SETTLING_STEPS, STEP_PHASES
 from dpmon.record.wire import CALL_PHASES, GRAD, MODES, TRAINING, VIRTUAL, unpack_collective
-from dpmon.store.accounting import LATEST_NS, Account
+from dpmon.store.accounting import LATEST_NS
+from dpmon.store.accounts import Accounts, ns_of
 from dpmon.store.batch import GAP_NS, Batch, ShapeKey
 from dpmon.store.parts import replica_series, stage_series
-from dpmon.store.rounds import Rounds, SyncStep
+from dpmon.store.rounds import SyncStep
 from dpmon.store.tables import RingRow
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key, StepFacts
 
@@ -77,70 +76,6 @@ class _Call(NamedTuple):
     parts: list[tuple[str, int]]
     sizes: str
     untimed: int
-
-
-@dataclass
-class Accounts:
-    """The accounts of all processes of a run: a process is known by the pid, too, that waits for input."""
-
-    of: dict[int, Account] = field(default_factory=dict)
-    rounds: Rounds = field(default_factory=Rounds)
-    """The synchronised passes of all ranks."""
-    _processes: dict[int, int] = field(default_factory=dict)
-    """By pid."""
-    _early: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=1000))
-    """Waits of pids that are not known to train: pid, begin, end."""
-
-    def account(self, process: int) -> Account:
-        """The account of a process; a new one begins with the run."""
-        found = self.of.get(process)
-        if found is None:
-            found = self.of[process] = Account()
-        return found
-
-    def event(self, batch: Batch, process: int | None, kind: str, data: Mapping[str, Any], at_ns: int | None) -> None:
-        """Account for what an event says; `process` None: it is the supervisor's."""
-        if process is not None:
-            if kind in ("process", "pause"):
-                self._heard(process, data, at_ns)
-            if kind in ("process", "ddp"):
-                self.rounds.heard(process, kind, data)
-            if kind == "process" and type(data.get("pid")) is int:
-                self._began(batch, data["pid"])
-        elif at_ns is not None and kind == "input":
-            took, pid = _ns(data.get("waited_s")), data.get("pid")
-            if took is not None and type(pid) is int:
-                self._wait(batch, pid, at_ns, at_ns + took)
-        elif at_ns is not None and kind == "exit":
-            self._finish(batch, at_ns)
-
-    def _heard(self, process: int, data: Mapping[str, Any], at_ns: int | None) -> None:
-        """A process began to record, or paused, or goes on."""
-        if type(data.get("pid")) is int:
-            self._processes[data["pid"]] = process
-            if process not in self.of:
-                self.of[process] = Account(at_ns or 0)
-        elif isinstance(data.get("paused"), bool) and data.get("refused") is None:
-            self.account(process).pause(data["paused"], at_ns, _ns(data.get("paused_s")))
-
-    def _began(self, batch: Batch, pid: int) -> None:
-        """A process began to record: account for the waits that were reported before."""
-        for early in [one for one in self._early if one[0] == pid]:
-            self._early.remove(early)
-            self._wait(batch, *early)
-
-    def _wait(self, batch: Batch, pid: int, begin: int, end: int) -> None:
-        """The process with this pid waited for input."""
-        process = self._processes.get(pid)
-        if process is None:
-            self._early.append((pid, begin, end))
-        else:
-            batch.spend(process, self.account(process).wait(begin, end))
-
-    def _finish(self, batch: Batch, end_ns: int) -> None:
-        """The run ended."""
-        for process, account in self.of.items():
-            batch.spend(process, account.finish(end_ns))
 
 
 class Intake:
@@ -350,7 +285,7 @@ class Intake:
     def _event(self, batch: Batch, number: int, payload: bytes) -> tuple[Any, ...]:
         text = payload[1:].decode()
         kind, data = load_event(text)
-        t_ns = _ns(data.get("t_s"))
+        t_ns = ns_of(data.get("t_s"))
         process = self.row.process if self.row.process >= 0 else None
         kind.encode()  # ValueError: half a character, which the database does not take
         self._accounts.event(batch, process, kind, data, t_ns)
@@ -360,7 +295,7 @@ class Intake:
 
 
 def _held(number: int, payload: bytes, inner: bytes, head: Sequence[int]) -> _Call:
-    """What is held of a call; `inner`: it without times of devices, `head`: its numbers (dpmon.record.codec)."""
+    """What is held of a call; `inner`: it without times of devices, `head`: its numbers (dpmon.record.payloads)."""
     mode, flags, _, layout, step, _, _, _, inputs, outputs, *phases = head
     took = tuple([took if at >= 0 else -1 for at, took in zip(phases[::2], phases[1::2], strict=True)])
     replicas, stages = call_replicas(inner), call_stages(inner)
@@ -438,13 +373,6 @@ def _device_times(times: bytes | None, calls: Sequence[_Call], by_call: Sequence
 def device_tail(times: Mapping[str, float]) -> int | None:
     """What the end of a step's backward passes took on the devices (ns), of its device times (ms) by phase."""
     return int(times["sync"] * 1e6) if "sync" in times else None
-
-
-def _ns(seconds: object) -> int | None:
-    """Seconds of an event in ns; None for what can be no time."""
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not abs(seconds) < LATEST_NS / 1e9:
-        return None
-    return int(seconds * 1e9)
 
 
 def _add_sample(batch: Batch, t_ns: int, kind: str, data: Mapping[str, Any]) -> None:

@@ -8,12 +8,13 @@ from contextlib import suppress
 from itertools import takewhile
 from typing import Any
 
-from dpmon.record.codec import known_times
+from dpmon.record.payloads import known_times
 from dpmon.record.plainjson import load_json
 from dpmon.record.schema import EVALUATION, SETTLING_STEPS
 from dpmon.store.accounting import LATEST_NS
+from dpmon.store.accounts import Accounts
 from dpmon.store.batch import Batch
-from dpmon.store.intake import Accounts, Intake, device_tail
+from dpmon.store.intake import Intake, device_tail
 from dpmon.store.rounds import Joined, SyncStep
 from dpmon.store.tables import LASTING, RingRow
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key, known_keys

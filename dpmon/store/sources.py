@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dpmon.assemble.assembler import CAUGHT_UP, Assembler
-from dpmon.record.codec import call_head, kind_of, step_fields
+from dpmon.record.payloads import call_head, kind_of, step_fields
 from dpmon.record.spans import Span
 from dpmon.record.wire import unpack_collective
 from dpmon.ring_file import RingError

@@ -8,8 +8,8 @@
     calls        id, process, call, step, mode, start_ns, wall_ns, rows, payload (as in the ring: dpmon.record.codec)
     steps        id, process, step, mode, start_ns, wall_ns, kind (dpmon.record.schema.KINDS), calls, each quantity,
                  the ns of each phase (NULL: did not run; those of its calls are sums), rest_ns (what the phases of its
-                 calls leave of its forward), device (NULL, or its device times: dpmon.record.codec.step_times), spans
-                 (when its phases ran: dpmon.record.step_spans.kept_spans; NULL: an earlier version recorded it),
+                 calls leave of its forward), device (NULL, or its device times: dpmon.record.payloads.step_times),
+                 spans (when its phases ran: dpmon.record.step_spans.kept_spans; NULL: an earlier version recorded it),
                  sync_number (of its last synchronised backward pass), exposed_ns and wait_ns (dpmon.store.rounds;
                  NULL: the other ranks' steps are not known)
     events       id, process (NULL: the supervisor), kind, t_ns, json
@@ -25,7 +25,7 @@
     gaps         id, process, after_step, before_step, mode, begin_ns, end_ns, ns: the longer times between two steps
     shapes       calls by process, mode, kind, layout, virtual, sizes (JSON: the definitions of inputs and outputs, of
                  the call, then of each replica, or stage and sizes of each stage) and why a device time is missing
-                 (dpmon.record.codec.UNTIMED); beyond the first shapes of a process, sizes are 0: unknown
+                 (dpmon.record.payloads.UNTIMED); beyond the first shapes of a process, sizes are 0: unknown
     device_rollups  start_s (of a minute; -1: see below), device (index; -1: the host), name, count, total, low, high
 
 A tally of 10 s or more is made when its time is over: up to the second in meta's `whole_10`, `whole_60`, and so on.

@@ -37,6 +37,7 @@ import torch
 from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind
 from dpmon.record.wire import Unended
 from dpmon.span_ring import Word
+from dpmon.tracer.collective_operators import OPERATORS, Operator
 from dpmon.tracer.frames import drop_frames
 from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.session import Session, raise_from_signal
@@ -66,41 +67,6 @@ _SHORTEST_S, _LONGEST_S = 50e-6, 5e-3
 """Limits of the time between two queries."""
 _DRAIN_S = 0.05
 """How long the end of the process waits for the thread that queries."""
-
-
-class _Operator(NamedTuple):
-    """What the arguments of an operator mean."""
-
-    name: str
-    """In records."""
-    group: int
-    """Index of the process group."""
-    counted: int
-    """Index of the tensors whose bytes count, by the convention of nccl-tests."""
-    by_ranks: bool = False
-    """Whether each rank has only its part of these bytes."""
-
-
-OPERATORS = {
-    "allreduce_": _Operator("all_reduce", 1, 0),
-    "allreduce_coalesced_": _Operator("all_reduce", 1, 0),
-    "broadcast_": _Operator("broadcast", 1, 0),
-    "reduce_": _Operator("reduce", 1, 0),
-    "allgather_": _Operator("all_gather", 2, 0),
-    "_allgather_base_": _Operator("all_gather", 2, 0),
-    "allgather_coalesced_": _Operator("all_gather", 2, 0),
-    "allgather_into_tensor_coalesced_": _Operator("all_gather", 2, 0),
-    "reduce_scatter_": _Operator("reduce_scatter", 2, 1),
-    "_reduce_scatter_base_": _Operator("reduce_scatter", 2, 1),
-    "reduce_scatter_tensor_coalesced_": _Operator("reduce_scatter", 2, 1),
-    "alltoall_": _Operator("all_to_all", 2, 1),
-    "alltoall_base_": _Operator("all_to_all", 2, 1),
-    "gather_": _Operator("gather", 2, 1, by_ranks=True),
-    "scatter_": _Operator("scatter", 2, 0, by_ranks=True),
-    "barrier": _Operator("barrier", 1, 0),
-    "monitored_barrier_": _Operator("barrier", 1, 0),
-}
-"""The operators that get a kernel, by their names in torch.ops.c10d."""
 
 
 class _Group(NamedTuple):
@@ -282,7 +248,7 @@ class Collectives:
         self._names.clear()
         self._groups.clear()
 
-    def _kernel(self, op: Any, operator: _Operator, below: Any) -> Callable[..., Any]:
+    def _kernel(self, op: Any, operator: Operator, below: Any) -> Callable[..., Any]:
         redispatch, clock, fault = op.redispatch, monotonic_ns, self._session.fault
 
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -308,7 +274,7 @@ class Collectives:
 
         return kernel
 
-    def _launched(self, operator: _Operator, args: tuple[Any, ...], result: Any, began: int, now: int) -> None:
+    def _launched(self, operator: Operator, args: tuple[Any, ...], result: Any, began: int, now: int) -> None:
         """Record a collective that was just launched."""
         recorder = self._recorder
         me = recorder.threads.get(get_ident()) or recorder.thread()

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 from tracing import Script, Traced, text_of
 
-from dpmon.record.codec import kind_of
 from dpmon.record.kinds import Collective, Sampled
+from dpmon.record.payloads import kind_of
 
 FORMS = ["ddp", "no_sync", "unused", "two", "fsdp", "by hand", "functional", "raises"]
 

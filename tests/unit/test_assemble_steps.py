@@ -10,8 +10,8 @@ from pretend import MS, Result, Script, assembled, decoded, in_portions
 
 from dpmon.assemble import Assembler
 from dpmon.assemble.device_waits import MAX_GROUPS
-from dpmon.record.codec import kind_of
 from dpmon.record.kinds import Step
+from dpmon.record.payloads import kind_of
 from dpmon.record.spans import Kind
 
 LEARN, FETCHED, LOOK = "fbo", "dfbo", "f"

@@ -14,7 +14,7 @@ from timed import GPUS, HOST_ONLY, OF_CALL, staged, timed, trained
 
 from dpmon.cli.lines import Lines, _progress
 from dpmon.model.state import State
-from dpmon.record.codec import UNTIMED, call_head, kind_of
+from dpmon.record.payloads import UNTIMED, call_head, kind_of
 from dpmon.record.wire import CALL_PHASES, Untimed, pack_step
 
 

@@ -20,9 +20,10 @@ from dpmon.cli.summary import summary_lines
 from dpmon.export.perfetto import write_trace
 from dpmon.export.records import history
 from dpmon.export.table import Tables
-from dpmon.record.codec import UNTIMED, Decoder, call_head, call_replicas, kind_of, step_fields
+from dpmon.record.codec import Decoder
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Call, RecordError, Step
+from dpmon.record.payloads import UNTIMED, call_head, call_replicas, kind_of, step_fields
 from dpmon.record.wire import Untimed, pack_timed
 from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect

@@ -13,7 +13,7 @@ from kept import keep
 from synthetic import Training
 from timed import GPUS, HOST_ONLY, growing, staged, timed, trained
 
-from dpmon.record.codec import SAMPLES_AT, UNTIMED, kind_of, step_fields
+from dpmon.record.payloads import SAMPLES_AT, UNTIMED, kind_of, step_fields
 from dpmon.record.schema import STEP_PHASES
 from dpmon.record.wire import Untimed, pack_step
 from dpmon.report import collect, report_text

@@ -17,7 +17,7 @@ from dpmon.cli.lines import Lines
 from dpmon.cli.summary import summary_lines
 from dpmon.model.numbers import duration, percent
 from dpmon.rates import as_fields
-from dpmon.record.codec import kind_of
+from dpmon.record.payloads import kind_of
 from dpmon.record.schema import PHASES, REST, STEP
 from dpmon.record.wire import mode_number, pack_step
 from dpmon.report.asjson import as_object

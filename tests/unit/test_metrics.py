@@ -11,8 +11,8 @@ from kept import keep
 from prometheus_client.parser import text_string_to_metric_families
 from synthetic import SECOND, Training, decoded, device_event, host_event
 
-from dpmon.record.codec import kind_of
 from dpmon.record.kinds import Call
+from dpmon.record.payloads import kind_of
 from dpmon.record.wire import CALL_PHASES, Untimed, pack_event, pack_step, pack_timed
 from dpmon.ring import Ring
 from dpmon.run.rundir import ExitInfo, load_info

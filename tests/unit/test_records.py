@@ -12,20 +12,10 @@ from typing import Any
 
 import pytest
 
-from dpmon.record.codec import (
-    STEP_PHASES,
-    Decoder,
-    call_head,
-    call_replicas,
-    definition,
-    kept_step_times,
-    kind_of,
-    known_times,
-    step_fields,
-    step_times,
-)
+from dpmon.record.codec import STEP_PHASES, Decoder, kept_step_times
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Call, Event, Phase, PhaseSpan, Record, RecordError, Replica, Size, Step
+from dpmon.record.payloads import call_head, call_replicas, definition, kind_of, known_times, step_fields, step_times
 from dpmon.record.schema import NO_SPANS, SPAN_PHASES
 from dpmon.record.step_spans import MAX_SPANS, SPAN_HEAD_WIDE, SPAN_PHASE, kept_spans, span_words
 from dpmon.record.wire import (

@@ -18,7 +18,7 @@ from kept import keep
 from synthetic import SECOND, Training, device_event, host_event
 
 from dpmon.cli.summary import summary_lines
-from dpmon.record.codec import kind_of
+from dpmon.record.payloads import kind_of
 from dpmon.record.schema import SETTLING_STEPS
 from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step
 from dpmon.report import collect, report_text

@@ -8,9 +8,10 @@ import pytest
 from stored import state_of
 from synthetic import SECOND
 
-from dpmon.record.codec import Decoder, call_replicas, call_stages
+from dpmon.record.codec import Decoder
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Call, Record, RecordError
+from dpmon.record.payloads import call_replicas, call_stages
 from dpmon.record.wire import pack_call, pack_definition
 from dpmon.ui import panel_stages
 from dpmon.ui.look import COLOUR, UNICODE, Look

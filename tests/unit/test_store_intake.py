@@ -24,8 +24,9 @@ from dpmon.record.wire import (
     pack_timed,
     with_extras,
 )
+from dpmon.store.accounts import Accounts
 from dpmon.store.batch import Batch
-from dpmon.store.intake import BATCH_SIZES, HELD_CALLS, SHAPES, Accounts, Intake
+from dpmon.store.intake import BATCH_SIZES, HELD_CALLS, SHAPES, Intake
 from dpmon.store.resume import resume_accounts, resume_intake
 from dpmon.store.tables import CALL_COLUMNS, HISTORY_FILE, STEP_COLUMNS, RingRow
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES

@@ -22,8 +22,8 @@ from spans import Children, Training, everything, head, opened
 from dpmon.assemble import step_rules
 from dpmon.assemble.assembler import Assembler
 from dpmon.export.records import history
-from dpmon.record.codec import kind_of, step_fields
 from dpmon.record.kinds import Event
+from dpmon.record.payloads import kind_of, step_fields
 from dpmon.record.plainjson import load_event
 from dpmon.record.spans import Flag, Kind
 from dpmon.run.rundir import RunInfo, create_run

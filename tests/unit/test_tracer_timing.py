@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from played import Process
 
-from dpmon.record.codec import UNTIMED
+from dpmon.record.payloads import UNTIMED
 from dpmon.record.spans import FLAGS_AT, Flag, Kind, unpacked
 from dpmon.record.wire import Untimed
 from dpmon.tracer.threads import Thread

@@ -14,7 +14,7 @@ from dpmon.model.ranks import toggle_refusal, training, world
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.source import MOST_RANKS
 from dpmon.model.state import State
-from dpmon.record.codec import kind_of
+from dpmon.record.payloads import kind_of
 from dpmon.record.plainjson import load_event
 from dpmon.record.wire import mode_number, pack_event, pack_step
 from dpmon.store.as_of import AsOf

@@ -1,0 +1,82 @@
+"""What a snapshot says of ranks that train together: their figures, their mean times, and sampled collectives. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from dpmon.model.members import SECOND
+from dpmon.model.process import Process, RankFigures
+from dpmon.model.source import Rows, Tallies, figures_end_s
+from dpmon.model.state import State
+from dpmon.model.stragglers import SERIES as STRAGGLER_SERIES
+from dpmon.model.stragglers import RankTimes, rank_times
+from dpmon.record.schema import STEP
+from dpmon.store.figures import merged, trains
+from dpmon.store.tally import Key, Tally
+
+_MINUTE_S = 60
+_NO_SERIES: tuple[str, ...] = ()
+RANK_STEPS, RANK_S = 50, 5
+"""Steps and seconds, at least, over which the ranks are compared."""
+COLLECTIVES_S = 300
+"""Seconds of which the sampled collectives are shown: a step is sampled now and then only."""
+_RANK_SERIES = (STEP, "forward", "backward")
+
+
+def together(rows: Rows, tallies: Tallies, state: State, focus: Process, others: Sequence[Process]) -> State:
+    """With what the ranks do together: their mean times, and the collectives of sampled steps."""
+    end_ns = state.newest_ns + 1
+    begin_s = max(end_ns // SECOND - COLLECTIVES_S, 0)
+    numbers = [process.process for process in (focus, *others)]
+    found = rows.communicated(begin_s * SECOND, end_ns, numbers)
+    steps = 0
+    if found.samples:
+        sums = tallies.tallies(begin_s, end_ns // SECOND + 1, process=numbers, sketches=False, series=_NO_SERIES)
+        steps = sum(tally.steps for tally in sums.values())
+    times = _rank_times(rows, tallies, focus, others)
+    return replace(state, ranks=times, collectives=found, sampled_of=steps)
+
+
+def _rank_times(rows: Rows, tallies: Tallies, focus: Process, others: Sequence[Process]) -> tuple[RankTimes, ...]:
+    """The mean times of all ranks over about RANK_STEPS steps, in whole seconds."""
+    if focus.last_step is None:
+        return ()
+    ranks = sorted((focus, *others), key=lambda process: (process.rank is None, process.rank or 0))
+    end_s = max(figures_end_s(rows, one) for one in ranks if one.last_step is not None)
+    step_ns = focus.recent.step_ns or focus.last_step.wall_ns
+    begin_s = max(end_s - max(-(-RANK_STEPS * step_ns // SECOND), RANK_S), 0)
+    numbers = tuple(one.process for one in ranks)
+    found = tallies.tallies(begin_s, end_s, process=numbers, sketches=False, series=STRAGGLER_SERIES)
+    mode = focus.last_step.mode
+    trained = mode in trains((key.mode, key.kind) for key in found)
+    by_process: dict[int, dict[Key, Tally]] = {number: {} for number in numbers}
+    for key, tally in found.items():
+        by_process[key.process][key] = tally
+    return tuple(
+        rank_times(one.process, one.rank, merged(by_process[one.process], mode, False, trained, settled=True))
+        for one in ranks
+    )
+
+
+def rank_figures(rows: Rows, tallies: Tallies, processes: Iterable[Process]) -> Iterator[Process]:
+    """Processes with the medians of each over this minute and the last one."""
+    alike: dict[int, dict[int, Process]] = {}
+    for process in processes:
+        if process.last_step is not None:
+            alike.setdefault(figures_end_s(rows, process), {})[process.process] = process
+    for end_s, those in alike.items():
+        begin_s = max(end_s // _MINUTE_S - 1, 0) * _MINUTE_S  # a minute has a tally of its own
+        found: dict[int, dict[Key, Tally]] = {number: {} for number in those}
+        for key, tally in tallies.tallies(begin_s, end_s, process=tuple(those), series=_RANK_SERIES).items():
+            found[key.process][key] = tally
+        for number, process in those.items():
+            yield replace(process, figures=_figured(found[number], process))
+
+
+def _figured(tallies: Mapping[Key, Tally], process: Process) -> RankFigures:
+    assert process.last_step is not None
+    mode = process.last_step.mode
+    tally = merged(tallies, mode, False, mode in trains((key.mode, key.kind) for key in tallies))
+    step, forward, backward = (tally.median(series) for series in _RANK_SERIES)
+    return RankFigures(step, forward, backward, tally.quantile(STEP, 0.95))

@@ -1,0 +1,156 @@
+"""The kinds of records of devices, the host and memory."""
+
+from __future__ import annotations
+
+from dpmon.record.field import ABSENT, WHO, Field, RecordKind, T
+
+DEVICE = RecordKind(
+    "device",
+    "one GPU, each second, as NVML tells it",
+    (
+        T,
+        Field("index", "integer", "NVML's number, which is not CUDA's: see ordinals"),
+        Field("uuid", "text", "its UUID"),
+        Field("name", "text", "its name"),
+        Field("of_run", "boolean", "whether processes of the run hold memory on it"),
+        Field("visible", "boolean", "whether CUDA_VISIBLE_DEVICES, as the command had it, lets CUDA see it"),
+        Field("ordinals", "list", "what the run's processes call it, by UUID: process, device"),
+        Field(
+            "util_pct",
+            "integer",
+            "share of the time in which a kernel ran on the GPU",
+            "%",
+            metric="device_utilization_ratio",
+            scale=0.01,
+        ),
+        Field(
+            "mem_used_bytes",
+            "integer",
+            "memory in use on the GPU, other programs included",
+            "bytes",
+            metric="device_memory_used_bytes",
+        ),
+        Field("mem_total_bytes", "integer", "memory of the GPU", "bytes", metric="device_memory_total_bytes"),
+        Field("mem_reserved_bytes", "integer", "memory that the driver keeps for itself", "bytes"),
+        Field(
+            "mem_run_bytes",
+            "integer",
+            "memory that the run's processes hold on the GPU",
+            "bytes",
+            metric="device_memory_run_bytes",
+        ),
+        Field("mem_others_bytes", "integer", "memory that other processes hold on the GPU", "bytes"),
+        Field("mem_torch_bytes", "integer", "memory that torch's allocators in the run's processes reserve", "bytes"),
+        Field(
+            "temperature_c", "integer", "temperature of the GPU", "degrees Celsius", metric="device_temperature_celsius"
+        ),
+        Field("temperature_limit_c", "integer", "temperature at which the clocks are lowered", "degrees Celsius"),
+        Field("power_w", "number", "power the GPU draws", "W", metric="device_power_watts"),
+        Field("power_limit_w", "number", "power that it may draw", "W"),
+        Field("energy_j", "number", "energy since the driver was loaded", "J"),
+        Field(
+            "sm_clock_mhz",
+            "integer",
+            "clock of the GPU's multiprocessors",
+            "MHz",
+            metric="device_sm_clock_hertz",
+            scale=1e6,
+        ),
+        Field("mem_clock_mhz", "integer", "clock of its memory", "MHz"),
+        Field(
+            "throttle", "list", "why the clocks are lower than they could be, in words; empty if nothing lowers them"
+        ),
+        Field("fan_pct", "integer", "speed of its fan", "%"),
+        Field("pcie_rx_bytes_s", "integer", "what it receives over PCIe", "bytes/s"),
+        Field("pcie_tx_bytes_s", "integer", "what it sends over PCIe", "bytes/s"),
+        Field("nvlink_rx_bytes_s", "integer", "what it receives over NVLink", "bytes/s"),
+        Field("nvlink_tx_bytes_s", "integer", "what it sends over NVLink", "bytes/s"),
+        Field("ecc_corrected", "integer", "corrected memory errors since the driver was loaded"),
+        Field("ecc_uncorrected", "integer", "uncorrected memory errors since the driver was loaded"),
+        Field("retired_pages", "integer", "pages of memory that were retired"),
+        Field("remapped_rows", "integer", "rows of memory that were remapped"),
+        Field("xid", "integer", "the newest XID error since the run's start"),
+        Field("mig", "boolean", "whether it is divided into MIG instances"),
+        Field("mig_devices", "list", "the instances: uuid, mem_used_bytes, mem_total_bytes"),
+        Field("persistence", "boolean", "whether the driver stays loaded without programs"),
+        Field("sm_active_pct", "number", "share of its multiprocessors that were busy (Hopper and later)", "%"),
+        Field("tensor_active_pct", "number", "share of the time in which its tensor cores worked", "%"),
+        Field("dram_active_pct", "number", "share of the time in which its memory was read or written", "%"),
+        Field("processes", "list", "those that hold most memory, the run's first: pid, mem_bytes, of_run"),
+        Field("process_count", "integer", "how many processes use it"),
+        ABSENT,
+    ),
+)
+HOST = RecordKind(
+    "host",
+    "the machine and the run's processes, each second",
+    (
+        T,
+        Field("cpu_pct", "number", "share of the host's processors in use", "%", metric="host_cpu_ratio", scale=0.01),
+        Field("mem_used_bytes", "integer", "memory in use on the host", "bytes", metric="host_memory_used_bytes"),
+        Field("mem_total_bytes", "integer", "memory of the host", "bytes", metric="host_memory_total_bytes"),
+        Field(
+            "run_cpu_pct",
+            "number",
+            "processors that the run's processes use",
+            "% of one",
+            metric="run_cpu_cores",
+            scale=0.01,
+        ),
+        Field(
+            "run_mem_bytes",
+            "integer",
+            "memory of the run's processes; a shared page is divided among its processes",
+            "bytes",
+            metric="run_memory_bytes",
+        ),
+        Field("cpus", "integer", "processors of the host", metric="host_cpus"),
+        Field("load_1m", "number", "threads that run or want to run on the host, mean of a minute", metric="host_load"),
+        Field("gpu_absent", "text", "why there are no device records"),
+        ABSENT,
+    ),
+)
+MEMORY = RecordKind(
+    "memory",
+    "what a process's tensors take on each device; of a tensor that is sharded over ranks, the part on this rank",
+    (
+        *WHO,
+        T,
+        Field("step", "integer", "the step after which it was measured"),
+        Field("turns", "integer", "over how many steps the measurement was spread", columns=()),
+        Field("took_ms", "number", "how long the measurement took", "ms", columns=()),
+        Field("devices", "list", "an object a device, with the fields below and an `absent` of its own", columns=()),
+        Field("device", "text", "torch's name of the device"),
+        Field("model_bytes", "integer", "parameters and buffers", "bytes"),
+        Field("gradients_bytes", "integer", "gradients", "bytes"),
+        Field("optimizer_bytes", "integer", "states of the optimizers", "bytes"),
+        Field("rest_bytes", "integer", "what else the allocator has handed out: activations and the like", "bytes"),
+        Field("allocated_bytes", "integer", "what torch's allocator has handed out", "bytes"),
+        Field("reserved_bytes", "integer", "what it has taken from the GPU", "bytes"),
+        Field("peak_bytes", "integer", "the most it had handed out", "bytes"),
+        Field("peak_after_step", "integer", "the last measured step before the peak"),
+        Field("uuid", "text", "the GPU's UUID", columns=()),
+        Field(
+            "inactive_split_bytes", "integer", "free parts of blocks that are in use: fragments", "bytes", columns=()
+        ),
+        Field("alloc_retries", "integer", "how often it had to give memory back to find some", columns=()),
+        Field("ooms", "integer", "how often it found none", columns=()),
+        ABSENT,
+    ),
+    row="device",
+)
+OOM = RecordKind(
+    "oom",
+    "the state just before a GPU ran out of memory",
+    (
+        *WHO,
+        T,
+        Field("device", "text", "torch's name of the device"),
+        Field("asked_bytes", "integer", "what was asked for", "bytes"),
+        Field("total_bytes", "integer", "memory of the GPU", "bytes"),
+        Field("free_bytes", "integer", "what was free", "bytes"),
+        Field("allocated_bytes", "integer", "what torch's allocator had handed out", "bytes"),
+        Field("reserved_bytes", "integer", "what it had taken from the GPU", "bytes"),
+        Field("inactive_split_bytes", "integer", "free parts of blocks that were in use: fragments", "bytes"),
+    ),
+)

@@ -1,0 +1,71 @@
+"""A field and a kind of record, and the fields that many kinds have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field of a record, under its name in JSON."""
+
+    name: str
+    type: str
+    """integer, number, text, boolean, list or object; any may be null where `absent` says why."""
+    meaning: str
+    unit: str = ""
+    columns: tuple[str, ...] | None = None
+    """Its columns in CSV; None: one of its name."""
+    only_csv: bool = False
+    """Whether JSON has it in another form."""
+    metric: str = ""
+    """Its name as a Prometheus gauge; empty: it is none."""
+    scale: float = 1
+    """What it is multiplied by to get the metric's unit."""
+
+    @property
+    def in_csv(self) -> tuple[str, ...]:
+        """The names of its columns in CSV."""
+        return (self.name,) if self.columns is None else self.columns
+
+    @property
+    def help(self) -> str:
+        """Its meaning as a sentence."""
+        return f"{self.meaning[0].upper()}{self.meaning[1:]}."
+
+
+@dataclass(frozen=True, slots=True)
+class RecordKind:
+    """A kind of record: its name in `kind`, and its fields in the order of its columns in CSV."""
+
+    name: str
+    meaning: str
+    fields: tuple[Field, ...]
+    row: str = "record"
+    """What a row of CSV is of."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of its table in CSV."""
+        return tuple(name for one in self.fields for name in one.in_csv)
+
+
+PROCESS = Field("process", "integer", "the training process, from 0")
+RANK = Field("rank", "integer", "its rank; null if it has none")
+WHO = (PROCESS, RANK)
+T = Field("t_s", "number", "when, since the run's start", "s")
+START = Field("start_s", "number", "when it began, since the run's start", "s")
+WALL = Field("wall_ms", "number", "how long it took", "ms")
+MODE = Field("mode", "text", "dp or single; null if unknown")
+ABSENT = Field("absent", "object", "why a field is null or missing, by the field's name")
+DEVICES = Field("devices", "list", "the devices it ran on or could run on, by torch's names")
+_SIZES = (
+    "path, shape, dtype, bytes. Shape and bytes are those on this rank; a DTensor, which is spread over several"
+    " ranks, also has global_shape, the shape of the whole"
+)
+INPUTS = Field("inputs", "list", f"each tensor among the arguments: {_SIZES}")
+OUTPUTS = Field("outputs", "list", f"each tensor of the result: {_SIZES}")
+
+
+def only_csv(name: str, type_: str, meaning: str, unit: str = "") -> Field:
+    return Field(name, type_, meaning, unit, only_csv=True)

@@ -1,0 +1,112 @@
+"""The kinds of records of what ranks do together."""
+
+from __future__ import annotations
+
+from dpmon.record.field import ABSENT, START, WALL, WHO, Field, RecordKind, T
+
+COLLECTIVE = RecordKind(
+    "collective",
+    "one collective of torch.distributed in a sampled step",
+    (
+        *WHO,
+        Field("step", "integer", "the step under way when it was launched; null between two steps"),
+        Field("operation", "text", "all_reduce, all_gather, reduce_scatter, broadcast, reduce, all_to_all ..."),
+        Field("phase", "text", "what the thread that launched it was doing: data, forward, backward, optimizer, other"),
+        Field(
+            "bytes",
+            "integer",
+            "as nccl-tests counts them: the tensor; of an all_gather all that was gathered, of a reduce_scatter its"
+            " input, of a gather or scatter the parts of all ranks",
+            "bytes",
+        ),
+        Field("dtype", "text", "the dtype of its first tensor"),
+        Field("group", "text", "torch's name of the process group"),
+        Field("group_size", "integer", "how many ranks the group has"),
+        Field("ranks", "list", "the ranks of the group; null if it has all of them, or they are not known"),
+        Field("backend", "text", "the backend of the group: gloo, nccl ..."),
+        Field("device", "text", "the type of the device that its tensors are on"),
+        Field("start_s", "number", "when it was launched, since the run's start", "s"),
+        Field(
+            "host_ms",
+            "number",
+            "from its launch until it was complete; found by queries, up to 5 % or 0.1 ms late",
+            "ms",
+        ),
+        Field("queue_ms", "number", "from its launch until those launched before it on its group were complete", "ms"),
+        Field("alg_bytes_s", "number", "algorithm bandwidth: its bytes over the time in which it could run", "bytes/s"),
+        Field(
+            "bus_bytes_s",
+            "number",
+            "bus bandwidth: of n ranks, alg_bytes_s times 2(n-1)/n for all_reduce, (n-1)/n for all_gather,"
+            " reduce_scatter, all_to_all, gather and scatter, 1 for others",
+            "bytes/s",
+        ),
+        ABSENT,
+    ),
+)
+SAMPLED = RecordKind(
+    "sampled",
+    "a time, mostly one step, in which every collective was recorded",
+    (
+        *WHO,
+        Field("step", "integer", "the step under way at its middle; null if there is none"),
+        START,
+        WALL,
+        Field("collectives", "integer", "how many were launched; null if they cannot be recorded"),
+        ABSENT,
+    ),
+)
+DDP = RecordKind(
+    "ddp",
+    "what a DistributedDataParallel does, at first and whenever that changes",
+    (
+        *WHO,
+        T,
+        Field("wrapper", "integer", "its number in the process, from 0"),
+        Field("root", "text", "the class of its model"),
+        Field("backend", "text", "the backend of its process group"),
+        Field("group_size", "integer", "how many ranks average their gradients", metric="ddp_group_size"),
+        Field("group", "list", "their ranks"),
+        Field("parameters", "integer", "how many parameters it averages"),
+        Field(
+            "parameter_bytes",
+            "integer",
+            "size of the parameters that are averaged",
+            "bytes",
+            metric="ddp_parameter_bytes",
+        ),
+        Field("bucket_bytes", "list", "the size of each bucket, in the order in which they are averaged", "bytes"),
+        Field("bucket_cap_bytes", "integer", "the size that a bucket may have", "bytes", metric="ddp_bucket_cap_bytes"),
+        Field("find_unused_parameters", "boolean", "whether it looks for unused parameters in every step"),
+        Field(
+            "unused_bytes",
+            "integer",
+            "parameters that the last sampled step did not use",
+            "bytes",
+            metric="ddp_unused_bytes",
+        ),
+        Field("gradient_as_bucket_view", "boolean", "whether gradients are views of the buckets"),
+        Field("static_graph", "boolean", "whether the script promises that all steps are alike"),
+        Field("comm_hook", "text", "the name of its communication hook; null if it has none"),
+        Field("broadcast_buffers", "boolean", "whether the first rank sends its buffers in every forward"),
+        Field("sync_batch_norm", "boolean", "whether it has a SyncBatchNorm, whose ranks wait in the forward"),
+        Field("iteration", "integer", "the last iteration that torch itself timed: the first ten, then one in 100"),
+        Field(
+            "comm_ms",
+            "number",
+            "torch's time of that iteration: the communication of the backward pass",
+            "ms",
+            metric="ddp_torch_communication_seconds",
+            scale=1e-3,
+        ),
+        Field(
+            "overlap_ms",
+            "number",
+            "torch's time of that iteration: what computation hid of it",
+            "ms",
+            metric="ddp_torch_overlap_seconds",
+            scale=1e-3,
+        ),
+        ABSENT,
+    ),
+)

@@ -17,7 +17,7 @@ from dpmon.model.history import COLUMNS, Columns, width_of_columns
 from dpmon.model.inputs import INPUT, waited_ns
 from dpmon.model.members import SECOND
 from dpmon.model.memory import HOST
-from dpmon.model.pace import WINDOW_S, Paces, Trained, recent, recent_of_steps
+from dpmon.model.pace import WINDOW_S, Paces, Trained, rate_together, recent, recent_of_steps
 from dpmon.model.process import ModeTrack, Process, Recent, Summary
 from dpmon.model.rank_snapshot import rank_figures, together
 from dpmon.model.source import Rows, Tallies, Wanted, figures_end_s
@@ -340,16 +340,16 @@ def _recent(
         last_ns = rows.last_training_ns(process.process)
     if not own.enough:
         return Recent(None, last_ns, step_ns)
-    together = {process.process: own}
+    side_by_side = {process.process: own}
     stepped = [other for other in others if other.last_step is not None]
     until_s = max((figures_end_s(rows, other) for other in stepped), default=end_s)
     if slow:
         for other in stepped:
-            together[other.process] = _two_steps(rows, tallies, other, until_s, step.mode, trained)
+            side_by_side[other.process] = _two_steps(rows, tallies, other, until_s, step.mode, trained)
     elif stepped:
         numbers = tuple(other.process for other in stepped)
-        together |= _lately(tallies, paces, numbers, begin_s, until_s, step.mode, trained)
-    return Recent(rate_together(together), last_ns, step_ns)
+        side_by_side |= _lately(tallies, paces, numbers, begin_s, until_s, step.mode, trained)
+    return Recent(rate_together(side_by_side), last_ns, step_ns)
 
 
 def _of_run(rows: Rows, tallies: Tallies) -> Window:

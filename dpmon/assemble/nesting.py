@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from dpmon.record.schema import SPAN_PHASES, SYNC_NUMBER
-from dpmon.record.spans import COUNTED, DOING, LEAD_NS, MAX_LEAD, Flag, Kind, Span
+from dpmon.record.spans import COUNTED, DOING, LEAD_NS, MAX_LEAD, WRAPPER_AT, Flag, Kind, Span
 from dpmon.record.step_spans import BUCKET, MAX_SPANS
 from dpmon.record.wire import STEP_EXTRAS
 
@@ -161,7 +161,8 @@ class _Reading:
             return
         counts[SYNCED] = max(counts[SYNCED], 0) + 1
         counts[SYNC_NUMBER_AT] = max(counts[SYNC_NUMBER_AT], span.inputs)
-        leads = leads[: span.site] if span.site > 1 else [0] * span.site  # one bucket is ready with its last gradient
+        count = span.site & (1 << WRAPPER_AT) - 1
+        leads = leads[:count] if count > 1 else [0] * count  # one bucket is ready with its last gradient
         self.found.spans += [(BUCKET, max(span.start - lead, 0), 0) for lead in leads]
 
     def _primitive(self, span: Span) -> None:

@@ -75,6 +75,9 @@ class Flag:
     TRAINING, GRAD, FAILED, VIRTUAL, DP, SINGLE, OVER, TIMED, HAND, SKIPPED = (1 << bit for bit in range(10))
 
 
+WRAPPER_AT = 12
+"""Shift in the site of a span of kind SYNC or BUCKETS: the number of buckets, or of the first one, below the number of
+the wrapper. Spans of several wrappers in one backward pass differ by it."""
 LEAD_NS, MAX_LEAD = 64_000, 65_504.0
 """Unit and limit of the leads in a span of kind BUCKETS: how long before the last gradient each of four buckets was
 ready, as half-precision floats in place of sizes. Each is exact to 0.05 %, and at most 4 s."""

@@ -16,12 +16,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from itertools import count
 from operator import eq, itemgetter
+from threading import get_ident
 from time import monotonic_ns
 from typing import Any
 
 import torch
 
-from dpmon.record.spans import FLAGS_AT, LEAD_NS, MAX_LEAD, SITE_AT, Flag, Kind
+from dpmon.record.spans import FLAGS_AT, LEAD_NS, MAX_LEAD, SITE_AT, WRAPPER_AT, Flag, Kind
 from dpmon.tracer.frames import drop_frames, named_like
 from dpmon.tracer.names import class_name
 from dpmon.tracer.recorder import Recorder
@@ -43,6 +44,7 @@ _WORDS = struct.Struct("<Q")
 NO_NOTES = "this version of torch does not note when gradients are ready"
 NOT_TIMED = "torch has not timed an iteration yet"
 _MAX_RANKS = 4096
+_MOST = (1 << 24 - WRAPPER_AT) - 1
 
 
 class GradientSync:
@@ -63,6 +65,8 @@ class GradientSync:
         self._waiting.clear()
         self._mark: Mark | None = None
         """Device times of the end of the backward pass under way."""
+        self._computed = 0
+        """When all of its gradients were computed (monotonic ns); 0 if that was not asked."""
         self._made = count()
         """Numbers of wrappers."""
         self._number = 0
@@ -75,11 +79,11 @@ class GradientSync:
         if original is not None:
             kind._post_forward = self._traced(original)  # type: ignore[method-assign]
             self._recorder.on_gradients = self._backward_ended
-            self._recorder.on_timed_backward = self._timed_backward_begins
+            self._recorder.on_backward_begins = self._backward_begins
 
     def _traced(self, original: Callable[..., Any]) -> Callable[..., Any]:
         is_compiling, clock, is_grad_enabled = torch.compiler.is_dynamo_compiling, monotonic_ns, torch.is_grad_enabled
-        wrappers, waiting = self._wrappers, self._waiting
+        wrappers, waiting, threads = self._wrappers, self._waiting, self._recorder.threads
 
         def _post_forward(module: Any, output: Any) -> Any:
             if is_compiling():
@@ -95,6 +99,9 @@ class GradientSync:
                 if is_grad_enabled():
                     one = wrappers.get(id(module)) or self._known(module)
                     one.base, one.averages = began, module.require_backward_grad_sync
+                    me = threads.get(get_ident())
+                    root = None if me is None else me.root
+                    one.inner = root is None or root.module() is not module
                     if not one.waits:
                         one.waits = True
                         waiting.append(one)
@@ -110,20 +117,24 @@ class GradientSync:
         one = wrappers[key] = _Wrapper(module, next(self._made), lambda _: wrappers.pop(key, None))
         return one
 
-    # ---------------------------------------------------------------- device times
+    # ---------------------------------------------------------------- the end of the computation
 
-    def _timed_backward_begins(self, me: Thread, args: Any) -> None:
-        """Time the end of a backward pass on devices: from when all gradients are computed.
+    def _backward_begins(self, me: Thread, args: Any) -> None:
+        """Find out when all gradients of a pass are computed, where the wrapper's own do not tell.
 
-        autograd calls back what was queued during a pass after the last gradient, in the order in which it was queued.
-        DistributedDataParallel queues its own callback, which makes the devices wait for the other ranks, with the last
-        bucket. Ours is queued before the first gradient, so it comes first.
+        They do not on devices, and where other models or other wrappers take part in the pass. autograd calls back what
+        was queued during a pass after the last gradient, in the order in which it was queued. DistributedDataParallel
+        queues its own callback, which waits for the other ranks, with its last bucket. Ours is queued before the first
+        gradient, so it comes first.
         """
-        self._mark = None
-        timing = self._recorder.timing
-        if timing is None or not any(one.averages for one in self._waiting):
+        waiting, timing = self._waiting, self._recorder.timing
+        self._mark, self._computed = None, 0
+        if not any(one.averages for one in waiting):
             return
-        timing.synced = self._synced
+        if timing is not None:
+            timing.synced = self._synced
+        elif len(waiting) == 1 and not waiting[0].inner and self._recorder.calls < 2:
+            return
         node = next((node for tensor in args[0] if (node := tensor.grad_fn) is not None), None)
         if node is None:
             return
@@ -131,7 +142,9 @@ class GradientSync:
 
         def computed() -> None:
             try:
-                self._mark = timing.begin(me, Kind.SYNC)
+                self._computed = monotonic_ns()
+                if timing is not None:
+                    self._mark = timing.begin(me, Kind.SYNC)
             except Exception as error:  # noqa: BLE001 - our fault must not reach the script
                 fault("gradients", error)
 
@@ -155,35 +168,61 @@ class GradientSync:
         `head`: thread and enclosing kind. `began`, `ended`: when the pass did (monotonic ns).
         """
         waiting = self._waiting
-        for one in waiting if len(waiting) < 2 else list(waiting):
-            try:
-                module = one.module()
-                if module is not None and one.averages and one.notes:
-                    ready = one.ready(_notes(module))
-                    if not ready:
-                        continue  # the pass was one of another model
-                    last = ready[0] if len(ready) == 1 else max(ready)
-                    at = min(max(one.base + last, began), ended)
-                    if one.several:
-                        self._write_buckets(head, at, [min(last - each, at - began) for each in ready])
-                    first = head | Kind.SYNC | len(one.buckets) << SITE_AT
-                    mark, self._mark = self._mark, None
-                    if mark is not None:
-                        first |= mark.end()
-                    self._number = number = self._number + 1
-                    written = self._recorder.put(first, at, ended - at, number & 0xFFFFFFFF)
-                    if mark is not None:
-                        mark.written(written)
-                elif not one.averages:
-                    self._recorder.put(head | Kind.SYNC | Flag.SKIPPED << FLAGS_AT, ended, 0, 0)
-                one.waits = False
-                waiting.remove(one)
-                one.passes = passes = one.passes + 1
-                if module is not None and (ended >= one.due or passes in FACTS_AT):
-                    one.due = ended + FACTS_EVERY_NS
-                    self._tell(one, module)
-            except Exception as error:  # noqa: BLE001 - our fault must not reach the script
-                self._session.fault("gradients", error)
+        if len(waiting) == 1 and (one := waiting[0]).averages and (module := one.module()) is not None and one.notes:
+            ready = one.ready(_notes(module))
+            if ready:
+                last = one.base + (ready[0] if len(ready) == 1 else max(ready))
+                self._write(one, ready, min(max(last, self._computed, began), ended), head, ended)
+                self._is_over(one, module, ended)
+        elif waiting:
+            self._several_ended(head, began, ended)
+
+    def _several_ended(self, head: int, began: int, ended: int) -> None:
+        """As `_backward_ended`, of any wrappers. They wait together after the last gradient of all of them."""
+        found = []
+        for one in list(self._waiting):
+            module = one.module()
+            if module is None:
+                self._waiting.remove(one)
+            elif not one.notes:
+                self._is_over(one, module, ended)
+            elif one.averages and (ready := one.ready(_notes(module))):
+                found.append((one, module, ready))
+        if found:
+            last = max(one.base + max(ready) for one, _, ready in found)
+            at = min(max(last, self._computed, began), ended)
+            for one, module, ready in found:
+                self._write(one, ready, at, head, ended)
+                self._is_over(one, module, ended)
+            return
+        for one in self._waiting:
+            if not one.averages:  # a pass without averaging: of one of these models
+                self._recorder.put(head | Kind.SYNC | Flag.SKIPPED << FLAGS_AT, ended, 0, 0)
+                self._is_over(one, one.module(), ended)
+                break
+
+    def _is_over(self, one: _Wrapper, module: Any, ended: int) -> None:
+        """The pass of a wrapper's forward is over."""
+        one.waits = False
+        self._waiting.remove(one)
+        one.passes = passes = one.passes + 1
+        if module is not None and (ended >= one.due or passes in FACTS_AT):
+            one.due = ended + FACTS_EVERY_NS
+            self._tell(one, module)
+
+    def _write(self, one: _Wrapper, ready: Sequence[int], at: int, head: int, ended: int) -> None:
+        """Write a synchronised pass. All gradients were ready at `at`; `ready`: each bucket (ns after the forward)."""
+        head |= (one.number & _MOST) << WRAPPER_AT + SITE_AT
+        if one.several:
+            self._write_buckets(head, at, [max(at - one.base - each, 0) for each in ready])
+        first = head | Kind.SYNC | len(one.buckets) << SITE_AT
+        mark, self._mark = self._mark, None
+        if mark is not None:
+            first |= mark.end()
+        self._number = number = self._number + 1
+        written = self._recorder.put(first, at, ended - at, number & 0xFFFFFFFF)
+        if mark is not None:
+            mark.written(written)
 
     def _write_buckets(self, head: int, at: int, leads: Sequence[int]) -> None:
         """Write how long (ns) before `at` each bucket was ready."""
@@ -211,8 +250,8 @@ class _Wrapper:
     """A DistributedDataParallel, and when the gradients of its last backward pass were ready."""
 
     __slots__ = (
-        *("averages", "base", "buckets", "due", "facts", "latest", "module", "notes", "number", "passes"),
-        *("pick", "seen", "several", "times", "values", "waits"),
+        *("averages", "base", "buckets", "due", "facts", "inner", "latest", "module", "notes", "number", "passes"),
+        *("partly", "pick", "seen", "several", "times", "values", "waits"),
     )
 
     def __init__(self, module: Any, number: int, let_go: Callable[[Any], object]) -> None:
@@ -222,8 +261,12 @@ class _Wrapper:
         """When its last forward ended (monotonic ns)."""
         self.averages = True
         """Whether the backward pass of that forward averages the gradients: not under `no_sync`."""
+        self.inner = False
+        """Whether that forward was a part of another model's."""
         self.waits = False
         """Whether that backward pass is still to come."""
+        self.partly = bool(module.find_unused_parameters)
+        """Whether a synchronised pass may leave gradients out."""
         self.notes = hasattr(module.reducer, "get_backward_stats")
         self.passes = 0
         """Number of synchronised passes."""
@@ -269,8 +312,8 @@ class _Wrapper:
         """As `ready`, from the notes of all gradients. A gradient of an unused parameter keeps its old note."""
         seen = self.seen if len(self.seen) == len(notes) else [0] * len(notes)
         fresh = [note if note != old else -1 for note, old in zip(notes, seen, strict=True)]
-        if max(fresh, default=-1) < 0:
-            return ()
+        if (max if self.partly else min)(fresh, default=-1) < 0:
+            return ()  # nothing yet, or a part: further passes of this forward complete it
         buckets = self.buckets
         if not buckets or max(map(max, buckets)) >= len(notes):
             buckets = [list(range(len(notes)))]

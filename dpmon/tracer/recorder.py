@@ -77,8 +77,8 @@ class Recorder:
         self.on_gradients: Callable[[int, int, int], None] | None = None
         """Called at the end of a backward pass of the training thread, before its span is written, to write spans
         inside it: with the first word of these spans, and when the pass began and ended (monotonic ns)."""
-        self.on_timed_backward: Callable[[Thread, Any], None] | None = None
-        """Called with the thread and the arguments of a backward pass that is about to be timed on devices."""
+        self.on_backward_begins: Callable[[Thread, Any], None] | None = None
+        """Called before a backward pass of the training thread, with the thread and the pass's arguments."""
         self._parents: list[object] = []
         self.reset()
 
@@ -312,8 +312,8 @@ class Recorder:
                         self._goes_backward(me)
                     if self.timing is not None:
                         mark = self.timing.begin(me, kind)
-                        if mark is not None and not fetch and self.on_timed_backward is not None:
-                            self.on_timed_backward(me, args)
+                    if not fetch and me is self.trains and self.on_backward_begins is not None:
+                        self.on_backward_begins(me, args)
                 except Exception as error:  # noqa: BLE001 - our fault must not reach the script
                     session.fault("phase", error)
                 result = within(me, kind | inside << INSIDE_AT | me.head, mark, None, original, args, kwargs)

@@ -12,7 +12,7 @@ from tracing import Traced, text_of, traced
 TEXT = text_of("synced")
 ONE_STEP = (
     *("plain", "views", "static", "buckets", "unused", "recomputed", "accumulating", "forgotten", "nested"),
-    *("evaluating", "raising", "again", "compiled"),
+    *("evaluating", "raising", "again", "compiled", "chained", "around", "towers", "teacher"),
 )
 """Forms whose steps are steps of the record."""
 
@@ -45,7 +45,7 @@ def test_all_passes_of_rivals_are_counted(tmp_path: Path) -> None:
     assert {(event.data["wrapper"], event.data["parameters"]) for event in found.events("ddp")} == {(0, 4), (1, 8)}
 
 
-@pytest.mark.parametrize("form", ["plain", "views", "buckets", "unused"])
+@pytest.mark.parametrize("form", ["plain", "views", "buckets", "unused", "chained", "around", "towers", "teacher"])
 def test_the_tail_is_the_time_after_the_last_gradient(tmp_path: Path, form: str) -> None:
     found = run(tmp_path, form)
     own = found.said
@@ -55,7 +55,8 @@ def test_the_tail_is_the_time_after_the_last_gradient(tmp_path: Path, form: str)
     for step, truth in zip(steps, own, strict=True):
         sync, backward = step.phases["sync"], step.phases["backward"]
         assert 0 < sync < truth["backward_ns"]
-        assert backward + sync <= truth["backward_ns"]
+        if form != "towers":  # it has two backward passes in a step
+            assert backward + sync <= truth["backward_ns"]
         differences.append(abs(sync - truth["tail_ns"]))
     assert statistics.median(differences) < 300_000
 

@@ -171,6 +171,105 @@ class Recomputed(nn.Module):
         return self.two(checkpoint(self.one, x, use_reentrant=False))
 
 
+class Slow(torch.autograd.Function):
+    """Returns its input; the backward pass takes 10 ms."""
+
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        time.sleep(0.01)
+        return gradient
+
+
+def step_of(found, optimizers, counted, loss_of):
+    """A step whose gradients are those of these models, and what is true of it."""
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    before = sum(one.synced for one in counted)
+    loss = loss_of()
+    began = time.monotonic_ns()
+    loss.backward()
+    ended = time.monotonic_ns()
+    last = max(one.last_ns for one in counted)
+    synced = sum(one.synced for one in counted) - before
+    found.append({"synced": synced, "tail_ns": ended - last, "backward_ns": ended - began})
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def chained(found):
+    """Two wrapped models, and much to compute between their gradients."""
+    encoder, decoder = Counted(layers()), Counted(layers())
+    both = torch.optim.SGD([*encoder.model.parameters(), *decoder.model.parameters()], lr=0.01)
+    for _ in range(STEPS):
+
+        def loss():
+            return decoder.model(Slow.apply(encoder.model(torch.randn(16, 64)))).square().sum()
+
+        step_of(found, [both], [encoder, decoder], loss)
+
+
+class Around(nn.Module):
+    """A wrapped model inside another one, with much to compute after its gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.part = nn.Linear(64, 64), Counted(layers())
+        self.inner = self.part.model
+        for parameter in self.before.parameters():
+            parameter.register_post_accumulate_grad_hook(self.part._ready)
+
+    def forward(self, x):
+        return self.inner(Slow.apply(self.before(x)))
+
+
+def around(found):
+    model = Around()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(STEPS):
+        step_of(found, [optimizer], [model.part], lambda: model(torch.randn(16, 64)).square().sum())
+
+
+class Towers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = layers(2), layers(2)
+
+    def forward(self, x):
+        return self.one(x), self.two(x)
+
+
+def towers(found):
+    """Two backward passes of one forward: the second one completes the gradients."""
+    one = Counted(Towers())
+    for _ in range(STEPS):
+        one.optimizer.zero_grad()
+        before = one.synced
+        first, second = one.model(torch.randn(16, 64))
+        first.square().sum().backward()
+        began = time.monotonic_ns()
+        second.square().sum().backward()
+        ended = time.monotonic_ns()
+        found.append({"synced": one.synced - before, "tail_ns": ended - one.last_ns, "backward_ns": ended - began})
+        one.optimizer.step()
+
+
+def teacher(found):
+    """A second wrapped model is called under no_sync and learns nothing."""
+    one, other = Counted(layers()), Counted(layers())
+    for _ in range(STEPS):
+
+        def loss():
+            with other.model.no_sync():
+                wanted = other.model(torch.randn(16, 64)).detach()
+            return (one.model(torch.randn(16, 64)) - wanted).square().sum()
+
+        step_of(found, [one.optimizer], [one], loss)
+
+
 def again(found):
     for _ in range(4):
         one = Counted(layers())
@@ -208,6 +307,10 @@ FORMS = {
     "raising": raising,
     "again": again,
     "compiled": compiled,
+    "chained": chained,
+    "around": around,
+    "towers": towers,
+    "teacher": teacher,
 }
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ without an optimizer is sampled by the clock.
 from __future__ import annotations
 
 import inspect
-from _thread import _count as count_of_threads
+import os
+import sys
 from _thread import allocate_lock, start_new_thread
 from collections import deque
 from collections.abc import Callable
@@ -38,7 +39,7 @@ from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind
 from dpmon.record.wire import Unended
 from dpmon.span_ring import Word
 from dpmon.tracer.collective_operators import OPERATORS, Operator
-from dpmon.tracer.frames import drop_frames
+from dpmon.tracer.frames import drop_frames, outwards
 from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.session import Session, raise_from_signal
 
@@ -65,6 +66,11 @@ MAX_RANKS = 1024
 """Limit of ranks that are listed."""
 _SHORTEST_S, _LONGEST_S = 50e-6, 5e-3
 """Limits of the time between two queries."""
+_UNTIL_DONE_S = 1.0
+"""Python's switch interval while the kernels are switched, which takes 0.1 ms: so no other thread runs meanwhile."""
+RETRY_NS = 50_000_000
+"""Time until the kernels are switched again after another thread was in torch.distributed."""
+_DISTRIBUTED = os.path.dirname(os.path.abspath(torch.distributed.__file__)) + os.sep
 _DRAIN_S = 0.05
 """How long the end of the process waits for the thread that queries."""
 
@@ -104,8 +110,8 @@ class Collectives:
         """Registers the kernels while it lives."""
         self._names: list[str] = []
         """Operators that have a kernel now."""
-        self._alive: list[Any] = []
-        """Keeps kernels alive that were removed while there were other threads."""
+        self._shared = False
+        """Whether other threads launch collectives, so that the kernels must stay."""
         self._ready = False
         """Whether there is a process group and torch has what is needed."""
         self._given_up = False
@@ -148,8 +154,9 @@ class Collectives:
             asked = recorder.words[Word.SAMPLE]
             by_clock = not recorder.stepped and now >= self._timed_at
             if asked != self._asked or recorder.stepped >= recorder.sample_at or by_clock:
+                if not self._begin():
+                    return now + RETRY_NS
                 self._asked = asked
-                self._begin()
                 return 0
             return now + LOOK_NS
         except Exception as error:  # noqa: BLE001 - the training goes on without
@@ -161,7 +168,7 @@ class Collectives:
         raise_from_signal(error)
         self._given_up = True
         with suppress(Exception):
-            self._remove()
+            self._switch(self._remove)
         self._session.fault("collectives", error, fatal=False)
 
     def _usable(self, now: int) -> bool:
@@ -186,19 +193,22 @@ class Collectives:
         """Take the next sample when the number of optimizer steps is a multiple of `distance`."""
         self._recorder.sample_at = (self._recorder.stepped // distance + 1) * distance
 
-    def _begin(self) -> None:
+    def _begin(self) -> bool:
+        """Begin a sample; False if that is not possible now."""
         began = monotonic_ns()
         self._stepped = self._recorder.stepped
         self._recorder.sample_at = self._stepped + 1  # then look whether it is over, even after an interrupt
         self._looks = self._count = self._own_ns = self._polled_ns = 0
         try:
-            self._register()
+            if not self._switch(self._register):
+                return False
         except BaseException:
-            self._remove()
+            self._switch(self._remove)
             raise
         self._began = monotonic_ns()
         self._own_ns += self._began - began
         self._on = True
+        return True
 
     def _go_on(self, now: int) -> int:
         """End the sample if its step is over."""
@@ -206,10 +216,9 @@ class Collectives:
         self._looks += 1
         if recorder.stepped == self._stepped and recorder.stepped and self._looks < MAX_LOOKS:
             return 0
-        if self._within > 0:  # another thread is in a kernel
-            return 0
         recorder.sample_at = recorder.stepped + 1
-        self._end(now)
+        if not self._end(now):
+            return now + RETRY_NS
         spent = self._own_ns + self._polled_ns + self._count * DISPATCH_NS
         since, steps = now - self._last, recorder.stepped - self._last_stepped
         self._last, self._last_stepped = now, recorder.stepped
@@ -217,15 +226,39 @@ class Collectives:
         self._next(_distance(spent, since, steps))
         return now + LOOK_NS
 
-    def _end(self, now: int) -> None:
-        self._remove()
+    def _end(self, now: int) -> bool:
+        """End the sample; False if that is not possible now."""
+        if not self._switch(self._remove):
+            return False
         head = Kind.COLLECTIVE | self._recorder.thread().head
         self._recorder.write(head, self._began, now - self._began, self._count)
         self._on = False
         self._rouse()
         self._own_ns += monotonic_ns() - now
+        return True
 
     # ---------------------------------------------------------------- kernels
+
+    def _switch(self, change: Callable[[], None]) -> bool:
+        """Register or remove the kernels; False if another thread may launch a collective meanwhile.
+
+        torch's table of kernels is not made to be changed while another thread reads it. So no other thread runs Python
+        code here, and none may be in torch.distributed already. Once another thread has launched a collective in a
+        sample, the kernels stay for good.
+        """
+        if self._shared:
+            return True
+        if self._within > 0:
+            return False
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(_UNTIL_DONE_S)
+        try:
+            if _others_communicate():
+                return False
+            change()
+        finally:
+            sys.setswitchinterval(interval)
+        return True
 
     def _register(self) -> None:
         library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
@@ -241,8 +274,6 @@ class Collectives:
 
     def _remove(self) -> None:
         if self._library is not None:
-            if count_of_threads() > self._polling:  # one of them may be about to enter a kernel
-                self._alive = [torch.library.get_kernel(f"c10d::{name}", "BackendSelect") for name in self._names]
             self._library._destroy()
             self._library = None
         self._names.clear()
@@ -290,6 +321,9 @@ class Collectives:
             size = 0  # its tensor only selects the device
         elif operator.by_ranks:
             size *= group.size
+        if me is not recorder.trains and recorder.trains is not None:
+            # On devices, autograd launches what a backward pass communicates on threads of its own.
+            self._shared = self._shared or recorder.kinds[recorder.trains.number] != Kind.BACKWARD
         self._count += 1
         site = self._site(operator.name, group, device, dtype)
         if not site:
@@ -403,6 +437,17 @@ class Collectives:
             sleep(_SHORTEST_S)
 
 
+def _others_communicate() -> bool:
+    """Whether another thread is in torch.distributed, and may launch a collective at any time."""
+    me = get_ident()
+    return any(
+        frame.f_code.co_filename.startswith(_DISTRIBUTED)
+        for ident, innermost in sys._current_frames().items()
+        if ident != me
+        for frame in outwards(innermost)
+    )
+
+
 def _distance(spent: int, since: int, steps: int) -> int:
     """Optimizer steps from one sample to the next: a power of two, so that samples of all ranks coincide.
 
@@ -429,7 +474,6 @@ def _distributed() -> Any:
 def _missing() -> str | None:
     """What this torch lacks; None if it has everything."""
     for holder, name in (
-        (torch.library, "get_kernel"),
         (torch._C, "_dispatch_keyset_full_after"),
         (torch._C, "_dispatch_has_kernel_for_dispatch_key"),
         (_distributed(), "Work"),

@@ -70,6 +70,9 @@ _UNTIL_DONE_S = 1.0
 """Python's switch interval while the kernels are switched, which takes 0.1 ms: so no other thread runs meanwhile."""
 RETRY_NS = 50_000_000
 """Time until the kernels are switched again after another thread was in torch.distributed."""
+MAX_PUT_OFF = 100
+"""Attempts at a sample in a row, after which the record says why there is none."""
+_BESIDE = "another thread of the process was in torch.distributed at every attempt to record a step"
 _DISTRIBUTED = os.path.dirname(os.path.abspath(torch.distributed.__file__)) + os.sep
 _DRAIN_S = 0.05
 """How long the end of the process waits for the thread that queries."""
@@ -110,6 +113,8 @@ class Collectives:
         """Registers the kernels while it lives."""
         self._names: list[str] = []
         """Operators that have a kernel now."""
+        self._put_off = 0
+        """How often no sample could begin since the last one."""
         self._shared = False
         """Whether other threads launch collectives, so that the kernels must stay."""
         self._ready = False
@@ -155,6 +160,9 @@ class Collectives:
             by_clock = not recorder.stepped and now >= self._timed_at
             if asked != self._asked or recorder.stepped >= recorder.sample_at or by_clock:
                 if not self._begin():
+                    self._put_off += 1
+                    if self._put_off == MAX_PUT_OFF:
+                        self._say_why(now, _BESIDE)
                     return now + RETRY_NS
                 self._asked = asked
                 return 0
@@ -179,8 +187,7 @@ class Collectives:
         why = _missing() or (self._inherited and "the process was forked while its parent recorded collectives")
         if why:
             self._given_up = True
-            site = self._session.define(("collectives", why), lambda: {"operation": None, "why": why})
-            self._recorder.write(Kind.COLLECTIVE | self._recorder.thread().head | site << SITE_AT, now, 0)
+            self._say_why(now, why)
             return False
         recorder = self._recorder
         self._ready = True
@@ -188,6 +195,11 @@ class Collectives:
         self._timed_at = now + TIMED_NS
         self._next(FIRST)
         return True
+
+    def _say_why(self, now: int, why: str) -> None:
+        """Record why there are no samples."""
+        site = self._session.define(("collectives", why), lambda: {"operation": None, "why": why})
+        self._recorder.write(Kind.COLLECTIVE | self._recorder.thread().head | site << SITE_AT, now, 0)
 
     def _next(self, distance: int) -> None:
         """Take the next sample when the number of optimizer steps is a multiple of `distance`."""
@@ -207,6 +219,7 @@ class Collectives:
             raise
         self._began = monotonic_ns()
         self._own_ns += self._began - began
+        self._put_off = 0
         self._on = True
         return True
 

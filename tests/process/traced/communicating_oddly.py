@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+import time
 
 import torch
 import torch.distributed as dist
@@ -18,9 +19,10 @@ ours = sys.modules["dpmon.tracer.collectives"]
 if how == "asked":
     ours.FIRST = ours.MOST
 elif how == "lacks":
-    del torch.library.get_kernel
+    del torch._C._dispatch_keyset_full_after
 else:
     ours.SHARE, ours.FIRST = 1e9, 4
+    ours.RETRY_NS, ours.MAX_PUT_OFF = 1_000_000, 20
 if how != "no group":
     dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=0, world_size=1)
 model = nn.Linear(4, 4)
@@ -96,7 +98,7 @@ elif how == "forks":
 
     train(STEPS // 2, fork)
     said["statuses"] = statuses
-elif how == "threads":
+elif how.startswith("threads"):
     done = threading.Event()
     count = 0
     group = dist.new_group([0])
@@ -106,6 +108,8 @@ elif how == "threads":
         while not done.is_set():
             dist.all_reduce(torch.ones(5), group=group)
             count += 1
+            if how == "threads that rest":
+                time.sleep(0.001)
 
     thread = threading.Thread(target=beside)
     thread.start()

@@ -16,7 +16,7 @@ from dpmon.assemble.definitions import Definitions
 from dpmon.record.spans import Flag, Span
 from dpmon.record.wire import Collected, pack_collective
 
-MOST_STEPS = 64
+MOST_STEPS = 256
 """Limit of remembered steps: a collective that ends later than this many steps is in no step."""
 MOST_WAITING = 1 << 14
 MOST_GROUPS = 256
@@ -29,8 +29,6 @@ class Communication:
 
     def __init__(self, known: Definitions) -> None:
         self._known = known
-        self._heard = False
-        """Whether there was a span."""
         self._steps: deque[tuple[int, int, int]] = deque(maxlen=MOST_STEPS)
         """Start, end and number of the last steps."""
         self._waiting: list[Collected] = []
@@ -41,7 +39,6 @@ class Communication:
 
     def take(self, span: Span) -> bool:
         """Take a span; False if nothing defines it."""
-        self._heard = True
         quantity = span.inputs | span.outputs << 32
         unended = span.took if span.flags & Flag.SKIPPED else 0
         took = -1 if unended else span.took
@@ -87,8 +84,6 @@ class Communication:
 
     def step(self, number: int, start: int, end: int) -> None:
         """A step has ended."""
-        if not (self._heard or self._known.has_collectives):
-            return
         if self._steps and number <= self._steps[-1][2]:
             return  # a predecessor has said so
         self._steps.append((start, end, number))

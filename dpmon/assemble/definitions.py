@@ -107,11 +107,6 @@ class Definitions:
         """Whether a stage has this number."""
         return number in self._stages
 
-    @property
-    def has_collectives(self) -> bool:
-        """Whether there is a collective."""
-        return bool(self._collectives)
-
     def collective(self, number: int) -> Mapping[str, Any] | None:
         """The facts about a collective, None if unknown."""
         return self._collectives.get(number)

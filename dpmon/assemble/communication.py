@@ -16,7 +16,7 @@ from dpmon.assemble.definitions import Definitions
 from dpmon.record.spans import Flag, Span
 from dpmon.record.wire import Collected, pack_collective
 
-MOST_STEPS = 256
+MOST_STEPS = 32
 """Limit of remembered steps: a collective that ends later than this many steps is in no step."""
 MOST_WAITING = 1 << 14
 MOST_GROUPS = 256

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 from dpmon.record.schema import EXPOSED, HELD, WAIT
 from dpmon.store.tally import Key
 
-MAX_PENDING = 256
-"""Rounds of a group that wait for ranks; the oldest is closed for each further one."""
+MAX_WAITING = 1 << 16
+"""Steps of a group that wait for other ranks: more than the largest ring holds. The oldest rounds are given up for
+further ones."""
 _MAX_RANKS = 1 << 16
 
 
@@ -56,6 +57,8 @@ class _Group:
         self.ranks = frozenset(ranks)
         self.pending: dict[tuple[int, int], dict[int, SyncStep]] = {}
         """By the last number and the count of passes of a step, the steps by rank."""
+        self.waiting = 0
+        """Number of steps in `pending`."""
         self.newest: dict[int, int] = {}
         """By rank, its process."""
         self.reached: dict[int, int] = {}
@@ -78,38 +81,46 @@ class _Group:
         if known is not None and known not in self.replaced:
             self.replaced = set(self.newest.values())
             self.pending.clear()
+            self.waiting = 0
             self.reached.clear()
             self.ended.clear()
         self.newest[rank] = process
         return True
 
-    def add(self, rank: int, step: SyncStep) -> Iterator[Joined]:
-        self.reached[rank] = max(step.number, self.reached.get(rank, 0))
+    def add(self, rank: int, step: SyncStep) -> Sequence[Joined]:
+        """Take a step of a rank; returns the steps of all ranks that are known now."""
         place = step.number, step.passes
+        self.reached[rank] = max(step.number, self.reached.get(rank, 0))
         steps = self.pending.setdefault(place, {})
+        self.waiting += rank not in steps
         steps[rank] = step
-        if len(steps) == len(self.ranks):
-            del self.pending[place]
-            yield from _joined(steps)
-        elif len(self.pending) > MAX_PENDING or self.ended:
-            yield from self.close(len(self.pending) - MAX_PENDING)
+        if len(steps) == len(self.ranks) or self.ended:
+            return self._close(place)
+        while self.waiting > MAX_WAITING:
+            self._give_up(next(iter(self.pending)))
+        return ()
 
-    def close(self, overdue: int = 0) -> Iterator[Joined]:
-        """Join the rounds that no further rank will take part in; give up the `overdue` oldest ones.
+    def over(self, rank: int) -> list[Joined]:
+        """Note that the process of a rank is over; returns the steps that need not wait for it any more."""
+        self.ended.add(rank)
+        return [one for place in list(self.pending) for one in self._close(place)]
 
-        A rank whose process ended, or that stopped at an earlier pass (with uneven data), takes part no more. A rank
-        that went beyond a pass without a record of it makes the round unknown.
+    def _close(self, place: tuple[int, int]) -> Sequence[Joined]:
+        """Join a round if no further rank will take part in it.
+
+        A rank whose process is over takes part no more. If it has gone beyond the round without a record of it, the
+        round is unknown.
         """
-        for place in list(self.pending):
-            steps = self.pending[place]
-            missing = self.ranks - steps.keys()
-            late = overdue > 0
-            gone = self.ended | {rank for rank in missing if late and 0 < self.reached.get(rank, 0) < place[0]}
-            if missing <= gone and len(steps) > 1 and all(self.reached.get(rank, 0) < place[0] for rank in missing):
-                yield from _joined(self.pending.pop(place))
-            elif late:
-                del self.pending[place]
-            overdue -= 1
+        steps = self.pending[place]
+        missing = self.ranks - steps.keys()
+        if not missing <= self.ended:
+            return ()
+        self._give_up(place)
+        known = len(steps) > 1 and all(self.reached.get(rank, 0) < place[0] for rank in missing)
+        return tuple(_joined(steps)) if known else ()
+
+    def _give_up(self, place: tuple[int, int]) -> None:
+        self.waiting -= len(self.pending.pop(place))
 
 
 class Rounds:
@@ -119,10 +130,17 @@ class Rounds:
         self._ranks: dict[int, Sequence[int]] = {}
         """By process, the ranks of its group."""
         self._rank_of: dict[int, int] = {}
+        self._told: set[int] = set()
+        """Processes whose wrappers said which ranks they have."""
+        self._several: set[int] = set()
+        """Processes with wrappers of different groups."""
         self._groups: dict[Sequence[int], _Group] = {}
 
     def heard(self, process: int, kind: str, data: Mapping[str, Any]) -> None:
-        """Take what an event says of a process: its rank and world size, or the group of its wrapper."""
+        """Take what an event says of a process: its rank and world size, or the group of its wrapper.
+
+        A process that only says that it has a rank may be a child of that rank.
+        """
         rank, world, group = data.get("rank"), data.get("world"), data.get("group")
         if type(rank) is not int or rank < 0:
             return
@@ -131,13 +149,17 @@ class Rounds:
             self._ranks.setdefault(process, range(world))
         elif kind == "ddp" and isinstance(group, list) and all(type(one) is int for one in group) and rank in group:
             ranks = tuple(sorted(group))
-            self._ranks[process] = range(len(ranks)) if ranks == tuple(range(len(ranks))) else ranks
-        self._group(process)
+            group_of = range(len(ranks)) if ranks == tuple(range(len(ranks))) else ranks
+            if self._ranks.get(process, group_of) != group_of and process in self._told:
+                self._several.add(process)  # passes of different groups cannot be told apart
+            self._told.add(process)
+            self._ranks[process] = group_of
+            self._group(process)
 
     def _group(self, process: int) -> _Group | None:
         """The group of a process; None if it is in none, or the job was started again since."""
         ranks, rank = self._ranks.get(process), self._rank_of.get(process)
-        if ranks is None or rank is None or len(ranks) < 2 or rank not in ranks:
+        if ranks is None or rank is None or len(ranks) < 2 or rank not in ranks or process in self._several:
             return None
         group = self._groups.get(ranks)
         if group is None:
@@ -151,11 +173,10 @@ class Rounds:
 
     def ended(self, process: int) -> list[Joined]:
         """Note that a process is over; returns the steps that are known now."""
-        group = self._group(process)
-        if group is None:
+        rank, group = self._rank_of.get(process), self._groups.get(self._ranks.get(process, ()))
+        if rank is None or group is None or group.newest.get(rank) != process:
             return []
-        group.ended.add(self._rank_of[process])
-        return list(group.close())
+        return group.over(rank)
 
     def resume(self, process: int, number: int) -> None:
         """Note the newest pass of a process, whose steps an earlier supervisor took."""

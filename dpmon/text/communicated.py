@@ -42,7 +42,7 @@ def communication_facts(found: Communication) -> list[tuple[str, str]]:
 def operations(found: Communication) -> list[str]:
     """A line for each kind of collective in the sampled steps: how many, how large, how fast."""
     collectives = found.collectives
-    if collectives.why is not None:
+    if collectives.why is not None and not collectives.samples:
         return [f"collectives: {collectives.why}"]
     lines = []
     of = "" if found.one_in is None else f"; 1 step in {group(found.one_in)}"

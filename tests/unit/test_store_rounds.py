@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dpmon.store.rounds import MAX_PENDING, Joined, Rounds, SyncStep
+import pytest
+
+from dpmon.store.rounds import Joined, Rounds, SyncStep
 from dpmon.store.tally import Key
 
 
@@ -54,11 +56,20 @@ def test_steps_with_other_passes_are_not_joined() -> None:
     assert rounds.step(1, step(1, 2, 10, passes=1)) == []
 
 
-def test_a_rank_that_nobody_sees_leaves_the_others_unknown() -> None:
+def test_a_rank_that_nobody_sees_leaves_the_others_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpmon.store.rounds.MAX_WAITING", 100)
     rounds = of_ranks(3)
-    for number in range(1, 3 * MAX_PENDING):
+    for number in range(1, 1000):
         assert rounds.step(0, step(0, number, 10)) == []
         assert rounds.step(1, step(1, number, 20)) == []
+    assert sum(len(steps) for group in rounds._groups.values() for steps in group.pending.values()) <= 100
+
+
+def test_ranks_may_be_read_one_after_the_other() -> None:
+    rounds = of_ranks(3)
+    found = [one for rank in range(3) for n in range(1, 4000) for one in rounds.step(rank, step(rank, n, rank + 5))]
+    assert len(found) == 3 * 3999
+    assert {one.exposed_ns for one in found} == {5}
 
 
 def test_the_others_are_joined_when_a_process_has_ended() -> None:
@@ -72,15 +83,15 @@ def test_the_others_are_joined_when_a_process_has_ended() -> None:
     assert told(rounds.step(0, step(0, 3, 50))) == {0: (40, 10, None), 1: (40, 0, 10)}
 
 
-def test_the_others_are_joined_after_a_rank_has_stopped_with_uneven_data() -> None:
+def test_ranks_with_more_data_are_joined_once_the_other_has_ended() -> None:
     rounds = of_ranks(3)
     for rank in range(3):
         rounds.step(rank, step(rank, 1, 10))
-    found = []
-    for number in range(2, MAX_PENDING + 4):
-        found += rounds.step(0, step(0, number, 10))
-        found += rounds.step(1, step(1, number, 20))
-    assert [one.step.number for one in found] == [2, 2, 3, 3]
+    for number in range(2, 5):
+        assert rounds.step(0, step(0, number, 10)) == []
+        assert rounds.step(1, step(1, number, 20)) == []
+    assert [one.step.number for one in rounds.ended(2)] == [2, 2, 3, 3, 4, 4]
+    assert rounds.ended(2) == []
 
 
 def test_a_pass_is_unknown_if_a_rank_has_no_record_of_it() -> None:
@@ -95,10 +106,26 @@ def test_a_job_that_was_started_again_is_not_joined_with_its_earlier_processes()
     rounds = of_ranks(2)
     rounds.step(0, step(0, 1, 10))
     for rank in range(2):
-        rounds.heard(2 + rank, "process", {"rank": rank, "world": 2})
+        rounds.heard(2 + rank, "ddp", {"rank": rank, "group": [0, 1]})
     assert rounds.step(3, step(3, 1, 10)) == []  # rank 1 of the new job does not meet rank 0 of the old one
     assert told(rounds.step(2, step(2, 1, 15))) == {2: (10, 5, None), 3: (10, 0, 5)}
     assert rounds.step(0, step(0, 2, 10)) == []
+
+
+def test_a_child_that_only_has_the_rank_of_its_parent_changes_nothing() -> None:
+    rounds = of_ranks(2, [0, 1])
+    rounds.step(0, step(0, 1, 10))
+    rounds.heard(2, "process", {"rank": 0, "world": 2})
+    assert rounds.ended(2) == []
+    assert len(rounds.step(1, step(1, 1, 15))) == 2
+    rounds.step(0, step(0, 2, 10))
+    assert len(rounds.step(1, step(1, 2, 15))) == 2
+
+
+def test_wrappers_of_different_groups_are_not_joined() -> None:
+    rounds = of_ranks(4, [0, 1, 2, 3], [0, 1], [2, 3])
+    for rank in range(4):
+        assert rounds.step(rank, step(rank, 1, 10)) == []
 
 
 def test_processes_without_ranks_are_left_alone() -> None:

@@ -64,7 +64,7 @@ def collect(directory: Path) -> Story:
     reading.finish(story.exit)
     info, how = story.info, story.exit
     reader = RunReader(directory)
-    failed = how is not None and how.status and how.signal is None
+    failed = how is not None and how.status and how.signal is None and not how.stopped
     raised = uncaught(directory, info, how.status) if how is not None and failed else None
     end = _output_end(reader) if how is not None and how.status else b""
     if raised is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sqlite3
 import time
@@ -31,7 +32,7 @@ from dpmon.report.stretches import BINS
 from dpmon.report.text import text_lines
 from dpmon.run.condition import run_state
 from dpmon.run.lookup import short_name
-from dpmon.run.rundir import ExitInfo, load_exit, load_info, save
+from dpmon.run.rundir import ExitInfo, load_exit, load_info, mark_stop, save
 from dpmon.store.answers import MinuteRow
 from dpmon.store.opened import can_be_opened
 from dpmon.store.tables import BEFORE_S
@@ -145,6 +146,17 @@ def test_a_run_that_failed_shows_the_end_of_its_output(state: Path) -> None:
     traceback = b'Traceback (most recent call last):\n  File "a.py", line 1\nValueError: bad \x07 thing\n'
     (directory / "stderr.log").write_bytes(traceback)
     assert report_text(directory, 120)[0].endswith("min 00 s: ValueError: bad \N{REPLACEMENT CHARACTER} thing")
+
+
+def test_a_run_that_was_stopped_has_not_failed(state: Path) -> None:
+    directory = keep({0: toggled()}, status=1)
+    (directory / "endings.log").write_text("4242 9 SignalException {}\n")
+    assert any(finding.kind == "failed" for finding in collect(directory).findings)
+    mark_stop(directory)
+    ended = load_exit(directory)
+    assert ended is not None
+    os.utime(directory / "stop-asked", (ended.ended_unix, ended.ended_unix))
+    assert not any(finding.kind == "failed" for finding in collect(directory).findings)
 
 
 def test_devices_are_told_with_their_highest_and_their_middle(state: Path) -> None:

@@ -150,7 +150,7 @@ def test_a_run_that_failed_shows_the_end_of_its_output(state: Path) -> None:
 
 def test_a_run_that_was_stopped_has_not_failed(state: Path) -> None:
     directory = keep({0: toggled()}, status=1)
-    (directory / "endings.log").write_text("4242 9 SignalException {}\n")
+    (directory / "endings.log").write_text("4000000 9 SignalException {}\n")
     assert any(finding.kind == "failed" for finding in collect(directory).findings)
     mark_stop(directory)
     ended = load_exit(directory)

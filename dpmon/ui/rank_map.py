@@ -38,7 +38,7 @@ def rank_map(ranks: Sequence[RankTimes], slow: Straggler | None, width: int, loo
 def _cell(one: RankTimes | None, slow: Straggler | None, look: Look) -> tuple[str, str]:
     if one is None:
         return (" ", "")
-    if slow is not None and slow.process == one.process:
+    if slow is not None and one.process in slow.processes:
         return (look.glyphs.focus, "found")
     share = one.wait_share
     if share is None:

@@ -9,6 +9,7 @@ from joined import MS, ddp_event, joined_ranks
 
 from dpmon.model.announced import Announced
 from dpmon.model.communication import Communication, Wrapper, communication, newest_wrappers, wrapper
+from dpmon.model.communication_fields import communication_fields
 from dpmon.model.finding import MIN_STEPS, Finding
 from dpmon.model.found_between_ranks import between_ranks
 from dpmon.model.stragglers import RankTimes, Straggler, held_up, in_short, rank_times, sentence, straggler
@@ -46,19 +47,95 @@ EVEN = [rank(0, 0.1), rank(1, 0.1)]
 
 
 def test_a_straggler_is_told_in_one_sentence() -> None:
-    slow = Straggler(5, 5, 6.0 * MS, 0.38, 97, 100, "data", 6.3 * MS, 0.4 * MS)
+    slow = Straggler(5, 5, (5,), (5,), 6.0 * MS, 0.38, 97, 100, "data", 6.3 * MS, 0.4 * MS)
     assert sentence(slow, lately=True) == (
         "rank 5 holds the others up by 6.00 ms a step (38 %): its data takes 6.30 ms against 400 µs; slowest in 97 of"
         " the last 100 steps"
     )
     assert sentence(slow, lately=False).endswith("slowest in 97 of 100 steps")
     assert in_short(slow) == "others wait for rank 5: 6.00 ms (38 %), data 6.30 ms against 400 µs"
-    nameless = slow._replace(rank=None, phase=None)
+    nameless = slow._replace(rank=None, ranks=(None,), phase=None)
     assert held_up(nameless) == "process 5 holds the others up by 6.00 ms a step (38 %), in no single phase"
     assert in_short(nameless) == "others wait for process 5: 6.00 ms (38 %)"
     alone = slow._replace(phase="copy", others_ns=0.0)
     assert held_up(alone).endswith(": its copy takes 6.30 ms and nothing on the others")
     assert held_up(slow._replace(phase="other")).endswith("the script's own work (other) takes 6.30 ms against 400 µs")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [
+        ((1, 2), "ranks 1 and 2"),
+        ((1, 2, 5), "ranks 1, 2 and 5"),
+        ((1, 2, 5, 6, 7), "ranks 1, 2 and 3 more"),
+        ((None, None), "processes 0 and 1"),
+    ],
+)
+def test_several_slow_ranks_are_named_together(ranks: tuple[int | None, ...], name: str) -> None:
+    slow = Straggler(0, ranks[0], tuple(range(len(ranks))), ranks, 6.0 * MS, 0.38, 97, 100, "data", 6.3 * MS, 0.4 * MS)
+    assert sentence(slow, lately=True) == (
+        f"{name} hold the others up by 6.00 ms a step (38 %): their data takes 6.30 ms against 400 µs; one of them"
+        " slowest in 97 of the last 100 steps"
+    )
+    assert in_short(slow).startswith(f"others wait for {name}: ")
+
+
+# ------------------------------------------------------------------------------------------------ who is slow
+
+
+def waiting(*waits_ms: float, slowest: dict[int, int], **more: Any) -> list[RankTimes]:
+    """Ranks that wait so long, and in how many of 50 steps each was the slowest."""
+    return [
+        rank(number, wait_ms, steps=50, slowest=slowest.get(number, 0), step_ns=130.0 * MS, **more)
+        for number, wait_ms in enumerate(waits_ms)
+    ]
+
+
+def slower(one: RankTimes, phase: str, by_ms: float) -> RankTimes:
+    return one._replace(phases={**one.phases, phase: one.phases[phase] + by_ms * MS})
+
+
+def test_ranks_that_are_equally_slow_are_found_together() -> None:
+    ranks = waiting(30.0, 0.0, 0.1, 30.0, slowest={1: 27, 2: 23})
+    ranks[1:3] = [slower(one, "forward", 30.0) for one in ranks[1:3]]
+    found = straggler(ranks)
+    assert found is not None
+    assert (found.rank, found.process, found.ranks, found.processes) == (1, 1, (1, 2), (1, 2))
+    assert (found.slowest, found.steps) == (50, 50)
+    assert held_up(found) == (
+        "ranks 1 and 2 hold the others up by 30.0 ms a step (23 %): their forward takes 35.0 ms against 5.00 ms"
+    )
+    told = communication_fields(of(ranks))
+    assert told is not None
+    assert (told["straggler"]["rank"], told["straggler"]["ranks"]) == (1, [1, 2])
+
+
+def test_slow_ranks_share_a_cause_or_have_none() -> None:
+    ranks = waiting(30.0, 0.0, 0.1, 30.0, slowest={1: 27, 2: 23})
+    ranks[1:3] = [slower(ranks[1], "forward", 30.0), slower(ranks[2], "data", 30.0)]
+    found = straggler(ranks)
+    assert found is not None
+    assert (found.ranks, found.phase) == ((1, 2), None)
+
+
+def test_a_rank_that_waits_more_than_a_fifth_of_the_way_is_not_as_slow() -> None:
+    found = straggler(waiting(30.0, 0.0, 6.1, 30.0, slowest={1: 50}))
+    assert found is not None
+    assert found.ranks == (1,)
+    found = straggler(waiting(30.0, 0.0, 6.0, 30.0, slowest={1: 50}))
+    assert found is not None
+    assert found.ranks == (1, 2)
+
+
+def test_the_limit_of_chance_is_that_of_all_slow_ranks() -> None:
+    assert straggler(waiting(30.0, 0.0, 0.1, 30.0, slowest={1: 20, 2: 19})) is None, "two of four: 25 of 50 by chance"
+    assert straggler(waiting(30.0, 0.0, 0.1, 30.0, slowest={1: 20, 2: 20})) is not None
+    assert straggler(waiting(30.0, 0.0, 30.0, 30.0, slowest={1: 39})) is not None
+
+
+def test_ranks_that_most_are_as_slow_as_are_not_named() -> None:
+    assert straggler(waiting(30.0, 0.0, 0.1, 0.1, slowest={1: 30, 2: 10, 3: 10})) is None
+    assert straggler(waiting(0.0, 0.0, slowest={0: 50})) is None
 
 
 # ------------------------------------------------------------------------------------------------ times

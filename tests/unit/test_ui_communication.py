@@ -31,7 +31,7 @@ def _scene(count: int, **how: Any) -> Scene:
     return Scene(run.state(), now, FACTS, alive=True)
 
 
-def scene_of(count: int, slow: int | None = None, **how: Any) -> Scene:
+def scene_of(count: int, slow: int | tuple[int, ...] | None = None, **how: Any) -> Scene:
     wrapper = how.pop("wrapper", None)
     if wrapper is None:
         return _scene(count, slow=slow, steps=120, **how)
@@ -90,6 +90,22 @@ def test_where_little_has_room_the_slow_rank_and_the_cause_stay() -> None:
         assert 7 in rank_lines(shown), height
         assert any("others wait for rank 7" in line or "rank 7 holds" in line for line in shown), height
         assert set(rank_lines(text)) == set(range(8)), "the others are below: they can be scrolled to"
+
+
+def test_all_of_several_slow_ranks_are_marked_and_stay_where_little_has_room() -> None:
+    scene = scene_of(8, slow=(5, 7), noise=0.0)
+    text = texts(panel_ranks.table(scene, 76, 20, LOOK))
+    assert [line.split()[1] for line in text[1:9] if line[0] == "▸"] == ["5", "7"]
+    assert any(line.startswith("ranks 5 and 7 hold the others up by 6.00 ms a step") for line in text)
+    assert "others wait for ranks 5 and 7: 6.00 ms" in plain(status(scene, 120, 2, LOOK)[1])
+    for height in (6, 9):
+        text = texts(panel_ranks.table(scene, 76, height, LOOK))
+        assert {5, 7} <= rank_lines(text[:height]).keys(), height
+        assert set(rank_lines(text)) == set(range(8))
+    assert rank_lines(texts(panel_ranks.table(scene, 76, 4, LOOK))[:4]).keys() == {5}, "the slowest one"
+    many = texts(panel_ranks.table(scene_of(20, slow=(5, 7), noise=0.0), 56, 40, LOOK))
+    assert many[0].startswith("   0 33333▸3▸ 33333333")
+    assert list(rank_lines(many))[:2] == [5, 7]
 
 
 def test_sizes_stand_in_the_table_where_there_is_room_and_in_full_screen() -> None:

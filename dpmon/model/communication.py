@@ -13,8 +13,11 @@ from dpmon.store.tally import Tally
 from dpmon.store.window import Window
 
 BUCKETS_READ = 4096
+WRAPPERS_READ = 256
+"""Records of wrappers that are read while a run goes on: each rank repeats its own when the times in it change."""
 _NOTHING = Communicated()
 _NO_WRAPPER = "no DistributedDataParallel averages gradients here: it is not known which rank waits for which"
+_SEVERAL_GROUPS = "its DistributedDataParallel wrappers have different process groups"
 _NOT_YET = "no step is known yet in which all ranks averaged their gradients"
 
 
@@ -47,6 +50,8 @@ class Wrapper(NamedTuple):
     """The part of that time in which the backward pass still computed."""
     no_sync_times: str | None = None
     """Why its synchronised passes have no times."""
+    group: tuple[int, ...] | None = None
+    """The ranks that average their gradients, in order."""
 
     @property
     def unhidden_ns(self) -> float:
@@ -58,6 +63,7 @@ class Communication(NamedTuple):
     """What the ranks of a run spend in communication, in mean steps; ns, None if unknown."""
 
     ranks: tuple[RankTimes, ...]
+    """Each with its process group, as far as that is known."""
     wrappers: tuple[Wrapper, ...]
     """Those of one rank, by number."""
     sampled: Wrapper | None
@@ -133,7 +139,7 @@ class Communication(NamedTuple):
         return _a_step(self.ranks, [one.unsynced for one in self.ranks])
 
     def straggler(self) -> Straggler | None:
-        """The rank that the others wait for."""
+        """The ranks that the others wait for."""
         return straggler(self.ranks)
 
     def waits_in_forward(self) -> str | None:
@@ -166,16 +172,49 @@ def communication(
     first = min(wrappers, key=lambda one: (one.rank is None, one.rank or 0, one.process), default=None)
     own = [one for one in wrappers if first is not None and one.process == first.process]
     own.sort(key=lambda one: one.number)
-    missing = None if any(one.joined for one in ranks) else _missing(ranks, own)
-    return Communication(tuple(ranks), tuple(own), _sampled(wrappers), lately, missing, collectives, sampled_of)
+    groups = _groups(wrappers)
+    missing = None if any(one.joined for one in ranks) else _missing(ranks, own, groups)
+    times = _grouped(ranks, wrappers, groups)
+    return Communication(times, tuple(own), _sampled(wrappers), lately, missing, collectives, sampled_of)
 
 
-def _missing(ranks: Sequence[RankTimes], wrappers: Sequence[Wrapper]) -> str:
+def _groups(wrappers: Iterable[Wrapper]) -> dict[int, set[tuple[int, ...]]]:
+    """By process, the process groups of its wrappers."""
+    found: dict[int, set[tuple[int, ...]]] = {}
+    for one in wrappers:
+        if one.group is not None:
+            found.setdefault(one.process, set()).add(one.group)
+    return found
+
+
+def _grouped(
+    ranks: Iterable[RankTimes], wrappers: Iterable[Wrapper], groups: Mapping[int, set[tuple[int, ...]]]
+) -> tuple[RankTimes, ...]:
+    """The ranks with their process groups: that of the newest process of a rank, or else the one that lists the rank.
+
+    A process whose wrappers have different groups has none.
+    """
+    newest: dict[int, int] = {}
+    for one in wrappers:
+        if one.rank is not None and one.process in groups:
+            newest[one.rank] = max(one.process, newest.get(one.rank, one.process))
+    own = {rank: next(iter(groups[process])) if len(groups[process]) == 1 else None for rank, process in newest.items()}
+    listed = {rank: group for group in set(own.values()) if group is not None for rank in group}
+    known = {**listed, **own}
+    return tuple(one if one.rank is None else one._replace(group=known.get(one.rank)) for one in ranks)
+
+
+def _missing(
+    ranks: Sequence[RankTimes], wrappers: Sequence[Wrapper], groups: Mapping[int, set[tuple[int, ...]]]
+) -> str:
+    """`wrappers`: of one rank; `groups`: by process, those of all wrappers."""
     if not wrappers:
         return _NO_WRAPPER
     reason = next((one.no_sync_times for one in wrappers if one.no_sync_times), None)
     if reason is not None:
         return reason
+    if any(len(own) > 1 for own in groups.values()):
+        return _SEVERAL_GROUPS
     size, there = max(one.group_size or 0 for one in wrappers), max(len(ranks), 1)
     if size == 1:
         return "there is one rank, which waits for no other"
@@ -263,7 +302,16 @@ def wrapper(data: Mapping[str, Any]) -> Wrapper | None:
         _ns(data, "comm_ms"),
         _ns(data, "overlap_ms"),
         reason,
+        _group(data),
     )
+
+
+def _group(data: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The process group of a wrapper; None if it is not known, or makes no sense."""
+    listed, rank = data.get("group"), whole_in(data, "rank")
+    if not isinstance(listed, list) or any(type(one) is not int for one in listed) or rank not in listed:
+        return None
+    return tuple(sorted(listed))
 
 
 def _ns(data: Mapping[str, Any], key: str) -> float | None:

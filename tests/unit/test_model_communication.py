@@ -31,7 +31,7 @@ def rank(number: int, wait_ms: float, *, steps: int = 200, exposed_ms: float = 1
 
 
 def of(ranks: list[RankTimes], *wrappers: Wrapper, lately: bool = False) -> Communication:
-    found = communication(ranks, wrappers or [wrapped()], lately=lately)
+    found = communication(ranks, wrappers or [wrapped(group=list(range(len(ranks))))], lately=lately)
     assert found is not None
     return found
 
@@ -136,6 +136,67 @@ def test_the_limit_of_chance_is_that_of_all_slow_ranks() -> None:
 def test_ranks_that_most_are_as_slow_as_are_not_named() -> None:
     assert straggler(waiting(30.0, 0.0, 0.1, 0.1, slowest={1: 30, 2: 10, 3: 10})) is None
     assert straggler(waiting(0.0, 0.0, slowest={0: 50})) is None
+
+
+# ------------------------------------------------------------------------------------------------ process groups
+
+
+def in_groups(slow_ms: float = 30.0) -> list[RankTimes]:
+    """Even ranks, of which rank 2 is slow by that much, and odd ones, which are alike."""
+    waits = [0.1 * number if number % 2 else 0.0 if number == 2 else slow_ms for number in range(8)]
+    ranks = waiting(*waits, slowest={2: 50, 1: 13, 3: 13, 5: 12, 7: 12})
+    ranks[2] = slower(ranks[2], "backward", slow_ms)
+    return ranks
+
+
+def group_of(number: int) -> list[int]:
+    return list(range(number % 2, 8, 2))
+
+
+def test_only_ranks_of_one_process_group_are_compared() -> None:
+    wrappers = [wrapped(number, group=group_of(number)) for number in range(8)]
+    found = of(in_groups(), *wrappers)
+    assert [one.group for one in found.ranks[:2]] == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    slow = found.straggler()
+    assert slow is not None
+    assert (slow.ranks, slow.phase) == ((2,), "backward")
+    assert slow.excess_ns == pytest.approx(30.0 * MS)
+
+
+def test_of_several_groups_the_one_that_waits_longest_counts() -> None:
+    ranks = in_groups(20.0)
+    ranks[1::2] = [
+        one._replace(wait_ns=0.0 if one.rank == 5 else 40.0 * MS, slowest=50 if one.rank == 5 else 0)
+        for one in ranks[1::2]
+    ]
+    slow = of(ranks, *[wrapped(number, group=group_of(number)) for number in range(8)]).straggler()
+    assert slow is not None
+    assert slow.ranks == (5,)
+
+
+def test_a_rank_without_a_record_is_in_the_group_that_lists_it() -> None:
+    found = of(in_groups(), *[wrapped(number, group=group_of(number)) for number in (0, 1)])
+    assert [one.group for one in found.ranks] == [tuple(group_of(number)) for number in range(8)]
+
+
+def test_the_group_of_a_rank_is_that_of_its_newest_process() -> None:
+    older, newer = wrapped(0, group=[0, 1, 2]), wrapped(0, group=[0, 1])._replace(process=3)
+    assert [one.group for one in of(EVEN, newer, older).ranks] == [(0, 1), (0, 1)]
+
+
+@pytest.mark.parametrize("group", [None, 7, [], [1, 2], [0, "x"], [0, True], [0, None]])
+def test_a_group_that_makes_no_sense_is_unknown(group: Any) -> None:
+    assert wrapped(0, group=group).group is None
+    assert of(EVEN, wrapped(0, group=group)).ranks[0].group is None
+
+
+def test_wrappers_with_different_groups_are_the_reason_for_missing_waits() -> None:
+    apart = [one._replace(joined=0, wait_ns=None, exposed_ns=None) for one in EVEN]
+    wrappers = [wrapped(1, group=[0, 1]), wrapped(1, wrapper=1, group=[1, 3])]
+    found = of(apart, *wrappers)
+    assert found.missing == "its DistributedDataParallel wrappers have different process groups"
+    assert found.ranks[1].group is None
+    assert of(EVEN, *wrappers).missing is None
 
 
 # ------------------------------------------------------------------------------------------------ times

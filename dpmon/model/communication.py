@@ -52,6 +52,10 @@ class Wrapper(NamedTuple):
     """Why its synchronised passes have no times."""
     group: tuple[int, ...] | None = None
     """The ranks that average their gradients, in order."""
+    most_unused_bytes: int | None = None
+    """The largest `unused_bytes` of all its records; in a `Communication`, of all ranks."""
+    looked: int = 0
+    """Iterations in which torch looked for unused parameters, as far as they are recorded."""
 
     @property
     def unhidden_ns(self) -> float:
@@ -170,12 +174,22 @@ def communication(
     if len(ranks) < 2 and not wrappers:
         return None
     first = min(wrappers, key=lambda one: (one.rank is None, one.rank or 0, one.process), default=None)
-    own = [one for one in wrappers if first is not None and one.process == first.process]
+    own = [
+        one._replace(most_unused_bytes=_most_unused(wrappers, one.number))
+        for one in wrappers
+        if first is not None and one.process == first.process
+    ]
     own.sort(key=lambda one: one.number)
     groups = _groups(wrappers)
     missing = None if any(one.joined for one in ranks) else _missing(ranks, own, groups)
     times = _grouped(ranks, wrappers, groups)
     return Communication(times, tuple(own), _sampled(wrappers), lately, missing, collectives, sampled_of)
+
+
+def _most_unused(wrappers: Iterable[Wrapper], number: int) -> int | None:
+    """Of this wrapper on all ranks: a parameter that one of them does not use is reason enough to look for it."""
+    known = (one.most_unused_bytes for one in wrappers if one.number == number)
+    return max((size for size in known if size is not None), default=None)
 
 
 def _groups(wrappers: Iterable[Wrapper]) -> dict[int, set[tuple[int, ...]]]:
@@ -267,10 +281,37 @@ def ranks_in(window: Window, ranks: Mapping[int, int | None]) -> tuple[RankTimes
 # ------------------------------------------------------------------------------------------------ records
 
 
+class _Unused:
+    """What all records of a wrapper say of its unused parameters."""
+
+    def __init__(self) -> None:
+        self.most: int | None = None
+        self.looked = 0
+        self._iteration: int | None = None
+
+    def add(self, data: Mapping[str, Any]) -> None:
+        """Take the next record; several may repeat one iteration."""
+        unused, iteration = whole_in(data, "unused_bytes"), whole_in(data, "iteration")
+        if unused is None or iteration is None:
+            return
+        self.most = max(unused, self.most or 0)
+        self.looked += iteration != self._iteration
+        self._iteration = iteration
+
+
 def newest_wrappers(records: Iterable[Mapping[str, Any]]) -> tuple[Wrapper, ...]:
-    """The newest of each wrapper, from the `ddp` records of a run in their order."""
-    newest = {(whole_in(data, "process"), whole_in(data, "wrapper")): data for data in records}
-    return tuple(one for data in newest.values() if (one := wrapper(data)) is not None)
+    """The newest of each wrapper, from the `ddp` records of a run in their order; unused parameters are those of all."""
+    newest: dict[tuple[int | None, int | None], Mapping[str, Any]] = {}
+    unused: dict[tuple[int | None, int | None], _Unused] = {}
+    for data in records:
+        key = whole_in(data, "process"), whole_in(data, "wrapper")
+        newest[key] = data
+        unused.setdefault(key, _Unused()).add(data)
+    return tuple(
+        one._replace(most_unused_bytes=unused[key].most, looked=unused[key].looked)
+        for key, data in newest.items()
+        if (one := wrapper(data)) is not None
+    )
 
 
 def wrapper(data: Mapping[str, Any]) -> Wrapper | None:

@@ -18,6 +18,8 @@ BUCKET_BYTES = 1 << 20
 AVERAGED_TIMES = 1.5
 """Synchronised passes for each step with an optimizer step. A script that skips some optimizer steps (overflows of
 mixed precision) stays below."""
+MIN_LOOKED = 3
+"""Iterations in which no parameter was unused; one of them may be an exception."""
 _SMALL = 0.05
 """Weight where it is not known how much time is lost."""
 _BUCKETS_NAMED = 4
@@ -127,13 +129,14 @@ def _accumulation(found: Communication) -> Iterator[Finding]:
 
 def _unused(found: Communication) -> Iterator[Finding]:
     for one in found.wrappers:
-        if one.find_unused_parameters and one.unused_bytes == 0 and found.steps >= MIN_STEPS:
+        all_used = one.most_unused_bytes == 0 and one.looked >= MIN_LOOKED
+        if one.find_unused_parameters and all_used and found.steps >= MIN_STEPS:
             named = f" of {one.root}" if len(found.wrappers) > 1 else ""
             yield Finding(
                 "unused",
                 f"find_unused_parameters{named} is on, although every parameter is used.",
-                f"0 bytes unused in iteration {group(one.iteration)}, the last that torch looked at; {found.steps:,}"
-                " steps",
+                f"0 bytes unused in {many(one.looked, 'iteration')} that torch looked at, the last of them"
+                f" {group(one.iteration)}; {many(found.steps, 'step')}",
                 "find_unused_parameters=False, if that is so in every step: it saves a search of the graph in each",
                 _SMALL,
             )

@@ -332,21 +332,43 @@ def test_several_averages_for_one_step_of_the_optimizer_are_found() -> None:
     assert found_in([rank(number, 0.1, synced=50, unsynced=150, optimized=50) for number in range(2)]) == []
 
 
+def searched(*unused: int | None, rank: int = 0, iterations: tuple[int, ...] = (100, 200, 300)) -> list[Wrapper]:
+    """A wrapper that looks for unused parameters; `unused`: bytes in each of these iterations."""
+    records = [
+        ddp_event(rank, 2, find_unused_parameters=True, unused_bytes=size, iteration=iteration)
+        for size, iteration in zip(unused, iterations, strict=True)
+    ]
+    return list(newest_wrappers(load_event(record[1:].decode())[1] for record in records))
+
+
 def test_a_search_for_unused_parameters_is_found_where_there_are_none() -> None:
-    (found,) = found_in(EVEN, wrapped(find_unused_parameters=True))
+    (found,) = found_in(EVEN, *searched(0, 0, 0))
     assert found.kind == "unused"
-    assert "iteration 300" in found.ground
-    assert found_in(EVEN, wrapped(find_unused_parameters=True, unused_bytes=4)) == []
-    assert found_in(EVEN, wrapped(find_unused_parameters=True, unused_bytes=None)) == []
+    assert found.ground == "0 bytes unused in 3 iterations that torch looked at, the last of them 300; 200 steps"
+
+
+@pytest.mark.parametrize("unused", [(0, 0, 4), (1000, 4000, 0), (None, 0, 0), (None, None, None)])
+def test_a_search_for_unused_parameters_that_may_find_some_is_not_found(unused: tuple[int | None, ...]) -> None:
+    assert found_in(EVEN, *searched(*unused)) == []
+
+
+def test_one_iteration_that_several_records_repeat_counts_once() -> None:
+    assert found_in(EVEN, *searched(0, 0, 0, iterations=(100, 300, 300))) == []
+    assert found_in(EVEN, *searched(0, iterations=(300,))) == []
+
+
+def test_a_parameter_that_another_rank_does_not_use_is_unused() -> None:
+    assert found_in(EVEN, *searched(0, 0, 0), *searched(0, 4, 0, rank=1)) == []
+    assert found_in(EVEN, *searched(0, 0, 0), *searched(0, 0, 0, rank=1))
 
 
 @pytest.mark.parametrize(
     ("ranks", "own"),
     [
         ([rank(0, 5.0), rank(1, 0.0, slowest=180)], {}),
-        ([rank(0, 0.1, exposed_ms=5.0), rank(1, 0.1, exposed_ms=5.0)], {"bucket_bytes": [1 << 20]}),
+        ([rank(0, 0.1, exposed_ms=5.0), rank(1, 0.1, exposed_ms=5.0)], {"bucket_bytes": (1 << 20,)}),
         ([rank(number, 0.1, synced=200, optimized=50) for number in range(2)], {}),
-        (EVEN, {"find_unused_parameters": True}),
+        (EVEN, {"find_unused_parameters": True, "most_unused_bytes": 0, "looked": 3}),
     ],
 )
 def test_nothing_is_found_from_too_few_steps(ranks: list[RankTimes], own: dict[str, Any]) -> None:
@@ -357,5 +379,6 @@ def test_nothing_is_found_from_too_few_steps(ranks: list[RankTimes], own: dict[s
         )
         for one in ranks
     ]
-    assert found_in(ranks, wrapped(**own))
-    assert found_in(short, wrapped(**own)) == []
+    one = wrapped()._replace(**own)
+    assert found_in(ranks, one)
+    assert found_in(short, one) == []

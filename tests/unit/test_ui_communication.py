@@ -16,6 +16,7 @@ from dpmon.ui.look import ASCII, COLOUR, MONO, UNICODE, Look
 from dpmon.ui.paint import places, rank_room, whole
 from dpmon.ui.panel_output import Output
 from dpmon.ui.panel_status import status
+from dpmon.ui.rank_map import rank_map
 from dpmon.ui.rows import plain, width_of
 from dpmon.ui.scene import Facts, Scene, View
 from dpmon.ui.waterfall import bucket_row
@@ -135,6 +136,22 @@ def test_a_rank_that_is_missing_is_blank_in_the_map() -> None:
     ranks = tuple(one for one in scene.state.ranks if one.rank != 7)
     text = texts(panel_ranks.table(replace(scene, state=replace(scene.state, ranks=ranks)), 56, 40, LOOK))
     assert text[0].startswith("   0 33333▸3  33333333")
+
+
+def test_a_rank_that_makes_no_sense_has_one_row_in_the_map() -> None:
+    (one, *_) = scene_of(20, slow=5).state.ranks
+    text = texts(rank_map([one, one._replace(rank=10**9 + 1), one._replace(rank=70)], None, 56, LOOK))
+    assert [line.split()[0] for line in text] == ["0", "64", "100…"]
+    assert text[0] == "   0 3"
+    assert text[2] == "100…  3", "32 divides 10**9"
+
+
+def test_the_map_has_at_most_64_rows() -> None:
+    (one, *_) = scene_of(20, slow=5).state.ranks
+    ranks = [one._replace(rank=32 * number) for number in range(64)]
+    assert len(rank_map(ranks, None, 56, LOOK)) == 64
+    text = texts(rank_map([*ranks, one._replace(rank=10**9)], None, 56, LOOK))
+    assert (len(text), text[-2], text[-1]) == (64, "1984 3", "and 2 ranks more")
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60), (40, 10), (100, 44), (130, 28)])

@@ -70,7 +70,7 @@ def joined_ranks(count: int, **how: Any) -> tuple[Recording, int]:
 def joined_payloads(
     count: int,
     *,
-    slow: int | None = None,
+    slow: int | tuple[int, ...] | None = None,
     phase: str = "backward",
     extra_ms: float = 6.0,
     steps: int = 400,
@@ -81,11 +81,13 @@ def joined_payloads(
     exposed_ms: float = EXPOSED_MS,
     noise: float = 0.02,
 ) -> tuple[dict[int, list[bytes]], int]:
-    """What each rank records, and when they end; `slow` needs `extra_ms` more for a phase of each step.
+    """What each rank records, and when they end; `slow`, a rank or several, needs `extra_ms` more for a phase
+    of each step.
 
     `passes`: synchronised and other backward passes of each step, in turn. `wrapper`: more of the `ddp` record.
     """
     chance = random.Random(count)
+    slow_ones = (slow,) if isinstance(slow, int) else slow or ()
     usually: dict[str, Any] = {"virtual": False, "mode": "single", "via": DDP, "step_ns": 100}
     ranks = [_Rank(process=rank, rank=rank, devices=(f"cuda:{rank % 8}",), **usually) for rank in range(count)]
     payloads = [[_in_world(one, world or count) for one in rank.begin()] for rank in ranks]
@@ -93,7 +95,7 @@ def joined_payloads(
         own.append(ddp_event(rank, world or count, **(wrapper or {})))
     for number in range(steps):
         for rank, one in enumerate(ranks):
-            took = {name: ms + (extra_ms if rank == slow and name == phase else 0) for name, ms in usual.items()}
+            took = {name: ms + (extra_ms if rank in slow_ones and name == phase else 0) for name, ms in usual.items()}
             one.times = {name: int(ms * MS * chance.gauss(1, noise)) for name, ms in took.items()}
         ready = [sum(one.times.values()) - one.times["optimizer"] for one in ranks]
         for one, own, at in zip(ranks, payloads, ready, strict=True):

@@ -6,10 +6,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dpmon.model.communication import ranks_in
+from dpmon.model.communication import WRAPPERS_READ, communication, newest_wrappers, ranks_in
 from dpmon.model.members import SECOND, whole_in
 from dpmon.model.numbers import group
-from dpmon.model.stragglers import Straggler, in_short, straggler
+from dpmon.model.stragglers import Straggler, in_short
 from dpmon.record.schema import EVALUATION
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import RunError
@@ -90,12 +90,15 @@ class Progress:
         return "  ".join(parts if slow is None else [*parts, in_short(slow)])
 
     def _straggler(self, store: Store, members: Sequence[Mapping[str, Any]]) -> Straggler | None:
-        """The rank that the others waited for in the last seconds."""
+        """The ranks that the others waited for in the last seconds."""
         end_s = self._last_ns // SECOND + 1
         ranks = {
             process: whole_in(data, "rank") for data in members if (process := whole_in(data, "process")) is not None
         }
-        return straggler(ranks_in(Window(store, max(end_s - _LATELY_S, 0), end_s), ranks))
+        times = ranks_in(Window(store, max(end_s - _LATELY_S, 0), end_s), ranks)
+        wrappers = newest_wrappers(event.data for event in store.events("ddp", newest=WRAPPERS_READ))
+        found = communication(times, wrappers, lately=True)
+        return None if found is None else found.straggler()
 
     def _rates(self, store: Store, counts: Mapping[Key, Tally]) -> list[str]:
         """Of the training since the last line; of evaluations where a process has not trained yet."""

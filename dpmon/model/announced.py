@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from dpmon.model.communication import Wrapper, newest_wrappers
+from dpmon.model.communication import WRAPPERS_READ, Wrapper, newest_wrappers
 from dpmon.model.members import ns_in, text_in, whole_in
 from dpmon.model.process import Refusal
 from dpmon.model.source import Rows
@@ -20,8 +20,6 @@ from dpmon.record.wire import MODES
 CHANGES_READ = 500
 """Changes of mode that are looked at; older ones say nothing of what is in force."""
 TEXTS_READ = 100
-WRAPPERS_READ = 256
-"""Records of wrappers that are looked at: each rank repeats its own when the times in it change."""
 ROOTS_KEPT = 32
 DEVICES_READ = 4096
 ANSWERING_STEPS = 100

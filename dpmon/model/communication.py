@@ -13,8 +13,11 @@ from dpmon.store.tally import Tally
 from dpmon.store.window import Window
 
 BUCKETS_READ = 4096
+WRAPPERS_READ = 256
+"""Records of wrappers that are read while a run goes on: each rank repeats its own when the times in it change."""
 _NOTHING = Communicated()
 _NO_WRAPPER = "no DistributedDataParallel averages gradients here: it is not known which rank waits for which"
+_SEVERAL_GROUPS = "its DistributedDataParallel wrappers have different process groups"
 _NOT_YET = "no step is known yet in which all ranks averaged their gradients"
 
 
@@ -47,6 +50,17 @@ class Wrapper(NamedTuple):
     """The part of that time in which the backward pass still computed."""
     no_sync_times: str | None = None
     """Why its synchronised passes have no times."""
+    group: tuple[int, ...] | None = None
+    """The ranks that average their gradients, in order."""
+    most_unused_bytes: int | None = None
+    """The largest `unused_bytes` of all its records; in a `Communication`, of all ranks."""
+    looked: int = 0
+    """Iterations in which torch looked for unused parameters, as far as they are recorded."""
+
+    @property
+    def waits_in_forward(self) -> bool:
+        """Whether its ranks wait for each other in the forward, too."""
+        return self.sync_batch_norm or self.broadcast_buffers
 
     @property
     def unhidden_ns(self) -> float:
@@ -58,6 +72,7 @@ class Communication(NamedTuple):
     """What the ranks of a run spend in communication, in mean steps; ns, None if unknown."""
 
     ranks: tuple[RankTimes, ...]
+    """Each with its process group, as far as that is known."""
     wrappers: tuple[Wrapper, ...]
     """Those of one rank, by number."""
     sampled: Wrapper | None
@@ -133,7 +148,7 @@ class Communication(NamedTuple):
         return _a_step(self.ranks, [one.unsynced for one in self.ranks])
 
     def straggler(self) -> Straggler | None:
-        """The rank that the others wait for."""
+        """The ranks that the others wait for."""
         return straggler(self.ranks)
 
     def waits_in_forward(self) -> str | None:
@@ -164,18 +179,64 @@ def communication(
     if len(ranks) < 2 and not wrappers:
         return None
     first = min(wrappers, key=lambda one: (one.rank is None, one.rank or 0, one.process), default=None)
-    own = [one for one in wrappers if first is not None and one.process == first.process]
+    own = [
+        one._replace(most_unused_bytes=_most_unused(wrappers, one.number))
+        for one in wrappers
+        if first is not None and one.process == first.process
+    ]
     own.sort(key=lambda one: one.number)
-    missing = None if any(one.joined for one in ranks) else _missing(ranks, own)
-    return Communication(tuple(ranks), tuple(own), _sampled(wrappers), lately, missing, collectives, sampled_of)
+    groups = _groups(wrappers)
+    missing = None if any(one.joined for one in ranks) else _missing(ranks, own, groups)
+    times = _grouped(ranks, wrappers, groups)
+    return Communication(times, tuple(own), _sampled(wrappers), lately, missing, collectives, sampled_of)
 
 
-def _missing(ranks: Sequence[RankTimes], wrappers: Sequence[Wrapper]) -> str:
+def _most_unused(wrappers: Iterable[Wrapper], number: int) -> int | None:
+    """Of this wrapper on all ranks: a parameter that one of them does not use is reason enough to look for it."""
+    known = (one.most_unused_bytes for one in wrappers if one.number == number)
+    return max((size for size in known if size is not None), default=None)
+
+
+def _groups(wrappers: Iterable[Wrapper]) -> dict[int, set[tuple[int, ...]]]:
+    """By process, the process groups of its wrappers."""
+    found: dict[int, set[tuple[int, ...]]] = {}
+    for one in wrappers:
+        if one.group is not None:
+            found.setdefault(one.process, set()).add(one.group)
+    return found
+
+
+def _grouped(
+    ranks: Iterable[RankTimes], wrappers: Iterable[Wrapper], groups: Mapping[int, set[tuple[int, ...]]]
+) -> tuple[RankTimes, ...]:
+    """The ranks with their process groups: that of the newest process of a rank, or else the one that lists the rank.
+
+    A process whose wrappers have different groups has none.
+    """
+    newest: dict[int, int] = {}
+    for one in wrappers:
+        if one.rank is not None and one.process in groups:
+            newest[one.rank] = max(one.process, newest.get(one.rank, one.process))
+    own = {rank: next(iter(groups[process])) if len(groups[process]) == 1 else None for rank, process in newest.items()}
+    listed = {rank: group for group in set(own.values()) if group is not None for rank in group}
+    known = {**listed, **own}
+    waits = any(one.waits_in_forward for one in wrappers)
+    return tuple(
+        one if one.rank is None else one._replace(group=known.get(one.rank), waits_in_forward=waits) for one in ranks
+    )
+
+
+def _missing(
+    ranks: Sequence[RankTimes], wrappers: Sequence[Wrapper], groups: Mapping[int, set[tuple[int, ...]]]
+) -> str:
+    """`wrappers`: of one rank; `groups`: by process, those of all wrappers."""
     if not wrappers:
         return _NO_WRAPPER
     reason = next((one.no_sync_times for one in wrappers if one.no_sync_times), None)
     if reason is not None:
         return reason
+    if any(len(own) > 1 for own in groups.values()):
+        return _SEVERAL_GROUPS
     size, there = max(one.group_size or 0 for one in wrappers), max(len(ranks), 1)
     if size == 1:
         return "there is one rank, which waits for no other"
@@ -228,10 +289,37 @@ def ranks_in(window: Window, ranks: Mapping[int, int | None]) -> tuple[RankTimes
 # ------------------------------------------------------------------------------------------------ records
 
 
+class _Unused:
+    """What all records of a wrapper say of its unused parameters."""
+
+    def __init__(self) -> None:
+        self.most: int | None = None
+        self.looked = 0
+        self._iteration: int | None = None
+
+    def add(self, data: Mapping[str, Any]) -> None:
+        """Take the next record; several may repeat one iteration."""
+        unused, iteration = whole_in(data, "unused_bytes"), whole_in(data, "iteration")
+        if unused is None or iteration is None:
+            return
+        self.most = max(unused, self.most or 0)
+        self.looked += iteration != self._iteration
+        self._iteration = iteration
+
+
 def newest_wrappers(records: Iterable[Mapping[str, Any]]) -> tuple[Wrapper, ...]:
-    """The newest of each wrapper, from the `ddp` records of a run in their order."""
-    newest = {(whole_in(data, "process"), whole_in(data, "wrapper")): data for data in records}
-    return tuple(one for data in newest.values() if (one := wrapper(data)) is not None)
+    """The newest of each wrapper, from the `ddp` records of a run in order; unused parameters are those of all."""
+    newest: dict[tuple[int | None, int | None], Mapping[str, Any]] = {}
+    unused: dict[tuple[int | None, int | None], _Unused] = {}
+    for data in records:
+        key = whole_in(data, "process"), whole_in(data, "wrapper")
+        newest[key] = data
+        unused.setdefault(key, _Unused()).add(data)
+    return tuple(
+        one._replace(most_unused_bytes=unused[key].most, looked=unused[key].looked)
+        for key, data in newest.items()
+        if (one := wrapper(data)) is not None
+    )
 
 
 def wrapper(data: Mapping[str, Any]) -> Wrapper | None:
@@ -263,7 +351,16 @@ def wrapper(data: Mapping[str, Any]) -> Wrapper | None:
         _ns(data, "comm_ms"),
         _ns(data, "overlap_ms"),
         reason,
+        _group(data),
     )
+
+
+def _group(data: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The process group of a wrapper; None if it is not known, or makes no sense."""
+    listed, rank = data.get("group"), whole_in(data, "rank")
+    if not isinstance(listed, list) or any(type(one) is not int for one in listed) or rank not in listed:
+        return None
+    return tuple(sorted(listed))
 
 
 def _ns(data: Mapping[str, Any], key: str) -> float | None:

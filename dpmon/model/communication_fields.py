@@ -57,6 +57,7 @@ def _straggler(slow: Straggler | None, lately: bool) -> dict[str, Any] | None:
         return None
     return {
         **{name: getattr(slow, name) for name in ("process", "rank", "share", "slowest", "steps", "phase")},
+        "ranks": list(slow.ranks),
         "excess_ms": _ms(slow.excess_ns),
         "own_ms": _ms(slow.own_ns),
         "others_ms": _ms(slow.others_ns),

@@ -13,23 +13,29 @@ EXPOSED_SHARE = 0.2
 """Of the step, for communication that nothing hides. Some is always there: nothing can hide the last bucket."""
 BUCKET_SHARE, BUCKET_EXPOSED = 0.5, 0.1
 """The last bucket's part of all bytes, and the part of the step that is exposed."""
-BUCKET_BYTES = 1 << 20
-"""Size of the last bucket below which its time is that of the way, whatever it holds."""
+BUCKET_BYTES = 8 << 20
+"""Size of the last bucket below which smaller buckets do not pay: each of them has a latency of its own."""
+LARGE_BYTES = 1 << 20
+"""Size of all gradients below which their number of bytes hardly matters."""
 AVERAGED_TIMES = 1.5
 """Synchronised passes for each step with an optimizer step. A script that skips some optimizer steps (overflows of
 mixed precision) stays below."""
+MIN_LOOKED = 3
+"""Iterations in which no parameter was unused; one of them may be an exception."""
 _SMALL = 0.05
 """Weight where it is not known how much time is lost."""
 _BUCKETS_NAMED = 4
 
+_SLOW_DEVICE = (
+    "give every rank batches of the same size (or sequence length); see whether that rank's device is slower than the"
+    " others, or busy with another process"
+)
 _SLOW_PHASE = {
     "data": "more loader workers on that rank, or the same amount of work for each rank's samples; a slower disk or"
     " network there",
     "copy": "pinned memory (DataLoader pin_memory); the link of that rank's GPU (nvidia-smi topo -m)",
-    "forward": "batches of the same size (or sequence length) on every rank; a slower GPU, or one that another process"
-    " uses, too",
-    "backward": "batches of the same size (or sequence length) on every rank; a slower GPU, or one that another process"
-    " uses, too",
+    "forward": _SLOW_DEVICE,
+    "backward": _SLOW_DEVICE,
     "optimizer": "an optimizer state of the same size on every rank; a host whose processors are busy",
     "other": "work that only one rank does, such as logging, a checkpoint or an evaluation: less often, or in a thread",
 }
@@ -49,11 +55,12 @@ def between_ranks(found: Communication | None) -> Iterator[Finding]:
 def _straggler(found: Communication) -> Iterator[Finding]:
     slow = found.straggler()
     if slow is not None and slow.steps >= MIN_STEPS:
-        text = held_up(slow)
+        text, often = held_up(slow), how_often(slow, lately=found.lately)
+        mean = f"mean step {took(found.step_ns)} on {len(found.known)} ranks"
         yield Finding(
             "straggler",
             f"{text[0].upper()}{text[1:]}.",
-            f"{how_often(slow, lately=found.lately)}; mean step {took(found.step_ns)} on {len(found.known)} ranks",
+            f"{often}; {mean}" if often else mean,
             _NO_PHASE if slow.phase is None else _SLOW_PHASE.get(slow.phase, _NO_PHASE),
             min(slow.share, 1.0),
         )
@@ -63,8 +70,11 @@ def _exposed(found: Communication) -> Iterator[Finding]:
     share = found.exposed_share
     if share is None or share < EXPOSED_SHARE or found.joined < MIN_STEPS:
         return
-    advice = ["larger batches (they change the training itself: learning rate)", "gradient accumulation under no_sync"]
-    if found.wrappers and all(one.comm_hook is None for one in found.wrappers):
+    advice = ["larger batches (they change the training itself: learning rate)"]
+    if not found.unsynced:
+        advice.append("gradient accumulation under no_sync")
+    large = sum(one.parameter_bytes or 0 for one in found.wrappers) >= LARGE_BYTES
+    if large and all(one.comm_hook is None for one in found.wrappers):
         advice.append("gradients in half precision (bf16_compress_hook)")
     if any(not one.gradient_as_bucket_view for one in found.wrappers):
         advice.append("gradient_as_bucket_view=True, which saves a copy")
@@ -127,13 +137,14 @@ def _accumulation(found: Communication) -> Iterator[Finding]:
 
 def _unused(found: Communication) -> Iterator[Finding]:
     for one in found.wrappers:
-        if one.find_unused_parameters and one.unused_bytes == 0 and found.steps >= MIN_STEPS:
+        all_used = one.most_unused_bytes == 0 and one.looked >= MIN_LOOKED
+        if one.find_unused_parameters and all_used and found.steps >= MIN_STEPS:
             named = f" of {one.root}" if len(found.wrappers) > 1 else ""
             yield Finding(
                 "unused",
                 f"find_unused_parameters{named} is on, although every parameter is used.",
-                f"0 bytes unused in iteration {group(one.iteration)}, the last that torch looked at; {found.steps:,}"
-                " steps",
+                f"0 bytes unused in {many(one.looked, 'iteration')} that torch looked at, the last of them"
+                f" {group(one.iteration)}; {many(found.steps, 'step')}",
                 "find_unused_parameters=False, if that is so in every step: it saves a search of the graph in each",
                 _SMALL,
             )

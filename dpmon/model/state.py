@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from dpmon.model.communication import Communication, Wrapper, communication
 from dpmon.model.process import Process
-from dpmon.model.stragglers import RankTimes, Straggler, straggler
+from dpmon.model.stragglers import RankTimes, Straggler
 from dpmon.model.turns import standing_for, taking_turns
 from dpmon.store.answers import Communicated
 
@@ -110,7 +110,7 @@ class State:
         return self._focus
 
     def straggler(self) -> Straggler | None:
-        """The rank that the others wait for."""
+        """The ranks that the others wait for."""
         return self._straggler
 
     def communication(self) -> Communication | None:
@@ -125,7 +125,8 @@ class State:
 
     @cached_property
     def _straggler(self) -> Straggler | None:
-        return straggler(self.ranks)
+        found = self.communication()
+        return None if found is None else found.straggler()
 
     @cached_property
     def _communication(self) -> Communication | None:

@@ -1,14 +1,15 @@
-"""Which rank do the others wait for, and on what does it spend the time? Pure.
+"""Which ranks do the others wait for, and on what do they spend the time? Pure.
 
 In a synchronised backward pass every rank waits for the last one, so the wait is shortest on that rank. Each rank's
-mean times over some steps say what the slowest one does longer than the others.
+mean times over some steps say what the slow ones do longer than the others. Several ranks may be equally slow: mending
+one of them alone gains nothing, so they are named together. Only ranks of one process group wait for each other.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 from dpmon.model.numbers import duration, group, percent
@@ -20,12 +21,16 @@ LEAST_SHARE = 0.05
 found, and with its time the step grows."""
 CAUSE_SHARE = 0.8
 """Part of the excess that one phase must cover to be named."""
+ALIKE_SHARE = 0.2
+"""Part of the way from the least wait to the others' median. Ranks that wait no longer are as slow as the slowest."""
 MIN_STEPS = 20
 SERIES = (STEP, *STEP_PHASES, *map(device_series, STEP_PHASES), EXPOSED, WAIT, HELD)
 """Series that `rank_times` reads."""
 _SIGMAS = 4.0
-"""A rank must be the slowest more often than by chance, by so many standard deviations."""
-_SYNC = "sync"
+"""Slow ranks must be the slowest more often than by chance, by at least this number of standard deviations."""
+_SYNC, _FORWARD = "sync", "forward"
+_NAMED = 3
+"""Ranks named in a sentence; of more ranks, a count stands in place of the last name."""
 
 
 class RankTimes(NamedTuple):
@@ -51,6 +56,10 @@ class RankTimes(NamedTuple):
     """Those that averaged nothing (no_sync)."""
     optimized: int = 0
     """Steps in which an optimizer stepped."""
+    group: tuple[int, ...] | None = None
+    """The ranks with which it averages its gradients; None if unknown."""
+    waits_in_forward: bool = False
+    """Whether its model makes ranks wait for each other in the forward, too."""
 
     @property
     def backward_ns(self) -> float | None:
@@ -63,34 +72,47 @@ class RankTimes(NamedTuple):
         """The part of its steps that it waited (0 to 1)."""
         return self.wait_ns / self.step_ns if self.wait_ns is not None and self.step_ns else None
 
-    @property
-    def name(self) -> str:
-        """What it is called in a sentence."""
-        return _name(self.process, self.rank)
-
 
 class Straggler(NamedTuple):
-    """The rank that the others wait for."""
+    """The rank that the others wait for, or several that are equally slow."""
 
     process: int
+    """Of the slowest rank."""
     rank: int | None
+    """The slowest one."""
+    processes: tuple[int, ...]
+    """Of all ranks that the others wait for, in the order of the ranks."""
+    ranks: tuple[int | None, ...]
+    """All ranks that the others wait for."""
     excess_ns: float
-    """How long the others wait for it in a step: their median wait, less its own."""
+    """How long the others wait for them in a step: their median wait, less that of the slowest."""
     share: float
     """Of the step (0 to 1)."""
-    slowest: int
-    """In how many steps it was the slowest."""
+    slowest: int | None
+    """In how many steps one of them was the slowest; None if that is not known."""
     steps: int
     phase: str | None
-    """The phase that covers its excess; None if no phase does."""
+    """The phase that covers the excess on each of them; None if no phase does."""
     own_ns: float | None = None
-    """The mean time of that phase on this rank, and the median of the means of the others."""
+    """The mean time of that phase on these ranks, and the median of the means of the others."""
     others_ns: float | None = None
 
     @property
+    def several(self) -> bool:
+        """Whether it is more than one rank."""
+        return len(self.processes) > 1
+
+    @property
     def name(self) -> str:
-        """What it is called in a sentence."""
-        return _name(self.process, self.rank)
+        """What they are called in a sentence."""
+        known = [rank for rank in self.ranks if rank is not None]
+        what, numbers = ("rank", known) if len(known) == len(self.ranks) else ("process", list(self.processes))
+        if len(numbers) == 1:
+            return f"{what} {numbers[0]}"
+        words = [str(number) for number in numbers]
+        if len(words) > _NAMED:
+            words[_NAMED - 1 :] = [f"{len(words) - _NAMED + 1} more"]
+        return f"{what}{'s' if what == 'rank' else 'es'} {', '.join(words[:-1])} and {words[-1]}"
 
 
 def rank_times(process: int, rank: int | None, tally: Tally) -> RankTimes:
@@ -127,29 +149,84 @@ def _mean(tally: Tally, phase: str) -> float:
 
 
 def straggler(ranks: Sequence[RankTimes]) -> Straggler | None:
-    """The rank that the others wait for; None if no rank stands out, or too little is known."""
-    known = [one for one in ranks if one.joined >= MIN_STEPS and one.wait_ns is not None and one.step_ns]
-    if len(known) < 2:
+    """The ranks that the others wait for; None if no rank stands out, or too little is known.
+
+    Of several process groups, those of the group that waits longest.
+    """
+    groups: dict[tuple[int, ...] | None, list[RankTimes]] = {}
+    for one in ranks:
+        if one.joined >= MIN_STEPS and one.wait_ns is not None and one.step_ns:
+            groups.setdefault(one.group, []).append(one)
+    found = [slow for members in groups.values() if (slow := _straggler_of(members)) is not None]
+    return max(found, key=lambda slow: slow.excess_ns, default=None)
+
+
+def _straggler_of(members: Sequence[RankTimes]) -> Straggler | None:
+    """The same of one process group, whose times are known.
+
+    Where ranks wait for each other in the forward, too, what a forward takes longer than the shortest one is a wait.
+    How often a rank was the slowest is not known there, so a phase must tell why.
+    """
+    if len(members) < 2:
         return None
-    slow = min(known, key=lambda one: one.wait_ns or 0.0)
-    others = [one for one in known if one is not slow]
-    assert slow.wait_ns is not None
-    assert slow.step_ns is not None
-    excess = median(one.wait_ns or 0.0 for one in others) - slow.wait_ns
-    share = excess / slow.step_ns
-    if share < LEAST_SHARE or slow.slowest < _by_chance(slow.joined, len(known)):
+    hidden = any(one.waits_in_forward for one in members)
+    if hidden:
+        least_forward = min(one.phases.get(_FORWARD, 0.0) for one in members)
+        members = [
+            one._replace(wait_ns=_wait(one) + one.phases.get(_FORWARD, 0.0) - least_forward, slowest=one.joined)
+            for one in members
+        ]
+    slowest = min(members, key=_wait)
+    assert slowest.step_ns is not None
+    least = _wait(slowest)
+    usual = median(_wait(one) for one in members if one is not slowest)
+    limit = least + ALIKE_SHARE * (usual - least)
+    slow = sorted(
+        (one for one in members if one is slowest or _wait(one) <= limit),
+        key=lambda one: (one.rank is None, one.rank or 0, one.process),
+    )
+    others = [one for one in members if one not in slow]
+    if not others:
         return None
-    found = Straggler(slow.process, slow.rank, excess, share, slow.slowest, slow.joined, None)
-    usual = {phase: median(one.phases.get(phase, 0.0) for one in others) for phase in slow.phases if phase != _SYNC}
-    phase = max(usual, key=lambda name: slow.phases[name] - usual[name], default=None)
-    if phase is None or slow.phases[phase] - usual[phase] < CAUSE_SHARE * excess:
+    steps = max(one.joined for one in slow)
+    times = min(sum(one.slowest for one in slow), steps)
+    excess = median(map(_wait, others)) - least
+    share = excess / slowest.step_ns
+    if share < LEAST_SHARE or times < _by_chance(steps, len(slow) / len(members)):
+        return None
+    processes, numbers = tuple(one.process for one in slow), tuple(one.rank for one in slow)
+    found = Straggler(slowest.process, slowest.rank, processes, numbers, excess, share, times, steps, None)
+    if hidden:
+        found = _with_cause(found._replace(slowest=None), slow, others, (_SYNC, _FORWARD))
+        return found if found.phase is not None else None
+    return _with_cause(found, slow, others, (_SYNC,))
+
+
+def _with_cause(
+    found: Straggler, slow: Sequence[RankTimes], others: Sequence[RankTimes], waits: Sequence[str]
+) -> Straggler:
+    """With the phase that covers the excess on each slow rank, if there is one; `waits`: phases that hold waits."""
+    waited = median(map(_wait, others))
+    ran = {phase: None for one in slow for phase in one.phases if phase not in waits}
+    usual = {phase: median(one.phases.get(phase, 0.0) for one in others) for phase in ran}
+
+    def covered(phase: str) -> float:
+        """The part of the excess that the phase covers, on the rank with the least of it."""
+        return min((one.phases.get(phase, 0.0) - usual[phase]) / (waited - _wait(one)) for one in slow)
+
+    phase = max(usual, key=covered, default=None)
+    if phase is None or covered(phase) < CAUSE_SHARE:
         return found
-    return found._replace(phase=phase, own_ns=slow.phases[phase], others_ns=usual[phase])
+    own = fmean(one.phases.get(phase, 0.0) for one in slow)
+    return found._replace(phase=phase, own_ns=own, others_ns=usual[phase])
 
 
-def _by_chance(steps: int, ranks: int) -> float:
-    """How often a rank may be the slowest by chance in so many steps."""
-    expected = 1 / ranks
+def _wait(one: RankTimes) -> float:
+    return one.wait_ns or 0.0
+
+
+def _by_chance(steps: int, expected: float) -> float:
+    """In how many steps one of some ranks may be the slowest by chance; `expected`: their part of all ranks."""
     return steps * expected + _SIGMAS * math.sqrt(steps * expected * (1 - expected))
 
 
@@ -157,22 +234,27 @@ def _by_chance(steps: int, ranks: int) -> float:
 
 
 def sentence(found: Straggler, *, lately: bool) -> str:
-    """Which rank the others wait for, how long, why and how often; `lately`: the figures are of the last steps."""
-    return f"{held_up(found)}; {how_often(found, lately=lately)}"
+    """Which ranks the others wait for, how long, why and how often; `lately`: the figures are of the last steps."""
+    often = how_often(found, lately=lately)
+    return f"{held_up(found)}; {often}" if often else held_up(found)
 
 
 def held_up(found: Straggler) -> str:
-    """Which rank the others wait for, how long and why."""
-    head = f"{found.name} holds the others up by {duration(found.excess_ns)} a step ({percent(found.share)})"
+    """Which ranks the others wait for, how long and why."""
+    holds, its = ("hold", "their") if found.several else ("holds", "its")
+    head = f"{found.name} {holds} the others up by {duration(found.excess_ns)} a step ({percent(found.share)})"
     if found.phase is None:
         return f"{head}, in no single phase"
-    what = "the script's own work (other)" if found.phase == "other" else f"its {found.phase}"
+    what = "the script's own work (other)" if found.phase == "other" else f"{its} {found.phase}"
     return f"{head}: {what} takes {_against(found)}"
 
 
 def how_often(found: Straggler, *, lately: bool) -> str:
-    """In how many steps it was the slowest."""
-    return f"slowest in {group(found.slowest)} of {'the last ' if lately else ''}{group(found.steps)} steps"
+    """In how many steps one of them was the slowest; empty if that is not known."""
+    if found.slowest is None:
+        return ""
+    which = "one of them slowest" if found.several else "slowest"
+    return f"{which} in {group(found.slowest)} of {'the last ' if lately else ''}{group(found.steps)} steps"
 
 
 def in_short(found: Straggler) -> str:
@@ -184,7 +266,3 @@ def in_short(found: Straggler) -> str:
 def _against(found: Straggler) -> str:
     others = f"against {duration(found.others_ns)}" if found.others_ns else "and nothing on the others"
     return f"{duration(found.own_ns)} {others}"
-
-
-def _name(process: int, rank: int | None) -> str:
-    return f"process {process}" if rank is None else f"rank {rank}"

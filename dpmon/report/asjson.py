@@ -24,10 +24,10 @@ ranks         process, rank, world, device, calls (all), steps, median_ms, the r
               data_ms, forward_ms, backward_ms (without the wait), exposed_ms, wait_ms: means of the steps, null where
               not known; slowest: the number of steps, of joined_steps, in which the others waited for it
 communication exposed_ms, exposed_share, wait_ms, wait_share (means of the ranks, of a step; null where not known, with
-              the reason in missing), joined_steps, synced and unsynced (backward passes a step), straggler (process,
-              rank, excess_ms, share, slowest, steps, phase, own_ms, others_ms, sentence) or null, torch (process,
-              iteration, comm_ms, overlap_ms: its own times), wrappers: of one rank, the facts as in the record
-              `ddp`; null if no ranks train together
+              the reason in missing), joined_steps, synced and unsynced (backward passes a step), straggler (process
+              and rank: the slowest, ranks: all that are as slow, excess_ms, share, slowest, steps, phase, own_ms,
+              others_ms, sentence) or null, torch (process, iteration, comm_ms, overlap_ms: its own times), wrappers:
+              of one rank, the facts as in the record `ddp`; null if no ranks train together
 stages        root, stage, device, parts, calls, median_ms, device_median_ms, device_calls, inputs, outputs, absent
 devices       index, name, uuid, called, of_run, samples, util_median_pct, mem_used_max_bytes, mem_run_max_bytes,
               mem_total_bytes, temperature_max_c, power_max_w, throttled: {reason: samples}; gpu_absent: why none

@@ -114,11 +114,21 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     said = _said(scene, found, width, room, len(rows), look)
     room = max(room - len(said), 1)
     slow = scene.state.straggler()
-    if not many_ranks and slow is not None and room < len(rows):
-        at = next((i for i, one in enumerate(found.ranks) if one.process == slow.process), 0)
-        if room <= at < len(rows):  # in place of the last one that has room
-            rows.insert(room - 1, rows.pop(at))
-    return [*above, head, *rows[:room], *said, *rows[room:]]
+    order = list(range(len(rows)))
+    if not many_ranks and slow is not None:
+        order = _slow_in_room(_ranks(scene, found), slow, room)
+    drawn = [rows[index] for index in order]
+    return [*above, head, *drawn[:room], *said, *drawn[room:]]
+
+
+def _slow_in_room(ranks: Sequence[_Rank], slow: Straggler, room: int) -> list[int]:
+    """The order of the rows: the slow ranks are among the first `room` rows, in place of the last others."""
+    marked = [index for index, one in enumerate(ranks) if _is(slow, one)]
+    marked.sort(key=lambda index: ranks[index].process.process != slow.process)
+    marked = marked[:room]
+    others = [index for index in range(len(ranks)) if index not in marked]
+    first = sorted([*marked, *others[: room - len(marked)]])
+    return [*first, *others[room - len(marked) :]]
 
 
 # ------------------------------------------------------------------------------------------------ who waits
@@ -155,7 +165,8 @@ def _ranks(scene: Scene, found: Communication) -> list[_Rank]:
     if len(processes) <= MAPPED:
         return rows
     known = [one for one in rows if one.times.wait_ns is not None]
-    return sorted(known, key=lambda one: one.times.wait_ns or 0.0)[:WORST]
+    slow = scene.state.straggler()
+    return sorted(known, key=lambda one: (not _is(slow, one), one.times.wait_ns or 0.0))[:WORST]
 
 
 def _times_table(scene: Scene, found: Communication, width: int, height: int, look: Look) -> list[Row]:
@@ -194,7 +205,7 @@ def _times_table(scene: Scene, found: Communication, width: int, height: int, lo
 
 
 def _is(slow: Straggler | None, one: _Rank) -> bool:
-    return slow is not None and slow.process == one.process.process
+    return slow is not None and one.process.process in slow.processes
 
 
 def _row(one: _Rank, slow: Straggler | None, device: int, cell: int, gap: str, look: Look) -> Row:

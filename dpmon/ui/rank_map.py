@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dpmon.model.finding import many
 from dpmon.model.stragglers import RankTimes, Straggler
 from dpmon.text.cells import right
 from dpmon.ui.look import Look
@@ -12,6 +13,7 @@ from dpmon.ui.rows import Row, fit
 _GROUP = 8
 """Cells between two gaps."""
 _LABEL = 5
+MOST_ROWS = 64
 _LITTLE, _MUCH = 0.1, 0.3
 """Parts of a step. A rank that waits less than the first stands back; one that waits more than the second stands
 out."""
@@ -20,25 +22,29 @@ out."""
 def rank_map(ranks: Sequence[RankTimes], slow: Straggler | None, width: int, look: Look) -> list[Row]:
     """Rows of 32 ranks, or 16 where there is no room for them; each begins with the number of its first rank.
 
-    A rank that is not in the record is blank.
+    A rank that is not in the record is blank, and a row without any rank is left out. Of more than MOST_ROWS rows the
+    last one says how many ranks are not drawn.
     """
     each = 32 if width >= _LABEL + 32 + 3 else 16
     by_rank = {one.process if one.rank is None else one.rank: one for one in ranks}
+    begins = sorted({rank // each * each for rank in by_rank})
+    drawn = begins if len(begins) <= MOST_ROWS else begins[: MOST_ROWS - 1]
     rows: list[Row] = []
-    for first in range(0, max(by_rank, default=-1) + 1, each):
+    for first in drawn:
         row: Row = [(right(str(first), _LABEL - 1) + " ", "dim")]
         for rank in range(first, first + each):
             if rank > first and rank % _GROUP == 0:
                 row.append((" ", ""))
             row.append(_cell(by_rank.get(rank), slow, look))
         rows.append(row)
-    return rows
+    left_out = sum(rank >= drawn[-1] + each for rank in by_rank) if drawn else 0
+    return [*rows, [(f"and {many(left_out, 'rank')} more", "dim")]] if left_out else rows
 
 
 def _cell(one: RankTimes | None, slow: Straggler | None, look: Look) -> tuple[str, str]:
     if one is None:
         return (" ", "")
-    if slow is not None and slow.process == one.process:
+    if slow is not None and one.process in slow.processes:
         return (look.glyphs.focus, "found")
     share = one.wait_share
     if share is None:

@@ -92,10 +92,11 @@ def test_ranks_of_a_job_that_was_started_again_are_told_together(state: Path) ->
     assert end > 0
 
 
-def _of(rank: int, payload: bytes) -> bytes:
-    """The same event of another process."""
-    text = f'"process":{rank},'.encode()
-    return payload.replace(text, f'"process":{rank + 2},'.encode())
+def _of(rank: int, payload: bytes, *, moved_rank: bool = False) -> bytes:
+    """The same event of another process; `moved_rank`: which is another rank, of another group of two."""
+    for name in ("process", "rank") if moved_rank else ("process",):
+        payload = payload.replace(f'"{name}":{rank},'.encode(), f'"{name}":{rank + 2},'.encode())
+    return payload.replace(b'"group":[0,1]', b'"group":[2,3]') if moved_rank else payload
 
 
 def test_the_summary_names_the_slow_rank_and_the_waits(state: Path) -> None:
@@ -110,6 +111,14 @@ def test_the_line_of_progress_names_the_slow_rank(state: Path) -> None:
     assert Progress(reader).line().endswith("  others wait for rank 1: 6.00 ms (34 %), data 6.40 ms against 400 µs")
     reader.directory = a_run(None, slow=None, noise=0.02)
     assert "others wait" not in Progress(reader).line()
+
+
+def test_the_line_of_progress_compares_ranks_of_one_process_group_only(state: Path) -> None:
+    made, _ = joined_payloads(2, slow=1, phase="data", steps=STEPS, noise=0.0)
+    fast, _ = joined_payloads(2, steps=STEPS, noise=0.0)
+    moved = {2 + rank: [_of(rank, payload, moved_rank=True) for payload in own] for rank, own in fast.items()}
+    reader: Any = SimpleNamespace(directory=keep({**made, **moved}, status=None), info=SimpleNamespace(start_ns=0))
+    assert "  others wait for rank 1: 6.00 ms (34 %), data" in (Progress(reader).line() or "")
 
 
 def test_the_lines_of_json_have_it(state: Path) -> None:

@@ -9,6 +9,7 @@ from joined import MS, ddp_event, joined_ranks
 
 from dpmon.model.announced import Announced
 from dpmon.model.communication import Communication, Wrapper, communication, newest_wrappers, wrapper
+from dpmon.model.communication_fields import communication_fields
 from dpmon.model.finding import MIN_STEPS, Finding
 from dpmon.model.found_between_ranks import between_ranks
 from dpmon.model.stragglers import RankTimes, Straggler, held_up, in_short, rank_times, sentence, straggler
@@ -30,7 +31,7 @@ def rank(number: int, wait_ms: float, *, steps: int = 200, exposed_ms: float = 1
 
 
 def of(ranks: list[RankTimes], *wrappers: Wrapper, lately: bool = False) -> Communication:
-    found = communication(ranks, wrappers or [wrapped()], lately=lately)
+    found = communication(ranks, wrappers or [wrapped(group=list(range(len(ranks))))], lately=lately)
     assert found is not None
     return found
 
@@ -46,19 +47,156 @@ EVEN = [rank(0, 0.1), rank(1, 0.1)]
 
 
 def test_a_straggler_is_told_in_one_sentence() -> None:
-    slow = Straggler(5, 5, 6.0 * MS, 0.38, 97, 100, "data", 6.3 * MS, 0.4 * MS)
+    slow = Straggler(5, 5, (5,), (5,), 6.0 * MS, 0.38, 97, 100, "data", 6.3 * MS, 0.4 * MS)
     assert sentence(slow, lately=True) == (
         "rank 5 holds the others up by 6.00 ms a step (38 %): its data takes 6.30 ms against 400 µs; slowest in 97 of"
         " the last 100 steps"
     )
     assert sentence(slow, lately=False).endswith("slowest in 97 of 100 steps")
     assert in_short(slow) == "others wait for rank 5: 6.00 ms (38 %), data 6.30 ms against 400 µs"
-    nameless = slow._replace(rank=None, phase=None)
+    nameless = slow._replace(rank=None, ranks=(None,), phase=None)
     assert held_up(nameless) == "process 5 holds the others up by 6.00 ms a step (38 %), in no single phase"
     assert in_short(nameless) == "others wait for process 5: 6.00 ms (38 %)"
     alone = slow._replace(phase="copy", others_ns=0.0)
     assert held_up(alone).endswith(": its copy takes 6.30 ms and nothing on the others")
     assert held_up(slow._replace(phase="other")).endswith("the script's own work (other) takes 6.30 ms against 400 µs")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [
+        ((1, 2), "ranks 1 and 2"),
+        ((1, 2, 5), "ranks 1, 2 and 5"),
+        ((1, 2, 5, 6, 7), "ranks 1, 2 and 3 more"),
+        ((None, None), "processes 0 and 1"),
+    ],
+)
+def test_several_slow_ranks_are_named_together(ranks: tuple[int | None, ...], name: str) -> None:
+    slow = Straggler(0, ranks[0], tuple(range(len(ranks))), ranks, 6.0 * MS, 0.38, 97, 100, "data", 6.3 * MS, 0.4 * MS)
+    assert sentence(slow, lately=True) == (
+        f"{name} hold the others up by 6.00 ms a step (38 %): their data takes 6.30 ms against 400 µs; one of them"
+        " slowest in 97 of the last 100 steps"
+    )
+    assert in_short(slow).startswith(f"others wait for {name}: ")
+
+
+# ------------------------------------------------------------------------------------------------ who is slow
+
+
+def waiting(*waits_ms: float, slowest: dict[int, int], **more: Any) -> list[RankTimes]:
+    """Ranks that wait so long, and in how many of 50 steps each was the slowest."""
+    return [
+        rank(number, wait_ms, steps=50, slowest=slowest.get(number, 0), step_ns=130.0 * MS, **more)
+        for number, wait_ms in enumerate(waits_ms)
+    ]
+
+
+def slower(one: RankTimes, phase: str, by_ms: float) -> RankTimes:
+    return one._replace(phases={**one.phases, phase: one.phases[phase] + by_ms * MS})
+
+
+def test_ranks_that_are_equally_slow_are_found_together() -> None:
+    ranks = waiting(30.0, 0.0, 0.1, 30.0, slowest={1: 27, 2: 23})
+    ranks[1:3] = [slower(one, "forward", 30.0) for one in ranks[1:3]]
+    found = straggler(ranks)
+    assert found is not None
+    assert (found.rank, found.process, found.ranks, found.processes) == (1, 1, (1, 2), (1, 2))
+    assert (found.slowest, found.steps) == (50, 50)
+    assert held_up(found) == (
+        "ranks 1 and 2 hold the others up by 30.0 ms a step (23 %): their forward takes 35.0 ms against 5.00 ms"
+    )
+    told = communication_fields(of(ranks))
+    assert told is not None
+    assert (told["straggler"]["rank"], told["straggler"]["ranks"]) == (1, [1, 2])
+
+
+def test_slow_ranks_share_a_cause_or_have_none() -> None:
+    ranks = waiting(30.0, 0.0, 0.1, 30.0, slowest={1: 27, 2: 23})
+    ranks[1:3] = [slower(ranks[1], "forward", 30.0), slower(ranks[2], "data", 30.0)]
+    found = straggler(ranks)
+    assert found is not None
+    assert (found.ranks, found.phase) == ((1, 2), None)
+
+
+def test_a_rank_that_waits_more_than_a_fifth_of_the_way_is_not_as_slow() -> None:
+    found = straggler(waiting(30.0, 0.0, 6.1, 30.0, slowest={1: 50}))
+    assert found is not None
+    assert found.ranks == (1,)
+    found = straggler(waiting(30.0, 0.0, 6.0, 30.0, slowest={1: 50}))
+    assert found is not None
+    assert found.ranks == (1, 2)
+
+
+def test_the_limit_of_chance_is_that_of_all_slow_ranks() -> None:
+    assert straggler(waiting(30.0, 0.0, 0.1, 30.0, slowest={1: 20, 2: 19})) is None, "two of four: 25 of 50 by chance"
+    assert straggler(waiting(30.0, 0.0, 0.1, 30.0, slowest={1: 20, 2: 20})) is not None
+    assert straggler(waiting(30.0, 0.0, 30.0, 30.0, slowest={1: 39})) is not None
+
+
+def test_ranks_that_most_are_as_slow_as_are_not_named() -> None:
+    assert straggler(waiting(30.0, 0.0, 0.1, 0.1, slowest={1: 30, 2: 10, 3: 10})) is None
+    assert straggler(waiting(0.0, 0.0, slowest={0: 50})) is None
+
+
+# ------------------------------------------------------------------------------------------------ process groups
+
+
+def in_groups(slow_ms: float = 30.0) -> list[RankTimes]:
+    """Even ranks, of which rank 2 is slow by that much, and odd ones, which are alike."""
+    waits = [0.1 * number if number % 2 else 0.0 if number == 2 else slow_ms for number in range(8)]
+    ranks = waiting(*waits, slowest={2: 50, 1: 13, 3: 13, 5: 12, 7: 12})
+    ranks[2] = slower(ranks[2], "backward", slow_ms)
+    return ranks
+
+
+def group_of(number: int) -> list[int]:
+    return list(range(number % 2, 8, 2))
+
+
+def test_only_ranks_of_one_process_group_are_compared() -> None:
+    wrappers = [wrapped(number, group=group_of(number)) for number in range(8)]
+    found = of(in_groups(), *wrappers)
+    assert [one.group for one in found.ranks[:2]] == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    slow = found.straggler()
+    assert slow is not None
+    assert (slow.ranks, slow.phase) == ((2,), "backward")
+    assert slow.excess_ns == pytest.approx(30.0 * MS)
+
+
+def test_of_several_groups_the_one_that_waits_longest_counts() -> None:
+    ranks = in_groups(20.0)
+    ranks[1::2] = [
+        one._replace(wait_ns=0.0 if one.rank == 5 else 40.0 * MS, slowest=50 if one.rank == 5 else 0)
+        for one in ranks[1::2]
+    ]
+    slow = of(ranks, *[wrapped(number, group=group_of(number)) for number in range(8)]).straggler()
+    assert slow is not None
+    assert slow.ranks == (5,)
+
+
+def test_a_rank_without_a_record_is_in_the_group_that_lists_it() -> None:
+    found = of(in_groups(), *[wrapped(number, group=group_of(number)) for number in (0, 1)])
+    assert [one.group for one in found.ranks] == [tuple(group_of(number)) for number in range(8)]
+
+
+def test_the_group_of_a_rank_is_that_of_its_newest_process() -> None:
+    older, newer = wrapped(0, group=[0, 1, 2]), wrapped(0, group=[0, 1])._replace(process=3)
+    assert [one.group for one in of(EVEN, newer, older).ranks] == [(0, 1), (0, 1)]
+
+
+@pytest.mark.parametrize("group", [None, 7, [], [1, 2], [0, "x"], [0, True], [0, None]])
+def test_a_group_that_makes_no_sense_is_unknown(group: Any) -> None:
+    assert wrapped(0, group=group).group is None
+    assert of(EVEN, wrapped(0, group=group)).ranks[0].group is None
+
+
+def test_wrappers_with_different_groups_are_the_reason_for_missing_waits() -> None:
+    apart = [one._replace(joined=0, wait_ns=None, exposed_ns=None) for one in EVEN]
+    wrappers = [wrapped(1, group=[0, 1]), wrapped(1, wrapper=1, group=[1, 3])]
+    found = of(apart, *wrappers)
+    assert found.missing == "its DistributedDataParallel wrappers have different process groups"
+    assert found.ranks[1].group is None
+    assert of(EVEN, *wrappers).missing is None
 
 
 # ------------------------------------------------------------------------------------------------ times
@@ -171,14 +309,14 @@ def test_exposed_communication_is_found_with_what_the_wrapper_does_not_do_yet() 
 
 def test_a_last_bucket_that_is_most_of_all_is_found_where_it_costs() -> None:
     ranks = [rank(0, 0.1, exposed_ms=3.0), rank(1, 0.1, exposed_ms=3.0)]
-    (found,) = found_in(ranks, wrapped(bucket_bytes=[1 << 20, 3 << 20]))
+    (found,) = found_in(ranks, wrapped(bucket_bytes=[8 << 20, 24 << 20]))
     assert found.kind == "bucket"
     assert found.text == "The last bucket has 75 % of the gradients, and no computation is left to hide it."
-    assert found.ground == "2 buckets: 1.0 MiB, 3.0 MiB; exposed mean 3.00 ms, 15 % of the step"
-    (found,) = found_in(ranks, wrapped(bucket_bytes=[3 << 20]))
+    assert found.ground == "2 buckets: 8.0 MiB, 24.0 MiB; exposed mean 3.00 ms, 15 % of the step"
+    (found,) = found_in(ranks, wrapped(bucket_bytes=[24 << 20]))
     assert found.text == "All gradients are in one bucket, and no computation is left to hide it."
-    assert found_in(ranks, wrapped(bucket_bytes=[3 << 20, 1 << 20])) == []
-    assert found_in(EVEN, wrapped(bucket_bytes=[1 << 20, 3 << 20])) == [], "little is exposed"
+    assert found_in(ranks, wrapped(bucket_bytes=[24 << 20, 8 << 20])) == []
+    assert found_in(EVEN, wrapped(bucket_bytes=[8 << 20, 24 << 20])) == [], "little is exposed"
     assert found_in(ranks, wrapped(bucket_bytes=[])) == []
     assert found_in(ranks, wrapped(bucket_bytes=[2048])) == [], "a smaller one takes as long"
 
@@ -194,21 +332,43 @@ def test_several_averages_for_one_step_of_the_optimizer_are_found() -> None:
     assert found_in([rank(number, 0.1, synced=50, unsynced=150, optimized=50) for number in range(2)]) == []
 
 
+def searched(*unused: int | None, rank: int = 0, iterations: tuple[int, ...] = (100, 200, 300)) -> list[Wrapper]:
+    """A wrapper that looks for unused parameters; `unused`: bytes in each of these iterations."""
+    records = [
+        ddp_event(rank, 2, find_unused_parameters=True, unused_bytes=size, iteration=iteration)
+        for size, iteration in zip(unused, iterations, strict=True)
+    ]
+    return list(newest_wrappers(load_event(record[1:].decode())[1] for record in records))
+
+
 def test_a_search_for_unused_parameters_is_found_where_there_are_none() -> None:
-    (found,) = found_in(EVEN, wrapped(find_unused_parameters=True))
+    (found,) = found_in(EVEN, *searched(0, 0, 0))
     assert found.kind == "unused"
-    assert "iteration 300" in found.ground
-    assert found_in(EVEN, wrapped(find_unused_parameters=True, unused_bytes=4)) == []
-    assert found_in(EVEN, wrapped(find_unused_parameters=True, unused_bytes=None)) == []
+    assert found.ground == "0 bytes unused in 3 iterations that torch looked at, the last of them 300; 200 steps"
+
+
+@pytest.mark.parametrize("unused", [(0, 0, 4), (1000, 4000, 0), (None, 0, 0), (None, None, None)])
+def test_a_search_for_unused_parameters_that_may_find_some_is_not_found(unused: tuple[int | None, ...]) -> None:
+    assert found_in(EVEN, *searched(*unused)) == []
+
+
+def test_one_iteration_that_several_records_repeat_counts_once() -> None:
+    assert found_in(EVEN, *searched(0, 0, 0, iterations=(100, 300, 300))) == []
+    assert found_in(EVEN, *searched(0, iterations=(300,))) == []
+
+
+def test_a_parameter_that_another_rank_does_not_use_is_unused() -> None:
+    assert found_in(EVEN, *searched(0, 0, 0), *searched(0, 4, 0, rank=1)) == []
+    assert found_in(EVEN, *searched(0, 0, 0), *searched(0, 0, 0, rank=1))
 
 
 @pytest.mark.parametrize(
     ("ranks", "own"),
     [
         ([rank(0, 5.0), rank(1, 0.0, slowest=180)], {}),
-        ([rank(0, 0.1, exposed_ms=5.0), rank(1, 0.1, exposed_ms=5.0)], {"bucket_bytes": [1 << 20]}),
+        ([rank(0, 0.1, exposed_ms=5.0), rank(1, 0.1, exposed_ms=5.0)], {"bucket_bytes": (1 << 20,)}),
         ([rank(number, 0.1, synced=200, optimized=50) for number in range(2)], {}),
-        (EVEN, {"find_unused_parameters": True}),
+        (EVEN, {"find_unused_parameters": True, "most_unused_bytes": 0, "looked": 3}),
     ],
 )
 def test_nothing_is_found_from_too_few_steps(ranks: list[RankTimes], own: dict[str, Any]) -> None:
@@ -219,5 +379,26 @@ def test_nothing_is_found_from_too_few_steps(ranks: list[RankTimes], own: dict[s
         )
         for one in ranks
     ]
-    assert found_in(ranks, wrapped(**own))
-    assert found_in(short, wrapped(**own)) == []
+    one = wrapped()._replace(**own)
+    assert found_in(ranks, one)
+    assert found_in(short, one) == []
+
+
+def with_phases(number: int, wait_ms: float, **phases: float) -> RankTimes:
+    found = rank(number, wait_ms)
+    return found._replace(phases={**found.phases, **{name: ms * MS for name, ms in phases.items()}})
+
+
+def test_a_rank_that_others_wait_for_in_the_forward_is_named() -> None:
+    """The first rank is late and sends its buffers in the forward: the other one waits there, not in the backward."""
+    ranks = [with_phases(0, 0.0, data=20.0, forward=3.0), with_phases(1, 0.0, data=0.3, forward=23.0)]
+    slow = of(ranks, wrapped(broadcast_buffers=True)).straggler()
+    assert slow is not None
+    assert (slow.rank, slow.phase, slow.slowest) == (0, "data", None)
+    assert "slowest in" not in sentence(slow, lately=True)
+
+
+def test_a_slow_forward_names_nobody_where_ranks_wait_in_it() -> None:
+    ranks = [with_phases(0, 0.0, forward=23.0), with_phases(1, 20.0, forward=3.0)]
+    assert of(ranks, wrapped(sync_batch_norm=True)).straggler() is None
+    assert of(ranks, wrapped()).straggler() is not None

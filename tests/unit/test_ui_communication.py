@@ -16,6 +16,7 @@ from dpmon.ui.look import ASCII, COLOUR, MONO, UNICODE, Look
 from dpmon.ui.paint import places, rank_room, whole
 from dpmon.ui.panel_output import Output
 from dpmon.ui.panel_status import status
+from dpmon.ui.rank_map import rank_map
 from dpmon.ui.rows import plain, width_of
 from dpmon.ui.scene import Facts, Scene, View
 from dpmon.ui.waterfall import bucket_row
@@ -31,7 +32,7 @@ def _scene(count: int, **how: Any) -> Scene:
     return Scene(run.state(), now, FACTS, alive=True)
 
 
-def scene_of(count: int, slow: int | None = None, **how: Any) -> Scene:
+def scene_of(count: int, slow: int | tuple[int, ...] | None = None, **how: Any) -> Scene:
     wrapper = how.pop("wrapper", None)
     if wrapper is None:
         return _scene(count, slow=slow, steps=120, **how)
@@ -92,6 +93,22 @@ def test_where_little_has_room_the_slow_rank_and_the_cause_stay() -> None:
         assert set(rank_lines(text)) == set(range(8)), "the others are below: they can be scrolled to"
 
 
+def test_all_of_several_slow_ranks_are_marked_and_stay_where_little_has_room() -> None:
+    scene = scene_of(8, slow=(5, 7), noise=0.0)
+    text = texts(panel_ranks.table(scene, 76, 20, LOOK))
+    assert [line.split()[1] for line in text[1:9] if line[0] == "▸"] == ["5", "7"]
+    assert any(line.startswith("ranks 5 and 7 hold the others up by 6.00 ms a step") for line in text)
+    assert "others wait for ranks 5 and 7: 6.00 ms" in plain(status(scene, 120, 2, LOOK)[1])
+    for height in (6, 9):
+        text = texts(panel_ranks.table(scene, 76, height, LOOK))
+        assert {5, 7} <= rank_lines(text[:height]).keys(), height
+        assert set(rank_lines(text)) == set(range(8))
+    assert rank_lines(texts(panel_ranks.table(scene, 76, 4, LOOK))[:4]).keys() == {5}, "the slowest one"
+    many = texts(panel_ranks.table(scene_of(20, slow=(5, 7), noise=0.0), 56, 40, LOOK))
+    assert many[0].startswith("   0 33333▸3▸ 33333333")
+    assert list(rank_lines(many))[:2] == [5, 7]
+
+
 def test_sizes_stand_in_the_table_where_there_is_room_and_in_full_screen() -> None:
     scene = scene_of(2, slow=1)
     assert "[30, 5]" not in texts(panel_ranks.table(scene, 56, 12, LOOK))[1]
@@ -119,6 +136,22 @@ def test_a_rank_that_is_missing_is_blank_in_the_map() -> None:
     ranks = tuple(one for one in scene.state.ranks if one.rank != 7)
     text = texts(panel_ranks.table(replace(scene, state=replace(scene.state, ranks=ranks)), 56, 40, LOOK))
     assert text[0].startswith("   0 33333▸3  33333333")
+
+
+def test_a_rank_that_makes_no_sense_has_one_row_in_the_map() -> None:
+    (one, *_) = scene_of(20, slow=5).state.ranks
+    text = texts(rank_map([one, one._replace(rank=10**9 + 1), one._replace(rank=70)], None, 56, LOOK))
+    assert [line.split()[0] for line in text] == ["0", "64", "100…"]
+    assert text[0] == "   0 3"
+    assert text[2] == "100…  3", "32 divides 10**9"
+
+
+def test_the_map_has_at_most_64_rows() -> None:
+    (one, *_) = scene_of(20, slow=5).state.ranks
+    ranks = [one._replace(rank=32 * number) for number in range(64)]
+    assert len(rank_map(ranks, None, 56, LOOK)) == 64
+    text = texts(rank_map([*ranks, one._replace(rank=10**9)], None, 56, LOOK))
+    assert (len(text), text[-2], text[-1]) == (64, "1984 3", "and 2 ranks more")
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60), (40, 10), (100, 44), (130, 28)])

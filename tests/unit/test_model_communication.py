@@ -399,6 +399,7 @@ def test_a_rank_that_others_wait_for_in_the_forward_is_named() -> None:
 
 
 def test_a_slow_forward_names_nobody_where_ranks_wait_in_it() -> None:
-    ranks = [with_phases(0, 0.0, forward=23.0), with_phases(1, 20.0, forward=3.0)]
+    slow = with_phases(0, 0.0, forward=23.0)._replace(slowest=200)
+    ranks = [slow, with_phases(1, 20.0, forward=3.0)]
     assert of(ranks, wrapped(sync_batch_norm=True)).straggler() is None
     assert of(ranks, wrapped()).straggler() is not None

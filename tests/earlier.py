@@ -32,7 +32,7 @@ def as_earlier(path: Path, version: int = 6, *, rows_from: int = 0) -> None:
     """Make the history at `path` into one of `version`, without the rows below an id."""
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute("BEGIN")
-        for table in ("tallies", "times", "gaps", "shapes", "series", "keys", "collectives"):
+        for table in ("tallies", "times", "gaps", "shapes", "series", "keys", "collectives", "collective_sums"):
             db.execute(f"DROP TABLE {table}")
         for table, columns in (("steps", STEPS), ("calls", CALLS), ("rings", RINGS)):
             absent = {name for since, lacking in LATER.items() if version < since for name in lacking.get(table, ())}

@@ -189,9 +189,10 @@ class Script:
         took, flags = (why, Flag.SKIPPED) if why else (round(ms * MS), 0)
         return self.write(Kind.COLLECTIVE, start, took, flags, group, inside=inside, inputs=size)
 
-    def sampled(self, start: int, collectives: int) -> Span:
+    def sampled(self, start: int, collectives: int, discarded: bool = False) -> Span:
         """A time is over in which all collectives were recorded."""
-        return self.write(Kind.COLLECTIVE, start, self.now - start, inside=0, inputs=collectives)
+        flags = Flag.FAILED if discarded else 0
+        return self.write(Kind.COLLECTIVE, start, self.now - start, flags, inside=0, inputs=collectives)
 
     def learn(self, model: int, optimizer: int = 1, rows: int = 8) -> None:
         """What most loops do with a batch."""

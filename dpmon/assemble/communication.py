@@ -1,5 +1,8 @@
 """Collectives of the sampled steps: when each could begin, and the step that was under way at its start.
 
+The span of a sample comes when the sample is over, and says whether it is discarded because it holds an evaluation. Its
+collectives are held until then.
+
 A collective ends when it pleases, maybe after its step. So its span waits here until a step has ended after its start.
 Collectives of one process group run one after the other. So one could begin when it was launched, and those launched
 before it had ended.
@@ -31,6 +34,10 @@ class Communication:
         self._known = known
         self._steps: deque[tuple[int, int, int]] = deque(maxlen=MOST_STEPS)
         """Start, end and number of the last steps."""
+        self._held: list[Collected] = []
+        """Those in a sample that is not over."""
+        self._sampled = (0, 0)
+        """When the last sample ended; not 0 if it was discarded."""
         self._waiting: list[Collected] = []
         """Those that no step has ended after."""
         self._before: dict[str, list[tuple[int, int]]] = {}
@@ -42,16 +49,36 @@ class Communication:
         quantity = span.inputs | span.outputs << 32
         unended = span.took if span.flags & Flag.SKIPPED else 0
         took = -1 if unended else span.took
-        queued = -1
+        queued, launched = -1, False
         if span.site:
             value = self._known.collective(span.site)
             if value is None:
                 return False
-            if took >= 0 and value["operation"] is not None:
+            launched = value["operation"] is not None
+            if took >= 0 and launched:
                 queued = self._queued(str(value["group"]), span)
         one = Collected(span.number, span.site, span.inside, unended & 0xFF, 0, span.start, took, queued, quantity)
-        self._place(one)
+        if launched:
+            self._hold(one)
+            return True
+        if not span.site:
+            self._sampled = span.end, span.flags & Flag.FAILED
+            held, self._held = self._held, []
+            for before in held:
+                self._hold(before)
+        if not span.flags & Flag.FAILED:
+            self._place(one)
         return True
+
+    def _hold(self, one: Collected) -> None:
+        """Hold a collective until its sample is over; one that ends later than its sample goes the same way."""
+        end, discarded = self._sampled
+        if one.start >= end:
+            self._held.append(one)
+            if len(self._held) > MOST_WAITING:
+                self._place(self._held.pop(0))
+        elif not discarded:
+            self._place(one)
 
     def _queued(self, group: str, span: Span) -> int:
         """How long a collective waited for those launched before it on its group, which are known by their ends (ns).
@@ -93,8 +120,11 @@ class Communication:
                 self._place(one)
 
     def end(self) -> None:
-        """No more steps end."""
+        """No more samples and steps end."""
+        for one in self._held:  # the process was killed in a sample
+            self._place(one)
         self._ready += self._waiting
+        self._held.clear()
         self._waiting.clear()
 
     def payloads(self) -> list[bytes]:
@@ -108,11 +138,19 @@ class Communication:
 
     def state(self) -> dict[str, Any]:
         """State for a successor."""
-        return {"steps": list(self._steps), "waiting": self._waiting, "before": self._before}
+        return {
+            "steps": list(self._steps),
+            "held": self._held,
+            "sampled": self._sampled,
+            "waiting": self._waiting,
+            "before": self._before,
+        }
 
     def go_on(self, state: Mapping[str, Sequence[Any]]) -> None:
         """Go on from a predecessor's state; raises LookupError, TypeError, ValueError or AttributeError."""
         self._steps.extend(tuple(map(int, step)) for step in state["steps"])  # type: ignore[misc]
-        self._waiting = [Collected(*map(int, one)) for one in state["waiting"]]
+        end, discarded = state["sampled"]
+        self._sampled = int(end), int(discarded)
+        self._held, self._waiting = ([Collected(*map(int, one)) for one in state[name]] for name in ("held", "waiting"))
         before: Mapping[str, Any] = state["before"]  # type: ignore[assignment]
         self._before = {str(group): [(int(a), int(b)) for a, b in ones] for group, ones in before.items()}

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
+from dpmon.record.wire import Collected
 from dpmon.store.accounting import Spent
 from dpmon.store.rounds import Joined
 from dpmon.store.tables import RingRow
@@ -15,6 +16,8 @@ from dpmon.store.tally import Key, StepFacts
 GAP_NS = 20_000_000
 """Shorter times between two steps get no row."""
 _SECOND = 1_000_000_000
+_MOST = (1 << 63) - 1
+"""A column holds no larger number."""
 ShapeKey = tuple[int, str, int, int, int, str, int]
 """Process, mode, kind, layout, whether virtual, sizes and why a device time is missing."""
 
@@ -45,6 +48,8 @@ class Batch:
     """Rows of STEP_COLUMNS."""
     collectives: list[tuple[int, ...]] = field(default_factory=list)
     """Rows of COLLECTIVE_COLUMNS."""
+    communicated: dict[tuple[int, int, int], list[int]] = field(default_factory=dict)
+    """Rows of COLLECTIVE_SUMS, without their keys: by second, process and definition."""
     events: list[tuple[Any, ...]] = field(default_factory=list)
     rings: list[RingRow] = field(default_factory=list)
     tallied: dict[tuple[int, Key], Ended] = field(default_factory=dict)
@@ -68,8 +73,23 @@ class Batch:
             *(self.definitions, self.calls, self.steps, self.collectives, self.events, self.rings, self.gaps),
             self.joined,
         )
-        sums: Iterable[Sized] = (self.tallied, self.spent, self.waited, self.shapes, self.devices)
+        sums: Iterable[Sized] = (
+            *(self.communicated, self.tallied, self.spent, self.waited, self.shapes, self.devices),
+        )
         return sum(len(part) for part in (*rows, *sums))
+
+    def collective(self, number: int, process: int, one: Collected) -> None:
+        """Add a collective or a sample, and add it to the sums of its second."""
+        self.collectives.append((number, process, *one))
+        ended, timed = one.took >= 0, one.took >= 0 and one.definition > 0
+        ran = max(one.took - max(one.queued, 0), 0) if timed else 0
+        values = 1, one.quantity, int(ended), one.quantity if timed else 0, ran
+        key = max(one.start // _SECOND, 0), process, one.definition
+        found = self.communicated.get(key)
+        if found is None:
+            self.communicated[key] = list(values)
+        else:
+            found[:] = [min(total + value, _MOST) for total, value in zip(found, values, strict=True)]
 
     def step(self, key: Key, start_ns: int, facts: StepFacts) -> None:
         """Add a step to its tally."""

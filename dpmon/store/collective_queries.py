@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection
 from contextlib import suppress
+from math import isfinite
 
 from dpmon.record.kinds import Collective, RecordError, Sampled
 from dpmon.store.answers import Communicated, Operation
 from dpmon.store.queries import COLLECTED, Store
+from dpmon.store.tables import BEFORE_S, COLLECTIVE_SUMS
 
+_SECOND = 1_000_000_000
 _LAST_NS = (1 << 63) - 1
 
 
@@ -29,26 +32,29 @@ def collectives(
 def communicated(
     store: Store, begin_ns: int = 0, end_ns: int = _LAST_NS, processes: Collection[int] | None = None
 ) -> Communicated:
-    """The collectives of the samples between two times by operation, of all processes or of these."""
-    only, values = "", [begin_ns, end_ns]
+    """The collectives of the samples between two times by operation, of all processes or of these.
+
+    Both times are rounded to whole seconds, so that the second of each is included.
+    """
+    only, values = "", [begin_ns // _SECOND if begin_ns > 0 else BEFORE_S, -(-end_ns // _SECOND)]
     if processes is not None:
         only = f" AND process IN ({', '.join('?' * len(processes))})"
         values += processes
-    known = "wall_ns >= 0 AND definition > 0"
     query = (
-        "SELECT process, definition, count(*), total(quantity), total(wall_ns >= 0),"
-        f" total(CASE WHEN {known} THEN quantity END),"
-        f" total(CASE WHEN {known} THEN max(wall_ns - max(queued_ns, 0), 0) END)"
-        f" FROM collectives WHERE start_ns >= ? AND start_ns < ?{only} GROUP BY process, definition"
+        f"SELECT process, definition, {', '.join(f'total({name})' for name in COLLECTIVE_SUMS)} FROM collective_sums"
+        f" WHERE start_s >= ? AND start_s < ?{only} GROUP BY process, definition"
     )
     samples = launched = 0
-    sums: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0] * 5)
+    sums: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0] * len(COLLECTIVE_SUMS))
     why = None
-    for process, definition, count, *totals in store.query(query, values):
-        if any(type(number) is not int for number in (process, definition, count)):
+    for process, definition, *totals in store.query(query, values):
+        if not (type(process) is type(definition) is int and all(total is not None for total in totals)):
             continue
+        if not all(map(isfinite, totals)):
+            continue
+        count, quantity, *_ = numbers = [*map(int, totals)]
         if not definition:
-            samples, launched = samples + count, launched + int(totals[0])
+            samples, launched = samples + count, launched + quantity
             continue
         with suppress(LookupError):
             facts = store.decoder(process).facts(definition)
@@ -56,7 +62,7 @@ def communicated(
                 why = facts["why"]
                 continue
             whole = sums[facts["operation"], facts["size"]]
-            for at, number in enumerate((count, *map(int, totals))):
+            for at, number in enumerate(numbers):
                 whole[at] += number
     operations = [Operation(*key, *whole) for key, whole in sums.items()]
     return Communicated(tuple(sorted(operations, key=lambda one: -one.bytes)), samples, launched, why)

@@ -278,7 +278,7 @@ class Intake:
         one = unpack_collective(payload)
         one = one._replace(start=one.start - self._start_ns)
         _check(one.start, max(one.took, 0), one.number, one.step, one.queued, one.quantity)
-        batch.collectives.append((number, self.row.process, *one))
+        batch.collective(number, self.row.process, one)
 
     # ------------------------------------------------------------------------------------------ events
 

@@ -15,6 +15,9 @@
     events       id, process (NULL: the supervisor), kind, t_ns, json
     collectives  id, process, number (of its span), definition (0: a sample, in which every collective was recorded),
                  phase, unended, step (0: none), start_ns, wall_ns, queued_ns, quantity: dpmon.record.wire.Collected
+    collective_sums  start_s (of a second; -1: see below), process, definition, count of the collectives that began in
+                 it (or of the samples), bytes (or collectives of the samples), ended (how many have a known end), and
+                 of these the bytes and the ns in which they could run
     series       number, name: what the sketches of the tallies are of (dpmon.record.schema, and the replicas and
                  stages of calls: dpmon.store.parts)
     keys         process, mode, kind (dpmon.record.schema.KINDS), batch (samples a step): of all tallies, of those that
@@ -34,7 +37,7 @@ is recorded late is added to every tally of its time.
 
 When the database reaches its size limit, the oldest rows are deleted: calls, steps, collectives and events first,
 except a run's processes, modes, warnings, loaders and exit. Tallies stay longer: those of each width may take their
-part of the limit. The oldest device_rollups are deleted in the same way and added to rows that start at -1.
+part of the limit. The oldest device_rollups and collective_sums are added to rows that start at -1, and deleted.
 
 Times are ns since the run's start. Ids come from one counter, so they give the order across the tables. A ring's
 position is written in the transaction that writes its records, so a reader that continues from there misses and
@@ -63,6 +66,7 @@ __all__ = [
     "BEFORE_S",
     "CALL_COLUMNS",
     "COLLECTIVE_COLUMNS",
+    "COLLECTIVE_SUMS",
     "HISTORY_FILE",
     "LARGEST",
     "LASTING",
@@ -84,7 +88,7 @@ __all__ = [
 ]
 
 BEFORE_S = -1
-"""The start of device_rollups that are of all the time before the first minute that is left."""
+"""The start of device_rollups and collective_sums that are of all the time before the first that are left."""
 HISTORY_FILE = "history.sqlite"
 SCHEMA_VERSION = 7
 LASTING_KINDS = ("process", "mode", "exit", "warning", "pause", "input", "loader", "ddp")
@@ -118,6 +122,8 @@ COLLECTIVE_COLUMNS: Mapping[str, str] = {
     **dict.fromkeys(("start_ns", "wall_ns", "queued_ns", "quantity"), "INTEGER"),
 }
 """The columns of collectives and their types."""
+COLLECTIVE_SUMS = ("count", "bytes", "ended", "timed_bytes", "ran_ns")
+"""What is added up of collectives."""
 ACTIVITY_COLUMNS = tuple(f"{name}_ns" for name in ACTIVITIES)
 
 
@@ -136,6 +142,9 @@ CREATE TABLE IF NOT EXISTS definitions (
 CREATE TABLE IF NOT EXISTS calls ({call_columns});
 CREATE TABLE IF NOT EXISTS steps ({step_columns});
 CREATE TABLE IF NOT EXISTS collectives ({collective_columns});
+CREATE TABLE IF NOT EXISTS collective_sums (
+    start_s INTEGER, process INTEGER, definition INTEGER, {collective_sums},
+    PRIMARY KEY (start_s, process, definition)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS events (
     id INTEGER PRIMARY KEY, process INTEGER, kind TEXT, t_ns INTEGER, json TEXT);
 CREATE TABLE IF NOT EXISTS series (number INTEGER PRIMARY KEY, name TEXT);
@@ -164,6 +173,7 @@ CREATE INDEX IF NOT EXISTS memory ON events (process, t_ns) WHERE kind = 'memory
     step_columns=", ".join(f"{name} {kind}" for name, kind in STEP_COLUMNS.items()),
     call_columns=", ".join(f"{name} {kind}" for name, kind in CALL_COLUMNS.items()),
     collective_columns=", ".join(f"{name} {kind}" for name, kind in COLLECTIVE_COLUMNS.items()),
+    collective_sums=_whole_numbers(COLLECTIVE_SUMS),
     tally_columns=_whole_numbers(COLUMNS[:-1]) + ", sketches BLOB",
     activities=_whole_numbers(ACTIVITY_COLUMNS),
 )

@@ -14,6 +14,7 @@ from dpmon.record.plainjson import load_json
 from dpmon.record.schema import EXPOSED, WAIT
 from dpmon.run.files import check_database
 from dpmon.store.batch import GAP_NS, Batch
+from dpmon.store.collective_sums import CollectiveSums
 from dpmon.store.tables import (
     BEFORE_S,
     CALL_COLUMNS,
@@ -116,6 +117,7 @@ class History:
         rows = {"schema": SCHEMA_VERSION, "limit_bytes": self._limit, "pruned": 0, **meta}
         self._db.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", rows.items())
         self._tallies = TallyWriter(self._db)
+        self._collectives = CollectiveSums(self._db)
         self.next_id: int = 1 + max(last_ids(self._db))
 
     def rings(self) -> dict[str, RingRow]:
@@ -174,6 +176,7 @@ class History:
                 _ADD_DEVICE.format("VALUES (?,?,?,?,?,?,?)"), [(*key, *values) for key, values in batch.devices.items()]
             )
             many(_JOIN_STEP, [(one.exposed_ns, one.wait_ns, one.step.id) for one in batch.joined])
+            self._collectives.add(batch)
             self._tallies.add(batch)
             many(_INTO_GAPS, batch.gaps)
             for process, begin, end in batch.waited:

@@ -18,6 +18,10 @@ reduce_scatter of gloo: its Work never says that it is complete.
 All ranks wait for the slowest one in a collective. If each rank sampled other steps, all would pay for each. So a step
 is sampled when the number of optimizer steps, which ranks have in common, is a multiple of a power of two. A loop
 without an optimizer is sampled by the clock.
+
+A sample is to hold one training step. If a look finds collectives but no backward pass since the last look, they are an
+evaluation's: the sample is discarded, and another one is taken after the next optimizer step. A loop that often does so
+within a training step is sampled as it is.
 """
 
 from __future__ import annotations
@@ -57,10 +61,12 @@ SHARE = 0.002
 for each other, so that a step gets longer by up to the costs of two (tests/benchmarks/bench_collectives.py)."""
 DISPATCH_NS = 15_000
 """Cost of a kernel outside of its own code: the dispatcher converts the arguments and waits for the GIL."""
-TIMED_NS = 2_000_000_000
-"""Least time between two samples of a loop without an optimizer."""
+APART_NS, TIMED_NS = 10_000_000_000, 2_000_000_000
+"""Least time between two samples, unless a reader requests one; before the first one of a loop without an optimizer."""
 MAX_LOOKS = 64
 """A sample ends after this many steps, even if no optimizer has stepped."""
+MOST_DISCARDED = 4
+"""After this many discarded samples in a row none is: a step has collectives and no backward pass between two looks."""
 MAX_WAIT_NS = 10_000_000_000
 MAX_RANKS = 1024
 """Limit of ranks that are listed."""
@@ -124,12 +130,24 @@ class Collectives:
         """Whether a sample is under way."""
         self._began = self._stepped = self._looks = 0
         """When the sample began, how many optimizer steps there were then, and how many steps ended since."""
+        self._backwards = 0
+        """Backward passes up to the last look."""
+        self._spoiled = False
+        """Whether the sample holds collectives of steps without a backward pass."""
+        self._discarded = 0
+        """Samples that were discarded in a row."""
+        self._again = False
+        """Whether the sample is discarded, or the last one was: then another one is taken as soon as possible."""
         self._count = self._own_ns = self._polled_ns = 0
         """Of the sample: number of collectives, time spent in their kernels and in queries."""
+        self._spent = 0
+        """Cost of the samples that were discarded since the distance was last set (ns)."""
         self._last = self._last_stepped = 0
         """When the distance to the next sample was last set, and how many optimizer steps there were then."""
-        self._timed_at = 0
-        """When a loop without an optimizer is sampled next."""
+        self._every = 0
+        """Optimizer steps from one sample to the next."""
+        self._earliest = 0
+        """When the next sample may be taken."""
         self._asked = 0
         """The last request acted upon."""
         self._within = 0
@@ -155,10 +173,8 @@ class Collectives:
                 return self._go_on(now)
             if not self._ready and not self._usable(now):
                 return NEVER if self._given_up else now + (SOON_NS if self._session.ring is None else WAIT_NS)
-            recorder = self._recorder
-            asked = recorder.words[Word.SAMPLE]
-            by_clock = not recorder.stepped and now >= self._timed_at
-            if asked != self._asked or recorder.stepped >= recorder.sample_at or by_clock:
+            asked = self._recorder.words[Word.SAMPLE]
+            if asked != self._asked or self._is_time(now):
                 if not self._begin():
                     self._put_off += 1
                     if self._put_off == MAX_PUT_OFF:
@@ -166,7 +182,7 @@ class Collectives:
                     return now + RETRY_NS
                 self._asked = asked
                 return 0
-            return now + LOOK_NS
+            return 0 if self._again and not self._recorder.stepped else now + LOOK_NS
         except Exception as error:  # noqa: BLE001 - the training goes on without
             self._failed(error)
             return NEVER
@@ -192,8 +208,8 @@ class Collectives:
         recorder = self._recorder
         self._ready = True
         self._last, self._last_stepped = now, recorder.stepped
-        self._timed_at = now + TIMED_NS
-        self._next(FIRST)
+        self._every = FIRST
+        self._next()
         return True
 
     def _say_why(self, now: int, why: str) -> None:
@@ -201,14 +217,28 @@ class Collectives:
         site = self._session.define(("collectives", why), lambda: {"operation": None, "why": why})
         self._recorder.write(Kind.COLLECTIVE | self._recorder.thread().head | site << SITE_AT, now, 0)
 
-    def _next(self, distance: int) -> None:
-        """Take the next sample when the number of optimizer steps is a multiple of `distance`."""
-        self._recorder.sample_at = (self._recorder.stepped // distance + 1) * distance
+    def _next(self) -> None:
+        """Take the next sample when the number of optimizer steps is a multiple of the distance."""
+        self._recorder.sample_at = (self._recorder.stepped // self._every + 1) * self._every
+
+    def _is_time(self, now: int) -> bool:
+        """Whether to take a sample; if it is too early for one, it is taken at another multiple of the distance."""
+        recorder = self._recorder
+        if not recorder.stepped:
+            again = recorder.backwards != self._backwards or not self._again
+            return again and now >= max(self._earliest, self._last + TIMED_NS)
+        if recorder.stepped < recorder.sample_at:
+            return False
+        if now < self._earliest:
+            self._next()
+            return False
+        return True
 
     def _begin(self) -> bool:
         """Begin a sample; False if that is not possible now."""
         began = monotonic_ns()
-        self._stepped = self._recorder.stepped
+        self._stepped, self._backwards = self._recorder.stepped, self._recorder.backwards
+        self._spoiled = self._again = False
         self._recorder.sample_at = self._stepped + 1  # then look whether it is over, even after an interrupt
         self._looks = self._count = self._own_ns = self._polled_ns = 0
         try:
@@ -224,26 +254,56 @@ class Collectives:
         return True
 
     def _go_on(self, now: int) -> int:
-        """End the sample if its step is over."""
+        """End the sample if its step is over, or if it holds collectives of an evaluation."""
         recorder = self._recorder
         self._looks += 1
-        if recorder.stepped == self._stepped and recorder.stepped and self._looks < MAX_LOOKS:
-            return 0
+        if not self._is_over():
+            trains = not recorder.learns or recorder.backwards != self._backwards
+            self._backwards = recorder.backwards
+            if not trains and not self._count:
+                self._began, self._looks = now, 0  # it holds nothing yet
+                return 0
+            self._spoiled = self._spoiled or not trains
+            if not self._discards() and self._looks < MAX_LOOKS:
+                return 0
         recorder.sample_at = recorder.stepped + 1
+        self._again = self._discards()
         if not self._end(now):
+            self._spoiled = True  # it will hold more than a step
             return now + RETRY_NS
-        spent = self._own_ns + self._polled_ns + self._count * DISPATCH_NS
+        self._spent += self._own_ns + self._polled_ns + self._count * DISPATCH_NS
+        if self._again:
+            self._discarded += 1
+            self._earliest = now
+            return now + LOOK_NS if recorder.stepped else 0
+        if not self._spoiled:
+            self._discarded = 0
         since, steps = now - self._last, recorder.stepped - self._last_stepped
         self._last, self._last_stepped = now, recorder.stepped
-        self._timed_at = now + max(TIMED_NS, int(spent / SHARE))
-        self._next(_distance(spent, since, steps))
+        self._earliest = now + max(APART_NS, 0 if recorder.stepped else int(self._spent / SHARE))
+        self._every = _distance(self._spent, since, steps)
+        self._spent = 0
+        self._next()
         return now + LOOK_NS
+
+    def _discards(self) -> bool:
+        """Whether the sample is discarded as far as it has come."""
+        return self._spoiled and self._discarded < MOST_DISCARDED
+
+    def _is_over(self) -> bool:
+        """Whether the sampled step is over: an optimizer has stepped, or, if none ever does, a backward pass ended."""
+        recorder = self._recorder
+        if recorder.stepped:
+            return recorder.stepped != self._stepped
+        return not recorder.learns or recorder.backwards != self._backwards
 
     def _end(self, now: int) -> bool:
         """End the sample; False if that is not possible now."""
         if not self._switch(self._remove):
             return False
         head = Kind.COLLECTIVE | self._recorder.thread().head
+        if self._again:
+            head |= Flag.FAILED << FLAGS_AT
         self._recorder.write(head, self._began, now - self._began, self._count)
         self._on = False
         self._rouse()
@@ -441,6 +501,7 @@ class Collectives:
     def at_exit(self) -> None:
         """End the sample under way, and the thread that queries: it must not run while the interpreter ends."""
         if self._on:
+            self._again = self._discards() or not self._is_over()  # part of a step
             self._end(monotonic_ns())
         self._given_up = True
         self._life = object()
@@ -466,7 +527,7 @@ def _distance(spent: int, since: int, steps: int) -> int:
 
     `spent`: cost of a sample (ns). `since`, `steps`: time and optimizer steps between two samples.
     """
-    needed = spent * max(steps, 1) / (max(since, 1) * SHARE)
+    needed = max(spent / SHARE, APART_NS) * max(steps, 1) / max(since, 1)
     return min(max(1 << max(int(needed) - 1, 0).bit_length(), LEAST), MOST)
 
 

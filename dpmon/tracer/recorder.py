@@ -109,6 +109,8 @@ class Recorder:
         self.patience = 0
         self.stepped = 0
         """Number of optimizer steps."""
+        self.backwards = 0
+        """Number of backward passes that ended."""
         self.sample_at = 0
         """Call `on_look` at the end of the step with this optimizer step."""
         self.paused = 0
@@ -320,8 +322,10 @@ class Recorder:
                 try:
                     if me.noted:
                         self._first_fetched(me, None)
-                    if not fetch and self.on_backward is not None and me is self.trains:
-                        self.on_backward()
+                    if not fetch:
+                        self.backwards += 1
+                        if self.on_backward is not None and me is self.trains:
+                            self.on_backward()
                 except Exception as error:  # noqa: BLE001 - the phase is over anyway
                     session.fault("phase", error)
                 return result

@@ -63,6 +63,7 @@ def rank(number: int, where: str, forced: bool, options: argparse.Namespace) -> 
         return chosen
 
     collectives._distance = distance
+    collectives.APART_NS = 0
     if forced:
         collectives.FIRST = EVERY
     distributed.init_process_group("gloo", init_method=f"file://{where}/store", rank=number, world_size=RANKS)

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -192,6 +193,39 @@ def test_a_process_without_a_group_registers_nothing(oddly: Callable[[str], Trac
     run = oddly("no group")
     assert run.said["registered"] is False
     assert of_kind(run, Sampled) == []
+
+
+@pytest.mark.parametrize("how", ["evaluates", "evaluates without an optimizer"])
+def test_a_sample_holds_no_evaluation(oddly: Callable[[str], Traced], how: str) -> None:
+    run = oddly(how)
+    samples = of_kind(run, Sampled)
+    assert len(samples) >= 6
+    assert {sample.collectives for sample in samples} == {1}
+    assert len(of_kind(run, Collective)) == len(samples)
+    assert {one.bytes for one in of_kind(run, Collective)} == {40}
+    assert run.complaints == []
+
+
+def test_a_sample_holds_all_batches_whose_gradients_are_accumulated(oddly: Callable[[str], Traced]) -> None:
+    run = oddly("accumulates")
+    samples = of_kind(run, Sampled)
+    assert len(samples) >= 6
+    assert [sample.collectives for sample in samples[:6]] == [3] * 6
+    assert run.complaints == []
+
+
+def test_a_step_with_collectives_between_two_fetches_is_sampled(oddly: Callable[[str], Traced]) -> None:
+    run = oddly("looks ahead")
+    samples = of_kind(run, Sampled)
+    assert len(samples) >= 6
+    assert {sample.collectives for sample in samples} == {1}
+    assert run.complaints == []
+
+
+def test_samples_are_some_time_apart(oddly: Callable[[str], Traced]) -> None:
+    starts = [sample.start_ns for sample in of_kind(oddly("apart"), Sampled)]
+    assert len(starts) >= 3
+    assert min(second - first for first, second in pairwise(starts)) > 300_000_000
 
 
 def test_a_reader_asks_for_a_sample(tmp_path: Path) -> None:

@@ -109,6 +109,27 @@ def test_a_sample_belongs_to_the_step_at_its_middle() -> None:
     assert (one.step, one.collectives) == (1, 0)
 
 
+def test_nothing_of_a_discarded_sample_is_recorded() -> None:
+    script = Script()
+    group = script.group()
+    (first,) = trained(script)
+    script.collective(group, first, 1.0, size=1)
+    script.sampled(first, 1)
+    (second,) = trained(script)
+    script.collective(group, second, 1.0, size=2)
+    ends_late = second + MS
+    script.sampled(second, 2, discarded=True)
+    (third,) = trained(script)
+    script.collective(group, first, 9.0, size=3)
+    script.collective(group, ends_late, 9.0, size=4)
+    script.collective(group, third, 1.0, size=5)
+    script.sampled(third, 1)
+    script.fetch(over=True)
+    result = assembled(script)
+    assert [(one.bytes, one.step) for one in result.collectives] == [(1, 1), (5, 3)]
+    assert [one.step for one in result.samples] == [1, 3]
+
+
 def test_why_none_can_be_recorded() -> None:
     script = Script()
     (start,) = trained(script)

@@ -6,6 +6,8 @@ import csv
 import io
 import json
 import sqlite3
+import time
+from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 from kept import keep
 from pretend import MS, Script, in_portions
 from spans import Lines
-from stored import store_of
+from stored import Recording, store_of
 from traceformat import read
 
 from dpmon.export.perfetto import write_trace
@@ -24,14 +26,20 @@ from dpmon.record.fields import COLUMNS, RECORDS
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Collective, Record, Sampled
 from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, THREAD_AT, Span
-from dpmon.record.wire import Unended
+from dpmon.record.wire import Collected, Unended
 from dpmon.run.rundir import load_info
 from dpmon.span_ring import SpanRing
+from dpmon.store import collective_sums
+from dpmon.store.answers import Communicated, Operation
+from dpmon.store.batch import Batch
 from dpmon.store.collective_queries import collectives, communicated
 from dpmon.store.drain import Drain
 from dpmon.store.opened import open_store
 from dpmon.store.queries import Store
 from dpmon.store.tables import HISTORY_FILE
+from dpmon.store.writer import History
+
+SECOND = 10**9
 
 
 def script(steps: int = 8) -> Script:
@@ -50,6 +58,21 @@ def script(steps: int = 8) -> Script:
             found.collective(gather, start + MS, 0, size=500, why=Unended.ON_DEVICE)
             late.append((number + 2, start + 2 * MS))
             found.sampled(start, 2)
+    found.fetch(over=True)
+    return found
+
+
+def sampled_seconds(seconds: int) -> Script:
+    """A step a second, each of them sampled."""
+    found = Script()
+    net, reduce = found.model(module=1), found.group()
+    for _ in range(seconds):
+        found.wait(1000)
+        begin = found.now
+        found.fetch()
+        found.learn(net)
+        found.collective(reduce, begin + MS, 0.5)
+        found.sampled(begin, 1)
     found.fetch(over=True)
     return found
 
@@ -75,11 +98,59 @@ def test_of_a_window_and_of_some_processes() -> None:
     store = recorded(script())
     steps = sorted(store.steps(100), key=lambda step: step.step)
     begin, end = steps[0].start_ns, steps[2].start_ns - MS // 10
-    assert communicated(store, begin - MS // 10, end).samples == 2
     assert communicated(store, processes=[1]).operations == ()
     assert communicated(store, processes=[0]) == communicated(store)
     assert len(collectives(store, 100, begin_ns=begin - MS // 10, end_ns=end)) == 6
     assert len(collectives(store, 5)) == 5
+
+
+def test_of_a_window_of_whole_seconds() -> None:
+    store = recorded(sampled_seconds(4))
+    first, second, third, _ = (one.start_ns for one in reversed(collectives(store, 100)) if isinstance(one, Sampled))
+    assert communicated(store, first, third // SECOND * SECOND).samples == 2
+    assert communicated(store, second, third).samples == 2
+    assert communicated(store).samples == 4
+
+
+def test_the_oldest_sums_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = communicated(recorded(sampled_seconds(60)))
+    monkeypatch.setattr(collective_sums, "MOST_SUMS", 40)
+    recording = Recording()
+    for payload in in_portions(sampled_seconds(60), []):
+        recording.add([payload])
+    store = recording.store()
+    rows = list(store.query("SELECT start_s, count FROM collective_sums", ()))
+    assert 30 < len(rows) <= 42
+    assert sum(count for start, count in rows if start < 0) > 60
+    assert communicated(store) == wanted
+    assert wanted.samples == 60
+
+
+def test_what_is_asked_each_second_costs_little() -> None:
+    """Samples of 64 ranks in five minutes, each of 200 collectives."""
+    db = sqlite3.connect(":memory:", isolation_level=None)
+    history = History(db, {"run": "a", "start_ns": 0}, 1 << 40)
+    facts = {"operation": "all_reduce", "group": "0", "size": 64, "ranks": None, "dtype": "float32"}
+    facts |= {"backend": "nccl", "device": "cuda"}
+    batch = Batch()
+    batch.definitions = [
+        (process, 1 + which, json.dumps(facts | {"group": str(which)})) for process in range(64) for which in range(6)
+    ]
+    number = 0
+    for second in range(0, 300, 10):
+        for process in range(64):
+            for which in range(200):
+                number += 1
+                one = Collected(number, 1 + which % 6, 0, 0, 0, second * SECOND, 1000, 0, 4096)
+                batch.collective(number, process, one)
+    history.write(batch)
+    store = Store(db, history.bounds, 0)
+    began = time.thread_time()
+    found = communicated(store, 0, 300 * SECOND, range(64))
+    took = time.thread_time() - began
+    assert sum(one.collectives for one in found.operations) == number == 384_000
+    assert sum(one.ran_ns for one in found.operations) == 384_000_000
+    assert took < 0.1
 
 
 def both(records: Iterable[Record]) -> list[Collective | Sampled]:
@@ -132,6 +203,22 @@ def test_old_rows_are_deleted_with_the_others(state: Path) -> None:
 # ------------------------------------------------------------------------------------------ takeover
 
 
+def summed(records: Iterable[Collective | Sampled]) -> Communicated:
+    """What a store says of records."""
+    sums: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0] * 5)
+    samples = []
+    for one in records:
+        if isinstance(one, Sampled):
+            samples.append(one.collectives or 0)
+            continue
+        took = one.took_ns
+        timed = (0, 0, 0) if took is None else (1, one.bytes, max(took - (one.queued_ns or 0), 0))
+        whole = sums[one.operation, one.size]
+        whole[:] = [total + value for total, value in zip(whole, (1, one.bytes, *timed), strict=True)]
+    operations = sorted((Operation(*key, *whole) for key, whole in sums.items()), key=lambda one: -one.bytes)
+    return Communicated(tuple(operations), len(samples), sum(samples))
+
+
 def head(span: Span) -> int:
     facts = (span.flags << FLAGS_AT, span.inside << INSIDE_AT, span.thread << THREAD_AT, span.site << SITE_AT)
     return span.kind | sum(facts)
@@ -167,6 +254,8 @@ def test_a_killed_supervisor_loses_and_doubles_nothing(state: Path, cut: int, da
     second.close()
     expected = sorted(map(repr, both(recorded(found).records())))
     left = sorted(map(repr, both(history(directory))))
+    with open_store(directory) as store:
+        assert communicated(store) == summed(both(store.records()))
     if damaged:
         assert len(set(left)) == len(left)
         assert set(left) <= set(expected)

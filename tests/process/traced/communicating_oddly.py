@@ -21,7 +21,7 @@ if how == "asked":
 elif how == "lacks":
     del torch._C._dispatch_keyset_full_after
 else:
-    ours.SHARE, ours.FIRST = 1e9, 4
+    ours.SHARE, ours.FIRST, ours.APART_NS = 1e9, 4, 0
     ours.RETRY_NS, ours.MAX_PUT_OFF = 1_000_000, 20
 if how != "no group":
     dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=0, world_size=1)
@@ -117,6 +117,38 @@ elif how.startswith("threads"):
     done.set()
     thread.join()
     said["count"] = count
+elif how == "evaluates":
+    for _ in range(6):
+        train(16, lambda: dist.all_reduce(x))
+        with torch.no_grad():
+            for batch in DataLoader(torch.ones(30, 4), batch_size=None):
+                dist.all_reduce(model(batch).sum())
+                dist.all_reduce(x)
+elif how == "evaluates without an optimizer":
+    ours.TIMED_NS = 0
+    for _ in range(6):
+        for batch in DataLoader(torch.ones(16, 4), batch_size=None):
+            dist.all_reduce(x)
+            model(batch).sum().backward()
+        with torch.no_grad():
+            for batch in DataLoader(torch.ones(30, 4), batch_size=None):
+                dist.all_reduce(model(batch).sum())
+                dist.all_reduce(x)
+elif how == "accumulates":
+    for number, batch in enumerate(DataLoader(torch.ones(3 * STEPS, 4), batch_size=None)):
+        dist.all_reduce(x)
+        model(batch).sum().backward()
+        if number % 3 == 2:
+            optimizer.step()
+elif how == "looks ahead":
+    others = iter(DataLoader(torch.ones(STEPS, 4), batch_size=None))
+    for batch in DataLoader(torch.ones(STEPS, 4), batch_size=None):
+        dist.all_reduce(x)
+        next(others)
+        step(batch)
+elif how == "apart":
+    ours.APART_NS = 300_000_000
+    train(400, lambda: (dist.all_reduce(x), threading.Event().wait(0.004)))
 elif how == "asked":
     print("ready", flush=True)
     for batch in DataLoader(torch.ones(40_000, 4), batch_size=None):
@@ -130,7 +162,8 @@ else:
 if how == "no group":
     said["registered"] = any(HAS(f"c10d::{name}", "BackendSelect") for name in ours.OPERATORS)
 else:
-    train(2)
+    if not how.startswith(("evaluates", "looks")):
+        train(2)
     said["left"] = [thread.name for thread in threading.enumerate()]
     dist.destroy_process_group()
 print(json.dumps(said))

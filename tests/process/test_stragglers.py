@@ -48,7 +48,9 @@ def run_of(dpmon: Dpmon, *words: object) -> Run:
     return Run(own, steps, state_in(dpmon.last(), over=True))
 
 
-def check_joined(run: Run, tail_of: Callable[[Any], float] = lambda step: step["tail_ms"]) -> None:
+def check_joined(
+    run: Run, tail_of: Callable[[Any], float] = lambda step: step["tail_ms"], most_ms: float = 0.3
+) -> None:
     """Exposed communication and waits are those that the ranks' own tails give."""
     lengths = {len(steps) for steps in (*run.own.values(), *run.steps.values())}
     assert len(lengths) == 1
@@ -62,7 +64,7 @@ def check_joined(run: Run, tail_of: Callable[[Any], float] = lambda step: step["
             off.append(abs(step["wait_ms"] - (tails[rank] - min(tails.values()))))
         assert sorted(run.steps[rank][at]["wait_ms"] for rank in run.ranks)[0] == 0
         assert len({run.steps[rank][at]["exposed_ms"] for rank in run.ranks}) == 1
-    assert median(off) < 0.3
+    assert median(off) < most_ms
 
 
 @pytest.mark.parametrize("phase", ["data", "forward", "backward"])
@@ -99,7 +101,9 @@ def test_passes_are_those_that_the_ranks_counted(dpmon: Dpmon, words: tuple[obje
                 sum(counts) for counts in zip(*own, strict=True)
             ]
     if len(run.steps[0]) == len(run.own[0]):
-        check_joined(run, lambda step: sum(one["tail_ms"] for one in step["passes"] if one["synchronised"]))
+        # Of several calls in a step, the tail begins after the last bucket was launched, not with the last gradient.
+        most_ms = 2.0 if len(run.own[0][0]["passes"]) > 1 else 0.3
+        check_joined(run, lambda step: sum(one["tail_ms"] for one in step["passes"] if one["synchronised"]), most_ms)
 
 
 def test_ranks_with_less_data_leave_the_others_joined(dpmon: Dpmon) -> None:

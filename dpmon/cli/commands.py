@@ -42,7 +42,7 @@ def _follow(directory: Path, options: argparse.Namespace) -> int:
         from dpmon.cli.headless import Follower
 
         lines = json_lines(options.json)
-        follower = Follower(directory, None, keep=_LAST_OUTPUT, lines=lines)
+        follower = Follower(RunReader(directory), keep=_LAST_OUTPUT, lines=lines)
         how = follower.follow()
         return closing(directory, how, None if lines == "stderr" else follower.say)
     info = RunReader(directory).info

@@ -20,18 +20,17 @@ from dpmon.cli.speak import error_words
 from dpmon.run.condition import run_state
 from dpmon.run.files import open_file
 from dpmon.run.lookup import short_name
-from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, mark_stop
 from dpmon.run.terminal import send_input
-from dpmon.supervise.guard import Guard
 from dpmon.supervise.signals import FORWARDED
-from dpmon.supervise.start import Started
 from dpmon.text.ascii import in_stream
 from dpmon.text.cleaning import clean
 
 if TYPE_CHECKING:
     from dpmon.cli.lines import LineFile, Lines
     from dpmon.cli.progress import Progress
+    from dpmon.run.reader import RunReader
+    from dpmon.supervise.guard import Guard
 
 
 CHUNK = 1 << 18
@@ -51,14 +50,18 @@ class Stream:
         self.open = True
         self.last = b"\n"
         """The last byte that went out, to know where a line begins."""
+        self._open_log()
+
+    def _open_log(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file = open_file(self._path)
 
     def pump(self) -> bool:
         """Copy what is new, one chunk of it; True if there was any."""
         if self._file is None:
-            try:
-                self._file = open_file(self._path)
-            except OSError:
-                return False
+            self._open_log()
+        if self._file is None:
+            return False
         data = os.read(self._file, CHUNK)
         if data and self.open:
             self.write(data)
@@ -81,8 +84,7 @@ class Stream:
 
     def skip(self, keep: int) -> None:
         """Begin `keep` bytes before the end of what is there now."""
-        with contextlib.suppress(OSError):
-            self._file = open_file(self._path)
+        if self._file is not None:
             os.lseek(self._file, max(0, os.fstat(self._file).st_size - keep), os.SEEK_SET)
 
 
@@ -91,23 +93,19 @@ class Follower:
 
     def __init__(
         self,
-        directory: Path,
-        supervisor: Started | None,
+        reader: RunReader,
         *,
-        early: Sequence[int] = (),
         keep: int | None = None,
         lines: LineFile | Literal["stderr"] | None = None,
     ) -> None:
-        """`supervisor`: the one this process started, None to follow somebody else's run.
+        """Open the run's output: from here on the run's directory may be deleted.
 
-        `early`: signals that came before this; `keep`: of the output that is there, show only so many bytes; `lines`:
-        where a line of JSON a second goes. On stderr they take the place of all that is said in words.
+        `keep`: of the output that is there, show only so many bytes; `lines`: where a line of JSON a second goes. On
+        stderr they take the place of all that is said in words.
         """
-        self._directory = directory
-        self._reader = RunReader(directory)
-        self._guard = None if supervisor is None else Guard(directory, supervisor)
-        if supervisor is None:
-            self._progress.line()  # the first one that is shown is of the time since now
+        self._directory = reader.directory
+        self._reader = reader
+        self._guard: Guard | None = None
         paths = self._reader.output_paths
         self._streams = [Stream(path, fd) for fd, path in enumerate(paths, start=1)]
         if keep is not None:
@@ -115,13 +113,9 @@ class Follower:
                 stream.skip(keep)
         self._err = self._streams[-1] if len(paths) > 1 else Stream(self._directory / "none", 2)
         self._speaks_json = lines == "stderr"
+        self._lines_to = lines
         self._lines: Lines | None = None
-        if lines is not None:
-            from dpmon.cli.lines import Lines
-
-            self._lines = Lines(directory, self._put_line if isinstance(lines, str) else lines.write)
         self._interrupts = 0
-        self._early = early
         self._owed: deque[int] = deque()
         """Signals that the command has yet to be sent: it was not started when they came."""
         self._told = False
@@ -137,9 +131,21 @@ class Follower:
 
         return Progress(self._reader)
 
-    def follow(self) -> ExitInfo | None:
-        """Copy and report until the run has ended; how it ended, None if that cannot be known."""
-        self._handle_signals()
+    def follow(self, guard: Guard | None = None, early: Sequence[int] = ()) -> ExitInfo | None:
+        """Copy and report until the run has ended; how it ended, None if that cannot be known.
+
+        `guard`: of the supervisor that this process started, None to follow somebody else's run; `early`: signals that
+        came before this.
+        """
+        self._guard = guard
+        if guard is None:
+            self._progress.line()  # the first one that is shown is of the time since now
+        if self._lines_to is not None:
+            from dpmon.cli.lines import Lines
+
+            write = self._put_line if isinstance(self._lines_to, str) else self._lines_to.write
+            self._lines = Lines(self._reader, write)
+        self._handle_signals(early)
         status_due = time.monotonic() + STATUS_S
         look_due = 0.0
         while True:
@@ -215,14 +221,14 @@ class Follower:
                 if not data:  # a terminal that has gone reads as ended for ever
                     time.sleep(IDLE_S)
 
-    def _handle_signals(self) -> None:
+    def _handle_signals(self, early: Sequence[int]) -> None:
         if self._guard is None:
             return
         for number in FORWARDED:
             # What is ignored (a job in the background of a shell script) stays ignored.
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._told_to)
-        for came_before in self._early:
+        for came_before in early:
             self._told_to(came_before)
 
     def _told_to(self, number: int, *_: object) -> None:

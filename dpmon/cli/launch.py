@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import dpmon
+from dpmon.cli.headless import Follower
 from dpmon.cli.speak import closing, speak
 from dpmon.run import proc
 from dpmon.run.destination import check_replaceable
+from dpmon.run.files import open_file
 from dpmon.run.lookup import short_name
+from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunError, RunInfo, create_run, load_exit, load_info
+from dpmon.supervise.guard import Guard
 from dpmon.supervise.program import Command, resolve
 from dpmon.supervise.signals import become_reaper, keep_statuses, remember_signals
 from dpmon.supervise.start import Started, start_supervisor
@@ -26,7 +30,6 @@ if TYPE_CHECKING:
     from typing import Literal
 
     from dpmon.cli.lines import LineFile
-    from dpmon.supervise.guard import Guard
 
 
 REFRESH_S = 1.0
@@ -62,15 +65,29 @@ def run(options: argparse.Namespace) -> int:
     keep_statuses()
     if not options.detach:
         become_reaper()
+    # Before the command starts: from then on its record may be deleted at any moment.
+    reader = RunReader(directory)
+    if headless:
+        _make_logs(reader)
+    follower = Follower(reader, lines=lines) if headless else None
     try:
         supervisor = start_supervisor(directory, stdin=inherit)
     except OSError as error:
         raise RunError(f"the supervisor cannot be started: {error.strerror or error}") from None
     if options.detach:
         return _detached(directory, info, supervisor)
-    if headless:
-        return _headless(directory, supervisor, early, lines)
-    return _screen(directory, supervisor, info.refresh, options.settings.theme)
+    guard = Guard(reader, supervisor)
+    if follower is not None:
+        how = follower.follow(guard, early)
+        return closing(directory, how, None if lines == "stderr" else follower.say)
+    return _screen(guard, directory, info.refresh, options.settings.theme)
+
+
+def _make_logs(reader: RunReader) -> None:
+    """Make the files of the command's output, which it will find there."""
+    for path in reader.output_paths:
+        with contextlib.suppress(OSError):  # on a full disk they are made, and opened, once there is room
+            os.close(open_file(path, os.O_WRONLY | os.O_CREAT))
 
 
 def _check_devices(names: str | None) -> None:
@@ -165,23 +182,7 @@ def _metrics(asked: str | None) -> str | None:
     return path
 
 
-def _headless(
-    directory: Path,
-    supervisor: Started,
-    early: list[int],
-    lines: LineFile | Literal["stderr"] | None,
-) -> int:
-    from dpmon.cli.headless import Follower
-
-    follower = Follower(directory, supervisor, early=early, lines=lines)
-    how = follower.follow()
-    return closing(directory, how, None if lines == "stderr" else follower.say)
-
-
-def _screen(directory: Path, supervisor: Started, refresh: float, theme: str | None) -> int:
-    from dpmon.supervise.guard import Guard
-
-    guard = Guard(directory, supervisor)
+def _screen(guard: Guard, directory: Path, refresh: float, theme: str | None) -> int:
     over = threading.Event()
     watch = threading.Thread(target=_keep_looking, args=(guard, over), name="dpmon guard", daemon=True)
     watch.start()

@@ -100,8 +100,8 @@ class LineFile:
 class Lines:
     """Watches one run and gives its lines to `write`, which says whether it took them."""
 
-    def __init__(self, directory: Path, write: Callable[[bytes], bool]) -> None:
-        self._reader = RunReader(directory)
+    def __init__(self, reader: RunReader, write: Callable[[bytes], bool]) -> None:
+        self._reader = reader
         self._write = write
         self._state = State()
         self._snapshots = Snapshots()

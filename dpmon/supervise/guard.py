@@ -105,11 +105,11 @@ def _look_after(directory: Path, done: threading.Event) -> None:
 class Guard:
     """Watches the supervisor that this process started."""
 
-    def __init__(self, directory: Path, started: Started) -> None:
-        self._directory = directory
+    def __init__(self, reader: RunReader, started: Started) -> None:
+        self._directory = reader.directory
         self._supervisor = started.process
         self._pipe = started.outcome
-        self._reader = RunReader(directory)
+        self._reader = reader
         self._found: Process | None = None
         self.outcome: ExitInfo | None = None
         """How the run ended, if no file has it: as the supervisor reported, or as this process found out."""
@@ -118,7 +118,7 @@ class Guard:
         """What the supervisor reported through its pipe, which can be read only once, and when this was read."""
         self._dead_since: float | None = None
         self._unstarted_since: float | None = None
-        self._successors = Successors(directory)
+        self._successors = Successors(reader.directory)
         self.lost: str | None = None
         """Why nothing will ever be known of how the run ended, once that is certain."""
 
@@ -129,7 +129,10 @@ class Guard:
 
     def exit(self) -> ExitInfo | None:
         """How the run ended, from whoever wrote it down; None while that is not known."""
-        return self._reader.exit() or self.outcome
+        how = self._reader.exit() or self.outcome
+        if how is not None and self.outcome is None and not self.supervised and load_exit(self._directory) is None:
+            self._record(how)  # the supervisor wrote it into its ring and was killed since the last look
+        return how
 
     @property
     def supervised(self) -> bool:

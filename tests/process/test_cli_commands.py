@@ -252,7 +252,10 @@ def test_the_screen_ends_with_the_scripts_status(dpmon: Dpmon, killed: bool) -> 
     if killed:
         os.kill(dpmon.info()["supervisor_pid"], signal.SIGKILL)
     (dpmon.cwd / "go").touch()
-    assert dpmon.exit()["by"] == ("foreground" if killed else "supervisor")
+    how = dpmon.exit()
+    # The supervisor's successor may be quicker than the foreground; both know the status.
+    assert how["status"] == 3
+    assert how["by"] in (("supervisor", "foreground") if killed else ("supervisor",))
     terminal.shows("status 3")
     terminal.type("q")
     assert terminal.wait() == 3

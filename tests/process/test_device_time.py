@@ -17,6 +17,7 @@ from dpmon.record.payloads import UNTIMED
 from dpmon.record.wire import Untimed
 from dpmon.report import collect
 from dpmon.report.asjson import as_object
+from dpmon.run.reader import RunReader
 from dpmon.run.rundir import RunInfo, save
 from dpmon.supervise.metrics import Metrics
 
@@ -127,7 +128,7 @@ def shown(run: Traced) -> tuple[dict[str, Any], dict[str, Any], str]:
     about = {"id": "played", "name": "played", "script": "script.py", "cwd": "", "python": None, "boot_id": ""}
     save(run.directory, RunInfo(**about, command=(), started_unix=1.7e9, start_ns=0, headless=True, command_pid=1))
     said: list[bytes] = []
-    lines = Lines(run.directory, lambda line: bool(said.append(line)) or True)
+    lines = Lines(RunReader(run.directory), lambda line: bool(said.append(line)) or True)
     lines.tick(1e9)
     lines.end(None)
     metrics = Metrics(run.directory / "it.prom", run.directory, print)

@@ -93,6 +93,33 @@ def test_the_status_reaches_the_foreground(dpmon: Dpmon, vanish: Vanish, end: st
     assert "supervisor was killed" not in err.decode()
 
 
+DELETED_AT_ONCE = """\
+import pathlib, shutil, sys, time
+from dpmon.cli import launch
+from dpmon.cli.main import main
+
+start = launch.start_supervisor
+
+def start_and_delete(directory, **options):
+    supervisor = start(directory, **options)
+    while not pathlib.Path("began").exists():
+        time.sleep(0.01)
+    shutil.rmtree(directory)
+    pathlib.Path("go").touch()
+    return supervisor
+
+launch.start_supervisor = start_and_delete
+sys.exit(main(["script.py"]))
+"""
+
+
+def test_the_output_arrives_though_the_record_went_before_it_was_read(dpmon: Dpmon) -> None:
+    script(dpmon)
+    process = dpmon.start(argv=[dpmon.python, "-c", DELETED_AT_ONCE])
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (7, b"began\nthe end\n"), err
+
+
 @pytest.mark.parametrize("first", ["supervisor", "directory"])
 def test_with_the_supervisor_killed_too(dpmon: Dpmon, first: str) -> None:
     script(dpmon)

@@ -16,12 +16,15 @@ from dpmon.cli.lines import Lines, _progress
 from dpmon.model.state import State
 from dpmon.record.payloads import UNTIMED, call_head, kind_of
 from dpmon.record.wire import CALL_PHASES, Untimed, pack_step
+from dpmon.run.reader import RunReader
 
 
 def line_of(payloads: Sequence[bytes]) -> dict[str, Any]:
     """What a headless run says of these records."""
     said: list[bytes] = []
-    lines = Lines(keep({0: payloads}, status=None, drained=False), lambda line: bool(said.append(line)) or True)
+    lines = Lines(
+        RunReader(keep({0: payloads}, status=None, drained=False)), lambda line: bool(said.append(line)) or True
+    )
     lines.tick(1e9)
     lines.end(None)
     found: dict[str, Any] = json.loads(said[0])

@@ -22,6 +22,7 @@ from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
 from dpmon.report.page import page
 from dpmon.report.text import text_lines
+from dpmon.run.reader import RunReader
 from dpmon.run.rundir import load_exit, load_info
 from dpmon.store.opened import open_store
 from dpmon.supervise.metrics import Metrics
@@ -123,7 +124,7 @@ def test_the_line_of_progress_compares_ranks_of_one_process_group_only(state: Pa
 
 def test_the_lines_of_json_have_it(state: Path) -> None:
     said: list[bytes] = []
-    lines = Lines(a_run(None), lambda line: bool(said.append(line)) or True)
+    lines = Lines(RunReader(a_run(None)), lambda line: bool(said.append(line)) or True)
     lines.tick(1e9)
     found = json.loads(said[0])
     assert found["communication"]["straggler"]["phase"] == "data"

@@ -162,7 +162,7 @@ def in_report_as_json(directory: Path) -> Shown:
 
 def last_line(directory: Path) -> dict[str, Any]:
     said: list[bytes] = []
-    lines = Lines(directory, lambda line: bool(said.append(line)) or True)
+    lines = Lines(RunReader(directory), lambda line: bool(said.append(line)) or True)
     lines.tick(1e9)
     lines.end(load_exit(directory))
     found: dict[str, Any] = json.loads(said[-2])

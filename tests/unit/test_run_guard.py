@@ -12,8 +12,10 @@ import pytest
 from running import wait_for
 
 from dpmon.cli.headless import Follower
+from dpmon.gpu.sampler import DeviceSampler
 from dpmon.run import proc
 from dpmon.run.ending import exit_info
+from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, create_run, load_exit
 from dpmon.supervise import guard as guards
 from dpmon.supervise.guard import Guard, Successors
@@ -51,7 +53,7 @@ def run(state: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Guard, P
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as supervisor:
         supervisor.kill()
         supervisor.wait()
-        yield Guard(directory, Started(supervisor, -1)), directory
+        yield Guard(RunReader(directory), Started(supervisor, -1)), directory
 
 
 def test_a_command_that_was_only_forked_is_waited_for(run: tuple[Guard, Path], tmp_path: Path) -> None:
@@ -100,7 +102,7 @@ def test_a_child_that_has_not_made_its_session_is_waited_for_however_long(
         forked = int(os.read(supervisor.stdout.fileno(), 20))
         supervisor.kill()
         supervisor.wait()
-        guard = Guard(directory, Started(supervisor, -1))
+        guard = Guard(RunReader(directory), Started(supervisor, -1))
         guard.look()
         guard.look()
         assert (guard.outcome, load_exit(directory)) == (None, None)
@@ -148,14 +150,13 @@ def test_a_supervisor_that_ends_between_two_looks_was_not_killed(state: Path, mo
     directory, _ = create_run(RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True))
     ours, theirs = open_pipe()
     supervisor = Ends(lambda: tell_outcome(theirs, ended(5)))
-    follower = Follower(directory, Started(supervisor, ours))  # type: ignore[arg-type]
+    reader = RunReader(directory)
+    follower = Follower(reader)
     said: list[str] = []
     monkeypatch.setattr(follower, "say", said.append)
     monkeypatch.setattr(Successors, "start_if_needed", lambda *_: None)
-    while (look := follower._look()) == (None, False):
-        pass
-    how, over = look
-    assert over
+    monkeypatch.setattr(Follower, "_handle_signals", lambda *_: None)
+    how = follower.follow(Guard(reader, Started(supervisor, ours)))  # type: ignore[arg-type]
     assert how is not None
     assert (how.status, said) == (5, [])
     os.close(ours)
@@ -166,7 +167,7 @@ def test_what_a_supervisor_has_told_holds_if_it_stalls_then(state: Path, monkeyp
     directory, _ = create_run(RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True))
     ours, theirs = open_pipe()
     tell_outcome(theirs, ended(5))
-    guard = Guard(directory, Started(Ends(lambda: None, lives=1 << 30), ours))  # type: ignore[arg-type]
+    guard = Guard(RunReader(directory), Started(Ends(lambda: None, lives=1 << 30), ours))  # type: ignore[arg-type]
     guard.look()
     assert guard.exit() is None, "it may be about to write exit.json"
     monkeypatch.setattr(guards, "STALLED_S", 0.0)
@@ -177,13 +178,27 @@ def test_what_a_supervisor_has_told_holds_if_it_stalls_then(state: Path, monkeyp
     os.close(ours)
 
 
+def test_an_end_that_only_the_ring_has_is_written_down(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was killed between the foreground's look and its question how the run ended."""
+    directory, _ = create_run(RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True))
+    monkeypatch.setattr(Successors, "start_if_needed", lambda *_: None)
+    sampler = DeviceSampler(directory / "gpu.ring", 0, lambda: None)
+    sampler.emit("exit", {"status": 5, "signal": None, "t_s": 1.0})
+    guard = Guard(RunReader(directory), Started(Ends(lambda: None, lives=1), -1))  # type: ignore[arg-type]
+    assert guard.look(), "it lived then"
+    how = guard.exit()
+    assert how is not None
+    assert (how.status, load_exit(directory)) == (5, how)
+    sampler.stop()
+
+
 def test_what_was_told_while_it_lived_holds_once_it_has_gone(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pipe can be read only once."""
     directory, _ = create_run(RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True))
     monkeypatch.setattr(Successors, "start_if_needed", lambda *_: None)
     ours, theirs = open_pipe()
     tell_outcome(theirs, ended(5))
-    guard = Guard(directory, Started(Ends(lambda: None, lives=2), ours))  # type: ignore[arg-type]
+    guard = Guard(RunReader(directory), Started(Ends(lambda: None, lives=2), ours))  # type: ignore[arg-type]
     wait_for(lambda: not guard.look(), 10)
     assert guard.outcome is not None
     assert guard.outcome.status == 5

@@ -16,6 +16,7 @@ STEPS = 40
 HAS = torch._C._dispatch_has_kernel_for_dispatch_key
 how = sys.argv[1]
 ours = sys.modules["dpmon.tracer.collectives"]
+operators = sys.modules["dpmon.tracer.collective_operators"]
 if how == "asked":
     ours.FIRST = ours.MOST
 elif how == "lacks":
@@ -160,7 +161,7 @@ elif how == "asked":
 else:
     train(STEPS, (lambda: None) if how == "no group" else lambda: dist.all_reduce(x))
 if how == "no group":
-    said["registered"] = any(HAS(f"c10d::{name}", "BackendSelect") for name in ours.OPERATORS)
+    said["registered"] = any(HAS(f"c10d::{name}", "BackendSelect") for name in operators.OPERATORS)
 else:
     if not how.startswith(("evaluates", "looks")):
         train(2)

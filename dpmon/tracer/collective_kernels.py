@@ -1,0 +1,244 @@
+"""The kernels that see each collective of a sampled step.
+
+Python kernels for the operators of `c10d` are registered at the dispatch key BackendSelect for one sampled step, and
+removed after it. That key comes after autograd and before the backends. So the kernels see what DistributedDataParallel
+and FSDP2 launch from C++ or Python, hand-written and functional collectives, compiled functions and inference mode; and
+a kernel of the script at another key runs as before. (A kernel at an autograd key misses functional collectives and
+inference mode.) `send` and `recv` have no kernel: they are no collectives.
+
+torch 2.14 has hooks of its own at this place (pytorch #186300). They are not used: no released version to verify them
+with had them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from threading import get_ident
+from time import monotonic_ns
+from typing import Any, NamedTuple
+
+import torch
+
+from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind
+from dpmon.record.wire import Unended
+from dpmon.tracer.collective_ends import Ends, Launched, Sample
+from dpmon.tracer.collective_operators import OPERATORS, Operator
+from dpmon.tracer.frames import drop_frames, outwards
+from dpmon.tracer.recorder import Recorder
+from dpmon.tracer.session import Session
+
+MAX_RANKS = 1024
+"""Limit of ranks that are listed."""
+_UNTIL_DONE_S = 1.0
+"""Python's switch interval while the kernels are switched, which takes 0.1 ms: so no other thread runs meanwhile."""
+_DISTRIBUTED = os.path.dirname(os.path.abspath(torch.distributed.__file__)) + os.sep
+_KEY: Any = torch._C.DispatchKey.BackendSelect
+
+
+class _Group(NamedTuple):
+    """Facts about a process group."""
+
+    name: str
+    size: int
+    ranks: tuple[int, ...] | None
+    """None: all ranks, or they are not known."""
+    backend: str | None
+    """For the type of the device."""
+
+
+class Kernels:
+    """The kernels of one process. They record what is launched while a sample is under way."""
+
+    def __init__(self, session: Session, recorder: Recorder, ends: Ends, sample: Sample) -> None:
+        self._session = session
+        self._recorder = recorder
+        self._ends = ends
+        self._sample = sample
+        self.reset()
+
+    def reset(self) -> None:
+        """Start afresh, as after a fork. Kernels that the parent registered stay, and only pass on."""
+        self.inherited: Any = getattr(self, "_library", None)
+        """Registered the parent's kernels, and removes them if it is collected; None if there are none."""
+        self._library: Any = None
+        """Registers the kernels while it lives."""
+        self._shared = False
+        """Whether other threads launch collectives, so that the kernels must stay."""
+        self._within = 0
+        """Number of kernels under way."""
+        self._groups: dict[tuple[Any, str], _Group] = {}
+        """By process group and type of the device, for one sample."""
+
+    def register(self) -> bool:
+        """Register the kernels; False if that is not possible now."""
+        return self._switch(self._register)
+
+    def remove(self) -> bool:
+        """Remove the kernels; False if that is not possible now."""
+        return self._switch(self._remove)
+
+    def _switch(self, change: Callable[[], None]) -> bool:
+        """Register or remove the kernels; False if another thread may launch a collective meanwhile.
+
+        torch's table of kernels is not made to be changed while another thread reads it. So no other thread runs Python
+        code here, and none may be in torch.distributed already. Once another thread has launched a collective in a
+        sample, the kernels stay for good.
+        """
+        if self._shared:
+            return True
+        if self._within > 0:
+            return False
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(_UNTIL_DONE_S)
+        try:
+            if _others_communicate():
+                return False
+            change()
+        finally:
+            sys.setswitchinterval(interval)
+        return True
+
+    def _register(self) -> None:
+        library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+        self._library = library
+        below = torch._C._dispatch_keyset_full_after(_KEY)
+        for name, operator in OPERATORS.items():
+            packet = getattr(torch.ops.c10d, name, None)
+            if packet is None or torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", "BackendSelect"):
+                continue  # another version of torch, or a kernel of the script
+            kernel = self._kernel(packet.default, operator, below)
+            library.impl(name, kernel, "BackendSelect", with_keyset=True)
+
+    def _remove(self) -> None:
+        if self._library is not None:
+            self._library._destroy()
+            self._library = None
+        self._groups.clear()
+
+    def _kernel(self, op: Any, operator: Operator, below: Any) -> Callable[..., Any]:
+        redispatch, clock, fault = op.redispatch, monotonic_ns, self._session.fault
+
+        def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            began = clock()
+            try:
+                self._within += 1
+                try:
+                    result = redispatch(keyset & below, *args, **kwargs)
+                finally:
+                    self._within -= 1
+                if self._sample.on:
+                    launched = clock()
+                    try:
+                        self._launched(operator, args, result, began, launched)
+                    except Exception as error:  # noqa: BLE001 - the collective is under way
+                        fault("collectives", error, fatal=False)
+                    self._sample.own_ns += clock() - launched
+                return result
+            except BaseException as error:
+                drop_frames(error)
+                args, kwargs, result = (), {}, None
+                raise
+
+        return kernel
+
+    def _launched(self, operator: Operator, args: tuple[Any, ...], result: Any, began: int, now: int) -> None:
+        """Record a collective that was just launched."""
+        recorder = self._recorder
+        me = recorder.threads.get(get_ident()) or recorder.thread()
+        with torch._C.DisableTorchFunction():  # hides our look from the script's modes
+            tensors = _flat(args[operator.counted])
+            first = tensors[0] if tensors else _flat(args[1 - operator.counted])[0]
+            device, dtype = first.device.type, first.dtype
+            if device == "meta":
+                return  # torch.compile tries the function out
+            size = sum([tensor.nbytes for tensor in tensors])
+        group = self._group(args[operator.group], device)
+        if operator.name == "barrier":
+            size = 0  # its tensor only selects the device
+        elif operator.by_ranks:
+            size *= group.size
+        if me is not recorder.trains and recorder.trains is not None:
+            # On devices, autograd launches what a backward pass communicates on threads of its own.
+            self._shared = self._shared or recorder.kinds[recorder.trains.number] != Kind.BACKWARD
+        self._sample.count += 1
+        site = self._site(operator.name, group, device, dtype)
+        if not site:
+            return
+        head = Kind.COLLECTIVE | me.head | me.inside << INSIDE_AT | site << SITE_AT
+        work = result[-1] if isinstance(result, (tuple, list)) else result
+        if work is None:  # it has waited itself
+            recorder.write(head, began, now - began, size)
+        elif device != "cpu" or (operator.name, group.backend) == ("reduce_scatter", "gloo"):
+            why = Unended.ON_DEVICE if device != "cpu" else Unended.UNTOLD
+            recorder.write(head | Flag.SKIPPED << FLAGS_AT, began, why, size)
+        else:
+            work = _distributed().Work.unbox(work)
+            if work.is_completed():
+                recorder.write(head, began, now - began, size)
+            else:
+                self._ends.wait_for(Launched(work, head, began, size))
+
+    def _group(self, boxed: Any, device: str) -> _Group:
+        group = _distributed().ProcessGroup.unbox(boxed)
+        found = self._groups.get((group, device))
+        if found is None:
+            size = group.size()
+            ranks = backend = None
+            if size != torch.distributed.get_world_size() and size <= MAX_RANKS:
+                with suppress(KeyError, ValueError, RuntimeError):  # the script made it without torch.distributed
+                    ranks = tuple(torch.distributed.get_process_group_ranks(group))
+            with suppress(RuntimeError):
+                backend = str(group._get_backend(torch.device(device)).name())
+            found = self._groups[group, device] = _Group(str(group.group_name), size, ranks, backend)
+        return found
+
+    def _site(self, operation: str, group: _Group, device: str, dtype: Any) -> int:
+        key = "collective", operation, group, device, dtype
+
+        def spell() -> dict[str, Any]:
+            ranks = None if group.ranks is None else list(group.ranks)
+            kind = str(dtype).removeprefix("torch.")
+            facts = {"operation": operation, "group": group.name, "size": group.size, "ranks": ranks}
+            return {**facts, "dtype": kind, "backend": group.backend, "device": device}
+
+        return self._session.define(key, spell)
+
+
+def _others_communicate() -> bool:
+    """Whether another thread is in torch.distributed, and may launch a collective at any time."""
+    me = get_ident()
+    return any(
+        frame.f_code.co_filename.startswith(_DISTRIBUTED)
+        for ident, innermost in sys._current_frames().items()
+        if ident != me
+        for frame in outwards(innermost)
+    )
+
+
+def _flat(tensors: Any) -> list[Any]:
+    """The tensors in a tensor, a list, or a list of lists."""
+    if isinstance(tensors, torch.Tensor):
+        return [tensors]
+    return [tensor for part in tensors for tensor in ((part,) if isinstance(part, torch.Tensor) else part)]
+
+
+def _distributed() -> Any:
+    return torch._C._distributed_c10d
+
+
+def missing() -> str | None:
+    """What this torch lacks; None if it has everything."""
+    for holder, name in (
+        (torch._C, "_dispatch_keyset_full_after"),
+        (torch._C, "_dispatch_has_kernel_for_dispatch_key"),
+        (_distributed(), "Work"),
+    ):
+        if not hasattr(holder, name):
+            return f"this torch has no {name}, which recording collectives needs"
+    if "with_keyset" not in inspect.signature(torch.library.Library.impl).parameters:
+        return "kernels of this torch do not get the dispatch keys, which recording collectives needs"
+    return None

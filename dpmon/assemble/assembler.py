@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dpmon.assemble.communication import Communication
 from dpmon.assemble.definitions import Definitions
 from dpmon.assemble.device_waits import DeviceWaits, Pending, Said
 from dpmon.assemble.event_queue import Event, EventQueue
 from dpmon.assemble.nesting import VERBS, Block, block_of
+from dpmon.assemble.sampled_collectives import SampledCollectives
 from dpmon.assemble.step_mark import Mark
 from dpmon.assemble.step_recorder import Item, Recorder
 from dpmon.assemble.step_rules import StepRules
@@ -39,7 +39,7 @@ class Assembler:
         self._dropped = 0
         self._known = Definitions()
         self._events = EventQueue()
-        self._communication = Communication(self._known)
+        self._communication = SampledCollectives(self._known)
         self._recorder = Recorder(self._known, self._events, self._communication)
         self._rules = StepRules(self._known, self._recorder, self._closed)
         self._waits = DeviceWaits()

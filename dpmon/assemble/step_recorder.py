@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 from dpmon.assemble.call_packing import WIRE_FLAGS, Made, mode_of, pack_made, parts_of
-from dpmon.assemble.communication import Communication
 from dpmon.assemble.composed import Composer
 from dpmon.assemble.definitions import Definitions
 from dpmon.assemble.device_waits import Payload, Pending, Said
 from dpmon.assemble.event_queue import Event, EventQueue
 from dpmon.assemble.nesting import COPY, EDGE, LEARNS, PHASE_OF, QUANTITY_OF, VERBS, Block, Inner
+from dpmon.assemble.sampled_collectives import SampledCollectives
 from dpmon.assemble.sampling import Sampling
 from dpmon.assemble.step_mark import Mark
 from dpmon.assemble.step_totals import StepTotals
@@ -31,7 +31,7 @@ _NOTHING: Sequence[Any] = ()
 class Recorder:
     """The payloads of one process, numbered."""
 
-    def __init__(self, known: Definitions, events: EventQueue, communication: Communication) -> None:
+    def __init__(self, known: Definitions, events: EventQueue, communication: SampledCollectives) -> None:
         self.known = known
         self.events = events
         self._communication = communication

@@ -7,7 +7,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dpmon.model.communication import Communication, communication, newest_wrappers, ranks_in
 from dpmon.model.finding import many, took
 from dpmon.model.layouts import Layouts
 from dpmon.model.memory import held, reasons
@@ -18,13 +17,13 @@ from dpmon.record.wire import RANK_MODES
 from dpmon.report.pauses import pauses_in
 from dpmon.report.said import waited
 from dpmon.report.waits import waits_in
+from dpmon.report.whole_communication import communication_of
 from dpmon.report.words import ACTIVITY_NAMES, how_it_ended, times_paused
 from dpmon.run.files import read_tail
 from dpmon.run.lookup import short_name
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info
 from dpmon.run.standing import why_nothing
-from dpmon.store.collective_queries import communicated
 from dpmon.store.figures import Figures, PhaseFigures
 from dpmon.store.opened import open_store
 from dpmon.store.queries import Store
@@ -118,7 +117,8 @@ class _Summary:
             found += self._mode_lines(mode, False)
             if self._window.trained(mode) and any(kind & EVALUATION for name, kind in kinds if name == mode):
                 found += self._mode_lines(mode, True)
-        communicated = self._communication()
+        ranks = {process: self._rank(process)[0] for process in self._processes}
+        communicated = communication_of(self._store, self._window, ranks)
         slow = None if communicated is None else communicated.straggler()
         found += [] if slow is None else [Line(_STEP, f"  {sentence(slow, lately=False)}")]
         times = {one.rank: one for one in communicated.known} if communicated is not None else {}
@@ -206,13 +206,6 @@ class _Summary:
         data = self._members.get(process, {})
         rank, world = (value if type(value := data.get(key)) is int else None for key in ("rank", "world"))
         return rank, world
-
-    def _communication(self) -> Communication | None:
-        """What the ranks spend in communication, if they train together."""
-        found = ranks_in(self._window, {process: self._rank(process)[0] for process in self._processes})
-        wrappers = newest_wrappers(event.data for event in self._store.events("ddp"))
-        steps = sum(one.steps for one in found)
-        return communication(found, wrappers, communicated(self._store), steps, lately=False)
 
     def _rank_lines(self, times: Mapping[int | None, RankTimes]) -> list[str]:
         """`times`: by rank, of those for which it is known how they waited for the others."""

@@ -1,4 +1,4 @@
-"""What a snapshot says of ranks that train together: their figures, their mean times, and sampled collectives. Pure."""
+"""Ranks that train together, in a snapshot: their figures, their mean times, and sampled collectives. Pure."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ from dpmon.store.figures import merged, trains
 from dpmon.store.tally import Key, Tally
 
 _MINUTE_S = 60
-_NO_SERIES: tuple[str, ...] = ()
 RANK_STEPS, RANK_S = 50, 5
 """Steps and seconds, at least, over which the ranks are compared."""
 COLLECTIVES_S = 300
-"""Seconds of which the sampled collectives are shown: a step is sampled now and then only."""
+"""Seconds. The sampled collectives of this time are shown, since only a step now and then is sampled."""
 _RANK_SERIES = (STEP, "forward", "backward")
 
 
 def together(rows: Rows, tallies: Tallies, state: State, focus: Process, others: Sequence[Process]) -> State:
-    """With what the ranks do together: their mean times, and the collectives of sampled steps."""
+    """Add what the ranks do together: their mean times, and the collectives of sampled steps."""
     end_ns = state.newest_ns + 1
     begin_s = max(end_ns // SECOND - COLLECTIVES_S, 0)
     numbers = [process.process for process in (focus, *others)]
     found = rows.communicated(begin_s * SECOND, end_ns, numbers)
     steps = 0
     if found.samples:
-        sums = tallies.tallies(begin_s, end_ns // SECOND + 1, process=numbers, sketches=False, series=_NO_SERIES)
-        steps = sum(tally.steps for tally in sums.values())
+        sums = tallies.sums(begin_s, end_ns // SECOND + 1)
+        steps = sum(tally.steps for key, tally in sums.items() if key.process in numbers)
     times = _rank_times(rows, tallies, focus, others)
     return replace(state, ranks=times, collectives=found, sampled_of=steps)
 
@@ -50,9 +49,7 @@ def _rank_times(rows: Rows, tallies: Tallies, focus: Process, others: Sequence[P
     found = tallies.tallies(begin_s, end_s, process=numbers, sketches=False, series=STRAGGLER_SERIES)
     mode = focus.last_step.mode
     trained = mode in trains((key.mode, key.kind) for key in found)
-    by_process: dict[int, dict[Key, Tally]] = {number: {} for number in numbers}
-    for key, tally in found.items():
-        by_process[key.process][key] = tally
+    by_process = _by_process(found, numbers)
     return tuple(
         rank_times(one.process, one.rank, merged(by_process[one.process], mode, False, trained, settled=True))
         for one in ranks
@@ -67,11 +64,17 @@ def rank_figures(rows: Rows, tallies: Tallies, processes: Iterable[Process]) -> 
             alike.setdefault(figures_end_s(rows, process), {})[process.process] = process
     for end_s, those in alike.items():
         begin_s = max(end_s // _MINUTE_S - 1, 0) * _MINUTE_S  # a minute has a tally of its own
-        found: dict[int, dict[Key, Tally]] = {number: {} for number in those}
-        for key, tally in tallies.tallies(begin_s, end_s, process=tuple(those), series=_RANK_SERIES).items():
-            found[key.process][key] = tally
+        found = _by_process(tallies.tallies(begin_s, end_s, process=tuple(those), series=_RANK_SERIES), those)
         for number, process in those.items():
             yield replace(process, figures=_figured(found[number], process))
+
+
+def _by_process(tallies: Mapping[Key, Tally], processes: Iterable[int]) -> dict[int, dict[Key, Tally]]:
+    """The tallies of each of these processes."""
+    found: dict[int, dict[Key, Tally]] = {process: {} for process in processes}
+    for key, tally in tallies.items():
+        found[key.process][key] = tally
+    return found
 
 
 def _figured(tallies: Mapping[Key, Tally], process: Process) -> RankFigures:

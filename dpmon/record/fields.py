@@ -214,24 +214,23 @@ _EXIT = RecordKind(
 RECORDS: Mapping[str, RecordKind] = {
     kind.name: kind
     for kind in (
-        *(
-            _CALL,
-            _STEP,
-            COLLECTIVE,
-            SAMPLED,
-            DEVICE,
-            HOST,
-            MEMORY,
-            _MODE_CHANGE,
-            _PAUSE,
-            _INPUT,
-            _LOADER,
-            DDP,
-            _PROCESS_START,
-            _WARNING,
-            OOM,
-        ),
-        *(_DROPPED, _EXIT),
+        _CALL,
+        _STEP,
+        COLLECTIVE,
+        SAMPLED,
+        DEVICE,
+        HOST,
+        MEMORY,
+        _MODE_CHANGE,
+        _PAUSE,
+        _INPUT,
+        _LOADER,
+        DDP,
+        _PROCESS_START,
+        _WARNING,
+        OOM,
+        _DROPPED,
+        _EXIT,
     )
 }
 """Every kind of record by its name."""

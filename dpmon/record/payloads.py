@@ -56,7 +56,7 @@ _CALL_REPLICA = struct.Struct("<IIqq")
 
 
 def kind_of(payload: bytes) -> str:
-    """The kind of a payload without decoding it: definition, call, step, event, or "" if unknown."""
+    """The kind of a payload without decoding it: such as "call", "step" or "event"; "" if unknown."""
     if payload[:1] == _TIMED_BYTE:
         inner = payload[TIMED_HEAD.size : TIMED_HEAD.size + 1]
         return _KINDS[inner[0]] if inner and inner[0] in (CALL_TAG, PLAIN_TAG, STEP_TAG) else ""

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.model.announced import mode_change
-from dpmon.model.communication import Communication, communication, newest_wrappers, ranks_in
 from dpmon.model.compare import Comparison, compare_modes, first_with_both
 from dpmon.model.evidence import LoaderStart, LongStep, ModeFacts
 from dpmon.model.findings import findings
@@ -25,6 +24,7 @@ from dpmon.report.pauses import Pauses, Span, any_of, pauses_in, together
 from dpmon.report.story import ProcessFacts, RankLine, Story
 from dpmon.report.stretches import stretches
 from dpmon.report.waits import waits_in
+from dpmon.report.whole_communication import communication_of
 from dpmon.run.condition import run_state
 from dpmon.run.files import read_tail
 from dpmon.run.reader import RunReader
@@ -32,7 +32,6 @@ from dpmon.run.rundir import ExitInfo, load_info
 from dpmon.run.standing import how_it_stands, why_nothing
 from dpmon.run.uncaught import Uncaught, last_lines, uncaught
 from dpmon.store.answers import LongRow
-from dpmon.store.collective_queries import communicated
 from dpmon.store.opened import open_store
 from dpmon.store.queries import Store
 from dpmon.store.sums import END
@@ -117,7 +116,7 @@ class _Reading:
             story.bin_ns, story.bins = stretches(store, self._begin_ns, self._last_ns, max(medians, default=0))
         story.replicas = layouts.replicas(several)
         story.stages = layouts.stages(window.by_process)
-        communicated = self._communication(store, window)
+        communicated = communication_of(store, window, {one.process: one.rank for one in story.processes})
         times = {one.rank: one for one in communicated.ranks} if communicated is not None else {}
         ranks = [self._rank(process, store, layouts, window, times) for process in (processes if several else ())]
         story.ranks = sorted(ranks, key=lambda line: (line.rank is None, line.rank or 0, line.process))
@@ -184,13 +183,6 @@ class _Reading:
     @property
     def _last_ns(self) -> int | None:
         return max((last for _, last in self._spans.values()), default=None)
-
-    def _communication(self, store: Store, window: Window) -> Communication | None:
-        """What the ranks spend in communication, if they train together."""
-        found = ranks_in(window, {one.process: one.rank for one in self._story.processes})
-        wrappers = newest_wrappers(event.data for event in store.events("ddp"))
-        steps = sum(one.steps for one in found)
-        return communication(found, wrappers, communicated(store), steps, lately=False)
 
     def _rank(
         self,

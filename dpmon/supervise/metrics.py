@@ -45,11 +45,7 @@ MAX_DEVICES = 256
 _OF_RANKS = (
     (EXPOSED, "step_exposed_seconds_total", "Communication of the steps that no computation hid."),
     (WAIT, "step_wait_seconds_total", "Time of the steps in which a rank waited for the slowest one."),
-    (
-        HELD,
-        "step_held_seconds_total",
-        "How much later the slowest rank was than the next one.",
-    ),
+    (HELD, "step_held_seconds_total", "How much later the slowest rank was than the next one."),
 )
 _COUNTED = {
     WAIT: ("step_wait_known_total", "Steps in which the exposed communication and the wait of a rank are known."),

@@ -11,13 +11,12 @@ from dpmon.text.quantities import memory
 
 _OPERATIONS = 4
 """Kinds of collectives that are named."""
-_MORE = ("",) * _OPERATIONS
 _RUNS = 4
 """Runs of buckets of one size that are named."""
 
 
 def communication_facts(found: Communication) -> list[tuple[str, str]]:
-    """What is known, a label and a text each; the most telling first."""
+    """Labels and texts, the most telling first."""
     rows: list[tuple[str, str]] = []
     if found.exposed_ns is not None:
         rows.append(("exposed", f"{duration(found.exposed_ns)} a step, {percent(found.exposed_share)} of it"))
@@ -27,7 +26,7 @@ def communication_facts(found: Communication) -> list[tuple[str, str]]:
         rows.append(("wait", f"unknown: {found.missing}"))
     if found.sampled is not None:
         rows.append(("hidden", _hidden(found, found.sampled)))
-    rows += zip(("sampled", *_MORE), operations(found), strict=False)
+    rows += [("" if row else "sampled", text) for row, text in enumerate(operations(found))]
     several = len(found.wrappers) > 1
     for one in found.wrappers:
         rows.append((f"buckets{f' {one.root}' if several else ''}", buckets(one)))

@@ -99,9 +99,8 @@ class ByHand:
             given, me.hand = _scattered(number, args, kwargs)
             return self.session.sizes("0", tuple(given))
         if kind == Kind.REPLICATE and me.hand is None:
-            position = (
-                0 if number == BROADCAST_APPLY else 1
-            )  # Broadcast.apply(devices, *tensors); replicate(module, devices)
+            # Broadcast.apply(devices, *tensors); replicate(module, devices)
+            position = 0 if number == BROADCAST_APPLY else 1
             me.hand = _several(args[position] if len(args) > position else kwargs.get("devices"))
         return 0
 

@@ -1,8 +1,8 @@
 """Traces how DistributedDataParallel averages the gradients: when the last gradient was ready in a backward pass.
 
-DistributedDataParallel averages gradients during the backward pass, bucket by bucket. A rank whose gradients are all
-ready waits for the buckets under way, and so for the other ranks. The backward pass therefore takes equally long on all
-ranks. This tail of it does not: it is shortest on the rank that the others wait for.
+DistributedDataParallel averages gradients during the backward pass, bucket by bucket. Once all gradients of a rank are
+ready, it waits for the buckets under way, and so for the other ranks. The backward pass therefore takes equally long on
+all ranks. The wait at its end does not: it is shortest on the rank that the others wait for.
 
 torch notes when each gradient was ready (`Reducer.get_backward_stats`: ns since the end of the forward). The tracer
 reads the notes after the backward pass. It adds no hook to the script's parameters, and no communication hook. Of the
@@ -106,7 +106,7 @@ class GradientSync:
                         one.waits = True
                         waiting.append(one)
             except Exception as error:  # noqa: BLE001 - our fault must not reach the script
-                self._session.fault("gradients", error)
+                self._session.fault("gradients", error, fatal=False)
             return result
 
         return named_like(_post_forward, original)
@@ -146,14 +146,14 @@ class GradientSync:
                 if timing is not None:
                     self._mark = timing.begin(me, Kind.SYNC)
             except Exception as error:  # noqa: BLE001 - our fault must not reach the script
-                fault("gradients", error)
+                fault("gradients", error, fatal=False)
 
         def begins(_: Any) -> None:
             try:
                 handle.remove()
                 _engine.queue_callback(computed)
             except Exception as error:  # noqa: BLE001 - our fault must not reach the script
-                fault("gradients", error)
+                fault("gradients", error, fatal=False)
 
         handle = node.register_prehook(begins)
 
@@ -163,24 +163,21 @@ class GradientSync:
     # ---------------------------------------------------------------- the end of a backward pass
 
     def _backward_ended(self, head: int, began: int, ended: int) -> None:
-        """Write what is known of the wrappers in a backward pass, before its own span is written.
+        """Write the gradients of the wrappers in a backward pass, before its own span is written.
 
-        `head`: thread and enclosing kind. `began`, `ended`: when the pass did (monotonic ns).
+        `head`: thread and enclosing kind. `began`, `ended`: of the pass (monotonic ns).
         """
-        waiting = self._waiting
-        if len(waiting) == 1 and (one := waiting[0]).averages and (module := one.module()) is not None and one.notes:
-            ready = one.ready(_notes(module))
-            if ready:
-                last = one.base + (ready[0] if len(ready) == 1 else max(ready))
-                self._write(one, ready, min(max(last, self._computed, began), ended), head, ended)
-                self._is_over(one, module, ended)
-        elif waiting:
-            self._several_ended(head, began, ended)
+        try:
+            if self._waiting:
+                self._write_passes(head, began, ended)
+        except Exception as error:  # noqa: BLE001 - our fault must not reach the script
+            self._session.fault("gradients", error, fatal=False)
 
-    def _several_ended(self, head: int, began: int, ended: int) -> None:
-        """As `_backward_ended`, of any wrappers. They wait together after the last gradient of all of them."""
+    def _write_passes(self, head: int, began: int, ended: int) -> None:
+        """Write the passes that are over. Several wrappers wait together, after the last gradient of all of them."""
         found = []
-        for one in list(self._waiting):
+        last = max(self._computed, began)
+        for one in tuple(self._waiting):
             module = one.module()
             if module is None:
                 self._waiting.remove(one)
@@ -188,15 +185,17 @@ class GradientSync:
                 self._is_over(one, module, ended)
             elif one.averages and (ready := one.ready(_notes(module))):
                 found.append((one, module, ready))
-        if found:
-            last = max(one.base + max(ready) for one, _, ready in found)
-            at = min(max(last, self._computed, began), ended)
-            for one, module, ready in found:
-                self._write(one, ready, at, head, ended)
-                self._is_over(one, module, ended)
-            return
+                last = max(last, one.base + max(ready))
+        for one, module, ready in found:
+            self._write(one, ready, min(last, ended), head, ended)
+            self._is_over(one, module, ended)
+        if not found:
+            self._write_unsynced(head, ended)
+
+    def _write_unsynced(self, head: int, ended: int) -> None:
+        """Write a pass that averaged nothing, of one of the wrappers under `no_sync`."""
         for one in self._waiting:
-            if not one.averages:  # a pass without averaging: of one of these models
+            if not one.averages:
                 self._recorder.put(head | Kind.SYNC | Flag.SKIPPED << FLAGS_AT, ended, 0, 0)
                 self._is_over(one, one.module(), ended)
                 break
@@ -237,13 +236,10 @@ class GradientSync:
         """Record the facts of a wrapper if they have changed."""
         data = module._get_ddp_logging_data()
         one.divide(data)
-        facts, times = _facts(one, module, data), _times(data)
-        if facts != one.facts or times != one.times:
-            one.facts, one.times = dict(facts), times
-            absent = dict(facts.pop("absent"))
-            if times["comm_ms"] is None:
-                absent.update(dict.fromkeys(times, NOT_TIMED))
-            self._session.event("ddp", fill="last", **facts, **times, absent=absent)
+        facts = {**_facts(one, module, data), **_times(one, data)}
+        if facts != one.facts:
+            one.facts = facts
+            self._session.event("ddp", fill="last", **facts)
 
 
 class _Wrapper:
@@ -251,7 +247,7 @@ class _Wrapper:
 
     __slots__ = (
         *("averages", "base", "buckets", "due", "facts", "inner", "latest", "module", "notes", "number", "passes"),
-        *("partly", "pick", "seen", "several", "times", "values", "waits"),
+        *("partly", "pick", "seen", "several", "values", "waits"),
     )
 
     def __init__(self, module: Any, number: int, let_go: Callable[[Any], object]) -> None:
@@ -284,7 +280,7 @@ class _Wrapper:
         self.values: tuple[int, ...] = ()
         """The notes of `latest` after the last synchronised pass; twice the same of one bucket."""
         self.facts: dict[str, Any] = {}
-        self.times: dict[str, Any] = {}
+        """As they were recorded last."""
 
     def divide(self, data: Any) -> None:
         """Take the buckets from torch's facts."""
@@ -351,16 +347,22 @@ def _facts(one: _Wrapper, module: Any, data: Any) -> dict[str, Any]:
         "comm_hook": data.get("comm_hook"),
         "broadcast_buffers": buffers,
         "sync_batch_norm": bool(data.get("has_sync_bn")),
-        "absent": {} if one.notes else {"sync": NO_NOTES},
     }
 
 
-def _times(data: Any) -> dict[str, Any]:
-    """Times of the last pass that torch sampled: of the communication, and of its overlap with the computation."""
+def _times(one: _Wrapper, data: Any) -> dict[str, Any]:
+    """Times of the last pass that torch sampled, and why times are absent.
+
+    torch times the communication, and its overlap with the computation.
+    """
+    absent = {} if one.notes else {"sync": NO_NOTES}
     comm, overlap = data.get("backward_comm_time"), data.get("backward_compute_comm_overlap_time")
-    if not comm:
-        return {"iteration": None, "comm_ms": None, "overlap_ms": None}
-    return {"iteration": data.get("iteration"), "comm_ms": comm / 1e6, "overlap_ms": (overlap or 0) / 1e6}
+    if comm:
+        times = {"iteration": data.get("iteration"), "comm_ms": comm / 1e6, "overlap_ms": (overlap or 0) / 1e6}
+    else:
+        times = {"iteration": None, "comm_ms": None, "overlap_ms": None}
+        absent |= dict.fromkeys(times, NOT_TIMED)
+    return {**times, "absent": absent}
 
 
 def _whole(text: Any) -> list[int]:

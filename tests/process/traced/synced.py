@@ -70,39 +70,21 @@ class Outer(nn.Module):
         return self.inner(torch.tanh(self.before(x)))
 
 
-def plain(found, options=None, model=None, under=contextlib.nullcontext):
+def plain(found, options=None, model=None):
     one = Counted(model or layers(), **(options or {}))
     for _ in range(STEPS):
-        one.optimizer.zero_grad()
-        before = one.synced
-        loss = one.model(torch.randn(16, 64)).square().sum()
-        began = time.monotonic_ns()
-        with under():
-            loss.backward()
-        ended = time.monotonic_ns()
-        found.append({"synced": one.synced - before, "tail_ns": ended - one.last_ns, "backward_ns": ended - began})
-        one.optimizer.step()
+        step_of(found, [one.optimizer], [one], lambda: one.model(torch.randn(16, 64)).square().sum())
 
 
-def accumulating(found):
+def accumulating(found, unsynced=3):
+    """Four backward passes a step; the first ones are under no_sync."""
     one = Counted(layers())
     for _ in range(STEPS):
         before = one.synced
         for batch in range(4):
-            with one.model.no_sync() if batch < 3 else contextlib.nullcontext():
+            with one.model.no_sync() if batch < unsynced else contextlib.nullcontext():
                 one.model(torch.randn(16, 64)).square().sum().backward()
-        found.append({"synced": one.synced - before, "unsynced": 3})
-        one.optimizer.step()
-        one.optimizer.zero_grad()
-
-
-def forgotten(found):
-    one = Counted(layers())
-    for _ in range(STEPS):
-        before = one.synced
-        for _ in range(4):
-            one.model(torch.randn(16, 64)).square().sum().backward()
-        found.append({"synced": one.synced - before})
+        found.append({"synced": one.synced - before, "unsynced": unsynced})
         one.optimizer.step()
         one.optimizer.zero_grad()
 
@@ -300,7 +282,7 @@ FORMS = {
     "unused": lambda found: plain(found, {"find_unused_parameters": True}, Branches()),
     "recomputed": lambda found: plain(found, model=Recomputed()),
     "accumulating": accumulating,
-    "forgotten": forgotten,
+    "forgotten": lambda found: accumulating(found, 0),
     "rivals": rivals,
     "nested": nested,
     "evaluating": evaluating,

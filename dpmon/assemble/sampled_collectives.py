@@ -3,9 +3,8 @@
 The span of a sample comes when the sample is over, and says whether it is discarded because it holds an evaluation. Its
 collectives are held until then.
 
-A collective ends when it pleases, maybe after its step. So its span waits here until a step has ended after its start.
-Collectives of one process group run one after the other. So one could begin when it was launched, and those launched
-before it had ended.
+A collective may end after its step. So its span waits here until a step has ended after its start. Collectives of one
+process group run one after the other. So a collective could begin when it was launched and all earlier ones had ended.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ MOST_STEPS = 32
 MOST_WAITING = 1 << 14
 MOST_GROUPS = 256
 MOST_BEFORE = 64
-"""Limit of collectives that one on the same group is compared with."""
+"""Limit of earlier collectives of a group that a collective is compared with."""
 
 
-class Communication:
+class SampledCollectives:
     """The collectives of one process."""
 
     def __init__(self, known: Definitions) -> None:
@@ -35,13 +34,13 @@ class Communication:
         self._steps: deque[tuple[int, int, int]] = deque(maxlen=MOST_STEPS)
         """Start, end and number of the last steps."""
         self._held: list[Collected] = []
-        """Those in a sample that is not over."""
+        """Collectives in a sample that is not over."""
         self._sampled = (0, 0)
         """When the last sample ended; not 0 if it was discarded."""
         self._waiting: list[Collected] = []
-        """Those that no step has ended after."""
+        """Collectives after which no step has ended."""
         self._before: dict[str, list[tuple[int, int]]] = {}
-        """By group: start and end of the last ones."""
+        """By group: start and end of its last collectives."""
         self._ready: list[Collected] = []
 
     def take(self, span: Span) -> bool:
@@ -81,9 +80,9 @@ class Communication:
             self._place(one)
 
     def _queued(self, group: str, span: Span) -> int:
-        """How long a collective waited for those launched before it on its group, which are known by their ends (ns).
+        """How long a collective waited for earlier ones of its group (ns).
 
-        One that ended after it ran beside it.
+        An earlier one that ended after it ran beside it, and is not counted.
         """
         before = self._before.setdefault(group, [])
         ends = [end for start, end in before if start <= span.start and span.start < end <= span.end]

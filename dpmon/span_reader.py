@@ -141,7 +141,7 @@ class SpanReader:
             self._set(Word.ONE_IN, steps)
 
     def request_sample(self) -> int:
-        """Ask the training process to record the collectives of a step soon; returns the request's serial."""
+        """Ask the training process to record the collectives of one of the next steps; returns the request's serial."""
         serial = (self._word(Word.SAMPLE) + 1) & 0xFFFFFFFFFFFFFFFF
         self._set(Word.SAMPLE, serial)
         return serial

@@ -22,7 +22,7 @@ _NOT_YET = "no step is known yet in which all ranks averaged their gradients"
 
 
 class Wrapper(NamedTuple):
-    """What a DistributedDataParallel said of itself; None if unknown."""
+    """Facts of a DistributedDataParallel; None if unknown."""
 
     process: int
     rank: int | None
@@ -69,7 +69,7 @@ class Wrapper(NamedTuple):
 
 
 class Communication(NamedTuple):
-    """What the ranks of a run spend in communication, in mean steps; ns, None if unknown."""
+    """Time that the ranks of a run spend in communication in a mean step; ns, None if unknown."""
 
     ranks: tuple[RankTimes, ...]
     """Each with its process group, as far as that is known."""
@@ -94,7 +94,7 @@ class Communication(NamedTuple):
 
     @property
     def known(self) -> tuple[RankTimes, ...]:
-        """The ranks whose waits are known."""
+        """The ranks with known waits."""
         return tuple(one for one in self.ranks if one.joined)
 
     @property
@@ -172,7 +172,7 @@ def communication(
     *,
     lately: bool,
 ) -> Communication | None:
-    """What these ranks spend in communication; None for one process without a DistributedDataParallel.
+    """The communication of these ranks; None for one process without a DistributedDataParallel.
 
     `collectives`: those of sampled steps, and `sampled_of`: the steps in their time.
     """
@@ -192,7 +192,7 @@ def communication(
 
 
 def _most_unused(wrappers: Iterable[Wrapper], number: int) -> int | None:
-    """Of this wrapper on all ranks: a parameter that one of them does not use is reason enough to look for it."""
+    """Of this wrapper on all ranks: the search for unused parameters is needed if any rank leaves one out."""
     known = (one.most_unused_bytes for one in wrappers if one.number == number)
     return max((size for size in known if size is not None), default=None)
 
@@ -209,9 +209,9 @@ def _groups(wrappers: Iterable[Wrapper]) -> dict[int, set[tuple[int, ...]]]:
 def _grouped(
     ranks: Iterable[RankTimes], wrappers: Iterable[Wrapper], groups: Mapping[int, set[tuple[int, ...]]]
 ) -> tuple[RankTimes, ...]:
-    """The ranks with their process groups: that of the newest process of a rank, or else the one that lists the rank.
+    """The ranks with their process groups: the group of a rank's newest process, or else the group that lists the rank.
 
-    A process whose wrappers have different groups has none.
+    A process has none if its wrappers have different groups.
     """
     newest: dict[int, int] = {}
     for one in wrappers:
@@ -290,7 +290,7 @@ def ranks_in(window: Window, ranks: Mapping[int, int | None]) -> tuple[RankTimes
 
 
 class _Unused:
-    """What all records of a wrapper say of its unused parameters."""
+    """The unused parameters of a wrapper, from all its records."""
 
     def __init__(self) -> None:
         self.most: int | None = None
@@ -323,7 +323,7 @@ def newest_wrappers(records: Iterable[Mapping[str, Any]]) -> tuple[Wrapper, ...]
 
 
 def wrapper(data: Mapping[str, Any]) -> Wrapper | None:
-    """What a `ddp` record says; None if it does not say of which process."""
+    """The facts in a `ddp` record; None if it names no process."""
     process = whole_in(data, "process")
     if process is None:
         return None

@@ -34,7 +34,7 @@ class ModeFacts(NamedTuple):
     mean_ns: float | None = None
     """Mean time of the whole step."""
     distributed: str | None = None
-    """By what ranks trained one model together in it (a key of RANK_MODES): with one device each, so neither dp nor
+    """How its ranks trained one model together (a key of RANK_MODES): with one device each, so neither dp nor
     single."""
     counted: Counted = ()
 

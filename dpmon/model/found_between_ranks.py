@@ -1,4 +1,4 @@
-"""What is worth a look in how ranks wait for each other and communicate. Pure."""
+"""Findings about waits and communication between ranks. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXPOSED_SHARE = 0.2
 BUCKET_SHARE, BUCKET_EXPOSED = 0.5, 0.1
 """The last bucket's part of all bytes, and the part of the step that is exposed."""
 BUCKET_BYTES = 8 << 20
-"""Size of the last bucket below which smaller buckets do not pay: each of them has a latency of its own."""
+"""Size of the last bucket below which smaller buckets do not pay: each has its own latency."""
 LARGE_BYTES = 1 << 20
 """Size of all gradients below which their number of bytes hardly matters."""
 AVERAGED_TIMES = 1.5
@@ -36,7 +36,7 @@ _SLOW_PHASE = {
     "copy": "pinned memory (DataLoader pin_memory); the link of that rank's GPU (nvidia-smi topo -m)",
     "forward": _SLOW_DEVICE,
     "backward": _SLOW_DEVICE,
-    "optimizer": "an optimizer state of the same size on every rank; a host whose processors are busy",
+    "optimizer": "an optimizer state of the same size on every rank; a host with busy processors",
     "other": "work that only one rank does, such as logging, a checkpoint or an evaluation: less often, or in a thread",
 }
 _NO_PHASE = "what differs on that rank: its GPU and its clocks, other processes on its host, its share of the data"
@@ -91,7 +91,7 @@ def _exposed(found: Communication) -> Iterator[Finding]:
 
 
 def _bucket(found: Communication) -> Iterator[Finding]:
-    """The last bucket is averaged when everything is computed: what is in it stays exposed."""
+    """The last bucket is averaged when everything is computed: its communication stays exposed."""
     share = found.exposed_share
     if share is None or share < BUCKET_EXPOSED or found.joined < MIN_STEPS or len(found.wrappers) != 1:
         return

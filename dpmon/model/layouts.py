@@ -67,7 +67,7 @@ class Layouts:
         self.virtual = any(shape.virtual and self._layout(shape) for shape in shapes)
         """Whether a call had virtual replicas."""
         self.distributed = next((by for shape in shapes if (by := _by_ranks(self._layout(shape)))), None)
-        """By what ranks trained one model together (a key of RANK_MODES); None if no call was of such a rank."""
+        """How its ranks trained one model together: a key of RANK_MODES; None if they did not."""
 
     def split(self) -> Iterator[tuple[Shape, Mapping[str, Any]]]:
         """Shapes with their layouts, without those of ranks, which are no replicas."""

@@ -99,7 +99,7 @@ class State:
     sampled_of: int = 0
     """Steps of the ranks in that time."""
     wrappers: tuple[Wrapper, ...] = ()
-    """What each DistributedDataParallel said last of itself."""
+    """The newest facts of each DistributedDataParallel."""
 
     def training(self) -> list[Process]:
         """Those that train now (`dpmon.model.turns`)."""
@@ -114,7 +114,7 @@ class State:
         return self._straggler
 
     def communication(self) -> Communication | None:
-        """What the ranks spend in communication; None if they do not train together."""
+        """The communication of the ranks; None if they do not train together."""
         return self._communication
 
     # A picture asks for them at many places.

@@ -104,7 +104,7 @@ class Straggler(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What they are called in a sentence."""
+        """Their name in a sentence."""
         known = [rank for rank in self.ranks if rank is not None]
         what, numbers = ("rank", known) if len(known) == len(self.ranks) else ("process", list(self.processes))
         if len(numbers) == 1:
@@ -162,7 +162,7 @@ def straggler(ranks: Sequence[RankTimes]) -> Straggler | None:
 
 
 def _straggler_of(members: Sequence[RankTimes]) -> Straggler | None:
-    """The same of one process group, whose times are known.
+    """The same for one process group with known times.
 
     Where ranks wait for each other in the forward, too, what a forward takes longer than the shortest one is a wait.
     How often a rank was the slowest is not known there, so a phase must tell why.

@@ -42,7 +42,7 @@ class RecordKind:
     meaning: str
     fields: tuple[Field, ...]
     row: str = "record"
-    """What a row of CSV is of."""
+    """The subject of a row of CSV."""
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -119,7 +119,7 @@ _STEP = RecordKind(
             " has none",
             "ms",
         ),
-        Field("wait_ms", "number", "what else of its `sync` it waited for the slowest rank, whose wait is 0", "ms"),
+        Field("wait_ms", "number", "the rest of its `sync`: its wait for the slowest rank (0 on that rank)", "ms"),
         ABSENT,
     ),
 )

@@ -37,7 +37,7 @@ class RecordError(DpmonError):
 class Size:
     """One tensor among the arguments or results: where it is, its shape, dtype and bytes (elements times item size).
 
-    Shape and bytes are of this rank's part, if it is a DTensor, which is shared out to several ranks.
+    For a DTensor, which is divided among ranks, shape and bytes are those of this rank's part.
     """
 
     path: str
@@ -220,7 +220,7 @@ class Collective:
     """The step under way when it was launched; None: it lies between two steps."""
     operation: str
     phase: str
-    """What the thread that launched it was doing: forward, backward ...; other for the script's own work."""
+    """Activity of the thread that launched it: forward, backward ...; other for the script's own work."""
     bytes: int
     dtype: str
     group: str

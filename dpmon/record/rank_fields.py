@@ -89,7 +89,11 @@ DDP = RecordKind(
         Field("static_graph", "boolean", "whether the script promises that all steps are alike"),
         Field("comm_hook", "text", "the name of its communication hook; null if it has none"),
         Field("broadcast_buffers", "boolean", "whether the first rank sends its buffers in every forward"),
-        Field("sync_batch_norm", "boolean", "whether it has a SyncBatchNorm, whose ranks wait in the forward"),
+        Field(
+            "sync_batch_norm",
+            "boolean",
+            "whether it has a SyncBatchNorm, at which ranks wait in the forward",
+        ),
         Field("iteration", "integer", "the last iteration that torch itself timed: the first ten, then one in 100"),
         Field(
             "comm_ms",

@@ -128,7 +128,7 @@ class Story:
     gpu_absent: str | None = None
     """Why there are no GPUs to tell of."""
     distributed: str | None = None
-    """By what ranks train one model together (a key of RANK_MODES)."""
+    """How the ranks train one model together: a key of RANK_MODES."""
     dropped: int = 0
     pruned: int = 0
     standing: str | None = None

@@ -1,4 +1,4 @@
-"""What the ranks of a run spent in communication, over the whole run."""
+"""The communication of the ranks over a whole run."""
 
 from __future__ import annotations
 

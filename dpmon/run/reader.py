@@ -225,7 +225,7 @@ class RunReader:
         return sum(process.request_pause(paused) for process in self._training())
 
     def request_sample(self) -> int:
-        """Ask every training process for the collectives of a step soon; how many were asked."""
+        """Ask every training process for the collectives of one of the next steps; how many were asked."""
         return sum(process.request_sample() for process in self._training())
 
     def pause_refusal(self) -> str | None:

@@ -60,7 +60,7 @@ class Batch:
     waited: list[tuple[int, int, int]] = field(default_factory=list)
     """Waits for input in gaps that were recorded before: process, begin, end."""
     joined: list[Joined] = field(default_factory=list)
-    """Steps, of this batch or an earlier one, of which it is known now how they waited for other ranks."""
+    """Steps of this or an earlier batch. How they waited for other ranks has become known now."""
     shapes: Counter[ShapeKey] = field(default_factory=Counter)
     """Calls by shape."""
     devices: dict[tuple[int, int, str], list[float]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What is asked of the collectives of sampled steps."""
+"""Queries about the collectives of sampled steps."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class CollectiveSums:
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
         self._rows = MOST_SUMS
-        """There are at most this many rows; it is counted when they may be too many."""
+        """There are at most this many rows; they are counted when this may be exceeded."""
 
     def add(self, batch: Batch) -> None:
         """Add what a batch has of collectives."""

@@ -14,8 +14,8 @@ from dpmon.record.schema import EXPOSED, HELD, WAIT
 from dpmon.store.tally import Key
 
 MAX_WAITING = 1 << 16
-"""Steps of a group that wait for other ranks: more than the largest ring holds. The oldest rounds are given up for
-further ones."""
+"""Steps of a group that wait for other ranks: more than the largest ring holds. Beyond it, the oldest rounds are given
+up."""
 _MAX_RANKS = 1 << 16
 
 
@@ -35,7 +35,7 @@ class SyncStep(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """What a step of one rank spent in communication, once the ranks are known that took part; ns."""
+    """Communication in a step of one rank, once all ranks that took part are known; ns."""
 
     step: SyncStep
     exposed_ns: int
@@ -64,7 +64,7 @@ class _Group:
         self.reached: dict[int, int] = {}
         """By rank, the number of its newest step."""
         self.ended: set[int] = set()
-        """Ranks whose process is over."""
+        """Ranks with an ended process."""
         self.replaced: set[int] = set()
         """Processes of the job before it was started again."""
 
@@ -108,8 +108,8 @@ class _Group:
     def _close(self, place: tuple[int, int]) -> Sequence[Joined]:
         """Join a round if no further rank will take part in it.
 
-        A rank whose process is over takes part no more. If it has gone beyond the round without a record of it, the
-        round is unknown.
+        A rank takes part no more once its process has ended. If it has gone beyond the round without a record of it,
+        the round is unknown.
         """
         steps = self.pending[place]
         missing = self.ranks - steps.keys()
@@ -131,7 +131,7 @@ class Rounds:
         """By process, the ranks of its group."""
         self._rank_of: dict[int, int] = {}
         self._told: set[int] = set()
-        """Processes whose wrappers said which ranks they have."""
+        """Processes with wrappers that have named their ranks."""
         self._several: set[int] = set()
         """Processes with wrappers of different groups."""
         self._groups: dict[Sequence[int], _Group] = {}
@@ -179,7 +179,7 @@ class Rounds:
         return group.over(rank)
 
     def resume(self, process: int, number: int) -> None:
-        """Note the newest pass of a process, whose steps an earlier supervisor took."""
+        """Note the newest pass of a process. An earlier supervisor took its steps."""
         group = self._group(process)
         if group is not None:
             rank = self._rank_of[process]

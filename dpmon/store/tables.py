@@ -123,7 +123,7 @@ COLLECTIVE_COLUMNS: Mapping[str, str] = {
 }
 """The columns of collectives and their types."""
 COLLECTIVE_SUMS = ("count", "bytes", "ended", "timed_bytes", "ran_ns")
-"""What is added up of collectives."""
+"""The sums of collectives."""
 ACTIVITY_COLUMNS = tuple(f"{name}_ns" for name in ACTIVITIES)
 
 

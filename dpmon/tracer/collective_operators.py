@@ -1,4 +1,4 @@
-"""The operators of torch.ops.c10d that are recorded, and what their arguments mean."""
+"""The operators of torch.ops.c10d that are recorded, and the meaning of their arguments."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 
 class Operator(NamedTuple):
-    """What the arguments of an operator mean."""
+    """Meaning of the arguments of an operator."""
 
     name: str
     """In records."""
     group: int
     """Index of the process group."""
     counted: int
-    """Index of the tensors whose bytes count, by the convention of nccl-tests."""
+    """Index of the tensors to count, by the convention of nccl-tests."""
     by_ranks: bool = False
     """Whether each rank has only its part of these bytes."""
 

@@ -16,7 +16,7 @@ _own_mro = type.__dict__["__mro__"].__get__
 def class_name(value: Any) -> str:
     """The name of a value's class, as stored in the class; its metaclass cannot change it.
 
-    The class of a module given to fully_shard is the one that the script wrote, from which torch derived its own.
+    torch derives a class from the script's own class for a module given to fully_shard: the script's class is named.
     """
     kind = type(value)
     bases = _own_mro(kind)

@@ -104,7 +104,7 @@ def uncopyable(module: Any) -> str | None:
 
 
 def _is_sharded(module: Any) -> bool:
-    """Whether the module's own parameters or buffers are shared out to several ranks.
+    """Whether the module's own parameters or buffers are divided among several ranks.
 
     After a forward, the parameters of a module given to fully_shard may be ordinary tensors until its backward.
     """

@@ -157,9 +157,11 @@ class Monitor(Stopping):
         self._say(None)
 
     def action_sample(self) -> None:
-        """Have the ranks record the collectives of a step soon."""
+        """Have the ranks record the collectives of one of the next steps."""
         asked = self.feed.sample()
-        self._say("the collectives of a step soon are recorded" if asked else "nothing runs that could be asked")
+        self._say(
+            "the collectives of one of the next steps will be recorded" if asked else "nothing runs that could be asked"
+        )
 
     def action_next(self, by: int) -> None:
         """The next hit of a search in the output; else the next root or call, after the last one the newest again."""

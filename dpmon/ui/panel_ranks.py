@@ -36,7 +36,7 @@ _SHORT = ("data", "forw", "back", "expos", "wait")
 
 
 class _Rank(NamedTuple):
-    """A rank with what is drawn of it."""
+    """A rank and its drawing."""
 
     process: Process
     track: CallTrack | None
@@ -63,13 +63,13 @@ def _rows(scene: Scene, room: int) -> tuple[list[tuple[Process, CallTrack | None
 
 
 def _known(scene: Scene) -> Communication | None:
-    """What the ranks communicate, if it is known how they wait for each other."""
+    """The communication of the ranks, if their waits are known."""
     found = scene.state.communication()
     return found if found is not None and found.known else None
 
 
 def mapped(scene: Scene) -> bool:
-    """Whether the ranks are so many that they are drawn as a map."""
+    """Whether there are too many ranks for a row each, so that a map is drawn."""
     return applies(scene) and _known(scene) is not None and len(training(scene.state)) > MAPPED
 
 
@@ -102,7 +102,7 @@ def title(scene: Scene, look: Look) -> tuple[Row, Row]:
 def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     """The panel's rows, inside its frame.
 
-    Rows that have no room come last, below what is said of all ranks.
+    Rows without room come last, below the lines about all ranks.
     """
     found = _known(scene)
     if found is None:
@@ -135,9 +135,9 @@ def _slow_in_room(ranks: Sequence[_Rank], slow: Straggler, room: int) -> list[in
 
 
 def _said(scene: Scene, found: Communication, width: int, room: int, ranks: int, look: Look) -> list[Row]:
-    """What is said below the ranks: who holds the others up, and what has to be known; one row is left for a rank.
+    """The lines below the ranks: who holds the others up, and notes; one row is left for a rank.
 
-    It is said in short where there is no room for it below all ranks.
+    They are short where there is no room for them below all ranks.
     """
     slow = scene.state.straggler()
     most = max(room - 1, 0)
@@ -237,7 +237,7 @@ def _time(ns: float | None, gap: str) -> str:
 
 
 def _size_cells(ranks: Sequence[_Rank], height: int, room: int) -> list[Row]:
-    """What each rank received and returned, and its rows, if there is room for it."""
+    """The sizes that each rank received and returned, and its rows, if there is room."""
     cells: list[Row] = []
     for one in ranks[: max(height, 1)]:
         if one.track is None:

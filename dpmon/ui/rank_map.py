@@ -54,6 +54,6 @@ def _cell(one: RankTimes | None, slow: Straggler | None, look: Look) -> tuple[st
 
 
 def legend(width: int, look: Look) -> Row:
-    """What the cells mean."""
+    """The meaning of the cells."""
     tenths = "tenths of the step spent waiting for it"
     return fit([(look.glyphs.focus, "found"), (" slowest  ", "dim"), ("0-9", "bold"), (f" {tenths}", "dim")], width)

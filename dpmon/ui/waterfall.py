@@ -101,7 +101,7 @@ def _ranks(
 def bucket_row(turn: Turn, label: int, room: int, top: float, look: Look) -> Row:
     """When each bucket of gradients was ready, and how long the averaging went on after the last one.
 
-    Several buckets in one cell are a digit. What is exposed lies at the end of a wait.
+    Several buckets in one cell are a digit. Exposed communication lies at the end of a wait.
     """
     scale = room / top
     marks = Counter(min(int(at * scale), room - 1) for at in turn.buckets)

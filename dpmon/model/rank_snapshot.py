@@ -29,12 +29,13 @@ def together(rows: Rows, tallies: Tallies, state: State, focus: Process, others:
     begin_s = max(end_ns // SECOND - COLLECTIVES_S, 0)
     numbers = [process.process for process in (focus, *others)]
     found = rows.communicated(begin_s * SECOND, end_ns, numbers)
-    steps = 0
+    steps, last = 0, None
     if found.samples:
+        last = rows.last_sample(focus.process, begin_s * SECOND)
         sums = tallies.sums(begin_s, end_ns // SECOND + 1)
         steps = sum(tally.steps for key, tally in sums.items() if key.process in numbers)
     times = _rank_times(rows, tallies, focus, others)
-    return replace(state, ranks=times, collectives=found, sampled_of=steps)
+    return replace(state, ranks=times, collectives=found, last_sample=last, sampled_of=steps)
 
 
 def _rank_times(rows: Rows, tallies: Tallies, focus: Process, others: Sequence[Process]) -> tuple[RankTimes, ...]:

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from dpmon.model.members import SECOND
 from dpmon.model.process import Process
 from dpmon.record.kinds import Call, Event, Step
-from dpmon.store.answers import CallHead, Communicated, LongRow, PaceRow, Sample, TimeRow
+from dpmon.store.answers import CallHead, Communicated, LastSample, LongRow, PaceRow, Sample, TimeRow
 from dpmon.store.tally import Key, Tally
 from dpmon.store.window import Source
 
@@ -90,6 +90,9 @@ class Rows(Protocol):
 
     def communicated(self, begin_ns: int, end_ns: int, processes: Collection[int]) -> Communicated:
         """The sampled collectives of processes between two times."""
+
+    def last_sample(self, process: int, begin_ns: int) -> LastSample | None:
+        """The newest step of a process with sampled collectives, if it began after a time."""
 
     def samples(self, span_ns: int, after_id: int = 0) -> list[Sample]:
         """Samples of devices and host, in their order."""

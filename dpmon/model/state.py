@@ -14,7 +14,7 @@ from dpmon.model.communication import Communication, Wrapper, communication
 from dpmon.model.process import Process
 from dpmon.model.stragglers import RankTimes, Straggler
 from dpmon.model.turns import standing_for, taking_turns
-from dpmon.store.answers import Communicated
+from dpmon.store.answers import Communicated, LastSample
 
 
 class ModeChange(NamedTuple):
@@ -96,6 +96,8 @@ class State:
     """Mean times of the ranks that train together, over their last steps, by rank; empty if there is one process."""
     collectives: Communicated = field(default_factory=Communicated)
     """Of the sampled steps of the ranks, in the last minutes."""
+    last_sample: LastSample | None = None
+    """The newest sampled step of the process in focus."""
     sampled_of: int = 0
     """Steps of the ranks in that time."""
     wrappers: tuple[Wrapper, ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from dpmon.record.kinds import bus_factor
+from dpmon.record.kinds import Collective, bus_factor
 from dpmon.record.wire import FAILED, GRAD, TRAINING
 
 
@@ -142,6 +142,16 @@ class Communicated(NamedTuple):
     """Collectives that were launched in these samples."""
     why: str | None = None
     """Why none can be recorded."""
+
+
+class LastSample(NamedTuple):
+    """The newest time of a process in which every collective was recorded, mostly one step."""
+
+    step: int | None
+    start_ns: int
+    wall_ns: int
+    collectives: tuple[Collective, ...]
+    """In order of launch."""
 
 
 class CallHead(NamedTuple):

@@ -16,8 +16,8 @@ from dpmon.record.kinds import Call, Event, RecordError, Step
 from dpmon.record.payloads import call_head, call_replicas, call_stages
 from dpmon.record.schema import EVALUATION, SETTLING
 from dpmon.record.wire import MODES
-from dpmon.store.answers import CallHead, Communicated, LongRow, Sample
-from dpmon.store.collective_queries import communicated
+from dpmon.store.answers import CallHead, Communicated, LastSample, LongRow, Sample
+from dpmon.store.collective_queries import communicated, last_sample
 from dpmon.store.queries import LONG_COLUMNS, Store, event_in, long_row
 from dpmon.store.tables import LASTING
 
@@ -200,6 +200,10 @@ class AsOf:
     def communicated(self, begin_ns: int, end_ns: int, processes: Collection[int]) -> Communicated:
         """The sampled collectives of processes that began between two times, as far as they are known."""
         return communicated(self.store, begin_ns, min(end_ns, self.until_ns), processes)
+
+    def last_sample(self, process: int, begin_ns: int) -> LastSample | None:
+        """The newest step of a process with sampled collectives, if it began after a time."""
+        return last_sample(self.store, process, begin_ns, self.until_ns)
 
     def samples(self, span_ns: int, after_id: int = 0) -> list[Sample]:
         """Samples of devices and host of the last `span_ns`, in their order; those after an id if it is given.

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from math import isfinite
+from typing import Any
 
 from dpmon.record.kinds import Collective, RecordError, Sampled
-from dpmon.store.answers import Communicated, Operation
+from dpmon.store.answers import Communicated, LastSample, Operation
 from dpmon.store.queries import COLLECTED, Store
 from dpmon.store.tables import BEFORE_S, COLLECTIVE_SUMS
 
+MOST_DRAWN = 128
+"""Collectives of a sample that are read to draw them."""
 _SECOND = 1_000_000_000
 _LAST_NS = (1 << 63) - 1
 
@@ -27,6 +30,34 @@ def collectives(
         with suppress(RecordError, LookupError):
             found.append(store.collective(row))
     return found
+
+
+def last_sample(store: Store, process: int, begin_ns: int, end_ns: int) -> LastSample | None:
+    """The newest sample of a process that began between two times, with its first collectives."""
+    query = (
+        f"SELECT {COLLECTED} FROM collectives WHERE start_ns >= ? AND start_ns < ? AND process = ? AND definition = 0"
+        " ORDER BY start_ns DESC LIMIT 1"
+    )
+    for row in store.query(query, (begin_ns, end_ns, process)):
+        with suppress(RecordError, LookupError):
+            sample = store.collective(row)
+            assert isinstance(sample, Sampled)
+            rows = store.query(
+                f"SELECT {COLLECTED} FROM collectives WHERE start_ns >= ? AND start_ns < ? AND process = ?"
+                " AND definition > 0 ORDER BY start_ns LIMIT ?",
+                (sample.start_ns, min(sample.start_ns + sample.wall_ns, end_ns), process, MOST_DRAWN),
+            )
+            return LastSample(sample.step, sample.start_ns, sample.wall_ns, tuple(_sound(store, rows)))
+    return None
+
+
+def _sound(store: Store, rows: Iterable[Sequence[Any]]) -> Iterator[Collective]:
+    """The collectives in rows; damaged ones are left out."""
+    for row in rows:
+        with suppress(RecordError, LookupError):
+            one = store.collective(row)
+            if isinstance(one, Collective):
+                yield one
 
 
 def communicated(

@@ -7,7 +7,7 @@ from dpmon.text.cells import cut, wrapped
 from dpmon.ui.keys import DEEDS, PLAYED
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row
-from dpmon.ui.scene import NAMES
+from dpmon.ui.scene import NAMES, RANK_NAMES
 
 _PANELS = (
     (NAMES["devices"], "what each GPU does, once a second; without a GPU what this machine's processor does, and why."),
@@ -25,15 +25,16 @@ _PANELS = (
     ("", "Host times: what the script's thread spent. A GPU may still be at work when the thread goes on."),
     ("", "Device: what the slowest GPU took for it, between two events of its stream: work, and waiting for the host."),
     (
-        "2 Ranks",
+        RANK_NAMES["replicas"],
         "where the mean step of each rank goes: the last 50 steps, 5 s at least. Straggler: the rank that the others"
         " wait for.",
     ),
     ("", "Exposed: communication that no computation hides, the same on all ranks."),
     ("", "Wait: how long a rank waits for the slowest one at the end of its backward pass."),
     ("", "More than 16 ranks: a cell a rank, with the tenths of its step that it waits; below it the slowest ranks."),
-    ("4 Communication", "what ranks spend in it, and what to try. Ranks have no mode to compare."),
+    (RANK_NAMES["compare"], "what ranks spend in it, and what to try. Ranks have no mode to compare."),
     ("", "Bucket: gradients that are averaged together, as soon as the last of them is ready."),
+    ("", "Sampled: the collectives of one step now and then. An arrow is a launch without a known end."),
     (NAMES["compare"], "both modes' figures side by side, once both ran; d switches the running job."),
     (
         NAMES["output"],

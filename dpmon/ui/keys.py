@@ -12,9 +12,10 @@ from typing import NamedTuple
 from textual.binding import Binding, BindingType
 
 from dpmon.text.quantities import range_words
+from dpmon.ui import panel_communication, panel_ranks
 from dpmon.ui.layout import Slot
 from dpmon.ui.panel_replicas import choices
-from dpmon.ui.scene import NAMES, PANELS, RANGES, Scene, View
+from dpmon.ui.scene import NAMES, PANELS, RANGES, RANK_NAMES, Scene, View
 
 __all__ = [
     "BINDINGS",
@@ -196,13 +197,14 @@ _PAIRS: tuple[tuple[str, str, str, str], ...] = (
     ("]", "right_square_bracket", "range(1)", "a longer time range"),
     ("+", "plus,equals_sign", "refresh(-1)", "pictures more often"),
     ("-", "minus,underscore", "refresh(1)", "pictures less often"),
-    *((str(i + 1), str(i + 1), f"panel('{name}')", f"go to panel {NAMES[name]}") for i, name in enumerate(PANELS)),
 )
+_PANEL_KEYS = tuple((str(number), f"panel('{name}')", name) for number, name in enumerate(PANELS, start=1))
 
 
 def _bindings() -> list[BindingType]:
     found: dict[str, str] = {deed.names: deed.action for deed in DEEDS if deed.names}
     found |= {names: action for _, names, action, _ in _PAIRS}
+    found |= {key: action for key, action, _ in _PANEL_KEYS}
     found |= {
         "up": "arrow('up')",
         "down": "arrow('down')",
@@ -232,7 +234,14 @@ def possible(scene: Scene) -> list[tuple[str, str, str]]:
         for d in (*PLAYED, *DEEDS)
         if d.names and d.action != "palette" and (word := d.word(scene)) is not None
     ]
-    return found + [(key, says, action) for key, _, action, says in _PAIRS]
+    found += [(key, says, action) for key, _, action, says in _PAIRS]
+    return found + [(key, f"go to panel {panel_name(scene, name)}", action) for key, action, name in _PANEL_KEYS]
+
+
+def panel_name(scene: Scene, panel: str) -> str:
+    """What a panel is called now."""
+    ranked = panel_communication.applies(scene) if panel == "compare" else panel_ranks.applies(scene)
+    return RANK_NAMES.get(panel, NAMES[panel]) if ranked else NAMES[panel]
 
 
 # ------------------------------------------------------------------------------------------------ the view

@@ -33,8 +33,11 @@ _TALL = 9
 def wanted_rows(scene: Scene) -> int:
     """Rows that the panel would like to have for its content: figures, a history, the last step."""
     turn = last_turn(scene.process) if scene.process is not None else None
+    if turn is None:
+        return 4 + 5 + 3
     ranks = sum(process.rank is not None for process in training(scene.state)) - 1
-    return 4 + 5 + (1 + bool(turn.buckets) + min(max(len(turn.lanes), ranks), 8) if turn is not None else 3)
+    sampled = scene.state.last_sample is not None
+    return 4 + 5 + 1 + bool(turn.buckets) + sampled + min(max(len(turn.lanes), ranks), 8)
 
 
 def figures(scene: Scene) -> Summary:
@@ -89,8 +92,9 @@ def batch(scene: Scene, width: int, height: int, look: Look, numbers: Summary) -
     if turn is not None and room >= 1 and room != 2:
         others = _others(scene)
         most = 1 if room < 6 else max(room // 2, room - 4 if scene.view.zoom is None else 0)
-        wanted = min(1 + bool(turn.buckets) + (len(others) or len(turn.lanes)), most)
-        below = waterfall(turn, width, wanted, look, numbers.p95_ns, others)
+        sample = scene.state.last_sample
+        wanted = min(1 + bool(turn.buckets) + (sample is not None) + (len(others) or len(turn.lanes)), most)
+        below = waterfall(turn, width, wanted, look, numbers.p95_ns, others, sample)
     above = room - len(below)
     history = _history(scene, process, width, above, look) if above >= 2 else []
     blank: list[Row] = [[]] * (height - len(table) - len(history) - len(below)) if said else []

@@ -12,7 +12,7 @@ from dpmon.text.communicated import communication_facts
 from dpmon.ui import panel_ranks
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row
-from dpmon.ui.scene import Scene
+from dpmon.ui.scene import RANK_NAMES, Scene
 
 _LABEL = 9
 _NOTHING = "no rank has said yet how it averages its gradients"
@@ -33,7 +33,7 @@ def title(scene: Scene, look: Look, folded: bool) -> tuple[Row, Row]:
     if found is not None and found.exposed_ns is not None:
         corner = [("exposed", "dim"), (right(duration(found.exposed_ns), 8), "bold")]
         corner += [] if folded else [(right(percent(found.exposed_share), 6), "bold"), (" of the step", "dim")]
-    return [("4 Communication", "title")], corner
+    return [(RANK_NAMES["compare"], "title")], corner
 
 
 def story(scene: Scene, width: int, height: int, look: Look) -> list[Row]:

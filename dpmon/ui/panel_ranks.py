@@ -22,7 +22,7 @@ from dpmon.ui.look import Look
 from dpmon.ui.panel_replicas import every_size, kind, shown, size_text
 from dpmon.ui.rank_map import legend, rank_map
 from dpmon.ui.rows import Row, fit, width_of
-from dpmon.ui.scene import Scene, devices_in_short
+from dpmon.ui.scene import RANK_NAMES, Scene, devices_in_short
 
 MAPPED = 16
 """More ranks than this are drawn as a map."""
@@ -96,7 +96,7 @@ def title(scene: Scene, look: Look) -> tuple[Row, Row]:
         name = f"{dot}{clean(track.last.root, 60)}{dot}{via}"
     newest = max((p.last_step.step for p in processes if p.last_step is not None), default=None)
     corner: Row = [("step", "dim"), (right(group(newest), 9), "")]
-    return [("2 Ranks", "title"), *of, (name, "")], corner
+    return [(RANK_NAMES["replicas"], "title"), *of, (name, "")], corner
 
 
 def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:

@@ -24,6 +24,8 @@ NAMES = {
     "output": "5 Output",
 }
 """What each panel is called, everywhere."""
+RANK_NAMES = {"replicas": "2 Ranks", "compare": "4 Communication"}
+"""What two of them are called where ranks train."""
 RANGES = (30, 120, 600, 0)
 """Time ranges to choose from in seconds; 0 is the whole run."""
 SECOND = 1_000_000_000

@@ -15,6 +15,7 @@ from dpmon.model.numbers import duration, group
 from dpmon.model.process import Process
 from dpmon.model.turn import Lane, Piece, Turn, last_turn
 from dpmon.record.schema import phase_shown
+from dpmon.store.answers import LastSample
 from dpmon.text.cells import cut, right, span_width
 from dpmon.text.cleaning import clean
 from dpmon.ui.chart import busy_signs, ceiling
@@ -34,15 +35,17 @@ def waterfall(
     look: Look,
     usual_ns: float | None,
     others: Sequence[Process] = (),
+    sample: LastSample | None = None,
 ) -> list[Row]:
     """At most `height` rows of `width` cells. `usual_ns`: a step that few exceed, so that the scale stands still.
 
-    `others`: other ranks; their last steps stand in place of the lanes.
+    `others`: other ranks; their last steps stand in place of the lanes. `sample`: the newest step of which the
+    collectives are known.
     """
     if height <= 0:
         return []
     if others and height > 1:
-        return _ranks(turn, others, width, height, look, usual_ns)
+        return _ranks(turn, others, width, height, look, usual_ns, sample)
     below = height - 1
     several = turn.calls > 1
     label = min(max(10, *(5 + span_width(clean(lane.device, 12)) for lane in turn.lanes), 0), 14)
@@ -75,7 +78,13 @@ def _main(name: str, turn: Turn, label: int, room: int, top: float, look: Look, 
 
 
 def _ranks(
-    turn: Turn, others: Sequence[Process], width: int, height: int, look: Look, usual_ns: float | None
+    turn: Turn,
+    others: Sequence[Process],
+    width: int,
+    height: int,
+    look: Look,
+    usual_ns: float | None,
+    sample: LastSample | None,
 ) -> list[Row]:
     """A row a rank, the first one `turn`; what fits, and how many more there are."""
     label = 10
@@ -84,6 +93,8 @@ def _ranks(
         return []
     with_buckets = bool(turn.buckets) and height > 2
     height -= with_buckets
+    with_sample = sample is not None and bool(sample.collectives) and height > 2
+    height -= with_sample
     fit_in = len(others) if len(others) < height else max(height - 2, 0)
     shown = [("last step", turn)]
     shown += [(f"rank {one.rank}", found) for one in others[:fit_in] if (found := last_turn(one)) is not None]
@@ -92,6 +103,8 @@ def _ranks(
     rows = [_main(name, other, label, room, top, look, late[name]) for name, other in shown]
     if with_buckets:
         rows.insert(1, bucket_row(turn, label, room, top, look))
+    if sample is not None and with_sample:
+        rows.insert(1 + with_buckets, sample_row(sample, label, room, top, look))
     times = [one.last_step.wall_ns for one in others[fit_in:] if one.last_step is not None]
     if times and height > 1:
         rows.append(_condensed(times, 0, label, width, look))
@@ -133,6 +146,35 @@ def bucket_row(turn: Turn, label: int, room: int, top: float, look: Look) -> Row
             cells[: width_of(text)] = text
             break
     return [*fit([("buckets", "dim")], label, look.glyphs.more), *merged(cells[:room]), (" " * _TOOK, "")]
+
+
+def sample_row(sample: LastSample, label: int, room: int, top: float, look: Look) -> Row:
+    """The collectives of a sampled step, each from when it could begin until it was complete.
+
+    An arrow is the launch of a collective without a known end.
+    """
+    ran, launched = [], []
+    for one in sample.collectives:
+        begin = one.start_ns - sample.start_ns
+        if one.took_ns is None:
+            launched.append(begin)
+        else:
+            ran.append(Piece(one.operation, begin + (one.queued_ns or 0), begin + one.took_ns))
+    (line, style) = lane_row(ran, room, top, look)[0]
+    cells: list[Span] = [(cell, style) for cell in line]
+    for begin in launched:
+        cells[min(int(begin * room / top), room - 1)] = (look.glyphs.down, "bold")
+    counts = Counter(one.operation for one in sample.collectives).most_common(2)
+    step = "" if sample.step is None else f"step {group(sample.step)}: "
+    text = step + ", ".join(f"{count} {name}" for name, count in counts)
+    drawn = [at for at, (cell, _) in enumerate(cells) if cell != " "]
+    first, last = (drawn[0], drawn[-1]) if drawn else (room, room)
+    for at in (0, last + 2):
+        if at + len(text) < (first if at == 0 else room + 1):
+            cells[at : at + len(text)] = [(text, "dim")]
+            break
+    took = right(duration(sample.wall_ns), _TOOK)
+    return [*fit([("sampled", "dim")], label, look.glyphs.more), *merged(cells), (took, "dim")]
 
 
 def _late(turn: Turn, other: Turn) -> int:

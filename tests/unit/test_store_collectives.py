@@ -32,7 +32,7 @@ from dpmon.span_ring import SpanRing
 from dpmon.store import collective_sums
 from dpmon.store.answers import Communicated, Operation
 from dpmon.store.batch import Batch
-from dpmon.store.collective_queries import collectives, communicated
+from dpmon.store.collective_queries import collectives, communicated, last_sample
 from dpmon.store.drain import Drain
 from dpmon.store.opened import open_store
 from dpmon.store.queries import Store
@@ -102,6 +102,26 @@ def test_of_a_window_and_of_some_processes() -> None:
     assert communicated(store, processes=[0]) == communicated(store)
     assert len(collectives(store, 100, begin_ns=begin - MS // 10, end_ns=end)) == 6
     assert len(collectives(store, 5)) == 5
+
+
+def test_the_newest_sample_with_its_collectives() -> None:
+    store = recorded(script())
+    samples = [one for one in collectives(store, 100) if isinstance(one, Sampled)]
+    newest = max(samples, key=lambda one: one.start_ns)
+    end = newest.start_ns + newest.wall_ns
+    within = [
+        one for one in collectives(store, 100) if isinstance(one, Collective) and newest.start_ns <= one.start_ns < end
+    ]
+    found = last_sample(store, 0, 0, end)
+    assert found is not None
+    assert (found.step, found.start_ns, found.wall_ns) == (newest.step, newest.start_ns, newest.wall_ns)
+    assert list(found.collectives) == sorted(within, key=lambda one: one.start_ns)
+    assert {one.operation for one in found.collectives} == {"all_reduce", "all_gather"}
+    earlier = last_sample(store, 0, 0, newest.start_ns)
+    assert earlier is not None
+    assert earlier.start_ns < newest.start_ns
+    assert last_sample(store, 0, newest.start_ns + 1, end) is None
+    assert last_sample(store, 1, 0, end) is None
 
 
 def test_of_a_window_of_whole_seconds() -> None:

@@ -11,7 +11,10 @@ from joined import joined_ranks
 from synthetic import SECOND
 
 from dpmon.model.turn import last_turn
+from dpmon.record.kinds import Collective
+from dpmon.store.answers import LastSample
 from dpmon.ui import panel_batch, panel_communication, panel_ranks
+from dpmon.ui.keys import possible
 from dpmon.ui.look import ASCII, COLOUR, MONO, UNICODE, Look
 from dpmon.ui.paint import places, rank_room, whole
 from dpmon.ui.panel_output import Output
@@ -19,7 +22,7 @@ from dpmon.ui.panel_status import status
 from dpmon.ui.rank_map import rank_map
 from dpmon.ui.rows import plain, width_of
 from dpmon.ui.scene import Facts, Scene, View
-from dpmon.ui.waterfall import bucket_row
+from dpmon.ui.waterfall import bucket_row, sample_row
 
 LOOK = Look(UNICODE, COLOUR, True)
 BARE = Look(ASCII, MONO, False)
@@ -249,3 +252,38 @@ def test_the_last_step_shows_when_buckets_were_ready_and_what_was_exposed() -> N
     assert "2" in several[10:20], "two buckets in one cell"
     drawn = texts(panel_batch.batch(scene, 116, 16, LOOK, panel_batch.figures(scene)))
     assert sum(line.startswith("buckets ") for line in drawn) == 1
+
+
+def a_collective(operation: str, start: float, took: float | None, queued: float = 0.0) -> Collective:
+    """Times in ms, of a sample that begins at 100 ms."""
+    ended = None if took is None else int(took * 1e6)
+    places = (operation, "backward", 1000, "float32", "0", 2, None, "gloo", "cpu")
+    return Collective(0, 0, 7, *places, int((100 + start) * 1e6), ended, None if took is None else int(queued * 1e6))
+
+
+def test_the_collectives_of_a_sampled_step_are_drawn_from_when_they_could_begin() -> None:
+    ran = (a_collective("all_reduce", 10, 2), a_collective("all_reduce", 11, 5, queued=3))
+    sample = LastSample(7, 100_000_000, 20_000_000, ran)
+    row = plain(sample_row(sample, 10, 100, 25e6, LOOK))
+    assert row.startswith("sampled   step 7: 2 all_reduce ")
+    assert row.endswith(" 20.0 ms")
+    line = row[10:110]
+    assert [at for at, cell in enumerate(line) if cell == "━"] == [*range(40, 48), *range(56, 64)]
+    launched = LastSample(7, 100_000_000, 20_000_000, (a_collective("all_gather", 1, None),))
+    line = plain(sample_row(launched, 10, 100, 25e6, LOOK))[10:110]
+    assert line.startswith("    ↓ step 7: 1 all_gather")
+
+
+def test_a_sampled_step_has_a_row_where_there_is_room() -> None:
+    scene = scene_of(2, slow=1)
+    sample = LastSample(7, 100_000_000, 20_000_000, (a_collective("all_reduce", 10, 2),))
+    scene = replace(scene, state=replace(scene.state, last_sample=sample))
+    for height, rows in ((16, 1), (10, 0)):
+        drawn = texts(panel_batch.batch(scene, 116, height, LOOK, panel_batch.figures(scene)))
+        assert sum(line.startswith("sampled ") for line in drawn) == rows
+
+
+def test_the_keys_name_the_panels_of_ranks() -> None:
+    sentences = [says for _, says, _ in possible(scene_of(2, slow=1))]
+    assert "go to panel 2 Ranks" in sentences
+    assert "go to panel 4 Communication" in sentences

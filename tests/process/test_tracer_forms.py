@@ -128,6 +128,7 @@ def test_the_toggle_is_taken_up_or_refused_with_the_reason(steered: Any) -> None
 
 def test_time_of_hand_made_calls_is_forward(steered: Any) -> None:
     run, _, _ = steered
+    assert run.steps()
     for step in run.steps():
         inside = [call for call in run.calls() if call.step == step.step]
         assert len(inside) == 10

@@ -60,8 +60,11 @@ def test_a_reader_that_comes_late_finds_what_it_needs(tailed: tuple[Traced, list
 def test_nothing_of_the_scripts_is_kept(tailed: tuple[Traced, list[Record], ScriptRing]) -> None:
     """Tensors go when the script lets go of them; so do models."""
     run, _, _ = tailed
+    assert run.said
     for soon, late in run.said.values():
+        assert soon
         assert all(soon)
+        assert late
         assert all(late)
 
 

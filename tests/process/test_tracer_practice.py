@@ -178,6 +178,7 @@ def test_what_cannot_be_seen_is_said_once(runs: dict[str, Traced], name: str) ->
 
 def test_mixed_precision_is_seen_in_the_sizes(runs: dict[str, Traced]) -> None:
     _, calls = recorded(runs["toggle"], "mixed_precision")
+    assert calls
     for call in calls:
         assert call.inputs is not None
         assert call.outputs is not None
@@ -226,6 +227,7 @@ def test_nothing_of_ours_is_saved(runs: dict[str, Traced]) -> None:
 
 
 def test_nobody_asks_for_devices_before_the_script(runs: dict[str, Traced]) -> None:
+    assert runs
     for run in runs.values():
         early, available, count, _ = run.said["devices_hidden_late"][2]
         assert (early, available, count) == ([0, False], False, 0)

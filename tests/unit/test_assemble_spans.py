@@ -187,6 +187,7 @@ def test_whatever_the_loop(monkeypatch: pytest.MonkeyPatch, held: int, seed: int
     monkeypatch.setattr(step_rules, "MOST_HELD", held)
     script = Chance(seed).run(8)
     whole = in_portions(script, [])
+    assert decoded(whole).steps
     for step in decoded(whole).steps:
         check(step)
     draw = random.Random(seed)

@@ -83,9 +83,9 @@ def test_what_is_not_known_has_its_reason(why: int) -> None:
 
 def test_what_lies_inside_is_read_by_those_who_look_lightly() -> None:
     made = Training()
-    for payload in made.run(2):
-        if kind_of(payload) not in ("call", "step"):
-            continue
+    payloads = [payload for payload in made.run(2) if kind_of(payload) in ("call", "step")]
+    assert {kind_of(payload) for payload in payloads} == {"call", "step"}
+    for payload in payloads:
         (wrapped,) = timed([payload])
         assert kind_of(wrapped) == kind_of(payload)
         if kind_of(payload) == "call":

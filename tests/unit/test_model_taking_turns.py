@@ -176,6 +176,7 @@ def test_ranks_that_all_wait_for_one_stay_ranks() -> None:
         before = [*one.begin(), *one.run(1000)]
         one.now += 10 * SECOND + rank * SECOND // 10
         runs.append(decoded([*before, *one.run(1000)], one.process, rank))
-    for state, at in in_time(*runs):
-        if at > start + 3 * SECOND:
-            assert [each.process for each in training(state)] == [3, 4, 5], at
+    later = [(state, at) for state, at in in_time(*runs) if at > start + 3 * SECOND]
+    assert later
+    for state, at in later:
+        assert [each.process for each in training(state)] == [3, 4, 5], at

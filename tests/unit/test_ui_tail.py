@@ -63,6 +63,7 @@ def test_a_truncated_file_begins_again(tmp_path: Path) -> None:
     tail = tail_of(path, b"old line\n" * 50_000)
     path.write_bytes(b"new\n")
     tail.refresh()
+    assert tail.at(0, 5) == [b"new"]
     tail.close()
 
 
@@ -92,6 +93,7 @@ def test_refusing_a_link(tmp_path: Path) -> None:
     os.symlink(tmp_path / "secret", tmp_path / "log")
     tail = Tail(tmp_path / "log")
     tail.refresh()
+    assert tail.at(0, 5) == []
 
 
 def test_the_index_is_small(tmp_path: Path) -> None:

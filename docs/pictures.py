@@ -74,17 +74,18 @@ async def _slow_rank(app: Monitor, pilot: Pilot[str]) -> None:
     await _shows(app, "● running", "holds the others up")
     await asyncio.sleep(20)
     await pilot.press("c")
-    await asyncio.sleep(8)
+    await asyncio.sleep(app.said_s + 2)  # until the answer to the key has gone
+    await _shows(app, "holds the others up")
 
 
 PICTURES = (
     Picture("main-job", "dpmon examples/linear.py", ("examples/linear.py",), _both_modes),
     Picture(
         "ranks",
-        "dpmon torchrun --nproc-per-node 2 examples/ddp.py --slow-rank 1 --hidden 100000",
+        "dpmon torchrun --nproc-per-node 2 examples/ddp.py --slow-rank 1",
         (
             *("torchrun", "--nproc-per-node", "2", "examples/ddp.py", "--steps", "0"),
-            *("--slow-rank", "1", "--hidden", "100000"),
+            *("--slow-rank", "1"),
         ),
         _slow_rank,
     ),

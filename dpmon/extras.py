@@ -10,7 +10,7 @@ from pathlib import Path
 def how_to_plot() -> str:
     """The command that installs what the plots of a report need into the Python that dpmon runs with.
 
-    From a clone it is the README's, by the clone's path, so that it works in any directory.
+    From a clone it is that of docs/getting-started.md, by the clone's path, so that it works in any directory.
     """
     clone = Path(__file__).resolve().parents[1]
     what = ["-e", f"{clone}[report]"] if (clone / "pyproject.toml").is_file() else ["plotly>=6"]

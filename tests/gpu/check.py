@@ -3,9 +3,10 @@
     python tests/gpu/check.py [--rehearse] [--quick] [-k EXPRESSION]
 
 Runs the tests marked `gpu` and the tracer's benchmark, and prints what was measured beside what it was compared with,
-with the GPU's name, the driver and the versions: the table that belongs into the README. `--rehearse` trains on the CPU
-where there is no GPU and skips what needs one; `--quick` leaves the benchmark out, `-k` takes some of the tests. Where
-OUT names a directory, all that was printed and the table as JSON lines are left there. Status 1 if anything failed.
+with the GPU's name, the driver and the versions: the table that belongs into docs/gpus.md. `--rehearse` trains on the
+CPU where there is no GPU and skips what needs one; `--quick` leaves the benchmark out, `-k` takes some of the tests.
+Where OUT names a directory, all that was printed and the table as JSON lines are left there. Status 1 if anything
+failed.
 """
 
 from __future__ import annotations

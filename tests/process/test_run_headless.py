@@ -15,7 +15,7 @@ from running import Dpmon, wait_for
 from dpmon.run.lookup import short_name
 from dpmon.run.rundir import load_info
 
-# What the environment of the command has that the outer one has not, as the README says.
+# What the environment of the command has that the outer one has not, as docs/faq.md says.
 OURS = {"PYTHONPATH", "PYTHONUNBUFFERED"}
 
 SEEN = """\

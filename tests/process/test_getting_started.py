@@ -1,0 +1,59 @@
+"""docs/getting-started.md: its commands work, in their order, as they stand there."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from running import Dpmon
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "getting-started.md"
+LIMIT_S = 200
+
+
+def commands() -> list[str]:
+    """The lines of its sh blocks."""
+    blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if line.strip()]
+
+
+def put_on_path(folder: Path) -> None:
+    """`dpmon` and `torchrun` of this Python, which may be installed without its scripts."""
+    folder.mkdir()
+    for name, module in (("dpmon", "dpmon"), ("torchrun", "torch.distributed.run")):
+        script = folder / name
+        script.write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
+        script.chmod(0o755)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_command_works_in_its_order(dpmon: Dpmon, tmp_path: Path) -> None:
+    put_on_path(tmp_path / "bin")
+    shutil.copytree(ROOT / "examples", dpmon.cwd / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    env = dpmon.environment({"TERM": "dumb"})
+    env["PATH"] = f"{tmp_path / 'bin'}:{env['PATH']}"
+    printed: dict[str, str] = {}
+    for command in commands():
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=dpmon.cwd,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}"
+        printed[command] = done.stdout
+    assert "Rank 1 holds the others up" in printed["dpmon report slow"]
+    assert {path.name for path in dpmon.cwd.iterdir()} == {"examples"}, "what the page makes it removes"
+    names = {directory.name.split("-", 2)[2].rpartition("-")[0] for directory in dpmon.runs()}
+    assert names == {"linear", "slow"}, "the run that is stopped is deleted"

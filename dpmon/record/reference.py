@@ -14,6 +14,7 @@ _HEAD = """\
 
 What `dpmon export` writes: an object of each kind in JSON lines, a table of each kind in CSV. This page is made from
 `dpmon/record/fields.py` by `python -m dpmon.record.reference > docs/records.md`.
+[Export](reports-and-exports.md#export) describes the command, [Tracing](tracing.md) how the values come about.
 
 - Every object has its `kind`. A field that could not be had is null, and `absent` says why.
 - A time that ends in `_ms` is in milliseconds, one in `_s` in seconds. `t_s` and `start_s` count from the run's start,

@@ -1,4 +1,4 @@
-"""The reference of all records in Markdown: `python -m dpmon.record.reference > docs/record.md`."""
+"""The reference of all records in Markdown: `python -m dpmon.record.reference > docs/records.md`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _HEAD = """\
 # Records
 
 What `dpmon export` writes: an object of each kind in JSON lines, a table of each kind in CSV. This page is made from
-`dpmon/record/fields.py` by `python -m dpmon.record.reference > docs/record.md`.
+`dpmon/record/fields.py` by `python -m dpmon.record.reference > docs/records.md`.
+[Export](reports-and-exports.md#export) describes the command, [Tracing](tracing.md) how the values come about.
 
 - Every object has its `kind`. A field that could not be had is null, and `absent` says why.
 - A time that ends in `_ms` is in milliseconds, one in `_s` in seconds. `t_s` and `start_s` count from the run's start,
@@ -34,7 +35,7 @@ _QUANTITIES = """\
 
 
 def reference() -> str:
-    """The text of docs/record.md."""
+    """The text of docs/records.md."""
     parts = [_HEAD, *(_kind(kind) for kind in RECORDS.values()), _PHASES + "\n" + _phases(), _of_quantities()]
     return "\n".join(parts)
 

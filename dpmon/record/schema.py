@@ -1,7 +1,7 @@
 """What a step is made of: every phase and quantity once, with unit, meaning and labels.
 
 The tables of the store, the columns of CSV, the keys of JSON, the metrics, the figures of the report and the summary,
-the phase table of the screen with its legend, and docs/record.md are made from these lists. A new phase or quantity of
+the phase table of the screen with its legend, and docs/records.md are made from these lists. A new phase or quantity of
 a step is added here, in `wire` (its number in the bytes) and where it is measured.
 """
 

@@ -17,11 +17,11 @@ from dpmon.record.jsonl import as_json
 from dpmon.record.reference import reference
 from dpmon.record.schema import CALL_PHASES, PHASES, STEP_PHASES, phase_named, phase_shown
 
-DOCS = Path(__file__).parents[2] / "docs" / "record.md"
+DOCS = Path(__file__).parents[2] / "docs" / "records.md"
 
 
 def test_the_reference_in_the_docs_is_up_to_date() -> None:
-    """If not: python -m dpmon.record.reference > docs/record.md"""
+    """If not: python -m dpmon.record.reference > docs/records.md"""
     assert DOCS.read_text(encoding="utf-8") == reference()
 
 

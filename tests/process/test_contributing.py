@@ -1,0 +1,112 @@
+"""The example of docs/contributing.md, as it stands there, gives a field that works."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from documented import DOCS, ROOT, patched, patches
+from running import Dpmon, Terminal
+
+STEPS = 60
+MOST_FILES = 5
+TRAINS = f"""
+import torch
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range({STEPS}):
+    optimizer.zero_grad()
+    model(torch.randn(6, 4)).sum().backward()
+    optimizer.step()
+"""
+PATCHES = patches(DOCS / "contributing.md")
+TESTS = ("test_schema", "test_records", "test_earlier_history", "test_ui_panel_devices")
+"""Those that the page names, as far as they are quick."""
+NAME, LABEL = "switches", "lost the processor"
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository to which the patches of the page were applied, and its reference made anew."""
+    root = tmp_path_factory.mktemp("changed")
+    for part in ("dpmon", "tests"):
+        shutil.copytree(ROOT / part, root / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", root)
+    for path, hunks in PATCHES:
+        (root / path).write_text(patched((root / path).read_text(), hunks))
+    (root / "docs").mkdir()
+    (root / "docs" / "records.md").write_text(_python(root, "-m", "dpmon.record.reference"))
+    return root
+
+
+def _python(root: Path, *words: str) -> str:
+    """What a Python with the copy prints."""
+    env = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, *words], cwd=root, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def run(changed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Dpmon, dict[str, str]]]:
+    """A training under that copy, after one under dpmon as it is; and the environment in which the copy runs."""
+    where = tmp_path_factory.mktemp("run")
+    (where / "cwd").mkdir()
+    dpmon = Dpmon(where / "state", where / "cwd")
+    env = {"PYTHONPATH": str(changed), "PYTHONDONTWRITEBYTECODE": "1"}
+    dpmon.script(TRAINS)
+    before = dpmon.run("--headless", "--name", "before", "script.py")
+    assert before.status == 0, before.errors
+    result = dpmon.run("--headless", "--name", "after", "script.py", env=env)
+    assert result.status == 0, result.errors
+    yield dpmon, env
+    dpmon.clean_up()
+
+
+def test_it_takes_few_files() -> None:
+    files = [path for path, _ in PATCHES if path.startswith("dpmon/")]
+    assert 1 < len([path for path in files if not path.startswith("dpmon/ui/")]) <= MOST_FILES
+    assert 0 < len([path for path in files if path.startswith("dpmon/ui/")]) <= MOST_FILES
+
+
+def test_the_tests_that_the_page_names_pass(changed: Path) -> None:
+    said = _python(
+        changed, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/unit/{name}.py" for name in TESTS)
+    )
+    assert " passed" in said
+
+
+def test_json_lines_have_the_field(run: tuple[Dpmon, dict[str, str]]) -> None:
+    dpmon, env = run
+    steps = [json.loads(line) for line in dpmon.run("export", "after", "--kind", "step", env=env).text.splitlines()]
+    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    assert NAME not in steps[0], "the first backward pass has nothing to count from"
+    assert all(type(step[NAME]) is int and step[NAME] >= 0 for step in steps[1:])
+
+
+def test_the_report_has_the_field(run: tuple[Dpmon, dict[str, str]]) -> None:
+    dpmon, env = run
+    text = " ".join(dpmon.run("report", "after", env=env).text.split())
+    assert f"{LABEL}: " in text
+    assert f"(known in {STEPS - 1} of {STEPS} steps)" in text
+
+
+def test_the_screen_has_the_field(run: tuple[Dpmon, dict[str, str]]) -> None:
+    dpmon, env = run
+    terminal = Terminal(dpmon, "attach", "after", size=(50, 180), **env)
+    terminal.shows(f"{LABEL}: ")
+    terminal.type("q")
+    terminal.wait()
+
+
+def test_a_run_from_before_the_change_is_read_as_before(run: tuple[Dpmon, dict[str, str]]) -> None:
+    dpmon, env = run
+    with_it, without = (dpmon.run("report", "before", env=one).text for one in (env, {}))
+    assert f" {STEPS} steps, " in without
+    assert with_it == without

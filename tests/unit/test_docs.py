@@ -1,0 +1,232 @@
+"""The documentation agrees with itself and with the code: links, pages, options, keys, paths, patches."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from documented import DOCS, README, ROOT, anchors, code, links, pages, patched, patches, prose, tables
+
+from dpmon.cli import options
+from dpmon.ui.keys import BINDINGS, DEEDS, PLAYED
+
+SCREEN = DOCS / "screen.md"
+MOST_LINES = 150
+NAMES = {
+    "escape": "esc",
+    "slash": "/",
+    "colon": ":",
+    "question_mark": "?",
+    "full_stop": ".",
+    "comma": ",",
+    "greater_than_sign": ">",
+    "less_than_sign": "<",
+    "left_square_bracket": "[",
+    "right_square_bracket": "]",
+    "plus": "+",
+    "equals_sign": "=",
+    "minus": "-",
+    "underscore": "_",
+}
+"""What people write for keys, by Textual's names."""
+WORDS = {
+    **dict.fromkeys(("up", "down", "left", "right"), "arrow"),
+    **dict.fromkeys(("pageup", "pagedown"), "page key"),
+}
+"""What names several keys at once in prose."""
+ALIASES = {"escape": "esc", "return": "enter", "pgup": "pageup", "pgdn": "pagedown", "page up": "pageup"}
+ALIASES |= {"page down": "pagedown", "pgdown": "pagedown", "↑": "up", "↓": "down", "←": "left", "→": "right"}
+
+
+def test_there_are_pages() -> None:
+    assert README.is_file()
+    names = {page.name for page in pages()}
+    mine = ("records", "tracing", "reports-and-exports", "faults", "cost", "architecture", "contributing")
+    assert names >= {f"{name}.md" for name in mine}
+
+
+# ------------------------------------------------------------------------------------------------ links
+
+
+def relative(page: Path) -> list[str]:
+    """The links of a page that lead to files of the repository, or within the page."""
+    return [link for link in links(page) if not re.match(r"[a-z][a-z0-9+.-]*:", link)]
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_relative_links_resolve(page: Path) -> None:
+    wrong = []
+    for link in relative(page):
+        path, _, heading = unquote(link).partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or ROOT not in target.parents:
+            wrong.append(f"{link}: there is no such file")
+        elif heading and (target.suffix != ".md" or heading not in anchors(target)):
+            wrong.append(f"{link}: there is no such heading")
+    assert not wrong, wrong
+
+
+def test_there_are_links() -> None:
+    assert sum(len(relative(page)) for page in pages()) > 20
+    assert sum("#" in link for page in pages() for link in relative(page)) > 5
+
+
+def test_every_page_is_linked_from_another_one() -> None:
+    linked = {
+        (page.parent / unquote(link).partition("#")[0]).resolve()
+        for page in pages()
+        for link in relative(page)
+        if not link.startswith("#") and (page.parent / unquote(link).partition("#")[0]).resolve() != page
+    }
+    assert not [page.name for page in pages() if page != README and page not in linked]
+
+
+# ------------------------------------------------------------------------------------------------ options
+
+
+def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Each command, "" for a run, and its parser."""
+    yield "", options._run_parser()
+    for command in options.COMMANDS:
+        if command != "run":
+            yield command, options._command_parser(command)
+
+
+OPTIONS = [
+    (command, name)
+    for command, parser in parsers()
+    for action in parser._actions
+    for name in action.option_strings
+    if name.startswith("--") or len(action.option_strings) == 1
+    if command == "" or name != "--help"
+]
+
+
+def test_there_are_options() -> None:
+    assert len(OPTIONS) > 20
+    assert {command for command, _ in OPTIONS} == {"", "attach", "ls", "report", "export", "doctor", "keep"}
+
+
+def named(page: Path, option: str) -> bool:
+    """Whether a page has the option as code."""
+    return any(re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", text) for text in code(page))
+
+
+@pytest.mark.parametrize(("command", "option"), OPTIONS)
+def test_every_option_is_described(command: str, option: str) -> None:
+    """An option of a command is in a page that also has the command."""
+    words = f"dpmon {command}".strip()
+    commands = re.compile(rf"(?<![\w-]){re.escape(words)}(?![\w-])")
+    assert any(named(page, option) and any(map(commands.search, code(page))) for page in pages())
+
+
+@pytest.mark.parametrize("command", [command for command, _ in parsers() if command])
+def test_every_command_is_described(command: str) -> None:
+    assert any(re.search(rf"(?<![\w-])dpmon {command}(?![\w-])", text) for page in pages() for text in code(page))
+
+
+# ------------------------------------------------------------------------------------------------ the screen
+
+
+def binding_names() -> list[list[str]]:
+    """The keys of each binding, as people write them."""
+    return [[NAMES.get(name, name) for name in str(binding.key).split(",")] for binding in BINDINGS]  # type: ignore[union-attr]
+
+
+KEYS = {name for names in binding_names() for name in names}
+
+
+def written(text: str) -> set[str]:
+    """The keys that a span of code names: `d`, `[ ]`, `1-5`, `ctrl+c`, `page up`."""
+    if text in KEYS:
+        return {text}
+    plain = ALIASES.get(text.lower(), text.lower())
+    if plain in KEYS:
+        return {plain}
+    numbers = re.fullmatch(r"(\d)\s*[-–]\s*(\d)", text)
+    if numbers:
+        return set(map(str, range(int(numbers[1]), int(numbers[2]) + 1)))
+    parts = text.replace(",", " , ").split() if " " in text else [text]
+    return {one for part in parts for one in written(part)} if len(parts) > 1 else {text}
+
+
+def keys_in(cell: str) -> set[str]:
+    """The keys that a cell or a page names as code; two numbers with a dash between them name those between."""
+    spans = re.findall(r"`([^`]+)`", re.sub(r"`(\d)`\s*(?:-|–|to)\s*`(\d)`", r"`\1-\2`", cell))
+    return {key for span in spans for key in written(span)}
+
+
+def test_what_a_span_of_code_names() -> None:
+    assert keys_in("`1`-`5`, `tab`, arrows") == {"1", "2", "3", "4", "5", "tab"}
+    assert keys_in("`[` `]`, `+ -`, `n`/`N`, `Esc`") == {"[", "]", "+", "-", "n", "N", "esc"}
+    assert keys_in("`ctrl+c`, `,` and `.`, `PgUp`, `y`") == {"ctrl+c", ",", ".", "pageup", "y"}
+
+
+def test_the_keys_are_those_of_the_screen() -> None:
+    assert len(KEYS) > 40
+    shown = {key for deed in (*DEEDS, *PLAYED) if deed.names for key in written(deed.key)}
+    assert len(shown) > 25
+    assert shown - {deed.key for deed in PLAYED} <= KEYS
+
+
+@pytest.mark.skipif(not SCREEN.exists(), reason="there is no docs/screen.md")
+def test_every_key_is_named() -> None:
+    text = prose(SCREEN)
+    there = keys_in(text)
+    missing = [
+        names
+        for names in binding_names()
+        if not there & set(names) and not any(name in WORDS and WORDS[name] in text.lower() for name in names)
+    ]
+    assert not missing
+    assert not {deed.key for deed in PLAYED} - there
+
+
+@pytest.mark.skipif(not SCREEN.exists(), reason="there is no docs/screen.md")
+def test_every_key_in_a_table_exists() -> None:
+    rows = [row for head, rows in tables(SCREEN) if "key" in head[0].lower() for row in rows]
+    found = {key for row in rows for key in keys_in(row[0])}
+    assert len(found) > 20
+    assert not found - KEYS - {deed.key for deed in PLAYED}
+
+
+@pytest.mark.skipif(not SCREEN.exists(), reason="there is no docs/screen.md")
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+
+
+# ------------------------------------------------------------------------------------------------ paths and patches
+
+PATHS = sorted(
+    {
+        (page.name, found)
+        for page in pages()
+        for text in code(page)
+        for found in re.findall(r"(?<![\w/.~-])(?:dpmon|tests|examples|docs)/[\w./-]*[\w/](?![\w<*])", text)
+    }
+)
+
+
+def test_there_are_paths() -> None:
+    assert len(PATHS) > 100
+
+
+@pytest.mark.parametrize("page", sorted({page for page, _ in PATHS}))
+def test_every_path_exists(page: str) -> None:
+    assert not [path for name, path in PATHS if name == page and not (ROOT / path).exists()]
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_every_patch_fits(page: Path) -> None:
+    """If not: the page shows code that has changed since."""
+    for path, hunks in patches(page):
+        text = (ROOT / path).read_text(encoding="utf-8")
+        assert patched(text, hunks) != text
+
+
+def test_there_are_patches() -> None:
+    assert len(patches(DOCS / "contributing.md")) >= 7

@@ -12,10 +12,15 @@ import pytest
 from documented import DOCS, README, ROOT, anchors, code, links, pages, patched, patches, prose, tables
 
 from dpmon.cli import options
+from dpmon.config import _SETTINGS, THEMES
 from dpmon.ui.keys import BINDINGS, DEEDS, PLAYED
+from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, arrange, is_wide
+from dpmon.ui.scene import NAMES as PANEL_NAMES
+from dpmon.ui.scene import PANELS, RANK_NAMES
 
 SCREEN = DOCS / "screen.md"
 MOST_LINES = 150
+TESTS = "pytest -n 2 --dist loadfile"
 NAMES = {
     "escape": "esc",
     "slash": "/",
@@ -45,8 +50,9 @@ ALIASES |= {"page down": "pagedown", "pgdown": "pagedown", "↑": "up", "↓": "
 def test_there_are_pages() -> None:
     assert README.is_file()
     names = {page.name for page in pages()}
-    mine = ("records", "tracing", "reports-and-exports", "faults", "cost", "architecture", "contributing")
-    assert names >= {f"{name}.md" for name in mine}
+    user = ("getting-started", "screen", "ddp", "gpus", "faq")
+    ours = ("records", "tracing", "reports-and-exports", "faults", "cost", "architecture", "contributing")
+    assert names >= {f"{name}.md" for name in (*user, *ours)}
 
 
 # ------------------------------------------------------------------------------------------------ links
@@ -173,7 +179,6 @@ def test_the_keys_are_those_of_the_screen() -> None:
     assert shown - {deed.key for deed in PLAYED} <= KEYS
 
 
-@pytest.mark.skipif(not SCREEN.exists(), reason="there is no docs/screen.md")
 def test_every_key_is_named() -> None:
     text = prose(SCREEN)
     there = keys_in(text)
@@ -186,7 +191,6 @@ def test_every_key_is_named() -> None:
     assert not {deed.key for deed in PLAYED} - there
 
 
-@pytest.mark.skipif(not SCREEN.exists(), reason="there is no docs/screen.md")
 def test_every_key_in_a_table_exists() -> None:
     rows = [row for head, rows in tables(SCREEN) if "key" in head[0].lower() for row in rows]
     found = {key for row in rows for key in keys_in(row[0])}
@@ -194,9 +198,63 @@ def test_every_key_in_a_table_exists() -> None:
     assert not found - KEYS - {deed.key for deed in PLAYED}
 
 
-@pytest.mark.skipif(not SCREEN.exists(), reason="there is no docs/screen.md")
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_the_page_names_the_panels_and_when_they_have_room() -> None:
+    screen = text_of("docs/screen.md")
+    assert all(panel in screen for panel in (*PANEL_NAMES.values(), *RANK_NAMES.values()))
+    rows = re.findall(
+        r"^\| (\d+)(?: to (\d+)| or more) \| (\d+)(?: to (\d+)| or more) \| (.*) \|$", screen, re.MULTILINE
+    )
+    assert len(rows) == 7
+    for low, high, least, most, says in rows:
+        for width in (int(low), int(high or 300)):
+            assert is_wide(width) == ("two columns" in says or "110" in low)
+            for height in (int(least), int(most or 100)):
+                slots = arrange(width, height)
+                opened = {panel for panel in PANELS if panel in slots and not slots[panel].folded}
+                assert len(opened) == (5 if "all five" in says else 4 if "all but" in says else 3 if "3" in says else 2)
+    assert f"Below {MIN_WIDTH} columns or {MIN_HEIGHT} rows" in screen
+
+
+# ------------------------------------------------------------------------------------------------ README, first steps
+
+
 def test_the_readme_is_short() -> None:
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+    lines = text_of("README.md").splitlines()
+    assert len(lines) <= MOST_LINES
+    assert [line for line in lines if len(line) > 120] == []
+    assert all(name in text_of("README.md") for name in PANEL_NAMES.values())
+
+
+def test_the_readme_links_to_every_page() -> None:
+    linked = {link.partition("#")[0] for link in relative(README)}
+    assert {f"docs/{page.name}" for page in pages() if page != README} <= linked
+
+
+def test_the_two_commands_of_the_readme_stay() -> None:
+    lines = text_of("README.md").splitlines()
+    assert "    pip install -e '.[torch]' -c constraints.txt && dpmon examples/linear.py" in lines
+    assert f"    pip install -e '.[torch,test]' -c constraints.txt && {TESTS}" in lines
+    assert TESTS in text_of(".ci/run"), "what is checked is what the README says"
+
+
+def test_getting_started_has_every_option_and_setting() -> None:
+    page = text_of("docs/getting-started.md")
+    found = {option for action in options._run_parser()._actions for option in action.option_strings}
+    assert [option for option in found - {"-h", "--help", "--version"} if option not in page] == []
+    assert [name for name in (*_SETTINGS, *THEMES) if f"`{name}" not in page] == []
+    assert [name for name in _SETTINGS if f"`DPMON_{name.upper()}`" not in page] == []
+
+
+@pytest.mark.parametrize("picture", ["main-job", "ranks"])
+def test_pictures_are_small_and_ask_for_nothing(picture: str) -> None:
+    text = text_of(f"docs/pictures/{picture}.svg")
+    assert len(text.encode()) < 300_000
+    assert not re.search(r"(href|src|url\()", text)
+    assert not re.search(r"/(home|root|tmp|Users)/", text), "no path of the machine on which it was taken"
 
 
 # ------------------------------------------------------------------------------------------------ paths and patches

@@ -91,7 +91,7 @@ class Watch:
         except Failure as failure:
             return f"NVML cannot count the GPUs: {failure.reason}"
         except Exception as error:  # noqa: BLE001 - a thread that dies would take every later sample with it
-            return f"NVML could not be asked: {type(error).__name__}: {error}"
+            return f"NVML failed: {type(error).__name__}: {error}"
         if not count and not self.cards:
             return NO_GPU
         for index in range(len(self.cards), count):
@@ -114,7 +114,7 @@ class Watch:
                 try:
                     self._round(card, asker, ask, first)
                 except Exception as error:  # noqa: BLE001 - a thread that dies would take every later sample with it
-                    self._warn(f"GPU {card.index} could not be asked: {type(error).__name__}: {error}")
+                    self._warn(f"GPU {card.index}: NVML failed: {type(error).__name__}: {error}")
             elif first:
                 card.lose("NVML is being started again", began)
                 card.retry_at_s = 0.0

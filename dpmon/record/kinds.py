@@ -78,7 +78,7 @@ class Replica(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One device's work in a call of a model on several devices, whose parts ran one after the other.
+    """One device's work in a call of a model on several devices; its parts ran one after the other.
 
     Inputs of every stage but the first came from the previous stage's device. host_ns None: it did not end.
     """

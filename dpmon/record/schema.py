@@ -115,7 +115,7 @@ PHASES = (
         of_call=True,
         label="apply",
     ),
-    Phase("gather", "G", "the replicas' outputs are brought together on one device", of_call=True, short="gath"),
+    Phase("gather", "G", "the replicas' outputs are joined on one device", of_call=True, short="gath"),
     Phase(
         "forward",
         "F",

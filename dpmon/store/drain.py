@@ -75,7 +75,7 @@ class _Taken:
         self.counted = self.ring.over
         """Whether all its calls are counted, even those outside steps."""
         self.put_off = 0
-        """How often the exit event here was put back, because other rings had unread records."""
+        """Number of times that the exit event here was put back, because other rings had unread records."""
 
     def note(self) -> None:
         """Update the row to the position that has been read."""
@@ -154,7 +154,7 @@ class Drain:
     def flush(self, over: bool = False, last: bool = False) -> None:
         """Take and write all records in the rings (at most the size of a ring from each).
 
-        `over`: the command has ended; include the last records of processes that ended with it. `last`: nobody
+        `over`: the command has ended; include the last records of processes that ended with it. `last`: no supervisor
         continues this history; include the open steps of processes that outlive the command.
         """
         now = time.monotonic()
@@ -336,7 +336,7 @@ class Drain:
         self._retry_at = now + RETRY_S
         if self.failure is None and now >= self._silent_until:
             self._silent_until = now + WARN_AGAIN_S
-            self._warn(f"the history cannot be written ({error}); the run goes on, older records may be lost")
+            self._warn(f"the history cannot be written ({error}); the run continues, but older records may be lost")
         self.failure = error
 
 

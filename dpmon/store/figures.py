@@ -61,7 +61,7 @@ class Figures(NamedTuple):
 
     @property
     def counted(self) -> Counted:
-        """The quantities that at least one step knows, without those that rates show."""
+        """The quantities known in at least one step, without the quantities that rates show."""
         sums = ((quantity, self.tally.sum(quantity.name)) for quantity in QUANTITIES if not quantity.in_rates)
         return tuple((quantity, known) for quantity, known in sums if known.count)
 
@@ -71,7 +71,7 @@ class Figures(NamedTuple):
 
 
 def counted_as_fields(counted: Counted) -> dict[str, dict[str, int]]:
-    """Quantities in JSON: the sum by name, and how many steps know it."""
+    """Return quantities for JSON by name: the sum, and the number of steps that know it."""
     return {quantity.name: {"sum": known.total, "steps": known.count} for quantity, known in counted}
 
 

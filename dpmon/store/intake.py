@@ -57,7 +57,7 @@ _STEP_AT = {name: index for index, name in enumerate(STEP_PHASES)}
 _phases_of = itemgetter(
     *(len(STEP_PHASES) + _CALL_AT[phase.name] if phase.of_call else _STEP_AT[phase.name] for phase in PHASES)
 )
-"""Takes PHASES from the phases of a step, followed by those of its calls."""
+"""Takes PHASES from the phases of a step followed by the phases of its calls."""
 _DAMAGE = (RecordError, LookupError, ValueError, TypeError, AttributeError, struct.error, RecursionError)
 
 
@@ -228,7 +228,7 @@ class Intake:
         batch.steps.append((*named, *quantities, *values, rest, times, spans or None, *numbers))
         if sync_number >= 0:
             second = (began + max(wall, 0)) // 1_000_000_000
-            # With devices, the host does not wait for other ranks, so its time says nothing about the communication.
+            # With devices, the host does not wait for other ranks, so its time does not measure the communication.
             tail = phases[_STEP_AT["sync"]] if times is None else device_tail(known_times(times))
             if tail is not None:
                 synced = SyncStep(number, key, second, sync_number, counted[_SYNCED_AT], tail)

@@ -108,7 +108,7 @@ class _Group:
     def _close(self, place: tuple[int, int]) -> Sequence[Joined]:
         """Join a round if no other rank can still take part.
 
-        A rank whose process has ended takes no further part. If it went beyond the round without a record of it, the
+        A rank with an ended process takes no further part. If it went beyond the round without a record of it, the
         round is unknown.
         """
         steps = self.pending[place]

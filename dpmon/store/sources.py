@@ -271,7 +271,7 @@ def open_source(path: Path, row: RingRow | None) -> Source:
 def holds_more(path: Path, row: RingRow | None, over: bool) -> bool:
     """Whether a ring holds more than the history with this `row`. Raises RingError or OSError.
 
-    `over`: the run has ended, so nobody continues its history.
+    `over`: the run has ended, so no supervisor continues its history.
     """
     if not holds_spans(str(path)):
         with closing(FrameSource(path, row)) as frames:

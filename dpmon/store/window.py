@@ -38,10 +38,10 @@ class Source(Protocol):
         """Tallies of each process, without series."""
 
     def time_sums(self, begin_s: int, end_s: int) -> list[TimeRow]:
-        """What each process did in each mode."""
+        """Return the activities of each process by mode."""
 
     def times_together(self, begin_s: int, end_s: int) -> list[TimeTogether]:
-        """What all processes did together."""
+        """Return the activities of all processes together."""
 
     def kinds(self) -> set[tuple[str, int]]:
         """Mode and kind of all steps so far."""
@@ -73,7 +73,7 @@ class Window:
 
     @cached_property
     def times(self) -> list[TimeRow]:
-        """What each process did in each mode."""
+        """The activities of each process by mode."""
         return self._source.time_sums(self._begin_s, self._end_s)
 
     def rows(self, process: int) -> Iterator[tuple[Key, Tally]]:

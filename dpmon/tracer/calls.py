@@ -256,7 +256,7 @@ class Calls:
             module, inputs, *given, named = bound
             inputs = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
             return self.sites.functional(module, _as_given(given)), inputs, named or {}
-        except Exception as error:  # noqa: BLE001 - the call goes on as it is written
+        except Exception as error:  # noqa: BLE001 - the call runs as written
             self.session.fault("functional", error)
             return None
 
@@ -274,7 +274,7 @@ class Calls:
         try:
             plan = self.modes.unrecorded(call.module, ids)
             function = None if plan is None else self.split.functional_for(plan)
-        except Exception as error:  # noqa: BLE001 - the call goes on as it is written
+        except Exception as error:  # noqa: BLE001 - the call runs as written
             self.session.fault("functional", error)
             plan = function = None
         try:

@@ -32,7 +32,7 @@ class Sample:
 
     def __init__(self) -> None:
         self.on = False
-        """Whether a sample is under way."""
+        """Whether a sample is running."""
         self.reset()
 
     def reset(self) -> None:
@@ -46,7 +46,7 @@ class Sample:
 
 
 class Launched(NamedTuple):
-    """A collective under way."""
+    """An unfinished collective."""
 
     work: Any
     """The torch.distributed.Work of the collective."""

@@ -84,7 +84,7 @@ class Kernels:
         return self._switch(self._remove)
 
     def _switch(self, change: Callable[[], None]) -> bool:
-        """Register or remove the kernels; False if another thread may launch a collective meanwhile.
+        """Register or remove the kernels; False if another thread may launch a collective at the same time.
 
         torch's table of kernels must not change while another thread reads it. So no other thread runs Python code
         here, and no other thread may already be in torch.distributed. If another thread launches a collective during a
@@ -136,7 +136,7 @@ class Kernels:
                     launched = clock()
                     try:
                         self._launched(operator, args, result, began, launched)
-                    except Exception as error:  # noqa: BLE001 - the collective is under way
+                    except Exception as error:  # noqa: BLE001 - the collective is already launched
                         fault("collectives", error, fatal=False)
                     self._sample.own_ns += clock() - launched
                 return result

@@ -50,7 +50,7 @@ every sample would be discarded."""
 RETRY_NS = 50_000_000
 """Time until the next attempt to switch the kernels, after another thread was in torch.distributed."""
 MAX_PUT_OFF = 100
-"""Number of failed attempts in a row after which the record says why there is no sample."""
+"""Number of failed attempts in a row after which the reason is recorded."""
 _BESIDE = "another thread of the process was in torch.distributed at every attempt to record a step"
 
 
@@ -121,12 +121,12 @@ class Collectives:
                 self._asked = asked
                 return 0
             return 0 if self._again and not self._recorder.stepped else now + LOOK_NS
-        except Exception as error:  # noqa: BLE001 - the training goes on without
+        except Exception as error:  # noqa: BLE001 - the training continues
             self._failed(error)
             return NEVER
 
     def _failed(self, error: Exception) -> None:
-        """Give up after a fault of ours; raise what a signal handler of the script raised."""
+        """Give up after a fault of ours. Raises only exceptions of the script's signal handlers."""
         raise_from_signal(error)
         self._give_up()
         self._session.fault("collectives", error, fatal=False)

@@ -39,8 +39,8 @@ _SILENT = {
 def in_a_line(error: BaseException | str) -> str:
     """Return class and first line of an error; of the original error if torch repeats it with its traceback.
 
-    The first line of a torch error says what happened; the rest says where to look further. parallel_apply raises a
-    replica's error again, under "Caught ...", with the whole traceback in its text.
+    The first line of a torch error is the message; the rest is advice. parallel_apply raises a replica's error again,
+    under "Caught ...", with the whole traceback in its text.
     """
     kind = type(error).__name__
     lines = str(error).strip().splitlines() or [""]
@@ -101,7 +101,7 @@ def _message(error: BaseException | None) -> str:
 
 def _speaks_itself(kind: type) -> bool:
     """Whether the `__str__` of a class is built in."""
-    # Looked up by hand: a metaclass or a descriptor of the script may run its own code.
+    # The look-up avoids getattr, because a metaclass or descriptor of the script may run its own code.
     members = (_MEMBERS.__get__(base) for base in _MRO.__get__(kind))
     return type(next(found["__str__"] for found in members if "__str__" in found)) is WrapperDescriptorType
 

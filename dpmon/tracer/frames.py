@@ -14,7 +14,7 @@ import torch
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 OF_CALLS = frozenset(f"{_HERE}{name}.py" for name in ("calls", "split", "byhand", "roots"))
-"""Files whose functions are on the stack while a call is traced."""
+"""Files with functions that are on the stack while a call is traced."""
 
 
 def outwards(frame: FrameType | None) -> Iterator[FrameType]:

@@ -67,7 +67,7 @@ class GradientSync:
         self._wrappers.clear()
         self._waiting.clear()
         self._mark: Mark | None = None
-        """Device times of the end of the backward pass under way."""
+        """Device times of the end of the current backward pass."""
         self._computed = 0
         """When all gradients of that pass were computed (monotonic ns); 0 if unknown."""
         self._made = count()
@@ -271,7 +271,7 @@ class _Wrapper:
         self.passes = 0
         """Number of synchronised passes."""
         self.due = 0
-        """When to look at the facts again (monotonic ns)."""
+        """When to read the facts again (monotonic ns)."""
         self.buckets: list[list[int]] = []
         """Indices of the parameters of each bucket; empty until torch reports them."""
         self.seen: list[int] = []

@@ -26,7 +26,7 @@ from dpmon.tracer.sites import Functional, Sites
 from dpmon.tracer.storages import GRADIENTS, MAX_TENSORS, MODEL, STATES, Walk
 
 FIRST_TURNS = 3
-"""Steps before the first look: by then the optimizers have made their states."""
+"""Steps until the first look: by then, optimizers have made their states."""
 EVERY_NS = 5_000_000_000
 SOON_NS = 500_000_000
 """Shortest wait after a look before a new model is measured."""
@@ -73,7 +73,7 @@ class Memory:
         """Start afresh, as after a fork."""
         self._due = self._soonest = 0
         self._turns = 0
-        """Steps that have ended, as far as this process can tell."""
+        """Number of steps that have ended, as far as this process knows, up to FIRST_TURNS."""
         self._faults = 0
         self._said: Any = None
         self._said_ns = 0
@@ -151,7 +151,7 @@ class Memory:
                 self._go_on(self._walk, now)
                 return 0
             return self._due
-        except Exception as error:  # noqa: BLE001 - the training goes on without
+        except Exception as error:  # noqa: BLE001 - the training continues
             self._failed(error)
             return NEVER
 

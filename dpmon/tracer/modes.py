@@ -1,6 +1,7 @@
 """Decides whether calls run as dp or single, and why a request is refused.
 
-A `Plan` says how calls of one module run. It is made when the module is first called, and again after each request.
+A `Plan` describes how calls of one module run. It is made at the first call of the module, and again after each
+request.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Modes:
         self.serial = ring.words[Word.REQUEST]
         wanted = ring.words[Word.WANTED]
         if self.locked or wanted not in (DP, SINGLE):
-            reason = "--mode script leaves the computation as it is written" if self.locked else "unknown mode"
+            reason = "--mode script leaves the computation as written" if self.locked else "unknown mode"
             self.session.event("mode", mode=None, requested_by="user", refused=reason, reason=reason)
             self._acknowledge(0)
             return False
@@ -172,7 +173,7 @@ class Modes:
                 continue
             config = self.session.config
             if plan.refused and plan.mode == SINGLE and not self.by_user and (config.explicit or config.mode == "dp"):
-                self.session.warn(f"dp was asked for, but {root} runs on one device: {plan.reason}")
+                self.session.warn(f"dp was requested, but {root} runs on one device: {plan.reason}")
             self.session.event(
                 "mode",
                 first,
@@ -243,7 +244,7 @@ class Modes:
         else:
             asked = self.session.config.replicas
             if asked is not None and asked != len(devices) and not self.locked:
-                reason = f"the script hands the primitives {len(devices)} devices itself, {asked} were asked for"
+                reason = f"the script hands the primitives {len(devices)} devices itself, {asked} were requested"
             plan = Plan(DP, devices, None, virtual, reason)
         self.unannounced.append((root, plan))
         return plan
@@ -313,10 +314,10 @@ class Modes:
             if len(set(devices)) == len(devices) and all(device.type != "cpu" for device in devices):
                 return self._real([d.index or 0 for d in devices], base)
             if len({(d.type, d.index or 0) for d in devices}) > 1:
-                return refused(base, "virtual replicas share one device; --devices names several")
+                return refused(base, "virtual replicas share one device, but --devices names several")
             if devices[0].type != base.type or (base.type == "cuda" and (devices[0].index or 0) != (base.index or 0)):
-                return refused(base, f"--devices says {devices[0]}, but the module is on {base}")
-            return self._share(len(devices), base, "asked for by --devices")
+                return refused(base, f"--devices names {devices[0]}, but the module is on {base}")
+            return self._share(len(devices), base, "requested by --devices")
         if base.type == "cuda":
             count = torch.cuda.device_count()
             wanted = config.replicas or count
@@ -326,7 +327,7 @@ class Modes:
                 return self._real([first, *others][:wanted], base)
             if config.replicas:
                 return self._share(config.replicas, base, f"{config.replicas} replicas on {count} GPU(s)")
-            return refused(base, "there is only one GPU; --replicas N makes virtual ones")
+            return refused(base, "there is only one GPU; --replicas N makes virtual replicas")
         if base.type != "cpu":
             return refused(base, f"DataParallel does not run on {base.type}")
         if torch.cuda.is_available() and not config.replicas:
@@ -336,10 +337,10 @@ class Modes:
 
     def _real(self, ids: list[int], base: torch.device) -> Plan:
         if ids[0] != (base.index or 0) or base.type != "cuda":
-            return refused(base, f"the module is on {base}, the first of the devices is cuda:{ids[0]}")
+            return refused(base, f"the module is on {base}, but the first device is cuda:{ids[0]}")
         count = torch.cuda.device_count()  # CUDA_VISIBLE_DEVICES may leave fewer than the machine has
         if max(ids) >= count:
-            reason = f"there is no cuda:{max(ids)} for this process, it has {count} GPU{'s' if count > 1 else ''}"
+            reason = f"this process has no cuda:{max(ids)}: it has {count} GPU{'s' if count > 1 else ''}"
             return refused(base, reason)
         return Plan(DP, tuple(f"cuda:{i}" for i in ids), tuple(ids))
 

@@ -1,8 +1,8 @@
 """Writes a span into the process's ring for each phase that ends, on any thread.
 
 The tracer draws no conclusions: the supervisor finds the steps and their contents from the spans. The tracer only has
-to know when it may pause the training or measure something: between two steps, as far as the process can tell. That
-moment comes before a fetch, or after the optimizer step that ends a training step.
+to know when it may pause the training or measure something: between two steps, as far as the process knows. That moment
+comes before a fetch, or after the optimizer step that ends a training step.
 
 A signal handler of the script may raise at any function call. So state is restored in an `except` or `finally`, and a
 span that may not have been written is written again. The reader drops the duplicate.
@@ -59,7 +59,7 @@ class Recorder:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.threads: dict[int, Thread] = {}
-        """By ident. The wrappers hold this very object."""
+        """By ident. The wrappers refer to this dict: never replace it."""
         self.timing: Timing | None = None
         """Device timing, once a call runs on a GPU."""
         self.on_idle: Callable[[], None] = lambda: None
@@ -296,7 +296,7 @@ class Recorder:
                     if fetch:
                         trains = self.trains
                         mine = me is trains or trains is None
-                        if mine:  # a prefetching thread says nothing about steps
+                        if mine:  # a prefetching thread is no sign of a step
                             self.idle = 0 if self.calls else self.idle + 1
                             self.loose = self.calls = 0
                             if trains is not None:
@@ -394,7 +394,7 @@ class Recorder:
     # ---------------------------------------------------------------- between two steps
 
     def between(self, me: Thread) -> None:
-        """Pause or look between two steps, if requested. Raises only what a signal handler raises during a pause."""
+        """Pause or look between two steps, if requested. Raises only exceptions of signal handlers during a pause."""
         if me.inside or (me is not self.trains and self.trains is not None):
             return
         words = self.words

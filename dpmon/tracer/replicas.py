@@ -27,7 +27,7 @@ ODD = f"{ROWS}: the model returns a scalar or values other than tensors, which D
 
 
 class Unsuited(Exception):
-    """Raised when dp would change the meaning of a bare root's results for the script; the text says why."""
+    """Raised when dp would change the meaning of a bare root's results for the script; the text is the reason."""
 
 
 class Probe:

@@ -92,7 +92,7 @@ class Split:
             if site.plan.mode == DP:
                 run.watch = Watch(self.recorder, me, site, strict=site.via is None)
             me.split = run
-        except Exception as error:  # noqa: BLE001 - the call goes on as it is written
+        except Exception as error:  # noqa: BLE001 - the call runs as written
             self.session.fault("begin", error)
             return original(module, *args, **kwargs)
         if isinstance(module, Functional):
@@ -178,7 +178,7 @@ class Split:
         if plan.virtual is not None:
             try:
                 function = self.functional_for(plan)
-            except Exception as error:  # noqa: BLE001 - the call goes on as it is written
+            except Exception as error:  # noqa: BLE001 - the call runs as written
                 self.session.fault("functional", error)
                 return original(call, *args, **kwargs)
             return function(module, args, chosen, None, dim, kwargs)
@@ -209,7 +209,7 @@ class Split:
         try:
             view = run.runs = _view(module, plan, run.site.dim)
             self._remember(run, module)
-        except Exception as error:  # noqa: BLE001 - the call goes on as it is written
+        except Exception as error:  # noqa: BLE001 - the call runs as written
             self.session.fault("view", error)
             return original(module, *args, **kwargs)
         if plan.virtual is None:
@@ -235,7 +235,7 @@ class Split:
         return original(module, *args, **kwargs)
 
     def _remember(self, run: Run, module: Any) -> None:
-        """Save what a first attempt at dp may change, in case it fails. Never raises."""
+        """Save the state that a first attempt at dp may change, in case it fails. Never raises."""
         if run.site.proven or run.plan.virtual is None:
             return
         try:
@@ -297,7 +297,7 @@ class Split:
                 self.modes.announce()
             run.plan = plan
             run.head = self.sites.head(run.site, plan)
-        except Exception as error:  # noqa: BLE001 - the call goes on as it is written
+        except Exception as error:  # noqa: BLE001 - the call runs as written
             self.session.fault("fall back", error)
         finally:
             self._let_go(watch)

@@ -172,7 +172,7 @@ class Stages:
                 own["_forward_hooks"][KEY] = part.leave
                 own["_forward_hooks_with_kwargs"][KEY] = True
                 own["_forward_hooks_always_called"][KEY] = True
-        except Exception as error:  # noqa: BLE001 - the call goes on without
+        except Exception as error:  # noqa: BLE001 - the call continues without stages
             self.session.fault("stages", error)
 
     def end(self, recorder: Recorder, me: Thread) -> str | None:

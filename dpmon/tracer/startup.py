@@ -1,4 +1,4 @@
-"""Notes what a process does before its first call, while it has no ring for records.
+"""Notes the activity of a process before its first call, while it has no ring for records.
 
 A note is a line in stages.log: the current operation and, after a colon, its details. Notes end once the ring exists,
 so the steady state costs nothing.

@@ -26,7 +26,7 @@ MAX_COPIES = 16
 MAX_ONE_IN = 1024
 _TIMED, _SKIPPED = Flag.TIMED << FLAGS_AT, Flag.SKIPPED << FLAGS_AT
 _COUNT_ANYWAY = frozenset((Kind.FETCH, Kind.CALL, Kind.WRAPPED, Kind.BACKWARD, Kind.COPY))
-"""Phases whose device times count even if they raise."""
+"""Phases that keep their device times even if they raise."""
 _VERBS = frozenset((Kind.SCATTER, Kind.REPLICATE, Kind.PARALLEL_APPLY, Kind.GATHER))
 
 
@@ -246,7 +246,7 @@ class Timing:
                     break
                 self._write(mark, late)  # an interrupt before the next line repeats it: the reader drops it
                 del waiting[0]
-        except Exception as error:  # noqa: BLE001 - the training goes on without
+        except Exception as error:  # noqa: BLE001 - the training continues
             self._failed(error)
 
     def _write(self, mark: Mark, late: int) -> None:

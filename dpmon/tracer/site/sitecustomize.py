@@ -39,6 +39,6 @@ def _chain() -> None:
 
 try:  # noqa: SIM105 - contextlib is not loaded yet in every Python
     _arm()
-except Exception:  # noqa: BLE001 - the user's program comes first, whatever is wrong with us
+except Exception:  # noqa: BLE001 - a fault of ours must not stop the user's program
     pass
 _chain()

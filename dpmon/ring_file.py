@@ -45,8 +45,7 @@ def read_whole(fd: int, path: str, size: int, at: int) -> bytes:
 
 
 def read_around(fd: int, path: str, size: int, at: int, room: int) -> bytes:
-    """Read `size` bytes at byte `at` of a ring of `room` bytes, where the first byte follows the last. Raises
-    RingError."""
+    """Read `size` bytes at byte `at` of a ring of `room` bytes; reading wraps around. Raises RingError."""
     at %= room
     first = min(size, room - at)
     data = read_whole(fd, path, first, HEADER_BYTES + at)

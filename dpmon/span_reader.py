@@ -103,8 +103,7 @@ class SpanReader:
         return self._word(Word.ENDED) != 0
 
     def under_way(self, thread: int | None = None) -> tuple[int, int]:
-        """Return kind (0: none) and start (monotonic ns) of a thread's current span. `thread` None: the training
-        thread.
+        """Return kind (0: none) and start (monotonic ns) of a thread's current span; None: training thread.
 
         The start is 0 for a thread that has begun no span.
         """
@@ -142,8 +141,7 @@ class SpanReader:
             self._set(Word.ONE_IN, steps)
 
     def request_sample(self) -> int:
-        """Ask the training process to record the collectives of one of the next steps. Return the serial of the
-        request."""
+        """Ask the training process to sample the collectives of a step soon. Return the serial of the request."""
         serial = (self._word(Word.SAMPLE) + 1) & 0xFFFFFFFFFFFFFFFF
         self._set(Word.SAMPLE, serial)
         return serial
@@ -196,8 +194,7 @@ class SpanReader:
         return read_around(self._fd, self.path, size, number * SLOT_BYTES, room)
 
     def _copy(self, count: int) -> list[Span] | None:
-        """Return the next spans, at most `count`, from slots with the right numbers; None if the first is damaged by
-        now.
+        """Return the next spans, at most `count`, from slots with the right numbers; None if the first is damaged.
 
         A slot with the right number is complete until the writer overwrites it: see `_overtaken`.
         """
@@ -244,8 +241,7 @@ class SpanReader:
         return not self._is_lapped(0, self._marks(0, 1)[0])
 
     def _over_a_hole(self, marks: list[int], now_ns: int, over: bool) -> bool:
-        """Skip slots that were taken and never written, if later ones were written some time ago; return whether it
-        skipped.
+        """Skip taken, unwritten slots if later ones were written some time ago; return whether it skipped.
 
         `marks`: the marks from the next slot on.
         """

@@ -45,8 +45,7 @@ class Word:
     """Indices of the 64-bit words of the header that change while the ring is in use."""
 
     TRAINS, ENDED, ANSWERED, MODE, PAUSED = range(17, 22)
-    """Number of the training thread; 1 at the process's end; last mode request acted upon; mode in force; last pause
-    request acted upon."""
+    """Training thread; 1 at the process's end; last mode request acted upon; mode in force; last pause acted upon."""
     REQUEST, WANTED, PAUSE, ONE_IN, SAMPLE = range(24, 29)
     """Serial of the last mode request; the requested mode; last pause request (odd: pause, even: resume); device timing
     of one step in this many (0: all steps); serial of the last request to record the collectives of a step."""

@@ -168,8 +168,7 @@ class Assembler:
         self._waiting += 1
 
     def _inner(self, thread: int, start: int) -> list[Span]:
-        """Take the waiting spans inside a span that began at `start`. Older ones have no enclosing span and are
-        discarded."""
+        """Take the waiting spans inside a span that began at `start`. Discard older ones."""
         waiting = self._nested.pop(thread, None)
         if waiting is None:
             return []
@@ -266,8 +265,7 @@ class Assembler:
         return found
 
     def state(self) -> str:
-        """Return the state for a successor as JSON. The successor also needs all lines, and the spans from `position`
-        on."""
+        """Return the state for a successor as JSON. The successor also needs all lines, and spans from `position`."""
         marks = self._waits.marks()
         mark = marks[0][0] if marks else self._rules.mark()
         live = self._live()

@@ -40,8 +40,7 @@ class Composer:
         self._hands: dict[int, _Hand] = {}
 
     def verb(self, span: Span, replicas: Sequence[Span]) -> int:
-        """Take a primitive. `replicas`: replicas of a parallel_apply. Return the definition of its inputs; 0 if
-        none."""
+        """Take a primitive. `replicas`: of a parallel_apply. Return the definition of its inputs; 0 if none."""
         kind, thread = span.kind, span.thread
         hand = self._hands.get(thread)
         if hand is not None and hand.apply is not None and kind != Kind.GATHER:

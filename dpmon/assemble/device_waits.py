@@ -94,8 +94,7 @@ class DeviceWaits:
         return not self._queue
 
     def ready(self, unread: int = Untimed.NONE) -> list[bytes | EventPayload]:
-        """Take out complete and overdue payloads; with `unread` (the reason for missing times), take out all
-        payloads."""
+        """Take out complete and overdue payloads; with `unread` (reason for missing times), take out all."""
         found: list[bytes | EventPayload] = []
         while self._queue:
             group = self._queue[0]

@@ -24,8 +24,7 @@ class OpenStep:
         self.backward = False
         """Whether a backward pass ran in it."""
         self.module = self.look = 0
-        """`module`: module of its first call. `look`: module of its last call that neither trains nor records
-        gradients."""
+        """Module of its first call; `look`: of its last call that neither trains nor records gradients."""
         self.first_call = 0
         """When its first call began."""
         self.looked: set[int] = set()

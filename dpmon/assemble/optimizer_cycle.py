@@ -18,8 +18,7 @@ class OptimizerCycle:
         self.since: dict[int, None] = dict.fromkeys(since)
         """The optimizers that have stepped since the last end of a step, in order."""
         self.once: dict[int, int] = dict(once or {})
-        """Optimizers that stepped before the cycle began, with a span number. Each ends one more step, up to that
-        span."""
+        """Optimizers that stepped before the cycle began. Each ends one more step, up to the span with this number."""
 
     def stepped(self, site: int, number: int) -> bool | None:
         """Take an optimizer step in the span `number`; return whether it ends a step of the loop.

@@ -32,8 +32,7 @@ class Patience:
         self.ended = end
 
     def too_many(self, calls: int, many: bool) -> bool:
-        """Whether a step has too many calls to wait longer. `many`: an optimizer or backward pass may follow many
-        calls."""
+        """Whether a step has too many calls to wait longer. `many`: many calls may precede the end of a step."""
         return calls > max(MANY_CALLS if many else FEW_CALLS, TIMES * self.calls)
 
     def too_long(self, took: int, made: bool) -> bool:

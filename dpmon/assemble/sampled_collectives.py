@@ -70,8 +70,7 @@ class SampledCollectives:
         return True
 
     def _hold(self, one: Collected) -> None:
-        """Hold a collective until its sample is over. A collective that arrives after the end of its sample is treated
-        alike."""
+        """Hold a collective until its sample is over. This includes late collectives of a finished sample."""
         end, discarded = self._sampled
         if one.start >= end:
             self._held.append(one)

@@ -38,8 +38,7 @@ class StepRules:
     def __init__(
         self, known: Definitions, recorder: Recorder, closed: Callable[[Mark, list[Item], bool], None]
     ) -> None:
-        """`closed(mark, items, step)` is called after recording: the mark before it, the items, whether a step
-        ended."""
+        """`closed(mark, items, step)` is called after recording: mark before it, items, whether a step ended."""
         self._known = known
         self._recorder = recorder
         self._closed = closed

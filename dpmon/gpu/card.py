@@ -208,8 +208,7 @@ class Asker:
         calls: int,
         first_s: float = 0.0,
     ) -> None:
-        """Ask the most overdue questions, with at most `calls` calls; during the first `first_s`, ask all due
-        questions.
+        """Ask the most overdue questions, with at most `calls` calls; during the first `first_s`, ask all.
 
         Raises Failure only if the GPU is gone.
         """
@@ -229,8 +228,7 @@ class Asker:
                     self._ask(question, nvml, handle, opened, ask, clock)
 
     def _overdue(self, now_s: float) -> list[Question]:
-        """Return the due questions, the most overdue first, relative to their periods: a slow question can wait
-        longer."""
+        """Return the due questions, the most overdue first, relative to their periods: slow ones can wait longer."""
         due = [q for q in self.places if self._due(q, now_s)]
         return sorted(due, key=lambda q: (self.places[q].due_s - now_s) / q.every_s)
 

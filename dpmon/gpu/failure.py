@@ -75,8 +75,7 @@ def words_of(code: int) -> str:
 
 
 def call(read: Callable[[], Any]) -> Any:
-    """Return the result of `read`. Raises Failure. Errors are recognised by number, because the objects are not
-    hashable."""
+    """Return the result of `read`. Raises Failure. Errors are recognised by number: the objects are not hashable."""
     try:
         return read()
     except Failure:

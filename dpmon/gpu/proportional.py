@@ -24,8 +24,7 @@ REST_FACTOR = 200
 
 
 def read_pss(pid: int) -> int | None:
-    """Return the PSS of a process (bytes); None if it has no memory left. Raises OSError if the kernel does not report
-    it."""
+    """Return the PSS of a process (bytes); None if it has no memory left. Raises OSError if it is not available."""
     with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
         for line in file:
             if line.startswith(b"Pss:"):

@@ -93,8 +93,7 @@ def _ecc(which: str) -> tuple[Way, ...]:
 
 
 def _pcie(which: str) -> tuple[Way, ...]:
-    """Return a way to read PCIe throughput; the driver measures for 20 ms and returns units of 1000 bytes per
-    second."""
+    """Return a way to read PCIe throughput; the driver measures for 20 ms, in units of 1000 bytes/s."""
     return (lambda n, h, memo: (n.nvmlDeviceGetPcieThroughput(h, getattr(n, which)) * 1000,),)
 
 
@@ -142,8 +141,7 @@ def _retired(cause: str) -> tuple[Way, ...]:
 
 
 def _xid(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the newest XID error. The first call makes the event set (2 library calls); later ones do not wait (1
-    call)."""
+    """Return the newest XID error. The first call makes the event set (2 library calls), later ones take 1."""
     if "set" not in memo:
         events = nvml.nvmlEventSetCreate()
         nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)

@@ -15,8 +15,7 @@ NOT_SAID = "no running training process has reported the GPUs that torch uses"
 
 @dataclass(frozen=True, slots=True)
 class TorchUse:
-    """One GPU as one process of the run reports it: torch's name for it, and the bytes that its allocator has
-    reserved."""
+    """One GPU as one process of the run reports it: torch's name for it, and the reserved bytes."""
 
     process: int
     device: str
@@ -54,8 +53,7 @@ def uses_of(process: int, devices: Any) -> tuple[TorchUse, ...]:
 
 
 def of_torch(run: Run, uuids: Set[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return torch's values for the GPU (or MIG instances) with these bare UUIDs, and the reasons for missing
-    fields."""
+    """Return torch's values for the GPU (or MIG instances) with these bare UUIDs, and reasons for missing fields."""
     uses = [use for use in run.uses if bare(use.uuid) in uuids]
     if not uses:
         if not run.uses or not uuids:

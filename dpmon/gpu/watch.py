@@ -54,8 +54,7 @@ class Watch:
         return f"NVML has not answered for {time.monotonic() - since:.0f} s"
 
     def stop(self, until_s: float) -> bool:
-        """End by `until_s` (monotonic). Return False if a call is still in flight: then the library is not shut
-        down."""
+        """End by `until_s` (monotonic). Return False, without a shutdown, if a call is still in flight."""
         self._stop.set()
         for thread in list(self._threads):
             thread.join(max(0.0, until_s - time.monotonic()))

@@ -126,8 +126,7 @@ class Call:
 
     @property
     def evaluates(self) -> bool:
-        """Whether it belongs to an evaluation. Both flags must be off: some scripts train in eval mode, or run without
-        gradients in between."""
+        """Whether it belongs to an evaluation. Both flags must be off: some scripts train in eval mode."""
         return not (self.training or self.grad)
 
     @property
@@ -194,8 +193,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A record of any other kind (mode, pause, process, device, warning, dropped, exit ...): its JSON object,
-    unchanged."""
+    """A record of any other kind (mode, pause, process, device, warning, dropped, exit ...): its JSON object."""
 
     kind: str
     data: Mapping[str, Any]
@@ -256,8 +254,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A sample: a time, usually one step, in which every collective was recorded; start_ns counts from the run's
-    start."""
+    """A sample: a time, usually a step, with every collective recorded; start_ns counts from the run's start."""
 
     process: int
     rank: int | None
@@ -271,8 +268,7 @@ class Sampled:
 
 
 def collective_in(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts in the definition of a collective. Raises LookupError, TypeError or ValueError if it is
-    damaged."""
+    """Return the facts in a collective's definition. Raises LookupError, TypeError or ValueError if it is damaged."""
     if value["operation"] is None:
         return {"operation": None, "why": str(value["why"])}
     ranks, backend = value["ranks"], value["backend"]

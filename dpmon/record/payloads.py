@@ -67,8 +67,7 @@ _TIMED_BYTE = bytes((TIMED_TAG,))
 
 
 def timed(payload: bytes) -> tuple[bytes, tuple[float, ...], int]:
-    """Return the call or step in a timed record, its times (NaN: unknown) and the reason. Raises struct.error if
-    damaged."""
+    """Return the call or step in a timed record, times (NaN: unknown) and the reason. Raises struct.error."""
     _, why, count, size = TIMED_HEAD.unpack_from(payload)
     start = TIMED_HEAD.size
     inner = payload[start : start + size]
@@ -145,8 +144,7 @@ def call_head(payload: bytes) -> tuple[int, ...]:
 
 
 def call_replicas(payload: bytes) -> list[tuple[int, int, int, int]]:
-    """Return (inputs, outputs, offset_ns, host_ns) of each replica; sizes by definition. Raises struct.error if cut
-    off."""
+    """Return (inputs, outputs, offset_ns, host_ns) of each replica; sizes by definition. Raises struct.error."""
     payload = bare(payload)
     if payload[0] == PLAIN_TAG:
         *_, wall, inputs, outputs = _PLAIN.unpack(payload)

@@ -97,8 +97,7 @@ class Span(NamedTuple):
     """Kind of the enclosing span; 0 for none."""
     thread: int
     site: int
-    """Depends on the kind: definition of a call's layout or of a collective, index of a replica, optimizer, device
-    or 0."""
+    """Depends on the kind: definition of a layout or collective, index of a replica, optimizer, device, or 0."""
     start: int
     took: int
     inputs: int

@@ -190,8 +190,7 @@ def _cut(value: Any, most: int) -> Any:
 
 
 def pack_definition(number: int, value: Any) -> bytes:
-    """Pack a definition: a layout (root, via, devices, absent), a stage (device, parts), a collective or a list of
-    sizes.
+    """Pack a definition: a layout (root, via, devices, absent), a stage (device, parts), a collective or sizes.
 
     A size is (path, shape, dtype, bytes), and the global shape for a DTensor. A collective is (operation, group, size,
     ranks, dtype, backend, device), or (operation None, why) if collectives cannot be recorded.

@@ -196,8 +196,7 @@ class Account:
     def _cut(
         self, activity: str, mode: str, begin: int, end: int, apart: Sequence[tuple[str, int, int]]
     ) -> list[Spent]:
-        """Divide a stretch of time, in order: each part belongs to the first of `apart` that covers it, else to
-        `activity`."""
+        """Divide a stretch of time: each part belongs to the first of `apart` that covers it, else to `activity`."""
         if not apart:
             return self._piece(activity, mode, begin, end)
         edges = sorted({begin, end, *(at for _, *both in apart for at in both if begin < at < end)})

@@ -87,8 +87,7 @@ class MinuteRow(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Calls of one layout with the same sizes of inputs and outputs. Numbers refer to the definitions of the
-    process."""
+    """Calls of one layout with the same sizes of inputs and outputs. Numbers are definitions of the process."""
 
     process: int
     mode: str

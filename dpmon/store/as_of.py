@@ -57,8 +57,7 @@ class AsOf:
     # ------------------------------------------------------------------------------------------ steps and calls
 
     def first_ns(self, process: int) -> int | None:
-        """Return the start of the first call or step of a process that has a row; None if it has none as of this
-        time."""
+        """Return the start of the first call or step of a process that has a row; None if there is none yet."""
         ring = self._rings.get(process)
         tables = [] if ring is None else [table for table in ("calls", "steps") if getattr(ring, table)]
         first = (
@@ -153,8 +152,7 @@ class AsOf:
         return ring.first_id or 0, _LAST if ring.last_id is None else ring.last_id
 
     def _search(self, table: str, process: int, low: int, high: int) -> int:
-        """Return the highest id, from `low` to `high`, of a process's row that ended by this time; `low` - 1 if none
-        did."""
+        """Return the highest id, from `low` to `high`, of a process's row that ended by now; `low` - 1 if none did."""
         query = (
             f"SELECT id, start_ns + wall_ns FROM {table} WHERE process = ? AND id BETWEEN ? AND ?"
             " ORDER BY id DESC LIMIT 1"
@@ -172,8 +170,7 @@ class AsOf:
         return found
 
     def step_end(self, process: int, *, forward: bool) -> int | None:
-        """Return the end of a process's first step that ended after this time (`forward`), or of the last step before;
-        else None."""
+        """Return the end of a process's next step (`forward`) or last step, seen from this time; None without one."""
         last = self._last_id("steps", process)
         query = "SELECT start_ns + wall_ns FROM steps WHERE process = ? AND id {} ORDER BY id {} LIMIT 1"
         query = query.format("> ?", "") if forward else query.format("<= ?", "DESC")
@@ -182,8 +179,7 @@ class AsOf:
     # ------------------------------------------------------------------------------------------ events
 
     def lasting(self, kind: str, newest: int = -1) -> list[Event]:
-        """Return events of a lasting kind (dpmon.store.tables.LASTING), in order. `newest`: the largest number to
-        return."""
+        """Return events of a lasting kind (dpmon.store.tables.LASTING), in order. `newest`: at most this many."""
         query = (
             f"SELECT json FROM events WHERE {LASTING} AND kind = ? AND ifnull(t_ns, 0) <= ? ORDER BY id DESC LIMIT ?"
         )
@@ -213,8 +209,7 @@ class AsOf:
         return last_sample(self.store, process, begin_ns, self.until_ns)
 
     def samples(self, span_ns: int, after_id: int = 0) -> list[Sample]:
-        """Return the samples of devices and host in the last `span_ns`, in order; with `after_id`, all samples after
-        that id.
+        """Return the samples of devices and host in the last `span_ns`, in order; with `after_id`, those after it.
 
         The span ends with the newest event.
         """
@@ -255,8 +250,7 @@ class AsOf:
         return low
 
     def host_memory(self, begin_ns: int, end_ns: int) -> list[tuple[int, int]]:
-        """Return (start in ns, peak memory of the run's processes in bytes) of each minute that begins between two
-        times."""
+        """Return (start in ns, peak bytes of the run's processes) of each minute that begins between two times."""
         query = (
             "WITH RECURSIVE starts(at) AS (VALUES (:begin) UNION ALL SELECT at + 60 FROM starts WHERE at + 60 < :end)"
             " SELECT start_s, high FROM starts CROSS JOIN device_rollups"

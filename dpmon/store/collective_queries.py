@@ -22,8 +22,7 @@ _LAST_NS = (1 << 63) - 1
 def collectives(
     store: Store, most: int, *, begin_ns: int = 0, end_ns: int = _LAST_NS, process: int | None = None
 ) -> list[Collective | Sampled]:
-    """Return the newest collectives and samples that began between two times, the newest first, without damaged
-    ones."""
+    """Return the newest collectives and samples that began between two times, newest first, without damaged ones."""
     who, values = ("", ()) if process is None else (" AND process = ?", (process,))
     query = f"SELECT {COLLECTED} FROM collectives WHERE start_ns >= ? AND start_ns < ?{who} ORDER BY id DESC LIMIT ?"
     found = []
@@ -34,8 +33,7 @@ def collectives(
 
 
 def last_sample(store: Store, process: int, begin_ns: int, end_ns: int) -> LastSample | None:
-    """Return the newest sample of a process that began between two times, with its first collectives; None without
-    one."""
+    """Return the newest sample of a process between two times, with its first collectives; None without one."""
     query = (
         f"SELECT {COLLECTED} FROM collectives WHERE start_ns >= ? AND start_ns < ? AND process = ? AND definition = 0"
         " ORDER BY start_ns DESC LIMIT 1"

@@ -126,8 +126,7 @@ class Drain:
         """Why the history cannot be written now; None if it can."""
         self._silent_until = 0.0
         self.heard: Callable[[bytes, int], None] = lambda payload, pid: None
-        """Called with each `memory` event of a training process and its pid; the event names the GPUs that the process
-        uses."""
+        """Called with each `memory` event of a training process, which names its GPUs, and its pid."""
         if history is not None:
             self._go_on_in(history)
 
@@ -194,8 +193,7 @@ class Drain:
         return [] if self._history is None else self._history.warnings()
 
     def last_sample_ns(self) -> int | None:
-        """Return the time of the last device sample in the history (ns since the run's start); None if there is
-        none."""
+        """Return the time of the last device sample in the history (ns since the run's start) or None."""
         return None if self._history is None else self._history.last_sample_ns()
 
     def close(self) -> None:

@@ -53,8 +53,7 @@ class Figures(NamedTuple):
 
     @property
     def parts(self) -> tuple[PhaseFigures, ...]:
-        """The phases that add up to the step, by their names on the screen; forward excludes the phases of its
-        calls."""
+        """The phases that add up to the step, with their names on the screen; forward excludes its calls' phases."""
         named = {phase.name: phase for phase in self.phases}
         found = ((phase, named[REST if phase.name == "forward" else phase.name]) for phase in PHASES)
         return tuple(figures._replace(name=phase.shown) for phase, figures in found)

@@ -360,8 +360,7 @@ def _of_calls(own: Sequence[int], calls: Sequence[_Call]) -> tuple[list[int], in
 
 
 def _device_times(times: bytes | None, calls: Sequence[_Call], by_call: Sequence[int]) -> dict[str, int]:
-    """Return device times (ns) by phase: of the step's phases, of its calls' phases if all calls have them, of the
-    REST."""
+    """Return device times (ns) by phase: of the step, of its calls if all calls have them, and of the REST."""
     timed = [call for call in calls if call.device_ms]
     if times is None and not timed:
         return {}

@@ -50,8 +50,7 @@ _kept: dict[object, Store] = {}
 
 @contextmanager
 def open_store(directory: Path, *, as_written: bool = False) -> Iterator[Store]:
-    """Open the store of a run as of now. Raises RunError if the directory is not a run, HistoryError if it is
-    unreadable.
+    """Open the store of a run as of now. Raises RunError if there is no run, HistoryError if it is unreadable.
 
     `as_written`: query the history's file without a copy; for the supervisor that writes it.
     """

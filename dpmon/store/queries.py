@@ -329,8 +329,7 @@ class Store(Sums):
         return whole(found)
 
     def device_minutes(self) -> list[MinuteRow]:
-        """Return sums of the deleted samples of devices and host, in order of time. The first cover all time before the
-        first minute."""
+        """Return sums of the deleted samples of devices and host, by time; the first cover all earlier time."""
         if not self.pruned:
             return []
         query = "SELECT t_ns FROM events WHERE kind IN ('host', 'device') AND t_ns IS NOT NULL ORDER BY id LIMIT 1"
@@ -393,8 +392,7 @@ def _only(mode: str | None, evaluation: bool | None) -> tuple[str, tuple[Any, ..
 
 
 def _longest_of(key: Key, end_ns: int, tally: Tally) -> LongRow:
-    """Return the longest step of a tally; `end_ns`: the end of the tally's time. Raises ValueError if it has no
-    step."""
+    """Return the longest step of a tally; `end_ns`: end of its time. Raises ValueError if it has no step."""
     wall = tally.high_ns
     if wall is None:
         raise ValueError("a damaged tally")

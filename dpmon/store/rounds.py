@@ -14,8 +14,7 @@ from dpmon.record.schema import EXPOSED, HELD, WAIT
 from dpmon.store.tally import Key
 
 MAX_WAITING = 1 << 16
-"""Most steps of a group that wait for other ranks: more than fit into the largest ring. Beyond it, the oldest rounds
-are dropped."""
+"""Most steps of a group that wait for other ranks: more than fit into the largest ring. The oldest are dropped."""
 _MAX_RANKS = 1 << 16
 
 

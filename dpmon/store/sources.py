@@ -1,5 +1,4 @@
-"""Reads payloads from the rings of a run: directly from a ring of frames, through the assembler from a ring of
-spans."""
+"""Reads payloads from the rings of a run: from a ring of frames directly, from spans through the assembler."""
 
 from __future__ import annotations
 
@@ -127,8 +126,7 @@ class SpanSource:
         self._one_in = 0
         """The last requested sampling of device timing: one step in this many."""
         self._under_way = (0, 0)
-        """Kind and start of the training thread's current span, as last reported to the assembler since the last
-        feed."""
+        """Kind and start of the training thread's current span, as reported to the assembler since its last feed."""
         if row is not None and row.pid == self.pid:
             self._go_on(row)
         self._dropped_before = self._assembler.dropped

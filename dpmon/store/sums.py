@@ -115,8 +115,7 @@ class Sums:
         return found
 
     def _width_at(self, at: int, end: int, finest: int, widest: int) -> int:
-        """Return the widest stretch that begins at a second and ends by `end`, or the narrowest that was not
-        deleted."""
+        """Return the widest stretch that begins at a second and ends by `end`, or the narrowest not deleted."""
         for width in WIDTHS[:0:-1]:
             there = at + width <= min(end, self._whole[width]) and at >= self._pruned.get(width, 0)
             if width <= widest and there and at % width == 0:
@@ -234,8 +233,7 @@ class Sums:
     def pace_times(
         self, begin_s: int, end_s: int, processes: Collection[int], *, evaluation: bool, widest: int = WIDTHS[-1]
     ) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (process, start, width, ns), where ns is the time of training and between steps; `evaluation` adds
-        evaluation."""
+        """Yield (process, start, width, ns), the time of training and between steps; `evaluation` adds evaluation."""
         spent = "training_ns + between_ns" + " + evaluation_ns" * evaluation
         for width, row in self._stretches("times", ("process", "start_s", spent), begin_s, end_s, processes, 1, widest):
             who, start, ns = row
@@ -276,8 +274,7 @@ class Sums:
         return {key._replace(process=ALL): tally for key, tally in self.tallies(begin_s, end_s).items()}
 
     def sums(self, begin_s: int = 0, end_s: int = END) -> dict[Key, Tally]:
-        """Return `tallies` of each process without series. The database adds them up, so that many processes cost
-        little."""
+        """Return `tallies` of each process without series. The database adds them up, which is cheap."""
         query = (
             f"SELECT process, mode, kind, batch, {', '.join(_SUMS)}"
             f" FROM (SELECT width, {', '.join(TALLY)} FROM tallies)"
@@ -309,8 +306,7 @@ class Sums:
         widest: int = WIDTHS[-1],
         process: int | Collection[int] | None = None,
     ) -> list[TimeRow]:
-        """Return the activities of each process between two seconds, in order of time. `process`: only these
-        processes."""
+        """Return the activities of each process between two seconds, in order of time. `process`: only these."""
         found = []
         for width, row in self._stretches("times", _TIME, begin_s, end_s, process, finest, widest):
             start, who, mode, *spent = row

@@ -215,8 +215,7 @@ class RingRow:
     steps: int = 0
     last_step: int | None = None
     first_id: int | None = None
-    """First id of its calls and steps; `last_id` is the last one. None: no rows, or an earlier version began the
-    ring."""
+    """First id of its calls and steps (`last_id`: last). None: no rows, or an earlier version began the ring."""
     last_id: int | None = None
     held_id: int | None = None
     """Id of the first call that waits for its step; None if no call waits."""
@@ -290,8 +289,7 @@ def _is_plain(sql: Any) -> bool:
 
 
 def version_of(db: sqlite3.Connection) -> int:
-    """Return the schema version of a history. Raises HistoryError for a later version, with possibly different
-    columns."""
+    """Return the schema version of a history. Raises HistoryError if a later version of dpmon wrote it."""
     row = db.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()
     version: int = row[0] if row is not None and type(row[0]) is int else SCHEMA_VERSION
     if version > SCHEMA_VERSION:

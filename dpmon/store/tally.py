@@ -352,8 +352,7 @@ def _entries_of(data: object, names: Mapping[int, str], *, sketches: bool) -> li
 
 
 def total_in(data: object, series: int | None) -> int:
-    """Return the sum of the series with this number in the sketches of a row; 0 if absent. Raises ValueError for
-    damage."""
+    """Return the sum of the series with this number in the sketches of a row; 0 if absent. Raises ValueError."""
     if not isinstance(data, bytes):
         raise ValueError("a damaged tally")
     at = 0

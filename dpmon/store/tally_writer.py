@@ -209,8 +209,7 @@ class TallyWriter:
     # ------------------------------------------------------------------------------------------ room
 
     def prune(self, limit: int) -> None:
-        """Limit the tallies and times of each width to their share of `limit` bytes: beyond it, delete the oldest
-        eighth."""
+        """Limit the tallies and times of each width to their share of `limit` bytes by deleting the oldest eighth."""
         run = self._db.execute
         query = (
             "SELECT count(*), total(size), min(start_s), max(start_s) FROM"

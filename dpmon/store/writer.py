@@ -66,8 +66,7 @@ class History:
     def __init__(
         self, db: sqlite3.Connection, meta: Mapping[str, Any], limit_bytes: int = LIMIT_BYTES, path: Path | None = None
     ) -> None:
-        """Write to `db`: a history or an empty database. `path`: its file; None: it is in memory and the caller closes
-        it.
+        """Write to `db`: a history or an empty database. `path`: its file; None: in memory, closed by the caller.
 
         Raises HistoryError.
         """

@@ -34,8 +34,7 @@ from dpmon.tracer.session import Session
 MAX_RANKS = 1024
 """Limit of ranks that are listed."""
 _UNTIL_DONE_S = 1.0
-"""Python's switch interval while the kernels are switched, so that no other thread runs then. Switching takes 0.1
-ms."""
+"""Python's switch interval while the kernels are switched (0.1 ms), so that no other thread runs then."""
 _DISTRIBUTED = os.path.dirname(os.path.abspath(torch.distributed.__file__)) + os.sep
 _KEY: Any = torch._C.DispatchKey.BackendSelect
 
@@ -64,8 +63,7 @@ class Kernels:
     def reset(self) -> None:
         """Start afresh, as after a fork. Kernels that the parent registered stay, and only forward calls."""
         self.inherited: Any = getattr(self, "_library", None)
-        """The library with the parent's kernels, kept alive because its destruction removes them; None if there are
-        none."""
+        """The library with the parent's kernels, kept alive because its destruction removes them; or None."""
         self._library: Any = None
         """The library with this process's kernels, while they are registered."""
         self._shared = False

@@ -40,8 +40,7 @@ SHARE = 0.002
 """Largest share of the time for samples, as measured in this process. The aim is at most 0.005 in total: ranks wait for
 each other, so a step grows by the cost of up to two ranks (tests/benchmarks/bench_collectives.py)."""
 APART_NS, TIMED_NS = 10_000_000_000, 2_000_000_000
-"""Least time between two samples, unless a reader requests one; least time before the first sample in a loop without an
-optimizer."""
+"""Least time between two samples, unless a reader requests one; before the first in a loop without an optimizer."""
 MAX_LOOKS = 64
 """Most looks at a sample; then it ends, even if no optimizer has stepped."""
 MOST_DISCARDED = 4
@@ -77,8 +76,7 @@ class Collectives:
         """Whether there is a process group and torch has the functions needed."""
         self._given_up = False
         self._began = self._stepped = self._looks = 0
-        """`_began`, `_stepped`: time and number of optimizer steps when the sample began. `_looks`: looks since
-        then."""
+        """Start of the sample; number of optimizer steps then; number of looks since then."""
         self._backwards = 0
         """Number of backward passes at the last look."""
         self._spoiled = False
@@ -236,8 +234,7 @@ class Collectives:
         return self._spoiled and self._discarded < MOST_DISCARDED
 
     def _is_over(self) -> bool:
-        """Whether the sampled step is over: an optimizer has stepped or, in a loop without one, a backward pass
-        ended."""
+        """Whether the sampled step is over: an optimizer has stepped or, without one, a backward pass ended."""
         recorder = self._recorder
         if recorder.stepped:
             return recorder.stepped != self._stepped
@@ -266,8 +263,7 @@ class Collectives:
 
 
 def _distance(spent: int, since: int, steps: int) -> int:
-    """Return the optimizer steps from one sample to the next: a power of two, so that the samples of all ranks
-    coincide.
+    """Return the optimizer steps between two samples: a power of two, so that the samples of all ranks coincide.
 
     `spent`: cost of a sample (ns). `since` (ns), `steps`: time and optimizer steps since the last sample.
     """

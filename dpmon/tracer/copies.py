@@ -5,8 +5,8 @@ identity (a subclass in its `__torch_function__`, torch.overrides) then gets the
 dispatch, too (torch/csrc/utils/python_arg_parser.cpp looks the method up in torch.Tensor). Until a call has run on a
 GPU, the replacements only call the originals.
 
-The time of a copy is subtracted from the enclosing phase. Only copies of the training thread in a step count. Not
-counted are scattered batches, replicated parameters, `Tensor.copy_`, tensors made on a GPU, and tensors of a class with
+The time of a copy is subtracted from the enclosing phase. Only copies of the training thread in a step count. Scattered
+batches, replicated parameters, `Tensor.copy_` and tensors made on a GPU do not count, nor do tensors of a class with
 its own `__torch_dispatch__` (torch.compile traces with such classes).
 """
 

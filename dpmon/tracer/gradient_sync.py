@@ -33,11 +33,9 @@ from dpmon.tracer.timing import Mark
 _engine: Any = torch.autograd.Variable._execution_engine
 
 LOOK_EVERY = 16
-"""Synchronised passes between two reads of all gradients. The reads in between use one gradient per bucket: the last
-one to be ready."""
+"""Synchronised passes between two reads of all gradients. The reads in between use the last gradient of each bucket."""
 FACTS_AT = (1, 2, 3, 11)
-"""Numbers of the synchronised passes after which the facts of a wrapper are read; torch rebuilds the buckets in the
-second."""
+"""Synchronised passes after which the facts of a wrapper are read; torch rebuilds the buckets in the second."""
 FACTS_EVERY_NS = 10_000_000_000
 """Interval between later reads of these facts."""
 MAX_BUCKETS = 1024
@@ -56,8 +54,7 @@ class GradientSync:
         self._session = session
         self._recorder = recorder
         self._wrappers: dict[int, _Wrapper] = {}
-        """By id of the DistributedDataParallel. The traced function refers to this dict and to `_waiting`: never
-        replace them."""
+        """By id of the DistributedDataParallel. The traced function refers to this and to `_waiting`."""
         self._waiting: list[_Wrapper] = []
         """Wrappers with a forward since their last backward pass."""
         self.reset()
@@ -213,8 +210,7 @@ class GradientSync:
             self._record_facts(wrapper, module)
 
     def _write(self, wrapper: _Wrapper, ready: Sequence[int], at: int, head: int, ended: int) -> None:
-        """Write a synchronised pass. `at`: when all gradients were ready. `ready`: the same per bucket (ns after the
-        forward)."""
+        """Write a synchronised pass. `at`: when all gradients were ready. `ready`: by bucket (ns after forward)."""
         head |= (wrapper.number & _MOST) << WRAPPER_AT + SITE_AT
         if wrapper.several:
             self._write_buckets(head, at, [max(at - wrapper.base - each, 0) for each in ready])
@@ -294,8 +290,7 @@ class _Wrapper:
             self.buckets, self.several, self.pick = found, len(found) > 1, None
 
     def ready(self, notes: list[int]) -> Sequence[int]:
-        """Return when the last gradient of each bucket was ready (ns after the forward); one value if buckets are
-        unknown.
+        """Return when each bucket's last gradient was ready (ns after the forward); one value if buckets are unknown.
 
         The result is empty if no gradient became ready since the last pass.
         """

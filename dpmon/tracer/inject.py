@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 
 class _Loader:
-    """Runs torch's own loader, then installs the tracer. It removes itself from the module before the module's code
-    runs."""
+    """Runs torch's own loader, then installs the tracer. Removes itself from the module before its code runs."""
 
     def __init__(self, loader: Any, finder: _Finder) -> None:
         self._loader = loader

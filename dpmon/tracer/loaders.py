@@ -36,8 +36,7 @@ _ITERABLE = "dpmon does not ask an IterableDataset for its length: torch would w
 
 # Plain tuples, because torch.compile would compile the constructors of classes made at run time.
 _Facts = tuple[str, int | str, int | None, bool]
-"""The class of a loader's dataset, the number of batches or why it is unknown, the number of workers, whether they
-persist."""
+"""Class of a loader's dataset, number of batches or why it is unknown, number of workers, whether these persist."""
 _Start = tuple[_Facts, int, int]
 """The facts of a loader, when its start began, and how long it took (ns)."""
 
@@ -181,8 +180,7 @@ def _batches(iterator: dict[str, Any]) -> int | str:
 
 
 def _length(value: Any) -> int | str:
-    """Return the length of a sampler or dataset, or why it is unknown. Reads only built-in types and torch's
-    classes."""
+    """Return the length of a sampler or dataset, or why it is unknown. Reads only built-in and torch's types."""
     for _ in range(MAX_DEPTH):
         kind = type(value)
         if kind in _SIZED:

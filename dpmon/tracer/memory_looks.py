@@ -206,8 +206,7 @@ class Memory:
             self._gradients = walk
 
     def _next_walk(self) -> Walk | None:
-        """Return a new measurement of everything but gradients; None while the measurement of gradients is
-        unfinished."""
+        """Return a new measurement of everything but gradients; None while gradients are being measured."""
         passes, self._passes = self._passes, 0
         found = self._gradients
         if found is not None and not found.over:

@@ -118,8 +118,7 @@ class Modes:
         return plan
 
     def failed(self, me: Thread, module: torch.nn.Module, reason: str, final: bool) -> Plan | None:
-        """Handle a failure of dp in one call. Return the plan for that call, or None if the module must be planned
-        again.
+        """Handle a failure of dp in one call. Return the plan for that call; None to plan the module again.
 
         A batch may be at fault (one row for BatchNorm), so the next call tries again. After MAX_FAILURES in a row, or
         when `final`, the module stays single until dp is requested again.

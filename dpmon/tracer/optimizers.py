@@ -44,8 +44,7 @@ class OptimizerSteps:
         self._numbers = count(1)
         self._unseen = 0
         self._cycle: list[int] = []
-        """Optimizers that have stepped in the current cycle, which ends when one steps again; the last one ends the
-        step."""
+        """Optimizers of the current cycle. It ends when one of them steps again; its last optimizer ends the step."""
         self._boundary = self._newest = 0
         self._only = 0
         """Number of the optimizer that ends every step, if it is the only optimizer of the loop; else 0."""

@@ -63,8 +63,7 @@ _installed = False
 
 
 def install() -> None:
-    """Install the tracer in this process's torch, once. Raises, and changes nothing, if this version of torch is not
-    supported."""
+    """Install the tracer in this process's torch, once. Raises, without a change, for an unsupported torch."""
     global _installed
     if _installed:
         return

@@ -268,8 +268,7 @@ class Roots:
             torch.nn.Module.__call__ = self.original  # type: ignore[method-assign]
 
     def expect(self, missed: bool = False) -> bool:
-        """Watch for one step, because another model may follow. Return whether the watch begins now. `missed`: see
-        `watch`."""
+        """Watch one step, because another model may follow. Return whether the watch begins. `missed`: see `watch`."""
         now = monotonic_ns()
         often = self._expected >= EXPECTED and now - self._expected_ns < EXPECT_NS
         if self._watching or self.session.off or often:

@@ -282,8 +282,7 @@ class Session:
         return self.define((lone_path, signature), lambda: sizes.spell_out(signature, lone_path), self._sizes)
 
     def define(self, key: Hashable, spell: Callable[[], Any], numbers: Iterator[int] | None = None) -> int:
-        """Return the number of the definition for `key`; 0 if it could not be written. `spell` makes a new
-        definition."""
+        """Return the number of the definition for `key`; 0 if it could not be written. `spell` makes a new one."""
         number = self._known.get(key)
         if number is not None:
             return number

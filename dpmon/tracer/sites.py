@@ -254,8 +254,7 @@ class Sites:
     # ---------------------------------------------------------------- layouts
 
     def head(self, site: Site, plan: Plan) -> int:
-        """Return layout and flags for the span of a call by this plan; the site is 0 if the layout cannot be
-        written."""
+        """Return layout and flags for the span of a call by this plan; site 0: the layout cannot be written."""
         devices = plan.devices if site.stages is None else site.stages.devices
         key = site.root, site.via, devices, tuple(site.absent.items()), plan.on_cpu, site.number, site.dim, site.first
         number = self.session.define(key, lambda: _spell(site, plan))

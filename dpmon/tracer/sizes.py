@@ -55,8 +55,7 @@ def signature_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hasha
 
 
 def leaves(value: Any, path: str) -> tuple[Any, ...]:
-    """Return (path, shape, dtype) of each tensor in `value`. Paths begin with `path`; a DTensor adds its global
-    shape."""
+    """Return (path, shape, dtype) of each tensor in `value`. Paths begin with `path`. A DTensor adds its full shape."""
     found: list[Any] = []
     budget = [MAX_VISITED]
     _walk(value, path, found, budget, 0)
@@ -165,8 +164,7 @@ def _collect(value: Any, found: list[Tensor], budget: list[int], depth: int) -> 
 
 
 def gathers(value: Any, depth: int = 0) -> bool:
-    """Whether torch's gather preserves a replica's result: tensors with rows, None, and dicts, lists and tuples of
-    these."""
+    """Whether torch's gather preserves a result: tensors with rows, None, and dicts, lists and tuples of these."""
     if value is None or isinstance(value, Tensor):
         return value is None or value.dim() > 0
     if depth > MAX_DEPTH:

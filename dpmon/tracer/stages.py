@@ -43,8 +43,7 @@ _THREADS = "parts of the model ran on other threads at the same time: they are i
 
 
 class Part:
-    """A part of the root on one device. `device` is None for a part without parameters: it runs on its input's
-    device."""
+    """A part of the root on one device. `device`: None without parameters; such a part runs on its input's device."""
 
     __slots__ = ("device", "enter", "leave", "module", "name")
 
@@ -57,8 +56,7 @@ class Part:
 
 
 class Stage:
-    """One stage of the current call: definitions of its sizes (0: unknown) and monotonic ns (`ended` 0: it has no
-    end)."""
+    """One stage of the current call: definitions of its sizes (0: unknown), monotonic ns (`ended` 0: no end)."""
 
     __slots__ = ("began", "device", "ended", "inputs", "mark", "names", "outputs")
 
@@ -84,8 +82,7 @@ class Stages:
         self._current: Stage | None = None
         """Stage of the running part; None if it is beyond the limit."""
         self._running: list[tuple[Part, Any]] = []
-        """The outermost running part and the parts inside it, each with the exception that was being handled at its
-        start."""
+        """The outermost running part and the parts inside it, with the exception being handled at each start."""
         self._thread = 0
         self._elsewhere = False
         """Whether a part has run on another thread, so that the times would mix."""

@@ -185,8 +185,7 @@ def _tensors(values: Iterable[Any], depth: int) -> Iterator[Any]:
 
 
 def _parts(tensor: Any) -> tuple[Any, ...]:
-    """Return the plain tensors that hold a tensor's data: several for a sparse tensor or a wrapper (DTensor,
-    quantized).
+    """Return the plain tensors that hold a tensor's data: several for a sparse one or a wrapper (DTensor, quantized).
 
     A wrapper's own storage reports the size of all parts but holds no data. Raises NotImplementedError for a wrapper
     that does not list its parts (through `__tensor_flatten__`, see `torch.utils._python_dispatch`).

@@ -3,11 +3,11 @@
 import os
 import sys
 
-# -m puts the current directory first: a user's json.py would be taken for the standard library's.
+# -m puts the current directory first: a user's json.py would replace the standard library's.
 try:
     if sys.path and sys.path[0] in ("", os.getcwd()):
         del sys.path[0]
-except OSError:  # the directory is gone: nothing can be imported from it
+except OSError:  # the directory is gone, so it cannot contain modules
     pass
 
 from dpmon.cli.main import entry

@@ -1,4 +1,4 @@
-"""Gives a new file all its room on the disk, so that writing to a mapping of it cannot fail later.
+"""Helps to allocate a whole file on the disk at once, so that later writes to its mapping cannot fail.
 
 Standard library only: this module is imported into the training process.
 """
@@ -25,7 +25,7 @@ class NoSizeSignal:
     """
 
     def __enter__(self) -> None:
-        # Read the old mask first: if the script's signal handler raises now, the mask must still be restored.
+        # The old mask is read first, so that it can be restored if the script's signal handler raises now.
         self._before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGXFSZ})
 
@@ -42,7 +42,7 @@ def write_in_place(fd: int) -> None:
     On btrfs each write of a page needs new space, so on a full disk SIGBUS would kill the process.
     """
     flags = bytearray(_LONG)
-    with contextlib.suppress(OSError):  # other file systems do not know the flag
+    with contextlib.suppress(OSError):  # other file systems do not support the flag
         fcntl.ioctl(fd, _GET_FLAGS, flags, True)
         flags[:4] = struct.pack("=I", struct.unpack("=I", flags[:4])[0] | _NO_COPY_ON_WRITE)
         fcntl.ioctl(fd, _SET_FLAGS, flags)

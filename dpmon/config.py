@@ -1,14 +1,14 @@
-"""What a person sets once: in environment variables and in a file, the variables first. Standard library only.
+"""The user's settings, from environment variables and a file; variables take precedence. Standard library only.
 
-The file is `$XDG_CONFIG_HOME/dpmon/config.toml` (`~/.config` where that is not set):
+The file is `$XDG_CONFIG_HOME/dpmon/config.toml` (`~/.config` if that is not set):
 
     theme = "light"         # DPMON_THEME: dark, light, colour-blind, mono, ascii
     refresh = 0.5           # DPMON_REFRESH: seconds between pictures
-    keep_runs = 200         # DPMON_KEEP_RUNS: ended runs that are kept
-    keep_bytes = "5 GiB"    # DPMON_KEEP_BYTES: what they may take together (those within their share, keep_bytes by
-                            # keep_runs, and the newest five are not deleted for it)
+    keep_runs = 200         # DPMON_KEEP_RUNS: number of ended runs to keep
+    keep_bytes = "5 GiB"    # DPMON_KEEP_BYTES: limit of their total size (it never deletes the newest five
+                            # runs, nor runs smaller than keep_bytes / keep_runs)
 
-Options of the command line come before both.
+Options on the command line take precedence over both.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _UNITS = {
 
 
 class ConfigError(DpmonError):
-    """A setting that means nothing, or a file that cannot be read; the text is one sentence for a person."""
+    """An invalid setting, or an unreadable file of settings; the text is one sentence for the user."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What was set; None where nothing was. `refresh` in seconds."""
+    """The settings; None for a setting that is not given. `refresh` is in seconds."""
 
     theme: str | None = None
     refresh: float | None = None
@@ -99,7 +99,7 @@ _SETTINGS: Mapping[str, Callable[[Any], Any]] = {
 
 
 def home(environ: Mapping[str, str]) -> Path | None:
-    """The user's home directory; None if neither HOME nor the system gives an absolute path."""
+    """Return the user's home directory; None if neither HOME nor the system has an absolute path."""
     named = environ.get("HOME", "")
     if os.path.isabs(named):
         return Path(named)
@@ -111,7 +111,7 @@ def home(environ: Mapping[str, str]) -> Path | None:
 
 
 def config_path(environ: Mapping[str, str]) -> Path | None:
-    """The path of the configuration file, which may not exist; None if there is no directory for it.
+    """Return the path of the configuration file, which may not exist; None if there is no directory for it.
 
     A relative XDG_CONFIG_HOME is ignored, as the XDG Base Directory Specification asks.
     """
@@ -123,7 +123,7 @@ def config_path(environ: Mapping[str, str]) -> Path | None:
 
 
 def load(environ: Mapping[str, str]) -> Settings:
-    """The settings of the file and of `environ`. Raises ConfigError at the first one that means nothing."""
+    """Return the settings of the file and of `environ`. Raises ConfigError at the first invalid one."""
     path = config_path(environ)
     found: dict[str, Any] = {}
     for name, value in _file(path).items() if path is not None else ():
@@ -158,7 +158,7 @@ def _file(path: Path) -> dict[str, Any]:
         data = file.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
         raise ConfigError(f"{path} is too long to be a configuration")
-    # Loaded only where there is a file: it takes time on the way to the first picture.
+    # Imported only if there is a file, because the import delays the first frame.
     if sys.version_info >= (3, 11):
         import tomllib
     else:

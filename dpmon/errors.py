@@ -1,24 +1,24 @@
-"""What dpmon raises for what a person or a file did wrong. The text is one sentence for a person.
+"""The exceptions for mistakes of a user and for bad files. The text of each is one sentence for the user.
 
     DpmonError
-    ├── UsageError       a command line that means nothing                dpmon.cli.options
+    ├── UsageError       an invalid command line                          dpmon.cli.options
     ├── ConfigError      a setting, or a file of settings                 dpmon.config
     ├── CommandError     a command that cannot be run                     dpmon.supervise.program
     │   └── NotFoundError
-    ├── RunError         no such run, or a directory that is of no use    dpmon.run.rundir
-    ├── RingError        a file that is no usable ring                    dpmon.ring_file
+    ├── RunError         no such run, or an unusable directory            dpmon.run.rundir
+    ├── RingError        a file that is not a usable ring                 dpmon.ring_file
     ├── HistoryError     a history that cannot be read or written         dpmon.store.tables
-    ├── RecordError      bytes that are no record                         dpmon.record.kinds
-    ├── ExportError      what cannot be exported                          dpmon.export.command
+    ├── RecordError      bytes that are not a record                      dpmon.record.kinds
+    ├── ExportError      data that cannot be exported                     dpmon.export.command
     ├── PageError        a page that cannot be made                       dpmon.report.page
-    └── ErrandError      what the screen was asked for and cannot do      dpmon.ui.errands
+    └── ErrandError      a request that the screen cannot fulfil          dpmon.ui.errands
 
 Only `dpmon.cli` ends a command for one of these. Two exceptions stay within their packages: dpmon.gpu.failure.Failure,
-an answer that NVML did not give, and dpmon.tracer.replicas.Unsuited, which ends an attempt at dp.
+a failed NVML call, and dpmon.tracer.replicas.Unsuited, which ends an attempt at dp.
 """
 
 from __future__ import annotations
 
 
 class DpmonError(Exception):
-    """The base of them all."""
+    """The base of all these exceptions."""

@@ -1,4 +1,4 @@
-"""How what is not installed is installed: in the same words wherever it is missed."""
+"""The command that installs missing optional packages, so that all messages show the same command."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def how_to_plot() -> str:
-    """The command that installs what the plots of a report need into the Python that dpmon runs with.
+    """Return the command that installs the packages for plots of a report into the Python that runs dpmon.
 
-    From a clone it is that of docs/getting-started.md, by the clone's path, so that it works in any directory.
+    In a clone, it is the command of docs/getting-started.md with the path of the clone, so that it works in any directory.
     """
     clone = Path(__file__).resolve().parents[1]
     what = ["-e", f"{clone}[report]"] if (clone / "pyproject.toml").is_file() else ["plotly>=6"]

@@ -1,8 +1,8 @@
-"""The one definition of a training rate, for the screen, report, summary, lines of JSON and metrics. Pure.
+"""Defines the training rate, for the screen, the report, the summary, JSON lines and metrics. Pure.
 
 A rate is a number of steps or samples divided by the elapsed training time. That time runs from the start of the first
 step to the end of the last one, without pauses, evaluations and waits for input (dpmon.store.accounting). The time
-between two steps counts: workers start, a checkpoint is written, an epoch is logged.
+between two steps counts, for example to start workers, write a checkpoint or log an epoch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 BESIDE = 0.03
-"""The rate within steps is shown if it differs from the rate by more than this share."""
+"""Largest relative difference of the two rates at which the rate within steps is not shown."""
 
 
 class Rate(NamedTuple):
@@ -31,7 +31,7 @@ class Rate(NamedTuple):
 
 
 def span_rate(steps: float, samples: float | None, elapsed_ns: float, step_ns: float, at_once: float = 1.0) -> Rate:
-    """The rate of `steps` in a time above 0; `at_once`: the number of processes that trained at the same time."""
+    """Return the rate of `steps` in a time above 0. `at_once`: number of processes that trained at the same time."""
     within = step_ns if step_ns > 0 else elapsed_ns
     return Rate(
         steps * 1e9 / elapsed_ns,
@@ -42,6 +42,6 @@ def span_rate(steps: float, samples: float | None, elapsed_ns: float, step_ns: f
 
 
 def as_fields(rate: Rate | None) -> dict[str, float | None]:
-    """The rate under its names in JSON; all values are None if there is no rate."""
+    """Return the rate by its names in JSON; all values are None without a rate."""
     names = ("steps_per_s", "samples_per_s", "steps_per_s_within_steps", "samples_per_s_within_steps")
     return dict(zip(names, rate or (None,) * len(names), strict=True))

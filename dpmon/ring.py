@@ -1,4 +1,4 @@
-"""A memory-mapped ring of records, in which a supervisor keeps its samples: one process writes, any number only read.
+"""A memory-mapped ring of records for a supervisor's samples: one process writes, any number of processes read.
 
 Layout of a ring file (native byte order; a run never leaves its machine)::
 
@@ -6,11 +6,11 @@ Layout of a ring file (native byte order; a run never leaves its machine)::
     128    head, claim, lost                                                      written by the writer
     4096   the data area: a whole number of blocks; a frame never crosses a block's end
 
-A frame is ``length u32, check u32, sequence u64, payload``, padded to eight bytes; the check ties the length to the
-sequence number, so that a reader that lands on anything but a frame's start sees it. Offsets grow for ever and are
-taken modulo the capacity. The writer moves *claim* to a block's end before it writes there and *head* after each
-frame, so what lies in ``[claim - capacity, head)`` is whole; a reader that was lapped jumps to the next block's start,
-and the sequence numbers tell it how many records it missed.
+A frame is ``length u32, check u32, sequence u64, payload``, padded to eight bytes. The check combines length and
+sequence number, so that a reader recognises a position that is not the start of a frame. Offsets grow without limit and
+are taken modulo the capacity. The writer moves *claim* to the end of a block before it writes there, and *head* after
+each frame, so the bytes in ``[claim - capacity, head)`` are complete. A reader that was lapped jumps to the start of
+the next block; the sequence numbers show how many records it missed.
 
 The writer maps the file, so that a record survives the death of its process and a full disk.
 """
@@ -35,7 +35,7 @@ WORDS = struct.Struct("=3Q")  # bytes 128..152: words 16..18
 
 
 class Ring:
-    """The writing end; `write` is safe from any thread of the process that made it."""
+    """Writes a ring; `write` is safe from any thread of the process that made it."""
 
     def __init__(
         self,
@@ -47,22 +47,22 @@ class Ring:
         start_ns: int = 0,
         capacity: int = DEFAULT_CAPACITY,
     ) -> None:
-        """Create `path`, with `capacity` bytes for records (whole blocks of 64 KiB); raises as RingFormat.create."""
+        """Create `path`, with `capacity` bytes for records (blocks of 64 KiB); raises what RingFormat.create raises."""
         if capacity < 2 * BLOCK_BYTES or capacity % BLOCK_BYTES:
-            raise ValueError(f"capacity must be at least two blocks of {BLOCK_BYTES} bytes, whole: {capacity}")
+            raise ValueError(f"capacity must be a multiple of {BLOCK_BYTES} bytes, at least two: {capacity}")
         about = {"process": process, "rank": rank, "world": world, "start_ns": start_ns}
         self._map = FORMAT.create(path, capacity, **about)
         self.capacity = capacity
         self._lock = Lock()
         self._sequence = 0
         self.head = 0
-        """Bytes written since the ring was made (it grows for ever)."""
+        """Bytes written since the ring was made (without wrapping)."""
         self._block_end = 0
-        """Where the block under way ends, as an offset like head; 0 before the first."""
+        """End of the current block, as an offset like head; 0 before the first block."""
         self._words = memoryview(self._map)[:HEADER_BYTES].cast("Q")
 
     def write(self, payload: bytes) -> bool:
-        """Append a record; False, and counted as lost, if it is too large."""
+        """Append a record. Return False, and count it as lost, if it is too large."""
         with self._lock:
             if len(payload) > MAX_PAYLOAD:
                 self._words[LOST] += 1
@@ -80,10 +80,10 @@ class Ring:
         return True
 
     def _next_block(self) -> None:
-        """Claim the next block, and end the one under way with a pad."""
+        """Claim the next block, and end the current block with a pad."""
         head, start = self.head, self._block_end
         self._words[CLAIM] = start + BLOCK_BYTES
         if start - head >= FRAME_BYTES:
             FRAME.pack_into(self._map, HEADER_BYTES + head % self.capacity, PAD_LENGTH, 0, 0)
-        self.head = start  # before the block's end: an exception in between must not leave them in different blocks
+        self.head = start  # set before the block's end: an exception in between must not leave them in different blocks
         self._block_end = start + BLOCK_BYTES

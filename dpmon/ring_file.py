@@ -1,4 +1,4 @@
-"""The file of a ring: a header that is written once, words that change, and room for records.
+"""The file of a ring: a header that is written once, words that change, and the data area.
 
 The writer maps the file. Readers use pread: if the file is truncated, they get a short read, not a SIGBUS.
 
@@ -28,7 +28,7 @@ class Header(NamedTuple):
     """The header of a ring."""
 
     units: int
-    """Room in the ring, in units of the format."""
+    """Capacity of the ring, in units of the format."""
     pid: int
     process: int
     rank: int | None
@@ -37,7 +37,7 @@ class Header(NamedTuple):
 
 
 def read_whole(fd: int, path: str, size: int, at: int) -> bytes:
-    """`size` bytes of the file `path` from offset `at`. Raises RingError if the file was truncated."""
+    """Read `size` bytes of the file `path` at offset `at`. Raises RingError if the file was truncated."""
     data = os.pread(fd, size, at)
     if len(data) < size:
         raise RingError(f"{path}: truncated")
@@ -45,7 +45,7 @@ def read_whole(fd: int, path: str, size: int, at: int) -> bytes:
 
 
 def read_around(fd: int, path: str, size: int, at: int, room: int) -> bytes:
-    """`size` bytes from byte `at` of a ring of `room` bytes, where the first byte follows the last; as `read_whole`."""
+    """Read `size` bytes at byte `at` of a ring of `room` bytes; reading wraps around. Raises RingError."""
     at %= room
     first = min(size, room - at)
     data = read_whole(fd, path, first, HEADER_BYTES + at)
@@ -58,13 +58,13 @@ class RingFormat(NamedTuple):
     magic: bytes
     version: int
     unit: int
-    """Bytes."""
+    """Bytes per unit."""
 
     def create(self, path: str, units: int, *, process: int, rank: int, world: int, start_ns: int) -> mmap.mmap:
-        """Make the file, which must not exist, and map it; `rank` and `world` are -1 for a process without a rank.
+        """Make the file, which must not exist, and map it. `rank` and `world` are -1 for a process without a rank.
 
-        Raises FileExistsError if the name is taken and OSError if the disk is full. The whole file is allocated here: a
-        page that is missing later would kill the process with SIGBUS.
+        Raises FileExistsError if the name is taken, and OSError if the disk is full. The whole file is allocated at
+        once: a page missing later would kill the process with SIGBUS.
         """
         size = HEADER_BYTES + units * self.unit
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -86,7 +86,7 @@ class RingFormat(NamedTuple):
         return made
 
     def open(self, path: str, access: int = os.O_RDONLY) -> tuple[int, Header]:
-        """Open the file; returns the descriptor and the header.
+        """Open the file; return the descriptor and the header.
 
         Raises RingError if it is not a ring of this format and this user, OSError if it cannot be opened.
         """

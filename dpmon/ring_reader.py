@@ -1,4 +1,4 @@
-"""Reads a ring of records (dpmon.ring has its layout)."""
+"""Reads a ring of records (its layout: dpmon.ring)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dpmon.ring_file import RingError, read_around, read_whole
 
 
 class RingReader:
-    """The reading end: never blocks the writer, never trusts the file."""
+    """Reads a ring. Never blocks the writer, and never trusts the file."""
 
     def __init__(self, path: str, *, position: int = 0, sequence: int = 0, live: bool = False) -> None:
-        """Open `path` and continue at byte `position`, where record number `sequence` is due.
+        """Open `path` and continue at byte `position` with record number `sequence`.
 
-        With `live`, start at what is still in the ring and do not count what was overwritten before as missed.
-        Raises RingError if the file is not a ring of this user, OSError if it cannot be opened.
+        With `live`, start at the oldest record in the ring, and do not count earlier records as missed. Raises
+        RingError if the file is not a ring of this user, OSError if it cannot be opened.
         """
         self._fd, about = FORMAT.open(path)
         if about.units < 2 * BLOCK_BYTES or about.units % BLOCK_BYTES:
@@ -26,11 +26,11 @@ class RingReader:
         self.position = position
         self.sequence = sequence
         self.missed = 0
-        """Records that were overwritten, torn or damaged before this reader came to them."""
+        """Number of records that were overwritten, torn or damaged before they were read."""
         self._first = live
 
     def close(self) -> None:
-        """Give the descriptor back; the reader is of no further use."""
+        """Close the file; the reader cannot be used any more."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -39,21 +39,22 @@ class RingReader:
         return WORDS.unpack(read_whole(self._fd, self.path, WORDS.size, 128))
 
     def lost(self) -> int:
-        """Records that the writer itself could not write."""
+        """Return the number of records that the writer could not write."""
         return self._words()[LOST - 16]
 
     def has_more(self) -> bool:
-        """Whether the writer has written beyond what was read."""
+        """Whether the ring holds unread records."""
         return self.position < self._words()[HEAD - 16]
 
     def read(self, limit: int = 1 << 20) -> list[bytes]:
-        """The next records' payloads, oldest first, from at most `limit` bytes; an empty list when there are none.
+        """Return the payloads of the next records, oldest first, from at most `limit` bytes; empty if there are none.
 
-        What was overwritten before it could be read is added to `missed`. Raises RingError if the file was truncated.
+        Records that were overwritten before they were read are added to `missed`. Raises RingError if the file was
+        truncated.
         """
         words = self._words()
         head, claim = words[HEAD - 16], max(words[CLAIM - 16], words[HEAD - 16])
-        if self.position > head:  # damaged header: there is nothing to be trusted
+        if self.position > head:  # the header is damaged
             return []
         self._skip_overwritten(claim)
         start = self.position
@@ -61,7 +62,7 @@ class RingReader:
             return []
         end = min(head, start + max(limit, BLOCK_BYTES))
         if end < head:
-            end -= end % BLOCK_BYTES  # frames never cross a block, so a cut there is clean
+            end -= end % BLOCK_BYTES  # frames never cross a block's end
         data = read_around(self._fd, self.path, end - start, start, self.capacity)
         words = self._words()
         safe_from = max(words[CLAIM - 16] - self.capacity, 0)
@@ -79,7 +80,7 @@ class RingReader:
             offset = min(-(-safe_from // BLOCK_BYTES) * BLOCK_BYTES - start, size)
         while offset < size:
             room = BLOCK_BYTES - ((start + offset) & (BLOCK_BYTES - 1))
-            if min(room, size - offset) < FRAME_BYTES:  # a block's end, or a damaged head
+            if min(room, size - offset) < FRAME_BYTES:  # the end of a block, or a damaged head
                 offset += min(room, size - offset)
                 continue
             length, check, sequence = FRAME.unpack_from(data, offset)
@@ -90,7 +91,9 @@ class RingReader:
             payload = data[body : body + length]
             fits = length <= room - FRAME_BYTES and body + length <= size
             if not fits or (sequence ^ length) & 0xFFFFFFFF != check or sequence < self.sequence:
-                offset += room  # damaged: the next block starts with a frame again, its number tells what is missing
+                offset += (
+                    room  # damaged: the next block starts with a frame; its number shows how many records are missing
+                )
                 continue
             if not self._first:
                 self.missed += sequence - self.sequence

@@ -1,4 +1,4 @@
-"""Reads a ring of spans and the lines beside it, and asks its process for a mode or a pause (dpmon.span_ring)."""
+"""Reads a ring of spans (dpmon.span_ring) and the lines beside it, and sends requests to its process."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from dpmon.ring_file import HEADER_BYTES, RingError, read_around, read_whole
 from dpmon.span_ring import FORMAT, KINDS_AT, SLOT, SLOT_BYTES, THREADS, Word
 
 HOLE_NS = 1_000_000_000
-"""How long to wait for an empty slot if later ones are written. An interrupt may leave a slot empty for good. On a busy
-machine, a thread that has taken a slot may stand still for some time before it writes."""
+"""Longest wait for an empty slot before written ones. An interrupt may leave a slot empty for good. On a busy machine,
+a thread may be suspended between taking a slot and writing it."""
 MAX_LINES = 1 << 20
 """Bytes of lines in one read, and the length of the longest line."""
 _MOST_LINES = 64 << 20
-"""Limit of bytes of lines in one call of `lines`, however large the file is."""
+"""Most bytes of lines in one call of `lines`."""
 _WORD = struct.Struct("=Q")
 _FIRST = 64
 """Slots in the first read. The number doubles with each further read, up to _MOST."""
 _MOST = 4096
 _MOST_JUMPS = 8
-"""How often one `read` may skip ahead: a writer may be faster than the reader."""
+"""Most jumps ahead in one `read`, because a writer may be faster than the reader."""
 _LAST_NUMBER = 1 << 56
-"""No process writes this many spans. A higher number is damage, and would overflow the sum of missed spans."""
+"""Largest plausible span number. A higher one is damage, and would overflow the sum of missed spans."""
 
 
 def lines_path(ring: str) -> str:
-    """The path of the JSON lines that belong to a ring."""
+    """Return the path of the JSON lines of a ring."""
     return f"{ring.removesuffix('.ring')}.jsonl"
 
 
 def holds_spans(path: str) -> bool:
-    """Whether the file begins as a ring of spans does. Raises OSError if it cannot be opened."""
+    """Whether the file begins like a ring of spans. Raises OSError if it cannot be opened."""
     fd = _opened(path, os.O_RDONLY)
     try:
         return stat.S_ISREG(os.fstat(fd).st_mode) and os.pread(fd, 8, 0) == FORMAT.magic
@@ -45,7 +45,7 @@ def holds_spans(path: str) -> bool:
 
 
 class SpanReader:
-    """The reading end: never blocks the writer, never trusts the file."""
+    """Reads a ring of spans. Never blocks the writer, and never trusts the file."""
 
     def __init__(self, path: str) -> None:
         """Raises RingError if the file is not a ring of this user, OSError if it cannot be opened.
@@ -68,7 +68,7 @@ class SpanReader:
         self.missed = 0
         """Number of spans that were overwritten before they were read, or never written."""
         self.at_end = False
-        """Whether the last `read` reached the end of what the process had written when it began."""
+        """Whether the last `read` returned all spans that the process had written before it."""
         self.lines_position = 0
         """Bytes of lines read so far."""
         self.damaged_lines = 0
@@ -79,7 +79,7 @@ class SpanReader:
         """An empty slot before written ones, and when it was first seen (monotonic ns)."""
 
     def close(self) -> None:
-        """Close the files; the reader is of no further use."""
+        """Close the files; the reader cannot be used any more."""
         for fd in (self._fd, self._lines_fd):
             if fd >= 0:
                 os.close(fd)
@@ -88,7 +88,7 @@ class SpanReader:
     # ------------------------------------------------------------------------------------------ control block
 
     def words(self) -> memoryview:
-        """The header's words as they are now (see Word). Raises RingError if the file was truncated."""
+        """Return the current words of the header (see Word). Raises RingError if the file was truncated."""
         return memoryview(read_whole(self._fd, self.path, HEADER_BYTES, 0)).cast("Q")
 
     def _word(self, index: int) -> int:
@@ -103,45 +103,45 @@ class SpanReader:
         return self._word(Word.ENDED) != 0
 
     def under_way(self, thread: int | None = None) -> tuple[int, int]:
-        """Kind (0: none) and start (monotonic ns) of the span that a thread is in; None: the training thread.
+        """Return kind (0: none) and start (monotonic ns) of a thread's current span; None: training thread.
 
         The start is 0 for a thread that has begun no span.
         """
         return under_way_in(self.words(), thread)
 
     def request(self, mode: int) -> int:
-        """Ask the training process for `mode`; returns the request's serial, to compare with `acknowledged`."""
+        """Ask the training process for `mode`. Return the serial of the request, to compare with `acknowledged`."""
         serial = (self._word(Word.REQUEST) + 1) & 0xFFFFFFFFFFFFFFFF
         self._set(Word.WANTED, mode)
         self._set(Word.REQUEST, serial)
         return serial
 
     def acknowledged(self) -> tuple[int, int]:
-        """The serial of the last request acted upon and the mode in force (0: none yet)."""
+        """Return the serial of the last request acted upon, and the mode in force (0: none yet)."""
         words = self.words()
         return words[Word.ANSWERED], words[Word.MODE]
 
     def request_pause(self, paused: bool) -> int:
-        """Ask the training process to pause between two steps, or to resume; returns the request.
+        """Ask the training process to pause between two steps, or to resume. Return the request.
 
-        Requests are numbered. The lowest bit of a request is 1 for a pause and 0 for its end.
+        Requests are numbered. The lowest bit is 1 for a pause, and 0 to resume.
         """
         asked = (((self._word(Word.PAUSE) >> 1) + 1) << 1 | paused) & 0xFFFFFFFFFFFFFFFF
         self._set(Word.PAUSE, asked)
         return asked
 
     def pause_requests(self) -> tuple[int, int]:
-        """The last request that `request_pause` made, and the last one acted upon; 0 for none."""
+        """Return the last request of `request_pause`, and the last request acted upon; 0 for none."""
         words = self.words()
         return words[Word.PAUSE], words[Word.PAUSED]
 
     def time_one_in(self, steps: int) -> None:
-        """Ask the training process to time one of `steps` steps on its devices."""
+        """Ask the training process to time one step in `steps` on its devices."""
         if self._word(Word.ONE_IN) != steps:
             self._set(Word.ONE_IN, steps)
 
     def request_sample(self) -> int:
-        """Ask the training process to record the collectives of one of the next steps; returns the request's serial."""
+        """Ask the training process to sample the collectives of a step soon. Return the serial of the request."""
         serial = (self._word(Word.SAMPLE) + 1) & 0xFFFFFFFFFFFFFFFF
         self._set(Word.SAMPLE, serial)
         return serial
@@ -156,7 +156,7 @@ class SpanReader:
         )
 
     def read(self, now_ns: int, limit: int = 1 << 14, *, over: bool = False) -> list[Span]:
-        """The next spans in order of number, at most `limit`; `now_ns`: monotonic.
+        """Return the next spans in order of number, at most `limit`. `now_ns`: monotonic.
 
         `over`: the process is gone, so an empty slot stays empty. Spans that were overwritten or never written are
         added to `missed`. Raises RingError if the file was truncated.
@@ -172,7 +172,7 @@ class SpanReader:
             part = self._copy(min(there, limit - len(found)))
             if self._overtaken(marks[0], there > 0, over):
                 overtaken += 1
-                continue  # what was copied may be torn
+                continue  # the copied spans may be torn
             if part is None:
                 self._pass_over(self.position + 1)
                 continue
@@ -184,19 +184,19 @@ class SpanReader:
         return found
 
     def _marks(self, number: int, count: int) -> list[int]:
-        """The last words of `count` slots, starting with the slot of span `number`."""
+        """Return the last words of `count` slots, starting with the slot of span `number`."""
         marks: list[int] = memoryview(self._raw(number, count)).cast("Q")[4::5].tolist()
         return marks
 
     def _raw(self, number: int, count: int) -> bytes:
-        """`count` slots from that of span `number` on."""
+        """Return the bytes of `count` slots, starting with the slot of span `number`."""
         size, room = count * SLOT_BYTES, self.slots * SLOT_BYTES
         return read_around(self._fd, self.path, size, number * SLOT_BYTES, room)
 
     def _copy(self, count: int) -> list[Span] | None:
-        """The next spans, at most `count`, from slots with the right numbers; None if the first is damaged by now.
+        """Return the next spans, at most `count`, from slots with the right numbers; None if the first is damaged.
 
-        A slot with the right number is complete until the writer comes round to it: see `_overtaken`.
+        A slot with the right number is complete until the writer overwrites it: see `_overtaken`.
         """
         found: list[Span] = []
         data = self._raw(self.position, count) if count else b""
@@ -207,14 +207,14 @@ class SpanReader:
         return found
 
     def _is_lapped(self, number: int, mark: int) -> bool:
-        """Whether `mark`, in the slot of span `number`, is of a later lap."""
+        """Whether `mark`, in the slot of span `number`, belongs to a later lap."""
         return number + self.slots < mark <= _LAST_NUMBER and (mark - 1 - number) % self.slots == 0
 
     def _overtaken(self, mark: int, copied: bool, over: bool) -> bool:
-        """Skip ahead if the writer has come round to the next span, or is just behind it.
+        """Skip ahead if the writer has overwritten the next span, or is about to; return whether it skipped.
 
-        `mark`: the mark in the slot of that span. `copied`: whether spans from there on were copied. If the writer is
-        still more than a sixteenth of the ring behind, it cannot have touched them.
+        `mark`: the mark in the slot of that span. `copied`: whether spans from there on were copied. A writer that is
+        more than a sixteenth of the ring behind cannot have touched them.
         """
         lapped = self._is_lapped(self.position, mark)
         if copied and not lapped and not over:
@@ -222,7 +222,7 @@ class SpanReader:
             lapped = self._is_lapped(behind, self._marks(behind, 1)[0])
         if not lapped:
             return False
-        # Everything if nobody writes any more, else without the eighth that is overwritten first.
+        # Keep all spans if the writer is gone, else drop the eighth that is overwritten first.
         oldest = self._newest() + 1 - self.slots + (0 if over else self.slots // 8)
         ahead = max(oldest, self.position + 1)
         self.missed += ahead - self.position
@@ -230,7 +230,7 @@ class SpanReader:
         return True
 
     def _newest(self) -> int:
-        """The highest span number in the ring whose neighbour bears the number before: one alone may be damaged."""
+        """Return the highest span number that directly follows its neighbour's: a single number may be damaged."""
         marks = self._marks(0, self.slots)
         numbers = (mark - 1 for mark in marks)
         plausible = (n for at, n in enumerate(numbers) if n % self.slots == at and marks[at - 1] == n < _LAST_NUMBER)
@@ -241,7 +241,7 @@ class SpanReader:
         return not self._is_lapped(0, self._marks(0, 1)[0])
 
     def _over_a_hole(self, marks: list[int], now_ns: int, over: bool) -> bool:
-        """Skip slots that were taken and never written, if later ones were written some time ago.
+        """Skip taken, unwritten slots if later ones were written some time ago; return whether it skipped.
 
         `marks`: the marks from the next slot on.
         """
@@ -261,22 +261,22 @@ class SpanReader:
         return over
 
     def _pass_over(self, number: int) -> None:
-        """Continue at span `number`: those before it are lost."""
+        """Continue at span `number`; the spans before it are lost."""
         self.missed += max(0, number - max(self.position, self.seen))
         self.position = number
 
     # ------------------------------------------------------------------------------------------ lines
 
     def has_lines(self) -> bool:
-        """Whether there is an unread complete line."""
+        """Whether the file holds an unread complete line."""
         fd = self._open_lines()
         return fd >= 0 and b"\n" in os.pread(fd, MAX_LINES, self.lines_position)
 
     def lines(self, until: int = _LAST_NUMBER) -> Iterator[list[dict[str, Any]]]:
-        """The new lines, in portions, up to byte `until` of their file.
+        """Yield the new lines, in portions, up to byte `until` of their file.
 
-        Call `read` first: a span refers only to lines that were written before it, so the lines define everything that
-        `read` has given. Damaged lines are skipped and counted.
+        Call `read` first: a span refers only to lines written before it, so the lines contain all definitions for the
+        spans from `read`. Damaged lines are skipped and counted.
         """
         fd = self._open_lines()
         if fd < 0:
@@ -286,7 +286,7 @@ class SpanReader:
             data = os.pread(fd, min(MAX_LINES, end - self.lines_position), self.lines_position)
             if not data:
                 size = os.fstat(fd).st_size
-                if size < self.lines_position:  # it was cut, maybe within a line
+                if size < self.lines_position:  # the file was truncated, perhaps within a line
                     self._in_long_line = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
                     self.lines_position = size
                 return
@@ -306,13 +306,13 @@ class SpanReader:
                 yield found
 
     def _parsed(self, data: bytes) -> list[dict[str, Any]]:
-        """The lines in `data`, which ends with a line break. The rest of a line that was too long may come first."""
+        """Return the lines in `data`, which ends with a line break. The rest of a too long line may come first."""
         lines = data[:-1].split(b"\n")
         if self._in_long_line:
             del lines[0]
             self._in_long_line = False
         found = []
-        for line in filter(None, lines):  # empty: the writer ended a line again that might be torn
+        for line in filter(None, lines):  # a line is empty if the writer ended a possibly torn line again
             try:
                 value = load_json(line)
             except (ValueError, RecursionError):
@@ -324,7 +324,7 @@ class SpanReader:
         return found
 
     def _open_lines(self) -> int:
-        """The descriptor of the lines; -1 if this user has no such file."""
+        """Return the descriptor of the lines; -1 if this user has no such file."""
         if self._lines_fd < 0:
             try:
                 fd = _opened(lines_path(self.path), os.O_RDONLY)
@@ -339,7 +339,7 @@ class SpanReader:
 
 
 def under_way_in(words: memoryview, thread: int | None = None) -> tuple[int, int]:
-    """As SpanReader.under_way, from header words that were read before."""
+    """Return what SpanReader.under_way returns, from header words read earlier."""
     if thread is None:
         thread = words[Word.TRAINS]
     thread = min(thread, THREADS - 1)
@@ -351,7 +351,7 @@ def _opened(path: str, access: int) -> int:
 
 
 def _in_a_row(marks: list[int], number: int) -> int:
-    """Number of slots in a row that have their number, starting with the slot of span `number`."""
+    """Return the number of consecutive written slots, starting with the slot of span `number`."""
     if marks[-1] == number + len(marks) and marks == list(range(number + 1, number + 1 + len(marks))):
         return len(marks)
     return next(place for place, mark in enumerate(marks) if mark != number + 1 + place)

@@ -3,7 +3,7 @@
 Layout of a ring file (native byte order; a run never leaves its machine)::
 
     0      magic, version, sizes, pid, process, rank, world size, start           written once (dpmon.ring_file)
-    128    lost, thread that trains, whether the process has ended,
+    128    lost, training thread, whether the process has ended,
            acknowledged serial, mode in force, pause acted upon                   written by the process
     192    requested serial, mode and pause; sampling of device timing;
            serial of the request to record collectives                            written by readers
@@ -12,9 +12,9 @@ Layout of a ring file (native byte order; a run never leaves its machine)::
     4096   slots of 40 bytes (dpmon.record.spans)
 
 A slot's number comes from one counter, so threads need no lock. It is written last, and the lap is in the first word.
-So a reader recognises an unwritten slot by its number, and a slot that is being overwritten by its lap. Long or rare
-data is in a file of JSON lines beside the ring: definitions, which spans refer to by number, and events. Lines are
-never overwritten.
+So a reader recognises an unwritten slot by its number, and a slot that is being overwritten by its lap. A file of JSON
+lines beside the ring holds long or rare data: definitions, which spans refer to by number, and events. Lines are never
+overwritten.
 
 The writer maps the ring, so a span costs no system call and survives the death of its process. The numbering of slots
 needs the GIL.
@@ -35,27 +35,26 @@ SLOT = struct.Struct("=5Q")
 SLOT_BYTES = SLOT.size
 FORMAT = RingFormat(b"DPMSPANS", version=1, unit=SLOT_BYTES)
 SLOTS = 32 << 10
-"""1.25 MiB: about 7,000 usual steps. Not more, because touched pages count as the training's memory."""
+"""1.25 MiB: about 7,000 usual steps. A larger ring would add more touched pages to the training's memory."""
 THREADS = 384
 KINDS_AT = 3584
-"""Offset of the kind of thread 0's current span (one byte), 0 for none; the other threads follow."""
+"""Offset of the kind of thread 0's current span (one byte; 0: none); the other threads follow."""
 
 
 class Word:
     """Indices of the 64-bit words of the header that change while the ring is in use."""
 
     TRAINS, ENDED, ANSWERED, MODE, PAUSED = range(17, 22)
-    """Training thread; 1 at the process's end; last request acted upon; mode in force; last pause request acted
-    upon."""
+    """Training thread; 1 at the process's end; last mode request acted upon; mode in force; last pause acted upon."""
     REQUEST, WANTED, PAUSE, ONE_IN, SAMPLE = range(24, 29)
-    """Serial of the last request for a mode; that mode; request for a pause (odd) or its end (even); time one step in
-    this many on devices (0: all); serial of the last request to record the collectives of a step."""
+    """Serial of the last mode request; the requested mode; last pause request (odd: pause, even: resume); device timing
+    of one step in this many (0: all steps); serial of the last request to record the collectives of a step."""
     UNDER_WAY = 64
     """Start of thread 0's current or last span (monotonic ns); the other threads follow."""
 
 
 class SpanRing:
-    """The writing end, in the traced process."""
+    """Writes spans, in the traced process."""
 
     __slots__ = ("kinds", "map", "next", "put", "words")
 
@@ -64,7 +63,7 @@ class SpanRing:
     ) -> None:
         """Create `path`, which must not exist, with room for `slots` spans, a power of two.
 
-        Raises as RingFormat.create.
+        Raises what RingFormat.create raises.
         """
         if slots & (slots - 1):
             raise ValueError(f"the number of slots must be a power of two: {slots}")
@@ -76,7 +75,7 @@ class SpanRing:
             """Returns the number of the next slot."""
             self.put = _putter(self.map, slots, self.next)
             """Writes a span from its words w0 (without the lap) to w3; returns its number."""
-        except BaseException:  # an interrupt must not leave a ring that nobody writes
+        except BaseException:  # an interrupt must not leave a ring without a writer
             os.unlink(path)
             raise
 

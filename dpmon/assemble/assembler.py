@@ -1,4 +1,4 @@
-"""Connects the parts: takes the spans and lines of one process, gives payloads."""
+"""Connects the parts: takes the spans and lines of one process, and returns payloads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dpmon.assemble.definitions import Definitions
-from dpmon.assemble.device_waits import DeviceWaits, Pending, Said
+from dpmon.assemble.device_waits import DeviceWaits, EventPayload, Pending
 from dpmon.assemble.event_queue import Event, EventQueue
 from dpmon.assemble.nesting import VERBS, Block, block_of
 from dpmon.assemble.sampled_collectives import SampledCollectives
@@ -20,13 +20,13 @@ from dpmon.record.spans import DOING, Flag, Kind, Span
 from dpmon.record.wire import Untimed
 
 MOST_NESTED = 1 << 14
-"""Limit of spans that wait for their enclosing span."""
+"""Most spans that wait for their enclosing span."""
 MOST_EARLY = 256
-"""Limit of blocks held before the first call."""
+"""Most blocks held before the first call."""
 CAUGHT_UP = 4096
-"""A read that gives fewer spans than this has given all that there were."""
+"""A read that returns fewer spans than this has returned all of them."""
 _LATEST = 1 << 58
-"""No machine is up this long (ns)."""
+"""Longest plausible uptime of a machine (ns)."""
 _NEVER_ENDED = (1 << 64) - 1
 _INNER = (Kind.REPLICA, Kind.STAGE, Kind.AGAIN)
 _DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, struct.error)
@@ -47,38 +47,38 @@ class Assembler:
         self._next = 0
         """Number of the next span."""
         self._floors: dict[int, int] = {}
-        """By thread: the first span below `_caught_up` that a predecessor has not used."""
+        """Per thread: the first span below `_caught_up` that a predecessor has not used."""
         self._caught_up = 0
         self._heard = 0
-        """Number of events that came with earlier calls of `feed`."""
+        """Number of events from earlier calls of `feed`."""
         self._seen: dict[int, Span] = {}
-        """By thread: the last span."""
+        """Per thread: the last span."""
         self._nested: dict[int, list[Span]] = {}
         self._waiting = 0
         """Number of spans in `_nested`."""
         self._early: deque[Block] = deque(maxlen=MOST_EARLY)
         self._uncaught: bool | None = None
-        """Whether an exception ended the process; None until it announces its end."""
+        """Whether an exception ended the process; None until the process announces its end."""
 
     @property
     def thread(self) -> int:
-        """Number of the training thread, -1 while unknown."""
+        """Number of the training thread; -1 while unknown."""
         return self._recorder.thread
 
     @property
     def one_in(self) -> int:
-        """One step in `one_in` should be timed on devices, to keep timing cheap; 0: not known yet."""
+        """One step in `one_in` should be timed on devices, to limit the cost of timing; 0 while unknown."""
         return self._recorder.sampling.one_in
 
     @property
     def dropped(self) -> int:
-        """Number of spans and lines that were damaged or belong to nothing."""
+        """Number of spans and lines that are damaged or have no context."""
         return self._dropped + self._recorder.dropped
 
     # ------------------------------------------------------------------------------------------ input
 
     def feed(self, spans: Sequence[Span], lines: Sequence[Mapping[str, Any]]) -> list[bytes]:
-        """Take spans in order of number, and the lines read after them; returns payloads in order."""
+        """Take spans in order of number, and the lines read after them. Return payloads in order."""
         self._hear(lines)
         for span in spans:
             try:
@@ -92,7 +92,7 @@ class Assembler:
         return self._payloads()
 
     def under_way(self, kind: int, since_ns: int) -> list[bytes]:
-        """Take the span that the training thread is in, as read before the spans that were fed last."""
+        """Take the training thread's current span, as read before the spans that were fed last. Return payloads."""
         if kind == Kind.FETCH and self._next >= self._caught_up:
             self._place(self._events.taken(since_ns - 1))
             try:
@@ -102,10 +102,10 @@ class Assembler:
         return self._payloads()
 
     def end(self) -> list[bytes]:
-        """The process is gone: no more spans come."""
+        """Finish, because the process is gone and no more spans come. Return the last payloads."""
         self._place(self._events.older(self._events.heard))
         try:
-            # A killed process that trains may have been in the middle of a step.
+            # A killed process may have been in the middle of a training step.
             self._rules.end(self._rules.trains if self._uncaught is None else self._uncaught)
             self._recorder.end()
             self._closed(self._rules.mark(), [], False)
@@ -150,7 +150,7 @@ class Assembler:
             return
         before = self._seen.get(thread)
         if before is not None and before[6] == start and before[1:6] == span[1:6]:
-            return  # written again after an interrupt
+            return  # a duplicate, written after an interrupt
         self._seen[thread] = span
         if inside or kind in _INNER:
             self._nest(span)
@@ -168,12 +168,12 @@ class Assembler:
         self._waiting += 1
 
     def _inner(self, thread: int, start: int) -> list[Span]:
-        """Take the spans inside one that began at `start`. Older ones lost their enclosing span and are discarded."""
+        """Take the waiting spans inside a span that began at `start`. Discard older ones."""
         waiting = self._nested.pop(thread, None)
         if waiting is None:
             return []
         self._waiting -= len(waiting)
-        return [one for one in waiting if one.start >= start]
+        return [span for span in waiting if span.start >= start]
 
     def _block(self, block: Block) -> None:
         span, calls = block[0], block[1]
@@ -193,7 +193,7 @@ class Assembler:
             self._rules.other(block)
 
     def _found_thread(self, thread: int) -> None:
-        """Take the thread of the first call as the training thread."""
+        """Make the thread of the first call the training thread."""
         self._recorder.thread = thread
         early, self._early = list(self._early), deque(maxlen=MOST_EARLY)
         for block in early:
@@ -201,7 +201,7 @@ class Assembler:
                 self._block(block)
 
     def _place_before(self, span: Span) -> None:
-        """Place the events before the end of a block. A fetch ends a step when it begins."""
+        """Place the events before the end of a block. The start of a fetch ends a step."""
         if span.kind == Kind.FETCH and span.thread == self._recorder.thread:
             self._place(self._events.taken(span.start - 1))
             self._rules.fetches(span.start)
@@ -210,7 +210,7 @@ class Assembler:
     def _place(self, events: Iterable[Event]) -> None:
         for event in events:
             if self._events.is_new(event.number):
-                self._recorder.unsaid.add(event.number)
+                self._recorder.unsent.add(event.number)
             try:
                 self._rules.place(event)
             except _DAMAGE:
@@ -219,30 +219,30 @@ class Assembler:
     # ------------------------------------------------------------------------------------------ output
 
     def _closed(self, mark: Mark, items: list[Item], step: bool) -> None:
-        """Take the payloads recorded from `items`; `step`: a step ended with them."""
+        """Take the payloads recorded from `items`. `step`: whether a step ended with them."""
         recorder = self._recorder
         out, recorder.out = recorder.out, []
-        if self._waits.idle and not any(isinstance(one, Pending) for one in out):
-            self._say(out)  # type: ignore[arg-type]  # nothing is pending
+        if self._waits.idle and not any(isinstance(payload, Pending) for payload in out):
+            self._emit(out)  # type: ignore[arg-type]  # nothing is pending
         elif out:
             self._waits.add(out, (mark, _firsts(items)), step)
-            self._say(self._waits.ready())
+            self._emit(self._waits.ready())
 
-    def _say(self, payloads: Iterable[bytes | Said]) -> None:
-        unsaid = self._recorder.unsaid
-        if not unsaid:
-            self._out += payloads  # type: ignore[arg-type]  # no event is among them
+    def _emit(self, payloads: Iterable[bytes | EventPayload]) -> None:
+        unsent = self._recorder.unsent
+        if not unsent:
+            self._out += payloads  # type: ignore[arg-type]  # they contain no event
             return
-        for one in payloads:
-            if isinstance(one, Said):
-                unsaid.discard(one.event)
-                self._out.append(one.payload)
+        for payload in payloads:
+            if isinstance(payload, EventPayload):
+                unsent.discard(payload.event)
+                self._out.append(payload.payload)
             else:
-                self._out.append(one)
+                self._out.append(payload)
 
     def _payloads(self, unread: int = Untimed.NONE) -> list[bytes]:
         if not self._waits.idle:
-            self._say(self._waits.ready(unread))
+            self._emit(self._waits.ready(unread))
         out, self._out = self._out, []
         return out + self._communication.payloads()
 
@@ -254,7 +254,7 @@ class Assembler:
         return min(self._live().values(), default=self._next)
 
     def _live(self) -> dict[int, int]:
-        """By thread, the first span that is still needed."""
+        """Return the first span that is still needed, per thread."""
         found: dict[int, int] = {}
         parts = [firsts for _, firsts in self._waits.marks()]
         parts += _firsts(self._rules.held), _firsts(self._early)
@@ -265,7 +265,7 @@ class Assembler:
         return found
 
     def state(self) -> str:
-        """State for a successor, as JSON. The successor also needs all lines, and the spans from `position` on."""
+        """Return the state for a successor as JSON. The successor also needs all lines, and spans from `position`."""
         marks = self._waits.marks()
         mark = marks[0][0] if marks else self._rules.mark()
         live = self._live()
@@ -277,7 +277,7 @@ class Assembler:
                 "floors": {str(thread): number for thread, number in live.items()},
                 "seen": [span for thread, span in self._seen.items() if thread not in live],
                 "said": self._events.placed,
-                "unsaid": sorted(recorder.unsaid),
+                "unsaid": sorted(recorder.unsent),
                 "looks": {str(look): step for look, step in recorder.looks.items()},
                 "heard": self._events.heard,
                 "communication": self._communication.state(),
@@ -286,9 +286,9 @@ class Assembler:
 
     @classmethod
     def without_state(cls, lines: Iterable[Mapping[str, Any]], step: int = 0, call: int = 0) -> Assembler:
-        """The successor of an assembler whose state is lost; `lines`: all that it was given.
+        """Make the successor of an assembler with a lost state. `lines`: all lines that the predecessor was given.
 
-        It is fed all spans again, or, with the last numbers that its predecessor gave, the spans after those.
+        Feed it all spans again. With `step` and `call`, the predecessor's last numbers, feed it only the later spans.
         """
         found = cls()
         found._hear(lines)
@@ -319,16 +319,16 @@ class Assembler:
         for span in state["seen"]:
             self._seen[span[4]] = Span(*span)
         recorder = self._recorder
-        if "communication" in state:  # not if an earlier version wrote it
+        if "communication" in state:  # absent in states of earlier versions
             self._communication.go_on(state["communication"])
         recorder.looks = {int(look): step for look, step in state["looks"].items()}
         self._rules.go_on(mark)
         recorder.nexts = self._events.go_on(mark.placed, mark.nexts, state["said"], state["unsaid"])
-        recorder.unsaid.update(event.number for event in recorder.nexts if self._events.is_new(event.number))
+        recorder.unsent.update(event.number for event in recorder.nexts if self._events.is_new(event.number))
 
 
 def _firsts(items: Iterable[Item]) -> dict[int, int]:
-    """By thread, the lowest span number in these blocks."""
+    """Return the lowest span number in these blocks, per thread."""
     found: dict[int, int] = {}
     for item in items:
         if not isinstance(item, Event):

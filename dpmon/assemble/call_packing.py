@@ -1,4 +1,4 @@
-"""The payload of a call, from its span and the spans of its parts."""
+"""Packs the payload of a call from its span and the spans of its parts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ WIRE_FLAGS = tuple(
     | VIRTUAL * bool(flags & Flag.VIRTUAL)
     for flags in range(16)
 )
-"""Flag byte of a call, by the lowest four flags of its span."""
+"""Flag byte of a call by the lowest four flags of its span."""
 _LARGEST = (1 << 62) - 1
 _MOST_STAGES = 255
 _NO_PHASES = (-1, 0) * len(CALL_PHASES)
 
 
 class Made(NamedTuple):
-    """A call, ready to be packed except for its step and call numbers."""
+    """A call that is ready to be packed, except for its step and call numbers."""
 
     mode: int
     flags: int
@@ -38,12 +38,12 @@ class Made(NamedTuple):
     replicas: Sequence[int]
     stages: Sequence[int]
     slots: Slots
-    """For each device time, the spans that give it."""
+    """Spans that make up each device time."""
     why: int
-    """Why times without a span are missing."""
+    """Reason for missing times without a span."""
 
     def definitions(self) -> list[int]:
-        """Numbers of all definitions that it refers to."""
+        """Return the numbers of all definitions that it refers to."""
         inner = [*self.replicas[::4], *self.replicas[1::4]]
         for at in range(3):
             inner += self.stages[at::5]
@@ -51,12 +51,12 @@ class Made(NamedTuple):
 
 
 def mode_of(flags: int) -> int:
-    """The mode of a call, as an index in dpmon.record.wire.MODES."""
+    """Return the mode of a call as an index in dpmon.record.wire.MODES."""
     return 1 if flags & Flag.DP else 2
 
 
 def pack_made(call: Made, step: int, number: int) -> bytes:
-    """The payload of a call."""
+    """Return the payload of a call."""
     head = call.mode, call.flags, call.layout, step, number, call.start, call.wall, call.inputs, call.outputs
     return pack_call(*head, call.phases, call.replicas, call.stages)
 
@@ -82,7 +82,7 @@ def parts_of(known: Definitions, span: Span, layout: int, parts: Sequence[Span])
     if not (of_replicas or of_stages or phases[2 * VERBS[Kind.PARALLEL_APPLY]] >= 0):
         replicas, of_replicas = _whole(known, span, layout, phases, slots, parts)
     elif of_replicas == [[]] and phases[2 * VERBS[Kind.PARALLEL_APPLY]] < 0:
-        of_replicas = [_after_scatter(span, slots)]  # the module itself ran as the one replica
+        of_replicas = [_after_scatter(span, slots)]  # the module itself ran as the only replica
     why = Untimed.SAMPLED if span.flags & Flag.SKIPPED else Untimed.ON_CPU if of_stages else Untimed.NONE
     return Made(
         mode_of(span.flags),
@@ -101,7 +101,7 @@ def parts_of(known: Definitions, span: Span, layout: int, parts: Sequence[Span])
 
 
 def _timed(span: Span) -> list[tuple[int, int]]:
-    """The slot of one span; empty if it is not timed on devices."""
+    """Return the slot of one span; empty if it is not timed on devices."""
     return [(span.number, 1)] if span.flags & Flag.TIMED else []
 
 
@@ -115,7 +115,7 @@ def _add_phase(phases: list[int], slots: Slots, span: Span, start: int) -> None:
 
 
 def _replicas_of(known: Definitions, shares: dict[int, Span], layout: int, start: int) -> tuple[list[int], Slots]:
-    """Four numbers per replica, in order of index, and the slots of their times. A missing replica has zeros."""
+    """Return four numbers per replica, in order of index, and the slots of their times. A missing replica has zeros."""
     flat: list[int] = []
     slots: Slots = []
     for index in range(max((i for i in shares if i < known.layouts[layout].devices), default=-1) + 1):
@@ -133,7 +133,7 @@ def _replicas_of(known: Definitions, shares: dict[int, Span], layout: int, start
 def _whole(
     known: Definitions, span: Span, layout: int, phases: Sequence[int], slots: Slots, parts: Sequence[Span]
 ) -> tuple[list[int], Slots]:
-    """The one replica of an undivided call: the call without its scatter."""
+    """Return the single replica of an undivided call: the call without its scatter."""
     about = known.layouts[layout]
     if not about.devices or "replicas" in about.value["absent"]:
         return [], []
@@ -147,7 +147,7 @@ def _whole(
 
 
 def _after_scatter(span: Span, slots: Slots) -> list[tuple[int, int]]:
-    """The slot of a call without its scatter."""
+    """Return the slot of a call without its scatter."""
     slot = _timed(span)
     return slot and slot + [(number, -sign) for number, sign in slots[0]]
 

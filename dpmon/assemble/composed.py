@@ -1,7 +1,7 @@
-"""Calls that a script composes from scatter, replicate, parallel_apply and gather.
+"""Composes calls from a script's own use of scatter, replicate, parallel_apply and gather.
 
 Such a call has one parallel_apply, the scatters and replicates before it in the same step, and the next gather in that
-step. It begins with the first of them and ends with the last.
+step. It lasts from the first of these to the last.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dpmon.assemble.call_packing import Made, parts_of
 from dpmon.assemble.definitions import Definitions
 from dpmon.record.spans import Flag, Kind, Span
 
-_NOT_SCATTERED = "the script did not scatter in this turn of its loop"
-_NO_INPUTS = "nothing was scattered: only what the replicas were given is known"
-_NOT_REPLICATED = "the script did not replicate in this turn of its loop"
-_NOT_GATHERED = "the script did not gather what the replicas returned"
+_NOT_SCATTERED = "the script did not scatter in this step"
+_NO_INPUTS = "the script did not scatter: only the inputs of the replicas are known"
+_NOT_REPLICATED = "the script did not replicate in this step"
+_NOT_GATHERED = "the script did not gather the outputs of the replicas"
 _MOST_LEAVES = 512
-"""Limit of sizes in one call."""
+"""Most sizes in one call."""
 
 
 class _Hand:
@@ -40,7 +40,7 @@ class Composer:
         self._hands: dict[int, _Hand] = {}
 
     def verb(self, span: Span, replicas: Sequence[Span]) -> int:
-        """Take a primitive; `replicas`: those of a parallel_apply. Returns the definition of its inputs, 0 if none."""
+        """Take a primitive. `replicas`: of a parallel_apply. Return the definition of its inputs; 0 if none."""
         kind, thread = span.kind, span.thread
         hand = self._hands.get(thread)
         if hand is not None and hand.apply is not None and kind != Kind.GATHER:
@@ -68,18 +68,18 @@ class Composer:
         return inputs
 
     def flush(self, thread: int) -> None:
-        """Finish the call of a thread: no gather follows."""
+        """Finish the call of a thread, because no gather follows."""
         hand = self._hands.pop(thread, None)
         if hand is not None and hand.apply is not None and hand.apply.site in self._known.layouts:
             self._finish(self._made(hand, hand.apply))
 
     def flush_all(self) -> None:
-        """Finish all calls: the step is over."""
+        """Finish all calls, because the step is over."""
         for thread in list(self._hands):
             self.flush(thread)
 
     def _inputs(self, hand: _Hand) -> int:
-        """Sizes of all scattered inputs. Argument numbers continue from one scatter to the next."""
+        """Return the sizes of all scattered inputs. Argument numbers continue from one scatter to the next."""
         numbers = [self._known.known_sizes(one.inputs) for one in hand.verbs if one.kind == Kind.SCATTER]
         numbers = [number for number in numbers if number]
         if len(numbers) <= 1:
@@ -109,7 +109,7 @@ class Composer:
 
 
 def _absent(hand: _Hand, gathered: bool, failed: bool) -> dict[str, str]:
-    """The reasons for missing parts."""
+    """Return the reasons for missing parts."""
     kinds = {one.kind for one in hand.verbs}
     absent = {}
     if Kind.SCATTER not in kinds:

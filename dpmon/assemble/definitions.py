@@ -1,7 +1,7 @@
-"""Definitions from the lines beside a ring: sizes, stages, layouts and collectives. Optimizers are counted.
+"""Reads definitions from the lines beside a ring: sizes, stages, layouts and collectives. Counts optimizers.
 
-The assembler's own definitions have numbers from OWN on. The number is derived from the value, so a successor gives the
-same value the same number.
+The assembler's own definitions have numbers from OWN on. The number is derived from the value, so that a successor uses
+the same number for the same value.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dpmon.record.wire import pack_definition
 
 OWN = 1 << 31
 MOST = 1 << 15
-"""Limit of definitions of each sort: half the limit of a decoder, so that the decoder knows all of these."""
+"""Most definitions of each sort: half the limit of a decoder, so that the decoder keeps all of them."""
 _LARGEST = 1 << 53
 _MOST_DEVICES = 4096
-"""Limit of devices of a layout: a call takes memory for each of them."""
+"""Most devices of a layout, because each device takes memory in every call."""
 _KEYS = ("root", "via", "devices", "absent")
 
 
@@ -56,7 +56,7 @@ class Definitions:
         self._values: dict[int, list[Any]] = {}
         self._stages: dict[int, dict[str, Any]] = {}
         self._collectives: dict[int, dict[str, Any]] = {}
-        self._said: set[int] = set()
+        self._sent: set[int] = set()
         """Numbers that already have a payload."""
 
     def hear(self, line: Mapping[str, Any]) -> bool:
@@ -75,32 +75,32 @@ class Definitions:
 
     def _define(self, number: int, value: Any) -> None:
         table: dict[int, Any]
-        one: Any
+        known: Any
         if isinstance(value, list):
-            table, one = self._values, [_size(size) for size in value]
+            table, known = self._values, [_size(size) for size in value]
         elif "parts" in value:
             table = self._stages
-            one = {"device": str(value["device"]), "parts": [str(name) for name in value["parts"]]}
+            known = {"device": str(value["device"]), "parts": [str(name) for name in value["parts"]]}
         elif "operation" in value:
-            table, one = self._collectives, collective_in(value)
+            table, known = self._collectives, collective_in(value)
         else:
-            table, one = self.layouts, Layout(number, value)
+            table, known = self.layouts, Layout(number, value)
         tables: tuple[dict[int, Any], ...] = (self._values, self._stages, self._collectives, self.layouts)
         if any(number in each for each in tables):
             raise ValueError("defined twice")
-        _keep(table, number, one)
+        _keep(table, number, known)
 
     def module(self, number: int) -> int:
-        """The module of a layout; for an unknown layout, a number that no module has."""
+        """Return the module of a layout; for an unknown layout, an unused number."""
         layout = self.layouts.get(number)
         return layout.module if layout is not None else -1 - number
 
     def sizes(self, number: int) -> list[Any]:
-        """The sizes with this number, as dpmon.record.wire.pack_definition takes them; empty if unknown."""
+        """Return the sizes with this number, in the form for dpmon.record.wire.pack_definition; empty if unknown."""
         return self._values.get(number, [])
 
     def known_sizes(self, number: int) -> int:
-        """`number`, or 0 if no sizes have it."""
+        """Return `number` if it is a definition of sizes, else 0."""
         return number if number in self._values else 0
 
     def is_stage(self, number: int) -> bool:
@@ -112,7 +112,7 @@ class Definitions:
         return self._collectives.get(number)
 
     def rows(self, number: int, dim: int, first: int) -> int:
-        """Rows along `dim` of the first tensor that has it, from argument `first` on; -1 if none has."""
+        """Return the rows along `dim` of the first tensor with that dimension, from argument `first` on; -1 if none."""
         for path, shape, *_ in self.sizes(number):
             argument = path.partition(".")[0]
             if argument.isdecimal() and int(argument) < first:
@@ -122,14 +122,14 @@ class Definitions:
         return -1
 
     def add_sizes(self, value: Sequence[Any]) -> int:
-        """Define sizes that the assembler composed; returns their number."""
+        """Define sizes composed by the assembler; return their number."""
         number = _own_number(value)
         if number not in self._values:
             _keep(self._values, number, list(value))
         return number
 
     def with_absent(self, number: int, absent: Mapping[str, str]) -> int:
-        """Define a copy of a known layout with more reasons for absence; returns its number."""
+        """Define a copy of a known layout with more reasons for absence; return its number."""
         layout = self.layouts[number]
         if not absent:
             return number
@@ -141,11 +141,11 @@ class Definitions:
         return own
 
     def payloads(self, *numbers: int) -> list[bytes]:
-        """Payloads of the definitions that have none yet; 0 is skipped."""
+        """Return payloads of the definitions without one so far; number 0 is skipped."""
         found = []
         for number in numbers:
-            if number and number not in self._said:
-                self._said.add(number)
+            if number and number not in self._sent:
+                self._sent.add(number)
                 found.append(pack_definition(number, self._value(number)))
         return found
 

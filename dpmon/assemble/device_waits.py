@@ -1,7 +1,7 @@
-"""Device times arrive after their spans, and the payloads of a step wait for them.
+"""Holds the payloads of a step until their device times arrive, which come after the spans.
 
-Later payloads wait, too: payloads keep their order. After MAX_STEPS further steps a payload leaves without its missing
-times.
+Later payloads wait, too, so that payloads keep their order. After MAX_STEPS further steps, a payload is released
+without its missing times.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dpmon.record.wire import Untimed, pack_timed
 
 MAX_STEPS = 64
 MAX_GROUPS = 1 << 13
-"""Limit of groups that wait: other threads may call on after the last step."""
+"""Most waiting groups: other threads may continue to make calls after the last step."""
 MOST = 1 << 16
-"""Limit of spans with remembered times."""
+"""Most spans with remembered times."""
 _MS = 1e6
 
 Slots: TypeAlias = "list[list[tuple[int, int]]]"
-"""For each time of a payload: the spans to add (1) or subtract (-1), on each device."""
+"""For each time of a payload: the numbers of spans to add (1) or subtract (-1), on each device."""
 
 
 class Pending(NamedTuple):
@@ -31,17 +31,17 @@ class Pending(NamedTuple):
     slots: Slots
     why: int
     least: int
-    """Index of the time that the fastest device decides, -1 for none. The slowest device decides the others."""
+    """Index of the time that is the minimum over the devices (-1: none); the other times are the maximum."""
 
 
-class Said(NamedTuple):
+class EventPayload(NamedTuple):
     """The payload of an event, with its number."""
 
     payload: bytes
     event: int
 
 
-Payload: TypeAlias = "bytes | Pending | Said"
+Payload: TypeAlias = "bytes | Pending | EventPayload"
 
 
 class _Group:
@@ -53,7 +53,7 @@ class _Group:
         self.payloads = payloads
         self.turn = turn
         self.step = step
-        """Whether a step ends with it. If not, a later group may refer to the same spans."""
+        """Whether a step ends with it; if not, a later group may refer to the same spans."""
         self.mark = mark
 
 
@@ -62,13 +62,13 @@ class DeviceWaits:
 
     def __init__(self) -> None:
         self._times: dict[int, list[tuple[int, float | None, int]]] = {}
-        """By span: device, ms, and why the ms are unknown."""
+        """Device, ms, and the reason for unknown ms, by span."""
         self._expected: dict[int, int] = {}
         self._queue: deque[_Group] = deque()
         self._turn = 0
 
     def marks(self) -> list[Any]:
-        """The marks of the waiting groups, oldest first."""
+        """Return the marks of the waiting groups, oldest first."""
         return [group.mark for group in self._queue]
 
     def time(self, span: Span) -> None:
@@ -90,12 +90,12 @@ class DeviceWaits:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits."""
+        """Whether no payloads wait."""
         return not self._queue
 
-    def ready(self, unread: int = Untimed.NONE) -> list[bytes | Said]:
-        """Take out complete and overdue payloads; with `unread`, the reason for missing times, take out all."""
-        found: list[bytes | Said] = []
+    def ready(self, unread: int = Untimed.NONE) -> list[bytes | EventPayload]:
+        """Take out complete and overdue payloads; with `unread` (reason for missing times), take out all."""
+        found: list[bytes | EventPayload] = []
         while self._queue:
             group = self._queue[0]
             why = unread
@@ -135,7 +135,7 @@ class DeviceWaits:
 
 
 def _numbers(group: _Group) -> Iterator[int]:
-    """The timed spans of a group."""
+    """Yield the timed spans of a group."""
     for one in group.payloads:
         if isinstance(one, Pending):
             for slot in one.slots:

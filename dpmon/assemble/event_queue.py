@@ -1,4 +1,4 @@
-"""Events among the lines. They are placed between spans by time, and get their step and call numbers."""
+"""Queues the events among the lines. They are placed between spans by time, and get step and call numbers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Event:
         return self.data["kind"] == "pause" and self.data.get("paused") is True
 
     def packed(self, step: int, call: int, looks: Mapping[int, int]) -> bytes:
-        """Its payload. `looks`: the last step that had begun, by memory look."""
+        """Return its payload. `looks`: the last step that had begun, by memory look."""
         data = dict(self.data)
         kind = data.pop("kind")
         if self.fill in ("next", "last"):
@@ -45,10 +45,10 @@ class Event:
         return pack_event(kind, data)
 
     def peaks(self) -> list[int]:
-        """The memory looks that it refers to."""
+        """Return the memory looks that it refers to."""
         devices = self.data.get("devices")
         listed = devices if isinstance(devices, list) else []
-        named = [one.get("peak_after_look") for one in listed if isinstance(one, dict)]
+        named = [device.get("peak_after_look") for device in listed if isinstance(device, dict)]
         return [look for look in (*named, self.data.get("look")) if type(look) is int]
 
 
@@ -89,7 +89,7 @@ class EventQueue:
         return True
 
     def taken(self, until: int) -> list[Event]:
-        """Take out the events up to this time."""
+        """Take out and return the events up to this time."""
         found = []
         while self._queue and self._queue[0].at <= until:
             found.append(self._queue.popleft())
@@ -102,7 +102,7 @@ class EventQueue:
         return self.heard - len(self._queue)
 
     def older(self, than: int) -> list[Event]:
-        """Take out the events with a lower number."""
+        """Take out and return the events with a number below `than`."""
         found = []
         while self._queue and self._queue[0].number < than:
             found.append(self._queue.popleft())
@@ -110,9 +110,9 @@ class EventQueue:
         return found
 
     def go_on(self, placed: int, nexts: Iterable[int], said: int, unsaid: Iterable[int]) -> list[Event]:
-        """Drop the events that a predecessor placed; returns those in `nexts`, which wait for the next call.
+        """Drop the events that a predecessor placed; return the events in `nexts`, which wait for the next call.
 
-        The predecessor has already given the events below `said`, except `unsaid`.
+        The predecessor has already returned the events below `said`, except `unsaid`.
         """
         waiting = set(nexts)
         found = [event for event in self.older(placed) if event.number in waiting]
@@ -120,5 +120,5 @@ class EventQueue:
         return found
 
     def is_new(self, number: int) -> bool:
-        """Whether no predecessor has given this event."""
+        """Whether no predecessor has returned this event."""
         return number >= self._said_before or number in self._unsaid_before

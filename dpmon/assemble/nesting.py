@@ -1,7 +1,7 @@
-"""Blocks. A block is a top-level span of a thread, together with the spans inside it.
+"""Groups spans into blocks. A block is a top-level span of a thread with the spans inside it.
 
-One pass over these spans, in the order in which they ended, finds the exclusive time of each phase, the calls with
-their parts, and the optimizers that stepped. Deep nesting needs no stack.
+One pass over these spans, in order of their ends, finds the exclusive time of each phase, the calls with their parts,
+and the optimizers that stepped. It uses no recursion, so the nesting may be deep.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from dpmon.record.wire import STEP_EXTRAS
 DATA, FORWARD, BACKWARD, OPTIMIZER, COPY, SYNC = range(6)
 """Indices in SPAN_PHASES and in dpmon.record.wire.TIMED_PHASES."""
 QUANTITIES = tuple(name for name in STEP_EXTRAS if name not in SPAN_PHASES)
-"""Quantities and numbers of a step that spans give, in the order of records."""
+"""Quantities and numbers of a step that come from spans, in the order of records."""
 SYNCED, UNSYNCED, SYNC_NUMBER_AT = (QUANTITIES.index(name) for name in ("synced", "unsynced", SYNC_NUMBER))
 _PARTS = (Kind.REPLICA, Kind.STAGE, Kind.AGAIN)
 PHASE_OF = tuple(
     SPAN_PHASES.index(DOING[kind]) if DOING.get(kind) in SPAN_PHASES and kind not in _PARTS else -1
     for kind in range(max(DOING) + 1)
 )
-"""Phase of a step, by kind of span; -1 for none."""
+"""Phase of a step by kind of span; -1 for none."""
 QUANTITY_OF = {kind: QUANTITIES.index(name) for kind, name in COUNTED.items()}
-"""Quantity of a step, by kind of span."""
+"""Quantity of a step by kind of span."""
 VERBS = {Kind.SCATTER: 0, Kind.REPLICATE: 1, Kind.PARALLEL_APPLY: 2, Kind.GATHER: 3}
-"""Indices in dpmon.record.wire.CALL_PHASES, by kind of span."""
+"""Indices in dpmon.record.wire.CALL_PHASES by kind of span."""
 CALLS = (Kind.CALL, Kind.WRAPPED)
 LEARNS = Flag.TRAINING | Flag.GRAD
 """Flags of calls that train or record gradients."""
 EDGE = (Kind.PAUSE, Kind.LOOK)
-"""dpmon's own time. At the edge of a step it belongs to no step."""
+"""Spans of dpmon's own time. At the edge of a step, they belong to no step."""
 
 
 _LEADS, _SIZES = struct.Struct("<4e"), struct.Struct("<2I")
@@ -52,33 +52,33 @@ class Inner:
         self.first = first
         """The lowest number of its spans."""
         self.times = [-1] * len(SPAN_PHASES)
-        """Exclusive ns of each phase, -1 for one that did not run."""
+        """Exclusive ns of each phase; -1: did not run."""
         self.counts = [-1] * len(QUANTITIES)
-        """Value of each quantity, -1 for one that no span counts."""
+        """Value of each quantity; -1: not counted."""
         self.spans: list[tuple[int, int, int]] = []
-        """Phase, start and duration of each run of a phase, in order of start, enclosing before enclosed."""
+        """Phase, start and duration of each run of a phase, in order of start; an enclosing run comes first."""
         self.missing_spans = 0
         """Number of spans after the first MAX_SPANS."""
         self.backward = False
         self.parts: dict[int, list[Span]] = {}
-        """By the number of a call: its phases, replicas and stages."""
+        """Phases, replicas and stages of a call, by its number."""
         self.hand: list[Span] = []
-        """Primitives that the script called itself, in order."""
+        """Primitives that the script calls itself, in order."""
         self.looks: list[int] = []
         self.timed: list[tuple[int, int, int]] = []
-        """Spans with device times: number, phase, and the phase of the timed span around it (-1: none)."""
+        """Spans with device times: number, phase, and phase of the enclosing timed span (-1: none)."""
         self.skipped = False
         """Whether a span belongs to a step that is not timed on devices."""
         self.untimed_copies: list[int] = []
-        """For each copy without a device time: the phase around it."""
+        """Enclosing phase of each copy without a device time."""
 
 
 Block: TypeAlias = tuple[Span, Sequence[Span], Sequence[int], "Inner | None"]
-"""The outermost span, the spans of the calls in it, the optimizers that stepped, and the contents (or None)."""
+"""The outermost span, the spans of its calls, the optimizers that stepped, and the contents (or None)."""
 
 
 def block_of(span: Span, inner: Sequence[Span]) -> Block:
-    """The block of a top-level span and the spans inside it, in order of number."""
+    """Make the block of a top-level span and the spans inside it (in order of number)."""
     kind = span[1]
     if inner:
         return _Reading(inner[0][0]).read(span, inner)
@@ -95,24 +95,24 @@ class _Reading:
     def __init__(self, first: int) -> None:
         self.found = Inner(first)
         self._within: list[tuple[int, int, int, int]] = []
-        """Spans that the next one may enclose: start, duration, phase, number (-1: not timed on devices)."""
+        """Spans that the next span may enclose: start, duration, phase, number (-1: not timed on devices)."""
         self._parts: list[Span] = []
-        """Parts of a call that has not ended yet."""
+        """Parts of the unfinished call."""
         self._calls: list[Span] = []
         self._leads: list[int] = []
-        """How long before the last gradient each bucket of the next synchronised pass was ready (ns)."""
+        """Lead of each bucket of the next synchronised pass before the last gradient (ns)."""
         self._stepped: list[tuple[int, int]] = []
         """Start and number of the optimizers that stepped."""
 
     def read(self, span: Span, inner: Sequence[Span]) -> Block:
-        for one in inner:
-            self._add(one)
+        for part in inner:
+            self._add(part)
         self._add(span)
         found = self.found
         found.timed += [(number, phase, -1) for _, _, phase, number in self._within if number >= 0]
         spans = found.spans
-        spans.reverse()  # at equal times, the enclosing span ended last
-        spans.sort(key=lambda one: (one[1], -one[2]))
+        spans.reverse()  # enclosing spans end last and must come first at equal starts
+        spans.sort(key=lambda run: (run[1], -run[2]))
         found.missing_spans = max(len(spans) - MAX_SPANS, 0)
         del spans[MAX_SPANS:]
         return span, self._calls, [site for _, site in self._stepped], found
@@ -127,13 +127,13 @@ class _Reading:
                 self._parts.append(span)
                 return
             self._primitive(span)
-            if span.inside in CALLS:  # its time belongs to the call around it
+            if span.inside in CALLS:  # its time belongs to the enclosing call
                 self.found.spans.append((FORWARD, span.start, span.took))
                 return
         elif kind in CALLS:
             self._call(span)
         elif kind == Kind.OPTIMIZER:
-            # An optimizer inside an optimizer is a part of it.
+            # A nested optimizer step is part of the outer one.
             _cut_from(self._stepped, span.start)
             if not flags & Flag.FAILED:
                 self._stepped.append((span.start, span.site))
@@ -179,14 +179,14 @@ class _Reading:
         within = self._calls[at:]
         del self._calls[at:]
         if span.kind == Kind.CALL:
-            recorded = [one for one in within if one.kind != Kind.CALL or one.flags & Flag.DP]
-            if recorded:  # the data-parallel calls inside are recorded instead
+            recorded = [call for call in within if call.kind != Kind.CALL or call.flags & Flag.DP]
+            if recorded:  # the data-parallel calls inside replace it
                 self._calls += recorded
                 return
         hand = self.found.hand
         while hand and hand[-1].start >= span.start:
             del hand[-1]
-        again = max((place for place, one in enumerate(parts, 1) if one.kind == Kind.AGAIN), default=0)
+        again = max((place for place, part in enumerate(parts, 1) if part.kind == Kind.AGAIN), default=0)
         self.found.parts[span.number] = parts[again:]
         self._calls.append(span)
 
@@ -200,7 +200,7 @@ class _Reading:
         return found
 
     def _time(self, span: Span) -> None:
-        """Add the span's time without the spans that it encloses."""
+        """Add the span's exclusive time."""
         start, own, phase = span.start, span.took, PHASE_OF[span.kind]
         within, found = self._within, self.found
         timed = bool(span.flags & Flag.TIMED)
@@ -220,7 +220,7 @@ class _Reading:
 
 
 def leads_of(span: Span) -> list[int]:
-    """The leads of four buckets (ns), from a span of kind BUCKETS."""
+    """Return the leads of four buckets (ns) in a span of kind BUCKETS."""
     leads = _LEADS.unpack(_SIZES.pack(span.inputs, span.outputs))
     return [int(lead * LEAD_NS) if 0 <= lead < MAX_LEAD else 0 for lead in leads]
 

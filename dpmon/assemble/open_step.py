@@ -1,4 +1,4 @@
-"""The calls of the step that is under way."""
+"""The calls of the open step."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class OpenStep:
     def __init__(self) -> None:
         self.calls = 0
         self.only_looks = True
-        """Whether nothing in it trains or records gradients."""
+        """Whether no call in it trains or records gradients."""
         self.backward = False
         """Whether a backward pass ran in it."""
         self.module = self.look = 0
-        """Module of its first call, and of its last call that neither trains nor records gradients."""
+        """Module of its first call; `look`: of its last call that neither trains nor records gradients."""
         self.first_call = 0
         """When its first call began."""
         self.looked: set[int] = set()
         """Modules of all calls that neither train nor record gradients."""
         self.part: StepTotals | None = None
-        """Totals of its recorded part; None while all of it is held."""
+        """Totals of its recorded part; None while all its blocks are held."""
 
     def called(self, call: Span, module: int) -> bool:
-        """Add a call of `module`; returns whether the call trains or records gradients."""
+        """Add a call of `module`; return whether the call trains or records gradients."""
         if not self.calls:
             self.module, self.first_call = module, call[6]
         self.calls += 1
@@ -45,14 +45,14 @@ class OpenStep:
         return False
 
     def saved(self) -> list[Any] | None:
-        """The state for `restored`; None while all of the step is held."""
+        """Return the state for `restored`; None while all blocks of the step are held."""
         if self.part is None:
             return None
         return [self.part.saved(), *(getattr(self, name) for name in _SAVED), sorted(self.looked)]
 
     @classmethod
     def restored(cls, saved: Sequence[Any] | None) -> OpenStep:
-        """Restore a saved step; None gives one without calls."""
+        """Restore a saved step; None makes a step without calls."""
         found = cls()
         if saved is not None:
             part, *values, looked = saved

@@ -14,17 +14,16 @@ class OptimizerCycle:
 
     def __init__(self, ends: int = -1, since: Iterable[int] = (), once: Mapping[int, int] | None = None) -> None:
         self.ends = ends
-        """Number of the optimizer that ends a step, -1 while unknown."""
+        """Number of the optimizer that ends a step; -1 while unknown."""
         self.since: dict[int, None] = dict.fromkeys(since)
-        """The optimizers that have stepped since, in order."""
+        """The optimizers that have stepped since the last end of a step, in order."""
         self.once: dict[int, int] = dict(once or {})
-        """Optimizers that stepped before the cycle began. Each ends one step of its own, up to the span with this
-        number."""
+        """Optimizers that stepped before the cycle began. Each ends one more step, up to the span with this number."""
 
     def stepped(self, site: int, number: int) -> bool | None:
-        """Take an optimizer step in the span `number`; returns whether it ends a step of the loop.
+        """Take an optimizer step in the span `number`; return whether it ends a step of the loop.
 
-        None if the cycle has changed: spans that were assembled by the old cycle must be assembled again.
+        None if the cycle has changed: spans assembled under the old cycle must be assembled again.
         """
         if site == self.ends:
             self.since.clear()
@@ -50,7 +49,7 @@ class OptimizerCycle:
         return True
 
     def gone(self, site: int) -> None:
-        """Forget an optimizer that was freed: it ends no more steps."""
+        """Forget a freed optimizer, which ends no more steps."""
         self.since.pop(site, None)
         if site == self.ends:
             self.ends = -1

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 FEW_CALLS, MANY_CALLS = 64, 4096
 SOON_NS, LATE_NS = 5_000_000_000, 60_000_000_000
-"""Since the first call."""
+"""Limits since the first call of a step, without and with an optimizer."""
 TIMES = 4
-"""A step may take this many times the last `pace`, and have this many times as many calls as the last one."""
+"""A step may take this many times the last `pace`, or have this many times the calls of the last step."""
 MAX_PACE = 3_600_000_000_000
 
 
 class Patience:
-    """Knows the time, and the number of calls, between optimizer steps."""
+    """Tracks time and number of calls between optimizer steps."""
 
     __slots__ = ("calls", "ended", "pace", "until")
 
@@ -19,22 +19,22 @@ class Patience:
         self.pace = pace
         """ns between the last two optimizer steps that ended a step of the loop."""
         self.ended = ended
-        """When the last of them ended, 0 for none."""
+        """End of the last of these steps; 0 for none."""
         self.calls = calls
-        """Calls between the last two of them, or before the first."""
+        """Calls between the last two of these steps, or before the first."""
         self.until = until
-        """Calls before the last of them."""
+        """Calls of the process up to the last of these steps."""
 
     def stepped(self, start: int, end: int, calls: int) -> None:
-        """An optimizer ended the step of the loop that began at `start`; `calls`: of the process up to then."""
+        """Note that an optimizer ended the step that began at `start`. `calls`: calls of the process so far."""
         self.calls, self.until = max(calls - self.until, 0), calls
         self.pace = min(max(end - (self.ended or start), 0), MAX_PACE)
         self.ended = end
 
     def too_many(self, calls: int, many: bool) -> bool:
-        """Whether a step has more calls than are waited for; `many`: what they are for may come after many of them."""
+        """Whether a step has too many calls to wait longer. `many`: many calls may precede the end of a step."""
         return calls > max(MANY_CALLS if many else FEW_CALLS, TIMES * self.calls)
 
     def too_long(self, took: int, made: bool) -> bool:
-        """Whether the calls of a step took longer (ns) than is waited for; `made`: there is an optimizer."""
+        """Whether the calls of a step took too long (`took`, ns) to wait longer. `made`: an optimizer exists."""
         return took > max(LATE_NS if made else SOON_NS, TIMES * self.pace)

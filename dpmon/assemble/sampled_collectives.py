@@ -1,10 +1,10 @@
-"""Collectives of the sampled steps: when each could begin, and the step that was under way at its start.
+"""Finds, for each collective of a sampled step, when it could begin and in which step it ran.
 
-The span of a sample comes when the sample is over, and says whether it is discarded because it holds an evaluation. Its
-collectives are held until then.
+The span of a sample arrives at the end of the sample. Its flags show whether the sample is discarded because it holds
+an evaluation. The collectives are held until then.
 
-A collective may end after its step. So its span waits here until a step has ended after its start. Collectives of one
-process group run one after the other. So a collective could begin when it was launched and all earlier ones had ended.
+A collective may end after its step, so its span waits until a step ends after it. Collectives of one process group run
+one after the other, so a collective could begin once it was launched and all earlier ones had ended.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from dpmon.record.spans import Flag, Span
 from dpmon.record.wire import Collected, pack_collective
 
 MOST_STEPS = 32
-"""Limit of remembered steps: a collective that ends later than this many steps is in no step."""
+"""Most remembered steps: a collective that ends after more steps than this is in no step."""
 MOST_WAITING = 1 << 14
 MOST_GROUPS = 256
 MOST_BEFORE = 64
-"""Limit of earlier collectives of a group that a collective is compared with."""
+"""Most earlier collectives of a group to compare a collective with."""
 
 
 class SampledCollectives:
@@ -34,17 +34,17 @@ class SampledCollectives:
         self._steps: deque[tuple[int, int, int]] = deque(maxlen=MOST_STEPS)
         """Start, end and number of the last steps."""
         self._held: list[Collected] = []
-        """Collectives in a sample that is not over."""
+        """Collectives of the unfinished sample."""
         self._sampled = (0, 0)
-        """When the last sample ended; not 0 if it was discarded."""
+        """End of the last sample; flags that are not 0 if it was discarded."""
         self._waiting: list[Collected] = []
-        """Collectives after which no step has ended."""
+        """Collectives without a later end of a step."""
         self._before: dict[str, list[tuple[int, int]]] = {}
-        """By group: start and end of its last collectives."""
+        """Start and end of the last collectives by group."""
         self._ready: list[Collected] = []
 
     def take(self, span: Span) -> bool:
-        """Take a span; False if nothing defines it."""
+        """Take a span; False if its definition is unknown."""
         quantity = span.inputs | span.outputs << 32
         unended = span.took if span.flags & Flag.SKIPPED else 0
         took = -1 if unended else span.took
@@ -70,7 +70,7 @@ class SampledCollectives:
         return True
 
     def _hold(self, one: Collected) -> None:
-        """Hold a collective until its sample is over; one that ends later than its sample goes the same way."""
+        """Hold a collective until its sample is over. This includes late collectives of a finished sample."""
         end, discarded = self._sampled
         if one.start >= end:
             self._held.append(one)
@@ -80,9 +80,9 @@ class SampledCollectives:
             self._place(one)
 
     def _queued(self, group: str, span: Span) -> int:
-        """How long a collective waited for earlier ones of its group (ns).
+        """Return how long a collective waited for earlier ones of its group (ns).
 
-        An earlier one that ended after it ran beside it, and is not counted.
+        An earlier collective that ended later ran at the same time and does not count.
         """
         before = self._before.setdefault(group, [])
         ends = [end for start, end in before if start <= span.start and span.start < end <= span.end]
@@ -101,7 +101,7 @@ class SampledCollectives:
                 self._ready.append(self._waiting.pop(0))
 
     def _step_at(self, time: int) -> int:
-        """The step under way at a time; 0 for none."""
+        """Return the step that ran at a time; 0 for none."""
         at = bisect_right(self._steps, (time, 1 << 63, 0))
         if at == 0:
             return 0
@@ -109,9 +109,9 @@ class SampledCollectives:
         return number if time < end else 0
 
     def step(self, number: int, start: int, end: int) -> None:
-        """A step has ended."""
+        """Note the end of a step, and place the collectives that waited for it."""
         if self._steps and number <= self._steps[-1][2]:
-            return  # a predecessor has said so
+            return  # a predecessor has already noted it
         self._steps.append((start, end, number))
         if self._waiting:
             waiting, self._waiting = self._waiting, []
@@ -119,7 +119,7 @@ class SampledCollectives:
                 self._place(one)
 
     def end(self) -> None:
-        """No more samples and steps end."""
+        """Release all collectives, because no more samples or steps end."""
         for one in self._held:  # the process was killed in a sample
             self._place(one)
         self._ready += self._waiting
@@ -127,7 +127,7 @@ class SampledCollectives:
         self._waiting.clear()
 
     def payloads(self) -> list[bytes]:
-        """Payloads of the collectives with known steps, each once, with the definitions that they need."""
+        """Return the payloads of the collectives with known steps, each once, with their definitions."""
         found: list[bytes] = []
         for one in self._ready:
             found += self._known.payloads(one.definition)
@@ -136,7 +136,7 @@ class SampledCollectives:
         return found
 
     def state(self) -> dict[str, Any]:
-        """State for a successor."""
+        """Return the state for a successor."""
         return {
             "steps": list(self._steps),
             "held": self._held,
@@ -146,7 +146,7 @@ class SampledCollectives:
         }
 
     def go_on(self, state: Mapping[str, Sequence[Any]]) -> None:
-        """Go on from a predecessor's state; raises LookupError, TypeError, ValueError or AttributeError."""
+        """Continue from a predecessor's state. Raises LookupError, TypeError, ValueError or AttributeError."""
         self._steps.extend(tuple(map(int, step)) for step in state["steps"])  # type: ignore[misc]
         end, discarded = state["sampled"]
         self._sampled = int(end), int(discarded)

@@ -1,4 +1,4 @@
-"""Decides how many steps are timed on devices, so that timing costs a small share of them."""
+"""Decides how many steps are timed on devices, so that timing costs only a small share of the time."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from math import ceil
 from statistics import median
 
 COST_NS = 12_000
-"""Cost of one time on one device: two events are recorded, queried and read (tests/benchmarks/bench_inside.py)."""
+"""Cost of one time on one device: to record, query and read two events (tests/benchmarks/bench_inside.py)."""
 SHARE = 0.01
 MOST = 1024
 """The training process accepts no higher number."""
 STEPS = 64
-"""Steps between two decisions. Each decision covers this many steps."""
+"""Steps between two decisions, and steps that a decision considers."""
 _SMALL_CHANGE = 1.25
 """Smaller changes are ignored, because each new number starts a new block of steps."""
 
@@ -22,11 +22,11 @@ class Sampling:
 
     def __init__(self) -> None:
         self.one_in = 0
-        """One step in `one_in` should be timed; 0: not known yet."""
+        """One step in `one_in` should be timed; 0 while unknown."""
         self._walls: deque[int] = deque(maxlen=STEPS)
         self._steps = 0
         self._timed = self._times = 0.0
-        """Timed steps, and times that came for them. Older ones count less."""
+        """Numbers of timed steps and of their device times. Older ones count less."""
 
     def time(self) -> None:
         """Count a time from a device."""

@@ -1,4 +1,4 @@
-"""Turns the blocks of a step into payloads: its calls, the events among them, and the step itself."""
+"""Turns the blocks of a step into payloads: its calls, the events between them, and the step itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from dpmon.assemble.call_packing import WIRE_FLAGS, Made, mode_of, pack_made, parts_of
 from dpmon.assemble.composed import Composer
 from dpmon.assemble.definitions import Definitions
-from dpmon.assemble.device_waits import Payload, Pending, Said
+from dpmon.assemble.device_waits import EventPayload, Payload, Pending
 from dpmon.assemble.event_queue import Event, EventQueue
 from dpmon.assemble.nesting import COPY, EDGE, LEARNS, PHASE_OF, QUANTITY_OF, VERBS, Block, Inner
 from dpmon.assemble.sampled_collectives import SampledCollectives
@@ -39,15 +39,15 @@ class Recorder:
         """Number of steps that have ended."""
         self.calls = 0
         self.ahead = 0
-        """Number of batches fetched right after another one; each may have its own call in the same step."""
+        """Number of batches fetched directly after another fetch; each may have its own call in the same step."""
         self.thread = -1
-        """The training thread, -1 while unknown."""
+        """The training thread; -1 while unknown."""
         self.looks: dict[int, int] = {}
-        """By memory look: the last step that had begun."""
+        """Per memory look: the last step that had begun."""
         self.nexts: list[Event] = []
         """Events that wait for the next call."""
-        self.unsaid: set[int] = set()
-        """Events that were placed and not given out yet."""
+        self.unsent: set[int] = set()
+        """Numbers of events that are placed but not yet returned."""
         self.dropped = 0
         self.out: list[Payload] = []
         self.sampling = Sampling()
@@ -56,10 +56,10 @@ class Recorder:
         self._step = 1
         self._composer = Composer(known, self._made)
         self._known: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
-        """By layout, inputs and outputs of a plain call: words of its payload, module, rows."""
+        """Words of the payload, module and rows, by (layout, inputs, outputs) of a plain call."""
 
     def go_on(self, mark: Mark) -> None:
-        """Go on from a predecessor's mark."""
+        """Continue from a predecessor's mark."""
         self.number, self.calls, self.ahead, self.thread = mark.number, mark.calls, mark.ahead, mark.thread
 
     # ------------------------------------------------------------------------------------------ steps
@@ -74,7 +74,7 @@ class Recorder:
             self.sampling.step(max(end - start, 0), not totals.skipped)
 
     def part(self, totals: StepTotals, items: Iterable[Item]) -> None:
-        """Record items of the step under way."""
+        """Record items of the open step."""
         self._totals, self._step = totals, self.number + 1
         times, spans, thread = totals.times, totals.spans, self.thread
         for item in items:
@@ -128,7 +128,7 @@ class Recorder:
     # ------------------------------------------------------------------------------------------ calls
 
     def of_others(self, block: Block) -> None:
-        """Record calls of another thread while no step is under way."""
+        """Record calls of another thread while no step is open."""
         if not (block[1] or block[0][1] in VERBS):
             return
         self._step = max(self.number, 1)
@@ -152,8 +152,8 @@ class Recorder:
             if call.kind != Kind.PARALLEL_APPLY:
                 self._composer.flush(span.thread)
                 self._call(call, inner)
-        for one in hand[at:]:
-            self._primitive(one, inner)
+        for primitive in hand[at:]:
+            self._primitive(primitive, inner)
 
     def _call(self, call: Span, inner: Inner | None) -> None:
         flags, thread, site, start, took, inputs, outputs = call[2], *call[4:]
@@ -177,9 +177,9 @@ class Recorder:
         self.out.append(_PLAIN.pack(tag, self._step, number, start, took, sizes))
 
     def _learn(self, call: Span) -> tuple[int, int, int, int] | None:
-        """The fixed words of calls with this layout and these sizes; None if the layout is unknown.
+        """Return the fixed words of calls with this layout and these sizes; None if the layout is unknown.
 
-        The first is negative if a call without parts does not have exactly one replica.
+        The first word is negative if a call without parts does not have exactly one replica.
         """
         site, inputs, outputs = call.site, self.known.known_sizes(call.inputs), self.known.known_sizes(call.outputs)
         layout = self.known.layouts.get(site)
@@ -206,7 +206,7 @@ class Recorder:
             self.out.append(Pending(payload, call.slots, call.why, -1) if any(call.slots) else payload)
 
     def _primitive(self, span: Span, inner: Inner | None) -> None:
-        """Record a primitive that the script called itself."""
+        """Record a primitive that the script calls itself."""
         parts = inner.parts.get(span.number, _NOTHING) if inner is not None else _NOTHING
         inputs = self._composer.verb(span, parts)
         layout = self.known.layouts.get(span.site)
@@ -238,26 +238,26 @@ class Recorder:
     # ------------------------------------------------------------------------------------------ events
 
     def event(self, event: Event, step: int) -> None:
-        """Place an event here; `step`: the last step that has begun."""
+        """Place an event here. `step`: the last step that has begun."""
         if event.fill == "next":
             self.nexts.append(event)
         else:
-            self._say(event, step, self.calls)
+            self._emit(event, step, self.calls)
 
     def _fill_nexts(self) -> None:
         for event in self.nexts:
-            self._say(event, self._step, self.calls)
+            self._emit(event, self._step, self.calls)
         self.nexts = []
 
     def end(self) -> None:
-        """Give out the waiting events: there are no more calls."""
+        """Emit the waiting events, because there are no more calls."""
         self._step, self.calls = self.number + 1, self.calls + 1
         self._fill_nexts()
 
-    def _say(self, event: Event, step: int, call: int) -> None:
+    def _emit(self, event: Event, step: int, call: int) -> None:
         if self.events.is_new(event.number):
-            self.unsaid.add(event.number)
-            self.out.append(Said(event.packed(step, call, self.looks), event.number))
+            self.unsent.add(event.number)
+            self.out.append(EventPayload(event.packed(step, call, self.looks), event.number))
         peaks = event.peaks()
         if peaks:
             self._peaks = set(peaks)
@@ -267,11 +267,11 @@ class Recorder:
         self.looks[look] = step
         if len(self.looks) > 2 * _MOST_LOOKS:
             newest = list(self.looks)[-_MOST_LOOKS:]
-            self.looks = {one: step for one, step in self.looks.items() if one in self._peaks or one in newest}
+            self.looks = {look: step for look, step in self.looks.items() if look in self._peaks or look in newest}
 
 
 def before_edge(items: Sequence[Item], end: int) -> int:
-    """The end of a step, without dpmon's own spans just before `end`."""
+    """Return the end of a step, without dpmon's own spans just before `end`."""
     for item in reversed(items):
         if isinstance(item, Event):
             continue

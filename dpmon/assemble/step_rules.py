@@ -1,9 +1,9 @@
-"""Where a step of the training loop begins and ends.
+"""Decides where a step of the training loop begins and ends.
 
-With a loader, a step runs from fetch to fetch. Without a loader, it runs from optimizer step to optimizer step. If no
-optimizer steps, it begins with the first call after a backward pass. If there is no backward pass, it begins with a
-call of the module that began the step before. The rule is not known at first: the blocks of the open step are held, and
-are taken again when the rule changes.
+With a loader, a step runs from fetch to fetch. Without a loader, it runs from optimizer step to optimizer step. In a
+loop without an optimizer, a step begins with the first call after a backward pass. Without backward passes, it begins
+with a call of the module that began the previous step. The rule is unknown at first, so the blocks of the open step are
+held, and are taken again when the rule changes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from dpmon.assemble.step_totals import StepTotals
 from dpmon.record.spans import Flag, Kind, Span
 
 STALE_STEPS = 64
-"""After this many optimizer steps without a fetch, a loader no longer counts."""
+"""Number of optimizer steps without a fetch after which a loader no longer counts."""
 MOST_HELD = 1 << 14
-"""Limit of held blocks. A longer step is recorded in parts and cannot be taken again."""
+"""Most held blocks. A longer step is recorded in parts and cannot be taken again."""
 
 BY_OPTIMIZER, BY_BACKWARD, BY_CALL = range(3)
 _OPENS = (Kind.SCATTER, Kind.REPLICATE)
 MOST_BESIDE = 16
-"""Under BY_CALL, a step with more calls ends even if its first module is not called again."""
+"""Most calls of a step under BY_CALL; then it ends even if its first module is not called again."""
 
 
 class StepRules:
@@ -38,7 +38,7 @@ class StepRules:
     def __init__(
         self, known: Definitions, recorder: Recorder, closed: Callable[[Mark, list[Item], bool], None]
     ) -> None:
-        """`closed` is called after recording: the mark before it, the items, and whether a step ended with them."""
+        """`closed(mark, items, step)` is called after recording: mark before it, items, whether a step ended."""
         self._known = known
         self._recorder = recorder
         self._closed = closed
@@ -48,14 +48,14 @@ class StepRules:
         """Number of events placed."""
         self._cycle = OptimizerCycle()
         self.trains = False
-        """Whether a backward pass or an optimizer step ran on the thread."""
+        """Whether a backward pass or an optimizer step ran on the training thread."""
         self._open = False
         self._fetched = False
         """Whether the open step began with a fetch."""
         self._over = False
-        """Whether the loader has ended and nothing was fetched since."""
+        """Whether the loader has ended, without a fetch since."""
         self._start = self._last = 0
-        """When the open step began, and when its last phase ended."""
+        """Start of the open step, and end of its last phase."""
         self._rule = BY_OPTIMIZER
         self._since_fetch = 0
         self._patience = Patience()
@@ -64,15 +64,15 @@ class StepRules:
         self._anew = 0
         """Depth of `_take_anew`: 0, 1 or 2."""
         self._another = False
-        """Whether the cycle of optimizers turned out to be another one meanwhile."""
+        """Whether the cycle of optimizers changed during `_take_anew`."""
         self._divides = False
-        """Whether a step of evaluations only is taken anew, so that each call begins one."""
+        """Whether a step with evaluation calls only is taken again, so that each call begins a step."""
         self._step = OpenStep()
 
     # ------------------------------------------------------------------------------------------ marks
 
     def mark(self) -> Mark:
-        """The mark at which a successor begins, as far as the rules know."""
+        """Return the mark at which a successor begins, as far as the rules know."""
         return self._mark if self.held and self._mark is not None else self._snapshot()
 
     def _snapshot(self) -> Mark:
@@ -104,7 +104,7 @@ class StepRules:
         )
 
     def go_on(self, mark: Mark) -> None:
-        """Go on from a predecessor's mark."""
+        """Continue from a predecessor's mark."""
         self._recorder.go_on(mark)
         self._placed = mark.placed
         self.trains, self._open, self._fetched, self._over = mark.trains, mark.opened, mark.fetched, mark.over
@@ -135,7 +135,7 @@ class StepRules:
             self._outside(block)
 
     def other(self, block: Block) -> None:
-        """Take calls of another thread. They are recorded with the step under way."""
+        """Take calls of another thread. They are recorded with the open step."""
         if self._open:
             self._hold(block)
             self._bound()
@@ -145,7 +145,7 @@ class StepRules:
             self._closed(mark, [block], False)
 
     def place(self, event: Event) -> None:
-        """Take an event that happened after everything taken so far."""
+        """Take an event that happened after all items taken so far."""
         self._placed = event.number + 1
         if event.pauses and self._step.calls:
             self._settle()
@@ -159,7 +159,7 @@ class StepRules:
         self._closed(self.mark(), [], False)
 
     def fetches(self, since: int) -> None:
-        """A fetch is under way at the top level. It ends the open step when it begins."""
+        """Take a fetch that has begun at the top level; its start ends the open step."""
         if self._open and self._step.calls and since >= self._last:
             self._close_at_fetch(since)
 
@@ -172,9 +172,9 @@ class StepRules:
         self._recorder.thread = thread
 
     def end(self, cut_off: bool) -> None:
-        """Nothing more comes: the open step ends with its last phase.
+        """End the open step with its last phase, because no more items come.
 
-        `cut_off`: leave it out if it should learn but has no backward pass and no optimizer step.
+        `cut_off`: drop the step if it should learn but has no backward pass and no optimizer step.
         """
         self._settle()
         if not self._step.calls:
@@ -216,7 +216,7 @@ class StepRules:
         self._bound()
 
     def _close_at_fetch(self, start: int) -> None:
-        """End the open step: a fetch begins at `start`."""
+        """End the open step, because a fetch begins at `start`."""
         if self._fetched:
             self._close(before_edge(self.held, start))
         else:
@@ -226,7 +226,7 @@ class StepRules:
         self._drop_open()
 
     def _drop_open(self) -> None:
-        """Release the held items: they belong to no step."""
+        """Release the held items, which belong to no step."""
         self._open = self._fetched = False
         if not self.held:
             return
@@ -245,7 +245,7 @@ class StepRules:
     # ------------------------------------------------------------------------------------------ without a loader
 
     def _outside(self, block: Block) -> None:
-        """Take a block that belongs to no step."""
+        """Take a block outside steps."""
         span, _, stepped, inner = block
         if span.kind == Kind.LOOK:
             self._recorder.look(span.site, self._recorder.number)
@@ -288,7 +288,7 @@ class StepRules:
         self._bound()
 
     def _called(self, calls: Sequence[Span]) -> bool:
-        """Add calls to the open step; True if the step was taken again."""
+        """Add calls to the open step; return whether the step was taken again."""
         step, fresh = self._step, False
         for call in calls:
             module = self._known.module(call[5])
@@ -303,10 +303,10 @@ class StepRules:
         return True
 
     def _before_call(self, block: Block) -> None:
-        """End the open step, which has calls, if this block begins another."""
-        learns = any(one.flags & LEARNS for one in block[1])
+        """End the open step, which has calls, if this block begins another step."""
+        learns = any(call.flags & LEARNS for call in block[1])
         at, start = len(self.held), block[0].start
-        if block[0].kind in VERBS:  # the scatters and replicates before it belong to it
+        if block[0].kind in VERBS:  # the scatters and replicates before it belong to the call
             while at and isinstance(item := self.held[at - 1], tuple) and item[0].kind in _OPENS:
                 at -= 1
                 start = item[0].start
@@ -357,7 +357,7 @@ class StepRules:
     # ------------------------------------------------------------------------------------------ hindsight
 
     def _take_anew(self) -> None:
-        """Take all held items again, now that more is known."""
+        """Take all held items again under the changed rule or cycle."""
         mark = self._mark
         if mark is None or not self.held:
             return
@@ -385,7 +385,7 @@ class StepRules:
                 self._take(item)
 
     def _be_patient(self) -> None:
-        """Wait for an optimizer's step, but not for ever."""
+        """Wait for an optimizer step, up to a limit."""
         step, patience = self._step, self._patience
         made = bool(self._known.optimizers) or self._cycle.ends >= 0
         learns = not (step.only_looks or step.backward)  # a backward pass may follow
@@ -397,18 +397,18 @@ class StepRules:
             self._open, self._start = True, self._last
 
     def _settle(self) -> None:
-        """Nothing that is still to come can say by which rule the open step is to be divided."""
+        """Choose the rule for the open step now, because later blocks cannot affect it."""
         if not self._step.calls or self._fetched:
             return
         if self._rule == BY_OPTIMIZER and self._cycle.ends < 0:
             self._look_for_another_rule()
-        if self._rule != BY_CALL and self._step.only_looks:  # of a model that does not learn: it taught nobody
+        if self._rule != BY_CALL and self._step.only_looks:  # all its calls are of models that do not learn
             self._divides = True
             self._take_anew()
             self._divides = False
 
     def _look_for_another_rule(self) -> bool:
-        """Take the open step again by the rule that its blocks suggest; False if there is no other rule."""
+        """Take the open step again under the rule that its blocks suggest; False if there is no other rule."""
         if self._rule == BY_OPTIMIZER:
             if not self._cycle.decide():
                 self._rule = BY_BACKWARD if self._step.backward else BY_CALL

@@ -15,7 +15,7 @@ from dpmon.record.wire import BODY_PHASES, Untimed, pack_step, pack_timed, with_
 _EXTRAS = (*SPAN_PHASES[len(BODY_PHASES) :], *QUANTITIES)
 _LARGEST = (1 << 62) - 1
 _MOST_TIMED = 4096
-"""Limit of spans with device times in one step."""
+"""Most spans with device times in one step."""
 _SAVED = (
     *("times", "counts", "learned", "looked", "mode", "learns"),
     *("failed", "backwards", "passes", "module", "crowded", "skipped", "spans", "missing_spans"),
@@ -29,9 +29,9 @@ class StepTotals:
 
     def __init__(self) -> None:
         self.times = [-1] * len(SPAN_PHASES)
-        """ns of each phase, -1 for one that did not run."""
+        """ns of each phase; -1: did not run."""
         self.counts = [-1] * len(QUANTITIES)
-        """Value of each quantity, -1 for one that no span counts."""
+        """Value of each quantity; -1: not counted."""
         self.learned = self.looked = -1
         """Rows of the calls that train or record gradients, and rows of the other calls."""
         self.mode = 0
@@ -46,7 +46,7 @@ class StepTotals:
         self.module = 0
         """Module of the last call that learns."""
         self.spans: list[tuple[int, int, int]] = []
-        """As in dpmon.assemble.nesting.Inner, and `missing_spans`."""
+        """As in dpmon.assemble.nesting.Inner; also `missing_spans`."""
         self.missing_spans = 0
         self.timed: list[tuple[int, int, int]] = []
         """As in dpmon.assemble.nesting.Inner."""
@@ -55,16 +55,16 @@ class StepTotals:
         self.skipped = False
         """Whether sampling left the step, or a part of it, untimed on devices."""
         self.mixed: set[int] = set()
-        """COPY and the phases with copies that have no device times; empty if there are no such copies."""
+        """COPY and the phases around copies without device times; empty if there are none."""
 
     @property
     def on_devices(self) -> bool:
-        """Whether it is timed on devices, or left out by sampling."""
+        """Whether it is timed on devices, or skipped by sampling."""
         return bool(self.timed) or self.crowded or self.skipped
 
     @property
     def _timed_phases(self) -> int:
-        """How many of TIMED_PHASES its record has."""
+        """Number of TIMED_PHASES in its record."""
         return SYNC + 1 if self.times[SYNC] >= 0 else COPY + (self.times[COPY] >= 0)
 
     @property
@@ -77,7 +77,7 @@ class StepTotals:
         return self.learns and self.module == module and self.passes != self.backwards and self.times[OPTIMIZER] < 0
 
     def count(self, quantity: int, value: int) -> None:
-        """Add to a quantity; of numbers of passes, keep the last."""
+        """Add to a quantity; for pass numbers, keep the highest."""
         before = max(self.counts[quantity], 0)
         self.counts[quantity] = max(before, value) if quantity == SYNC_NUMBER_AT else before + value
 
@@ -87,17 +87,17 @@ class StepTotals:
         del self.spans[MAX_SPANS:]
 
     def untimed_copy(self, around: int) -> None:
-        """Note a copy without a device time; `around`: the phase around it, -1 for none."""
+        """Note a copy without a device time. `around`: the enclosing phase (-1: none)."""
         self.mixed |= {COPY, around}
 
     def keep_no_times(self) -> None:
-        """Drop device times: the step is too long."""
+        """Drop the device times, because the step is too long."""
         self.crowded = self.crowded or bool(self.timed)
         self.timed.clear()
         self.mixed.clear()
 
     def packed(self, step: int, start: int, wall: int) -> Payload:
-        """The step's payload."""
+        """Return the payload of the step."""
         data, forward, backward, optimizer, *others = self.times
         samples = self.learned if self.learned >= 0 else self.looked
         spans = span_words(self.spans, start, wall, self.missing_spans)
@@ -116,7 +116,7 @@ class StepTotals:
         return Pending(payload, *self._slots(), DATA) if self.timed or self.crowded else payload
 
     def _slots(self) -> tuple[Slots, int]:
-        """For each phase the spans that give its device time, and why one is missing."""
+        """Return the spans that make up the device time of each phase, and the reason for missing times."""
         slots: Slots = [[] for _ in range(self._timed_phases)]
         if self.crowded or len(self.timed) > _MOST_TIMED:
             return slots, Untimed.TOO_MANY
@@ -133,7 +133,7 @@ class StepTotals:
         return slots, Untimed.COPIES
 
     def saved(self) -> list[Any]:
-        """The state for `restored`."""
+        """Return the state for `restored`."""
         values = [getattr(self, name) for name in _SAVED]
         return [list(value) if isinstance(value, list) else value for value in values]
 

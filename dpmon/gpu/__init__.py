@@ -1,1 +1,1 @@
-"""What the devices do: NVML for GPUs, the kernel for the host."""
+"""Samples the devices: GPUs through NVML, the host through the kernel."""

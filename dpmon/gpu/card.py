@@ -1,7 +1,7 @@
-"""One GPU: what was last read of it, by whom it is asked, and what of that may still be shown.
+"""One GPU: its last known values, the questions to NVML about it, and the age limits of the values.
 
-Two threads ask (see `watch`): one what is cheap, one what is dear. Each writes here after every answer; what is shown
-is put together at any time, also while one of them has been waiting for an answer for a minute.
+Two threads ask NVML (see `watch`): one the cheap questions, the other the expensive ones. Each stores every answer
+here. A sample can be composed at any time, even while a thread waits a minute for an answer.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from dpmon.gpu.questions import Question
 from dpmon.gpu.share import Run, bare
 
 RETRY_S = 5.0
-"""After this long a GPU that was lost, or a library that did not start, is tried again."""
+"""Time until the next attempt with a lost GPU, or with a library that did not start."""
 SILENT_S = 3.0
-"""Without an answer for this long, values are no longer shown as if they were of now."""
+"""Longest wait for an answer during which the last values still count as current."""
 MOST_WAYS = 2
 """Most alternative calls that the first round tries for one question."""
 _LATE = 4
-"""How many of a question's periods its answer may be old, when others are answered."""
+"""Largest age of an answer, in periods of its question, while other questions are answered."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class _Known:
 
 @dataclass(slots=True)
 class _Place:
-    """Where an asker is with one question."""
+    """An asker's progress with one question."""
 
     due_s: float = 0.0
     way: int = 0
@@ -46,13 +46,13 @@ class _Place:
 
 
 class Card:
-    """What is known of one GPU; for any number of threads."""
+    """The known values of one GPU. Safe for any number of threads."""
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.handle: Any = None
         self.opened = 0
-        """How often a handle was got: what belonged to an earlier one is void."""
+        """Number of handles obtained; answers for an earlier handle are void."""
         self.lost = "not asked yet"
         self.retry_at_s = 0.0
         self.askers: list[Asker] = []
@@ -64,22 +64,22 @@ class Card:
 
     @property
     def uuid(self) -> str | None:
-        """As NVML writes it, once it was told."""
+        """The UUID as NVML writes it; None until known."""
         return self._who.get("uuid")
 
     def uuids(self) -> frozenset[str]:
-        """The GPU's own UUID and those of its MIG instances, bare."""
+        """Return the bare UUIDs of the GPU and its MIG instances."""
         with self._lock:
             known = self._values.get("mig_devices")
-            found = [self._who.get("uuid"), *(one.get("uuid") for one in (known.value if known else ()))]
+            found = [self._who.get("uuid"), *(instance.get("uuid") for instance in (known.value if known else ()))]
         return frozenset(bare(uuid) for uuid in found if uuid)
 
     # ---------------------------------------------------------------- the handle
 
     def open(self, nvml: Any, guard: Callable[[Callable[[], Any]], Any]) -> None:
-        """Find the GPU by its index; raises Failure. Its UUID and name may be missing."""
+        """Find the GPU by its index. Its UUID and name may be missing. Raises Failure."""
         handle = guard(lambda: nvml.nvmlDeviceGetHandleByIndex(self.index))
-        if not handle:  # some drivers die of a null handle
+        if not handle:  # some drivers crash with a null handle
             raise Failure("NVML gave no handle for this GPU", GPU_IS_LOST)
         who, absent = {}, {}
         for name, ask in (
@@ -98,7 +98,7 @@ class Card:
             self.lost = ""
 
     def lose(self, reason: str, now_s: float) -> None:
-        """The GPU does not answer any more; it is looked for again later."""
+        """Mark the GPU as lost; a later round looks for it again."""
         with self._lock:
             self.handle = None
             self.lost = reason
@@ -109,7 +109,7 @@ class Card:
     # ---------------------------------------------------------------- answers
 
     def take(self, question: Question, values: tuple[Any, ...], now_s: float, opened: int) -> None:
-        """Keep an answer, unless the handle it was asked with is void by now."""
+        """Keep an answer, unless its handle is void by now."""
         with self._lock:
             if opened != self.opened or self.handle is None:
                 return
@@ -121,7 +121,7 @@ class Card:
                     self._absent.pop(name, None)
 
     def miss(self, question: Question, reason: str, opened: int) -> None:
-        """A question was not answered, for this reason."""
+        """Note why a question has no answer."""
         with self._lock:
             if opened == self.opened and self.handle is not None:
                 for name in question.fields:
@@ -130,7 +130,7 @@ class Card:
     def _miss(self, question: Question, name: str, reason: str) -> None:
         known = self._values.get(name)
         if known is not None and known.by is not question:
-            return  # another question knows it
+            return  # another question provides the value
         self._values.pop(name, None)
         self._absent[name] = reason
 
@@ -142,7 +142,7 @@ class Card:
     # ---------------------------------------------------------------- what is shown
 
     def sample(self, run: Run, now_s: float) -> DeviceSample:
-        """What is known now."""
+        """Compose a sample from the values known now."""
         with self._lock:
             who, values, lost = dict(self._who), dict(self._values), self.lost
             absent = {**self._who_absent, **self._absent}
@@ -157,7 +157,7 @@ class Card:
         return without_values(sample, lost) if lost else sample
 
     def _late(self, known: _Known, now_s: float) -> str:
-        """Why a value is too old to be shown, or nothing."""
+        """Return why a value is too old to be shown; empty if it is not."""
         age = now_s - known.at_s
         for asker in self.askers:
             if known.by in asker.places and asker.silence(now_s) >= SILENT_S <= age >= known.by.every_s:
@@ -168,7 +168,7 @@ class Card:
 
 
 class Asker:
-    """Asks one GPU what is due, within so many calls a round; for one thread."""
+    """Asks one GPU the questions that are due, with a limit of calls per round; for one thread."""
 
     def __init__(self, card: Card, questions: tuple[Question, ...], calls: int) -> None:
         self.card = card
@@ -176,20 +176,20 @@ class Asker:
         self.places = {question: _Place() for question in questions}
         self._opened = 0
         self._waiting_s: float | None = None
-        """Since when an answer is awaited."""
+        """Start of the wait for an answer; None while not waiting."""
         card.askers.append(self)
 
     def silence(self, now_s: float) -> float:
-        """For how long an answer has been awaited; 0 when none is."""
+        """Return how long an answer has been awaited (s); 0 while not waiting."""
         since = self._waiting_s
         return 0.0 if since is None else now_s - since
 
     def complaint(self, now_s: float) -> str:
-        """The same in words."""
+        """Return `silence` as a sentence."""
         return f"NVML has not answered for {self.silence(now_s):.0f} s"
 
     def guarded(self, guard: Callable[[Callable[[], Any]], Any], clock: Callable[[], float]) -> Callable[[Any], Any]:
-        """`guard` that notes since when its answer is awaited."""
+        """Return a `guard` that notes the start of each wait for an answer."""
 
         def asking(read: Callable[[], Any]) -> Any:
             self._waiting_s = clock()
@@ -208,7 +208,7 @@ class Asker:
         calls: int,
         first_s: float = 0.0,
     ) -> None:
-        """Ask the most overdue questions with at most `calls` calls; in the first `first_s` ask all that are due.
+        """Ask the most overdue questions, with at most `calls` calls; during the first `first_s`, ask all.
 
         Raises Failure only if the GPU is gone.
         """
@@ -228,7 +228,7 @@ class Asker:
                     self._ask(question, nvml, handle, opened, ask, clock)
 
     def _overdue(self, now_s: float) -> list[Question]:
-        """The questions that are due, most overdue first, in units of their periods: a slow one can wait longer."""
+        """Return the due questions, the most overdue first, relative to their periods: slow ones can wait longer."""
         due = [q for q in self.places if self._due(q, now_s)]
         return sorted(due, key=lambda q: (self.places[q].due_s - now_s) / q.every_s)
 
@@ -255,7 +255,7 @@ class Asker:
         clock: Callable[[], float],
     ) -> None:
         place = self.places[question]
-        place.due_s = clock() + question.every_s - 0.1  # a round that begins a little early is not to be missed
+        place.due_s = clock() + question.every_s - 0.1  # tolerate a round that begins slightly early
         place.asked += 1
         try:
             values = ask(lambda: question.ways[place.way](nvml, handle, place.memo))

@@ -1,4 +1,4 @@
-"""A sample of a GPU from what was answered, what was not, and what is known of the run. Pure."""
+"""Composes a sample of a GPU from NVML's answers, the reasons for missing ones, and facts about the run. Pure."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ _NO_SUCH_LIST = ("not supported", "this driver does not offer it")
 
 
 _Part = tuple[Mapping[str, Any], Mapping[str, str]]
-"""What will be said, and why the rest will not, by field."""
+"""Values by field, and reasons for missing values by field."""
 
 
 def compose(
     index: int, who: Mapping[str, str], found: Mapping[str, Any], absent: Mapping[str, str], run: Run, uuids: Set[str]
 ) -> DeviceSample:
-    """`found`, `absent`: the answers by field and why one is missing; `uuids`: the GPU's and its instances', bare."""
+    """Compose a sample.
+
+    `found`, `absent`: answers and reasons for missing ones, by field. `uuids`: bare UUIDs of the GPU and its instances.
+    """
     torch = of_torch(run, uuids)
     used_by_torch = bool(torch[0].get("ordinals")) and torch[0].get("mem_torch_bytes") != 0
     said: dict[str, Any] = {}
@@ -49,7 +52,7 @@ def _who_sees_it(who: Mapping[str, str], run: Run) -> _Part:
 
 def _processes(found: Mapping[str, Any], absent: Mapping[str, str], run: Run, used_by_torch: bool) -> _Part:
     compute, graphics = found.get("compute"), found.get("graphics")
-    # A GPU without a display engine has no such list: then there is nobody in it.
+    # A GPU without a display engine has no list of graphics processes; it counts as empty.
     if compute is None or (graphics is None and absent.get("graphics") not in _NO_SUCH_LIST):
         reason = next((absent[name] for name in ("compute", "graphics") if name in absent), NOT_ASKED)
         return {"of_run": True} if used_by_torch else {}, dict.fromkeys(_OF_PROCESSES, reason)

@@ -1,4 +1,4 @@
-"""What is known of one GPU at one instant."""
+"""A sample of one GPU at one instant."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ _INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # the kernel's fixed inode number for it (i
 
 @dataclass(frozen=True, slots=True)
 class DeviceSample:
-    """One GPU at one instant. What could not be had is None and its reason is in `absent`, by field.
+    """One GPU at one instant. An unknown field is None, and `absent` has the reason by field name.
 
     Bytes, bytes a second, percent (0..100), degrees Celsius, watts, joules, MHz.
     """
 
     index: int
-    """NVML's, which is not CUDA's: see `ordinals`."""
+    """NVML's index, which may differ from CUDA's: see `ordinals`."""
     uuid: str | None = None
     name: str | None = None
     of_run: bool | None = None
     """Whether processes of this run hold memory on the GPU."""
     visible: bool | None = None
-    """Whether CUDA_VISIBLE_DEVICES, as the command was given it, lets CUDA see the GPU."""
+    """Whether the command's CUDA_VISIBLE_DEVICES lets CUDA see the GPU."""
     ordinals: list[dict[str, Any]] | None = None
-    """What the run's processes call it: [{"process": 0, "device": "cuda:1"}], by UUID, as torch said in them."""
+    """Names of the GPU in the run's processes, as reported by torch: [{"process": 0, "device": "cuda:1"}]."""
     util_pct: int | None = None
     """Share of the time in which any kernel ran, however small."""
     mem_used_bytes: int | None = None
-    """Without what the driver keeps for itself where it tells them apart."""
+    """Memory in use, without the driver's own memory if that is reported separately."""
     mem_total_bytes: int | None = None
     mem_reserved_bytes: int | None = None
-    """What the driver keeps for itself."""
+    """The driver's own memory."""
     mem_run_bytes: int | None = None
-    """Held by the run's processes, as the driver counts: with the contexts, beyond torch's allocator."""
+    """Held by the run's processes, as counted by the driver: it includes CUDA contexts, unlike torch's allocator."""
     mem_others_bytes: int | None = None
     mem_torch_bytes: int | None = None
-    """Reserved by torch's allocators in the run's processes, as they last said."""
+    """Reserved by torch's allocators in the run's processes, from their last reports."""
     temperature_c: int | None = None
     temperature_limit_c: int | None = None
-    """At which the clocks are lowered."""
+    """Temperature at which the clocks are lowered."""
     power_w: float | None = None
     power_limit_w: float | None = None
     energy_j: float | None = None
-    """Since the driver was loaded."""
+    """Energy since the driver was loaded."""
     sm_clock_mhz: int | None = None
     mem_clock_mhz: int | None = None
     throttle: list[str] | None = None
-    """Why the clocks are lower than they could be, in words; empty when nothing holds them down."""
+    """Reasons why the clocks are lowered, in words; empty if they are not."""
     fan_pct: int | None = None
     pcie_rx_bytes_s: int | None = None
     pcie_tx_bytes_s: int | None = None
@@ -70,7 +70,7 @@ class DeviceSample:
     tensor_active_pct: float | None = None
     dram_active_pct: float | None = None
     processes: list[dict[str, Any]] | None = None
-    """Those that hold most memory, the run's first: pid, mem_bytes, of_run; at most MAX_PROCESSES of them."""
+    """Processes with the most memory, the run's first: pid, mem_bytes, of_run; at most MAX_PROCESSES."""
     process_count: int | None = None
     absent: dict[str, str] = field(default_factory=dict)
 
@@ -79,7 +79,7 @@ VALUES = tuple(each.name for each in fields(DeviceSample) if each.name not in ("
 
 
 def without_values(sample: DeviceSample, reason: str) -> DeviceSample:
-    """The same GPU with nothing known of it but who it is, for the reason given."""
+    """Return a sample with the GPU's identity only; `reason` applies to all other fields."""
     kept = {name: getattr(sample, name) for name in ("uuid", "name", "visible", "ordinals", "mem_torch_bytes")}
     absent = {name: sample.absent.get(name, reason) if name in kept else reason for name in VALUES}
     for name, value in kept.items():
@@ -89,7 +89,7 @@ def without_values(sample: DeviceSample, reason: str) -> DeviceSample:
 
 
 def pids_are_shared() -> bool:
-    """Whether this process lives in the machine's first pid namespace, the one whose ids NVML reports."""
+    """Whether this process is in the initial pid namespace; NVML reports ids of that namespace."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino == _INITIAL_PID_NAMESPACE
     except OSError:

@@ -1,4 +1,4 @@
-"""How a call into NVML fails: its numbers in words, and what follows from them."""
+"""Failures of NVML calls: texts for the error numbers, and their consequences."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _WORDS = {
     26: "this driver does not offer it any more",
     27: "NVML: not ready",
     _GPU_NOT_FOUND: "NVML: GPU not found",
-    29: "NVML: the GPU is in no state to tell",
+    29: "NVML: the GPU's state does not allow an answer",
     999: "NVML: unknown error",
 }
 NO_START: dict[int | None, str] = {
@@ -53,39 +53,39 @@ _GONE = frozenset({UNINITIALIZED, GPU_IS_LOST, _RESET_REQUIRED, _GPU_NOT_FOUND})
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Stands for one value among several that came with one answer, with the reason why it did not."""
+    """Stands for a missing value in an answer with several values, with the reason."""
 
     reason: str
 
 
 class Failure(Exception):
-    """A call that failed, with the reason in words and NVML's number if it was NVML that failed."""
+    """A failed call, with the reason in words, and NVML's error number if NVML failed."""
 
     def __init__(self, reason: str, code: int | None = None, *, never: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
         self.code = code
         self.never = never or code in _NEVER  # asking again is useless
-        self.gone = code in _GONE  # the whole GPU does not answer
+        self.gone = code in _GONE  # the GPU as a whole does not answer
 
 
 def words_of(code: int) -> str:
-    """What a return code of NVML's says."""
+    """Return the meaning of an NVML return code."""
     return _WORDS.get(code, f"NVML error {code}")
 
 
 def call(read: Callable[[], Any]) -> Any:
-    """The result of `read`, or Failure; errors are told apart by number: the objects have no hash."""
+    """Return the result of `read`. Raises Failure. Errors are recognised by number: the objects are not hashable."""
     try:
         return read()
     except Failure:
         raise
     except AttributeError:
         raise Failure("the installed nvidia-ml-py does not know it", never=True) from None
-    except Exception as error:  # noqa: BLE001 - ctypes and pynvml raise what they like; one field is lost, no more
+    except Exception as error:  # noqa: BLE001 - ctypes and pynvml may raise anything; only one field is lost
         code = getattr(error, "value", None)
         if not isinstance(code, int):
-            # pynvml's own way to say that a newer driver is needed for a function it asks without a version.
+            # pynvml raises this if a function called without a version needs a newer driver.
             if type(error).__name__ == "NVMLLibraryMismatchError":
                 code = _FUNCTION_NOT_FOUND
             else:

@@ -1,4 +1,4 @@
-"""Rates that NVML only tells as the difference of two readings: GPM's metrics (Hopper and later), NVLink's counters."""
+"""Reads rates that need two readings: GPM's metrics (Hopper and later) and NVLink's counters."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ FIRST = Missing("needs two readings")
 
 
 def gpm(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
-    """GPM_FIELDS averaged since the last time; two calls (three the first time). A metric may be missing alone.
+    """Return GPM_FIELDS averaged since the last reading, with two calls (three at first). Each metric may be Missing.
 
-    The two sample buffers live as long as the process: to free them while the driver has lost the GPU is not safe.
+    The two sample buffers are never freed: freeing them is unsafe while the driver has lost the GPU.
     """
     if "now" not in memo:
         if not nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
@@ -30,7 +30,7 @@ def gpm(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
         memo["first"] = True
         nvml.nvmlGpmSampleGet(handle, memo["now"])
         return (FIRST,) * len(GPM_FIELDS)
-    # The older buffer takes the new reading, so the newer one is what it is compared with.
+    # The older buffer takes the new reading, which is then compared with the newer buffer.
     memo["now"], memo["before"] = memo["before"], memo["now"]
     nvml.nvmlGpmSampleGet(handle, memo["now"])
     asked = nvml.c_nvmlGpmMetricsGet_t()
@@ -47,14 +47,14 @@ def gpm(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
         if metric.nvmlReturn:
             found.append(Missing(words_of(int(metric.nvmlReturn))))
         elif not 0 <= value < 1e9:  # a NaN too
-            found.append(Missing("NVML gave no sensible value"))
+            found.append(Missing("NVML returned an implausible value"))
         else:
             found.append(round(value, 1) if name in _PERCENT else int(value * (1 << 20)))
     return tuple(found)
 
 
 def nvlink(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
-    """Bytes a second received and sent over all links since the last time; one call."""
+    """Return the bytes per second received and sent over all links since the last reading; one call."""
     values = nvml.nvmlDeviceGetFieldValues(handle, [(_NVLINK_RX_KIB, _ALL_LINKS), (_NVLINK_TX_KIB, _ALL_LINKS)])
     now = time.monotonic()
     codes = [int(value.nvmlReturn) for value in values]
@@ -67,5 +67,5 @@ def nvlink(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
         return (FIRST, FIRST)
     then, old = before
     if any(new < last for new, last in zip(counts, old, strict=True)):
-        return (Missing("the counter was set back"),) * 2
+        return (Missing("the counter was reset"),) * 2
     return tuple(int((new - last) * 1024 / max(now - then, 1e-6)) for new, last in zip(counts, old, strict=True))

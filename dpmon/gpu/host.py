@@ -1,4 +1,4 @@
-"""What the machine and the run's processes use of CPU and memory, by psutil."""
+"""Samples the CPU and memory use of the machine and of the run's processes, with psutil."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import psutil
 from dpmon.gpu.proportional import ProportionalMemory
 
 _SCAN_SHARE = 0.01
-"""Looking for new processes reads every process of the machine; it may take this share of one core."""
+"""Largest share of one core for finding new processes, which reads all processes of the machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostSample:
     """The machine at one instant. An unknown field is None, and `absent` has the reason by field name.
 
-    `cpu_pct`: share of all cores in use, 0..100. `run_cpu_pct`: the run's processes, 100 for one core.
-    `mem_used_bytes`: memory that is not available to a new program. `run_mem_bytes`: the part that the run's
-    processes hold; a shared page is divided among its processes (see `proportional`).
-    `cpus`: processors of the machine. `load_1m`: mean number of runnable threads over a minute.
+    `cpu_pct`: share of all cores in use, 0..100. `run_cpu_pct`: use by the run's processes, 100 for one core.
+    `mem_used_bytes`: memory not available to a new program. `run_mem_bytes`: memory of the run's processes; a shared
+    page is divided among its processes (see `proportional`). `cpus`: processors of the machine. `load_1m`: mean number
+    of runnable threads over a minute.
     """
 
     cpu_pct: float | None = None
@@ -42,7 +42,7 @@ class HostSampler:
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, proportional: ProportionalMemory | None = None
     ) -> None:
-        """`clock` gives seconds, monotonic."""
+        """`clock` returns monotonic seconds."""
         self._clock = clock
         self._proportional = proportional or ProportionalMemory(clock)
         self._machine: tuple[float, float] | None = None  # busy and total CPU seconds
@@ -55,7 +55,7 @@ class HostSampler:
         return frozenset(process.pid for process in self._cpu)
 
     def sample(self, root_pid: int | None) -> HostSample:
-        """One sample; `root_pid` is the run's command, None before it was started."""
+        """Take a sample. `root_pid`: the run's command; None before its start."""
         absent: dict[str, str] = {}
         cpu_pct = self._machine_cpu(absent)
         used, total = self._memory(absent)
@@ -66,7 +66,7 @@ class HostSampler:
         try:
             return round(os.getloadavg()[0], 2)
         except OSError as error:
-            absent["load_1m"] = f"the system does not tell: {error}"
+            absent["load_1m"] = f"the system does not report it: {error}"
             return None
 
     def _machine_cpu(self, absent: dict[str, str]) -> float | None:
@@ -74,9 +74,9 @@ class HostSampler:
             times = psutil.cpu_times()
         except (OSError, psutil.Error, RuntimeError) as error:
             self._machine = None
-            absent["cpu_pct"] = f"the system does not tell: {error}"
+            absent["cpu_pct"] = f"the system does not report it: {error}"
             return None
-        # Time spent for guests is part of user time already.
+        # User time already includes the time of guests.
         total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
         busy = total - times.idle - getattr(times, "iowait", 0.0)
         before, self._machine = self._machine, (busy, total)
@@ -89,7 +89,7 @@ class HostSampler:
         try:
             memory = psutil.virtual_memory()
         except (OSError, psutil.Error, RuntimeError) as error:
-            absent["mem_used_bytes"] = absent["mem_total_bytes"] = f"the system does not tell: {error}"
+            absent["mem_used_bytes"] = absent["mem_total_bytes"] = f"the system does not report it: {error}"
             return None, None
         return int(memory.total - memory.available), int(memory.total)
 
@@ -105,7 +105,7 @@ class HostSampler:
         alive: dict[psutil.Process, float] = {}
         for process, before in self._cpu.items():
             try:
-                if not process.is_running():  # its number may belong to somebody else by now
+                if not process.is_running():  # its number may belong to another process by now
                     continue
                 with process.oneshot():
                     if process.status() == psutil.STATUS_ZOMBIE:
@@ -133,13 +133,13 @@ class HostSampler:
         return round(100 * used / (now - before_at), 1), memory
 
     def _find(self, root_pid: int | None) -> None:
-        """Add what descends from the command or from a process seen before, whose own parent may be gone."""
+        """Add descendants of the command and of known processes; a known process may have lost its parent."""
         if root_pid is not None:
             with contextlib.suppress(psutil.Error):
                 self._follow(psutil.Process(root_pid))
         covered: set[psutil.Process] = set()
         for process in list(self._cpu):
-            if process in covered:  # each look at the children reads the whole table of processes
+            if process in covered:  # each search for children reads the whole process table
                 continue
             try:
                 children = process.children(recursive=True)
@@ -150,7 +150,7 @@ class HostSampler:
                 self._follow(child)
 
     def _follow(self, process: psutil.Process) -> None:
-        """Count a process from now on; what it used before it was seen cannot be told by interval."""
+        """Count a process from now on; its earlier use cannot be assigned to intervals."""
         if process not in self._cpu:
             with contextlib.suppress(psutil.Error):
                 times = process.cpu_times()

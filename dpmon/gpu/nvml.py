@@ -1,7 +1,7 @@
-"""The doorway to NVML: the only importer of pynvml, and the guard over every call that goes through it.
+"""The only importer of pynvml; guards every NVML call.
 
-Any call may take seconds, or never return. Calls are counted while they are in flight, so that the library is never
-shut down under one: that crashes the process, and so does leaving it through exit().
+Any call may take seconds, or never return. Calls in flight are counted, because shutting the library down during a call
+crashes the process; so does exit().
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ NO_GPU = "the NVIDIA driver is loaded but sees no GPU"
 
 
 _waiting: set[Nvml] = set()
-"""Those with a call in flight."""
+"""Instances with a call in flight."""
 
 
 def leave(status: int) -> None:
-    """End the process with this status if a call is in flight: the library's own farewell crashes then."""
+    """End the process with this status if a call is in flight, because the library would crash at a normal exit."""
     if _waiting:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -32,7 +32,7 @@ def leave(status: int) -> None:
 
 
 class Nvml:
-    """The library; for any number of threads. Nothing is imported or loaded before `open`."""
+    """The NVML library, for any number of threads. It is not imported or loaded before `open`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -40,15 +40,15 @@ class Nvml:
         self._in_flight = 0
         self._closed = False
         self.forgot = False
-        """Whether the library has said that it was never started: then only a new start helps."""
+        """Whether the library reports that it is not initialised, so that it must be started again."""
 
     @property
     def module(self) -> Any:
-        """pynvml, None before it was opened."""
+        """pynvml; None before `open`."""
         return self._nvml
 
     def guard(self, read: Callable[[], Any]) -> Any:
-        """What `read` returns; raises Failure. The library is not shut down while it runs, and not asked afterwards."""
+        """Return the result of `read`. The library is not shut down meanwhile. Raises Failure, also after `close`."""
         with self._lock:
             if self._closed:
                 raise Failure("NVML was shut down", UNINITIALIZED)
@@ -66,10 +66,10 @@ class Nvml:
                     _waiting.discard(self)
 
     def open(self) -> str | None:
-        """Start NVML; None if that worked, otherwise one sentence: why not."""
+        """Start NVML. Return None on success, else the reason in one sentence."""
         try:
-            import pynvml  # noqa: TID251 - this is the doorway
-        except Exception as error:  # noqa: BLE001 - a broken installation is a reason like any other
+            import pynvml  # noqa: TID251 - the only import of pynvml
+        except Exception as error:  # noqa: BLE001 - a broken installation is reported as a reason
             if isinstance(error, ModuleNotFoundError):
                 return "the Python package nvidia-ml-py is not installed"
             return f"the Python package nvidia-ml-py does not load: {type(error).__name__}: {error}"
@@ -82,16 +82,16 @@ class Nvml:
         return None
 
     def count(self) -> int:
-        """How many GPUs there are; raises Failure."""
+        """Return the number of GPUs. Raises Failure."""
         return int(self.guard(self._nvml.nvmlDeviceGetCount))
 
     def close(self) -> bool:
-        """Shut the library down for good; False, and nothing is done, while a call is in flight."""
+        """Shut the library down for good. Return False, without any action, while a call is in flight."""
         with self._lock:
             if self._in_flight:
                 return False
             started, self._closed = self._nvml is not None and not self._closed, True
         if started:
-            with contextlib.suppress(Failure):  # then there is nothing left to be shut down
+            with contextlib.suppress(Failure):  # then it is already shut down
                 call(self._nvml.nvmlShutdown)
         return True

@@ -1,4 +1,4 @@
-"""Whether the GPUs that a command line names are there, as far as that can be known without torch."""
+"""Checks that the GPUs named on a command line exist, as far as is possible without torch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dpmon.gpu.failure import NO_START, Failure
 from dpmon.gpu.nvml import NO_GPU, Nvml
 
 WAIT_S = 3.0
-"""For a driver that does not answer: then nothing is known."""
+"""Longest wait for the driver; without an answer, nothing is known."""
 _NONE = (NO_GPU, NO_START[9], NO_START[12])
-"""What NVML says where there is no GPU of NVIDIA's."""
+"""NVML's reasons on a machine without an NVIDIA GPU."""
 _OTHERS = ("/dev/kfd", "/dev/dxg", "/dev/nvgpu", "/dev/nvhost-gpu", "/dev/nvmap")
-"""GPUs that torch calls cuda too and NVML may not know: AMD's, those of WSL and of NVIDIA's small computers."""
+"""Device files of other GPUs that torch calls cuda, unknown to NVML: AMD's, WSL's and NVIDIA Jetson's."""
 
 
 def missing(names: str) -> str | None:
-    """Why one of the devices in `names` (cuda:0,cuda:1) cannot be had; None if they are there, or nobody knows."""
+    """Return why a device in `names` (cuda:0,cuda:1) is unavailable; None if all exist or if that is unknown."""
     wanted = [name for name in names.split(",") if name.startswith("cuda")]
     if not wanted or any(os.path.exists(path) for path in _OTHERS):
         return None
@@ -29,7 +29,7 @@ def missing(names: str) -> str | None:
         return None
     count, reason = found[0]
     if reason is not None:
-        return f"{wanted[0]} cannot be had: {reason}" if reason in _NONE else None
+        return f"{wanted[0]} is not available: {reason}" if reason in _NONE else None
     for name in wanted:
         if int(name.partition(":")[2] or 0) >= count:
             there = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
@@ -38,7 +38,7 @@ def missing(names: str) -> str | None:
 
 
 def _count() -> tuple[int, str | None]:
-    """How many GPUs NVML counts, or why there is none."""
+    """Return the number of GPUs, and why there are none (or None)."""
     nvml = Nvml()
     try:
         reason = nvml.open()

@@ -1,4 +1,4 @@
-"""Host memory of a run's processes, where a page that several of them share is divided among them.
+"""Measures the host memory of a run's processes. A page that several processes share is divided among them.
 
 The kernel calls this the proportional set size (PSS), in `/proc/PID/smaps_rollup`. To compute it, the kernel walks all
 pages of the process: 30 to 80 ms for 600 MB, 250 ms for 2.6 GB (measured on slow machines). Meanwhile the process must
@@ -12,19 +12,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 BUDGET_SHARE = 0.01
-"""Share of one core that readings may take in the long run."""
+"""Largest share of one core for readings in the long run."""
 BUDGET_MOST_S = 1.0
-"""Largest budget (seconds) that can be saved: enough for a training and its workers when they have just started."""
+"""Largest saved budget (s): enough for a training and its workers just after their start."""
 AT_ONCE_S = 0.1
-"""Seconds of reading in one sample, after which the next process waits for the next sample."""
+"""Most time for readings in one sample (s); further processes wait for the next sample."""
 EVERY_S = 5.0
-"""Seconds for which a reading is used at least."""
+"""Shortest use of a reading (s)."""
 REST_FACTOR = 200
-"""A reading that took t is used for at least REST_FACTOR times t, so the process is delayed 0.5 % of the time."""
+"""A reading that took time t is used for at least REST_FACTOR * t, so the process is delayed 0.5 % of the time."""
 
 
 def read_pss(pid: int) -> int | None:
-    """The PSS of a process in bytes; None if it has no memory left. Raises OSError if the kernel does not report it."""
+    """Return the PSS of a process (bytes); None if it has no memory left. Raises OSError if it is not available."""
     with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
         for line in file:
             if line.startswith(b"Pss:"):
@@ -52,17 +52,17 @@ class ProportionalMemory:
         self._read = read
         self._readings: dict[tuple[int, float], _Reading] = {}
         self._typical: dict[int, float] = {}
-        """By parent: the mean shared part of its children, as far as they were read."""
+        """Per parent: the mean shared part of the children read so far."""
         self._budget_s = BUDGET_MOST_S
         self._at_s = clock()
 
     def total(
         self, resident: Mapping[tuple[int, float], int], parents: Mapping[tuple[int, float], int] | None = None
     ) -> tuple[int | None, str | None]:
-        """Bytes of all processes together, or None and the reason.
+        """Return the bytes of all processes together and None, or None and the reason.
 
-        `resident`: bytes by process id and start; `parents`: ids of the parents, where they are known. A process that
-        was not read yet is an estimate: it shares as much as its siblings do on average.
+        `resident`: bytes by process id and start. `parents`: ids of the known parents. A process without a reading is
+        estimated: its shared part is the mean of its siblings.
         """
         parents = parents or {}
         now = self._clock()

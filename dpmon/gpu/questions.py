@@ -1,7 +1,7 @@
-"""What a GPU is asked, how, how often, and for how many calls into the library.
+"""The questions to NVML about a GPU: fields, ways to ask, period, and number of library calls.
 
-A way to ask takes pynvml, the GPU's handle and a memo of its own (kept as long as the handle is good), and returns a
-value for each of the question's fields, or `Missing` in the place of one. It raises what pynvml raises.
+A way to ask is a function of pynvml, the GPU's handle and its own memo (kept while the handle is valid). It returns a
+value, or `Missing`, for each field of the question. It raises what pynvml raises.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Any
 from dpmon.gpu.failure import Failure, Missing, call
 from dpmon.gpu.gpm import GPM_FIELDS, gpm, nvlink
 
-CHEAP_CALLS, DEAR_CALLS = 5, 3
-"""Most library calls for one GPU in one second by the thread that asks; 8 for all threads.
+CHEAP_CALLS, EXPENSIVE_CALLS = 5, 3
+"""Most library calls per GPU and second by each of its two threads; 8 in total.
 
-The first second asks everything in CHEAP, so that the first sample is complete."""
+In the first second, all questions in CHEAP are asked, so that the first sample is complete."""
 OPENING_CALLS = 3
-"""Handle, UUID, name."""
+"""Calls to open a GPU: handle, UUID, name."""
 
 Way = Callable[[Any, Any, dict[str, Any]], tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Question:
-    """Fields that come from one answer: asked every so many seconds, for at most so many library calls.
+    """Fields that come from one answer, with the period of the question and its largest number of library calls.
 
-    A way that is not supported gives place to the next. `instead_of`: asked only where that other question left the
-    first field open. `only_if`: asked only while that field is known to be true.
+    If a way is not supported, the next one is tried. `instead_of`: ask only if that question has left the first field
+    unanswered. `only_if`: ask only while that field is known to be true.
     """
 
     fields: tuple[str, ...]
@@ -39,11 +39,11 @@ class Question:
     only_if: str = ""
 
 
-NOT_SENSIBLE = Missing("NVML gave no sensible value")
+NOT_SENSIBLE = Missing("NVML returned an implausible value")
 _NO_XID = Missing("no XID error since the run's start")
 _MAX_INSTANCES = 8
 
-# nvml.h: NVML_CLOCKS_EVENT_REASON_*. The first bit (nothing to do) holds no clock down that anybody would miss.
+# nvml.h: NVML_CLOCKS_EVENT_REASON_*. The first bit (idle) does not count as throttling.
 _THROTTLE = {
     0x002: "clocks set by hand",
     0x004: "power limit",
@@ -60,7 +60,7 @@ _IDLE = 0x001
 
 
 def throttle_words(bits: int) -> list[str]:
-    """Why clocks are held down, from NVML's bits; one that has no name yet is told by its number."""
+    """Return the reasons for lowered clocks from NVML's bits; unknown bits are given as a number."""
     bits = int(bits)
     named = [word for bit, word in _THROTTLE.items() if bits & bit]
     unnamed = bits & ~(_IDLE | sum(_THROTTLE))
@@ -76,7 +76,7 @@ def _thousandth(value: Any) -> float:
 
 
 def _got(take: Callable[[Any], Any], *names: str) -> tuple[Way, ...]:
-    """Ways to ask functions nvmlDeviceGet... that want the handle alone; `take` makes a value of what they return."""
+    """Return ways to call functions nvmlDeviceGet... of the handle only; `take` converts their result to a value."""
 
     def way(name: str) -> Way:
         return lambda nvml, handle, memo: (take(getattr(nvml, f"nvmlDeviceGet{name}")(handle)),)
@@ -93,7 +93,7 @@ def _ecc(which: str) -> tuple[Way, ...]:
 
 
 def _pcie(which: str) -> tuple[Way, ...]:
-    """The driver watches the bus for 20 ms to answer this, in units of 1000 bytes a second."""
+    """Return a way to read PCIe throughput; the driver measures for 20 ms, in units of 1000 bytes/s."""
     return (lambda n, h, memo: (n.nvmlDeviceGetPcieThroughput(h, getattr(n, which)) * 1000,),)
 
 
@@ -121,13 +121,13 @@ def _slowdown_at(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...
 
 
 def _slowdown_by_margin(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
-    """Newer drivers tell the distance to the nearest limit in place of the limit."""
+    """Newer drivers report the distance to the nearest limit, not the limit."""
     margin = int(nvml.nvmlDeviceGetMarginTemperature(handle))
     return (int(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)) + margin,)
 
 
 def _held(processes: Any) -> dict[int, int | None]:
-    """Bytes by process id; None: the driver does not tell."""
+    """Return bytes by process id; None if the driver does not report them."""
     held: dict[int, int | None] = {}
     for process in processes:
         used = process.usedGpuMemory
@@ -141,7 +141,7 @@ def _retired(cause: str) -> tuple[Way, ...]:
 
 
 def _xid(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
-    """The newest XID error; the set of events is made at the first time (2 calls), then one call that does not wait."""
+    """Return the newest XID error. The first call makes the event set (2 library calls), later ones take 1."""
     if "set" not in memo:
         events = nvml.nvmlEventSetCreate()
         nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
@@ -151,13 +151,13 @@ def _xid(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
         event = call(lambda: nvml.nvmlEventSetWait_v2(memo["set"], 0))
         memo["xid"] = int(event.eventData)
     except Failure as failure:
-        if failure.code != 10:  # nothing has happened
+        if failure.code != 10:  # no new event
             raise
     return (memo["xid"],)
 
 
 def _instances(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
-    """The MIG instances, half a one at a time: at most two calls."""
+    """Return the MIG instances; each call reads one half of one instance, with at most two library calls."""
     known = memo.setdefault("instances", {})
     turn = memo["turn"] = (memo.get("turn", -1) + 1) % (2 * _MAX_INSTANCES)
     _look_at_instance(nvml, handle, memo, turn // 2, turn % 2 == 0)
@@ -203,13 +203,13 @@ CHEAP = (
         (*_got(_percent, "FanSpeed"), lambda n, h, memo: (_percent(n.nvmlDeviceGetFanSpeed_v2(h, 0)),)),
     ),
 )
-"""What takes microseconds."""
+"""Questions that take microseconds."""
 
 _GPM = Question(GPM_FIELDS, 3, 3, (gpm,))
-DEAR = (
+EXPENSIVE = (
     Question(("mig",), 30, 1, _got(lambda modes: bool(modes[0]), "MigMode")),
     Question(("mig_devices",), 3, 2, (_instances,), only_if="mig"),
-    # Two calls each: how many there are, then who they are.
+    # Two calls each: the number of processes, then the list.
     Question(("compute",), 5, 2, _got(_held, "ComputeRunningProcesses_v3", "ComputeRunningProcesses_v2")),
     Question(("graphics",), 10, 2, _got(_held, "GraphicsRunningProcesses_v3", "GraphicsRunningProcesses_v2")),
     _GPM,
@@ -224,4 +224,4 @@ DEAR = (
     Question(("persistence",), 60, 1, _got(bool, "PersistenceMode")),
     Question(("xid",), 5, 2, (_xid,)),
 )
-"""What takes milliseconds, is rarely needed, or has been seen to block."""
+"""Questions that take milliseconds, are rarely needed, or are known to block."""

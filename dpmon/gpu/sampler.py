@@ -1,7 +1,7 @@
-"""Device and host samples of a run, once a second, into its gpu.ring.
+"""Writes device and host samples of a run to its gpu.ring, once a second.
 
-One thread samples the host; others ask NVML (see `watch`), whose calls may take seconds or never return. Nobody ever
-waits for those.
+One thread samples the host. Other threads ask NVML (see `watch`), where a call may take seconds or never return; no
+other thread waits for them.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from dpmon.ring import Ring
 
 RING_BYTES = 1 << 20
 SAME_WARNING_S = 60.0
-"""What keeps going wrong is said once in this time."""
+"""Shortest time between two warnings with the same text."""
 MAX_WARNINGS = 256
 MAX_USES = 1024
 _STOP_S = 1.0
 
 
 class DeviceSampler:
-    """Samples GPUs and host on its own threads, and writes what else the supervisor has to tell."""
+    """Samples GPUs and host on its own threads, and writes the supervisor's other events."""
 
     def __init__(
         self,
@@ -49,9 +49,9 @@ class DeviceSampler:
         *,
         nvml: Callable[[], Nvml] = Nvml,
     ) -> None:
-        """Make the ring, so that `emit` works from here on; `root_pid` gives the command's id, or None.
+        """Make the ring, so that `emit` works at once. `root_pid` returns the command's process id, or None.
 
-        Raises OSError (FileExistsError if the name is taken): without a ring there is nothing to sample for.
+        Raises OSError (FileExistsError if the name is taken).
         """
         self._ring = Ring(os.fspath(ring_path), process=-1, start_ns=start_ns, capacity=RING_BYTES)
         self._start_ns = start_ns
@@ -63,21 +63,21 @@ class DeviceSampler:
         self._same_pids = pids_are_shared()
         self._decoder = Decoder(-1)
         self._uses: dict[int, tuple[int, tuple[TorchUse, ...]]] = {}
-        """By process of the run: its process id, and what it has said last."""
+        """Per process of the run: its process id, and its last report of GPUs."""
         self._visible: tuple[tuple[str, ...], dict[str, bool]] = ((), {})
         self._said: dict[str, float] = {}
         self._said_lock = threading.Lock()
         self._silent: set[int] = set()
-        self._watch = Watch(nvml(), interval_s, self._tell_device, self.warn)
+        self._watch = Watch(nvml(), interval_s, self._emit_device, self.warn)
         self._host = threading.Thread(target=self._watch_host, name="dpmon host", daemon=True)
 
     def start(self) -> None:
-        """Begin to sample; the first samples are written at once, not after an interval."""
+        """Begin to sample; the first samples are written at once."""
         self._watch.start()
         self._host.start()
 
     def stop(self) -> None:
-        """Stop sampling, within about a second even if NVML never answers; `emit` works after it too."""
+        """Stop sampling within about a second, even if NVML never answers; `emit` still works afterwards."""
         self._stop.set()
         until = time.monotonic() + _STOP_S
         if self._host.ident is None:
@@ -87,13 +87,13 @@ class DeviceSampler:
             atexit.register(leave, 0)
 
     def emit(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Write one event, from any thread; `t_s` (seconds since the run's start) is added if missing."""
+        """Write one event, from any thread. `t_s` (seconds since the run's start) is added if missing."""
         if "t_s" not in data:
             data = {"t_s": (time.monotonic_ns() - self._start_ns) / 1e9, **data}
         self._ring.write(pack_event(kind, data))
 
     def heard(self, payload: bytes, pid: int) -> None:
-        """Take a `memory` record of the training process `pid`: what GPUs torch uses there for as long as it lives."""
+        """Take a `memory` record of the training process `pid`, which names the GPUs that torch uses in it."""
         try:
             record = self._decoder.decode(payload)
         except RecordError:
@@ -104,7 +104,7 @@ class DeviceSampler:
             self._uses = {**self._uses, process: (pid, uses_of(process, devices))}
 
     def warn(self, text: str) -> None:
-        """Say what goes wrong, once a minute at most for each text."""
+        """Write a warning, at most once a minute for each text."""
         now = time.monotonic()
         with self._said_lock:
             if now - self._said.get(text, -SAME_WARNING_S) < SAME_WARNING_S:
@@ -122,23 +122,23 @@ class DeviceSampler:
         host = HostSampler()
         due = time.monotonic()
         while not self._stop.is_set():
-            self._tell_host(host)
-            self._tell_silence()
-            # After a pause (a suspended machine, SIGSTOP) one sample follows, not all that were missed.
+            self._emit_host(host)
+            self._report_silence()
+            # After a pause (a suspended machine, SIGSTOP), one sample follows, not all missed ones.
             due = max(due + self._interval_s, time.monotonic())
             self._stop.wait(due - time.monotonic())
 
-    def _tell_host(self, host: HostSampler) -> None:
+    def _emit_host(self, host: HostSampler) -> None:
         try:
             sample = host.sample(self._root_pid())
             self._pids = host.pids()
-        except Exception as error:  # noqa: BLE001 - a thread that dies would take every later sample with it
+        except Exception as error:  # noqa: BLE001 - if the thread died, all later samples would be missing
             self.warn(f"the host could not be sampled: {type(error).__name__}: {error}")
             return
         self.emit("host", {**asdict(sample), "gpu_absent": self._watch.absent()})
 
-    def _tell_silence(self) -> None:
-        """Tell of the GPUs whose own thread waits for an answer, and say so in words."""
+    def _report_silence(self) -> None:
+        """Emit samples of GPUs that do not answer, and warn when a GPU stops or resumes answering."""
         now = time.monotonic()
         for card in self._watch.cards:
             silences = [asker.silence(now) for asker in card.askers]
@@ -147,26 +147,26 @@ class DeviceSampler:
                     self._silent.add(card.index)
                     self.warn(f"NVML does not answer for GPU {card.index}")
                 if silences[0] >= SILENT_S:
-                    self._tell_device(card)
+                    self._emit_device(card)
             elif card.index in self._silent:
                 self._silent.discard(card.index)
                 self.warn(f"NVML answers again for GPU {card.index}")
 
     # ------------------------------------------------------------------------------------------ devices
 
-    def _tell_device(self, card: Card) -> None:
+    def _emit_device(self, card: Card) -> None:
         try:
             self.emit("device", asdict(card.sample(self._run(), time.monotonic())))
-        except Exception as error:  # noqa: BLE001 - whoever asks NVML must not end over what it said
-            self.warn(f"GPU {card.index} could not be told of: {type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 - a bad answer must not end the thread that asks NVML
+            self.warn(f"the sample of GPU {card.index} could not be written: {type(error).__name__}: {error}")
 
     def _run(self) -> Run:
-        # What a process that has ended held was given back.
+        # An ended process holds no memory.
         uses = tuple(use for pid, of_process in self._uses.values() if psutil.pid_exists(pid) for use in of_process)
         return Run(self._pids, self._same_pids, uses, self._seen_by_cuda())
 
     def _seen_by_cuda(self) -> dict[str, bool]:
-        """Which GPUs the command's environment lets CUDA see; worked out anew when a UUID becomes known."""
+        """Return which GPUs the command's environment lets CUDA see, by UUID; recomputed when a UUID becomes known."""
         if self._environment is None:
             self._environment = _environment_of(self._root_pid())
             if self._environment is None:
@@ -183,7 +183,7 @@ class DeviceSampler:
 
 
 def _environment_of(pid: int | None) -> dict[str, str] | None:
-    """What a process was started with, None if that cannot be read: it is gone, or not there yet."""
+    """Return the initial environment of a process; None if it is unreadable, gone or not started yet."""
     if pid is None:
         return None
     try:

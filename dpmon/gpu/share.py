@@ -1,4 +1,4 @@
-"""Which part of a GPU is this run's: by the driver's list of processes, and by what torch said in the run's own."""
+"""Finds this run's share of a GPU, from the driver's list of processes and from torch's reports in the run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 MAX_PROCESSES = 16
 MAX_USES = 256
 NO_PIDS_IN_CONTAINER = "inside a container the driver's process ids cannot be matched to ours"
-NOT_BY_PROCESS = "the driver does not tell memory by process"
-NOT_SAID = "no training process that runs has said which GPUs torch uses"
+NOT_BY_PROCESS = "the driver does not report memory by process"
+NOT_SAID = "no running training process has reported the GPUs that torch uses"
 
 
 @dataclass(frozen=True, slots=True)
 class TorchUse:
-    """One GPU as one process of the run knows it: torch's name for it, and what its allocator has reserved."""
+    """One GPU as one process of the run reports it: torch's name for it, and the reserved bytes."""
 
     process: int
     device: str
@@ -25,55 +25,56 @@ class TorchUse:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What is known of the run when a GPU is sampled."""
+    """The facts about the run at a sample of a GPU."""
 
     pids: Set[int] = frozenset()
     same_pids: bool = True
-    """Whether the driver's process ids mean what ours mean."""
+    """Whether the driver's process ids are from the same namespace as ours."""
     uses: tuple[TorchUse, ...] = ()
     visible: Mapping[str, bool] = field(default_factory=dict)
-    """By UUID; a GPU of which it is not known is not in it."""
-    invisible_reason: str = "CUDA_VISIBLE_DEVICES does not tell"
+    """Whether CUDA sees a GPU, by UUID; unknown GPUs are absent."""
+    invisible_reason: str = "CUDA_VISIBLE_DEVICES does not show it"
 
 
 def bare(uuid: str) -> str:
-    """A UUID without its prefix: NVML writes GPU-8932f937-..., torch 8932f937-...."""
+    """Return a UUID without its prefix: NVML writes GPU-8932f937-..., torch writes 8932f937-...."""
     return uuid.removeprefix("GPU-").removeprefix("MIG-").lower()
 
 
 def uses_of(process: int, devices: Any) -> tuple[TorchUse, ...]:
-    """The GPUs in the `devices` of a process's `memory` record; what makes no sense is left out."""
+    """Return the GPUs in the `devices` of a process's `memory` record, without invalid entries."""
     found = []
-    for one in devices[:MAX_USES] if isinstance(devices, list) else ():
-        if isinstance(one, Mapping) and isinstance(one.get("uuid"), str):
-            reserved = one.get("reserved_bytes")
+    for device in devices[:MAX_USES] if isinstance(devices, list) else ():
+        if isinstance(device, Mapping) and isinstance(device.get("uuid"), str):
+            reserved = device.get("reserved_bytes")
             known = reserved if isinstance(reserved, int) and not isinstance(reserved, bool) else None
-            found.append(TorchUse(process, str(one.get("device")), one["uuid"], known))
+            found.append(TorchUse(process, str(device.get("device")), device["uuid"], known))
     return tuple(found)
 
 
 def of_torch(run: Run, uuids: Set[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """What torch said of the GPU (or its MIG instances) with these bare UUIDs; why it is not known, by field."""
+    """Return torch's values for the GPU (or MIG instances) with these bare UUIDs, and reasons for missing fields."""
     uses = [use for use in run.uses if bare(use.uuid) in uuids]
     if not uses:
         if not run.uses or not uuids:
-            reason = NOT_SAID if not run.uses else "NVML does not tell the GPU's UUID"
+            reason = NOT_SAID if not run.uses else "NVML does not report the GPU's UUID"
             return {}, dict.fromkeys(("ordinals", "mem_torch_bytes"), reason)
         return {"ordinals": [], "mem_torch_bytes": 0}, {}
     values: dict[str, Any] = {"ordinals": [{"process": use.process, "device": use.device} for use in uses]}
     known = [use.reserved_bytes for use in uses if use.reserved_bytes is not None]
     if len(known) < len(uses):
-        return values, {"mem_torch_bytes": "torch does not tell what it has reserved"}
+        return values, {"mem_torch_bytes": "torch does not report its reserved memory"}
     return {**values, "mem_torch_bytes": sum(known)}, {}
 
 
 def of_processes(
     held: Mapping[int, int | None], run: Run, used_by_torch: bool
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The share of the run's processes and of others, from bytes by process id (None: not told).
+    """Return the shares of the run's processes and of others, and the reasons for missing fields.
 
-    In a container the ids are the machine's, or hidden: an id that equals one of ours may be anybody's, and an empty
-    list does not mean that nobody is there. Then only torch's own word counts (`used_by_torch`).
+    `held`: bytes by process id (None: unknown). In a container the driver's ids are the machine's, or hidden: an id
+    equal to one of ours may belong to another process, and an empty list does not mean that no process uses the GPU.
+    Then only torch's report counts (`used_by_torch`).
     """
     values: dict[str, Any] = {}
     absent: dict[str, str] = {}

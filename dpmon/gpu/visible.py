@@ -1,9 +1,10 @@
-"""Which GPUs CUDA_VISIBLE_DEVICES lets CUDA see, as far as that can be told from outside.
+"""Finds which GPUs CUDA_VISIBLE_DEVICES lets CUDA see, as far as another process can know.
 
-After the CUDA programming guide (Environment Variables): indices, or UUIDs that may be cut short; what comes after the
-first entry that is no device is not seen; an entry given twice leaves none. An index counts in CUDA's order, which is
-NVML's only under CUDA_DEVICE_ORDER=PCI_BUS_ID: by default the fastest come first, by a rule that is not told. So an
-index may stay unknown here; what is true then is asked in the training process, by UUID (`Card.sample`). Pure.
+The rules are those of the CUDA programming guide (Environment Variables). Entries are indices, or UUIDs that may be
+shortened. Entries after the first invalid one are ignored. A repeated entry hides all GPUs. Indices follow CUDA's
+order, which equals NVML's only under CUDA_DEVICE_ORDER=PCI_BUS_ID: by default, the fastest GPUs come first, by an
+undocumented rule. So the GPU of an index may stay unknown here; then the training process reports it by UUID
+(`Card.sample`). Pure.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ MAX_ENTRIES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU in NVML's order: its UUID, if NVML tells it, and the bare UUIDs of it and its MIG instances."""
+    """A GPU in NVML's order: its UUID, if known, and the bare UUIDs of the GPU and its MIG instances."""
 
     uuid: str | None
     uuids: Set[str] = frozenset()
 
     @property
     def divided(self) -> bool:
-        """Whether it has MIG instances: CUDA then sees one of these, and which one is not told by an index."""
+        """Whether it has MIG instances. CUDA then sees one instance, and an index does not show which one."""
         return len(self.uuids) > 1
 
 
 def cuda_order(text: str | None, order: str | None, gpus: Sequence[Gpu]) -> list[int | None] | None:
-    """NVML's index for each of CUDA's, None for one that is not known; None at all if not even their number is known.
+    """Return NVML's index (None: unknown) for each GPU in CUDA's order; None if even their number is unknown.
 
-    `text`, `order`: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER, None where they are not set.
+    `text`, `order`: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER; None if not set.
     """
     if text is not None and text.startswith(("GPU-", "MIG-")):
         return _by_uuid(text, gpus)
@@ -49,7 +50,7 @@ def cuda_order(text: str | None, order: str | None, gpus: Sequence[Gpu]) -> list
 
 
 def visible_gpus(text: str | None, order: str | None, gpus: Sequence[Gpu]) -> list[bool | None]:
-    """For each GPU in NVML's order whether CUDA sees it; None where that cannot be told."""
+    """Return for each GPU in NVML's order whether CUDA sees it; None if unknown."""
     found = cuda_order(text, order, gpus)
     if found is None:
         return [None] * len(gpus)
@@ -59,7 +60,7 @@ def visible_gpus(text: str | None, order: str | None, gpus: Sequence[Gpu]) -> li
 
 
 def _numbers(text: str, count: int) -> list[int]:
-    """Indices as C's strtol reads them (`1abc` is 1), up to the first that is none; given twice, none at all."""
+    """Parse indices as C's strtol does (`1abc` is 1), up to the first invalid one; empty if an index is repeated."""
     found: list[int] = []
     for entry in text.split(",")[:MAX_ENTRIES]:
         match = _NUMBER.match(entry.strip())
@@ -74,7 +75,7 @@ def _numbers(text: str, count: int) -> list[int]:
 
 
 def _by_uuid(text: str, gpus: Sequence[Gpu]) -> list[int | None] | None:
-    """UUIDs, whole or cut short; the first entry says whether they are GPUs' or MIG instances'."""
+    """Find the GPUs of full or shortened UUIDs; the prefix of the first entry selects GPUs or MIG instances."""
     entries: list[str] = []
     for entry in text.split(",")[:MAX_ENTRIES]:
         if entry in entries:
@@ -89,7 +90,7 @@ def _by_uuid(text: str, gpus: Sequence[Gpu]) -> list[int | None] | None:
     found: list[int | None] = []
     for entry in entries:
         fitting = [i for i, gpu in enumerate(gpus) if gpu.uuid is not None and gpu.uuid.startswith(entry)]
-        if len(fitting) != 1:  # nobody's, or several GPUs'
+        if len(fitting) != 1:  # no GPU, or several
             break
         if fitting[0] in found:
             return []
@@ -98,17 +99,17 @@ def _by_uuid(text: str, gpus: Sequence[Gpu]) -> list[int | None] | None:
 
 
 def _by_instance(entries: Sequence[str], gpus: Sequence[Gpu]) -> list[int | None] | None:
-    """A process sees the first instance; newer drivers may show it more, which cannot be told from here."""
+    """Find the GPU of the first instance; newer drivers may show more instances, which is unknown here."""
     fitting = _instances(entries[0], gpus)
     if len(fitting) == 1:
         return [fitting[0], None] if len(entries) > 1 else [fitting[0]]
     if fitting or any(gpu.divided for gpu in gpus):
         return []
-    return None  # the instances may not have been looked at
+    return None  # the instances may not have been read yet
 
 
 def _instances(entry: str, gpus: Sequence[Gpu]) -> list[int]:
-    """GPUs that have an instance of this name: MIG-<uuid>, or MIG-GPU-<uuid of the GPU>/<instance>/<instance>."""
+    """Return the GPUs with an instance of this name: MIG-<uuid>, or MIG-GPU-<uuid of the GPU>/<instance>/<instance>."""
     if entry.startswith("MIG-GPU-"):
         name = entry.removeprefix("MIG-").partition("/")[0]
         return [i for i, gpu in enumerate(gpus) if gpu.uuid is not None and gpu.uuid.startswith(name)]

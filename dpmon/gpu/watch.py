@@ -1,7 +1,7 @@
 """The threads that ask NVML: one that starts it and counts the GPUs, and two for each GPU.
 
-A call that never returns holds up its own thread only. Nobody waits for any of them: what is shown is put together
-from what they have left behind (`Card.sample`).
+A call that never returns blocks only its own thread. No thread waits for these threads: samples are composed from the
+values that they have stored (`Card.sample`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dpmon.gpu.card import RETRY_S, SILENT_S, Asker, Card
 from dpmon.gpu.failure import Failure
 from dpmon.gpu.nvml import NO_GPU, Nvml
-from dpmon.gpu.questions import CHEAP, CHEAP_CALLS, DEAR, DEAR_CALLS, OPENING_CALLS
+from dpmon.gpu.questions import CHEAP, CHEAP_CALLS, EXPENSIVE, EXPENSIVE_CALLS, OPENING_CALLS
 
 NVML_PERIOD_S = 1.0
-"""NVML is asked no more often, whatever the interval: drivers answer under a lock that training needs too."""
+"""Shortest period of questions to NVML, whatever the interval: drivers answer under a lock that training needs, too."""
 FIRST_S = 0.5
-"""For how long after a GPU was found all cheap questions are asked at once, so that its first sample is complete."""
+"""Time after a GPU is found in which all cheap questions are asked at once, so that its first sample is complete."""
 MAX_GPUS = 64
 _STACK_BYTES = 1 << 20
 
@@ -26,12 +26,12 @@ _NO_ANSWER_YET = "NVML has not answered yet"
 
 
 class Watch:
-    """All GPUs of this machine. `tell` is called with a card whenever its cheap questions have been answered."""
+    """All GPUs of this machine. `tell` is called with a card after each round of cheap questions."""
 
     def __init__(
         self, nvml: Nvml, interval_s: float, tell: Callable[[Card], None], warn: Callable[[str], None]
     ) -> None:
-        """`warn` takes what went wrong, in words, as often as it is seen."""
+        """`warn` is called with a text at every failure."""
         self._nvml = nvml
         self._period_s = max(interval_s, NVML_PERIOD_S)
         self._tell = tell
@@ -43,18 +43,18 @@ class Watch:
         self.cards: tuple[Card, ...] = ()
 
     def start(self) -> None:
-        """Begin; returns at once."""
+        """Start the threads; returns at once."""
         self._spawn(self._keep_open, "dpmon nvml")
 
     def absent(self) -> str | None:
-        """Why there is no GPU, None if there is one."""
+        """Return why there is no GPU; None if there is one."""
         since = self._opening_s
         if self.cards or since is None or time.monotonic() - since < SILENT_S:
             return self._absent
         return f"NVML has not answered for {time.monotonic() - since:.0f} s"
 
     def stop(self, until_s: float) -> bool:
-        """End, at the latest at `until_s` (monotonic); False if a call is in flight then: nothing is shut down."""
+        """End by `until_s` (monotonic). Return False, without a shutdown, if a call is still in flight."""
         self._stop.set()
         for thread in list(self._threads):
             thread.join(max(0.0, until_s - time.monotonic()))
@@ -81,7 +81,7 @@ class Watch:
             pause = RETRY_S if self._absent is not None else self._period_s
 
     def _open(self) -> str | None:
-        """Start the library and a pair of threads for each GPU that is new; why there is none."""
+        """Start the library, and two threads for each new GPU. Return why there is no GPU, or None."""
         try:
             absent = self._nvml.open()
             if absent is not None:
@@ -90,21 +90,21 @@ class Watch:
         except Failure as failure:
             return f"NVML cannot count the GPUs: {failure.reason}"
         except Exception as error:  # noqa: BLE001 - a thread that dies would take every later sample with it
-            return f"NVML could not be asked: {type(error).__name__}: {error}"
+            return f"NVML failed: {type(error).__name__}: {error}"
         if not count and not self.cards:
             return NO_GPU
         for index in range(len(self.cards), count):
             card = Card(index)
-            cheap, dear = Asker(card, CHEAP, CHEAP_CALLS), Asker(card, DEAR, DEAR_CALLS)
+            cheap, expensive = Asker(card, CHEAP, CHEAP_CALLS), Asker(card, EXPENSIVE, EXPENSIVE_CALLS)
             self.cards = (*self.cards, card)
             self._spawn(lambda c=card, a=cheap: self._ask(c, a, True), f"dpmon gpu {index}")  # type: ignore[misc]
-            self._spawn(lambda c=card, a=dear: self._ask(c, a, False), f"dpmon gpu {index} dear")  # type: ignore[misc]
+            self._spawn(lambda c=card, a=expensive: self._ask(c, a, False), f"dpmon gpu {index} expensive")  # type: ignore[misc]
         return None
 
     # ---------------------------------------------------------------- one GPU
 
     def _ask(self, card: Card, asker: Asker, first: bool) -> None:
-        """Ask one GPU until the end. The first of its two threads also looks for it, when it is lost, and tells."""
+        """Ask one GPU until the end. The first of its two threads also looks for a lost GPU, and calls `tell`."""
         ask = asker.guarded(self._nvml.guard, time.monotonic)
         pause = 0.0
         while not self._stop.wait(pause):
@@ -113,7 +113,7 @@ class Watch:
                 try:
                     self._round(card, asker, ask, first)
                 except Exception as error:  # noqa: BLE001 - a thread that dies would take every later sample with it
-                    self._warn(f"GPU {card.index} could not be asked: {type(error).__name__}: {error}")
+                    self._warn(f"GPU {card.index}: NVML failed: {type(error).__name__}: {error}")
             elif first:
                 card.lose("NVML is being started again", began)
                 card.retry_at_s = 0.0

@@ -1,1 +1,1 @@
-"""What a record is: its bytes (wire), how they are read (codec), and its JSON (jsonl)."""
+"""Records: their bytes (wire), a reader of these (codec), and their JSON (jsonl)."""

@@ -1,6 +1,6 @@
 """Reads records from their bytes.
 
-`dpmon.record.wire` makes the bytes; a `Decoder` makes objects of them. Code that only counts and sums reads single
+`dpmon.record.wire` makes the bytes; a `Decoder` converts them to objects. Code that only counts and sums reads single
 numbers instead, without decoding a record.
 """
 
@@ -66,12 +66,12 @@ UNENDED = (
     "it ran on a device, and the host does not wait for its end",
     "it was not complete after 10 s",
     "the process ended before it was complete",
-    "gloo does not tell when a reduce_scatter is complete",
+    "gloo does not report when a reduce_scatter is complete",
 )
 """Texts of the reasons why the end of a collective is unknown, by number."""
 MAX_REPLICAS = 4096
 MAX_DEFINITIONS = 1 << 16
-"""Limit of definitions in a decoder. The writer repeats those in use, so the oldest may be forgotten."""
+"""Most definitions in a decoder. The writer repeats definitions in use, so the oldest may be dropped."""
 
 
 # ------------------------------------------------------------------------------------------------ decoding
@@ -113,7 +113,7 @@ _SAMPLE = {"operation": None, "why": None}
 
 
 class Decoder:
-    """Turns one process's payloads into records, resolving definitions; `origin_ns` is the run's start (monotonic)."""
+    """Turns one process's payloads into records, and resolves definitions. `origin_ns`: the run's start (monotonic)."""
 
     def __init__(self, process: int, rank: int | None = None, origin_ns: int = 0) -> None:
         self.process = process
@@ -125,7 +125,7 @@ class Decoder:
         self._collectives: dict[int, dict[str, Any]] = {}
 
     def decode(self, payload: bytes) -> Record | None:
-        """The record in `payload`; None for a definition, which is remembered. Raises RecordError for anything else."""
+        """Return the record in `payload`; None for a definition, which is remembered. Raises RecordError if damaged."""
         try:
             kind = payload[0]
             if kind in (CALL_TAG, PLAIN_TAG):
@@ -157,7 +157,7 @@ class Decoder:
         raise RecordError(f"unknown kind of record: {kind}")
 
     def define(self, number: int, value: Any) -> None:
-        """Remember a definition; LookupError, ValueError, TypeError or AttributeError if it is damaged."""
+        """Remember a definition. Raises LookupError, ValueError, TypeError or AttributeError if it is damaged."""
         if isinstance(value, dict) and "parts" in value:
             self._stages.pop(number, None)
             self._stages[number] = str(value["device"]), tuple(str(name) for name in value["parts"])
@@ -249,25 +249,25 @@ class Decoder:
         )
 
     def facts(self, number: int) -> dict[str, Any]:
-        """The facts about collectives with this definition; LookupError if it is unknown."""
+        """Return the facts about collectives with this definition. Raises LookupError if it is unknown."""
         return self._collectives[number]
 
-    def collective(self, one: Collected) -> Collective | Sampled:
-        """The record of a collective, or of a sample; LookupError if it refers to an unknown definition."""
-        facts: dict[str, Any] = self._collectives[one.definition] if one.definition else _SAMPLE
-        start, step = one.start - self.origin_ns, one.step or None
+    def collective(self, collected: Collected) -> Collective | Sampled:
+        """Return the record of a collective or a sample. Raises LookupError for an unknown definition."""
+        facts: dict[str, Any] = self._collectives[collected.definition] if collected.definition else _SAMPLE
+        start, step = collected.start - self.origin_ns, collected.step or None
         if facts["operation"] is None:
             why = facts["why"]
-            count = one.quantity if why is None else None
-            return Sampled(self.process, self.rank, step, start, max(one.took, 0), count, why)
+            count = collected.quantity if why is None else None
+            return Sampled(self.process, self.rank, step, start, max(collected.took, 0), count, why)
         ranks = facts["ranks"]
         return Collective(
             process=self.process,
             rank=self.rank,
             step=step,
             operation=facts["operation"],
-            phase=DOING.get(one.phase, "other"),
-            bytes=one.quantity,
+            phase=DOING.get(collected.phase, "other"),
+            bytes=collected.quantity,
             dtype=facts["dtype"],
             group=facts["group"],
             size=facts["size"],
@@ -275,21 +275,21 @@ class Decoder:
             backend=facts["backend"],
             device=facts["device"],
             start_ns=start,
-            took_ns=one.took if one.took >= 0 else None,
-            queued_ns=one.queued if one.queued >= 0 else None,
-            unended=UNENDED[one.unended] if 0 < one.unended < len(UNENDED) else None,
+            took_ns=collected.took if collected.took >= 0 else None,
+            queued_ns=collected.queued if collected.queued >= 0 else None,
+            unended=UNENDED[collected.unended] if 0 < collected.unended < len(UNENDED) else None,
         )
 
 
 def _with_times(call: Call, times: Sequence[float], why: int) -> Call:
-    """The call with its device times. A part that did not run has none, and needs no reason."""
+    """Return the call with its device times. A part that did not run has no time, and needs no reason."""
     known = [known_ms(time) for time in times]
     known += [None] * (len(CALL_PHASES) + max(len(call.replicas), len(call.stages)) - len(known))
     of_phases = dict(zip(CALL_PHASES, known, strict=False))
     rest = known[len(CALL_PHASES) :]
     phases = {name: phase._replace(device_ms=of_phases[name]) for name, phase in call.phases.items()}
-    replicas = tuple(one._replace(device_ms=time) for one, time in zip(call.replicas, rest, strict=False))
-    stages = tuple(replace(one, device_ms=time) for one, time in zip(call.stages, rest, strict=False))
+    replicas = tuple(replica._replace(device_ms=time) for replica, time in zip(call.replicas, rest, strict=False))
+    stages = tuple(replace(stage, device_ms=time) for stage, time in zip(call.stages, rest, strict=False))
     parts: tuple[Any, ...] = (*phases.values(), *replicas, *stages)
     reason = untimed_reason([part.device_ms for part in parts], why)
     absent = {key: text for key, text in call.absent.items() if key != "device_ms"}
@@ -299,13 +299,13 @@ def _with_times(call: Call, times: Sequence[float], why: int) -> Call:
 
 
 def _with_step_times(step: Step, times: Sequence[float], why: int) -> Step:
-    """The step with its device times, as `pack_timed` takes them."""
+    """Return the step with its device times; `times` and `why` as in `pack_timed`."""
     found = {name: known_ms(time) for name, time in zip(TIMED_PHASES, times, strict=False) if name in step.phases}
     return replace(step, device_ms=found, untimed=untimed_reason(found.values(), why))
 
 
 def kept_step_times(step: Step, kept: bytes) -> Step:
-    """The step with its `step_times`; struct.error if they are damaged."""
+    """Return the step with the device times from `step_times`. Raises struct.error if they are damaged."""
     _, why, count, _ = TIMED_HEAD.unpack_from(kept)
     if count > MAX_TIMES:
         raise struct.error("more times than a step has phases")

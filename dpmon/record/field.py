@@ -1,4 +1,4 @@
-"""A field and a kind of record, and the fields that many kinds have."""
+"""The classes for a field and a kind of record, and the fields common to many kinds."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ class Field:
 
     name: str
     type: str
-    """integer, number, text, boolean, list or object; any may be null where `absent` says why."""
+    """integer, number, text, boolean, list or object; each may be null, with the reason in `absent`."""
     meaning: str
     unit: str = ""
     columns: tuple[str, ...] | None = None
-    """Its columns in CSV; None: one of its name."""
+    """Its columns in CSV; None: one column of the same name."""
     only_csv: bool = False
-    """Whether JSON has it in another form."""
+    """Whether JSON has it only in another form."""
     metric: str = ""
-    """Its name as a Prometheus gauge; empty: it is none."""
+    """Its name as a Prometheus gauge; empty if it is not one."""
     scale: float = 1
-    """What it is multiplied by to get the metric's unit."""
+    """Factor from its unit to the metric's unit."""
 
     @property
     def in_csv(self) -> tuple[str, ...]:
@@ -47,7 +47,7 @@ class RecordKind:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns of its table in CSV."""
-        return tuple(name for one in self.fields for name in one.in_csv)
+        return tuple(name for each in self.fields for name in each.in_csv)
 
 
 PROCESS = Field("process", "integer", "the training process, from 0")
@@ -55,13 +55,13 @@ RANK = Field("rank", "integer", "its rank; null if it has none")
 WHO = (PROCESS, RANK)
 T = Field("t_s", "number", "when, since the run's start", "s")
 START = Field("start_s", "number", "when it began, since the run's start", "s")
-WALL = Field("wall_ms", "number", "how long it took", "ms")
+WALL = Field("wall_ms", "number", "its duration", "ms")
 MODE = Field("mode", "text", "dp or single; null if unknown")
 ABSENT = Field("absent", "object", "why a field is null or missing, by the field's name")
-DEVICES = Field("devices", "list", "the devices it ran on or could run on, by torch's names")
+DEVICES = Field("devices", "list", "the devices available to it, by torch's names")
 _SIZES = (
-    "path, shape, dtype, bytes. Shape and bytes are those on this rank; a DTensor, which is spread over several"
-    " ranks, also has global_shape, the shape of the whole"
+    "path, shape, dtype, bytes. Shape and bytes describe the part on this rank; a DTensor, which is divided among"
+    " ranks, also has global_shape"
 )
 INPUTS = Field("inputs", "list", f"each tensor among the arguments: {_SIZES}")
 OUTPUTS = Field("outputs", "list", f"each tensor of the result: {_SIZES}")

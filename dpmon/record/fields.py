@@ -1,4 +1,4 @@
-"""Every kind of record and each of its fields: name, type, unit and meaning."""
+"""Defines every kind of record and its fields: name, type, unit and meaning."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _CALL = RecordKind(
     "one outermost forward of a model",
     (
         *WHO,
-        Field("step", "integer", "the step that it belongs to"),
+        Field("step", "integer", "the step of the call"),
         Field("call", "integer", "its number in the process, from 1"),
         Field("root", "text", "the class of the model, as the script wrote it"),
         Field(
             "via",
             "text",
-            "what called it: DataParallel, DistributedDataParallel ...; fully_shard if that was applied to it (FSDP2);"
-            " null if it was called itself",
+            "its wrapper: DataParallel, DistributedDataParallel ...; fully_shard under FSDP2; null if the model was"
+            " called directly",
         ),
         MODE,
         Field("virtual", "boolean", "whether its replicas share a device"),
@@ -38,7 +38,7 @@ _CALL = RecordKind(
         Field(
             "phases",
             "object",
-            "by phase that ran: host_ms, and device_ms, which is null where the device's time is not known",
+            "for each phase that ran: host_ms, and device_ms, which is null if the device time is unknown",
             "ms",
             tuple(f"{phase}_{clock}_ms" for phase in CALL_PHASES for clock in ("host", "device")),
         ),
@@ -47,7 +47,7 @@ _CALL = RecordKind(
         Field(
             "replicas",
             "list",
-            "of each device's share of the batch: replica, device, host_ms, device_ms, inputs, outputs",
+            "for each device's share of the batch: replica, device, host_ms, device_ms, inputs, outputs",
             columns=(
                 *("replicas", "replica_devices", "replica_rows", "replica_host_ms", "replica_device_ms"),
                 *("replica_inputs", "replica_outputs"),
@@ -56,8 +56,8 @@ _CALL = RecordKind(
         Field(
             "stages",
             "list",
-            "of a model that is spread over devices, what each did: stage, device, parts, start_ms, host_ms, device_ms,"
-            " from, crossed_bytes, inputs, outputs; missing for any other model",
+            "for each stage of a model on several devices: stage, device, parts, start_ms, host_ms, device_ms,"
+            " from, crossed_bytes, inputs, outputs; missing for other models",
             columns=(
                 *("stages", "stage_devices", "stage_parts", "stage_host_ms", "stage_device_ms"),
                 "stage_crossed_bytes",
@@ -68,7 +68,7 @@ _CALL = RecordKind(
 )
 _STEP = RecordKind(
     "step",
-    "one turn of the training loop",
+    "one step of the training loop",
     (
         *WHO,
         Field("step", "integer", "its number in the process, from 1"),
@@ -96,15 +96,15 @@ _STEP = RecordKind(
         Field(
             "spans",
             "list",
-            "each time that a phase ran on the thread that trains: phase, start_ms (after the step's start), ms (with"
-            f" what lies within it); in order of start, nested ones after the one around them; the first {MAX_SPANS}",
+            "each run of a phase on the training thread: phase, start_ms (after the step's start), ms (with nested"
+            f" runs); in order of start, enclosing runs before nested ones; the first {MAX_SPANS} runs",
             "ms",
         ),
-        Field("missing_spans", "integer", f"how many spans came after the first {MAX_SPANS}; missing if none did"),
+        Field("missing_spans", "integer", f"number of spans after the first {MAX_SPANS}; missing if there are none"),
         Field(
             "buckets_ms",
             "list",
-            "when each bucket of gradients was ready, after the step's start; in order of time; missing if not known",
+            "when each bucket of gradients was ready, after the step's start; in order of time; missing if unknown",
             "ms",
         ),
         Field(
@@ -115,8 +115,8 @@ _STEP = RecordKind(
         Field(
             "exposed_ms",
             "number",
-            "communication of its synchronised passes that nothing hid: the least `sync` of all ranks; missing if it"
-            " has none",
+            "communication of its synchronised passes that no computation hid: the least `sync` of all ranks; missing"
+            " without such passes",
             "ms",
         ),
         Field("wait_ms", "number", "the rest of its `sync`: its wait for the slowest rank (0 on that rank)", "ms"),
@@ -125,38 +125,38 @@ _STEP = RecordKind(
 )
 _MODE_CHANGE = RecordKind(
     "mode",
-    "a mode that began, or a request that was refused",
+    "the start of a mode, or a refused request",
     (
         *WHO,
         T,
-        Field("step", "integer", "the step that it began with"),
-        Field("call", "integer", "the call that it began with"),
+        Field("step", "integer", "the first step in this mode"),
+        Field("call", "integer", "the first call in this mode"),
         Field("root", "text", "the class of the model", columns=()),
         MODE,
         Field("requested_by", "text", "user or start"),
         DEVICES,
         Field("virtual", "boolean", "whether replicas share a device"),
-        Field("reason", "text", "why it is this mode"),
+        Field("reason", "text", "the reason for this mode"),
         Field("refused", "text", "why the requested mode was refused; null if it was not"),
         ABSENT,
     ),
 )
 _PAUSE = RecordKind(
     "pause",
-    "a pause that began or ended, or a request that was refused",
+    "the start or end of a pause, or a refused request",
     (
         *WHO,
         T,
-        Field("step", "integer", "the step after which it is"),
-        Field("paused", "boolean", "whether the training pauses from here on"),
-        Field("paused_s", "number", "how long it has paused; null at the beginning", "s"),
-        Field("reason", "text", "why it goes on by itself; null if somebody asked for it"),
+        Field("step", "integer", "the step before the pause"),
+        Field("paused", "boolean", "whether a pause begins here"),
+        Field("paused_s", "number", "length of the pause; null at its start", "s"),
+        Field("reason", "text", "why the training resumed by itself; null if the user resumed it"),
         Field("refused", "text", "why the request was refused; null if it was not"),
     ),
 )
 _INPUT = RecordKind(
     "input",
-    "a wait for a line of input that is over",
+    "a finished wait for a line of input",
     (Field("pid", "integer", "the process that waited"), T, Field("waited_s", "number", "how long it waited", "s")),
 )
 _LOADER = RecordKind(
@@ -166,12 +166,12 @@ _LOADER = RecordKind(
         *WHO,
         T,
         Field("loader", "text", "the class of its dataset"),
-        Field("batches", "integer", "how many batches it has"),
-        Field("workers", "integer", "how many worker processes it has"),
-        Field("persistent", "boolean", "whether these stay for the next start"),
-        Field("iter_s", "number", "how long its __iter__ took, which starts the workers", "s"),
+        Field("batches", "integer", "number of batches"),
+        Field("workers", "integer", "number of worker processes"),
+        Field("persistent", "boolean", "whether the workers stay for the next start"),
+        Field("iter_s", "number", "duration of its __iter__, which starts the workers", "s"),
         Field("left_out", "integer", "starts before this one that have no record"),
-        Field("left_out_s", "number", "how long these took together", "s"),
+        Field("left_out_s", "number", "their total duration", "s"),
         ABSENT,
     ),
 )
@@ -181,7 +181,7 @@ _PROCESS_START = RecordKind(
     (
         *WHO,
         T,
-        Field("world", "integer", "how many ranks there are; null if it is none"),
+        Field("world", "integer", "number of ranks; null if it is not a rank"),
         Field("pid", "integer", "its process id"),
         Field("argv", "list", "its sys.argv"),
         Field("python", "text", "the version of Python"),
@@ -193,22 +193,22 @@ _PROCESS_START = RecordKind(
 _WARNING = RecordKind("warning", "a message of dpmon", (*WHO, T, Field("text", "text", "the message")))
 _DROPPED = RecordKind(
     "dropped",
-    "what the record lacks; it comes before the exit",
+    "the gaps in the record; it comes before the exit",
     (
-        Field("count", "integer", "spans and records that were lost"),
-        Field("pruned", "integer", "older records that were deleted to bound the history"),
+        Field("count", "integer", "lost spans and records"),
+        Field("pruned", "integer", "older records deleted to bound the history"),
     ),
 )
 _EXIT = RecordKind(
     "exit",
     "how the command ended",
     (
-        Field("status", "integer", "its exit status; null if it is not known"),
+        Field("status", "integer", "its exit status; null if unknown"),
         Field("signal", "integer", "the signal that ended it; null if none did"),
         Field("t_s", "number", "when, since the run's start", "s"),
-        Field("by", "text", "who saw it end"),
-        Field("cause", "text", "what ended it, where that is known; else missing", columns=()),
-        Field("absent", "object", "why the status is null; missing if it is known", columns=()),
+        Field("by", "text", "the observer of its end"),
+        Field("cause", "text", "the cause of its end; missing if unknown", columns=()),
+        Field("absent", "object", "why the status is null; missing if the status is known", columns=()),
     ),
 )
 RECORDS: Mapping[str, RecordKind] = {
@@ -233,11 +233,11 @@ RECORDS: Mapping[str, RecordKind] = {
         _EXIT,
     )
 }
-"""Every kind of record by its name."""
+"""All kinds of records by name."""
 COLUMNS: Mapping[str, tuple[str, ...]] = {name: kind.columns for name, kind in RECORDS.items()}
-"""The columns of each kind in CSV; `more` follows them."""
+"""The columns of each kind in CSV; the column `more` follows them."""
 
 
 def metrics_of(kind: str) -> tuple[Field, ...]:
-    """The fields of a kind that are Prometheus gauges."""
-    return tuple(one for one in RECORDS[kind].fields if one.metric)
+    """Return the fields of a kind that are Prometheus gauges."""
+    return tuple(field for field in RECORDS[kind].fields if field.metric)

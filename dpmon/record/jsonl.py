@@ -1,4 +1,4 @@
-"""Records as JSON: what `dpmon export --format jsonl` writes, a line each."""
+"""Converts records to the JSON lines of `dpmon export --format jsonl`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def _size_json(size: Size) -> dict[str, Any]:
 
 def _call_json(call: Call) -> dict[str, Any]:
     absent = dict(call.absent)
-    for what in ("inputs", "outputs"):
-        if any(size.path == MORE for part in (call, *call.replicas) for size in getattr(part, what) or ()):
-            absent[what] = "too large to be listed to its end: there may be more tensors"
+    for side in ("inputs", "outputs"):
+        if any(size.path == MORE for part in (call, *call.replicas) for size in getattr(part, side) or ()):
+            absent[side] = "the list is cut off: there may be more tensors"
     if call.failed:
         absent["outputs"] = "the forward raised an exception"
     elif (
@@ -89,7 +89,9 @@ def _stage_json(stage: Stage, call: Call) -> dict[str, Any]:
 
 def _step_json(step: Step) -> dict[str, Any]:
     counted = {quantity: step.quantity(quantity.name) for quantity in QUANTITIES}
-    absent = {one.name: one.absent for one, count in counted.items() if count is None and not one.optional}
+    absent = {
+        quantity.name: quantity.absent for quantity, count in counted.items() if count is None and not quantity.optional
+    }
     found: dict[str, Any] = {
         "kind": "step",
         "process": step.process,
@@ -98,9 +100,9 @@ def _step_json(step: Step) -> dict[str, Any]:
         "mode": step.mode or None,
         "start_s": step.start_ns / 1e9,
         "wall_ms": _ms(step.wall_ns),
-        **{one.name: count for one, count in counted.items() if not one.optional},
+        **{quantity.name: count for quantity, count in counted.items() if not quantity.optional},
         "phases": {name: _ms(step.phases[name]) for name in STEP_PHASES if name in step.phases},
-        **{one.name: count for one, count in counted.items() if one.optional and count is not None},
+        **{quantity.name: count for quantity, count in counted.items() if quantity.optional and count is not None},
     }
     if step.device_ms is not None:
         found["device_ms"] = {name: step.device_ms[name] for name in STEP_PHASES if name in step.device_ms}
@@ -127,59 +129,59 @@ def _span_json(span: PhaseSpan) -> dict[str, Any]:
     return {"phase": span.phase, "start_ms": _ms(span.offset_ns), "ms": _ms(span.host_ns)}
 
 
-def _collective_json(one: Collective) -> dict[str, Any]:
+def _collective_json(collective: Collective) -> dict[str, Any]:
     absent = {}
-    if one.step is None:
+    if collective.step is None:
         absent["step"] = "it was launched between two steps"
-    if one.ranks is None:
+    if collective.ranks is None:
         absent["ranks"] = "all ranks, or a group that torch.distributed does not know"
-    if one.backend is None:
+    if collective.backend is None:
         absent["backend"] = "the group has no backend for this type of device"
-    if one.took_ns is None:
-        absent |= dict.fromkeys(("host_ms", "queue_ms", "alg_bytes_s", "bus_bytes_s"), one.unended or "it is not known")
-    elif one.alg_bytes_s is None:
-        absent |= dict.fromkeys(("alg_bytes_s", "bus_bytes_s"), "it moves no tensor, or took no time")
+    if collective.took_ns is None:
+        absent |= dict.fromkeys(("host_ms", "queue_ms", "alg_bytes_s", "bus_bytes_s"), collective.unended or "unknown")
+    elif collective.alg_bytes_s is None:
+        absent |= dict.fromkeys(("alg_bytes_s", "bus_bytes_s"), "it moved no tensor, or took no time")
     return {
         "kind": "collective",
-        "process": one.process,
-        "rank": one.rank,
-        "step": one.step,
-        "operation": one.operation,
-        "phase": one.phase,
-        "bytes": one.bytes,
-        "dtype": one.dtype,
-        "group": one.group,
-        "group_size": one.size,
-        "ranks": None if one.ranks is None else list(one.ranks),
-        "backend": one.backend,
-        "device": one.device,
-        "start_s": one.start_ns / 1e9,
-        "host_ms": None if one.took_ns is None else _ms(one.took_ns),
-        "queue_ms": None if one.queued_ns is None else _ms(one.queued_ns),
-        "alg_bytes_s": one.alg_bytes_s,
-        "bus_bytes_s": one.bus_bytes_s,
+        "process": collective.process,
+        "rank": collective.rank,
+        "step": collective.step,
+        "operation": collective.operation,
+        "phase": collective.phase,
+        "bytes": collective.bytes,
+        "dtype": collective.dtype,
+        "group": collective.group,
+        "group_size": collective.size,
+        "ranks": None if collective.ranks is None else list(collective.ranks),
+        "backend": collective.backend,
+        "device": collective.device,
+        "start_s": collective.start_ns / 1e9,
+        "host_ms": None if collective.took_ns is None else _ms(collective.took_ns),
+        "queue_ms": None if collective.queued_ns is None else _ms(collective.queued_ns),
+        "alg_bytes_s": collective.alg_bytes_s,
+        "bus_bytes_s": collective.bus_bytes_s,
         "absent": absent,
     }
 
 
-def _sampled_json(one: Sampled) -> dict[str, Any]:
-    absent = {} if one.step is not None else {"step": "no step was under way at its middle"}
-    if one.why is not None:
-        absent["collectives"] = one.why
+def _sampled_json(sampled: Sampled) -> dict[str, Any]:
+    absent = {} if sampled.step is not None else {"step": "no step was running at its middle"}
+    if sampled.why is not None:
+        absent["collectives"] = sampled.why
     return {
         "kind": "sampled",
-        "process": one.process,
-        "rank": one.rank,
-        "step": one.step,
-        "start_s": one.start_ns / 1e9,
-        "wall_ms": _ms(one.wall_ns),
-        "collectives": one.collectives,
+        "process": sampled.process,
+        "rank": sampled.rank,
+        "step": sampled.step,
+        "start_s": sampled.start_ns / 1e9,
+        "wall_ms": _ms(sampled.wall_ns),
+        "collectives": sampled.collectives,
         "absent": absent,
     }
 
 
 def as_json(record: Record) -> dict[str, Any]:
-    """The record as an object of `dpmon export --format jsonl`: times in ms, starts in s since the run's start."""
+    """Return the record as an object of `dpmon export --format jsonl`: times in ms, starts in s of the run."""
     if isinstance(record, Call):
         return _call_json(record)
     if isinstance(record, Step):

@@ -1,4 +1,4 @@
-"""What a record is to everybody but the training process."""
+"""The classes of records, for all parts of dpmon outside the training process."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ __all__ = [
 
 
 class RecordError(DpmonError):
-    """Bytes that are no record of ours, or refer to a definition that was not seen."""
+    """Raised for bytes that are not a record, or that refer to an unknown definition."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """One tensor among the arguments or results: where it is, its shape, dtype and bytes (elements times item size).
+    """One tensor among the arguments or results: its path, shape, dtype and bytes (elements times item size).
 
-    For a DTensor, which is divided among ranks, shape and bytes are those of this rank's part.
+    For a DTensor, which is divided among ranks, shape and bytes describe this rank's part.
     """
 
     path: str
@@ -45,11 +45,11 @@ class Size:
     dtype: str
     bytes: int
     global_shape: tuple[int, ...] | None = None
-    """Of a DTensor; None for any other tensor."""
+    """Global shape of a DTensor; None for any other tensor."""
 
 
 class Phase(NamedTuple):
-    """A phase of a call: start after the call's own start and duration, in ns; device time in ms or None."""
+    """A phase of a call: offset from the call's start and duration in ns; device time in ms or None."""
 
     offset_ns: int
     host_ns: int
@@ -57,7 +57,7 @@ class Phase(NamedTuple):
 
 
 class PhaseSpan(NamedTuple):
-    """One time that a phase of a step ran: start after the step's start and duration, in ns."""
+    """One run of a phase of a step: offset from the step's start and duration in ns."""
 
     phase: str
     offset_ns: int
@@ -65,7 +65,7 @@ class PhaseSpan(NamedTuple):
 
 
 class Replica(NamedTuple):
-    """One share of a call. Sizes are None where they could not be seen; offset_ns counts from the call's start."""
+    """One replica's share of a call. Sizes are None if they were not seen; offset_ns counts from the call's start."""
 
     replica: int
     device: str
@@ -78,9 +78,9 @@ class Replica(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What one device did in a call of a model that lies on several devices: its parts ran one after the other.
+    """One device's work in a call of a model on several devices; its parts ran one after the other.
 
-    What a stage but the first received has crossed from the device of the one before. host_ns None: it did not end.
+    Inputs of every stage but the first came from the previous stage's device. host_ns None: it did not end.
     """
 
     stage: int
@@ -94,7 +94,7 @@ class Stage:
 
     @property
     def crossed(self) -> int | None:
-        """Bytes that came from the device of the stage before; None for the first stage, or if they were not seen."""
+        """Bytes that came from the previous stage's device; None for the first stage, or if unknown."""
         return None if self.stage == 0 or self.inputs is None else sum(size.bytes for size in self.inputs)
 
 
@@ -122,37 +122,37 @@ class Call:
     outputs: tuple[Size, ...] | None
     absent: Mapping[str, str] = field(default_factory=dict)
     stages: tuple[Stage, ...] = ()
-    """Of a model that lies on several devices; it has no replicas."""
+    """Stages of a model on several devices; such a call has no replicas."""
 
     @property
     def evaluates(self) -> bool:
-        """Whether it is an evaluation's: a model may be trained in eval mode, or look ahead without gradients."""
+        """Whether it belongs to an evaluation. Both flags must be off: some scripts train in eval mode."""
         return not (self.training or self.grad)
 
     @property
     def rows(self) -> int | None:
-        """Rows of the batch: the first tensor's size along dimension 0; None if it has none."""
+        """Rows of the batch: the size along dimension 0 of the first tensor that has one; None without one."""
         return rows_of(self.inputs)
 
     def __deepcopy__(self, memo: object) -> Call:
-        """Nobody changes a record, so copies of what holds it share it."""
+        """Records never change, so a copy shares the original."""
         return self
 
 
 class PartTimes(NamedTuple):
-    """What the devices took for each replica or stage of a call, in ms (None: not known), and why one is not known."""
+    """Device times of each replica or stage of a call (ms; None: unknown), and the reason for unknown ones."""
 
     ms: Sequence[float | None]
     why: str
 
     def of(self, index: int) -> float | None:
-        """Of the part at `index`."""
+        """Return the time of the part at `index`."""
         return self.ms[index] if index < len(self.ms) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One turn of the training loop; phases in ns, those that did not run are missing ("other" is always there)."""
+    """One step of the training loop. Phases are in ns; phases that did not run are missing ("other" always exists)."""
 
     process: int
     rank: int | None
@@ -163,37 +163,37 @@ class Step:
     samples: int | None
     phases: Mapping[str, int]
     device_ms: Mapping[str, float | None] | None = None
-    """What its devices took for the phases that ran on them; None: no device's time was looked at."""
+    """Device times of the phases that ran on devices; None if no device was timed."""
     untimed: str | None = None
-    """Why one of those is missing."""
+    """Why a device time is missing."""
     quantities: Mapping[str, int] = field(default_factory=dict)
-    """The quantities that it has beside its samples, by name."""
+    """Its quantities by name, without its samples."""
     spans: tuple[PhaseSpan, ...] | None = None
-    """When its phases ran, in order of start, enclosing before enclosed; None: an earlier version recorded it."""
+    """Runs of its phases, in order of start, enclosing before enclosed; None: recorded by an earlier version."""
     missing_spans: int = 0
-    """How many came after those."""
+    """Number of further spans."""
     buckets: tuple[int, ...] = ()
-    """When each bucket of gradients was ready, in ns after the step's start; empty if it is not known."""
+    """When each bucket of gradients was ready, in ns after the step's start; empty if unknown."""
     sync_number: int | None = None
     """Number of its last synchronised backward pass, the same on all ranks; None if it has none."""
     exposed_ns: int | None = None
-    """Communication of its synchronised passes that no computation hid; None if it is not known."""
+    """Communication of its synchronised passes that no computation hid; None if unknown."""
     wait_ns: int | None = None
-    """How long it waited in them for the slowest rank; None if it is not known."""
+    """Wait for the slowest rank in these passes; None if unknown."""
 
     def quantity(self, name: str) -> int | None:
-        """One of dpmon.record.schema.QUANTITIES; None if it is not known."""
+        """Return one of dpmon.record.schema.QUANTITIES; None if unknown."""
         return self.samples if name == "samples" else self.quantities.get(name)
 
     @property
     def evaluation(self) -> bool:
-        """Whether it belongs to an evaluation, if other steps of its mode train."""
+        """Whether it belongs to an evaluation, provided that other steps of its mode train."""
         return is_evaluation(self.phases.get("backward"), self.phases.get("optimizer"))
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Everything that is rare (mode, pause, process, device, warning, dropped, exit): its JSON object as it is."""
+    """A record of any other kind (mode, pause, process, device, warning, dropped, exit ...): its JSON object."""
 
     kind: str
     data: Mapping[str, Any]
@@ -204,7 +204,7 @@ _HALF = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 
 
 def bus_factor(operation: str, size: int) -> float:
-    """Bus bandwidth over algorithm bandwidth in a group of `size` ranks (nccl-tests, doc/PERFORMANCE.md)."""
+    """Return bus bandwidth / algorithm bandwidth in a group of `size` ranks (nccl-tests, doc/PERFORMANCE.md)."""
     if operation == "all_reduce":
         return 2 * (size - 1) / size
     return (size - 1) / size if operation in _HALF else 1.0
@@ -217,7 +217,7 @@ class Collective:
     process: int
     rank: int | None
     step: int | None
-    """The step under way when it was launched; None: it lies between two steps."""
+    """The step that ran when it was launched; None between two steps."""
     operation: str
     phase: str
     """Activity of the thread that launched it: forward, backward ...; other for the script's own work."""
@@ -226,14 +226,14 @@ class Collective:
     group: str
     size: int
     ranks: tuple[int, ...] | None
-    """None: all of them, or they are not known."""
+    """None: all ranks, or unknown."""
     backend: str | None
     device: str
     start_ns: int
     took_ns: int | None
-    """From its launch until it was complete."""
+    """Time from its launch to its completion."""
     queued_ns: int | None
-    """From its launch until those launched before on its group were complete."""
+    """Time from its launch to the completion of all collectives launched earlier on its group."""
     unended: str | None = None
     """Why its end is unknown."""
 
@@ -254,7 +254,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A time, mostly one step, in which every collective was recorded; start_ns counts from the run's start."""
+    """A sample: a time, usually a step, with every collective recorded; start_ns counts from the run's start."""
 
     process: int
     rank: int | None
@@ -262,13 +262,13 @@ class Sampled:
     start_ns: int
     wall_ns: int
     collectives: int | None
-    """How many were launched; None: they cannot be recorded."""
+    """Number of collectives launched; None if they cannot be recorded."""
     why: str | None = None
     """Why they cannot be recorded."""
 
 
 def collective_in(value: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts in the definition of a collective; LookupError, TypeError or ValueError if it is damaged."""
+    """Return the facts in a collective's definition. Raises LookupError, TypeError or ValueError if it is damaged."""
     if value["operation"] is None:
         return {"operation": None, "why": str(value["why"])}
     ranks, backend = value["ranks"], value["backend"]
@@ -276,7 +276,7 @@ def collective_in(value: Mapping[str, Any]) -> dict[str, Any]:
     found["backend"] = None if backend is None else str(backend)
     size = int(value["size"])
     if not 0 < size < 1 << 32:
-        raise ValueError("no size of a process group")
+        raise ValueError("an impossible size of a process group")
     return {**found, "size": size, "ranks": None if ranks is None else [int(rank) for rank in ranks]}
 
 
@@ -284,7 +284,7 @@ Record = Call | Step | Event | Collective | Sampled
 
 
 def rows_of(sizes: Sequence[Size] | None) -> int | None:
-    """Rows of the first tensor that has a dimension, None if there is none."""
+    """Return the rows of the first tensor that has a dimension; None if there is none."""
     for size in sizes or ():
         if size.shape:
             return size.shape[0]
@@ -294,6 +294,6 @@ def rows_of(sizes: Sequence[Size] | None) -> int | None:
 def is_evaluation(backward: int | None, optimizer: int | None) -> bool:
     """Whether a step with these phases (None or negative: did not run) belongs to an evaluation.
 
-    This holds if other steps of its mode train. A batch that the script skips cannot be told from an evaluation.
+    This holds if other steps of its mode train. A batch that the script skips looks like an evaluation.
     """
     return (backward is None or backward < 0) and (optimizer is None or optimizer < 0)

@@ -30,23 +30,23 @@ from dpmon.record.wire import (
 
 UNTIMED = (
     "",
-    "the device had not come to its end when 64 more steps were over",
-    "a CUDA graph was being captured: what is recorded then becomes a part of it",
-    "too few events were free: the device is so far behind that most of its 256 events are under way",
+    "the device had not reached its end after 64 more steps",
+    "a CUDA graph was being captured: an event recorded then becomes a part of it",
+    "too few events were free: the device is so far behind that most of its 256 events are in use",
     "the device's events failed",
-    "the process ended before the device had come to its end",
+    "the process ended before the device had reached its end",
     "it raised an exception",
     "the device is the CPU: host time is all there is",
     "it began on one stream and ended on another, which was ahead",
-    "the step has more phases than are timed: 4096",
+    "the step has more phases than the limit of timing: 4096",
     "the step copies more tensors to devices than are timed: 16",
-    "steps are so short that only some of them are timed on devices, drawn at random",
+    "steps are so short that only a random sample of them is timed on devices",
 )
 """Texts of the reasons, by number."""
 BACKWARD_AT, OPTIMIZER_AT = STEP_PHASES.index("backward"), STEP_PHASES.index("optimizer")
 QUANTITY_NAMES = tuple(quantity.name for quantity in QUANTITIES)
 SAMPLES_AT = QUANTITY_NAMES.index("samples")
-_BEFORE = "it ran before the first call on a GPU, or on a thread that does not train"
+_BEFORE = "it ran before the first call on a GPU, or not on the training thread"
 _KINDS = ("", "definition", "call", "step", "event", "call", "", "collective")
 MAX_TIMES = 1 << 13
 _PLAIN = struct.Struct(PLAIN_FORMAT)
@@ -56,7 +56,7 @@ _CALL_REPLICA = struct.Struct("<IIqq")
 
 
 def kind_of(payload: bytes) -> str:
-    """The kind of a payload without decoding it: such as "call", "step" or "event"; "" if unknown."""
+    """Return the kind of a payload without decoding it, such as "call", "step" or "event"; "" if unknown."""
     if payload[:1] == _TIMED_BYTE:
         inner = payload[TIMED_HEAD.size : TIMED_HEAD.size + 1]
         return _KINDS[inner[0]] if inner and inner[0] in (CALL_TAG, PLAIN_TAG, STEP_TAG) else ""
@@ -67,7 +67,7 @@ _TIMED_BYTE = bytes((TIMED_TAG,))
 
 
 def timed(payload: bytes) -> tuple[bytes, tuple[float, ...], int]:
-    """The call or step in a timed record, its times (NaN: unknown) and why one is missing; struct.error if damaged."""
+    """Return the call or step in a timed record, times (NaN: unknown) and the reason. Raises struct.error."""
     _, why, count, size = TIMED_HEAD.unpack_from(payload)
     start = TIMED_HEAD.size
     inner = payload[start : start + size]
@@ -82,12 +82,12 @@ def is_timed(payload: bytes) -> bool:
 
 
 def bare(payload: bytes) -> bytes:
-    """A call or step without its device times; struct.error if it is damaged."""
+    """Return a call or step without its device times. Raises struct.error if it is damaged."""
     return payload if payload[0] != TIMED_TAG else timed(payload)[0]
 
 
 def known_ms(time: float) -> float | None:
-    """A time from a record; None if it is not plausible. Rounded to the precision of a 32-bit float."""
+    """Return a time from a record, rounded to the precision of a 32-bit float; None if it is implausible."""
     return round(time, 6) if 0 <= time < 1e9 else None
 
 
@@ -100,7 +100,7 @@ def untimed_text(number: int) -> str:
 
 
 def step_times(payload: bytes) -> bytes | None:
-    """The device times of a step, to be stored beside its columns; None if it has none."""
+    """Return the device times of a step for a column of the store; None if it has none."""
     if payload[0] != TIMED_TAG:
         return None
     head = TIMED_HEAD.size
@@ -108,22 +108,22 @@ def step_times(payload: bytes) -> bytes | None:
 
 
 def known_times(payload: bytes) -> dict[str, float]:
-    """The known device times (ms) by phase, of a timed call or of a step's `step_times`."""
+    """Return the known device times (ms) by phase, of a timed call or of a step's `step_times`."""
     _, _, count, _ = TIMED_HEAD.unpack_from(payload)
     names = TIMED_PHASES if len(payload) == TIMED_HEAD.size + 4 * count else CALL_PHASES
     times = struct.unpack_from(f"<{min(count, len(names))}f", payload, len(payload) - 4 * count)
-    return {name: time for name, one in zip(names, times, strict=False) if (time := known_ms(one)) is not None}
+    return {name: time for name, raw in zip(names, times, strict=False) if (time := known_ms(raw)) is not None}
 
 
 def why_number(payload: bytes) -> int:
-    """Why a time of a timed call is missing, as an index in UNTIMED; 0 if none is."""
+    """Return why a time of a timed call is missing, as an index in UNTIMED; 0 if none is missing."""
     _, why, count, _ = TIMED_HEAD.unpack_from(payload)
     times = struct.unpack_from(f"<{count}f", payload, len(payload) - 4 * count)
     return 0 if all(known_ms(time) is not None for time in times) else why
 
 
 def part_times(payload: bytes) -> PartTimes:
-    """The times of a timed call's replicas or stages, in order, without decoding the call."""
+    """Return the times of a timed call's replicas or stages, in order, without decoding the call."""
     _, why, count, _ = TIMED_HEAD.unpack_from(payload)
     parts = max(count - len(CALL_PHASES), 0)
     times = [known_ms(time) for time in struct.unpack_from(f"<{parts}f", payload, len(payload) - 4 * parts)]
@@ -131,7 +131,7 @@ def part_times(payload: bytes) -> PartTimes:
 
 
 def call_head(payload: bytes) -> tuple[int, ...]:
-    """A call's numbers as they are in the payload; struct.error if it is cut off.
+    """Return a call's numbers as in the payload. Raises struct.error if it is cut off.
 
     mode, flags, number of stages, layout, step, call, start_ns, wall_ns, inputs, outputs (start on the absolute
     monotonic clock; layout, inputs and outputs by definition), then offset and duration for each of CALL_PHASES (offset
@@ -144,7 +144,7 @@ def call_head(payload: bytes) -> tuple[int, ...]:
 
 
 def call_replicas(payload: bytes) -> list[tuple[int, int, int, int]]:
-    """For each replica: inputs, outputs (definitions), offset_ns, host_ns; struct.error if cut off."""
+    """Return (inputs, outputs, offset_ns, host_ns) of each replica; sizes by definition. Raises struct.error."""
     payload = bare(payload)
     if payload[0] == PLAIN_TAG:
         *_, wall, inputs, outputs = _PLAIN.unpack(payload)
@@ -153,7 +153,7 @@ def call_replicas(payload: bytes) -> list[tuple[int, int, int, int]]:
 
 
 def call_stages(payload: bytes) -> list[tuple[int, int, int, int, int]]:
-    """For each stage: device and parts, inputs, outputs (definitions), offset_ns, host_ns; struct.error if cut off."""
+    """Return (device and parts, inputs, outputs, offset_ns, host_ns) of each stage. Raises struct.error if cut off."""
     payload = bare(payload)
     if payload[0] == PLAIN_TAG or not payload[3]:
         return []
@@ -161,7 +161,7 @@ def call_stages(payload: bytes) -> list[tuple[int, int, int, int, int]]:
 
 
 def _stages_at(payload: bytes) -> int:
-    """Offset of the stages, which come last."""
+    """Return the offset of the stages, which come last."""
     at = len(payload) - payload[3] * CALL_STAGE.size
     if at < _CALL_HEAD.size:
         raise struct.error("a call is cut off")
@@ -169,7 +169,7 @@ def _stages_at(payload: bytes) -> int:
 
 
 class StepFields(NamedTuple):
-    """A step's numbers as they are in its payload; -1 if a phase did not run or a quantity is unknown."""
+    """A step's numbers as in its payload; -1 if a phase did not run or a quantity is unknown."""
 
     mode: int
     step: int
@@ -183,7 +183,7 @@ class StepFields(NamedTuple):
     spans: bytes
     """For `kept_spans`; empty if unknown."""
     sync_number: int
-    """Of its last synchronised backward pass."""
+    """Number of its last synchronised backward pass."""
 
 
 _IN_STEP = ("samples", *BODY_PHASES, *STEP_EXTRAS)
@@ -194,7 +194,7 @@ _NO_EXTRAS = (-1,) * len(STEP_EXTRAS)
 
 
 def step_fields(payload: bytes) -> StepFields:
-    """A step's numbers; struct.error if it is damaged."""
+    """Return a step's numbers. Raises struct.error if it is damaged."""
     payload = bare(payload)
     _, mode, count, words, step, start, wall, *numbers = STEP_BODY.unpack_from(payload)
     after_spans = STEP_BODY.size + 8 * words
@@ -205,7 +205,7 @@ def step_fields(payload: bytes) -> StepFields:
 
 
 def _extras(payload: bytes, begin: int, count: int) -> list[int]:
-    """The extras of a step in the order of STEP_EXTRAS, -1 if it lacks one; struct.error if they are damaged."""
+    """Return the extras of a step in the order of STEP_EXTRAS; -1: missing. Raises struct.error if they are damaged."""
     if len(payload) != begin + count * STEP_EXTRA.size:
         raise struct.error("a step is cut off")
     found = list(_NO_EXTRAS)
@@ -217,5 +217,5 @@ def _extras(payload: bytes, begin: int, count: int) -> list[int]:
 
 
 def definition(payload: bytes) -> tuple[int, Any]:
-    """A definition's number and value; ValueError or struct.error if it is damaged."""
+    """Return a definition's number and value. Raises ValueError or struct.error if it is damaged."""
     return DEFINE_HEAD.unpack_from(payload)[1], load_json(payload[DEFINE_HEAD.size :])

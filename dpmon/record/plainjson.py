@@ -1,4 +1,4 @@
-"""Reads JSON from a run's files and rejects what no run writes: huge numbers, NaN, deep nesting.
+"""Reads JSON from a run's files, without values that no run writes: huge numbers, NaN, deep nesting.
 
 Uses the standard library only.
 """
@@ -17,7 +17,7 @@ _LARGEST = 1 << 63
 
 
 def load_json(text: str | bytes) -> Any:
-    """The value in `text`. Numbers that are not finite or need more than 64 bits become None, which means unknown.
+    """Return the value in `text`. Numbers that are not finite or need more than 64 bits become None (unknown).
 
     Raises ValueError if the text is not JSON, is not UTF-8 or is nested too deeply.
     """
@@ -33,7 +33,7 @@ def load_json(text: str | bytes) -> Any:
 
 
 def load_event(text: str | bytes) -> tuple[str, dict[str, Any]]:
-    """Kind and data of an event; ValueError for anything else."""
+    """Return kind and data of an event. Raises ValueError for anything else."""
     data = load_json(text)
     if not isinstance(data, dict) or not isinstance(kind := data.pop("kind", None), str):
         raise ValueError("not an event")
@@ -45,8 +45,8 @@ def _tamed(value: Any, depth: int) -> Any:
         if not depth:
             raise ValueError("nested too deeply")
         if isinstance(value, dict):
-            return {key: _tamed(one, depth - 1) for key, one in value.items()}
-        return [_tamed(one, depth - 1) for one in value]
+            return {key: _tamed(child, depth - 1) for key, child in value.items()}
+        return [_tamed(child, depth - 1) for child in value]
     if isinstance(value, (int, float)) and not abs(value) < _LARGEST:
         return None
     return value

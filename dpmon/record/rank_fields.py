@@ -1,4 +1,4 @@
-"""The kinds of records of what ranks do together."""
+"""The kinds of records about ranks that work together."""
 
 from __future__ import annotations
 
@@ -9,35 +9,40 @@ COLLECTIVE = RecordKind(
     "one collective of torch.distributed in a sampled step",
     (
         *WHO,
-        Field("step", "integer", "the step under way when it was launched; null between two steps"),
+        Field("step", "integer", "the step that ran when it was launched; null between two steps"),
         Field("operation", "text", "all_reduce, all_gather, reduce_scatter, broadcast, reduce, all_to_all ..."),
-        Field("phase", "text", "what the thread that launched it was doing: data, forward, backward, optimizer, other"),
+        Field("phase", "text", "activity of the thread that launched it: data, forward, backward, optimizer, other"),
         Field(
             "bytes",
             "integer",
-            "as nccl-tests counts them: the tensor; of an all_gather all that was gathered, of a reduce_scatter its"
-            " input, of a gather or scatter the parts of all ranks",
+            "size of the tensor as counted by nccl-tests: for an all_gather the whole result, for a reduce_scatter its"
+            " input, for a gather or scatter the parts of all ranks",
             "bytes",
         ),
         Field("dtype", "text", "the dtype of its first tensor"),
         Field("group", "text", "torch's name of the process group"),
-        Field("group_size", "integer", "how many ranks the group has"),
-        Field("ranks", "list", "the ranks of the group; null if it has all of them, or they are not known"),
+        Field("group_size", "integer", "number of ranks in the group"),
+        Field("ranks", "list", "the ranks of the group; null for all ranks, or if unknown"),
         Field("backend", "text", "the backend of the group: gloo, nccl ..."),
-        Field("device", "text", "the type of the device that its tensors are on"),
+        Field("device", "text", "the type of its tensors' device"),
         Field("start_s", "number", "when it was launched, since the run's start", "s"),
         Field(
             "host_ms",
             "number",
-            "from its launch until it was complete; found by queries, up to 5 % or 0.1 ms late",
+            "from its launch to its completion; found by polling, up to 5 % or 0.1 ms late",
             "ms",
         ),
-        Field("queue_ms", "number", "from its launch until those launched before it on its group were complete", "ms"),
+        Field(
+            "queue_ms",
+            "number",
+            "from its launch to the completion of all collectives launched before it on its group",
+            "ms",
+        ),
         Field("alg_bytes_s", "number", "algorithm bandwidth: its bytes over the time in which it could run", "bytes/s"),
         Field(
             "bus_bytes_s",
             "number",
-            "bus bandwidth: of n ranks, alg_bytes_s times 2(n-1)/n for all_reduce, (n-1)/n for all_gather,"
+            "bus bandwidth: for n ranks, alg_bytes_s times 2(n-1)/n for all_reduce, (n-1)/n for all_gather,"
             " reduce_scatter, all_to_all, gather and scatter, 1 for others",
             "bytes/s",
         ),
@@ -46,37 +51,37 @@ COLLECTIVE = RecordKind(
 )
 SAMPLED = RecordKind(
     "sampled",
-    "a time, mostly one step, in which every collective was recorded",
+    "a sample: a time, usually one step, in which every collective was recorded",
     (
         *WHO,
-        Field("step", "integer", "the step under way at its middle; null if there is none"),
+        Field("step", "integer", "the step that ran at its middle; null if none did"),
         START,
         WALL,
-        Field("collectives", "integer", "how many were launched; null if they cannot be recorded"),
+        Field("collectives", "integer", "number of collectives launched; null if they cannot be recorded"),
         ABSENT,
     ),
 )
 DDP = RecordKind(
     "ddp",
-    "what a DistributedDataParallel does, at first and whenever that changes",
+    "the facts about a DistributedDataParallel, at first and after each change",
     (
         *WHO,
         T,
         Field("wrapper", "integer", "its number in the process, from 0"),
         Field("root", "text", "the class of its model"),
         Field("backend", "text", "the backend of its process group"),
-        Field("group_size", "integer", "how many ranks average their gradients", metric="ddp_group_size"),
+        Field("group_size", "integer", "number of ranks that average their gradients", metric="ddp_group_size"),
         Field("group", "list", "their ranks"),
-        Field("parameters", "integer", "how many parameters it averages"),
+        Field("parameters", "integer", "number of parameters with averaged gradients"),
         Field(
             "parameter_bytes",
             "integer",
-            "size of the parameters that are averaged",
+            "size of the parameters with averaged gradients",
             "bytes",
             metric="ddp_parameter_bytes",
         ),
-        Field("bucket_bytes", "list", "the size of each bucket, in the order in which they are averaged", "bytes"),
-        Field("bucket_cap_bytes", "integer", "the size that a bucket may have", "bytes", metric="ddp_bucket_cap_bytes"),
+        Field("bucket_bytes", "list", "the size of each bucket, in the order of averaging", "bytes"),
+        Field("bucket_cap_bytes", "integer", "largest size of a bucket", "bytes", metric="ddp_bucket_cap_bytes"),
         Field("find_unused_parameters", "boolean", "whether it looks for unused parameters in every step"),
         Field(
             "unused_bytes",
@@ -92,7 +97,7 @@ DDP = RecordKind(
         Field(
             "sync_batch_norm",
             "boolean",
-            "whether it has a SyncBatchNorm, at which ranks wait in the forward",
+            "whether it has a SyncBatchNorm, which makes ranks wait in the forward",
         ),
         Field("iteration", "integer", "the last iteration that torch itself timed: the first ten, then one in 100"),
         Field(
@@ -106,7 +111,7 @@ DDP = RecordKind(
         Field(
             "overlap_ms",
             "number",
-            "torch's time of that iteration: what computation hid of it",
+            "torch's time of that iteration: the part of the communication that computation hid",
             "ms",
             metric="ddp_torch_overlap_seconds",
             scale=1e-3,

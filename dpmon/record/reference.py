@@ -16,17 +16,17 @@ What `dpmon export` writes: an object of each kind in JSON lines, a table of eac
 `dpmon/record/fields.py` by `python -m dpmon.record.reference > docs/records.md`.
 [Export](reports-and-exports.md#export) describes the command, [Tracing](tracing.md) how the values come about.
 
-- Every object has its `kind`. A field that could not be had is null, and `absent` says why.
+- Every object has its `kind`. An unknown field is null, and `absent` has the reason.
 - A time that ends in `_ms` is in milliseconds, one in `_s` in seconds. `t_s` and `start_s` count from the run's start,
   on the monotonic clock.
-- Rows of CSV have the same columns in every run. An empty cell is unknown or did not run. What has no column of its own
-  is in the last one, `more`, as JSON.
+- Rows of CSV have the same columns in every run. An empty cell is unknown or did not run. The last column, `more`, has
+  the fields without a column of their own, as JSON.
 - A metric is a gauge of `--metrics`, under the name `dpmon_...`.
 """
 _PHASES = """\
 ## Phases of a step
 
-The phases of a step add up to its `wall_ms`. Those of its calls lie within `forward`. A phase that did not run is
+The phases of a step add up to its `wall_ms`. The phases of its calls lie within `forward`. A phase that did not run is
 missing. The metrics are `dpmon_step_phase_seconds_total` and `dpmon_call_phase_seconds_total`, with the label `phase`.
 """
 _QUANTITIES = """\
@@ -35,28 +35,28 @@ _QUANTITIES = """\
 
 
 def reference() -> str:
-    """The text of docs/records.md."""
+    """Return the text of docs/records.md."""
     parts = [_HEAD, *(_kind(kind) for kind in RECORDS.values()), _PHASES + "\n" + _phases(), _of_quantities()]
     return "\n".join(parts)
 
 
 def _kind(kind: RecordKind) -> str:
-    gauges = any(one.metric for one in kind.fields)
+    gauges = any(each.metric for each in kind.fields)
     head = ("field", "type", "unit", "meaning", "in CSV", *(("metric",) * gauges))
-    rows = [(*_field(one), *((_metric(one),) * gauges)) for one in kind.fields]
+    rows = [(*_field(each), *((_metric(each),) * gauges)) for each in kind.fields]
     note = "" if kind.row == "record" else f" A row of CSV is of one {kind.row}."
     return f"## {kind.name}\n\n{kind.meaning[0].upper()}{kind.meaning[1:]}.{note}\n\n{_table(head, rows)}"
 
 
-def _field(one: Field) -> tuple[str, ...]:
-    columns = "yes" if one.in_csv == (one.name,) else ", ".join(f"`{name}`" for name in one.in_csv)
-    if one.only_csv:
-        columns = "only there"
-    return f"`{one.name}`", one.type, one.unit, one.meaning, columns or "no column"
+def _field(field: Field) -> tuple[str, ...]:
+    columns = "yes" if field.in_csv == (field.name,) else ", ".join(f"`{name}`" for name in field.in_csv)
+    if field.only_csv:
+        columns = "only in CSV"
+    return f"`{field.name}`", field.type, field.unit, field.meaning, columns or "no column"
 
 
-def _metric(one: Field) -> str:
-    return f"`dpmon_{one.metric}`" if one.metric else ""
+def _metric(field: Field) -> str:
+    return f"`dpmon_{field.metric}`" if field.metric else ""
 
 
 def _phases() -> str:

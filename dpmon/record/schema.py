@@ -1,8 +1,8 @@
-"""What a step is made of: every phase and quantity once, with unit, meaning and labels.
+"""Defines the phases and quantities of a step, each once, with unit, meaning and labels.
 
-The tables of the store, the columns of CSV, the keys of JSON, the metrics, the figures of the report and the summary,
-the phase table of the screen with its legend, and docs/records.md are made from these lists. A new phase or quantity of
-a step is added here, in `wire` (its number in the bytes) and where it is measured.
+Tables of the store, columns of CSV, keys of JSON, metrics, figures of the report and the summary, the screen's phase
+table and legend, and docs/records.md all come from these lists. To add a phase or quantity, add it here, in `wire` (its
+number in the bytes) and where it is measured.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Phase:
     name: str
     """Its name in the record."""
     letter: str
-    """Stands for it where there is no colour; a dot for the rest."""
+    """Stands for it on screens without colour; a dot for the rest."""
     meaning: str
     of_call: bool = False
     """Whether it is a phase of the step's calls, and so a part of `forward`."""
@@ -56,11 +56,11 @@ class Phase:
     short: str = ""
     """Its name on the screen where there is little room."""
     optional: bool = False
-    """Whether tables leave it out if it never ran."""
+    """Whether tables omit it if it never ran."""
     absent: str = "it did not run"
-    """Why a step may lack it."""
+    """Reason in a step without it."""
     on_screen: str = ""
-    """What else has to be said of it where the phases of the calls are shown beside it."""
+    """Addition to its meaning where the phases of the calls are also shown."""
 
     @property
     def shown(self) -> str:
@@ -83,17 +83,17 @@ class Quantity:
     metric: str
     """Its name as a Prometheus counter."""
     absent: str
-    """Why a step may have none."""
+    """Reason in a step without it."""
     optional: bool = False
-    """Whether a record leaves it out if it is absent."""
+    """Whether a record omits it if it is absent."""
     label: str = ""
-    """What it is called beside its numbers, if `name` does not read well there."""
+    """Its name beside its numbers, if `name` does not read well there."""
     in_rates: bool = False
-    """Whether rates show it, so that it is not listed apart."""
+    """Whether rates show it, so that it is not listed separately."""
 
     @property
     def shown(self) -> str:
-        """What it is called beside its numbers."""
+        """Its name beside its numbers."""
         return self.label or self.name
 
 
@@ -104,7 +104,7 @@ PHASES = (
     Phase(
         "replicate",
         "R",
-        "the module's parameters are copied to every device, for every batch anew",
+        "the module's parameters are copied to every device, again for every batch",
         of_call=True,
         short="repl",
     ),
@@ -115,7 +115,7 @@ PHASES = (
         of_call=True,
         label="apply",
     ),
-    Phase("gather", "G", "the replicas' outputs are brought together on one device", of_call=True, short="gath"),
+    Phase("gather", "G", "the replicas' outputs are joined on one device", of_call=True, short="gath"),
     Phase(
         "forward",
         "F",
@@ -144,13 +144,13 @@ PHASES = (
         "other", ".", "the rest of the step: the script's own work between these", absent="nothing is left of the step"
     ),
 )
-"""In the order of a step. The phases of the calls lie within `forward`; the others add up to the step."""
+"""The phases in the order of a step. The phases of the calls lie within `forward`; the others add up to the step."""
 STEP_PHASES = tuple(phase.name for phase in PHASES if not phase.of_call)
-"""Those of a step's own, which add up to it; the last is what the others leave."""
+"""The step's own phases, which add up to it; the last is the remainder."""
 NO_SPANS = "an earlier version of dpmon recorded the step"
 """Why a step has no spans."""
 NOT_JOINED = "the steps of the other ranks with this sync_number are not in this record"
-"""Why it is not known how a step waited for other ranks."""
+"""Why a step's wait for other ranks is unknown."""
 QUANTITIES = (
     Quantity(
         "samples",
@@ -163,7 +163,7 @@ QUANTITIES = (
     Quantity(
         "copied_bytes",
         unit="bytes",
-        meaning="bytes that copies brought to GPUs",
+        meaning="bytes copied to GPUs",
         metric="copied_bytes_total",
         absent="nothing was copied",
         optional=True,
@@ -193,7 +193,7 @@ SYNC_NUMBER = "sync_number"
 
 _BY_NAME = {phase.name: phase for phase in PHASES}
 SPAN_PHASES = (*BODY_PHASES, *(name for name in STEP_EXTRAS if name in _BY_NAME))
-"""The phases that a step records, by their numbers in its spans: what is new comes last."""
+"""The phases with spans, in order of their numbers; append new ones."""
 _BY_LABEL = {phase.shown: phase for phase in PHASES}
 assert tuple(phase.name for phase in PHASES if phase.of_call) == CALL_PHASES, "schema and wire differ in call phases"
 assert {"samples", *STEP_PHASES, *(quantity.name for quantity in QUANTITIES)} == {
@@ -202,32 +202,32 @@ assert {"samples", *STEP_PHASES, *(quantity.name for quantity in QUANTITIES)} ==
 
 
 def phase_named(name: str) -> Phase:
-    """The phase of that name in the record; KeyError if there is none."""
+    """Return the phase with this name in the record. Raises KeyError if there is none."""
     return _BY_NAME[name]
 
 
 def phase_shown(label: str) -> Phase:
-    """The phase of that name on the screen; KeyError if there is none."""
+    """Return the phase with this name on the screen. Raises KeyError if there is none."""
     return _BY_LABEL[label]
 
 
 STEP, REST = "step", "rest"
-"""The whole step; and what the phases of its calls leave of its forward."""
+"""Series: the whole step; its forward without the phases of its calls."""
 EXPOSED, WAIT, HELD = "exposed", "wait", "held"
-"""Of steps with synchronised backward passes, once the ranks are joined: communication that no computation hides; the
-wait for the slowest rank; and on the slowest rank, how much later it was than the next one."""
+"""Series of steps with synchronised backward passes, once the ranks are compared: communication that no computation
+hides; the wait for the slowest rank; on the slowest rank, its delay relative to the second slowest."""
 
 
 EVALUATION, SETTLING = 1, 2
 """Flags of a step's kind. An evaluation step has neither a backward pass nor an optimizer step. Settling steps are the
-first after a change of mode: caches are filled, algorithms are chosen."""
+first steps after a change of mode, in which caches are filled and algorithms chosen."""
 KINDS = (0, EVALUATION, SETTLING, EVALUATION | SETTLING)
 SETTLING_STEPS = 5
-"""Steps after a change of mode, or the start, that count as settling."""
+"""Number of settling steps after a change of mode, or after the start."""
 
 
 def device_series(phase: str) -> str:
-    """The name of the series of device times of a phase."""
+    """Return the name of the series of device times of a phase."""
     return f"{phase}@device"
 
 

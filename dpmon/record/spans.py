@@ -1,13 +1,13 @@
-"""A span: one phase of a process's work that has ended, as five 64-bit words in a ring.
+"""Defines a span: one finished phase of a process's work, as five 64-bit words in a ring.
 
     w0   kind, lap, flags, enclosing kind, thread, site: see the shifts below
-    w1   when it began (monotonic ns)
-    w2   how long it took (ns)
-    w3   definitions of the inputs (lower half) and the outputs (upper half), 0: not known
+    w1   start (monotonic ns)
+    w2   duration (ns)
+    w3   definitions of the inputs (lower half) and the outputs (upper half), 0: unknown
     w4   number of the slot plus one
 
-A training process writes a span when a phase ends. dpmon.assemble draws the conclusions. A span inside another one on
-its thread comes before it, and has its kind as the enclosing kind.
+A training process writes a span when a phase ends. dpmon.assemble finds steps and calls from the spans. A span inside
+another span of its thread comes before that span, and has its kind as enclosing kind.
 
 Standard library only: this module is imported into the training process.
 """
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 
 class Kind:
-    """The kind of a span, as the lowest byte of w0; 0 is none."""
+    """The kind of a span, as the lowest byte of w0; 0: none."""
 
     FETCH = 1
     CALL = 2
@@ -64,9 +64,9 @@ DOING = {
     Kind.BUCKETS: "other",
     Kind.COLLECTIVE: "other",
 }
-"""What a process does during a span, by kind. Phases of a step have the same names as in records."""
+"""Activity of a process during a span, by kind. Phases of a step have the same names as in records."""
 COUNTED = {Kind.COPY: "copied_bytes"}
-"""Kinds that have a quantity of the step in place of sizes (inputs | outputs << 32)."""
+"""Kinds of spans with a quantity of the step in place of sizes (inputs | outputs << 32)."""
 
 
 class Flag:
@@ -76,11 +76,11 @@ class Flag:
 
 
 WRAPPER_AT = 12
-"""Shift in the site of a span of kind SYNC or BUCKETS: the number of buckets, or of the first one, below the number of
-the wrapper. Spans of several wrappers in one backward pass differ by it."""
+"""Shift in the site of a span of kind SYNC or BUCKETS: the number of buckets (SYNC) or of the first bucket (BUCKETS) is
+below it, the number of the wrapper above. It distinguishes the wrappers in one backward pass."""
 LEAD_NS, MAX_LEAD = 64_000, 65_504.0
-"""Unit and limit of the leads in a span of kind BUCKETS: how long before the last gradient each of four buckets was
-ready, as half-precision floats in place of sizes. Each is exact to 0.05 %, and at most 4 s."""
+"""Unit and limit of the leads in a span of kind BUCKETS: the times from when each of four buckets was ready to the last
+gradient, as half-precision floats in place of sizes. Each is exact to 0.05 %, and at most 4 s."""
 LAP_AT, FLAGS_AT, INSIDE_AT, THREAD_AT, SITE_AT = 8, 16, 26, 31, 40
 """Shifts in w0: lap of the ring (8 bits), flags (10), enclosing kind (5), thread (9), site (24)."""
 MAX_THREAD, MAX_SITE = (1 << 9) - 1, (1 << 24) - 1
@@ -94,11 +94,10 @@ class Span(NamedTuple):
     kind: int
     flags: int
     inside: int
-    """Kind of the enclosing span, 0 for none."""
+    """Kind of the enclosing span; 0 for none."""
     thread: int
     site: int
-    """Depends on the kind: definition of a call's layout or of a collective, index of a replica, optimizer, device
-    or 0."""
+    """Depends on the kind: definition of a layout or collective, index of a replica, optimizer, device, or 0."""
     start: int
     took: int
     inputs: int
@@ -111,7 +110,7 @@ class Span(NamedTuple):
 
 
 def unpacked(number: int, head: int, start: int, took: int, sizes: int) -> Span:
-    """The span in a slot's words."""
+    """Return the span in a slot's words."""
     return Span(
         number,
         head & 0xFF,

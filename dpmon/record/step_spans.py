@@ -1,4 +1,4 @@
-"""When the phases of a step ran: packed into words, which the history keeps as they are, and read from them."""
+"""Packs the start and end of a step's phases into words, which the history keeps unchanged, and reads them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dpmon.record.kinds import PhaseSpan
 from dpmon.record.schema import SPAN_PHASES
 
 MAX_SPANS = 256
-"""Limit of recorded spans in one step: the first ones."""
+"""Most recorded spans in one step; later spans are only counted."""
 SPAN_PHASE = 15
-"""Bits of the phase in a word of spans. This value itself is no phase and marks a head."""
+"""Bits of the phase in a word of spans. The value itself is not a phase: it marks a head."""
 BUCKET = 14
-"""In place of a phase: when the last gradient of a bucket was ready. It has no duration."""
+"""In place of a phase: the last gradient of a bucket was ready. It has no duration."""
 SPAN_WORD = 30
 """Bits of a start and of a duration if both are in one word: phase | start << 4 | duration << 34."""
 SPAN_HEAD, SPAN_HEAD_WIDE = 8, 16
@@ -24,11 +24,11 @@ _SPAN_START = (1 << 4 + SPAN_WORD) - 1
 """Phase and start in a word of spans."""
 _made = tuple.__new__
 
-assert len(SPAN_PHASES) <= BUCKET, "a word of spans has no room for so many phases"
+assert len(SPAN_PHASES) <= BUCKET, "too many phases for a word of spans"
 
 
 def span_words(spans: Sequence[Sequence[int]], start_ns: int, wall_ns: int, missing: int = 0) -> list[int]:
-    """The spans of a step's phases, for `pack_step`: one word per span, or two if a number is large.
+    """Return the spans of a step's phases for `pack_step`: one word per span, or two if a number is large.
 
     `spans`: phase, start (monotonic ns) and duration of each, in order of start, enclosing before enclosed, at most
     MAX_SPANS. A phase is an index in dpmon.record.schema.SPAN_PHASES, or BUCKET. `missing`: number of further spans.
@@ -46,7 +46,7 @@ def span_words(spans: Sequence[Sequence[int]], start_ns: int, wall_ns: int, miss
 
 
 def _wide_words(spans: Sequence[Sequence[int]], start_ns: int, wall_ns: int) -> list[int]:
-    """Two words per span. Damaged spans are cut off at the limits of the step."""
+    """Return two words per span. Damaged spans are cut at the limits of the step."""
     words: list[int] = []
     for phase, start, took in spans:
         begin = min(max(start - start_ns, 0), wall_ns)
@@ -65,7 +65,7 @@ class KeptSpans(NamedTuple):
 
 
 def kept_spans(packed: bytes) -> KeptSpans:
-    """The spans of a step, from `StepFields.spans`; struct.error if they are damaged."""
+    """Return the spans of a step from `StepFields.spans`. Raises struct.error if they are damaged."""
     if len(packed) % 8 or len(packed) > 8 * (1 + 2 * MAX_SPANS):
         raise struct.error("spans of a step are cut off, or too many")
     words = struct.unpack(f"<{len(packed) // 8}Q", packed)

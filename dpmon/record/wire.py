@@ -1,7 +1,7 @@
-"""How records are packed: dpmon.assemble packs the spans of a process, and the supervisor packs its samples.
+"""Packs records: dpmon.assemble packs steps and calls of a process, and the supervisor packs its samples.
 
-Facts that do not change from batch to batch (names, devices, shapes) are sent once as a *definition* and referred to by
-number, so a call over 8 replicas takes 304 bytes. dpmon.record.codec reads these bytes.
+Facts that do not change from batch to batch (names, devices, shapes) are sent once as a *definition*. Records refer to
+it by number, so a call over 8 replicas takes 304 bytes. dpmon.record.codec reads these bytes.
 
 Standard library only, and little of it: the training process imports this module for its names and its JSON.
 """
@@ -63,12 +63,12 @@ __all__ = [
 ]
 
 MODES = ("", "dp", "single")
-"""Modes by their number in records and in a ring's header; 0 is none."""
+"""Modes by their number in records and in a ring's header; 0: no mode."""
 CALL_PHASES = ("scatter", "replicate", "parallel_apply", "gather")
 BODY_PHASES = ("data", "forward", "backward", "optimizer")
 """Phases with a fixed place in the record of every step."""
 STEP_EXTRAS = ("copy", "copied_bytes", "sync", "synced", "unsynced", "sync_number")
-"""Phases, quantities and numbers that few steps have, by their numbers in a record: new ones come last."""
+"""Phases, quantities and numbers that few steps have, in order of their number in a record; append new ones."""
 TIMED_PHASES = (*BODY_PHASES, "copy", "sync")
 """Phases of a step with device times, in the order of a record; a record ends with the last one that ran."""
 
@@ -77,7 +77,7 @@ VIRTUAL, TRAINING, GRAD, FAILED = 1, 2, 4, 8
 DDP = "DistributedDataParallel"
 FSDP = "fully_shard"
 RANK_MODES = {DDP: "ddp", FSDP: "fsdp"}
-"""By `via` of the calls of ranks that train one model together: what their mode is called."""
+"""Names of the mode of ranks that train one model together, by the `via` of their calls."""
 
 
 class Untimed:
@@ -93,25 +93,25 @@ class Unended:
 
 
 class Collected(NamedTuple):
-    """A collective, or (`definition` 0) the time of a sample, in which all collectives are recorded."""
+    """A collective, or (`definition` 0) a sample: a time in which all collectives are recorded."""
 
     number: int
     """Number of its span."""
     definition: int
     phase: int
-    """Kind of the span in which it was launched, 0 for none."""
+    """Kind of the span in which it was launched; 0 for none."""
     unended: int
     """Why its end is unknown: a number of Unended."""
     step: int
-    """The step under way at its start, or at the middle of a sample; 0 for none."""
+    """The step that ran at its start, or at the middle of a sample; 0 for none."""
     start: int
     """When it was launched (monotonic ns)."""
     took: int
-    """ns from the launch to its end, -1 if unknown."""
+    """ns from the launch to its end; -1 if unknown."""
     queued: int
-    """ns from the launch to the end of those launched before it, -1 if unknown."""
+    """ns from the launch to the end of all collectives launched before it; -1 if unknown."""
     quantity: int
-    """Bytes; the number of collectives of a sample."""
+    """Bytes of a collective, or number of collectives of a sample."""
 
     @property
     def middle(self) -> int:
@@ -122,12 +122,12 @@ class Collected(NamedTuple):
 COLLECTIVE = struct.Struct("<BBBxIQQqqqQ")
 """COLLECTIVE_TAG, unended, phase, definition, number, step, start, took, queued, quantity: see Collected."""
 TIMED_HEAD = struct.Struct("<BBHI")
-"""TIMED_TAG, why a time is missing, number of times, bytes of the call or step; it follows, then its times (ms,
-NaN)."""
+"""TIMED_TAG, why a time is missing, number of times, bytes of the call or step. The call or step follows, then its
+times (ms, NaN if unknown)."""
 
 DEFINE_HEAD = struct.Struct("<B3xI")
 PLAIN_FORMAT = "<BBBBIQQqqII"
-"""A call without phases and with one replica, which takes the whole call: PLAIN_TAG, then as pack_call takes them."""
+"""A call without phases, with one replica that takes the whole call: PLAIN_TAG, then the parameters of pack_call."""
 PLAIN_WORDS = "<QQQqqQ"
 """The same bytes as fewer numbers: tag | mode << 8 | flags << 16 | layout << 32, step, call, start, wall,
 inputs | outputs << 32."""
@@ -149,21 +149,21 @@ _NAN = float("nan")
 
 MORE = "\u2026"
 """Path of a size that stands for all tensors that are not listed; it has no shape, dtype or bytes. At the end of a name
-or text it marks that the rest was cut off."""
+or text, it marks a cut."""
 MAX_NAME = 200
 MAX_JSON = 60_000
-"""Limit of bytes of JSON in one record. A record is never larger than a block of the ring."""
+"""Most bytes of JSON in one record. A record is never larger than a block of the ring."""
 _LENGTHS = (4096, 1024, 256, 64, 16)
 """Lengths (characters) to which texts are cut, tried in order until the record fits."""
 
 
 def mode_number(mode: str) -> int:
-    """The number of a mode; ValueError for an unknown name."""
+    """Return the number of a mode. Raises ValueError for an unknown name."""
     return MODES.index(mode)
 
 
 def shortened(text: str, most: int = MAX_NAME) -> str:
-    """A name from the script, cut to `most` characters. A name that was cut ends with a mark.
+    """Return a name from the script, cut to `most` characters. A cut name ends with MORE.
 
     The result is a plain str: records must not keep the script's own subclass of str alive.
     """
@@ -172,7 +172,7 @@ def shortened(text: str, most: int = MAX_NAME) -> str:
 
 
 def packed_json(value: Any) -> bytes:
-    """The value as JSON; long texts are cut if the record would not fit into the ring."""
+    """Return the value as JSON; long texts are cut if the record would not fit into the ring."""
     packed = json.dumps(value, separators=(",", ":"))
     for most in _LENGTHS:
         if len(packed) <= MAX_JSON:
@@ -190,28 +190,28 @@ def _cut(value: Any, most: int) -> Any:
 
 
 def pack_definition(number: int, value: Any) -> bytes:
-    """A definition: a layout (root, via, devices, absent), a stage (device, parts), a collective or a list of sizes.
+    """Pack a definition: a layout (root, via, devices, absent), a stage (device, parts), a collective or sizes.
 
-    A size is (path, shape, dtype, bytes), and the global shape if it is that of a DTensor. A collective is (operation,
-    group, size, ranks, dtype, backend, device), or (operation None, why) if none can be recorded.
+    A size is (path, shape, dtype, bytes), and the global shape for a DTensor. A collective is (operation, group, size,
+    ranks, dtype, backend, device), or (operation None, why) if collectives cannot be recorded.
     """
     return DEFINE_HEAD.pack(DEFINE_TAG, number) + packed_json(value)
 
 
 def pack_event(kind: str, data: Mapping[str, Any]) -> bytes:
-    """A rare record, as JSON; `data` without its kind."""
+    """Pack an event as JSON; `data` without its kind."""
     return bytes((EVENT_TAG,)) + packed_json({"kind": kind, **data})
 
 
 def call_flags(virtual: bool, training: bool, grad: bool, failed: bool) -> int:
-    """The flag byte of a call."""
+    """Return the flag byte of a call."""
     return virtual * VIRTUAL | training * TRAINING | grad * GRAD | failed * FAILED
 
 
 def call_format(replicas: int) -> str:
-    """The struct format of a call without stages, over this many replicas.
+    """Return the struct format of a call without stages, over this many replicas.
 
-    CALL_TAG, mode, flags, number of stages, then as pack_call takes them.
+    CALL_TAG, mode, flags, number of stages, then the parameters of pack_call.
     """
     return CALL_FORMAT + "IIqq" * replicas
 
@@ -230,11 +230,11 @@ def pack_call(
     replicas: Sequence[int],
     stages: Sequence[int] = (),
 ) -> bytes:
-    """A call.
+    """Pack a call.
 
     `phases`: offset and duration (ns) for each of CALL_PHASES, offset -1 if it did not run. `replicas`: four numbers
     per replica: inputs, outputs (definitions, 0 unknown), offset, duration. `stages`: five numbers per stage, at most
-    255 stages: device and parts (a definition), then as for a replica, duration -1 if it did not end. Clocks are
+    255 stages: device and parts (a definition), then the numbers of a replica, duration -1 if it did not end. Times are
     monotonic ns.
     """
     count = len(replicas) >> 2
@@ -257,9 +257,9 @@ def pack_step(
     phases: Sequence[int],
     spans: Sequence[int] = (),
 ) -> bytes:
-    """A step without extras; `samples` -1 if unknown.
+    """Pack a step without extras; `samples` -1 if unknown.
 
-    `phases`: ns for each of BODY_PHASES, -1 if it did not run. `spans`: as dpmon.record.step_spans packs them; empty if
+    `phases`: ns for each of BODY_PHASES, -1 if it did not run. `spans`: words from dpmon.record.step_spans; empty if
     unknown.
     """
     count = len(spans)
@@ -271,7 +271,7 @@ def pack_step(
 
 
 def with_extras(step: bytes, extras: Mapping[str, int]) -> bytes:
-    """Add phases (ns) and quantities of STEP_EXTRAS to a step that `pack_step` has packed."""
+    """Add phases (ns) and quantities of STEP_EXTRAS to a step from `pack_step`."""
     found = bytearray(step)
     found[2] = len(extras)
     for name, value in extras.items():
@@ -279,23 +279,23 @@ def with_extras(step: bytes, extras: Mapping[str, int]) -> bytes:
     return bytes(found)
 
 
-def pack_collective(one: Collected) -> bytes:
-    """A collective, or the time of a sample."""
-    number, definition, phase, unended, *rest = one
+def pack_collective(collected: Collected) -> bytes:
+    """Pack a collective or a sample."""
+    number, definition, phase, unended, *rest = collected
     return COLLECTIVE.pack(COLLECTIVE_TAG, unended, phase, definition, number, *rest)
 
 
 def unpack_collective(payload: bytes) -> Collected:
-    """What `pack_collective` packed; struct.error if it is damaged."""
+    """Unpack a payload of `pack_collective`. Raises struct.error if it is damaged."""
     _, unended, phase, definition, number, *rest = COLLECTIVE.unpack(payload)
     return Collected(number, definition, phase, unended, *rest)
 
 
 def pack_timed(record: bytes, times: Sequence[float | None], why: int) -> bytes:
-    """A packed call or step with its device times in ms; `why` a time is None: a number of Untimed.
+    """Add device times (ms) to a packed call or step. `why`: the reason for times that are None, a number of Untimed.
 
-    Times of a call: each of CALL_PHASES, then each replica or stage. Times of a step: the first of TIMED_PHASES, or
-    all.
+    Times of a call: each of CALL_PHASES, then each replica or stage. Times of a step: the first ones or all of
+    TIMED_PHASES.
     """
     count = len(times)
     packer = _time_structs.get(count)

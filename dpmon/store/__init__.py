@@ -1,1 +1,1 @@
-"""What a run keeps: one writer (the supervisor), any number of readers, and one definition of every figure."""
+"""The history of a run: one writer (the supervisor), any number of readers, and one definition of every figure."""

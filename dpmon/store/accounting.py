@@ -1,4 +1,4 @@
-"""Where the time of a run went: every second of a process, up to its last step, belongs to one activity.
+"""Divides the time of a process into activities: each moment up to its last step belongs to one activity.
 
 startup     before the process's first step
 training    within training steps
@@ -8,10 +8,10 @@ paused      the user paused the training
 input       the script waited for a line of input
 missed      steps that were not recorded, and the time between them
 
-After its last step a process accounts for pauses and waits only: it may have ended long before the others. What nobody
-accounts for is the run's end (dpmon.store.window.accounted).
+After its last step, a process accounts only for pauses and waits: it may end long before the others. Time without any
+activity is the run's end (dpmon.store.window.accounted).
 
-Steps come in order. Pauses and waits for input are reported after they ended; they are taken out of the activity in
+Steps come in order. Pauses and waits for input are reported after their end; they are subtracted from the activity in
 which they lie.
 """
 
@@ -24,20 +24,20 @@ from typing import NamedTuple
 
 ACTIVITIES = ("startup", "training", "evaluation", "between", "paused", "input", "missed")
 _PIECES = 1024
-"""Stretches of time in which a late wait for input is looked for: the newest."""
+"""Number of the newest stretches of time that are searched for a late wait for input."""
 _PIECE_NS = 20_000_000
-"""Shorter stretches are not among them. A wait lies within one long step, or between two steps."""
+"""Shortest such stretch. A wait lies within one long step, or between two steps."""
 _SECOND = 1_000_000_000
 _MISSED = -2
-"""The number of a step that no step follows."""
+"""A step number without a successor."""
 _LONG = (86_400 * _SECOND, 3600 * _SECOND, 60 * _SECOND)
 _LONG_NS = 600 * _SECOND
 LATEST_NS = 10 * 365 * 86_400 * _SECOND
-"""No run takes longer: a time that is further from its start is damaged."""
+"""Longest possible run: a time beyond it is damage."""
 
 
 class Spent(NamedTuple):
-    """Time of an activity: from `begin` to `end` (ns since the run's start); `sign` -1 takes it back."""
+    """Time of an activity, from `begin` to `end` (ns since the run's start); `sign` -1 subtracts it."""
 
     activity: str
     mode: str
@@ -46,10 +46,10 @@ class Spent(NamedTuple):
     sign: int = 1
 
     def by_second(self) -> Iterator[tuple[int, int]]:
-        """Each second it touches, and the time in it (ns, negative if it is taken back).
+        """Yield each second that it touches, and the time in it (ns, negative if subtracted).
 
-        Of a time of ten minutes or more whole minutes, hours and days are each given as one, under their first second:
-        all ranks of a job may have paused for a night, and a damaged record may claim a century.
+        In a time of ten minutes or more, each whole minute, hour or day is yielded once, with its first second: all
+        ranks of a job may pause for a night, and a damaged record may claim a century.
         """
         at = self.begin
         widths = _LONG if self.end - at >= _LONG_NS else ()
@@ -61,7 +61,7 @@ class Spent(NamedTuple):
 
 
 def union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """All of the time that is in any of them, in order, none touching another."""
+    """Return the union of spans as disjoint spans, in order."""
     found: list[tuple[int, int]] = []
     for begin, end in sorted(span for span in spans if span[1] > span[0]):
         if found and begin <= found[-1][1]:
@@ -80,37 +80,37 @@ class Gap(NamedTuple):
     begin: int
     end: int
     ns: int
-    """Without pauses and waits."""
+    """Its length without pauses and waits."""
 
 
 class Account:
     """The activities of one process."""
 
     def __init__(self, begin: int = 0) -> None:
-        """`begin`: when the process began, ns since the run's start."""
+        """`begin`: start of the process (ns since the run's start)."""
         self._at = begin
-        """Everything before has been accounted for."""
+        """End of the time that is accounted for."""
         self._number: int | None = None
         self._evaluation = False
         self._mode = ""
         self._apart: list[tuple[str, int, int]] = []
-        """Pauses and waits for input that lie after `_at`, or may."""
+        """Pauses and waits for input that lie, or may lie, after `_at`."""
         self._paused_since: int | None = None
         self._pieces: deque[Spent] = deque(maxlen=_PIECES)
         """Time that was accounted for as neither a pause nor a wait for input."""
 
     def resume(self, number: int, mode: str, start: int, wall: int, evaluation: bool) -> None:
-        """Go on after a step that another supervisor accounted for."""
+        """Continue after a step that another supervisor accounted for."""
         self._at, self._number, self._evaluation, self._mode = start + wall, number, evaluation, mode
         self._end_pause(start)
         self._apart = [one for one in self._apart if one[2] > self._at]
 
     def miss(self) -> None:
-        """Steps were not recorded: the next one does not follow the last one."""
+        """Note that steps are missing: the next step does not follow the last one."""
         self._number = _MISSED
 
     def step(self, number: int, mode: str, start: int, wall: int, evaluation: bool) -> tuple[list[Spent], Gap | None]:
-        """Add a step. Return the time since the last one with it, and the gap before it if there is one."""
+        """Add a step. Return the time since the previous step, including this one, and the gap before it or None."""
         end = start + wall
         before = self._number
         if before is None:
@@ -134,7 +134,7 @@ class Account:
         return spent, gap
 
     def pause(self, paused: bool, at: int | None, took: int | None) -> None:
-        """A pause began (`paused`) at `at`, or ended there after `took` ns."""
+        """Note that a pause began (`paused`) at `at`, or ended at `at` after `took` ns."""
         if paused:
             self._paused_since = at
             return
@@ -144,13 +144,13 @@ class Account:
             self._apart.append(("paused", begin, at))
 
     def _end_pause(self, at: int) -> None:
-        """A step began: a pause whose end was not recorded is over."""
+        """End a pause without a recorded end, because a step began."""
         if self._paused_since is not None and at > self._paused_since:
             self._apart.append(("paused", self._paused_since, at))
             self._paused_since = None
 
     def wait(self, begin: int, end: int) -> list[Spent]:
-        """The process waited for input. Return what changes in the time that was accounted for before."""
+        """Note a wait for input. Return the corrections to the time accounted for earlier."""
         changes: list[Spent] = []
         pieces: list[Spent] = []
         for piece in self._pieces:
@@ -169,7 +169,7 @@ class Account:
         return changes
 
     def finish(self, end: int) -> list[Spent]:
-        """The run ended: return the pauses and waits for input after the last step."""
+        """End the account with the run. Return the pauses and waits for input after the last step."""
         if self._paused_since is not None:
             self._apart.append(("paused", self._paused_since, end))
             self._paused_since = None
@@ -178,7 +178,7 @@ class Account:
         return spent
 
     def _gap(self, activity: str, mode: str, until: int) -> tuple[list[Spent], int]:
-        """The time up to `until`, in order, and the sum (ns) of its parts that are neither pause nor wait.
+        """Return the time up to `until`, in order, and the sum (ns) of its parts that are neither pauses nor waits.
 
         `activity` "": only pauses and waits are returned.
         """
@@ -188,7 +188,7 @@ class Account:
         return spent, sum(one.end - one.begin for one in spent if one.activity == activity)
 
     def _stretch(self, activity: str, mode: str, begin: int, end: int) -> list[Spent]:
-        """The time of a step, without the waits for input in it."""
+        """Return the time of a step, with its waits for input separate."""
         if not self._apart:
             return self._piece(activity, mode, begin, end)
         return self._cut(activity, mode, begin, end, [one for one in self._apart if one[0] == "input"])
@@ -196,7 +196,7 @@ class Account:
     def _cut(
         self, activity: str, mode: str, begin: int, end: int, apart: Sequence[tuple[str, int, int]]
     ) -> list[Spent]:
-        """A stretch of time, in order: the first of `apart` that covers a part of it, else `activity`."""
+        """Divide a stretch of time: each part belongs to the first of `apart` that covers it, else to `activity`."""
         if not apart:
             return self._piece(activity, mode, begin, end)
         edges = sorted({begin, end, *(at for _, *both in apart for at in both if begin < at < end)})

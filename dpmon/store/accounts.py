@@ -1,4 +1,4 @@
-"""What all processes of a run spend their time on, and what their ranks do together."""
+"""The accounts of time of all processes of a run, and the synchronised passes of its ranks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from dpmon.store.rounds import Rounds
 
 @dataclass
 class Accounts:
-    """The accounts of all processes of a run: a process is known by the pid, too, that waits for input."""
+    """The accounts of all processes of a run. Waits for input name a process by its pid."""
 
     of: dict[int, Account] = field(default_factory=dict)
     rounds: Rounds = field(default_factory=Rounds)
     """The synchronised passes of all ranks."""
     _processes: dict[int, int] = field(default_factory=dict)
-    """By pid."""
+    """Processes by pid."""
     _early: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=1000))
-    """Waits of pids that are not known to train: pid, begin, end."""
+    """Waits of pids without a known process: pid, begin, end."""
 
     def account(self, process: int) -> Account:
         """The account of a process; a new one begins with the run."""
@@ -32,7 +32,7 @@ class Accounts:
         return found
 
     def event(self, batch: Batch, process: int | None, kind: str, data: Mapping[str, Any], at_ns: int | None) -> None:
-        """Account for what an event says; `process` None: it is the supervisor's."""
+        """Account for an event. `process`: None for an event of the supervisor."""
         if process is not None:
             if kind in ("process", "pause"):
                 self._heard(process, data, at_ns)
@@ -48,7 +48,7 @@ class Accounts:
             self._finish(batch, at_ns)
 
     def _heard(self, process: int, data: Mapping[str, Any], at_ns: int | None) -> None:
-        """A process began to record, or paused, or goes on."""
+        """Note that a process began to record, paused or resumed."""
         if type(data.get("pid")) is int:
             self._processes[data["pid"]] = process
             if process not in self.of:
@@ -57,13 +57,13 @@ class Accounts:
             self.account(process).pause(data["paused"], at_ns, ns_of(data.get("paused_s")))
 
     def _began(self, batch: Batch, pid: int) -> None:
-        """A process began to record: account for the waits that were reported before."""
-        for early in [one for one in self._early if one[0] == pid]:
+        """Account for the earlier waits of a process that began to record."""
+        for early in [wait for wait in self._early if wait[0] == pid]:
             self._early.remove(early)
             self._wait(batch, *early)
 
     def _wait(self, batch: Batch, pid: int, begin: int, end: int) -> None:
-        """The process with this pid waited for input."""
+        """Account for a wait for input of the process with this pid."""
         process = self._processes.get(pid)
         if process is None:
             self._early.append((pid, begin, end))
@@ -71,13 +71,13 @@ class Accounts:
             batch.spend(process, self.account(process).wait(begin, end))
 
     def _finish(self, batch: Batch, end_ns: int) -> None:
-        """The run ended."""
+        """End all accounts with the run."""
         for process, account in self.of.items():
             batch.spend(process, account.finish(end_ns))
 
 
 def ns_of(seconds: object) -> int | None:
-    """Seconds of an event in ns; None for what can be no time."""
+    """Return an event's seconds in ns; None for an impossible time."""
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not abs(seconds) < LATEST_NS / 1e9:
         return None
     return int(seconds * 1e9)

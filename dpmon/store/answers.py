@@ -1,4 +1,4 @@
-"""What queries of the store return, beside tallies. Data only."""
+"""The results of the store's queries, except tallies. Data only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dpmon.record.wire import FAILED, GRAD, TRAINING
 
 
 class TimeRow(NamedTuple):
-    """What one process did in one stretch of time, in one mode: ns by activity."""
+    """Activities of one process in one stretch of time and one mode (ns)."""
 
     start_s: int
     width_s: int
@@ -20,12 +20,12 @@ class TimeRow(NamedTuple):
 
 
 class TimeTogether(NamedTuple):
-    """What all processes did in one stretch of time: ns by activity."""
+    """Activities of all processes in one stretch of time (ns)."""
 
     start_s: int
     width_s: int
     longest_ns: int
-    """Time of the process that accounts for the most."""
+    """Time of the process with the most time."""
     spent: Mapping[str, int]
 
 
@@ -41,9 +41,9 @@ class PaceRow(NamedTuple):
     last_ns: int | None
     samples: int | None
     samples_n: int | None
-    """Steps that know their samples."""
+    """Number of steps with known samples."""
     wall_ns: int
-    """Sum over the steps."""
+    """Total duration of the steps."""
 
 
 class GapRow(NamedTuple):
@@ -59,10 +59,10 @@ class GapRow(NamedTuple):
 
 
 class LongRow(NamedTuple):
-    """One of the longest steps, or the longest of some that were deleted (`step` is None).
+    """One of the longest steps, or the longest of several deleted steps (`step` is None).
 
-    Of a deleted one `start_ns` is about when it began, and `phases` has at most one phase: the one that took most of
-    it, with the least that this may have been.
+    For a deleted step, `start_ns` is approximate, and `phases` has at most one phase: the phase with most of its time,
+    with a lower bound.
     """
 
     process: int
@@ -72,11 +72,11 @@ class LongRow(NamedTuple):
     start_ns: int
     wall_ns: int
     phases: Mapping[str, int]
-    """ns by phase, without those of its calls."""
+    """ns by phase, without the phases of its calls."""
 
 
 class MinuteRow(NamedTuple):
-    """One figure of a device (-1: the host) in one minute, or (`start_s` -1) before all minutes that are known."""
+    """One figure of a device (-1: the host) in one minute, or (`start_s` -1) before all known minutes."""
 
     start_s: int
     device: int
@@ -87,7 +87,7 @@ class MinuteRow(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Calls in which a layout got and gave the same sizes; numbers refer to the definitions of the process."""
+    """Calls of one layout with the same sizes of inputs and outputs. Numbers are definitions of the process."""
 
     process: int
     mode: str
@@ -97,16 +97,16 @@ class Shape(NamedTuple):
     inputs: int
     outputs: int
     replicas: tuple[tuple[int, int], ...]
-    """Inputs and outputs of each."""
+    """Inputs and outputs of each replica."""
     stages: tuple[tuple[int, int, int], ...]
-    """The definition of each stage, its inputs and its outputs (0: it did not end)."""
+    """Definition, inputs and outputs (0: it did not end) of each stage."""
     untimed: int
     """Why a device time is missing: an index of dpmon.record.payloads.UNTIMED; 0 if none is."""
     calls: int
 
 
 class Operation(NamedTuple):
-    """The collectives of one operation and one size of process group in the samples of some time."""
+    """The sampled collectives of one operation and one size of process group in a stretch of time."""
 
     name: str
     size: int
@@ -114,10 +114,10 @@ class Operation(NamedTuple):
     collectives: int
     bytes: int
     ended: int
-    """How many have a known end; the next are of these."""
+    """Collectives with a known end; `timed_bytes` and `ran_ns` count only these."""
     timed_bytes: int
     ran_ns: int
-    """From when each could begin to its end."""
+    """Total time from the possible start of each collective to its end."""
 
     @property
     def alg_bytes_s(self) -> float | None:
@@ -132,20 +132,20 @@ class Operation(NamedTuple):
 
 
 class Communicated(NamedTuple):
-    """The collectives in the samples of some time."""
+    """The sampled collectives in a stretch of time."""
 
     operations: tuple[Operation, ...] = ()
-    """Those with most bytes first."""
+    """The operations, those with the most bytes first."""
     samples: int = 0
-    """How often a step was sampled, of all processes."""
+    """Number of samples of all processes."""
     launched: int = 0
     """Collectives that were launched in these samples."""
     why: str | None = None
-    """Why none can be recorded."""
+    """Why no collectives can be recorded; None if they can."""
 
 
 class LastSample(NamedTuple):
-    """The newest time of a process in which every collective was recorded, mostly one step."""
+    """The newest sample of a process, in which every collective was recorded; usually one step."""
 
     step: int | None
     start_ns: int
@@ -155,7 +155,7 @@ class LastSample(NamedTuple):
 
 
 class CallHead(NamedTuple):
-    """What is read of a call without its definitions."""
+    """The fields of a call that are readable without its definitions."""
 
     id: int
     step: int
@@ -167,7 +167,7 @@ class CallHead(NamedTuple):
 
     @property
     def evaluates(self) -> bool:
-        """Whether it is an evaluation's: neither in training mode nor with gradients."""
+        """Whether the call belongs to an evaluation: neither in training mode nor with gradients."""
         return not self.flags & (TRAINING | GRAD)
 
     @property
@@ -177,17 +177,17 @@ class CallHead(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """What the charts show of one sample of a device (-1: of the host); None if it is unknown."""
+    """The values of one sample of a device (-1: the host) for the charts; None for unknown values."""
 
     id: int
     t_ns: int
     device: int
     util: float | None
-    """Per cent of the device, or of the host's processors."""
+    """Utilisation of the device, or of the host's processors (%)."""
     mem_used: float | None
-    """Bytes, as the next."""
+    """Bytes in use; `mem_total` is also in bytes."""
     mem_total: float | None
     power: float | None
     """Watts."""
     run_mem: float | None
-    """Bytes of the host's memory that the run's processes have."""
+    """Bytes of the host's memory in use by the run's processes."""

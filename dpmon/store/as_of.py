@@ -1,7 +1,7 @@
-"""The rows of a run as of a time: the newest step, calls and events of each process, and the samples of devices.
+"""Reads the state of a run as of a time: the newest steps, calls and events of each process, and device samples.
 
-What was recorded later is not seen, so a time in the past gives what was known then. Rows of one process lie in order
-of time, so the newest one before a time is found by halving.
+Later records are ignored, so a time in the past gives the state known then. The rows of one process are in order of
+time, so a binary search finds the newest row before a time.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _SAMPLED = ", ".join(
     for name in ("index", "util_pct", "cpu_pct", "mem_used_bytes", "mem_total_bytes", "power_w", "run_mem_bytes")
 )
 _HOST = -1
-"""The host, as a device."""
+"""Device number of the host."""
 _LOOKED_AT = 20_000
-"""Ids before the newest one within which single steps are looked for."""
+"""Range of ids before the newest one that is searched for single steps."""
 _NEAR = 4096
-"""Rings are read in turn, so rows of several processes are out of order by about this many ids at most."""
+"""Largest displacement (ids, roughly) of rows of several processes, because the rings are read in turn."""
 
 
 class AsOf:
-    """What a store holds up to a time (ns since the run's start); up to now if it is None."""
+    """The contents of a store up to a time (ns since the run's start); None: up to now."""
 
     def __init__(self, store: Store, t_ns: int | None = None) -> None:
         self.store = store
@@ -45,19 +45,19 @@ class AsOf:
         rings = [ring for ring in store.rings.values() if ring.process >= 0]
         self._rings = {ring.process: ring for ring in rings}
         self.missed = sum(ring.missed + ring.lost for ring in store.rings.values())
-        """Records that nobody will read."""
+        """Number of lost records."""
         self.ranks = {ring.process: ring.rank for ring in rings}
-        """Of all processes that ever recorded something."""
+        """Rank by process, for all processes with records."""
 
     @property
     def until_s(self) -> int | None:
-        """The first second that is not over as of this time; None as of now."""
+        """The first unfinished second as of this time; None as of now."""
         return None if self.until_ns == _LAST else self.until_ns // _SECOND
 
     # ------------------------------------------------------------------------------------------ steps and calls
 
     def first_ns(self, process: int) -> int | None:
-        """When the first call or step of a process began that has a row; None if it has none as of this time."""
+        """Return the start of the first call or step of a process that has a row; None if there is none yet."""
         ring = self._rings.get(process)
         tables = [] if ring is None else [table for table in ("calls", "steps") if getattr(ring, table)]
         first = (
@@ -71,11 +71,14 @@ class AsOf:
         return next((start for _, start, end in known if end <= self.until_ns), None)
 
     def steps(self, process: int, most: int) -> list[Step]:
-        """Its newest steps, the newest first; damaged ones are left out."""
+        """Return the newest steps of a process, the newest first, without damaged ones."""
         return self.store.steps_until(self._last_id("steps", process), process, most)
 
     def longest(self, process: int, mode: str, most: int, *, of_all: bool = False) -> list[LongRow]:
-        """The longest of its newest steps in a mode, the longest first, without settling ones; `of_all`: of all."""
+        """Return the longest of a process's newest steps in a mode, the longest first, without settling steps.
+
+        `of_all`: search all its steps.
+        """
         last = self._last_id("steps", process)
         query = (
             f"SELECT {LONG_COLUMNS} FROM steps WHERE process = ? AND id BETWEEN ? AND ? AND mode = ?"
@@ -86,7 +89,7 @@ class AsOf:
         return [row for each in rows if (row := long_row(each)) is not None]
 
     def last_training_ns(self, process: int) -> int | None:
-        """When its last training step ended, of its newest steps."""
+        """Return the end of the last training step among a process's newest steps; None if there is none."""
         last = min(self._last_id("steps", process), self._newest_id())
         query = (
             f"SELECT start_ns + wall_ns FROM steps WHERE process = ? AND id BETWEEN ? AND ? AND kind & {EVALUATION} = 0"
@@ -100,11 +103,11 @@ class AsOf:
         return next((number for (number,) in rows if type(number) is int), 0)
 
     def heads(self, process: int, most: int) -> list[CallHead]:
-        """Its newest calls, the newest first; damaged ones are left out."""
+        """Return the newest calls of a process, the newest first, without damaged ones."""
         return self._heads(process, 0, self._last_id("calls", process), most)
 
     def last_calls(self, process: int, most: int) -> list[CallHead]:
-        """The newest calls of its newest step, the newest first."""
+        """Return the newest calls in the newest step of a process, the newest first."""
         query = "SELECT id, step FROM steps WHERE process = ? AND id <= ? ORDER BY id DESC LIMIT 2"
         rows = self.store.query(query, (process, self._last_id("steps", process)))
         if not rows or not _whole(*rows[0]):
@@ -123,7 +126,7 @@ class AsOf:
         return found
 
     def call(self, process: int, head: CallHead) -> Call | None:
-        """The call itself; None if it is damaged."""
+        """Return the full call; None if it is damaged."""
         with suppress(RecordError, LookupError, TypeError, ValueError, struct.error):
             decoder = Decoder(process, self.ranks.get(process), self.store.origin_ns)
             for number, value in self.store.definitions(process, _numbers(head.payload)).items():
@@ -133,23 +136,23 @@ class AsOf:
         return None
 
     def _last_id(self, table: str, process: int) -> int:
-        """The id of its newest row in a table."""
+        """Return the id of a process's newest row in a table."""
         key = table, process
         found = self._ids.get(key)
         if found is None:
             low, high = self._bounds(process)
-            found = self._ids[key] = high if self.until_ns == _LAST else self._halved(table, process, low, high)
+            found = self._ids[key] = high if self.until_ns == _LAST else self._search(table, process, low, high)
         return found
 
     def _bounds(self, process: int) -> tuple[int, int]:
-        """Ids between which all of its calls and steps lie."""
+        """Return the lowest and highest possible id of a process's calls and steps."""
         ring = self._rings.get(process)
         if ring is None:
             return 0, 0
         return ring.first_id or 0, _LAST if ring.last_id is None else ring.last_id
 
-    def _halved(self, table: str, process: int, low: int, high: int) -> int:
-        """The highest id, from `low` to `high`, of a row of a process that was over by this time; `low` - 1: none."""
+    def _search(self, table: str, process: int, low: int, high: int) -> int:
+        """Return the highest id, from `low` to `high`, of a process's row that ended by now; `low` - 1 if none did."""
         query = (
             f"SELECT id, start_ns + wall_ns FROM {table} WHERE process = ? AND id BETWEEN ? AND ?"
             " ORDER BY id DESC LIMIT 1"
@@ -167,7 +170,7 @@ class AsOf:
         return found
 
     def step_end(self, process: int, *, forward: bool) -> int | None:
-        """When the first step of a process ended after this time, or the last one by this time; None if none did."""
+        """Return the end of a process's next step (`forward`) or last step, seen from this time; None without one."""
         last = self._last_id("steps", process)
         query = "SELECT start_ns + wall_ns FROM steps WHERE process = ? AND id {} ORDER BY id {} LIMIT 1"
         query = query.format("> ?", "") if forward else query.format("<= ?", "DESC")
@@ -176,7 +179,7 @@ class AsOf:
     # ------------------------------------------------------------------------------------------ events
 
     def lasting(self, kind: str, newest: int = -1) -> list[Event]:
-        """Events of a kind that outlives the steps around it (dpmon.store.tables.LASTING), in their order."""
+        """Return events of a lasting kind (dpmon.store.tables.LASTING), in order. `newest`: at most this many."""
         query = (
             f"SELECT json FROM events WHERE {LASTING} AND kind = ? AND ifnull(t_ns, 0) <= ? ORDER BY id DESC LIMIT ?"
         )
@@ -184,12 +187,12 @@ class AsOf:
         return [event for (text,) in reversed(rows) if (event := _lasting(text)) is not None]
 
     def count(self, kind: str) -> int:
-        """How many events of such a kind there were."""
+        """Return the number of events of a lasting kind."""
         query = f"SELECT count(*) FROM events WHERE {LASTING} AND kind = ? AND ifnull(t_ns, 0) <= ?"
         return next((int(count) for (count,) in self.store.query(query, (kind, self.until_ns))), 0)
 
     def memory(self, process: int, until_ns: int | None = None) -> Event | None:
-        """What the memory of the devices of a process held when it was looked at last, up to a time."""
+        """Return the last memory event of a process up to a time; None if there is none."""
         query = (
             "SELECT json FROM events WHERE kind = 'memory' AND process = ? AND t_ns <= ?"
             " ORDER BY t_ns DESC, id DESC LIMIT 1"
@@ -198,15 +201,15 @@ class AsOf:
         return next((event_in(text) for (text,) in self.store.query(query, (process, until))), None)
 
     def communicated(self, begin_ns: int, end_ns: int, processes: Collection[int]) -> Communicated:
-        """The sampled collectives of processes that began between two times, as far as they are known."""
+        """Return the sampled collectives of processes that began between two times, as far as they are known."""
         return communicated(self.store, begin_ns, min(end_ns, self.until_ns), processes)
 
     def last_sample(self, process: int, begin_ns: int) -> LastSample | None:
-        """The newest step of a process with sampled collectives, if it began after a time."""
+        """Return the newest step of a process with sampled collectives, if it began after a time."""
         return last_sample(self.store, process, begin_ns, self.until_ns)
 
     def samples(self, span_ns: int, after_id: int = 0) -> list[Sample]:
-        """Samples of devices and host of the last `span_ns`, in their order; those after an id if it is given.
+        """Return the samples of devices and host in the last `span_ns`, in order; with `after_id`, those after it.
 
         The span ends with the newest event.
         """
@@ -216,7 +219,7 @@ class AsOf:
             newest = next((at for (at,) in self.store.query(query) if type(at) is int), 0)
             begin = min(newest, self.until_ns) - span_ns
             first = max(self._event_at(begin) - _NEAR, 0)
-        # Taken apart by SQLite, which is ten times as fast.
+        # SQLite parses the JSON, which is ten times as fast.
         query = (
             f"SELECT id, t_ns, kind, {_SAMPLED} FROM events"
             " WHERE id > ? AND kind IN ('device', 'host') AND t_ns >= ? AND t_ns <= ? AND json_valid(json) ORDER BY id"
@@ -228,12 +231,12 @@ class AsOf:
         ]
 
     def sample(self, number: int) -> Event | None:
-        """The whole sample with this id."""
+        """Return the complete sample with this id; None if it is damaged or missing."""
         rows = self.store.query("SELECT json FROM events WHERE id = ?", (number,))
         return next((event_in(text) for (text,) in rows), None)
 
     def _event_at(self, t_ns: int) -> int:
-        """About the id of the first event at or after a time."""
+        """Return approximately the id of the first event at or after a time."""
         newest = self.store.query("SELECT max(id) FROM events")
         low, high = 0, next((number for (number,) in newest if type(number) is int), 0) + 1
         query = "SELECT id, t_ns FROM events WHERE id > ? AND t_ns IS NOT NULL ORDER BY id LIMIT 1"
@@ -247,7 +250,7 @@ class AsOf:
         return low
 
     def host_memory(self, begin_ns: int, end_ns: int) -> list[tuple[int, int]]:
-        """The most memory that the run's processes had in each minute that begins between two times: its first ns."""
+        """Return (start in ns, peak bytes of the run's processes) of each minute that begins between two times."""
         query = (
             "WITH RECURSIVE starts(at) AS (VALUES (:begin) UNION ALL SELECT at + 60 FROM starts WHERE at + 60 < :end)"
             " SELECT start_s, high FROM starts CROSS JOIN device_rollups"
@@ -265,11 +268,11 @@ class AsOf:
 
 
 _lasting = lru_cache(maxsize=1024)(event_in)
-"""A text is always the same event: those that last are asked for in every picture."""
+"""Caches parsed events, because every frame asks for the lasting ones."""
 
 
 def _numbers(payload: bytes) -> set[int]:
-    """The definitions that a call refers to."""
+    """Return the numbers of the definitions that a call refers to."""
     _, _, _, layout, _, _, _, _, inputs, outputs, *_ = call_head(payload)
     found = {layout, inputs, outputs}
     for got, gave, _, _ in call_replicas(payload):

@@ -1,4 +1,4 @@
-"""What is written into a history at once: rows, and the steps and times that its tallies take."""
+"""One write to a history: rows, and the steps and times for its tallies."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from dpmon.store.tables import RingRow
 from dpmon.store.tally import Key, StepFacts
 
 GAP_NS = 20_000_000
-"""Shorter times between two steps get no row."""
+"""Shortest gap between two steps that gets a row."""
 _SECOND = 1_000_000_000
 _MOST = (1 << 63) - 1
-"""A column holds no larger number."""
+"""Largest number in a column."""
 ShapeKey = tuple[int, str, int, int, int, str, int]
 """Process, mode, kind, layout, whether virtual, sizes and why a device time is missing."""
 
 
 @dataclass(slots=True)
 class Ended:
-    """Steps of one tally that ended in one second; when the first began and the last ended."""
+    """Steps of one tally that ended in one second; start of the first and end of the last one (ns)."""
 
     steps: list[StepFacts]
     first_ns: int
@@ -55,12 +55,12 @@ class Batch:
     tallied: dict[tuple[int, Key], Ended] = field(default_factory=dict)
     """Steps by the second they ended in and their tally."""
     spent: dict[tuple[int, int, str, str], int] = field(default_factory=dict)
-    """Time (ns) by second, process, mode and activity; negative where it is taken back."""
+    """Time (ns) by second, process, mode and activity; negative values subtract."""
     gaps: list[tuple[Any, ...]] = field(default_factory=list)
     waited: list[tuple[int, int, int]] = field(default_factory=list)
     """Waits for input in gaps that were recorded before: process, begin, end."""
     joined: list[Joined] = field(default_factory=list)
-    """Steps of this or an earlier batch. How they waited for other ranks has become known now."""
+    """Steps of this or an earlier batch with newly known waits for other ranks."""
     shapes: Counter[ShapeKey] = field(default_factory=Counter)
     """Calls by shape."""
     devices: dict[tuple[int, int, str], list[float]] = field(default_factory=dict)
@@ -78,13 +78,13 @@ class Batch:
         )
         return sum(len(part) for part in (*rows, *sums))
 
-    def collective(self, number: int, process: int, one: Collected) -> None:
+    def collective(self, number: int, process: int, collected: Collected) -> None:
         """Add a collective or a sample, and add it to the sums of its second."""
-        self.collectives.append((number, process, *one))
-        ended, timed = one.took >= 0, one.took >= 0 and one.definition > 0
-        ran = max(one.took - max(one.queued, 0), 0) if timed else 0
-        values = 1, one.quantity, int(ended), one.quantity if timed else 0, ran
-        key = max(one.start // _SECOND, 0), process, one.definition
+        self.collectives.append((number, process, *collected))
+        ended, timed = collected.took >= 0, collected.took >= 0 and collected.definition > 0
+        ran = max(collected.took - max(collected.queued, 0), 0) if timed else 0
+        values = 1, collected.quantity, int(ended), collected.quantity if timed else 0, ran
+        key = max(collected.start // _SECOND, 0), process, collected.definition
         found = self.communicated.get(key)
         if found is None:
             self.communicated[key] = list(values)
@@ -104,8 +104,8 @@ class Batch:
     def spend(self, process: int, spent: Iterable[Spent]) -> None:
         """Add time of a process's activities."""
         sums = self.spent
-        for one in spent:
-            activity, mode, begin, end, sign = one
+        for part in spent:
+            activity, mode, begin, end, sign = part
             if sign < 0 and activity == "between":
                 self.waited.append((process, begin, end))
             second = begin // _SECOND
@@ -113,7 +113,7 @@ class Batch:
                 key = second, process, mode, activity
                 sums[key] = sums.get(key, 0) + sign * (end - begin)
                 continue
-            for second, ns in one.by_second():
+            for second, ns in part.by_second():
                 key = second, process, mode, activity
                 sums[key] = sums.get(key, 0) + ns
 

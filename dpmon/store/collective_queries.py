@@ -14,7 +14,7 @@ from dpmon.store.queries import COLLECTED, Store
 from dpmon.store.tables import BEFORE_S, COLLECTIVE_SUMS
 
 MOST_DRAWN = 128
-"""Collectives of a sample that are read to draw them."""
+"""Most collectives of a sample that are read for drawing."""
 _SECOND = 1_000_000_000
 _LAST_NS = (1 << 63) - 1
 
@@ -22,7 +22,7 @@ _LAST_NS = (1 << 63) - 1
 def collectives(
     store: Store, most: int, *, begin_ns: int = 0, end_ns: int = _LAST_NS, process: int | None = None
 ) -> list[Collective | Sampled]:
-    """The newest collectives and samples that began between two times, the newest first; damaged ones are left out."""
+    """Return the newest collectives and samples that began between two times, newest first, without damaged ones."""
     who, values = ("", ()) if process is None else (" AND process = ?", (process,))
     query = f"SELECT {COLLECTED} FROM collectives WHERE start_ns >= ? AND start_ns < ?{who} ORDER BY id DESC LIMIT ?"
     found = []
@@ -33,7 +33,7 @@ def collectives(
 
 
 def last_sample(store: Store, process: int, begin_ns: int, end_ns: int) -> LastSample | None:
-    """The newest sample of a process that began between two times, with its first collectives."""
+    """Return the newest sample of a process between two times, with its first collectives; None without one."""
     query = (
         f"SELECT {COLLECTED} FROM collectives WHERE start_ns >= ? AND start_ns < ? AND process = ? AND definition = 0"
         " ORDER BY start_ns DESC LIMIT 1"
@@ -52,20 +52,20 @@ def last_sample(store: Store, process: int, begin_ns: int, end_ns: int) -> LastS
 
 
 def _sound(store: Store, rows: Iterable[Sequence[Any]]) -> Iterator[Collective]:
-    """The collectives in rows; damaged ones are left out."""
+    """Yield the collectives in rows, without damaged ones."""
     for row in rows:
         with suppress(RecordError, LookupError):
-            one = store.collective(row)
-            if isinstance(one, Collective):
-                yield one
+            record = store.collective(row)
+            if isinstance(record, Collective):
+                yield record
 
 
 def communicated(
     store: Store, begin_ns: int = 0, end_ns: int = _LAST_NS, processes: Collection[int] | None = None
 ) -> Communicated:
-    """The collectives of the samples between two times by operation, of all processes or of these.
+    """Return the sampled collectives between two times by operation, of all processes or of these.
 
-    Both times are rounded to whole seconds, so that the second of each is included.
+    Both times are rounded outwards to whole seconds.
     """
     only, values = "", [begin_ns // _SECOND if begin_ns > 0 else BEFORE_S, -(-end_ns // _SECOND)]
     if processes is not None:
@@ -96,4 +96,4 @@ def communicated(
             for at, number in enumerate(numbers):
                 whole[at] += number
     operations = [Operation(*key, *whole) for key, whole in sums.items()]
-    return Communicated(tuple(sorted(operations, key=lambda one: -one.bytes)), samples, launched, why)
+    return Communicated(tuple(sorted(operations, key=lambda operation: -operation.bytes)), samples, launched, why)

@@ -1,4 +1,4 @@
-"""Writes the sums of collectives: every second by itself, the oldest seconds together."""
+"""Writes the sums of collectives by second; the oldest seconds are added up."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dpmon.store.batch import Batch
 from dpmon.store.tables import BEFORE_S, COLLECTIVE_SUMS
 
 MOST_SUMS = 200_000
-"""Limit of rows."""
+"""Most rows."""
 _PART = 8
-"""When there are more, this part of them is added up, the oldest first."""
+"""Beyond the limit, the oldest eighth of the rows is added up."""
 _ADD = "INSERT INTO collective_sums {} ON CONFLICT (start_s, process, definition) DO UPDATE SET " + ", ".join(
     f"{name} = {name} + excluded.{name}" for name in COLLECTIVE_SUMS
 )
@@ -23,15 +23,15 @@ _TOGETHER = _ADD.format(
 
 
 class CollectiveSums:
-    """The writing end of the table `collective_sums`, within the transactions of its owner."""
+    """Writes the table `collective_sums`, within the transactions of its owner."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
         self._rows = MOST_SUMS
-        """There are at most this many rows; they are counted when this may be exceeded."""
+        """Upper bound of the number of rows; the rows are counted when it exceeds the limit."""
 
     def add(self, batch: Batch) -> None:
-        """Add what a batch has of collectives."""
+        """Add the collectives of a batch."""
         if not batch.communicated:
             return
         self._db.executemany(_INTO, [(*key, *values) for key, values in batch.communicated.items()])
@@ -40,7 +40,7 @@ class CollectiveSums:
             self._add_up()
 
     def _add_up(self) -> None:
-        """Count the rows, and replace the oldest by one for each process and definition if there are too many."""
+        """Count the rows. If there are too many, replace the oldest by one row per process and definition."""
         run = self._db.execute
         (self._rows,) = run("SELECT count(*) FROM collective_sums WHERE start_s > ?", (BEFORE_S,)).fetchone()
         if self._rows > MOST_SUMS:

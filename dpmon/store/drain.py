@@ -1,4 +1,4 @@
-"""Takes the records out of the rings and hands them to the history."""
+"""Moves the records from the rings into the history."""
 
 from __future__ import annotations
 
@@ -24,44 +24,44 @@ from dpmon.store.tables import HistoryError, RingRow
 from dpmon.store.writer import LIMIT_BYTES, History
 
 COMMIT_S = 0.2
-"""Between two commits while something happens."""
+"""Time between two commits while records arrive."""
 MANY_RINGS = 16
-"""With more rings than this there is one commit for each second of the run, so that each tally is written once."""
+"""With more rings than this, there is one commit per second of the run, so that each tally is written once."""
 TAKE_S = 0.2
 """Seconds between two reads with more than MANY_RINGS rings, unless one fills faster than it is read."""
 _AFTER_S = 0.1
-"""Such a commit comes this long after the end of a second: the records of that second are there by then."""
+"""Delay of such a commit after the end of a second, so that the records of that second have arrived."""
 FIND_S = 0.2
-"""Between two looks for new rings."""
+"""Time between two searches for new rings."""
 GONE_S = 1.0
-"""Between two looks whether a process is still there."""
+"""Time between two checks that a process is alive."""
 COMMIT_BYTES = 1 << 19
-"""Written at the latest when this much has gathered: less than a large ring holds, so that a kill loses nothing."""
+"""Most bytes before a commit: less than the size of a large ring, so that a kill loses nothing."""
 HOLD_BYTES = 32 << 20
-"""Memory of what is held at most while the history cannot be written, roughly; the rings keep what is newer."""
+"""Most memory (approximate) for records while the history cannot be written; newer records stay in the rings."""
 _RECORD_BYTES = 1024
-"""What a record takes in memory beside its payload when it has been taken apart, roughly."""
+"""Approximate memory of a decoded record without its payload."""
 _SECOND_BYTES = 1024
-"""What the sums of one second take in memory, roughly."""
+"""Approximate memory of the sums of one second."""
 RETRY_S = 5.0
 WARN_AGAIN_S = 300.0
-"""A disk that is full gives a little room now and then: that it fails anew is said no more often."""
+"""Shortest time between two warnings about failures: a full disk may succeed and fail in turn."""
 _MEMORY = pack_event("memory", {})[:-1]
-"""How such a record begins, and others."""
+"""First bytes of a memory event."""
 _EXIT = pack_event("exit", {})[:-1]
 _MOST_PUT_OFF = 32
 _AWAITED = tuple(pack_event(kind, {})[:-1] for kind in ("mode", "pause", "warning"))
-"""How records begin that somebody waits to see."""
+"""First bytes of events that a user waits for; they are committed at once."""
 
 
 class _Taken:
-    """A ring, and what takes its payloads in."""
+    """A ring and the intake of its payloads."""
 
     def __init__(self, path: Path, row: RingRow | None, start_ns: int, accounts: Accounts) -> None:
-        """Go on where `row` left off. Raises RingError or OSError."""
+        """Continue where `row` left off. Raises RingError or OSError."""
         self.ring = open_source(path, row)
         self.resumes = row is not None and row.pid == self.ring.pid
-        """Whether the history has its first records."""
+        """Whether the history already has records of this ring."""
         if row is None or not self.resumes:
             missed = 0 if row is None else row.missed + row.lost
             row = RingRow(path.name, self.ring.process, self.ring.rank, self.ring.pid, missed=missed)
@@ -70,26 +70,26 @@ class _Taken:
         self._missed_before = self.row.missed
         self.unreadable = 0
         self.gone = False
-        """Its process was not there any more when that was last looked at."""
+        """Whether its process was gone at the last check."""
         self.look_at = 0.0
         self.counted = self.ring.over
-        """All its calls are counted, those in no step, too."""
+        """Whether all its calls are counted, even those outside steps."""
         self.put_off = 0
-        """How often the run's end was found here before all that others had done."""
+        """Number of times that the exit event here was put back, because other rings had unread records."""
 
     def note(self) -> None:
-        """Bring the row up to what has been read."""
+        """Update the row to the position that has been read."""
         self.row.missed = self._missed_before + self.ring.note(self.row) + self.unreadable
 
     def look(self, now: float) -> None:
-        """See whether its process is gone, now and then."""
+        """Check from time to time whether its process is gone."""
         if now >= self.look_at and self.row.process >= 0 and not self.ring.over:
             self.look_at = now + GONE_S
             self.gone = not alive(self.ring.pid, None)
 
 
 class Drain:
-    """All rings of one run, and what was taken from them since the last write."""
+    """All rings of one run, and the records taken from them since the last write."""
 
     def __init__(
         self,
@@ -99,22 +99,22 @@ class Drain:
         limit_bytes: int = LIMIT_BYTES,
         history: History | None = None,
     ) -> None:
-        """`history`: write into this one; None: into that of the run's directory, which is bounded to `limit_bytes`."""
+        """`history`: the history to write; None: the history in the run's directory, limited to `limit_bytes`."""
         self._directory = directory
         self._info = info
         self._warn = warn
         self._limit_bytes = limit_bytes
         self._history: History | None = None
         self._kept: dict[str, RingRow] = {}
-        """The rings' rows as they stand in the history."""
+        """The rows of the rings in the history."""
         self._sources: dict[str, _Taken] = {}
         self._refused: set[str] = set()
         self._taken: list[tuple[_Taken, list[bytes]]] = []
-        """What was read from rings and is not in the batch yet."""
+        """Payloads that were read from rings and are not in the batch yet."""
         self._batch = Batch()
         self._accounts = Accounts()
         self._bytes = 0
-        """Of payloads and sums that are not written yet."""
+        """Bytes of payloads and sums that are not written yet."""
         self._records = 0
         """Payloads that are not written yet."""
         self._next_id = 1
@@ -123,15 +123,15 @@ class Drain:
         self._commit_at = 0.0
         self._retry_at = 0.0
         self.failure: Exception | None = None
-        """Why the history cannot be written just now."""
+        """Why the history cannot be written now; None if it can."""
         self._silent_until = 0.0
         self.heard: Callable[[bytes, int], None] = lambda payload, pid: None
-        """Called with every `memory` record of a training process, and its id: it says which GPUs that uses."""
+        """Called with each `memory` event of a training process, which names its GPUs, and its pid."""
         if history is not None:
             self._go_on_in(history)
 
     def drain(self, now: float) -> bool:
-        """Take what is new, write what is due; True if there is more to take at once. `now`: monotonic s."""
+        """Take new records, and write if a commit is due. Return whether more records are ready. `now`: monotonic s."""
         if self._history is None and not self._open(now):
             return False
         more = False
@@ -151,10 +151,10 @@ class Drain:
         return self._bytes + _RECORD_BYTES * self._records < HOLD_BYTES
 
     def flush(self, over: bool = False, last: bool = False) -> None:
-        """Take and write everything that is there now (at most a ring's worth from each).
+        """Take and write all records in the rings (at most the size of a ring from each).
 
-        With `over`, the command has ended: also the last of the processes that ended with it. With `last`, nobody goes
-        on with this history: also what processes that outlive the command have under way.
+        `over`: the command has ended; include the last records of processes that ended with it. `last`: no supervisor
+        continues this history; include the open steps of processes that outlive the command.
         """
         now = time.monotonic()
         self._find_at = self._take_at = self._retry_at = 0.0
@@ -166,7 +166,7 @@ class Drain:
         if self._history is None:
             return
         for source in self._sources.values() if over else ():
-            source.look_at = 0.0  # it may have ended a moment ago
+            source.look_at = 0.0  # the process may have ended a moment ago
             if last:
                 source.gone, source.look_at = True, math.inf
             for _ in range(64):
@@ -175,7 +175,7 @@ class Drain:
         self._write(now)
 
     def drop_samples(self, current: str) -> None:
-        """Delete the rings of samples of killed supervisors, once all of it is in the history; `current` stays."""
+        """Delete the sample rings of killed supervisors that are completely in the history; keep `current`."""
         for name, source in self._sources.items():
             kept = self._kept.get(name)
             if (
@@ -189,11 +189,11 @@ class Drain:
                     remove_file(self._directory / name)
 
     def warnings_kept(self) -> list[str]:
-        """The texts of the supervisor's warnings that are in the history."""
+        """Return the texts of the supervisor's warnings in the history."""
         return [] if self._history is None else self._history.warnings()
 
     def last_sample_ns(self) -> int | None:
-        """When devices were last sampled (ns since the run's start), as far as the history goes; None: never."""
+        """Return the time of the last device sample in the history (ns since the run's start) or None."""
         return None if self._history is None else self._history.last_sample_ns()
 
     def close(self) -> None:
@@ -212,18 +212,18 @@ class Drain:
             try:
                 source = _Taken(path, kept and replace(kept), self._info.start_ns, self._accounts)
             except (RingError, OSError) as error:
-                # It may be half made: its header is complete a moment later.
+                # It may be incomplete: its header follows a moment later.
                 if time.time() - _modified(path) > RETRY_S:
                     self._refused.add(path.name)
                     self._warn(f"{path.name} cannot be read: {error}")
                 continue
             self._sources[path.name] = source
             if source.resumes and self._history is not None:
-                with suppress(HistoryError):  # damaged; what comes now can be recorded all the same
+                with suppress(HistoryError):  # damaged; new records can still be recorded
                     resume_intake(self._history, source.intake)
 
     def _take(self, source: _Taken, now: float) -> bool:
-        """Move what one ring has into the batch; True if it filled faster than it was read."""
+        """Take the payloads of one ring; return whether it filled faster than it was read."""
         source.look(now)
         ring = source.ring
         try:
@@ -231,7 +231,7 @@ class Drain:
         except (RingError, OSError):
             return False
         if source.row.process < 0 and any(payload.startswith(_EXIT) for payload in payloads):
-            # What others did before the run's end belongs before it.
+            # Records of other rings from before the exit must precede it.
             source.put_off += 1
             if source.put_off < _MOST_PUT_OFF and isinstance(ring, FrameSource) and self._others_have_more():
                 ring.put_back()
@@ -247,7 +247,7 @@ class Drain:
         return False
 
     def _add(self, source: _Taken, payloads: list[bytes]) -> None:
-        """Note payloads of a ring. They are taken apart when they are written, all at once: that costs less."""
+        """Note payloads of a ring. They are decoded together before the write, which is cheaper."""
         self._taken.append((source, payloads))
         self._records += len(payloads)
         self._bytes += sum(map(len, payloads))
@@ -257,8 +257,8 @@ class Drain:
             elif payload.startswith(_MEMORY):
                 self.heard(payload, source.ring.pid)
 
-    def _take_apart(self) -> None:
-        """Put all that was taken into the batch."""
+    def _fill_batch(self) -> None:
+        """Put all taken payloads into the batch."""
         batch, before = self._batch, len(self._batch.tallied)
         for source, payloads in self._taken:
             add = source.intake.add
@@ -307,7 +307,7 @@ class Drain:
         if self._history is None or now < self._retry_at:
             return
         self._commit_at = self._next_commit(now)
-        self._take_apart()
+        self._fill_batch()
         for source in self._sources.values():
             source.note()
         self._batch.rings = [source.row for name, source in self._sources.items() if self._kept.get(name) != source.row]
@@ -330,11 +330,11 @@ class Drain:
         return now - late + 1.0
 
     def _fail(self, now: float, error: Exception) -> None:
-        """Say that the history cannot be written, once, and try again later: the run goes on without it."""
+        """Warn once that the history cannot be written, and try again later; the run continues without it."""
         self._retry_at = now + RETRY_S
         if self.failure is None and now >= self._silent_until:
             self._silent_until = now + WARN_AGAIN_S
-            self._warn(f"the history cannot be written ({error}); the run goes on, older records may be lost")
+            self._warn(f"the history cannot be written ({error}); the run continues, but older records may be lost")
         self.failure = error
 
 

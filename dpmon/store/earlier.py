@@ -1,7 +1,7 @@
-"""Reads a history that an earlier version of dpmon wrote (schema 1 to 6); its file stays as it is.
+"""Reads a history that an earlier version of dpmon wrote (schema 1 to 6), without changing its file.
 
-Each row becomes the payload that a ring had held, and goes through the intake into a new history: so all figures are as
-if this version had recorded the run. What an earlier version deleted is missing.
+Each row becomes the payload that the ring held, and goes through the intake into a new history. So all figures are as
+if this version had recorded the run. Rows that the earlier version deleted are missing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _DAMAGE = (RecordError, LookupError, ValueError, TypeError, AttributeError, stru
 
 
 def take_in(db: sqlite3.Connection, bounds: Bounds, history: History, start_ns: int) -> str | None:
-    """Write the rows of the earlier history `db` into an empty one; return what is missing, None if nothing is.
+    """Write the rows of the earlier history `db` to an empty one. Return a text about missing rows; None if complete.
 
     `start_ns`: the run's start, monotonic. Raises HistoryError if `history` cannot be written, or nothing can be read.
     """
@@ -67,7 +67,7 @@ def take_in(db: sqlite3.Connection, bounds: Bounds, history: History, start_ns: 
 
 
 class _Earlier:
-    """An earlier history, and what was taken from it and is not written yet."""
+    """An earlier history, and the rows taken from it that are not written yet."""
 
     def __init__(self, db: sqlite3.Connection, bounds: Bounds, start_ns: int) -> None:
         self._db = db
@@ -81,9 +81,9 @@ class _Earlier:
         found = next(self._each("SELECT value FROM meta WHERE key = 'pruned'"), {}).get("value")
         self.deleted = found if type(found) is int else 0
         self._lack_steps = {ring.process for ring in self._rings.values() if ring.steps} if self.deleted else set()
-        """Processes that may lack their first steps: none of their steps has been read yet."""
+        """Processes that may lack their first steps, and have no step read yet."""
         self._intakes = {}
-        for ring in self._rings.values():  # its rows are counted anew
+        for ring in self._rings.values():  # their rows are counted again
             fresh = replace(ring, calls=0, steps=0, first_id=None, last_id=None, held_id=None)
             self._intakes[ring.process] = Intake(fresh, start_ns, self._accounts)
         self._intakes.setdefault(_SUPERVISOR, Intake(RingRow("", _SUPERVISOR, None, 0), start_ns, self._accounts))
@@ -93,7 +93,7 @@ class _Earlier:
                 self._intakes[row["process"]].add(self.batch, 0, payload)
 
     def _each(self, query: str) -> Iterator[dict[str, Any]]:
-        """Rows by the names of their columns; where the history is damaged, those before the damage."""
+        """Yield rows by column name; in a damaged history, the rows before the damage."""
         self._bounds.begin()
         try:
             cursor = self._db.execute(query)
@@ -104,12 +104,12 @@ class _Earlier:
             self.damaged = self.damaged or str(error)
 
     def rows(self, table: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
-        """Id, table and columns of each row of a table, in order."""
+        """Yield (id, table, columns) of each row of a table, in order."""
         for row in self._each(f"SELECT * FROM {table} ORDER BY id"):
             yield row["id"], table, row
 
     def add(self, number: int, table: str, row: Mapping[str, Any]) -> None:
-        """Take in a row; a damaged one is counted."""
+        """Take in a row; damaged rows are counted as missed."""
         process = row["process"]
         intake = self._intakes.get(_SUPERVISOR if process is None and table == "events" else process)
         if intake is None:
@@ -130,12 +130,12 @@ class _Earlier:
             intake.row.missed += 1
 
     def rings(self) -> list[RingRow]:
-        """How far the rings were read, and how many records of each are here."""
+        """Return the rows of the rings, with the number of records taken."""
         return [self._intakes[ring.process].row for ring in self._rings.values()]
 
 
 def _step(row: Mapping[str, Any], start_ns: int) -> bytes:
-    """The payload of a step; one of _DAMAGE if its row is damaged."""
+    """Return the payload of a step. Raises one of _DAMAGE if its row is damaged."""
     body = [-1 if row[name] is None else row[name] for name in ("samples", *(f"{name}_ns" for name in BODY_PHASES))]
     samples, *phases = body
     start = row["start_ns"] + start_ns

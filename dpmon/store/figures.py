@@ -1,7 +1,7 @@
-"""The one definition of every figure: medians, tails, means, shares and rates of a mode's steps. Pure.
+"""Defines every figure in one place: medians, tails, means, shares and rates of a mode's steps. Pure.
 
-A figure is read from tallies (dpmon.store.tally), which the store adds up for any time. Steps of evaluations are apart
-from training; where a mode never trains, its evaluation steps are its steps.
+Figures come from tallies (dpmon.store.tally), which the store adds up for any time. Evaluation steps are separate from
+training steps; if a mode never trains, its evaluation steps are its steps.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ Counted = tuple[tuple[Quantity, Sum], ...]
 
 
 class PhaseFigures(NamedTuple):
-    """One phase of the steps: times in ns of the steps it ran in, its share of all their time (0 to 1)."""
+    """One phase: times (ns) over the steps in which it ran, and its share of the time of all steps (0 to 1)."""
 
     name: str
-    """As in dpmon.record.schema; REST for what the phases of the calls leave of the forward."""
+    """Name in dpmon.record.schema; REST for the forward without the phases of the calls."""
     ran: int
     median_ns: float | None
     p95_ns: float | None
     mean_ns: float | None
     share: float | None
     device_ns: float | None = None
-    """Median of what the slowest device took, of the steps in which that is known."""
+    """Median time of the slowest device (ns), over the steps with a known device time."""
     device_count: int = 0
     device_share: float | None = None
-    """Of all time of the steps (0 to 1), if the phase took it every time what it did where that is known."""
+    """Estimated share of the time of all steps (0 to 1), from the mean of the known device times."""
 
 
 class Figures(NamedTuple):
@@ -49,18 +49,18 @@ class Figures(NamedTuple):
     rate: Rate | None
     phases: tuple[PhaseFigures, ...]
     tally: Tally
-    """What they were read from."""
+    """The tally with these figures."""
 
     @property
     def parts(self) -> tuple[PhaseFigures, ...]:
-        """The phases that add up to the step, by their names on the screen: forward is what its calls' phases leave."""
+        """The phases that add up to the step, with their names on the screen; forward excludes its calls' phases."""
         named = {phase.name: phase for phase in self.phases}
         found = ((phase, named[REST if phase.name == "forward" else phase.name]) for phase in PHASES)
         return tuple(figures._replace(name=phase.shown) for phase, figures in found)
 
     @property
     def counted(self) -> Counted:
-        """The quantities that at least one step knows, without those that rates show."""
+        """The quantities known in at least one step, without the quantities that rates show."""
         sums = ((quantity, self.tally.sum(quantity.name)) for quantity in QUANTITIES if not quantity.in_rates)
         return tuple((quantity, known) for quantity, known in sums if known.count)
 
@@ -70,17 +70,17 @@ class Figures(NamedTuple):
 
 
 def counted_as_fields(counted: Counted) -> dict[str, dict[str, int]]:
-    """Quantities in JSON: the sum by name, and how many steps know it."""
+    """Return quantities for JSON by name: the sum, and the number of steps that know it."""
     return {quantity.name: {"sum": known.total, "steps": known.count} for quantity, known in counted}
 
 
 def trains(kinds: Iterable[tuple[str, int]]) -> set[str]:
-    """The modes with training steps, of the modes and kinds of a run's steps."""
+    """Return the modes with training steps. `kinds`: (mode, kind) of a run's steps."""
     return {mode for mode, kind in kinds if not kind & EVALUATION}
 
 
 def modes_of(kinds: Iterable[tuple[str, int]]) -> list[tuple[str, bool]]:
-    """The modes, each with whether these are its evaluation steps, in the order in which they are listed."""
+    """Return pairs (mode, evaluation) in display order; evaluation steps are separate if the mode also trains."""
     there = set(kinds)
     training = trains(there)
     found = {(mode, bool(kind & EVALUATION) and mode in training) for mode, kind in there}
@@ -97,9 +97,9 @@ def merged(
     settled: bool = False,
     batch: int | None = None,
 ) -> Tally:
-    """The tally of one mode: its evaluation steps, or its training steps, or all where it never trains.
+    """Return the tally of one mode: its evaluation or its training steps, or all steps if it never trains.
 
-    `trained`: whether the mode ever trains; `settled`: without settling steps; `batch`: of this size only.
+    `trained`: whether the mode ever trains. `settled`: leave out settling steps. `batch`: only this batch size.
     """
     found = Tally()
     for key, tally in tallies.items():
@@ -152,7 +152,7 @@ def _phase(name: str, tally: Tally, total: int) -> PhaseFigures:
 
 
 def elapsed(rows: Iterable[TimeRow], mode: str | None, evaluation: bool, trained: bool) -> dict[int, tuple[int, int]]:
-    """By process, the time of a mode's steps (ns): within and between them, and within them alone."""
+    """Return the time of a mode's steps by process (ns): (within and between steps, only within steps)."""
     found: dict[int, list[int]] = defaultdict(lambda: [0, 0])
     for row in rows:
         if mode is not None and row.mode != mode:
@@ -168,10 +168,10 @@ def elapsed(rows: Iterable[TimeRow], mode: str | None, evaluation: bool, trained
 
 
 def rate(tallies: Mapping[int, Tally], times: Mapping[int, tuple[int, int]], *, together: bool = False) -> Rate | None:
-    """The rate of processes that train together or one after the other; None if no time has passed.
+    """Return the rate of processes that train together or one after the other; None if no time has passed.
 
-    `tallies` and `times` (see `elapsed`) are by process. Samples of processes that train at the same time add up. Their
-    steps do not: the step rate is that of one process. `together`: all of them are known to train at the same time.
+    `tallies` and `times` (see `elapsed`) are by process. Samples of processes that train at the same time add up; their
+    steps do not: the step rate is per process. `together`: all processes are known to train at the same time.
     """
     there = [process for process, tally in tallies.items() if tally.steps and times.get(process, (0, 0))[0] > 0]
     if not there:
@@ -185,7 +185,7 @@ def rate(tallies: Mapping[int, Tally], times: Mapping[int, tuple[int, int]], *, 
 
 
 def _at_once(tallies: Sequence[Tally]) -> float:
-    """The mean number of processes that trained at the same time; all of them if the times are unknown."""
+    """Return the mean number of processes that trained at the same time; all processes if the times are unknown."""
     spans = sorted((t.first_ns, t.last_ns) for t in tallies if t.first_ns is not None and t.last_ns is not None)
     covered, reach = 0, 0
     for begin, end in spans:

@@ -1,7 +1,7 @@
-"""Takes the records of rings into rows, tallies and the account of time.
+"""Turns the records of a ring into rows, tallies and the account of time.
 
-An `Intake` belongs to one ring. The calls of a step come before it; they are held until it does, since their phases
-are part of the step's row and their kind is the step's.
+An `Intake` belongs to one ring. The calls of a step arrive before the step. They are held until it arrives, because its
+row contains their phases, and their kind is that of the step.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from dpmon.store.tables import RingRow
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key, StepFacts
 
 BATCH_SIZES = 16
-"""Batch sizes of a process that have tallies of their own; the others share OTHER_SIZES."""
+"""Most batch sizes of a process with their own tallies; further sizes share OTHER_SIZES."""
 SHAPES = 2000
-"""Distinct shapes of a process that keep their sizes; calls of other shapes are counted without sizes."""
+"""Most distinct shapes of a process that keep their sizes; further shapes are counted without sizes."""
 HELD_CALLS = 4096
-"""Calls of a process that are held for their step, at most."""
+"""Most calls of a process that are held for their step."""
 _MAX_INT = (1 << 63) - 1
 _APPLY = CALL_PHASES.index("parallel_apply")
 _CALL_AT = {name: index for index, name in enumerate(CALL_PHASES)}
@@ -57,21 +57,21 @@ _STEP_AT = {name: index for index, name in enumerate(STEP_PHASES)}
 _phases_of = itemgetter(
     *(len(STEP_PHASES) + _CALL_AT[phase.name] if phase.of_call else _STEP_AT[phase.name] for phase in PHASES)
 )
-"""Takes PHASES from the phases of a step, followed by those of its calls."""
+"""Takes PHASES from the phases of a step followed by the phases of its calls."""
 _DAMAGE = (RecordError, LookupError, ValueError, TypeError, AttributeError, struct.error, RecursionError)
 
 
 class _Call(NamedTuple):
-    """What is held of a call until its step comes."""
+    """The parts of a call that are held until its step arrives."""
 
     number: int
-    """Its id."""
+    """Id of the call."""
     step: int
     mode: str
     layout: int
     flags: int
     phases: tuple[int, ...]
-    """ns in the order of CALL_PHASES, -1 for one that did not run."""
+    """ns in the order of CALL_PHASES; -1: did not run."""
     device_ms: Mapping[str, float] | None
     parts: list[tuple[str, int]]
     sizes: str
@@ -79,24 +79,24 @@ class _Call(NamedTuple):
 
 
 class Intake:
-    """Puts the payloads of one ring into a batch, without decoding more than is needed."""
+    """Puts the payloads of one ring into a batch, and decodes no more than necessary."""
 
     def __init__(self, row: RingRow, start_ns: int, accounts: Accounts) -> None:
         self.row = row
         self._start_ns = start_ns
         self._accounts = accounts
         self._rows: dict[int, int | None] = {}
-        """Rows of the batch by definition of sizes, the newest ones."""
+        """Rows of a batch by the definition of its sizes, for the newest definitions."""
         self._shapes: set[ShapeKey] = set()
-        """Those that are kept with their sizes."""
+        """Shapes that are kept with their sizes."""
         self._calls: list[_Call] = []
         self._sizes: set[int] = set()
-        """Batch sizes with tallies of their own."""
+        """Batch sizes with their own tallies."""
         self._mode: str | None = None
         self._steps_in_mode = 0
 
     def learn(self, number: int, value: Any) -> None:
-        """Remember how many rows a batch has whose inputs are this definition (None: unknown)."""
+        """Remember the rows of a batch that has the sizes of this definition (None: unknown)."""
         if isinstance(value, list):
             shapes = (size[1] for size in value if size[1])
             rows = next((shape[0] for shape in shapes), None)
@@ -113,10 +113,10 @@ class Intake:
         waiting: Iterable[tuple[int, bytes]],
         shapes: Iterable[ShapeKey] = (),
     ) -> None:
-        """Go on after another supervisor.
+        """Continue the history of an earlier supervisor.
 
-        `mode` and how many steps it has had since the change; batch sizes that have tallies of their own; id and
-        payload of the calls that wait for their step; the shapes that are in the history.
+        `steps_in_mode`: steps since the mode last changed. `sizes`: batch sizes with their own tallies. `waiting`: id
+        and payload of calls that wait for their step. `shapes`: the shapes in the history.
         """
         self._mode, self._steps_in_mode = mode, steps_in_mode
         self._sizes.update(sizes)
@@ -128,9 +128,9 @@ class Intake:
                 self._calls.append(_held(number, payload, inner, call_head(inner)))
 
     def add(self, batch: Batch, number: int, payload: bytes) -> bool:
-        """Put `payload` into `batch` under the id `number`; False if it was a definition, which takes no id.
+        """Put `payload` into `batch` under the id `number`; False for a definition, which takes no id.
 
-        Raises RecordError for bytes that are no record.
+        Raises RecordError if `payload` is not a record.
         """
         kind = kind_of(payload)
         try:
@@ -168,7 +168,7 @@ class Intake:
         named = number, self.row.process, call, step, held.mode, began, wall, self._rows.get(inputs), payload
         phases = [took if took >= 0 else None for took in held.phases]
         batch.calls.append((*named, *phases))
-        if len(self._calls) > HELD_CALLS:  # a process with calls in no step
+        if len(self._calls) > HELD_CALLS:  # a process with calls outside steps
             self._count(batch, [self._calls.pop(0)], None)
         self._place(number)
         self._note_held()
@@ -179,7 +179,7 @@ class Intake:
         self.row.held_id = self._calls[0].number if self._calls else None
 
     def _count(self, batch: Batch, calls: Sequence[_Call], kind: int | None) -> None:
-        """Count what the calls got and gave; `kind` of their step, None if they are in none."""
+        """Count the sizes of calls. `kind`: kind of their step; None if they are in no step."""
         for call in calls:
             of_call = kind if kind is not None else EVALUATION * (call.flags & (TRAINING | GRAD) == 0)
             virtual = int(call.flags & VIRTUAL > 0)
@@ -192,7 +192,7 @@ class Intake:
             batch.shapes[shape] += 1
 
     def flush(self, batch: Batch) -> None:
-        """The process ended: its last calls are in no step that ended."""
+        """Count the last calls of an ended process, which are in no finished step."""
         self._count(batch, self._calls, None)
         self._calls.clear()
         self._note_held()
@@ -228,7 +228,7 @@ class Intake:
         batch.steps.append((*named, *quantities, *values, rest, times, spans or None, *numbers))
         if sync_number >= 0:
             second = (began + max(wall, 0)) // 1_000_000_000
-            # Where devices work, the host waits for nobody: it says nothing of the communication.
+            # With devices, the host does not wait for other ranks, so its time does not measure the communication.
             tail = phases[_STEP_AT["sync"]] if times is None else device_tail(known_times(times))
             if tail is not None:
                 synced = SyncStep(number, key, second, sync_number, counted[_SYNCED_AT], tail)
@@ -239,7 +239,7 @@ class Intake:
         self.row.last_step = step
 
     def _of_step(self, batch: Batch, step: int, kind: int) -> list[_Call]:
-        """The calls of a step, which are held no longer; nor are those of steps that were not recorded."""
+        """Return the held calls of a step, and stop holding them and calls of earlier, unrecorded steps."""
         held = self._calls
         self._calls = []
         calls = [call for call in held if call.step == step]
@@ -250,7 +250,7 @@ class Intake:
         return calls
 
     def _kind(self, mode: str, evaluation: bool) -> int:
-        """The kind of the next step."""
+        """Return the kind of the next step."""
         if mode != self._mode:
             self._mode, self._steps_in_mode = mode, 0
         self._steps_in_mode += 1
@@ -269,16 +269,23 @@ class Intake:
         row = self.row
         if row.first_id is not None:
             row.last_id = number
-        elif row.calls == row.steps == 0:  # else where it began is not known: an earlier version has begun it
+        elif row.calls == row.steps == 0:  # else its begin is unknown: an earlier version began the ring's history
             row.first_id = row.last_id = number
 
     # ------------------------------------------------------------------------------------------ collectives
 
     def _collective(self, batch: Batch, number: int, payload: bytes) -> None:
-        one = unpack_collective(payload)
-        one = one._replace(start=one.start - self._start_ns)
-        _check(one.start, max(one.took, 0), one.number, one.step, one.queued, one.quantity)
-        batch.collective(number, self.row.process, one)
+        collected = unpack_collective(payload)
+        collected = collected._replace(start=collected.start - self._start_ns)
+        _check(
+            collected.start,
+            max(collected.took, 0),
+            collected.number,
+            collected.step,
+            collected.queued,
+            collected.quantity,
+        )
+        batch.collective(number, self.row.process, collected)
 
     # ------------------------------------------------------------------------------------------ events
 
@@ -287,7 +294,7 @@ class Intake:
         kind, data = load_event(text)
         t_ns = ns_of(data.get("t_s"))
         process = self.row.process if self.row.process >= 0 else None
-        kind.encode()  # ValueError: half a character, which the database does not take
+        kind.encode()  # ValueError for a lone surrogate, which the database rejects
         self._accounts.event(batch, process, kind, data, t_ns)
         if process is None and t_ns is not None and kind in ("device", "host"):
             _add_sample(batch, t_ns, kind, data)
@@ -295,7 +302,8 @@ class Intake:
 
 
 def _held(number: int, payload: bytes, inner: bytes, head: Sequence[int]) -> _Call:
-    """What is held of a call; `inner`: it without times of devices, `head`: its numbers (dpmon.record.payloads)."""
+    """Return the parts of a call to hold. `inner`: payload without device times. `head`: its numbers
+    (dpmon.record.payloads)."""
     mode, flags, _, layout, step, _, _, _, inputs, outputs, *phases = head
     took = tuple([took if at >= 0 else -1 for at, took in zip(phases[::2], phases[1::2], strict=True)])
     replicas, stages = call_replicas(inner), call_stages(inner)
@@ -316,21 +324,21 @@ def _held(number: int, payload: bytes, inner: bytes, head: Sequence[int]) -> _Ca
 
 @lru_cache(4096)
 def _sizes_text(*sizes: int | tuple[int, ...]) -> str:
-    """The definitions of the sizes of a call, and of its replicas or stages, as JSON (dpmon.store.answers.Shape)."""
+    """Return the definitions of the sizes of a call and its replicas or stages as JSON (dpmon.store.answers.Shape)."""
     return json.dumps(sizes, separators=(",", ":"))
 
 
 def _without_sizes(text: str) -> str:
-    """The same calls, replicas and stages as in `_sizes_text`, with unknown sizes."""
+    """Return a text of `_sizes_text` with all sizes unknown."""
     _, _, *parts = json.loads(text)
     return _sizes_text(0, 0, *((0, 0) if len(part) == 2 else (part[0], 0, 0) for part in parts))
 
 
 def _of_calls(own: Sequence[int], calls: Sequence[_Call]) -> tuple[list[int], int | None]:
-    """The phases of a step's calls together (-1: did not run), and what they leave of its forward.
+    """Return the summed phases of a step's calls (-1: did not run), and the rest of its forward.
 
-    `own`: the step's phases in the order of STEP_PHASES. Calls of other threads, or calls that ran again in the
-    backward pass, may take more than the whole forward: then they cannot be told apart, and all is forward.
+    `own`: the step's phases in the order of STEP_PHASES. Calls of other threads, or calls repeated in the backward
+    pass, may take longer than the whole forward. Then the phases cannot be separated, and all time counts as forward.
     """
     sums = list(calls[0].phases) if calls else [-1] * len(CALL_PHASES)
     for call in calls[1:]:
@@ -343,7 +351,7 @@ def _of_calls(own: Sequence[int], calls: Sequence[_Call]) -> tuple[list[int], in
     inside = sum([took for took in sums if took > 0])
     over = inside - forward
     if 0 < over <= min(copy, sums[_APPLY]):
-        # A lone replica runs on the training thread. Its copies are taken off the forward, not off the call.
+        # A single replica runs on the training thread: its copies are subtracted from the forward, not from the call.
         sums[_APPLY] -= over
         inside = forward
     if inside > forward:
@@ -352,7 +360,7 @@ def _of_calls(own: Sequence[int], calls: Sequence[_Call]) -> tuple[list[int], in
 
 
 def _device_times(times: bytes | None, calls: Sequence[_Call], by_call: Sequence[int]) -> dict[str, int]:
-    """Device times of the step's phases in ns, by phase; of its calls' phases if every call has one; of the REST."""
+    """Return device times (ns) by phase: of the step, of its calls if all calls have them, and of the REST."""
     timed = [call for call in calls if call.device_ms]
     if times is None and not timed:
         return {}
@@ -371,7 +379,7 @@ def _device_times(times: bytes | None, calls: Sequence[_Call], by_call: Sequence
 
 
 def device_tail(times: Mapping[str, float]) -> int | None:
-    """What the end of a step's backward passes took on the devices (ns), of its device times (ms) by phase."""
+    """Return the device time (ns) of the end of a step's backward passes. `times`: its device times (ms) by phase."""
     return int(times["sync"] * 1e6) if "sync" in times else None
 
 
@@ -386,6 +394,6 @@ def _add_sample(batch: Batch, t_ns: int, kind: str, data: Mapping[str, Any]) -> 
 
 
 def _check(began: int, wall: int, *numbers: int) -> None:
-    """RecordError for what the database has no room for, and for times of no run: a damaged record."""
+    """Raise RecordError for numbers that do not fit into the database, and for impossible times."""
     if began < -LATEST_NS or began + wall > LATEST_NS or max(numbers) > _MAX_INT:
-        raise RecordError("numbers beyond reason")
+        raise RecordError("impossible numbers")

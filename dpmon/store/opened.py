@@ -1,9 +1,9 @@
-"""Opens what a run has recorded, to be asked (dpmon.store.queries).
+"""Opens the record of a run for queries (dpmon.store.queries).
 
-While a supervisor writes the history, readers ask the history as it is. Otherwise the rings may hold more than the
-history: the supervisor was killed, the disk was full, or the history is damaged. Then the history is copied into
-memory, and what the rings hold is added to the copy by the code that the supervisor uses. The history of an earlier
-version is read into memory, too.
+While a supervisor writes the history, readers query its file. Otherwise the rings may hold more than the history: the
+supervisor was killed, the disk was full, or the history is damaged. Then the history is copied to memory, and the
+supervisor's own code adds the contents of the rings to the copy. The history of an earlier version is also read into
+memory.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from dpmon.store.tables import (
 from dpmon.store.writer import History
 
 STALE_S = 3.0
-"""A supervisor that can write does so every second, because it samples the host."""
+"""A history without a write for this long has no working supervisor, which samples the host every second."""
 _MEMORY = ":memory:"
 _NO_LIMIT = 1 << 40
 _FAULTS = (HistoryError, sqlite3.Error, OSError, ValueError, TypeError, OverflowError)
 
 _kept: dict[object, Store] = {}
-"""The earlier history that was read last, if its run is over: a screen asks for it again and again."""
+"""Caches the last converted earlier history of a finished run, because a screen opens it repeatedly."""
 
 
 @contextmanager
 def open_store(directory: Path, *, as_written: bool = False) -> Iterator[Store]:
-    """The store of a run as of now. RunError if the directory is no run, HistoryError if nothing can be read.
+    """Open the store of a run as of now. Raises RunError if there is no run, HistoryError if it is unreadable.
 
-    `as_written`: ask the history alone and make no copy of it: for the supervisor that writes it.
+    `as_written`: query the history's file without a copy; for the supervisor that writes it.
     """
     info = load_info(directory)
     with ExitStack() as stack:
@@ -85,7 +85,7 @@ def _store(directory: Path, info: RunInfo, stack: ExitStack, as_written: bool) -
 
 
 def _earlier(directory: Path, info: RunInfo, db: sqlite3.Connection, bounds: Bounds, stack: ExitStack) -> Store:
-    """The store of a history that an earlier version wrote."""
+    """Make the store of a history that an earlier version wrote."""
     key = directory, *_stamps(directory / HISTORY_FILE)
     if key in _kept:
         return _kept[key]
@@ -104,7 +104,7 @@ def _earlier(directory: Path, info: RunInfo, db: sqlite3.Connection, bounds: Bou
 
 
 def _with_rings(directory: Path, info: RunInfo, memory: sqlite3.Connection, damaged: str | None = None) -> Store:
-    """The store of a history in memory, to which all is added that the rings hold."""
+    """Make the store of a history in memory, after adding the contents of the rings."""
     history = _history(memory, info)
     drain = Drain(directory, info, lambda text: None, history=history)
     drain.flush(over=True, last=load_exit(directory) is not None)
@@ -122,18 +122,18 @@ def _connect(uri: str, path: Path | None = None) -> sqlite3.Connection:
     if path is not None:
         check_database(path)
     db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
-    # A damaged letter is no reason to read nothing that follows it.
+    # A damaged character must not hide the text after it.
     db.text_factory = partial(str, encoding="utf-8", errors="replace")
     return db
 
 
 def stamp(directory: Path, info: RunInfo) -> object:
-    """What every commit into a history changes; None if no supervisor writes it, so that rings may hold more."""
+    """Return a value that changes with every commit; None if no supervisor writes, so that the rings may hold more."""
     return _stamps(directory / HISTORY_FILE) if _is_written(directory, info) else None
 
 
 def _stamps(path: Path) -> list[tuple[int, int]]:
-    """Time and size of the files of a database."""
+    """Return modification time and size of the files of a database."""
     found = []
     for part in (path, Path(f"{path}-wal")):
         with suppress(FileNotFoundError):
@@ -145,7 +145,7 @@ def _stamps(path: Path) -> list[tuple[int, int]]:
 def _is_written(directory: Path, info: RunInfo) -> bool:
     """Whether a supervisor lives and writes the history.
 
-    After the end of the command, a supervisor that replaced a killed one may not have taken the rings yet.
+    After the end of the command, a supervisor that replaced a killed one may not have read the rings yet.
     """
     written = max(_stamps(directory / HISTORY_FILE), default=(0, 0))[0] / 1e9
     if not supervised(info) or time.time() - written >= STALE_S:

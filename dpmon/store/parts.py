@@ -1,4 +1,4 @@
-"""The names under which the times of replicas and stages are counted in the tallies of their process."""
+"""The names of the series with the times of replicas and stages in a process's tallies."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Part(NamedTuple):
 
 @lru_cache(4096)
 def replica_series(layout: int, index: int) -> str:
-    """Of the replica at `index` in calls of this layout."""
+    """Return the series name of the replica at `index` in calls of this layout."""
     return f"replica {layout} {index}"
 
 
 def stage_series(layout: int, index: int, stage: int, inputs: int, outputs: int) -> str:
-    """Of the stage at `index`, in calls in which it got and gave these sizes."""
+    """Return the series name of the stage at `index` in calls with these sizes of inputs and outputs."""
     return f"stage {layout} {index} {stage} {inputs} {outputs}"

@@ -1,7 +1,7 @@
-"""A sketch of durations from which quantiles are read, at most 0.4 % off. Sketches of parts can be merged.
+"""Sketches of durations, for quantiles that are at most 0.4 % off. Sketches can be merged.
 
-A sketch counts values by bucket. A bucket is an integer: up to 256 the value itself, then 128 buckets to a power of
-two. So the middle of a bucket is within 1/256 of every value in it. The idea is that of HdrHistogram and DDSketch.
+A sketch counts values by bucket. A bucket is an integer: the value itself up to 256, then 128 buckets per power of two.
+So the middle of a bucket is within 1/256 of every value in it. HdrHistogram and DDSketch use the same idea.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import TypeAlias
 Counts = dict[int, int]
 """Number of values by bucket."""
 Packed: TypeAlias = "array[int]"
-"""The same as it is stored: buckets and counts in turn (see `pack`)."""
+"""The stored form: buckets and counts in turn (see `pack`)."""
 _BITS = 7
 _EXACT = 1 << _BITS + 1
 _MASK = (1 << _BITS) - 1
 _MOST = 0xFFFF
 LAST_BUCKET = (63 - _BITS << _BITS) | _MASK
-"""The bucket of the largest number that a record holds (63 bits)."""
+"""The bucket of the largest number in a record (63 bits)."""
 
 
 def bucket(value: int) -> int:
@@ -53,7 +53,7 @@ def add_values(counts: Counts, values: Iterable[int]) -> None:
     """Count values."""
     get = counts.get
     for value in values:
-        # As `bucket`, written out here: this runs for every number of every record.
+        # A copy of `bucket`: a call per value would be too slow.
         if value >= _EXACT:
             shift = value.bit_length() - _BITS - 1
             number = (shift << _BITS) + (value >> shift)
@@ -70,7 +70,7 @@ def merge(counts: Counts, other: Mapping[int, int]) -> None:
 
 
 def between(counts: Mapping[int, int], limits: Sequence[float]) -> list[int]:
-    """How many values lie up to each limit but above the one before, and how many above all; limits 0.4 % off."""
+    """Count the values up to each limit and above the one before, and those above all limits; limits are 0.4 % off."""
     found = [0] * (len(limits) + 1)
     for number, count in counts.items():
         found[bisect_left(limits, middle(number))] += count
@@ -78,7 +78,7 @@ def between(counts: Mapping[int, int], limits: Sequence[float]) -> list[int]:
 
 
 def checked(data: bytes) -> Packed:
-    """The numbers in bytes of `pack`; ValueError if these are none."""
+    """Return the numbers in bytes of `pack`. Raises ValueError if the bytes are damaged."""
     flat = array("H", data)
     if len(flat) % 2 or max(flat[::2], default=0) > LAST_BUCKET:
         raise ValueError("a damaged sketch")
@@ -86,7 +86,7 @@ def checked(data: bytes) -> Packed:
 
 
 def pack(counts: Mapping[int, int]) -> bytes:
-    """As bytes: pairs of bucket and count, 16 bits each, by bucket; a large count takes several pairs."""
+    """Return bytes: pairs of bucket and count, 16 bits each, by bucket; a large count takes several pairs."""
     ordered = sorted(counts.items())
     try:
         return array("H", chain.from_iterable(ordered)).tobytes()
@@ -102,12 +102,12 @@ def pack(counts: Mapping[int, int]) -> bytes:
 
 
 def most_values(size: int) -> int:
-    """The most values that `size` bytes of `pack` can count."""
+    """Return the most values that `size` bytes of `pack` can count."""
     return size // 4 * _MOST
 
 
 def unpack(counts: Counts, sketches: Iterable[Packed]) -> None:
-    """Add the counts of packed sketches, which were checked."""
+    """Add the counts of packed, checked sketches."""
     flat: Packed = array("H")
     for sketch in sketches:
         flat += sketch
@@ -117,12 +117,12 @@ def unpack(counts: Counts, sketches: Iterable[Packed]) -> None:
 
 
 def quantile(counts: Mapping[int, int], fraction: float) -> float | None:
-    """The smallest value that at least `fraction` of all do not exceed (nearest rank); None without values."""
+    """Return the quantile at `fraction` (nearest rank); None without values."""
     return quantiles(counts, (fraction,))[0]
 
 
 def quantiles(counts: Mapping[int, int], fractions: Sequence[float]) -> list[float | None]:
-    """The same for several fractions at once."""
+    """Return the quantiles at several fractions; None for each without values."""
     ordered = sorted(counts)
     sums = list(accumulate(counts[number] for number in ordered))
     if not sums or sums[-1] <= 0:
@@ -132,7 +132,7 @@ def quantiles(counts: Mapping[int, int], fractions: Sequence[float]) -> list[flo
 
 
 def median(counts: Mapping[int, int]) -> float | None:
-    """The middle value, or the mean of the two middle ones; None without values."""
+    """Return the middle value, or the mean of the two middle values; None without values."""
     total = sum(counts.values())
     below, above = quantiles(counts, (0.5, 0.5 + 0.5 / total if total else 0.5))
     if total % 2 or below is None or above is None:

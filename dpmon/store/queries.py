@@ -1,7 +1,7 @@
-"""What a run's record says of any time between two seconds: tallies, times, gaps, shapes and the longest steps.
+"""Reads the records of a run's history: steps, calls, collectives, events, gaps, shapes and the longest steps.
 
-A `Store` reads the database as of one instant. Every figure of the screen, the report, the summary, the lines of JSON
-and the metrics is made from what it returns (dpmon.store.figures, dpmon.store.window).
+A `Store` reads the database as of one instant. All figures of the screen, the report, the summary, the JSON lines and
+the metrics come from its results (dpmon.store.figures, dpmon.store.window).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from dpmon.store.tally import Key, Tally, are_optional
 _LAST_NS = (1 << 63) - 1
 _SECOND = 1_000_000_000
 COLLECTED = ", ".join(tuple(COLLECTIVE_COLUMNS)[1:])
-"""What `collective` takes of a row."""
+"""Columns of a row for `collective`."""
 _AT_ONCE = 5000
-"""Ids of records that are read in one transaction."""
+"""Number of ids read in one transaction."""
 _LONG_PHASES = tuple(f"{name}_ns" for name in STEP_PHASES)
 _AT = {name: index for index, name in enumerate(STEP_COLUMNS)}
 _plain_of = itemgetter(*map(_AT.__getitem__, ("process", "step", "mode", "start_ns", "wall_ns", "device", "spans")))
@@ -54,7 +54,7 @@ _TABLES = {
 _COUNTED = tuple(quantity.name for quantity in QUANTITIES)
 _quantities_of = itemgetter(*map(_AT.__getitem__, _COUNTED))
 LONG_COLUMNS = ", ".join(("process", "step", "mode", "kind", "start_ns", "wall_ns", *_LONG_PHASES))
-"""What `long_row` takes of a step."""
+"""Columns of a step for `long_row`."""
 _SHAPE_CHARACTERS = 1 << 20
 
 
@@ -62,16 +62,16 @@ class Store(Sums):
     """The tables of one history, as of one instant."""
 
     def __init__(self, db: sqlite3.Connection, bounds: Bounds, origin_ns: int = 0, damaged: str | None = None) -> None:
-        """Parameters as of Sums."""
+        """Take the parameters of Sums."""
         super().__init__(db, bounds, origin_ns, damaged)
         self._unreadable = 0
-        """Damaged rows that `records` met."""
+        """Number of damaged rows found by `records`."""
         self._decoders: dict[int, Decoder] = {}
         self._ranks = {ring.process: ring.rank for ring in reversed(self.rings.values())}
 
     @property
     def dropped(self) -> int:
-        """Records that nobody could keep: lost by their writer, overwritten before they were read, or unreadable."""
+        """Number of lost records: lost by their writer, overwritten before they were read, or unreadable."""
         return self._unreadable + sum(ring.missed + ring.lost for ring in self.rings.values())
 
     def rank(self, process: int) -> int | None:
@@ -79,14 +79,14 @@ class Store(Sums):
         return self._ranks.get(process)
 
     def definitions(self, process: int, numbers: Collection[int] | None = None) -> dict[int, Any]:
-        """The definitions of a process by number, or those with these numbers; damaged ones are left out."""
+        """Return the definitions of a process by number, all or those in `numbers`, without damaged ones."""
         query = "SELECT number, value FROM definitions WHERE process = ?"
         if numbers is not None:
             query += f" AND number IN ({', '.join('?' * len(numbers))})"
         return definitions_in(self._rows(query, (process, *(numbers or ()))))
 
     def decoder(self, process: int) -> Decoder:
-        """A decoder that knows the definitions of a process."""
+        """Return a decoder that knows the definitions of a process."""
         found = self._decoders.get(process)
         if found is None:
             found = self._decoders[process] = Decoder(process, self.rank(process), self.origin_ns)
@@ -96,7 +96,7 @@ class Store(Sums):
         return found
 
     def gaps(self, most: int, begin_ns: int = 0, end_ns: int = _LAST_NS) -> list[GapRow]:
-        """The longest times between two steps, the longest first."""
+        """Return the longest gaps between two steps, the longest first."""
         query = (
             "SELECT process, after_step, before_step, mode, begin_ns, end_ns, ns FROM gaps"
             " WHERE end_ns > ? AND begin_ns < ? ORDER BY ns DESC LIMIT ?"
@@ -116,9 +116,9 @@ class Store(Sums):
         mode: str | None = None,
         evaluation: bool | None = None,
     ) -> list[LongRow]:
-        """The longest steps that began between two times, the longest first, without settling ones.
+        """Return the longest steps that began between two times, the longest first, without settling steps.
 
-        `mode`, `evaluation`: of this mode, and of its evaluation steps or the others.
+        `mode`: only this mode. `evaluation`: True for evaluation steps only, False for the others only.
         """
         only, values = _only(mode, evaluation)
         query = (
@@ -129,9 +129,9 @@ class Store(Sums):
         return [row for each in rows if (row := long_row(each)) is not None]
 
     def longest_deleted(self, most: int, *, mode: str | None = None, evaluation: bool | None = None) -> list[LongRow]:
-        """As `longest`, of the steps that have no row any more: the longest of each tally.
+        """Do what `longest` does for steps without a row any more: return the longest step of each tally.
 
-        Its phase is known if the others of the tally were too short to have spent what the tally has of that phase.
+        A phase of that step is known if the tally's other steps are too short to account for the phase's total.
         """
         oldest = self.oldest_step_ns()
         if not self.pruned or oldest is None:
@@ -152,14 +152,14 @@ class Store(Sums):
         return sorted(found, key=lambda step: -step.wall_ns)[:most]
 
     def steps(self, most: int, *, begin_ns: int = 0, end_ns: int = _LAST_NS, process: int | None = None) -> list[Step]:
-        """The newest steps that ended between two times, the newest first; damaged ones are left out."""
+        """Return the newest steps that ended between two times, the newest first, without damaged ones."""
         who, values = ("", ()) if process is None else (" AND process = ?", (process,))
         ended = "start_ns + wall_ns"
         query = f"SELECT {_STEP_COLUMNS} FROM steps WHERE {ended} > ? AND {ended} <= ?{who}"
         return self._steps(f"{query} ORDER BY id DESC LIMIT ?", (begin_ns, end_ns, *values, most))
 
     def steps_until(self, last_id: int, process: int, most: int) -> list[Step]:
-        """The newest steps of a process up to an id, the newest first; damaged ones are left out."""
+        """Return the newest steps of a process up to an id, the newest first, without damaged ones."""
         query = f"SELECT {_STEP_COLUMNS} FROM steps WHERE process = ? AND id <= ? ORDER BY id DESC LIMIT ?"
         return self._steps(query, (process, last_id, most))
 
@@ -171,7 +171,7 @@ class Store(Sums):
         return found
 
     def _step(self, row: Sequence[Any]) -> Step:
-        """The record in a row of STEP_COLUMNS; RecordError if it is damaged."""
+        """Return the record in a row of STEP_COLUMNS. Raises RecordError if it is damaged."""
         process, number, mode, start, wall, device, packed = _plain_of(row)
         phases, quantities, sync = _phases_of(row), _quantities_of(row), _sync_of(row)
         known = type(process) is type(number) is type(start) is type(wall) is int and mode in MODES
@@ -202,28 +202,28 @@ class Store(Sums):
             raise RecordError("damaged row in steps") from None
 
     def records(self) -> Iterator[Record]:
-        """Every call, step and event so far, in the order in which they came; damaged ones count as `dropped`.
+        """Yield every record so far in the order of arrival; damaged records count as `dropped`.
 
-        They are read in parts. Between them the database is let go of, so that its journal does not grow for as long as
-        somebody takes to read them all; what is deleted meanwhile is left out.
+        The records are read in parts. The transaction ends between two parts, so that a slow reader does not let the
+        journal grow; rows deleted in between are left out.
         """
         self._unreadable = 0
         first, newest = self._ids(0)
         while first <= newest and first < _LAST_NS:
             found = list(self._part(first, first + _AT_ONCE))
             first = max(self._ids(first + _AT_ONCE)[0], first + _AT_ONCE)  # a damaged tree may lead back
-            self._let_go()
+            self._refresh()
             yield from found
 
     def _ids(self, least: int) -> tuple[int, int]:
-        """The lowest and the highest id from `least` on; without any, the last possible one and 0."""
+        """Return the lowest and the highest id from `least` on; (the largest possible id, 0) if there are none."""
         queries = (f"SELECT min(id), max(id) FROM {table} WHERE id >= ?" for table in _TABLES)
         found = [row for query in queries for row in self._rows(query, (least,))]
         known = [row for row in found if type(row[0]) is type(row[1]) is int]
         return min((low for low, _ in known), default=_LAST_NS), max((high for _, high in known), default=0)
 
     def _part(self, first: int, end: int) -> Iterator[Record]:
-        """The records with these ids."""
+        """Yield the records with ids from `first` up to, not including, `end`."""
         tables = (
             self._rows(f"SELECT id, '{table}', {names} FROM {table} WHERE id >= ? AND id < ? ORDER BY id", (first, end))
             for table, names in _TABLES.items()
@@ -238,15 +238,15 @@ class Store(Sums):
             else:
                 yield record
 
-    def _let_go(self) -> None:
-        """See the database as it is when it is asked next."""
+    def _refresh(self) -> None:
+        """End the transaction, so that the next query sees the current database."""
         with suppress(sqlite3.Error):
             if self._db.in_transaction:
                 self._db.execute("COMMIT")
                 self._db.execute("BEGIN")
 
     def _record(self, table: str, row: Sequence[Any]) -> Record | None:
-        """The record in a row; None if it is damaged, or an error."""
+        """Return the record in a row; None, or an exception, if it is damaged."""
         if table == "calls":
             process, payload = row
             return self.decoder(process).decode(payload)
@@ -257,15 +257,15 @@ class Store(Sums):
         return event_in(row[0])
 
     def collective(self, row: Sequence[Any]) -> Collective | Sampled:
-        """The record in a row of COLLECTED; RecordError or LookupError if it is damaged."""
+        """Return the record in a row of COLLECTED. Raises RecordError or LookupError if it is damaged."""
         process, *numbers = row
         if any(type(number) is not int for number in row):
             raise RecordError("damaged row in collectives")
-        one = Collected(*numbers)
-        return self.decoder(process).collective(one._replace(start=one.start + self.origin_ns))
+        collected = Collected(*numbers)
+        return self.decoder(process).collective(collected._replace(start=collected.start + self.origin_ns))
 
     def newest_ns(self) -> int:
-        """When the last thing that is recorded was over; 0 if there is none."""
+        """Return the end of the last record (ns); 0 if there is none."""
         found = 0
         for table, end in (("steps", "start_ns + wall_ns"), ("calls", "start_ns + wall_ns"), ("events", "t_ns")):
             query = f"SELECT max(at) FROM (SELECT {end} AS at FROM {table} ORDER BY id DESC LIMIT 1000)"
@@ -273,14 +273,14 @@ class Store(Sums):
         return found
 
     def oldest_step_ns(self) -> int | None:
-        """When the oldest step began that has a row; None if there is none."""
+        """Return the start of the oldest step that has a row; None if there is none."""
         rows = self._rows("SELECT start_ns FROM steps ORDER BY id LIMIT 1000")
         return min((at for (at,) in rows if type(at) is int), default=None)
 
     def next_step_ns(self, process: int, after_ns: int) -> int | None:
-        """When the first step of a process began that began no earlier than a time; None if there is none.
+        """Return the start of the first step of a process that began at or after a time; None if there is none.
 
-        Where rows were deleted it may be a later step.
+        If rows were deleted, the result may be a later step.
         """
         rows = self._rows(
             "SELECT min(start_ns) FROM steps WHERE process = ? AND start_ns >= ?"
@@ -290,9 +290,9 @@ class Store(Sums):
         return min((at for (at,) in rows if type(at) is int), default=None)
 
     def calls(self, most: int, *, process: int, step: int | None = None, end_ns: int = _LAST_NS) -> list[Call]:
-        """The newest calls of a process that ended by a time, or of one of its steps; the newest first.
+        """Return the newest calls of a process that ended by a time, the newest first; `step`: only calls of this step.
 
-        Damaged ones are left out.
+        Damaged calls are left out.
         """
         of_step, values = ("", ()) if step is None else (" AND step = ?", (step,))
         query = (
@@ -309,9 +309,9 @@ class Store(Sums):
     def events(
         self, *kinds: str, begin_ns: int | None = None, end_ns: int = _LAST_NS, newest: int | None = None
     ) -> list[Event]:
-        """Events of some kinds up to a time, in their order; the newest of them if `newest` says how many.
+        """Return events of some kinds between two times, in order. `newest`: the largest number to return.
 
-        An event without a time counts as old. Damaged ones are left out.
+        An event without a time counts as old. Damaged events are left out.
         """
         since, values = ("", ()) if begin_ns is None else (" AND t_ns >= ?", (begin_ns,))
         query = f"{_events_of(kinds)} AND ifnull(t_ns, 0) <= ?{since} ORDER BY id DESC LIMIT ?"
@@ -319,17 +319,17 @@ class Store(Sums):
         return [event for (text,) in reversed(rows) if (event := event_in(text)) is not None]
 
     def each_event(self, *kinds: str) -> Iterator[Event]:
-        """As `events`, one after the other: samples of devices can be too many to hold them all."""
+        """Yield all events of some kinds, one at a time: the samples of devices may not fit into memory."""
         rows = self._each(f"{_events_of(kinds)} ORDER BY id", kinds)
         return (event for (text,) in rows if (event := event_in(text)) is not None)
 
     def event_count(self, kind: str) -> int:
-        """How many events of a kind there are, of those kinds that are kept (dpmon.store.tables.LASTING)."""
+        """Return the number of events of a lasting kind (dpmon.store.tables.LASTING)."""
         (found,) = self._rows(f"SELECT count(*) FROM events WHERE {LASTING} AND kind = ?", (kind,))[0]
         return whole(found)
 
     def device_minutes(self) -> list[MinuteRow]:
-        """Sums of the samples of devices and host that were deleted, those of the time before all minutes first."""
+        """Return sums of the deleted samples of devices and host, by time; the first cover all earlier time."""
         if not self.pruned:
             return []
         query = "SELECT t_ns FROM events WHERE kind IN ('host', 'device') AND t_ns IS NOT NULL ORDER BY id LIMIT 1"
@@ -346,7 +346,7 @@ class Store(Sums):
         ]
 
     def shapes(self) -> list[Shape]:
-        """What calls got and gave, over the whole run so far."""
+        """Return the sizes of inputs and outputs of all calls so far."""
         query = "SELECT process, mode, kind, layout, virtual, sizes, untimed, calls FROM shapes"
         found = []
         for process, mode, kind, layout, virtual, sizes, untimed, calls in self._rows(query):
@@ -367,21 +367,21 @@ class Store(Sums):
 
 
 def _events_of(kinds: Sequence[str]) -> str:
-    """The begin of a query for events of some kinds."""
+    """Return the beginning of a query for events of some kinds."""
     # The words of the index's own condition let SQLite use it.
     lasting = f"{LASTING} AND " if set(kinds) <= set(LASTING_KINDS) else ""
     return f"SELECT json FROM events WHERE {lasting}kind IN ({', '.join('?' * len(kinds))})"
 
 
 def event_in(text: Any) -> Event | None:
-    """The event that a row holds as JSON; None if it is damaged."""
+    """Return the event in the JSON of a row; None if it is damaged."""
     with suppress(ValueError, TypeError, AttributeError, RecursionError):
         return Event(*load_event(text))
     return None
 
 
 def _only(mode: str | None, evaluation: bool | None) -> tuple[str, tuple[Any, ...]]:
-    """A condition for rows of steps and tallies, and its values."""
+    """Return a condition for rows of steps and tallies, and its values."""
     parts, values = [f"kind & {SETTLING} = 0"], []
     if mode is not None:
         parts.append("mode = ?")
@@ -392,19 +392,19 @@ def _only(mode: str | None, evaluation: bool | None) -> tuple[str, tuple[Any, ..
 
 
 def _longest_of(key: Key, end_ns: int, tally: Tally) -> LongRow:
-    """The longest step of a tally, whose time ends at `end_ns`; ValueError if it has none."""
+    """Return the longest step of a tally; `end_ns`: end of its time. Raises ValueError if it has no step."""
     wall = tally.high_ns
     if wall is None:
         raise ValueError("a damaged tally")
     others = max(tally.stat(STEP).total - wall, 0)
     spent = {name: tally.stat(name).total for name in STEP_PHASES}
-    # As if the others had been in that phase all the time.
+    # Lower bounds: assume that the other steps spent all their time in that phase.
     least = {name: took - others for name, took in spent.items() if 2 * (took - others) > wall}
     return LongRow(key.process, None, key.mode, key.kind, max(end_ns - wall, 0), wall, least)
 
 
 def long_row(row: tuple[Any, ...]) -> LongRow | None:
-    """A step of LONG_COLUMNS; None if it is damaged."""
+    """Return the step in a row of LONG_COLUMNS; None if it is damaged."""
     process, step, mode, kind, start, wall, *phases = row
     known = {name: took for name, took in zip(STEP_PHASES, phases, strict=True) if type(took) is int}
     if mode in MODES and all(type(value) is int for value in (process, step, kind, start, wall)):

@@ -1,4 +1,4 @@
-"""What a new supervisor must know to go on with a history that another one wrote."""
+"""Restores the state that a new supervisor needs to continue another supervisor's history."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key, known_keys
 from dpmon.store.writer import History
 
 _RECENT = 10_000
-"""Steps in which a wait for input may lie that is recorded after them."""
+"""Number of recent steps that a late wait for input may overlap."""
 _LAST_ID = (1 << 63) - 1
 _ACCOUNTED = "id, process, step, mode, start_ns, wall_ns, kind"
 _SYNCED = "id, process, mode, kind, samples, start_ns, wall_ns, sync_ns, device, synced, sync_number"
@@ -62,9 +62,9 @@ def resume_accounts(history: History, accounts: Accounts) -> None:
 
 
 def resume_rounds(history: History, accounts: Accounts) -> list[Joined]:
-    """Take again the recent steps that wait for other ranks; returns those that need not wait any more.
+    """Take the recent steps that wait for other ranks again; return those that are now complete.
 
-    `accounts` know the ranks already.
+    `accounts` must already know the ranks.
     """
     recent = "id > (SELECT max(id) FROM steps) - ? AND sync_number IS NOT NULL"
     rounds, reached = accounts.rounds, f"SELECT process, max(sync_number) FROM steps WHERE {recent} GROUP BY process"
@@ -93,7 +93,7 @@ def _are_whole(*values: object) -> bool:
 
 
 def resume_intake(history: History, intake: Intake) -> None:
-    """Tell an intake what it would know if it had taken in the records of its ring from the start."""
+    """Give an intake the state that it would have after all earlier records of its ring."""
     row = intake.row
     for number, value in history.definitions(row.process).items():
         with suppress(LookupError, TypeError):  # damaged
@@ -112,7 +112,7 @@ def resume_intake(history: History, intake: Intake) -> None:
 
 
 def _steps(history: History, which: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """What is accounted for of some steps, without damaged rows."""
+    """Return the columns _ACCOUNTED of some steps, without damaged rows."""
     rows = history.rows(f"SELECT {_ACCOUNTED} FROM steps {which}", values)
     return [
         row
@@ -127,6 +127,6 @@ def _is_time(value: object) -> bool:
 
 
 def _of_ring(ring: RingRow, most: int) -> tuple[str, tuple[Any, ...]]:
-    """The condition for the last steps of a ring, the last first, and its values."""
+    """Return the SQL condition for the last steps of a ring, the newest first, and its values."""
     last_id = _LAST_ID if ring.last_id is None else ring.last_id
     return "WHERE process = ? AND id <= ? ORDER BY id DESC LIMIT ?", (ring.process, last_id, most)

@@ -1,8 +1,8 @@
-"""Joins the ranks: for each synchronised backward pass, who waited for whom. Pure.
+"""Compares the ranks in each synchronised backward pass: which rank the others waited for. Pure.
 
 All ranks leave a synchronised backward pass together. The time from a rank's last gradient to that end is shortest on
-the rank that the others wait for. The shortest one is communication that no computation hides; what a rank needs beyond
-it is its wait. Only durations are compared, so the ranks may have different clocks.
+the rank that the others wait for. The shortest time is communication that no computation hides; the rest of a rank's
+time is its wait. Only durations are compared, so the clocks of the ranks may differ.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from dpmon.record.schema import EXPOSED, HELD, WAIT
 from dpmon.store.tally import Key
 
 MAX_WAITING = 1 << 16
-"""Steps of a group that wait for other ranks: more than the largest ring holds. Beyond it, the oldest rounds are given
-up."""
+"""Most steps of a group that wait for other ranks: more than fit into the largest ring. The oldest are dropped."""
 _MAX_RANKS = 1 << 16
 
 
@@ -23,25 +22,25 @@ class SyncStep(NamedTuple):
     """A step with synchronised backward passes."""
 
     id: int
-    """Of its row."""
+    """Id of its row."""
     key: Key
     second: int
-    """In which it ended, since the run's start."""
+    """Second in which it ended, since the run's start."""
     number: int
-    """Of its last synchronised pass, the same on all ranks."""
+    """Number of its last synchronised pass, the same on all ranks."""
     passes: int
     tail_ns: int
-    """From its last gradients to the ends of these passes."""
+    """Time from its last gradients to the ends of these passes."""
 
 
 class Joined(NamedTuple):
-    """Communication in a step of one rank, once all ranks that took part are known; ns."""
+    """Communication in a step of one rank (ns), once the steps of all participating ranks are known."""
 
     step: SyncStep
     exposed_ns: int
     wait_ns: int
     held_ns: int | None
-    """On the slowest rank: how much later it was than the second slowest. None on the others."""
+    """On the slowest rank, its delay relative to the second slowest; None on the others."""
 
     @property
     def series(self) -> dict[str, int]:
@@ -51,27 +50,27 @@ class Joined(NamedTuple):
 
 
 class _Group:
-    """The processes that average their gradients together: one of each rank."""
+    """The processes that average their gradients together, one per rank."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = frozenset(ranks)
         self.pending: dict[tuple[int, int], dict[int, SyncStep]] = {}
-        """By the last number and the count of passes of a step, the steps by rank."""
+        """The steps by rank, for each (number of the last pass, count of passes)."""
         self.waiting = 0
         """Number of steps in `pending`."""
         self.newest: dict[int, int] = {}
-        """By rank, its process."""
+        """Newest process by rank."""
         self.reached: dict[int, int] = {}
-        """By rank, the number of its newest step."""
+        """Number of the newest step by rank."""
         self.ended: set[int] = set()
         """Ranks with an ended process."""
         self.replaced: set[int] = set()
-        """Processes of the job before it was started again."""
+        """Processes of the job before its restart."""
 
     def take_over(self, rank: int, process: int) -> bool:
-        """Note that a process has a rank; False if the job was started again since.
+        """Note the rank of a process; False if the process is from before a restart of the job.
 
-        The first process that replaces another one means such a start: nothing of the earlier processes counts.
+        The first process that replaces another one marks a restart: earlier processes no longer count.
         """
         known = self.newest.get(rank)
         if known == process:
@@ -88,7 +87,7 @@ class _Group:
         return True
 
     def add(self, rank: int, step: SyncStep) -> Sequence[Joined]:
-        """Take a step of a rank; returns the steps of all ranks that are known now."""
+        """Take a step of a rank; return the steps of all ranks that are now complete."""
         place = step.number, step.passes
         self.reached[rank] = max(step.number, self.reached.get(rank, 0))
         steps = self.pending.setdefault(place, {})
@@ -101,15 +100,15 @@ class _Group:
         return ()
 
     def over(self, rank: int) -> list[Joined]:
-        """Note that the process of a rank is over; returns the steps that need not wait for it any more."""
+        """Note that the process of a rank has ended; return the steps that no longer wait for it."""
         self.ended.add(rank)
-        return [one for place in list(self.pending) for one in self._close(place)]
+        return [joined for place in list(self.pending) for joined in self._close(place)]
 
     def _close(self, place: tuple[int, int]) -> Sequence[Joined]:
-        """Join a round if no further rank will take part in it.
+        """Join a round if no other rank can still take part.
 
-        A rank takes part no more once its process has ended. If it has gone beyond the round without a record of it,
-        the round is unknown.
+        A rank with an ended process takes no further part. If it went beyond the round without a record of it, the
+        round is unknown.
         """
         steps = self.pending[place]
         missing = self.ranks - steps.keys()
@@ -128,7 +127,7 @@ class Rounds:
 
     def __init__(self) -> None:
         self._ranks: dict[int, Sequence[int]] = {}
-        """By process, the ranks of its group."""
+        """Ranks of the group by process."""
         self._rank_of: dict[int, int] = {}
         self._told: set[int] = set()
         """Processes with wrappers that have named their ranks."""
@@ -137,9 +136,9 @@ class Rounds:
         self._groups: dict[Sequence[int], _Group] = {}
 
     def heard(self, process: int, kind: str, data: Mapping[str, Any]) -> None:
-        """Take what an event says of a process: its rank and world size, or the group of its wrapper.
+        """Read the rank and world size of a process, or the group of its wrapper, from an event.
 
-        A process that only says that it has a rank may be a child of that rank.
+        A process that reports only its rank may be a child of that rank.
         """
         rank, world, group = data.get("rank"), data.get("world"), data.get("group")
         if type(rank) is not int or rank < 0:
@@ -151,13 +150,13 @@ class Rounds:
             ranks = tuple(sorted(group))
             group_of = range(len(ranks)) if ranks == tuple(range(len(ranks))) else ranks
             if self._ranks.get(process, group_of) != group_of and process in self._told:
-                self._several.add(process)  # passes of different groups cannot be told apart
+                self._several.add(process)  # passes of different groups cannot be distinguished
             self._told.add(process)
             self._ranks[process] = group_of
             self._group(process)
 
     def _group(self, process: int) -> _Group | None:
-        """The group of a process; None if it is in none, or the job was started again since."""
+        """Return the group of a process; None if it has no group or is from before a restart of the job."""
         ranks, rank = self._ranks.get(process), self._rank_of.get(process)
         if ranks is None or rank is None or len(ranks) < 2 or rank not in ranks or process in self._several:
             return None
@@ -167,19 +166,19 @@ class Rounds:
         return group if group.take_over(rank, process) else None
 
     def step(self, process: int, step: SyncStep) -> list[Joined]:
-        """Take a step of a process; returns the steps that are known now, of all ranks."""
+        """Take a step of a process; return the steps of all ranks that are now complete."""
         group = self._group(process)
         return [] if group is None else list(group.add(self._rank_of[process], step))
 
     def ended(self, process: int) -> list[Joined]:
-        """Note that a process is over; returns the steps that are known now."""
+        """Note that a process has ended; return the steps that are now complete."""
         rank, group = self._rank_of.get(process), self._groups.get(self._ranks.get(process, ()))
         if rank is None or group is None or group.newest.get(rank) != process:
             return []
         return group.over(rank)
 
     def resume(self, process: int, number: int) -> None:
-        """Note the newest pass of a process. An earlier supervisor took its steps."""
+        """Note the newest pass of a process; an earlier supervisor took its steps."""
         group = self._group(process)
         if group is not None:
             rank = self._rank_of[process]

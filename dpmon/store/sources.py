@@ -1,4 +1,4 @@
-"""Payloads from the rings of a run: a ring of frames holds payloads, a ring of spans is assembled."""
+"""Reads payloads from the rings of a run: from a ring of frames directly, from spans through the assembler."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from dpmon.span_ring import Word
 from dpmon.store.tables import RingRow
 
 _MUCH = 8
-"""If this part of a ring was read at once, its process may be writing faster than the reader reads."""
+"""If one read returns this fraction of a ring (1/8), its process may write faster than the reader reads."""
 _ENDED = ""
-"""The state in a row once its process has ended and everything was taken."""
+"""The state in a row once its process has ended and all records are taken."""
 _CALL_AT = 5
 """Index of a call's number in its head."""
 
@@ -33,10 +33,10 @@ class Source(Protocol):
     process: int
     rank: int | None
     over: bool
-    """Whether its process has ended and everything was taken."""
+    """Whether its process has ended and all records are taken."""
 
     def take(self, now_ns: int, gone: bool) -> tuple[list[bytes], bool]:
-        """The new payloads; True if the ring filled faster than it was read. Raises RingError or OSError.
+        """Return the new payloads, and whether the ring filled faster than it was read. Raises RingError or OSError.
 
         `now_ns`: monotonic. `gone`: its process was gone before this call.
         """
@@ -45,7 +45,7 @@ class Source(Protocol):
         """Whether the ring holds unread data. Raises as `take` does."""
 
     def note(self, row: RingRow) -> int:
-        """Store in `row` the position and how much the writer lost; returns how much was missed."""
+        """Store the position and the writer's losses in `row`; return the number of missed records."""
 
     def close(self) -> None:
         """Close the ring."""
@@ -85,12 +85,12 @@ class FrameSource:
         """As in Source."""
         ring = self._ring
         row.position, row.sequence = ring.position, ring.sequence
-        with suppress(RingError, OSError):  # truncated under us: what was known stays
+        with suppress(RingError, OSError):  # the file was truncated: keep the last value
             row.lost = ring.lost()
         return ring.missed
 
     def is_in(self, row: RingRow) -> bool:
-        """Whether the history, which has `row`, holds everything that was taken."""
+        """Whether the history with this `row` holds all records that were taken."""
         return (row.pid, row.position) == (self.pid, self._ring.position)
 
     def close(self) -> None:
@@ -101,8 +101,8 @@ class FrameSource:
 class SpanSource:
     """A ring of spans, and the lines beside it.
 
-    The assembler numbers steps and calls. A resumed assembler begins with the first span of the open step, so it gives
-    calls again that its predecessor gave: those are left out here.
+    The assembler numbers steps and calls. A resumed assembler begins with the first span of the open step, so it
+    repeats calls of its predecessor. This class drops the repeated calls.
     """
 
     def __init__(self, path: Path, row: RingRow | None) -> None:
@@ -114,19 +114,19 @@ class SpanSource:
         self.over = False
         self._assembler = Assembler()
         self._state: str | None = None
-        """The assembler's state; None if it was fed since."""
+        """The assembler's state; None if it changed since it was read."""
         self._last_call = self._last_step = 0
-        """The highest numbers in the history, until the assembler has given higher ones."""
+        """The highest numbers in the history, until the assembler returns higher ones."""
         self._collected = 0
         """Collectives with spans below this number are in the history."""
         self._spans: list[Span] = []
         """Spans that were read and not yet given to the assembler."""
         self._again = True
-        """Whether the assembler was given something last time: it places the events among that in the next call."""
+        """Whether the last feed had input: the assembler returns the events of a feed at the next one."""
         self._one_in = 0
-        """The sampling of device timing that was requested last: one step in this many."""
+        """The last requested sampling of device timing: one step in this many."""
         self._under_way = (0, 0)
-        """What the assembler was told about the training thread's current span since it was given the last spans."""
+        """Kind and start of the training thread's current span, as reported to the assembler since its last feed."""
         if row is not None and row.pid == self.pid:
             self._go_on(row)
         self._dropped_before = self._assembler.dropped
@@ -145,7 +145,7 @@ class SpanSource:
         ring.position, ring.seen, ring.lines_position = row.position, row.sequence, row.lines or 0
 
     def _go_on_without_state(self, row: RingRow) -> None:
-        """Assemble the ring from its start, or, if that was overwritten, what comes after the last numbers."""
+        """Assemble the ring from its start or, if that is overwritten, from the last position with the next numbers."""
         ring = self._ring
         lines = self._lines_until(row.lines or 0)
         if ring.holds_start():
@@ -159,7 +159,7 @@ class SpanSource:
         ring.seen, ring.lines_position = row.sequence, row.lines or 0
 
     def _lines_until(self, end: int) -> Iterator[Mapping[str, Any]]:
-        """The lines up to byte `end` of their file. The predecessor has counted the damaged ones."""
+        """Yield the lines up to byte `end` of their file. The predecessor has counted damaged lines."""
         self._ring.lines_position = 0
         for part in self._ring.lines(end):
             yield from part
@@ -172,7 +172,7 @@ class SpanSource:
         ring = self._ring
         before = ring.position
         try:
-            # Read before the spans: then all spans that ended before a thread's current span are there.
+            # The words are read before the spans, so that all spans before a thread's current span are included.
             words = ring.words()
             self._spans += ring.read(now_ns, over=gone)
         except RingError:
@@ -180,10 +180,10 @@ class SpanSource:
                 raise
             return self._new(self._fed()) + self._ended(), False
         if not ring.at_end and len(self._spans) < CAUGHT_UP:
-            return [], False  # wait for an empty slot: the assembler would take a short portion for the last one
+            return [], False  # wait for an empty slot: the assembler would take a short portion for the end
         payloads = self._fed()
         if ring.at_end and self._assembler.thread >= 0:
-            payloads += self._told(*under_way_in(words, self._assembler.thread))
+            payloads += self._report_under_way(*under_way_in(words, self._assembler.thread))
         payloads = self._new(payloads)
         if self._assembler.one_in not in (0, self._one_in):
             self._one_in = self._assembler.one_in
@@ -194,7 +194,7 @@ class SpanSource:
         return payloads, ring.position - before >= ring.slots // _MUCH
 
     def _fed(self) -> list[bytes]:
-        """Give the assembler the spans that were read and the lines so far."""
+        """Feed the assembler the spans and lines read so far."""
         lines = [line for part in self._ring.lines() for line in part]
         spans, self._spans = self._spans, []
         if not (spans or lines or self._again):
@@ -205,15 +205,15 @@ class SpanSource:
         self._state = None
         return self._assembler.feed(spans, lines)
 
-    def _told(self, kind: int, since_ns: int) -> list[bytes]:
-        """Tell the assembler which span the training thread is in."""
+    def _report_under_way(self, kind: int, since_ns: int) -> list[bytes]:
+        """Report the training thread's current span to the assembler."""
         if since_ns == 0 or (kind, since_ns) == self._under_way:
             return []
         self._under_way, self._state = (kind, since_ns), None
         return self._assembler.under_way(kind, since_ns)
 
     def _new(self, payloads: list[bytes]) -> list[bytes]:
-        """The payloads that are not in the history."""
+        """Return the payloads that are not in the history."""
         if not (self._last_call or self._last_step or self._collected):
             return payloads
         found = []
@@ -233,7 +233,7 @@ class SpanSource:
         return found
 
     def _ended(self) -> list[bytes]:
-        """The last payloads: those of the open step."""
+        """Return the last payloads, which belong to the open step."""
         self.over = True
         return self._new(self._assembler.end())
 
@@ -267,9 +267,9 @@ def open_source(path: Path, row: RingRow | None) -> Source:
 
 
 def holds_more(path: Path, row: RingRow | None, over: bool) -> bool:
-    """Whether a ring holds more than the history, which has `row` of it. Raises RingError or OSError.
+    """Whether a ring holds more than the history with this `row`. Raises RingError or OSError.
 
-    `over`: the run has ended, so nobody continues its history.
+    `over`: the run has ended, so no supervisor continues its history.
     """
     if not holds_spans(str(path)):
         with closing(FrameSource(path, row)) as frames:

@@ -1,4 +1,4 @@
-"""What a run spent its time on, and the sums of its steps, between any two seconds: tallies and times."""
+"""Reads sums between any two seconds of a run: tallies of steps, and times of activities."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from dpmon.store.tables import (
 from dpmon.store.tally import ALL, COLUMNS, WIDTHS, Key, Tally, are_optional, known_keys, total_in
 
 END = 1 << 40
-"""A second after every run."""
+"""A second later than the end of any run."""
 _LATEST_S = LATEST_NS // 1_000_000_000
-"""A later second is damaged."""
+"""A later second is damage."""
 Parameters = Sequence[Any] | Mapping[str, Any]
 """Values of a query's parameters."""
 TALLY = ("start_s", "process", "mode", "kind", "batch", *COLUMNS)
 TALLY_AT = len(TALLY) - len(COLUMNS)
-"""Where the COLUMNS of a tally begin."""
+"""Index at which the COLUMNS of a tally begin."""
 _PACE = ("start_s", "process", "mode", "kind", "steps", "first_ns", "last_ns", "samples_sum", "samples_n", "sketches")
 _TIME = ("start_s", "process", "mode", *ACTIVITY_COLUMNS)
 _BETWEEN = "width = :width AND start_s >= :begin AND start_s < :end"
@@ -38,51 +38,51 @@ _REACH = {"last_step": "max", "low_ns": "min", "high_ns": "max", "first_ns": "mi
 
 
 def _total(column: str) -> str:
-    """The sum of a column; `sum` would raise an error where a damaged row makes it too large."""
+    """Return the SQL for the sum of a column; `sum` would fail if a damaged row makes it too large."""
     return f"CAST(total({column}) AS INTEGER)"
 
 
 _SUMS = tuple(f"{_REACH[name]}({name})" if name in _REACH else _total(name) for name in COLUMNS[:-1])
-"""Of the columns of several tallies."""
+"""SQL to combine the columns of several tallies."""
 _TIME_SUMS = ", ".join(map(_total, ACTIVITY_COLUMNS))
 
 
 class Sums:
-    """The sums in one history, as of one instant. Where the database is damaged, what can be read."""
+    """The sums in one history, as of one instant. If the database is damaged, they cover its readable part."""
 
     def __init__(self, db: sqlite3.Connection, bounds: Bounds, origin_ns: int = 0, damaged: str | None = None) -> None:
-        """`db`: in a transaction, so that every query sees the same; `bounds`: its limits.
+        """`db`: in a transaction, so that all queries see the same state. `bounds`: its limits.
 
-        `origin_ns`: the run's start, monotonic; `damaged`: why the history could not be read.
+        `origin_ns`: start of the run (monotonic). `damaged`: why the history could not be read.
         """
         self._db = db
         self._bounds = bounds
         self.origin_ns = origin_ns
         self.damaged = damaged
-        """Why the history could not be read, or not to its end; None: what was asked so far was read."""
+        """Why the history could not be read to its end; None if all queries so far succeeded."""
         self._covers: dict[tuple[int, int, int, int], list[tuple[int, int, int]]] = {}
-        """What `cover` found, by what it was asked for."""
+        """Results of `cover` by its arguments."""
         self.rings: dict[str, RingRow] = rings_in(db)
         self._names = dict(self._rows("SELECT number, name FROM series"))
         meta = dict(self._rows("SELECT key, value FROM meta"))
         self._whole: dict[int, int] = {width: _second(meta.get(f"whole_{width}")) for width in WIDTHS[1:]}
         self._pruned: dict[int, int] = {width: _second(meta.get(f"pruned_{width}")) for width in WIDTHS[:-1]}
         self.pruned = _count(meta.get("pruned", 0))
-        """Rows that were deleted to bound the history."""
+        """Number of rows deleted to bound the history."""
         self._keys = known_keys(self._rows("SELECT process, mode, kind, batch FROM keys"))
         self.processes = sorted({key.process for key in self._keys})
-        """Those with steps."""
+        """Processes with steps."""
         self._newest = self._newest_second()
 
     def query(self, query: str, values: Parameters = ()) -> list[tuple[Any, ...]]:
-        """All rows of a query; for other files of this package."""
+        """Return all rows of a query; for other files of this package."""
         return self._rows(query, values)
 
     def _rows(self, query: str, values: Parameters = ()) -> list[tuple[Any, ...]]:
         return list(self._each(query, values))
 
     def _each(self, query: str, values: Parameters = ()) -> Iterator[tuple[Any, ...]]:
-        """The rows of a query; where the database is damaged, those before the damage."""
+        """Yield the rows of a query; in a damaged database, the rows before the damage."""
         self._bounds.begin()
         try:
             yield from self._bounds.each(self._db.execute(query, values))
@@ -92,10 +92,10 @@ class Sums:
     # ------------------------------------------------------------------------------------------ tallies
 
     def cover(self, begin_s: int, end_s: int, finest: int = 1, widest: int = WIDTHS[-1]) -> list[tuple[int, int, int]]:
-        """Width, begin and end of the fewest stretches of tallies that make up the time from `begin_s` to `end_s`.
+        """Return (width, begin, end) of the fewest stretches of tallies that cover the time from `begin_s` to `end_s`.
 
-        `finest`, `widest`: use no narrower and no wider tallies. Where narrow ones were deleted, wider ones are used
-        all the same, and reach beyond these times.
+        `finest`, `widest`: limits of the widths. If narrow tallies were deleted, wider ones are used anyway; they may
+        reach beyond these times.
         """
         asked = begin_s, end_s, finest, widest
         if asked in self._covers:
@@ -115,7 +115,7 @@ class Sums:
         return found
 
     def _width_at(self, at: int, end: int, finest: int, widest: int) -> int:
-        """The widest stretch that begins at a second and ends by `end`, or the narrowest that was not deleted."""
+        """Return the widest stretch that begins at a second and ends by `end`, or the narrowest not deleted."""
         for width in WIDTHS[:0:-1]:
             there = at + width <= min(end, self._whole[width]) and at >= self._pruned.get(width, 0)
             if width <= widest and there and at % width == 0:
@@ -128,9 +128,9 @@ class Sums:
         return WIDTHS[0]
 
     def _same_until(self, at: int, width: int, end: int, widest: int) -> int:
-        """Up to where the stretches from `at` on are this wide.
+        """Return the second up to which the stretches from `at` on have this width.
 
-        However the history is damaged, the width changes only a few times.
+        Even in a damaged history, the width changes only a few times.
         """
         limits = [end, *(second for each, second in self._pruned.items() if each < width and second > at)]
         for wider in WIDTHS:
@@ -158,10 +158,10 @@ class Sums:
         widest: int = WIDTHS[-1],
         series: Collection[str] | None = None,
     ) -> Iterator[tuple[int, int, Key, Tally]]:
-        """Start, width, key and tally of each row between two seconds, in order of time; damaged rows are left out.
+        """Yield (start, width, key, tally) of each row between two seconds, in order of time, without damaged rows.
 
-        `process`: of this one only, or of several; ALL for those of all together, which a run of one process lacks.
-        `series`: read these only.
+        `process`: one process or several; ALL for the tallies of all processes together, which a run of one process
+        lacks. `series`: read only these series.
         """
         names = self._named(series)
         for width, row in self._stretches("tallies", TALLY, begin_s, end_s, process, finest, widest):
@@ -184,7 +184,7 @@ class Sums:
         finest: int = 1,
         widest: int = WIDTHS[-1],
     ) -> Iterator[tuple[int, tuple[Any, ...]]]:
-        """Width and columns of the rows of tallies or times between two seconds, in order of time."""
+        """Yield (width, columns) of the rows of tallies or times between two seconds, in order of time."""
         names = ", ".join(columns)
         if isinstance(process, Collection) and len(process) == 1:
             (process,) = process
@@ -196,7 +196,7 @@ class Sums:
             elif len(self.processes) < 2:
                 values["process"] = process
                 query = f"SELECT {names} FROM {table} WHERE {_BETWEEN} AND process = :process ORDER BY start_s"
-            else:  # one look-up a row: the rows of all processes lie together
+            else:  # one look-up per row, because the rows of all processes are interleaved
                 values["process"] = process
                 query = (
                     f"{_STARTS} SELECT {names} FROM starts CROSS JOIN {table}"
@@ -206,7 +206,7 @@ class Sums:
                 yield width, row
 
     def pace_rows(self, begin_s: int, end_s: int, processes: Collection[int]) -> Iterator[PaceRow]:
-        """The tallies of a second each as a rate needs them, in order of time."""
+        """Yield the one-second tallies, with the columns for a rate, in order of time."""
         number = next((number for number, name in self._names.items() if name == STEP), None)
         for _, row in self._stretches("tallies", _PACE, begin_s, end_s, processes, widest=1):
             start, who, mode, kind, steps, first, last, samples, known, data = row
@@ -219,7 +219,7 @@ class Sums:
                 yield PaceRow(start, who, mode, kind, steps, first, last, samples, known, took)
 
     def step_counts(self, begin_s: int, end_s: int) -> dict[int, int]:
-        """By process, the steps in the tallies of a second each."""
+        """Return the number of steps per process in the one-second tallies."""
         query = (
             f"SELECT process, {_total('steps')} FROM tallies WHERE width = ? AND start_s >= ? AND start_s < ?"
             " AND process >= 0 GROUP BY process"
@@ -233,7 +233,7 @@ class Sums:
     def pace_times(
         self, begin_s: int, end_s: int, processes: Collection[int], *, evaluation: bool, widest: int = WIDTHS[-1]
     ) -> Iterator[tuple[int, int, int, int]]:
-        """Process, start, width, and time (ns) of training and between steps; with `evaluation`, of evaluation too."""
+        """Yield (process, start, width, ns), the time of training and between steps; `evaluation` adds evaluation."""
         spent = "training_ns + between_ns" + " + evaluation_ns" * evaluation
         for width, row in self._stretches("times", ("process", "start_s", spent), begin_s, end_s, processes, 1, widest):
             who, start, ns = row
@@ -249,7 +249,7 @@ class Sums:
         sketches: bool = True,
         series: Collection[str] | None = None,
     ) -> dict[Key, Tally]:
-        """By key, all of the time between two seconds. Parameters as in `tally_rows`."""
+        """Return one tally per key for the time between two seconds. Parameters as in `tally_rows`."""
         found: dict[Key, Tally] = {}
         names = self._named(series)
         for _, row in self._stretches("tallies", TALLY, begin_s, end_s, process):
@@ -262,19 +262,19 @@ class Sums:
         return found
 
     def _named(self, series: Collection[str] | None) -> Mapping[int, str]:
-        """The series with these names by number, or all."""
+        """Return the names of these series by number; None: of all series."""
         if series is None:
             return self._names
         return {number: name for number, name in self._names.items() if name in series}
 
     def of_all(self, begin_s: int = 0, end_s: int = END) -> dict[Key, Tally]:
-        """As `tallies`, of all processes together, under the process ALL."""
+        """Return `tallies` of all processes together, under the process ALL."""
         if len(self.processes) > 1:
             return self.tallies(begin_s, end_s, process=ALL)
         return {key._replace(process=ALL): tally for key, tally in self.tallies(begin_s, end_s).items()}
 
     def sums(self, begin_s: int = 0, end_s: int = END) -> dict[Key, Tally]:
-        """As `tallies` of each process, without series: the database adds up, so that many processes cost little."""
+        """Return `tallies` of each process without series. The database adds them up, which is cheap."""
         query = (
             f"SELECT process, mode, kind, batch, {', '.join(_SUMS)}"
             f" FROM (SELECT width, {', '.join(TALLY)} FROM tallies)"
@@ -292,7 +292,7 @@ class Sums:
         return found
 
     def kinds(self) -> set[tuple[str, int]]:
-        """Mode and kind of all steps so far."""
+        """Return (mode, kind) of all steps so far."""
         return {(key.mode, key.kind) for key in self._keys}
 
     # ------------------------------------------------------------------------------------------ time
@@ -306,7 +306,7 @@ class Sums:
         widest: int = WIDTHS[-1],
         process: int | Collection[int] | None = None,
     ) -> list[TimeRow]:
-        """What each process did between two seconds, or one or some of them, in order of time."""
+        """Return the activities of each process between two seconds, in order of time. `process`: only these."""
         found = []
         for width, row in self._stretches("times", _TIME, begin_s, end_s, process, finest, widest):
             start, who, mode, *spent = row
@@ -315,7 +315,7 @@ class Sums:
         return found
 
     def time_sums(self, begin_s: int = 0, end_s: int = END) -> list[TimeRow]:
-        """What each process did in each mode: rows are added up as far as they are of one width."""
+        """Return the activities of each process by mode; adjacent rows of the same width are added up."""
         query = (
             f"SELECT process, mode, {_TIME_SUMS} FROM times WHERE width = ? AND start_s >= ? AND start_s < ?"
             " GROUP BY process, mode"
@@ -328,7 +328,7 @@ class Sums:
         ]
 
     def times_together(self, begin_s: int = 0, end_s: int = END) -> list[TimeTogether]:
-        """What all processes did together, in order of time."""
+        """Return the activities of all processes together, in order of time."""
         own = " + ".join(map(_total, ACTIVITY_COLUMNS))
         named = ", ".join(f"{_total(name)} AS {name}" for name in ACTIVITY_COLUMNS)
         query = (
@@ -345,17 +345,17 @@ class Sums:
 
 def _count(value: object) -> int:
     if type(value) is not int or value < 0:
-        raise HistoryError("the number of its deleted rows is none")
+        raise HistoryError("its count of deleted rows is not a number")
     return value
 
 
 def _second(value: object) -> int:
-    """A second of the run; one that is damaged as the nearest that is possible."""
+    """Return a second of the run; a damaged value becomes the nearest possible second."""
     return min(max(whole(value), 0), _LATEST_S)
 
 
 def key_in(row: Sequence[Any]) -> Key | None:
-    """The key in a row of TALLY; None if it or the start is damaged."""
+    """Return the key in a row of TALLY; None if it or the start is damaged."""
     start, process, mode, kind, batch = row[:TALLY_AT]
     if type(start) is type(process) is type(kind) is type(batch) is int and mode in MODES:
         return Key(process, mode, kind, batch)
@@ -363,5 +363,5 @@ def key_in(row: Sequence[Any]) -> Key | None:
 
 
 def whole(value: object, otherwise: int = 0) -> int:
-    """The value if it is a whole number, else the other one: a damaged row may hold anything."""
+    """Return the value if it is an integer, else `otherwise`: a damaged row may hold anything."""
     return value if isinstance(value, int) else otherwise

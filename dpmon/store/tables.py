@@ -1,43 +1,43 @@
-"""What a run keeps for good: history.sqlite. One writer (the supervisor), any number of readers.
+"""The schema of history.sqlite, which keeps a run for good. One writer (the supervisor), any number of readers.
 
     meta         key, value: schema, run, start_ns, limit_bytes, pruned (rows deleted to stay below it)
-    rings        one row per ring: how far it was read (position, sequence, lines), the counts of missed and other
+    rings        one row per ring: the reading position (position, sequence, lines), the counts of missed and other
                  records, the first and the last id of its calls and steps, the id of the first call that waits for its
-                 step, the numbers of its last step and call, and the state of what assembles its spans
+                 step, the numbers of its last step and call, and the state of the assembler of its spans
     definitions  process, number, value (JSON): layouts and sizes that calls refer to
     calls        id, process, call, step, mode, start_ns, wall_ns, rows, payload (as in the ring: dpmon.record.codec)
     steps        id, process, step, mode, start_ns, wall_ns, kind (dpmon.record.schema.KINDS), calls, each quantity,
-                 the ns of each phase (NULL: did not run; those of its calls are sums), rest_ns (what the phases of its
-                 calls leave of its forward), device (NULL, or its device times: dpmon.record.payloads.step_times),
-                 spans (when its phases ran: dpmon.record.step_spans.kept_spans; NULL: an earlier version recorded it),
-                 sync_number (of its last synchronised backward pass), exposed_ns and wait_ns (dpmon.store.rounds;
-                 NULL: the other ranks' steps are not known)
+                 the ns of each phase (NULL: did not run; phases of its calls are sums), rest_ns (its forward without
+                 the phases of its calls), device (NULL, or its device times: dpmon.record.payloads.step_times), spans
+                 (start and end of its phases: dpmon.record.step_spans.kept_spans; NULL: recorded by an earlier
+                 version), sync_number (number of its last synchronised backward pass), exposed_ns and wait_ns
+                 (dpmon.store.rounds; NULL: the other ranks' steps are not known)
     events       id, process (NULL: the supervisor), kind, t_ns, json
-    collectives  id, process, number (of its span), definition (0: a sample, in which every collective was recorded),
-                 phase, unended, step (0: none), start_ns, wall_ns, queued_ns, quantity: dpmon.record.wire.Collected
-    collective_sums  start_s (of a second; -1: see below), process, definition, count of the collectives that began in
-                 it (or of the samples), bytes (or collectives of the samples), ended (how many have a known end), and
-                 of these the bytes and the ns in which they could run
-    series       number, name: what the sketches of the tallies are of (dpmon.record.schema, and the replicas and
-                 stages of calls: dpmon.store.parts)
-    keys         process, mode, kind (dpmon.record.schema.KINDS), batch (samples a step): of all tallies, of those that
-                 were deleted, too
-    tallies      width (dpmon.store.tally.WIDTHS, s), start_s, process (-1: all), mode, kind, batch, and
+    collectives  id, process, number (of its span), definition (0: a sample, with the collectives of one step), phase,
+                 unended, step (0: none), start_ns, wall_ns, queued_ns, quantity: dpmon.record.wire.Collected
+    collective_sums  start_s (one second; -1: see below), process, definition, count (collectives that began in that
+                 second, or samples), bytes (or collectives of the samples), ended (collectives with a known end),
+                 timed_bytes and ran_ns (bytes and running time of the ended ones)
+    series       number, name: the series in the sketches of the tallies (dpmon.record.schema; replicas and stages of
+                 calls: dpmon.store.parts)
+    keys         process, mode, kind (dpmon.record.schema.KINDS), batch (samples per step): the keys of all tallies,
+                 even deleted ones
+    tallies      width (dpmon.store.tally.WIDTHS, s), start_s, process (-1: all), mode, kind, batch, and the columns of
                  dpmon.store.tally.Tally: all steps that ended in that time
     times        width, start_s, process, mode, ns of each activity in that time (dpmon.store.accounting)
     gaps         id, process, after_step, before_step, mode, begin_ns, end_ns, ns: the longer times between two steps
-    shapes       calls by process, mode, kind, layout, virtual, sizes (JSON: the definitions of inputs and outputs, of
-                 the call, then of each replica, or stage and sizes of each stage) and why a device time is missing
-                 (dpmon.record.payloads.UNTIMED); beyond the first shapes of a process, sizes are 0: unknown
-    device_rollups  start_s (of a minute; -1: see below), device (index; -1: the host), name, count, total, low, high
+    shapes       number of calls by process, mode, kind, layout, virtual, sizes (JSON: the definitions of inputs and
+                 outputs of the call, then of each replica, or stage and sizes of each stage) and untimed (why a device
+                 time is missing: dpmon.record.payloads.UNTIMED); sizes beyond the limit per process are 0 (unknown)
+    device_rollups  start_s (one minute; -1: see below), device (index; -1: the host), name, count, total, low, high
 
-A tally of 10 s or more is made when its time is over: up to the second in meta's `whole_10`, `whole_60`, and so on.
-Those that were deleted to save room began before meta's `pruned_1`, `pruned_10`, and so on; those of a day stay. What
-is recorded late is added to every tally of its time.
+A tally of 10 s or more is made when its time is over: meta's `whole_10`, `whole_60`, and so on, give the second up to
+which they exist. Deleted tallies began before meta's `pruned_1`, `pruned_10`, and so on; tallies of a day are never
+deleted. Late records are added to every tally of their time.
 
 When the database reaches its size limit, the oldest rows are deleted: calls, steps, collectives and events first,
-except a run's processes, modes, warnings, loaders and exit. Tallies stay longer: those of each width may take their
-part of the limit. The oldest device_rollups and collective_sums are added to rows that start at -1, and deleted.
+except a run's processes, modes, warnings, loaders and exit. Tallies stay longer: each width has its share of the limit.
+The oldest device_rollups and collective_sums are added to rows that start at -1, and deleted.
 
 Times are ns since the run's start. Ids come from one counter, so they give the order across the tables. A ring's
 position is written in the transaction that writes its records, so a reader that continues from there misses and
@@ -88,11 +88,11 @@ __all__ = [
 ]
 
 BEFORE_S = -1
-"""The start of device_rollups and collective_sums that are of all the time before the first that are left."""
+"""`start_s` of the device_rollups and collective_sums that cover all time before the remaining ones."""
 HISTORY_FILE = "history.sqlite"
 SCHEMA_VERSION = 7
 LASTING_KINDS = ("process", "mode", "exit", "warning", "pause", "input", "loader", "ddp")
-"""Events that outlive the steps around them (of some kinds the newest): they hold for what follows."""
+"""Events that outlive the steps around them (of some kinds only the newest), because later steps depend on them."""
 LASTING = f"kind IN ({', '.join(repr(kind) for kind in LASTING_KINDS)})"
 STEP_COLUMNS: Mapping[str, str] = {
     "id": "INTEGER PRIMARY KEY",
@@ -183,30 +183,30 @@ _TABLES = frozenset(re.findall(r"TABLE IF NOT EXISTS (\w+)", SCHEMA))
 _LOOK_STEPS = 100_000
 """Instructions of SQLite's virtual machine between two checks."""
 _ENTRY_STEPS = 5_000
-"""More instructions than it takes to write one entry of a batch, into the tallies of each width, too."""
+"""Upper limit of the instructions to write one entry of a batch, including its tallies of all widths."""
 LARGEST = 1 << 30
-"""Bytes of a database of which a copy is made in memory, at most; and after which its bounds grow no more."""
+"""Largest database (bytes) that is copied to memory. Beyond this size, its bounds stay the same."""
 _SMALLEST_ROW = 8
 """Fewest bytes of a row: its position in the page, its length and its id."""
 _LONGEST_VALUE = 64 << 20
 
 
 class HistoryError(DpmonError):
-    """The history cannot be written or read: no room, damaged, not ours."""
+    """Raised when the history cannot be written or read: no room, damaged, not written by dpmon."""
 
 
 @dataclass
 class RingRow:
-    """How far one ring has been taken over, as in the table `rings`."""
+    """A row of the table `rings`: how much of a ring is in the history."""
 
     name: str
     process: int
     rank: int | None
     pid: int
     position: int = 0
-    """Where to go on: a byte of a ring of frames, the number of a span."""
+    """Where to continue: a byte of a ring of frames, or the number of a span."""
     sequence: int = 0
-    """Records of a ring of frames that were read; spans, which goes beyond those of the step under way."""
+    """Records read from a ring of frames; for a ring of spans, a number beyond the spans of the current step."""
     missed: int = 0
     """Records that were overwritten before they were read, were damaged or could not be kept."""
     lost: int = 0
@@ -215,22 +215,22 @@ class RingRow:
     steps: int = 0
     last_step: int | None = None
     first_id: int | None = None
-    """Of its calls and steps, and the last; None: there are none, or an earlier version began it."""
+    """First id of its calls and steps (`last_id`: last). None: no rows, or an earlier version began the ring."""
     last_id: int | None = None
     held_id: int | None = None
-    """Of the first call that waits for its step; None: none does."""
+    """Id of the first call that waits for its step; None if no call waits."""
     last_call: int | None = None
     lines: int | None = None
-    """Bytes of the lines beside a ring of spans."""
+    """Bytes read of the lines beside a ring of spans."""
     state: str | None = None
-    """Of what assembles a ring of spans; empty once its process has ended and all of it is in the history."""
+    """State of the assembler of a ring of spans; empty once its process has ended and the history is complete."""
 
 
 class Bounds:
     """Limits one query by the size of the database, because a damaged tree can have endless rows."""
 
     def __init__(self, db: sqlite3.Connection, size: int) -> None:
-        """Watch `db`, a database of `size` bytes, and do not let its schema run functions."""
+        """Limit the queries of `db`, a database of `size` bytes, and keep its schema from running functions."""
         self.set_size(size)
         self._done = 0
         db.set_progress_handler(self._look, _LOOK_STEPS)
@@ -245,7 +245,7 @@ class Bounds:
         self._most = (20_000_000 + 8 * size + _ENTRY_STEPS * entries) // _LOOK_STEPS
 
     def each(self, cursor: sqlite3.Cursor) -> Iterator[tuple[Any, ...]]:
-        """The rows of a query; HistoryError if there are more than the database has room for."""
+        """Yield the rows of a query. Raises HistoryError if there are more rows than the database's size allows."""
         for number, row in enumerate(cursor):
             if number > self.rows:
                 raise HistoryError("it has more rows than its size allows")
@@ -253,27 +253,27 @@ class Bounds:
             yield row
 
     def begin(self) -> None:
-        """Start counting again: a query begins or has returned a row."""
+        """Restart the count of instructions, because a query begins."""
         self._done = 0
 
     def _look(self) -> int:
-        """SQLite calls this regularly; a result other than 0 interrupts the query."""
+        """SQLite's progress handler; a result other than 0 interrupts the query."""
         self._done += 1
         return self._done > self._most
 
 
 def size_of(path: Path) -> int:
-    """The bytes of the database at `path`."""
+    """Return the size (bytes) of the database at `path`."""
     return sum(part.stat().st_size for part in (path, Path(f"{path}-wal")) if part.exists())
 
 
 def check_schema(db: sqlite3.Connection) -> None:
-    """HistoryError unless the database has only plain tables and indexes, without computed columns."""
+    """Raise HistoryError unless the database has only plain tables and indexes, without computed columns."""
     tables = set()
     for kind, name, root, sql in db.execute("SELECT type, name, rootpage, sql FROM sqlite_master"):
         if kind == "view" and name in _TABLES:
             raise HistoryError(f"{name} is a view, not a table")
-        # The index of a primary key has no SQL text.
+        # An automatic index of a primary key has no SQL text.
         plain = sql is None if kind == "index" and name.startswith("sqlite_autoindex_") else _is_plain(sql)
         if kind not in ("table", "index") or not root or not plain:
             raise HistoryError(f"it holds {str(name)[:60]}, which is not dpmon's")
@@ -289,7 +289,7 @@ def _is_plain(sql: Any) -> bool:
 
 
 def version_of(db: sqlite3.Connection) -> int:
-    """The schema of a history. HistoryError for that of a later version: its columns may mean something else."""
+    """Return the schema version of a history. Raises HistoryError if a later version of dpmon wrote it."""
     row = db.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()
     version: int = row[0] if row is not None and type(row[0]) is int else SCHEMA_VERSION
     if version > SCHEMA_VERSION:
@@ -298,25 +298,25 @@ def version_of(db: sqlite3.Connection) -> int:
 
 
 def check_whole(db: sqlite3.Connection) -> None:
-    """HistoryError for a history that lacks a table."""
+    """Raise HistoryError if a table is missing."""
     missing = _TABLES - {row[0] for row in db.execute("SELECT name FROM sqlite_master")}
     if missing:
         raise HistoryError(f"it has no table {min(missing)}")
 
 
 def columns_of(db: sqlite3.Connection, table: str) -> frozenset[str]:
-    """The names of the columns that a table has."""
+    """Return the names of the columns of a table."""
     return frozenset(row[1] for row in db.execute(f"PRAGMA table_info({table})"))
 
 
 def last_ids(db: sqlite3.Connection) -> list[int]:
-    """The highest id in each of the tables that share them."""
+    """Return the highest id in each of the tables that share ids."""
     query = " UNION ALL ".join(f"SELECT max(id) FROM {table}" for table in ("calls", "steps", "events", "collectives"))
     return [row[0] or 0 for row in db.execute(query)]
 
 
 def definitions_in(rows: Iterable[tuple[Any, ...]]) -> dict[int, Any]:
-    """The values of definitions by their numbers; damaged ones are left out."""
+    """Return the values of definitions by number, without damaged ones."""
     found = {}
     for number, value in rows:
         with suppress(ValueError, TypeError):
@@ -325,10 +325,10 @@ def definitions_in(rows: Iterable[tuple[Any, ...]]) -> dict[int, Any]:
 
 
 def rings_in(db: sqlite3.Connection) -> dict[str, RingRow]:
-    """How far each ring was taken over, by its file's name; damaged rows are left out."""
+    """Return the rows of the table `rings` by file name, without damaged rows."""
     there = columns_of(db, "rings")
     members = fields(RingRow)
-    # A history of an earlier version lacks some.
+    # Histories of earlier versions lack some columns.
     columns = ", ".join(member.name if member.name in there else "NULL" for member in members)
     found = {}
     for row in db.execute(f"SELECT {columns} FROM rings"):
@@ -344,7 +344,7 @@ _MOST_COUNTED = 1 << 62
 
 
 def _member(value: object, declared: str) -> Any:
-    """A column as what its member is declared to be, since SQLite takes values of any type."""
+    """Return a column's value if it has the declared type of its member; SQLite stores values of any type."""
     if isinstance(value, str) if declared.startswith("str") else type(value) is int and abs(value) < _MOST_COUNTED:
         return value
     return None if declared.endswith("None") else _DAMAGED

@@ -1,8 +1,7 @@
 """Counts, sums and sketches of the steps that ended in one stretch of time.
 
-A tally belongs to one process (or ALL), mode, kind of step and batch size, and to a stretch of one of WIDTHS.
-Tallies of parts add up to the tally of the whole, so every figure of a run between two times is read from a merged
-tally.
+A tally covers one process (or ALL), mode, kind of step and batch size, and a stretch of one of WIDTHS. Tallies of parts
+add up to the tally of the whole, so the figures between two times come from a merged tally.
 """
 
 from __future__ import annotations
@@ -22,31 +21,31 @@ from dpmon.store.quantiles import Counts, Packed
 ALL = -1
 """The process number of the tallies of all processes together."""
 NO_SAMPLES, OTHER_SIZES = -1, -2
-"""Batch sizes in a key: the samples are unknown; a size beyond the first of a process."""
+"""Batch sizes in a key: unknown number of samples; a size beyond the limit of sizes with their own tallies."""
 WIDTHS = (1, 10, 60, 600, 3600, 14_400, 86_400)
-"""Seconds that a tally covers."""
+"""Possible lengths of a tally's stretch (s)."""
 _ENTRY = struct.Struct("<HIqI")
-"""Number of the series, values, their sum, bytes of the sketch that follows."""
+"""Number of the series, number of values, their sum, bytes of the sketch that follows."""
 _MAX = (1 << 63) - 1
 _MOST_VALUES = (1 << 32) - 1
-"""Values of a series that an entry can hold."""
+"""Most values of a series in an entry."""
 _MOST_STEPS = 1 << 40
-"""Steps or calls of a tally; more are damage, and their sums might have no room in a column."""
+"""Most steps or calls of a tally. More are damage, and their sums might overflow a column."""
 
 
 class Key(NamedTuple):
-    """What a tally is of, beside its time."""
+    """Identifies a tally, apart from its time."""
 
     process: int
     mode: str
     kind: int
     """A number of dpmon.record.schema.KINDS."""
     batch: int
-    """Samples a step, or one of NO_SAMPLES and OTHER_SIZES."""
+    """Samples per step, NO_SAMPLES or OTHER_SIZES."""
 
 
 def known_keys(rows: Iterable[tuple[Any, ...]]) -> set[Key]:
-    """The keys in rows of the table `keys`; damaged ones are left out."""
+    """Return the keys in rows of the table `keys`, without damaged ones."""
     keys = map(Key._make, rows)
     return {
         key
@@ -56,7 +55,7 @@ def known_keys(rows: Iterable[tuple[Any, ...]]) -> set[Key]:
 
 
 class StepFacts(NamedTuple):
-    """A step as a tally takes it; times in ns, None for what did not run or is not known."""
+    """The facts of a step for a tally. Times in ns; None: did not run, or unknown."""
 
     number: int
     wall: int
@@ -73,7 +72,7 @@ class StepFacts(NamedTuple):
 
 
 class Stat:
-    """One series: how many values, their sum, and their sketch, which is unpacked when it is asked for."""
+    """One series: the number of values, their sum, and their sketch, which is unpacked on demand."""
 
     __slots__ = ("_counts", "_packed", "count", "total")
 
@@ -112,7 +111,7 @@ class Stat:
         self._packed += other._packed
 
     def add_packed(self, count: int, total: int, packed: Packed | None) -> None:
-        """Add values by their number, their sum and their sketch, if it is known."""
+        """Add values, given their number, their sum and their sketch (None: unknown)."""
         self.count += count
         self.total = _bounded(self.total + total)
         if packed is not None:
@@ -129,7 +128,7 @@ class Stat:
         return quantiles.median(self.counts)
 
     def quantile(self, fraction: float) -> float | None:
-        """The smallest value that `fraction` of all do not exceed, at most 0.4 % off; None without values."""
+        """Return the quantile at `fraction` (0 to 1), at most 0.4 % off; None without values."""
         return quantiles.quantile(self.counts, fraction)
 
 
@@ -147,7 +146,7 @@ class Sum:
 
 
 class SeriesNames:
-    """The numbers under which series are stored. `fresh` holds names that were not written yet."""
+    """Assigns the numbers under which series are stored. `fresh`: names that are not written yet."""
 
     def __init__(self, names: Iterable[tuple[int, str]] = ()) -> None:
         self.by_number = {number: name for number, name in names if type(number) is int and isinstance(name, str)}
@@ -156,7 +155,7 @@ class SeriesNames:
         self.fresh: list[tuple[int, str]] = []
 
     def number(self, name: str) -> int | None:
-        """The number of a series, a new one if it has none; None when there are too many."""
+        """Return the number of a series, assigned if necessary; None if there are too many series."""
         found = self._numbers.get(name)
         if found is None:
             if self._next > 0xFFFF:
@@ -170,16 +169,16 @@ class SeriesNames:
 
 @dataclass(slots=True)
 class Tally:
-    """See the module."""
+    """Counts, sums and sketches of steps: see the module."""
 
     steps: int = 0
     calls: int = 0
     last_step: int | None = None
     low_ns: int | None = None
-    """The shortest step, and the longest."""
+    """Duration of the shortest step; `high_ns` is that of the longest."""
     high_ns: int | None = None
     first_ns: int | None = None
-    """When its first step began, and when its last one ended."""
+    """Start of the first step; `last_ns` is the end of the last one."""
     last_ns: int | None = None
     sums: dict[str, Sum] = field(default_factory=dict)
     """By quantity."""
@@ -195,7 +194,7 @@ class Tally:
         return self.sums.get(quantity) or Sum()
 
     def add(self, steps: Sequence[StepFacts], first_ns: int, last_ns: int) -> None:
-        """Add steps, the first of which began at `first_ns` and the last of which ended at `last_ns`."""
+        """Add steps. `first_ns`: start of the first one. `last_ns`: end of the last one."""
         self._reach(first_ns, last_ns)
         numbers, walls, quantities, phases, rests, calls, devices, parts = zip(*steps, strict=True)
         self.steps += len(steps)
@@ -220,7 +219,7 @@ class Tally:
             self._count(name, values)
 
     def add_series(self, values: Mapping[str, Sequence[int]]) -> None:
-        """Add values by series, of steps that were added before."""
+        """Add values by series for steps that were added before."""
         for name, found in values.items():
             self._count(name, found)
 
@@ -264,7 +263,7 @@ class Tally:
         first: int | None,
         last: int | None,
     ) -> None:
-        """Add what has a column of its own, in the order of PLAIN."""
+        """Add the values of the columns in PLAIN, in that order."""
         self.steps += steps
         self.calls += calls
         if last_step is not None:
@@ -275,11 +274,11 @@ class Tally:
             self._reach(first, last)
 
     def quantile(self, series: str, fraction: float) -> float | None:
-        """A quantile of a series in ns, at most 0.4 % off; of steps never outside the shortest and the longest."""
+        """Return a quantile of a series (ns), at most 0.4 % off; for steps, limited to the shortest and the longest."""
         return self._within(series, self.stat(series).quantile(fraction))
 
     def median(self, series: str) -> float | None:
-        """The median of a series in ns, at most 0.4 % off; None without values."""
+        """Return the median of a series (ns), at most 0.4 % off; None without values."""
         return self._within(series, self.stat(series).median)
 
     def _within(self, series: str, value: float | None) -> float | None:
@@ -290,9 +289,9 @@ class Tally:
     # ------------------------------------------------------------------------------------------ rows
 
     def row(self, names: SeriesNames) -> tuple[Any, ...]:
-        """Its COLUMNS."""
+        """Return the values of COLUMNS for the database."""
         sums = [self.sums.get(quantity.name) for quantity in QUANTITIES]
-        counted = ((None, 0) if one is None else (one.total, one.count) for one in sums)
+        counted = ((None, 0) if known is None else (known.total, known.count) for known in sums)
         return (*_plain_in(self), *chain.from_iterable(counted), b"".join(self._entries(names)))
 
     def _entries(self, names: SeriesNames) -> Iterator[bytes]:
@@ -304,16 +303,16 @@ class Tally:
 
     @classmethod
     def of_row(cls, row: Sequence[Any], names: Mapping[int, str], *, sketches: bool = True) -> Tally:
-        """The tally in a row of COLUMNS; ValueError if it is damaged. Without `sketches` counts and sums only.
+        """Make the tally in a row of COLUMNS. Raises ValueError if it is damaged.
 
-        `names`: of the series to read, by number.
+        `names`: name by number of the series to read. Without `sketches`, only counts and sums are read.
         """
         found = cls()
         found.add_row(row, names, sketches=sketches)
         return found
 
     def add_row(self, row: Sequence[Any], names: Mapping[int, str], *, sketches: bool = True) -> None:
-        """Add the tally in a row, as `of_row` reads it. A damaged one changes nothing."""
+        """Add the tally in a row; parameters and errors as in `of_row`. A damaged row changes nothing."""
         steps, calls, last_step, low, high, first, last, *summed, data = row
         if not (_is_count(steps) and _is_count(calls) and are_optional(row[2:-1])):
             raise ValueError("a damaged tally")
@@ -332,7 +331,7 @@ class Tally:
 
 
 def _entries_of(data: object, names: Mapping[int, str], *, sketches: bool) -> list[tuple[str, int, int, Packed | None]]:
-    """Name, count, sum and sketch of the series in a row that have names; ValueError if they are damaged."""
+    """Return (name, count, sum, sketch) of the series in a row that are in `names`. Raises ValueError for damage."""
     if not isinstance(data, bytes):
         raise ValueError("a damaged tally")
     found = []
@@ -353,7 +352,7 @@ def _entries_of(data: object, names: Mapping[int, str], *, sketches: bool) -> li
 
 
 def total_in(data: object, series: int | None) -> int:
-    """The sum of one series, by its number, in the sketches of a row; 0 if it is not there, ValueError for damage."""
+    """Return the sum of the series with this number in the sketches of a row; 0 if absent. Raises ValueError."""
     if not isinstance(data, bytes):
         raise ValueError("a damaged tally")
     at = 0
@@ -374,7 +373,7 @@ COLUMNS = (*PLAIN, *(f"{quantity.name}_{part}" for quantity in QUANTITIES for pa
 """The columns of the table `tallies` beside its key; all but the last are whole numbers."""
 _plain_in = attrgetter(*PLAIN)
 _OPTIONAL = {int, type(None)}
-"""SQLite holds whatever was written into a column, of any type."""
+"""SQLite stores values of any type in a column."""
 
 
 def are_optional(values: Iterable[object]) -> bool:

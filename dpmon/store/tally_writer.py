@@ -1,7 +1,7 @@
-"""Writes tallies and times: every second as it goes on, every wider stretch when it is over.
+"""Writes tallies and times: for each second at once, for wider stretches when they are over.
 
-What ends in a second is added to that second's tally. When 10 s are over, their tallies are merged into one of 10 s;
-six of these make one of 60 s, and so on. Facts that come later, such as a wait for input or the records of a process
+A step is added to the tally of the second in which it ended. When 10 s are over, their tallies are merged into a tally
+of 10 s; six of these make a tally of 60 s, and so on. Late facts, such as a wait for input or the records of a process
 that was stopped, are added to every tally of their time.
 """
 
@@ -22,11 +22,11 @@ from dpmon.store.tally import ALL, COLUMNS, WIDTHS, Key, SeriesNames, Tally, kno
 
 _CACHED = 4096
 _PARTS = dict(zip(WIDTHS, (4, 8, 8, 8, 16, 16), strict=False))
-"""By width, the part of the limit that its tallies and times may take. Those of days stay."""
+"""Per width: its tallies and times may take the limit divided by this number. Tallies of a day are never deleted."""
 _SLACK_S = 2
-"""A stretch is over this long after its end: processes are read one after the other."""
+"""Delay after the end of a stretch until it is merged, because processes are read one after the other."""
 _ROW_BYTES = 200
-"""What a row of tallies takes beside its sketches, or a row of times; roughly."""
+"""Approximate size of a row of tallies without its sketches, or of a row of times."""
 _KEY = "width = ? AND start_s = ? AND process = ? AND mode = ? AND kind = ? AND batch = ?"
 _INTO_TALLIES = (
     f"INSERT INTO tallies (width, start_s, process, mode, kind, batch, {', '.join(COLUMNS)})"
@@ -45,23 +45,23 @@ _Place = tuple[int, int, Key]
 
 
 class TallyWriter:
-    """The writing end of the tables `tallies` and `times`, within the transactions of its owner."""
+    """Writes the tables `tallies` and `times`, within the transactions of its owner."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
         self._names = SeriesNames()
         self._cache: dict[_Place, Tally] = {}
-        """Tallies as they stand in the database."""
+        """Tallies as they are in the database."""
         self._keys: set[Key] = set()
-        """Of all tallies so far."""
+        """Keys of all tallies so far."""
         self._processes: set[int] = set()
         self._whole: dict[int, int] = {}
-        """By width: every stretch that ends up to this second has been made."""
+        """Per width: the second up to which all stretches are made."""
         self._known = False
-        """Whether these are as in the database."""
+        """Whether these attributes match the database."""
 
     def forget(self) -> None:
-        """A transaction was rolled back: read again what the database holds, before the next one."""
+        """Read the database again before the next write, because a transaction was rolled back."""
         self._known = False
 
     def _load(self) -> None:
@@ -76,7 +76,7 @@ class TallyWriter:
         self._known = True
 
     def add(self, batch: Batch) -> None:
-        """Add what a batch has of steps and times."""
+        """Add the steps and times of a batch."""
         if not self._known:
             self._load()
         changed: dict[_Place, Tally] = {}
@@ -100,11 +100,11 @@ class TallyWriter:
             self._names.fresh.clear()
 
     def _widths(self, second: int) -> Iterable[int]:
-        """The widths of the tallies that a second's facts go into: wider ones only if they were made before."""
+        """Return the widths of the tallies for a second's facts; wider tallies only if they already exist."""
         return [width for width in WIDTHS if width == 1 or second < self._whole[width]]
 
     def _know(self, key: Key) -> None:
-        """Remember a key. With the second process begin the tallies of all: so far they are those of the first."""
+        """Remember a key. The second process starts the tallies of all processes, as copies of the first process's."""
         if len(self._processes) == 1 and key.process not in self._processes:
             self._db.execute(
                 f"INSERT OR IGNORE INTO tallies (width, start_s, process, mode, kind, batch, {', '.join(COLUMNS)})"
@@ -116,7 +116,7 @@ class TallyWriter:
         self._processes.add(key.process)
 
     def _together(self, tallied: Mapping[tuple[int, Key], Ended]) -> dict[tuple[int, Key], Ended]:
-        """The steps of all processes; none where there is one process only."""
+        """Return the steps of all processes together; empty if there is only one process."""
         found: dict[tuple[int, Key], Ended] = {}
         for (second, key), ended in tallied.items() if len(self._processes) > 1 else ():
             place = second, key._replace(process=ALL)
@@ -128,18 +128,18 @@ class TallyWriter:
         return found
 
     def _joined(self, joined: Iterable[Joined]) -> dict[tuple[int, Key], dict[str, list[int]]]:
-        """The values of joined steps by second and tally, and by series; those of all processes, too."""
+        """Return the values of joined steps by (second, key) and series, also for all processes together."""
         found: dict[tuple[int, Key], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-        for one in joined:
-            step = one.step
+        for synced in joined:
+            step = synced.step
             keys = (step.key, step.key._replace(process=ALL)) if len(self._processes) > 1 else (step.key,)
             for key in keys:
-                for name, value in one.series.items():
+                for name, value in synced.series.items():
                     found[step.second, key][name].append(value)
         return found
 
     def _tally(self, place: _Place, changed: dict[_Place, Tally]) -> Tally:
-        """The tally at a place, to be added to."""
+        """Return the tally at a place, and note it as changed."""
         found = changed.get(place)
         if found is None:
             found = changed[place] = self._cache.get(place) or self._read(place)
@@ -171,7 +171,7 @@ class TallyWriter:
     # ------------------------------------------------------------------------------------------ wider stretches
 
     def _make_wider(self, newest_s: int) -> None:
-        """Make the tallies of the stretches that are over as of a second."""
+        """Make the tallies of the stretches that are over at a second."""
         for finer, width in pairwise(WIDTHS):
             begin, end = self._whole[width], (newest_s - _SLACK_S) // width * width
             if end <= begin:
@@ -209,7 +209,7 @@ class TallyWriter:
     # ------------------------------------------------------------------------------------------ room
 
     def prune(self, limit: int) -> None:
-        """Let the tallies and times of each width take their part of `limit` bytes: delete the oldest eighth."""
+        """Limit the tallies and times of each width to their share of `limit` bytes by deleting the oldest eighth."""
         run = self._db.execute
         query = (
             "SELECT count(*), total(size), min(start_s), max(start_s) FROM"

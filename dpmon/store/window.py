@@ -1,7 +1,7 @@
-"""The figures of a run between two seconds: what the screen, the report, the summary and the others ask for. Pure.
+"""Computes the figures of a run between two seconds for the screen, the report, the summary and other outputs. Pure.
 
-One `Window` reads the tallies and times once; every figure that is shown of that time comes from it, so the same figure
-has the same digits everywhere.
+One `Window` reads the tallies and times once. All figures of that time come from it, so a figure has the same digits
+everywhere.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SECOND = 1_000_000_000
 
 
 class Source(Protocol):
-    """What a window needs of dpmon.store.queries.Store."""
+    """The methods of dpmon.store.queries.Store that a window needs."""
 
     processes: list[int]
 
@@ -38,10 +38,10 @@ class Source(Protocol):
         """Tallies of each process, without series."""
 
     def time_sums(self, begin_s: int, end_s: int) -> list[TimeRow]:
-        """What each process did in each mode."""
+        """Return the activities of each process by mode."""
 
     def times_together(self, begin_s: int, end_s: int) -> list[TimeTogether]:
-        """What all processes did together."""
+        """Return the activities of all processes together."""
 
     def kinds(self) -> set[tuple[str, int]]:
         """Mode and kind of all steps so far."""
@@ -73,7 +73,7 @@ class Window:
 
     @cached_property
     def times(self) -> list[TimeRow]:
-        """What each process did in each mode."""
+        """The activities of each process by mode."""
         return self._source.time_sums(self._begin_s, self._end_s)
 
     def rows(self, process: int) -> Iterator[tuple[Key, Tally]]:
@@ -83,12 +83,12 @@ class Window:
 
     @property
     def processes(self) -> list[int]:
-        """Those with steps at any time."""
+        """Processes with steps at any time."""
         return self._source.processes
 
     @property
     def modes(self) -> list[tuple[str, bool]]:
-        """The modes of this time, each with whether these are its evaluation steps."""
+        """The modes of this time as pairs (mode, evaluation), where evaluation separates a mode's evaluation steps."""
         there = {(key.mode, key.kind) for key in self.together}
         known = modes_of(self._kinds)
         now = {(mode, bool(kind & 1) and mode in self._trained) for mode, kind in there}
@@ -132,14 +132,14 @@ class Window:
         return found
 
     def of_process(self, process: int) -> tuple[Tally, Rate | None]:
-        """The steps of a process in all modes, without the evaluations of modes that train; and their rate."""
+        """Return the steps of a process in all modes, without the evaluations of modes that train, and their rate."""
         whole = Tally()
         for mode in {mode for mode, _ in self._kinds}:
             whole.merge(self.tally(mode, process=process))
         return whole, self.mean(process)
 
     def mean(self, process: int | None = None) -> Rate | None:
-        """The rate in all modes, without the evaluations of modes that train: of all processes, or of one."""
+        """Return the rate in all modes, without the evaluations of modes that train, of all processes or of one."""
         tallies = {each: Tally() for each in (self._source.processes if process is None else [process])}
         times = dict.fromkeys(tallies, (0, 0))
         for mode in {mode for mode, _ in self._kinds}:
@@ -152,11 +152,11 @@ class Window:
 
     @cached_property
     def spent(self) -> dict[str, int]:
-        """The time of this window by activity (ns): they add up to the time in which there were processes."""
+        """The time of this window by activity (ns). The sum is the time in which processes existed."""
         return shared_out(self._source.times_together(self._begin_s, self._end_s), self._lives())
 
     def _lives(self) -> list[tuple[int, int]]:
-        """From when to when (ns) there was a process: each from its start-up to its last step."""
+        """Return (begin, end) in ns of the times with at least one process, each from its start-up to its last step."""
         startup: Counter[int] = Counter()
         for row in self.times:
             startup[row.process] += row.spent["startup"]
@@ -169,15 +169,15 @@ class Window:
 
 
 def shared_out(stretches: Iterable[TimeTogether], lives: Sequence[tuple[int, int]]) -> dict[str, int]:
-    """What a run did, by activity (ns): where several processes did several things at once, each has its share.
+    """Return the time of a run by activity (ns). Simultaneous activities of several processes share the time.
 
-    `lives`: from when to when there was a process, in order.
+    `lives`: (begin, end) of the times with at least one process, in order.
     """
     found = dict.fromkeys(ACTIVITIES, 0.0)
     for stretch in stretches:
         begin, end = stretch.start_s * _SECOND, (stretch.start_s + stretch.width_s) * _SECOND
         lived = sum(max(min(end, until) - max(begin, since), 0) for since, until in lives)
-        # A long pause is under its first second (dpmon.store.accounting.Spent.by_second).
+        # A long pause is counted in its first second (dpmon.store.accounting.Spent.by_second).
         covered = max(lived, stretch.longest_ns)
         whole = sum(max(ns, 0) for ns in stretch.spent.values())
         scale = min(1.0, covered / whole) if whole else 0.0
@@ -187,10 +187,10 @@ def shared_out(stretches: Iterable[TimeTogether], lives: Sequence[tuple[int, int
 
 
 def accounted(spent: Mapping[str, int], elapsed_ns: int, first_step_ns: int | None) -> dict[str, int]:
-    """The parts of a run's elapsed time, by activity (ns); they add up to it.
+    """Divide a run's elapsed time by activity (ns); the parts add up to it.
 
-    No process accounts for the time before it was traced, nor for what a killed supervisor did not record. Before the
-    first step (`first_step_ns`, None if there was none) that is start-up, after it the end.
+    Two times have no activity: the time before a process is traced, and times that a killed supervisor did not record.
+    They count as start-up before the first step (`first_step_ns`, None: no step), and as the end after it.
     """
     left = max(elapsed_ns - sum(spent.values()), 0)
     before = left if first_step_ns is None else min(max(first_step_ns - spent["startup"], 0), left)
@@ -198,7 +198,7 @@ def accounted(spent: Mapping[str, int], elapsed_ns: int, first_step_ns: int | No
 
 
 def thirds(rows: Sequence[tuple[int, Tally]], steps: int) -> tuple[Tally, Tally]:
-    """The first third of the steps and the last, as far as rows of tallies (in order of time) can be cut."""
+    """Return the first and the last third of the steps, as exactly as the rows of tallies (in order of time) allow."""
     first, last = Tally(), Tally()
     for _, tally in rows:
         if first.steps + tally.steps > steps / 3:

@@ -1,4 +1,4 @@
-"""Writes what a run keeps for good: history.sqlite, by its supervisor alone (`tables` has what lies in it)."""
+"""Writes history.sqlite (its schema: dpmon.store.tables). Only the supervisor of a run writes it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _PRUNE_PART = 16
 _LASTING_KEPT = 10_000
 _SUMS_PART = 3
 _ROW_BYTES = 180
-"""What a row of device_rollups takes, roughly."""
+"""Approximate size of a row of device_rollups."""
 _INTO_STEPS, _INTO_CALLS, _INTO_COLLECTIVES = (
     f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
     for table, names in (("steps", STEP_COLUMNS), ("calls", CALL_COLUMNS), ("collectives", COLLECTIVE_COLUMNS))
@@ -61,12 +61,12 @@ INSERT INTO device_rollups {} ON CONFLICT (start_s, device, name) DO UPDATE SET
 
 
 class History:
-    """The writing end."""
+    """Writes one history."""
 
     def __init__(
         self, db: sqlite3.Connection, meta: Mapping[str, Any], limit_bytes: int = LIMIT_BYTES, path: Path | None = None
     ) -> None:
-        """Write into `db`: a history, or an empty database. `path`: its file; None: it is in memory, and the caller's.
+        """Write to `db`: a history or an empty database. `path`: its file; None: in memory, closed by the caller.
 
         Raises HistoryError.
         """
@@ -97,7 +97,7 @@ class History:
 
     @property
     def bounds(self) -> Bounds:
-        """The bounds of queries, by the size that the database has now."""
+        """The bounds of queries for the current size of the database."""
         self._bounds.set_size(self._file_bytes())
         return self._bounds
 
@@ -108,8 +108,8 @@ class History:
         if begun and (version := version_of(self._db)) < SCHEMA_VERSION:
             raise HistoryError(f"an earlier version of dpmon wrote it (schema {version})")
         run("PRAGMA journal_mode=WAL")
-        # No fsync at all: a kill of this process loses nothing (the kernel holds the pages), a power cut ends
-        # the training too; and a flush of a slow disk every few seconds is felt by a training that writes to it.
+        # No fsync: a kill of this process loses nothing, because the kernel holds the pages, and a power cut ends the
+        # training too. A flush every few seconds would slow a training that writes to the same disk.
         run("PRAGMA synchronous=OFF")
         run("PRAGMA journal_size_limit=4194304")
         run("PRAGMA cache_size=-2000")
@@ -121,14 +121,14 @@ class History:
         self.next_id: int = 1 + max(last_ids(self._db))
 
     def rings(self) -> dict[str, RingRow]:
-        """How far each ring was taken over by whoever wrote this history before."""
+        """Return the rows of the rings from the previous writer of this history. Raises HistoryError."""
         try:
             return rings_in(self._db)
         except sqlite3.Error as error:
             raise HistoryError(str(error)) from None
 
     def rows(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """Rows of a query; raises HistoryError."""
+        """Return the rows of a query. Raises HistoryError."""
         try:
             self.bounds.begin()
             return self._db.execute(query, values).fetchall()
@@ -136,7 +136,7 @@ class History:
             raise HistoryError(str(error)) from None
 
     def definitions(self, process: int) -> dict[int, Any]:
-        """Every definition of one process by its number; damaged ones are left out."""
+        """Return the definitions of one process by number, without damaged ones."""
         query = "SELECT number, value FROM definitions WHERE process = ?"
         return definitions_in(self.rows(query, (process,)))
 
@@ -159,7 +159,7 @@ class History:
         return None
 
     def write(self, batch: Batch) -> None:
-        """Write all of `batch` or nothing; raises HistoryError, and the same batch may be tried again."""
+        """Write all of `batch` or nothing. After a HistoryError, the same batch may be written again."""
         many = self._db.executemany
         self._bounds.begin()
         try:
@@ -175,7 +175,7 @@ class History:
             many(
                 _ADD_DEVICE.format("VALUES (?,?,?,?,?,?,?)"), [(*key, *values) for key, values in batch.devices.items()]
             )
-            many(_JOIN_STEP, [(one.exposed_ns, one.wait_ns, one.step.id) for one in batch.joined])
+            many(_JOIN_STEP, [(joined.exposed_ns, joined.wait_ns, joined.step.id) for joined in batch.joined])
             self._collectives.add(batch)
             self._tallies.add(batch)
             many(_INTO_GAPS, batch.gaps)
@@ -187,8 +187,8 @@ class History:
             if self._used_bytes() > self._limit:
                 self._prune()
             self._db.execute("COMMIT")
-        except (sqlite3.Error, OverflowError) as error:  # the latter: sums of damaged rows
-            with suppress(sqlite3.Error):  # some errors have rolled back already
+        except (sqlite3.Error, OverflowError) as error:  # OverflowError: sums of damaged rows
+            with suppress(sqlite3.Error):  # some errors roll back themselves
                 self._db.execute("ROLLBACK")
             self._tallies.forget()
             raise HistoryError(str(error)) from None
@@ -202,7 +202,7 @@ class History:
         return pages * self._page_bytes
 
     def _prune(self) -> None:
-        """Delete the oldest sixteenth of what is there; the pages are used again, the file does not grow."""
+        """Delete the oldest sixteenth of the rows. SQLite reuses the pages, so the file does not grow."""
         self._prune_sums()
         firsts = [
             row[0]
@@ -223,7 +223,7 @@ class History:
         self._db.execute("UPDATE meta SET value = value + ? WHERE key = 'pruned'", (gone,))
 
     def _prune_sums(self) -> None:
-        """Keep sums, and events that may be many, from taking all the room in runs of many days or processes."""
+        """Limit sums and frequent events, which could fill the database in runs of many days or processes."""
         run = self._db.execute
         query = "SELECT count(*), min(start_s), max(start_s) FROM device_rollups WHERE start_s > ?"
         count, first, last = run(query, (BEFORE_S,)).fetchone()
@@ -231,7 +231,7 @@ class History:
             self._add_devices_up(first + max((last - first) // 8, 1))
         self._tallies.prune(self._limit)
         run("DELETE FROM gaps WHERE id < (SELECT max(id) FROM gaps) - ?", (_LASTING_KEPT,))
-        for kind in ("warning", "input", "loader", "ddp"):  # events that last, and that a script can make any number of
+        for kind in ("warning", "input", "loader", "ddp"):  # lasting events of unlimited number
             run(
                 "DELETE FROM events WHERE kind = ? AND id <"
                 " (SELECT id FROM events WHERE kind = ? ORDER BY id DESC LIMIT 1 OFFSET ?)",
@@ -239,7 +239,7 @@ class History:
             )
 
     def _add_devices_up(self, before: int) -> None:
-        """Replace the sums of the minutes before a second by one sum a device and name."""
+        """Replace the sums of all minutes before a second by one sum per device and name."""
         query = "SELECT t_ns FROM events WHERE kind IN ('host', 'device') AND t_ns IS NOT NULL ORDER BY id LIMIT 1"
         sample = self._db.execute(query).fetchone()
         # Samples that still have rows need no sum.
@@ -250,10 +250,10 @@ class History:
         self._db.execute(f"DELETE {minutes}", (BEFORE_S, before))
 
     def close(self) -> None:
-        """Close its file, leaving it self-contained if nobody else reads it now."""
+        """Close the file. It is self-contained afterwards unless another process reads it now."""
         if self._path is None:
             return
-        # If somebody reads now, the journal stays: readers read both, and the next supervisor cleans up.
+        # If another process reads now, the journal stays: readers read both files, and the next supervisor cleans up.
         with suppress(sqlite3.Error, OSError):
             check_database(self._path, written=True)  # again: SQLite opens the journal only now
             self._db.execute("PRAGMA journal_mode=DELETE")

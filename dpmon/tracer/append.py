@@ -1,6 +1,6 @@
 """Appends lines from a training process to files of the run's directory.
 
-Imports only modules that every Python has already loaded: a process that never imports torch imports this, too.
+Imports only modules that every Python has already loaded, because processes without torch import this module, too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from time import monotonic_ns
 
 
 def note(text: str, file: str = "stages.log") -> None:
-    """Append a line to a file of the run's directory. For events before the ring exists; not for the hot path."""
+    """Append a line to a file of the run's directory: for events before the ring exists, not for the hot path."""
     directory = os.environ.get("DPMON_RUN")
     if directory:
         line = f"{os.getpid()} {monotonic_ns()} {text[:4096]}\n"  # the script's names may have any length
@@ -28,7 +28,7 @@ def append(directory: str, file: str, data: bytes, most: int = 1 << 62) -> bool:
     """
     from dpmon.allocation import NoSizeSignal  # imported here, because a process without torch does not need it
 
-    # As in dpmon.run.files: never wait for a reader of a FIFO, never follow a link.
+    # As in dpmon.run.files: do not wait for the reader of a FIFO, do not follow a link.
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
     place = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

@@ -1,7 +1,7 @@
 """Traces calls that a script composes from scatter, replicate, parallel_apply and gather.
 
-Each of these functions leaves a span with the flag HAND. dpmon.assemble puts the calls together. The replicas may be
-any callables that parallel_apply is given, not only torch's replicas.
+Each of these functions leaves a span with the flag HAND; dpmon.assemble joins the spans to calls. A replica may be any
+callable passed to parallel_apply, not only one of torch's replicas.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class ByHand:
         self.modes = modes
         self.sites = sites
         self._sites: dict[Any, tuple[int, _Composed, Site]] = {}
-        """By root and devices: serial of the request before the plan, owner of the site, and the site."""
+        """By root and devices: number of the last mode request before the plan, owner of the site, and the site."""
 
     def reset(self) -> None:
         """Start afresh, as after a fork."""
         self._sites.clear()
 
     def verb(self, me: Thread, number: int, kind: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a primitive that the script called itself. The caller removes our frames from a traceback."""
+        """Run a primitive that the script calls itself. The caller removes our frames from a traceback."""
         session, recorder = self.session, self.recorder
         inside = me.inside
         if (
@@ -63,7 +63,7 @@ class ByHand:
         head = kind | me.head | inside << INSIDE_AT | Flag.HAND << FLAGS_AT
         records = not session.off
         try:
-            # Also after the tracer has given up: the script cannot continue without it.
+            # Also after the tracer has given up: the script depends on the virtual devices.
             virtual = self.modes.hand_devices()
             if virtual is not None:
                 function = virtual.verbs[number]
@@ -78,7 +78,7 @@ class ByHand:
             timing = recorder.timing
             if records and timing is not None:
                 mark = timing.begin(me, kind) if watch is None else timing.call_begins(me, watch.site.gpus)
-        except Exception as error:  # noqa: BLE001 - the script's function is run all the same
+        except Exception as error:  # noqa: BLE001 - the script's function runs anyway
             session.fault("by hand", error)
         try:
             if records:
@@ -92,7 +92,7 @@ class ByHand:
                 watch.close()
 
     def _sizes(self, me: Thread, number: int, kind: int, args: Any, kwargs: Any, result: Any) -> int:
-        """The sizes for a primitive's span. Keeps the devices that the primitive was given."""
+        """Return the sizes for a primitive's span, and keep the devices passed to the primitive."""
         if kind == Kind.GATHER:
             return self.session.outputs(result, Memo()) << 32
         if kind == Kind.SCATTER:
@@ -105,7 +105,7 @@ class ByHand:
         return 0
 
     def _begins(self, me: Thread, virtual: Any, args: Any, kwargs: Any) -> tuple[Watch, int] | None:
-        """Begin a parallel_apply: its watch, and flags for its span; None if it is not recorded."""
+        """Begin a parallel_apply. Return its watch and the flags for its span; None if it is not recorded."""
         recorder, modes = self.recorder, self.modes
         modules = args[0] if args else kwargs.get("modules")
         if not isinstance(modules, (list, tuple)) or not modules:
@@ -122,7 +122,7 @@ class ByHand:
         site = self._site(modules, devices, virtual)
         if modes.unannounced:
             modes.announce()
-        grad = torch.is_grad_enabled()  # a function has no training mode: it trains if gradients are recorded
+        grad = torch.is_grad_enabled()  # a function has no training mode: enabled gradients count as training
         training = trains(modules[0]) if hasattr(modules[0], "training") else grad
         head = site.head | (Flag.TRAINING * training | Flag.GRAD * grad) << FLAGS_AT
         return Watch(recorder, me, site, strict=False), head
@@ -155,7 +155,7 @@ class ByHand:
 
 
 def _scattered(number: int, args: Any, kwargs: Any) -> tuple[list[Any], tuple[Any, ...] | None]:
-    """The signatures of the inputs of one of the scatters in Originals.all, and the target devices."""
+    """Return the input signatures and the target devices of a scatter function in Originals.all."""
     if number == SCATTER_KWARGS:  # scatter_kwargs(inputs, kwargs, devices)
         values = args[0] if args else kwargs["inputs"]
         named = (args[1] if len(args) > 1 else kwargs.get("kwargs")) or {}
@@ -167,11 +167,11 @@ def _scattered(number: int, args: Any, kwargs: Any) -> tuple[list[Any], tuple[An
         devices = args[1] if len(args) > 1 else kwargs.get("target_gpus")
     else:  # Scatter.apply(devices, sizes, dim, tensor)
         values, named, devices = args[3:], {}, args[0]
-    found = [one for at, value in enumerate(values) for one in leaves(value, str(at))]
-    found += [one for name, value in named.items() for one in leaves(value, name)]
+    found = [leaf for at, value in enumerate(values) for leaf in leaves(value, str(at))]
+    found += [leaf for name, value in named.items() for leaf in leaves(value, name)]
     return found, _several(devices)
 
 
 def _several(devices: Any) -> tuple[Any, ...] | None:
-    """A copy, so that the script's own list is not kept alive."""
+    """Copy a list of devices, so that the script's own list is not kept alive; None if it is not a list."""
     return tuple(devices) if isinstance(devices, (list, tuple, range)) else None

@@ -1,7 +1,7 @@
-"""Traces calls of models: the one wrapper around Module.__call__ of a root, DataParallel.forward and data_parallel.
+"""Traces calls of models: wraps Module.__call__ of a root, DataParallel.forward and data_parallel.
 
 The wrapper always runs torch's own code, even if the tracer fails. It removes its own frame from tracebacks (Python
-3.11 and later keep this when an exception is raised again).
+3.11 and later keep that change when the exception is raised again).
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Calls:
         """The traced form of `original`, a function of a module and its arguments.
 
         `site_of(module, thread, args)` makes the site of a module at its first call; None if its calls are not
-        recorded. Such calls are run by `other(module, thread, args, kwargs)`. `root`: the calls are of bare roots.
-        Data-parallel calls, in contrast, may be inside a root.
+        recorded. `other(module, thread, args, kwargs)` runs such calls. `root`: the modules are bare roots; a
+        data-parallel call, in contrast, may be inside a root.
         """
         session, recorder, modes = self.session, self.recorder, self.modes
         threads, new, sites = recorder.threads, recorder.thread, self.sites.known
@@ -64,7 +64,7 @@ class Calls:
         is_compiling, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
         tracing = torch._C._get_tracing_state  # torch.jit.trace: sizes are tensors of its graph
         function_modes = torch._C._len_torch_function_stack  # a mode of the script would see us read sizes
-        graph_task = torch._C._current_graph_task_id  # autograd runs it again for a checkpoint, on any thread
+        graph_task = torch._C._current_graph_task_id  # not -1 while autograd recomputes a checkpoint, on any thread
         clock, tensor = monotonic_ns, torch.Tensor
         run, settle = self.split.run, self.split.settle
 
@@ -114,8 +114,8 @@ class Calls:
                     session.fault("begin", error)
                 if site is None:
                     return other(module, me, args, kwargs)
-                kind, plain, how = site.kind, site.plain, site.head
-                head = how | me.head | inside << INSIDE_AT | kind
+                kind, plain, layout = site.kind, site.plain, site.head
+                head = layout | me.head | inside << INSIDE_AT | kind
                 mark = None
                 if recorder.timing is not None:
                     mark = self._timed(me, site)
@@ -133,7 +133,7 @@ class Calls:
                     me.inside = inside
                     try:
                         if not plain:
-                            head = head ^ how | settle(me, site, 0, True)
+                            head = head ^ layout | settle(me, site, 0, True)
                         head |= self.flags(module)
                     except Exception as fault:  # noqa: BLE001 - the script's exception goes first
                         session.fault("end", fault)
@@ -157,7 +157,7 @@ class Calls:
                     else:
                         outputs = session.outputs(result, memo)
                     if not plain:
-                        head = head ^ how | settle(me, site, outputs, False)
+                        head = head ^ layout | settle(me, site, outputs, False)
                     if site.via is None and is_grad_enabled() and module.training:
                         head |= _LEARNS
                     else:
@@ -187,7 +187,7 @@ class Calls:
             return None
 
     def flags(self, module: Any) -> int:
-        """Flags for a call's span when it ends: modes of the module and the thread."""
+        """Return the flags for a call's span at its end: modes of the module and the thread."""
         return (Flag.TRAINING * trains(module) | Flag.GRAD * torch.is_grad_enabled()) << FLAGS_AT
 
     # ---------------------------------------------------------------- DataParallel
@@ -248,7 +248,7 @@ class Calls:
         return named_like(data_parallel, original)
 
     def _bound(self, args: Any, kwargs: Any) -> Any:
-        """A stand-in for the module, and its arguments; None for a call that torch refuses or hides. Never raises."""
+        """Return a stand-in for the module, and its arguments; None if torch refuses the call. Never raises."""
         try:
             bound = _bind(args, kwargs)
             if bound is None:
@@ -256,7 +256,7 @@ class Calls:
             module, inputs, *given, named = bound
             inputs = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
             return self.sites.functional(module, _as_given(given)), inputs, named or {}
-        except Exception as error:  # noqa: BLE001 - the call goes on as it is written
+        except Exception as error:  # noqa: BLE001 - the call runs as written
             self.session.fault("functional", error)
             return None
 
@@ -268,17 +268,17 @@ class Calls:
         return self.sites.ready(self.sites.of_functional(call))
 
     def _unrecorded(self, original: Callable[..., Any], me: Thread, call: Functional, args: Any, kwargs: Any) -> Any:
-        """Run the function when it is not recorded. Without GPUs it still needs virtual replicas."""
+        """Run the function without recording it. Without GPUs it still needs virtual replicas."""
         ids, output, dim = call.given
         inside = me.inside
         try:
             plan = self.modes.unrecorded(call.module, ids)
             function = None if plan is None else self.split.functional_for(plan)
-        except Exception as error:  # noqa: BLE001 - the call goes on as it is written
+        except Exception as error:  # noqa: BLE001 - the call runs as written
             self.session.fault("functional", error)
             plan = function = None
         try:
-            me.inside = Kind.WRAPPED  # its verbs are not composed by hand
+            me.inside = Kind.WRAPPED  # its phases are not calls by hand
             if plan is None or function is None:
                 return original(call.module, args, ids, output, dim, kwargs)
             me.split = Run(Site(call, plan, "data_parallel", lambda _: None), me.split)
@@ -291,7 +291,7 @@ class Calls:
 
 
 class _Forward:
-    """The forward of a script's own subclass: traced on an instance, the script's own on the class."""
+    """The forward of a script's subclass: an instance gets the traced function, the class the script's own."""
 
     def __init__(self, original: Any, traced: Any) -> None:
         self._original = original

@@ -1,8 +1,8 @@
-"""Knows the CUDA graphs that are being captured in this process, on any thread.
+"""Tracks the CUDA graphs that are being captured in this process, on any thread.
 
 CUDA ends a capture when another thread, or another stream of the same thread, queries an event (cudaEventQuery is
-refused during a capture in "global" mode, torch's usual mode). torch can only be asked about the current stream, so the
-tracer has to know of all captures.
+refused during a capture in "global" mode, torch's usual mode). torch reports only the state of the current stream, so
+the tracer tracks all captures itself.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class Captures:
 
     def __init__(self) -> None:
         self._graphs: dict[int, weakref.ref[Any]] = {}
-        """By id. A graph that is gone no longer counts, even if its capture never ended."""
+        """By id. A deleted graph no longer counts, even if its capture never ended."""
 
     def __bool__(self) -> bool:
         return bool(self._graphs)
 
     def watch(self, kind: Any) -> None:
-        """Watch this class of graphs (torch.cuda.CUDAGraph); AttributeError if another torch has no such methods."""
+        """Watch this class of graphs (torch.cuda.CUDAGraph); raises AttributeError if torch lacks these methods."""
         begin, end = kind.capture_begin, kind.capture_end
         kind.capture_begin, kind.capture_end = self._beginning(begin), self._ending(end)
 
@@ -33,7 +33,7 @@ class Captures:
         def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
             key, graphs = id(graph), self._graphs
             try:
-                # Before it begins: a query between the two would end it.
+                # Set before the capture begins: a query in between would end it.
                 graphs[key] = weakref.ref(graph, lambda _: graphs.pop(key, None))
                 return original(graph, *args, **kwargs)
             except BaseException as error:

@@ -1,8 +1,8 @@
 """The ends of sampled collectives on the CPU.
 
-A thread asks `is_completed` of each collective under way. It runs only while something is under way or a sample may
-launch more, and drops the Work object, which may hold tensors, when it is complete or after MAX_WAIT_NS. Nobody waits,
-and there is no callback. Ends are late by up to 0.1 ms, or a twentieth of the time taken.
+A thread polls `is_completed` of each unfinished collective. It runs only while a collective is unfinished or a sample
+may launch more. It drops the Work object, which may hold tensors, on completion or after MAX_WAIT_NS. The thread never
+blocks on a collective, and it registers no callbacks. Ends are late by up to 0.1 ms, or a twentieth of the time taken.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.session import Session
 
 DISPATCH_NS = 15_000
-"""Cost of a kernel outside of its own code: the dispatcher converts the arguments and waits for the GIL."""
+"""Cost of a kernel outside its own code: the dispatcher converts the arguments and waits for the GIL."""
 MAX_WAIT_NS = 10_000_000_000
 _SHORTEST_S, _LONGEST_S = 50e-6, 5e-3
-"""Limits of the time between two queries."""
+"""Limits of the time between two polls."""
 _DRAIN_S = 0.05
-"""How long the end of the process waits for the thread that queries."""
+"""Longest wait for the polling thread at the end of the process."""
 
 
 class Sample:
-    """The sample under way: how many collectives it has, and what it costs."""
+    """The current sample: the number of its collectives, and its cost."""
 
     def __init__(self) -> None:
         self.on = False
-        """Whether a sample is under way."""
+        """Whether a sample is running."""
         self.reset()
 
     def reset(self) -> None:
-        """Begin with nothing."""
+        """Clear the counts."""
         self.count = self.own_ns = self.polled_ns = 0
-        """Number of collectives; time spent in their kernels and in queries."""
+        """Number of collectives; time spent in their kernels and in polling (ns)."""
 
     def cost_ns(self) -> int:
-        """What it has cost so far."""
+        """Return its cost so far."""
         return self.own_ns + self.polled_ns + self.count * DISPATCH_NS
 
 
 class Launched(NamedTuple):
-    """A collective under way."""
+    """An unfinished collective."""
 
     work: Any
-    """What torch returned for it (torch.distributed.Work)."""
+    """The torch.distributed.Work of the collective."""
     head: int
-    """Of its span."""
+    """First word of its span."""
     start: int
     bytes: int
 
@@ -68,13 +68,13 @@ class Ends:
     def reset(self) -> None:
         """Start afresh, as after a fork."""
         self.failed = False
-        """Whether a fault of ours has ended the thread that queries."""
+        """Whether a fault of ours has ended the polling thread."""
         self._new: deque[Launched] = deque()
         self._life = object()
-        """Changes when the thread that queries must end."""
+        """Replaced when the polling thread must end."""
         self._polling = False
         self._wake = allocate_lock()
-        """Held while nobody has roused the thread that queries. An Event would not survive an interrupt in `set`."""
+        """Released to rouse the polling thread. An Event would not survive an interrupt in `set`."""
         self._wake.acquire()
 
     def wait_for(self, launched: Launched) -> None:
@@ -82,25 +82,25 @@ class Ends:
         self._new.append(launched)
         if self._polling:
             self.rouse()
-        else:  # the thread itself says that it runs: an interrupt here could leave it unstarted
+        else:  # the thread sets `_polling` itself: an interrupt here could leave it unstarted
             start_new_thread(self._poll, (self._life,))
 
     def rouse(self) -> None:
-        """Rouse the thread that queries, now or when it is about to wait."""
+        """Rouse the polling thread, now or when it is about to wait."""
         with suppress(RuntimeError):  # it is roused already
             self._wake.release()
 
     def _poll(self, life: object) -> None:
-        """Query the collectives under way until the sample is over and all have ended."""
+        """Poll the unfinished collectives until the sample is over and all have ended."""
         self._polling = True
         waiting: list[Launched] = []
         new, before = self._new, thread_time_ns()
         try:
             while self._life is life:
                 while new:
-                    with suppress(IndexError):  # two threads of this function, for a moment
+                    with suppress(IndexError):  # two polling threads may run for a moment
                         waiting.append(new.popleft())
-                waiting = [one for one in waiting if not self._over(one)]
+                waiting = [launched for launched in waiting if not self._over(launched)]
                 spent, before = before, thread_time_ns()
                 self._sample.polled_ns += before - spent
                 if waiting:
@@ -113,29 +113,29 @@ class Ends:
                 if not new:
                     break
                 self._polling = True
-            for one in waiting:
-                self._write(one, Unended.ENDED)
+            for launched in waiting:
+                self._write(launched, Unended.ENDED)
         except Exception as error:  # noqa: BLE001 - only ends are lost
             self.failed = True
             self._session.fault("collectives", error, fatal=False)
         self._polling = False
-        self.rouse()  # another thread of this function, if two were started
+        self.rouse()  # the other polling thread, if two were started
 
-    def _over(self, one: Launched) -> bool:
-        """Write the span of a collective if it is over, or was waited for too long."""
-        if one.work.is_completed():
-            self._recorder.write(one.head, one.start, monotonic_ns() - one.start, one.bytes)
+    def _over(self, launched: Launched) -> bool:
+        """Write the span of a collective if it has ended or the wait is too long; return whether it was written."""
+        if launched.work.is_completed():
+            self._recorder.write(launched.head, launched.start, monotonic_ns() - launched.start, launched.bytes)
             return True
-        if monotonic_ns() - one.start < MAX_WAIT_NS:
+        if monotonic_ns() - launched.start < MAX_WAIT_NS:
             return False
-        self._write(one, Unended.LATE)
+        self._write(launched, Unended.LATE)
         return True
 
-    def _write(self, one: Launched, why: int) -> None:
-        self._recorder.write(one.head | Flag.SKIPPED << FLAGS_AT, one.start, why, one.bytes)
+    def _write(self, launched: Launched, why: int) -> None:
+        self._recorder.write(launched.head | Flag.SKIPPED << FLAGS_AT, launched.start, why, launched.bytes)
 
     def stop(self) -> None:
-        """End the thread that queries, and wait for it a moment: it must not run while the interpreter ends."""
+        """End the polling thread and wait briefly for it: it must not run while the interpreter ends."""
         self._life = object()
         self.rouse()
         until = monotonic_ns() + int(_DRAIN_S * 1e9)

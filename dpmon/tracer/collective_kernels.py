@@ -1,13 +1,13 @@
 """The kernels that see each collective of a sampled step.
 
 Python kernels for the operators of `c10d` are registered at the dispatch key BackendSelect for one sampled step, and
-removed after it. That key comes after autograd and before the backends. So the kernels see what DistributedDataParallel
-and FSDP2 launch from C++ or Python, hand-written and functional collectives, compiled functions and inference mode; and
-a kernel of the script at another key runs as before. (A kernel at an autograd key misses functional collectives and
-inference mode.) `send` and `recv` have no kernel: they are no collectives.
+removed after it. That key comes after autograd and before the backends. So the kernels see all collectives: those of
+DistributedDataParallel and FSDP2 from C++ or Python, hand-written and functional ones, in compiled functions and in
+inference mode. A kernel of the script at another key runs as before. (A kernel at an autograd key would miss functional
+collectives and inference mode.) `send` and `recv` have no kernel, because they are not collectives.
 
-torch 2.14 has hooks of its own at this place (pytorch #186300). They are not used: no released version to verify them
-with had them.
+torch 2.14 adds its own hooks at this place (pytorch #186300). They are not used, because no release with them was
+available for verification.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dpmon.tracer.session import Session
 MAX_RANKS = 1024
 """Limit of ranks that are listed."""
 _UNTIL_DONE_S = 1.0
-"""Python's switch interval while the kernels are switched, which takes 0.1 ms: so no other thread runs meanwhile."""
+"""Python's switch interval while the kernels are switched (0.1 ms), so that no other thread runs then."""
 _DISTRIBUTED = os.path.dirname(os.path.abspath(torch.distributed.__file__)) + os.sep
 _KEY: Any = torch._C.DispatchKey.BackendSelect
 
@@ -45,13 +45,13 @@ class _Group(NamedTuple):
     name: str
     size: int
     ranks: tuple[int, ...] | None
-    """None: all ranks, or they are not known."""
+    """None for all ranks or unknown ranks."""
     backend: str | None
-    """For the type of the device."""
+    """The backend for the type of the device; None if unknown."""
 
 
 class Kernels:
-    """The kernels of one process. They record what is launched while a sample is under way."""
+    """The kernels of one process; they record each collective that is launched during a sample."""
 
     def __init__(self, session: Session, recorder: Recorder, ends: Ends, sample: Sample) -> None:
         self._session = session
@@ -61,15 +61,15 @@ class Kernels:
         self.reset()
 
     def reset(self) -> None:
-        """Start afresh, as after a fork. Kernels that the parent registered stay, and only pass on."""
+        """Start afresh, as after a fork. Kernels that the parent registered stay, and only forward calls."""
         self.inherited: Any = getattr(self, "_library", None)
-        """Registered the parent's kernels, and removes them if it is collected; None if there are none."""
+        """The library with the parent's kernels, kept alive because its destruction removes them; or None."""
         self._library: Any = None
-        """Registers the kernels while it lives."""
+        """The library with this process's kernels, while they are registered."""
         self._shared = False
         """Whether other threads launch collectives, so that the kernels must stay."""
         self._within = 0
-        """Number of kernels under way."""
+        """Number of kernels that are running."""
         self._groups: dict[tuple[Any, str], _Group] = {}
         """By process group and type of the device, for one sample."""
 
@@ -82,10 +82,10 @@ class Kernels:
         return self._switch(self._remove)
 
     def _switch(self, change: Callable[[], None]) -> bool:
-        """Register or remove the kernels; False if another thread may launch a collective meanwhile.
+        """Register or remove the kernels; False if another thread may launch a collective at the same time.
 
-        torch's table of kernels is not made to be changed while another thread reads it. So no other thread runs Python
-        code here, and none may be in torch.distributed already. Once another thread has launched a collective in a
+        torch's table of kernels must not change while another thread reads it. So no other thread runs Python code
+        here, and no other thread may already be in torch.distributed. If another thread launches a collective during a
         sample, the kernels stay for good.
         """
         if self._shared:
@@ -134,7 +134,7 @@ class Kernels:
                     launched = clock()
                     try:
                         self._launched(operator, args, result, began, launched)
-                    except Exception as error:  # noqa: BLE001 - the collective is under way
+                    except Exception as error:  # noqa: BLE001 - the collective is already launched
                         fault("collectives", error, fatal=False)
                     self._sample.own_ns += clock() - launched
                 return result
@@ -149,12 +149,12 @@ class Kernels:
         """Record a collective that was just launched."""
         recorder = self._recorder
         me = recorder.threads.get(get_ident()) or recorder.thread()
-        with torch._C.DisableTorchFunction():  # hides our look from the script's modes
+        with torch._C.DisableTorchFunction():  # hides our reads from the script's modes
             tensors = _flat(args[operator.counted])
             first = tensors[0] if tensors else _flat(args[1 - operator.counted])[0]
             device, dtype = first.device.type, first.dtype
             if device == "meta":
-                return  # torch.compile tries the function out
+                return  # torch.compile only traces the function
             size = sum([tensor.nbytes for tensor in tensors])
         group = self._group(args[operator.group], device)
         if operator.name == "barrier":
@@ -162,7 +162,7 @@ class Kernels:
         elif operator.by_ranks:
             size *= group.size
         if me is not recorder.trains and recorder.trains is not None:
-            # On devices, autograd launches what a backward pass communicates on threads of its own.
+            # On devices, autograd launches the collectives of a backward pass on its own threads.
             self._shared = self._shared or recorder.kinds[recorder.trains.number] != Kind.BACKWARD
         self._sample.count += 1
         site = self._site(operator.name, group, device, dtype)
@@ -170,7 +170,7 @@ class Kernels:
             return
         head = Kind.COLLECTIVE | me.head | me.inside << INSIDE_AT | site << SITE_AT
         work = result[-1] if isinstance(result, (tuple, list)) else result
-        if work is None:  # it has waited itself
+        if work is None:  # the operator waits for the result itself
             recorder.write(head, began, now - began, size)
         elif device != "cpu" or (operator.name, group.backend) == ("reduce_scatter", "gloo"):
             why = Unended.ON_DEVICE if device != "cpu" else Unended.UNTOLD
@@ -220,7 +220,7 @@ def _others_communicate() -> bool:
 
 
 def _flat(tensors: Any) -> list[Any]:
-    """The tensors in a tensor, a list, or a list of lists."""
+    """Return the tensors in a tensor, a list, or a list of lists."""
     if isinstance(tensors, torch.Tensor):
         return [tensors]
     return [tensor for part in tensors for tensor in ((part,) if isinstance(part, torch.Tensor) else part)]
@@ -231,7 +231,7 @@ def _distributed() -> Any:
 
 
 def missing() -> str | None:
-    """What this torch lacks; None if it has everything."""
+    """Return what this torch lacks for recording collectives; None if it has everything."""
     for holder, name in (
         (torch._C, "_dispatch_keyset_full_after"),
         (torch._C, "_dispatch_has_kernel_for_dispatch_key"),

@@ -9,13 +9,13 @@ class Operator(NamedTuple):
     """Meaning of the arguments of an operator."""
 
     name: str
-    """In records."""
+    """Name in records."""
     group: int
     """Index of the process group."""
     counted: int
     """Index of the tensors to count, by the convention of nccl-tests."""
     by_ranks: bool = False
-    """Whether each rank has only its part of these bytes."""
+    """Whether these bytes are one rank's part, so that the total is multiplied by the number of ranks."""
 
 
 OPERATORS = {

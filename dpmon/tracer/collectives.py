@@ -1,16 +1,16 @@
-"""Every collective of a sampled step: when a sample is taken.
+"""Decides when a sample of the collectives is taken, and when it ends.
 
-A sample is a span for each collective (collective_kernels, collective_ends), and one for the time in which all of them
-are recorded. On a device, the end of a collective stays unknown: the host would have to query events of a stream that
-may be capturing a graph. So does the end of a reduce_scatter of gloo: its Work never says that it is complete.
+A sample is a span for each collective (collective_kernels, collective_ends), and a span for the whole sample. The end
+of a collective on a device stays unknown: the host would have to query events of a stream that may be capturing a
+graph. The end of a reduce_scatter of gloo stays unknown, too: its Work never reports completion.
 
-All ranks wait for the slowest one in a collective. If each rank sampled other steps, all would pay for each. So a step
-is sampled when the number of optimizer steps, which ranks have in common, is a multiple of a power of two. A loop
-without an optimizer is sampled by the clock.
+All ranks wait for the slowest rank in a collective. If each rank sampled different steps, every sample would slow all
+ranks down. So the ranks sample the same steps: when the number of optimizer steps is a multiple of a power of two. A
+loop without an optimizer is sampled by the clock.
 
-A sample is to hold one training step. If a look finds collectives but no backward pass since the last look, they are an
-evaluation's: the sample is discarded, and another one is taken after the next optimizer step. A loop that often does so
-within a training step is sampled as it is.
+A sample should hold one training step. If a look finds collectives but no backward pass since the last look, they come
+from an evaluation: the sample is discarded, and another sample follows the next optimizer step. After several discarded
+samples in a row, the next sample is kept as it is.
 """
 
 from __future__ import annotations
@@ -29,26 +29,27 @@ from dpmon.tracer.session import Session, raise_from_signal
 
 NEVER = 1 << 62
 WAIT_NS, SOON_NS = 1_000_000_000, 50_000_000
-"""Interval of checks whether there is a process group; of checks whether a call has opened the ring."""
+"""Interval of checks for a process group; interval of checks for an open ring."""
 LOOK_NS = 500_000_000
 """Interval of checks whether a reader has requested a sample."""
 FIRST = 8
-"""Optimizer steps before the first sample, and between samples until their cost is known."""
+"""Optimizer steps before the first sample."""
 LEAST, MOST = 4, 1 << 16
 """Limits of the optimizer steps between two samples."""
 SHARE = 0.002
-"""Share of the time that samples may cost by this process's own account. They are to cost at most 0.005: the ranks wait
-for each other, so that a step gets longer by up to the costs of two (tests/benchmarks/bench_collectives.py)."""
+"""Largest share of the time for samples, as measured in this process. The aim is at most 0.005 in total: ranks wait for
+each other, so a step grows by the cost of up to two ranks (tests/benchmarks/bench_collectives.py)."""
 APART_NS, TIMED_NS = 10_000_000_000, 2_000_000_000
-"""Least time between two samples, unless a reader requests one; before the first one of a loop without an optimizer."""
+"""Least time between two samples, unless a reader requests one; before the first in a loop without an optimizer."""
 MAX_LOOKS = 64
-"""A sample ends after this many steps, even if no optimizer has stepped."""
+"""Most looks at a sample; then it ends, even if no optimizer has stepped."""
 MOST_DISCARDED = 4
-"""After this many discarded samples in a row none is: a step has collectives and no backward pass between two looks."""
+"""Most samples discarded in a row. If a training step itself has collectives without a backward pass between two looks,
+every sample would be discarded."""
 RETRY_NS = 50_000_000
-"""Time until the kernels are switched again after another thread was in torch.distributed."""
+"""Time until the next attempt to switch the kernels, after another thread was in torch.distributed."""
 MAX_PUT_OFF = 100
-"""Attempts at a sample in a row, after which the record says why there is none."""
+"""Number of failed attempts in a row after which the reason is recorded."""
 _BESIDE = "another thread of the process was in torch.distributed at every attempt to record a step"
 
 
@@ -70,30 +71,30 @@ class Collectives:
         self._ends.reset()
         self._kernels.reset()
         self._put_off = 0
-        """How often no sample could begin since the last one."""
+        """Failed attempts to begin a sample since the last sample."""
         self._ready = False
-        """Whether there is a process group and torch has what is needed."""
+        """Whether there is a process group and torch has the functions needed."""
         self._given_up = False
         self._began = self._stepped = self._looks = 0
-        """When the sample began, how many optimizer steps there were then, and how many steps ended since."""
+        """Start of the sample; number of optimizer steps then; number of looks since then."""
         self._backwards = 0
-        """Backward passes up to the last look."""
+        """Number of backward passes at the last look."""
         self._spoiled = False
         """Whether the sample holds collectives of steps without a backward pass."""
         self._discarded = 0
-        """Samples that were discarded in a row."""
+        """Number of samples discarded in a row."""
         self._again = False
-        """Whether the sample is discarded, or the last one was: then another one is taken as soon as possible."""
+        """Whether this sample or the last one is discarded, so that another follows as soon as possible."""
         self._spent = 0
-        """Cost of the samples that were discarded since the distance was last set (ns)."""
+        """Cost of all samples since the distance was last set (ns)."""
         self._last = self._last_stepped = 0
-        """When the distance to the next sample was last set, and how many optimizer steps there were then."""
+        """Time and number of optimizer steps when the distance to the next sample was last set."""
         self._every = 0
-        """Optimizer steps from one sample to the next."""
+        """Distance: optimizer steps from one sample to the next."""
         self._earliest = 0
         """When the next sample may be taken."""
         self._asked = 0
-        """The last request acted upon."""
+        """Number of the last request acted upon."""
 
     # ---------------------------------------------------------------- between two steps
 
@@ -118,18 +119,18 @@ class Collectives:
                 self._asked = asked
                 return 0
             return 0 if self._again and not self._recorder.stepped else now + LOOK_NS
-        except Exception as error:  # noqa: BLE001 - the training goes on without
+        except Exception as error:  # noqa: BLE001 - the training continues
             self._failed(error)
             return NEVER
 
     def _failed(self, error: Exception) -> None:
-        """Give up after a fault of ours; raise what a signal handler of the script raised."""
+        """Give up after a fault of ours. Raises only exceptions of the script's signal handlers."""
         raise_from_signal(error)
         self._give_up()
         self._session.fault("collectives", error, fatal=False)
 
     def _give_up(self) -> None:
-        """Take no sample any more, and leave the one under way without an end."""
+        """Take no more samples, and leave the current sample without an end."""
         self._given_up = True
         with suppress(Exception):
             self._kernels.remove()
@@ -163,7 +164,7 @@ class Collectives:
         self._recorder.sample_at = (self._recorder.stepped // self._every + 1) * self._every
 
     def _is_time(self, now: int) -> bool:
-        """Whether to take a sample; if it is too early for one, it is taken at another multiple of the distance."""
+        """Return whether to take a sample. If it is too early, the sample moves to a later multiple of the distance."""
         recorder = self._recorder
         if not recorder.stepped:
             again = recorder.backwards != self._backwards or not self._again
@@ -180,7 +181,7 @@ class Collectives:
         began = monotonic_ns()
         self._stepped, self._backwards = self._recorder.stepped, self._recorder.backwards
         self._spoiled = self._again = False
-        self._recorder.sample_at = self._stepped + 1  # then look whether it is over, even after an interrupt
+        self._recorder.sample_at = self._stepped + 1  # check after this step, even after an interrupt
         self._looks = 0
         self._sample.reset()
         try:
@@ -229,11 +230,11 @@ class Collectives:
         return now + LOOK_NS
 
     def _discards(self) -> bool:
-        """Whether the sample is discarded as far as it has come."""
+        """Whether the sample would be discarded if it ended now."""
         return self._spoiled and self._discarded < MOST_DISCARDED
 
     def _is_over(self) -> bool:
-        """Whether the sampled step is over: an optimizer has stepped, or, if none ever does, a backward pass ended."""
+        """Whether the sampled step is over: an optimizer has stepped or, without one, a backward pass ended."""
         recorder = self._recorder
         if recorder.stepped:
             return recorder.stepped != self._stepped
@@ -253,7 +254,7 @@ class Collectives:
         return True
 
     def at_exit(self) -> None:
-        """End the sample under way, and the thread that queries: it must not run while the interpreter ends."""
+        """End the current sample and the polling thread, which must not run while the interpreter ends."""
         if self._sample.on:
             self._again = self._discards() or not self._is_over()  # part of a step
             self._end(monotonic_ns())
@@ -262,9 +263,9 @@ class Collectives:
 
 
 def _distance(spent: int, since: int, steps: int) -> int:
-    """Optimizer steps from one sample to the next: a power of two, so that samples of all ranks coincide.
+    """Return the optimizer steps between two samples: a power of two, so that the samples of all ranks coincide.
 
-    `spent`: cost of a sample (ns). `since`, `steps`: time and optimizer steps between two samples.
+    `spent`: cost of a sample (ns). `since` (ns), `steps`: time and optimizer steps since the last sample.
     """
     needed = max(spent / SHARE, APART_NS) * max(steps, 1) / max(since, 1)
     return min(max(1 << max(int(needed) - 1, 0).bit_length(), LEAST), MOST)

@@ -1,13 +1,13 @@
-"""Copies from the host to a GPU, as a phase of the step: those made by `Tensor.to` and `Tensor.cuda`.
+"""Records copies from the host to a GPU by `Tensor.to` and `Tensor.cuda`, as a phase of the step.
 
-The two methods are replaced right after torch is imported, if torch was built for GPUs. Code that compares methods by
-identity (a subclass in its `__torch_function__`, torch.overrides) then gets the replaced ones from torch's own
+The two methods are replaced right after the import of torch, if torch was built for GPUs. Code that compares methods by
+identity (a subclass in its `__torch_function__`, torch.overrides) then gets the replaced methods from torch's own
 dispatch, too (torch/csrc/utils/python_arg_parser.cpp looks the method up in torch.Tensor). Until a call has run on a
-GPU, they only pass on to the originals.
+GPU, the replacements only call the originals.
 
-The time of a copy is subtracted from the phase around it. Only copies of the training thread in a step count. These are
-not counted: scattered batches, replicated parameters, `Tensor.copy_`, tensors made on a GPU, and tensors of a class
-with its own `__torch_dispatch__` (torch.compile traces with such classes).
+The time of a copy is subtracted from the enclosing phase. Only copies of the training thread in a step count. Scattered
+batches, replicated parameters, `Tensor.copy_` and tensors made on a GPU do not count, nor do tensors of a class with
+its own `__torch_dispatch__` (torch.compile traces with such classes).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PYTHON: Any = torch._C.DispatchKey.Python
 
 
 class Copies:
-    """The copies of one process; nothing here raises."""
+    """The copies of one process. The tracer's own code here never raises."""
 
     def __init__(self, session: Session, recorder: Recorder) -> None:
         self._session = session
@@ -76,8 +76,8 @@ class Copies:
         try:
             device = where(args, kwargs)
             if device is None or type(device) is torch.dtype or torch._C._get_tracing_state() is not None:
-                return -1  # torch.jit.trace would record our look
-            with torch._C.DisableTorchFunction():  # hides our look from subclasses and modes
+                return -1  # torch.jit.trace would record our reads
+            with torch._C.DisableTorchFunction():  # hides our reads from subclasses and modes
                 if torch._C._dispatch_keys(tensor).has(_PYTHON) or not tensor.is_cpu:
                     return -1
                 if isinstance(device, torch.Tensor):
@@ -90,7 +90,7 @@ class Copies:
                     return -1
                 index = torch.cuda.current_device() if device.index is None else device.index
             return index if index < torch.cuda.device_count() else -1
-        except Exception as error:  # noqa: BLE001 - the original says what is wrong with its arguments
+        except Exception as error:  # noqa: BLE001 - the original reports faulty arguments
             raise_from_signal(error)
             return -1
 
@@ -141,11 +141,11 @@ class _Method:
         return repr(self.__wrapped__)
 
     def __reduce__(self) -> str:
-        return self.__qualname__  # where pickle finds it in torch, with dpmon and without
+        return self.__qualname__  # pickle finds this name in torch, with or without dpmon
 
 
 def _bytes(copied: Any) -> int:
-    """Number of bytes copied: the size of the result, since the host converts the dtype; 0 if unknown."""
+    """Return the number of bytes copied: the size of the result, since the host converts the dtype; 0 if unknown."""
     try:
         with torch._C.DisableTorchFunction():
             return sum(part.nelement() * part.element_size() for part in parts_of(copied))

@@ -23,7 +23,7 @@ def available_cores(cgroups: Path = _CGROUPS, membership: Path = Path("/proc/sel
 
 
 def _quotas(cgroups: Path, membership: Path) -> list[float]:
-    """The CPU quotas of this process's cgroups, in cores; cgroups without a quota are left out."""
+    """Return the CPU quotas of this process's cgroups, in cores, without cgroups that have no quota."""
     found = []
     try:
         lines = membership.read_text().splitlines()
@@ -43,7 +43,7 @@ def _quotas(cgroups: Path, membership: Path) -> list[float]:
 
 
 def _quota(*files: Path) -> float | None:
-    """The quota in cores: quota and period come from one file, or from one file each."""
+    """Return the quota in cores; quota and period are in one file, or in one file each."""
     try:
         quota, period = (float(number) for path in files for number in path.read_text().split())
         return quota / period if quota > 0 and period > 0 else None
@@ -54,19 +54,19 @@ def _quota(*files: Path) -> float | None:
 def limit_this_thread(count: int) -> None:
     """Limit parallel regions that begin on this thread to `count` threads; other threads keep their number.
 
-    `torch.set_num_threads` would not do: it also sets the initial number of every later thread.
+    `torch.set_num_threads` is no alternative: it also sets the initial number of every later thread.
     """
-    torch.get_num_threads()  # torch sets a thread's number at its first region: make that happen before we set ours
+    torch.get_num_threads()  # torch sets a thread's number at its first region: this must happen before ours is set
     for set_number in _setters():
         set_number(count)
 
 
 @cache
 def _setters() -> tuple[Callable[[int], object], ...]:
-    """The C functions that set the number for the calling thread alone; empty if torch has neither library.
+    """Return the C functions that set the number for the calling thread only; empty if torch has neither library.
 
     Only loaded libraries are searched. The global scope comes first, as in the linker: torch calls a preloaded OpenMP.
-    PyDLL keeps the GIL, because releasing it would cost more than the half microsecond of a call.
+    PyDLL keeps the GIL: a call takes half a microsecond, and releasing the GIL would cost more.
     """
     libraries = []
     for name, mode in ((None, 0), (str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"), os.RTLD_NOLOAD)):

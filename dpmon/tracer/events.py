@@ -1,10 +1,10 @@
 """Times phases on a device with events on its working streams. Never waits for the device.
 
-An event is recorded where a phase begins and where it ends, on the current stream. A phase that begins where another
-one ends shares its event. Between two steps, the stepping thread queries the events and reads the times between them.
-Each device has a pool of events. If the pool is empty, because the device is far behind, a phase is not timed, and that
-is counted. During the capture of a CUDA graph nothing is recorded or queried: an event would become a part of the
-graph, and a query would end the capture.
+An event is recorded on the current stream at the beginning and the end of a phase. A phase that begins at the end of
+another phase shares its event. Between two steps, the training thread queries the events and reads the times between
+them. Each device has a pool of events. If the pool is empty, because the device is far behind, a phase is not timed,
+and the gap is counted. During the capture of a CUDA graph nothing is recorded or queried: an event would become a part
+of the graph, and a query would end the capture.
 
 The time between two events of a stream includes idle time while the device waits for the host.
 """
@@ -33,10 +33,10 @@ class Events(Protocol):
     """Operations on a device's events."""
 
     def capturing(self) -> bool:
-        """Whether queued work may be captured into a graph, or a query may end a capture."""
+        """Whether queued work may be captured into a graph, or whether a query may end a capture."""
 
     def make(self) -> Any:
-        """A new event. It belongs to no device until it is recorded."""
+        """Make an event. It belongs to no device until it is recorded."""
 
     def record(self, event: Any, device: int) -> None:
         """Queue an event on the device's current stream."""
@@ -45,14 +45,14 @@ class Events(Protocol):
         """Whether the device has reached the event; does not wait."""
 
     def between_ms(self, first: Any, last: Any) -> float:
-        """The time between two finished events."""
+        """Return the time between two finished events."""
 
 
 _captures: Captures | None = None
 
 
 def _watch_captures() -> None:
-    """Watch captures, once per process, before its first GPU work. Captures already under way are unknown."""
+    """Watch captures, once per process, before its first GPU work. Earlier captures are not seen."""
     global _captures
     _captures = Captures()
     for kind in (_cuda.CUDAGraph, getattr(getattr(torch, "accelerator", None), "Graph", None)):
@@ -69,7 +69,7 @@ class TorchEvents:
         self._streams: dict[tuple[int, int], Any] = {}
         base = getattr(torch._C, "_CudaEventBase", None)
         kind: Any = base if isinstance(base, type) and issubclass(_cuda.Event, base) else _cuda.Event
-        # From torch's own C class: the classes above it only pass calls on, at twice the cost.
+        # Methods of torch's C class: the Python classes above it only forward the calls, at twice the cost.
         self._record, self._query, self._elapsed = kind.record, kind.query, kind.elapsed_time
         self._is_captured = (
             getattr(torch._C, "_cuda_isCurrentStreamCapturing", None) or _cuda.is_current_stream_capturing
@@ -78,7 +78,7 @@ class TorchEvents:
             _watch_captures()
 
     def capturing(self) -> bool:
-        """Whether this thread's current stream is captured, or any graph in this process."""
+        """Whether this thread's current stream is being captured, or any graph in this process."""
         return bool(_captures) or bool(self._is_captured())
 
     def make(self) -> Any:
@@ -108,7 +108,7 @@ class TorchEvents:
 
 
 class _Mark:
-    """A recorded event, the number of spans that still need it, and whether it is known to be done."""
+    """A recorded event, the number of spans that still need it, and whether the device has reached it."""
 
     __slots__ = ("come", "event", "users")
 
@@ -119,7 +119,7 @@ class _Mark:
 
 
 class Span:
-    """One phase on one device: its time once known, or why it will never be known."""
+    """One phase on one device: its time once known, or the reason why it stays unknown."""
 
     __slots__ = ("device", "first", "last", "ms", "why")
 
@@ -132,12 +132,12 @@ class Span:
 
     @property
     def settled(self) -> bool:
-        """Whether its time is known, or known to be missing."""
+        """Whether its time is known, or will stay unknown."""
         return self.ms is not None or self.why != Untimed.NONE
 
 
 class DeviceTimes:
-    """The timed phases on devices. Any thread may begin and end a phase; one thread collects, between steps."""
+    """Times phases on devices. Any thread may begin and end a phase; one thread collects the times between steps."""
 
     def __init__(self, events: Events, fault: Callable[[BaseException], None], pool_events: int = POOL_EVENTS) -> None:
         """`fault` receives errors; after MAX_FAULTS nothing more is timed."""
@@ -165,7 +165,7 @@ class DeviceTimes:
         return self._faults >= MAX_FAULTS
 
     def begin(self, device: int, after: Span | None = None) -> Span:
-        """Begin a phase on a device: now, or, on the same device, where `after` ended."""
+        """Begin a phase on a device: at the end of `after` if that is on the same device, else now."""
         span = Span(device)
         shared = after.last if after is not None and after.device == device else None
         if shared is not None and not self.off:
@@ -176,7 +176,7 @@ class DeviceTimes:
         return span
 
     def end(self, span: Span) -> None:
-        """End a phase: here, or at its last lap."""
+        """End a phase at its last lap, or now if it has none."""
         if span.first is None:
             return
         if span.last is None:
@@ -223,12 +223,12 @@ class DeviceTimes:
                 del pending[0]
 
     def _read(self, span: Span) -> bool:
-        """Read one time; False if the device has not reached the end of the phase."""
+        """Read one time. Return False if the device has not reached the end of the phase."""
         first, last = span.first, span.last
         assert first is not None
         assert last is not None
         try:
-            # The first may be on another stream, which may be behind.
+            # The first event may be on another stream, which may be behind.
             if not (self._come(last) and self._come(first)):
                 return False
             took = self._events.between_ms(first.event, last.event)
@@ -245,7 +245,7 @@ class DeviceTimes:
         return True
 
     def _come(self, mark: _Mark) -> bool:
-        mark.come = mark.come or self._events.done(mark.event)  # the end of a phase may begin the next
+        mark.come = mark.come or self._events.done(mark.event)  # consecutive phases share an event
         return mark.come
 
     def waiting(self) -> int:
@@ -253,7 +253,7 @@ class DeviceTimes:
         return sum(len(pending) for pending in self._pending.values())
 
     def _mark(self, device: int) -> tuple[_Mark | None, int]:
-        """Record an event now; or None and the reason."""
+        """Record an event now. Return it and Untimed.NONE, or None and the reason."""
         if self._faults >= MAX_FAULTS:
             return None, Untimed.FAULT
         if self._spares:
@@ -279,7 +279,7 @@ class DeviceTimes:
     def turn(self) -> None:
         """End a step. The next step is timed as a whole or not at all.
 
-        If it were timed until the events run out, the last phases of a device that is far behind would never be timed.
+        A step that is timed until the events run out would never include the last phases of a device far behind.
         """
         for device, taken in self._taken.items():
             before = self._needs.get(device, 0)
@@ -299,7 +299,7 @@ class DeviceTimes:
             return free.pop()
         except IndexError:  # other threads take from it too
             pass
-        # A counter that threads may share: each number is given out once.
+        # The counter is safe between threads: it yields each number once.
         number = next(self._made.setdefault(device, count()))
         if number >= self._limit:
             return None

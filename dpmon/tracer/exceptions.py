@@ -26,7 +26,7 @@ _MEMBERS: Any = type.__dict__["__dict__"]
 _IN_TRACEBACK = re.compile(r'^ *File "([^"\n]+)", line (\d{1,9})', re.MULTILINE)
 MAX_CHARACTERS = 300
 MAX_PATH = 1000
-"""A note is a single write of limited size."""
+"""Longest file name in a note: a note is a single write of limited size."""
 _SILENT = {
     "StopIteration": (
         "(next() found nothing: a replica has no parameters, so take device and dtype from an input,"
@@ -37,10 +37,10 @@ _SILENT = {
 
 
 def in_a_line(error: BaseException | str) -> str:
-    """The kind and first line of an error; of the original error if torch repeats it with its traceback.
+    """Return class and first line of an error; of the original error if torch repeats it with its traceback.
 
-    torch's errors begin with what happened and then say where to look further. parallel_apply raises a replica's error
-    again, under "Caught ...", with the whole traceback in its text.
+    The first line of a torch error is the message; the rest is advice. parallel_apply raises a replica's error again,
+    under "Caught ...", with the whole traceback in its text.
     """
     kind = type(error).__name__
     lines = str(error).strip().splitlines() or [""]
@@ -56,7 +56,7 @@ def in_a_line(error: BaseException | str) -> str:
 
 
 def uncaught(rank: int | None) -> str | None:
-    """The exception that ends this process, for endings.log: its class name, then JSON; None if there is none."""
+    """Describe the exception that ends this process for endings.log: class name, then JSON; None if there is none."""
     kind = getattr(sys, "last_type", None)
     if kind is None:
         return None
@@ -73,7 +73,7 @@ def uncaught(rank: int | None) -> str | None:
 
 
 def _retold(kind: str, value: object) -> tuple[str, str, int | None, tuple[str, int] | None] | None:
-    """Class, message, rank and place of a rank's exception that torch.multiprocessing.spawn raises again as text."""
+    """Return class, message, rank and place of a rank's exception that torch.multiprocessing.spawn repeats as text."""
     arguments = _ARGS.__get__(value) if isinstance(value, Exception) else ()
     if kind != "ProcessRaisedException" or not arguments or type(arguments[0]) is not str:
         return None
@@ -86,7 +86,7 @@ def _retold(kind: str, value: object) -> tuple[str, str, int | None, tuple[str, 
 
 
 def _message(error: BaseException | None) -> str:
-    """The first line of an exception's text; empty if reading it would run code of the script.
+    """Return the first line of an exception's text; empty if reading it would run code of the script.
 
     Without dpmon, no method of the script is called after its traceback is printed.
     """
@@ -100,14 +100,14 @@ def _message(error: BaseException | None) -> str:
 
 
 def _speaks_itself(kind: type) -> bool:
-    """Whether `__str__` of a class is a built-in one."""
-    # Looked up by hand: a metaclass or a descriptor of the script may run its own code.
+    """Whether the `__str__` of a class is built in."""
+    # The look-up avoids getattr, because a metaclass or descriptor of the script may run its own code.
     members = (_MEMBERS.__get__(base) for base in _MRO.__get__(kind))
     return type(next(found["__str__"] for found in members if "__str__" in found)) is WrapperDescriptorType
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a value can be printed, as an argument of an exception, by Python's own code only."""
+    """Whether only Python's own code runs when a value is printed as an argument of an exception."""
     if type(value) is tuple:
         return all(map(_is_plain, value))
     return type(value) in _PLAIN
@@ -119,7 +119,7 @@ def _is_script(file: str) -> bool:
 
 
 def _place(traceback: TracebackType | None) -> tuple[str, int] | None:
-    """The innermost line of the script itself, not of an installed package or of Python's library."""
+    """Return the innermost line of the script itself, not of an installed package or Python's library."""
     found = None
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename

@@ -14,22 +14,22 @@ import torch
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 OF_CALLS = frozenset(f"{_HERE}{name}.py" for name in ("calls", "split", "byhand", "roots"))
-"""Files whose functions are on the stack while a call is traced."""
+"""Files with functions that are on the stack while a call is traced."""
 
 
 def outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    """A frame and the frames around it, innermost first."""
+    """Yield a frame and its callers, innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def first_argument(frame: FrameType) -> Any:
-    """The value of a function's first argument, while the function runs; None if it has none.
+    """Return the value of a running function's first argument; None if it has no arguments.
 
     Before Python 3.13, the frame keeps the dict that `f_locals` returns. The dict would hold every variable of the
-    function until it returns, even those that the function deletes. So it is emptied again, unless the script has the
-    same dict from `locals()`, or a debugger is about to write it back.
+    function until it returns, even deleted variables. So it is emptied again, unless the script got the same dict from
+    `locals()` or a debugger will write it back.
     """
     code = frame.f_code
     if not code.co_argcount or not code.co_flags & CO_OPTIMIZED:
@@ -42,13 +42,13 @@ def first_argument(frame: FrameType) -> Any:
 
 
 def drop_frames(error: BaseException) -> None:
-    """Remove our frames from the head of the traceback of an exception that the caller is about to raise again.
+    """Remove our frames from the head of an exception's traceback; the caller raises it again.
 
     Python 3.11 and later keep the change when the exception is raised again by a bare `raise`.
 
-    The frames that stay in the traceback still refer to ours (`f_back`). `traceback.clear_frames` does not clear ours,
-    so the objects in them would live as long as the exception. This function clears the frames that have ended; the
-    caller, which still runs, sets its own variables to None.
+    The remaining frames still refer to ours (`f_back`). `traceback.clear_frames` does not clear our frames, so the
+    objects in them would live as long as the exception. This function clears the frames that have ended. The caller
+    still runs, so it sets its own variables to None.
     """
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_HERE):
@@ -75,8 +75,8 @@ def with_own_code(wrapper: Any) -> Any:
 def hide_from_dynamo() -> None:
     """Make torch.compile skip our frames, as it skips torch's own frames around a module's forward.
 
-    It skips only a frame that would be the outermost of a graph. Inside a graph it looks through our frames as before.
-    Otherwise, after a graph break, torch.compile would try again from our frame, and would compile the code beside it.
+    It skips only a frame that would be the outermost of a graph; inside a graph it traces through our frames as before.
+    Without this, torch.compile would retry from our frame after a graph break, and would compile our code.
     """
     frames: Any = torch._C._dynamo.eval_frame
     skip = getattr(frames, "skip_code", None)

@@ -1,7 +1,7 @@
 """The GPUs that torch uses in this process, and further statistics of torch's allocator.
 
-Read between two steps, and only after CUDA is initialised: by then CUDA_VISIBLE_DEVICES has taken effect, even if the
-script set it late. Nothing here waits for a stream.
+They are read between two steps, and only after CUDA is initialised: by then CUDA_VISIBLE_DEVICES has taken effect, even
+if the script sets it late. No function here waits for a stream.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _COUNTS = {"alloc_retries": "num_alloc_retries", "ooms": "num_ooms"}
 
 
 def uuid_of(index: int) -> str | None:
-    """The UUID of torch's cuda:<index> or of its MIG instance, without prefix; None if it is unknown.
+    """Return the UUID of torch's cuda:<index> or of its MIG instance, without prefix; None if unknown.
 
-    The driver is asked first (cuDeviceGetUuid_v2): only newer versions of torch know the UUID, and only the GPU's.
+    The driver comes first (cuDeviceGetUuid_v2): only newer versions of torch report a UUID, and only the GPU's.
     """
     if index not in _uuids:
         _uuids[index] = _by_driver(index) or _by_torch(index)
@@ -47,10 +47,10 @@ def _by_torch(index: int) -> str | None:
 
 
 def allocator(device: str) -> dict[str, Any]:
-    """The UUID and allocator statistics of a GPU that torch uses (`cuda:1`).
+    """Return the UUID and allocator statistics of a GPU that torch uses (`cuda:1`).
 
-    `inactive_split_bytes`: free, but only as remainders of blocks in use (fragmentation). `alloc_retries`: how often
-    memory was found only after the cache was emptied. `ooms`: how often none was found.
+    `inactive_split_bytes`: free remainders of blocks in use (fragmentation). `alloc_retries`: allocations that failed
+    until the cache was emptied. `ooms`: allocations that failed even then.
     """
     index = int(device.partition(":")[2])
     stats = torch.cuda.memory_stats(index)

@@ -1,12 +1,12 @@
-"""Traces how DistributedDataParallel averages the gradients: when the last gradient was ready in a backward pass.
+"""Traces when the gradients of DistributedDataParallel were ready in a backward pass.
 
-DistributedDataParallel averages gradients during the backward pass, bucket by bucket. Once all gradients of a rank are
-ready, it waits for the buckets under way, and so for the other ranks. The backward pass therefore takes equally long on
-all ranks. The wait at its end does not: it is shortest on the rank that the others wait for.
+DistributedDataParallel averages gradients during the backward pass, bucket by bucket. When all gradients of a rank are
+ready, the rank waits for the unfinished buckets, and so for the other ranks. The backward pass therefore takes equally
+long on all ranks. The wait at its end differs: it is shortest on the slowest rank.
 
 torch notes when each gradient was ready (`Reducer.get_backward_stats`: ns since the end of the forward). The tracer
-reads the notes after the backward pass. It adds no hook to the script's parameters, and no communication hook. Of the
-first pass of a static graph torch notes nothing, so that pass is not recorded.
+reads these notes after the backward pass. It adds no hooks to the script's parameters and no communication hook. torch
+notes nothing in the first pass of a static graph, so that pass is not recorded.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from dpmon.tracer.timing import Mark
 _engine: Any = torch.autograd.Variable._execution_engine
 
 LOOK_EVERY = 16
-"""Synchronised passes between two looks at all gradients. In between, each bucket's latest gradient stands for it."""
+"""Synchronised passes between two reads of all gradients. The reads in between use the last gradient of each bucket."""
 FACTS_AT = (1, 2, 3, 11)
-"""Synchronised passes after which the facts of a wrapper may have changed; torch rebuilds the buckets in the second."""
+"""Synchronised passes after which the facts of a wrapper are read; torch rebuilds the buckets in the second."""
 FACTS_EVERY_NS = 10_000_000_000
-"""Time between two later looks at the facts of a wrapper."""
+"""Interval between later reads of these facts."""
 MAX_BUCKETS = 1024
 _LEADS = struct.Struct("<4e")
 _WORDS = struct.Struct("<Q")
@@ -54,9 +54,9 @@ class GradientSync:
         self._session = session
         self._recorder = recorder
         self._wrappers: dict[int, _Wrapper] = {}
-        """By id of the DistributedDataParallel. The traced function holds this very object, and the next one."""
+        """By id of the DistributedDataParallel. The traced function refers to this and to `_waiting`."""
         self._waiting: list[_Wrapper] = []
-        """Those with a forward since their last backward pass."""
+        """Wrappers with a forward since their last backward pass."""
         self.reset()
 
     def reset(self) -> None:
@@ -64,16 +64,16 @@ class GradientSync:
         self._wrappers.clear()
         self._waiting.clear()
         self._mark: Mark | None = None
-        """Device times of the end of the backward pass under way."""
+        """Device times of the end of the current backward pass."""
         self._computed = 0
-        """When all of its gradients were computed (monotonic ns); 0 if that was not asked."""
+        """When all gradients of that pass were computed (monotonic ns); 0 if unknown."""
         self._made = count()
         """Numbers of wrappers."""
         self._number = 0
         """Number of the last synchronised pass, the same on all ranks for the same pass."""
 
     def install(self) -> None:
-        """Trace the end of every forward of a DistributedDataParallel, where torch begins to note the gradients."""
+        """Trace the end of each forward of a DistributedDataParallel: there torch starts to note the gradients."""
         kind = torch.nn.parallel.DistributedDataParallel
         original = getattr(kind, "_post_forward", None)
         if original is not None:
@@ -97,14 +97,14 @@ class GradientSync:
                 raise
             try:
                 if is_grad_enabled():
-                    one = wrappers.get(id(module)) or self._known(module)
-                    one.base, one.averages = began, module.require_backward_grad_sync
+                    wrapper = wrappers.get(id(module)) or self._known(module)
+                    wrapper.base, wrapper.averages = began, module.require_backward_grad_sync
                     me = threads.get(get_ident())
                     root = None if me is None else me.root
-                    one.inner = root is None or root.module() is not module
-                    if not one.waits:
-                        one.waits = True
-                        waiting.append(one)
+                    wrapper.inner = root is None or root.module() is not module
+                    if not wrapper.waits:
+                        wrapper.waits = True
+                        waiting.append(wrapper)
             except Exception as error:  # noqa: BLE001 - our fault must not reach the script
                 self._session.fault("gradients", error, fatal=False)
             return result
@@ -112,24 +112,24 @@ class GradientSync:
         return named_like(_post_forward, original)
 
     def _known(self, module: Any) -> _Wrapper:
-        """Remember a wrapper for as long as it lives."""
+        """Remember a wrapper while it lives."""
         key, wrappers = id(module), self._wrappers
-        one = wrappers[key] = _Wrapper(module, next(self._made), lambda _: wrappers.pop(key, None))
-        return one
+        wrapper = wrappers[key] = _Wrapper(module, next(self._made), lambda _: wrappers.pop(key, None))
+        return wrapper
 
     # ---------------------------------------------------------------- the end of the computation
 
     def _backward_begins(self, me: Thread, args: Any) -> None:
-        """Find out when all gradients of a pass are computed, where the wrapper's own do not tell.
+        """Find out when all gradients of a pass are computed, if the notes of a single wrapper do not show it.
 
-        They do not on devices, and where other models or other wrappers take part in the pass. autograd calls back what
-        was queued during a pass after the last gradient, in the order in which it was queued. DistributedDataParallel
-        queues its own callback, which waits for the other ranks, with its last bucket. Ours is queued before the first
-        gradient, so it comes first.
+        They do not on devices, or if other models or wrappers take part in the pass. After the last gradient, autograd
+        calls the callbacks that were queued during the pass, in order. DistributedDataParallel queues a callback with
+        its last bucket, which waits for the other ranks. Our callback is queued before the first gradient, so it runs
+        first.
         """
         waiting, timing = self._waiting, self._recorder.timing
         self._mark, self._computed = None, 0
-        if not any(one.averages for one in waiting):
+        if not any(wrapper.averages for wrapper in waiting):
             return
         if timing is not None:
             timing.synced = self._synced
@@ -163,9 +163,9 @@ class GradientSync:
     # ---------------------------------------------------------------- the end of a backward pass
 
     def _backward_ended(self, head: int, began: int, ended: int) -> None:
-        """Write the gradients of the wrappers in a backward pass, before its own span is written.
+        """Write the synchronisation spans of a backward pass, before the span of the pass itself is written.
 
-        `head`: thread and enclosing kind. `began`, `ended`: of the pass (monotonic ns).
+        `head`: thread and enclosing kind. `began`, `ended`: start and end of the pass (monotonic ns).
         """
         try:
             if self._waiting:
@@ -174,47 +174,47 @@ class GradientSync:
             self._session.fault("gradients", error, fatal=False)
 
     def _write_passes(self, head: int, began: int, ended: int) -> None:
-        """Write the passes that are over. Several wrappers wait together, after the last gradient of all of them."""
+        """Write the passes that are over. Several wrappers wait together, after the last gradient of all wrappers."""
         found = []
         last = max(self._computed, began)
-        for one in tuple(self._waiting):
-            module = one.module()
+        for wrapper in tuple(self._waiting):
+            module = wrapper.module()
             if module is None:
-                self._waiting.remove(one)
-            elif not one.notes:
-                self._is_over(one, module, ended)
-            elif one.averages and (ready := one.ready(_notes(module))):
-                found.append((one, module, ready))
-                last = max(last, one.base + max(ready))
-        for one, module, ready in found:
-            self._write(one, ready, min(last, ended), head, ended)
-            self._is_over(one, module, ended)
+                self._waiting.remove(wrapper)
+            elif not wrapper.notes:
+                self._is_over(wrapper, module, ended)
+            elif wrapper.averages and (ready := wrapper.ready(_notes(module))):
+                found.append((wrapper, module, ready))
+                last = max(last, wrapper.base + max(ready))
+        for wrapper, module, ready in found:
+            self._write(wrapper, ready, min(last, ended), head, ended)
+            self._is_over(wrapper, module, ended)
         if not found:
             self._write_unsynced(head, ended)
 
     def _write_unsynced(self, head: int, ended: int) -> None:
-        """Write a pass that averaged nothing, of one of the wrappers under `no_sync`."""
-        for one in self._waiting:
-            if not one.averages:
+        """Write one pass that averaged nothing, because its wrapper is under `no_sync`."""
+        for wrapper in self._waiting:
+            if not wrapper.averages:
                 self._recorder.put(head | Kind.SYNC | Flag.SKIPPED << FLAGS_AT, ended, 0, 0)
-                self._is_over(one, one.module(), ended)
+                self._is_over(wrapper, wrapper.module(), ended)
                 break
 
-    def _is_over(self, one: _Wrapper, module: Any, ended: int) -> None:
-        """The pass of a wrapper's forward is over."""
-        one.waits = False
-        self._waiting.remove(one)
-        one.passes = passes = one.passes + 1
-        if module is not None and (ended >= one.due or passes in FACTS_AT):
-            one.due = ended + FACTS_EVERY_NS
-            self._tell(one, module)
+    def _is_over(self, wrapper: _Wrapper, module: Any, ended: int) -> None:
+        """Note that the backward pass of a wrapper's forward is over."""
+        wrapper.waits = False
+        self._waiting.remove(wrapper)
+        wrapper.passes = passes = wrapper.passes + 1
+        if module is not None and (ended >= wrapper.due or passes in FACTS_AT):
+            wrapper.due = ended + FACTS_EVERY_NS
+            self._record_facts(wrapper, module)
 
-    def _write(self, one: _Wrapper, ready: Sequence[int], at: int, head: int, ended: int) -> None:
-        """Write a synchronised pass. All gradients were ready at `at`; `ready`: each bucket (ns after the forward)."""
-        head |= (one.number & _MOST) << WRAPPER_AT + SITE_AT
-        if one.several:
-            self._write_buckets(head, at, [max(at - one.base - each, 0) for each in ready])
-        first = head | Kind.SYNC | len(one.buckets) << SITE_AT
+    def _write(self, wrapper: _Wrapper, ready: Sequence[int], at: int, head: int, ended: int) -> None:
+        """Write a synchronised pass. `at`: when all gradients were ready. `ready`: by bucket (ns after forward)."""
+        head |= (wrapper.number & _MOST) << WRAPPER_AT + SITE_AT
+        if wrapper.several:
+            self._write_buckets(head, at, [max(at - wrapper.base - each, 0) for each in ready])
+        first = head | Kind.SYNC | len(wrapper.buckets) << SITE_AT
         mark, self._mark = self._mark, None
         if mark is not None:
             first |= mark.end()
@@ -232,13 +232,13 @@ class GradientSync:
 
     # ---------------------------------------------------------------- facts
 
-    def _tell(self, one: _Wrapper, module: Any) -> None:
+    def _record_facts(self, wrapper: _Wrapper, module: Any) -> None:
         """Record the facts of a wrapper if they have changed."""
         data = module._get_ddp_logging_data()
-        one.divide(data)
-        facts = {**_facts(one, module, data), **_times(one, data)}
-        if facts != one.facts:
-            one.facts = facts
+        wrapper.divide(data)
+        facts = {**_facts(wrapper, module, data), **_times(wrapper, data)}
+        if facts != wrapper.facts:
+            wrapper.facts = facts
             self._session.event("ddp", fill="last", **facts)
 
 
@@ -258,7 +258,7 @@ class _Wrapper:
         self.averages = True
         """Whether the backward pass of that forward averages the gradients: not under `no_sync`."""
         self.inner = False
-        """Whether that forward was a part of another model's."""
+        """Whether that forward ran inside another model's forward."""
         self.waits = False
         """Whether that backward pass is still to come."""
         self.partly = bool(module.find_unused_parameters)
@@ -267,9 +267,9 @@ class _Wrapper:
         self.passes = 0
         """Number of synchronised passes."""
         self.due = 0
-        """When to look at the facts again (monotonic ns)."""
+        """When to read the facts again (monotonic ns)."""
         self.buckets: list[list[int]] = []
-        """Indices of the parameters of each bucket; empty until torch has said."""
+        """Indices of the parameters of each bucket; empty until torch reports them."""
         self.seen: list[int] = []
         """torch's notes after the last synchronised pass."""
         self.latest: list[int] = []
@@ -278,21 +278,21 @@ class _Wrapper:
         """Whether there are several buckets."""
         self.pick: Callable[[list[int]], tuple[int, ...]] | None = None
         self.values: tuple[int, ...] = ()
-        """The notes of `latest` after the last synchronised pass; twice the same of one bucket."""
+        """The notes of `latest` after the last synchronised pass; a single bucket is repeated."""
         self.facts: dict[str, Any] = {}
-        """As they were recorded last."""
+        """The facts that were recorded last."""
 
     def divide(self, data: Any) -> None:
-        """Take the buckets from torch's facts."""
+        """Read the buckets from torch's logging data."""
         text = data.get("rebuilt_per_bucket_param_indices")
         found = [[int(index) for index in part.split()] for part in text.split(",")] if text else []
         if len(found) <= MAX_BUCKETS and found != self.buckets:
             self.buckets, self.several, self.pick = found, len(found) > 1, None
 
     def ready(self, notes: list[int]) -> Sequence[int]:
-        """For each bucket, when its last gradient was ready (ns after the forward); one bucket if they are unknown.
+        """Return when each bucket's last gradient was ready (ns after the forward); one value if buckets are unknown.
 
-        Empty if no gradient has become ready since the last time.
+        The result is empty if no gradient became ready since the last pass.
         """
         pick = self.pick
         if pick is not None:
@@ -305,33 +305,33 @@ class _Wrapper:
         return self._look(notes)
 
     def _look(self, notes: list[int]) -> Sequence[int]:
-        """As `ready`, from the notes of all gradients. A gradient of an unused parameter keeps its old note."""
+        """Do what `ready` does, from the notes of all gradients. Unused parameters keep their old notes."""
         seen = self.seen if len(self.seen) == len(notes) else [0] * len(notes)
         fresh = [note if note != old else -1 for note, old in zip(notes, seen, strict=True)]
         if (max if self.partly else min)(fresh, default=-1) < 0:
-            return ()  # nothing yet, or a part: further passes of this forward complete it
+            return ()  # no gradients yet, or a part of them: later passes of this forward complete them
         buckets = self.buckets
         if not buckets or max(map(max, buckets)) >= len(notes):
             buckets = [list(range(len(notes)))]
         self.latest = [max(bucket, key=fresh.__getitem__) for bucket in buckets]
-        one = self.latest[:1] if len(self.latest) == 1 else []  # it returns a tuple of two at least
-        self.pick = itemgetter(*self.latest, *one)
+        repeated = self.latest[:1] if len(self.latest) == 1 else []  # itemgetter of one index returns no tuple
+        self.pick = itemgetter(*self.latest, *repeated)
         self.seen, self.values = notes, self.pick(notes)
         return [max(fresh[index], 0) for index in self.latest]
 
 
 def _notes(module: Any) -> list[int]:
-    """torch's notes of one wrapper. Earlier versions gave a list for each device."""
+    """Return torch's notes of one wrapper. Earlier versions of torch return a list per device."""
     notes: list[Any] = module.reducer.get_backward_stats()
     return notes[0] if notes and isinstance(notes[0], list) else notes
 
 
-def _facts(one: _Wrapper, module: Any, data: Any) -> dict[str, Any]:
+def _facts(wrapper: _Wrapper, module: Any, data: Any) -> dict[str, Any]:
     group = module.process_group
     ranks = torch.distributed.get_process_group_ranks(group)
     buffers = bool(data.get("broadcast_buffers")) and any(True for _ in module.module.buffers())
     return {
-        "wrapper": one.number,
+        "wrapper": wrapper.number,
         "root": class_name(module.module),
         "backend": data.get("backend_name"),
         "group_size": len(ranks),
@@ -350,12 +350,12 @@ def _facts(one: _Wrapper, module: Any, data: Any) -> dict[str, Any]:
     }
 
 
-def _times(one: _Wrapper, data: Any) -> dict[str, Any]:
-    """Times of the last pass that torch sampled, and why times are absent.
+def _times(wrapper: _Wrapper, data: Any) -> dict[str, Any]:
+    """Return times of the last pass that torch sampled, and the reasons for absent times.
 
-    torch times the communication, and its overlap with the computation.
+    torch times the communication and its overlap with the computation.
     """
-    absent = {} if one.notes else {"sync": NO_NOTES}
+    absent = {} if wrapper.notes else {"sync": NO_NOTES}
     comm, overlap = data.get("backward_comm_time"), data.get("backward_compute_comm_overlap_time")
     if comm:
         times = {"iteration": data.get("iteration"), "comm_ms": comm / 1e6, "overlap_ms": (overlap or 0) / 1e6}

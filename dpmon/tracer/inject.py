@@ -1,8 +1,8 @@
 """Waits for the user's program to import torch, then installs the tracer.
 
 A finder at the head of sys.meta_path wraps the loader of `torch` so that `dpmon.tracer.patch.install` runs after the
-import. It may be asked more than once (transformers looks for torch with find_spec before it imports it), so it stays
-until the import has happened. Processes that never import torch pay only for one more finder. So this module imports
+import. Its `find_spec` may be called more than once (transformers looks for torch with find_spec before the import), so
+the finder stays until the import. Processes that never import torch pay only for one more finder: this module imports
 only modules that every Python has already loaded.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class _Loader:
-    """Runs torch's own loader, then the tracer's installation; gone from the module before its code runs."""
+    """Runs torch's own loader, then installs the tracer. Removes itself from the module before its code runs."""
 
     def __init__(self, loader: Any, finder: _Finder) -> None:
         self._loader = loader
@@ -41,7 +41,7 @@ class _Loader:
         try:
             self._loader.exec_module(module)
         except BaseException as error:
-            self._finder.restore()  # a program may try again
+            self._finder.restore()  # the program may retry the import
             _drop_own_frame(error)
             raise
         note("torch imported")
@@ -52,12 +52,12 @@ class _Loader:
 
 
 class _Finder:
-    """Answers for `torch` only; everything else is left to the other finders."""
+    """Handles `torch` only; it leaves all other names to the other finders."""
 
     def __init__(self) -> None:
         self._asking: set[int] = set()
-        """The threads that are asking the other finders. One of those finders may call importlib.util.find_spec, as
-        wrapt's does, and so come back here. It gets the plain spec: only the outermost call wraps the loader."""
+        """The threads that are asking the other finders. Another finder may call importlib.util.find_spec, as wrapt's
+        does, and thereby this finder again. Only the outermost call wraps the loader."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         _hide_sitecustomize()
@@ -70,7 +70,7 @@ class _Finder:
         finally:
             self._asking.discard(thread)
         if spec is not None and hasattr(spec.loader, "exec_module") and not isinstance(spec.loader, _Loader):
-            spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment]  # has all that importlib uses
+            spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment]  # has everything that importlib uses
         return spec
 
     def _ask_others(self, name: str, path: Any, target: Any) -> ModuleSpec | None:
@@ -93,7 +93,7 @@ class _Finder:
 
 def _drop_own_frame(error: BaseException) -> None:
     # The import system removes its own frames from a traceback if they form an unbroken chain down to the module's
-    # code. Our frame broke it. Python 3.11 and later keep the change when the exception goes on.
+    # code. Our frame breaks the chain. Python 3.11 and later keep the change when the exception propagates.
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
         traceback = traceback.tb_next
@@ -101,8 +101,8 @@ def _drop_own_frame(error: BaseException) -> None:
 
 
 def _hide_sitecustomize() -> None:
-    # A program that has no sitecustomize of its own must not find one either; but the import system expects to find
-    # the module while it is still being imported.
+    # A program without its own sitecustomize must not find ours. But the import system expects to find the module
+    # during its import.
     module = sys.modules.get("sitecustomize")
     own = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site", "sitecustomize.py")
     if module is None or getattr(module, "__file__", None) != own:
@@ -116,7 +116,7 @@ def _install(torch: ModuleType) -> None:
         from dpmon.tracer.patch import install
 
         install()
-    except Exception as error:  # noqa: BLE001 - an unknown torch costs the record, never the run
+    except Exception as error:  # noqa: BLE001 - with an unsupported torch, only the record is lost
         version = getattr(torch, "__version__", "unknown version")
         note(f"this torch ({version}) cannot be traced: {type(error).__name__}: {error}", "warnings.log")
 

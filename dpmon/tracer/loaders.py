@@ -1,9 +1,9 @@
-"""Records the start of a DataLoader: how long its `__iter__` took, which starts the worker processes.
+"""Records how long a DataLoader's `__iter__` took, which starts the worker processes.
 
-Each start is an event `loader`, as long as starts are rare. A script may make a loader for every step, so the events
-are limited, and each event counts the starts left out before it. Fetches are not touched.
+Each start becomes an event `loader` while starts are rare. A script may make a loader for every step, so the events are
+limited, and each event counts the starts left out before it. Fetches are recorded elsewhere.
 
-The ring is opened at the first call, usually after the first loader has started: events wait for the ring.
+The ring is opened at the first call, usually after the first loader has started. Events wait until then.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from dpmon.tracer.names import class_name
 from dpmon.tracer.session import Session, raise_from_signal
 
 EVERY_NS = 1_000_000_000
-"""Starts of loaders with the same facts are recorded once in this time."""
+"""Shortest time between two events with the same facts."""
 MAX_RECENT = 8
-"""Largest number of events in this time, however many different loaders are started."""
+"""Most events in this time."""
 MAX_EARLY = 16
-"""Largest number of events that wait for the ring."""
+"""Most events that wait for the ring."""
 MAX_DEPTH = 8
-"""Limit of nested samplers and datasets that are searched for a length."""
+"""Deepest nesting of samplers and datasets that is searched for a length."""
 
-_ITERABLE = "an IterableDataset is not asked for its length: torch would warn if it then yields more"
+_ITERABLE = "dpmon does not ask an IterableDataset for its length: torch would warn if it then yields more"
 
 
-# Plain tuples: torch.compile would compile the constructors of classes that are made at run time.
+# Plain tuples, because torch.compile would compile the constructors of classes made at run time.
 _Facts = tuple[str, int | str, int | None, bool]
-"""A loader: its dataset's class, the number of batches or why that is unknown, workers, whether these persist."""
+"""Class of a loader's dataset, number of batches or why it is unknown, number of workers, whether these persist."""
 _Start = tuple[_Facts, int, int]
-"""The start of a loader: its facts, when it began, how long it took (ns)."""
+"""The facts of a loader, when its start began, and how long it took (ns)."""
 
 
 class Loaders:
@@ -56,9 +56,9 @@ class Loaders:
         """When the last event with these facts was made."""
         self._early: list[dict[str, Any]] = []
         self._left_out = self._left_out_ns = 0
-        """Number of starts since the last event, and how long they took."""
+        """Number of starts since the last event, and their total time (ns)."""
         self._last: _Start | None = None
-        """The last of these; it is recorded when the process ends."""
+        """The last start since the last event; it is recorded when the process ends."""
 
     def iterating(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """The traced form of DataLoader.__iter__."""
@@ -83,7 +83,7 @@ class Loaders:
         return named_like(__iter__, original)
 
     def opened(self) -> None:
-        """The ring was opened: write the events that waited for it."""
+        """Write the events that waited for the ring."""
         try:
             with self._lock:
                 early, self._early = self._early, []
@@ -93,7 +93,7 @@ class Loaders:
             self.session.fault("loader", error, fatal=False)
 
     def at_exit(self) -> None:
-        """The process ends: write the last start that was left out, which counts those before it."""
+        """Write the last start that was left out, with the count of the starts before it, when the process ends."""
         try:
             with self._lock:
                 if self._last is not None and self.session.ring is not None:
@@ -132,7 +132,7 @@ class Loaders:
         return len(self._recent) < MAX_RECENT
 
     def _data(self, facts: _Facts, began_ns: int, took_ns: int) -> dict[str, Any]:
-        """The event of a start, with the count of those that were left out before it; the count begins again."""
+        """Return the event of a start, with the count of starts left out before it, and reset the count."""
         loader, batches, workers, persistent = facts
         known = isinstance(batches, int)
         left_out, left_out_ns = self._left_out, self._left_out_ns
@@ -155,7 +155,7 @@ class Loaders:
 
 
 def _facts(iterator: dict[str, Any]) -> _Facts:
-    """The facts of a loader from the attributes of its iterator, where torch has copied them."""
+    """Return the facts of a loader, which torch copies to the attributes of its iterator."""
     try:
         batches = _batches(iterator)
     except Exception as error:  # noqa: BLE001 - the script may have changed torch's own objects
@@ -167,7 +167,7 @@ def _facts(iterator: dict[str, Any]) -> _Facts:
 
 
 def _batches(iterator: dict[str, Any]) -> int | str:
-    """The length of the loader, or why it is unknown. Runs no code of the script."""
+    """Return the length of the loader, or why it is unknown. Runs no code of the script."""
     if iterator.get("_dataset_kind") != _DatasetKind.Map:
         return _ITERABLE
     sampler = iterator.get("_index_sampler")
@@ -180,14 +180,14 @@ def _batches(iterator: dict[str, Any]) -> int | str:
 
 
 def _length(value: Any) -> int | str:
-    """The length of a sampler or a dataset, or why it is unknown. Asks only built-in types and torch's own classes."""
+    """Return the length of a sampler or dataset, or why it is unknown. Reads only built-in and torch's types."""
     for _ in range(MAX_DEPTH):
         kind = type(value)
         if kind in _SIZED:
             return len(value)
         inside = _INSIDE.get(kind)
         if inside is None:
-            return f"the length of {class_name(value)} is computed by code that is not torch's, which is not run"
+            return f"the length of {class_name(value)} is computed by the script's code, which dpmon does not run"
         value = inside(value)
         if type(value) is int:
             return int(value)
@@ -198,7 +198,7 @@ def _first_rows(dataset: Any) -> Any:
     first = dataset.tensors[0]
     if type(first) is not torch.Tensor:
         return first
-    with torch._C.DisableTorchFunction():  # a mode of the script's would see us look
+    with torch._C.DisableTorchFunction():  # a mode of the script would see our reads
         return first.shape[0]
 
 

@@ -1,11 +1,11 @@
 """Measures the memory of each device: models, their gradients, optimizer states, and the rest.
 
-A measurement follows the first steps, then one every few seconds, or less often if it is expensive. Gradients are
-measured after a backward pass, because many scripts clear them before the step ends; the rest between two steps. A
-measurement that takes longer than a few milliseconds continues in the next step. Its time belongs to no step, except
-that of the gradients, which is in the step's `other`. A shared storage counts once, in the order above. The statistics
-of torch's allocator are read and never reset: the peak is the highest value since the start, or since the script reset
-it.
+A measurement follows the first steps. Later ones follow every few seconds, or less often if they are expensive.
+Gradients are measured after a backward pass, because many scripts clear them before the step ends; the rest is measured
+between two steps. A measurement that takes longer than a few milliseconds continues in the next step. Its time belongs
+to no step, except for gradients: their measurement is in the step's `other`. A shared storage counts once, in the order
+above. The statistics of torch's allocator are read and never reset: the peak is the highest value since the start, or
+since the script reset it.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from dpmon.tracer.sites import Functional, Sites
 from dpmon.tracer.storages import GRADIENTS, MAX_TENSORS, MODEL, STATES, Walk
 
 FIRST_TURNS = 3
-"""Steps before the first look: by then the optimizers have made their states."""
+"""Steps until the first look: by then, optimizers have made their states."""
 EVERY_NS = 5_000_000_000
 SOON_NS = 500_000_000
 """Shortest wait after a look before a new model is measured."""
 SAME_NS = 60_000_000_000
-"""Time without an event if nothing changes."""
+"""Interval of events while nothing changes."""
 MAX_SHARE = 1000
-"""A look that took t is not repeated for MAX_SHARE times t, so looks take at most a thousandth of the time."""
+"""After a look that took time t, the next look waits MAX_SHARE * t, so looks take at most a thousandth of the time."""
 SLICE_NS = 10_000_000
 """Time after which a look pauses until the next step."""
 MAX_OPTIMIZERS = 256
 MAX_FAULTS = 3
 MAX_PASSES = 8
-"""Number of backward passes in one step after which gradients are measured; the largest result counts."""
+"""Most backward passes in one step that are followed by a measurement of gradients; the largest result counts."""
 EXTRA_LOOKS = 4
-"""Number of measurements that the first step of an optimizer triggers at once."""
+"""Most measurements that first steps of optimizers trigger at once."""
 NEVER = 1 << 62
 
-_NO_BACKWARD_YET = "no backward pass was seen before this was measured"
-_NO_BACKWARD = "this was measured in a step without a backward pass, and earlier gradients are gone"
+_NO_BACKWARD_YET = "no backward pass was seen before this measurement"
+_NO_BACKWARD = "the measured step had no backward pass, and earlier gradients are gone"
 _NO_STATISTICS = "torch keeps no statistics of this device's allocator"
 _PARTS = ("model_bytes", "gradients_bytes", "optimizer_bytes")
 _ALLOCATOR = ("allocated_bytes", "rest_bytes", "reserved_bytes", "peak_bytes")
 
 
 class Memory:
-    """The looks at one process's memory."""
+    """Measures the memory of one process."""
 
     def __init__(self, session: Session, recorder: Recorder, sites: Sites) -> None:
         self.session = session
@@ -73,28 +73,28 @@ class Memory:
         """Start afresh, as after a fork."""
         self._due = self._soonest = 0
         self._turns = 0
-        """Steps that have ended, as far as this process can tell."""
+        """Number of steps that have ended, as far as this process knows, up to FIRST_TURNS."""
         self._faults = 0
         self._said: Any = None
         self._said_ns = 0
         self._peaks: dict[str, tuple[int, int]] = {}
-        """By device: its peak at the last look, and the last complete look before that peak."""
+        """Per device: the peak at the last look, and the number of the last complete look before that peak."""
         self._looks = self._looked_at = 0
         """Number of looks, and number of the last complete look."""
         self._gradients: Walk | None = None
-        """The measurement of the gradients, once a backward pass has ended in a watched step."""
+        """The measurement of gradients; None until a backward pass ends in a measured step."""
         self._passes = 0
         """Number of backward passes in the current step after which gradients were measured."""
         self._walk: Walk | None = None
-        """The measurement of everything else, while it is under way."""
+        """The unfinished measurement of everything else."""
         self._spent = self._slices = 0
-        """How long the measurement has taken, and over how many steps."""
+        """Time of the measurement so far (ns), and number of steps over which it is spread."""
         self._extra = EXTRA_LOOKS
 
     # ---------------------------------------------------------------- when
 
     def constructing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Optimizer.__init__: remembers the optimizer, weakly."""
+        """Return the traced form of Optimizer.__init__, which remembers the optimizer weakly."""
 
         def __init__(self_: Any, *args: Any, **kwargs: Any) -> None:
             try:
@@ -127,13 +127,13 @@ class Memory:
             self.session.say(optimizer=self._made)
 
     def new_model(self) -> None:
-        """Look soon, because a new model is called; not before the cost limit allows it."""
+        """Look as soon as the cost limit allows, because a new model is called."""
         if self._due > self._soonest:
             self._due = self._soonest
             self.recorder.soon()
 
     def look(self, now: int) -> int:
-        """Look if a look is due, between two steps. Return when to call again (monotonic ns). Never raises."""
+        """Look between two steps if a look is due. Return when to call again (monotonic ns). Never raises."""
         if self._faults >= MAX_FAULTS:
             return NEVER
         try:
@@ -151,7 +151,7 @@ class Memory:
                 self._go_on(self._walk, now)
                 return 0
             return self._due
-        except Exception as error:  # noqa: BLE001 - the training goes on without
+        except Exception as error:  # noqa: BLE001 - the training continues
             self._failed(error)
             return NEVER
 
@@ -169,7 +169,7 @@ class Memory:
         try:
             if self._unstepped.pop(id(optimizer), None) is None or self._due == 0 or self._faults >= MAX_FAULTS:
                 return
-            if self.recorder.trains is not self.recorder.thread():  # beside the training, or before its first call
+            if self.recorder.trains is not self.recorder.thread():  # not the training thread, or before the first call
                 self._due = min(self._due, self._soonest)
                 return
             self._due = 0 if self._extra > 0 else min(self._due, self._soonest)
@@ -181,7 +181,7 @@ class Memory:
             self._failed(error)
 
     def _backward_ended(self) -> None:
-        """Measure the gradients after a backward pass of a watched step."""
+        """Measure the gradients after a backward pass of a measured step."""
         try:
             if self._passes < MAX_PASSES:
                 self._look_at_gradients(monotonic_ns())
@@ -189,7 +189,7 @@ class Memory:
             self._failed(error)
 
     def _took(self, began: int) -> int:
-        """Write that this look has taken the time since `began`, and return when it is over."""
+        """Write the span of this look, which began at `began`; return its end (monotonic ns)."""
         ended = monotonic_ns()
         me = self.recorder.thread()
         head = Kind.LOOK | me.head | me.inside << INSIDE_AT | self._looks << SITE_AT
@@ -206,18 +206,18 @@ class Memory:
             self._gradients = walk
 
     def _next_walk(self) -> Walk | None:
-        """The measurement of everything but gradients; None while that of the gradients continues in the next step."""
+        """Return a new measurement of everything but gradients; None while gradients are being measured."""
         passes, self._passes = self._passes, 0
         found = self._gradients
         if found is not None and not found.over:
             self._slices += 1
             if passes:
                 return None
-            found.go_on(monotonic_ns() + SLICE_NS)  # no backward pass follows: measure the gradients that are left
+            found.go_on(monotonic_ns() + SLICE_NS)  # no backward pass ran in this step: measure the remaining gradients
             return None
         self.recorder.on_backward = None
         kinds = (MODEL, GRADIENTS, STATES) if found is None else (MODEL, STATES)
-        return Walk(self._models(), (one for known in self._optimizers if (one := known()) is not None), kinds)
+        return Walk(self._models(), (made for known in self._optimizers if (made := known()) is not None), kinds)
 
     # ---------------------------------------------------------------- what
 
@@ -258,7 +258,7 @@ class Memory:
         statistics = _statistics()
         for device in statistics:
             held.setdefault(device, [0, 0, 0])
-        return [self._one(name, held[name], statistics.get(name), self._unknown(walk, name)) for name in sorted(held)]
+        return [self._entry(name, held[name], statistics.get(name), self._unknown(walk, name)) for name in sorted(held)]
 
     def _unknown(self, walk: Walk, device: str) -> dict[str, str]:
         """The parts that are not fully known, with the reason."""
@@ -280,17 +280,17 @@ class Memory:
                 f"more than {MAX_OPTIMIZERS} optimizers at once; {self._forgotten} of them are not counted"
             )
         elif not self._optimizers and not walk.total(STATES):
-            absent.setdefault(_PARTS[STATES], "no optimizer of torch's was made")
+            absent.setdefault(_PARTS[STATES], "no torch optimizer was made")
         elif unstepped and not walk.total(STATES):
-            absent.setdefault(_PARTS[STATES], "no optimizer had stepped when this was measured")
+            absent.setdefault(_PARTS[STATES], "no optimizer had stepped before this measurement")
         return absent
 
-    def _one(self, name: str, held: list[int], stats: Any, absent: dict[str, str]) -> dict[str, Any]:
-        one: dict[str, Any] = {"device": name, **dict(zip(_PARTS, held, strict=True))}
+    def _entry(self, name: str, held: list[int], stats: Any, absent: dict[str, str]) -> dict[str, Any]:
+        entry: dict[str, Any] = {"device": name, **dict(zip(_PARTS, held, strict=True))}
         if stats is None:
-            unknown_ones = (*_ALLOCATOR, "peak_after_step")
-            one.update(dict.fromkeys(unknown_ones))
-            absent.update(dict.fromkeys(unknown_ones, _NO_STATISTICS))
+            unknown_parts = (*_ALLOCATOR, "peak_after_step")
+            entry.update(dict.fromkeys(unknown_parts))
+            absent.update(dict.fromkeys(unknown_parts, _NO_STATISTICS))
         else:
             allocated, reserved, peak = stats
             before, after = self._peaks.get(name, (-1, 0))
@@ -300,23 +300,23 @@ class Memory:
             unknown = next((part for part in _PARTS if part in absent), None)
             rest = allocated - sum(held)
             values = (allocated, rest if rest >= 0 and unknown is None else None, reserved, peak)
-            one.update(zip(_ALLOCATOR, values, strict=True), peak_after_look=after)
-            one.update(gpus.allocator(name))
+            entry.update(zip(_ALLOCATOR, values, strict=True), peak_after_look=after)
+            entry.update(gpus.allocator(name))
             oom.watch(self.session)
             if unknown is not None:
                 absent["rest_bytes"] = f"{unknown} is not known"
             elif rest < 0:
-                absent["rest_bytes"] = "part of what the tensors hold is not from torch's allocator"
-        return {**one, **{part: None for part in _PARTS if part in absent}, "absent": absent}
+                absent["rest_bytes"] = "part of the tensors' memory is not from torch's allocator"
+        return {**entry, **{part: None for part in _PARTS if part in absent}, "absent": absent}
 
     def _models(self) -> list[Any]:
         found = [site.module() for site in list(self.sites.known.values())]
-        models = [one.module if isinstance(one, Functional) else one for one in found]
+        models = [owner.module if isinstance(owner, Functional) else owner for owner in found]
         return [module for module in models if module is not None]
 
 
 def _statistics() -> dict[str, tuple[int, int, int]]:
-    """For each GPU that torch uses in this process: bytes allocated, bytes reserved, and peak bytes allocated."""
+    """Return (allocated, reserved, peak allocated) bytes for each GPU that torch uses in this process."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return {}
     found = {}

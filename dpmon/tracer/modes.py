@@ -1,6 +1,7 @@
-"""Decides between dp and single: what was requested, the mode in force, and why a request is refused.
+"""Decides whether calls run as dp or single, and why a request is refused.
 
-A `Plan` says how calls of one module run. It is made when the module is first called, and again after each request.
+A `Plan` describes how calls of one module run. It is made at the first call of the module, and again after each
+request.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Modes:
         self.chosen = MODES.index(config.mode) if config.mode in MODES[1:] else 0
         self.by_user = False
         self.serial = 0
-        """The last request acted upon."""
+        """Number of the last request acted upon."""
         self._refused: dict[int, tuple[Any, str, int]] = {}
         self._splitting: dict[int, Any] = {}
         self._events = 0
@@ -61,7 +62,7 @@ class Modes:
         self._virtual: dict[tuple[int, str], VirtualDevices] = {}
 
     def constructed(self, wrapper: Any, dim: int) -> None:
-        """Note the `dim` of a new DataParallel: torch forgets it on a machine without GPUs."""
+        """Note the `dim` of a new DataParallel; torch does not store it on a machine without GPUs."""
         key = id(wrapper)  # not a WeakKeyDictionary: a subclass may compare and hash as it likes
         self._constructed[key] = weakref.ref(wrapper, lambda _: self._constructed.pop(key, None)), dim
 
@@ -73,14 +74,14 @@ class Modes:
     # ---------------------------------------------------------------- requests
 
     def poll(self) -> bool:
-        """Act on a new request, if there is one; called only between calls."""
+        """Act on a new request; return whether calls must be planned again. Called only between calls."""
         ring = self.session.ring
         if ring is None or ring.words[Word.REQUEST] == self.serial:
             return False
         self.serial = ring.words[Word.REQUEST]
         wanted = ring.words[Word.WANTED]
         if self.locked or wanted not in (DP, SINGLE):
-            reason = "--mode script leaves the computation as it is written" if self.locked else "unknown mode"
+            reason = "--mode script leaves the computation as written" if self.locked else "unknown mode"
             self.session.event("mode", mode=None, requested_by="user", refused=reason, reason=reason)
             self._acknowledge(0)
             return False
@@ -91,7 +92,7 @@ class Modes:
         return True
 
     def _acknowledge(self, mode: int) -> None:
-        """Tell readers the request that was acted upon and the mode in force."""
+        """Publish the number of the last request and the mode in force."""
         ring = self.session.ring
         if ring is not None:
             ring.words[Word.MODE] = mode
@@ -106,7 +107,7 @@ class Modes:
         return plan
 
     def stateless(self, module: torch.nn.Module, weights: Any) -> Plan:
-        """Make the plan for a model that takes its weights as arguments of each call: it runs on their device."""
+        """Make the plan for a model that gets its weights as call arguments; it runs on their device."""
         tensor = next((value for value in weights if isinstance(value, torch.Tensor)), None)
         here = (str(torch.device("cpu") if tensor is None else tensor.device),)
         if self.chosen == DP and not self.locked:
@@ -117,10 +118,10 @@ class Modes:
         return plan
 
     def failed(self, me: Thread, module: torch.nn.Module, reason: str, final: bool) -> Plan | None:
-        """dp failed for one call. Returns the plan for that call, or None if a new plan has to be made for good.
+        """Handle a failure of dp in one call. Return the plan for that call; None to plan the module again.
 
         A batch may be at fault (one row for BatchNorm), so the next call tries again. After MAX_FAILURES in a row, or
-        when `final`, the module stays single until somebody asks for dp again.
+        when `final`, the module stays single until dp is requested again.
         """
         known = self._refused.get(id(module))
         known = known if known is not None and known[0]() is module else None
@@ -133,9 +134,9 @@ class Modes:
         return refused(device_of(module) or "cpu", reason)
 
     def tried(self, me: Thread, failed: bool) -> None:
-        """The call that ran on one device after dp had failed is over; `failed`: it raised there, too.
+        """End a call that ran on one device after dp had failed. `failed`: the call raised there, too.
 
-        If it raised there, too, the script is at fault, and dp is not.
+        If it raised there too, the script is at fault, not dp.
         """
         text, key, before = me.tried
         me.tried = None
@@ -147,12 +148,12 @@ class Modes:
             self._refused[key] = before
 
     def succeeded(self, module: torch.nn.Module) -> None:
-        """dp worked: earlier failures of the module no longer count."""
+        """Forget earlier failures of the module, because dp worked."""
         if self._refused:
             self._refused.pop(id(module), None)
 
     def decide(self, runs_inside: bool) -> None:
-        """A root's doubtful call is over; `runs_inside`: its own DataParallel ran in it."""
+        """End a root's doubtful call. `runs_inside`: its own DataParallel ran in it."""
         made, self.doubtful = self.doubtful, []
         if not runs_inside:
             self.unannounced += made
@@ -171,7 +172,7 @@ class Modes:
                 continue
             config = self.session.config
             if plan.refused and plan.mode == SINGLE and not self.by_user and (config.explicit or config.mode == "dp"):
-                self.session.warn(f"dp was asked for, but {root} runs on one device: {plan.reason}")
+                self.session.warn(f"dp was requested, but {root} runs on one device: {plan.reason}")
             self.session.event(
                 "mode",
                 first,
@@ -189,13 +190,13 @@ class Modes:
     # ---------------------------------------------------------------- plans
 
     def functional(self, module: torch.nn.Module, device_ids: Any) -> Plan:
-        """Make the plan for torch's functional data_parallel of `module` over `device_ids` (None: all there are)."""
+        """Make the plan for torch's functional data_parallel of `module` over `device_ids` (None: all devices)."""
         plan = self._for_functional(module, device_ids)
         self.unannounced.append((class_name(module), plan))
         return plan
 
     def unrecorded(self, module: torch.nn.Module, device_ids: Any) -> Plan | None:
-        """The same plan for an unrecorded call; None if it runs as written."""
+        """Make the same plan for an unrecorded call; None if the call runs as written."""
         plan = self._for_functional(module, device_ids)
         return plan if plan.virtual is not None else None
 
@@ -206,7 +207,7 @@ class Modes:
             return Plan(DP, here)
         if inner.type == "cpu":
             if torch.cuda.is_available():
-                return Plan(DP, here)  # torch says what is wrong with it
+                return Plan(DP, here)  # torch raises a clear error
             refusal = unreplicable(module)
             if refusal is not None:
                 return Plan(SINGLE, here, (0,), self._shared(1, inner), refusal, True)
@@ -227,7 +228,7 @@ class Modes:
         return Plan(DP if len(own) > 1 else SINGLE, own)
 
     def splits_itself(self, module: Any, found: bool = False) -> bool:
-        """Whether data_parallel or a similar call was seen in a bare root's forward; `found`: it just was."""
+        """Whether a data_parallel or similar call was seen in a bare root's forward. `found`: one was seen just now."""
         known = self._splitting.get(id(module))
         if found:
             self._splitting[id(module)] = weakref.ref(module)
@@ -242,13 +243,13 @@ class Modes:
         else:
             asked = self.session.config.replicas
             if asked is not None and asked != len(devices) and not self.locked:
-                reason = f"the script hands the primitives {len(devices)} devices itself, {asked} were asked for"
+                reason = f"the script hands the primitives {len(devices)} devices itself, {asked} were requested"
             plan = Plan(DP, devices, None, virtual, reason)
         self.unannounced.append((root, plan))
         return plan
 
     def hand_devices(self) -> VirtualDevices | None:
-        """Where primitives used by hand run if there is no GPU; None if they run as written."""
+        """Devices for primitives that a script calls itself on a machine without GPU; None if they run as written."""
         if self.locked or torch.cuda.is_available():
             return None
         return self._shared(DEFAULT_VIRTUAL, torch.device("cpu"))
@@ -283,7 +284,7 @@ class Modes:
         if unfit is not None:
             return Plan(DP if len(own) > 1 else SINGLE, own or here, None, None, unfit, True)
         plan = self._spread(inner)
-        if plan.refused and len(own) > 1:  # as written it would run on all its own devices
+        if plan.refused and len(own) > 1:  # as written, the call would run on all its devices
             return on_one(module, own, plan.reason)
         return plan
 
@@ -303,7 +304,7 @@ class Modes:
         return self._spread(inner)
 
     def _spread(self, base: torch.device | None) -> Plan:
-        """dp over the requested devices, else over all available ones."""
+        """Plan dp over the requested devices, or over all available devices."""
         if base is None:
             return refused("cpu", "the module has no parameters")
         config = self.session.config
@@ -312,10 +313,10 @@ class Modes:
             if len(set(devices)) == len(devices) and all(device.type != "cpu" for device in devices):
                 return self._real([d.index or 0 for d in devices], base)
             if len({(d.type, d.index or 0) for d in devices}) > 1:
-                return refused(base, "virtual replicas share one device; --devices names several")
+                return refused(base, "virtual replicas share one device, but --devices names several")
             if devices[0].type != base.type or (base.type == "cuda" and (devices[0].index or 0) != (base.index or 0)):
-                return refused(base, f"--devices says {devices[0]}, but the module is on {base}")
-            return self._share(len(devices), base, "asked for by --devices")
+                return refused(base, f"--devices names {devices[0]}, but the module is on {base}")
+            return self._share(len(devices), base, "requested by --devices")
         if base.type == "cuda":
             count = torch.cuda.device_count()
             wanted = config.replicas or count
@@ -325,7 +326,7 @@ class Modes:
                 return self._real([first, *others][:wanted], base)
             if config.replicas:
                 return self._share(config.replicas, base, f"{config.replicas} replicas on {count} GPU(s)")
-            return refused(base, "there is only one GPU; --replicas N makes virtual ones")
+            return refused(base, "there is only one GPU; --replicas N makes virtual replicas")
         if base.type != "cpu":
             return refused(base, f"DataParallel does not run on {base.type}")
         if torch.cuda.is_available() and not config.replicas:
@@ -335,10 +336,10 @@ class Modes:
 
     def _real(self, ids: list[int], base: torch.device) -> Plan:
         if ids[0] != (base.index or 0) or base.type != "cuda":
-            return refused(base, f"the module is on {base}, the first of the devices is cuda:{ids[0]}")
+            return refused(base, f"the module is on {base}, but the first device is cuda:{ids[0]}")
         count = torch.cuda.device_count()  # CUDA_VISIBLE_DEVICES may leave fewer than the machine has
         if max(ids) >= count:
-            reason = f"there is no cuda:{max(ids)} for this process, it has {count} GPU{'s' if count > 1 else ''}"
+            reason = f"this process has no cuda:{max(ids)}: it has {count} GPU{'s' if count > 1 else ''}"
             return refused(base, reason)
         return Plan(DP, tuple(f"cuda:{i}" for i in ids), tuple(ids))
 

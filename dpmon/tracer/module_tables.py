@@ -11,7 +11,7 @@ import torch
 _WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 PARAMETERS, BUFFERS, MODULES = "_parameters", "_buffers", "_modules"
 _TRACED = "_actual_script_module"
-"""Where what torch.jit.trace returns has its tables."""
+"""Attribute of a module from torch.jit.trace that holds its tables."""
 _COLUMNS, _ROWS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
 _SPARSE = {
     torch.sparse_coo: ("_indices", "_values"),
@@ -22,7 +22,7 @@ _SPARSE = {
 
 
 def _table(module: Any, name: str) -> Any:
-    """A dict, or what looks like one (TorchScript); None for a module whose `__init__` has not run."""
+    """Return a dict or a similar object (TorchScript); None if the module's `__init__` has not run."""
     own = module.__dict__
     if name not in own and _TRACED in own:
         own = own[_TRACED].__dict__
@@ -30,19 +30,19 @@ def _table(module: Any, name: str) -> Any:
 
 
 def values_of(module: Any, table: str) -> list[Any]:
-    """What one of a module's own tables holds."""
+    """Return the values in one of a module's own tables, without None."""
     found = _table(module, table)
     return [] if found is None else [value for value in list(found.values()) if value is not None]
 
 
 def parts_of(tensor: Any) -> tuple[Any, ...]:
-    """The dense tensors of one of torch's own tensors: itself, or several if it is sparse."""
+    """Return the dense tensors of a tensor of torch's own type: itself, or several if it is sparse."""
     names = _SPARSE.get(tensor.layout)
     return (tensor,) if names is None else tuple(getattr(tensor, name)() for name in names)
 
 
 def modules_of(root: Any) -> Iterator[Any]:
-    """The module and all its submodules, each once, parents before children."""
+    """Yield the module and all its submodules, each once, parents before children."""
     seen = {id(root)}
     waiting = [root]
     while waiting:
@@ -55,7 +55,7 @@ def modules_of(root: Any) -> Iterator[Any]:
 
 
 def trains(module: Any) -> bool:
-    """Whether the module that computes is in training mode; the flag of its wrapper may differ."""
+    """Whether the module inside the wrappers is in training mode; the flag of a wrapper may differ."""
     while isinstance(module, _WRAPPERS):
         wrapped = module.__dict__[MODULES].get("module")
         if wrapped is None:
@@ -65,21 +65,21 @@ def trains(module: Any) -> bool:
 
 
 def parameters_of(root: Any) -> Iterator[Any]:
-    """All parameters; a shared one appears more than once."""
+    """Yield all parameters; a shared parameter appears more than once."""
     for module in modules_of(root):
         yield from values_of(module, PARAMETERS)
 
 
 def buffers_of(root: Any) -> Iterator[Any]:
-    """All buffers; a shared one appears more than once."""
+    """Yield all buffers; a shared buffer appears more than once."""
     for module in modules_of(root):
         yield from values_of(module, BUFFERS)
 
 
 class Place:
-    """The device of a module, from one of its parameters or buffers.
+    """The device of a module, read from one of its parameters or buffers.
 
-    The tensor is looked up by name each time: torch does not swap tensors that have weak references.
+    Each check looks the tensor up by name, because torch does not swap tensors that have weak references.
     """
 
     __slots__ = ("_module", "_name", "_table", "device")
@@ -102,6 +102,6 @@ class Place:
             return False
         module = self._module()
         table = None if module is None else _table(module, self._table)
-        with torch._C.DisableTorchFunction():  # the script's modes and subclasses see nothing of it
+        with torch._C.DisableTorchFunction():  # hides our reads from the script's modes and subclasses
             tensor = table[self._name] if table is not None and self._name in table else None
             return tensor is None or bool(tensor.device != self.device)

@@ -16,7 +16,7 @@ _own_mro = type.__dict__["__mro__"].__get__
 def class_name(value: Any) -> str:
     """The name of a value's class, as stored in the class; its metaclass cannot change it.
 
-    torch derives a class from the script's own class for a module given to fully_shard: the script's class is named.
+    fully_shard gives a module a class derived from the script's class; the result is the name of the script's class.
     """
     kind = type(value)
     bases = _own_mro(kind)
@@ -25,7 +25,7 @@ def class_name(value: Any) -> str:
 
 
 def is_a(value: Any, name: str) -> bool:
-    """Whether a value's class is the class `name` of torch.distributed or derives from it. Imports nothing."""
+    """Whether a value's class is, or derives from, the class `name` of torch.distributed. Imports nothing."""
     return _place_of(name, _own_mro(type(value))) is not None
 
 
@@ -39,7 +39,7 @@ def _place_of(name: str, bases: tuple[type, ...]) -> int | None:
 
 
 def name_of(called: Any) -> str:
-    """The name of a callable: a module's class, a function, or the function in a partial."""
+    """Return the name of a callable: of a module's class, of a function, or of the function in a partial."""
     if isinstance(called, torch.nn.Module):
         return class_name(called)
     inner = getattr(called, "func", called)

@@ -1,6 +1,6 @@
 """Records the state just before torch raises an out-of-memory error on a GPU.
 
-torch calls an observer for this (its memory snapshots use the same one); it costs nothing until then.
+torch calls an observer for this, as for its memory snapshots. The observer costs nothing until then.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import torch
 
 from dpmon.tracer.session import Session
 
-MAX_TOLD = 16
-"""Limit of records: a script may try smaller batches until one fits."""
+MAX_REPORTS = 16
+"""Most records per process: a script may try smaller and smaller batches."""
 
 _watched: list[Session] = []
-_told = [0]
+_reports = [0]
 
 
 def watch(session: Session) -> None:
-    """Record out-of-memory errors from now on; does nothing before CUDA is initialised, or a second time."""
+    """Record out-of-memory errors from now on. Does nothing before CUDA is initialised, or on later calls."""
     if _watched or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return
     attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
@@ -28,7 +28,7 @@ def watch(session: Session) -> None:
     _watched.append(session)
     try:
         attach(_observed)
-    except Exception as error:  # noqa: BLE001 - an allocator without observers; the rest goes on
+    except Exception as error:  # noqa: BLE001 - an allocator without observers; the rest works
         session.fault("out of memory", error, fatal=False)
 
 
@@ -36,8 +36,8 @@ def _observed(device: int, asked: int, total: int, free: int) -> None:
     """Called by torch on the allocating thread, without torch's lock, before the error is raised."""
     session = _watched[0]
     try:
-        _told[0] += 1
-        if _told[0] > MAX_TOLD:
+        _reports[0] += 1
+        if _reports[0] > MAX_REPORTS:
             return
         stats = torch.cuda.memory_stats(device)
         state: dict[str, Any] = {
@@ -55,8 +55,8 @@ def _observed(device: int, asked: int, total: int, free: int) -> None:
 def _sentence(state: dict[str, Any]) -> str:
     gib = {name: _gib(state[f"{name}_bytes"]) for name in ("asked", "free", "total", "allocated", "reserved")}
     return (
-        f"{state['device']} is out of memory: {gib['asked']} GiB were asked for, {gib['free']} of {gib['total']} GiB"
-        f" are free; torch holds {gib['reserved']} GiB, {gib['allocated']} GiB of them in tensors"
+        f"{state['device']} is out of memory: {gib['asked']} GiB were requested, {gib['free']} of {gib['total']} GiB"
+        f" are free; torch holds {gib['reserved']} GiB, tensors use {gib['allocated']} GiB of that"
     )
 
 

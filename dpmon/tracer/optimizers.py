@@ -1,4 +1,4 @@
-"""Traces optimizer steps, and finds the optimizer that ends a step of a loop without a loader."""
+"""Traces optimizer steps, and finds the optimizer that ends each training step of a loop without a loader."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from dpmon.tracer.recorder import IDLE, STALE, Recorder
 from dpmon.tracer.threads import Thread
 
 UNSEEN = 3
-"""Optimizer steps without any call after which `on_unseen` is called."""
+"""Number of optimizer steps without any call that triggers `on_unseen`."""
 MANY_CALLS = 4096
-"""Calls without an optimizer step, once one has stepped, after which a step may begin at a call."""
+"""Number of calls without an optimizer step after which a step may begin at a call, once an optimizer has stepped."""
 
 
 class OptimizerSteps:
@@ -33,9 +33,9 @@ class OptimizerSteps:
         self.on_step: Callable[[Any], None] = lambda optimizer: None
         """Called with an optimizer when it steps for the first time, and often afterwards."""
         self.on_another: Callable[[], None] = lambda: None
-        """Called when an optimizer has stepped for the first time: what the loop does may be new."""
+        """Called after the first step of an optimizer, because the loop may have changed."""
         self._known: dict[int, tuple[Any, int]] = {}
-        """Weak reference and number, by id. The hooks hold this very object."""
+        """Weak reference and number, by id. The hooks refer to this dict: never replace it."""
         self.reset()
 
     def reset(self) -> None:
@@ -44,18 +44,18 @@ class OptimizerSteps:
         self._numbers = count(1)
         self._unseen = 0
         self._cycle: list[int] = []
-        """Optimizers that have stepped since one of them stepped a second time: the last one ends the loop's turn."""
+        """Optimizers of the current cycle. It ends when one of them steps again; its last optimizer ends the step."""
         self._boundary = self._newest = 0
         self._only = 0
-        """The optimizer that ends every step of the loop, if it is the only one."""
+        """Number of the optimizer that ends every step, if it is the only optimizer of the loop; else 0."""
 
     def hooks(self) -> tuple[Callable[..., None], Callable[..., None]]:
         """torch's hooks around every optimizer step.
 
-        A step that raises has no end: `inside_of` finds that out. (A wrapper would see it, but would be compiled with
-        the step.)
+        A step that raises does not reach the second hook: `inside_of` detects that. (A wrapper would see the exception,
+        but torch.compile would compile it with the step.)
         """
-        recorder, known_ones = self._recorder, self._known
+        recorder, known_optimizers = self._recorder, self._known
         threads, new = recorder.threads, recorder.thread
         is_compiling, clock = torch.compiler.is_dynamo_compiling, monotonic_ns
         fault = recorder.session.fault
@@ -68,7 +68,7 @@ class OptimizerSteps:
                 if me.steps:
                     recorder.inside_of(me, 1)
                 inside = me.inside
-                known = known_ones.get(id(optimizer))
+                known = known_optimizers.get(id(optimizer))
                 if known is None or known[0]() is not optimizer:
                     known = self._numbered(optimizer)
                 head = Kind.OPTIMIZER | inside << INSIDE_AT | me.head | known[1] << SITE_AT
@@ -112,7 +112,7 @@ class OptimizerSteps:
         return before, after
 
     def _numbered(self, optimizer: Any) -> tuple[Any, int]:
-        """A weak reference to an optimizer, and its number while it lives."""
+        """Number an optimizer while it lives; return a weak reference to it, and the number."""
         recorder, known = self._recorder, self._known
         number, key = next(self._numbers) & MAX_SITE, id(optimizer)
 
@@ -120,14 +120,14 @@ class OptimizerSteps:
             known.pop(key, None)
             if number == self._only:
                 self._only = 0
-            with suppress(Exception):  # for example at the interpreter's end
+            with suppress(Exception):  # for example, when the interpreter ends
                 recorder.write(Kind.GONE | recorder.thread().head | number << SITE_AT, monotonic_ns(), 0)
 
         known[key] = weakref.ref(optimizer, gone), number
         return known[key]
 
     def _stepped(self, me: Thread, optimizer: Any, number: int) -> None:
-        """Handle an optimizer step that may end a step, or is not from the only optimizer."""
+        """Handle an optimizer step that may end a training step, or that is not from the loop's only optimizer."""
         recorder = self._recorder
         self.on_step(optimizer)
         if recorder.ring is None:

@@ -3,13 +3,13 @@
 | what | why |
 |---|---|
 | the primitives in torch.nn.parallel and where they are defined | phases of a call, virtual replicas, calls by hand |
-| apply of _functions.Scatter, Broadcast, Gather | the same, for code that uses these |
+| apply of _functions.Scatter, Broadcast, Gather | the same, for code that uses these directly |
 | the function torch.nn.parallel.data_parallel | calls |
 | forward of a subclass of DataParallel that has its own | calls |
 | DataParallel.forward, DataParallel.__init__ | calls; the dim and devices, which torch drops without GPUs |
-| Module.__call__, for a while | bare root modules |
-| the global hooks on the registration of parameters and modules | models that are made |
-| _BaseDataLoaderIter.__next__ | steps, waiting for data |
+| Module.__call__, temporarily | bare root modules |
+| the global hooks on the registration of parameters and modules | creation of models |
+| _BaseDataLoaderIter.__next__ | steps, waits for data |
 | DataLoader.__iter__ | the start of a loader |
 | torch.autograd._engine_run_backward | backward, however the script calls it |
 | torch.distributed.autograd.backward | backward across RPC, which has its own entry point |
@@ -18,7 +18,7 @@
 | torch.distributed.init_process_group | the stage before the first call |
 | DistributedDataParallel._post_forward | synchronised backward passes |
 | Tensor.to, Tensor.cuda, if torch was built for GPUs | copies to GPUs |
-| the operators of c10d, for one step in many | collectives |
+| the operators of c10d, during sampled steps | collectives |
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _installed = False
 
 
 def install() -> None:
-    """Install the tracer in this process's torch, once. Raises, and changes nothing, if this torch is not known."""
+    """Install the tracer in this process's torch, once. Raises, without a change, for an unsupported torch."""
     global _installed
     if _installed:
         return
@@ -96,19 +96,19 @@ def install() -> None:
     collectives = Collectives(session, recorder)
     recorder.on_first_fetch, recorder.on_first_fetched = startup.fetch_begins, startup.fetch_ends
 
-    def idle() -> None:  # batches arrive, but no call is seen
+    def idle() -> None:  # fetches or optimizer steps without calls
         recorder.heal()
         roots.watch(missed=True)
 
-    def another(missed: bool = False) -> None:  # a loop is over, or an optimizer or a module was made
+    def expect_model(missed: bool = False) -> None:  # a loop is over, or an optimizer or a module was made
         if roots.expect(missed):
             recorder.soon()
 
     session.on_off = recorder.given_up
     recorder.on_idle, optimizers.on_unseen = idle, roots.unseen
-    recorder.on_loop_over = memory.on_optimizer = roots.on_made = another
+    recorder.on_loop_over = memory.on_optimizer = roots.on_made = expect_model
     recorder.on_look = lambda now: min(roots.look(now), memory.look(now), collectives.look(now))
-    optimizers.on_step, optimizers.on_another = memory.stepped, lambda: another(missed=True)
+    optimizers.on_step, optimizers.on_another = memory.stepped, lambda: expect_model(missed=True)
     recorder.on_pause = Pause(session, recorder).wait
     sites.on_site = memory.new_model
     sites.on_gpus = recorder.times_devices
@@ -123,7 +123,7 @@ def install() -> None:
     loader._BaseDataLoaderIter.__next__ = recorder.phase(Kind.FETCH, fetch)
     loader.DataLoader.__iter__ = loaders.iterating(iterate)
     autograd._engine_run_backward = recorder.phase(Kind.BACKWARD, backward)
-    across = sys.modules.get("torch.distributed.autograd")  # a build without RPC has no such function
+    across = sys.modules.get("torch.distributed.autograd")  # None in a build without RPC
     if hasattr(across, "backward"):
         across.backward = recorder.phase(Kind.BACKWARD, across.backward)  # type: ignore[union-attr]
     before_step, after_step = optimizers.hooks()
@@ -135,22 +135,22 @@ def install() -> None:
     roots.listen()
     try:
         startup.install()
-    except Exception as error:  # noqa: BLE001 - only its notes are lost
+    except Exception as error:  # noqa: BLE001 - only the startup notes are lost
         session.fault("startup", error, fatal=False)
     roots.watch()
-    queued = getattr(torch.cuda, "_queued_calls", None)  # run when CUDA comes up
+    queued = getattr(torch.cuda, "_queued_calls", None)  # torch runs these when it initialises CUDA
     if isinstance(queued, list):
         queued += [(coming.set, []), (sites.all_may_move, [])]
     parts = (recorder, optimizers, modes, sites, by_hand, memory, loaders, gradients, collectives)
     _at_the_end(session, recorder, memory, loaders, collectives, [part.reset for part in parts])
     try:
         hide_from_dynamo()
-    except Exception as error:  # noqa: BLE001 - then a compiled model that breaks its graph is tried once more often
+    except Exception as error:  # noqa: BLE001 - at worst, torch.compile tries a model with graph breaks once more
         session.fault("dynamo", error, fatal=False)
 
 
 def _everywhere(original: Any, name: str, traced: Any) -> None:
-    """Put a function's traced form wherever a script may import it from, so there is one object of that name."""
+    """Put a function's traced form wherever a script may import it from, so that all imports get the same object."""
     for place in ("", ".data_parallel", ".replicate", ".parallel_apply", ".scatter_gather"):
         module = importlib.import_module(f"torch.nn.parallel{place}")
         if module.__dict__.get(name) is original:
@@ -158,7 +158,7 @@ def _everywhere(original: Any, name: str, traced: Any) -> None:
 
 
 def _constructing(original: Callable[..., Any], modes: Modes, calls: Calls) -> Callable[..., Any]:
-    """DataParallel.__init__: keeps dim beside the object, because torch forgets it on a machine without GPUs."""
+    """Return the traced form of DataParallel.__init__, which notes `dim`: torch does not store it without GPUs."""
 
     def __init__(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, dim: int = 0) -> None:
         try:
@@ -185,7 +185,7 @@ def _at_the_end(
     collectives: Collectives,
     resets: Sequence[Callable[[], None]],
 ) -> None:
-    """Handle the end and the forks of the process; `resets` reset the parts in a forked child."""
+    """Handle the end and the forks of the process. `resets`: functions that reset each part in a forked child."""
 
     def at_exit() -> None:
         for end in (collectives.at_exit, loaders.at_exit, recorder.at_exit):
@@ -195,9 +195,9 @@ def _at_the_end(
                 session.fault("exit", error)
         try:
             ending = uncaught(rank_and_world()[0])
-            if ending is not None:  # it shows which of many processes ended the run, and why
+            if ending is not None:  # shows which of several processes ended the run, and why
                 note(ending, "endings.log")
-        except KeyboardInterrupt:  # from the user: the script gets it, as it would alone
+        except KeyboardInterrupt:  # from the user, for the script
             raise
         except BaseException as error:  # noqa: BLE001 - the interpreter is ending
             session.fault("ending", error)

@@ -1,7 +1,7 @@
 """Pauses the training between two steps, for as long as a reader of the ring requests it.
 
-The training waits here, on its own thread, in short sleeps, so Python handles signals between them as in any other code
-of the script. Without a living supervisor it resumes by itself.
+The training thread waits here in short sleeps, so that Python handles signals in between as usual. If the supervisor
+dies, the training resumes by itself.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dpmon.tracer.session import Session
 
 POLL_S = 0.025
 LOOK_NS = 500_000_000
-"""Interval of checks whether the supervisor lives."""
+"""Interval of checks that the supervisor lives."""
 MAX_INFO_BYTES = 1 << 22
 
 _RANKS = (
-    "the ranks of a distributed training wait for each other in their collectives, which give up after some minutes: "
-    "one that pauses would end the others"
+    "the ranks of a distributed training wait for each other in collectives, which time out after some minutes: "
+    "a paused rank would end the others"
 )
 
 
@@ -37,13 +37,13 @@ class Pause:
         self.session = session
         self.recorder = recorder
         self._asked = 0
-        """The last request that was seen."""
+        """The last request seen."""
 
     def wait(self) -> None:
-        """Act on the last request, and wait if it is a pause.
+        """Act on the last request; wait if it requests a pause.
 
-        Raises what a signal handler of the script raises. That ends the pause even if it is still requested, so the
-        script can end.
+        Raises only exceptions of the script's signal handlers. Such an exception ends the pause even if it is still
+        requested, so that the script can end.
         """
         session, ring = self.session, self.session.ring
         if ring is None:
@@ -82,7 +82,7 @@ class Pause:
                     looked = now
                     reason = _nobody(session)
                     if reason is not None:
-                        session.warn(f"the training was paused and goes on by itself: {reason}")
+                        session.warn(f"the paused training continued by itself: {reason}")
                         break
                     reason = "interrupted"
         except BaseException:
@@ -98,7 +98,7 @@ class Pause:
 
 
 def _ranks(session: Session) -> str | None:
-    """Why a process that trains together with others is not paused; None for any other process."""
+    """Return why a rank of a distributed training is not paused; None for any other process."""
     world = session.world or 1
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
@@ -107,7 +107,7 @@ def _ranks(session: Session) -> str | None:
 
 
 def _nobody(session: Session) -> str | None:
-    """Why nobody could be relied on to end a pause; None if the supervisor lives."""
+    """Return why no supervisor could end a pause; None if the supervisor lives."""
     try:
         path = os.path.join(session.config.directory, "run.json")
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -121,17 +121,17 @@ def _nobody(session: Session) -> str | None:
     except OSError as error:
         return f"the run's directory cannot be read ({error.strerror})"
     except (ValueError, LookupError, TypeError, RecursionError):
-        return "run.json does not say who supervises the run"
+        return "run.json does not name the supervisor of the run"
     return None if _alive(pid, since) else "the supervisor is gone"
 
 
 def _alive(pid: Any, since: Any) -> bool:
-    """Whether the process `pid`, started `since` seconds after the boot, still runs."""
+    """Whether the process `pid`, started `since` seconds after boot, still runs."""
     if type(pid) is not int or not isinstance(since, (int, float)):
         return False
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name in parentheses may hold blanks and parentheses itself.
+            # The name in parentheses may itself contain blanks and parentheses.
             fields = file.read(4096).rpartition(b")")[2].split()
         ticks = os.sysconf("SC_CLK_TCK")
         return fields[0] not in (b"Z", b"X", b"x") and abs(int(fields[19]) / ticks - since) < 1.5 / ticks

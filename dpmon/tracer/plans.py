@@ -13,9 +13,9 @@ from dpmon.tracer.virtual import VirtualDevices
 
 DP, SINGLE = 1, 2
 HOLDS = "it holds a"
-"""Start of the reason if a bare root cannot be split because it contains a wrapper."""
+"""Start of the reason when a bare root cannot be split because it contains a wrapper."""
 _HOST_ONLY = "the devices are CPUs: host time is all there is"
-_NO_EVENTS = "it was not timed: only calls of the thread that trains are"
+_NO_EVENTS = "it was not timed: only calls of the training thread are timed"
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Plan:
 
     mode: int
     devices: tuple[str, ...]
-    """Names of the available devices, as shown in records."""
+    """Names of the devices in records."""
     device_ids: tuple[int, ...] | None = None
-    """Device ids for torch's code, in place of the script's; None leaves the call as written."""
+    """Device ids that replace the script's; None leaves the call as written."""
     virtual: VirtualDevices | None = None
     reason: str | None = None
-    """Why the plan differs from the request, or why the replicas are virtual."""
+    """The reason why the plan differs from the request, or why the replicas are virtual."""
     refused: bool = False
 
     @property
@@ -44,12 +44,12 @@ class Plan:
 
 
 def refused(device: object, reason: str) -> Plan:
-    """The plan for a call that runs on one device although dp was requested."""
+    """Make the plan for a call that runs on one device although dp was requested."""
     return Plan(SINGLE, (str(device),), None, None, reason, True)
 
 
 def on_one(module: Any, own: tuple[str, ...], reason: str | None = None) -> Plan:
-    """Run a DataParallel over several devices on the first one; `reason`: why, if this was not requested."""
+    """Plan a DataParallel over several devices on the first device. `reason`: why, if this was not requested."""
     unfit = uncopyable(module)
     if unfit is not None:
         return Plan(DP, own, None, None, unfit, True)
@@ -95,8 +95,7 @@ def unsplittable(module: torch.nn.Module) -> str | None:
 def uncopyable(module: Any) -> str | None:
     """Why dpmon must not make short-lived copies of this module; None if it may.
 
-    A copy shares the module's attributes. Its finaliser could close the module's files, or count one module several
-    times.
+    A copy shares the module's attributes, so its finaliser could close the module's files.
     """
     if not hasattr(type(module), "__del__"):
         return None
@@ -106,7 +105,7 @@ def uncopyable(module: Any) -> str | None:
 def _is_sharded(module: Any) -> bool:
     """Whether the module's own parameters or buffers are divided among several ranks.
 
-    After a forward, the parameters of a module given to fully_shard may be ordinary tensors until its backward.
+    Between forward and backward, the parameters of a module given to fully_shard may be ordinary tensors.
     """
     if is_a(module, "FSDPModule") or is_a(module, "FullyShardedDataParallel"):
         return True
@@ -122,10 +121,10 @@ def unreplicable(module: torch.nn.Module) -> str | None:
         if unfit is not None:
             return unfit
         compiled = getattr(inner, "_compiled_call_impl", None) is not None
-        # On the instance (its forward is compiled, and bound to the one module) or on the class.
+        # Set on the instance (a compiled forward bound to this module) or on the class.
         compiled |= getattr(getattr(inner, "forward", None), "_torchdynamo_orig_callable", None) is not None
         if compiled or type(inner).__module__.startswith("torch._dynamo"):
             return "a module compiled by torch.compile cannot be replicated"
         if isinstance(inner, torch.jit.ScriptModule):
-            return "a TorchScript module is not replicated virtually"
+            return "dpmon does not make virtual replicas of a TorchScript module"
     return None

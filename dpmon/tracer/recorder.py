@@ -1,8 +1,8 @@
-"""Writes the spans of a process into its ring: one for each phase that has ended, on any thread.
+"""Writes a span into the process's ring for each phase that ends, on any thread.
 
-The tracer draws no conclusions: the supervisor finds steps and their contents from the spans. The tracer itself only
-has to know where it may pause the training or take a look: between two steps, as far as the process can tell. That is
-before a fetch, or after the optimizer that ends a step of its loop.
+The tracer draws no conclusions: the supervisor finds the steps and their contents from the spans. The tracer only has
+to know when it may pause the training or measure something: between two steps, as far as the process knows. That moment
+comes before a fetch, or after the optimizer step that ends a training step.
 
 A signal handler of the script may raise at any function call. So state is restored in an `except` or `finally`, and a
 span that may not have been written is written again. The reader drops the duplicate.
@@ -39,17 +39,17 @@ def _code_within(code: CodeType) -> Iterator[CodeType]:
 
 
 MAX_EARLY = 256
-"""Limit of spans that are kept before the first call opens the ring, such as fetches of a loader's first batches."""
+"""Most spans that are kept until the first call opens the ring, such as fetches of a loader's first batches."""
 IDLE = 4
-"""Fetches or optimizer steps without a call, after which `on_idle` is called."""
+"""Number of fetches or optimizer steps without a call that triggers `on_idle`."""
 _AROUND_STEPS = frozenset(
     code for code in _code_within(torch.optim.Optimizer.profile_hook_step.__code__) if code.co_name == "wrapper"
 )
 """torch's function around every optimizer step, which calls the hooks."""
 STALE = 64
-"""Optimizer steps without a fetch, after which a loader no longer counts (a script that keeps one batch)."""
+"""Number of optimizer steps without a fetch after which a loader no longer counts (the script keeps one batch)."""
 FEW_CALLS = 64
-"""Calls without a fetch or an optimizer step, after which a step may begin at a call."""
+"""Number of calls without a fetch or an optimizer step after which a step may begin at a call."""
 PAUSE, PAUSED, TRAINS = Word.PAUSE, Word.PAUSED, Word.TRAINS
 
 
@@ -59,26 +59,27 @@ class Recorder:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.threads: dict[int, Thread] = {}
-        """By ident. The wrappers hold this very object."""
+        """By ident. The wrappers refer to this dict: never replace it."""
         self.timing: Timing | None = None
         """Device timing, once a call runs on a GPU."""
         self.on_idle: Callable[[], None] = lambda: None
         self.on_loop_over: Callable[[], None] = lambda: None
         """Called when a loader is exhausted."""
         self.on_first_fetch: Callable[[Any], bool] = lambda iterator: False
-        """Called with a loader's iterator that fetches before the first call; returns whether to report the end."""
+        """Called with the iterator of a loader that fetches before the ring is open. Returns whether to call
+        `on_first_fetched` at the end of the fetch."""
         self.on_first_fetched: Callable[[BaseException | None], None] = lambda error: None
         self.on_pause: Callable[[], None] = lambda: None
-        """Called between two steps, when a reader has requested a pause or its end."""
+        """Called between two steps, when a reader has requested to pause or to resume."""
         self.on_look: Callable[[int], int] = lambda now: 1 << 62
         """Called between two steps when `due` has come; returns when to call again (monotonic ns)."""
         self.on_backward: Callable[[], None] | None = None
         """Called when a backward pass is over."""
         self.on_gradients: Callable[[int, int, int], None] | None = None
-        """Called at the end of a backward pass of the training thread, before its span is written, to write spans
-        inside it: with the first word of these spans, and when the pass began and ended (monotonic ns)."""
+        """Called at the end of a backward pass of the training thread, before its span is written, to write the spans
+        inside it. Arguments: the first word of these spans; start and end of the pass (monotonic ns)."""
         self.on_backward_begins: Callable[[Thread, Any], None] | None = None
-        """Called before a backward pass of the training thread, with the thread and the pass's arguments."""
+        """Called before a backward pass of the training thread, with the thread and the arguments of the pass."""
         self._parents: list[object] = []
         self.reset()
 
@@ -95,7 +96,7 @@ class Recorder:
         self.kinds: Any = memoryview(bytearray(THREADS))
         self._early: list[tuple[int, int, int, int]] = []
         self.trains: Thread | None = None
-        """The training thread, as far as it is known here."""
+        """The training thread; None until it is known."""
         self.learns = False
         """Whether the training thread has run a backward pass."""
         self.due = 0
@@ -112,14 +113,14 @@ class Recorder:
         self.backwards = 0
         """Number of backward passes that ended."""
         self.sample_at = 0
-        """Call `on_look` at the end of the step with this optimizer step."""
+        """Number of the optimizer step after which `on_look` is called."""
         self.paused = 0
         """The last pause request acted upon."""
         self.put: Callable[[int, int, int, int], int] = self._keep
-        """Writes a span: into the ring, once there is one."""
+        """Writes a span into the ring, or keeps it until there is one."""
 
     def opened(self, ring: SpanRing) -> None:
-        """Write the spans that were kept for the ring, and which thread trains."""
+        """Write the kept spans and the number of the training thread into the new ring."""
         while self._early:
             ring.put(*self._early[0])
             del self._early[:1]
@@ -129,11 +130,11 @@ class Recorder:
         self.ring = ring
 
     def given_up(self) -> None:
-        """Write no more."""
+        """Write no more spans."""
         self.put = lambda head, start, took, sizes: -1
 
     def times_devices(self) -> None:
-        """Start device timing: a call is about to run on a GPU."""
+        """Start device timing, because a call is about to run on a GPU."""
         if self.timing is None and usable():
             self.timing = Timing(self.write, self.session.fault, lambda: self.words[Word.ONE_IN])
             self.timing.trains = self.trains
@@ -141,14 +142,14 @@ class Recorder:
     # ---------------------------------------------------------------- threads
 
     def thread(self) -> Thread:
-        """This thread's state, made if necessary. Threads beyond the ring's room share a number."""
+        """Return this thread's state, created if necessary. Threads beyond the ring's limit share a number."""
         found = self.threads.get(get_ident())
         if found is None:
             found = self.threads[get_ident()] = Thread(min(next(self._numbers), THREADS - 1))
         return found
 
     def called(self, me: Thread) -> None:
-        """A call begins on this thread: the first call, or a top-level call after many without the end of a step."""
+        """Handle the first call, or a top-level call after many calls without the end of a step."""
         if self.trains is None:
             self._found(me)
         elif me is self.trains:
@@ -163,7 +164,7 @@ class Recorder:
         self.words[TRAINS] = me.number
 
     def heal(self) -> None:
-        """Forget a call of this thread if an interrupt has left it behind."""
+        """Reset this thread's state if an interrupt left a call in it that is no longer running."""
         me = self.thread()
         if not any(frame.f_code.co_filename in OF_CALLS for frame in outwards(sys._getframe(1))):
             me.inside, me.split, me.root = 0, None, None
@@ -183,13 +184,13 @@ class Recorder:
 
     def again(self, head: int, start: int, took: int, sizes: int, error: BaseException) -> bool:
         """Write a span again after an error or a signal; returns whether to raise the error."""
-        for doing in (lambda: self.write(head, start, took, sizes), lambda: self._blame(error)):
+        for attempt in (lambda: self.write(head, start, took, sizes), lambda: self._blame(error)):
             try:
-                doing()
-            except Exception as fault:  # noqa: BLE001 - our fault, or raised by a handler of the script
+                attempt()
+            except Exception as fault:  # noqa: BLE001 - our fault, or an exception of the script's signal handler
                 if fault is error or self._is_the_scripts(fault):
                     return True
-            except BaseException:  # noqa: BLE001 - an interrupt: one is raised for both
+            except BaseException:  # noqa: BLE001 - an interrupt, raised in place of both errors
                 return True
         return not isinstance(error, Exception)
 
@@ -200,7 +201,7 @@ class Recorder:
     def _is_the_scripts(self, fault: Exception) -> bool:
         try:
             self.session.fault("span", fault)
-        except BaseException:  # noqa: BLE001 - that says so
+        except BaseException:  # noqa: BLE001 - `fault` raises only the script's exceptions
             return True
         return False
 
@@ -224,7 +225,7 @@ class Recorder:
             self._count_fault(fault)
 
     def _count_fault(self, fault: Exception) -> None:
-        with suppress(BaseException):  # a second exception of the script during the first
+        with suppress(BaseException):  # the script raises again during its first exception
             self.session.fault("span", fault)
 
     # ---------------------------------------------------------------- phases
@@ -276,7 +277,7 @@ class Recorder:
         """The traced form of a function that is one phase: a fetch, or a backward pass."""
         session, threads, new = self.session, self.threads, self.thread
         is_compiling, clock, within = torch.compiler.is_dynamo_compiling, monotonic_ns, self.within
-        graph_task = torch._C._current_graph_task_id  # autograd runs nested backward passes on threads of its own, too
+        graph_task = torch._C._current_graph_task_id  # autograd also runs nested backward passes on its own threads
         fetch = kind == Kind.FETCH
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -288,14 +289,14 @@ class Recorder:
                 inside = me.inside
                 if inside == Kind.OPTIMIZER:
                     inside = self.inside_of(me)
-                if inside == Kind.BACKWARD or (not fetch and graph_task() != -1):  # recomputed work belongs to it
+                if inside == Kind.BACKWARD or (not fetch and graph_task() != -1):  # recomputation belongs to the pass
                     return original(*args, **kwargs)
                 mark = None
                 try:
                     if fetch:
                         trains = self.trains
                         mine = me is trains or trains is None
-                        if mine:  # a thread that fetches ahead says nothing about the steps
+                        if mine:  # a prefetching thread is no sign of a step
                             self.idle = 0 if self.calls else self.idle + 1
                             self.loose = self.calls = 0
                             if trains is not None:
@@ -369,16 +370,16 @@ class Recorder:
     # ---------------------------------------------------------------- backward
 
     def _goes_backward(self, me: Thread) -> None:
-        """A backward pass begins, and none of the training thread is known yet."""
+        """Handle the start of a backward pass while none of the training thread is known."""
         if self.trains is not None:
             self.learns = True
             if me is not self.trains:  # the supposed training thread never ran a backward pass
                 self._found(me)
 
     def inside_of(self, me: Thread, fewer: int = 0) -> int:
-        """The kind of this thread's span, without optimizer steps that have raised.
+        """Return the kind of this thread's open span, after removing optimizer steps that have raised.
 
-        `fewer`: number of steps on the stack that are not in `me.steps` yet.
+        `fewer`: number of optimizer steps on the stack that `me.steps` does not contain yet.
         """
         try:
             around = sum(frame.f_code in _AROUND_STEPS for frame in outwards(sys._getframe(1))) - fewer
@@ -393,7 +394,7 @@ class Recorder:
     # ---------------------------------------------------------------- between two steps
 
     def between(self, me: Thread) -> None:
-        """Pause or look between two steps, if requested. Raises what a signal handler raises in a pause."""
+        """Pause or look between two steps, if requested. Raises only exceptions of signal handlers during a pause."""
         if me.inside or (me is not self.trains and self.trains is not None):
             return
         words = self.words
@@ -404,15 +405,15 @@ class Recorder:
                 self.paused = words[PAUSED]
         now = monotonic_ns()
         if now >= self.due:
-            self.due = 1 << 62  # an exception must not repeat it at once
+            self.due = 1 << 62  # if it raises, it is not repeated at once
             self.due = self.on_look(now)
 
     def soon(self) -> None:
-        """Call `on_look` when the next step has ended."""
+        """Call `on_look` when the next step ends."""
         self.due = 0
 
     def at_exit(self) -> None:
-        """Announce the end of the process, if nothing can train any more. Never raises."""
+        """Announce the end of the process unless another thread may still train. Never raises."""
         try:
             if self.timing is not None:
                 self.timing.at_exit()
@@ -429,7 +430,7 @@ def _raised() -> bool:
     """Whether an uncaught exception ends the process."""
     if getattr(sys, "last_type", None) is not None:
         return True
-    # A child of multiprocessing ends within `_bootstrap`, while that handles the exception.
+    # A child of multiprocessing ends within `_bootstrap`, which is still handling the exception.
     error = sys.exc_info()[1]
     if error is None or isinstance(error, SystemExit) or error.__traceback__ is None:
         return False

@@ -1,7 +1,7 @@
 """Forward hooks on DataParallel's replicas: their input and output sizes, and their times.
 
-A replica is a throw-away copy of the module that shares its hook dicts. Each replica gets its own dicts, so the
-script's module never shows our hooks, and they are never pickled or copied with it, not even by another thread.
+A replica is a throw-away copy of the module that shares its hook dicts. Each replica gets its own dicts. So our hooks
+never appear on the script's module, and are never pickled or copied with it, even by another thread.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ KEY = -7061
 """torch counts hooks up from 0, so nothing else has a negative number."""
 ROWS = "return one row per input row, and compute the loss outside the model"
 """Advice for a script that should work with dp."""
-ODD = f"{ROWS}: the model returns a scalar, or more than tensors, which DataParallel would change"
+ODD = f"{ROWS}: the model returns a scalar or values other than tensors, which DataParallel would change"
 
 
 class Unsuited(Exception):
-    """The results of a bare root would mean something else to the script under dp; the text says why."""
+    """Raised when dp would change the meaning of a bare root's results for the script; the text is the reason."""
 
 
 class Probe:
@@ -40,17 +40,17 @@ class Probe:
         self._memos = memos
         self.index = index
         self.module: Any = None
-        """The callable that it runs, if that is not a replica made by torch (`over`)."""
+        """The callable that it runs in place of hooks (see `Watch.over`); None for a replica with hooks."""
         self._inputs = self._began = 0
         self._nested = 0
-        """Number of its calls under way."""
+        """Number of nested calls that are running."""
         self._around = 0
-        """Kind of span its thread was in before."""
+        """Kind of the enclosing span on its thread."""
         self._mark: Any = None
-        """Its device time, if it runs on a GPU."""
+        """Its device time; None if it is not timed."""
 
     def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook: runs on the replica's thread, and must change nothing.
+        """Forward pre-hook: runs on the replica's thread. It returns None, so the inputs stay unchanged.
 
         A module may call itself. The outermost call has the inputs and outputs of the replica.
         """
@@ -113,7 +113,7 @@ class Probe:
             own[name][KEY] = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module of this probe, as parallel_apply would."""
+        """Run the module of this probe, in place of parallel_apply."""
         self.enter(None, args, kwargs)
         try:
             result = self.module(*args, **kwargs)
@@ -126,7 +126,7 @@ class Probe:
         return result
 
     def raised(self) -> None:
-        """The module has raised on this thread. Never raises."""
+        """Handle an exception of the module on this thread. Never raises."""
         try:
             self._nested = 0
             self._watch.recorder.thread().inside = self._around
@@ -141,7 +141,7 @@ class Watch:
     __slots__ = ("_memos", "_probes", "head", "odd", "ran", "recorder", "site", "timing")
 
     def __init__(self, recorder: Recorder, me: Thread, site: Site, strict: bool) -> None:
-        """`me`: the thread that makes the call. `strict`: check for results that gather does not keep."""
+        """`me`: the thread that makes the call. `strict`: check for results that gather would change."""
         self.recorder = recorder
         self.site = site
         self.timing = recorder.timing if me is recorder.trains else None
@@ -169,7 +169,7 @@ class Watch:
     def over(self, modules: Any) -> Any:
         """Stand-ins that parallel_apply calls in place of `modules`, in the same order.
 
-        If the script has hooks on its module, returns the replicas themselves, with our hooks behind the script's: the
+        If the script has hooks on its module, return the replicas themselves, with our hooks after the script's: the
         script's hooks may change the inputs.
         """
         first = getattr(modules[0], "__dict__", {}) if modules else {}
@@ -181,7 +181,7 @@ class Watch:
         return self._probes
 
     def around(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments of parallel_apply, with a stand-in over each of its modules."""
+        """Return the arguments of parallel_apply, with stand-ins for its modules."""
         if args and isinstance(args[0], (list, tuple)):
             return (self.over(args[0]), *args[1:]), kwargs
         if isinstance(kwargs.get("modules"), (list, tuple)):
@@ -194,7 +194,7 @@ class Watch:
             self._probe(index).hook(replica)
 
     def close(self) -> None:
-        """Break the reference cycle of probes and watch after the call, so that no object waits for a collection."""
+        """Break the reference cycle of probes and watch after the call, so that no garbage collection is needed."""
         for probe in self._probes:
             probe.module = None
         self._probes = []

@@ -1,10 +1,10 @@
 """Finds the modules that a script calls directly: bare roots, which have no wrapper.
 
-Module.__call__ itself is watched for the first steps of the loop, whenever modules are made, and for one step now and
-then. The class of every root that is found gets its own `__call__`. Then the watch ends, so that the hundreds of
-modules inside a network cost nothing. At its end, the classes of modules that the script may call later are treated
-likewise: models that are part of no other model, and their larger parts. Instances are never changed, so pickles and
-copies hold only the script's own data.
+A watch replaces Module.__call__ during the first steps of the loop, whenever modules are made, and for one step now and
+then. The class of every root that the watch finds gets its own `__call__`. Then the watch ends, so that the hundreds of
+modules inside a network cost nothing. At the end of a watch, classes of modules that the script may call later get a
+`__call__`, too: models that are not part of another model, and their larger parts. Instances are never changed, so
+pickles and copies hold only the script's own data.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ Module = torch.nn.Module
 WATCH_STEPS = 16
 """Steps without a new root after which the watch ends."""
 WATCH_SOON_NS, WATCH_EVERY_NS = 20_000_000, 2_000_000_000
-"""Shortest and longest wait between two short watches, of one step each, for roots that appear later.
+"""Shortest and longest wait between two short watches of one step each, which find roots that appear later.
 
 Each wait is twice as long as the one before. A watch changes the class of all modules, and Python's caches for it are
-lost: some steps are slower.
+lost, so some steps are slower.
 """
 
 MAX_MADE = 1 << 14
-"""Most modules that are remembered (weakly) between two watches; beyond that the oldest are forgotten."""
+"""Most modules remembered (weakly) between two watches; the oldest are forgotten first."""
 MAX_LATE = 8
-"""Most warnings about classes that were found after calls may have been missed."""
+"""Most warnings about classes with possibly missed earlier calls."""
 WRAPPED = frozenset(("module", "_orig_mod"))
 """Attributes in which wrappers hold their model: DataParallel and similar, AveragedModel; torch.compile."""
 EXPECTED, EXPECT_NS = 64, 250_000_000
-"""The watches that begin whenever a loop is over: no limit for the first EXPECTED, then at least EXPECT_NS apart.
-Epochs may be very short."""
+"""Limits of the watches that begin at the end of each loop: the first EXPECTED watches are unlimited, later ones are at
+least EXPECT_NS apart. Epochs may be very short."""
 
 
 class _RootCall:
@@ -63,7 +63,7 @@ class _RootCall:
         if module is None:  # torch.compile looks here, and expects the class's own function
             return self._original if now is self._watcher else now
         if now is not self._original and now is not self._watcher:
-            return MethodType(now, module)  # the script or torch.fx has set its own: it comes first
+            return MethodType(now, module)  # the script or torch.fx has set its own, which takes precedence
         return MethodType(self._called, module)
 
     def __reduce__(self) -> Any:
@@ -85,28 +85,29 @@ class Roots:
         """Weak references to the classes of the roots that were found, by id.
 
         A WeakSet would call the metaclass's own comparison and hash. Strong references would keep the globals of
-        `__main__` alive through the methods of a class, and the finalisers of these objects would not run at the end.
+        `__main__` alive through the methods of a class, so their finalisers would not run at exit.
         """
         self._verdicts: dict[int, tuple[Any, bool]] = {}
         self._watching = False
         self._left = WATCH_STEPS
-        """Steps after which the watch ends, if no new root turns up."""
+        """Steps until the watch ends if no new root appears."""
         self._due = 0
         """When to watch again (monotonic ns)."""
         self._wait_ns = WATCH_SOON_NS
         self._expected = 0
-        """How often another model was expected, and when last (monotonic ns)."""
+        """Number of watches begun by `expect`."""
         self._expected_ns = 0
+        """When `expect` last began a watch (monotonic ns)."""
         self._told = False
         """Whether a warning about unseen calls was given."""
         self._found = True
-        """Whether a root turned up since the last look."""
+        """Whether a root appeared since the last look."""
         self._always = False
-        """A root's class has a `__call__` of its own: the watch cannot end."""
+        """Whether a root's class has its own `__call__`, so that the watch cannot end."""
         self._made: dict[int, weakref.ref[Any]] = {}
         """Modules that got a parameter or a submodule since the last watch ended, by id."""
         self._missed = False
-        """Whether nothing triggered this watch, so the roots it finds may have been called before."""
+        """Whether roots that this watch finds may have been called before it began."""
         self._late = 0
         self.on_made: Callable[[], object] = lambda: None
         """Called when a module is made while no watch is active."""
@@ -154,7 +155,7 @@ class Roots:
         return verdict
 
     def _look_above(self, module: Any) -> None:
-        """Warn once if the script calls the forward of a module around `module` directly: only the parts are seen."""
+        """Warn if the script calls the forward of an enclosing module directly, so that only its parts are seen."""
         frame: Any = sys._getframe(1)
         while frame is not None:
             if frame.f_code.co_name == "forward":
@@ -169,7 +170,7 @@ class Roots:
             frame = frame.f_back
 
     def unseen(self) -> None:
-        """Warn that training goes on but no call of a module was ever seen."""
+        """Warn that an optimizer steps but no call of a module was seen."""
         self._tell(
             "an optimizer steps, but no call of a module was seen: a module cannot be traced if its forward() is "
             "called directly or by a compiled function"
@@ -188,19 +189,19 @@ class Roots:
         return known is not None and known() is kind
 
     def _register(self, kind: type, *, called: bool = False) -> None:
-        """Trace all calls of a class from now on, also without a watch; `called`: one of them has just begun."""
+        """Trace all calls of a class from now on, even without a watch. `called`: a call has just begun."""
         if self._is_known(kind):
             return
         key = id(kind)
         self._classes[key] = weakref.ref(kind, self._class_gone(key))
         if any(isinstance(base.__dict__.get("__call__"), _RootCall) for base in kind.__mro__):
-            return  # it derives from a root's class and has its call
+            return  # it inherits the `__call__` of a root's class
         try:
             now = kind.__call__
             if now is not self.watcher and now is not self.original:
                 raise TypeError("a __call__ of its own")
             kind.__call__ = _RootCall(self)  # type: ignore[method-assign, assignment]  # a descriptor
-        except Exception:  # noqa: BLE001 - a class may refuse in any way; then the watch simply goes on
+        except Exception:  # noqa: BLE001 - a class may refuse in any way; the watch continues
             if called:
                 self._always = True
                 self.watch()  # it may just have ended
@@ -216,7 +217,7 @@ class Roots:
         registering.register_module_module_registration_hook(self._given)
 
     def _given(self, module: Any, name: str, part: Any) -> None:
-        """Note that a module under construction got a parameter or a submodule; note the model of a wrapper."""
+        """Note a module that gets a parameter or a submodule, and trace the model inside a wrapper."""
         try:
             known = self._made.get(id(module))
             if (known is not None and known() is module) or "_is_replica" in module.__dict__:
@@ -253,21 +254,21 @@ class Roots:
     # ---------------------------------------------------------------- the watch
 
     def watch(self, missed: bool = False) -> None:
-        """Watch every module from now on; `missed`: modules that are found may have been called before."""
+        """Watch every module from now on. `missed`: modules that it finds may have been called before."""
         if not self._watching and torch.nn.Module.__call__ is self.original:
             self._watching = True
             self._missed = missed
             torch.nn.Module.__call__ = self.watcher  # type: ignore[method-assign]
 
     def rest(self) -> None:
-        """End the watch. Roots that were found stay traced, and models that were made are traced too."""
+        """End the watch. The roots found stay traced; models that were made are now traced, too."""
         if self._watching and not self._always and torch.nn.Module.__call__ is self.watcher:
             self._know_models()
             self._watching = False
             torch.nn.Module.__call__ = self.original  # type: ignore[method-assign]
 
     def expect(self, missed: bool = False) -> bool:
-        """Watch for a turn, for another model may come; whether that watch begins now. `missed`: as in `watch`."""
+        """Watch one step, because another model may follow. Return whether the watch begins. `missed`: see `watch`."""
         now = monotonic_ns()
         often = self._expected >= EXPECTED and now - self._expected_ns < EXPECT_NS
         if self._watching or self.session.off or often:
@@ -279,7 +280,7 @@ class Roots:
         return self._watching
 
     def look(self, now: int) -> int:
-        """Called when a step may have ended, to start or end a watch; returns when to call again (monotonic ns)."""
+        """Start or end a watch when a step may have ended. Return when to call again (monotonic ns)."""
         if self._watching:
             if self._found:
                 self._found = False

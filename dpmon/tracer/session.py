@@ -32,16 +32,16 @@ Tensor = torch.Tensor
 MAX_FAULTS = 3
 MAX_KNOWN = 1 << 14
 MAX_LINES = 1 << 26
-"""Limit of bytes of lines of one process. Later spans have no new sizes, and later events are lost."""
+"""Most bytes of lines of one process. Beyond it, spans have no new sizes, and events are lost."""
 MAX_UNSAID = 64
 RETRY_NS = 1_000_000_000
-"""Time between two attempts to write a line when there was no room."""
+"""Time between two attempts to write a line after a failure."""
 MAX_PROCESSES = 512
 MAX_TRIES = 1 << 14
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 SMALL_SLOTS = 4 << 10
 LARGE_RINGS = 8
-"""Number of processes with a ring of full size: hundreds of short forked children must not fill the disk."""
+"""Number of processes with a full-size ring: hundreds of short-lived forked children must not fill the disk."""
 
 
 @dataclass(frozen=True)
@@ -104,22 +104,22 @@ class Session:
         self._lock = threading.RLock()
         self._opening = False
         self._tries = 0
-        """How often no file descriptor was free to open the ring; the script may free one later."""
+        """Attempts to open the ring that found no free file descriptor; the script may free one later."""
         self._layouts, self._sizes = itertools.count(1), itertools.count(MAX_SITE + 1)
-        """Numbers of definitions; those of layouts and stages must fit into a span's site."""
+        """Numbers of definitions. Numbers of layouts and stages must fit into a span's site."""
         self._known: dict[Hashable, int] = {}
         self._retry_ns = 0
         """When a line may be written again (monotonic)."""
         self._torn = False
         """Whether the last line may have been written in part."""
         self._unsaid: list[bytes] = []
-        """Events that could not be written; they come before the next line."""
+        """Events that could not be written; they are written before the next line."""
         self._faults: dict[str, int] = {}
         self.ring: SpanRing | None = None
         self._described = False
         """Whether the process event was written."""
         self._opened = False
-        """Whether the ring is open and everything knows of it."""
+        """Whether the ring is open and `on_open` has run."""
 
     def after_fork(self) -> None:
         """Start afresh in a forked child, which has recorded nothing yet."""
@@ -156,7 +156,7 @@ class Session:
         return True
 
     def _finish_opening(self) -> None:
-        """Do what is left to do after an exception, such as an interrupt, during an earlier attempt."""
+        """Open the ring, or complete an earlier attempt that an interrupt or another exception broke off."""
         if self.ring is None:
             self.ring = self._open()
         if not self._described:
@@ -200,7 +200,7 @@ class Session:
     # ---------------------------------------------------------------- lines
 
     def _line(self, value: Mapping[str, Any], keep: bool = False) -> bool:
-        """Append a line to the process's file; False if that failed. With `keep` it is then tried again later."""
+        """Append a line to the process's file; False if that failed. With `keep`, a failed line is written later."""
         now = monotonic_ns()
         line = packed_json(value) + b"\n"
         if now >= self._retry_ns:
@@ -228,7 +228,7 @@ class Session:
     def event(self, kind: str, fill: str | None = None, **data: Any) -> None:
         """Write a rare record of this process.
 
-        `fill`: gives it the step and call numbers of the "next" call or of the "last" one.
+        `fill`: whether it gets the step and call numbers of the "next" or the "last" call; None for neither.
         """
         if self.ring is not None:
             now = monotonic_ns()
@@ -241,7 +241,7 @@ class Session:
                 self._line(line, keep=True)
 
     def warn(self, text: str, fill: str | None = None) -> None:
-        """Warn the viewers; never the script."""
+        """Warn the viewers, not the script."""
         if self.ring is not None:
             self.event("warning", fill, text=text)
         else:
@@ -250,19 +250,19 @@ class Session:
     # ---------------------------------------------------------------- definitions
 
     def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], memo: Memo) -> int:
-        """The definition of the sizes of these arguments; 0 if they could not be read."""
+        """Return the number of the definition of these arguments' sizes; 0 if they could not be read."""
         lone = args[0] if len(args) == 1 and not kwargs else None
         return self._looked_at("0", lone, memo, lambda: sizes.signature_of_call(args, kwargs))
 
     def outputs(self, value: Any, memo: Memo) -> int:
-        """The definition of the sizes of this result; 0 if they could not be read."""
+        """Return the number of the definition of this result's sizes; 0 if they could not be read."""
         return self._looked_at("", value, memo, lambda: sizes.signature_of_value(value))
 
     def _looked_at(self, lone_path: str, lone: Any, memo: Memo, signature: Callable[[], Any]) -> int:
-        """As `sizes`; the memo remembers `lone` if it is a tensor and the only value."""
+        """Do what `sizes` does. The memo remembers `lone` if it is a tensor and the only value."""
         try:
             if torch._C._len_torch_function_stack():
-                with torch._C.DisableTorchFunction():  # a mode of the script would see us look
+                with torch._C.DisableTorchFunction():  # a mode of the script would see our reads
                     return self.sizes(lone_path, signature())
             if type(lone) is not Tensor:
                 return self.sizes(lone_path, signature())
@@ -278,11 +278,11 @@ class Session:
             return 0
 
     def sizes(self, lone_path: str, signature: Any) -> int:
-        """The definition of a signature (see dpmon.tracer.sizes)."""
+        """Return the number of the definition of a signature (see dpmon.tracer.sizes)."""
         return self.define((lone_path, signature), lambda: sizes.spell_out(signature, lone_path), self._sizes)
 
     def define(self, key: Hashable, spell: Callable[[], Any], numbers: Iterator[int] | None = None) -> int:
-        """The number of the definition for `key`, which `spell` makes; 0 if it could not be written."""
+        """Return the number of the definition for `key`; 0 if it could not be written. `spell` makes a new one."""
         number = self._known.get(key)
         if number is not None:
             return number
@@ -334,7 +334,7 @@ _DOING = {
     "by hand": "noted a scatter, replicate, parallel_apply or gather",
     "fall back": "let a call run on one device after dp had failed",
     "replicas": "timed the replicas",
-    "hooks": "noted what a replica received and returned",
+    "hooks": "noted the inputs and outputs of a replica",
     "sizes": "noted the sizes of inputs and outputs",
     "stages": "noted the stages of a model that lies on several devices",
     "loader": "noted the start of a loader",
@@ -349,13 +349,13 @@ _DOING = {
     "out of memory": "noted an out-of-memory error",
     "construct": "noted that a DataParallel was made",
     "dynamo": "told torch.compile to skip dpmon's own functions",
-    "startup": "noted what the process does before its first call",
+    "startup": "noted the startup of the process",
     "modules": "noted which models the script makes",
     "let go": "forgot the replicas of a call",
     "ending": "noted the exception that ends the process",
     "exit": "wrote the last step at the end of the process",
 }
-"""What the tracer did, for each place that reports a fault."""
+"""Description of the tracer's action, for each place that reports a fault."""
 
 
 def raise_from_signal(error: BaseException) -> None:
@@ -365,7 +365,7 @@ def raise_from_signal(error: BaseException) -> None:
 
 
 def _from_a_signal(error: BaseException) -> bool:
-    """Whether a signal handler of the script raised the error, which may happen at any of our instructions."""
+    """Whether a signal handler of the script raised the error, which can happen at any of our instructions."""
     handlers = [signal.getsignal(number) for number in signal.valid_signals()]
     functions = [getattr(handler, "__func__", handler) for handler in handlers]
     codes = {getattr(function, "__code__", None) for function in functions} - {None}
@@ -378,7 +378,7 @@ def _from_a_signal(error: BaseException) -> bool:
 
 
 def rank_and_world() -> tuple[int | None, int | None]:
-    """This process's rank and the number of ranks; None if it is not a rank."""
+    """Return this process's rank and the number of ranks; None for both if it is not a rank."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()

@@ -1,4 +1,4 @@
-"""The called modules: how their calls run, and the last sizes seen."""
+"""The modules that are called, how their calls run, and the last sizes seen."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from dpmon.tracer.timing import gpus_of, may_be_used
 MAX_SITES = 1024
 MAX_NUMBERS = 1 << 14
 MAX_KIN, MAX_PARTS = 16, 10_000
-"""Limits of models, and of modules in each, that are searched for kin of a new model."""
+"""Most known models, and most modules in each, that are searched for relatives of a new model."""
 _NOT_APART = {
-    DDP: {"all_reduce": "the ranks average their gradients within the backward pass; that time is not told apart"},
+    DDP: {"all_reduce": "the ranks average their gradients within the backward pass; this time is not separated"},
     FSDP: {
-        "all_gather": "the ranks gather the weights within forward and backward; that time is not told apart",
-        "reduce_scatter": "the ranks reduce their gradients within the backward pass; that time is not told apart",
+        "all_gather": "the ranks gather the weights within forward and backward; this time is not separated",
+        "reduce_scatter": "the ranks reduce their gradients within the backward pass; this time is not separated",
     },
 }
-"""By `via`: the collectives of ranks, and why they are no phases of a call."""
+"""For each `via`: the collectives of the ranks, and why they are not phases of a call."""
 
 
 class Functional:
@@ -85,7 +85,7 @@ class Site:
         self.module = weakref.ref(module, gone)
         self.plan = plan
         self.via = via
-        """The class of the wrapper, or the function data_parallel or fully_shard; None for any other bare root."""
+        """The class of the wrapper, or the function `data_parallel` or `fully_shard`; None for other bare roots."""
         self.kind = Kind.WRAPPED if not (via is None or via in RANK_MODES) or plan.mode == DP else Kind.CALL
         self.gpus = gpus_of(plan.devices)
         self.plain = False
@@ -93,25 +93,25 @@ class Site:
         self.root = ""
         """The class of the model."""
         self.number = 0
-        """Number of the model: a wrapper has the number of its model."""
+        """Number of the model; a wrapper shares it."""
         self.dim = self.first = 0
-        """Dimension along which a batch is split; number of leading arguments that are weights, not a batch."""
+        """`dim`: the dimension along which a batch is split. `first`: number of leading arguments that are weights."""
         self.head = 0
         """Layout and flags for the span of a call: see Sites.head."""
         self.inputs, self.outputs, self.share = Memo(), Memo(), Memo()
         self.replicas: list[tuple[Memo, Memo]] = []
         self.stages: Stages | None = None
-        """Its stages, if its parts are on several devices."""
+        """The model's stages, if its parts are on several devices."""
         self.proven = False
         """Whether dp has worked for it."""
         self.place: Place | None = None
-        """Where the module was when the plan was made; None if the plan does not depend on it."""
+        """The module's place when the plan was made; None if the plan does not depend on it."""
         self.moves = False
         """Whether it may have left that place."""
         self.own: tuple[str, ...] = ()
         """The methods of DataParallel that the script's subclass overrides."""
         self.absent: dict[str, str] = {}
-        """The parts that these methods bypass, with the reason."""
+        """Parts that these methods bypass, with the reasons."""
 
     def holds(self) -> bool:
         """Whether the module is still where it was when the plan was made."""
@@ -125,10 +125,10 @@ class Sites:
         self.session = session
         self.modes = modes
         self.known: dict[int, Site] = {}
-        """By id. The wrappers hold this very object."""
+        """By id. The traced functions refer to this dict: never replace it."""
         self._functionals: dict[int, Functional] = {}
         self.on_site: Callable[[], None] = lambda: None
-        """Called when a module is called for the first time, or planned again."""
+        """Called when a module is first called, or planned again."""
         self.on_gpus: Callable[[], None] = lambda: None
         """Called before a call of a module on a GPU."""
         self.reset()
@@ -145,14 +145,14 @@ class Sites:
         self._functionals.clear()
 
     def all_may_move(self) -> None:
-        """CUDA is initialised or about to be: a module may move to a GPU from now on."""
+        """Expect modules to move to a GPU, because CUDA is or will be initialised."""
         for site in list(self.known.values()):
             site.moves = site.place is not None
 
     # ---------------------------------------------------------------- how each kind is called
 
     def of_root(self, module: Any, args: tuple[Any, ...]) -> Site:
-        """The site of a bare root; `args`: arguments of its call."""
+        """Make the site of a bare root. `args`: the arguments of its call."""
         weights = weights_given(type(module))
         if weights and args and isinstance(args[0], (list, tuple)):
             site = self._new(module, self.modes.stateless(module, args[0]), None)
@@ -172,7 +172,7 @@ class Sites:
         return site
 
     def of_wrapper(self, module: Any) -> Site:
-        """The site of a DataParallel."""
+        """Make the site of a DataParallel."""
         site = self._new(module, self.modes.plan(module, True), class_name(module))
         site.root = class_name(module.module)
         site.dim = self.modes.dim_of(module) or 0
@@ -180,7 +180,7 @@ class Sites:
         return site
 
     def functional(self, module: Any, given: tuple[Any, ...]) -> Functional:
-        """The stand-in for a module that data_parallel is called with; `given`: devices, output device and dim."""
+        """Return the stand-in for a module passed to `data_parallel`. `given`: devices, output device and dim."""
         found = self._functionals.get(id(module))
         if found is None or found.given != given or found.module is not module:
             if len(self._functionals) >= MAX_SITES:
@@ -189,7 +189,7 @@ class Sites:
         return found
 
     def of_functional(self, functional: Functional) -> Site:
-        """The site of a module that data_parallel is called with."""
+        """Make the site of a module passed to `data_parallel`."""
         module = functional.module
         site = self._new(functional, self.modes.functional(module, functional.given[0]), "data_parallel")
         site.root = class_name(module)
@@ -204,7 +204,7 @@ class Sites:
         return site
 
     def ready(self, site: Site) -> Site | None:
-        """Define the site's layout and let calls find the site, on any thread; None if it cannot be written."""
+        """Define the site's layout and register the site for all threads; None if the layout cannot be written."""
         module = site.module()
         site.number = self.number(module.module if isinstance(module, Functional) else module)
         device = None if site.place is None else site.place.device
@@ -223,7 +223,7 @@ class Sites:
         return site
 
     def number(self, module: Any) -> int:
-        """The number of a model while it lives. A called part of it and a wrapper have the same number."""
+        """Return the number of a model, valid while it lives. Its wrappers and called parts share the number."""
         inner = _inside(module)
         known = self._numbers.get(id(inner))
         if known is None or known[0]() is not inner:
@@ -233,20 +233,20 @@ class Sites:
         return known[1]
 
     def _number_of_kin(self, module: Any) -> int:
-        """The number of a model that contains the module or is contained in it; 0 if there is none."""
+        """Return the number of a known model that contains the module or is part of it; 0 if there is none."""
         if not isinstance(module, torch.nn.Module):
             return 0
-        known = [(one, number) for ref, number in self._numbers.values() if (one := ref()) is not None][:MAX_KIN]
+        known = [(model, number) for ref, number in self._numbers.values() if (model := ref()) is not None][:MAX_KIN]
         parts = {id(part) for part in islice(modules_of(module), MAX_PARTS)}
-        for one, number in known:
-            if not isinstance(one, torch.nn.Module):
+        for model, number in known:
+            if not isinstance(model, torch.nn.Module):
                 continue
-            if id(one) in parts or any(part is module for part in islice(modules_of(one), MAX_PARTS)):
+            if id(model) in parts or any(part is module for part in islice(modules_of(model), MAX_PARTS)):
                 return number
         return 0
 
     def splits_itself(self, root: Site) -> None:
-        """A bare root's forward runs a part of it data-parallel, so it cannot be split as a whole."""
+        """Note that a bare root's forward itself runs a part of the root data-parallel: the root cannot be split."""
         module = root.module()
         if module is not None and not self.modes.splits_itself(module, True):
             self.known.pop(id(module), None)  # its next call is planned again
@@ -254,7 +254,7 @@ class Sites:
     # ---------------------------------------------------------------- layouts
 
     def head(self, site: Site, plan: Plan) -> int:
-        """Layout and flags for the span of a call by this plan; the site is 0 if the layout cannot be written."""
+        """Return layout and flags for the span of a call by this plan; site 0: the layout cannot be written."""
         devices = plan.devices if site.stages is None else site.stages.devices
         key = site.root, site.via, devices, tuple(site.absent.items()), plan.on_cpu, site.number, site.dim, site.first
         number = self.session.define(key, lambda: _spell(site, plan))
@@ -274,21 +274,21 @@ def _spell(site: Site, plan: Plan) -> dict[str, Any]:
 
 
 def own_methods(kind: type) -> tuple[str, ...]:
-    """The names of the methods that a subclass of DataParallel overrides."""
+    """Return the names of the methods that a subclass of DataParallel overrides."""
     return tuple(
         name for name in ("forward", "scatter", "replicate", "parallel_apply", "gather") if overrides(kind, name)
     )
 
 
 def weights_given(kind: type) -> int:
-    """Number of leading arguments that are parameters and buffers, for a module that does not hold them itself."""
+    """Return how many leading arguments are parameters and buffers, for a module that does not hold them itself."""
     if not kind.__module__.startswith("torch._functorch"):
         return 0
     return {"FunctionalModule": 1, "FunctionalModuleWithBuffers": 2}.get(kind.__name__, 0)
 
 
 def _inside(module: Any) -> Any:
-    """The module inside wrappers; the module itself if it is not a wrapper."""
+    """Return the module inside any wrappers; the module itself if it is not a wrapper."""
     wrappers = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
     for _ in range(8):
         if isinstance(module, wrappers):

@@ -1,8 +1,8 @@
 """Sizes of the tensors in the inputs and outputs of a module, as hashable signatures.
 
-A signature consists of shapes and dtypes only and holds no tensor. On the hot path it is looked up in a table. It is
-spelled out (paths, bytes) once, when it is new. The shape of a DTensor is that of its part on this rank; the shape of
-the whole is added.
+A signature consists of paths, shapes and dtypes, and holds no tensor. The hot path looks it up in a table. A new
+signature is spelled out (paths, bytes) once. The signature of a DTensor has the shape of its local part and its global
+shape.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 
 MAX_LEAVES = 64
-"""Limit of tensors listed from one container: a list that grows must not enlarge records or slow the training."""
+"""Most tensors listed from one container: a growing list must not enlarge records or slow the training."""
 MAX_VISITED = 512
-"""Limit of values searched for tensors, because this runs at every call with such an argument."""
+"""Most values searched for tensors, because the search runs at every call with such an argument."""
 MAX_CHECKED = 4096
 MAX_DEPTH = 16
 MAX_PATH = 120
 MAX_EXTENTS = 2048
-"""Most dimensions of all shapes in one definition together."""
+"""Most dimensions of all shapes in one definition, added up."""
 
 
 def signature_of_value(value: Any) -> Hashable:
-    """The signature of a result: (shape, dtype) of a lone tensor, else what `leaves` returns."""
+    """Return the signature of a result: (shape, dtype) of a lone tensor, else the result of `leaves`."""
     if type(value) is Tensor:
         return value.shape, value.dtype
     return leaves(value, "")
 
 
 def signature_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
-    """The signature of arguments; paths begin with the position or the keyword."""
+    """Return the signature of arguments; paths begin with the position or the keyword."""
     if len(args) == 1 and not kwargs:
         value = args[0]
         if type(value) is Tensor:
@@ -55,7 +55,7 @@ def signature_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hasha
 
 
 def leaves(value: Any, path: str) -> tuple[Any, ...]:
-    """(path, shape, dtype) of each tensor in `value`, which has the path `path`; a DTensor adds its global shape."""
+    """Return (path, shape, dtype) of each tensor in `value`. Paths begin with `path`. A DTensor adds its full shape."""
     found: list[Any] = []
     budget = [MAX_VISITED]
     _walk(value, path, found, budget, 0)
@@ -87,7 +87,7 @@ def _walk(value: Any, path: str, found: list[Any], budget: list[int], depth: int
 
 
 def _looks_of(tensor: Any) -> tuple[Any, ...]:
-    # Subclasses may watch attribute access; a monitor must not be seen by them.
+    # Subclasses may watch attribute access and must not notice the tracer.
     if type(tensor) is Tensor or type(tensor) is Parameter:
         return tensor.shape, tensor.dtype
     with torch._C.DisableTorchFunctionSubclass():
@@ -125,7 +125,7 @@ def _children(value: Any) -> Any:
 
 
 def spell_out(signature: Any, lone_path: str) -> list[tuple[Any, ...]]:
-    """(path, shape, dtype, bytes) of each tensor, and the global shape of a DTensor.
+    """Return (path, shape, dtype, bytes) of each tensor; a DTensor adds its global shape.
 
     `lone_path`: the path of a lone tensor.
     """
@@ -146,7 +146,7 @@ def spell_out(signature: Any, lone_path: str) -> list[tuple[Any, ...]]:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors themselves, for a check during a call; do not keep them."""
+    """Return the tensors themselves, for a check during a call; do not keep them."""
     found: list[Tensor] = []
     _collect(value, found, [MAX_CHECKED], 0)
     return found
@@ -164,7 +164,7 @@ def _collect(value: Any, found: list[Tensor], budget: list[int], depth: int) -> 
 
 
 def gathers(value: Any, depth: int = 0) -> bool:
-    """Whether torch's gather keeps a replica's result: tensors with rows, None, and dicts, lists and tuples of them."""
+    """Whether torch's gather preserves a result: tensors with rows, None, and dicts, lists and tuples of these."""
     if value is None or isinstance(value, Tensor):
         return value is None or value.dim() > 0
     if depth > MAX_DEPTH:
@@ -175,7 +175,7 @@ def gathers(value: Any, depth: int = 0) -> bool:
 
 
 def first_rows(signature: Any) -> int:
-    """Rows of the first tensor with a dimension; -1 if there is none."""
+    """Return the rows of the first tensor with a dimension; -1 if there is none."""
     lone = len(signature) == 2 and isinstance(signature[1], torch.dtype)
     shapes = [signature[0]] if lone else [shape for _, shape, *_ in signature]
     return next((int(shape[0]) for shape in shapes if shape), -1)

@@ -1,8 +1,8 @@
 """Runs calls over several devices, or in stages on several devices.
 
 A data-parallel call goes through torch's own functions: scatter, replicate, apply, gather. If the devices are virtual,
-their lowest layer is replaced (dpmon.tracer.virtual). If the call fails, it runs again as the script alone would run
-it, and the attempt is undone.
+their lowest layer is replaced (dpmon.tracer.virtual). If the call fails, the attempt is undone, and the call runs again
+as it would without dpmon.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class Run:
         self.verbs: set[int] = set()
         """Phases that have run, as kinds of spans."""
         self.share: Any = None
-        """Inputs of replica 0 from scatter, if torch runs the module itself: (args, kwargs), and when scatter ended."""
+        """(args, kwargs, when scatter ended) of replica 0 if torch runs the module itself; else None."""
         self.before: Before | None = None
         self.runs: Any = None
         """The running DataParallel, or its view."""
         self.wrapped = False
-        """Whether a call inside it is data parallel."""
+        """Whether a data-parallel call ran inside it."""
 
 
 class Split:
@@ -92,7 +92,7 @@ class Split:
             if site.plan.mode == DP:
                 run.watch = Watch(self.recorder, me, site, strict=site.via is None)
             me.split = run
-        except Exception as error:  # noqa: BLE001 - the call goes on as it is written
+        except Exception as error:  # noqa: BLE001 - the call runs as written
             self.session.fault("begin", error)
             return original(module, *args, **kwargs)
         if isinstance(module, Functional):
@@ -119,7 +119,7 @@ class Split:
         `outputs`: the definition of its result's sizes.
         """
         run: Run | None = me.split
-        if run is None or run.site is not site:  # an interrupt came before there was one
+        if run is None or run.site is not site:  # an interrupt came before the run existed
             return site.head
         me.split = run.around
         try:
@@ -138,14 +138,14 @@ class Split:
         return run.head
 
     def _lone_replica(self, me: Thread, run: Run, outputs: int) -> None:
-        """Write the span of a replica that is the module itself, which ran after the scatter."""
+        """Write the span of a single replica: the module itself, which ran after the scatter."""
         args, kwargs, began = run.share
         inputs = self.session.inputs(args, kwargs, run.site.share)
         head = Kind.REPLICA | me.head | run.site.kind << INSIDE_AT
         self.recorder.write(head, began, monotonic_ns() - began, inputs | outputs << 32)
 
     def _let_go(self, watch: Watch | None) -> None:
-        """Drop all references to the replicas of a call that is over. Never raises."""
+        """Drop all references to a finished call's replicas. Never raises."""
         try:
             if watch is not None:
                 watch.close()
@@ -153,7 +153,7 @@ class Split:
             self.session.fault("let go", error, fatal=False)
 
     def _bypassed(self, run: Run) -> None:
-        """Note the parts that are missing because the script's subclass runs them itself."""
+        """Note the phases that are missing because the script's subclass runs them itself."""
         site, absent = run.site, {}
         if run.plan.mode == DP:
             own = ", ".join(site.own)
@@ -178,7 +178,7 @@ class Split:
         if plan.virtual is not None:
             try:
                 function = self.functional_for(plan)
-            except Exception as error:  # noqa: BLE001 - the call goes on as it is written
+            except Exception as error:  # noqa: BLE001 - the call runs as written
                 self.session.fault("functional", error)
                 return original(call, *args, **kwargs)
             return function(module, args, chosen, None, dim, kwargs)
@@ -209,7 +209,7 @@ class Split:
         try:
             view = run.runs = _view(module, plan, run.site.dim)
             self._remember(run, module)
-        except Exception as error:  # noqa: BLE001 - the call goes on as it is written
+        except Exception as error:  # noqa: BLE001 - the call runs as written
             self.session.fault("view", error)
             return original(module, *args, **kwargs)
         if plan.virtual is None:
@@ -225,7 +225,7 @@ class Split:
         else:
             self._take_back(module, view)
             if "forward" in run.site.own and not run.verbs:
-                # It ran, but in one piece: the script's forward is not data parallel.
+                # It ran as a whole: the script's forward is not data parallel.
                 run.before = None
                 reason = f"{run.site.via} has its own forward, which uses none of DataParallel's functions"
                 self._fall_back(run, me, module, reason, True)
@@ -235,7 +235,7 @@ class Split:
         return original(module, *args, **kwargs)
 
     def _remember(self, run: Run, module: Any) -> None:
-        """Save what a first attempt at dp may change, in case it fails. Never raises."""
+        """Save the state that a first attempt at dp may change, in case it fails. Never raises."""
         if run.site.proven or run.plan.virtual is None:
             return
         try:
@@ -244,7 +244,7 @@ class Split:
             self.session.fault("before", error)
 
     def _worked(self, run: Run, module: Any) -> None:
-        """dp worked: earlier failures no longer count. Never raises."""
+        """Forget earlier failures, because dp worked. Never raises."""
         try:
             run.site.proven = True
             self.modes.succeeded(module)
@@ -252,7 +252,7 @@ class Split:
             self.session.fault("success", error)
 
     def _take_back(self, module: Any, view: Any) -> None:
-        """Copy attributes that a subclass set during the call to the script's object. Never raises."""
+        """Copy attributes that a subclass set during the call back to the script's object. Never raises."""
         if type(module) is torch.nn.DataParallel:
             return
         try:
@@ -283,7 +283,7 @@ class Split:
     # ---------------------------------------------------------------- what failed
 
     def _fall_back(self, run: Run, me: Thread, module: Any, why: Exception | str, final: bool) -> None:
-        """Note why dp failed for this call, and prepare to run it as the script alone would. Never raises."""
+        """Note why dp failed for this call, and prepare to run it as it would run without dpmon. Never raises."""
         watch, run.watch, run.share, run.verbs = run.watch, None, None, set()
         me.inside = run.site.kind  # a lone replica runs on this thread and has not reset it
         try:
@@ -297,13 +297,13 @@ class Split:
                 self.modes.announce()
             run.plan = plan
             run.head = self.sites.head(run.site, plan)
-        except Exception as error:  # noqa: BLE001 - the call goes on as it is written
+        except Exception as error:  # noqa: BLE001 - the call runs as written
             self.session.fault("fall back", error)
         finally:
             self._let_go(watch)
             if isinstance(why, Exception):
-                # torch raises a replica's error from a local variable of a frame in the error's own traceback. This
-                # cycle would keep the call's arguments alive until the next garbage collection.
+                # A frame in the error's traceback has a local variable that refers to the error. This cycle would keep
+                # the call's arguments alive until the next garbage collection.
                 why.__traceback__ = None
 
     def _planned_anew(self, site: Site, module: Any) -> Site:
@@ -313,7 +313,7 @@ class Split:
 
 
 def changed_meaning(result: Any, args: Any, kwargs: Any, replicas: int) -> str | None:
-    """Why dp would change the meaning of a result for the script; None if it would not.
+    """Return why dp would change the meaning of a result for the script; None if it would not.
 
     A script that uses DataParallel expects a vector of losses; other scripts do not.
     """
@@ -327,7 +327,7 @@ def changed_meaning(result: Any, args: Any, kwargs: Any, replicas: int) -> str |
 
 
 def _view(module: Any, plan: Plan, dim: int) -> Any:
-    """The same DataParallel with other devices. Shares everything with `module`, which is not changed."""
+    """Make the same DataParallel with other devices. It shares everything with `module`, which stays unchanged."""
     ids = list(plan.device_ids or ())
     view: Any = object.__new__(type(module))
     state = view.__dict__

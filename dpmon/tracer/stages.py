@@ -1,9 +1,9 @@
 """Stages: a bare root with its parts on several devices, and the inputs, outputs and times of each device.
 
-Whether a root is spread is checked once, at its first call; a model on one device costs nothing more. The parts of a
-spread root get hooks when a call begins and lose them when it ends, on the training thread only. So the script never
-copies or pickles our hooks. Parts that run one after the other on one device make one stage. Times are host times, and
-no synchronisation is added.
+The first call of a root checks whether it is on several devices; a model on one device costs nothing more. The parts of
+such a root get hooks when a call begins and lose them when it ends, on the training thread only. So the script never
+copies or pickles our hooks. Consecutive parts on one device make one stage. Times are host times; no synchronisation is
+added.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _MAX_NAMES = 64
 
 _WHY = {
     "cpu": "host time is all there is",
-    "meta": "it has shapes and no data: nothing is computed",
+    "meta": "it holds only shapes: nothing is computed",
 }
 _NO_EVENTS = "it was not timed"
 _COMPILED = "the model is compiled: hooks on its parts would break its graph"
-_THREADS = "parts of it ran on other threads meanwhile: these are in no stage"
+_THREADS = "parts of the model ran on other threads at the same time: they are in no stage"
 
 
 class Part:
-    """A part of the root on one device; None: it has no parameters, and runs on the device of its input."""
+    """A part of the root on one device. `device`: None without parameters; such a part runs on its input's device."""
 
     __slots__ = ("device", "enter", "leave", "module", "name")
 
@@ -56,7 +56,7 @@ class Part:
 
 
 class Stage:
-    """One stage of the current call: definitions of its sizes (0 unknown), monotonic ns (`ended` 0: it did not end)."""
+    """One stage of the current call: definitions of its sizes (0: unknown), monotonic ns (`ended` 0: no end)."""
 
     __slots__ = ("began", "device", "ended", "inputs", "mark", "names", "outputs")
 
@@ -71,7 +71,7 @@ class Stage:
 
 
 class Stages:
-    """The stages of one root: its parts, and their work in the current or last call."""
+    """The parts of one root, and their stages in the current call."""
 
     def __init__(self, session: Session, devices: tuple[str, ...], parts: list[Part], absent: str | None) -> None:
         self.session = session
@@ -82,10 +82,10 @@ class Stages:
         self._current: Stage | None = None
         """Stage of the running part; None if it is beyond the limit."""
         self._running: list[tuple[Part, Any]] = []
-        """The running part, the parts that it called, and the exception that was being handled when each began."""
+        """The outermost running part and the parts inside it, with the exception being handled at each start."""
         self._thread = 0
         self._elsewhere = False
-        """Whether a part has run on another thread: the times would be mixed."""
+        """Whether a part has run on another thread, so that the times would mix."""
         self._open = False
         self._timing: Timing | None = None
         for part in parts:
@@ -93,7 +93,7 @@ class Stages:
 
     @property
     def absent(self) -> dict[str, str]:
-        """Reasons for missing fields in a record of such a call."""
+        """Reasons for the missing fields of a call with stages."""
         why = (f"{device}: {_WHY.get(device.partition(':')[0], _NO_EVENTS)}" for device in self.devices)
         reasons = {"device_ms": "; ".join(why)}
         return reasons if self._absent is None else {**reasons, "stages": self._absent}
@@ -130,15 +130,15 @@ class Stages:
 
         def leave(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
             now = monotonic_ns()
-            if get_ident() != self._thread or not any(one is part for one, _ in self._running):
+            if get_ident() != self._thread or not any(known is part for known, _ in self._running):
                 return  # a hook of the script raised before `enter` ran
             caught = None
             while self._running:
-                one, caught = self._running.pop()
-                if one is part:
+                ended, caught = self._running.pop()
+                if ended is part:
                     break
             if self._running or sys.exc_info()[1] is not caught:
-                return  # it raised: it has no end, and the forward may go on
+                return  # the part raised: it has no end, and the forward may continue
             try:
                 stage = self._current
                 if stage is not None:
@@ -169,13 +169,13 @@ class Stages:
                 own["_forward_hooks"][KEY] = part.leave
                 own["_forward_hooks_with_kwargs"][KEY] = True
                 own["_forward_hooks_always_called"][KEY] = True
-        except Exception as error:  # noqa: BLE001 - the call goes on without
+        except Exception as error:  # noqa: BLE001 - the call continues without stages
             self.session.fault("stages", error)
 
     def end(self, recorder: Recorder, me: Thread) -> str | None:
         """Write the stages when a call of the root ends, and remove the hooks. Never raises.
 
-        Returns why the stages cannot be told apart; None if they can.
+        Returns why the stages are incomplete; None if they are complete.
         """
         if not self._open:
             return None
@@ -186,7 +186,7 @@ class Stages:
         except Exception as error:  # noqa: BLE001 - only the stages are lost
             self.session.fault("stages", error)
         self._ran = []
-        self._running.clear()  # it may hold an exception, which holds its frames
+        self._running.clear()  # an exception in it would keep its frames alive
         for part in self.parts:
             try:
                 module = part.module()
@@ -228,7 +228,7 @@ def _device_of(value: Any) -> str | None:
 
 
 def stages_of(module: Any, session: Session) -> Stages | None:
-    """The stages of a root; None if everything is on one device."""
+    """Make the stages of a root; None if the root is on one device."""
     devices = _devices(module)
     if len(devices) < 2:
         return None
@@ -239,7 +239,7 @@ def stages_of(module: Any, session: Session) -> Stages | None:
 
 
 def _devices(module: Any) -> tuple[str, ...]:
-    """The devices of the parameters and buffers, in the order found."""
+    """Return the devices of the parameters and buffers, in order of appearance."""
     found: dict[Any, None] = {}
     for tensors in (parameters_of(module), buffers_of(module)):
         for tensor in tensors:
@@ -248,7 +248,7 @@ def _devices(module: Any) -> tuple[str, ...]:
 
 
 def _parts(module: Any, prefix: str, depth: int) -> Iterator[Part]:
-    """The top-level parts; a part that is spread over devices is divided further."""
+    """Yield the top-level parts; a part on several devices is divided further."""
     for name, child in torch.nn.Module.named_children(module):
         devices = _devices(child)
         path = prefix + name

@@ -1,7 +1,7 @@
-"""Notes what a process does before its first call, while it has no ring for records.
+"""Notes the activity of a process before its first call, while it has no ring for records.
 
-A note is a line in stages.log: the current operation and, after a colon, its details. Nothing is noted once the ring
-exists, so the steady state costs nothing.
+A note is a line in stages.log: the current operation and, after a colon, its details. Notes end once the ring exists,
+so the steady state costs nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dpmon.tracer.session import Session
 
 IN_SCRIPT = "in the script"
 MAX_LOADERS = 16
-"""Number of loaders whose first batch is noted: a script may read many before it calls a model."""
+"""Most loaders with a note of their first batch: a script may read from many loaders before it calls a model."""
 
 
 class Startup:
@@ -31,15 +31,15 @@ class Startup:
         self._loaders = 0
 
     def install(self) -> None:
-        """Note when init_process_group begins and ends, under every name that torch has for it."""
-        original = getattr(torch.distributed, "init_process_group", None)  # some builds do not have it
+        """Note when init_process_group begins and ends, wherever torch.distributed exports it."""
+        original = getattr(torch.distributed, "init_process_group", None)  # some builds lack it
         if original is None:
             return
         traced = self._joining(original)
         for name, module in list(sys.modules.items()):
             if not name.startswith("torch.distributed"):
                 continue
-            members = getattr(module, "__dict__", None)  # a script may have put None there, to forbid an import
+            members = getattr(module, "__dict__", None)  # a script may put None there to forbid an import
             if type(members) is dict and members.get("init_process_group") is original:
                 members["init_process_group"] = traced
 
@@ -59,7 +59,7 @@ class Startup:
         return named_like(init_process_group, original)
 
     def fetch_begins(self, iterator: Any) -> bool:
-        """Note a fetch before the first call if it is its loader's first. Return whether it was noted."""
+        """Note the first fetch of a loader before the first call. Return whether it was noted."""
         if self._loaders >= MAX_LOADERS or getattr(iterator, "_num_yielded", None) != 0:
             return False
         if torch.utils.data.get_worker_info() is not None:
@@ -73,7 +73,7 @@ class Startup:
         self._ended(error)
 
     def _ended(self, error: BaseException | None) -> None:
-        # If an interrupt ended the operation, keep its note: it shows where the process was.
+        # After an interrupt the note stays: it shows where the process was.
         if error is None or isinstance(error, Exception):
             self._note(lambda: IN_SCRIPT)
 
@@ -93,7 +93,7 @@ def _first_batch(iterator: Any) -> str:
 
 
 def _group(args: Any, kwargs: Any) -> str:
-    """The process group that is joined, as far as the script or its launcher describes it."""
+    """Describe the process group, as far as the script or its launcher does."""
     backend = kwargs.get("backend", args[0] if args else None)
     rank, world = kwargs.get("rank", -1), kwargs.get("world_size", -1)
     if type(rank) is not int or rank < 0:

@@ -18,24 +18,24 @@ from dpmon.tracer.names import class_name, is_a
 
 MAX_TENSORS = 20_000
 AT_ONCE = 256
-"""Tensors, or entries of an optimizer's state, between two looks at the clock."""
+"""Tensors, or entries of an optimizer's state, between two reads of the clock."""
 MAX_DEPTH = 4
 MAX_TYPES = 4
-"""Most types of tensors of unknown size that are named."""
+"""Most types of tensors of unknown size to name."""
 MODEL, GRADIENTS, STATES = range(3)
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
 class Walk:
-    """Sums the storages of models, gradients and optimizer states. A storage counts once, for the first kind.
+    """Sums the storages of models, gradients and optimizer states. A shared storage counts once, for the first kind.
 
-    Between two steps it keeps only a few bytes per storage alive, so that torch does not reuse the storage's identity.
+    Between two steps it keeps a few bytes per storage alive, so that torch does not reuse the storage's identity.
     """
 
     def __init__(
         self, models: Iterable[Any], optimizers: Iterable[Any], kinds: Sequence[int] = (MODEL, GRADIENTS, STATES)
     ) -> None:
-        """`models`: roots that may share parts. `kinds`: what to sum."""
+        """`models`: roots, which may share parts. `kinds`: MODEL, GRADIENTS, STATES or some of them."""
         self.held: dict[str, list[int]] = {}
         """Per device, bytes of each kind."""
         self.unsized: tuple[dict[str, int], ...] = ({}, {}, {})
@@ -43,7 +43,7 @@ class Walk:
         self.counted = [0, 0, 0]
         """Per kind, the number of tensors seen."""
         self.more: set[int] = set()
-        """Kinds of more than MAX_TENSORS tensors; the others are not counted."""
+        """Kinds with more than MAX_TENSORS tensors; tensors beyond the limit are not counted."""
         self._seen: dict[tuple[str, int], tuple[int, int, Any]] = {}
         """Per storage: its kind, its bytes, a weak reference."""
         self._left: deque[tuple[int, Any, int]] = deque()
@@ -67,7 +67,7 @@ class Walk:
         """Walk as far as possible before `until_ns` (monotonic); True once the walk is complete."""
         with torch._C.DisableTorchFunctionSubclass():
             while not self.over:
-                self._some(*self._left.popleft())
+                self._add_entries(*self._left.popleft())
                 if monotonic_ns() >= until_ns:
                     break
         return self.over
@@ -81,7 +81,7 @@ class Walk:
                 mine[name] = mine.get(name, 0) + count
         self.more |= other.more
 
-    def _some(self, kind: int, ref: Any, at: int) -> None:
+    def _add_entries(self, kind: int, ref: Any, at: int) -> None:
         owner = ref()
         if owner is None or kind in self.more:
             return
@@ -110,7 +110,7 @@ class Walk:
             self.counted[kind] += 1
             for part in _parts(tensor):
                 storage = part.untyped_storage()
-                if storage.device.type != "meta":  # a fake tensor reports another device, but holds nothing
+                if storage.device.type != "meta":  # a fake tensor reports another device but holds no data
                     self._add_storage(kind, str(part.device), storage)
         except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, LookupError):
             self._add_unsized(kind, class_name(tensor))
@@ -152,10 +152,10 @@ def _entries(kind: int, owner: Any) -> list[Any]:
 
 
 def _shards(module: Any) -> list[Any]:
-    """What fully_shard keeps of the parameters of a module and its parts: each one sharded, and unsharded while in use.
+    """Return fully_shard's parameters of a module and its parts: each is sharded, and also unsharded while in use.
 
-    The modules' own tables have one form of each parameter; the other one has memory, too, or a gradient. The names are
-    torch's own and may change: then only the tables are counted.
+    The modules' own tables contain one form of each parameter; the other form may hold memory or a gradient, too. These
+    private names of torch may change; then only the tables are counted.
     """
     if not is_a(module, "FSDPModule"):
         return []
@@ -168,7 +168,7 @@ def _shards(module: Any) -> list[Any]:
 
 
 def _opaque(module: Any) -> Iterator[str]:
-    """Attributes that hold weights in C++ objects, outside the module's tables, as in quantized modules."""
+    """Yield the module's class name for each C++ object that holds weights outside its tables (quantized modules)."""
     for value in list(module.__dict__.values()):
         if isinstance(value, torch.ScriptObject):
             yield class_name(module)
@@ -185,9 +185,9 @@ def _tensors(values: Iterable[Any], depth: int) -> Iterator[Any]:
 
 
 def _parts(tensor: Any) -> tuple[Any, ...]:
-    """The plain tensors with a tensor's data: several for a sparse tensor or a wrapper (DTensor, quantized weight).
+    """Return the plain tensors that hold a tensor's data: several for a sparse one or a wrapper (DTensor, quantized).
 
-    A wrapper's own storage reports the size of the whole but holds nothing. Raises NotImplementedError for a wrapper
+    A wrapper's own storage reports the size of all parts but holds no data. Raises NotImplementedError for a wrapper
     that does not list its parts (through `__tensor_flatten__`, see `torch.utils._python_dispatch`).
     """
     if type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
@@ -198,7 +198,7 @@ def _parts(tensor: Any) -> tuple[Any, ...]:
             raise NotImplementedError
         inner = [getattr(tensor, name) for name in flatten()[0]]
         # A DTensor lists its mesh in addition to its local tensor.
-        return tuple(part for one in inner if isinstance(one, torch.Tensor) for part in _parts(one))
+        return tuple(part for value in inner if isinstance(value, torch.Tensor) for part in _parts(value))
     if torch._is_functional_tensor(tensor):
         return _parts(torch._from_functional_tensor(tensor))
     if tensor.is_quantized and tensor.qscheme() in (torch.per_channel_affine, torch.per_channel_affine_float_qparams):

@@ -24,9 +24,9 @@ class Thread:
         self.split: Any = None
         """The call over several devices that this thread runs."""
         self.steps: list[tuple[int, int, int, Any, int]] = []
-        """Optimizer steps under way: enclosing kind, first word of the span, start, device times, number."""
+        """Unfinished optimizer steps: enclosing kind, first word of the span, start, device times, number."""
         self.hand: Any = None
-        """The devices that the script gave to the primitives it calls itself: see dpmon.tracer.byhand."""
+        """The devices that the script passed to primitives it calls itself: see dpmon.tracer.byhand."""
         self.tried: Any = None
         """The failed attempt at dp for the current call: see dpmon.tracer.modes."""
         self.noted = False

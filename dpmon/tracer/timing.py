@@ -1,8 +1,8 @@
 """Device times of the phases of a process that trains on GPUs, from events on the working streams.
 
-A `Timing` exists only after a call runs on a GPU: other processes pay nothing for it. The span of a phase is written
-when the host has finished it, with a flag that it is timed. The device times are known some steps later. They are
-written then, as one span per device, with the number of the first span.
+A `Timing` exists only after a call runs on a GPU, so other processes pay nothing for it. The span of a phase is written
+when the host finishes the phase, with a flag that it is timed. Its device times become known some steps later. Each is
+then written as a span per device, with the number of the phase's span.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from dpmon.tracer.events import DeviceTimes, Events, Span, TorchEvents
 from dpmon.tracer.threads import Thread
 
 MAX_STEPS = 64
-"""Number of steps that a time is waited for."""
+"""Longest wait for a time, in steps."""
 MAX_COPIES = 16
-"""Limit of timed copies in one step: the phases need the events first."""
+"""Most timed copies in one step; the phases need the events more."""
 MAX_ONE_IN = 1024
 _TIMED, _SKIPPED = Flag.TIMED << FLAGS_AT, Flag.SKIPPED << FLAGS_AT
 _COUNT_ANYWAY = frozenset((Kind.FETCH, Kind.CALL, Kind.WRAPPED, Kind.BACKWARD, Kind.COPY))
-"""Phases that are timed even if they raise."""
+"""Phases that keep their device times even if they raise."""
 _VERBS = frozenset((Kind.SCATTER, Kind.REPLICATE, Kind.PARALLEL_APPLY, Kind.GATHER))
 
 
@@ -43,7 +43,7 @@ def gpus_of(devices: Sequence[str]) -> tuple[int, ...]:
 
 
 class Mark:
-    """The events around one phase, on each of its devices. Nothing here raises."""
+    """The events around one phase, on each of its devices. Its methods never raise."""
 
     __slots__ = ("_kind", "_shares", "_timing", "number", "spans", "step")
 
@@ -56,10 +56,10 @@ class Mark:
         self.number = -1
         """Number of the phase's span."""
         self.step = 0
-        """Number of steps that had ended when it was written."""
+        """Number of steps that had ended when the span was written."""
 
     def end(self) -> int:
-        """The phase ends; returns what to add to the head of its span."""
+        """End the phase; return the flags for the head of its span."""
         timing = self._timing
         for span in self.spans:
             timing.times.end(span)
@@ -73,7 +73,7 @@ class Mark:
             self._timing.times.lap(span)
 
     def raised(self) -> int:
-        """The phase raised; returns what to add to the head of its span."""
+        """End a phase that raised; return the flags for the head of its span."""
         if self._kind in _COUNT_ANYWAY:
             return self.end()
         for span in self.spans:
@@ -109,7 +109,7 @@ _LEFT_OUT = _Skipped()
 
 
 class Timing:
-    """The device time of one process. Nothing here raises."""
+    """The device times of one process. Its methods never raise."""
 
     def __init__(
         self,
@@ -126,10 +126,10 @@ class Timing:
         self._fault = fault
         self._one_in = one_in
         self.trains: Thread | None = None
-        """The thread that trains."""
+        """The training thread."""
         self.times = DeviceTimes(events or TorchEvents(), self._failed)
         self.gpus: tuple[int, ...] = ()
-        """GPUs for the phases of this step: those of its calls, and before its first call those of the last step."""
+        """GPUs for the phases of this step: the GPUs of its calls; before its first call, the GPUs of the last step."""
         self._used: tuple[int, ...] = ()
         self._called = False
         """Whether this step has a call."""
@@ -137,14 +137,15 @@ class Timing:
         """Whether this step is not timed."""
         self.random = Random()  # the script's random numbers stay its own
         self._block = self._left = self._chosen = 0
-        """Length of a block, in which one step is timed; steps left in it; how many are left when a step is timed."""
+        """`_block`: length of a block, in which one step is timed. `_left`: steps left in the block. `_chosen`: value
+        of `_left` at the timed step."""
         self.synced: Callable[[], int] | None = None
-        """Returns the number of synchronised backward passes. All ranks then time the same steps."""
+        """Returns the number of synchronised backward passes, so that all ranks time the same steps."""
         self._waiting: deque[Mark] = deque()
         self._steps = 0
         self._copies = 0
         self.last: dict[int, Span] = {}
-        """By device: the phase of the current call that ended last."""
+        """Per device: the last finished phase of the current call."""
 
     def _failed(self, error: BaseException) -> None:
         self._fault("events", error, fatal=False)
@@ -156,12 +157,12 @@ class Timing:
         return self._begin(me, kind, self.gpus)
 
     def call_begins(self, me: Thread, gpus: tuple[int, ...]) -> Mark | None:
-        """Begin a call on its own GPUs."""
+        """Begin a call on the GPUs of its model."""
         if me is not self.trains:
             return None
         if me.inside not in (Kind.CALL, Kind.WRAPPED):
             if not (self._called or gpus):
-                self.gpus = ()  # the GPUs of the last step are not known to work in this one
+                self.gpus = ()  # the last step's GPUs may be idle in this step
             self._called = True
             if gpus != self._used:
                 self._used = tuple(dict.fromkeys((*self._used, *gpus)))
@@ -170,7 +171,7 @@ class Timing:
         return self._begin(me, Kind.CALL, gpus)
 
     def verb_begins(self, me: Thread, gpus: tuple[int, ...], kind: int) -> Mark | None:
-        """Begin a phase of a call, on each device where the phase before it ended."""
+        """Begin a phase of a call: on each device, at the end of the previous phase."""
         return self._begin(me, kind, gpus, shares=True)
 
     def replica_begins(self, devices: Sequence[str], index: int) -> Mark | None:
@@ -178,7 +179,7 @@ class Timing:
         return self.part_begins(Kind.REPLICA, gpu_of(devices[index]) if index < len(devices) else -1)
 
     def part_begins(self, kind: int, gpu: int) -> Mark | None:
-        """Begin a part of a call of the training thread, on one GPU (-1: none) and any thread."""
+        """Begin a part of a call of the training thread, on one GPU (-1: none). Any thread may call this."""
         if gpu < 0:
             return None
         if self._skips:
@@ -202,7 +203,7 @@ class Timing:
     # ---------------------------------------------------------------- reading
 
     def wait_for(self, mark: Mark) -> None:
-        """Wait for the times of a phase with a written span."""
+        """Wait for the times of a phase that has a written span."""
         if all(span.settled for span in mark.spans):  # it is not timed
             self._write(mark, Untimed.NONE)
             return
@@ -210,7 +211,7 @@ class Timing:
         self._waiting.append(mark)
 
     def step_ends(self) -> None:
-        """A step may have ended: write the times that are known."""
+        """Write the known times, because a step may have ended."""
         self._copies = 0
         if self._called:
             self._steps += 1
@@ -221,10 +222,10 @@ class Timing:
         self.times.turn()
 
     def _draw(self) -> None:
-        """Decide whether the next step is timed: one step of each block is."""
+        """Decide whether the next step is timed: one step in each block is timed."""
         block = min(self._one_in(), MAX_ONE_IN)
         if self.synced is not None:
-            # A rank with larger blocks times some of the steps that the others time.
+            # Ranks with larger blocks time a subset of the steps that other ranks time.
             self._skips = _mixed(self.synced()) & (1 << (block - 1).bit_length()) - 1 != 0 if block > 1 else False
             return
         if block != self._block or self._left == 0:
@@ -234,7 +235,7 @@ class Timing:
         self._left -= self._left > 0
 
     def read(self, unread: int = Untimed.NONE) -> None:
-        """Write the known times; with `unread`, write for all others that they stay unknown."""
+        """Write the known times. `unread`: if set, the reason written for all other times."""
         waiting = self._waiting
         try:
             self.times.collect()
@@ -245,7 +246,7 @@ class Timing:
                     break
                 self._write(mark, late)  # an interrupt before the next line repeats it: the reader drops it
                 del waiting[0]
-        except Exception as error:  # noqa: BLE001 - the training goes on without
+        except Exception as error:  # noqa: BLE001 - the training continues
             self._failed(error)
 
     def _write(self, mark: Mark, late: int) -> None:
@@ -256,19 +257,19 @@ class Timing:
             self._write_span(Kind.TIME | site << SITE_AT, 0, took, mark.number)
 
     def at_exit(self) -> None:
-        """Write all times at the end of the process; unfinished ones stay unknown."""
+        """Write all times at the end of the process; unfinished times stay unknown."""
         self.read(Untimed.ENDED)
 
 
 def _mixed(number: int) -> int:
-    """A number that looks random, the same in every process (the finaliser of MurmurHash3)."""
+    """Mix the bits of a number, the same way in every process (the finaliser of MurmurHash3)."""
     number = (number ^ number >> 16) * 0x85EBCA6B & 0xFFFFFFFF
     number = (number ^ number >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
     return number ^ number >> 16
 
 
 coming = Event()
-"""Set when CUDA is about to be initialised: another thread may use it earlier."""
+"""Set when CUDA is about to be initialised; another thread may then use CUDA before it counts as initialised."""
 
 
 def may_be_used() -> bool:

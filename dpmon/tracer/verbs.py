@@ -1,4 +1,4 @@
-"""The traced forms of scatter, replicate, parallel_apply and gather: phases of a call, or calls composed by hand."""
+"""Traces scatter, replicate, parallel_apply and gather: as phases of a call, or as calls composed by hand."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Verbs:
                         run.watch.expect(result)  # the script's own method runs them
                     elif number == SCATTER_KWARGS and len(run.plan.devices) == 1:
                         run.share = result[0][0], result[1][0], monotonic_ns()
-                        me.inside = Kind.REPLICA  # now torch runs the module itself until the call ends
+                        me.inside = Kind.REPLICA  # until the call ends, torch runs the module itself
                 except Exception as error:  # noqa: BLE001 - torch has the result anyway
                     fault("replicas", error)
                 return result

@@ -4,14 +4,14 @@ Only the lowest layer is replaced: cutting a batch (scatter), putting results to
 the replicas (broadcast), and the "current device" in a replica's thread. The functions above it are torch's, with other
 globals. Nothing global is changed, so real calls on other threads are not affected.
 
-The semantics are as on GPUs: chunks as torch.chunk cuts them; replica 0 shares its storage with the module (BatchNorm's
-running statistics are those of its chunk); the other replicas get copies, so their in-place changes are lost; gradients
-of all replicas are added up in the module; scalars are gathered into a vector, with a warning.
+The semantics are those of GPUs: torch.chunk cuts the batch; replica 0 shares its storage with the module (BatchNorm's
+running statistics come from its chunk); the other replicas get copies, so their in-place changes are lost; the module
+gets the sum of all replicas' gradients; scalars are gathered into a vector, with a warning.
 
-On a GPU, torch's own scatter moves a batch from elsewhere to the GPU, and torch's own gather puts the results together:
-both accept a device several times. torch's broadcast does not: a replica on the module's own device would get the
-module's own parameters and buffers (torch/csrc/cuda/comm.cpp), and inputs already on that device are not copied. In
-these cases the copies are ours.
+On a GPU, torch's own scatter moves a batch from another device to the GPU, and torch's own gather joins the results:
+both accept the same device several times. torch's broadcast does not: a replica on the module's own device would get
+the module's own parameters and buffers (torch/csrc/cuda/comm.cpp). torch's scatter does not copy inputs that are
+already on the device. In these two cases dpmon makes the copies.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from dpmon.tracer.cores import available_cores
 from dpmon.tracer.workers import ReplicaThread
 
 VERBS = ("scatter_kwargs", "replicate", "parallel_apply", "gather")
-"""Names of DataParallel's phases in the module where its code looks them up."""
+"""Names of DataParallel's phases in the module that defines it."""
 PRIMITIVES = (Kind.SCATTER, Kind.REPLICATE, Kind.PARALLEL_APPLY, Kind.GATHER)
-"""Kinds of their spans."""
+"""Kinds of these phases' spans."""
 SCATTER_KWARGS, REPLICATE, PARALLEL_APPLY, GATHER, SCATTER, SCATTER_APPLY, BROADCAST_APPLY, GATHER_APPLY = range(8)
 """Indices of the functions in `Originals.all` and `VirtualDevices.verbs`."""
 
@@ -64,7 +64,7 @@ class _Gather(Function):
         ctx.dim = dim
         ctx.scalars = dim == 0 and all(tensor.dim() == 0 for tensor in tensors)
         if ctx.scalars:
-            # Word for word torch's own warning (torch.nn.parallel._functions.Gather): scripts filter it by its text.
+            # A literal copy of torch's warning (torch.nn.parallel._functions.Gather): scripts filter it by its text.
             warnings.warn(
                 "Was asked to gather along dimension 0, but all input tensors were scalars; "
                 "will instead unsqueeze and return a vector.",
@@ -81,7 +81,7 @@ class _Gather(Function):
 
 
 class _Broadcast(Function):
-    """Give the parameters to every replica. The first gets the originals; gradients are added up."""
+    """Give the parameters to every replica: the originals to the first, copies to the others. Gradients are summed."""
 
     @staticmethod
     def forward(ctx: Any, targets: Sequence[int], *tensors: torch.Tensor) -> Any:
@@ -104,8 +104,7 @@ class _Broadcast(Function):
 
 
 def _broadcast(tensors: Sequence[torch.Tensor], devices: Sequence[int], detach: bool = False) -> Any:
-    """Replaces the function with which torch's `replicate` copies parameters and buffers: a list of tensors per
-    device."""
+    """Copy parameters and buffers for torch's `replicate`; return a list of tensors per device."""
     if not tensors:
         return []
     if detach:
@@ -122,7 +121,7 @@ class _Torch:
         def on_device(_: Any = None) -> Any:
             return torch.cuda.device(base) if base.type == "cuda" else _NOWHERE
 
-        # A new thread begins on the default stream, which need not be the one that the batch was prepared on.
+        # A new thread begins on the default stream; the batch may have been prepared on another one.
         def stream(_: Any = None) -> Any:
             return torch.accelerator.current_stream(base.index) if base.type == "cuda" else _NOWHERE
 
@@ -180,12 +179,14 @@ def _names_used(code: CodeType) -> set[str]:
 
 
 def with_globals(function: Callable[..., Any], **changed: Any) -> Callable[..., Any]:
-    """A copy of one of torch's functions with other globals."""
+    """Return a copy of a torch function with other globals. Raises TypeError if the function is not as expected."""
     if not isinstance(function, FunctionType):
-        raise TypeError(f"{function!r} is no plain function: this torch is not known")
+        raise TypeError(f"{function!r} is not a plain function: this version of torch is not supported")
     missing = set(changed) - _names_used(function.__code__)
     if missing:
-        raise TypeError(f"{function.__name__} does not use {', '.join(sorted(missing))}: this torch is not known")
+        raise TypeError(
+            f"{function.__name__} does not use {', '.join(sorted(missing))}: this version of torch is not supported"
+        )
     copy = FunctionType(
         function.__code__,
         {**function.__globals__, **changed},
@@ -198,7 +199,7 @@ def with_globals(function: Callable[..., Any], **changed: Any) -> Callable[..., 
 
 
 class VirtualDevices:
-    """`count` replicas on one device `base`, with torch's four primitives for them."""
+    """`count` virtual devices on the real device `base`, with torch's primitives for them."""
 
     def __init__(self, count: int, base: torch.device, verbs: Originals) -> None:
         self.count = count
@@ -210,7 +211,7 @@ class VirtualDevices:
         scatter = with_globals(verbs.scatter, Scatter=cut)
         replicate = with_globals(verbs.replicate, _broadcast_coalesced_reshape=_broadcast, _get_device_index=_index)
         apply_globals: dict[str, Any] = {"torch": _Torch(base), "_get_device_index": _index}
-        if "autocast" in verbs.parallel_apply.__globals__:  # before torch.amp.autocast was used here
+        if "autocast" in verbs.parallel_apply.__globals__:  # older versions of torch
 
             def autocast(*_: Any, enabled: bool = True, **__: Any) -> Any:
                 return torch.amp.autocast(base.type, enabled=enabled)
@@ -236,19 +237,19 @@ class VirtualDevices:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the devices in records: cpu:0, cpu:1, or cuda:0/0, cuda:0/1."""
+        """The names of the devices in records, such as cpu:0 and cpu:1, or cuda:0/0 and cuda:0/1."""
         separator = "/" if self.base.type != "cpu" else ":"
         return tuple(f"{self.base}{separator}{i}" for i in range(self.count))
 
     def functional(self, data_parallel: Callable[..., Any]) -> Callable[..., Any]:
-        """torch's functional data_parallel for these devices."""
+        """Return torch's functional data_parallel for these devices."""
         base = self.base
         shim = SimpleNamespace(device=lambda *_: base)
         return with_globals(data_parallel, torch=shim, _get_available_device_type=lambda: base.type)
 
 
 class Originals:
-    """torch's own functions, saved before anything is patched; AttributeError if this torch lacks one."""
+    """torch's own functions, saved before anything is patched. Raises AttributeError if torch lacks one."""
 
     def __init__(self, data_parallel: ModuleType, scatter_gather: ModuleType) -> None:
         self.scatter = scatter_gather.scatter

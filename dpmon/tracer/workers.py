@@ -1,9 +1,10 @@
-"""Threads that run virtual replicas: kept between calls, each with its share of the cores.
+"""Threads that run virtual replicas. They persist between calls, and each has its share of the cores.
 
-torch's parallel_apply starts a thread per replica and call. On GPUs that is cheap compared with the work. On a CPU each
-new thread waits for a core and for the GIL, and starts an OpenMP team as large as the machine: on a busy machine a step
-of half a millisecond took twenty. `ReplicaThread` replaces `threading.Thread` there. To the replica it looks like a new
-thread: its thread-locals and context variables are empty, and `threading` forgets it when it has run.
+torch's parallel_apply starts a thread per replica and call. On GPUs, that cost is small compared with the work. On a
+CPU, each new thread waits for a core and for the GIL, and starts an OpenMP team as large as the machine: on a busy
+machine, a step of half a millisecond took twenty. `ReplicaThread` replaces `threading.Thread` there. To the replica it
+looks like a new thread: thread-locals and context variables are empty, and `threading` forgets the thread after its
+run.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _ACTIVE: dict[int, Any] = getattr(threading, "_active", {})
 
 
 class ReplicaThread:
-    """Run `target(*args)` on a thread whose parallel regions take `share` threads, or the caller's number if less."""
+    """Runs `target(*args)` on a thread with parallel regions of `share` threads, or the caller's number if less."""
 
     __slots__ = ("_args", "_done", "_target", "_threads", "join")
 
@@ -38,13 +39,13 @@ class ReplicaThread:
         self._threads = min(share, torch.get_num_threads())
         self._done = allocate_lock()
         self._done.acquire()
-        # Not a function of ours: Ctrl-C comes while the script waits here, and its traceback would show our function.
+        # A C function: Ctrl-C often interrupts the script here, and a Python function would appear in the traceback.
         self.join: Callable[[], object] = self._done.acquire
-        """Wait until the target has run; may be called once."""
+        """Waits until the target has run; may be called once."""
 
     def start(self) -> None:
-        """Start; RuntimeError if no thread can be started."""
-        # Trace functions that debuggers and coverage set for new threads take effect in `threading` only.
+        """Start the thread. Raises RuntimeError if no thread can be started."""
+        # Debuggers and coverage set trace functions for new threads; these take effect only in `threading`.
         if threading.gettrace() is None and threading.getprofile() is None and _crew.is_open():
             _crew.worker().hand(self)
         else:
@@ -67,7 +68,7 @@ class ReplicaThread:
 class _Worker:
     """A thread that runs one replica after another.
 
-    `threading` does not know it: a script that joins all threads would wait for it forever.
+    `threading` does not list it: a script that joins all threads would wait for it forever.
     """
 
     def __init__(self, crew: _Crew) -> None:
@@ -83,13 +84,13 @@ class _Worker:
     def _serve(self) -> None:
         crew, generation = self._crew, self._crew.generation
         locals_of_thread = _locals_of_thread()
-        while crew.generation == generation:  # it differs if a replica forked and this is the child's only thread
+        while crew.generation == generation:  # it differs in a child that a replica has forked
             replica = self._replicas.get()
             try:
                 Context().run(replica.run)
-            except BaseException as error:  # noqa: BLE001 - torch keeps Exceptions for itself
+            except BaseException as error:  # noqa: BLE001 - torch handles Exceptions itself
                 _report(error)
-            # A new thread has no tracer and no profiler. The values that are cleared may have finalisers.
+            # A new thread has no tracer and no profiler. Clearing the thread-locals may run finalisers.
             sys.settrace(None)
             sys.setprofile(None)
             locals_of_thread.clear()
@@ -108,10 +109,10 @@ class _Crew:
         self._all: list[_Worker] = []
         self.idle: list[_Worker] = []
         self.generation = 0
-        """Counts forks: threads do not survive one."""
+        """Number of forks; threads do not survive a fork."""
 
     def is_open(self) -> bool:
-        """Whether workers can be used: Python can wait for them at its end, and the end has not begun."""
+        """Whether workers can be used: Python can wait for them at its end, and its end has not begun."""
         if self._open is None:
             # At its end Python waits for threads of `threading`. It must also wait for replicas that still run: a
             # thread that returns from torch after the interpreter has gone aborts the process.
@@ -153,9 +154,9 @@ def _nothing() -> None:
 
 
 def _locals_of_thread() -> dict[Any, Any]:
-    """The dict of the calling thread's `threading.local` values. Clearing it has the effect of a thread's end."""
-    # A function of our own: the one in `pythonapi` is shared with the script. The result is a borrowed reference,
-    # which py_object would give back.
+    """Return the dict of the calling thread's `threading.local` values. Clearing it acts like the end of the thread."""
+    # A separate function object, because the script shares the one in `pythonapi`. The result is a borrowed reference,
+    # so its type must not be py_object, which would release it.
     function = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_GetDict", ctypes.pythonapi))
     found: dict[Any, Any] = ctypes.cast(function(), ctypes.py_object).value
     return found

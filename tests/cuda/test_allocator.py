@@ -77,7 +77,7 @@ def test_an_oom_that_torch_finds_is_told_with_the_state_before_it(tmp_path: Path
     assert oom["reserved_bytes"] == after["reserved_bytes.all.current"]
     assert oom["free_bytes"] == GIB - oom["reserved_bytes"]
     (warning,) = run.complaints
-    assert "cuda:0 is out of memory: 0.50 GiB were asked for" in warning
+    assert "cuda:0 is out of memory: 0.50 GiB were requested" in warning
     assert "Tried to allocate 512.00 MiB" in said  # as torch has told the script
 
 

@@ -76,7 +76,7 @@ def test_replicas_that_find_no_memory(tmp_path: Path, gpus: Simulated) -> None:
     assert not any(call.failed for call in run.calls()[-6:])
     said = "\n".join(run.complaints)
     assert (
-        "dp was asked for, but Linear runs on one device: the model raised OutOfMemoryError: CUDA out of memory."
+        "dp was requested, but Linear runs on one device: the model raised OutOfMemoryError: CUDA out of memory."
         in said
     )
     assert run.events("oom")

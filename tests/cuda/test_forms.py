@@ -51,4 +51,4 @@ def test_each_form_is_as_without_us(tmp_path: Path, gpus: Simulated, which: str)
     )
     if which == "threads":
         others = [call for call in run.calls() if call.devices == ("cuda:1",)]
-        assert "only calls of the thread that trains" in others[-1].absent["device_ms"]
+        assert "only calls of the training thread" in others[-1].absent["device_ms"]

@@ -106,11 +106,11 @@ print(sorted(seen))
 @pytest.mark.parametrize(
     ("devices", "reason"),
     [
-        ("cuda:1,cuda:1", "--devices says cuda:1, but the module is on cuda:0"),
-        ("cuda:0,cuda:2", "there is no cuda:2 for this process, it has 2 GPUs"),
-        ("cuda:1,cuda:0", "the module is on cuda:0, the first of the devices is cuda:1"),
-        ("cuda:0,cpu", "virtual replicas share one device; --devices names several"),
-        ("cpu,cpu", "--devices says cpu, but the module is on cuda:0"),
+        ("cuda:1,cuda:1", "--devices names cuda:1, but the module is on cuda:0"),
+        ("cuda:0,cuda:2", "this process has no cuda:2: it has 2 GPUs"),
+        ("cuda:1,cuda:0", "the module is on cuda:0, but the first device is cuda:1"),
+        ("cuda:0,cpu", "virtual replicas share one device, but --devices names several"),
+        ("cpu,cpu", "--devices names cpu, but the module is on cuda:0"),
     ],
 )
 def test_devices_that_cannot_be_had(tmp_path: Path, gpus: Simulated, devices: str, reason: str, form: str) -> None:
@@ -118,4 +118,4 @@ def test_devices_that_cannot_be_had(tmp_path: Path, gpus: Simulated, devices: st
     run = traced(tmp_path, REFUSED, form, env=gpus.environment(2), devices=devices)
     assert run.out.splitlines()[-1:] == ["[(8, 0)]"], run.err
     assert {(call.mode, call.devices) for call in run.calls()} == {("single", ("cuda:0",))}
-    assert run.complaints == [f"dp was asked for, but Net runs on one device: {reason}"]
+    assert run.complaints == [f"dp was requested, but Net runs on one device: {reason}"]

@@ -16,7 +16,7 @@ from dpmon.gpu.card import Asker, Card
 from dpmon.gpu.device import VALUES
 from dpmon.gpu.failure import Failure
 from dpmon.gpu.nvml import Nvml
-from dpmon.gpu.questions import CHEAP, CHEAP_CALLS, DEAR, DEAR_CALLS
+from dpmon.gpu.questions import CHEAP, CHEAP_CALLS, EXPENSIVE, EXPENSIVE_CALLS
 from dpmon.gpu.share import Run
 
 CODES = [*range(1, 31), 99, 999, 31337]
@@ -75,7 +75,7 @@ def watched(nvml: Nvml, index: int, seconds: int = 40) -> Any:
     """A GPU after so many seconds of being asked."""
     now = [1000.0]
     card = Card(index)
-    askers = Asker(card, CHEAP, CHEAP_CALLS), Asker(card, DEAR, DEAR_CALLS)
+    askers = Asker(card, CHEAP, CHEAP_CALLS), Asker(card, EXPENSIVE, EXPENSIVE_CALLS)
     for _ in range(seconds):
         now[0] += 1
         for asker in askers:

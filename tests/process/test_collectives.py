@@ -70,7 +70,7 @@ def test_operations_and_bytes_are_those_of_the_script(runs: Runs, form: str) -> 
                 assert (one.size, one.ranks, one.backend, one.device, one.group) == (2, None, "gloo", "cpu", "0")
                 if one.operation == "reduce_scatter":
                     assert (one.took_ns, one.alg_bytes_s) == (None, None)
-                    assert one.unended == "gloo does not tell when a reduce_scatter is complete"
+                    assert one.unended == "gloo does not report when a reduce_scatter is complete"
                     continue
                 assert one.took_ns is not None
                 assert 0 < one.took_ns < 10**9

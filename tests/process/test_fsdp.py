@@ -163,7 +163,7 @@ def test_dp_is_refused_for_a_model_that_is_sharded(run: Run) -> None:
         return
     reason = "its parameters are sharded over the ranks, which must all run the same calls"
     assert {mode["refused"] for mode in modes} == {reason}
-    assert warnings == [f"dp was asked for, but Net runs on one device: {reason}"] * len(FORMS) * len(RANKS)
+    assert warnings == [f"dp was requested, but Net runs on one device: {reason}"] * len(FORMS) * len(RANKS)
 
 
 UNSHARDED = """

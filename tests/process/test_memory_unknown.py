@@ -121,8 +121,8 @@ def test_an_evaluation_alone_says_that_nothing_was_trained(tmp_path: Path) -> No
     assert run.said == 0
     cpu = newest(run)
     assert (cpu["gradients_bytes"], cpu["optimizer_bytes"]) == (None, None)
-    assert cpu["absent"]["gradients_bytes"] == "no backward pass was seen before this was measured"
-    assert cpu["absent"]["optimizer_bytes"] == "no optimizer had stepped when this was measured"
+    assert cpu["absent"]["gradients_bytes"] == "no backward pass was seen before this measurement"
+    assert cpu["absent"]["optimizer_bytes"] == "no optimizer had stepped before this measurement"
     assert cpu["model_bytes"] == 4 * (30 * 20 + 20)
 
 
@@ -159,7 +159,7 @@ for x in torch.utils.data.DataLoader(torch.ones(40, 30), batch_size=4):
 def test_without_an_optimizer_of_torchs_its_part_is_unknown(tmp_path: Path) -> None:
     cpu = newest(traced(tmp_path, BY_HAND))
     assert cpu["optimizer_bytes"] is None
-    assert cpu["absent"]["optimizer_bytes"] == "no optimizer of torch's was made"
+    assert cpu["absent"]["optimizer_bytes"] == "no torch optimizer was made"
 
 
 ELSEWHERE = """\

@@ -51,8 +51,8 @@ def test_what_torchs_allocator_says_and_an_oom_with_the_state_before_it(dpmon: D
     assert {name: ooms[0][name] for name in expected} == expected
     text = next(r["text"] for r in records if r["kind"] == "warning")
     assert text == (
-        "cuda:1 is out of memory: 2.00 GiB were asked for, 1.00 of 80.00 GiB are free;"
-        " torch holds 5.00 GiB, 1.00 GiB of them in tensors"
+        "cuda:1 is out of memory: 2.00 GiB were requested, 1.00 of 80.00 GiB are free;"
+        " torch holds 5.00 GiB, tensors use 1.00 GiB of that"
     )
 
 

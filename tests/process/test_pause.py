@@ -181,7 +181,7 @@ def test_it_goes_on_by_itself_when_the_directory_vanishes(steered: Traced) -> No
     found = [(event["paused"], (event["reason"] or "")[:20]) for event in pauses(steered)[1:]]
     assert found == [(True, ""), (False, ""), (True, ""), (False, "the run's directory ")]
     (text,) = steered.complaints
-    assert text.startswith("the training was paused and goes on by itself")
+    assert text.startswith("the paused training continued by itself")
 
 
 AHEAD = """
@@ -258,7 +258,7 @@ def test_nobody_is_left_while_it_is_paused(dpmon: Dpmon) -> None:
     wait_for(lambda: not proc.alive(info["command_pid"], info["command_started"]), what="the end")
     dpmon.run("attach")
     records = dpmon.records()
-    assert any("goes on by itself: the supervisor is gone" in r["text"] for r in records if r["kind"] == "warning")
+    assert any("continued by itself: the supervisor is gone" in r["text"] for r in records if r["kind"] == "warning")
     found = [record for record in records if record["kind"] == "pause"]
     assert [record["paused"] for record in found] == [True, False]
     assert found[1]["reason"] == "the supervisor is gone"

@@ -163,9 +163,10 @@ print(json.dumps(None))
 def test_the_script_is_not_asked_for_a_length(tmp_path: Path) -> None:
     run = traced(tmp_path, ASKED)
     assert printed(run) == printed(alone(tmp_path, ASKED))
-    own = "the length of {} is computed by code that is not torch's, which is not run"
+    iterable = "dpmon does not ask an IterableDataset for its length: torch would warn if it then yields more"
+    own = "the length of {} is computed by the script's code, which dpmon does not run"
     assert [(event["loader"], event["batches"], event["absent"].get("batches")) for event in loaders(run)] == [
-        ("Stream", None, "an IterableDataset is not asked for its length: torch would warn if it then yields more"),
+        ("Stream", None, iterable),
         ("Refuses", None, own.format("Refuses")),
         ("Refuses", None, own.format("Order")),
         ("Refuses", 2, None),

@@ -11,7 +11,7 @@ from pynvml import NVMLError  # noqa: TID251 - the real error class: unhashable,
 from dpmon.gpu.card import SILENT_S, Asker, Card
 from dpmon.gpu.device import VALUES
 from dpmon.gpu.failure import Failure, Missing, call
-from dpmon.gpu.questions import CHEAP, DEAR, Question, throttle_words
+from dpmon.gpu.questions import CHEAP, EXPENSIVE, Question, throttle_words
 from dpmon.gpu.share import Run
 
 NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, GPU_IS_LOST, UNKNOWN = 3, 4, 13, 15, 999
@@ -275,11 +275,11 @@ def test_throttle_words(bits: int, words: list[str]) -> None:
 
 def test_the_questions_fit_into_eight_calls_a_second() -> None:
     """What is due on the average leaves room in each thread's share, so that nothing starves."""
-    for questions, calls in ((CHEAP, 5), (DEAR, 3)):
+    for questions, calls in ((CHEAP, 5), (EXPENSIVE, 3)):
         asked = [q for q in questions if q.instead_of is None]
         assert sum(q.calls / q.every_s for q in asked) <= calls
         assert max(q.calls for q in questions) <= calls
-    fields = {name for q in (*CHEAP, *DEAR) for name in q.fields}
+    fields = {name for q in (*CHEAP, *EXPENSIVE) for name in q.fields}
     computed = {"uuid", "name", "of_run", "visible", "ordinals", "retired_pages", "processes", "process_count"}
     computed |= {"mem_run_bytes", "mem_others_bytes", "mem_torch_bytes"}
     assert fields | computed == {*VALUES, "compute", "graphics", "retired_single", "retired_double"}

@@ -71,7 +71,7 @@ def test_one_gpu_and_none(plain_machine: FakePynvml) -> None:
     plain_machine.gpus = 1
     assert missing("cuda:1") == "there is no cuda:1 here, only cuda:0"
     plain_machine.gpus = 0
-    assert missing("cuda:0") == "cuda:0 cannot be had: the NVIDIA driver is loaded but sees no GPU"
+    assert missing("cuda:0") == "cuda:0 is not available: the NVIDIA driver is loaded but sees no GPU"
 
 
 @pytest.mark.parametrize("code", [LIBRARY_NOT_FOUND, DRIVER_NOT_LOADED, VERSION_MISMATCH, NO_PERMISSION, UNKNOWN])
@@ -80,7 +80,7 @@ def test_without_nvml_there_is_no_gpu_or_nobody_knows(plain_machine: FakePynvml,
     plain_machine.codes["nvmlInit"] = code
     why = missing("cuda:0")
     assert (why is not None) is (code in (LIBRARY_NOT_FOUND, DRIVER_NOT_LOADED))
-    assert why is None or why.startswith("cuda:0 cannot be had: ")
+    assert why is None or why.startswith("cuda:0 is not available: ")
 
 
 def test_a_driver_that_does_not_answer_and_gpus_of_others(

@@ -38,7 +38,7 @@ def test_by_the_drivers_list(held: Any, of_run: bool, mine: int | None, others: 
     found = sample(Run(frozenset({1, 2})), compute=held)
     assert (found.of_run, found.mem_run_bytes, found.mem_others_bytes) == (of_run, mine, others)
     missing = {n for n, v in (("mem_run_bytes", mine), ("mem_others_bytes", others)) if v is None}
-    assert {n for n in missing if found.absent[n] == "the driver does not tell memory by process"} == missing
+    assert {n for n in missing if found.absent[n] == "the driver does not report memory by process"} == missing
 
 
 @pytest.mark.parametrize("held", [{}, {1: 100}, {7: 100}])
@@ -81,7 +81,7 @@ def test_ranks_that_all_call_theirs_cuda_0() -> None:
 def test_without_a_uuid_nothing_is_matched() -> None:
     found = compose(0, {}, {}, {"uuid": "no permission"}, torch("8932"), frozenset())
     assert (found.ordinals, found.of_run) == (None, None)
-    assert found.absent["ordinals"] == "NVML does not tell the GPU's UUID"
+    assert found.absent["ordinals"] == "NVML does not report the GPU's UUID"
 
 
 def test_the_list_of_processes_is_bounded_and_counted() -> None:

@@ -75,7 +75,7 @@ def test_the_length_of_torchs_own_loaders(loader: DataLoader[Any]) -> None:
     ],
 )
 def test_what_would_run_the_scripts_code_is_not_asked(loader: DataLoader[Any], name: str) -> None:
-    assert batches(loader) == f"the length of {name} is computed by code that is not torch's, which is not run"
+    assert batches(loader) == f"the length of {name} is computed by the script's code, which dpmon does not run"
 
 
 def test_a_dataset_within_itself_ends() -> None:

@@ -155,12 +155,42 @@ def _command_parser(command: str) -> _Parser:
     return parser
 
 
+def all_commands() -> argparse.ArgumentParser:
+    """One parser with the options of a run and every command: the man page and the completions are made from it.
+
+    It only describes the command line; `parse` reads it.
+    """
+    parser = _run_parser()
+
+    def made(prog: str) -> _Parser:
+        return _command_parser(prog.split()[-1])
+
+    # argparse only calls `parser_class`; its hints want a class.
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", prog="dpmon", parser_class=made)  # type: ignore[call-overload]
+    for form, told in usage():
+        command = form.split()[1]
+        if command in COMMANDS:
+            commands.add_parser(command, help=told).usage = form
+    return parser
+
+
+def usage() -> list[tuple[str, str]]:
+    """The forms of the command line, each with what it does."""
+    lines = (re.split(" {2,}", line.strip(), maxsplit=1) for line in _USAGE.splitlines())
+    return [(form, told) for form, told in lines]
+
+
+def takes_value(parser: argparse.ArgumentParser) -> set[str]:
+    """The options that need a value, which may be the next word."""
+    return {option for action in parser._actions if action.nargs is None for option in action.option_strings}
+
+
 def _split(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[str], list[str], bool]:
     """dpmon's own words and those of the command: from the first that is no option, or from after `-m MODULE`.
 
     The third: whether `--` stood between them, so that what follows is a program whatever its name.
     """
-    takes_value = {option for action in parser._actions if action.nargs is None for option in action.option_strings}
+    valued = takes_value(parser)
     own: list[str] = []
     at = 0
     while at < len(words) and words[at].startswith("-") and words[at] != "-":
@@ -169,7 +199,7 @@ def _split(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[
         if word == "--":
             return own, list(words[at:]), True
         own.append(word)
-        if word in takes_value and at < len(words):
+        if word in valued and at < len(words):
             # Joined, so that a value such as -1 is not taken for an option.
             own[-1:] = [f"{word}={words[at]}"] if word.startswith("--") else [word, words[at]]
             at += 1

@@ -192,9 +192,13 @@ def communication(
 
 
 def _most_unused(wrappers: Iterable[Wrapper], number: int) -> int | None:
-    """Of this wrapper on all ranks: the search for unused parameters is needed if any rank leaves one out."""
-    known = (one.most_unused_bytes for one in wrappers if one.number == number)
-    return max((size for size in known if size is not None), default=None)
+    """Of this wrapper on all ranks: the search for unused parameters is needed if any rank leaves one out.
+
+    None if it is unknown on any of them.
+    """
+    sizes = [one.most_unused_bytes for one in wrappers if one.number == number]
+    known = [size for size in sizes if size is not None]
+    return max(known, default=None) if len(known) == len(sizes) else None
 
 
 def _groups(wrappers: Iterable[Wrapper]) -> dict[int, set[tuple[int, ...]]]:
@@ -295,12 +299,17 @@ class _Unused:
     def __init__(self) -> None:
         self.most: int | None = None
         self.looked = 0
+        self._unknown = False
         self._iteration: int | None = None
 
     def add(self, data: Mapping[str, Any]) -> None:
         """Take the next record; several may repeat one iteration."""
         unused, iteration = whole_in(data, "unused_bytes"), whole_in(data, "iteration")
-        if unused is None or iteration is None:
+        absent = data.get("absent")
+        self._unknown |= isinstance(absent, Mapping) and "unused_bytes" in absent
+        if self._unknown:
+            self.most = None
+        if self._unknown or unused is None or iteration is None:
             return
         self.most = max(unused, self.most or 0)
         self.looked += iteration != self._iteration

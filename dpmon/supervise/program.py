@@ -131,8 +131,12 @@ def _candidates(environ: Mapping[str, str]) -> list[str]:
         if prefix:
             found.append(os.path.join(prefix, "bin", "python"))
     found.append(sys.executable)
+    # uvx puts dpmon's own environment first on PATH: the user's Python comes after it.
+    ours = os.path.realpath(os.path.dirname(sys.executable))
+    places = environ.get("PATH", os.defpath).split(os.pathsep)
+    path = os.pathsep.join(place for place in places if os.path.realpath(place) != ours)
     for name in ("python3", "python"):
-        on_path = shutil.which(name, path=environ.get("PATH"))
+        on_path = shutil.which(name, path=path)
         if on_path:
             found.append(os.path.abspath(on_path))
     unique: list[str] = []

@@ -43,6 +43,7 @@ _LEADS = struct.Struct("<4e")
 _WORDS = struct.Struct("<Q")
 NO_NOTES = "this version of torch does not note when gradients are ready"
 NOT_TIMED = "torch has not timed an iteration yet"
+ADDED_UP = "this version of torch adds it up over iterations"
 _MAX_RANKS = 4096
 _MOST = (1 << 24 - WRAPPER_AT) - 1
 
@@ -341,7 +342,7 @@ def _facts(wrapper: _Wrapper, module: Any, data: Any) -> dict[str, Any]:
         "bucket_bytes": _whole(data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes")),
         "bucket_cap_bytes": data.get("bucket_cap_bytes"),
         "find_unused_parameters": bool(data.get("find_unused_parameters")),
-        "unused_bytes": data.get("unused_parameter_size"),
+        "unused_bytes": None if _is_sum(data) else data.get("unused_parameter_size"),
         "gradient_as_bucket_view": bool(data.get("gradient_as_bucket_view")),
         "static_graph": bool(data.get("static_graph")),
         "comm_hook": data.get("comm_hook"),
@@ -350,12 +351,24 @@ def _facts(wrapper: _Wrapper, module: Any, data: Any) -> dict[str, Any]:
     }
 
 
+def _is_sum(data: Any) -> bool:
+    """Whether torch's size of unused parameters is a sum over several iterations.
+
+    torch 2.4 sets it to 0 only in an iteration that uses all parameters (Logger::set_runtime_stats_and_log). Versions
+    that set it anew each time also count reduced buckets.
+    """
+    newer = "num_buckets_reduced" in data
+    return not newer and bool(data.get("unused_parameter_size")) and (data.get("iteration") or 0) > 1
+
+
 def _times(wrapper: _Wrapper, data: Any) -> dict[str, Any]:
-    """Return times of the last pass that torch sampled, and the reasons for absent times.
+    """Return times of the last pass that torch sampled, and the reasons for absent values.
 
     torch times the communication and its overlap with the computation.
     """
     absent = {} if wrapper.notes else {"sync": NO_NOTES}
+    if _is_sum(data):
+        absent["unused_bytes"] = ADDED_UP
     comm, overlap = data.get("backward_comm_time"), data.get("backward_compute_comm_overlap_time")
     if comm:
         times = {"iteration": data.get("iteration"), "comm_ms": comm / 1e6, "overlap_ms": (overlap or 0) / 1e6}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 _WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+_MAX_WRAPPERS = 8
 PARAMETERS, BUFFERS, MODULES = "_parameters", "_buffers", "_modules"
 _TRACED = "_actual_script_module"
 """Attribute of a module from torch.jit.trace that holds its tables."""
@@ -54,14 +55,27 @@ def modules_of(root: Any) -> Iterator[Any]:
                 waiting.append(part)
 
 
+def wrapped_by(module: Any) -> Any:
+    """The module inside wrappers; the module itself if it is not a wrapper."""
+    for _ in range(_MAX_WRAPPERS):
+        if isinstance(module, _WRAPPERS):
+            inner = module.__dict__[MODULES].get("module")
+        elif type(module).__module__.startswith("torch._dynamo"):
+            inner = module.__dict__.get(MODULES, {}).get("_orig_mod")
+        else:
+            return module
+        if inner is None:
+            return module
+        module = inner
+    return module
+
+
 def trains(module: Any) -> bool:
-    """Whether the module inside the wrappers is in training mode; the flag of a wrapper may differ."""
-    while isinstance(module, _WRAPPERS):
-        wrapped = module.__dict__[MODULES].get("module")
-        if wrapped is None:
-            break
-        module = wrapped
-    return bool(module.training)
+    """Whether the module that computes is in training mode; the flag of its wrapper may differ.
+
+    In torch 2.4, `eval` of a compiled model does not reach the flag of its wrapper.
+    """
+    return bool(wrapped_by(module).training)
 
 
 def parameters_of(root: Any) -> Iterator[Any]:

@@ -12,7 +12,7 @@ import torch
 from dpmon.record.spans import FLAGS_AT, SITE_AT, Flag, Kind
 from dpmon.record.wire import DDP, FSDP, RANK_MODES
 from dpmon.tracer.modes import Modes
-from dpmon.tracer.module_tables import MODULES, Place, modules_of
+from dpmon.tracer.module_tables import Place, modules_of, wrapped_by
 from dpmon.tracer.names import class_name, is_a
 from dpmon.tracer.plans import DP, SINGLE, Plan, overrides
 from dpmon.tracer.session import Memo, Session
@@ -224,7 +224,7 @@ class Sites:
 
     def number(self, module: Any) -> int:
         """Return the number of a model, valid while it lives. Its wrappers and called parts share the number."""
-        inner = _inside(module)
+        inner = wrapped_by(module)
         known = self._numbers.get(id(inner))
         if known is None or known[0]() is not inner:
             if len(self._numbers) >= MAX_NUMBERS:
@@ -285,22 +285,6 @@ def weights_given(kind: type) -> int:
     if not kind.__module__.startswith("torch._functorch"):
         return 0
     return {"FunctionalModule": 1, "FunctionalModuleWithBuffers": 2}.get(kind.__name__, 0)
-
-
-def _inside(module: Any) -> Any:
-    """Return the module inside any wrappers; the module itself if it is not a wrapper."""
-    wrappers = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
-    for _ in range(8):
-        if isinstance(module, wrappers):
-            inner = module.__dict__[MODULES].get("module")
-        elif type(module).__module__.startswith("torch._dynamo"):
-            inner = module.__dict__.get(MODULES, {}).get("_orig_mod")
-        else:
-            return module
-        if inner is None:
-            return module
-        module = inner
-    return module
 
 
 def _holds_wrapper(module: Any) -> bool:

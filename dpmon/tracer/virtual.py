@@ -114,7 +114,18 @@ def _broadcast(tensors: Sequence[torch.Tensor], devices: Sequence[int], detach: 
     return [list(flat[i : i + count]) for i in range(0, len(flat), count)]
 
 
-class _Torch:
+class _Instead:
+    """A module with other members in place of some of its own."""
+
+    def __init__(self, module: Any, **members: Any) -> None:
+        self._module = module
+        vars(self).update(members)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class _Torch(_Instead):
     """The module torch as parallel_apply sees it, with one device for all replicas."""
 
     def __init__(self, base: torch.device) -> None:
@@ -131,17 +142,16 @@ class _Torch:
         def on_stream(stream: Any) -> Any:
             return torch.cuda.stream(stream) if base.type == "cuda" else _NOWHERE
 
+        super().__init__(torch)
         self.accelerator = SimpleNamespace(
             is_available=lambda: True,
             current_accelerator=lambda: base,
             current_stream=stream,
             device_index=on_device,
         )
-        self.cuda = SimpleNamespace(current_stream=cuda_stream, device=on_device, stream=on_stream)
+        # Older parallel_apply evaluates the annotation torch.cuda.Stream in each call.
+        self.cuda = _Instead(torch.cuda, current_stream=cuda_stream, device=on_device, stream=on_stream)
         self.is_autocast_enabled = lambda: torch.is_autocast_enabled(base.type)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
 
 
 def _on_gpu(base: torch.device, own: Any, ours: Any) -> SimpleNamespace:

@@ -35,6 +35,16 @@ def test_help_and_version(dpmon: Dpmon) -> None:
         assert f"dpmon {command}" in dpmon.run(command, "--help").text
 
 
+def test_python_m_dpmon_is_dpmon(dpmon: Dpmon) -> None:
+    dpmon.script("import sys; print(sys.argv); sys.exit(3)")
+    dpmon.script("raise SystemExit('not the standard library')", "json.py")  # -m looks in the current directory first
+    module = [dpmon.python, "-m", "dpmon"]
+    for words in (["--help"], ["--version"], [], ["--no-such-option"], ["attach", "--help"], ["export", "nothing"]):
+        assert dpmon.run(argv=[*module, *words]) == dpmon.run(*words), words
+    done = dpmon.run(argv=[*module, "--headless", "script.py", "--lr", "3"])
+    assert (done.status, done.text) == (3, "['script.py', '--lr', '3']\n")
+
+
 @pytest.mark.parametrize(("word", "hint"), [("attch", " (did you mean attach?)"), ("frobnicate", "")])
 def test_a_mistyped_command_is_told_which_was_meant(dpmon: Dpmon, word: str, hint: str) -> None:
     result = dpmon.run(word)

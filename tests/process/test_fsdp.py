@@ -21,7 +21,8 @@ from tracing import Script
 
 from dpmon.record.wire import mode_number
 
-pytest.importorskip("torch.distributed.tensor.parallel", reason="torch 2.6 and later have FSDP2 and DTensor")
+if not hasattr(pytest.importorskip("torch.distributed.fsdp"), "fully_shard"):
+    pytest.skip("torch 2.6 and later have fully_shard in torch.distributed.fsdp", allow_module_level=True)
 
 SCRIPT = Path(__file__).resolve().parent / "scripts" / "sharded_ranks.py"
 FORMS = {

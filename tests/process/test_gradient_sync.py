@@ -84,4 +84,5 @@ def test_the_facts_of_a_wrapper(tmp_path: Path) -> None:
     assert (facts["root"], facts["backend"], facts["group"], facts["group_size"]) == ("Branches", "gloo", [0], 1)
     assert (facts["parameters"], facts["find_unused_parameters"], facts["static_graph"]) == (6, True, False)
     assert "_reduces" in facts["comm_hook"]  # the script's own, and no other
-    assert facts["unused_bytes"] in (0, (64 * 64 + 64) * 4)
+    unknown = facts["unused_bytes"] is None and "unused_bytes" in facts["absent"]  # in torch 2.4 it is a sum
+    assert unknown or facts["unused_bytes"] in (0, (64 * 64 + 64) * 4)

@@ -17,6 +17,8 @@ if kind == "ddp":
     model = nn.parallel.DistributedDataParallel(net)
 elif kind == "nested":
     model = nn.DataParallel(nn.DataParallel(net))
+elif kind == "compiled":
+    model = torch.compile(net, backend="eager")
 elif kind == "bare":
     model = net
 else:
@@ -46,3 +48,11 @@ def test_the_flag_of_the_wrapped_module_is_recorded(tmp_path: Path, kind: str, i
     assert {call.training for call in calls} == {inner_trains}
     assert {call.evaluates for call in calls} == {not inner_trains and not grad}
     assert {call.virtual for call in calls} == {kind == "virtual"}
+
+
+def test_the_flag_of_a_compiled_module_is_recorded(tmp_path: Path) -> None:
+    """torch 2.4 leaves the flag of the wrapper as it is."""
+    run = traced(tmp_path, SCRIPT, "compiled", False, False, mode="script")
+    assert (run.status, run.complaints) == (0, []), run.err
+    assert len(run.calls()) == 20
+    assert all(call.evaluates for call in run.calls())

@@ -362,6 +362,17 @@ def test_a_parameter_that_another_rank_does_not_use_is_unused() -> None:
     assert found_in(EVEN, *searched(0, 0, 0), *searched(0, 0, 0, rank=1))
 
 
+def test_a_search_is_not_called_useless_where_torch_adds_up_what_it_found() -> None:
+    """As torch 2.4 does: from the second iteration on, the size is known only if it is 0."""
+    summed = ddp_event(
+        1, 2, find_unused_parameters=True, unused_bytes=None, iteration=200, absent={"unused_bytes": "-"}
+    )
+    records = [ddp_event(1, 2, find_unused_parameters=True, iteration=100), summed]
+    (other,) = newest_wrappers(load_event(record[1:].decode())[1] for record in records)
+    assert other.most_unused_bytes is None
+    assert found_in(EVEN, *searched(0, 0, 0), other) == []
+
+
 @pytest.mark.parametrize(
     ("ranks", "own"),
     [

@@ -84,6 +84,14 @@ def test_the_environments_python_comes_first(here: Path, torch_in: set[str]) -> 
         assert choose_python(None, environ) == expected
 
 
+def test_dpmons_own_environment_on_path_hides_no_other(here: Path, torch_in: set[str]) -> None:
+    """As under uvx, which puts it first."""
+    path = python_at(here / "bin", "python3")
+    torch_in.add(path)
+    environ = {"PATH": os.pathsep.join([os.path.dirname(sys.executable), str(here / "bin")])}
+    assert choose_python(None, environ) == path
+
+
 def test_the_same_python_is_asked_once(torch_in: set[str]) -> None:
     bin_directory = os.path.dirname(sys.executable)
     with pytest.raises(CommandError):

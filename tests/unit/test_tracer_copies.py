@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from dpmon.record.spans import Kind
 from dpmon.tracer.copies import Copies, where_cuda, where_to
 from dpmon.tracer.timing import MAX_COPIES
 
+TAKES_OUT_FRAMES = sys.version_info >= (3, 11)
+"""Python 3.10 cannot take a frame out of a traceback."""
 SCRIPT = str(Path(__file__).parents[1] / "process" / "scripts" / "knows_methods.py")
 
 
@@ -244,7 +247,8 @@ def test_a_copy_that_fails_raises_what_it_raised_and_took_its_time(setting: Sett
     with pytest.raises(RuntimeError, match="no room") as caught:
         setting.to(torch.zeros(1), "cuda:0", fails=True)
     files = [str(entry.path) for entry in caught.traceback]
-    assert files == [__file__] * 2, "nothing of ours is in the traceback"
+    if TAKES_OUT_FRAMES:
+        assert files == [__file__] * 2, "nothing of ours is in the traceback"
     assert not setting.copying()
     assert copied(setting.over()) == 3.0
 
@@ -312,6 +316,8 @@ def test_the_methods_are_torchs_own_to_all_who_know_them() -> None:
         subprocess.run([sys.executable, SCRIPT, how], capture_output=True, text=True, timeout=300, check=True).stdout
         for how in ("replaced", "as torch has them")
     ]
+    if not TAKES_OUT_FRAMES:  # the number of frames ends the lines about errors
+        said = [re.sub(r"^(<class .*) \d+$", r"\1", text, flags=re.MULTILINE) for text in said]
     assert said[0] == said[1]
     assert said[0].splitlines()[-1] == "all of it"
 

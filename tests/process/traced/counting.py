@@ -25,6 +25,7 @@ loops = {}
 # Python 3.12 warns of what may go wrong in a child of a process with threads; torch.jit is deprecated.
 warnings.filterwarnings("ignore", category=DeprecationWarning)
 warnings.filterwarnings("ignore", message=".*CUDA.*not available.*")
+warnings.filterwarnings("ignore", message=".*torch.cpu.amp.autocast.*")  # of checkpoint in torch 2.4
 
 
 def loop(function):

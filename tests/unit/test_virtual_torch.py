@@ -1,0 +1,17 @@
+"""The module torch as parallel_apply sees it over virtual replicas."""
+
+from __future__ import annotations
+
+import torch
+
+from dpmon.tracer.virtual import _Torch
+
+
+def test_parallel_apply_finds_everything_else_of_torch() -> None:
+    """torch 2.4 evaluates the annotation torch.cuda.Stream in each call."""
+    seen = _Torch(torch.device("cpu"))
+    assert seen.cuda.Stream is torch.cuda.Stream
+    assert seen.Tensor is torch.Tensor
+    assert seen.cuda.current_stream is not torch.cuda.current_stream
+    with seen.cuda.device(1), seen.cuda.stream(seen.cuda.current_stream(1)):
+        assert not seen.is_autocast_enabled()

@@ -11,7 +11,7 @@
     ├── RecordError      bytes that are no record                         dpmon.record.kinds
     ├── ExportError      what cannot be exported                          dpmon.export.command
     ├── PageError        a page that cannot be made                       dpmon.report.page
-    └── ErrandError      what the screen was asked for and cannot do      dpmon.ui.errands
+    └── JobError         a job of the screen that failed                 dpmon.ui.jobs
 
 Only `dpmon.cli` ends a command for one of these. Two exceptions stay within their packages: dpmon.gpu.failure.Failure,
 an answer that NVML did not give, and dpmon.tracer.replicas.Unsuited, which ends an attempt at dp.

@@ -18,10 +18,10 @@ from textual import events
 
 from dpmon.record.kinds import Event
 from dpmon.ring import Ring
-from dpmon.ui import errands
+from dpmon.ui import jobs
 from dpmon.ui.dialogs import LINE_MOST, Choice, Commands, Pages
 from dpmon.ui.help import help_rows
-from dpmon.ui.keys import BINDINGS, DEEDS, neighbour, other_period, other_range
+from dpmon.ui.keys import BINDINGS, COMMANDS, neighbour, other_period, other_range
 from dpmon.ui.layout import arrange
 from dpmon.ui.look import look
 from dpmon.ui.rows import plain
@@ -42,7 +42,7 @@ def test_every_action_that_is_bound_exists() -> None:
 
     actions = {binding.action.partition("(")[0] for binding in BINDINGS}  # type: ignore[union-attr]
     assert {name for name in actions if not hasattr(Monitor, f"action_{name}")} == set()
-    assert len({deed.key for deed in DEEDS}) == len(DEEDS) - 1, "only n has two meanings, one at a time"
+    assert len({command.key for command in COMMANDS}) == len(COMMANDS) - 1, "only n has two meanings, one at a time"
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
@@ -188,21 +188,21 @@ def a_run(tmp_path: Path) -> Path:
 def test_an_export_makes_new_files(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     (Path.cwd() / "dpmon.py").write_text("raise SystemExit('the user has a file of that name')")
-    said = errands.export(run, "lines", "jsonl")
+    said = jobs.export(run, "lines", "jsonl")
     (path,) = Path.cwd().glob("lines-*.jsonl")
     assert said.startswith(path.name)
     kinds = [json.loads(line)["kind"] for line in path.read_text().splitlines()]
     assert kinds.count("step") == 20
-    assert "tables" in errands.export(run, "tables", "csv")
+    assert "tables" in jobs.export(run, "tables", "csv")
     (path,) = Path.cwd().glob("tables-*.csv/step.csv")
     assert len(path.read_text().splitlines()) == 21
-    errands.export(run, "trace", "perfetto")
+    jobs.export(run, "trace", "perfetto")
     (path,) = Path.cwd().glob("trace-*.trace.json")
     assert json.loads(path.read_text())
 
 
 def test_a_report_is_lines_as_wide_as_asked(tmp_path: Path) -> None:
-    lines = errands.report(a_run(tmp_path), 60)
+    lines = jobs.report(a_run(tmp_path), 60)
     assert any("20 steps" in line for line in lines), lines
     assert max(map(len, lines)) <= 60
 
@@ -225,7 +225,7 @@ async def test_a_report_that_was_closed_before_it_was_made_comes_over_nothing(
         made.set()
         return ["steps"]
 
-    monkeypatch.setattr(errands, "report", report)
+    monkeypatch.setattr(jobs, "report", report)
     async with stage(tmp_path) as on:
         await on.press("r")
         await on.until(lambda: isinstance(on.app.screen, Pages), "the place where it will be")
@@ -500,7 +500,7 @@ async def test_between_two_trainings_nothing_is_asked_and_a_pause_can_be_taken_b
         await on.press("d")
         await on.shows("the mode cannot be switched: the command has ended")
         await on.press("i")
-        await on.shows("the command has ended: nobody reads a line")
+        await on.shows("the command has ended: it reads no more input")
 
 
 async def test_no_pause_where_it_would_do_harm(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def busy(evidence: Evidence) -> Iterator[Finding]:
             "crowded",
             f"More threads want to run than there are processors: {host.load:.0f} on {_processors(host)}.",
             _ground(host),
-            "fewer threads (torch.set_num_threads, OMP_NUM_THREADS) or loader workers, together no more than processors",
+            "fewer threads (torch.set_num_threads, OMP_NUM_THREADS) or loader workers: no more in all than processors",
             0.3,
         )
 

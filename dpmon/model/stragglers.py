@@ -1,8 +1,8 @@
 """Finds the ranks that the others wait for, and the phase that delays them. Pure.
 
 In a synchronised backward pass every rank waits for the last one, so the slowest rank waits least. The ranks' mean
-times over some steps show what takes longer on the slow ones. If several ranks are equally slow they are named together:
-speeding up only one gains nothing. Only ranks of one process group wait for each other.
+times over some steps show what takes longer on the slow ones. Equally slow ranks are named together: speeding up only
+one gains nothing. Only ranks of one process group wait for each other.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A report as one page that needs nothing else: its tables, its plots and the library that draws them are in it.
+"""A report as one self-contained page with its tables, its plots and the library that draws them.
 
-The page's own policy (Content-Security-Policy) forbids every connection and every script but the two that are named by
-their hash, so that what a script under dpmon called its modules cannot do anything, even if an escape were forgotten.
+The page's own policy (Content-Security-Policy) forbids every connection, and every script except the two named by their
+hash. So the names of a script's modules can do no harm, even if an escape was forgotten.
 
-The plots are drawn by plotly.js (MIT), taken from the Python package `plotly` of the extra `report`.
+plotly.js (MIT) draws the plots; it comes from the Python package `plotly` of the extra `report`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dpmon.text.cleaning import clean
 from dpmon.text.quantities import clock
 
 _TIMES = ("calls", "median", "p95", words.ON_DEVICE)
-_NEEDED = "the plots of --html need plotly: {command} (the text and --json do without)"
+_NEEDED = "the plots of --html need plotly: {command} (the text and --json do not)"
 
 _STYLE = """
 :root { color-scheme: light; }
@@ -65,11 +65,11 @@ Promise.all(drawn).then(() => { document.documentElement.dataset.drawn = String(
 
 
 class PageError(DpmonError):
-    """The page cannot be made; the text is one sentence for a person."""
+    """The page cannot be written; the text is one sentence for the user."""
 
 
 def page(story: Story) -> str:
-    """The page for `story`. PageError if the plotting library is not installed."""
+    """The page for `story`. Raises PageError if the plotting library is not installed."""
     library = _library()
     figures = plots(story)
     title = clean(f"{story.info.script}: dpmon report")
@@ -78,7 +78,7 @@ def page(story: Story) -> str:
         f" script-src {_hash(library)} {_hash(_DRAW)}"
     )
     data = json.dumps([[plot.name, plot.traces, plot.layout] for plot in figures], allow_nan=False)
-    # Within a script element only these could end it, or begin a comment.
+    # Only these could end the script element, or begin a comment in it.
     data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     return "".join(
         (
@@ -162,7 +162,7 @@ def _plot(plot: Plot | None) -> Iterable[str]:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], text_columns: Sequence[int] = ()) -> Iterable[str]:
-    """A table whose first column is text, and those of `text_columns`."""
+    """A table with text in its first column and in `text_columns`."""
     classes = ["".join(" class=text" if column in text_columns else "") for column in range(len(head))]
     yield "<div class=scroll><table><thead><tr>"
     yield "".join(f"<th{mark}>{_text(cell)}</th>" for cell, mark in zip(head, classes, strict=True))

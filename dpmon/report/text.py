@@ -1,4 +1,4 @@
-"""A report as lines of plain text: nothing is coloured, and nothing from outside can steer a terminal."""
+"""A report as lines of plain text, without colours or control characters."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def report_text(directory: Path, width: int = 80) -> list[str]:
-    """The report of the run in `directory`, a line each, at most `width` cells. RunError if it is no run.
+    """The report of the run in `directory`, in lines of at most `width` cells. Raises RunError if it is not a run.
 
-    Lines that begin with no space are headings.
+    Headings do not begin with a space.
     """
     return text_lines(collect(directory), width)
 
@@ -98,7 +98,7 @@ def _time(story: Story, width: int) -> list[str]:
 
 
 def _over_time(story: Story, width: int) -> list[str]:
-    """The mean time of a step over the run, as bars; nothing where there is hardly a course of time."""
+    """The mean time of a step over the run, as bars; empty if too little was recorded."""
     bins = [one for one in story.bins if not one.evaluation]
     if len(bins) < 2:
         return []
@@ -188,7 +188,7 @@ def _memory(story: Story, width: int) -> list[str]:
 
 
 def _changes(story: Story, width: int) -> list[str]:
-    """Modes that were asked for; the one it started in is in the head."""
+    """Requested modes; the heading has the initial one."""
     asked = [change for change in story.changes if change.requested_by != "start"]
     if not asked:
         return []

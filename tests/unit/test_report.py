@@ -112,8 +112,8 @@ def test_a_run_that_goes_on_that_is_lost_and_that_trained_nothing(state: Path) -
     assert lines[0].endswith("not started yet")
     assert "nothing was traced: the command was not started" in "\n".join(lines)
     lines = report_text(keep({0: Training().run(3)}, status=None, drained=False), 80)
-    assert lines[0].endswith("how it ended is not known")
-    assert section(lines, "FINDINGS") == ["  too few steps to say anything (30 in one mode are needed)"]
+    assert lines[0].endswith("how it ended is unknown")
+    assert section(lines, "FINDINGS") == ["  too few steps for findings (30 in one mode are needed)"]
     lines = report_text(keep({}), 80)
     assert "no Python process of the run imported torch" in "\n".join(lines)
 
@@ -426,7 +426,7 @@ def test_what_was_deleted_changes_no_figure(state: Path) -> None:
     assert {name: said[name] for name in same} == {name: whole[name] for name in same}
     assert sum(one["steps"] for one in said["time"]["stretches"]) == 6000
     text = " ".join(" ".join(report_text(directory, 100)).split())
-    assert "older records were deleted to bound the history: figures are of all steps" in text
+    assert "older records were deleted to bound the history: the figures cover all steps" in text
     (line,) = (line for line in summary_lines(directory, load_exit(directory)) if line.startswith("single: "))
     assert line.startswith("single: 1,500 steps, 1,500 calls, ")
 

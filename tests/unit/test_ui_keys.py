@@ -98,11 +98,11 @@ async def test_the_time_range_and_the_refresh_change_and_say_so(tmp_path: Path) 
         await on.press("left_square_bracket", "left_square_bracket", "left_square_bracket")
         await on.shows("time range: 30 s")
         await on.press("minus")
-        await on.shows("a picture every 0.2 s")
+        await on.shows("the screen is drawn every 0.2 s")
         looks = on.reader.looks
         await on.until(lambda: on.reader.looks > looks + 3, "pictures at the new rate")
         await on.press("plus", "plus")
-        await on.shows("a picture every 0.1 s")
+        await on.shows("the screen is drawn every 0.1 s")
 
 
 async def test_themes_take_turns_and_come_back(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ async def test_a_report_that_was_closed_before_it_was_made_comes_over_nothing(
     async with stage(tmp_path) as on:
         await on.press("r")
         await on.until(lambda: isinstance(on.app.screen, Pages), "the place where it will be")
-        assert "is being made" in " ".join(on.app.screen.box.text())  # type: ignore[attr-defined]
+        assert "writing the report" in " ".join(on.app.screen.box.text())  # type: ignore[attr-defined]
         await on.press("escape")
         await on.press("colon")
         await on.until(lambda: isinstance(on.app.screen, Commands), "something else")
@@ -435,7 +435,7 @@ async def test_the_palette_lists_what_is_possible_and_does_it(tmp_path: Path) ->
         await on.press("down", "enter")
         await on.until(lambda: on.app.view.focus == "batch", "the panel")
         await on.press("colon", *"no such thing")
-        assert any("nothing of that name" in row for row in on.app.screen.box.text())  # type: ignore[attr-defined]
+        assert any("no command matches" in row for row in on.app.screen.box.text())  # type: ignore[attr-defined]
         await on.press("enter")
         await on.until(lambda: len(on.app.screen_stack) == 1, "the dialog to close")
 

@@ -194,7 +194,7 @@ def test_the_output_of_a_playback_is_not_called_following(tmp_path: Path) -> Non
     assert plain(output_title(output, replace(live, ended=Ended(0, None, 1)), 60, LOOK)[1]) == "the end"
     played = replace(live, playing=Playing(1, 9, False, 1.0))
     assert plain(output_title(output, played, 80, LOOK)[1]) == "of the whole run, not only up to this time"
-    assert plain(output_title(output, played, 50, LOOK)[1]) == "all of the run's"
+    assert plain(output_title(output, played, 50, LOOK)[1]) == "of the whole run"
 
 
 # ------------------------------------------------------------------------------------------------ dialogs

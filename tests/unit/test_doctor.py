@@ -237,7 +237,7 @@ def test_lines_are_narrow_and_harmless(monkeypatch: pytest.MonkeyPatch, capsys: 
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert max(map(len, out.splitlines())) <= 80
-    assert out.splitlines()[-1] == "1 problem; the rest is well"
+    assert out.splitlines()[-1] == "1 problem; all other checks passed"
     assert command.doctor(Namespace(python=None, json=True)) == 1
     said = json.loads(capsys.readouterr().out)
     assert (said["state"], [check["name"] for check in said["checks"]]) == ("problem", ["x", "Python"])

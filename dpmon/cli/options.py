@@ -27,9 +27,21 @@ dpmon [OPTIONS] SCRIPT.py [ARGS...]     run a script and watch it
        dpmon keep [--not] [RUN]                protect a run from automatic deletion; --not: end that
        dpmon rm RUN [RUN ...]                  delete runs"""
 _EPILOG = """\
-Everything after the script's name belongs to the script. RUN is a name, an id, the unique start of one, or
-`last`. The exit status is the script's own, 128+N for a signal; 2 for a wrong command line.
+Everything after the script's name belongs to the script. RUN is an id, its unique start, a name, or `last`.
+The exit status is the script's own, 128+N for a signal; 2 for a wrong command line.
 """
+
+
+_DESCRIPTIONS = {
+    "attach": "Show a run again, live or finished. Without RUN: the newest live run, else the newest one.",
+    "ls": "List the runs, the newest last.",
+    "stop": "Stop a run and all its processes: SIGINT, SIGTERM, SIGKILL, with a wait after each.",
+    "report": "Summarize a run, live or finished. Without RUN: the newest one.",
+    "export": "Write the records of a run, live or finished. Without RUN: the newest one.",
+    "doctor": "Check whether dpmon works here, with a remedy for each fault.",
+    "keep": "Protect a run from automatic deletion. Without RUN: the newest one.",
+    "rm": "Delete finished runs that are not protected by `dpmon keep`.",
+}
 
 
 class UsageError(DpmonError):
@@ -94,7 +106,7 @@ def _run_parser() -> _Parser:
         "--mode",
         choices=("auto", "script", "dp", "single"),
         default="auto",
-        help="initial mode; script: leave the computation exactly as written",
+        help="initial mode; script: leave the computation exactly as written; auto: follow the script and the options",
     )
     add("--headless", action="store_true", help="no screen (the default if stdout is no terminal)")
     add("--detach", action="store_true", help="start in the background and return at once")
@@ -113,7 +125,7 @@ def _run_parser() -> _Parser:
 
 
 def _command_parser(command: str) -> _Parser:
-    parser = _Parser(prog=f"dpmon {command}", allow_abbrev=False)
+    parser = _Parser(prog=f"dpmon {command}", description=_DESCRIPTIONS[command], allow_abbrev=False)
     if command == "doctor":
         parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
         parser.add_argument("--python", metavar="PYTHON", help="the Python that would run the script")
@@ -129,7 +141,9 @@ def _command_parser(command: str) -> _Parser:
     if command == "attach":
         parser.add_argument("--refresh", type=_seconds, metavar="SECONDS", help="seconds between pictures")
         parser.add_argument("--headless", action="store_true", help="follow the run without a screen")
-        parser.add_argument("--json", nargs="?", const="-", metavar="=FILE", help="as for a run")
+        parser.add_argument(
+            "--json", nargs="?", const="-", metavar="=FILE", help="one JSON line per second, on stderr or in FILE"
+        )
     if command == "report":
         form = parser.add_mutually_exclusive_group()
         form.add_argument("--json", action="store_true", help="one JSON object, for programs")

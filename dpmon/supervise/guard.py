@@ -284,7 +284,7 @@ class Guard:
             self.lost = "the supervisor was killed, and the command's exit status with it"
 
     def _reap_orphans(self) -> None:
-        """Reap the processes that the command left behind. This process's own children share its session."""
+        """Reap the processes that the command left behind, but not this process's own children (its own session)."""
         own = os.getsid(0)
         while True:
             try:

@@ -77,7 +77,7 @@ def test_without_a_terminal_dpmon_works(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_state_directory_that_is_not_there_yet_is_well(state: Path) -> None:
     found = by_name(machine.state_directory())
-    assert "made by the first run" in found["state"].found
+    assert "the first run creates it" in found["state"].found
     assert not state.exists(), "looking makes nothing"
 
 

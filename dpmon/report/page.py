@@ -27,7 +27,7 @@ from dpmon.text.cleaning import clean
 from dpmon.text.quantities import clock
 
 _TIMES = ("calls", "median", "p95", words.ON_DEVICE)
-_NEEDED = "the plots of --html need plotly: {command} (the text and --json do not)"
+_NEEDED = "the plots of --html need plotly: {command} (the text and --json work without it)"
 
 _STYLE = """
 :root { color-scheme: light; }

@@ -73,7 +73,7 @@ def test_a_file_that_is_no_program(dpmon: Dpmon) -> None:
         (["--mode", "fast", "script.py"], "--mode: invalid choice: 'fast'"),
         (["--devices", "gpu0", "script.py"], "not 'gpu0'"),
         (["--devices", "", "script.py"], "--devices"),
-        (["--devices", "cpu,cuda:0", "script.py"], "all on cpu or all on cuda"),
+        (["--devices", "cpu,cuda:0", "script.py"], "must be on cpu or all on cuda"),
         (["--devices", "cpu,cpu", "--replicas", "3", "script.py"], "contradicts --devices"),
         (["--mode", "script", "--replicas", "2", "script.py"], "--mode script leaves the computation as written"),
         (["--refresh", "0", "script.py"], "--refresh"),
@@ -130,7 +130,7 @@ def test_a_python_that_cannot_answer_says_why(dpmon: Dpmon, tmp_path: Path) -> N
     python.write_text("#!/bin/sh\nexit 77\n")
     python.chmod(0o755)
     dpmon.script("pass")
-    refused(dpmon, "--python", str(python), "script.py", says=f"{python} (it ends with status 77)")
+    refused(dpmon, "--python", str(python), "script.py", says=f"{python} (it ended with status 77)")
 
 
 def test_a_gpu_that_is_not_there(dpmon: Dpmon) -> None:

@@ -195,7 +195,7 @@ def test_torch_and_the_gpus_are_compared(
         (trial._Seen(facts={"torch": "2.13"}), "sitecustomize did not run"),
         (trial._Seen(facts={"torch": "2.13"}, stage="torch imported"), "not in the record"),
         (trial._Seen(facts={"torch": "2.13"}, warnings=["this torch cannot be traced"]), "cannot be traced"),
-        (trial._Seen(failure="it ends with status 1: boom"), "boom"),
+        (trial._Seen(failure="it ended with status 1: boom"), "boom"),
     ],
 )
 def test_a_child_that_was_not_traced_is_a_problem(seen: trial._Seen, words: str) -> None:

@@ -118,7 +118,7 @@ class Follower:
         self._interrupts = 0
         self._owed: deque[int] = deque()
         """Signals that came before the command was started and must still be sent to it."""
-        self._told = False
+        self._reported_killed = False
         self._named = False
         self._deleted = False
         self._failed: set[str] = set()
@@ -189,8 +189,8 @@ class Follower:
             self._forward(self._owed.popleft())
         supervised = guard.look()
         how = guard.exit()
-        if not supervised and not self._told and (guard.killed or how is None or how.by == "foreground"):
-            self._told = True
+        if not supervised and not self._reported_killed and (guard.killed or how is None or how.by == "foreground"):
+            self._reported_killed = True
             self.say("the supervisor was killed; the training goes on, and another supervisor takes over")
         if guard.lost and not how:
             self.say(guard.lost)
@@ -227,11 +227,11 @@ class Follower:
         for number in FORWARDED:
             # Keep ignored signals ignored (a background job of a shell script).
             if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._told_to)
+                signal.signal(number, self._on_signal)
         for came_before in early:
-            self._told_to(came_before)
+            self._on_signal(came_before)
 
-    def _told_to(self, number: int, *_: object) -> None:
+    def _on_signal(self, number: int, *_: object) -> None:
         """Pass a signal on; each further interrupt is more forceful."""
         if number != signal.SIGINT:
             self._forward(number)

@@ -142,7 +142,7 @@ class Lines:
         line = json.dumps(finite(said), separators=(",", ":"), ensure_ascii=True).encode() + b"\n"
         self._skipped = 0 if self._write(line) else self._skipped + 1
 
-    # ------------------------------------------------------------------------------------------ what is said
+    # ------------------------------------------------------------------------------------------ the lines
 
     def _status(self, over: bool = False) -> dict[str, Any]:
         state, info = self._state, self._reader.refresh()

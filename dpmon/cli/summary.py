@@ -15,7 +15,7 @@ from dpmon.model.stragglers import RankTimes, sentence
 from dpmon.record.schema import EVALUATION, PHASES, STEP
 from dpmon.record.wire import RANK_MODES
 from dpmon.report.pauses import pauses_in
-from dpmon.report.said import waited
+from dpmon.report.sentences import waited
 from dpmon.report.waits import waits_in
 from dpmon.report.whole_communication import communication_of
 from dpmon.report.words import ACTIVITY_NAMES, how_it_ended, times_paused

@@ -246,7 +246,7 @@ def _missing(
 
 
 def _sampled(wrappers: Iterable[Wrapper]) -> Wrapper | None:
-    """The wrapper of the slowest rank: its communication ends soonest after the computation, so it is exposed."""
+    """The wrapper on the slowest rank: there, the least communication remains after the computation."""
     timed = [one for one in wrappers if one.comm_ns and one.iteration is not None]
     newest = max((one.iteration or 0 for one in timed), default=0)
     return min((one for one in timed if one.iteration == newest), key=lambda one: one.unhidden_ns, default=None)

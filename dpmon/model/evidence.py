@@ -30,7 +30,7 @@ class ModeFacts(NamedTuple):
     """The same over the last third."""
     early_p75_ns: float | None = None
     late_p25_ns: float | None = None
-    """Quarters of the whole step, to tell a drift from noise."""
+    """The whole step: third quartile of the first third, first quartile of the last; they tell a drift from noise."""
     mean_ns: float | None = None
     """Mean time of the whole step."""
     distributed: str | None = None

@@ -183,15 +183,15 @@ def _where(step: LongStep, evidence: Evidence) -> str:
     """The step, its time, and the phase that took most of it, as far as they are known."""
     process = of_process(step, evidence)
     if step.step is not None:
-        phase = f", of which {step.phase} {took(step.phase_ns)}" if step.phase is not None else ""
+        phase = f", {took(step.phase_ns)} in {step.phase}" if step.phase is not None else ""
         return f"step {step.step}{process} at {clock(step.start_ns)}, {took(step.wall_ns)}{phase}"
-    phase = f", of which {step.phase} at least {took(step.phase_ns)}" if step.phase is not None else ""
-    return f"a step{process} about {clock(step.start_ns)}, which was deleted, {took(step.wall_ns)}{phase}"
+    phase = f", at least {took(step.phase_ns)} in {step.phase}" if step.phase is not None else ""
+    return f"a step{process} at about {clock(step.start_ns)} (deleted), {took(step.wall_ns)}{phase}"
 
 
 def _stall_advice(phase: str | None, evidence: Evidence) -> str:
     if phase is None:
-        return "the script's output of that time: a checkpoint, an evaluation, a loader that started anew"
+        return "the script's output of that time: a checkpoint, an evaluation, a loader that started again"
     if phase == "backward" and evidence.processes > 1:
         return _STALL_ADVICE[phase] + ", or a rank that the others waited for"
     return _STALL_ADVICE.get(phase, _STALL_ADVICE["other"])
@@ -219,7 +219,7 @@ def between(evidence: Evidence) -> Iterator[Finding]:
         f" {clock(worst.begin_ns)}",
         "DataLoader(persistent_workers=True): the workers then start once, not in every epoch"
         if by
-        else "the script's own work there: a checkpoint, logging, a loader that starts its workers anew"
+        else "the script's own work there: a checkpoint, logging, a loader that starts its workers again"
         " (persistent_workers=True keeps them)",
         lost / whole,
     )

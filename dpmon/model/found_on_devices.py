@@ -28,7 +28,7 @@ THROTTLE_SAMPLES = 10
 LOW_USE, USE_SAMPLES = 30.0, 20
 """Median of "any kernel ran" in per cent: below this the GPU was idle most of the time."""
 HOST_SAMPLES = 10
-"""Fewest samples, one per second: less is a start."""
+"""Fewest samples, one per second; fewer cover only the start."""
 FULL_PCT = 90.0
 """Median use of all processors; below it one is usually free."""
 OTHERS_SHARE = 0.25

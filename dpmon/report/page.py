@@ -18,7 +18,7 @@ from dpmon.errors import DpmonError
 from dpmon.extras import how_to_plot
 from dpmon.model.memory import reasons
 from dpmon.model.numbers import UNKNOWN
-from dpmon.report import said, words
+from dpmon.report import sentences, words
 from dpmon.report.plots import Plot, plots
 from dpmon.report.story import Story
 from dpmon.report.text import MAX_ROWS
@@ -119,7 +119,7 @@ def _text(text: object) -> str:
 def _body(story: Story, figures: Sequence[Plot]) -> Iterable[str]:
     yield f"<h1>{_text(story.info.script)} <span class=soft>{_text(short_name(story.info))}</span></h1>\n"
     yield f'<p class="outcome {_text(story.state)}">{_text(words.ended(story))}</p>\n'
-    for fact in said.facts(story):
+    for fact in sentences.facts(story):
         yield f"<p class=soft>{_text(fact)}</p>\n"
     yield from _findings(story)
     spent = words.time_spent(story)
@@ -129,14 +129,14 @@ def _body(story: Story, figures: Sequence[Plot]) -> Iterable[str]:
     by_name = {plot.name: plot for plot in figures}
     for name in ("step-time", "speed", "phases", "modes"):
         yield from _plot(by_name.get(name))
-    for title, mode in said.step_rows(story):
+    for title, mode in sentences.step_rows(story):
         yield f"<h2>Phases of a step, {_text(title)}</h2>\n"
-        head, *rows = said.phase_table(mode)
+        head, *rows = sentences.phase_table(mode)
         yield from _table(head, rows)
-        yield "".join(f"<p class=soft>{_text(note)}</p>\n" for note in said.phase_notes(mode))
+        yield "".join(f"<p class=soft>{_text(note)}</p>\n" for note in sentences.phase_notes(mode))
     if story.evidence.compared is not None:
         yield "<h2>dp against single</h2>\n"
-        yield "".join(f"<p>{_text(line)}</p>\n" for line in said.comparison(story.evidence.compared))
+        yield "".join(f"<p>{_text(line)}</p>\n" for line in sentences.comparison(story.evidence.compared))
     yield from _sized("Replicas", words.replica_rows(story))
     yield from _plot(by_name.get("replicas"))
     yield from _sized("Ranks", words.rank_rows(story), ("calls", "steps", "step", "samples/s", words.FORWARD_ON_DEVICE))
@@ -179,7 +179,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], text_columns: Seq
 def _findings(story: Story) -> Iterable[str]:
     yield "<h2>Findings</h2>\n"
     if not story.findings:
-        yield f"<p>{_text(said.findings_note(story))}</p>\n"
+        yield f"<p>{_text(sentences.findings_note(story))}</p>\n"
         return
     yield "<ol>\n"
     for finding in story.findings:
@@ -189,7 +189,7 @@ def _findings(story: Story) -> Iterable[str]:
 
 
 def _steps(story: Story) -> Iterable[str]:
-    rows = said.steps_table(story)
+    rows = sentences.steps_table(story)
     if rows:
         yield "<h2>Steps</h2>\n"
         yield from _table(rows[0], rows[1:])

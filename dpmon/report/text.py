@@ -8,7 +8,7 @@ from pathlib import Path
 from dpmon.model.evidence import ModeFacts
 from dpmon.model.memory import reasons
 from dpmon.model.numbers import UNKNOWN, duration
-from dpmon.report import said, words
+from dpmon.report import sentences, words
 from dpmon.report.collect import collect
 from dpmon.report.story import Story
 from dpmon.report.typeset import cut, more, sized_table, table, wrap, wrapped
@@ -42,7 +42,7 @@ def text_lines(story: Story, width: int = 80) -> list[str]:
         _findings(story, width),
         _time(story, width),
         _steps(story, width),
-        *(_phases(title, mode, width) for title, mode in said.step_rows(story)),
+        *(_phases(title, mode, width) for title, mode in sentences.step_rows(story)),
         _compared(story, width),
         _sized("REPLICAS", words.replica_rows(story), ("calls", "median", "p95", words.ON_DEVICE), _FLOW, width),
         _sized(
@@ -74,7 +74,7 @@ def text_lines(story: Story, width: int = 80) -> list[str]:
 
 def _head(story: Story, width: int) -> list[str]:
     lines = wrap(f"{story.info.script} ({short_name(story.info)}): {words.ended(story)}", width, "", "  ")
-    return [*lines, *wrapped(said.facts(story), width)]
+    return [*lines, *wrapped(sentences.facts(story), width)]
 
 
 def _findings(story: Story, width: int) -> list[str]:
@@ -84,11 +84,11 @@ def _findings(story: Story, width: int) -> list[str]:
         lines += wrap(finding.text, width, head, "    ")
         lines += wrap(f"ground: {finding.ground}", width, "    ", "      ")
         lines += wrap(f"try: {finding.advice}", width, "    ", "      ")
-    return lines if story.findings else [*lines, *wrap(said.findings_note(story), width)]
+    return lines if story.findings else [*lines, *wrap(sentences.findings_note(story), width)]
 
 
 def _steps(story: Story, width: int) -> list[str]:
-    rows = said.steps_table(story)
+    rows = sentences.steps_table(story)
     return ["STEPS", *table(rows, width), *_over_time(story, width)] if rows else []
 
 
@@ -122,14 +122,14 @@ def _over_time(story: Story, width: int) -> list[str]:
 def _phases(title: str, mode: ModeFacts, width: int) -> list[str]:
     return [
         f"PHASES of a step, {clean(title)}",
-        *table(said.phase_table(mode), width),
-        *wrapped(said.phase_notes(mode), width),
+        *table(sentences.phase_table(mode), width),
+        *wrapped(sentences.phase_notes(mode), width),
     ]
 
 
 def _compared(story: Story, width: int) -> list[str]:
     found = story.evidence.compared
-    return [] if found is None else ["DP AGAINST SINGLE", *wrapped(said.comparison(found), width)]
+    return [] if found is None else ["DP AGAINST SINGLE", *wrapped(sentences.comparison(found), width)]
 
 
 def _sized(title: str, rows: Sequence[words.Row], names: Sequence[str], sizes: str, width: int) -> list[str]:

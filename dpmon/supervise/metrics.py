@@ -34,7 +34,7 @@ from dpmon.supervise.exposition import histogram, metric
 EVERY_S = 5.0
 """Seconds between two files; Prometheus asks every 15 to 60."""
 _SHARE = 0.01
-"""Most of the time that writing may take: the files of a long run with many processes come less often."""
+"""Largest share of the time for writing: the files of a long run with many processes come less often."""
 BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
 _HEAD_BYTES = 1 << 14
 MAX_PROCESSES = 1024

@@ -36,7 +36,7 @@ _GRACE_NS = 3_000_000_000
 _SLOW_S, _RESTS = 0.1, 10
 """After a look longer than `_SLOW_S` seconds, the next one waits `_RESTS` times as long, so that keys are answered."""
 _STRIDE = 4
-"""Rows of ranks that the user can scroll before more ranks are read."""
+"""Ranks read beyond the visible ones, so that the user can scroll before more are read."""
 FROZEN_RANKS = 2 * MOST_RANKS
 """Ranks that are read for a frozen picture: the user can zoom and scroll it without a new read."""
 _IDLE = "no process trains now"

@@ -210,7 +210,7 @@ class Keyboard:
         self._window = (now, 0)
         return count < _WINDOW_BYTES
 
-    # ------------------------------------------------------------------------------------------ what it means
+    # ------------------------------------------------------------------------------------------ meaning
 
     def _cut_character(self) -> bool:
         return bool(self._decoder.getstate()[0])

@@ -86,7 +86,7 @@ def batch(scene: Scene, width: int, height: int, look: Look, numbers: Summary) -
         texts = (quantity_words(*each, numbers.steps) for each in numbers.figures.counted)
         table.append([(cut(f" {look.glyphs.middot} ".join(texts), width, look.glyphs.more), "")])
     if scene.view.zoom == "batch":
-        table.append(_told(numbers, width, look))
+        table.append(_step_count(numbers, width, look))
     room = height - len(table)
     below: list[Row] = []
     if turn is not None and room >= 1 and room != 2:
@@ -110,7 +110,7 @@ def _others(scene: Scene) -> list[Process]:
     ]
 
 
-def _told(numbers: Summary, width: int, look: Look) -> Row:
+def _step_count(numbers: Summary, width: int, look: Look) -> Row:
     """The number of steps behind the figures."""
     text = f"{group(numbers.steps)} steps"
     if not look.colour or look.glyphs.ascii:

@@ -55,7 +55,7 @@ def compare(scene: Scene, width: int, height: int, found: Comparison, look: Look
     """The panel's rows, inside its frame. The conclusion comes last and always fits."""
     if not found.sides:
         return [[(scene.lack("no step was traced", "no step has ended yet"), "dim")]]
-    below = _said(scene, found, width, look)
+    below = _notes(scene, found, width, look)
     table = _Table(found, width, look)
     room = max(height - len(below), 3)
     first = [table.head(), table.step(), table.samples(), *table.within()]
@@ -220,7 +220,7 @@ def _peak(peak: Peak | None) -> str:
     return memory(peak.bytes) if peak.exact else "≤" + memory(peak.bytes)
 
 
-def _said(scene: Scene, found: Comparison, width: int, look: Look) -> list[Row]:
+def _notes(scene: Scene, found: Comparison, width: int, look: Look) -> list[Row]:
     """The verdict, or what is missing for one, and the caveats."""
     rows: list[Row] = []
     text = sentence(found)

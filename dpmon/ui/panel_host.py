@@ -68,12 +68,12 @@ def host(scene: Scene, width: int, height: int, look: Look, tall: bool = False) 
         text = reason if reason.lower().startswith("no gpu") else f"no GPU: {reason}"
         if len(rows) >= height:
             del rows[2]  # the bar: the figure above it says the same
-        rows += _said(clean(text, 300), width, max(height - len(rows), 1), look)
-    rows += _said(reasons([data]), width, height - len(rows), look)
+        rows += _reason(clean(text, 300), width, max(height - len(rows), 1), look)
+    rows += _reason(reasons([data]), width, height - len(rows), look)
     return rows
 
 
-def _said(text: str, width: int, room: int, look: Look) -> list[Row]:
+def _reason(text: str, width: int, room: int, look: Look) -> list[Row]:
     """A reason in at most `room` rows; the last one is cut and marked."""
     lines = wrapped(text, width, room, look.glyphs.more) if text and room > 0 else []
     return [[(line, "dim")] for line in lines]

@@ -111,7 +111,7 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     many_ranks = len(training(scene.state)) > MAPPED
     above = [*rank_map(found.ranks, scene.state.straggler(), width, look), legend(width, look)] if many_ranks else []
     room = max(height - len(above) - 1, 1)
-    said = _said(scene, found, width, room, len(rows), look)
+    said = _notes(scene, found, width, room, len(rows), look)
     room = max(room - len(said), 1)
     slow = scene.state.straggler()
     order = list(range(len(rows)))
@@ -123,7 +123,7 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
 
 def _slow_in_room(ranks: Sequence[_Rank], slow: Straggler, room: int) -> list[int]:
     """The order of the rows: slow ranks replace the last of the first `room` rows."""
-    marked = [index for index, one in enumerate(ranks) if _is(slow, one)]
+    marked = [index for index, one in enumerate(ranks) if _is_slow(slow, one)]
     marked.sort(key=lambda index: ranks[index].process.process != slow.process)
     marked = marked[:room]
     others = [index for index in range(len(ranks)) if index not in marked]
@@ -134,7 +134,7 @@ def _slow_in_room(ranks: Sequence[_Rank], slow: Straggler, room: int) -> list[in
 # ------------------------------------------------------------------------------------------------ who waits
 
 
-def _said(scene: Scene, found: Communication, width: int, room: int, ranks: int, look: Look) -> list[Row]:
+def _notes(scene: Scene, found: Communication, width: int, room: int, ranks: int, look: Look) -> list[Row]:
     """The lines below the ranks: notes, and who delays the others; leaves one row for a rank.
 
     They are short if the full ones do not fit below all ranks.
@@ -166,7 +166,7 @@ def _ranks(scene: Scene, found: Communication) -> list[_Rank]:
         return rows
     known = [one for one in rows if one.times.wait_ns is not None]
     slow = scene.state.straggler()
-    return sorted(known, key=lambda one: (not _is(slow, one), one.times.wait_ns or 0.0))[:WORST]
+    return sorted(known, key=lambda one: (not _is_slow(slow, one), one.times.wait_ns or 0.0))[:WORST]
 
 
 def _times_table(scene: Scene, found: Communication, width: int, height: int, look: Look) -> list[Row]:
@@ -197,19 +197,19 @@ def _times_table(scene: Scene, found: Communication, width: int, height: int, lo
             rest = (times.step_ns or 0.0) - (times.exposed_ns or 0.0) - (times.wait_ns or 0.0)
             parts = (max(rest, 0.0), times.exposed_ns or 0.0, times.wait_ns or 0.0)
             rows[-1] += [(" ", ""), *busy_bar(parts, top, bar, look.glyphs)]
-        if word and (needed or _is(slow, one)):
-            rows[-1].append((word if _is(slow, one) else " " * len(word), "wait"))
+        if word and (needed or _is_slow(slow, one)):
+            rows[-1].append((word if _is_slow(slow, one) else " " * len(word), "wait"))
         if needed and index < len(sizes):
             rows[-1] += [(" " * (needed - width_of(sizes[index])), ""), *sizes[index]]
     return rows
 
 
-def _is(slow: Straggler | None, one: _Rank) -> bool:
+def _is_slow(slow: Straggler | None, one: _Rank) -> bool:
     return slow is not None and one.process.process in slow.processes
 
 
 def _row(one: _Rank, slow: Straggler | None, device: int, cell: int, gap: str, look: Look) -> Row:
-    times, marked = one.times, _is(slow, one)
+    times, marked = one.times, _is_slow(slow, one)
     number = one.process.process if one.process.rank is None else one.process.rank
     row: Row = [
         (look.glyphs.focus if marked else " ", "wait"),

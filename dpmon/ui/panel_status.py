@@ -31,7 +31,7 @@ def status(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     said = _message(scene, look, width - 2)
     warned = bool(said) and said == _warning(scene)
     message: Row = [(" ", ""), *said]
-    if alive.detail not in plain(rows[0]) and not _told(scene, look):
+    if alive.detail not in plain(rows[0]) and not _has_answer(scene, look):
         told: Row = [(" ", ""), (f"{alive.word}: ", alive.style), (alive.detail, ""), ("  ", "")]
         if warned:  # show both; a row that is too narrow shows the warning's beginning
             room = width - width_of(_missed(scene)) - span_width(_ALL_OF_IT)
@@ -194,7 +194,7 @@ def _missed(scene: Scene) -> Row:
     return [(f"  {group(lost)} records dropped ", "wait")]
 
 
-def _told(scene: Scene, look: Look) -> bool:
+def _has_answer(scene: Scene, look: Look) -> bool:
     """Whether the row of the newest event holds an answer for the user."""
     return (scene.stopping is not None and not scene.over) or bool(answer(scene, look))
 

@@ -24,7 +24,7 @@ class Stopping(Drawing):
     """Seconds that a message stays, also while the picture is frozen."""
     _stop_done = False
     _told_of_end = False
-    _said = 0
+    _messages = 0
     """Number of messages so far."""
     _unsaying: Timer | None = None
     """The timer that removes the last message."""
@@ -33,14 +33,14 @@ class Stopping(Drawing):
         if self._unsaying is not None:  # one timer at a time: a held key repeats its message
             self._unsaying.stop()
             self._unsaying = None
-        self._said += 1
+        self._messages += 1
         self._see(replace(self.view, message=message, message_ns=self.scene().now_ns))
         if message is not None:
-            self._unsaying = self.set_timer(self.said_s, partial(self._unsay, self._said))
+            self._unsaying = self.set_timer(self.said_s, partial(self._unsay, self._messages))
 
     def _unsay(self, serial: int) -> None:
         """Remove the message unless a newer one has replaced it: a stopped timer may have fired already."""
-        if serial == self._said:
+        if serial == self._messages:
             self._unsaying = None
             self._see(replace(self.view, message=None))
 

@@ -249,7 +249,7 @@ def test_a_stall_is_placed_and_the_first_steps_are_none(state: Path) -> None:
         return out
 
     (found,) = (finding for finding in collect(keep({0: steps(70)})).findings if finding.kind == "stall")
-    assert "step 70 at 00:00:00, 8.00 s, of which data 8.00 s" in found.ground
+    assert "step 70 at 00:00:00, 8.00 s, 8.00 s in data" in found.ground
     kinds = {finding.kind for finding in collect(keep({0: steps(SETTLING_STEPS)})).findings}
     assert "stall" not in kinds
     assert "data" in kinds
@@ -564,7 +564,7 @@ def test_a_stall_among_deleted_steps_is_found_by_its_sums(state: Path) -> None:
     (found,) = (finding for finding in story.findings if finding.kind == "stall")
     assert found.text.startswith("At least one step took 10.0 s")
     assert found.ground.startswith("the longest: a step about 00:00:2")
-    assert "which was deleted, 10.0 s, of which data at least " in found.ground
+    assert "(deleted), 10.0 s, at least " in found.ground
     assert "stall" not in {one.kind for one in collect(keep({0: long_training(0)}, limit_bytes=1 << 18)).findings}
     first = collect(keep({0: long_training(slow=1)}, limit_bytes=1 << 18))
     assert "stall" not in {one.kind for one in first.findings}, "a process's first steps are none, deleted or not"

@@ -168,7 +168,7 @@ def _warnings(directory: Path) -> list[str]:
     return [note.text for note in read_notes(directory / "warnings.log", 1 << 16)]
 
 
-# ------------------------------------------------------------------------------------------------ what it means
+# ------------------------------------------------------------------------------------------------ results
 
 
 def _python(chosen: str, seen: _Seen) -> Iterator[Check]:

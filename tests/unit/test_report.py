@@ -563,7 +563,7 @@ def test_a_stall_among_deleted_steps_is_found_by_its_sums(state: Path) -> None:
     assert story.pruned > 0
     (found,) = (finding for finding in story.findings if finding.kind == "stall")
     assert found.text.startswith("At least one step took 10.0 s")
-    assert found.ground.startswith("the longest: a step about 00:00:2")
+    assert found.ground.startswith("the longest: a step at about 00:00:2")
     assert "(deleted), 10.0 s, at least " in found.ground
     assert "stall" not in {one.kind for one in collect(keep({0: long_training(0)}, limit_bytes=1 << 18)).findings}
     first = collect(keep({0: long_training(slow=1)}, limit_bytes=1 << 18))

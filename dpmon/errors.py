@@ -11,7 +11,7 @@
     ├── RecordError      bytes that are not a record                      dpmon.record.kinds
     ├── ExportError      data that cannot be exported                     dpmon.export.command
     ├── PageError        a page that cannot be made                       dpmon.report.page
-    └── ErrandError      a request that the screen cannot fulfil          dpmon.ui.errands
+    └── JobError         a job of the screen that failed                 dpmon.ui.jobs
 
 Only `dpmon.cli` ends a command for one of these. Two exceptions stay within their packages: dpmon.gpu.failure.Failure,
 a failed NVML call, and dpmon.tracer.replicas.Unsuited, which ends an attempt at dp.

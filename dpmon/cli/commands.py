@@ -1,4 +1,4 @@
-"""The commands for runs which are there already: attach, ls, stop, export, keep, rm."""
+"""The commands for existing runs: attach, ls, stop, export, keep, rm."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def attach(options: argparse.Namespace) -> int:
     """Show a run again: on a screen, or, without a terminal, its output from now on and its summary."""
     directory = find_run(options.run) if options.run else newest_run(goes_on)
     if goes_on_elsewhere(directory, load_info(directory), load_exit(directory)):
-        # Its processes and its clock are not to be seen from here: it would look as if it were over.
-        raise RunError(f"{directory.name} is on another machine; attach to it there (dpmon report works here, too)")
+        # This machine cannot see the run's processes and its clock, so the run would look finished.
+        raise RunError(f"{directory.name} runs on another machine; attach to it there (dpmon report also works here)")
     look_after(directory)
     with looked_after(directory):
         return _follow(directory, options)
@@ -59,7 +59,7 @@ def _follow(directory: Path, options: argparse.Namespace) -> int:
 
 
 def stop(options: argparse.Namespace) -> int:
-    """Stop a run; 0 when it is over, 1 if it could not be stopped."""
+    """Stop a run; return 0 when it is over, 1 if it could not be stopped."""
     from dpmon.run.stop import NOTHING_RUNS, STOPPED_BY, otherwise, stop_run
 
     directory = find_run(options.run, goes_on=goes_on)
@@ -91,11 +91,11 @@ def export(options: argparse.Namespace) -> int:
 
 
 def ls(options: argparse.Namespace) -> int:
-    """List the runs, the newest last: name, state, age, steps, exit status, what was run."""
+    """List the runs, the newest last: name, state, age, steps, exit status, command."""
     unreadable: list[str] = []
     runs = [_describe(directory, info) for directory, info in list_runs(unreadable)]
     if unreadable:
-        more = f" (and {len(unreadable) - 1:,} more like it)" if len(unreadable) > 1 else ""
+        more = f" (and {len(unreadable) - 1:,} more)" if len(unreadable) > 1 else ""
         speak(f"not listed: {unreadable[0]}{more}")
     if options.json:
         for run in runs:
@@ -114,7 +114,7 @@ def ls(options: argparse.Namespace) -> int:
 
 
 def _describe(directory: Path, info: RunInfo) -> dict[str, Any]:
-    """One run, as `ls --json` gives it."""
+    """One run, in the form of `ls --json`."""
     state, how = run_state(directory, info)
     if state == "running" and is_paused(directory):
         state = "paused"
@@ -144,24 +144,24 @@ def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _below(run: Mapping[str, Any]) -> tuple[str, ...]:
-    """The lines that follow a run's row."""
+    """The lines below a run's row."""
     return tuple(text for text in (run["cause"], run["standing"]) if text is not None)
 
 
 def keep(options: argparse.Namespace) -> int:
-    """Mark a run as one that is not deleted when there are too many."""
+    """Protect a run from automatic deletion, or end the protection."""
     directory = find_run(options.run)
     retention.keep(directory, options.kept)
-    print(f"{directory.name} is {'kept until you delete it' if options.kept else 'kept no longer than others'}")
+    print(f"{directory.name} is {'kept until you delete it' if options.kept else 'no longer protected from deletion'}")
     return 0
 
 
 def rm(options: argparse.Namespace) -> int:
-    """Delete runs that are over; nothing at all if a word may mean several runs, or means one that is kept."""
+    """Delete finished runs; delete nothing if a word is ambiguous, or means a protected run."""
     found = dict.fromkeys(find_run(run, only=True) for run in options.runs)
     for directory in found:
         if is_kept(directory):
-            raise RunError(f"{directory.name} is kept: say `dpmon keep --not {directory.name}` first")
+            raise RunError(f"{directory.name} is kept: run `dpmon keep --not {directory.name}` first")
     for directory in found:
         retention.remove(directory, load_info(directory))
         print(f"{directory.name} is deleted")
@@ -175,8 +175,8 @@ def _arguments(info: RunInfo) -> tuple[str, ...]:
 
 
 def _steps(directory: Path) -> int | None:
-    """Steps in the record, None if nothing is recorded. Processes step together: of several, those of the longest."""
-    from dpmon.store.opened import open_store  # sqlite is loaded for runs only
+    """Steps in the record, None without any. Processes step together, so the highest number counts."""
+    from dpmon.store.opened import open_store  # loads sqlite, which only runs need
     from dpmon.store.tables import HistoryError
 
     try:
@@ -188,7 +188,7 @@ def _steps(directory: Path) -> int | None:
 
 def _age(seconds: float) -> str:
     if seconds < -60:
-        return "-"  # the clock was set back since
+        return "-"  # the clock was set back after the start
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"

@@ -1,4 +1,4 @@
-"""`dpmon doctor`: what works here and what does not, each with the reason and the remedy."""
+"""`dpmon doctor`: checks whether dpmon works here, with the reason and the remedy of each fault."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COLOURS = {"ok": "32", "warning": "33", "problem": "31"}
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Look at everything and say it; 1 if there is a problem, 0 otherwise (a warning is none)."""
+    """Run all checks and print them; return 1 if there is a problem, else 0 (also with warnings)."""
     if options.json:
         found = list(_checks(options.python))
         worst = max((STATES.index(check.state) for check in found), default=0)
@@ -53,7 +53,7 @@ def _coloured() -> bool:
 
 
 def _lines(check: Check, *, coloured: bool) -> list[str]:
-    """The check in lines of WIDTH: state, name, what was found, and below it what to do."""
+    """The check in lines of WIDTH: state, name, result, and the remedy below."""
     state = check.state.ljust(_STATE)
     if coloured:
         state = f"\x1b[{_COLOURS[check.state]}m{state}\x1b[0m"
@@ -68,6 +68,6 @@ def _lines(check: Check, *, coloured: bool) -> list[str]:
 def _sum(found: list[Check]) -> str:
     counts = {state: sum(check.state == state for check in found) for state in STATES}
     if counts[OK] == len(found):
-        return "all is well"
+        return "all checks passed"
     said = [f"{count} {state}{'s' if count > 1 else ''}" for state, count in counts.items() if state != OK and count]
-    return f"{' and '.join(said)}; the rest is well"
+    return f"{' and '.join(said)}; all other checks passed"

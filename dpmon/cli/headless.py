@@ -1,4 +1,4 @@
-"""A run without a screen: the script's output passes through, a line now and then says how it goes."""
+"""A run without a screen: passes the script's output through and sometimes prints a line of progress."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _ESCALATION = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 
 class Stream:
-    """One log file that is copied to one descriptor, byte for byte, as it grows."""
+    """Copies one log file to one descriptor, byte for byte, as the file grows."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self._path = path
@@ -49,7 +49,7 @@ class Stream:
         self._file: int | None = None
         self.open = True
         self.last = b"\n"
-        """The last byte that went out, to know where a line begins."""
+        """The last byte written, which shows whether a line begins."""
         self._open_log()
 
     def _open_log(self) -> None:
@@ -57,7 +57,7 @@ class Stream:
             self._file = open_file(self._path)
 
     def pump(self) -> bool:
-        """Copy what is new, one chunk of it; True if there was any."""
+        """Copy one chunk of new data; True if there was any."""
         if self._file is None:
             self._open_log()
         if self._file is None:
@@ -68,7 +68,7 @@ class Stream:
         return bool(data)
 
     def write(self, data: bytes) -> None:
-        """Write all of `data`; a reader that has gone ends the copying, never the run."""
+        """Write all of `data`; a missing reader ends the copying, never the run."""
         view = memoryview(data)
         while view:
             try:
@@ -83,7 +83,7 @@ class Stream:
         self.last = data[-1:]
 
     def skip(self, keep: int) -> None:
-        """Begin `keep` bytes before the end of what is there now."""
+        """Start `keep` bytes before the current end."""
         if self._file is not None:
             os.lseek(self._file, max(0, os.fstat(self._file).st_size - keep), os.SEEK_SET)
 
@@ -98,10 +98,10 @@ class Follower:
         keep: int | None = None,
         lines: LineFile | Literal["stderr"] | None = None,
     ) -> None:
-        """Open the run's output: from here on the run's directory may be deleted.
+        """Open the run's output: from here on the user may delete the run's directory.
 
-        `keep`: of the output that is there, show only so many bytes; `lines`: where a line of JSON a second goes. On
-        stderr they take the place of all that is said in words.
+        `keep`: show only this many bytes of the existing output. `lines`: the target of one line of JSON per second; on
+        stderr they replace all messages in words.
         """
         self._directory = reader.directory
         self._reader = reader
@@ -117,29 +117,29 @@ class Follower:
         self._lines: Lines | None = None
         self._interrupts = 0
         self._owed: deque[int] = deque()
-        """Signals that the command has yet to be sent: it was not started when they came."""
-        self._told = False
+        """Signals that came before the command was started and must still be sent to it."""
+        self._reported_killed = False
         self._named = False
         self._deleted = False
         self._failed: set[str] = set()
-        """What could not be said because of a fault of ours, and was reported."""
+        """Outputs that failed because of an error in dpmon; each was reported once."""
 
     @cached_property
     def _progress(self) -> Progress:
-        # The store is loaded when it is first asked: until then the output is copied from its beginning.
+        # Load the store on its first use: until then the output is copied from its beginning.
         from dpmon.cli.progress import Progress
 
         return Progress(self._reader)
 
     def follow(self, guard: Guard | None = None, early: Sequence[int] = ()) -> ExitInfo | None:
-        """Copy and report until the run has ended; how it ended, None if that cannot be known.
+        """Copy and report until the run has ended; return how it ended, None if unknown.
 
-        `guard`: of the supervisor that this process started, None to follow somebody else's run; `early`: signals that
-        came before this.
+        `guard`: of the supervisor that this process started, None to follow an existing run; `early`: signals that came
+        before this call.
         """
         self._guard = guard
         if guard is None:
-            self._progress.line()  # the first one that is shown is of the time since now
+            self._progress.line()  # the first printed line covers the time from now on
         if self._lines_to is not None:
             from dpmon.cli.lines import Lines
 
@@ -169,7 +169,7 @@ class Follower:
                 self._wait()
 
     def _attempt(self, what: str, do: Callable[..., None], *args: object) -> None:
-        """Do what a fault of ours must not turn into the loss of the run's status; say once what failed."""
+        """Run `do`, so that an error in dpmon cannot lose the run's status; report the first failure."""
         try:
             do(*args)
         except Exception as error:  # noqa: BLE001 - see above
@@ -181,7 +181,7 @@ class Follower:
         """How the run ended, and whether it is over."""
         guard = self._guard
         if guard is None:
-            # Asked in this order: what was written before the supervisor left is seen.
+            # In this order, everything written before the supervisor left is seen.
             gone = run_state(self._reader.directory, self._reader.refresh())[0] == "lost"
             how = self._reader.exit()
             return how, how is not None or gone
@@ -189,9 +189,9 @@ class Follower:
             self._forward(self._owed.popleft())
         supervised = guard.look()
         how = guard.exit()
-        if not supervised and not self._told and (guard.killed or how is None or how.by == "foreground"):
-            self._told = True
-            self.say("the supervisor was killed; the training does not need it, another one takes over")
+        if not supervised and not self._reported_killed and (guard.killed or how is None or how.by == "foreground"):
+            self._reported_killed = True
+            self.say("the supervisor was killed; the training goes on, and another supervisor takes over")
         if guard.lost and not how:
             self.say(guard.lost)
         return how, how is not None or guard.lost is not None
@@ -200,7 +200,7 @@ class Follower:
         """Report once that the run's directory was deleted."""
         if not self._deleted and not self._directory.exists():
             self._deleted = True
-            self.say(f"the record was deleted ({self._directory}); the training does not need it")
+            self.say(f"the record was deleted ({self._directory}); the training goes on")
 
     def _drain_output(self) -> None:
         for stream in self._streams:
@@ -210,7 +210,7 @@ class Follower:
     # ------------------------------------------------------------------------------------------ input, signals
 
     def _wait(self) -> None:
-        """Wait a moment, or for a line that is typed: it goes to the command."""
+        """Wait a moment, or for a typed line, which goes to the command."""
         if self._guard is None or not _may_read_terminal():
             time.sleep(IDLE_S)
             return
@@ -218,37 +218,37 @@ class Follower:
             if select.select([0], [], [], IDLE_S)[0]:
                 data = os.read(0, 4096)
                 send_input(self._directory, data or b"\x04")
-                if not data:  # a terminal that has gone reads as ended for ever
+                if not data:  # a terminal that has gone always reads as ended
                     time.sleep(IDLE_S)
 
     def _handle_signals(self, early: Sequence[int]) -> None:
         if self._guard is None:
             return
         for number in FORWARDED:
-            # What is ignored (a job in the background of a shell script) stays ignored.
+            # Keep ignored signals ignored (a background job of a shell script).
             if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._told_to)
+                signal.signal(number, self._on_signal)
         for came_before in early:
-            self._told_to(came_before)
+            self._on_signal(came_before)
 
-    def _told_to(self, number: int, *_: object) -> None:
-        """Pass a signal on; every interrupt after the first insists more."""
+    def _on_signal(self, number: int, *_: object) -> None:
+        """Pass a signal on; each further interrupt is more forceful."""
         if number != signal.SIGINT:
             self._forward(number)
             return
         mark_stop(self._directory)
         number = _ESCALATION[min(self._interrupts, len(_ESCALATION) - 1)]
-        self._interrupts += 1  # first: the next interrupt may come while this one is passed on
+        self._interrupts += 1  # first, because the next interrupt may come while this one is passed on
         self._forward(number)
 
     def _forward(self, number: int) -> None:
         if self._guard is not None and not self._guard.send(number):
             self._owed.append(number)
 
-    # ------------------------------------------------------------------------------------------ what we say
+    # ------------------------------------------------------------------------------------------ messages
 
     def say(self, text: str) -> None:
-        """A line of our own on stderr, never within a line of the script's."""
+        """Print a message of dpmon on stderr, never within a line of the script's."""
         if self._speaks_json:
             self._put_line(json.dumps({"kind": "message", "text": text}).encode() + b"\n")
         else:
@@ -262,23 +262,23 @@ class Follower:
         return True
 
     def _begins_line(self, shared: bool) -> bool:
-        """Whether what is written to stderr now begins a line; `shared`: stdout goes to the same place."""
+        """Whether text written to stderr now begins a line; `shared`: stdout is the same file."""
         return self._err.last == b"\n" and (not shared or self._streams[0].last == b"\n")
 
     def _say_status(self) -> None:
-        """The line of progress; not while the script is within a line (a bar, a prompt)."""
+        """Print the line of progress, unless the script is within a line (a bar, a prompt)."""
         if self._speaks_json:
             return
         text = self._progress.line()
         if text and self._begins_line(_same_file(1, 2)):
-            if not self._named:  # by which it is found again, should this terminal go
+            if not self._named:  # the name helps to find the run again if this terminal goes
                 self._named = True
                 text = f"{text}  (run {short_name(self._reader.info)})"
             self.say(text)
 
 
 def _same_file(one: int, other: int) -> bool:
-    """Whether two descriptors lead to the same file or terminal."""
+    """Whether two descriptors refer to the same file or terminal."""
     try:
         return os.path.sameopenfile(one, other)
     except OSError:
@@ -286,7 +286,7 @@ def _same_file(one: int, other: int) -> bool:
 
 
 def _may_read_terminal() -> bool:
-    """Whether stdin is a terminal whose foreground job this is: reading it from the background stops a process."""
+    """Whether stdin is a terminal and this is its foreground job: a background job that reads it is stopped."""
     try:
         return os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp()
     except OSError:

@@ -1,4 +1,4 @@
-"""`dpmon SCRIPT.py`: makes the run, starts its supervisor, and shows it on a screen or without one."""
+"""`dpmon SCRIPT.py`: creates the run, starts its supervisor, and shows it with or without a screen."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ if TYPE_CHECKING:
 
 REFRESH_S = 1.0
 _START_S = 5.0
-"""How long `--detach` waits to hear that the command was started; a slow disk is no reason to wait longer."""
+"""Seconds that `--detach` waits for the start of the command; even a slow disk is no reason to wait longer."""
 
 
 def has_screen() -> bool:
-    """Whether there is a terminal that keys can come from and a screen can be drawn on (Textual draws on stderr)."""
+    """Whether a terminal can provide keys and show a screen (Textual draws on stderr)."""
     if os.environ.get("TERM", "dumb") in ("", "dumb"):
         return False
     return all(os.isatty(fd) for fd in (0, 1, 2))
 
 
 def run(options: argparse.Namespace) -> int:
-    """Start what `options` say; the exit status. CommandError or RunError if it cannot be started."""
+    """Start the run and return its exit status. Raises CommandError or RunError if it cannot be started."""
     _open_standard_descriptors()
     command = resolve(options.words, options.module, options.python, os.environ)
     _check_devices(options.devices)
     headless = not options.detach and (options.headless or options.json is not None or not has_screen())
     lines = json_lines(options.json)
-    # A terminal that is not ours to read lines from alone: the command gets one of its own.
+    # dpmon shares this terminal with other readers of lines, so the command gets its own.
     inherit = (headless or options.detach) and not os.isatty(0)
     directory, info = create_run(_describe(options, command, headless, inherit))
     if "elsewhere" in info.options:
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     keep_statuses()
     if not options.detach:
         become_reaper()
-    # Before the command starts: from then on its record may be deleted at any moment.
+    # Before the command starts: from then on the user may delete its record at any moment.
     reader = RunReader(directory)
     if headless:
         _make_logs(reader)
@@ -84,14 +84,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _make_logs(reader: RunReader) -> None:
-    """Make the files of the command's output, which it will find there."""
+    """Create the files of the command's output before the command uses them."""
     for path in reader.output_paths:
-        with contextlib.suppress(OSError):  # on a full disk they are made, and opened, once there is room
+        with contextlib.suppress(OSError):  # on a full disk they are created and opened once there is space
             os.close(open_file(path, os.O_WRONLY | os.O_CREAT))
 
 
 def _check_devices(names: str | None) -> None:
-    """RunError if --devices names a GPU that is not there; asks the driver only where one is named."""
+    """Raise RunError if --devices names a missing GPU; ask the driver only if it names one."""
     if names is None or "cuda" not in names:
         return
     from dpmon.gpu.present import missing
@@ -102,7 +102,7 @@ def _check_devices(names: str | None) -> None:
 
 
 def _open_standard_descriptors() -> None:
-    """Put /dev/null where one of the three standard descriptors is closed, lest a log file takes its number."""
+    """Open /dev/null for each closed standard descriptor, so that no log file gets its number."""
     null = os.open(os.devnull, os.O_RDWR)
     while null <= 2:
         os.set_inheritable(null, True)
@@ -114,7 +114,7 @@ def _describe(options: argparse.Namespace, command: Command, headless: bool, inh
     size = shutil.get_terminal_size((80, 24))
     try:
         cwd = os.getcwd()
-    except OSError:  # deleted meanwhile; the command can live with that, so can we
+    except OSError:  # the directory was deleted; neither the command nor dpmon needs it
         cwd = ""
     return RunInfo(
         id="",
@@ -141,7 +141,7 @@ def _describe(options: argparse.Namespace, command: Command, headless: bool, inh
 
 
 def _detached(directory: Path, info: RunInfo, supervisor: Started) -> int:
-    """Say how to come back, once the command was started; RunError if it was not."""
+    """Print how to return to the run, once the command was started; RunError if it was not."""
     until = time.monotonic() + _START_S
     while load_info(directory).command_pid is None and time.monotonic() < until:
         how = load_exit(directory)
@@ -152,12 +152,12 @@ def _detached(directory: Path, info: RunInfo, supervisor: Started) -> int:
         time.sleep(0.01)
     name = short_name(info)
     print(name, flush=True)  # alone, for `run=$(dpmon --detach ...)`
-    speak(f"back to it: dpmon attach {name}   stop it: dpmon stop {name}   its output: {directory}/output.log")
+    speak(f"attach: dpmon attach {name}   stop: dpmon stop {name}   output: {directory}/output.log")
     return 0
 
 
 def json_lines(asked: str | None) -> LineFile | Literal["stderr"] | None:
-    """Where a line of JSON a second goes, opened; RunError if it cannot be written."""
+    """The opened target of the JSON lines; RunError if it cannot be written."""
     if asked is None:
         return None
     from dpmon.cli.lines import LineFile
@@ -166,14 +166,14 @@ def json_lines(asked: str | None) -> LineFile | Literal["stderr"] | None:
 
 
 def _metrics(asked: str | None) -> str | None:
-    """Where the metrics go, as a path that holds wherever one stands; RunError if there is no such place."""
+    """The absolute path of the metrics; RunError if its directory does not exist or is not writable."""
     asked = asked or os.environ.get("DPMON_METRICS")
     if not asked:
         return None
     path = os.path.abspath(asked)
     place = path if os.path.isdir(path) else os.path.dirname(path)
     if not os.access(place, os.W_OK | os.X_OK):
-        raise RunError(f"metrics cannot be written to {asked}: {place} is not a directory that can be written")
+        raise RunError(f"metrics cannot be written to {asked}: {place} is not a writable directory")
     if not os.path.isdir(path):
         try:
             check_replaceable(Path(path))
@@ -186,12 +186,12 @@ def _screen(guard: Guard, directory: Path, refresh: float, theme: str | None) ->
     over = threading.Event()
     watch = threading.Thread(target=_keep_looking, args=(guard, over), name="dpmon guard", daemon=True)
     watch.start()
-    # The supervisor is under way: what follows takes as long as the command needs to start.
+    # The supervisor is starting: the next steps take as long as the command's own start.
     try:
         from dpmon.ui.app import run_screen
 
         result = run_screen(directory, refresh=refresh, theme=theme, told=lambda: guard.outcome)
-    except KeyboardInterrupt:  # before the screen had the keyboard
+    except KeyboardInterrupt:  # before the screen read the keyboard
         result = "left"
     if result == "left":
         over.set()
@@ -203,7 +203,7 @@ def _screen(guard: Guard, directory: Path, refresh: float, theme: str | None) ->
 
 
 def _outcome(guard: Guard) -> ExitInfo | None:
-    """How the run ended; the screen has seen its end, so it is there or never will be."""
+    """How the run ended. The screen has seen the end, so the record is there now or never will be."""
     until = time.monotonic() + 10.0
     while time.monotonic() < until and guard.lost is None:
         how = guard.exit()
@@ -215,9 +215,9 @@ def _outcome(guard: Guard) -> ExitInfo | None:
 
 def _keep_looking(guard: Guard, over: threading.Event) -> None:
     while not over.wait(0.2):
-        with contextlib.suppress(Exception):  # whatever it is, the screen goes on
+        with contextlib.suppress(Exception):  # the screen goes on whatever fails here
             guard.look()
 
 
-if sys.platform != "linux":  # /proc, pidfd and prctl are leaned on throughout
+if sys.platform != "linux":  # dpmon relies on /proc, pidfd and prctl
     raise RunError(f"dpmon runs on Linux; this is {sys.platform}")

@@ -1,16 +1,16 @@
-"""`--json`: what a run does, as a line of JSON a second, for a pipeline.
+"""`--json`: the state of a run as one line of JSON per second, for a pipeline.
 
     status  run, t_s (s since the run's start), state, step, steps_per_s and samples_per_s (of elapsed training time:
             dpmon.rates; the same with _within_steps leave out the time between steps), mode, virtual, processes,
             step_ms, phases and call_phases (median_ms, p95_ms, share of the steps' time): the last two minutes of
             training steps in the current mode of the first process, ranks where several train (their communication and
             means over the last 50 steps, 5 s at least, as in dpmon report --json), communication, devices and host as
-            in the record, warnings, dropped, absent: why something is null. phases are those of a step and add up to
+            in the record, warnings, dropped, absent: why a value is null. phases are those of a step and add up to
             it; call_phases are those of its calls (scatter, replicate, parallel_apply, gather), which lie within the
             step's forward. A phase that did not run is left out. device_median_ms is the time of the slowest device for
             the same phase: the median of the steps of that time that have device times. It is null if no step has them,
             and for other, which runs on the host. quantities is what the same steps counted beside samples: sum, and
-            steps, the number of steps that know it. The status of a run that has ended is of the whole run: rates of
+            steps, the number of steps with a value. The status of a run that has ended is of the whole run: rates of
             all modes, times and quantities of its last mode
     message text: a message of dpmon in words
     exit    run, t_s, status, signal: the last line
@@ -55,20 +55,20 @@ EVERY_S = 1.0
 _RATES = tuple(as_fields(None))
 _FIGURES = ("step_ms", "phases", "call_phases", "quantities")
 _SPAN_S = 120
-"""Seconds of steps that the figures are of while the run goes on, as on a screen that was just opened."""
+"""Seconds of steps behind the figures of a live run, as on a screen that has just opened."""
 _MAX_RANKS = 64
 
 
 class LineFile:
-    """A file, a pipe or a descriptor that lines go to; never waits for its reader."""
+    """A file, a pipe or a descriptor for lines; never waits for its reader."""
 
     def __init__(self, path: str) -> None:
         """RunError if the file cannot be written or belongs to a run: truncating a ring would end the training."""
         if is_run_directory(Path(os.path.realpath(path)).parent):
             raise RunError(f"{path} is part of a run; give another file")
         try:
-            # A pipe with a name is waited for until somebody reads it, as in a shell. A new file is its owner's alone,
-            # as every file that holds what a run did; one that is there keeps its mode.
+            # Opening a named pipe waits for a reader, as in a shell. Only the owner may read a new file, as with all
+            # data of a run; an existing file keeps its mode.
             self._fd = open_stream(Path(path)) if is_stream(Path(path)) else open_truncated(Path(path))
         except OSError as error:
             raise RunError(f"{path} cannot be written: {error.strerror or error}") from None
@@ -78,7 +78,7 @@ class LineFile:
         self._open = True
 
     def write(self, line: bytes) -> bool:
-        """Write a line; False if it was left out."""
+        """Write a line; False if it was skipped."""
         if self._rest and not self._send():
             return False
         self._rest = line
@@ -86,7 +86,7 @@ class LineFile:
         return True
 
     def _send(self) -> bool:
-        """Whether all has gone that was to go; a reader that has left takes everything."""
+        """Whether everything has been written; if the reader has left, everything counts as written."""
         while self._rest and self._open:
             try:
                 self._rest = self._rest[os.write(self._fd, self._rest) :]
@@ -98,7 +98,7 @@ class LineFile:
 
 
 class Lines:
-    """Watches one run and gives its lines to `write`, which says whether it took them."""
+    """Watches one run and passes its lines to `write`, which returns whether it took them."""
 
     def __init__(self, reader: RunReader, write: Callable[[bytes], bool]) -> None:
         self._reader = reader
@@ -109,16 +109,16 @@ class Lines:
         self._skipped = 0
 
     def tick(self, now: float) -> None:
-        """Give a line if one is due; `now`: monotonic s."""
+        """Write a line if one is due; `now`: monotonic s."""
         if now < self._due:
             return
-        # In step with the clock, however long a line took; after a pause one line follows, not all that were missed.
+        # Keeps in step with the clock, however long a line took; after a delay, one line replaces the missed ones.
         self._due = self._due + EVERY_S if now < self._due + EVERY_S else now + EVERY_S
         self._take()
         self._put(self._status())
 
     def end(self, how: ExitInfo | None) -> None:
-        """Give the last lines: where it stood, and how it ended."""
+        """Write the last lines: the final status and the exit."""
         try:
             self._take(over=True)
             self._put(self._status(over=True))
@@ -129,7 +129,7 @@ class Lines:
         seconds = None if how is None else how.seconds
         said = {"kind": "exit", "run": self._reader.info.id, "t_s": seconds}
         said |= {"status": None if how is None else how.status, "signal": None if how is None else how.signal}
-        self._put({**said, "absent": {"status": "how it ended is not known"}} if how is None else said)
+        self._put({**said, "absent": {"status": "how it ended is unknown"}} if how is None else said)
         self._reader.close()
 
     def _take(self, over: bool = False) -> None:
@@ -142,7 +142,7 @@ class Lines:
         line = json.dumps(finite(said), separators=(",", ":"), ensure_ascii=True).encode() + b"\n"
         self._skipped = 0 if self._write(line) else self._skipped + 1
 
-    # ------------------------------------------------------------------------------------------ what is said
+    # ------------------------------------------------------------------------------------------ the lines
 
     def _status(self, over: bool = False) -> dict[str, Any]:
         state, info = self._state, self._reader.refresh()
@@ -172,7 +172,7 @@ class Lines:
         return said
 
     def _doing(self, focus: Process | None) -> str:
-        """What the run waits for: the command's start, its first step, or the stage before that; else "running"."""
+        """The stage before the first step (the command's start, or the first call's); else "running"."""
         if self._reader.info.command_pid is None:
             return "starting"
         if focus is None:
@@ -184,7 +184,7 @@ class Lines:
 
 
 def _progress(focus: Process | None, state: State, now_ns: int) -> tuple[dict[str, Any], dict[str, str]]:
-    """Step, speeds and times of the process that stands for the run; and why some of them are null, by their names."""
+    """Step, rates and times of the process that represents the run; and the reasons for null values, by name."""
     absent: dict[str, str] = {}
     if focus is None or focus.last_step is None:
         names = ("step", *_RATES, "mode", "virtual", *_FIGURES)
@@ -223,7 +223,7 @@ def _ms(median_ns: float | None, p95_ns: float | None) -> dict[str, float | None
 
 
 def _why_untimed(focus: Process) -> str | None:
-    """Why no time of a device is known, if the newest step or call says so."""
+    """Why device times are missing, if the newest step or call says so."""
     if focus.last_step is not None and focus.last_step.untimed is not None:
         return focus.last_step.untimed
     track = focus.calls.get(focus.newest) if focus.newest is not None else None

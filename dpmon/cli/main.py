@@ -1,4 +1,4 @@
-"""The entry point: what was asked for, done by the module that knows how. Heavy imports happen there, not here."""
+"""The entry point: passes each command to its module. Heavy imports happen there, not here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 def main(words: Sequence[str]) -> int:
-    """Do what the command line says; the exit status. 2 with one sentence on stderr for what cannot be done."""
+    """Run the command line and return its exit status; 2, with one sentence on stderr, if it cannot run."""
     from dpmon.cli.options import UsageError, meant, parse
 
     try:
@@ -25,7 +25,7 @@ def main(words: Sequence[str]) -> int:
     from dpmon.errors import DpmonError
 
     try:
-        # Whoever lists or stops runs is not held up by a theme that does not exist.
+        # A wrong theme must not keep anyone from listing or stopping runs.
         options.settings = load(os.environ) if command in ("run", "attach") else Settings()
         if command == "run":
             from dpmon.cli.launch import run
@@ -64,20 +64,20 @@ def entry() -> None:
     try:
         status = main(sys.argv[1:])
         if sys.stdout is not None:
-            sys.stdout.flush()  # here it can still be said that there is no room for it
+            sys.stdout.flush()  # here a full disk can still be reported
     except KeyboardInterrupt:
         status = 130
     except BrokenPipeError:
-        # Whoever read our output has gone; nothing more to say, and nothing to flush at exit.
+        # The reader of our output has gone; there is nothing to report, and nothing to flush at exit.
         sys.stdout = sys.stderr = None
         status = 0
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         sys.stdout = None
-        print(f"dpmon: what was to be said cannot be written: {error.strerror}", file=sys.stderr)
+        print(f"dpmon: the output cannot be written: {error.strerror}", file=sys.stderr)
         status = 2
-    nvml = sys.modules.get("dpmon.gpu.nvml")  # where --devices had it asked; it may still wait for an answer
+    nvml = sys.modules.get("dpmon.gpu.nvml")  # --devices may have loaded it; it may still wait for an answer
     if nvml is not None:
         nvml.leave(status)
     sys.exit(status)

@@ -1,4 +1,4 @@
-"""The command line: which words are dpmon's and which belong to the script."""
+"""The command line: separates dpmon's words from the script's, and parses them."""
 
 from __future__ import annotations
 
@@ -18,22 +18,34 @@ _USAGE = """\
 dpmon [OPTIONS] SCRIPT.py [ARGS...]     run a script and watch it
        dpmon [OPTIONS] -m MODULE [ARGS...]     run a module
        dpmon [OPTIONS] COMMAND [ARGS...]       any launcher: torchrun, accelerate, python -u
-       dpmon attach [RUN]                      look at a run again
+       dpmon attach [RUN]                      show a run again, live or finished
        dpmon ls                                list the runs
        dpmon stop RUN                          stop a run: SIGINT, SIGTERM, SIGKILL
-       dpmon report [RUN] [--json | --html]    what happened in a run
-       dpmon export [RUN] [--format FORMAT]    the records: jsonl, csv, perfetto
-       dpmon doctor                            what works here, and what to do about the rest
-       dpmon keep [--not] [RUN]                never delete this run by itself; --not: take that back
+       dpmon report [RUN] [--json | --html]    summarize a run
+       dpmon export [RUN] [--format FORMAT]    write the records: jsonl, csv, perfetto
+       dpmon doctor                            check whether dpmon works here
+       dpmon keep [--not] [RUN]                protect a run from automatic deletion; --not: end that
        dpmon rm RUN [RUN ...]                  delete runs"""
 _EPILOG = """\
-Everything after the script's name belongs to the script. RUN is a name, an id, the unique start of one, or
-`last`. The exit status is the script's own, 128+N for a signal; 2 for a wrong command line.
+Everything after the script's name belongs to the script. RUN is an id, its unique start, a name, or `last`.
+The exit status is the script's own, 128+N for a signal; 2 for a wrong command line.
 """
 
 
+_DESCRIPTIONS = {
+    "attach": "Show a run again, live or finished. Without RUN: the newest live run, else the newest one.",
+    "ls": "List the runs, the newest last.",
+    "stop": "Stop a run and all its processes: SIGINT, SIGTERM, SIGKILL, with a wait after each.",
+    "report": "Summarize a run, live or finished. Without RUN: the newest one.",
+    "export": "Write the records of a run, live or finished. Without RUN: the newest one.",
+    "doctor": "Check whether dpmon works here, with a remedy for each fault.",
+    "keep": "Protect a run from automatic deletion. Without RUN: the newest one.",
+    "rm": "Delete finished runs that are not protected by `dpmon keep`.",
+}
+
+
 class UsageError(DpmonError):
-    """A command line that means nothing; the text is one sentence for a person."""
+    """A wrong command line; the text is one sentence for the user."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -41,22 +53,22 @@ class _Parser(argparse.ArgumentParser):
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message:
             word = unknown.split()[0]
-            raise UsageError(f"unknown option {word}" if word.startswith("-") else f"{word} is one word too many")
+            raise UsageError(f"unknown option {word}" if word.startswith("-") else f"{word} is not expected here")
         raise UsageError(message.removeprefix("argument "))
 
 
 def _replicas(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= MAX_REPLICAS:
-        raise argparse.ArgumentTypeError(f"N is a number from 1 to {MAX_REPLICAS}, not {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a number from 1 to {MAX_REPLICAS}, not {text!r}")
     return int(text)
 
 
 def _devices(text: str) -> str:
     names = [name.strip() for name in text.split(",")]
     if not all(re.fullmatch(r"cpu|cuda(:\d{1,3})?", name) for name in names):
-        raise argparse.ArgumentTypeError(f"a list such as cuda:0,cuda:1 or cpu,cpu is wanted, not {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a list such as cuda:0,cuda:1 or cpu,cpu, not {text!r}")
     if len({name.partition(":")[0] for name in names}) > 1:
-        raise argparse.ArgumentTypeError(f"replicas are all on cpu or all on cuda, not {text!r}")
+        raise argparse.ArgumentTypeError(f"all replicas must be on cpu or all on cuda, not {text!r}")
     return ",".join(names)
 
 
@@ -66,13 +78,13 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0.1 <= seconds <= 60:
-        raise argparse.ArgumentTypeError(f"a number of seconds from 0.1 to 60 is wanted, not {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a number of seconds from 0.1 to 60, not {text!r}")
     return seconds
 
 
 def _run_name(text: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}", text) or text == "last":
-        raise argparse.ArgumentTypeError(f"a name is letters, digits, . _ - (and not `last`), not {text!r}")
+        raise argparse.ArgumentTypeError(f"a name consists of letters, digits, . _ - (and is not `last`), not {text!r}")
     return text
 
 
@@ -88,57 +100,59 @@ def _run_parser() -> _Parser:
     add = parser.add_argument
     add("--version", action="version", version=f"dpmon {dpmon.__version__}")
     add("-m", dest="module", metavar="MODULE", help="run a module instead of a script")
-    add("--replicas", type=_replicas, metavar="N", help="N virtual replicas, or N GPUs")
+    add("--replicas", type=_replicas, metavar="N", help="use N GPUs, or N virtual replicas")
     add("--devices", type=_devices, metavar="LIST", help="the replicas' devices: cuda:0,cuda:1 or cpu,cpu")
     add(
         "--mode",
         choices=("auto", "script", "dp", "single"),
         default="auto",
-        help="how it starts; script: leave the computation exactly as written",
+        help="initial mode; script: leave the computation exactly as written; auto: follow the script and the options",
     )
-    add("--headless", action="store_true", help="no screen (chosen by itself when stdout is no terminal)")
+    add("--headless", action="store_true", help="no screen (the default if stdout is no terminal)")
     add("--detach", action="store_true", help="start in the background and return at once")
     add(
         "--json",
         nargs="?",
         const="-",
         metavar="=FILE",
-        help="without a screen: a JSON line a second on stderr, or in FILE (--json=/dev/fd/3)",
+        help="without a screen: one JSON line per second on stderr, or in FILE (--json=/dev/fd/3)",
     )
-    add("--metrics", metavar="FILE", help="keep figures for Prometheus in FILE (node_exporter's textfile format)")
-    add("--refresh", type=_seconds, metavar="SECONDS", help="how often the screen is drawn (1)")
-    add("--name", type=_run_name, help="what the run is called (the script's name)")
-    add("--python", metavar="PYTHON", help="the Python that runs the script (the environment's)")
+    add("--metrics", metavar="FILE", help="write figures for Prometheus to FILE (node_exporter's textfile format)")
+    add("--refresh", type=_seconds, metavar="SECONDS", help="seconds between pictures (1)")
+    add("--name", type=_run_name, help="the run's name (default: the script's)")
+    add("--python", metavar="PYTHON", help="the Python that runs the script (default: the environment's)")
     return parser
 
 
 def _command_parser(command: str) -> _Parser:
-    parser = _Parser(prog=f"dpmon {command}", allow_abbrev=False)
+    parser = _Parser(prog=f"dpmon {command}", description=_DESCRIPTIONS[command], allow_abbrev=False)
     if command == "doctor":
         parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
         parser.add_argument("--python", metavar="PYTHON", help="the Python that would run the script")
     elif command == "rm":
         parser.add_argument("runs", metavar="RUN", nargs="+", help="an id, its unique start, or a name of one run")
     elif command == "ls":
-        parser.add_argument("--json", action="store_true", help="one JSON object a line")
+        parser.add_argument("--json", action="store_true", help="one JSON object per line")
     else:
-        # Who attaches without a word comes back to what goes on.
+        # Without a RUN, attach shows a live one.
         default = None if command == "attach" else "last"
         optional = {"nargs": None} if command == "stop" else {"nargs": "?", "default": default}
         parser.add_argument("run", metavar="RUN", help="an id, its unique start, a name, or `last`", **optional)
     if command == "attach":
-        parser.add_argument("--refresh", type=_seconds, metavar="SECONDS", help="how often the screen is drawn")
-        parser.add_argument("--headless", action="store_true", help="follow it without a screen")
-        parser.add_argument("--json", nargs="?", const="-", metavar="=FILE", help="as for a run")
+        parser.add_argument("--refresh", type=_seconds, metavar="SECONDS", help="seconds between pictures")
+        parser.add_argument("--headless", action="store_true", help="follow the run without a screen")
+        parser.add_argument(
+            "--json", nargs="?", const="-", metavar="=FILE", help="one JSON line per second, on stderr or in FILE"
+        )
     if command == "report":
         form = parser.add_mutually_exclusive_group()
         form.add_argument("--json", action="store_true", help="one JSON object, for programs")
-        form.add_argument("--html", action="store_true", help="a page with plots that needs nothing else")
+        form.add_argument("--html", action="store_true", help="a self-contained page with plots")
         parser.add_argument(
-            "-o", "--output", metavar="FILE", help="where to (standard output; for --html the run's name in this place)"
+            "-o", "--output", metavar="FILE", help="output file (default: standard output, or RUN.html with --html)"
         )
     if command == "keep":
-        parser.add_argument("--not", dest="kept", action="store_false", help="take that back")
+        parser.add_argument("--not", dest="kept", action="store_false", help="end the protection")
     if command == "export":
         from dpmon.record.fields import RECORDS
 
@@ -146,11 +160,11 @@ def _command_parser(command: str) -> _Parser:
             "--format",
             choices=("jsonl", "csv", "perfetto"),
             default="jsonl",
-            help="jsonl: one JSON object a line; csv: a table a kind; perfetto: a trace for ui.perfetto.dev",
+            help="jsonl: one JSON object per line; csv: one table per kind; perfetto: a trace for ui.perfetto.dev",
         )
         parser.add_argument("--kind", choices=tuple(RECORDS), help="only this kind of record (jsonl and csv)")
         parser.add_argument(
-            "-o", "--output", metavar="FILE", help="where to (standard output); for csv the directory of the tables"
+            "-o", "--output", metavar="FILE", help="output file (default: standard output); for csv, a directory"
         )
     return parser
 
@@ -186,9 +200,9 @@ def takes_value(parser: argparse.ArgumentParser) -> set[str]:
 
 
 def _split(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[str], list[str], bool]:
-    """dpmon's own words and those of the command: from the first that is no option, or from after `-m MODULE`.
+    """Split dpmon's own words from the command's, at the first that is no option or after `-m MODULE`.
 
-    The third: whether `--` stood between them, so that what follows is a program whatever its name.
+    The third value: whether `--` separated them, so that a program follows whatever its name.
     """
     valued = takes_value(parser)
     own: list[str] = []
@@ -200,7 +214,7 @@ def _split(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[
             return own, list(words[at:]), True
         own.append(word)
         if word in valued and at < len(words):
-            # Joined, so that a value such as -1 is not taken for an option.
+            # Joined, so that a value such as -1 is not parsed as an option.
             own[-1:] = [f"{word}={words[at]}"] if word.startswith("--") else [word, words[at]]
             at += 1
         if word.startswith("-m") and not word.startswith("--"):
@@ -209,14 +223,14 @@ def _split(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[
 
 
 def meant(word: str) -> str | None:
-    """Which of COMMANDS was probably meant by `word`; None if it is like none of them."""
+    """The likely meaning of a misspelled `word`, one of COMMANDS; None if none is similar."""
     import difflib
 
     return next(iter(difflib.get_close_matches(word, COMMANDS, 1, 0.7)), None)
 
 
 def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
-    """The command (one of COMMANDS, or "help") and its options; for run, `words` holds the command to be run.
+    """The command (one of COMMANDS, or "help") and its options; for run, `words` holds the command to run.
 
     Raises UsageError; SystemExit(0) after --help and --version have printed.
     """
@@ -232,7 +246,7 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
         elif own:
             raise UsageError(f"{own[0]} is an option of a run, not of {command}")
         else:
-            # A word after --json is the run, not its file.
+            # A word after --json is the run, not the output file.
             rest = ["--json=-" if word == "--json" and command == "attach" else word for word in rest]
             return command, _command_parser(command).parse_args(rest)
     options.words = rest
@@ -249,8 +263,8 @@ def _check(options: argparse.Namespace) -> None:
     if options.replicas is not None and options.devices is not None:
         count = len(options.devices.split(","))
         if count != options.replicas:
-            raise UsageError(f"--replicas {options.replicas} and --devices with {count} of them contradict")
+            raise UsageError(f"--replicas {options.replicas} contradicts --devices with {count} devices")
     if options.json is not None and options.detach:
-        raise UsageError("--json needs dpmon to stay: not with --detach (dpmon attach --json follows a run)")
+        raise UsageError("--json does not work with --detach (dpmon attach --json follows a run)")
     if options.mode == "script" and (options.replicas is not None or options.devices is not None):
-        raise UsageError("--mode script leaves the computation as written: give no --replicas or --devices")
+        raise UsageError("--mode script leaves the computation as written, so it excludes --replicas and --devices")

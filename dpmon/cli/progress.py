@@ -1,4 +1,4 @@
-"""The line that a run without a screen shows now and then."""
+"""The occasional line of progress of a run without a screen."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Sums(NamedTuple):
     times: tuple[int, int]
 
     def since(self, then: _Sums | None) -> _Sums:
-        """What has come since `then`."""
+        """The difference to an earlier state."""
         if then is None:
             return self
         samples, before = self.tally.sum("samples"), then.tally.sum("samples")
@@ -49,26 +49,26 @@ class _Sums(NamedTuple):
 
 
 class Progress:
-    """Compares what the store of a run counts with what it counted at the last line."""
+    """Compares the store of a run with its state at the last line."""
 
     def __init__(self, reader: RunReader) -> None:
         self._reader = reader
         self._steps = 0
         self._said: dict[tuple[int, bool], _Sums] = {}
-        """By process: of its training steps, and of all."""
+        """By process: training steps, and all steps."""
         self._last_ns = 0
-        """When the newest step ended (since the run's start); 0 before the first step."""
+        """End of the newest step (since the run's start); 0 before the first step."""
 
     def line(self) -> str:
-        """How far the run is and how fast since the last line; what it waits for if there was no step."""
+        """The run's progress and its speed since the last line; without a new step, the reason."""
         try:
             with open_store(self._reader.directory) as store:
                 return self._stepped(store) or self._waiting()
-        except (HistoryError, RunError):  # it is damaged or deleted
+        except (HistoryError, RunError):  # the history is damaged or deleted
             return self._waiting()
 
     def _stepped(self, store: Store) -> str | None:
-        """The line if there were steps."""
+        """The line if there were new steps."""
         counts = store.sums()
         steps = sum(tally.steps for tally in counts.values())
         if steps <= self._steps:
@@ -101,7 +101,7 @@ class Progress:
         return None if found is None else found.straggler()
 
     def _rates(self, store: Store, counts: Mapping[Key, Tally]) -> list[str]:
-        """Of the training since the last line; of evaluations where a process has not trained yet."""
+        """The rates of training since the last line; of evaluations if a process has not trained yet."""
         times = store.time_sums()
         tallies: dict[int, Tally] = {}
         spent: dict[int, tuple[int, int]] = {}

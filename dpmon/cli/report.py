@@ -1,4 +1,4 @@
-"""`dpmon report`: what happened in a run."""
+"""`dpmon report`: a summary of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDEST = 120
 
 
 def report(options: argparse.Namespace) -> int:
-    """Print the report, or write it where it was asked for."""
+    """Print the report, or write it to the chosen file."""
     directory, output = find_run(options.run), options.output
     if options.html:
         text = _page(directory)

@@ -1,4 +1,4 @@
-"""What dpmon itself says: on stderr, a line at a time, never failing for want of a listener."""
+"""dpmon's own messages: on stderr, one line each; a missing reader causes no error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dpmon.text.cleaning import clean
 UNKNOWN_STATUS = 2
 _HEAD = "dpmon: "
 _PROMPTS = 3
-"""Rows for the command that was typed and the prompt after it, which may have two."""
+"""Rows for the typed command and the next prompt, which may take two."""
 
 
 def speak(text: str) -> None:
@@ -25,14 +25,14 @@ def speak(text: str) -> None:
 
 
 def error_words(error: Exception) -> str:
-    """What an error says; one that was not foreseen says its kind first."""
+    """The text of an error; an unexpected one starts with its type."""
     return str(error) if isinstance(error, (RunError, OSError)) else f"{type(error).__name__}: {error}"
 
 
 def closing(directory: Path, how: ExitInfo | None, say: Callable[[str], None] | None, *, brief: bool = False) -> int:
-    """Say what the run did and how it ended (`say` None: nothing); dpmon's status: the command's own, 2 if unknown.
+    """Print the run's summary with `say` (None: nothing); return the command's status, or 2 if it is unknown.
 
-    `brief`: only how it ended, of a run that was over before somebody looked at it.
+    `brief`: print only how it ended, for a run that was over before the user looked.
     """
     if say is not None:
         _sum_up(directory, how, say, brief)
@@ -40,7 +40,7 @@ def closing(directory: Path, how: ExitInfo | None, say: Callable[[str], None] | 
 
 
 def _room() -> tuple[int, int] | None:
-    """Rows and columns for lines on stderr's terminal, between the command and the next prompt; None: it has none."""
+    """Rows and columns for lines on stderr's terminal, between the command and the next prompt; None without one."""
     try:
         columns, rows = os.get_terminal_size(sys.stderr.fileno())
     except (OSError, ValueError, AttributeError):

@@ -1,4 +1,4 @@
-"""What a run did, as text for its end: how it ended, each mode's speed and phases, each replica's sizes."""
+"""The summary at the end of a run: how it ended, each mode's speed and phases, each replica's sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dpmon.model.stragglers import RankTimes, sentence
 from dpmon.record.schema import EVALUATION, PHASES, STEP
 from dpmon.record.wire import RANK_MODES
 from dpmon.report.pauses import pauses_in
-from dpmon.report.said import waited
+from dpmon.report.sentences import waited
 from dpmon.report.waits import waits_in
 from dpmon.report.whole_communication import communication_of
 from dpmon.report.words import ACTIVITY_NAMES, how_it_ended, times_paused
@@ -36,34 +36,34 @@ from dpmon.text.quantities import memory, quantity_words, rate_words
 
 _MAX_REPLICA_LINES = 40
 _MAX_SIZES = 3
-"""Sizes told of one replica, those of most calls."""
+"""Most sizes of one replica, the most frequent first."""
 _MAX_ROWS = 2
-"""Rows of the terminal that a line may take where there is no room for all; but for how it ended and where it is."""
+"""Most rows of a line if not everything fits, except for the lines about the end and the record."""
 _MAX_STAGES = 8
 _MAX_WARNINGS = 5
 _MEMORY_RECORDS = 10_000
-"""The newest ones; each process has one now and then."""
+"""Number of newest records to read; each process writes one now and then."""
 _NOT_TRAINING = 0.05
-"""The parts of the elapsed time are shown if more than this share of it was no training."""
+"""The parts of the elapsed time are shown if more than this share of it was not training."""
 _TRIFLE = 0.001
-"""Parts of a smaller share are left out."""
+"""Smaller parts are omitted."""
 _LARGE = 0.1
-"""Share of a step from which a phase of its calls stays where there is little room."""
+"""A phase of the calls with at least this share of a step stays if space is short."""
 
 
 class Line(NamedTuple):
-    """A line of the summary; the higher its rank, the sooner it gives way where there is no room for all."""
+    """A line of the summary; lines with a higher rank are omitted first if not all fit."""
 
     rank: int
     text: str
 
 
 _FIRST, _MODE, _STEP, _LACKS, _PHASE, _WHO, _PART = range(7)
-"""How it ended and where the record is; what was trained; its steps; what is missing; phases; who did it; the rest."""
+"""Ranks: end and record; what was trained; steps; what is missing; phases; replicas or ranks; the rest."""
 
 
 def summary_lines(directory: Path, how: ExitInfo | None) -> list[str]:
-    """The summary of the run in `directory`, a line each, safe for a terminal. RunError if it is no run.
+    """The summary of the run in `directory`, one text per line, safe for a terminal. RunError if it is not a run.
 
     Medians and p95 (the smallest value that 95 % do not exceed) are at most 0.4 % off, over every step of the run.
     """
@@ -71,7 +71,7 @@ def summary_lines(directory: Path, how: ExitInfo | None) -> list[str]:
 
 
 def summary(directory: Path, how: ExitInfo | None) -> list[Line]:
-    """The same, each line with its rank."""
+    """The lines of `summary_lines` with their ranks."""
     info = load_info(directory)
     lines = [Line(_FIRST, _outcome(info, how)), *_ranked(_MODE, _raised(directory, info, how))]
     try:
@@ -90,7 +90,7 @@ def _nothing(directory: Path, info: RunInfo, how: ExitInfo | None, warnings: Ite
 
 
 class _Summary:
-    """What the store of a run says of all of it."""
+    """The lines from the store of a run."""
 
     def __init__(self, store: Store, info: RunInfo, how: ExitInfo | None) -> None:
         self._store, self._info, self._how = store, info, how
@@ -103,10 +103,10 @@ class _Summary:
             for event in store.events("process")
             if type(event.data.get("process")) is int
         }
-        """The newest `process` record of each."""
+        """The newest `process` record of each process."""
 
     def lines(self, directory: Path) -> list[Line]:
-        """All but how it ended and where the record is."""
+        """All lines except how it ended and where the record is."""
         warnings = [] if self._store.damaged is None else [self._store.damaged]
         warnings += [text for event in self._store.events("warning") if isinstance(text := event.data.get("text"), str)]
         found = _ranked(_STEP, self._time_lines())
@@ -129,7 +129,7 @@ class _Summary:
         return found + _ranked(_LACKS, self._lacks(warnings))
 
     def _lacks(self, warnings: Iterable[str]) -> list[str]:
-        """What figures leave out, and warnings."""
+        """The gaps in the figures, and warnings."""
         how = self._how
         end_ns = int(how.seconds * 1e9) if how is not None and how.by == "supervisor" else None
         paused = pauses_in(self._store).total(end_ns)
@@ -139,13 +139,13 @@ class _Summary:
         if inputs := waits_in(self._store.events("process", "input")):
             lacks.append(waited(inputs))
         if self._store.dropped:
-            lacks.append(f"{group(self._store.dropped)} records were dropped: the figures are of the rest")
+            lacks.append(f"{group(self._store.dropped)} records were lost; the figures cover the rest")
         return [*lacks, *_warnings(warnings, short_name(self._info))]
 
     # ------------------------------------------------------------------------------------------ time and modes
 
     def _time_lines(self) -> list[str]:
-        """The parts of the elapsed time, if it was not nearly all training."""
+        """The parts of the elapsed time, if a relevant part was not training."""
         there = self._window.together.values()
         begins = [tally.first_ns for tally in there if tally.first_ns is not None]
         ends = [tally.last_ns for tally in there if tally.last_ns is not None]
@@ -199,16 +199,16 @@ class _Summary:
         who = "ranks" if ranks else "processes"
         return f"{many(sum(counts), 'step')} of {len(counts)} {who} in all, {calls}"
 
-    # ------------------------------------------------------------------------------------------ who did it
+    # ------------------------------------------------------------------------------------------ replicas, ranks, stages
 
     def _rank(self, process: int) -> tuple[int | None, int | None]:
-        """Its rank, and of how many."""
+        """The rank of a process, and the number of ranks."""
         data = self._members.get(process, {})
         rank, world = (value if type(value := data.get(key)) is int else None for key in ("rank", "world"))
         return rank, world
 
     def _rank_lines(self, times: Mapping[int | None, RankTimes]) -> list[str]:
-        """`times`: by rank, of those for which it is known how they waited for the others."""
+        """`times`: by rank, for ranks with known waits."""
         if len(self._processes) < 2:
             return []
         ranks = {process: self._rank(process) for process in self._processes}
@@ -234,7 +234,7 @@ class _Summary:
     def _stage_lines(self) -> list[str]:
         lines = []
         found = self._layouts.stages(self._window.by_process)
-        shown = [stage for stage in found if stage.stage < _MAX_STAGES]  # a model that goes to and fro has many
+        shown = [stage for stage in found if stage.stage < _MAX_STAGES]  # a model that alternates devices has many
         for stage in shown[:_MAX_REPLICA_LINES]:
             parts = stage.parts
             names = ", ".join(parts[:4]) + (f" and {len(parts) - 4} more" if len(parts) > 4 else "")
@@ -272,7 +272,7 @@ def _more(count: int) -> list[str]:
 
 
 def _phase_lines(found: Figures) -> list[Line]:
-    """The steps' times, those of each phase that ran (phases of the calls stand under forward), and quantities."""
+    """The steps' times, those of each phase that ran (phases of the calls below forward), and quantities."""
     if not found.steps:
         return []
     whole = PhaseFigures(STEP, found.steps, found.median_ns, found.p95_ns, found.mean_ns, 1.0)
@@ -310,7 +310,7 @@ def _memory_lines(store: Store) -> list[str]:
 
 
 def _warnings(warnings: Iterable[str], name: str) -> list[str]:
-    """The first few warnings, then how many more there are and which command lists them."""
+    """The first few warnings, then the number of others and the command that lists them."""
     texts = list(dict.fromkeys(warnings))
     said = [f"warning: {text}" for text in texts[:_MAX_WARNINGS]]
     if more := len(texts) - len(said):
@@ -323,9 +323,9 @@ def _ranked(rank: int, texts: Iterable[str]) -> list[Line]:
 
 
 def fitted(lines: list[Line], rows: int, columns: int, more: str) -> list[str]:
-    """Those of the lines that have room in so many rows, the ones of the lowest ranks, in their order.
+    """The lines with the lowest ranks that fit into `rows`, in their order.
 
-    Where some are left out, how many is said with `more` before the last line, in a row that is one of `rows`.
+    If some are omitted, one of the rows gives their number and `more`, before the last line.
     """
 
     def size(text: str) -> int:
@@ -334,14 +334,14 @@ def fitted(lines: list[Line], rows: int, columns: int, more: str) -> list[str]:
     sizes = [size(line.text) for line in lines]
     if sum(sizes) <= rows:
         return [line.text for line in lines]
-    # One long line is not worth all those that would have had room instead.
+    # One long line must not displace several shorter ones.
     lines = [line._replace(text=cut(line.text, _MAX_ROWS * columns)) if line.rank else line for line in lines]
     sizes = [size(line.text) for line in lines]
     room = rows - size(f"{many(len(lines), 'more line')}: {more}")
     kept: set[int] = set()
     for index in sorted(range(len(lines)), key=lambda index: lines[index].rank):
         if lines[index].rank and sizes[index] > room:
-            break  # what follows is worth less, or goes on with this one
+            break  # later lines are less important, or continue this one
         room -= sizes[index]
         kept.add(index)
     shown = [i for i in sorted(kept) if not _heads(lines, i) or i + 1 in kept]
@@ -350,12 +350,12 @@ def fitted(lines: list[Line], rows: int, columns: int, more: str) -> list[str]:
 
 
 def _heads(lines: list[Line], index: int) -> bool:
-    """Whether a line says nothing without those under it."""
+    """Whether a line means nothing without the lines below it."""
     return lines[index].rank >= _WHO and not lines[index].text.startswith(" ")
 
 
 def ending_line(directory: Path, how: ExitInfo | None) -> str:
-    """How the run in `directory` ended, and how to read more of it; safe for a terminal. RunError if it is no run."""
+    """How the run in `directory` ended, and the command for more; safe for a terminal. RunError if it is not a run."""
     info = load_info(directory)
     return clean(f"{_outcome(info, how)}  (dpmon report {short_name(info)})")
 
@@ -363,13 +363,13 @@ def ending_line(directory: Path, how: ExitInfo | None) -> str:
 def _outcome(info: RunInfo, how: ExitInfo | None) -> str:
     name = f"{info.script} ({short_name(info)})"
     if how is None:
-        return f"{name}: how it ended is not known"
+        return f"{name}: how it ended is unknown"
     why = "" if not how.cause else f" ({how.cause})" if how.signal is not None else f": {how.cause}"
     return f"{name}: {how_it_ended(how, why)}" + (f", exit status {how.status}" if how.stopped and how.status else "")
 
 
 def _raised(directory: Path, info: RunInfo, how: ExitInfo | None) -> list[str]:
-    """What a script that failed under the screen has raised: its output went with the screen."""
+    """The last exception of a failed script under a screen: its output disappeared with the screen."""
     paths = RunReader(directory).output_paths
     if how is None or not how.status or how.stopped or how.cause or len(paths) > 1:
         return []

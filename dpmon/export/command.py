@@ -1,4 +1,4 @@
-"""What `dpmon export` does with its options."""
+"""`dpmon export`: checks the options and writes the files."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from dpmon.run.rundir import load_info
 
 
 class ExportError(DpmonError):
-    """What was asked for cannot be written; the text is one sentence for a person."""
+    """The export cannot be written; the text is one sentence for the user."""
 
 
 def export(directory: Path, form: str = "jsonl", output: str | None = None, only: str | None = None) -> None:
-    """Write the records of the run in `directory` that are there now; it may go on meanwhile.
+    """Write the current records of the run in `directory`, which may still be running.
 
-    `form`: jsonl, csv or perfetto. `output`: a file, "-" or None for standard output; for csv a directory, into which
-    comes a file a kind, unless `only` (one of RECORDS) leaves one kind. A file is replaced in one step, at the end.
-    Raises ExportError, or RunError if the directory is no run.
+    `form`: jsonl, csv or perfetto. `output`: a file, "-" or None for standard output; for csv a directory with one file
+    per kind, unless `only` (one of RECORDS) selects one kind. A file is replaced in one step, at the end.
+    Raises ExportError, or RunError if the directory is not a run.
     """
     piped = output in (None, "-")
     if form == "csv" and only is None and piped:
-        raise ExportError("csv is one file a kind: -o names their directory, or --kind chooses one (--kind call)")
+        raise ExportError("csv writes one file per kind: give a directory with -o, or choose one kind (--kind call)")
     if form == "perfetto" and only is not None:
         raise ExportError("a perfetto trace holds all kinds: --kind is for jsonl and csv")
     try:
@@ -59,7 +59,7 @@ def _write_one(directory: Path, form: str, only: str | None, file: TextIO) -> No
 
 
 def _write_tables(directory: Path, where: Path) -> None:
-    """A file a kind that the run has; all of them take their names at the end."""
+    """Write one file per kind of record; all of them get their names at the end."""
     os.makedirs(where, exist_ok=True)
     for name in RECORDS:  # check all files before writing the first
         check_replaceable(where / f"{name}.csv")

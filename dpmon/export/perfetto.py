@@ -1,20 +1,20 @@
 """A trace that ui.perfetto.dev and chrome://tracing open: Chrome's trace event format, its array form.
 
-Written from the format's description ("Trace Event Format", the Catapult project) and Perfetto's notes on what it
-takes of it. The array form is complete at every line: a reader that finds no closing bracket (an export that was
-killed) takes what is there.
+Written from the format's description ("Trace Event Format", the Catapult project) and Perfetto's notes on the supported
+part. The array form is complete at every line: if the closing bracket is missing (a killed export), readers accept the
+events so far.
 
-- a training process is a process; its threads are the steps, the calls (their phases below them), and one track a
-  replica or stage. Calls that ran at the same time, on several threads of the script, have tracks of their own.
-- the phases of a step are slices below it; that a bucket of gradients was ready is an instant among them. The times
-  that they took on its devices are counters, and so are the quantities that only some steps have.
-- the collectives of sampled steps are slices on tracks of their own, from launch to end; the sampled times are, too.
-- a GPU and the host are processes with counters only. A value that stops to be known is marked by an instant: a counter
-  would show its last value on and on.
+- a training process is a process; its threads are the steps, the calls (with their phases below them), and one track
+  per replica or stage. Calls that ran at the same time, on several threads of the script, have separate tracks.
+- the phases of a step are slices below it; an instant among them marks a bucket of gradients that is ready. Counters
+  show the phases' device times, and the quantities that only some steps have.
+- the collectives of sampled steps are slices on separate tracks, from launch to end; the sampled times are, too.
+- a GPU and the host are processes with counters only. An instant marks a value that becomes unknown, because the
+  counter would keep its last value.
 - modes, warnings and the exit are instants.
 
-Times are µs since the run's start, to the nanosecond: Perfetto multiplies them by 1000 and cuts off what is behind the
-point, and drops a slice that then reaches out of another by one ns (its json_utils and slice_tracker).
+Times are µs since the run's start, to the nanosecond. Perfetto multiplies them by 1000, drops the fraction, and drops
+a slice that then exceeds another by one ns (its json_utils and slice_tracker).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SUPERVISOR = "dpmon"
 
 
 def write_trace(info: RunInfo, records: Iterable[Record], file: TextIO) -> None:
-    """Write all `records` as one JSON array, an event a line; closed in any case but a kill."""
+    """Write all `records` as one JSON array, one event per line; closed in any case but a kill."""
     trace = _Trace(file)
     try:
         trace.begin(info)
@@ -48,7 +48,7 @@ def write_trace(info: RunInfo, records: Iterable[Record], file: TextIO) -> None:
 
 
 def _us(ns: int) -> float:
-    """As µs, from which a reader that multiplies by 1000 and cuts off gets the same ns."""
+    """A time in µs; multiplied by 1000 and truncated, it gives the same ns again."""
     us = ns / 1000
     return us if int(us * 1000.0) >= ns else math.nextafter(us, math.inf)
 
@@ -60,9 +60,9 @@ class _Process:
         self.pid = pid
         self.tracks: dict[tuple[Any, ...], int] = {}
         self.lanes: dict[str, list[int]] = {}
-        """When the last slice on each track of calls, or of collectives, ended, ns."""
+        """End of the last slice on each track of calls, or of collectives, ns."""
         self.known: set[str] = set()
-        """Counters whose last value was known."""
+        """Counters with a known last value."""
 
 
 class _Trace:
@@ -95,7 +95,7 @@ class _Trace:
         self._put(ph="i", s=scope, name=name, ts=at_us, pid=process.pid, tid=tid, args=args)
 
     def _at(self, data: Mapping[str, Any]) -> float:
-        """When an event was, in µs; the newest time that was seen where it does not say so."""
+        """The time of an event in µs; the newest time so far if it has none."""
         seconds = data.get("t_s")
         if isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and 0 <= seconds < 1e9:
             self._newest_us = max(self._newest_us, seconds * 1e6)
@@ -116,7 +116,7 @@ class _Trace:
         return self._process(process, f"process {process}" if rank is None else f"rank {rank} (process {process})")
 
     def _track(self, process: _Process, key: tuple[Any, ...], name: str, order: int) -> int:
-        """The thread id of a track; ids are never shared between processes, which Perfetto would confuse."""
+        """The thread id of a track. Processes never share ids, which would confuse Perfetto."""
         tid = process.tracks.get(key)
         if tid is None:
             if self._tracks >= MAX_TRACKS:
@@ -128,7 +128,7 @@ class _Trace:
         return tid
 
     def _lane(self, process: _Process, what: str, start_ns: int, end_ns: int) -> int:
-        """The first track of calls or collectives that is free from `start_ns` on: what overlaps cannot share one."""
+        """The first track of calls or collectives that is free from `start_ns` on: they must not overlap."""
         lanes = process.lanes.setdefault(what, [])
         lane = next((lane for lane, busy_ns in enumerate(lanes) if busy_ns <= start_ns), len(lanes))
         if lane >= MAX_LANES:
@@ -141,7 +141,7 @@ class _Trace:
     # ------------------------------------------------------------------------------------------ records
 
     def begin(self, info: RunInfo) -> None:
-        """The run itself: a process with nothing but marks."""
+        """The run itself: a process with marks only."""
         run = self._process(_SUPERVISOR, f"dpmon run {short_name(info)}")
         args = {"id": info.id, "script": info.script, "command": list(info.command), "versions": dict(info.versions)}
         self._instant(run, "start", 0.0, "g", args)
@@ -151,7 +151,7 @@ class _Trace:
         self._file.write("\n]\n" if not self._first else "[]\n")
 
     def add(self, record: Record) -> None:
-        """Write what one record becomes."""
+        """Write the events of one record."""
         if isinstance(record, Call):
             self._call(record)
         elif isinstance(record, Step):
@@ -189,9 +189,9 @@ class _Trace:
                 self._counter(process, f"step {name}", at, {"value": count})
 
     def _spans(self, process: _Process, tid: int, step: Step) -> None:
-        """A slice each time that a phase ran.
+        """A slice for each time that a phase ran.
 
-        One that reaches out of another, or comes too late, is damaged: it would tear the track.
+        A slice that exceeds another, or comes too late, is damaged and would break the track.
         """
         ends, latest = [step.wall_ns], 0
         for name, begin, took in step.spans or ():
@@ -258,7 +258,7 @@ class _Trace:
     def _part(
         self, process: _Process, tid: int, call: Call, name: str, offset_ns: int, took_ns: int, args: Any
     ) -> None:
-        """A slice within a call; one that reaches out of it is damaged, and would tear the track."""
+        """A slice within a call; one that exceeds the call is damaged and would break the track."""
         if 0 <= offset_ns <= offset_ns + took_ns <= call.wall_ns and took_ns >= 0:
             self._slice(process, tid, name, call.start_ns + offset_ns, took_ns, args)
 
@@ -297,7 +297,7 @@ class _Trace:
             elif value is None and key in process.known:
                 process.known.discard(key)
                 reason = absent.get(key) if isinstance(absent, Mapping) else None
-                self._instant(process, f"{key} is not known from here on", at, "p", {"reason": reason})
+                self._instant(process, f"{key} is unknown from here on", at, "p", {"reason": reason})
 
     def _memory(self, process: _Process, data: Mapping[str, Any], at: float) -> None:
         devices = data.get("devices")
@@ -308,7 +308,7 @@ class _Trace:
 
 
 def _waits(step: Step) -> dict[str, float]:
-    """How the step waited for other ranks, if that is known."""
+    """The step's waits for other ranks, if known."""
     known = ((f"{EXPOSED}_ms", step.exposed_ns), (f"{WAIT}_ms", step.wait_ns))
     return {name: ns / 1e6 for name, ns in known if ns is not None}
 
@@ -328,5 +328,5 @@ def _title(event: Event) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    # NaN and infinity are JSON to Python, and to nobody else.
+    # Only Python's JSON accepts NaN and infinity.
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300

@@ -1,4 +1,4 @@
-"""Everything that a run has recorded so far, in the order in which it came."""
+"""All records of a run so far, in their order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dpmon.store.tables import HistoryError
 def history(directory: Path) -> Iterator[Record]:
     """All records of the run in `directory`, then {"kind": "dropped", "count": n}, then the exit if it has ended.
 
-    Raises RunError if the directory is no run of this user.
+    Raises RunError if the directory is not a run of this user.
     """
     try:
         with open_store(directory) as store:
@@ -41,14 +41,14 @@ def history(directory: Path) -> Iterator[Record]:
 
 
 def write_jsonl(directory: Path, file: IO[str], only: str | None = None) -> None:
-    """Write all records of a run (or those of one kind) to `file`, one JSON object a line, in ASCII."""
+    """Write all records of a run (or those of one kind) to `file`, one JSON object per line, in ASCII."""
     for record in history(directory):
         if only is None or kind(record) == only:
             file.write(json.dumps(as_json(record), separators=(",", ":"), ensure_ascii=True) + "\n")
 
 
 def kind(record: Record) -> str:
-    """The record's kind as it stands in its JSON."""
+    """The record's kind, as in its JSON."""
     return record.kind if isinstance(record, Event) else _KINDS[type(record)]
 
 

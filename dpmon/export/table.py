@@ -1,9 +1,9 @@
-"""CSV: one table a kind, one row a record, the same columns whatever the run.
+"""CSV: one table per kind, one row per record, the same columns for every run.
 
-An empty cell is unknown or did not run (`absent` says which). Lists stand in one cell: names and numbers with a space
-between them, sizes as `path:30x5:float32:600` (path, shape, dtype, bytes; a DTensor adds its global shape), a replica's
-or stage's with ` | ` between them, spans as `forward:0.25:1.5` (phase, start and duration in ms). What has no column of
-its own is in the last one, `more`, as JSON: nothing is lost on the way.
+An empty cell is unknown or did not run (`absent` says which). A list takes one cell: names and numbers are separated by
+a space, sizes are `path:30x5:float32:600` (path, shape, dtype, bytes; a DTensor adds its global shape), replicas and
+stages are separated by ` | `, and spans are `forward:0.25:1.5` (phase, start and duration in ms). Members without a
+column are in the last one, `more`, as JSON, so that nothing is lost.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _OTHER = ("kind",)
 
 
 class Tables:
-    """Writes records into one CSV file a kind; `open_table` gives the file for a kind the first time it is met."""
+    """Writes records into one CSV file per kind; `open_table` opens the file of a kind on its first record."""
 
     def __init__(self, open_table: Callable[[str], TextIO]) -> None:
         self._open = open_table
         self._writers: dict[str, Any] = {}
 
     def begin(self, which: str) -> Any:
-        """The writer of one kind, its header written; kinds that nobody knows share the table `other`."""
+        """The writer of one kind, after its header; unknown kinds share the table `other`."""
         which = which if which in COLUMNS else "other"
         writer = self._writers.get(which)
         if writer is None:
@@ -140,7 +140,7 @@ def _call(call: Call) -> dict[str, Any]:
 
 
 def _many(values: Iterable[float | int | None]) -> str:
-    """Numbers with a space between them; `-` holds the place of one that is not known."""
+    """Numbers separated by spaces; `-` stands for an unknown one."""
     return " ".join("-" if value is None else repr(value) for value in values)
 
 
@@ -162,7 +162,7 @@ def _extents(shape: tuple[int, ...]) -> str:
 
 
 def _memory(data: Mapping[str, Any]) -> list[list[str]]:
-    """A row a device; what the record says beside its devices is in each of them."""
+    """One row per device; each repeats the record's other members."""
     common = {key: value for key, value in data.items() if key not in ("devices", "absent")}
     if data.get("absent"):
         common["record_absent"] = data["absent"]

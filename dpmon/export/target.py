@@ -1,4 +1,4 @@
-"""Where an export goes: a file that is there whole or not at all, a pipe, or standard output."""
+"""The target of an export: a file that is replaced in one step, a pipe, or standard output."""
 
 from __future__ import annotations
 

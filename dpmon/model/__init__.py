@@ -1,1 +1,1 @@
-"""What is concluded from a run's record: pure functions of what the store says."""
+"""Conclusions from a run's record: pure functions of the store's answers."""

@@ -1,6 +1,6 @@
-"""What processes and the supervisor announced by events: who they are, modes, pauses, waits for input, warnings. Pure.
+"""Events of processes and of the supervisor: who they are, modes, pauses, waits for input, warnings. Pure.
 
-Anybody may have written an event: what makes no sense is left out.
+Any program may have written an event, so invalid ones are ignored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dpmon.record.kinds import Event
 from dpmon.record.wire import MODES
 
 CHANGES_READ = 500
-"""Changes of mode that are looked at; older ones say nothing of what is in force."""
+"""Most changes of mode to read; older ones do not affect the current mode."""
 TEXTS_READ = 100
 ROOTS_KEPT = 32
 DEVICES_READ = 4096
@@ -27,7 +27,7 @@ ANSWERING_STEPS = 100
 
 
 class InForce(NamedTuple):
-    """The mode of a process, over which devices, and why."""
+    """The mode of a process, its devices, and the reason."""
 
     mode: str
     devices: tuple[str, ...]
@@ -47,11 +47,11 @@ class Announced:
     wrappers: tuple[Wrapper, ...] = ()
     """The newest of each DistributedDataParallel."""
     _waits: tuple[tuple[int, int, int], ...] = ()
-    """Pid, begin and end of each wait for a line of input."""
+    """Pid, start and end of each wait for a line of input."""
 
     @classmethod
     def read(cls, source: Rows) -> Announced:
-        """Those that a source has."""
+        """Read the events of a source."""
         info = {
             number: event.data
             for event in source.lasting("process")
@@ -68,18 +68,18 @@ class Announced:
         )
 
     def rank_of(self, process: int) -> int | None:
-        """Its rank, as it said itself."""
+        """The rank that a process reported."""
         return whole_in(self.info.get(process, {}), "rank")
 
     def in_force(self, process: int, step: tuple[str, int] | None, called: str) -> InForce:
         """The mode of a process; `step`: mode and end of its last step, `called`: the mode of its last call.
 
-        A change that came after the last step is in force from then on.
+        A change after the last step takes effect at once.
         """
         own = [change for change in self.changes if change.process == process]
         since = {change.root: change.mode for change in own if step is None or (change.t_ns or 0) > step[1]}
         mode = step[0] if step is not None else called
-        if since:  # a root that cannot be split is single beside one that is
+        if since:  # a root that cannot be split stays single beside one that is split
             mode = "dp" if "dp" in since.values() else "single"
         given = [change for change in own if change.refused is None]
         change = next((change for change in reversed(given) if change.mode == mode), given[-1] if given else None)
@@ -89,7 +89,7 @@ class Announced:
         return InForce(mode, devices, change.virtual, change.reason)
 
     def devices_of(self, process: int) -> dict[str, tuple[tuple[str, ...], bool]]:
-        """By mode, the devices over which a process last was to run, and whether they are virtual."""
+        """By mode, the last devices of a process, and whether they are virtual."""
         return {
             change.mode: (change.devices, change.virtual)
             for change in self.changes
@@ -97,7 +97,7 @@ class Announced:
         }
 
     def refusals_of(self, process: int) -> dict[str, Refusal]:
-        """By root, the modes that it cannot have, as long as that is its last answer."""
+        """By root, the refused modes, while a refusal is the root's last answer."""
         found: dict[str, Refusal] = {}
         answered = 0
         for change in self.changes:
@@ -105,7 +105,7 @@ class Announced:
                 continue
             if change.requested_by == "user":
                 if (change.step or 0) > answered + ANSWERING_STEPS:
-                    found.clear()  # of roots that may be gone: those that are called answer anew
+                    found.clear()  # their roots may be gone; the others answer again
                 answered = max(answered, change.step or 0)
             found.pop(change.root, None)
             if change.refused is not None and len(found) < ROOTS_KEPT:
@@ -113,14 +113,14 @@ class Announced:
         return found
 
     def paused_since(self, process: int, step_ns: int | None) -> int | None:
-        """Since when a process is paused; `step_ns`: when its last step began, which ends a pause."""
+        """The start of a process's pause; `step_ns`: the start of its last step, which ends a pause."""
         newest = next((one for one in reversed(self.pauses) if one.process == process and one.refused is None), None)
         if newest is None or not newest.paused or newest.t_ns is None:
             return None
         return None if step_ns is not None and step_ns >= newest.t_ns else newest.t_ns
 
     def waits_of(self, process: int) -> tuple[tuple[int, int], ...]:
-        """Begin and end of each wait of a process for a line of input."""
+        """Start and end of each wait of a process for a line of input."""
         pid = whole_in(self.info.get(process, {}), "pid")
         return tuple((begin, end) for of, begin, end in self._waits if of == pid)
 
@@ -130,7 +130,7 @@ def _known(found: Any) -> tuple[Any, ...]:
 
 
 def mode_change(data: Mapping[str, Any]) -> ModeChange | None:
-    """What a `mode` record says; None if it does not say of which process and mode."""
+    """The content of a `mode` record; None if process or mode is missing."""
     number, mode = whole_in(data, "process"), text_in(data, "mode")
     if number is None or mode not in MODES:
         return None
@@ -150,7 +150,7 @@ def mode_change(data: Mapping[str, Any]) -> ModeChange | None:
 
 
 def pause_change(data: Mapping[str, Any]) -> PauseChange | None:
-    """What a `pause` record says; None if it does not say of which process, and whether it paused or went on."""
+    """The content of a `pause` record; None if the process, or pause or resumption, is missing."""
     number, paused = whole_in(data, "process"), data.get("paused")
     if number is None or not isinstance(paused, bool):
         return None

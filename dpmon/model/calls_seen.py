@@ -1,4 +1,4 @@
-"""What the newest calls of a process look like: each root's last call, and how long its replicas take. Pure."""
+"""The newest calls of a process: each root's last call, and the times of its replicas. Pure."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Root = tuple[str, str | None]
 HEADS_READ = 256
 STEP_CALLS_READ = 64
 PARTS_KEPT = 8
-"""Calls of one root in a step that are told apart."""
+"""Most calls of one root in a step that are distinguished."""
 ROOTS_KEPT = 32
 _TIMED = 64
-"""Newest calls to read times from where no tally has them."""
+"""Number of newest calls that provide times if no tally has them."""
 _MOST_PARTS = 256
 
 
@@ -39,7 +39,7 @@ class Calls:
     _read: dict[int, Call | None] = field(default_factory=dict)
 
     def call(self, head: CallHead) -> Call | None:
-        """The call itself; None if it is damaged."""
+        """The full call; None if it is damaged."""
         if head.id not in self._read:
             self._read[head.id] = self.source.call(self.process, head)
         return self._read[head.id]
@@ -59,11 +59,10 @@ def call_tracks(
     most: int = HEADS_READ,
     timed: bool = True,
 ) -> tuple[dict[Root, CallTrack], Root | None]:
-    """Each root's last call with its times, of the `most` newest calls; and the root that was called last.
+    """Each root's last call with its times, among the `most` newest calls; and the root that was called last.
 
-    `tallies`: of the time range; `trained`: the modes that have training steps; `mode`: that of the last step. Where no
-    tally has the times of a call, such as in the first step, they are those of the newest calls. Without `timed` there
-    are no times.
+    `tallies`: of the time range. `trained`: the modes with training steps. `mode`: that of the last step. If no tally
+    has the times of a call, as in the first step, the newest calls provide them. Without `timed` there are no times.
     """
     heads = calls.source.heads(calls.process, most)
     roots: dict[int, Root] = {}
@@ -96,7 +95,7 @@ def call_tracks(
 def _parts(heads: Sequence[CallHead], roots: Mapping[int, Root], *, whole: bool) -> dict[Root, list[list[CallHead]]]:
     """By root the first calls of its steps, the second ones and so on, each the newest first.
 
-    `whole`: the oldest step is there from its beginning.
+    `whole`: the oldest step is complete.
     """
     steps: dict[int, list[CallHead]] = {}
     for head in reversed(heads):
@@ -117,7 +116,7 @@ def _parts(heads: Sequence[CallHead], roots: Mapping[int, Root], *, whole: bool)
 
 
 def _of_heads(calls: Calls, heads: Sequence[CallHead]) -> CallTrack | None:
-    """The newest of some calls, with the times of those like it."""
+    """The newest of some calls, with the times of similar calls."""
     last = calls.call(heads[0])
     if last is None:
         return None
@@ -143,7 +142,7 @@ def _of_heads(calls: Calls, heads: Sequence[CallHead]) -> CallTrack | None:
 
 
 def _times(payload: bytes) -> list[tuple[int, float | None]]:
-    """Of each replica or stage of a call: host time in ns (-1: it did not end), device time in ms."""
+    """For each replica or stage of a call: host time in ns (-1: it did not end), device time in ms."""
     took = [ran for _, _, _, ran in call_replicas(payload)] or [ran for *_, ran in call_stages(payload)]
     known = part_times(payload) if is_timed(payload) else None
     return [(ran, None if known is None else known.of(index)) for index, ran in enumerate(took)]
@@ -163,7 +162,7 @@ def _spread(low: float | None, middle: float | None, high: float | None, calls: 
 def _of_tallies(
     head: CallHead, call: Call, tallies: Mapping[Key, Tally], trained: Collection[str], mode: str
 ) -> tuple[tuple[Spread | None, ...], dict[int, float]]:
-    """The times of a call's replicas or stages in the time range, in steps that train as its own does."""
+    """The times of a call's replicas or stages in the time range, in steps that train if its own does."""
     alike = _alike(head, tallies, trained, mode)
     series: list[Collection[str]] = []
     if call.replicas:
@@ -181,7 +180,7 @@ def _of_tallies(
 
 
 def _alike(head: CallHead, tallies: Mapping[Key, Tally], trained: Collection[str], mode: str) -> list[Tally]:
-    """The tallies of steps in which such a call has its place: a bare root runs in the steps of a split one, too."""
+    """The tallies of steps that may include such a call: a bare root also runs in the steps of a split one."""
     for name in (mode, head.mode):
         found = [
             tally

@@ -1,4 +1,4 @@
-"""What ranks spend in communication, and what their DistributedDataParallel said of itself. Pure."""
+"""The cost of communication between ranks, and the facts that their DistributedDataParallel reported. Pure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dpmon.store.window import Window
 
 BUCKETS_READ = 4096
 WRAPPERS_READ = 256
-"""Records of wrappers that are read while a run goes on: each rank repeats its own when the times in it change."""
+"""Records of wrappers to read in a live run: each rank repeats its own when its times change."""
 _NOTHING = Communicated()
-_NO_WRAPPER = "no DistributedDataParallel averages gradients here: it is not known which rank waits for which"
+_NO_WRAPPER = "no DistributedDataParallel averages gradients here, so it is unknown which rank waits for which"
 _SEVERAL_GROUPS = "its DistributedDataParallel wrappers have different process groups"
-_NOT_YET = "no step is known yet in which all ranks averaged their gradients"
+_NOT_YET = "no step is recorded yet in which all ranks averaged their gradients"
 
 
 class Wrapper(NamedTuple):
@@ -27,13 +27,13 @@ class Wrapper(NamedTuple):
     process: int
     rank: int | None
     number: int
-    """Of the wrapper in its process."""
+    """Number of the wrapper in its process."""
     root: str
     backend: str | None = None
     group_size: int | None = None
     parameter_bytes: int | None = None
     bucket_bytes: tuple[int, ...] = ()
-    """In the order in which they are averaged."""
+    """In bytes, in the order in which they are averaged."""
     bucket_cap_bytes: int | None = None
     find_unused_parameters: bool = False
     unused_bytes: int | None = None
@@ -45,7 +45,7 @@ class Wrapper(NamedTuple):
     iteration: int | None = None
     """The last iteration that torch itself timed."""
     comm_ns: float | None = None
-    """torch's time of it: the communication of the backward pass, from the first bucket on."""
+    """torch's time of the communication of the backward pass, from the first bucket on."""
     overlap_ns: float | None = None
     """The part of that time in which the backward pass still computed."""
     no_sync_times: str | None = None
@@ -55,36 +55,36 @@ class Wrapper(NamedTuple):
     most_unused_bytes: int | None = None
     """The largest `unused_bytes` of all its records; in a `Communication`, of all ranks."""
     looked: int = 0
-    """Iterations in which torch looked for unused parameters, as far as they are recorded."""
+    """Recorded iterations in which torch looked for unused parameters."""
 
     @property
     def waits_in_forward(self) -> bool:
-        """Whether its ranks wait for each other in the forward, too."""
+        """Whether its ranks wait for each other also in the forward."""
         return self.sync_batch_norm or self.broadcast_buffers
 
     @property
     def unhidden_ns(self) -> float:
-        """What torch's times leave after the computation."""
+        """torch's communication time beyond the end of the computation, in ns."""
         return (self.comm_ns or 0.0) - (self.overlap_ns or 0.0)
 
 
 class Communication(NamedTuple):
-    """Time that the ranks of a run spend in communication in a mean step; ns, None if unknown."""
+    """The ranks' communication in a mean step; ns, None if unknown."""
 
     ranks: tuple[RankTimes, ...]
-    """Each with its process group, as far as that is known."""
+    """The ranks, each with its process group if known."""
     wrappers: tuple[Wrapper, ...]
-    """Those of one rank, by number."""
+    """The wrappers of one rank, by number."""
     sampled: Wrapper | None
-    """The wrapper with torch's own times of the newest iteration, on the rank that the others waited for in it."""
+    """The wrapper with torch's times of the newest iteration, on the rank that the others waited for."""
     lately: bool
     """Whether the times are of the last steps; else of the whole run."""
     missing: str | None
-    """Why it is not known how the ranks wait for each other."""
+    """Why it is unknown how the ranks wait for each other."""
     collectives: Communicated = Communicated()
-    """Of sampled steps."""
+    """The collectives of sampled steps."""
     sampled_of: int = 0
-    """Steps in the time of these samples, of all ranks."""
+    """All steps of all ranks in the time of these samples."""
 
     @property
     def one_in(self) -> int | None:
@@ -99,7 +99,7 @@ class Communication(NamedTuple):
 
     @property
     def joined(self) -> int:
-        """In how many steps it is known how the ranks waited for each other."""
+        """Number of steps with known waits between ranks."""
         return min((one.joined for one in self.known), default=0)
 
     @property
@@ -114,17 +114,17 @@ class Communication(NamedTuple):
 
     @property
     def wait_ns(self) -> float | None:
-        """The mean of all ranks."""
+        """The mean over all ranks."""
         return _mean(one.wait_ns for one in self.known)
 
     @property
     def exposed_share(self) -> float | None:
-        """Of the step (0 to 1)."""
+        """Share of the step (0 to 1)."""
         return _share(self.exposed_ns, self.step_ns)
 
     @property
     def wait_share(self) -> float | None:
-        """Of the step (0 to 1)."""
+        """Share of the step (0 to 1)."""
         return _share(self.wait_ns, self.step_ns)
 
     @property
@@ -134,17 +134,17 @@ class Communication(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Of the rank with most of them."""
+        """The number of steps of the rank with most."""
         return max((one.steps for one in self.ranks), default=0)
 
     @property
     def synced(self) -> float | None:
-        """Backward passes a step that averaged gradients."""
+        """Backward passes per step that averaged gradients."""
         return _a_step(self.ranks, [one.synced for one in self.ranks])
 
     @property
     def unsynced(self) -> float | None:
-        """Backward passes a step that averaged nothing (no_sync)."""
+        """Backward passes per step that averaged nothing (no_sync)."""
         return _a_step(self.ranks, [one.unsynced for one in self.ranks])
 
     def straggler(self) -> Straggler | None:
@@ -152,7 +152,7 @@ class Communication(NamedTuple):
         return straggler(self.ranks)
 
     def waits_in_forward(self) -> str | None:
-        """Why ranks wait for each other in the forward, too; None if they do not."""
+        """Why ranks wait for each other also in the forward; None if they do not."""
         causes = []
         if any(one.sync_batch_norm for one in self.wrappers):
             causes.append("SyncBatchNorm")
@@ -174,7 +174,7 @@ def communication(
 ) -> Communication | None:
     """The communication of these ranks; None for one process without a DistributedDataParallel.
 
-    `collectives`: those of sampled steps, and `sampled_of`: the steps in their time.
+    `collectives`: those of sampled steps. `sampled_of`: all steps in their time.
     """
     if len(ranks) < 2 and not wrappers:
         return None
@@ -192,9 +192,9 @@ def communication(
 
 
 def _most_unused(wrappers: Iterable[Wrapper], number: int) -> int | None:
-    """Of this wrapper on all ranks: the search for unused parameters is needed if any rank leaves one out.
+    """The largest over all ranks of one wrapper: the search is needed if any rank leaves a parameter out.
 
-    None if it is unknown on any of them.
+    None if any rank does not know it.
     """
     sizes = [one.most_unused_bytes for one in wrappers if one.number == number]
     known = [size for size in sizes if size is not None]
@@ -233,7 +233,7 @@ def _grouped(
 def _missing(
     ranks: Sequence[RankTimes], wrappers: Sequence[Wrapper], groups: Mapping[int, set[tuple[int, ...]]]
 ) -> str:
-    """`wrappers`: of one rank; `groups`: by process, those of all wrappers."""
+    """Why waits are unknown. `wrappers`: of one rank; `groups`: by process, the groups of all wrappers."""
     if not wrappers:
         return _NO_WRAPPER
     reason = next((one.no_sync_times for one in wrappers if one.no_sync_times), None)
@@ -243,14 +243,14 @@ def _missing(
         return _SEVERAL_GROUPS
     size, there = max(one.group_size or 0 for one in wrappers), max(len(ranks), 1)
     if size == 1:
-        return "there is one rank, which waits for no other"
+        return "there is only one rank"
     if there < size:
-        return f"{there} of {size} ranks are in this record, and it takes all of them to tell who waits for whom"
+        return f"{there} of {size} ranks are in this record; all of them are needed to see who waits for whom"
     return _NOT_YET
 
 
 def _sampled(wrappers: Iterable[Wrapper]) -> Wrapper | None:
-    """On the slowest rank the communication ends soonest after the computation, as the exposed time is defined."""
+    """The wrapper on the slowest rank: there, the least communication remains after the computation."""
     timed = [one for one in wrappers if one.comm_ns and one.iteration is not None]
     newest = max((one.iteration or 0 for one in timed), default=0)
     return min((one for one in timed if one.iteration == newest), key=lambda one: one.unhidden_ns, default=None)
@@ -274,9 +274,9 @@ def _a_step(ranks: Sequence[RankTimes], counts: Sequence[int]) -> float | None:
 
 
 def ranks_in(window: Window, ranks: Mapping[int, int | None]) -> tuple[RankTimes, ...]:
-    """The mean times of each rank in a window; those of a job that was started again are of all its processes.
+    """The mean times of each rank in a window; a restarted rank's include all its processes.
 
-    `ranks`: by process. Processes without a rank are left out, as are the first steps after a change of mode.
+    `ranks`: by process. Omits processes without a rank, and the first steps after a change of mode.
     """
     found: dict[int, tuple[int, Tally]] = {}
     for process in window.processes:
@@ -303,7 +303,7 @@ class _Unused:
         self._iteration: int | None = None
 
     def add(self, data: Mapping[str, Any]) -> None:
-        """Take the next record; several may repeat one iteration."""
+        """Add the next record; several records may repeat one iteration."""
         unused, iteration = whole_in(data, "unused_bytes"), whole_in(data, "iteration")
         absent = data.get("absent")
         self._unknown |= isinstance(absent, Mapping) and "unused_bytes" in absent
@@ -317,7 +317,7 @@ class _Unused:
 
 
 def newest_wrappers(records: Iterable[Mapping[str, Any]]) -> tuple[Wrapper, ...]:
-    """The newest of each wrapper, from the `ddp` records of a run in order; unused parameters are those of all."""
+    """The newest record of each wrapper, from a run's `ddp` records in order; unused parameters cover all records."""
     newest: dict[tuple[int | None, int | None], Mapping[str, Any]] = {}
     unused: dict[tuple[int | None, int | None], _Unused] = {}
     for data in records:
@@ -365,7 +365,7 @@ def wrapper(data: Mapping[str, Any]) -> Wrapper | None:
 
 
 def _group(data: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The process group of a wrapper; None if it is not known, or makes no sense."""
+    """The process group of a wrapper; None if it is unknown or invalid."""
     listed, rank = data.get("group"), whole_in(data, "rank")
     if not isinstance(listed, list) or any(type(one) is not int for one in listed) or rank not in listed:
         return None

@@ -1,4 +1,4 @@
-"""What ranks spend in communication as members of JSON: the same in the report and in the lines of `--json`. Pure."""
+"""The ranks' communication as JSON members, the same in the report and in the lines of `--json`. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WRAPPER = (
 
 
 def rank_fields(times: RankTimes | None) -> dict[str, Any]:
-    """The mean times of a rank in ms; null where they are not known."""
+    """The mean times of a rank in ms; null if unknown."""
     phases = times.phases if times is not None else {}
     return {
         **{f"{name}_ms": _ms(phases.get(name)) for name in ("data", "forward", "backward")},
@@ -28,7 +28,7 @@ def rank_fields(times: RankTimes | None) -> dict[str, Any]:
 
 
 def communication_fields(found: Communication | None) -> dict[str, Any] | None:
-    """All of it; None if no ranks train together."""
+    """The communication as JSON members; None if no ranks train together."""
     if found is None:
         return None
     return {

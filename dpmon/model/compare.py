@@ -1,9 +1,9 @@
-"""dp against single: what the other devices are worth, with its uncertainty, its ground, or what a verdict lacks. Pure.
+"""Compares dp with single: the speed-up with its interval and its main reason, or what is missing for a verdict. Pure.
 
-Compared are steps of one kind: the same number of samples, and all training or all evaluation. The first steps after a
-change of mode are left out (caches are filled, algorithms chosen). The speed-up is the ratio of the median step times.
-Its interval comes from the order statistics of each mode's steps (a median's usual interval, which asks for no
-distribution), widened where steps depend on those before them (by batch means of the share above the median, over the
+Only steps of one kind are compared: the same number of samples, and all training or all evaluation. The first steps
+after a change of mode are left out (caches fill, algorithms are chosen). The speed-up is the ratio of the median step
+times. Its interval comes from the order statistics of each mode's steps (the usual interval of a median, for any
+distribution). It is widened if steps depend on earlier ones (by batch means of the share above the median, over the
 tallies in order of time), and combined for the ratio by MOVER on the logarithms (Zou and Donner, 2008).
 """
 
@@ -28,22 +28,22 @@ from dpmon.store.window import Window
 
 MODES_COMPARED = ("single", "dp")
 MIN_STEPS = 20
-"""Steps of each mode below which no verdict is given."""
+"""Fewest steps of each mode for a verdict."""
 _BATCHES = 4
-"""Fewer batches say nothing of how steps depend on each other."""
+"""Fewest batches that show how steps depend on each other."""
 _Z = 1.96
-"""Of a normal distribution, for 95 %."""
+"""Half the width of a 95 % interval of a normal distribution, in standard deviations."""
 WORTH = 0.05
-"""Share of a step below which copying is not worth a word."""
+"""Smallest share of a step at which copying is mentioned."""
 _APART = 1.1
-"""By so much the ratio of means may lie outside the interval without a word."""
+"""Factor by which the ratio of means may lie outside the interval without a note."""
 _APPLY = "parallel_apply"
 COPIES = ("scatter", "replicate", "gather")
 """Phases that only dp has."""
 
 
 class Interval(NamedTuple):
-    """An estimate, and between what it lies with 95 % confidence."""
+    """An estimate with its 95 % confidence interval."""
 
     value: float
     low: float
@@ -51,33 +51,33 @@ class Interval(NamedTuple):
 
 
 class Side(NamedTuple):
-    """One mode, over the steps that are compared; times in ns."""
+    """One mode, over the compared steps; times in ns."""
 
     mode: str
     steps: int
-    """Steps behind the figures."""
+    """Number of compared steps."""
     seen: int
-    """Steps of this mode, without the evaluations of one that trains."""
+    """Steps of this mode, without evaluations if the mode trains."""
     median_ns: float | None
     p95_ns: float | None
     mean_ns: float | None
     rate: Rate | None
-    """Over all steps of the mode, whatever is compared."""
+    """Over all steps of the mode, compared or not."""
     phases: tuple[PhaseFigures, ...]
     """As in dpmon.store.figures.Figures."""
     memory: Mapping[str, Peak] = {}
-    """By device, the most that was allocated while in this mode."""
+    """By device, the most memory allocated in this mode."""
 
     @property
     def parts(self) -> tuple[PhaseFigures, ...]:
-        """The phases that add up to the step, in its order: forward is what the phases of its calls leave of it."""
+        """The phases that add up to the step, in its order; forward is the part outside its calls' phases."""
         found = {phase.name: phase for phase in self.phases}
         named = ((phase, found.get(REST if phase.name == "forward" else phase.name)) for phase in PHASES)
         return tuple(figures._replace(name=phase.shown) for phase, figures in named if figures is not None)
 
 
 class Ground(NamedTuple):
-    """What a verdict rests on: the phase that changed most, its share of the dp step, its median in each mode (ns)."""
+    """The reason of a verdict: the phase that changed most, its share of the dp step, its median in each mode (ns)."""
 
     phase: str
     share: float | None
@@ -87,30 +87,30 @@ class Ground(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """Both modes side by side. Without a speed-up, `missing` says why; with one, `outcome` is a word for it."""
+    """Both modes side by side. `missing` says why there is no speed-up; otherwise `outcome` describes it."""
 
     sides: Mapping[str, Side] = field(default_factory=dict)
-    """By mode, those that were seen."""
+    """The modes with steps, by name."""
     devices: tuple[str, ...] = ()
-    """Of dp."""
+    """The devices of dp."""
     virtual: bool = False
     samples: int | None = None
-    """Samples in each of the steps that are compared; None: not known, or nothing is compared."""
+    """Samples in each compared step; None if unknown, or if nothing is compared."""
     left_out: int = 0
-    """Steps of another kind: another number of samples, or the other of training and evaluation."""
+    """Omitted steps: another number of samples, or evaluation instead of training (or the reverse)."""
     left_backward: int = 0
-    """Of these, those that are the other of training and evaluation."""
+    """Part of `left_out`: evaluation instead of training, or the reverse."""
     trained: bool = True
-    """Whether the steps that are compared train."""
+    """Whether the compared steps train."""
     speedup: Interval | None = None
     efficiency: float | None = None
-    """Speed-up a device; None for virtual replicas, which have no devices of their own."""
+    """Speed-up per device; None for virtual replicas, which share devices."""
     outcome: str | None = None
-    """faster, slower, or even: the interval holds 1."""
+    """The result: "faster", "slower", or "even" if the interval contains 1."""
     by_mean: float | None = None
-    """The ratio of the mean step times, where it is quite another than that of the medians."""
+    """The ratio of the mean step times, if it differs much from that of the medians."""
     uneven: tuple[str, Uneven] | None = None
-    """With `by_mean`: the mode whose steps are less alike, and how; None if those of each are alike enough."""
+    """With `by_mean`: the mode with the more uneven steps, and how uneven; None if neither is uneven."""
     ground: Ground | None = None
     cost: Ground | None = None
     """The copying that takes the largest share of the dp step."""
@@ -121,9 +121,9 @@ class Comparison:
 
 
 def median_interval(tally: Tally, parts: Iterable[Tally] = ()) -> Interval | None:
-    """The median step and its interval; None if there are no steps. `parts`: the same steps in order of time.
+    """The median step and its interval; None without steps. `parts`: the same steps in order of time.
 
-    The ends of the interval are those of their buckets, so it holds what the sketch cannot tell apart.
+    The ends of the interval are the ends of their buckets, so it includes values that the sketch cannot distinguish.
     """
     counts, value = tally.stat(STEP).counts, tally.median(STEP)
     count = sum(counts.values())
@@ -145,10 +145,10 @@ def _at(counts: Counts, rank: int) -> int:
 
 
 def _dependence(counts: Counts, parts: Sequence[Counts]) -> float:
-    """By how much the variance of a median is larger than if no value depended on those before it; at least 1.
+    """The factor (at least 1) by which the dependence of values on earlier ones increases the variance of a median.
 
-    Parts are joined into batches of at least the square root of all values. Their shares above the median vary as much
-    as those of random batches of their sizes, or more.
+    Parts are joined into batches of at least the square root of the number of values. Their shares above the median
+    vary at least as much as those of random batches of the same sizes.
     """
     centre, count = median(counts), sum(counts.values())
     if centre is None:
@@ -175,7 +175,7 @@ def _dependence(counts: Counts, parts: Sequence[Counts]) -> float:
 
 
 def _above(counts: Counts, centre: float) -> float:
-    """How many values lie above the median; those in its bucket count half."""
+    """Number of values above the median; values in its bucket count half."""
     return sum(
         number if middle(bucket) > centre else number / 2 if middle(bucket) == centre else 0
         for bucket, number in counts.items()
@@ -183,7 +183,7 @@ def _above(counts: Counts, centre: float) -> float:
 
 
 def ratio(above: Interval, below: Interval) -> Interval | None:
-    """One estimate over another that does not depend on it; None unless all are positive."""
+    """The ratio of two independent estimates; None unless all values are positive."""
     if min(*above, *below) <= 0:
         return None
     middle = log(above.value) - log(below.value)
@@ -219,8 +219,8 @@ def compare_modes(
 ) -> Comparison:
     """Compare the steps of "dp" with those of "single", of one process.
 
-    `process`: None for the first that has both; `devices`: those of dp; `longest`: the longest steps, which tell what
-    makes steps unlike; `waits`: from when to when (ns) the script waited for input.
+    `process`: None for the first with both modes. `devices`: those of dp. `longest`: the longest steps, which show why
+    steps are uneven. `waits`: start and end (ns) of each wait for input.
     """
     who = first_with_both(window) if process is None else process
     tallies = {key: tally for key, tally in window.by_process.items() if key.process == who and tally.steps}
@@ -264,7 +264,7 @@ def compare_modes(
 
 
 def first_with_both(window: Window) -> int:
-    """The first process that has steps in both modes, or else the first."""
+    """The first process with steps in both modes, or else the first."""
     modes: dict[int, set[str]] = {process: set() for process in window.processes}
     for key in window.by_process:
         modes.setdefault(key.process, set()).add(key.mode)
@@ -282,7 +282,7 @@ def _taken(tallies: Mapping[Key, Tally], mode: str, kind: _Kind) -> Tally:
 
 
 def _common(kinds: Mapping[str, Counter[_Kind]]) -> _Kind | None:
-    """The kind of step that both modes have most of, rather one that trains; None if they share none."""
+    """The most frequent kind of step in both modes, preferably a training step; None if they share none."""
     one, other = kinds.values()
     both = {kind: min(count, other[kind]) for kind, count in one.items() if other[kind] and kind.batch != OTHER_SIZES}
     if both:
@@ -293,7 +293,7 @@ def _common(kinds: Mapping[str, Counter[_Kind]]) -> _Kind | None:
 
 
 def _lacking(there: Sequence[str], lacking: Mapping[str, int]) -> str:
-    """What is missing, in steps."""
+    """The steps that are missing for a verdict."""
     unseen = [mode for mode in MODES_COMPARED if mode not in there]
     if unseen:
         return f"{' and '.join(unseen)} not seen yet"
@@ -307,7 +307,7 @@ def _unlike(kinds: Mapping[str, Counter[_Kind]]) -> str:
     trains = {mode: kind.trains for mode, kind in usual.items()}
     if len(set(trains.values())) > 1:
         which = next(mode for mode, trained in trains.items() if not trained)
-        return f"no verdict: the steps in {which} have no backward pass, the others have"
+        return f"no verdict: the steps in {which} have no backward pass, the others do"
     names = {NO_SAMPLES: "unknown", OTHER_SIZES: "changing numbers of"}
     sizes = ", ".join(f"{names.get(kind.batch, kind.batch)} samples a step in {mode}" for mode, kind in usual.items())
     return f"no verdict: the batches are not of the same size ({sizes})"
@@ -323,7 +323,7 @@ def _judged(
     single, dp = (median_interval(taken[mode], parts[mode]) for mode in MODES_COMPARED)
     found = ratio(single, dp) if single is not None and dp is not None else None
     if found is None:
-        return replace(base, missing="no verdict: a step took no time that could be measured")
+        return replace(base, missing="no verdict: a step took no measurable time")
     outcome = "faster" if found.low > 1 else "slower" if found.high < 1 else "even"
     each = found.value / len(base.devices) if base.devices and not base.virtual else None
     cost = _cost(base.sides["dp"])
@@ -344,7 +344,7 @@ def _means(found: Interval, sides: Mapping[str, Side]) -> float | None:
 def _least_alike(
     taken: Mapping[str, Tally], longest: Sequence[LongRow], waits: Sequence[tuple[int, int]]
 ) -> tuple[str, Uneven] | None:
-    """The mode whose mean and median step are further apart, if they are far."""
+    """The mode with the larger gap between mean and median step, if that gap is large."""
     most, found = 0.0, None
     for mode in MODES_COMPARED:
         mean, centre = taken[mode].stat(STEP).mean, taken[mode].median(STEP)
@@ -361,8 +361,8 @@ def _cost(dp: Side) -> Ground | None:
 
 
 def _largest(sides: Mapping[str, Side], outcome: str) -> Ground | None:
-    """The phase that is most of the difference; the replicas' forward counts as forward."""
-    if outcome == "even":  # the copying, if it is worth a word
+    """The phase with most of the difference; the replicas' forward counts as forward."""
+    if outcome == "even":  # the copying, if its share is large enough to mention
         cost = _cost(sides["dp"])
         return cost if cost is not None and (cost.share or 0) >= WORTH else None
     took = {mode: _by_phase(side, lambda phase: phase.median_ns) for mode, side in sides.items()}
@@ -379,7 +379,7 @@ def _largest(sides: Mapping[str, Side], outcome: str) -> Ground | None:
 
 
 def _by_phase(side: Side, figure: Callable[[PhaseFigures], float | None]) -> dict[str, float]:
-    """A figure of each phase that ran; what the calls' own phases leave of the forward counts with the replicas'."""
+    """A figure of each phase that ran; the forward outside its calls' phases counts with the replicas' forward."""
     found: dict[str, float] = {}
     for phase in side.phases:
         value = figure(phase)

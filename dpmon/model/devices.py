@@ -1,4 +1,4 @@
-"""What was sampled of devices and of the host, and how much memory each mode used at most. Pure."""
+"""The samples of devices and of the host, and the peak memory of each mode. Pure."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dpmon.model.state import DeviceTrack, ModeChange
 from dpmon.store.answers import Sample
 
 HISTORY_S = 640
-"""Seconds of samples that are kept for the charts."""
+"""Seconds of samples that the charts need."""
 _DEVICES = 256
 _GAP_S = 5
-"""A shorter time without a sample is no gap: the value before it stands."""
+"""A shorter time without a sample is no gap: the last value is repeated."""
 _HOST = -1
 _VISITS = 16
-"""Changes of mode back to which peaks are looked for."""
+"""Number of changes of mode to search for peaks."""
 _MINUTE = 60 * SECOND
 _LATE_NS = 5 * SECOND
 _Values = tuple[float | None, float | None, float | None]
@@ -29,7 +29,7 @@ _Values = tuple[float | None, float | None, float | None]
 
 @dataclass(slots=True)
 class _Track:
-    """The newest sample of one device and its values, one a second."""
+    """The newest sample of one device and its values, one per second."""
 
     id: int = 0
     t_ns: int = -(1 << 63)
@@ -41,7 +41,7 @@ class _Track:
             return
         used, total = sample.mem_used, sample.mem_total
         missing = sample.t_ns // SECOND - self.t_ns // SECOND - 1 if self.values else 0
-        if missing < 0:  # two in one second
+        if missing < 0:  # a second sample in the same second
             self.values.pop()
         elif missing:
             last = self.values[-1] if missing < _GAP_S else (None, None, None)
@@ -57,18 +57,18 @@ class _Track:
 
 @dataclass(slots=True)
 class Samples:
-    """Reads the samples of the last minutes, and remembers them: each is read once."""
+    """Reads the samples of the last minutes and caches them: each is read once."""
 
     _tracks: dict[int, _Track] = field(default_factory=dict)
     _last_id: int = 0
     _until_ns: int = -1
     began: int = 0
-    """How often it began anew: the time went back."""
+    """Counts how often the time went back, so that the samples were read again."""
     host: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=HISTORY_S))
-    """When the run's processes had how many bytes of the host's memory."""
+    """Memory of the run's processes on the host: times, and bytes."""
 
     def read(self, source: Rows) -> None:
-        """Take in what is new up to the time of `source`."""
+        """Read the new samples up to the time of `source`."""
         if source.until_ns < self._until_ns:
             self._tracks, self._last_id, self.began = {}, 0, self.began + 1
             self.host.clear()
@@ -88,7 +88,7 @@ class Samples:
         return {index: track.shown() for index, track in self._tracks.items() if index != _HOST}
 
     def of_host(self) -> DeviceTrack:
-        """The host; without data if there is no sample."""
+        """The host; without data if it was not sampled."""
         return self._tracks[_HOST].shown() if _HOST in self._tracks else DeviceTrack()
 
 
@@ -96,7 +96,7 @@ class Samples:
 
 
 class Visit(NamedTuple):
-    """A time in which one mode was in force: the step it began with, and when."""
+    """A time in one mode: its first step, and its start."""
 
     mode: str
     step: int
@@ -104,9 +104,9 @@ class Visit(NamedTuple):
 
 
 def visits_of(changes: Iterable[ModeChange], process: int) -> list[Visit]:
-    """Each time that a mode of a process was in force, in order.
+    """The times in each mode of a process, in order.
 
-    If it has several roots, it is in dp while one of them is.
+    A process with several roots is in dp while one of them is.
     """
     by_root: dict[str, str] = {}
     found: list[Visit] = []
@@ -120,9 +120,9 @@ def visits_of(changes: Iterable[ModeChange], process: int) -> list[Visit]:
 
 
 def device_peaks(source: Rows, process: int, visits: Sequence[Visit]) -> dict[str, dict[str, Peak]]:
-    """By mode and device, the most that torch had allocated: the allocator's peak never falls.
+    """By mode and device, torch's peak of allocated memory, which never falls.
 
-    A peak that came before a mode was in force says only that the mode used no more.
+    A peak from before a mode shows only that the mode used no more.
     """
     found: dict[str, dict[str, Peak]] = {}
     for number, visit in list(enumerate(visits))[-_VISITS:]:
@@ -147,15 +147,15 @@ def device_peaks(source: Rows, process: int, visits: Sequence[Visit]) -> dict[st
 
 @dataclass(slots=True)
 class HostPeaks:
-    """By mode, the most memory of the host that the run's processes had. Each sample is taken in once."""
+    """By mode, the peak of host memory of the run's processes. Each sample counts once."""
 
     _of: tuple[int, int] = (-1, -1)
-    """Process, and how often the samples began anew."""
+    """Process, and how often the time of the samples went back."""
     _peaks: dict[str, Peak] = field(default_factory=dict)
     _until_ns: int = -1
 
     def read(self, source: Rows, samples: Samples, process: int, visits: Sequence[Visit]) -> dict[str, Peak]:
-        """The peaks as of the time of the samples, which come after sums of whole minutes."""
+        """The peaks as of the time of the samples; older memory is known per minute."""
         if not samples.host:
             return {}
         if self._of != (process, samples.began):
@@ -174,7 +174,7 @@ class HostPeaks:
         return found
 
     def _add_minutes(self, minutes: Sequence[tuple[int, int]], visits: Sequence[Visit]) -> None:
-        """Add sums of minutes; one in which the mode changed counts only for a mode that has no other."""
+        """Add minutes; a minute with a change of mode counts only for a mode without other minutes."""
         mixed: list[tuple[str, int]] = []
         for start, most in minutes:
             modes = _modes_between(visits, start, start + _MINUTE)
@@ -188,14 +188,14 @@ class HostPeaks:
 
 
 def _modes_between(visits: Sequence[Visit], begin_ns: int, end_ns: int) -> list[str]:
-    """The modes that were in force between two times, at least one."""
+    """The modes between two times, at least one."""
     first = max(bisect_right(visits, begin_ns, key=lambda visit: visit.begin_ns) - 1, 0)
     last = max(bisect_right(visits, end_ns, key=lambda visit: visit.begin_ns), 1)
     return list(dict.fromkeys(visit.mode for visit in visits[first:last]))
 
 
 def _keep_peak(peaks: dict[str, Peak], mode: str, used: int, sure: bool = True) -> None:
-    """Memory of another mode often stays allocated: only the excess belongs to this one."""
+    """Raise a mode's peak. Memory of another mode often stays allocated, so only the excess is certain."""
     before = peaks.get(mode)
     others = [peak.bytes for other, peak in peaks.items() if other != mode]
     exact = sure and used > max(others, default=-1)

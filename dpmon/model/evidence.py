@@ -1,4 +1,4 @@
-"""What findings are found from: the figures of a whole run, or of as much of it as somebody has seen. Pure data."""
+"""The data behind findings: the figures of a run, or of the part of it that was seen. Pure data."""
 
 from __future__ import annotations
 
@@ -25,21 +25,20 @@ class ModeFacts(NamedTuple):
     rate: Rate | None
     phases: tuple[PhaseFigures, ...]
     early: Mapping[str, float]
-    """Medians over the first third of the steps, by phase; `step` for the whole. Empty where there are few."""
+    """Medians over the first third of the steps, by phase; `step` for the whole. Empty with too few steps."""
     late: Mapping[str, float]
     """The same over the last third."""
     early_p75_ns: float | None = None
     late_p25_ns: float | None = None
-    """Of the whole step: where most of the last third lies above most of the first, it is no noise."""
+    """The whole step: third quartile of the first third, first quartile of the last; they tell a drift from noise."""
     mean_ns: float | None = None
     """Mean time of the whole step."""
     distributed: str | None = None
-    """How its ranks trained one model together (a key of RANK_MODES): with one device each, so neither dp nor
-    single."""
+    """How its ranks trained one model together (a key of RANK_MODES), which is neither dp nor single."""
     counted: Counted = ()
 
     def share(self, *names: str) -> float:
-        """The part of all step time that phases took together (0 to 1)."""
+        """The share of all step time that phases took together (0 to 1)."""
         return sum(phase.share or 0.0 for phase in self.phases if phase.name in names)
 
     def phase(self, name: str) -> PhaseFigures | None:
@@ -48,21 +47,21 @@ class ModeFacts(NamedTuple):
 
 
 class BatchFacts(NamedTuple):
-    """The calls of one root under dp: how often devices went without rows."""
+    """The calls of one root under dp: how often devices received no rows."""
 
     root: str
     devices: int
     calls: int
     idle_calls: int
-    """Calls in which fewer replicas than devices received rows."""
+    """Calls in which some devices received no rows."""
     rows: int | None
-    """Of the batch, most often among those calls; None if not seen."""
+    """Rows of the batch, most often among those calls; None if not seen."""
     idle: int
     """Devices without rows, most often among those calls."""
 
 
 class ReplicaFacts(NamedTuple):
-    """One replica in one mode: its rows (most often) and its forward's host time in ns; its device's, where known."""
+    """One replica in one mode: its most frequent rows, and its forward's host and device time in ns."""
 
     mode: str
     root: str
@@ -74,22 +73,22 @@ class ReplicaFacts(NamedTuple):
     p95_ns: float | None
     virtual: bool
     device_ns: float | None = None
-    """Median of what its device took for the forward."""
+    """Median device time of the forward."""
     device_calls: int = 0
-    """In how many calls that is known."""
+    """Number of calls with a known device time."""
     untimed: str | None = None
-    """Why it is known in none, if the record says."""
+    """Why no call has one, if the record says."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """One GPU over the run; None where it was never known."""
+    """One GPU over the run; None for unknown values."""
 
     index: int
     name: str | None
     uuid: str | None
     called: str | None
-    """What the run's processes call it, such as cuda:0."""
+    """Its name in the run's processes, such as cuda:0."""
     of_run: bool | None
     samples: int
     util_median: float | None
@@ -100,31 +99,31 @@ class DeviceFacts:
     temperature_max: float | None
     power_max: float | None
     throttled: Mapping[str, int]
-    """Samples by reason why the clocks were held down."""
+    """Number of samples by the reason that held the clocks down."""
     throttle_samples: int
-    """Samples that knew whether they were."""
+    """Number of samples that include these reasons."""
 
 
 class HostFacts(NamedTuple):
-    """The machine's processors over the run: medians of so many samples; None where it was never known."""
+    """The machine's processors over the run: medians of `samples`; None for unknown values."""
 
     samples: int
     cpus: int
     cpu_pct: float
-    """Of all processors."""
+    """Use of all processors in per cent."""
     others: float
-    """Processors that processes beside this run's kept busy."""
+    """Processors kept busy by other processes."""
     own: float
-    """Processors that the run's did."""
+    """Processors kept busy by the run's processes."""
     load: float | None
-    """Threads that ran or wanted to."""
+    """Threads that ran or wanted to run."""
 
 
 class LongStep(NamedTuple):
     """A step among the longest of the run, and the phase that took most of it.
 
-    Of a deleted one (its number is None) it is known how long it took, about when it began, and how much of it at least
-    was in that phase; None if no phase took most of it for certain. INPUT: most of it was a wait for a line of input.
+    A deleted step has no number (None). Its duration is known, its start roughly, and a lower bound of the time in that
+    phase; the phase is None unless it certainly took most. INPUT: a wait for a line of input took most of it.
     """
 
     process: int
@@ -137,7 +136,7 @@ class LongStep(NamedTuple):
 
 
 class LoaderStart(NamedTuple):
-    """A DataLoader that began to iterate: when, how long that took (ns), and what it is."""
+    """A DataLoader that began to iterate: start and duration (ns), and a description."""
 
     process: int
     start_ns: int
@@ -148,7 +147,7 @@ class LoaderStart(NamedTuple):
 
 @dataclass(frozen=True)
 class Evidence:
-    """A run, as far as findings need it. Times in ns since its start."""
+    """The facts of a run that findings need. Times in ns since its start."""
 
     modes: tuple[ModeFacts, ...] = ()
     batches: tuple[BatchFacts, ...] = ()
@@ -157,25 +156,25 @@ class Evidence:
     host: HostFacts | None = None
     memory: tuple[Held, ...] = ()
     longest: tuple[LongStep, ...] = ()
-    """The longest steps, the longest first; not all that were long, where there are many."""
+    """The longest steps, the longest first; if there are many, not all of them."""
     spent: Mapping[str, int] = field(default_factory=dict)
     """Time of the run by activity (dpmon.store.accounting), ns."""
     gaps: tuple[GapRow, ...] = ()
     """The longer times between two steps, the longest first."""
     loaders: tuple[LoaderStart, ...] = ()
     compared: Comparison | None = None
-    """dp against single; None where not both modes were seen."""
+    """dp against single; None unless both modes were seen."""
     communication: Communication | None = None
-    """Of ranks; None for one process without a DistributedDataParallel."""
+    """The communication of ranks; None for one process without a DistributedDataParallel."""
     processes: int = 0
     last_step_ns: int | None = None
     end_ns: int | None = None
-    """When the run ended; None while it goes on."""
+    """When the run ended; None while it runs."""
     raised: str | None = None
     """The exception that ended the run, with the rank and the line of the script."""
     paused_ns: int = 0
-    """In pauses of all processes at once, which are in no step."""
+    """Time in pauses of all processes at once, which belongs to no step."""
     inputs: tuple[tuple[int | None, int, int], ...] = ()
-    """Which process waited for a line of input (None: one that does not train), from when to when."""
+    """Waits for input: the process (None: one that does not train), start, end."""
     paused_after_ns: int = 0
-    """The part of it that was after the last step."""
+    """The part of `paused_ns` after the last step."""

@@ -1,4 +1,4 @@
-"""What a finding is, and the words that findings are made of. Pure."""
+"""The parts of a finding, and the words that findings share. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dpmon.model.evidence import Evidence, LongStep, ModeFacts
 from dpmon.model.numbers import duration, group, minutes
 
 MIN_STEPS = 30
-"""Below this a median says little, and start-up (caches, allocator, loader workers) still weighs."""
+"""Fewest steps for a median; in fewer, start-up (caches, allocator, loader workers) weighs too much."""
 
 
 class Finding(NamedTuple):
@@ -19,22 +19,22 @@ class Finding(NamedTuple):
     """data, slower, replicate, transfer, idle, small batch, uneven, fuller, throttled, low use, drift, stall, spread,
     between, quiet, failed, busy, crowded, straggler, exposed, bucket, accumulation, unused."""
     text: str
-    """What was found, one sentence."""
+    """The fact, one sentence."""
     ground: str
-    """The figures it stands on."""
+    """The figures behind it."""
     advice: str
     """What to try."""
     weight: float
-    """How much it matters, to put the heaviest first: about the share of time (0 to 1) that it touches."""
+    """Importance, for the order: about the share of time (0 to 1) that is affected."""
 
 
 def enough(evidence: Evidence) -> Iterator[ModeFacts]:
-    """The modes with enough steps to say something of."""
+    """The modes with enough steps for findings."""
     yield from (mode for mode in evidence.modes if mode.steps >= MIN_STEPS)
 
 
 def under(mode: ModeFacts, evidence: Evidence) -> str:
-    """Which mode is meant, where there are several."""
+    """The mode in words, if there are several."""
     return f" in mode {mode.mode}" if len(evidence.modes) > 1 and mode.mode else ""
 
 
@@ -45,22 +45,22 @@ def of(mode: ModeFacts, name: str) -> str:
 
 
 def basis(mode: ModeFacts) -> str:
-    """The step that shares are of, and how many there were."""
+    """The step behind the shares, and the number of steps."""
     return f"step median {took(mode.median_ns)} over {mode.steps:,} steps"
 
 
 def of_process(step: LongStep, evidence: Evidence) -> str:
-    """Which process a step is of, where there are several."""
+    """The process of a step in words, if there are several."""
     return f" of process {step.process}" if evidence.processes > 1 else ""
 
 
 def many(count: int, word: str) -> str:
-    """1 row, 2 rows."""
+    """A count with its noun: "1 row", "2 rows"."""
     return f"{group(count)} {word}{'' if count == 1 else 's'}"
 
 
 def times(one: float | None, other: float | None) -> str:
-    """How many times the other the one is."""
+    """The ratio of `one` to `other` in words."""
     ratio = (one or 0) / (other or 1)
     return f"{ratio:.0f} times" if ratio >= 10 else f"{ratio:.1f} times"
 

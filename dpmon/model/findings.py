@@ -1,7 +1,7 @@
-"""What is worth a look in a run, with its ground in figures and what to try. Pure: Evidence in, findings out.
+"""The findings of a run, each with its figures and advice. Pure: Evidence in, findings out.
 
-A finding is a statement about what was measured, never a guess at what was not: the ground gives the figures it stands
-on, and there is none from too few steps. Thresholds are named beside what uses them, each with its reason.
+A finding states a measured fact, never a guess. Its ground holds the figures behind it; too few steps give no finding.
+Thresholds stand beside the code that uses them, each with its reason.
 """
 
 from __future__ import annotations
@@ -24,6 +24,6 @@ _FINDERS: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
 
 
 def findings(evidence: Evidence) -> list[Finding]:
-    """Everything worth a look, the heaviest first; empty if there is nothing, or too little was seen."""
+    """All findings, the most important first; empty if there is nothing to report, or too little was seen."""
     found = [finding for find in _FINDERS for finding in find(evidence)]
     return sorted(found, key=lambda finding: -finding.weight)

@@ -10,20 +10,20 @@ from dpmon.model.numbers import group, percent
 from dpmon.model.stragglers import held_up, how_often
 
 EXPOSED_SHARE = 0.2
-"""Of the step, for communication that nothing hides. Some is always there: nothing can hide the last bucket."""
+"""Share of the step for exposed communication. Some always exists: nothing can hide the last bucket."""
 BUCKET_SHARE, BUCKET_EXPOSED = 0.5, 0.1
-"""The last bucket's part of all bytes, and the part of the step that is exposed."""
+"""The last bucket's share of all bytes, and the exposed share of the step."""
 BUCKET_BYTES = 8 << 20
-"""Size of the last bucket below which smaller buckets do not pay: each has its own latency."""
+"""Smallest last bucket (bytes) for which smaller buckets pay: each bucket has its own latency."""
 LARGE_BYTES = 1 << 20
-"""Size of all gradients below which their number of bytes hardly matters."""
+"""Smallest size (bytes) of all gradients at which their number of bytes matters."""
 AVERAGED_TIMES = 1.5
-"""Synchronised passes for each step with an optimizer step. A script that skips some optimizer steps (overflows of
-mixed precision) stays below."""
+"""Synchronised passes per step with an optimizer step. A script that skips some optimizer steps (overflows of mixed
+precision) stays below."""
 MIN_LOOKED = 3
-"""Iterations in which no parameter was unused; one of them may be an exception."""
+"""Fewest iterations in which no parameter was unused; a single one may be an exception."""
 _SMALL = 0.05
-"""Weight where it is not known how much time is lost."""
+"""Weight if the lost time is unknown."""
 _BUCKETS_NAMED = 4
 
 _SLOW_DEVICE = (
@@ -43,7 +43,7 @@ _NO_PHASE = "what differs on that rank: its GPU and its clocks, other processes 
 
 
 def between_ranks(found: Communication | None) -> Iterator[Finding]:
-    """Everything worth a look."""
+    """All findings about ranks."""
     if found is not None:
         yield from _straggler(found)
         yield from _exposed(found)
@@ -91,7 +91,7 @@ def _exposed(found: Communication) -> Iterator[Finding]:
 
 
 def _bucket(found: Communication) -> Iterator[Finding]:
-    """The last bucket is averaged when everything is computed: its communication stays exposed."""
+    """The last bucket is averaged after the whole computation, so its communication stays exposed."""
     share = found.exposed_share
     if share is None or share < BUCKET_EXPOSED or found.joined < MIN_STEPS or len(found.wrappers) != 1:
         return
@@ -117,7 +117,7 @@ def _cap(one: Wrapper) -> str:
 
 
 def _accumulation(found: Communication) -> Iterator[Finding]:
-    """Averaging in every backward pass of several that the optimizer waits for. Several models may have several."""
+    """Gradients averaged in every backward pass between two optimizer steps. Only for one model: several need more."""
     synced, unsynced = sum(one.synced for one in found.ranks), sum(one.unsynced for one in found.ranks)
     optimized = sum(one.optimized for one in found.ranks)
     each = optimized // max(len(found.ranks), 1)

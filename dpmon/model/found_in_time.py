@@ -1,4 +1,4 @@
-"""What is worth a look in the time of the steps and their phases. Pure."""
+"""Findings about the time of steps and phases. Pure."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from dpmon.model.verdict import sentence
 from dpmon.store.answers import GapRow
 
 COPY_SHARE = 0.2
-"""Of the step, for copies to the device; for replicate, or for scatter and gather: what DataParallel itself costs, and
-DDP mostly does not."""
+"""Share of the step for copies to the device; for replicate; for scatter and gather. The last two are the cost of
+DataParallel itself, and DDP mostly avoids them."""
 DRIFT_RATIO, DRIFT_STEPS = 1.2, 150
-"""Last third's median by the first third's, from so many steps (50 a third): well above a median's own noise. And three
-quarters of the last third must be above three quarters of the first, lest a noisy machine is taken for a drift."""
+"""Ratio of the medians of the last and the first third, and fewest steps (50 per third): well above a median's noise.
+Also, three quarters of the last third must exceed three quarters of the first: a noisy machine is no drift."""
 STALL_RATIO, STALL_NS = 10, 500_000_000
-"""Step by the median, and at least so long: nobody minds ten times a millisecond."""
+"""Ratio of a step to the median, and its shortest time: ten times a millisecond does not matter."""
 SPREAD_RATIO, SPREAD_NS = 10, 50_000_000
-"""p95 by the median, and at least so long: where one step in twenty takes that, there is no single stall to name."""
+"""Ratio of p95 to the median, and shortest p95: if one step in twenty takes that long, no single stall explains it."""
 STALLS_SHARE, STALLS_NS = 0.02, 5_000_000_000
-"""Of the time of all steps, or so long together: less is not worth a line."""
+"""Share of the time of all steps, or their total time: shorter stalls are not worth a line."""
 BETWEEN_SHARE, BETWEEN_NS = 0.1, 1_000_000_000
-"""Of the training time, and at least so long: an epoch's end or a checkpoint costs some per cent of it, and a tenth is
-worth as much as a tenth of every step."""
+"""Share of the training time, and shortest total: an epoch's end or a checkpoint costs some per cent; a tenth matters
+as much as a tenth of every step."""
 WORKERS_SHARE = 0.5
-"""Of the gaps: then starting the workers is what most of that time goes into."""
+"""Share of the gaps: from here on, most of that time goes into starting workers."""
 QUIET_NS, QUIET_SHARE = 30_000_000_000, 0.1
-"""Without a step at the end, and of the run: saving and a last evaluation take some time."""
+"""Time without a step at the end, and share of the run: saving and a last evaluation take some time."""
 
 _ON_GPUS = "measure on GPUs first: virtual replicas share the processors of this machine"
 _STALL_ADVICE = {
-    "data": "the loader stood still: a new epoch that starts its workers anew (persistent_workers), a cold cache, a"
+    "data": "the loader stood still: a new epoch that starts its workers again (persistent_workers), a cold cache, a"
     " slow disk or network",
     "copy": "the host waited in a copy for the device's other work, or for memory to be pinned",
     "forward": "a shape seen for the first time (compilation, kernel choice), or another process on the device",
@@ -48,7 +48,7 @@ _STALL_ADVICE = {
 def data(evidence: Evidence) -> Iterator[Finding]:
     """Waiting for the loader.
 
-    Where it is known how long the devices waited, that counts: they may have work queued while the host waits.
+    The devices' waiting time counts if it is known: they may have queued work while the host waits.
     """
     for mode in enough(evidence):
         figures, share, on_device = mode.phase("data"), mode.share("data"), ""
@@ -66,7 +66,7 @@ def data(evidence: Evidence) -> Iterator[Finding]:
 
 
 def transfers(evidence: Evidence) -> Iterator[Finding]:
-    """Copying batches to the devices, by the devices' own time: a host that copies may wait there for other work."""
+    """Copying batches to the devices, by device time: on the host, a copy may also wait for other work."""
     for mode in enough(evidence):
         figures = mode.phase("copy")
         share = figures.device_share if figures is not None else None
@@ -100,12 +100,12 @@ def slower(evidence: Evidence) -> Iterator[Finding]:
 
 
 def copies(evidence: Evidence) -> Iterator[Finding]:
-    """What DataParallel itself takes: replicate; scatter and gather."""
+    """The cost of DataParallel itself: replicate; scatter and gather."""
     for mode in enough(evidence):
         if mode.mode != "dp":
             continue
         share = mode.share("replicate")
-        virtual = " These replicas are virtual: on GPUs the share is another." if mode.virtual else ""
+        virtual = "  These replicas are virtual: on GPUs the share differs." if mode.virtual else ""
         if share >= COPY_SHARE:
             yield Finding(
                 "replicate",
@@ -144,7 +144,7 @@ def drift(evidence: Evidence) -> Iterator[Finding]:
         where = f"; {phase} grew most: {took(mode.early.get(phase))}, then {took(mode.late[phase])}" if phase else ""
         yield Finding(
             "drift",
-            f"Steps became slower{under(mode, evidence)}: in the end {times(late, early)} as long as at first.",
+            f"Steps became slower{under(mode, evidence)}: at the end {times(late, early)} as long as at first.",
             f"median {took(early)} over the first third of {mode.steps:,} steps, {took(late)} over the last{where}",
             "lists or graphs that grow (losses kept with their graph), memory that fills up, heat, a fuller disk, other"
             " work on the machine",
@@ -156,13 +156,13 @@ def stalls(evidence: Evidence) -> Iterator[Finding]:
     """Single steps that took very long."""
     medians = {mode.mode: mode.median_ns for mode in enough(evidence) if mode.median_ns and not _is_spread(mode)}
     total = sum((mode.median_ns or 0) * mode.steps for mode in evidence.modes)
-    longest = [step for step in evidence.longest if step.phase != INPUT]  # nobody is to blame for those
+    longest = [step for step in evidence.longest if step.phase != INPUT]  # waits for a user are no stalls
     stalls = [step for step in longest if _is_stall(step, medians.get(step.mode))]
     lost = sum(step.wall_ns for step in stalls)
     if not stalls or (lost < STALLS_SHARE * (total + lost) and lost < STALLS_NS):
         return
     worst = stalls[0]
-    # Of deleted steps only the longest of each tally is known, of the others a limited number.
+    # For deleted steps the count is a lower bound: each tally has only its longest, and others a limited number.
     least = len(stalls) == len(longest) > 1 or any(step.step is None for step in stalls)
     count = "one" if len(stalls) == 1 else str(len(stalls))
     count = f"At least {count}" if least else count.capitalize()
@@ -180,18 +180,18 @@ def stalls(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _where(step: LongStep, evidence: Evidence) -> str:
-    """Which step, when, and what took most of it, as far as it is known."""
+    """The step, its time, and the phase that took most of it, as far as they are known."""
     process = of_process(step, evidence)
     if step.step is not None:
-        phase = f", of which {step.phase} {took(step.phase_ns)}" if step.phase is not None else ""
+        phase = f", {took(step.phase_ns)} in {step.phase}" if step.phase is not None else ""
         return f"step {step.step}{process} at {clock(step.start_ns)}, {took(step.wall_ns)}{phase}"
-    phase = f", of which {step.phase} at least {took(step.phase_ns)}" if step.phase is not None else ""
-    return f"a step{process} about {clock(step.start_ns)}, which was deleted, {took(step.wall_ns)}{phase}"
+    phase = f", at least {took(step.phase_ns)} in {step.phase}" if step.phase is not None else ""
+    return f"a step{process} at about {clock(step.start_ns)} (deleted), {took(step.wall_ns)}{phase}"
 
 
 def _stall_advice(phase: str | None, evidence: Evidence) -> str:
     if phase is None:
-        return "the script's output of that time: a checkpoint, an evaluation, a loader that started anew"
+        return "the script's output of that time: a checkpoint, an evaluation, a loader that started again"
     if phase == "backward" and evidence.processes > 1:
         return _STALL_ADVICE[phase] + ", or a rank that the others waited for"
     return _STALL_ADVICE.get(phase, _STALL_ADVICE["other"])
@@ -219,14 +219,14 @@ def between(evidence: Evidence) -> Iterator[Finding]:
         f" {clock(worst.begin_ns)}",
         "DataLoader(persistent_workers=True): the workers then start once, not in every epoch"
         if by
-        else "the script's own work there: a checkpoint, logging, a loader that starts its workers anew"
+        else "the script's own work there: a checkpoint, logging, a loader that starts its workers again"
         " (persistent_workers=True keeps them)",
         lost / whole,
     )
 
 
 def _starts_workers(evidence: Evidence, gap: GapRow) -> int:
-    """How long workers were started in a gap (ns), by loaders that do so in every epoch."""
+    """Time (ns) of starting workers in a gap, by loaders that start them in every epoch."""
     return sum(
         waited_ns([(one.start_ns, one.start_ns + one.took_ns)], gap.begin_ns, gap.end_ns)
         for one in evidence.loaders
@@ -239,9 +239,9 @@ def _is_spread(mode: ModeFacts) -> bool:
 
 
 def spread(evidence: Evidence) -> Iterator[Finding]:
-    """Times that are all over the place."""
+    """Step times that vary widely."""
     for mode in enough(evidence):
-        # Where one step in twenty has waited for somebody to type, a p95 says nothing else.
+        # If one step in twenty waited for input, that alone explains the p95.
         typed = len(evidence.inputs) >= mode.steps / 20
         if _is_spread(mode) and (mode.p95_ns or 0) >= SPREAD_NS and not typed:
             share, phase = max(((phase.share or 0.0, phase.name) for phase in mode.phases), default=(0.0, "none"))
@@ -261,10 +261,10 @@ def _is_stall(step: LongStep, median_ns: float | None) -> bool:
 
 
 def quiet(evidence: Evidence) -> Iterator[Finding]:
-    """A run that goes on after its last step."""
+    """A run that continues long after its last step."""
     if evidence.end_ns is None or evidence.last_step_ns is None or not list(enough(evidence)):
         return
-    # A pause is no silence of the script's, nor is a wait for whoever is to type.
+    # Pauses and waits for input are not the script's silence.
     waits = [(begin, end) for _, begin, end in evidence.inputs]
     waited = waited_ns(waits, evidence.last_step_ns, evidence.end_ns)
     quiet = evidence.end_ns - evidence.last_step_ns - evidence.paused_after_ns - waited

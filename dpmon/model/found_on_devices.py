@@ -1,4 +1,4 @@
-"""What is worth a look in how the work is shared between replicas, in their devices and in the machine. Pure."""
+"""Findings about the split between replicas, about their devices and about the machine. Pure."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from dpmon.model.finding import MIN_STEPS, Finding, enough, gib, many, times, to
 from dpmon.model.numbers import percent
 
 IDLE_CALLS = 0.5
-"""Of the calls under dp. The last batch of an epoch is often short; every other batch is not chance."""
+"""Share of the calls under dp. The last batch of an epoch is often short; every other batch is no accident."""
 ROWS_RATIO = 0.75
-"""Smallest share of rows by the largest. torch.chunk leaves up to one row less on large batches, which is no matter."""
+"""Smallest ratio of fewest to most rows. torch.chunk leaves one row less on large batches, which does not matter."""
 TIME_RATIO = 1.5
-"""Slowest replica's median by the fastest one's, with equal rows: more than the spread of equal GPUs. Of what the
-devices took, where that is known of all."""
+"""Ratio of the slowest to the fastest replica's median, with equal rows: above the spread of equal GPUs. Device times
+are used if all are known."""
 HOST_BOUND = 1.2
-"""A replica's time on its device by that on the host, up to which the device was waiting for what the host queues: then
-its time is the host's (between two events, idleness counts)."""
+"""Ratio of device to host time up to which a device counts as waiting for the host's queue. Its time is then the
+host's (between two events, idleness counts)."""
 FULLER_RATIO, FULLER_BYTES = 1.25, 512 << 20
-"""First GPU by the fullest of the others, and at least so much more: a context alone is some hundreds of MiB."""
+"""Ratio of the first GPU's memory to the fullest of the others, and smallest excess: a context takes some 100 MiB."""
 THROTTLED = 0.05
-"""Of the samples: short dips after a burst are usual."""
+"""Share of the samples: short dips after a burst are usual."""
 THROTTLE_SAMPLES = 10
 LOW_USE, USE_SAMPLES = 30.0, 20
-"""Median of "any kernel ran" in per cent: most of the time the GPU had nothing to do at all."""
+"""Median of "any kernel ran" in per cent: below this the GPU was idle most of the time."""
 HOST_SAMPLES = 10
-"""A second each: less is a start."""
+"""Fewest samples, one per second; fewer cover only the start."""
 FULL_PCT = 90.0
-"""Median use of all processors; below it there is one free for whoever wants it, most of the time."""
+"""Median use of all processors; below it one is usually free."""
 OTHERS_SHARE = 0.25
-"""Of the processors. A desktop, a monitor and the supervisor itself stay well below it."""
+"""Number of processors. A desktop, a monitor and the supervisor itself stay well below it."""
 LOAD_RATIO = 2.0
-"""Threads that want to run, by processors: then each waits as long as it runs."""
+"""Threads that want to run, per processor: at this ratio each waits as long as it runs."""
 
 
 def idle(evidence: Evidence) -> Iterator[Finding]:
@@ -79,7 +79,7 @@ def uneven(evidence: Evidence) -> Iterator[Finding]:
         batch = batches.get(root)
         if len(replicas) > 1:
             uneven = list(_uneven_rows(root, replicas, batch.devices if batch is not None else len(replicas)))
-            # That devices are idle says more of the same batch.
+            # The finding about idle devices already explains this batch.
             yield from (uneven or _uneven_times(root, replicas)) if batch is None or not _is_idle(batch) else ()
 
 
@@ -97,17 +97,17 @@ def _uneven_rows(root: str, replicas: list[ReplicaFacts], devices: int) -> Itera
 
 
 def _uneven_times(root: str, replicas: list[ReplicaFacts]) -> Iterator[Finding]:
-    # The host only queues what a GPU computes: its times say little of that where those of all devices are known.
+    # The host only queues a GPU's work: prefer device times if those of all devices are known.
     on_device = all(replica.device_ns is not None and replica.device_calls >= MIN_STEPS for replica in replicas)
     middles = [(replica.device_ns if on_device else replica.median_ns, replica) for replica in replicas]
     timed = [(middle, replica) for middle, replica in middles if middle]
-    # Virtual replicas share processors: which of them gets one first says nothing of the data.
+    # Virtual replicas share processors: their order of running says nothing about the data.
     if len(timed) < 2 or any(replica.virtual for _, replica in timed):
         return
     slowest, slow = max(timed, key=itemgetter(0))
     fastest, fast = min(timed, key=itemgetter(0))
     if on_device and slowest <= HOST_BOUND * (slow.median_ns or 0):
-        return  # threads that queue it take turns
+        return  # the threads that queue the work take turns
     if slowest >= TIME_RATIO * fastest:
         where = "device" if on_device else "host"
         yield Finding(
@@ -139,7 +139,7 @@ def fuller(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _memory_by_device(evidence: Evidence) -> list[tuple[str, float]]:
-    """What the run held on each of its GPUs at most, in bytes, by name; as the driver says, or else as torch does."""
+    """The most memory in bytes that the run held on each GPU, by name; from the driver, or else from torch."""
     ours = [device for device in evidence.devices if device.of_run and device.mem_run_max is not None]
     if len(ours) > 1:
         ours.sort(key=lambda device: (device.called is None, device.called or "", device.index))
@@ -176,7 +176,7 @@ def throttled(evidence: Evidence) -> Iterator[Finding]:
 
 
 def low_use(evidence: Evidence) -> Iterator[Finding]:
-    """GPUs with nothing to do."""
+    """GPUs that were idle."""
     for device in evidence.devices:
         if device.of_run is not True or device.util_median is None or device.util_samples < USE_SAMPLES:
             continue
@@ -191,7 +191,7 @@ def low_use(evidence: Evidence) -> Iterator[Finding]:
 
 
 def busy(evidence: Evidence) -> Iterator[Finding]:
-    """Processors that others take, or that the run itself has too few of."""
+    """Processors that are busy with other work, or too few for the run itself."""
     host = evidence.host
     if host is None or host.samples < HOST_SAMPLES or host.cpu_pct < FULL_PCT or not list(enough(evidence)):
         return
@@ -201,7 +201,7 @@ def busy(evidence: Evidence) -> Iterator[Finding]:
             "busy",
             f"The machine is busy with other work: {host.others:.1f} of its {_processors(host)} on the median.",
             _ground(host),
-            "times on a quieter machine will be others; end what else runs there, or see who it is (top)",
+            "times on a quieter machine will differ; find the other work (top), and end it if you can",
             share / 2,
         )
     elif host.load is not None and host.load >= LOAD_RATIO * host.cpus:
@@ -209,7 +209,7 @@ def busy(evidence: Evidence) -> Iterator[Finding]:
             "crowded",
             f"More threads want to run than there are processors: {host.load:.0f} on {_processors(host)}.",
             _ground(host),
-            "fewer threads (torch.set_num_threads, OMP_NUM_THREADS) or loader workers; as many as processors in all",
+            "fewer threads (torch.set_num_threads, OMP_NUM_THREADS) or loader workers: no more in all than processors",
             0.3,
         )
 

@@ -1,4 +1,4 @@
-"""How the steps of a process went over time: columns of equal duration, as the screen draws them. Pure."""
+"""The steps of a process over time: columns of equal duration, as the screen draws them. Pure."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from dpmon.record.schema import PHASES, REST, STEP
 from dpmon.store.tally import WIDTHS, Tally
 
 COLUMNS = 640
-"""Columns that are read at most."""
+"""Most columns to read."""
 _NICE = (1, 2, 5, 10, 15, 30, 60)
 _WIDTHS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 28800, 86400)
 """Durations of a column of the whole run, in seconds."""
 _OPEN_S = 5
-"""Seconds before the newest step in which records of other rings may still come."""
+"""Records of other rings may still come for this many seconds before the newest step."""
 _SERIES = tuple(REST if phase.name == "forward" else phase.name for phase in PHASES)
 
 
 def width_of_columns(span_s: int, length_s: int) -> int:
-    """The duration of a column in seconds: of a time range, or of the whole run (0), which has lasted `length_s`."""
+    """Seconds per column: for a time range, or for the whole run (0), which has lasted `length_s`."""
     if span_s:
         return 1
     return next((width for width in _WIDTHS if length_s <= width * COLUMNS), _WIDTHS[-1])
@@ -34,13 +34,13 @@ def width_of_columns(span_s: int, length_s: int) -> int:
 
 @dataclass(slots=True)
 class Columns:
-    """Reads the columns of one process, and keeps those that cannot change any more."""
+    """Reads the columns of one process, and caches those that can no longer change."""
 
     _of: tuple[int, int, int] = (-1, 0, 0)
     """Process, width, and the first second."""
     _closed: list[Column] = field(default_factory=list)
     _until: int = 0
-    """All columns before this second are closed."""
+    """All columns before this second are complete."""
 
     def read(self, tallies: Tallies, process: int, begin_s: int, end_s: int, width: int) -> tuple[Column, ...]:
         """The columns from one second to another, oldest first; `begin_s` and `end_s` as of the newest step."""
@@ -90,20 +90,20 @@ def _both(one: Column, other: Column) -> Column:
 class Picture(NamedTuple):
     """A history as the screen draws it: columns of one mode and equal duration, oldest first, with their width.
 
-    A column without steps (count 0) is a time without any step, ended or under way.
+    In the time of a column without steps (count 0), no step ended or was under way.
     """
 
     columns: Sequence[Column]
     cells: int
     seconds: int
-    """Duration of one column."""
+    """Seconds per column."""
 
 
 def pictured(process: Process, span_s: int, width: int, over: bool = False) -> Picture:
     """The history for `width` cells: about the last `span_s` seconds, or the whole run for 0.
 
-    Columns stay where they are until there is no room, then the oldest quarter goes: so a column is drawn once, not
-    again and again one cell further left. `over`: nothing will follow, so no room is kept for it.
+    Columns keep their place until the space is full; then the oldest quarter goes. So a column is drawn once and
+    does not move with every new one. `over`: no columns will follow, so none are reserved.
     """
     if width <= 0 or not process.columns:
         return Picture((), 1, 1)
@@ -113,7 +113,7 @@ def pictured(process: Process, span_s: int, width: int, over: bool = False) -> P
     cells = max(width * seconds // span_s, 1)
     room = width // cells
     origin = process.began_ns // SECOND // seconds if process.began_ns >= 0 else process.columns[0].second // seconds
-    # Not that of the last column: a damaged time may be later than all that follow.
+    # The newest column is not always the last: a damaged time may be later than all that follow.
     newest = max(column.second for column in process.columns) // seconds - origin
     page = 1 if over else max(room // 4, 1)
     first = -(-(newest + 1 - room) // page) * page if newest >= room else 0
@@ -160,6 +160,6 @@ def _placed(columns: Iterable[Column], seconds: int, first: int) -> list[Column]
 
 
 def _of_slot(modes: Mapping[str, Column], before: str) -> Column:
-    """The column of a slot: that of a mode other than the one before, if there is one."""
+    """The column of a slot: preferably of another mode than the one before."""
     others = sorted((column for mode, column in modes.items() if mode != before), key=lambda column: column.begin_ns)
     return others[0] if others else modes[before]

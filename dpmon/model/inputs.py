@@ -1,6 +1,6 @@
-"""A step in which the script waited for a line of input is no slow step: which steps have how much of such waits.
+"""Waits for a line of input within steps: such a step is not slow.
 
-The waits are what the supervisor saw: where one began and ended is known to a fraction of a second. Pure.
+The supervisor saw the waits; their starts and ends are known to a fraction of a second. Pure.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 INPUT = "input"
-"""Stands where else the phase stands that a step is longer by."""
+"""Takes the place of the longer phase."""
 SAID = "waiting for input"
 
 
 def waited_ns(spans: Iterable[tuple[int, int]], start_ns: int, end_ns: int) -> int:
-    """How much of the time from `start_ns` to `end_ns` lies in any of `spans`, which do not overlap."""
+    """How much of the time from `start_ns` to `end_ns` (ns) lies in `spans`, which do not overlap."""
     return sum(max(min(end, end_ns) - max(begin, start_ns), 0) for begin, end in spans)
 
 

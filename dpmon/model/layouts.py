@@ -1,4 +1,4 @@
-"""What the replicas, processes and stages of a run got and gave, and in how many calls. Pure."""
+"""The inputs and outputs of a run's replicas, processes and stages, with their numbers of calls. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TENSORS_NAMED = 4
 
 
 class ReplicaSizes(NamedTuple):
-    """What one replica got and gave, and in how many calls; sizes are None if they were not seen."""
+    """The inputs and outputs of one replica and their number of calls; sizes are None if they were not seen."""
 
     mode: str
     root: str
@@ -29,7 +29,7 @@ class ReplicaSizes(NamedTuple):
 
 
 class ProcessSizes(NamedTuple):
-    """What the calls of a process got and gave most often; `calls` are all of them."""
+    """The most frequent inputs and outputs of a process's calls; `calls` counts all of them."""
 
     device: str
     inputs: str | None
@@ -38,7 +38,7 @@ class ProcessSizes(NamedTuple):
 
 
 class StageSizes(NamedTuple):
-    """What one stage of a model on several devices got and gave; times are of the calls in which it ended."""
+    """The inputs and outputs of one stage of a model on several devices; times are of the calls in which it ended."""
 
     root: str
     stage: int
@@ -50,20 +50,20 @@ class StageSizes(NamedTuple):
     time: Stat
     on_device: Stat
     untimed: str | None
-    """Why no device time is known, if the record says."""
+    """Why the device time is unknown, if the record says."""
 
 
 class Layouts:
-    """The shapes of a run's calls, with the definitions that they refer to."""
+    """The shapes of a run's calls, with their definitions."""
 
     def __init__(self, shapes: Sequence[Shape], definitions: Mapping[int, Mapping[int, Any]]) -> None:
         """`definitions`: by process and number."""
         self._shapes = shapes
         self.trained = {(one.process, one.layout, one.mode) for one in shapes if not one.kind & EVALUATION}
-        """Process, layout and mode of those with calls of training steps."""
+        """Process, layout and mode of layouts with calls in training steps."""
         self._definitions = definitions
         self.processes = {shape.process for shape in shapes}
-        """Those with calls."""
+        """Shapes with calls."""
         self.virtual = any(shape.virtual and self._layout(shape) for shape in shapes)
         """Whether a call had virtual replicas."""
         self.distributed = next((by for shape in shapes if (by := _by_ranks(self._layout(shape)))), None)
@@ -85,7 +85,7 @@ class Layouts:
         return None
 
     def calls(self, mode: str, evaluation: bool, trained: bool) -> int:
-        """Calls of a mode, those in no step too; parameters as in dpmon.store.figures.merged."""
+        """Number of calls of a mode, including those outside steps; parameters as in dpmon.store.figures.merged."""
         return sum(
             shape.calls
             for shape in self._shapes
@@ -97,7 +97,7 @@ class Layouts:
         return {(shape.mode, shape.kind) for shape in self._shapes}
 
     def replicas(self, several: bool) -> list[ReplicaSizes]:
-        """What each replica got and gave, most calls first. `several`: processes, so ranks are not listed here."""
+        """The inputs and outputs of each replica, most calls first; without ranks if `several` processes train."""
         found: Counter[ReplicaSizes] = Counter()
         for shape in self._shapes:
             layout = self._layout(shape)
@@ -114,7 +114,7 @@ class Layouts:
         )
 
     def of_process(self, process: int) -> ProcessSizes:
-        """What the calls of a process got and gave most often."""
+        """The most frequent inputs and outputs of a process's calls."""
         groups: Counter[tuple[str, bool, int, tuple[tuple[int, int], ...]]] = Counter()
         for shape in self._shapes:
             if shape.process == process:
@@ -133,7 +133,7 @@ class Layouts:
         )
 
     def stages(self, tallies: Mapping[Key, Tally]) -> list[StageSizes]:
-        """What each stage got and gave, most calls first; `tallies` of each process."""
+        """The inputs and outputs of each stage, most calls first; `tallies` of each process."""
         calls: Counter[tuple[int, int, int, int, int, int]] = Counter()
         for shape in self._shapes:
             for index, (number, got, gave) in enumerate(shape.stages):
@@ -160,7 +160,7 @@ class Layouts:
         return sorted(found.values(), key=lambda one: (one.root, one.stage, -one.calls))
 
     def untimed(self, process: int, layout: int | None = None) -> Counter[str]:
-        """Why calls of a process have no device time, and how many: of one layout, or all."""
+        """The reasons why calls of a process have no device time, counted; of one layout, or all."""
         found: Counter[str] = Counter()
         for shape in self._shapes:
             if shape.process == process and layout in (None, shape.layout):
@@ -170,7 +170,7 @@ class Layouts:
         return found
 
     def _layout(self, shape: Shape) -> Mapping[str, Any]:
-        """The layout of a shape; empty if it is not known."""
+        """The layout of a shape; empty if unknown."""
         found = self._definition(shape.process, shape.layout)
         return found if isinstance(found, dict) else {}
 
@@ -178,9 +178,9 @@ class Layouts:
         return self._definitions.get(process, {}).get(number)
 
     def _text(self, process: int, number: int) -> str | None:
-        """Sizes as people write them, None if they were not seen: [30, 5] or x [30, 5], mask [30].
+        """Sizes as text: "[30, 5]" or "x [30, 5], mask [30]"; None if they were not seen.
 
-        Of a DTensor both shapes: [15, 5] of [30, 5].
+        A DTensor has both shapes: "[15, 5] of [30, 5]".
         """
         value = self._definition(process, number) if number else None
         if not isinstance(value, list):
@@ -194,13 +194,13 @@ class Layouts:
 
 
 def _by_ranks(layout: Mapping[str, Any]) -> str | None:
-    """`via` of a layout if its calls are of ranks that train one model together; else None."""
+    """`via` of a layout if its calls belong to ranks that train one model together; else None."""
     via = layout.get("via")
     return via if isinstance(via, str) and via in RANK_MODES else None
 
 
 def why_untimed(layout: Mapping[str, Any], number: int) -> str | None:
-    """Why calls have no device time: by the number in their records, or as their layout says."""
+    """Why calls have no device time: by the number in their records, or by their layout."""
     if 0 < number < len(UNTIMED):
         return UNTIMED[number]
     absent = layout.get("absent")
@@ -209,5 +209,5 @@ def why_untimed(layout: Mapping[str, Any], number: int) -> str | None:
 
 
 def most_common(reasons: Counter[str]) -> str | None:
-    """The reason that is given most often; None if there is none."""
+    """The most frequent reason; None without one."""
     return reasons.most_common(1)[0][0] if reasons else None

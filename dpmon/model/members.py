@@ -1,4 +1,4 @@
-"""Members of an event's data, which anybody may have written: what is of another type is None."""
+"""Typed members of an event's data, which any program may have written: a member of another type is None."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ SECOND = 1_000_000_000
 
 
 def number_in(data: Mapping[str, Any], key: str) -> float | None:
-    """A number that is no bool."""
+    """The number under `key`; a bool is not a number."""
     value = data.get(key)
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 def whole_in(data: Mapping[str, Any], key: str) -> int | None:
-    """A whole number that is no bool."""
+    """The whole number under `key`; a bool is not a number."""
     value = data.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def text_in(data: Mapping[str, Any], key: str) -> str | None:
-    """A text."""
+    """The text under `key`."""
     value = data.get(key)
     return value if isinstance(value, str) else None
 
 
 def ns_in(data: Mapping[str, Any], key: str) -> int | None:
-    """A time or a duration in seconds, as ns; one that is negative or takes decades makes no sense."""
+    """A time or a duration in seconds, as ns; None if it is negative or decades long."""
     seconds = number_in(data, key)
-    # NaN and infinity are JSON to Python.
+    # Python's JSON accepts NaN and infinity.
     return int(seconds * SECOND) if seconds is not None and 0 <= seconds < 1e9 else None
 
 
 def finite(value: Any) -> Any:
-    """The value with None in place of NaN and infinity, which only Python accepts as JSON."""
+    """The value with None for NaN and infinity, which only Python accepts as JSON."""
     if isinstance(value, float) and not abs(value) < 1e308:
         return None
     if isinstance(value, Mapping):

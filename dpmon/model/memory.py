@@ -1,4 +1,4 @@
-"""What each device's memory holds, over all processes that train: from their newest records of it. Pure."""
+"""The memory of each device by holder, over all training processes, from their newest records. Pure."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ HOST = "host"
 """The key in a mode's peaks for the sampled memory of all processes of the run."""
 MAX_DEVICES = 256
 TRIFLE_BYTES = 1 << 20
-"""Less than that on the host is no row beside those of GPUs."""
+"""Less than this on the host gets no row beside those of GPUs."""
 
 
 class Peak(NamedTuple):
-    """The most memory that was used in a mode; at most this much if not `exact` (the peak came before the mode did)."""
+    """The peak memory of a mode; only an upper bound if not `exact` (the peak came before the mode)."""
 
     bytes: int
     exact: bool
 
 
 class Held(NamedTuple):
-    """One device's memory in bytes, added up over the processes that use it; None where one of them does not know."""
+    """One device's memory in bytes, summed over its processes; None if one of them does not know."""
 
     device: str
     model: int | None
@@ -28,12 +28,12 @@ class Held(NamedTuple):
     optimizer: int | None
     rest: int | None
     peak: int | None
-    """Of what torch had allocated; None for several processes too, whose peaks need not fall together."""
+    """Peak of torch's allocations; None for several processes, whose peaks may come at different times."""
     absent: Mapping[str, str]
 
 
 def held(records: Iterable[Mapping[str, Any]]) -> list[Held]:
-    """A row a device, by name, from the newest `memory` record of each process."""
+    """One row per device, by name, from the newest `memory` record of each process."""
     rows: dict[str, Held] = {}
     for record in records:
         devices = record.get("devices")
@@ -77,7 +77,7 @@ def _both(one: Held, other: Held) -> Held:
         a + b if a is not None and b is not None else None for a, b in zip(one[1:5], other[1:5], strict=True)
     )
     reasons = {**one.absent, **other.absent}
-    reasons.setdefault("peak_bytes", "several processes use it: their peaks need not fall together")
+    reasons.setdefault("peak_bytes", "several processes use it: their peaks may come at different times")
     return Held(one.device, model, gradients, optimizer, rest, None, reasons)
 
 

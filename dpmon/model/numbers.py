@@ -1,4 +1,4 @@
-"""How numbers are written, on the screen, in the summary and in reports: this rule, in this one place. Pure.
+"""The rules for writing numbers on the screen, in the summary and in reports. Pure.
 
 Three digits and the unit that makes them 1 to 999; counts in full, with a comma every three digits.
 """
@@ -34,7 +34,7 @@ def group(number: int | None) -> str:
 
 
 def percent(part: float | None) -> str:
-    """A share (0 to 1) in whole per cent; what is there but rounds to nothing is "<1 %"."""
+    """A share (0 to 1) in whole per cent; a positive one that rounds to 0 is "<1 %"."""
     if part is None:
         return UNKNOWN
     return "<1 %" if 0 < part < 0.005 else f"{part * 100:.0f} %"

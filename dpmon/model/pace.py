@@ -1,4 +1,4 @@
-"""How fast a process trains: over the last ten seconds, and over the whole run. Pure."""
+"""The speed of a process: over the last ten seconds, and over the whole run. Pure."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from dpmon.store.tally import Stat, Sum, Tally
 
 WINDOW_S = 10
 _OPEN_S = 2
-"""Seconds before the newest step to which steps are still being added."""
+"""Steps may still be added to this many seconds before the newest step."""
 Stretch = tuple[int, int, int]
 """Start and width in seconds, and the time (ns) of training and between steps in it."""
 
 
 class Trained(NamedTuple):
-    """The newest training steps of a process, from the begin of the first to the end of the last."""
+    """The newest training steps of a process, from the start of the first to the end of the last."""
 
     tally: Tally
     elapsed_ns: int
-    """Without pauses, evaluations and waits for input."""
+    """Time without pauses, evaluations and waits for input, in ns."""
     within_ns: int
-    """Within steps alone."""
+    """Time within steps alone, in ns."""
 
     @property
     def enough(self) -> bool:
@@ -58,9 +58,9 @@ class Speed(NamedTuple):
 
 @dataclass(slots=True)
 class Paces:
-    """Reads the newest seconds of several processes, and keeps those that are over for the next picture.
+    """Reads the newest seconds of several processes, and caches complete ones for the next picture.
 
-    They hold as long as the store counts as many steps in them: steps are added to a second, never taken from it.
+    The cache is valid while the store counts the same number of steps: steps are added to a second, never removed.
     """
 
     _rows: dict[int, list[PaceRow]] = field(default_factory=dict)
@@ -86,10 +86,10 @@ def _between(rows: Sequence[PaceRow], begin_s: int, end_s: int) -> list[PaceRow]
 
 
 def recent(rows: Iterable[PaceRow], spent: Iterable[Stretch], mode: str, trained: bool) -> Trained:
-    """The last ten seconds of a mode, from tallies of a second each in order of time and the time that was spent.
+    """The last ten seconds of a mode, from tallies of one second each in order of time, and the time by activity.
 
-    `trained`: whether the mode has training steps at all; if not, its evaluation steps count. Steps before another
-    mode was in force do not.
+    `trained`: whether the mode has training steps at all; if not, its evaluation steps count. Steps before the last
+    change of mode do not count.
     """
     taken: list[PaceRow] = []
     for row in rows:
@@ -104,7 +104,7 @@ def recent(rows: Iterable[PaceRow], spent: Iterable[Stretch], mode: str, trained
 
 
 def recent_of_steps(steps: Sequence[Step], spent: Iterable[Stretch], mode: str, trained: bool) -> Trained:
-    """The same of the two newest steps, the newest first, if they are of this mode: for steps of many seconds."""
+    """`recent` from the two newest steps (the newest first) if they are of this mode: for steps of many seconds."""
     alike = [step for step in steps[:2] if step.mode == mode and step.evaluation == steps[0].evaluation]
     rows = []
     for step in alike if steps and not (trained and steps[0].evaluation) else ():
@@ -142,10 +142,10 @@ def rate_together(found: Mapping[int, Trained]) -> Rate | None:
 
 
 def _counted_ns(spent: Iterable[Stretch], begin_ns: int, end_ns: int) -> int:
-    """The time of training, and between steps, that lies between two times.
+    """The time of training, and between steps, from `begin_ns` to `end_ns`.
 
-    It is known by the second: in the first second and the last, as much as has room counts. A second may hold more
-    than has room in it: the rest lies after it (dpmon.store.accounting.Spent.by_second).
+    It is known per second: of the first and the last second, as much counts as fits. A second may hold more than fits
+    in it; the rest lies after it (dpmon.store.accounting.Spent.by_second).
     """
     found = 0
     stretches: dict[tuple[int, int], int] = {}
@@ -161,8 +161,7 @@ def _counted_ns(spent: Iterable[Stretch], begin_ns: int, end_ns: int) -> int:
 def speed(process: Process, state: State, now_ns: int) -> Speed:
     """The rate of the last ten seconds of training of a process; of the whole run once it is over.
 
-    Of ranks it is that of all of them. Without a rate there is a reason: too few steps, or no step has ended
-    for a long time.
+    Ranks have their common rate. Without a rate there is a reason: too few steps, or no step has ended for a long time.
     """
     if state.over:
         return Speed(process.mean, "no step has ended yet" if process.mean is None else None)

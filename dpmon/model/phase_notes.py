@@ -1,4 +1,4 @@
-"""What has to be known of phases' times: where the host waits for the GPU, and how many steps a device timed. Pure."""
+"""Notes on phase times: where the host waits for the GPU, and how many steps have device times. Pure."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dpmon.record.schema import STEP_PHASES
 from dpmon.store.figures import PhaseFigures
 
 _WHERE = ("copy", "forward", "backward", "optimizer")
-"""A loader that is waited for is another matter: the GPU may be at work meanwhile."""
+"""Phases with this note. While the host waits for data instead, the GPU may be working."""
 KNOWN = 0.9
-"""Of the steps: where the devices' times are known of fewer, that is said."""
+"""Share of the steps: a note says if fewer have device times."""
 SHARE, RATIO = 0.2, 2.0
-"""Of the step, and host by device: where the host is behind, the device's time is as long as its own."""
+"""Share of the step, and ratio of host to device: if the host is behind, the device's time equals its own."""
 
 
 def host_waits(phases: Iterable[PhaseFigures]) -> list[str]:
-    """A sentence for each phase that is long on the host only."""
+    """A sentence for each phase that is long only on the host."""
     said = []
     for phase in phases:
         device = phase.device_ns
@@ -30,7 +30,7 @@ def host_waits(phases: Iterable[PhaseFigures]) -> list[str]:
 
 
 def partly_timed(phases: Iterable[PhaseFigures]) -> list[str]:
-    """Of how many steps the devices' times are, if these are not nearly all; of the phase that has the fewest."""
+    """The number of steps with device times, unless nearly all have them; for the phase with the fewest."""
     timed = [phase for phase in phases if phase.device_count and phase.name in STEP_PHASES]
     fewest = min(timed, key=lambda phase: phase.device_count / phase.ran, default=None)
     if fewest is None or fewest.device_count >= KNOWN * fewest.ran:

@@ -1,6 +1,6 @@
-"""A process as it is drawn: its steps, its calls and their figures at one time. Data only.
+"""A process as the screen draws it: its steps, its calls and their figures at one time. Data only.
 
-Times are ns since the run's start. Unknown is None.
+Times are ns since the run's start; unknown values are None.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dpmon.record.schema import PHASES as SCHEMA
 from dpmon.store.figures import Figures, PhaseFigures
 
 PHASES = tuple(phase.shown for phase in SCHEMA)
-"""Phases of a step as shown: the phases of its calls take their part out of `forward`, which keeps the rest."""
+"""Shown phases of a step: `forward` is the part outside the phases of its calls."""
 NO_STEPS = tuple(PhaseFigures(name, 0, None, None, None, None) for name in PHASES)
 """The figures of phases that did not run."""
 
@@ -31,52 +31,52 @@ class Column:
     """Start of the stretch."""
     mode: str
     count: int = 0
-    """Steps; 0 if there were none."""
+    """Number of steps; 0 if there were none."""
     wall_ns: int = 0
     begin_ns: int = 0
-    """When its first step began."""
+    """Start of its first step."""
     phases: tuple[int, ...] = (0,) * len(PHASES)
-    """In the order of PHASES."""
+    """Sums in the order of PHASES."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The steps of one mode in a time range; `figures` None if there are none."""
+    """The steps of one mode in a time range; `figures` is None without steps."""
 
     figures: Figures | None = None
     phases: tuple[PhaseFigures, ...] = NO_STEPS
-    """As shown: `forward` is what the phases of the calls leave of it."""
+    """As shown: `forward` is the part outside the phases of the calls."""
     uneven: Uneven | None = None
-    """Why the median says little of the speed, if it does."""
+    """Why the median does not represent the speed, if so."""
 
     @property
     def steps(self) -> int:
-        """How many there are."""
+        """Number of steps."""
         return self.figures.steps if self.figures is not None else 0
 
     @property
     def mode(self) -> str:
-        """Their mode; "" without steps."""
+        """The mode of the steps; "" without steps."""
         return self.figures.mode if self.figures is not None else ""
 
     @property
     def evaluation(self) -> bool:
-        """Whether they are the evaluation steps of a mode that also trains."""
+        """Whether these are the evaluation steps of a mode that also trains."""
         return self.figures is not None and self.figures.evaluation
 
     @property
     def median_ns(self) -> float | None:
-        """Of a step."""
+        """The median step."""
         return self.figures.median_ns if self.figures is not None else None
 
     @property
     def p95_ns(self) -> float | None:
-        """Of a step."""
+        """The 95th percentile of the steps."""
         return self.figures.p95_ns if self.figures is not None else None
 
     @property
     def mean_ns(self) -> float | None:
-        """Of a step."""
+        """The mean step."""
         return self.figures.mean_ns if self.figures is not None else None
 
     @property
@@ -86,17 +86,17 @@ class Summary:
 
 
 class ModeTrack(NamedTuple):
-    """What was seen of one process in one mode."""
+    """One mode of a process: its devices and memory."""
 
     mode: str
     devices: tuple[str, ...] = ()
     virtual: bool = False
     peaks: Mapping[str, Peak] = {}
-    """By device, how much memory was used while in this mode."""
+    """By device, the memory used in this mode."""
 
 
 class Spread(NamedTuple):
-    """Times of one replica or stage in ns: the 5th percentile, the median, the 95th, of how many calls."""
+    """Times of one replica or stage in ns: 5th percentile, median, 95th percentile, and the number of calls."""
 
     low: float
     middle: float
@@ -106,31 +106,31 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CallTrack:
-    """The last call of one root, and how long each replica took in calls like it."""
+    """The last call of one root, and its replicas' times in similar calls."""
 
     last: Call
     times: tuple[Spread | None, ...] = ()
     """By replica, or stage."""
     device_ns: Mapping[int, float] = field(default_factory=dict)
-    """By replica or stage: the median of what its device took, where that is known."""
+    """By replica or stage, the median device time if known."""
     parts: tuple[CallTrack, ...] = ()
-    """Where a step calls this root several times: its first call in a step, its second, ..."""
+    """If a step calls this root several times: its first call in a step, its second, ..."""
 
 
 class Refusal(NamedTuple):
-    """A mode that a root was asked for (or was to start in) and cannot have."""
+    """A mode that a root refused, on request or at its start."""
 
     mode: str
     reason: str
 
 
 class Recent(NamedTuple):
-    """The last ten seconds of training in the mode in force; `rate` None if there are too few steps."""
+    """The last ten seconds of training in the current mode; `rate` is None if there are too few steps."""
 
     rate: Rate | None = None
-    """Of all ranks that train together."""
+    """The rate of all ranks that train together."""
     last_ns: int | None = None
-    """When the last training step ended."""
+    """The end of the last training step."""
     step_ns: int = 0
     """The mean step."""
 
@@ -146,47 +146,47 @@ class RankFigures(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One training process of the run. What follows `memory` is known only of those that train now, or of the first."""
+    """One training process of the run. The fields after `memory` are known only for current trainings and the first."""
 
     process: int
     rank: int | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
     began_ns: int = -1
-    """When the first of its steps and calls began."""
+    """Start of its first step or call."""
     resumed_ns: int = -1
-    """When it took up work again after its last silence; when it began, if there was none."""
+    """End of its last silence; its start if it was never silent."""
     seen_ns: int = -1
-    """When its newest step or call ended."""
+    """End of its newest step or call."""
     last_step: Step | None = None
     mode: str = ""
     virtual: bool = False
     devices: tuple[str, ...] = ()
     mode_reason: str | None = None
     refusals: Mapping[str, Refusal] = field(default_factory=dict)
-    """By root, as long as the last answer that it gave was a refusal."""
+    """By root, while its last answer is a refusal."""
     paused_since_ns: int | None = None
-    """None while it is not paused."""
+    """Start of its pause; None if it is not paused."""
     memory: Mapping[str, Any] = field(default_factory=dict)
-    """The newest record of what the devices' memory holds."""
+    """The newest record of the devices' memory."""
     calls: Mapping[tuple[str, str | None], CallTrack] = field(default_factory=dict)
-    """By root and what it was called through."""
+    """By root and its wrapper."""
     newest: tuple[str, str | None] | None = None
-    """The root that was called last."""
+    """The root called last."""
     last_calls: tuple[Call, ...] = ()
-    """Of its last step."""
+    """The calls of its last step."""
     figures: RankFigures = field(default_factory=RankFigures)
-    """If it is one of several that train."""
+    """Medians if several processes train."""
     recent: Recent = field(default_factory=Recent)
     modes: Mapping[str, ModeTrack] = field(default_factory=dict)
     columns: tuple[Column, ...] = ()
     """The history in the time range, oldest first."""
     column_s: int = 1
-    """Seconds of each."""
+    """Seconds per column."""
     ranged: Summary = field(default_factory=Summary)
-    """The steps of the mode of the last step, in the time range."""
+    """The steps in the time range, of the last step's mode."""
     whole: Summary = field(default_factory=Summary)
-    """The same of the whole run, once it is over."""
+    """The steps of the whole run, once it is over."""
     mean: Rate | None = None
-    """Its rate in all modes, once the run is over; that of all processes if it is one of several ranks."""
+    """The rate in all modes, once the run is over; of all processes together if it is one of several ranks."""
     compared: Comparison | None = None
     """Its modes side by side."""

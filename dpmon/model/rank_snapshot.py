@@ -17,14 +17,14 @@ from dpmon.store.tally import Key, Tally
 
 _MINUTE_S = 60
 RANK_STEPS, RANK_S = 50, 5
-"""Steps and seconds, at least, over which the ranks are compared."""
+"""Fewest steps and seconds for a comparison of the ranks."""
 COLLECTIVES_S = 300
-"""Seconds. The sampled collectives of this time are shown, since only a step now and then is sampled."""
+"""Seconds of sampled collectives to show; only some steps are sampled."""
 _RANK_SERIES = (STEP, "forward", "backward")
 
 
 def together(rows: Rows, tallies: Tallies, state: State, focus: Process, others: Sequence[Process]) -> State:
-    """Add what the ranks do together: their mean times, and the collectives of sampled steps."""
+    """Add the ranks' common figures: their mean times, and the collectives of sampled steps."""
     end_ns = state.newest_ns + 1
     begin_s = max(end_ns // SECOND - COLLECTIVES_S, 0)
     numbers = [process.process for process in (focus, *others)]
@@ -58,13 +58,13 @@ def _rank_times(rows: Rows, tallies: Tallies, focus: Process, others: Sequence[P
 
 
 def rank_figures(rows: Rows, tallies: Tallies, processes: Iterable[Process]) -> Iterator[Process]:
-    """Processes with the medians of each over this minute and the last one."""
+    """The processes with their medians over this minute and the last one."""
     alike: dict[int, dict[int, Process]] = {}
     for process in processes:
         if process.last_step is not None:
             alike.setdefault(figures_end_s(rows, process), {})[process.process] = process
     for end_s, those in alike.items():
-        begin_s = max(end_s // _MINUTE_S - 1, 0) * _MINUTE_S  # a minute has a tally of its own
+        begin_s = max(end_s // _MINUTE_S - 1, 0) * _MINUTE_S  # each minute has its own tally
         found = _by_process(tallies.tallies(begin_s, end_s, process=tuple(those), series=_RANK_SERIES), those)
         for number, process in those.items():
             yield replace(process, figures=_figured(found[number], process))

@@ -1,4 +1,4 @@
-"""The processes of a distributed run side by side: who trains, over what, and where each one's step goes. Pure."""
+"""The processes of a distributed run side by side. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dpmon.record.wire import RANK_MODES
 def training(state: State) -> list[Process]:
     """The processes that train now (`State.training`), by rank, the newest of each.
 
-    A job that was started again (torchrun after a failure) has several processes of one rank.
+    A restarted job (torchrun after a failure) has several processes of one rank.
     """
     found: dict[tuple[bool, int], Process] = {}
     for process in state.training():
@@ -22,22 +22,22 @@ def training(state: State) -> list[Process]:
 
 
 def world(process: Process) -> int | None:
-    """How many ranks there are, as the process itself was told; None outside torch.distributed."""
+    """The number of ranks, as the process reported it; None outside torch.distributed."""
     value = whole_in(process.info, "world")
     return value if value is not None and value > 0 else None
 
 
 def distributed(process: Process) -> str | None:
-    """By what it trains one model together with other ranks (a key of RANK_MODES), whatever else it calls."""
+    """How it trains one model together with other ranks (a key of RANK_MODES), whatever else it calls."""
     return next((via for _, via in process.calls if via in RANK_MODES), None)
 
 
 def toggle_refusal(state: State) -> str | None:
-    """Why the mode cannot be switched now, whatever is asked for; None if it may be possible."""
+    """Why the mode cannot be switched now, to whichever mode; None if it may be possible."""
     process = state.focus()
     if process is None:
         return "no training process is known yet"
     by = distributed(process)
     if by is not None:
-        return f"the ranks train by {by}: a process that split its model by itself would leave them"
+        return f"the ranks train by {by}: one rank cannot switch its mode alone"
     return None

@@ -1,4 +1,4 @@
-"""What the replicas of a run's calls received and how long each took, for findings and tables. Pure."""
+"""The inputs and times of replicas over a run, for findings and tables. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dpmon.store.tally import Key, Stat, Tally
 
 @dataclass(slots=True)
 class _Line:
-    """One replica on one device in one mode, over all that called it so."""
+    """One replica on one device in one mode, over all calls."""
 
     time: Stat = field(default_factory=Stat)
     on_device: Stat = field(default_factory=Stat)
@@ -26,7 +26,7 @@ class _Line:
 
 
 def batch_facts(layouts: Layouts) -> list[BatchFacts]:
-    """How often devices went without rows under dp, by root."""
+    """How often devices received no rows under dp, by root."""
     groups: defaultdict[tuple[str, int], Counter[tuple[int, int | None]]] = defaultdict(Counter)
     for shape, layout in layouts.split():
         devices = len(layout["devices"])
@@ -42,7 +42,7 @@ def batch_facts(layouts: Layouts) -> list[BatchFacts]:
 
 
 def replica_facts(layouts: Layouts, tallies: Mapping[Key, Tally]) -> list[ReplicaFacts]:
-    """Each replica with its rows and times, without evaluations where others of its layout train.
+    """Each replica with its rows and times, without evaluations if other calls of its layout train.
 
     `tallies`: of each process.
     """
@@ -97,7 +97,7 @@ def _add_times(
 
 
 def _facts(key: tuple[str, str, int, str], line: _Line, usual: Sequence[int | None]) -> ReplicaFacts:
-    """`usual`: the rows of each replica in the split that most calls had."""
+    """`usual`: the rows of each replica in the most frequent split."""
     index = key[2]
     return ReplicaFacts(
         *key,

@@ -1,7 +1,7 @@
-"""A picture's data, made anew from queries: `Snapshots.take` gives the state of a run as of a time. Pure.
+"""Builds a run's state for one picture from queries: `Snapshots.take` returns the state as of a time. Pure.
 
-Live is the time now, playback is another time, a run that is over is its end. What cannot change any more (finished
-columns of the history, samples) is read once and kept, at most as much as a picture shows.
+A live picture is as of now, a playback as of another time, and a finished run as of its end. Data that
+can no longer change (finished columns of the history, samples) is cached, at most as much as a picture shows.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from dpmon.store.window import Window
 
 RANK_CALLS_READ = 8
 _SILENT_S = 40
-"""Seconds back to which it matters whether a process took up work again (dpmon.model.turns)."""
+"""Within this many seconds, it matters whether a process resumed its work (dpmon.model.turns)."""
 _LONG_READ = 64
 _COMPARED_PART = 60
-"""The modes are compared again when the run is longer by this part of its length."""
+"""The modes are compared again after the run has grown by this part of its length."""
 _NO_SERIES: tuple[str, ...] = ()
 _USUAL = Wanted()
 
 
 @dataclass(slots=True)
 class Snapshots:
-    """Takes pictures of one run, one after the other."""
+    """Builds the states of one run, one after the other."""
 
     _samples: Samples = field(default_factory=Samples)
     _columns: Columns = field(default_factory=Columns)
     _host_peaks: HostPeaks = field(default_factory=HostPeaks)
     _paces: Paces = field(default_factory=Paces)
-    """Of the other ranks."""
+    """Paces of the other ranks."""
     _compared: tuple[tuple[object, ...], Comparison] | None = None
-    """What the comparison that was made last depends on, and itself."""
+    """The inputs of the last comparison, and its result."""
 
     def take(self, rows: Rows, tallies: Tallies, wanted: Wanted = _USUAL, ended: frozenset[int] = frozenset()) -> State:
-        """The state as of the time of `rows`; `ended`: processes that are known to train no more."""
+        """The state as of the time of `rows`; `ended`: processes known to train no more."""
         said = Announced.read(rows)
         numbers = {**dict.fromkeys(said.info), **rows.ranks}
         known = {number: _seen(rows, number, said) for number in sorted(numbers)}
@@ -96,7 +96,7 @@ class Snapshots:
         wanted: Wanted,
         said: Announced,
     ) -> Process:
-        """The process that stands for the run, with its figures and its history; `others`: the other ranks."""
+        """The process that represents the run, with its figures and its history; `others`: the other ranks."""
         step = process.last_step
         if step is None:
             tracks, newest = call_tracks(Calls(rows, process.process), {}, (), process.mode)
@@ -132,7 +132,7 @@ class Snapshots:
         return found
 
     def _modes(self, rows: Rows, process: Process, visits: Sequence[Visit], said: Announced) -> dict[str, ModeTrack]:
-        """Over which devices each mode ran, and how much memory it used."""
+        """The devices and the memory of each mode."""
         peaks = device_peaks(rows, process.process, visits)
         host = self._host_peaks.read(rows, self._samples, process.process, visits)
         devices = said.devices_of(process.process)
@@ -153,7 +153,7 @@ class Snapshots:
         wanted: Wanted,
         waits: Sequence[tuple[int, int]],
     ) -> Comparison:
-        """The modes side by side; in a long run they are some seconds old."""
+        """The modes side by side; in a long run the comparison is some seconds old."""
         number = process.process
         dp = process.modes.get("dp")
         devices, virtual = (dp.devices, dp.virtual) if dp is not None else ((), False)
@@ -177,7 +177,7 @@ class Snapshots:
 
 
 class _OfOne:
-    """The tallies of one process, as a window takes them."""
+    """The tallies of one process, in the form that a window takes."""
 
     def __init__(self, tallies: Tallies, process: int) -> None:
         self._tallies = tallies
@@ -185,32 +185,32 @@ class _OfOne:
         self._known: dict[tuple[int, int], dict[Key, Tally]] = {}
 
     def of_all(self, begin_s: int, end_s: int) -> dict[Key, Tally]:
-        """Its tallies, under the process ALL."""
+        """The process's tallies, under the process ALL."""
         return {key._replace(process=ALL): tally for key, tally in self.tallies(begin_s, end_s).items()}
 
     def tallies(self, begin_s: int, end_s: int, *, process: int | None = None) -> dict[Key, Tally]:
-        """Its tallies by key."""
+        """The process's tallies by key."""
         found = self._known.get((begin_s, end_s))
         if found is None:
             found = self._known[begin_s, end_s] = self._tallies.tallies(begin_s, end_s, process=self.processes[0])
         return found
 
     def sums(self, begin_s: int, end_s: int) -> dict[Key, Tally]:
-        """The same: of one process they are read once."""
+        """The process's tallies by key: the sums of one process are its tallies."""
         return self.tallies(begin_s, end_s)
 
     def tally_rows(
         self, begin_s: int, end_s: int, *, process: int | None = None
     ) -> Iterable[tuple[int, int, Key, Tally]]:
-        """Its tallies in order of time."""
+        """The process's tallies in order of time."""
         return self._tallies.tally_rows(begin_s, end_s, process=self.processes[0])
 
     def time_sums(self, begin_s: int, end_s: int) -> list[TimeRow]:
-        """What it did."""
+        """The process's time by activity."""
         return self._tallies.time_rows(begin_s, end_s, process=self.processes[0])
 
     def times_together(self, begin_s: int, end_s: int) -> list[TimeTogether]:
-        """The same: there is no other process."""
+        """The process's time by activity; no other process is in it."""
         return [
             TimeTogether(row.start_s, row.width_s, sum(row.spent.values()), row.spent)
             for row in self.time_sums(begin_s, end_s)
@@ -225,7 +225,7 @@ class _OfOne:
 
 
 def _seen(rows: Rows, number: int, said: Announced) -> Process:
-    """What is known of a process without its figures."""
+    """The facts of a process without its figures."""
     step = next(iter(rows.steps(number, 1)), None)
     head = next(iter(rows.heads(number, 1)), None)
     ends = [-1 if step is None else step.start_ns + step.wall_ns, -1 if head is None else head.end_ns]
@@ -253,7 +253,7 @@ def _seen(rows: Rows, number: int, said: Announced) -> Process:
 
 
 def _resumed(tallies: Tallies, state: State) -> dict[int, Process]:
-    """The processes, with the time at which each took up work again, if that matters: if some are silent."""
+    """The processes; if some are silent, with the time at which each resumed its work."""
     found = dict(state.processes)
     newest_s = state.newest_ns // SECOND
     if some_are_silent(state):
@@ -269,14 +269,14 @@ def _resumed(tallies: Tallies, state: State) -> dict[int, Process]:
 
 
 def _near(state: State, focus: Process, wanted: Wanted) -> list[Process]:
-    """The other processes that train now and have room in a picture, by rank."""
+    """The other training processes that fit in a picture, by rank."""
     training = sorted(state.training(), key=lambda process: (process.rank is None, process.rank or 0))
     shown = [*training[: wanted.ranks], *training[wanted.first_rank : wanted.first_rank + wanted.ranks]]
     return list({process.process: process for process in shown if process.process != focus.process}.values())
 
 
 def _beside(rows: Rows, process: Process) -> Process:
-    """A process that trains beside the one that stands for the run."""
+    """A process that trains beside the one that represents the run."""
     calls = Calls(rows, process.process)
     mode = process.last_step.mode if process.last_step is not None else process.mode
     tracks, newest = call_tracks(calls, {}, (), mode, most=RANK_CALLS_READ, timed=False)
@@ -284,7 +284,7 @@ def _beside(rows: Rows, process: Process) -> Process:
 
 
 def _called(rows: Rows, process: Process, ranged: Window, mode: str) -> Process:
-    """With its calls, and their times in a time range."""
+    """`process` with its calls, and their times in a time range."""
     calls = Calls(rows, process.process)
     trained = {key.mode for key in ranged.by_process if ranged.trained(key.mode)}
     tracks, newest = call_tracks(calls, ranged.by_process, trained, mode)
@@ -292,7 +292,7 @@ def _called(rows: Rows, process: Process, ranged: Window, mode: str) -> Process:
 
 
 def _with_devices(process: Process) -> Process:
-    """With the devices of its newest call in the mode in force."""
+    """`process` with the devices of its newest call in the current mode."""
     tracks = [process.calls[process.newest]] if process.newest is not None else []
     tracks += process.calls.values()
     call = next((track.last for track in tracks if track.last.mode == process.mode and track.last.devices), None)
@@ -303,7 +303,7 @@ def _with_devices(process: Process) -> Process:
 
 
 def _summary(rows: Rows, window: Window, process: int, mode: str, waits: Sequence[tuple[int, int]]) -> Summary:
-    """The figures of a mode: of its training steps; if there are none in this time, of its evaluation steps."""
+    """The figures of a mode's training steps; of its evaluation steps if there are no others in this time."""
     found = window.figures(mode, process=process)
     if not found.steps and window.trained(mode):
         found = window.figures(mode, True, process)
@@ -312,7 +312,7 @@ def _summary(rows: Rows, window: Window, process: int, mode: str, waits: Sequenc
     uneven = uneven_steps(found.tally, (), waits)
     if uneven is not None:
         uneven = uneven_steps(found.tally, rows.longest(process, mode, _LONG_READ), waits)
-    if uneven is not None and uneven.phase == INPUT:  # of the time, only the waits
+    if uneven is not None and uneven.phase == INPUT:  # only the waits count as the time of these steps
         tally = found.tally
         waited = waited_ns(waits, tally.first_ns or 0, tally.last_ns or 0)
         uneven = uneven._replace(time=min(waited / max(tally.stat(STEP).total, 1), 1.0))
@@ -322,9 +322,9 @@ def _summary(rows: Rows, window: Window, process: int, mode: str, waits: Sequenc
 def _recent(
     rows: Rows, tallies: Tallies, paces: Paces, process: Process, others: Sequence[Process], end_s: int
 ) -> Recent:
-    """The last ten seconds of training; if there were fewer than two steps, the last two steps.
+    """The last ten seconds of training; with fewer than two steps there, the last two steps.
 
-    `others`: what trains together with the process.
+    `others`: processes that train together with this one.
     """
     step = process.last_step
     assert step is not None
@@ -353,7 +353,7 @@ def _recent(
 
 
 def _of_run(rows: Rows, tallies: Tallies) -> Window:
-    """All that the run has done as of now."""
+    """The window over the whole run until now."""
     return Window(tallies) if rows.until_s is None else Window(tallies, 0, rows.until_s)
 
 

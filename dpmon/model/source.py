@@ -1,4 +1,4 @@
-"""What a snapshot is made from: what it asks of a store, and what its picture shows. Pure."""
+"""The inputs of a snapshot: the queries of a store, and the parts of the picture. Pure."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dpmon.store.tally import Key, Tally
 from dpmon.store.window import Source
 
 MOST_RANKS = 64
-"""Ranks that a picture shows at most without being scrolled."""
+"""Most ranks in a picture without scrolling."""
 
 
 class Tallies(Source, Protocol):
-    """What a snapshot needs of dpmon.store.queries.Store."""
+    """The part of dpmon.store.queries.Store that a snapshot uses."""
 
     def tally_rows(
         self,
@@ -41,13 +41,13 @@ class Tallies(Source, Protocol):
         sketches: bool = True,
         series: Collection[str] | None = None,
     ) -> dict[Key, Tally]:
-        """By key, all of the time between two seconds."""
+        """All tallies between two seconds, by key."""
 
     def pace_rows(self, begin_s: int, end_s: int, processes: Collection[int]) -> Iterator[PaceRow]:
-        """The tallies of a second each as a rate needs them, in order of time."""
+        """The tallies of one second each in order of time, reduced to what a rate needs."""
 
     def step_counts(self, begin_s: int, end_s: int) -> dict[int, int]:
-        """By process, the steps in the tallies of a second each."""
+        """By process, the steps in the tallies of one second each."""
 
     def pace_times(
         self, begin_s: int, end_s: int, processes: Collection[int], *, evaluation: bool, widest: int = ...
@@ -63,11 +63,11 @@ class Tallies(Source, Protocol):
         widest: int = ...,
         process: int | Collection[int] | None = None,
     ) -> list[TimeRow]:
-        """What each process did."""
+        """The time of each process by activity."""
 
 
 class Rows(Protocol):
-    """What a snapshot needs of dpmon.store.as_of.AsOf."""
+    """The part of dpmon.store.as_of.AsOf that a snapshot uses."""
 
     until_ns: int
     ranks: dict[int, int | None]
@@ -77,7 +77,7 @@ class Rows(Protocol):
         """Events of a kind, in their order."""
 
     def count(self, kind: str) -> int:
-        """How many events of a kind there were."""
+        """Number of events of a kind."""
 
     def heads(self, process: int, most: int) -> list[CallHead]:
         """The newest calls of a process, the newest first."""
@@ -86,7 +86,7 @@ class Rows(Protocol):
         """The newest calls of its newest step, the newest first."""
 
     def call(self, process: int, head: CallHead) -> Call | None:
-        """The call itself."""
+        """The full call; None if it is damaged."""
 
     def communicated(self, begin_ns: int, end_ns: int, processes: Collection[int]) -> Communicated:
         """The sampled collectives of processes between two times."""
@@ -98,46 +98,46 @@ class Rows(Protocol):
         """Samples of devices and host, in their order."""
 
     def sample(self, number: int) -> Event | None:
-        """The whole sample with this id."""
+        """The full sample with this id."""
 
     def memory(self, process: int, until_ns: int | None = None) -> Event | None:
-        """What the memory of the devices of a process held when it was looked at last."""
+        """The newest record of a process's device memory."""
 
     def host_memory(self, begin_ns: int, end_ns: int) -> list[tuple[int, int]]:
-        """The most memory that the run's processes had in each minute."""
+        """The peak memory of the run's processes in each minute."""
 
     @property
     def until_s(self) -> int | None:
-        """The first second that is not over; None as of now."""
+        """The first second that is not over; None for now."""
 
     def first_ns(self, process: int) -> int | None:
-        """When the first call or step of a process began."""
+        """Start of the first call or step of a process."""
 
     def steps(self, process: int, most: int) -> list[Step]:
-        """Its newest steps, the newest first."""
+        """The newest steps of a process, the newest first."""
 
     def longest(self, process: int, mode: str, most: int, *, of_all: bool = False) -> list[LongRow]:
-        """The longest of its newest steps in a mode; `of_all`: of all."""
+        """The longest of a process's newest steps in a mode; `of_all`: of all its steps."""
 
     def last_training_ns(self, process: int) -> int | None:
-        """When its last training step ended."""
+        """End of a process's last training step."""
 
 
 class Wanted(NamedTuple):
-    """What a picture shows, beside what every picture does."""
+    """The optional parts of a picture."""
 
     span_s: int = 120
     """Time range of the histories and figures; 0 is the whole run."""
     first_rank: int = 0
-    """The first of the ranks that are shown."""
+    """The first of the visible ranks."""
     ranks: int = MOST_RANKS
-    """How many of them; the first ranks of the run are read, too."""
+    """Number of visible ranks; the first ranks of the run are read, too."""
     over: bool = False
     """Whether the run is over."""
 
 
 def figures_end_s(rows: Rows, process: Process) -> int:
-    """The second with which the figures of a process end: that of its newest step is the last one they hold.
+    """The second at which the figures of a process end; it includes its newest step.
 
     As of a time in the past only whole seconds are known, unless there is none.
     """

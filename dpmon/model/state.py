@@ -1,6 +1,6 @@
-"""What a picture of a run is drawn from: data only, made anew for each picture by dpmon.model.snapshot.
+"""The data behind a picture of a run, built by dpmon.model.snapshot for each picture.
 
-Times are ns since the run's start. Unknown is None.
+Times are ns since the run's start; unknown values are None.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dpmon.store.answers import Communicated, LastSample
 
 
 class ModeChange(NamedTuple):
-    """An acknowledged answer to a request for a mode (or the mode at the start)."""
+    """The answer to a request for a mode (or the mode at the start)."""
 
     process: int
     root: str
@@ -33,22 +33,22 @@ class ModeChange(NamedTuple):
 
 
 class PauseChange(NamedTuple):
-    """The training paused after a step, or went on."""
+    """The training paused after a step, or resumed."""
 
     process: int
     t_ns: int | None
     step: int | None
     paused: bool
     paused_ns: int | None
-    """How long it was, where it goes on."""
+    """Duration of the pause, for a resumption."""
     reason: str | None
-    """Why it went on without having been asked to."""
+    """Why it resumed without a request."""
     refused: str | None
     """Why it did not pause."""
 
 
 class WarningText(NamedTuple):
-    """A warning of ours, from the tracer (process) or from the supervisor (None)."""
+    """A warning of dpmon, from the tracer (process) or from the supervisor (None)."""
 
     process: int | None
     t_ns: int | None
@@ -56,12 +56,12 @@ class WarningText(NamedTuple):
 
 
 class DeviceTrack(NamedTuple):
-    """The newest sample of a GPU, or of the host, and its histories: a value a second, None where it is not known."""
+    """The newest sample of a GPU, or of the host, and its histories: one value per second, None if unknown."""
 
     data: Mapping[str, Any] = {}
     t_ns: int | None = None
     second: int = -1
-    """Of the newest value."""
+    """Time of the newest value."""
     util: tuple[float | None, ...] = ()
     """Per cent."""
     mem: tuple[float | None, ...] = ()
@@ -72,43 +72,43 @@ class DeviceTrack(NamedTuple):
 
 @dataclass(frozen=True)
 class State:
-    """Everything that is known of a run at one time."""
+    """All facts about a run at one time."""
 
     processes: Mapping[int, Process] = field(default_factory=dict)
     devices: Mapping[int, DeviceTrack] = field(default_factory=dict)
     host: DeviceTrack = field(default_factory=DeviceTrack)
     mode_changes: tuple[ModeChange, ...] = ()
-    """The newest, oldest first; as the other lists."""
+    """The newest ones, oldest first, like the other lists."""
     mode_change_count: int = 0
-    """Of all."""
+    """Number of all warnings."""
     pauses: tuple[PauseChange, ...] = ()
     warnings: tuple[WarningText, ...] = ()
     warning_count: int = 0
     missed: int = 0
-    """Records that nobody will read."""
+    """Number of records that were lost."""
     newest_ns: int = -1
-    """When the newest step or call ended."""
+    """End of the newest step or call."""
     ended: frozenset[int] = frozenset()
-    """Processes that train no more, as far as a reader knows; no record says so."""
+    """Processes that train no more, as a reader reports; the record does not say so."""
     over: bool = False
     """Whether the run is over."""
     ranks: tuple[RankTimes, ...] = ()
-    """Mean times of the ranks that train together, over their last steps, by rank; empty if there is one process."""
+    """Mean times of the ranks that train together, over their last steps, by rank; empty for one process."""
     collectives: Communicated = field(default_factory=Communicated)
-    """Of the sampled steps of the ranks, in the last minutes."""
+    """The sampled collectives of the ranks in the last minutes."""
     last_sample: LastSample | None = None
     """The newest sampled step of the process in focus."""
     sampled_of: int = 0
-    """Steps of the ranks in that time."""
+    """Steps of the ranks in the time of `communicated`."""
     wrappers: tuple[Wrapper, ...] = ()
     """The newest facts of each DistributedDataParallel."""
 
     def training(self) -> list[Process]:
-        """Those that train now (`dpmon.model.turns`)."""
+        """The processes that train now (`dpmon.model.turns`)."""
         return self._training
 
     def focus(self) -> Process | None:
-        """The process whose numbers stand for the run: the first of those that train now, by rank."""
+        """The process that represents the run: the first of those that train now, by rank."""
         return self._focus
 
     def straggler(self) -> Straggler | None:
@@ -119,7 +119,7 @@ class State:
         """The communication of the ranks; None if they do not train together."""
         return self._communication
 
-    # A picture asks for them at many places.
+    # Cached: one picture uses them in many places.
 
     @cached_property
     def _training(self) -> list[Process]:

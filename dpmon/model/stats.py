@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def median(values: Iterable[float]) -> float | None:
-    """The middle value (the mean of the two middle ones), None of nothing."""
+    """The middle value (the mean of the two middle ones); None without values."""
     ordered = sorted(values)
     count = len(ordered)
     if not count:
@@ -16,7 +16,7 @@ def median(values: Iterable[float]) -> float | None:
 
 
 def percentile(values: Iterable[float], fraction: float) -> float | None:
-    """The smallest value that at least `fraction` of all do not exceed (nearest rank), None of nothing."""
+    """The smallest value that at least `fraction` of all do not exceed (nearest rank); None without values."""
     ordered = sorted(values)
     if not ordered:
         return None

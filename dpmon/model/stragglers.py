@@ -1,8 +1,8 @@
-"""Which ranks do the others wait for, and on what do they spend the time? Pure.
+"""Finds the ranks that the others wait for, and the phase that delays them. Pure.
 
-In a synchronised backward pass every rank waits for the last one, so the wait is shortest on that rank. Each rank's
-mean times over some steps say what the slow ones do longer than the others. Several ranks may be equally slow: mending
-one of them alone gains nothing, so they are named together. Only ranks of one process group wait for each other.
+In a synchronised backward pass every rank waits for the last one, so the slowest rank waits least. The ranks' mean
+times over some steps show what takes longer on the slow ones. Equally slow ranks are named together: speeding up only
+one gains nothing. Only ranks of one process group wait for each other.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dpmon.record.schema import EXPOSED, HELD, STEP, STEP_PHASES, WAIT, device_s
 from dpmon.store.tally import Tally
 
 LEAST_SHARE = 0.05
-"""Part of a step below which nobody is named. Peers use 10 %; but a rank that is slower by 10 % of a step must be
-found, and with its time the step grows."""
+"""Smallest excess to report, as a part of a step. Similar tools use 10 %; but a rank that is slower by 10 % of a step
+must be found, and the step grows with its time."""
 CAUSE_SHARE = 0.8
 """Part of the excess that one phase must cover to be named."""
 ALIKE_SHARE = 0.2
-"""Part of the way from the least wait to the others' median. Ranks that wait no longer are as slow as the slowest."""
+"""Part of the way from the least wait to the others' median: ranks below it count as slow as the slowest."""
 MIN_STEPS = 20
 SERIES = (STEP, *STEP_PHASES, *map(device_series, STEP_PHASES), EXPOSED, WAIT, HELD)
 """Series that `rank_times` reads."""
@@ -41,65 +41,65 @@ class RankTimes(NamedTuple):
     steps: int
     step_ns: float | None
     phases: Mapping[str, float]
-    """By phase that ran; on its device where that is known."""
+    """By phase that ran, in ns; on its device if known."""
     joined: int = 0
-    """Steps for which it is known how the ranks waited for each other."""
+    """Steps with known waits between ranks."""
     exposed_ns: float | None = None
-    """Communication that no computation hid, the same on all ranks. Steps without averaging count as 0."""
+    """Exposed communication, the same on all ranks. Steps without averaging count as 0."""
     wait_ns: float | None = None
-    """How long it waited for the slowest rank. Steps without averaging count as 0."""
+    """Time that it waited for the slowest rank. Steps without averaging count as 0."""
     slowest: int = 0
     """Steps in which the others waited for it."""
     synced: int = 0
     """Backward passes that averaged gradients, in all of the steps."""
     unsynced: int = 0
-    """Those that averaged nothing (no_sync)."""
+    """Backward passes that averaged nothing (no_sync)."""
     optimized: int = 0
     """Steps in which an optimizer stepped."""
     group: tuple[int, ...] | None = None
     """The ranks with which it averages its gradients; None if unknown."""
     waits_in_forward: bool = False
-    """Whether its model makes ranks wait for each other in the forward, too."""
+    """Whether its model makes ranks wait for each other also in the forward."""
 
     @property
     def backward_ns(self) -> float | None:
-        """The whole backward pass, with the wait in it."""
+        """The whole backward pass, including the wait."""
         found = self.phases.get("backward")
         return None if found is None else found + self.phases.get(_SYNC, 0.0)
 
     @property
     def wait_share(self) -> float | None:
-        """The part of its steps that it waited (0 to 1)."""
+        """The share of its steps that it waited (0 to 1)."""
         return self.wait_ns / self.step_ns if self.wait_ns is not None and self.step_ns else None
 
 
 class Straggler(NamedTuple):
-    """The rank that the others wait for, or several that are equally slow."""
+    """The rank that the others wait for, or several equally slow ones."""
 
     process: int
     """Of the slowest rank."""
     rank: int | None
-    """The slowest one."""
+    """Number of the slowest rank."""
     processes: tuple[int, ...]
-    """Of all ranks that the others wait for, in the order of the ranks."""
+    """Of all slow ranks, in the order of the ranks."""
     ranks: tuple[int | None, ...]
-    """All ranks that the others wait for."""
+    """All slow ranks."""
     excess_ns: float
-    """How long the others wait for them in a step: their median wait, less that of the slowest."""
+    """Time per step that the others wait for them: their median wait minus that of the slowest."""
     share: float
-    """Of the step (0 to 1)."""
+    """Share of the step (0 to 1)."""
     slowest: int | None
-    """In how many steps one of them was the slowest; None if that is not known."""
+    """Number of steps in which one of them was the slowest; None if unknown."""
     steps: int
     phase: str | None
     """The phase that covers the excess on each of them; None if no phase does."""
     own_ns: float | None = None
-    """The mean time of that phase on these ranks, and the median of the means of the others."""
+    """The phase's mean time on these ranks, and the median of the others' means."""
     others_ns: float | None = None
 
     @property
     def several(self) -> bool:
-        """Whether it is more than one rank."""
+        """Whether there are several such ranks."""
         return len(self.processes) > 1
 
     @property
@@ -151,7 +151,7 @@ def _mean(tally: Tally, phase: str) -> float:
 def straggler(ranks: Sequence[RankTimes]) -> Straggler | None:
     """The ranks that the others wait for; None if no rank stands out, or too little is known.
 
-    Of several process groups, those of the group that waits longest.
+    With several process groups, those of the group that waits longest.
     """
     groups: dict[tuple[int, ...] | None, list[RankTimes]] = {}
     for one in ranks:
@@ -164,8 +164,8 @@ def straggler(ranks: Sequence[RankTimes]) -> Straggler | None:
 def _straggler_of(members: Sequence[RankTimes]) -> Straggler | None:
     """The same for one process group with known times.
 
-    Where ranks wait for each other in the forward, too, what a forward takes longer than the shortest one is a wait.
-    How often a rank was the slowest is not known there, so a phase must tell why.
+    If ranks also wait for each other in the forward, the excess of a forward over the shortest one is a wait. It is
+    then unknown how often a rank was the slowest, so a phase must show the cause.
     """
     if len(members) < 2:
         return None
@@ -205,7 +205,7 @@ def _straggler_of(members: Sequence[RankTimes]) -> Straggler | None:
 def _with_cause(
     found: Straggler, slow: Sequence[RankTimes], others: Sequence[RankTimes], waits: Sequence[str]
 ) -> Straggler:
-    """With the phase that covers the excess on each slow rank, if there is one; `waits`: phases that hold waits."""
+    """`found` with the phase that covers the excess on each slow rank, if any; `waits`: phases that include waits."""
     waited = median(map(_wait, others))
     ran = {phase: None for one in slow for phase in one.phases if phase not in waits}
     usual = {phase: median(one.phases.get(phase, 0.0) for one in others) for phase in ran}
@@ -226,7 +226,7 @@ def _wait(one: RankTimes) -> float:
 
 
 def _by_chance(steps: int, expected: float) -> float:
-    """In how many steps one of some ranks may be the slowest by chance; `expected`: their part of all ranks."""
+    """Number of steps in which one of some ranks may be the slowest by chance; `expected`: their part of all ranks."""
     return steps * expected + _SIGMAS * math.sqrt(steps * expected * (1 - expected))
 
 
@@ -250,7 +250,7 @@ def held_up(found: Straggler) -> str:
 
 
 def how_often(found: Straggler, *, lately: bool) -> str:
-    """In how many steps one of them was the slowest; empty if that is not known."""
+    """In how many steps one of them was the slowest; empty if unknown."""
     if found.slowest is None:
         return ""
     which = "one of them slowest" if found.several else "slowest"
@@ -258,7 +258,7 @@ def how_often(found: Straggler, *, lately: bool) -> str:
 
 
 def in_short(found: Straggler) -> str:
-    """The same in few words."""
+    """`sentence` in few words."""
     cause = f", {found.phase} {_against(found)}" if found.phase is not None else ""
     return f"others wait for {found.name}: {duration(found.excess_ns)} ({percent(found.share)}){cause}"
 

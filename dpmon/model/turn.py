@@ -58,7 +58,7 @@ class Turn(NamedTuple):
     buckets: tuple[int, ...] = ()
     """When each bucket of gradients was ready, in ns from the step's start."""
     exposed_ns: int | None = None
-    """How much of its phase `sync` was communication that nothing hid, at its end; the rest was a wait."""
+    """How much of its phase `sync`, at the end, was exposed communication; the rest was a wait."""
 
 
 def last_turn(process: Process) -> Turn | None:
@@ -87,7 +87,7 @@ def last_turn(process: Process) -> Turn | None:
 
 
 def _known(step: Step, calls: Sequence[Call]) -> list[PhaseSpan]:
-    """The spans of a step that was recorded without: it begins with its data, and calls have their own times."""
+    """The spans of a step recorded without them: it begins with its data, and calls have their own times."""
     forward = [PhaseSpan("forward", call.start_ns - step.start_ns, call.wall_ns) for call in calls]
     return [PhaseSpan("data", 0, step.phases.get("data", 0)), *forward]
 

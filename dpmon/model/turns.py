@@ -1,8 +1,8 @@
-"""Whose turn it is where a run has several processes: which of them train now, and which one stands for the run. Pure.
+"""Decides which of several processes train now, and which one represents the run. Pure.
 
-Trainings may follow each other, one may start another (an evaluation of its own) and go on after it, and a job that was
-started again leaves its old ranks behind. What a process is known by are its steps and calls: when the first of them
-began, when it took up work again after a silence, when the newest ended; and that it has ended, where a reader knows.
+Trainings may follow each other. One may start another (an evaluation) and resume after it. A restarted job leaves its
+old ranks behind. Processes are compared by their steps and calls: the start of the first, the resumption after a
+silence, and the end of the newest; also by their own end, if a reader knows it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dpmon.model.process import Process
 
 _LATELY_NS = 30_000_000_000
 _TURN_NS, _TURN_STEPS = 2_000_000_000, 3
-"""So long, and so many of its steps, a process is silent before another one that began since stands for the run."""
+"""After this silence (ns, and number of its own steps), a process gives way to another that began since."""
 
 
 class Seen(Protocol):
-    """What this needs of dpmon.model.state.State."""
+    """The part of dpmon.model.state.State that this module needs."""
 
     @property
     def processes(self) -> Mapping[int, Process]:
@@ -26,7 +26,7 @@ class Seen(Protocol):
 
     @property
     def newest_ns(self) -> int:
-        """When the newest step or call ended."""
+        """End of the newest step or call."""
 
     @property
     def ended(self) -> frozenset[int]:
@@ -34,9 +34,9 @@ class Seen(Protocol):
 
 
 class _Rivals(NamedTuple):
-    """The newest beginning and the newest resumption among processes, ns (-1: none).
+    """The newest start and the newest resumption among processes, ns (-1: none).
 
-    Only who began before `of_ns` gives way to them.
+    Only processes that began before `of_ns` give way to them.
     """
 
     began_ns: int = -1
@@ -45,21 +45,21 @@ class _Rivals(NamedTuple):
 
 
 def ended_of(activities: Mapping[int, tuple[str, int]]) -> frozenset[int]:
-    """The processes that have ended, by what a reader of the run says that each is in."""
+    """The processes that have ended, by their activities as a reader reports them."""
     return frozenset(number for number, (what, _) in activities.items() if what == "ended")
 
 
 def some_are_silent(state: Seen) -> bool:
-    """Whether one of several processes that trained lately is silent, so that another may have taken over."""
+    """Whether one of several recent trainings is silent, so that another may have taken over."""
     lately = _lately(state)
     return len(lately) > 1 and any(state.newest_ns - process.seen_ns >= _TURN_NS for process in lately)
 
 
 def last_resumption(process: Process, since_ns: int, spans: Iterable[tuple[int | None, int | None]]) -> int:
-    """When a process took up work again after its last silence; when it began, if there was none since a time.
+    """The end of a process's last silence; its start if it was never silent since `since_ns`.
 
-    `spans`: when the first step began and the last one ended of those that ended in each second since then, in order. A
-    step holds the time from one batch to the next: a long silence may be before it or within it.
+    `spans`: per second since then, in order, the start of the first and the end of the last step that ended in it. A
+    step holds the time from one batch to the next, so a long silence may be before it or within it.
     """
     found, seen, silence = process.began_ns, max(process.began_ns, since_ns), _silence(process)
     for first, last in spans:
@@ -71,9 +71,9 @@ def last_resumption(process: Process, since_ns: int, spans: Iterable[tuple[int |
 
 
 def taking_turns(state: Seen) -> list[Process]:
-    """Those that train now: seen within half a minute of the newest, and not silent since another took over.
+    """The processes that train now: seen within half a minute of the newest, and not silent since another took over.
 
-    Of these only those that have not ended, if there are any: a process that took over is shown until another goes on.
+    Those that have not ended come first: a process that took over is shown until another resumes.
     """
     lately = _lately(state)
     if len(lately) < 2:
@@ -93,7 +93,7 @@ def taking_turns(state: Seen) -> list[Process]:
 
 
 def standing_for(state: Seen) -> Process | None:
-    """The process whose numbers stand for the run: the first of those that train now, by rank."""
+    """The process that represents the run: the first of those that train now, by rank."""
     return min(taking_turns(state), key=lambda p: (p.rank is None, p.rank or 0, p.process), default=None) or (
         next(iter(state.processes.values()), None)
     )
@@ -104,7 +104,7 @@ def _lately(state: Seen) -> list[Process]:
 
 
 def _silence(process: Process) -> int:
-    """How long a process is silent before that says something: some seconds, and some of its own steps."""
+    """How long (ns) a process must be silent to count: some seconds, and some of its own steps."""
     usual = process.last_step.wall_ns if process.last_step is not None else 0
     return max(_TURN_NS, _TURN_STEPS * usual)
 
@@ -115,9 +115,9 @@ def _newest(processes: Sequence[Process], of_ns: int) -> _Rivals:
 
 
 def _gave_way(process: Process, rivals: _Rivals, now_ns: int) -> bool:
-    """Whether one of `rivals` began, or went on, after all that was seen of `process`, which has been silent since.
+    """Whether one of `rivals` began, or resumed, after everything seen of `process`, which has been silent since.
 
-    Processes that train together may all be silent and go on one after the other: the last has its time for it.
+    Processes that train together may all be silent and resume one after the other; the last one gets time for it.
     """
     if process.began_ns > rivals.of_ns:
         return False
@@ -128,9 +128,9 @@ def _gave_way(process: Process, rivals: _Rivals, now_ns: int) -> bool:
 
 
 def _started_again(lately: Sequence[Process]) -> _Rivals:
-    """Ranks that have taken the place of another process of the same rank.
+    """Ranks that have replaced an earlier process of the same rank.
 
-    All that trained beside such a one are left behind, also a rank that has no successor: of four, three may go on.
+    All processes beside a replaced one are left behind, even ranks without a successor: three of four ranks may go on.
     """
     by_rank: dict[int, list[Process]] = {}
     for process in lately:

@@ -1,4 +1,4 @@
-"""Steps that are not alike: where some take far longer than others, a median says little of the speed. Pure."""
+"""Uneven steps: some take far longer than others, so the median does not represent the speed. Pure."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from dpmon.store.quantiles import middle
 from dpmon.store.tally import Tally
 
 _APART = 1.25
-"""By so much, either way, mean and median may differ without a word."""
+"""Largest ratio of mean and median, either way, without a note."""
 
 
 class Uneven(NamedTuple):
-    """The steps longer than the mean: their share of all steps, of all time (0 to 1), and the phase they differ by."""
+    """The steps longer than the mean: their share of all steps, of all time (0 to 1), and the phase that is longer."""
 
     steps: float
     time: float
     phase: str | None
-    """INPUT where they are longer by waits for a line of input, whatever phase those fell into."""
+    """INPUT if waits for a line of input make them longer, whatever phase those fell into."""
 
 
 def uneven_steps(tally: Tally, longest: Sequence[LongRow], waits: Sequence[tuple[int, int]] = ()) -> Uneven | None:
-    """How uneven the steps of a tally are; None where they are alike: mean and median are near each other.
+    """How uneven the steps of a tally are; None if mean and median are close.
 
-    `longest`: the longest of them. The phase is the one of which those have most more than all others; None if it is
-    not known. `waits`: from when to when (ns) the script waited for input.
+    `longest`: the longest of them. The phase is the one that exceeds the other steps' most; None if unknown. `waits`:
+    start and end (ns) of each wait for input.
     """
     steps = tally.stat(STEP)
     mean, centre = steps.mean, tally.median(STEP)
@@ -43,7 +43,7 @@ def uneven_steps(tally: Tally, longest: Sequence[LongRow], waits: Sequence[tuple
 
 
 def _longer_by(tally: Tally, long: Sequence[LongRow], waits: Sequence[tuple[int, int]]) -> str | None:
-    """The phase of which some steps have most more than the others of their tally."""
+    """The phase that exceeds most, in some steps, that of the others in their tally."""
     others = tally.steps - len(long)
     if not long or others <= 0:
         return None

@@ -1,4 +1,4 @@
-"""What the comparison of two modes says, in a sentence. Pure."""
+"""The result of the comparison of two modes, in a sentence. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dpmon.model.numbers import duration, percent, times
 
 
 def sentence(found: Comparison) -> str | None:
-    """The verdict with its ground, in one sentence; None when there is none."""
+    """The verdict with its reason, in one sentence; None without a verdict."""
     if found.speedup is None:
         return None
     over = f" over {len(found.devices)}" if found.devices else ""

@@ -1,4 +1,4 @@
-"""`dpmon report`: what happened in a run, as text, as JSON, or as a page with plots.
+"""`dpmon report`: a summary of a run, as text, as JSON, or as a page with plots.
 
 `collect` reads a run's directory into one `Story`; `text`, `asjson` and `html` are functions of it.
 """

@@ -3,24 +3,24 @@
 run           id, name, script, command, cwd, python, started_unix, versions, directory
 end           state (as `ls` calls it), status, signal, error, seconds
 processes     process, rank, world, pid, python, torch
-steps, calls  their numbers, with deleted ones; dropped, pruned: numbers of records that are gone
+steps, calls  numbers, including deleted ones; dropped, pruned: numbers of lost and of deleted records
 nothing       why there is no step and no call, or null
-standing      for how long nothing has moved, and where each process is, or null
+standing      how long nothing has moved, and where each process is, or null
 modes         mode, virtual, steps, median_ms, p95_ms, steps_per_s, samples_per_s (of elapsed training time:
               dpmon.rates), steps_per_s_within_steps, samples_per_s_within_steps, phases: {name: share, median_ms,
               p95_ms, count, device_median_ms, device_count (number of known device times)}, quantities: {name:
-              sum, steps (that know it)}: all steps in the record except evaluations
-evaluations   the same of steps without backward and optimizer, of modes whose other steps have them
+              sum, steps (with a value)}: all steps in the record except evaluations
+evaluations   the same for steps without backward and optimizer, in modes whose other steps have them
 elapsed       startup_s, training_s, evaluation_s, between_s, paused_s, input_s, missed_s (not recorded), ending_s: they
-              add up to the time of the run; gaps: the longest times between two steps: process, after_step, t_s,
+              add up to the run's time; gaps: the longest times between two steps: process, after_step, t_s,
               seconds; {} if there is no step
-findings      kind, text, ground, advice, weight; the heaviest first
-replicas      mode, root, replica, device, calls, rows, median_ms, p95_ms, device_median_ms (of device_calls, those in
-              which it is known), virtual, absent: why it is in none; without evaluations
-sizes         mode, root, replica, device, inputs, outputs, calls: every size that a replica met
+findings      kind, text, ground, advice, weight; the most important first
+replicas      mode, root, replica, device, calls, rows, median_ms, p95_ms, device_median_ms (over the device_calls
+              with a known time), virtual, absent: why no call has one; without evaluations
+sizes         mode, root, replica, device, inputs, outputs, calls: every size of a replica
 ranks         process, rank, world, device, calls (all), steps, median_ms, the rates (as of modes; without
-              evaluations), inputs, outputs, forward_device_median_ms (of those steps, what the slowest of its
-              devices took for the forward), absent
+              evaluations), inputs, outputs, forward_device_median_ms (of those steps: the forward on its
+              slowest device), absent
               data_ms, forward_ms, backward_ms (without the wait), exposed_ms, wait_ms: means of the steps, null where
               not known; slowest: the number of steps, of joined_steps, in which the others waited for it
 communication exposed_ms, exposed_share, wait_ms, wait_share (means of the ranks, of a step; null where not known, with
@@ -30,22 +30,22 @@ communication exposed_ms, exposed_share, wait_ms, wait_share (means of the ranks
               of one rank, the facts as in the record `ddp`; null if no ranks train together
 stages        root, stage, device, parts, calls, median_ms, device_median_ms, device_calls, inputs, outputs, absent
 devices       index, name, uuid, called, of_run, samples, util_median_pct, mem_used_max_bytes, mem_run_max_bytes,
-              mem_total_bytes, temperature_max_c, power_max_w, throttled: {reason: samples}; gpu_absent: why none
+              mem_total_bytes, temperature_max_c, power_max_w, throttled: {reason: samples}; gpu_absent: the reason
 host          samples, cpu_median_pct, mem_used_max_bytes, mem_total_bytes; medians of cpus (how many processors),
               others_cpus, run_cpus (in use by others, by the run), load; null where not recorded
 memory        device, model_bytes, gradients_bytes, optimizer_bytes, rest_bytes, peak_bytes, absent
 compared      dp against single: speedup, low, high (its 95 % interval), efficiency (a device; null for virtual
               replicas), outcome (faster, slower, even), by_mean (the ratio of mean steps; null where it is near
-              the speed-up), sentence, missing, steps (by mode, those that were compared); null where not both were
+              the speed-up), sentence, missing, steps (by mode, compared ones only); null unless both modes were
               seen
 mode_changes  process, root, t_s, step, mode, requested_by, devices, virtual, reason, refused
 pauses        process, step (after which), t_s, seconds (null: see on, or its end was not recorded), on (it had not
-              ended), reason (why it went on by itself), refused; the first of them: pauses_left_out and
-              refusals_left_out say how many there were besides
-paused        what all pauses come to, those left out too: times, seconds (of those whose end is known; what several
-              processes pause at once is one pause), unended (their end was not recorded), on (one had not ended),
-              alone_s (of their time: another process was there and was not paused). No step and no phase has any
-              of that time; use of devices and host has that of alone_s
+              ended), reason (why it went on by itself), refused; only the first ones: pauses_left_out and
+              refusals_left_out count the others
+paused        totals of all pauses, including those left out: times, seconds (of pauses with a known end; simultaneous
+              pauses of several processes count as one), unended (their end was not recorded), on (one had not
+              ended), alone_s (while another process was not paused). No step and no phase includes that time; use
+              of devices and host includes alone_s
 inputs        process (null: one that does not train), t_s, seconds: waits for a line of input; step times
               include that time, rates do not
 warnings      texts

@@ -43,15 +43,15 @@ from dpmon.text.last_words import READ_BYTES, last_words
 LINES_KEPT = 12
 CHANGES_KEPT = 1000
 LONGEST = 64
-"""Long steps of each mode, of which LONGEST are named."""
+"""Number of long steps to read per mode; findings name LONGEST of them."""
 GAPS = 10_000
 THIRDS = 60
-"""Stretches of time that a run is cut into to find its first and its last third."""
+"""Number of stretches into which a run is cut to find its first and its last third."""
 _TAIL_BYTES = 16384
 
 
 def collect(directory: Path) -> Story:
-    """The story of the run in `directory`, as far as it has come. RunError if it is no run."""
+    """The story of the run in `directory`, up to now. Raises RunError if it is not a run."""
     story = Story(str(directory), load_info(directory))
     reading = _Reading(story)
     try:
@@ -80,7 +80,7 @@ def collect(directory: Path) -> Story:
 
 
 class _Reading:
-    """Fills a story with what the store of its run says; what was read before an error stays."""
+    """Fills a story from the store of its run; keeps whatever was read before an error."""
 
     def __init__(self, story: Story) -> None:
         self._story = story
@@ -91,7 +91,7 @@ class _Reading:
         """By process, from its first step to its last."""
 
     def read(self, store: Store) -> None:
-        """Ask everything of `store`."""
+        """Ask `store` for everything."""
         story = self._story
         if store.damaged is not None:
             story.warnings.append(store.damaged)
@@ -163,7 +163,7 @@ class _Reading:
             self._devices.sample(event.kind, event.data)
 
     def _modes(self, store: Store, window: Window) -> tuple[ModeFacts, ...]:
-        """Those that train; evaluations go into the story."""
+        """The modes that train; their evaluations go into the story."""
         rows = _rows_in_time(store, self._begin_ns, self._last_ns or 0)
         modes = []
         for mode, evaluation in window.modes:
@@ -217,10 +217,10 @@ class _Reading:
         return found if len(found.sides) > 1 else None
 
     def finish(self, how: ExitInfo | None) -> None:
-        """Add what depends on how the run ended."""
+        """Add the facts that depend on the end of the run."""
         story, devices = self._story, self._devices
         end = None if how is None or how.by != "supervisor" else int(how.seconds * 1e9)
-        # Of a run that goes on, as far as anything of it is known.
+        # A live run is evaluated up to its newest record.
         until = max(self._last_ns or 0, devices.last_ns) if end is None else end
         paused = together(self._pauses, self._spans, until)
         of_any = any_of(self._pauses, until)
@@ -244,13 +244,13 @@ class _Reading:
 
 
 def _process_facts(data: Mapping[str, Any]) -> ProcessFacts:
-    """What a `process` record says; its number must be one."""
+    """The content of a `process` record with a number."""
     rank, world, pid = (whole_in(data, key) for key in ("rank", "world", "pid"))
     return ProcessFacts(data["process"], rank, world, pid, text_in(data, "python"), text_in(data, "torch"))
 
 
 def _loader_start(data: Mapping[str, Any]) -> LoaderStart | None:
-    """What a `loader` record says; None if it does not say of which process, when and how long."""
+    """The content of a `loader` record; None if process, time or duration is missing."""
     process, at, took = whole_in(data, "process"), ns_in(data, "t_s"), ns_in(data, "iter_s")
     if process is None or at is None or took is None:
         return None
@@ -267,7 +267,7 @@ def _rows_in_time(store: Store, begin_ns: int, end_ns: int) -> list[tuple[int, s
 
 
 def _longest(store: Store, window: Window) -> list[LongRow]:
-    """The longest steps that the figures are of, deleted ones too, the longest first."""
+    """The longest of the counted steps, including deleted ones, the longest first."""
     found: list[LongRow] = []
     for mode, evaluation in window.modes:
         if not evaluation:
@@ -278,7 +278,7 @@ def _longest(store: Store, window: Window) -> list[LongRow]:
 
 
 def _named(row: LongRow, inputs: Sequence[tuple[int | None, int, int]]) -> LongStep:
-    """A long step with the phase that took most of it; one that was mostly a wait for input is called so."""
+    """A long step with the phase that took most of it; INPUT if that was a wait for input."""
     spans = [(begin, end) for process, begin, end in inputs if process == row.process]
     begin, end = row.start_ns, row.start_ns + row.wall_ns
     phase: str | None
@@ -291,7 +291,7 @@ def _named(row: LongRow, inputs: Sequence[tuple[int | None, int, int]]) -> LongS
 
 
 def _output_end(reader: RunReader) -> bytes:
-    """The end of the script's output (of its errors, where they are apart); empty if it cannot be read."""
+    """The end of the script's output (of its errors, if they are separate); empty if it cannot be read."""
     try:
         return read_tail(reader.output_paths[-1], READ_BYTES)
     except OSError:
@@ -299,8 +299,8 @@ def _output_end(reader: RunReader) -> bytes:
 
 
 def _last_output(end: bytes, raised: Uncaught | None, command: int | None) -> tuple[str, ...]:
-    """The last lines of the script's output, given its end; `command`: the process id of the command."""
+    """The last lines of the script's output, from its end; `command`: the process id of the command."""
     lines = end[-_TAIL_BYTES:].decode("utf-8", "replace").split("\n")
-    # A carriage return begins the line anew: what a progress bar showed last is what counts.
+    # A carriage return starts the line again: the last state of a progress bar counts.
     shown = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
     return tuple([line for line in last_lines(shown, raised, command) if line.strip()][-LINES_KEPT:])

@@ -1,4 +1,4 @@
-"""What GPUs and host did over a run: extremes and medians, and means over stretches of time for the plots."""
+"""Totals of GPUs and host over a run: extremes and medians, and means over stretches of time for the plots."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from dpmon.store.tables import BEFORE_S
 HOST = -1
 """The host's index among devices."""
 POINTS = 400
-"""Stretches of time a device."""
+"""Most stretches of time per device."""
 MAX_DEVICES = 256
 MAX_REASONS = 16
 _PROCESSORS = ("cpu_pct", "others", "own", "load", "at")
 _HIGHEST = ("mem_used_bytes", "mem_run_bytes", "mem_total_bytes", "temperature_c", "power_w")
-"""Figures of which the highest is told."""
+"""Figures reported by their highest value."""
 
 
 @dataclass(slots=True)
@@ -37,30 +37,30 @@ class _Track:
     samples: int = 0
     util: array[float] = field(default_factory=lambda: array("d"))
     util_at: array[float] = field(default_factory=lambda: array("d"))
-    """Seconds since the run's start, for each of `util`; nan where not known."""
+    """Seconds since the run's start, for each of `util`; nan if unknown."""
     highest: dict[str, float] = field(default_factory=dict)
     throttled: Counter[str] = field(default_factory=Counter)
     throttle_samples: int = 0
     width: float = 1.0
     sums: dict[int, list[float]] = field(default_factory=dict)
-    """By stretch: sum and number of utilisations, sum and number of memory's bytes."""
+    """By stretch: sum and number of utilisations, sum and number of memory values (bytes)."""
 
 
 class Devices:
-    """Takes samples in the order of their time."""
+    """Collects samples in the order of their time."""
 
     def __init__(self) -> None:
         self._tracks: dict[int, _Track] = {}
         self.paused: Sequence[Span] = ()
-        """When nothing was to be done: samples of that time say nothing of the use. They are known only at the end."""
+        """Pauses, known only at the end: samples taken in them say nothing about the use."""
         self.last_ns = 0
-        """When the last sample was taken."""
+        """Time of the last sample."""
         self.gpu_absent: str | None = None
         self._cpus = 0
         self._processors: dict[str, array[float]] = {name: array("d") for name in _PROCESSORS}
 
     def sample(self, kind: str, data: Mapping[str, Any]) -> None:
-        """A `device` or `host` record; what is not of its type is not known."""
+        """Add a `device` or `host` record; a value of another type counts as unknown."""
         index = data.get("index") if kind == "device" else HOST
         seconds = _number(data.get("t_s"))
         if type(index) is not int or (index not in self._tracks and len(self._tracks) > MAX_DEVICES):
@@ -87,7 +87,7 @@ class Devices:
             _place(track, seconds, None if util is None else (util, 1), None if used is None else (used, 1))
 
     def rollup(self, row: MinuteRow) -> None:
-        """What is left of one figure of a minute: extremes and means are told."""
+        """Add the remaining figures of a minute: extremes and means."""
         index = row.device
         if (
             row.samples <= 0
@@ -99,7 +99,7 @@ class Devices:
         track = self._tracks.setdefault(index, _Track())
         if row.name in _HIGHEST and abs(row.high) < 1e300:
             track.highest[row.name] = max(track.highest.get(row.name, row.high), row.high)
-        if row.start_s == BEFORE_S:  # when it was is not known any more
+        if row.start_s == BEFORE_S:  # its time is no longer known
             return
         if row.name == ("cpu_pct" if index == HOST else "util_pct"):
             _place(track, row.start_s + 30.0, (row.total, row.samples), None)
@@ -107,15 +107,15 @@ class Devices:
             _place(track, row.start_s + 30.0, None, (row.total, row.samples))
 
     def facts(self) -> tuple[DeviceFacts, ...]:
-        """Every GPU that was ever sampled; the host is none."""
+        """Every sampled GPU, without the host."""
         return tuple(self._facts(index) for index in sorted(self._tracks) if index != HOST)
 
     def host(self) -> DeviceFacts | None:
-        """The host in the same terms."""
+        """The host as a device."""
         return self._facts(HOST) if HOST in self._tracks else None
 
     def _take_processors(self, data: Mapping[str, Any], seconds: float | None) -> None:
-        """How busy they are, and with what."""
+        """Add the processors' use, in total and by the run."""
         cpus, use, own, load = (_number(data.get(key)) for key in ("cpus", "cpu_pct", "run_cpu_pct", "load_1m"))
         if cpus is None or not 1 <= cpus < 1e6 or use is None or own is None:
             return
@@ -128,7 +128,7 @@ class Devices:
         known["at"].append(seconds if seconds is not None else nan)
 
     def processors(self) -> HostFacts | None:
-        """Those of the machine; None where nothing is known."""
+        """The machine's processors; None if nothing is known."""
         known = self._processors
         use, others, own, load = (self._unpaused(known[name], known["at"]) for name in _PROCESSORS[:4])
         middle = [median(values) for values in (use, others, own, [value for value in load if not isnan(value)])]
@@ -137,7 +137,7 @@ class Devices:
         return HostFacts(len(use), self._cpus, middle[0], middle[1], middle[2], middle[3])
 
     def _unpaused(self, values: Sequence[float], at: Sequence[float]) -> Sequence[float]:
-        """Those of `values`, taken at `at` (s), that are of no pause."""
+        """The `values`, taken at `at` (s), outside pauses."""
         begins = [begin for begin, _ in self.paused]
         if not begins:
             return values
@@ -195,7 +195,7 @@ def _identify(track: _Track, data: Mapping[str, Any]) -> None:
 
 
 def _place(track: _Track, seconds: float, util: tuple[float, int] | None, used: tuple[float, int] | None) -> None:
-    """Add utilisation and memory, each the sum of so many samples, where they belong in time."""
+    """Add sums of utilisation and memory, with their numbers of samples, to the stretch of their time."""
     sums = track.sums.setdefault(int(seconds / track.width), [0.0, 0.0, 0.0, 0.0])
     if util is not None:
         sums[0] += util[0]

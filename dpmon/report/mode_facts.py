@@ -1,4 +1,4 @@
-"""The figures of a mode as findings and tables need them."""
+"""The figures of a mode for findings and tables."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dpmon.store.tally import Tally
 from dpmon.store.window import thirds
 
 _LEAST = 30
-"""Steps of a third below which it is not compared with another one."""
+"""Fewest steps of a third for a comparison with another one."""
 
 
 def mode_facts(
     found: Figures, virtual: bool, distributed: str | None, rows: Sequence[tuple[int, Tally]] = ()
 ) -> ModeFacts:
-    """Medians, tails and shares of a mode, and how its first and last third differ.
+    """Medians, tails and shares of a mode, and the difference between its first and last third.
 
-    `rows`: tallies of its settled steps in order of time, with when they begin.
+    `rows`: tallies of its settled steps in order of time, with their start.
     """
     phases = {phase.name: phase for phase in found.phases if phase.ran}
     first, last = thirds(rows, sum(tally.steps for _, tally in rows))

@@ -1,9 +1,9 @@
-"""A report as one page that needs nothing else: its tables, its plots and the library that draws them are in it.
+"""A report as one self-contained page with its tables, its plots and the library that draws them.
 
-The page's own policy (Content-Security-Policy) forbids every connection and every script but the two that are named by
-their hash, so that what a script under dpmon called its modules cannot do anything, even if an escape were forgotten.
+The page's own policy (Content-Security-Policy) forbids every connection, and every script except the two named by their
+hash. So the names of a script's modules can do no harm, even if an escape was forgotten.
 
-The plots are drawn by plotly.js (MIT), taken from the Python package `plotly` of the extra `report`.
+plotly.js (MIT) draws the plots; it comes from the Python package `plotly` of the extra `report`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dpmon.errors import DpmonError
 from dpmon.extras import how_to_plot
 from dpmon.model.memory import reasons
 from dpmon.model.numbers import UNKNOWN
-from dpmon.report import said, words
+from dpmon.report import sentences, words
 from dpmon.report.plots import Plot, plots
 from dpmon.report.story import Story
 from dpmon.report.text import MAX_ROWS
@@ -27,7 +27,7 @@ from dpmon.text.cleaning import clean
 from dpmon.text.quantities import clock
 
 _TIMES = ("calls", "median", "p95", words.ON_DEVICE)
-_NEEDED = "the plots of --html need plotly: {command} (the text and --json do without)"
+_NEEDED = "the plots of --html need plotly: {command} (the text and --json work without it)"
 
 _STYLE = """
 :root { color-scheme: light; }
@@ -65,11 +65,11 @@ Promise.all(drawn).then(() => { document.documentElement.dataset.drawn = String(
 
 
 class PageError(DpmonError):
-    """The page cannot be made; the text is one sentence for a person."""
+    """The page cannot be written; the text is one sentence for the user."""
 
 
 def page(story: Story) -> str:
-    """The page for `story`. PageError if the plotting library is not installed."""
+    """The page for `story`. Raises PageError if the plotting library is not installed."""
     library = _library()
     figures = plots(story)
     title = clean(f"{story.info.script}: dpmon report")
@@ -78,7 +78,7 @@ def page(story: Story) -> str:
         f" script-src {_hash(library)} {_hash(_DRAW)}"
     )
     data = json.dumps([[plot.name, plot.traces, plot.layout] for plot in figures], allow_nan=False)
-    # Within a script element only these could end it, or begin a comment.
+    # Only these could end the script element, or begin a comment in it.
     data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     return "".join(
         (
@@ -119,7 +119,7 @@ def _text(text: object) -> str:
 def _body(story: Story, figures: Sequence[Plot]) -> Iterable[str]:
     yield f"<h1>{_text(story.info.script)} <span class=soft>{_text(short_name(story.info))}</span></h1>\n"
     yield f'<p class="outcome {_text(story.state)}">{_text(words.ended(story))}</p>\n'
-    for fact in said.facts(story):
+    for fact in sentences.facts(story):
         yield f"<p class=soft>{_text(fact)}</p>\n"
     yield from _findings(story)
     spent = words.time_spent(story)
@@ -129,14 +129,14 @@ def _body(story: Story, figures: Sequence[Plot]) -> Iterable[str]:
     by_name = {plot.name: plot for plot in figures}
     for name in ("step-time", "speed", "phases", "modes"):
         yield from _plot(by_name.get(name))
-    for title, mode in said.step_rows(story):
+    for title, mode in sentences.step_rows(story):
         yield f"<h2>Phases of a step, {_text(title)}</h2>\n"
-        head, *rows = said.phase_table(mode)
+        head, *rows = sentences.phase_table(mode)
         yield from _table(head, rows)
-        yield "".join(f"<p class=soft>{_text(note)}</p>\n" for note in said.phase_notes(mode))
+        yield "".join(f"<p class=soft>{_text(note)}</p>\n" for note in sentences.phase_notes(mode))
     if story.evidence.compared is not None:
         yield "<h2>dp against single</h2>\n"
-        yield "".join(f"<p>{_text(line)}</p>\n" for line in said.comparison(story.evidence.compared))
+        yield "".join(f"<p>{_text(line)}</p>\n" for line in sentences.comparison(story.evidence.compared))
     yield from _sized("Replicas", words.replica_rows(story))
     yield from _plot(by_name.get("replicas"))
     yield from _sized("Ranks", words.rank_rows(story), ("calls", "steps", "step", "samples/s", words.FORWARD_ON_DEVICE))
@@ -162,7 +162,7 @@ def _plot(plot: Plot | None) -> Iterable[str]:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], text_columns: Sequence[int] = ()) -> Iterable[str]:
-    """A table whose first column is text, and those of `text_columns`."""
+    """A table with text in its first column and in `text_columns`."""
     classes = ["".join(" class=text" if column in text_columns else "") for column in range(len(head))]
     yield "<div class=scroll><table><thead><tr>"
     yield "".join(f"<th{mark}>{_text(cell)}</th>" for cell, mark in zip(head, classes, strict=True))
@@ -179,7 +179,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], text_columns: Seq
 def _findings(story: Story) -> Iterable[str]:
     yield "<h2>Findings</h2>\n"
     if not story.findings:
-        yield f"<p>{_text(said.findings_note(story))}</p>\n"
+        yield f"<p>{_text(sentences.findings_note(story))}</p>\n"
         return
     yield "<ol>\n"
     for finding in story.findings:
@@ -189,7 +189,7 @@ def _findings(story: Story) -> Iterable[str]:
 
 
 def _steps(story: Story) -> Iterable[str]:
-    rows = said.steps_table(story)
+    rows = sentences.steps_table(story)
     if rows:
         yield "<h2>Steps</h2>\n"
         yield from _table(rows[0], rows[1:])

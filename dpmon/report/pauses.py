@@ -1,4 +1,4 @@
-"""The pauses of a run: when each began, after which step, how long it took, and what all of them come to."""
+"""The pauses of a run: start, step before it, duration, and their totals."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ if TYPE_CHECKING:
 
 
 KEPT = 1000
-"""Rows, those of refusals too."""
+"""Most rows, including refusals."""
 _SLACK_NS = SECOND
-"""What is apart by no more is together: the end that a begin has and the one that its time says, or what several
-processes do at one request."""
+"""Times closer than this (ns) belong together: an end and its pause, or the pauses of several processes at one
+request."""
 
 Span = tuple[int, int]
-"""Begin and end in ns since the run's start."""
+"""Start and end in ns since the run's start."""
 
 
 class Paused(NamedTuple):
-    """The training paused between two steps (or was asked to and refused); ns since the run's start."""
+    """A pause of the training between two steps, or a refused one; ns since the run's start."""
 
     process: int
     step: int | None
-    """After which it paused."""
+    """The step before the pause."""
     start_ns: int | None
     took_ns: int | None
-    """None for one that goes on, was refused, or whose end was not recorded."""
+    """Duration; None if the pause goes on, was refused, or its end was not recorded."""
     end_ns: int | None
-    """At the latest, where its end was not recorded."""
+    """Latest possible end, if it was not recorded."""
     on: bool
-    """Whether it had not ended when the record did."""
+    """Whether it had not ended at the end of the record."""
     reason: str | None
-    """Why it went on by itself."""
+    """Why it resumed without a request."""
     refused: str | None
 
     def span(self, open_ns: int | None) -> Span | None:
-        """From when to when, as far as its begin is known; `open_ns`: the end of one that had not ended."""
+        """Start and end, if known; `open_ns`: the end of a pause that had not ended."""
         if self.refused is not None or self.start_ns is None:
             return None
         if self.on:
@@ -52,33 +52,33 @@ class Paused(NamedTuple):
 
 
 class PauseTotals(NamedTuple):
-    """What a run's pauses come to. A time in which several processes were paused is one, however many they were."""
+    """The totals of a run's pauses. Simultaneous pauses of several processes count as one."""
 
     times: int = 0
     ns: int = 0
-    """In pauses whose end is known."""
+    """Time in pauses with a known end."""
     unended: int = 0
-    """Whose end was not recorded, though they did end."""
+    """Number of pauses that ended, but without a record of it."""
     on: bool = False
-    """Whether a process was in one when the record ended."""
+    """Whether a process was in a pause when the record ended."""
     unplaced: int = 0
-    """Of which it is not known from when to when at most they were."""
+    """Number of pauses without known bounds."""
 
 
 class Pauses:
-    """All pauses of a run, and requests for one that were refused, in the order of their records."""
+    """All pauses of a run, and refused requests, in the order of their records."""
 
     def __init__(self, every: Sequence[Paused] = ()) -> None:
         self.found = every[:KEPT]
-        """KEPT at most."""
+        """At most KEPT."""
         self.refusals_left_out = sum(one.refused is not None for one in every[KEPT:])
         self.left_out = len(every) - len(self.found) - self.refusals_left_out
-        """Beyond KEPT: refusals, and pauses."""
+        """Numbers beyond KEPT: refusals, and pauses."""
         self.every = [one for one in every if one.refused is None]
-        """All but refusals."""
+        """Number of all pauses, without refusals."""
 
     def total(self, end_ns: int | None = None) -> PauseTotals:
-        """What they come to; `end_ns`: when the run ended, and with it the pauses that had not."""
+        """The totals; `end_ns`: the end of the run, and of pauses that had not ended."""
         apart = [one for one in self.every if one.start_ns is None]
         times, unplaced = len(apart), len(apart)
         ns, unended = sum(one.took_ns or 0 for one in apart), sum(one.took_ns is None for one in apart)
@@ -112,15 +112,15 @@ def pauses_of(
 ) -> Pauses:
     """The pauses that processes announced, those of one process in their order.
 
-    A pause whose end was not recorded is over when its process began another step, and took no longer. `next_step_ns`:
-    when a process began its first step after a time; `newest_ns`: when the newest step of any process began.
+    A pause without a recorded end ended at the latest when its process began another step. `next_step_ns`: the start of
+    a process's first step after a time; `newest_ns`: the start of the newest step of any process.
     """
     found: list[Paused] = []
     opened: dict[int, int] = {}
-    """By process the place of the pause it is in."""
+    """By process, the place of its current pause."""
 
     def over(process: int, at: int | None, reason: str | None = None) -> None:
-        """It ended, at that time at the latest (None: nobody knows when)."""
+        """End the process's pause, at this time at the latest (None: unknown)."""
         place = opened.pop(process)
         found[place] = found[place]._replace(end_ns=at, on=False, reason=reason)
 
@@ -133,7 +133,7 @@ def pauses_of(
             found.append(Paused(process, step, at, None, None, False, reason, refused))
             continue
         if process in opened and paused:
-            # That it ended was not recorded: it is over, and was so when a step or the next one began.
+            # The end was not recorded: it came before this record, and before the next step if there was one.
             seen = stepped(process)
             over(process, at if seen is None or (at is not None and at <= seen) else seen)
         elif process in opened and _is_of_another(found[opened[process]], at, took):
@@ -151,15 +151,15 @@ def pauses_of(
                 end = None if began is None else began + took
                 place = opened.pop(process)
                 found[place] = found[place]._replace(took_ns=took, end_ns=end, on=False, reason=reason)
-        elif took is not None:  # that it began was not recorded
+        elif took is not None:  # its start was not recorded
             begin = None if at is None else max(at - took, 0)
             found.append(Paused(process, step, begin, took, at, False, reason, None))
     for process in list(opened):
         if (seen := stepped(process)) is not None:
             newest_ns = max(newest_ns, seen)
             over(process, seen)
-    # What is left goes on, unless a process that was not asked began a step after it; then its own may have been killed
-    # in it, and nobody knows when.
+    # The remaining pauses go on, unless another process began a step after it: then the paused process may have been
+    # killed in its pause, at an unknown time.
     for process, place in list(opened.items()):
         began = found[place].start_ns
         if began is None or began + _SLACK_NS < newest_ns:
@@ -168,7 +168,7 @@ def pauses_of(
 
 
 def _is_of_another(pause: Paused, at: int | None, took: int | None) -> bool:
-    """Whether an end at that time, of a pause that took so long, is none of this one."""
+    """Whether an end at this time, of a pause of this length, belongs to another pause."""
     known = at is not None and took is not None and pause.start_ns is not None
     return known and (at or 0) - (took or 0) > (pause.start_ns or 0) + _SLACK_NS
 
@@ -182,7 +182,7 @@ def any_of(pauses: Pauses, end_ns: int | None) -> list[Span]:
 
 
 def together(pauses: Pauses, there: Mapping[int, Span], end_ns: int | None) -> list[Span]:
-    """When a process was paused, and no other that was there then was not."""
+    """When at least one process was paused and every other one that was there was paused too."""
     paused: dict[int, list[Span]] = {}
     for one in pauses.every:
         if (span := one.span(end_ns)) is not None:
@@ -192,7 +192,7 @@ def together(pauses: Pauses, there: Mapping[int, Span], end_ns: int | None) -> l
 
 
 def _without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """What of `spans` is in none of `others`; both as `union` gives them."""
+    """The parts of `spans` outside `others`; both in the form of `union`."""
     found: list[Span] = []
     place = 0
     for begin, end in spans:

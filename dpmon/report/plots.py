@@ -1,6 +1,6 @@
-"""The plots of a page, as figures of plotly.js: plain data, so that nothing but its JavaScript is needed.
+"""The plots of a page, as figures of plotly.js: plain data, so that only its JavaScript is needed.
 
-Text that comes from outside is escaped: plotly reads a little HTML in names and labels.
+Text from outside is escaped: plotly reads a little HTML in names and labels.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_PAUSES = 100
 
 
 class Plot(NamedTuple):
-    """One plot: its title, what it says (a line of text), its traces and its layout."""
+    """One plot: its title, a line of explanation, its traces and its layout."""
 
     name: str
     title: str
@@ -35,7 +35,7 @@ class Plot(NamedTuple):
 
 
 def plots(story: Story) -> list[Plot]:
-    """The plots that there is something to draw for."""
+    """The plots with data."""
     found = [_step_time(story), _speed(story), _parts_over_time(story), _parts_of_modes(story), _replicas(story)]
     found += [_devices(story, "util_pct"), _devices(story, "mem_bytes")]
     return [plot for plot in found if plot is not None]
@@ -50,7 +50,7 @@ def _axes(y: str, x: str = "seconds since the run's start", **more: Any) -> dict
 
 
 def _with_pauses(story: Story, layout: dict[str, Any]) -> dict[str, Any]:
-    """A grey stretch where the training was paused, in a plot over time."""
+    """Marks the training's pauses in grey, in a plot over time."""
     until = max((point.t_ns for point in story.points), default=0)
     until = max([until, *(one.end_ns for one in story.bins)])
     shapes = []
@@ -69,7 +69,7 @@ def _seconds(one: Bin) -> float:
 
 
 def _modes(story: Story) -> list[tuple[str, str, list[Bin]]]:
-    """Mode, title, and its stretches; evaluations by themselves."""
+    """Mode, title, and its stretches; evaluations separately."""
     titles = {mode.mode: mode_title(mode) for mode in story.evidence.modes}
     kinds = sorted({(one.evaluation, one.mode) for one in story.bins})
     return [
@@ -83,13 +83,13 @@ def _modes(story: Story) -> list[tuple[str, str, list[Bin]]]:
 
 
 def _mode_colour(mode: str, bins: Sequence[Bin], number: int) -> str:
-    """A mode's own colour for the steps that train in it; evaluations have others."""
+    """The mode's own colour for its training steps; evaluations have other colours."""
     own = None if bins[0].evaluation else _MODE_COLOURS.get(mode)
     return own or _LINES[number % len(_LINES)]
 
 
 def _with_gaps(bins: Sequence[Bin], values: Sequence[float | None]) -> tuple[list[Any], list[Any]]:
-    """x and y of a line that is broken where no step ran for a whole stretch."""
+    """x and y of a line with a break wherever no step ran for a whole stretch."""
     x: list[Any] = []
     y: list[Any] = []
     before: Bin | None = None
@@ -119,7 +119,7 @@ def _step_time(story: Story) -> Plot | None:
         traces.append({**line, "name": f"{_text(title)}: mean", "x": x, "y": y})
         x, y = _with_gaps(bins, [one.longest_ns / 1e6 for one in bins])
         dots = {"type": "scatter", "mode": "markers", "marker": {"size": 4, "color": colour, "opacity": 0.35}}
-        # The longest steps would flatten the rest: they are there, one click away.
+        # The longest steps would flatten the rest, so they are hidden until a click.
         traces.append({**dots, "name": f"{_text(title)}: longest", "x": x, "y": y, "visible": "legendonly"})
     width = story.bin_ns / 1e9
     layout = _with_pauses(story, _axes("ms a step"))
@@ -132,7 +132,7 @@ def _speed(story: Story) -> Plot | None:
     traces = []
     for number, (mode, title, bins) in enumerate(_modes(story)):
         x, y = _with_gaps(bins, [(one.samples or 0) / one.elapsed_ns * 1e9 if one.elapsed_ns else None for one in bins])
-        # A stretch's value holds until the next one begins: a long step lasts as long as it lasts.
+        # A stretch's value holds until the next one begins, so a long step is drawn at its full length.
         line = {"type": "scatter", "mode": "lines", "line": {"color": _mode_colour(mode, bins, number), "shape": "hv"}}
         traces.append({**line, "name": _text(title), "x": x, "y": y})
     note = "samples per second of elapsed training time" + (", of one process" if story.evidence.processes > 1 else "")
@@ -140,7 +140,7 @@ def _speed(story: Story) -> Plot | None:
 
 
 def _ran(bins: Sequence[Bin]) -> list[str]:
-    """The parts that took any time, in the order in which they are stacked."""
+    """The parts that took any time, in the order of their stack."""
     return [name for name in _ORDER if any(one.parts[PARTS.index(name)] for one in bins)]
 
 
@@ -153,7 +153,7 @@ def _parts_over_time(story: Story) -> Plot | None:
     if len(bins) < 2:
         return None
     names = _ran(bins)
-    # One bar a stretch, whatever modes were in it: two would stand on each other.
+    # One bar per stretch, whatever its modes: two bars would cover each other.
     stretches: dict[int, list[Bin]] = {}
     for one in bins:
         stretches.setdefault(one.end_ns, []).append(one)

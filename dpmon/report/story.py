@@ -1,4 +1,4 @@
-"""Everything that a report says of a run, in one object. Times in ns since the run's start."""
+"""All facts of a report on a run, in one object. Times in ns since the run's start."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from dpmon.report.pauses import Paused, PauseTotals
 from dpmon.run.rundir import ExitInfo, RunInfo
 
 PARTS = (*(name for name in STEP_PHASES if name != "forward"), *CALL_PHASES, "forward")
-"""What a step's time is stacked from: here `forward` is what is left of it beside the phases of its calls."""
+"""The parts of a step's time; here `forward` is the part outside the phases of its calls."""
 
 
 class Bin(NamedTuple):
     """The steps of one mode that ended within one stretch of time."""
 
     start_ns: int
-    """It reaches back over the time in which a step of it was under way and no other ended."""
+    """Includes the time before it in which one of its steps was running and no other ended."""
     end_ns: int
     mode: str
     steps: int
     wall_ns: int
     longest_ns: int
     samples: int | None
-    """None where a step did not know its samples."""
+    """None if a step did not know its samples."""
     parts: tuple[int, ...]
     """Time in each of PARTS, ns."""
     evaluation: bool = False
-    """They had no backward pass and no optimizer, which others of their mode have."""
+    """Steps without backward pass and optimizer, in a mode whose other steps have them."""
     elapsed_ns: int = 0
-    """Time within these steps, and between them inside this stretch; of several processes the sum."""
+    """Time (ns) within these steps, and between them inside this stretch; summed over processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePoint:
-    """A GPU (or the host: index -1) over one stretch of time: means; None where nothing was known."""
+    """A GPU (or the host: index -1) over one stretch of time: means; None if unknown."""
 
     t_ns: int
     index: int
@@ -52,7 +52,7 @@ class DevicePoint:
 
 
 class ProcessFacts(NamedTuple):
-    """What a training process said of itself; None where it did not."""
+    """The facts that a training process reported; None if it did not."""
 
     process: int
     rank: int | None
@@ -63,9 +63,9 @@ class ProcessFacts(NamedTuple):
 
 
 class RankLine(NamedTuple):
-    """One process of several: what its calls got and gave most often, and its steps; None if unknown.
+    """One process of several: the most frequent inputs and outputs of its calls, and its steps; None if unknown.
 
-    Steps are without evaluations, where those of their mode are kept apart; calls are all.
+    Steps exclude evaluations if those of their mode are kept separately; calls include them.
     """
 
     process: int
@@ -79,59 +79,59 @@ class RankLine(NamedTuple):
     median_ns: float | None
     rate: Rate | None
     forward_ns: float | None
-    """Median of what the slowest of its devices took for the forward of those steps."""
+    """Median time of its slowest device for the forward of those steps."""
     untimed: str | None
-    """Why that is not known, if the record says."""
+    """Why `device_ns` is unknown, if the record says."""
     times: RankTimes | None = None
     """Mean times of its training steps without the first ones; of all processes of its rank. None without a rank."""
 
 
 @dataclass
 class Story:
-    """One run; `dpmon.report.collect` fills it, and from then on it is only read."""
+    """One run; `dpmon.report.collect` fills it; afterwards it is only read."""
 
     directory: str
     info: RunInfo
     exit: ExitInfo | None = None
     state: str = ""
-    """As `dpmon.run.condition.run_state` says."""
+    """A state of `dpmon.run.condition.run_state`."""
     evidence: Evidence = field(default_factory=Evidence)
     findings: Sequence[Finding] = ()
     evaluations: list[ModeFacts] = field(default_factory=list)
-    """Of modes whose other steps train: steps without a backward pass and an optimizer; not in the evidence."""
+    """Steps without backward pass and optimizer, in modes whose other steps train; not in the evidence."""
     steps: int = 0
     calls: int = 0
-    """Those that were deleted too, and calls that are in no step."""
+    """Numbers including deleted ones, and calls outside steps."""
     bin_ns: int = 0
-    """The width of a stretch, if a step of it does not take longer."""
+    """The width of a stretch, unless its longest step takes longer."""
     bins: Sequence[Bin] = ()
     points: Sequence[DevicePoint] = ()
     processes: Sequence[ProcessFacts] = ()
     changes: list[ModeChange] = field(default_factory=list)
     pauses: Sequence[Paused] = ()
     pauses_left_out: int = 0
-    """So many more there were, which are in `paused`."""
+    """Number of pauses and refusals beyond `pauses`; `paused` includes them."""
     refusals_left_out: int = 0
     paused: PauseTotals = field(default_factory=PauseTotals)
     paused_alone_ns: int = 0
-    """When a process was paused while another was there and was not: the figures of devices have that time."""
+    """Time when a process was paused beside one that was not: it counts in the figures of devices."""
     replicas: Sequence[ReplicaSizes] = ()
     ranks: Sequence[RankLine] = ()
     stages: Sequence[StageSizes] = ()
     warnings: list[str] = field(default_factory=list)
     last_output: Sequence[str] = ()
-    """The last lines of what the script printed (of its stderr in a headless run), if it failed."""
+    """The last lines of the script's output (of its stderr in a headless run), if it failed."""
     raised: str | None = None
-    """The line of its last traceback that names the exception, if it failed and there is one."""
+    """The line of its last traceback that names the exception, if it failed and has one."""
     host: DeviceFacts | None = None
-    """The host in the terms of a device: use of its processors, its memory."""
+    """The host as a device: use of its processors, its memory."""
     gpu_absent: str | None = None
-    """Why there are no GPUs to tell of."""
+    """Why there are no GPUs in the report."""
     distributed: str | None = None
     """How the ranks train one model together: a key of RANK_MODES."""
     dropped: int = 0
     pruned: int = 0
     standing: str | None = None
-    """For how long nothing has moved, and where each process is; None if something moves."""
+    """How long nothing has moved, and where each process is; None if something moves."""
     nothing: str | None = None
     """Why there is no step and no call."""

@@ -15,27 +15,27 @@ from dpmon.store.tally import ALL, WIDTHS, Tally
 
 BINS = 400
 _SECONDS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600)
-"""Widths that are easy to read, as long as they suffice."""
+"""Widths that are easy to read; longer runs need larger ones."""
 _SERIES = {name: REST if name == "forward" else name for name in PARTS}
 assert set(PARTS) == {*STEP_PHASES, *CALL_PHASES}
 
 
 @dataclass(slots=True)
 class _Sum:
-    """Steps of one kind that ended in one stretch, and its time."""
+    """Steps of one kind that ended in one stretch, and their time."""
 
     tally: Tally = field(default_factory=Tally)
     end_s: int = 0
     within_ns: int = 0
-    """Time within such steps, whether they ended in it or not."""
+    """Time within such steps, whether or not they ended in it."""
     between_ns: int = 0
 
 
 def stretches(store: Store, first_ns: int, last_ns: int, median_ns: float) -> tuple[int, tuple[Bin, ...]]:
-    """The width in ns and the stretches in which steps ended, in order.
+    """The width in ns and the stretches with steps, in order.
 
-    `median_ns`: of the steps; a stretch is no shorter. A stretch reaches back over the time before it in which a step
-    of its kind went on. All other time without steps is a gap.
+    `median_ns`: the median step; a stretch is no shorter. A stretch includes the time before it in which a step of its
+    kind was running. All other time without steps is a gap.
     """
     seconds = _width(max(last_ns - first_ns, 0) / SECOND, median_ns / SECOND)
     sums = _sums(store, seconds)
@@ -48,7 +48,7 @@ def stretches(store: Store, first_ns: int, last_ns: int, median_ns: float) -> tu
             while (before := slots.get(first - 1)) is not None and not before.tally.steps and before.within_ns > 0:
                 first -= 1
                 elapsed += before.within_ns
-            begin = max(first * seconds, first_ns // SECOND)  # tallies of deleted narrow ones reach back too far
+            begin = max(first * seconds, first_ns // SECOND)  # tallies of deleted narrow stretches reach back too far
             found.append(_bin(begin, max((slot + 1) * seconds, one.end_s), mode, evaluation, one, elapsed))
     return seconds * SECOND, tuple(sorted(found, key=lambda one: (one.end_ns, one.mode, one.evaluation)))
 
@@ -60,7 +60,7 @@ def _width(span_s: float, step_s: float) -> int:
 
 
 def _sums(store: Store, seconds: int) -> dict[tuple[str, bool], dict[int, _Sum]]:
-    """By mode and whether they are evaluation steps of a mode that trains, and by number of the stretch."""
+    """By mode and whether they are evaluations of a mode that trains, and by number of the stretch."""
     trained = {mode for mode, kind in store.kinds() if not kind & EVALUATION}
     width = max(width for width in WIDTHS if seconds % width == 0)
     found: dict[tuple[str, bool], dict[int, _Sum]] = defaultdict(lambda: defaultdict(_Sum))

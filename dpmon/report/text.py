@@ -1,4 +1,4 @@
-"""A report as lines of plain text: nothing is coloured, and nothing from outside can steer a terminal."""
+"""A report as lines of plain text, without colours or control characters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from dpmon.model.evidence import ModeFacts
 from dpmon.model.memory import reasons
 from dpmon.model.numbers import UNKNOWN, duration
-from dpmon.report import said, words
+from dpmon.report import sentences, words
 from dpmon.report.collect import collect
 from dpmon.report.story import Story
 from dpmon.report.typeset import cut, more, sized_table, table, wrap, wrapped
@@ -27,9 +27,9 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def report_text(directory: Path, width: int = 80) -> list[str]:
-    """The report of the run in `directory`, a line each, at most `width` cells. RunError if it is no run.
+    """The report of the run in `directory`, in lines of at most `width` cells. Raises RunError if it is not a run.
 
-    Lines that begin with no space are headings.
+    Headings do not begin with a space.
     """
     return text_lines(collect(directory), width)
 
@@ -42,7 +42,7 @@ def text_lines(story: Story, width: int = 80) -> list[str]:
         _findings(story, width),
         _time(story, width),
         _steps(story, width),
-        *(_phases(title, mode, width) for title, mode in said.step_rows(story)),
+        *(_phases(title, mode, width) for title, mode in sentences.step_rows(story)),
         _compared(story, width),
         _sized("REPLICAS", words.replica_rows(story), ("calls", "median", "p95", words.ON_DEVICE), _FLOW, width),
         _sized(
@@ -74,7 +74,7 @@ def text_lines(story: Story, width: int = 80) -> list[str]:
 
 def _head(story: Story, width: int) -> list[str]:
     lines = wrap(f"{story.info.script} ({short_name(story.info)}): {words.ended(story)}", width, "", "  ")
-    return [*lines, *wrapped(said.facts(story), width)]
+    return [*lines, *wrapped(sentences.facts(story), width)]
 
 
 def _findings(story: Story, width: int) -> list[str]:
@@ -84,11 +84,11 @@ def _findings(story: Story, width: int) -> list[str]:
         lines += wrap(finding.text, width, head, "    ")
         lines += wrap(f"ground: {finding.ground}", width, "    ", "      ")
         lines += wrap(f"try: {finding.advice}", width, "    ", "      ")
-    return lines if story.findings else [*lines, *wrap(said.findings_note(story), width)]
+    return lines if story.findings else [*lines, *wrap(sentences.findings_note(story), width)]
 
 
 def _steps(story: Story, width: int) -> list[str]:
-    rows = said.steps_table(story)
+    rows = sentences.steps_table(story)
     return ["STEPS", *table(rows, width), *_over_time(story, width)] if rows else []
 
 
@@ -98,7 +98,7 @@ def _time(story: Story, width: int) -> list[str]:
 
 
 def _over_time(story: Story, width: int) -> list[str]:
-    """The mean time of a step over the run, as bars; nothing where there is hardly a course of time."""
+    """The mean time of a step over the run, as bars; empty if too little was recorded."""
     bins = [one for one in story.bins if not one.evaluation]
     if len(bins) < 2:
         return []
@@ -122,14 +122,14 @@ def _over_time(story: Story, width: int) -> list[str]:
 def _phases(title: str, mode: ModeFacts, width: int) -> list[str]:
     return [
         f"PHASES of a step, {clean(title)}",
-        *table(said.phase_table(mode), width),
-        *wrapped(said.phase_notes(mode), width),
+        *table(sentences.phase_table(mode), width),
+        *wrapped(sentences.phase_notes(mode), width),
     ]
 
 
 def _compared(story: Story, width: int) -> list[str]:
     found = story.evidence.compared
-    return [] if found is None else ["DP AGAINST SINGLE", *wrapped(said.comparison(found), width)]
+    return [] if found is None else ["DP AGAINST SINGLE", *wrapped(sentences.comparison(found), width)]
 
 
 def _sized(title: str, rows: Sequence[words.Row], names: Sequence[str], sizes: str, width: int) -> list[str]:
@@ -188,7 +188,7 @@ def _memory(story: Story, width: int) -> list[str]:
 
 
 def _changes(story: Story, width: int) -> list[str]:
-    """Modes that were asked for; the one it started in is in the head."""
+    """Requested modes; the heading has the initial one."""
     asked = [change for change in story.changes if change.requested_by != "start"]
     if not asked:
         return []

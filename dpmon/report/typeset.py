@@ -1,4 +1,4 @@
-"""Lines and tables of plain text that are never wider than a terminal; nothing in them can steer it."""
+"""Lines and tables of plain text, no wider than a terminal and without control characters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def wrap(text: str, width: int, first: str = "  ", rest: str | None = None) -> l
 
 
 def table(rows: Sequence[Sequence[str]], width: int, left: int = 1) -> list[str]:
-    """Columns as wide as they need to be, `left` of them to the left; what is beyond `width` is cut."""
+    """Columns as wide as their content, `left` of them left-aligned; whatever exceeds `width` is cut."""
     rows = [[clean(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
@@ -38,7 +38,7 @@ def more(count: int, shown: int) -> list[str]:
 
 
 def sized_table(rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """A table whose last column (sizes) is to the left, and goes to a line of its own where there is no room for it."""
+    """A table with a left-aligned last column (sizes), which goes to its own line if it does not fit."""
     narrow = table([row[:-1] for row in rows], width, left=2)
     widest = max(len(line) for line in narrow)
     room = width - widest - 2

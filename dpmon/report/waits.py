@@ -1,4 +1,4 @@
-"""When a run's command waited for a line of input, and whose steps have that time."""
+"""The run's waits for a line of input, and the processes that waited."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dpmon.model.members import ns_in
 from dpmon.record.kinds import Event
 
 KEPT = 1000
-"""The longest waits: where there were more, they are what a step can have been long by."""
+"""Number of waits to keep, the longest first: only these can explain a long step."""
 
 
 def waits_in(events: Sequence[Event]) -> list[tuple[int | None, int, int]]:
-    """The longest waits for input in order of time: whose (None: of a process that does not train), begin, end (ns).
+    """The longest waits for input in order of time: process (None: one that does not train), start, end (ns).
 
-    `events`: all of the kinds "process" and "input". A record that makes no sense is ignored.
+    `events`: all of the kinds "process" and "input". Invalid records are ignored.
     """
     numbers: dict[int, int] = {}
-    """By pid, the number of the process that had it last."""
+    """By pid, the number of its last process."""
     found: list[tuple[int, int, int]] = []
     for event in events:
         pid, process = event.data.get("pid"), event.data.get("process")

@@ -1,4 +1,4 @@
-"""What text and page say in the same words: how it ended, what ran, and the rows of their tables."""
+"""Wording that text and page share: the end, the processes, and the rows of their tables."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _NOT_SEEN = "sizes not seen"
 _PARTS_NAMED = 4
 _GAPS_NAMED = 3
 _LEAST_SHOWN_NS = 5_000_000
-"""Less is 0.00 s."""
+"""Shorter times would read "0.00 s"."""
 _ROOTS_NAMED = 8
 _STARTS_NAMED = 4
 _NO_END = "without an end in the record"
 
 
 class Row(NamedTuple):
-    """A line of the tables of replicas, ranks and stages; times in ns."""
+    """A row of the tables of replicas, ranks and stages; times in ns."""
 
     label: str
     device: str
@@ -47,9 +47,9 @@ class Row(NamedTuple):
     rate: Rate | None
     sizes: str
     device_ns: float | None = None
-    """Median of what the device took: for the calls, of a rank for the forward of a step."""
+    """Median device time: of the calls; for a rank, of the forward of a step."""
     times: RankTimes | None = None
-    """Mean times of a rank's steps, if it is known how it waited for the others."""
+    """Mean times of a rank's steps, if its waits are known."""
 
 
 _NOT_OVER = {
@@ -57,15 +57,15 @@ _NOT_OVER = {
     "unsupervised": "still running, without a supervisor",
     "starting": "not started yet",
     "ending": "ending",
-    "elsewhere": "on another machine, so that it cannot be told from here whether it still runs",
+    "elsewhere": "on another machine; whether it still runs is unknown here",
 }
 
 
 def ended(story: Story) -> str:
-    """How the run ended, or that it goes on."""
+    """How the run ended, or its state while it runs."""
     how = story.exit
     if how is None:
-        return _NOT_OVER.get(story.state, "how it ended is not known")
+        return _NOT_OVER.get(story.state, "how it ended is unknown")
     cause = how.cause or (story.raised if how.signal is None else None)
     return how_it_ended(how, f": {cause}" if cause else "")
 
@@ -85,7 +85,7 @@ def how_it_ended(how: ExitInfo, why: str) -> str:
 
 
 def what_ran(story: Story) -> str:
-    """Processes, steps by mode if there were several, and the mode they began in, with its reason."""
+    """Processes, steps by mode if there were several, and the initial mode with its reason."""
     count = story.evidence.processes
     modes: Counter[str] = Counter()
     for facts in (*story.evidence.modes, *story.evaluations):
@@ -113,17 +113,15 @@ def _began(change: ModeChange, distributed: str | None) -> str:
     virtual = "virtual replicas " if change.virtual and change.mode == "dp" else ""
     reason = f" ({change.reason})" if change.reason else ""
     mode = RANK_MODES[distributed] if distributed and change.mode == "single" else change.mode
-    return f"{mode} on {virtual}{devices or 'devices not known'}{reason}"
+    return f"{mode} on {virtual}{devices or 'devices unknown'}{reason}"
 
 
 def machine(story: Story) -> str:
-    """Which Python and torch."""
+    """The versions of Python, torch and dpmon."""
     process = story.processes[0] if story.processes else None
     python = process.python if process is not None else None
     torch = process.torch if process is not None else None
-    return (
-        f"Python {python or 'not known'}, torch {torch or 'not known'}, dpmon {story.info.versions.get('dpmon', '?')}"
-    )
+    return f"Python {python or 'unknown'}, torch {torch or 'unknown'}, dpmon {story.info.versions.get('dpmon', '?')}"
 
 
 def mode_title(mode: ModeFacts) -> str:
@@ -138,7 +136,7 @@ def _flow(inputs: object, outputs: object) -> str:
 
 
 def replica_rows(story: Story) -> list[Row]:
-    """A row a replica and mode: the sizes it met most often, and how many others there were."""
+    """One row per replica and mode: its most frequent sizes, and the number of others."""
     groups: dict[tuple[str, str, int, str], list[tuple[int, str]]] = {}
     for line in story.replicas:
         key = (line.mode, line.root, line.replica, line.device)
@@ -171,7 +169,7 @@ def _most(sizes: Iterable[tuple[int, str]]) -> str:
 
 
 def rank_rows(story: Story) -> list[Row]:
-    """A row a process, where several have trained."""
+    """One row per process, if several have trained."""
     rows = []
     for line in story.ranks:
         label = f"process {line.process}" if line.rank is None else f"rank {line.rank} of {line.world or '?'}"
@@ -183,7 +181,7 @@ def rank_rows(story: Story) -> list[Row]:
 
 
 def rank_times_table(rows: Sequence[Row], most: int) -> list[tuple[str, ...]]:
-    """Where the mean step of each rank goes; the first row has the names. Empty if no wait of a rank is known."""
+    """The parts of each rank's mean step; the first row has the names. Empty if no rank's wait is known."""
     known = [(row.label, row.times) for row in rows if row.times is not None][:most]
     head = ("mean of a step", "data", "forward", "backward", EXPOSED, WAIT, "slowest in")
     found: list[tuple[str, ...]] = [head]
@@ -210,7 +208,7 @@ def communication_rows(story: Story) -> list[tuple[str, str]]:
 
 
 def stage_rows(story: Story) -> list[Row]:
-    """A row a stage of a model that lies on several devices."""
+    """One row per stage of a model that lies on several devices."""
     rows = []
     for line in story.stages:
         parts = ", ".join(line.parts[:_PARTS_NAMED])
@@ -233,9 +231,9 @@ _COLUMNS: Mapping[str, Callable[[Row], str]] = {
 
 
 def row_table(rows: Sequence[Row], names: Sequence[str], sizes: str, most: int) -> list[tuple[str, ...]]:
-    """The first `most` rows with these columns between device and sizes; the first has the names of the columns.
+    """The first `most` rows with these columns between device and sizes, below a row of names.
 
-    That of the devices' times is left out where none is known.
+    Without device times, their column is omitted.
     """
     timed = any(row.device_ns is not None for row in rows)
     shown = [name for name in names if timed or name not in (ON_DEVICE, FORWARD_ON_DEVICE)]
@@ -244,29 +242,32 @@ def row_table(rows: Sequence[Row], names: Sequence[str], sizes: str, most: int) 
 
 
 def memory_table(rows: Iterable[Held]) -> list[tuple[str, ...]]:
-    """What each device's memory holds; the first row has the names of the columns."""
+    """The memory of each device by holder; the first row has the names of the columns."""
     head = ("", "model", "gradients", "optimizer", "rest", "peak")
     return [head, *((one.device, *(memory(part) for part in one[1:6])) for one in rows)]
 
 
 def paused(story: Story) -> str | None:
-    """How often and for how long, in a sentence, and what has that time; None where it never was."""
+    """The number and time of pauses in a sentence, and where that time counts; None without pauses."""
     total = story.paused
     if not total.times:
         return None
     nowhere = "that time is in no step, no phase and no figure"
     if story.paused_alone_ns:
         nowhere = (
-            f"that time is in no step and no phase; in {took(story.paused_alone_ns)} of it another process was"
-            " there that was not paused, and the figures of devices have that"
+            f"that time is in no step and no phase; for {took(story.paused_alone_ns)} of it another process was not"
+            " paused, and the figures of devices include that part"
         )
     elif total.unplaced:
-        nowhere = "that time is in no step and no phase; when all of it was is not known, so that devices may have some"
+        nowhere = (
+            "that time is in no step and no phase; not all of its limits are known, so the figures of devices may"
+            " include some"
+        )
     return f"{times_paused(total, _is_over(story))}: {nowhere}"
 
 
 def times_paused(total: PauseTotals, over: bool) -> str:
-    """How often and for how long; `over`: whether the run is."""
+    """The number and time of pauses; `over`: whether the run is."""
     times = "once" if total.times == 1 else f"{total.times:,} times"
     several = total.times > 1
     parts = [f"for {took(total.ns)}{' in all' if several else ''}"] if total.ns else []
@@ -289,11 +290,11 @@ ACTIVITY_NAMES = {
     "missed": "not recorded",
     "ending": "end",
 }
-"""What the activities of dpmon.store.accounting are called."""
+"""Words for the activities of dpmon.store.accounting."""
 
 
 def time_spent(story: Story) -> list[str]:
-    """Where the time of the run went, and its longest gaps between steps, in sentences; nothing if it has no steps."""
+    """The run's time by activity and its longest gaps between steps, in sentences; empty without steps."""
     spent = story.evidence.spent
     parts = [f"{ACTIVITY_NAMES[name]} {took(ns)}" for name, ns in spent.items() if ns >= _LEAST_SHOWN_NS]
     if not parts:
@@ -312,7 +313,7 @@ def time_spent(story: Story) -> list[str]:
 
 
 def pause_rows(story: Story) -> list[tuple[str, str, str]]:
-    """When, after which step, and how long, of each pause; with the process where there are several."""
+    """Time, step before it and duration of each pause; with the process if there are several."""
     several = len(story.processes) > 1
     rows = []
     for pause in story.pauses:
@@ -323,10 +324,10 @@ def pause_rows(story: Story) -> list[tuple[str, str, str]]:
 
 
 def pauses_lost(story: Story) -> str | None:
-    """How many there were beyond those that are told one by one; None where there were no more."""
+    """The number of pauses and refusals without a row; None without any."""
     left = [(story.pauses_left_out, "pause"), (story.refusals_left_out, "refusal")]
     said = " and ".join(many(count, what) for count, what in left if count)
-    return f"of {said} more only the number is known" if said else None
+    return f"not listed here: {said}" if said else None
 
 
 def _how_long(story: Story, pause: Paused) -> str:
@@ -335,14 +336,14 @@ def _how_long(story: Story, pause: Paused) -> str:
     if pause.on:
         return "the run ended in it" if _is_over(story) else "paused now"
     if pause.took_ns is None:
-        return "that it ended was not recorded" + (
+        return "its end was not recorded" + (
             f"; a step began at {clock(pause.end_ns)}" if pause.end_ns is not None else ""
         )
     return f"for {took(pause.took_ns)}" + (f", went on by itself: {pause.reason}" if pause.reason else "")
 
 
 def device_cells(device: DeviceFacts) -> tuple[str, ...]:
-    """A GPU in the table of devices: name, use, memory at most, this run's, temperature, power, whether another's."""
+    """A GPU's cells in the table of devices: name, use, peak memory, this run's, temperature, power, a note."""
     number = f"GPU {device.index}" + (f" ({device.called})" if device.called else "")  # as the run's processes call it
     return (
         f"{number} {device.name}" if device.name else number,

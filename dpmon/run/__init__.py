@@ -1,1 +1,1 @@
-"""The supervisor and the directory of a run: start, watch, keep, stop, read back."""
+"""The directory of a run and its processes: create, watch, keep, stop, read."""

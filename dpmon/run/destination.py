@@ -20,9 +20,9 @@ from dpmon.run.files import not_a_file, open_file
 
 _DESCRIPTOR = re.compile(r"/dev/(?:std(?:in|out|err)|fd/\d+)|/proc/(?:self|thread-self|\d+)(?:/task/\d+)?/fd/\d+")
 _LONGEST_NAME = 100
-"""Bytes of the file's name that its temporary name contains."""
+"""Most bytes of the file's name in its temporary name."""
 PART_AGE_S = 60.0
-"""A temporary file that was not written for this long has no writer any more."""
+"""A temporary file without a write for this many seconds has no writer any more."""
 
 
 def is_stream(path: Path) -> bool:
@@ -41,7 +41,7 @@ def is_stream(path: Path) -> bool:
 
 def open_stream(path: Path) -> int:
     """A descriptor that writes into a stream; waits for the reader of a FIFO, as a shell does."""
-    # O_APPEND keeps what was written through that descriptor before. For a pipe it makes no difference.
+    # O_APPEND keeps earlier output of that descriptor. For a pipe it makes no difference.
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOCTTY)
 
 
@@ -65,9 +65,9 @@ def open_truncated(path: Path) -> int:
 
 
 def remove_parts(path: Path) -> None:
-    """Delete what writers of `path` that were killed have left beside it, as far as that is possible.
+    """Delete temporary files of `path` that killed writers left behind, if possible.
 
-    Only regular files of this user, by the names that `replaced` gives, that were not written for `PART_AGE_S`.
+    Only regular files of this user with names from `replaced`, without a write for `PART_AGE_S`.
     """
     name = re.compile(re.escape(f".{_stem(path)}.") + r"[0-9a-f]{8}\.part")
     with contextlib.suppress(OSError), os.scandir(path.parent) as entries:

@@ -1,4 +1,4 @@
-"""How a command ended, in the words of exit.json."""
+"""The end of a command, in the form of exit.json."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dpmon.run.rundir import ExitInfo, RunInfo
 
 
 def exit_info(info: RunInfo, returncode: int, by: str, error: str | None = None, *, drained: bool = True) -> ExitInfo:
-    """How the run ended just now, from a return code as subprocess gives it (negative: the signal's number)."""
+    """The end of the run, just now, from a return code as subprocess gives it (negative: the signal's number)."""
     name = None
     if returncode < 0:
         try:
@@ -30,7 +30,7 @@ def exit_info(info: RunInfo, returncode: int, by: str, error: str | None = None,
 
 
 def unknown_exit(info: RunInfo, by: str, why: str, end_ns: int, *, ended_unix: float | None = None) -> ExitInfo:
-    """A run that has ended nobody knows how, at `end_ns` (monotonic, as near as can be told)."""
+    """An end without a known status, at `end_ns` (monotonic, as precise as possible)."""
     seconds = max(end_ns - info.start_ns, 0) / 1e9
     return ExitInfo(
         status=None,
@@ -46,7 +46,7 @@ def unknown_exit(info: RunInfo, by: str, why: str, end_ns: int, *, ended_unix: f
 def outcome(how: ExitInfo) -> str:
     """One word for an end: finished, stopped (by the user), interrupted (SIGINT), killed (another signal), failed.
 
-    Or ended, where nobody knows the status.
+    "ended" if the status is unknown.
     """
     if how.stopped:
         return "stopped"

@@ -1,11 +1,9 @@
-"""Opens the files of a run without waiting and without following links, because anything may have replaced them.
+"""Opens the files of a run without waiting and without following links, because other programs may have replaced them.
 
-A run's directory may come from somebody else, or change while the run goes on. A FIFO in the place of a log would
-block whoever opens it; a link would lead out of the directory. So every file of a run is opened here. The tracer
-imports nothing of this package and has the same check in `inject.note` and in its rings.
+A run's directory may come from another person, or change during the run. A FIFO in the place of a log would block its
+reader; a link would lead out of the directory. So every file of a run is opened here. The tracer imports nothing from
+this package and has the same check in `inject.note` and in its rings.
 """
-
-from __future__ import annotations
 
 import contextlib
 import errno

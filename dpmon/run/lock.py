@@ -1,4 +1,4 @@
-"""Who supervises a run: one process at a time, held by a lock that dies with its holder."""
+"""The supervisor's lock: only one process supervises a run, and the lock is released when it dies."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dpmon.run.rundir import ExitInfo, RunInfo
 _LOCK_FILE = "supervisor.lock"
 UNSUPPORTED = -1
 SILENT_S = 86400.0
-"""A supervisor writes every second; a run of another machine that has not been written to for so long is over."""
+"""A run of another machine without a write for this many seconds is over: a supervisor writes every second."""
 
 
 def take_lock(directory: Path) -> int | None:
-    """A descriptor that holds the lock until its last copy is closed; None if somebody else holds it.
+    """A descriptor that holds the lock until its last copy is closed; None if another process holds it.
 
-    UNSUPPORTED where the file system has no locks or takes no file: then nobody is kept out.
+    UNSUPPORTED if the file system has no locks or cannot create the file: then no process is kept out.
     """
     try:
         fd = open_file(directory / _LOCK_FILE, os.O_RDWR | os.O_CREAT)
@@ -36,14 +36,14 @@ def take_lock(directory: Path) -> int | None:
 
 
 def supervised(info: RunInfo) -> bool:
-    """Whether the supervisor that run.json names lives (a stopped one does)."""
+    """Whether the supervisor named in run.json is alive (also if it is stopped)."""
     return info.boot_id == proc.boot_id() and proc.is_running(info.supervisor_pid, info.supervisor_started)
 
 
 def goes_on_elsewhere(directory: Path, info: RunInfo, how: ExitInfo | None) -> bool:
-    """Whether another machine that shares the directory has the run, and may still be at it.
+    """Whether another machine that shares the directory owns the run, and may still be running it.
 
-    Its processes are not to be seen from here, and its locks may not be either.
+    This machine cannot see the run's processes, and perhaps not even its locks.
     """
     if (how is not None and how.drained) or info.host in ("", proc.host()) or info.boot_id == proc.boot_id():
         return False
@@ -58,5 +58,5 @@ def goes_on_elsewhere(directory: Path, info: RunInfo, how: ExitInfo | None) -> b
 
 
 def needs_supervisor(directory: Path, info: RunInfo, how: ExitInfo | None) -> bool:
-    """Whether a run goes on, or has ended, with nobody to finish its record; the lock has the last word."""
+    """Whether a run is live, or has ended, without a process to finish its record; the lock decides finally."""
     return (how is None or not how.drained) and not supervised(info) and not goes_on_elsewhere(directory, info, how)

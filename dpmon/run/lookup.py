@@ -1,4 +1,4 @@
-"""Finds runs by what people call them."""
+"""Finds runs by their names."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _IDS_NAMED = 8
 
 
 def list_runs(unreadable: list[str] | None = None) -> list[tuple[Path, RunInfo]]:
-    """All runs of this user that can be read, oldest first; those too that are kept elsewhere.
+    """All readable runs of this user, oldest first, including those in replacement directories.
 
-    To `unreadable` goes why, of each of the others that has a run.json.
+    `unreadable` receives the error of each other run with a run.json.
     """
     found = []
     for runs in (runs_directory(), *stand_ins()):
@@ -29,28 +29,28 @@ def list_runs(unreadable: list[str] | None = None) -> list[tuple[Path, RunInfo]]
                 try:
                     found.append((runs / name, load_info(runs / name)))
                 except RunError as error:
-                    # Without the file it is being made, or was deleted at this moment.
+                    # Without the file the run is just being created, or was just deleted.
                     if unreadable is not None and os.path.lexists(runs / name / INFO_FILE):
                         unreadable.append(str(error))
     return sorted(found, key=lambda run: (run[1].started_unix, run[0].name))
 
 
 def short_name(info: RunInfo) -> str:
-    """What people call the run: its name and the four digits that tell it from others of that name."""
+    """The run's display name: its name and the four digits that distinguish it from others of that name."""
     return f"{info.name}-{info.id[-4:]}"
 
 
 def newest_run(goes_on: Callable[[RunInfo], bool]) -> Path:
-    """The newest run that goes on, else the newest of all; RunError if there is none."""
+    """The newest live run, else the newest of all; RunError without any."""
     going = [directory for directory, info in reversed(list_runs()) if goes_on(info)]
     return going[0] if going else find_run()
 
 
 def find_run(what: str = "last", *, only: bool = False, goes_on: Callable[[RunInfo], bool] | None = None) -> Path:
-    """The run that `what` means: `last`, an id, a short name, a name (its latest run), a unique start of either.
+    """The run named `what`: `last`, an id, a short name, a name (its latest run), or a unique start of one.
 
-    RunError if there is none, or several begin so; with `only`, also if several have that name. With `goes_on`, of
-    several with a name it is the one that does; RunError if several do.
+    RunError if there is none, or several match; with `only`, also if several have that name. With `goes_on`, a name
+    means its live run; RunError if several are live.
     """
     runs = list_runs()
     if not runs:
@@ -63,7 +63,7 @@ def find_run(what: str = "last", *, only: bool = False, goes_on: Callable[[RunIn
             raise RunError(f"{what!r} could be any of {len(same)} runs: {_listed([info.id for _, info in same])}")
         going = [run for run in same if goes_on is not None and goes_on(run[1])] if len(same) > 1 else []
         if len(going) > 1:
-            raise RunError(f"{what!r} are {len(going)} runs that go on: {_listed([info.id for _, info in going])}")
+            raise RunError(f"{what!r} matches {len(going)} live runs: {_listed([info.id for _, info in going])}")
         if same:
             return (going or same)[-1][0]
     starts = [run for run in runs if what and _begins(run[1], what, only)]
@@ -76,7 +76,7 @@ def find_run(what: str = "last", *, only: bool = False, goes_on: Callable[[RunIn
 
 
 def _begins(info: RunInfo, what: str, only: bool) -> bool:
-    """Whether the run's id or short name begins so; what is to be deleted is not told by the start of a name."""
+    """Whether the run's id or short name begins with `what`; for a deletion, the start of a name is not enough."""
     return info.id.startswith(what) or (not only and short_name(info).startswith(what))
 
 

@@ -1,7 +1,7 @@
 """The notes of a run: lines of process id, monotonic time in ns, and text, as `dpmon.tracer.append.note` writes them.
 
-stages.log, endings.log and warnings.log consist of them. Any of these may be damaged, so the numbers are bounded: one
-of thousands of digits is an error in Python, and one of hundreds cannot be divided.
+stages.log, endings.log and warnings.log consist of them. A note may be damaged, so the length of numbers is limited:
+Python refuses numbers of thousands of digits, and cannot divide those of hundreds.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import NamedTuple
 from dpmon.run.files import open_file, read_file, read_tail
 
 _MOST_WARNINGS = 1 << 16
-"""Bytes of warnings.log that are read at once."""
+"""Most bytes of warnings.log to read at once."""
 _NOTE = re.compile(r"([0-9]{1,10}) ([0-9]{1,19}) (.+)")
 
 
 class Note(NamedTuple):
-    """What one process wrote down."""
+    """One note of a process."""
 
     pid: int
     at_ns: int
-    """Monotonic."""
+    """Monotonic time in ns."""
     text: str
 
 
 def read_notes(path: Path, most_bytes: int, *, newest: bool = False) -> list[Note]:
-    """The notes in the first bytes of a file, or in its last (`newest`); none if it cannot be read."""
+    """The notes in the first bytes of a file, or in its last (`newest`); empty if it cannot be read."""
     try:
         return parse_notes((read_tail if newest else read_file)(path, most_bytes))
     except OSError:
@@ -36,23 +36,23 @@ def read_notes(path: Path, most_bytes: int, *, newest: bool = False) -> list[Not
 
 
 def parse_notes(data: bytes) -> list[Note]:
-    """The notes in `data`, in their order; an unfinished last line and lines that are no notes are left out."""
+    """The notes in `data`, in their order, without an unfinished last line and invalid lines."""
     lines = data.decode("utf-8", "replace").split("\n")[:-1]
     found = (_NOTE.fullmatch(line) for line in lines)
     return [Note(int(match[1]), int(match[2]), match[3]) for match in found if match is not None]
 
 
 class WarningsLog:
-    """The file in which a training process says what it could not say in its ring."""
+    """Warnings of training processes that did not fit in their rings."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / "warnings.log"
         self._at = 0
         self.told: Counter[str] = Counter()
-        """Texts that another supervisor has passed on already, and how often."""
+        """Texts that an earlier supervisor has already passed on, and how often."""
 
     def new(self) -> list[str]:
-        """The texts of the lines that were added since the last time."""
+        """The texts of the lines added since the last call."""
         try:
             with open(open_file(self._path), "rb") as file:
                 file.seek(self._at)

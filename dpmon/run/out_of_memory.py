@@ -1,4 +1,4 @@
-"""Whether the kernel ran out of memory while a run went on."""
+"""Detects whether the kernel ran out of memory during a run."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 class OomWatch:
-    """Counts the processes that the kernel has killed for want of memory since this was made.
+    """Counts the processes that the kernel has killed for lack of memory since this object was created.
 
-    Of the own control group where the kernel tells that (memory.events of cgroup v2), else of the whole machine
-    (/proc/vmstat).
+    Covers this process's control group if the kernel provides its count (memory.events of cgroup v2), else the whole
+    machine (/proc/vmstat).
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -19,7 +19,7 @@ class OomWatch:
         self._before = [_oom_kills(path) for path, _ in self._places]
 
     def cause(self, signal: str | None) -> str | None:
-        """Why a command that `signal` ended may have been killed; None if nothing speaks for a lack of memory."""
+        """The likely cause of the death of a command by `signal`; None without a sign of a lack of memory."""
         if signal != "SIGKILL":
             return None
         for (path, where), before in zip(self._places, self._before, strict=True):

@@ -1,4 +1,4 @@
-"""How a process ended that is no child of ours: what the kernel tells of it through a descriptor of the process."""
+"""The exit status of a process that is not our child, from the kernel through a descriptor of the process."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import fcntl
 import os
 import struct
 
-# ioctl PIDFD_GET_INFO, struct pidfd_info and PIDFD_INFO_EXIT: linux/pidfd.h; the exit is told from Linux 6.15 on.
+# ioctl PIDFD_GET_INFO, struct pidfd_info and PIDFD_INFO_EXIT: linux/pidfd.h; Linux 6.15 and later provide the exit.
 _INFO = struct.Struct("=QQ11Ii")
 _GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
 _INFO_EXIT = 1 << 3
 
 
 def open_pidfd(pid: int) -> int | None:
-    """A descriptor of the process with this number; None if there is none, or on a kernel without them."""
+    """A descriptor of the process with this number; None if it does not exist, or on an older kernel."""
     try:
         return os.pidfd_open(pid)
     except (OSError, AttributeError, OverflowError):
@@ -21,7 +21,7 @@ def open_pidfd(pid: int) -> int | None:
 
 
 def wait_status(fd: int) -> int | None:
-    """The wait status of a process that has ended and was reaped by its parent; None if the kernel does not tell."""
+    """The wait status of a process that has ended and was reaped by its parent; None if the kernel does not say."""
     data = bytearray(_INFO.size)
     _INFO.pack_into(data, 0, _INFO_EXIT, *(0,) * 13)
     try:

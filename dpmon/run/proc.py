@@ -1,7 +1,7 @@
-"""What /proc knows about processes: who lives, since when, and who belongs to whom.
+"""Facts about processes from /proc: whether they are alive, when they started, and how they are related.
 
-A process is identified by its id and its start, counted in seconds since boot: unlike a time of day it does not
-move when the clock is set, so a number that was given to another process is never taken for the old one.
+A process is identified by its id and its start in seconds since boot. Setting the clock does not change that start, so
+a reused id is never mistaken for the old process.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ class Process:
     session: int
     started: float
     exit_code: int | None
-    """As waitpid would give it; the kernel shows it to the owner, and only once the process has ended."""
+    """As waitpid would return it; the kernel shows it to the owner, and only once the process has ended."""
 
     @property
     def dead(self) -> bool:
-        """Whether it has ended (a zombie has)."""
+        """Whether it has ended, like a zombie."""
         return self.state in "ZXx"
 
 
 def read(pid: int) -> Process | None:
-    """The process with this number, zombies included; None if there is none."""
+    """The process with this number, also a zombie; None if it does not exist."""
     try:
         raw = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
     except (OSError, ValueError):  # ValueError: a number of thousands of digits
         return None
-    # The name in parentheses may hold blanks and parentheses itself.
+    # The name in parentheses may itself contain blanks and parentheses.
     fields = raw.rpartition(")")[2].split()
     if len(fields) < 20:
         return None
@@ -53,13 +53,13 @@ def read(pid: int) -> Process | None:
 
 
 def started(pid: int) -> float | None:
-    """When the process was started, in seconds since boot; None if there is none."""
+    """Start of the process in seconds since boot; None if it does not exist."""
     process = read(pid)
     return None if process is None else process.started
 
 
 def alive(pid: int, since: float | None) -> bool:
-    """Whether this very process runs; with `since` None, whether any of this number does."""
+    """Whether exactly this process runs; with `since` None, whether any process with this number does."""
     process = read(pid)
     if process is None or process.dead:
         return False
@@ -77,7 +77,7 @@ def is_running(pid: int | None, since: float | None) -> bool:
 
 
 def run_of(pid: int) -> str | None:
-    """The run that DPMON_RUN named when the process was executed; None if there is none or it may not be read."""
+    """The run in DPMON_RUN when the process was executed; None if it is not set or not readable."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             variables = file.read(_MAX_ENVIRON_BYTES).split(b"\0")
@@ -87,7 +87,7 @@ def run_of(pid: int) -> str | None:
 
 
 def status_of_dead(pid: int, since: float | None) -> int | None:
-    """The wait status of a process that has ended and was not reaped yet, None if that cannot be known."""
+    """The wait status of a process that has ended and was not reaped yet; None if unknown."""
     process = read(pid)
     if process is None or not process.dead or not same_start(process, since):
         return None
@@ -106,7 +106,7 @@ def every_process() -> dict[int, Process]:
 
 
 def tree(root: int) -> dict[int, Process]:
-    """The living processes that belong to `root`: its descendants, group and session, and what these started."""
+    """The living processes that belong to `root`: its descendants, group and session, and their descendants."""
     table = every_process()
     mine = {pid for pid, p in table.items() if pid == root or root in (p.group, p.session)}
     return {pid: table[pid] for pid in with_descendants(mine, table) if not table[pid].dead}
@@ -121,7 +121,7 @@ def with_descendants(pids: set[int], table: Mapping[int, Process]) -> set[int]:
 
 
 def boot_id() -> str:
-    """What distinguishes this boot of the machine from every other; empty if the kernel does not say."""
+    """A text that identifies this boot of the machine; empty if the kernel does not provide one."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -129,5 +129,5 @@ def boot_id() -> str:
 
 
 def host() -> str:
-    """What this machine calls itself."""
+    """The machine's own name."""
     return os.uname().nodename

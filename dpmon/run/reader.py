@@ -1,6 +1,6 @@
-"""What a run is doing, and what is asked of it: all that the screen needs beside the records (dpmon.store.opened).
+"""The state of a run's processes, and requests to them. The records come from dpmon.store.opened.
 
-No threads, and nothing is written but requests.
+No threads; only requests are written.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ Said = TypeVar("Said")
 
 POLL_BYTES = 1 << 20
 _LOOK_S = 0.1
-"""Between two looks at whether a process lives."""
+"""Time between two checks whether a process is alive."""
 _EXIT = pack_event("exit", {})[:-1]
-"""How such a record begins."""
+"""The start of an exit record."""
 _RANKS = "the ranks of a distributed training wait for each other: pausing would let their collectives time out"
 
 
 class Pause(NamedTuple):
-    """Whether the training is paused."""
+    """The state of a pause."""
 
     wanted: bool
-    """A pause was asked for last, of any process that trains."""
+    """Whether a pause was requested last, from any training process."""
     pending: bool
-    """A process has not yet acted on what was asked of it."""
+    """Whether a process has not yet acted on the last request."""
     since_ns: int | None
-    """Since when all that train are paused (monotonic); None while one runs."""
+    """When the last training process paused (monotonic); None while one runs."""
 
 
 class _Process:
-    """The ring of a training process: what it is doing, and what is asked of it."""
+    """The ring of a training process: its activity, and requests to it."""
 
     def __init__(self, ring: ProcessRing) -> None:
         self.ring = ring
@@ -65,11 +65,11 @@ class _Process:
         self._seen_alive = 0.0
 
     def alive(self) -> bool:
-        """Whether the process that writes this ring runs, or did a moment ago: one look is for all that ask now."""
+        """Whether the ring's process runs, or did a moment ago: one check serves several callers."""
         return self.doing()[0] != "ended"
 
     def _say(self, ask: Callable[[ProcessRing], Said], otherwise: Said) -> Said:
-        """What the ring says to a question; `otherwise` where it cannot be read."""
+        """The ring's answer; `otherwise` if the ring cannot be read."""
         try:
             return ask(self.ring)
         except (RingError, OSError):
@@ -79,7 +79,7 @@ class _Process:
         return self._say(ProcessRing.activity, ("ended", 0))
 
     def doing(self) -> tuple[str, int]:
-        """Its activity, of a living process."""
+        """The activity of a living process."""
         found = self.activity()
         if found[0] == "ended":
             return "ended", 0
@@ -119,10 +119,10 @@ class RunReader:
         """Training processes by the name of their ring."""
         self._exit: ExitInfo | None = None
         self._endings: dict[str, RingReader] = {}
-        """Rings of supervisors, in which the run's exit is looked for."""
+        """Rings of supervisors, which may contain the run's exit."""
 
     def refresh(self) -> RunInfo:
-        """Read run.json again if it was replaced; the old one holds while it cannot be read."""
+        """Read run.json again if it was replaced; keep the old contents while it cannot be read."""
         try:
             stamp = os.lstat(self.directory / INFO_FILE).st_mtime_ns
             if stamp != self._stamp:
@@ -133,7 +133,7 @@ class RunReader:
         return self.info
 
     def close(self) -> None:
-        """Give the descriptors back; the reader is of no further use."""
+        """Close the descriptors; the reader is of no further use."""
         for process in self._processes.values():
             process.ring.close()
         for ring in self._endings.values():
@@ -148,23 +148,23 @@ class RunReader:
         return newest_stage(stages(self.directory), lambda pid: proc.alive(pid, None))
 
     def waits_for_input(self) -> int | None:
-        """Since when (monotonic ns) the command waits for a line of input; None: not, as far as is known."""
+        """When the command began to wait for input (monotonic ns); None if it does not, or if this is unknown."""
         return waits_since(self.directory)
 
     def activities(self) -> dict[int, tuple[str, int]]:
-        """What each training process is in, and since when (monotonic ns); "ended" of one that was killed, too."""
+        """Each training process's activity and its start (monotonic ns); "ended" also for a killed one."""
         self._find_processes()
         return {process.ring.process: process.doing() for process in self._processes.values()}
 
     def exit(self) -> ExitInfo | None:
-        """How the run ended; None while it goes on."""
+        """How the run ended; None while it runs."""
         if self._exit is None:
             self._exit = load_exit(self.directory) or self._exit_from_ring() or self._told()
         return self._exit
 
     def _exit_from_ring(self) -> ExitInfo | None:
-        """The exit as the ring has it, for a disk that had no room for exit.json."""
-        # A supervisor that lives is about to write more than its ring has.
+        """The exit from a supervisor's ring, for a disk that had no space for exit.json."""
+        # A living supervisor is about to write more than its ring has.
         data = {} if self.supervised() else self._exit_event()
         status, seconds = data.get("status"), data.get("t_s")
         signal, unknown, cause = data.get("signal"), data.get("unknown"), data.get("cause")
@@ -188,7 +188,7 @@ class RunReader:
         """The data of the exit in a supervisor's ring; empty if there is none yet."""
         for process, path in ring_paths(self.directory):
             if process < 0:
-                with contextlib.suppress(RingError, OSError, ValueError):  # half made, truncated or damaged
+                with contextlib.suppress(RingError, OSError, ValueError):  # incomplete, truncated or damaged
                     if path.name not in self._endings:
                         self._endings[path.name] = RingReader(str(path), live=True)
                     for payload in self._endings[path.name].read(POLL_BYTES):
@@ -197,46 +197,46 @@ class RunReader:
         return {}
 
     def supervised(self) -> bool:
-        """Whether the run's supervisor lives (as far as run.json names it)."""
+        """Whether the run's supervisor, as named in run.json, is alive."""
         return supervised(self.refresh())
 
     def command_alive(self) -> bool | None:
-        """Whether the command runs; None: it was not started yet."""
+        """Whether the command runs; None before its start."""
         return command_alive(self.info if self.info.command_pid is not None else self.refresh())
 
     # ------------------------------------------------------------------------------------------ requests
 
     def request_mode(self, mode: str) -> int:
-        """Ask every training process for `mode` (dp or single); how many were asked. ValueError for others."""
+        """Ask every training process for `mode` (dp or single); return how many. ValueError for other modes."""
         number = mode_number(mode)
         return sum(process.request(number) for process in self._training())
 
     def pending(self) -> bool:
-        """Whether a living process has not yet acted on what was asked of it."""
+        """Whether a living process has not yet acted on the last request."""
         return any(process.waiting() for process in self._training())
 
     def request_pause(self, paused: bool) -> int:
-        """Ask every training process to pause between two of its steps, or to go on; how many were asked.
+        """Ask every training process to pause between two steps, or to resume; return the number of processes.
 
-        None is asked to pause where `pause_refusal` says that it cannot be.
+        Asks for no pause if `pause_refusal` has a reason.
         """
         if paused and self.pause_refusal() is not None:
             return 0
         return sum(process.request_pause(paused) for process in self._training())
 
     def request_sample(self) -> int:
-        """Ask every training process for the collectives of one of the next steps; how many were asked."""
+        """Ask every training process for the collectives of one of the next steps; return the number of processes."""
         return sum(process.request_sample() for process in self._training())
 
     def pause_refusal(self) -> str | None:
-        """Why the training cannot be paused now; None if it can be asked to."""
+        """Why the training cannot be paused now; None if it can be asked to pause."""
         training = self._training()
         if not training:
-            return "no training process is there to pause"
+            return "no training process is running"
         return _RANKS if any((process.ring.world or 1) > 1 for process in training) else None
 
     def paused(self) -> Pause:
-        """What was asked for last, whether it is so yet, and since when."""
+        """The last request for a pause, whether it is in force, and the start of the pause."""
         training = self._training()
         requests = [process.pause_requests() for process in training]
         doing = [process.activity() for process in training]
@@ -254,7 +254,7 @@ class RunReader:
     def _find_processes(self) -> None:
         for number, path in ring_paths(self.directory, self._processes):
             if number >= 0:
-                with contextlib.suppress(RingError, OSError):  # its header is complete a moment later
+                with contextlib.suppress(RingError, OSError):  # its header will be complete in a moment
                     self._processes[path.name] = _Process(ProcessRing(str(path)))
 
     @property

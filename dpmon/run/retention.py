@@ -1,7 +1,8 @@
-"""Which old runs are deleted: never one that goes on, never one that is kept, the oldest first.
+"""Deletes old runs, the oldest first; never live or protected ones.
 
-One large run must not cost a person all the others. So for their size only those are deleted that take more than their
-share (the bytes by the runs that may be there: as long as all keep to it they fit), and never the newest few.
+One large run must not displace all the others. So only runs that exceed their share are deleted for their size. The
+share is the byte limit divided by the number of runs: if all keep to it, they fit. The newest few are never deleted for
+their size.
 """
 
 from __future__ import annotations
@@ -23,29 +24,29 @@ from dpmon.run.rundir import RunError, RunInfo, load_info
 _KEEP_FILE = "keep"
 _GONE = ".gone-"
 NEWEST = 5
-"""So many runs are not deleted for their size, whatever it is: what one has just done is what one looks at."""
+"""Number of newest runs that are never deleted for their size: the user is most likely to look at them."""
 
 
 class Limits(NamedTuple):
-    """How many runs, and how many bytes of them, are kept; kept and running ones count, but are not deleted."""
+    """The most runs, and the most bytes of them, to keep; protected and live ones count, but are not deleted."""
 
     runs: int = 200
     bytes: int = 10 << 30
 
     @property
     def share(self) -> int:
-        """A run that takes no more bytes is not deleted for its size."""
+        """A run with at most this many bytes is not deleted for its size."""
         return self.bytes // max(self.runs, 1)
 
 
 def limits(environ: Mapping[str, str]) -> Limits:
-    """What was set in the environment or the configuration, else what is usual; a mistake in them keeps the usual.
+    """The limits from the environment or the configuration, else the defaults.
 
-    The one place that knows where these come from.
+    An invalid configuration means all defaults. Only this function knows where the limits come from.
     """
     try:
         settings = load(environ)
-    except ConfigError:  # said to whoever starts a run or looks at one
+    except ConfigError:  # commands that start or show a run report it
         return Limits()
     usual = Limits()
     return Limits(
@@ -55,7 +56,7 @@ def limits(environ: Mapping[str, str]) -> Limits:
 
 
 def keep(directory: Path, kept: bool = True) -> None:
-    """Mark a run as one that is never deleted by itself, or take the mark away; RunError if that cannot be written."""
+    """Mark a run as protected from automatic deletion, or remove the mark; RunError if that fails."""
     path = directory / _KEEP_FILE
     try:
         if kept:
@@ -68,21 +69,21 @@ def keep(directory: Path, kept: bool = True) -> None:
 
 
 def is_kept(directory: Path) -> bool:
-    """Whether the run carries the mark."""
+    """Whether the run is marked as protected."""
     return os.path.lexists(directory / _KEEP_FILE)
 
 
 def remove(directory: Path, info: RunInfo) -> None:
-    """Delete a run; RunError if it goes on or cannot be deleted."""
+    """Delete a run; RunError if it is live or cannot be deleted."""
     problem = _delete(directory, info)
     if problem is not None:
         raise RunError(problem)
 
 
 def prune_runs(limit: Limits, current: Path) -> list[Path]:
-    """Delete the oldest runs beside `current` until the rest is within `limit`, as far as can be; what was deleted.
+    """Delete the oldest runs except `current` until the rest is within `limit`, if possible; return the deleted ones.
 
-    Only runs of the directory that `current` is in are looked at.
+    Only the runs beside `current` count.
     """
     _sweep(current.parent)
     runs = [(directory, info) for directory, info in list_runs() if directory.parent == current.parent]
@@ -101,30 +102,30 @@ def prune_runs(limit: Limits, current: Path) -> list[Path]:
             gone.append(directory)
         elif os.path.lexists(directory):
             continue
-        # Or another supervisor that has just ended was quicker: one less all the same.
+        # Another supervisor that has just ended may have deleted it first, which counts as well.
         count, total = count - 1, total - sizes[directory]
     return gone
 
 
 def _delete(directory: Path, info: RunInfo) -> str | None:
-    """None once it is deleted, else why not."""
+    """Delete a run; returns None, or why it failed."""
     with contextlib.suppress(RunError):
-        info = load_info(directory)  # the sizes of many runs were looked at since
+        info = load_info(directory)  # again, because measuring many runs took time
     if goes_on(info):
         return f"{directory.name} is running; dpmon stop {info.id} ends it"
     state, _ = run_state(directory, info)
     if state == "elsewhere":
-        return f"{directory.name} is on another machine, which may be at it"
+        return f"{directory.name} is on another machine, which may still run it"
     if state == "starting":
         return f"{directory.name} is being started"
     lock = take_lock(directory)
     if lock is None:  # it is being started, or taken over, at this moment
         return f"{directory.name} is in use"
     try:
-        # First out of everybody's sight, so that nobody meets half a run.
+        # Rename it first, so that no reader meets half a run.
         hidden = directory.with_name(_GONE + directory.name)
         os.rename(directory, hidden)
-        with contextlib.suppress(FileNotFoundError):  # somebody else sweeps
+        with contextlib.suppress(FileNotFoundError):  # another process cleans up as well
             shutil.rmtree(hidden)
     except OSError as error:
         return f"{directory} cannot be deleted: {error.strerror}"
@@ -135,7 +136,7 @@ def _delete(directory: Path, info: RunInfo) -> str | None:
 
 
 def _sweep(runs: Path) -> None:
-    """Delete what a killed process of ours has left half deleted."""
+    """Delete the remains that a killed deletion left behind."""
     with contextlib.suppress(OSError):
         for entry in runs.glob(_GONE + "*"):
             if not entry.is_symlink():
@@ -143,7 +144,7 @@ def _sweep(runs: Path) -> None:
 
 
 def _size(directory: Path) -> int:
-    """Bytes on the disk."""
+    """Size on the disk in bytes."""
     total = 0
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:

@@ -1,4 +1,4 @@
-"""The rings of training processes: what each process is doing, and requests to it."""
+"""The rings of training processes: each process's activity, and requests to it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class ProcessRing:
     """The ring of one training process. Its records are read elsewhere (dpmon.store.sources)."""
 
     def __init__(self, path: str) -> None:
-        """Raises RingError if it is none, OSError if it cannot be opened."""
+        """Raises RingError if it is not a ring, OSError if it cannot be opened."""
         ring = self._ring = SpanReader(path)
         self.pid: int = ring.pid
         self.process: int = ring.process

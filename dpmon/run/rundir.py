@@ -1,4 +1,4 @@
-"""The directory of a run: making one, finding one, and the two files that say what it is and how it ended."""
+"""The directory of a run: creates it, finds it, and reads and writes run.json and exit.json."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ STOP_FILE = "stop-asked"
 """Its time says when the user last asked the run to stop."""
 _STOP_HOLDS_S = 300.0
 ROOM_BYTES = 24 << 20
-"""What a run needs at least: its rings, and some for the rest."""
+"""Least free space for a run in bytes: its rings, and some for the rest."""
 _MAX_JSON_BYTES = 1 << 22
 _MAX_DEPTH = 8
 _MAX_INT = 1 << 63
 MAX_SECONDS = 1e11
-"""Three thousand years: what is longer, or is no number, was not written by a run."""
+"""Three thousand years: a longer time, or a value that is not a number, did not come from a run."""
 MAX_STATUS = 255
 SHARED_MEMORY = "/dev/shm"
 _RING_NAME = re.compile(r"(?:process-(\d{1,6})|gpu(?:-\d{1,4})?)\.ring")
@@ -40,12 +40,12 @@ ID = re.compile(rf"\d{{8}}-\d{{6}}-{_NAME.pattern}-[0-9a-f]{{4}}")
 
 
 class RunError(DpmonError):
-    """There is no such run, or its directory cannot be used; the text is one sentence for a person."""
+    """There is no such run, or its directory cannot be used; the text is one sentence for the user."""
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What run.json says. `started_unix` in s since 1970, `start_ns` monotonic, `*_started` in s since boot."""
+    """The contents of run.json. `started_unix` in s since 1970, `start_ns` monotonic, `*_started` in s since boot."""
 
     id: str
     name: str
@@ -65,12 +65,12 @@ class RunInfo:
     command_pid: int | None = None
     command_started: float | None = None
     host: str = ""
-    """The machine that the run was made on, which others may share the directory with."""
+    """The machine of the run; other machines may share the directory."""
 
 
 @dataclass(frozen=True)
 class ExitInfo:
-    """How a run ended: status 0..255 (128+N for a signal; None: not known), the signal's name, when, and who saw it."""
+    """How a run ended: status 0..255 (128+N for a signal; None: unknown), the signal's name, time, and observer."""
 
     status: int | None
     signal: str | None
@@ -79,15 +79,15 @@ class ExitInfo:
     seconds: float
     by: str
     error: str | None = None
-    """Why the command could not be started at all; the status is dpmon's own then."""
+    """Why the command could not be started; the status is dpmon's own then."""
     unknown: str | None = None
-    """Why the status is not known, where it is not."""
+    """Why the status is unknown, if it is."""
     cause: str | None = None
-    """What else is known of why it ended, such as that the kernel ran out of memory."""
+    """More about the cause, such as that the kernel ran out of memory."""
     drained: bool = True
-    """Whether everything that the rings held then is in the history."""
+    """Whether the history has everything that the rings held then."""
     stopped: bool = False
-    """Whether the user had asked for it shortly before; known to whoever loads it, whoever wrote it."""
+    """Whether the user had asked for it shortly before; `load_exit` sets it."""
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -117,9 +117,9 @@ def _checked(kind: type[Any], data: Any, path: Path) -> dict[str, Any]:
         if not isinstance(value, _TYPES[declared]) or (isinstance(value, bool) and declared != "bool"):
             raise RunError(f"{path}: {member.name} is not a {declared}")
         if declared.startswith("float") and isinstance(value, (int, float)) and not abs(value) < MAX_SECONDS:
-            raise RunError(f"{path}: {member.name} is beyond reason")
+            raise RunError(f"{path}: {member.name} is out of range")
         if declared.startswith("int") and isinstance(value, int) and not abs(value) < _MAX_INT:
-            raise RunError(f"{path}: {member.name} is beyond reason")
+            raise RunError(f"{path}: {member.name} is out of range")
         if isinstance(value, list):
             value = tuple(str(item) for item in value)
         found[member.name] = value
@@ -142,22 +142,22 @@ def _is_shallow(value: Any, depth: int) -> bool:
 
 
 def load_info(directory: Path) -> RunInfo:
-    """What run.json says; RunError if the directory is no run of this user."""
+    """The contents of run.json; RunError if the directory is not a run of this user."""
     path = directory / INFO_FILE
     check_directory(directory)
     try:
         info = RunInfo(**_checked(RunInfo, _load(path), path))
         if not _FILE_NAME.fullmatch(info.id) or not _NAME.fullmatch(info.name):
-            # File names are made from it.
-            raise RunError(f"{path}: the id or the name is not one that dpmon gives")
-        # With these values a screen would redraw without a break, or never.
+            # The id and the name become parts of file names.
+            raise RunError(f"{path}: the id or the name is not valid")
+        # With other values a screen would redraw all the time, or never.
         return info if 0.1 <= info.refresh <= 60 else replace(info, refresh=1.0)
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise RunError(f"{directory} is not a run: {error}") from None
 
 
 def load_exit(directory: Path) -> ExitInfo | None:
-    """What exit.json says; None while there is none that can be read."""
+    """The contents of exit.json; None without a readable one."""
     path = directory / EXIT_FILE
     try:
         how = ExitInfo(**_checked(ExitInfo, _load(path), path))
@@ -169,8 +169,8 @@ def load_exit(directory: Path) -> ExitInfo | None:
 
 
 def mark_stop(directory: Path) -> None:
-    """Note that the user asks the run to stop now, so that its end is not taken for a failure."""
-    # A full disk costs the word "stopped", nothing else.
+    """Note that the user is stopping the run, so that its end does not count as a failure."""
+    # On a full disk the run is only not called "stopped".
     with contextlib.suppress(OSError):
         fd = open_file(directory / STOP_FILE, os.O_WRONLY | os.O_CREAT)
         os.utime(fd)
@@ -186,9 +186,9 @@ def _stop_was_asked(directory: Path, ended_unix: float) -> bool:
 
 
 def save(directory: Path, what: RunInfo | ExitInfo, *, anew: bool = False) -> None:
-    """Write run.json or exit.json in one step: a reader sees the old one or the new one, never half of it.
+    """Write run.json or exit.json in one step: a reader gets the old one or the new one, never half of it.
 
-    `anew`: do not replace a file; raise FileExistsError if there is one.
+    `anew`: do not replace a file; raise FileExistsError if it exists.
     """
     name = INFO_FILE if isinstance(what, RunInfo) else EXIT_FILE
     temporary = directory / f".{name}.{os.getpid()}"
@@ -222,41 +222,41 @@ def check_directory(directory: Path) -> None:
 
 
 def runs_directory() -> Path:
-    """The directory of all runs, under the user's state directory; it may not exist. RunError if there is no home.
+    """The directory of all runs, under the user's state directory; it may not exist. RunError without a home directory.
 
-    That is XDG_STATE_HOME or ~/.local/state. A relative XDG_STATE_HOME is ignored, as the XDG Base Directory
-    Specification asks: each process, such as the supervisor, would resolve it against its own current directory.
+    The state directory is XDG_STATE_HOME or ~/.local/state. A relative XDG_STATE_HOME is ignored, as the XDG Base
+    Directory Specification asks: each process, such as the supervisor, would resolve it against its current directory.
     """
     state = os.environ.get("XDG_STATE_HOME", "")
     if os.path.isabs(state):
         return Path(state) / "dpmon" / "runs"
     at_home = home(os.environ)
     if at_home is None:
-        raise RunError("there is no home directory to keep runs in; set XDG_STATE_HOME to an absolute path")
+        raise RunError("there is no home directory for runs; set XDG_STATE_HOME to an absolute path")
     return at_home / ".local" / "state" / "dpmon" / "runs"
 
 
 def stand_ins() -> list[Path]:
-    """Where runs go that cannot be kept in `runs_directory`: temporary directories, then memory.
+    """Replacements for `runs_directory` if it cannot store runs: temporary directories, then memory.
 
-    Named after the place that they stand in for, so that runs of different state directories do not mix.
+    Their names depend on the usual place, so that runs of different state directories do not mix.
     """
     mark = f"{zlib.crc32(os.fsencode(runs_directory())):08x}"
     temporary = os.environ.get("TMPDIR", "")
-    # A relative one means another place to everybody who stands elsewhere, the supervisor for one.
+    # A relative path has another meaning in each process with another current directory, such as the supervisor.
     places = dict.fromkeys([temporary if os.path.isabs(temporary) else "/tmp", SHARED_MEMORY])
     return [Path(place) / f"dpmon-{os.getuid()}-{mark}" / "runs" for place in places]
 
 
 def _make_private(directory: Path) -> None:
-    """Make a directory of mode 0700, whatever the umask; FileExistsError if the path exists."""
+    """Create a directory of mode 0700, whatever the umask; FileExistsError if the path exists."""
     directory.mkdir(mode=0o700)
     if os.lstat(directory).st_mode & 0o777 != 0o700:  # the umask removed permissions of the owner
         os.chmod(directory, 0o700)
 
 
 def _prepared(runs: Path) -> None:
-    """Make a directory of runs if need be and close it to others; RunError if that is not possible."""
+    """Create a directory of runs if it is missing, and make it private; RunError if that fails."""
     try:
         state_home = runs.parent.parent
         if runs == runs_directory():
@@ -271,7 +271,7 @@ def _prepared(runs: Path) -> None:
                 _make_private(directory)
             info = os.stat(directory) if runs == runs_directory() else os.lstat(directory)
             if info.st_uid != os.getuid() or not stat.S_ISDIR(info.st_mode):
-                raise RunError(f"{directory} belongs to another user; set XDG_STATE_HOME to a place of yours")
+                raise RunError(f"{directory} belongs to another user; set XDG_STATE_HOME to a directory of yours")
             if info.st_mode & 0o077:
                 os.chmod(directory, 0o700)
     except OSError as error:
@@ -284,9 +284,9 @@ def _free_bytes(runs: Path) -> int:
 
 
 def create_run(draft: RunInfo) -> tuple[Path, RunInfo]:
-    """Make a new directory for the run `draft` (its id is filled in), with run.json; RunError if that fails.
+    """Create a directory for the run `draft`, fill in its id, and write run.json; RunError if that fails.
 
-    Where the usual place cannot take it (read-only, full, not the user's), another one does: `options["elsewhere"]`
+    If the usual place cannot take it (read-only, full, another user's), a replacement is used: `options["elsewhere"]`
     says so in a sentence.
     """
     usual = runs_directory()
@@ -307,7 +307,7 @@ def create_run(draft: RunInfo) -> tuple[Path, RunInfo]:
             return _make(runs, replace(draft, options={**draft.options, "elsewhere": text}))
         except RunError:
             continue
-    # Nowhere is more room: what little there is in the usual place, or the reason why there is none.
+    # No place has enough space: use what is left in the usual place, or raise its error.
     _prepared(usual)
     return _make(usual, replace(draft, options={**draft.options, "elsewhere": str(problem)}))
 
@@ -322,12 +322,12 @@ def _make(runs: Path, draft: RunInfo) -> tuple[Path, RunInfo]:
         except FileExistsError:
             continue
         except OSError as error:
-            raise RunError(f"{directory} cannot be made: {error.strerror}") from None
+            raise RunError(f"{directory} cannot be created: {error.strerror}") from None
         info = replace(draft, id=run_id, host=proc.host())
         try:
             save(directory, info)
         except BaseException as error:
-            with contextlib.suppress(OSError):  # interrupted, too, it leaves no empty run behind
+            with contextlib.suppress(OSError):  # also an interrupt leaves no empty run behind
                 directory.rmdir()
             if isinstance(error, OSError):
                 raise RunError(f"{directory} cannot be written: {error.strerror}") from None
@@ -350,7 +350,7 @@ def output_paths(directory: Path, info: RunInfo) -> tuple[Path, ...]:
 def ring_paths(directory: Path, known: Container[str] = ()) -> list[tuple[int, Path]]:
     """The rings of a run with the number of their process (-1: the supervisor's own), in that order.
 
-    `known`: names to leave out.
+    `known`: names to skip.
     """
     try:
         names = os.listdir(directory)

@@ -87,7 +87,7 @@ def find_members(
 
 
 def _earliest(info: RunInfo) -> float:
-    """When the first process of the run was started, in seconds since this boot; 0 where that is not known."""
+    """Start of the first process of the run, in seconds since this boot; 0 if unknown."""
     if info.command_started is None or info.boot_id != proc.boot_id():
         return 0.0
     return info.command_started - proc.TICK_S

@@ -20,7 +20,7 @@ QUIET_NS = 10_000_000_000
 """Time without progress after which it is reported."""
 IMPORTING, IMPORTED, IN_SCRIPT = "importing torch", "torch imported", "in the script"
 IDLE = (IMPORTED, IN_SCRIPT)
-"""Stages in which no known operation is under way."""
+"""Stages without a known operation in progress."""
 _MOST_BYTES = 1 << 16
 _MOST_NAMED = 16
 _WORDS = {"data": "waiting for data", "other": IN_SCRIPT, "ended": "at its end", "paused": "paused"}
@@ -29,7 +29,7 @@ Stage = tuple[str, int]
 
 
 class Standing(NamedTuple):
-    """One process: number (None before its first call), rank, pid, what it does, and since when (monotonic ns)."""
+    """One process: number (None before its first call), rank, pid, activity, and its start (monotonic ns)."""
 
     process: int | None
     rank: int | None
@@ -52,7 +52,7 @@ def stages(directory: Path, until_ns: int | None = None) -> dict[int, Stage]:
 
 
 def newest_stage(found: Mapping[int, Stage], alive: Callable[[int], bool] = lambda pid: True) -> Stage | None:
-    """The stage shown for the run: the newest with an operation under way, among living processes.
+    """The stage shown for the run: the newest with an operation in progress, among living processes.
 
     A process that only imported torch (a launcher, a worker) does not count if another process is further.
     """
@@ -63,9 +63,9 @@ def newest_stage(found: Mapping[int, Stage], alive: Callable[[int], bool] = lamb
 
 
 def activities(directory: Path) -> Iterator[tuple[int, ProcessRing, str, int]]:
-    """Number and ring of each training process, what it is doing, and since when (monotonic ns).
+    """Number and ring of each training process, its activity, and the activity's start (monotonic ns).
 
-    The ring is open until the next one is asked for.
+    The ring is open until the next item is requested.
     """
     for process, path in ring_paths(directory):
         if process < 0:
@@ -75,7 +75,7 @@ def activities(directory: Path) -> Iterator[tuple[int, ProcessRing, str, int]]:
 
 
 def standings(directory: Path, *, over: bool) -> list[Standing]:
-    """All processes that train, then those that have not called a model yet; `over`: the run has ended."""
+    """All training processes, then those that have not called a model yet; `over`: the run has ended."""
     found = []
     for process, ring, name, since in activities(directory):
         doing = _WORDS.get(name, f"in {name}")
@@ -90,7 +90,7 @@ def standings(directory: Path, *, over: bool) -> list[Standing]:
 
 
 def standing(found: Iterable[Standing], now_ns: int) -> str | None:
-    """For how long nothing has moved, and where each process is; None if something moves or all processes ended."""
+    """How long nothing has moved, and where each process is; None if something moves or all processes ended."""
     there = [one for one in found if one.doing != _WORDS["ended"]]
     moving = [one for one in there if one.doing != "gone" and one.since_ns > 0]
     if not moving or all(one.doing == _WORDS["paused"] for one in moving):
@@ -105,7 +105,7 @@ def standing(found: Iterable[Standing], now_ns: int) -> str | None:
 
 
 def how_it_stands(directory: Path, info: RunInfo, state: str, how: ExitInfo | None) -> str | None:
-    """Where a run stands that does not move, or where it stood when a signal ended it; None if neither is the case."""
+    """Where a stalled run is, or where it was when a signal ended it; None for other runs."""
     if state in ("running", "unsupervised"):
         now = time.monotonic_ns()
         waits = waits_since(directory)
@@ -122,8 +122,8 @@ def how_it_stands(directory: Path, info: RunInfo, state: str, how: ExitInfo | No
 
 
 def why_nothing(directory: Path, info: RunInfo, how: ExitInfo | None, warnings: Iterable[str]) -> str | None:
-    """Why a run without steps and calls has none; None for one whose command was not started."""
-    # A warning also says where the record is kept, but that is no reason.
+    """Why a run has no steps and no calls; None if its command was not started."""
+    # A warning may also name the place of the record, which is not a reason.
     for text in warnings:
         if text != info.options.get("elsewhere"):
             return text

@@ -1,8 +1,8 @@
-"""The terminal that the command has as its standard input when nobody pipes anything into it.
+"""The command's standard input: a terminal, unless the user pipes something into it.
 
-A pseudo-terminal that is not the command's controlling terminal: scripts that ask for its size or wait for a line find
-what they expect. Lines come from a fifo in the run's directory, which any screen may write to. They are noted in a log
-as the terminal echoes them: while a script has switched the echo off (it reads a password) not at all.
+It is a pseudo-terminal, but not the command's controlling terminal. Scripts can ask for its size or wait for a line.
+Lines come from a fifo in the run's directory; any screen may write to it. A log takes the terminal's echo of them, and
+nothing while a script has switched the echo off (to read a password).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _CONTROLS = {code: f"^{chr(code ^ 64)}".encode() for code in (*range(32), 127) i
 
 
 class Terminal:
-    """The supervisor's end: gives the command a terminal and forwards what is written into the fifo."""
+    """The supervisor's end: gives the command a terminal and forwards everything written to the fifo."""
 
     def __init__(self, directory: Path, rows: int, columns: int, echo: Path | None = None) -> None:
-        """`echo`: the log for what is echoed; None: nothing is noted (that it would be is left to be asked for).
+        """`echo`: the log for the echo; None: no log.
 
-        Raises OSError if the machine has no pseudo-terminal left or the fifo cannot be made.
+        Raises OSError if the machine has no free pseudo-terminal or the fifo cannot be created.
         """
-        # openpty does not make it the controlling terminal, though the supervisor leads a session without one.
+        # openpty does not make it the controlling terminal, although the supervisor leads a session without one.
         self.master, self.slave = os.openpty()
         try:
             size = struct.pack("HHHH", max(rows, 1), max(columns, 1), 0, 0)
@@ -39,7 +39,7 @@ class Terminal:
             path = directory / INPUT_FIFO
             with contextlib.suppress(FileExistsError):
                 os.mkfifo(path, 0o600)
-            # Opened for writing too, so that it never reads as ended when the last screen has gone.
+            # Opened for writing too, so that it does not read as ended when the last screen has gone.
             self.fifo = open_fifo(path, os.O_RDWR)
         except BaseException:
             os.close(self.master)
@@ -49,7 +49,7 @@ class Terminal:
         self._echo = echo
 
     def register(self, poller: select.poll) -> None:
-        """Ask `poller` for what concerns this terminal now."""
+        """Register the descriptors that this terminal must watch now."""
         events = select.POLLIN | (select.POLLOUT if self._waiting else 0)
         poller.register(self.master, events)
         if self._waiting:  # the command does not read: let the writers of the fifo wait
@@ -59,8 +59,9 @@ class Terminal:
             poller.register(self.fifo, select.POLLIN)
 
     def serve(self) -> None:
-        """Forward what has come, and throw away the echo, which is noted by then, and what the command wrote into its
-        own input. Never blocks.
+        """Forward new input, and discard the echo (already in the log) and the command's output to its own input.
+
+        Never blocks.
         """
         with contextlib.suppress(OSError):
             while os.read(self.master, _CHUNK):
@@ -68,13 +69,13 @@ class Terminal:
         with contextlib.suppress(OSError):
             if not self._waiting:
                 self._waiting = os.read(self.fifo, _CHUNK)
-                # Before the command reads it: what it then prints comes after it.
+                # Write the echo before the command reads the line, so that the command's output follows it.
                 self._note(self._echoed(self._waiting))
             if self._waiting:
                 self._waiting = self._waiting[os.write(self.master, self._waiting) :]
 
     def _echoed(self, typed: bytes) -> bytes:
-        """What the terminal makes of `typed` as it is set now, by the command if need be (termios(3): ECHO, ECHONL)."""
+        """The terminal's echo of `typed`, with its current settings, also the command's (termios(3): ECHO, ECHONL)."""
         if self._echo is None or not typed:
             return b""
         try:
@@ -86,7 +87,7 @@ class Terminal:
         return b"\n" * typed.count(b"\n") if flags & termios.ECHONL and flags & termios.ICANON else b""
 
     def _note(self, echoed: bytes) -> None:
-        """Append to the log, which the command writes into as well; a full disk costs the echo, nothing else."""
+        """Append to the log, to which the command writes as well; a full disk loses only the echo."""
         if self._echo is None or not echoed:
             return
         flags = os.O_WRONLY | os.O_APPEND
@@ -95,14 +96,14 @@ class Terminal:
 
 
 def hides_input(pid: int) -> bool:
-    """Whether a process has told the terminal that is its standard input not to echo lines (getpass does)."""
+    """Whether a process has switched off the echo of the terminal of its standard input (getpass does)."""
     try:
         fd = os.open(f"/proc/{pid}/fd/0", os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return False
     try:
         flags = termios.tcgetattr(fd)[3]
-    except termios.error:  # it is no terminal
+    except termios.error:  # not a terminal
         return False
     finally:
         os.close(fd)
@@ -110,7 +111,7 @@ def hides_input(pid: int) -> bool:
 
 
 def send_input(directory: Path, data: bytes) -> bool:
-    """Write `data` to the command's standard input (a line's end included); False if nobody takes it."""
+    """Write `data`, including the end of line, to the command's standard input; False if that fails."""
     try:
         fd = open_fifo(directory / INPUT_FIFO, os.O_WRONLY)
     except OSError:

@@ -12,7 +12,7 @@ from dpmon.run.rundir import RunInfo
 
 _MOST_BYTES = 1 << 18
 _UNCAUGHT_STATUS = 1
-"""With which Python ends when an exception was not caught."""
+"""Python's exit status after an uncaught exception."""
 _OF_LAUNCHERS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "SignalException")
 """Exceptions that torchrun and mp.spawn raise because one of their processes has ended."""
 _MAYBE_OF_LAUNCHERS = (*_OF_LAUNCHERS, "CalledProcessError")
@@ -24,13 +24,13 @@ class Uncaught(NamedTuple):
 
     pid: int
     at_ns: int
-    """Monotonic."""
+    """Monotonic time in ns."""
     kind: str
     """The name of its class."""
     message: str = ""
     rank: int | None = None
     file: str | None = None
-    """The line of the script that raised it, or that called the code that did."""
+    """The line of the script that raised it, or called the code that did."""
     line: int | None = None
 
     @property
@@ -56,8 +56,8 @@ def uncaught(directory: Path, info: RunInfo, status: int | None) -> Uncaught | N
     """The exception that ended a run with `status`; None if none did.
 
     It is the command's own, unless that only reports that another process ended. The command's own note counts only if
-    the status is 1: the tracer notes the exception that Python remembers last, which may have been handled (by `code`,
-    by IPython) long before the script called sys.exit.
+    the status is 1: the tracer notes Python's last exception, which may have been handled (by `code`, by IPython) long
+    before the script called sys.exit.
     """
     found = sorted(every_uncaught(directory), key=lambda one: one.at_ns)
     own = next((one for one in found if one.pid == info.command_pid), None)
@@ -70,16 +70,16 @@ def uncaught(directory: Path, info: RunInfo, status: int | None) -> Uncaught | N
         one for one in found if one.kind not in _OF_LAUNCHERS and one is not own and one.kind != "KeyboardInterrupt"
     ]
     if own is None and info.command_pid in begun:
-        # A Python that ended by sys.exit. It may have handled the end of a child; ranks end a launcher.
+        # Python ended by sys.exit. It may have handled the end of a child; but ranks end a launcher.
         others = [one for one in others if one.rank is not None]
-    # A launcher that starts its ranks again reports the last attempt. In that, take the first exception: later ones are
-    # mostly its consequences.
+    # A launcher that restarts its ranks reports the last attempt. Take its first exception: later ones are mostly
+    # consequences.
     attempt = begun.get(others[-1].pid, 0) if others else 0
     return next((one for one in others if one.at_ns >= attempt), own)
 
 
 def _begun(directory: Path) -> dict[int, int]:
-    """When each process made its first note (monotonic ns)."""
+    """Time of each process's first note (monotonic ns)."""
     notes = read_notes(directory / "stages.log", _MOST_BYTES)
     return {pid: at_ns for pid, at_ns, _ in reversed(notes)}
 
@@ -92,7 +92,7 @@ def uncaught_in(directory: Path, pid: int | None) -> str | None:
 def last_lines(lines: list[str], raised: Uncaught | None, command: int | None) -> list[str]:
     """The output up to the exception that ended the run, without what a launcher prints after it.
 
-    `command`: the process id of the command. All that follows its own exception is the script's output.
+    `command`: the process id of the command. Everything after its own exception is the script's output.
     """
     if raised is None or raised.pid == command:
         return lines
@@ -101,7 +101,7 @@ def last_lines(lines: list[str], raised: Uncaught | None, command: int | None) -
 
 
 def every_uncaught(directory: Path) -> list[Uncaught]:
-    """The exceptions that all processes noted, in the order of the notes."""
+    """The exceptions of all processes, in the order of their notes."""
     found = []
     for pid, at_ns, text in read_notes(directory / "endings.log", _MOST_BYTES):
         kind, _, rest = text.partition(" ")

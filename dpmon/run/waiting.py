@@ -1,8 +1,8 @@
-"""Whether the command waits in a read of its standard input, which looks like nothing at all from everywhere else.
+"""Detects whether the command waits in a read of its standard input.
 
-The kernel says in which system call a process sleeps (proc(5), /proc/pid/syscall), to whoever may trace it: the
-supervisor, whose child it is, nearly always; a screen on a hardened machine not. A wait in anything else than read(2),
-such as a select by a library for prompts, cannot be told from other work.
+The kernel shows the system call in which a process sleeps (proc(5), /proc/pid/syscall), to processes that may trace it.
+The supervisor nearly always may, as its parent; a screen on a hardened machine may not. Only a wait in read(2) is
+recognized: a wait in another call, such as a prompt library's select, looks like other work.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from pathlib import Path
 from dpmon.run.files import open_file, read_file, remove_file
 
 FILE = "waits-for-input"
-"""There while it waits; since when, and when that was last so (monotonic ns, both of 20 digits), is in it."""
+"""Exists during a wait; contains its start and the time of the last check (monotonic ns, 20 digits each)."""
 _READ_CALL = {"x86_64": 0, "aarch64": 63, "riscv64": 63, "ppc64le": 3, "s390x": 3}.get(os.uname().machine)
 """The number of read(2), by machine (syscalls(2) and the kernel's tables)."""
 _EVERY_S = 0.2
 CLOSE_S = 0.05
-"""Seconds between two checks, normally and during a wait. They are the precision of a wait's begin and end."""
+"""Seconds between two checks, normally and during a wait. They limit the precision of a wait's start and end."""
 _TOLD_NS = 1_000_000_000
 """Shortest wait that is reported, once it is over."""
 _TRUE_NS = 10_000_000_000
-"""How long the file's contents are valid: a supervisor that was stopped or killed leaves the file behind."""
+"""How long the file's contents are valid: a stopped or killed supervisor leaves the file behind."""
 
 
 def reads_input(pid: int) -> bool | None:
-    """Whether the process's first thread sleeps in a read of descriptor 0; None if that cannot be known."""
+    """Whether the process's first thread sleeps in a read of descriptor 0; None if unknown."""
     if _READ_CALL is None:
         return None
     try:
@@ -40,7 +40,7 @@ def reads_input(pid: int) -> bool | None:
 
 
 def waits_since(directory: Path) -> int | None:
-    """Since when (monotonic ns) the command of a run waits for input, by what its supervisor saw; None: it does not."""
+    """When the command began to wait for input (monotonic ns), as its supervisor saw it; None if it does not wait."""
     try:
         fields = read_file(directory / FILE, 64).split()
     except OSError:
@@ -52,7 +52,7 @@ def waits_since(directory: Path) -> int | None:
 
 
 def _sleeps(pid: int) -> str | None:
-    """How often the process's first thread has gone to sleep so far, in the kernel's words; None if not known."""
+    """How often the process's first thread has gone to sleep so far, as the kernel's text; None if unknown."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text("ascii", "replace").splitlines():
             if line.startswith("voluntary_ctxt_switches"):
@@ -61,7 +61,7 @@ def _sleeps(pid: int) -> str | None:
 
 
 class InputWatch:
-    """Maintains that file; calls `tell` with the begin and end (ns) of each wait that is over."""
+    """Maintains that file; calls `tell` with start and end (ns) of each finished wait."""
 
     def __init__(self, directory: Path, pid: int, tell: Callable[[int, int], None] = lambda since, seen: None) -> None:
         self._path = directory / FILE
@@ -73,10 +73,10 @@ class InputWatch:
         self._began = 0
         self._sleeps: str | None = None
         self._next = 0.0
-        self.close()  # what a supervisor that was killed has left
+        self.close()  # remove the file of a killed supervisor
 
     def look(self, now: float) -> None:
-        """Ask, if it is time to, and write down what was found. `now` monotonic, in s."""
+        """Check if it is time to, and write the result. `now`: monotonic s."""
         if now < self._next:
             return
         reads = reads_input(self._pid) is True
@@ -86,7 +86,7 @@ class InputWatch:
             if self._since is not None:
                 self.close()
         else:
-            if self._since is None or sleeps != self._sleeps:  # the process worked in between: this is another wait
+            if self._since is None or sleeps != self._sleeps:  # the process worked in between, so this is a new wait
                 self._over()
                 # The wait began between two checks.
                 self._since, self._sleeps, self._began = asked, sleeps, (before + asked) // 2
@@ -95,7 +95,7 @@ class InputWatch:
         self._next = now + (_EVERY_S if self._since is None else CLOSE_S)
 
     def close(self) -> None:
-        """It waits no more."""
+        """End the wait."""
         self._over()
         with contextlib.suppress(OSError):
             remove_file(self._path)
@@ -106,9 +106,9 @@ class InputWatch:
         self._since = None
 
     def _write(self, since: int, seen: int) -> None:
-        """In one write over what is there, which is as long: a reader finds the old or the new."""
+        """Overwrite the old content, of equal length, in one write: a reader finds the old or the new."""
         flags = os.O_WRONLY | os.O_CREAT
         with contextlib.suppress(OSError):
             fd = open_file(self._path, flags)
             with open(fd, "wb", buffering=0) as file:
-                file.write(b"%020d %020d" % (since, seen))  # on a full disk it is not told
+                file.write(b"%020d %020d" % (since, seen))  # on a full disk the wait is not reported

@@ -1,4 +1,4 @@
-"""The command as its supervisor sees it: a child of its own, or a process that another supervisor had started."""
+"""The command from its supervisor's view: its own child, or a process that another supervisor had started."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from dpmon.run.signalling import is_named
 from dpmon.run.uncaught import uncaught_in
 
 PATIENCE_S = 2.0
-"""How long to wait for somebody who may know more: the foreground that reaps the command, or the kernel."""
-_REAPED = "something else than its supervisor had reaped it"
+"""How long to wait for another source: the foreground that reaps the command, or the kernel."""
+_REAPED = "a process other than its supervisor had reaped it"
 _LOST = "the supervisor that had started it was killed before it ended"
 
 
@@ -39,7 +39,7 @@ class Child:
         self.pid = process.pid
 
     def over(self) -> bool:
-        """Look without reaping it."""
+        """Whether it has ended; does not reap it."""
         if self._returncode is None and not self._lost:
             try:
                 ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -52,7 +52,7 @@ class Child:
         return self._lost or self._returncode is not None
 
     def ending(self, info: RunInfo) -> ExitInfo:
-        """By the status that the kernel gave its parent; unknown where something else has reaped it."""
+        """The status that the kernel gave its parent; unknown if another process has reaped it."""
         if self._returncode is None:
             return unknown_exit(info, "supervisor", _REAPED, time.monotonic_ns())
         return exit_info(info, self._returncode, "supervisor")
@@ -63,7 +63,7 @@ class Child:
 
 
 class Adopted:
-    """A command whose supervisor was killed: no child of ours, so its status has to be learned in other ways."""
+    """A command whose supervisor was killed. It is no child of ours, so its status comes from other sources."""
 
     def __init__(self, directory: Path, info: RunInfo) -> None:
         assert info.command_pid is not None
@@ -74,11 +74,11 @@ class Adopted:
         self._seen_alive = same_boot and proc.is_running(self.pid, self._started)
         self._pidfd = open_pidfd(self.pid) if self._seen_alive else None
         self._same_boot = same_boot
-        # Looked at before anything of ours touches those files again.
+        # Read them before dpmon touches those files again.
         self._last_ns = last_sign(directory, info).end_ns
 
     def over(self) -> bool:
-        """Whether this very process has gone; one that nobody has reaped yet has."""
+        """Whether exactly this process has ended, reaped or not."""
         return not self._same_boot or not proc.is_running(self.pid, self._started)
 
     def ending(self, info: RunInfo) -> ExitInfo:
@@ -105,7 +105,7 @@ class Adopted:
         return proc.status_of_dead(self.pid, self._started) if status is None else status
 
     def _from_record(self, info: RunInfo, now: int) -> ExitInfo:
-        """What the training process itself has left: whether Python came to its end, and by which exception."""
+        """The training process's own last record: whether Python ended normally, and with which exception."""
         if not self._same_boot:
             return unknown_exit(info, "supervisor", "the machine was restarted", self._last_ns)
         sign = last_sign(self._directory, info)
@@ -116,22 +116,22 @@ class Adopted:
         if sign.ended is None:
             return unknown_exit(info, "supervisor", _LOST, end)
         if sign.ended:
-            return unknown_exit(info, "supervisor", f"{_LOST}; its Python came to its end in order", end)
+            return unknown_exit(info, "supervisor", f"{_LOST}; its Python ended normally", end)
         return unknown_exit(info, "supervisor", f"{_LOST}; its Python was killed or left by os._exit", end)
 
 
 class Sign(NamedTuple):
-    """The last that a run's own files tell of its training."""
+    """The last trace of the training in the run's own files."""
 
     end_ns: int
     ended: bool | None
-    """Whether the command's Python came to its end in order; None if it has no record."""
+    """Whether the command's Python ended normally; None without a record."""
     exception: str | None
-    """The exception that nobody caught, by the name of its class."""
+    """The class name of an uncaught exception."""
 
 
 def last_sign(directory: Path, info: RunInfo) -> Sign:
-    """Read it; `end_ns` monotonic, of the same boot."""
+    """The last sign of the run; `end_ns` monotonic, of the same boot."""
     ended: bool | None = None
     end = info.start_ns + int(_last_output(directory, info) * 1e9)
     for process, path in ring_paths(directory):
@@ -146,7 +146,7 @@ def last_sign(directory: Path, info: RunInfo) -> Sign:
 
 
 def _last_output(directory: Path, info: RunInfo) -> float:
-    """Seconds after the run's start at which its output was last written to; 0 if that cannot be told."""
+    """Seconds after the run's start at which its output was last written; 0 if unknown."""
     found = 0.0
     for name in ("output.log", "stdout.log", "stderr.log"):
         with contextlib.suppress(OSError):
@@ -155,7 +155,7 @@ def _last_output(directory: Path, info: RunInfo) -> float:
 
 
 def find_command(directory: Path) -> proc.Process | None:
-    """The command of a run whose supervisor was killed before it could say which process it had started."""
+    """The command of a run whose supervisor was killed before it recorded the process."""
     leaders = (process for pid, process in proc.every_process().items() if process.session == pid and not process.dead)
     return min(
         (process for process in leaders if is_named(process.pid, directory)),

@@ -19,7 +19,7 @@ def metric(name: str, kind: str, text: str, values: Iterable[tuple[_Labels, floa
 def histogram(
     name: str, text: str, bounds: Sequence[float], series: Iterable[tuple[_Labels, Sequence[int], float]]
 ) -> list[str]:
-    """A histogram; each of `series`: labels, how many up to each bound but above the one before and beyond all, sum."""
+    """A histogram; each of `series`: labels, counts per bucket and beyond the last bound, sum."""
     lines = []
     for labels, buckets, total in series:
         below = 0
@@ -36,7 +36,7 @@ def _labels(labels: _Labels) -> str:
 
 
 def _escaped(value: str) -> str:
-    # The three that the format escapes; other control characters would only harm whoever looks at it.
+    # The three characters that the format escapes; other control characters would only disturb a human reader.
     text = re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "?", value[:MAX_LABEL])
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 

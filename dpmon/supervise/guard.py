@@ -1,9 +1,9 @@
-"""What the foreground does for the run: passes signals on, and takes over the exit if the supervisor was killed.
+"""The foreground's part in a run: it passes signals on, and records the exit if the supervisor was killed.
 
-Who only looks at a run (`attach`) sees to it that it has a supervisor, too: `looked_after`.
+A command that only shows a run (`attach`) also makes sure that it has a supervisor: `looked_after`.
 
-The foreground is a subreaper, so that the command becomes its child when the supervisor dies: then it can still learn
-how the command ended, and write exit.json itself.
+The foreground is a subreaper: the command becomes its child when the supervisor dies. So it can still learn how the
+command ended, and write exit.json itself.
 """
 
 from __future__ import annotations
@@ -30,43 +30,43 @@ from dpmon.supervise.start import Started, take_over
 
 SUCCESSORS = 3
 BETWEEN_S = 1.0
-"""Between two tries: time for a new supervisor, whoever started it, to say in run.json that it is there."""
+"""Time between two attempts: a new supervisor needs some time to write itself into run.json."""
 LOOK_S = 0.4
 UNSTARTED_S = 2.0
-"""A supervisor that was killed may just have forked: the command is known by its session, which it makes itself.
+"""Shortest wait for a command that a killed supervisor may just have forked; its own session identifies it.
 
-So long it is waited for at least, and then for as long as a child is in the supervisor's session still."""
+The wait lasts longer while a child remains in the supervisor's session."""
 STALLED_S = 5.0
-"""A supervisor that has not recorded the command's end for so long is stopped or stuck."""
+"""A supervisor that has not recorded the command's end for this long is stopped or stuck."""
 
 
 class Successors:
-    """Starts supervisors in the place of killed ones: a few, in case something kills them. One holds the lock."""
+    """Starts a few supervisors in place of killed ones; not more, in case something kills them. One holds the lock."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._tries = 0
         self._not_before = 0.0
         self.newest: subprocess.Popen[bytes] | None = None
-        """The one that was started last, whether it still runs or not."""
+        """The last one started, whether or not it still runs."""
 
     @property
     def at_work(self) -> bool:
-        """Whether one that was started here lives."""
+        """Whether a supervisor started here is alive."""
         return self.newest is not None and self.newest.poll() is None
 
     @property
     def exhausted(self) -> bool:
-        """Whether no more are started."""
+        """Whether no further supervisor will be started."""
         return self._tries >= SUCCESSORS
 
     @property
     def hopeful(self) -> bool:
-        """Whether one lives, or another one may be started soon."""
+        """Whether one is alive, or another one may be started soon."""
         return self.at_work or (not self.exhausted and time.monotonic() < self._not_before)
 
     def start_if_needed(self, info: RunInfo, how: ExitInfo | None) -> None:
-        """Start one if the run has no supervisor; `info` and `how` as they are now."""
+        """Start one if the run has no supervisor; `info` and `how`: the current contents of run.json and exit.json."""
         now = time.monotonic()
         if self.exhausted or self.at_work or now < self._not_before:
             return
@@ -80,7 +80,7 @@ class Successors:
 
 @contextlib.contextmanager
 def looked_after(directory: Path) -> Iterator[None]:
-    """Meanwhile, on a thread of its own, start another supervisor where the run's is killed, until the run is over."""
+    """During the block, on another thread, replace the run's supervisor if it is killed, until the run is over."""
     done = threading.Event()
     watch = threading.Thread(target=_look_after, args=(directory, done), name="dpmon guard", daemon=True)
     watch.start()
@@ -93,7 +93,7 @@ def looked_after(directory: Path) -> Iterator[None]:
 def _look_after(directory: Path, done: threading.Event) -> None:
     successors = Successors(directory)
     while not successors.exhausted:
-        with contextlib.suppress(Exception):  # whatever it is, the screen goes on
+        with contextlib.suppress(Exception):  # the screen goes on whatever fails here
             how = load_exit(directory)
             if how is not None and how.drained:
                 return
@@ -112,26 +112,26 @@ class Guard:
         self._reader = reader
         self._found: Process | None = None
         self.outcome: ExitInfo | None = None
-        """How the run ended, if no file has it: as the supervisor reported, or as this process found out."""
+        """How the run ended, if no file has it: reported by the supervisor, or found by this process."""
         self._told: ExitInfo | None = None
         self._told_at = 0.0
-        """What the supervisor reported through its pipe, which can be read only once, and when this was read."""
+        """The supervisor's report through its pipe, which can be read only once, and the time of reading."""
         self._dead_since: float | None = None
         self._unstarted_since: float | None = None
         self._successors = Successors(reader.directory)
         self.lost: str | None = None
-        """Why nothing will ever be known of how the run ended, once that is certain."""
+        """Why the end of the run will never be known, once that is certain."""
 
     @property
     def info(self) -> RunInfo:
-        """What run.json says now."""
+        """The current contents of run.json."""
         return self._reader.refresh()
 
     def exit(self) -> ExitInfo | None:
-        """How the run ended, from whoever wrote it down; None while that is not known."""
+        """How the run ended, from any source; None while unknown."""
         how = self._reader.exit() or self.outcome
         if how is not None and self.outcome is None and not self.supervised and load_exit(self._directory) is None:
-            self._record(how)  # the supervisor wrote it into its ring and was killed since the last look
+            self._record(how)  # the supervisor wrote it into its ring, and was killed since the last look
         return how
 
     @property
@@ -145,7 +145,7 @@ class Guard:
         return (self._supervisor.poll() or 0) < 0
 
     def command_pid(self) -> int | None:
-        """The command's process, from run.json or, where that could not be written, by looking for it."""
+        """The command's process id, from run.json, or from a search if that could not be written."""
         info = self._reader.refresh()
         if info.command_pid is not None:
             return info.command_pid
@@ -182,7 +182,7 @@ class Guard:
     def look(self) -> bool:
         """Reap what must be reaped, and record the command's exit if the supervisor cannot; call it often.
 
-        Whether the supervisor lived when this began: it may end at any moment after that.
+        Returns whether the supervisor was alive at the start of this call; it may end at any moment.
         """
         supervised = self.supervised
         if self.outcome is None and load_exit(self._directory) is None:
@@ -200,8 +200,8 @@ class Guard:
             self._told_at = time.monotonic()
 
     def _stand_in(self) -> None:
-        """Do what the supervisor, which has ended, can do no more."""
-        if self._told is not None:  # it could not write exit.json
+        """Do the remaining work of a supervisor that has ended."""
+        if self._told is not None:  # the supervisor could not write exit.json
             self._record(self._told)
             return
         pid = self.command_pid()
@@ -221,7 +221,7 @@ class Guard:
         self._reap_orphans()
 
     def _look_for_start(self) -> None:
-        """Say that the command was not started, once it is certain that it is not about to be seen."""
+        """Report that the command was not started, once it is certain that it will not appear."""
         now = time.monotonic()
         self._unstarted_since = self._unstarted_since or now
         if now - self._unstarted_since >= UNSTARTED_S and not self._forked():
@@ -229,7 +229,7 @@ class Guard:
             self._record(exit_info(self._reader.info, 2, "foreground", why))
 
     def _forked(self) -> bool:
-        """Whether a child of the supervisor's lives that may yet become the command: it is still in that's session."""
+        """Whether a living child may yet become the command: it is still in the supervisor's session."""
         own = self._supervisor.pid
         return any(
             process.session == own and pid != own and not process.dead for pid, process in proc.every_process().items()
@@ -239,7 +239,7 @@ class Guard:
         self.outcome = how
         with contextlib.suppress(OSError):
             self._save(how)
-        self._replace()  # what the rings hold goes into the history, even if it ended a moment ago
+        self._replace()  # the history still needs the contents of the rings, even if the run ended a moment ago
 
     def _save(self, how: ExitInfo) -> None:
         """Write exit.json unless a new supervisor was quicker."""
@@ -252,14 +252,14 @@ class Guard:
                 save(self._directory, how)
 
     def _replace(self) -> None:
-        """Start another supervisor in the place of one that was killed."""
+        """Start another supervisor in place of a killed one."""
         if not self.supervised:
             self._successors.start_if_needed(self._reader.refresh(), load_exit(self._directory))
 
     def _look_for_stall(self) -> None:
         """Record the end of the command if the supervisor does not.
 
-        It is known from the supervisor itself, which may be stopped after it has reaped the command, or from the
+        The end is known from the supervisor itself, which may be stopped after it has reaped the command, or from the
         process table.
         """
         now = time.monotonic()
@@ -279,12 +279,12 @@ class Guard:
             self._record(exit_info(info, os.waitstatus_to_exitcode(status), "foreground", drained=False))
 
     def _give_up(self) -> None:
-        """The command has gone and is not to be reaped here: the new supervisor may know more, else nobody will."""
+        """The command has gone, and this process cannot reap it: only a new supervisor may know more."""
         if not self._successors.hopeful:
             self.lost = "the supervisor was killed, and the command's exit status with it"
 
     def _reap_orphans(self) -> None:
-        """Reap what the command left behind; not children of this process's own doing, which share its session."""
+        """Reap the processes that the command left behind, but not this process's own children (its own session)."""
         own = os.getsid(0)
         while True:
             try:

@@ -1,11 +1,10 @@
-"""A run's figures as a file in Prometheus' text format, for node_exporter's textfile collector. Off unless asked for.
+"""A run's figures as a file in Prometheus' text format, for node_exporter's textfile collector. Off by default.
 
-The file is replaced in one step, so that whoever collects it never sees half of it; everybody may read it, since the
+The file is replaced in one step, so that a collector never reads half of it. Everybody may read it, because the
 collector is another user.
 
-What only ever grows is a counter, or the histogram of step times: rates over any time are for Prometheus to make. The
-gauges of steps are of the whole run, with the figures that the summary and the report have. What is not known is not
-there; it is never 0.
+Growing values are counters, or the histogram of step times, so that Prometheus can compute rates over any time. The
+gauges of steps cover the whole run, with the figures of the summary and the report. Unknown values are absent, never 0.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from dpmon.supervise.exposition import histogram, metric
 EVERY_S = 5.0
 """Seconds between two files; Prometheus asks every 15 to 60."""
 _SHARE = 0.01
-"""The files of a long run with many processes come less often: making them takes at most this share of the time."""
+"""Largest share of the time for writing: the files of a long run with many processes come less often."""
 BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
 _HEAD_BYTES = 1 << 14
 MAX_PROCESSES = 1024
@@ -54,7 +53,7 @@ _COUNTED = {
 
 
 def metrics_path(asked: str, info: RunInfo) -> Path:
-    """Where the file goes: under the run's own name into a directory, or exactly where it was asked for."""
+    """The path of the file: under the run's own name in a directory, or exactly the path in `asked`."""
     path = Path(asked)
     return path / f"dpmon-{short_name(info)}.prom" if path.is_dir() else path
 
@@ -82,18 +81,18 @@ class _Series(NamedTuple):
 
 
 class Metrics:
-    """Asks the store of a run and writes the file; `tick` is to be called a few times a second."""
+    """Queries the store of a run and writes the file; call `tick` a few times a second."""
 
     def __init__(self, path: Path, directory: Path, warn: Callable[[str], None]) -> None:
         self._path = path
-        remove_parts(path)  # a supervisor that was killed while it wrote has left one
+        remove_parts(path)  # of a supervisor that was killed during a write
         self._directory = directory
         self._info = load_info(directory)
         self._warn = warn
         self._failing = self._over = False
         self._due = 0.0
         self._recorded: list[str] = []
-        """The lines made from the record when it could last be read."""
+        """The lines of the record when it was last readable."""
         self._highest: dict[tuple[str, ...], float] = {}
         """Counters as last written: a late wait for input takes time back, but a counter must not decrease."""
 
@@ -111,7 +110,7 @@ class Metrics:
 
     def end(self, how: ExitInfo) -> None:
         """Write the file for the last time: the run is over. Never raises."""
-        with contextlib.suppress(Exception):  # what can be said of it was said by `tick`
+        with contextlib.suppress(Exception):  # `tick` has already reported the error
             self._write(how)
 
     # ------------------------------------------------------------------------------------------ writing
@@ -130,20 +129,20 @@ class Metrics:
         self._failing = False
 
     def text(self, how: ExitInfo | None) -> str:
-        """The file's text."""
+        """The text of the file."""
         info = self._info
         run = {"run": short_name(info)}
         about = {**run, "id": info.id, "name": info.name, "script": info.script}
         lines: list[str] = []
-        lines += metric("run_info", "gauge", "The run that the others are of.", [(about, 1)])
+        lines += metric("run_info", "gauge", "The run of the other metrics.", [(about, 1)])
         started = [(run, info.started_unix)]
         lines += metric("run_start_time_seconds", "gauge", "When the run began, since 1970.", started)
         lines += metric(
-            "run_running", "gauge", "1 while the run goes on, 0 when it has ended.", [(run, int(how is None))]
+            "run_running", "gauge", "1 while the run is live, 0 when it has ended.", [(run, int(how is None))]
         )
         if how is not None and how.status is not None:
-            lines += metric("run_exit_status", "gauge", "The status the run ended with.", [(run, how.status)])
-        # A history that cannot be read just now may be later.
+            lines += metric("run_exit_status", "gauge", "The run's exit status.", [(run, how.status)])
+        # A history that is unreadable now may be readable later.
         with contextlib.suppress(HistoryError), open_store(self._directory, as_written=True) as store:
             self._recorded = self._record_lines(store, run)
         return "\n".join([*lines, *self._recorded]) + "\n"
@@ -190,7 +189,7 @@ class Metrics:
         lines += self._joined(found)
         for quantity in QUANTITIES:
             known = [(one.labels, one.tally.sum(quantity.name)) for one in found]
-            text = f"Sum over the steps that know it: {quantity.meaning}."
+            text = f"Sum over the steps with a value: {quantity.meaning}."
             lines += self._counter(
                 quantity.metric, text, [(labels, sum_.total) for labels, sum_ in known if sum_.count]
             )
@@ -210,7 +209,7 @@ class Metrics:
         return histogram(name, "Time of a step; the bounds of the buckets are at most 0.4 % off.", BOUNDS_S, series)
 
     def _phases(self, what: str, whose: str, text: str, found: Iterable[_Series]) -> list[str]:
-        """Time by phase; that on the devices, and of how many steps it is: without these there is no mean of it."""
+        """Time by phase; also on the devices, with its number of steps, which a mean needs."""
         phases = [phase.name for phase in PHASES if phase.of_call == (what == "call")]
         each = [({**one.labels, "phase": phase}, phase, one.tally.stats) for one in found for phase in phases]
         known = [(labels, stats[name]) for labels, phase, stats in each if (name := device_series(phase)) in stats]
@@ -221,7 +220,7 @@ class Metrics:
             ),
             *self._counter(
                 f"{what}_phase_device_seconds_total",
-                f"Time of the slowest device by phase of the {whose}, of the steps in which it is known.",
+                f"Time of the slowest device by phase of the {whose}, over the steps in which it is known.",
                 [(labels, stat.total / 1e9) for labels, stat in known],
             ),
             *self._counter(
@@ -232,7 +231,7 @@ class Metrics:
         ]  # fmt: skip
 
     def _joined(self, found: Sequence[_Series]) -> list[str]:
-        """What ranks spent in communication, and of how many steps it is known."""
+        """The ranks' time in communication, and the number of steps with known times."""
         lines = []
         for series, name, text in _OF_RANKS:
             known = [(one.labels, one.tally.stats[series]) for one in found if series in one.tally.stats]
@@ -242,7 +241,7 @@ class Metrics:
         return lines
 
     def _time_lines(self, window: Window, ranks: Mapping[int, int | None], run: _Labels) -> list[str]:
-        """Where the time of each process went, what it trained in it, and its newest step."""
+        """Each process's time by activity, its steps and samples, and its newest step."""
         by_mode = [one for one in _by_mode(window, ranks, run, evaluation=False) if window.trained(one.mode)]
         times = {mode: elapsed(window.times, mode, False, True) for mode in {one.mode for one in by_mode}}
         samples = [(one, one.tally.sum("samples")) for one in by_mode]
@@ -292,7 +291,7 @@ class Metrics:
         return metric(name, "counter", text, [(labels, self._growing((name,), labels, to)) for labels, to in values])
 
     def _growing(self, name: tuple[str, ...], labels: _Labels, value: float) -> float:
-        """The value, or the one that was written before if that is higher."""
+        """The value, or the last written one if that is higher."""
         key = (*name, *labels.values())
         self._highest[key] = max(value, self._highest.get(key, value))
         return self._highest[key]
@@ -301,7 +300,7 @@ class Metrics:
 def _by_mode(
     window: Window, ranks: Mapping[int, int | None], run: _Labels, *, evaluation: bool = True
 ) -> list[_Series]:
-    """The steps of each process and mode, with those of evaluations or without them."""
+    """The steps of each process and mode, with or without evaluations."""
     found: dict[tuple[int, str], Tally] = {}
     for key, tally in window.by_process.items():
         if evaluation or not key.kind & EVALUATION:
@@ -315,7 +314,7 @@ def _by_mode(
 
 
 def _figure_lines(window: Window, run: _Labels) -> list[str]:
-    """The figures of each mode over the whole run, as the summary and the report have them."""
+    """The figures of each mode over the whole run, as in the summary and the report."""
     found = []
     for mode, evaluation in window.modes:
         kind = "evaluation" if evaluation or not window.trained(mode) else "training"

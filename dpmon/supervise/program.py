@@ -1,4 +1,4 @@
-"""From the words on the command line to what is executed: which Python, which arguments."""
+"""Turns the words on the command line into the program to execute: which Python, which arguments."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pathlib import Path
 from dpmon.errors import DpmonError
 
 PROBE_S = 20.0
-"""How long a Python may take to say whether it has torch (a cold network file system is slow)."""
+"""Seconds that a Python may take to report whether it has torch (a cold network file system is slow)."""
 _PROBE = (
     "import importlib.util as u,sys;s=u.find_spec('torch');sys.exit(0 if s is not None and s.origin is not None else 9)"
 )
 
 
 class CommandError(DpmonError):
-    """The command cannot be run as it was given; the text is one sentence for a person."""
+    """The command cannot be run as given; the text is one sentence for the user."""
 
 
 class NotFoundError(CommandError):
@@ -35,7 +35,7 @@ class NotFoundError(CommandError):
 
 @dataclass(frozen=True)
 class Command:
-    """What is executed (`argv`), by which Python (None: any launcher), and what it is called."""
+    """What is executed (`argv`), by which Python (None: any launcher), and the run's name."""
 
     argv: tuple[str, ...]
     python: str | None
@@ -67,14 +67,14 @@ def resolve(words: Sequence[str], module: str | None, python: str | None, enviro
 
 
 def _name(text: str) -> str:
-    """A run's name made of what may stand in a directory's name."""
+    """A run's name from the characters that a directory's name may have."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.")[:40] or "run"
 
 
 def _is_script(word: str, environ: Mapping[str, str]) -> bool:
     if not word.endswith((".py", ".pyw", ".pyc")):
         return False
-    # A launcher whose name ends in .py is found on PATH, and then is no file here.
+    # A launcher with a name ending in .py is found on PATH, and is no file here.
     return os.path.lexists(word) or os.sep in word or not shutil.which(word, path=environ.get("PATH"))
 
 
@@ -107,7 +107,7 @@ def choose_python(asked: str | None, environ: Mapping[str, str]) -> str:
     if asked is not None:
         found = shutil.which(asked, path=environ.get("PATH"))
         if found is None or os.path.isdir(asked):
-            raise CommandError(f"--python {asked} is no executable file")
+            raise CommandError(f"--python {asked} is not an executable file")
         candidates = [os.path.abspath(found)]
     else:
         candidates = _candidates(environ)
@@ -120,7 +120,7 @@ def choose_python(asked: str | None, environ: Mapping[str, str]) -> str:
     where = "" if len(candidates) == 1 else "install it in one of them, "
     raise CommandError(
         f"torch was not found in {' or '.join(looked_at)}: {where}{candidates[0]} -m pip install torch,"
-        " or name another Python with --python"
+        " or choose another Python with --python"
     )
 
 
@@ -155,12 +155,12 @@ def _same(one: str, other: str) -> bool:
 
 
 def _lacks_torch(python: str) -> str | None:
-    """None if this Python has torch, else why not ("" for the plain reason that it is not installed)."""
+    """None if this Python has torch, else the reason ("" if it is simply not installed)."""
     if _same(python, sys.executable):
         spec = importlib.util.find_spec("torch")
         return None if spec is not None and spec.origin is not None else ""
     try:
-        # Asked in the root directory: a folder called torch beside the script is not torch.
+        # Run it in the root directory: a folder called torch beside the script is not torch.
         done = subprocess.run(
             [python, "-c", _PROBE],
             cwd="/",
@@ -175,4 +175,4 @@ def _lacks_torch(python: str) -> str | None:
         return str(error.strerror or error)
     if done.returncode == 0:
         return None
-    return "" if done.returncode == 9 else f"it ends with status {done.returncode}"
+    return "" if done.returncode == 9 else f"it ended with status {done.returncode}"

@@ -1,7 +1,7 @@
-"""Room for what the script prints: a full disk must not make its print() fail.
+"""Disk space for the script's output: a full disk must not make its print() fail.
 
-The script writes its output straight into a file of the run. Some room beyond that file's end is allocated ahead, so
-that somebody else's data cannot take it; when the disk is full, the oldest output is given up for the newest.
+The script writes its output straight into a file of the run. Some space beyond that file's end is allocated ahead, so
+that other data cannot take it. When the disk is full, the oldest output is deleted in favour of the newest.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from dpmon.run.files import open_file
 AHEAD = 16 << 20
 AHEAD_LITTLE = 2 << 20
 PLENTY = 1 << 30
-"""On a disk with less free than this, less is allocated ahead."""
+"""With less free space than this on the disk, less is allocated ahead."""
 LOOK_S = 1.0
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _PAGE = 4096
 
 
 class OutputRoom:
-    """Watches over the output files of a run; from the supervisor's loop, never blocking for long."""
+    """Watches the output files of a run; called from the supervisor's loop, never blocks for long."""
 
     def __init__(self, paths: Sequence[Path], warn: Callable[[str], None], keep_last: int = 1 << 20) -> None:
-        """`keep_last`: bytes of the newest output that are never given up."""
+        """`keep_last`: bytes of the newest output that are never deleted."""
         self._paths = paths
         self._warn = warn
         self._keep_last = keep_last
         self._files: dict[Path, int] = {}
         self._until: dict[Path, int] = {}
-        """How far room is allocated, as an offset in the file."""
+        """End of the allocated space, as an offset in the file."""
         self._given_up: dict[Path, int] = {}
         self._look_at = 0.0
         self._told = False
         self._allocate = _fallocate()
 
     def look(self, now: float) -> None:
-        """Allocate what is due; once a second at most. `now`: monotonic s."""
+        """Allocate space if it is due, at most once a second. `now`: monotonic s."""
         if self._allocate is None or now < self._look_at:
             return
         self._look_at = now + LOOK_S
@@ -51,7 +51,7 @@ class OutputRoom:
                 if fd is None:
                     fd = self._files[path] = open_file(path, os.O_WRONLY)
                 self._look_at_file(path, fd)
-            except OSError:  # not there yet, or a file system that cannot allocate
+            except OSError:  # the file is missing, or its file system cannot allocate
                 continue
 
     def _look_at_file(self, path: Path, fd: int) -> None:
@@ -64,9 +64,9 @@ class OutputRoom:
             self._until[path] = size + ahead
             return
         self._give_up(path, fd, size)
-        for sixteenths in (16, 12, 8, 6, 4, 3, 2, 1):  # the history takes what is left
+        for sixteenths in (16, 12, 8, 6, 4, 3, 2, 1):  # the history takes the rest
             if self._reserve(fd, size, ahead * sixteenths // 16):
-                # Looked at again at the next turn, since this is not as much as there should be.
+                # This is less than needed, so the next call tries again.
                 break
         if not self._told:
             self._told = True
@@ -79,7 +79,7 @@ class OutputRoom:
             self._given_up[path] = end
 
     def _reserve(self, fd: int, size: int, ahead: int) -> bool:
-        """False if the disk has no room for it; OSError for any other reason."""
+        """Allocate space; False if the disk has none; OSError for any other reason."""
         problem = self._call(fd, _KEEP_SIZE, size, ahead)
         if problem not in (0, errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise OSError(problem, os.strerror(problem))
@@ -94,7 +94,7 @@ class OutputRoom:
         return 0
 
     def close(self, *, nobody_writes: bool) -> None:
-        """Give back the files and, if `nobody_writes`, the room that was not needed."""
+        """Close the files and, if `nobody_writes`, free the unused space."""
         for fd in self._files.values():
             with contextlib.suppress(OSError):
                 if nobody_writes:
@@ -104,7 +104,7 @@ class OutputRoom:
 
 
 def _fallocate() -> Callable[[int, int, int, int], int] | None:
-    """The C library's fallocate; None where it has none."""
+    """The C library's fallocate; None without one."""
     try:
         call = ctypes.CDLL(None, use_errno=True).fallocate
     except (OSError, AttributeError):

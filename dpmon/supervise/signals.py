@@ -1,8 +1,7 @@
-"""Signals of the foreground and of the supervisor before a command runs; light, since the command waits for it.
+"""Signals of the foreground and of the supervisor before a command runs. Imports little: the command waits for it.
 
-Where dpmon was started with SIGCHLD ignored, the kernel reaps children itself, and no status is left. A handler that
-does nothing makes the kernel keep the status. What dpmon starts is given the signal ignored again, as it would have it
-alone.
+If dpmon was started with SIGCHLD ignored, the kernel reaps children itself, and their status is lost. A handler that
+does nothing makes the kernel keep the status. The command gets the signal ignored again, as it would alone.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ import signal
 from collections.abc import Callable
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-"""What a foreground without a screen passes on to the command; a hang-up only ends the foreground."""
+"""Signals that a foreground without a screen passes on to the command; a hang-up only ends the foreground."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def become_reaper() -> None:
-    """Have orphans among this process's descendants become its children; does nothing where that is not known."""
+    """Make orphans among this process's descendants its children; do nothing on systems without this call."""
     with contextlib.suppress(OSError, AttributeError, ValueError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -34,7 +33,7 @@ _was_ignored = False
 
 
 def keep_statuses() -> None:
-    """Have the statuses of this process's children kept, from now on; in the main thread."""
+    """Keep the statuses of this process's children from now on; call it in the main thread."""
     global _was_ignored
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
         _was_ignored = True
@@ -42,9 +41,9 @@ def keep_statuses() -> None:
 
 
 def ignored_again() -> Callable[[], None] | None:
-    """What a child calls before it becomes another program (`preexec_fn`); None where nothing needs doing.
+    """A function for a child to call before exec (`preexec_fn`); None if it needs none.
 
-    Only for a process without threads: between fork and exec others could hold locks.
+    Only for a process without threads: between fork and exec other threads could hold locks.
     """
     return _ignore if _was_ignored else None
 

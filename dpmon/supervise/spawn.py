@@ -17,14 +17,14 @@ _SITE = Path(dpmon.__file__).resolve().parent / "tracer" / "site"
 
 
 def environment(info: RunInfo, directory: Path, outer: Mapping[str, str]) -> dict[str, str]:
-    """The command's environment: `outer`, and what the tracer needs to get in and to know.
+    """The command's environment: `outer`, and the variables that load and configure the tracer.
 
-    Changed: PYTHONPATH; set: DPMON_*, PYTHONUNBUFFERED, and for a run with a screen the wish for colour.
+    Changes PYTHONPATH; sets DPMON_*, PYTHONUNBUFFERED and, for a run with a screen, variables that ask for colour.
     """
     env = {name: value for name, value in outer.items() if not name.startswith("DPMON_")}
     old = env.get("PYTHONPATH")
     env["PYTHONPATH"] = f"{_SITE}{os.pathsep}{old}" if old else str(_SITE)
-    # An empty value counts as unset for Python, yet it is the user's.
+    # Python treats an empty value like an unset one, but it is the user's value.
     env.setdefault("PYTHONUNBUFFERED", "1")
     env["DPMON_RUN"] = str(directory)
     env["DPMON_START_NS"] = str(info.start_ns)
@@ -46,10 +46,10 @@ def _log(path: Path) -> int:
 def start_command(
     info: RunInfo, directory: Path, terminal: Terminal | None, outer: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start the command in a session of its own; OSError if it cannot be started.
+    """Start the command in its own session; OSError if it cannot be started.
 
-    Its output goes straight into the log files. Descriptors that dpmon was given beyond the usual three go on to it
-    (a shell's `<(...)` needs that); all of ours are closed on exec.
+    Its output goes straight into the log files. It inherits dpmon's descriptors beyond the usual three (a shell's
+    `<(...)` needs that); dpmon's own are closed on exec.
     """
     if info.headless:
         out, err = _log(directory / "stdout.log"), _log(directory / "stderr.log")

@@ -1,4 +1,4 @@
-"""Starts the supervisor of a run, in the background and apart from everything of the caller."""
+"""Starts the supervisor of a run in the background, independent of the caller."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dpmon.supervise.outcome import open_pipe
 from dpmon.supervise.signals import ignored_again
 
 FINISH_S = 10.0
-"""How long to wait for the record of a run to be completed; a few milliseconds a megabyte are usual."""
+"""How long to wait until the record of a run is complete; some milliseconds per megabyte are usual."""
 
 # The interpreter is isolated (-I): neither the current directory nor PYTHON* may put a user's random.py before the
 # standard library's. dpmon's own place comes right after the standard library, the caller's other places last.
@@ -36,25 +36,25 @@ TAKE_OVER = "take over"
 
 
 class Started(NamedTuple):
-    """A supervisor, and the descriptor from which the command's outcome is read (dpmon.supervise.outcome)."""
+    """A supervisor, and the descriptor of the command's outcome (dpmon.supervise.outcome)."""
 
     process: subprocess.Popen[bytes]
     outcome: int
 
 
 def start_supervisor(directory: Path, *, stdin: bool) -> Started:
-    """Start the supervisor for the run in `directory`; with `stdin`, dpmon's own input is passed on to the command.
+    """Start the supervisor for the run in `directory`; with `stdin`, the command gets dpmon's own input.
 
     OSError if it cannot be started.
     """
-    # Held from before there is a process, so that nobody takes the run for one whose supervisor was killed.
+    # Take the lock before the process exists, so that the run never seems to have lost its supervisor.
     lock = take_lock(directory)
     ours, theirs = open_pipe()
     try:
         for fd in (lock, theirs):
             if fd is not None and fd >= 0:
                 os.set_inheritable(fd, True)
-        # It passes on to the command how dpmon was started.
+        # The supervisor passes dpmon's own signal settings on to the command.
         how = "" if lock is None else str(lock)
         return Started(_start(directory, how, str(theirs), stdin=stdin, before=ignored_again()), ours)
     except BaseException:
@@ -67,7 +67,7 @@ def start_supervisor(directory: Path, *, stdin: bool) -> Started:
 
 
 def take_over(directory: Path) -> subprocess.Popen[bytes]:
-    """Start a supervisor for a run that has none any more; it leaves at once if another one is there first.
+    """Start a supervisor for a run that has lost its own; it leaves at once if another one is there first.
 
     OSError if it cannot be started.
     """
@@ -77,9 +77,9 @@ def take_over(directory: Path) -> subprocess.Popen[bytes]:
 
 
 def look_after(directory: Path) -> None:
-    """See to it that somebody keeps the record of a run: start a supervisor if the run has none.
+    """Start a supervisor if the run has none.
 
-    Of a run that is over nothing is left to do but to take over what its rings hold: that is waited for, for a while.
+    If the run is over, the supervisor only reads the rest of its rings; wait for that, for a limited time.
     """
     info = load_info(directory)
     if not needs_supervisor(directory, info, load_exit(directory)):
@@ -110,10 +110,10 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     home = str(Path(dpmon.__file__).resolve().parent.parent)
     places = [place for place in sys.path if place and not _is_here(place)]
-    bytecode = ["-B"] if sys.dont_write_bytecode else []  # a wish that -I would not let through
+    bytecode = ["-B"] if sys.dont_write_bytecode else []  # the user's setting, which -I would ignore
     try:
         log = open_file(directory / "supervisor.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    except OSError:  # something else is in its place, or the disk is full: the run matters more than its log
+    except OSError:  # another kind of file is in its place, or the disk is full: the run matters more than its log
         log = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     try:
         return subprocess.Popen(

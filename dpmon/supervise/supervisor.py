@@ -1,7 +1,7 @@
 """The background process of a run: starts the command, keeps its history, records how it ended.
 
-It runs in a session of its own, outlives the terminal, and the training never waits for it: everything it does could
-stop at any moment without the training noticing.
+It runs in its own session and outlives the terminal. The training never waits for it: all its work could stop at any
+moment without an effect on the training.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ if TYPE_CHECKING:
 LEAVE_S = 2.0
 TAKEOVERS = 1000
 SCREEN_OUTPUT, HEADLESS_OUTPUT = 1 << 20, 64 << 20
-"""Bytes of the script's newest output that are kept whatever happens on a full disk."""
+"""Bytes of the script's newest output that are kept even on a full disk."""
 SPARE_FILE, SPARE_BYTES = "spare", 1 << 16
 LITTLE_HISTORY = 32 << 20
-"""Where the record could not go to its own place: what takes it instead may be memory."""
+"""Limit if the record is not in its usual place: the replacement may be in memory."""
 DRAIN_S = 0.05
-"""A record is in the history this long after it was written, and COMMIT_S more while others come before it. And a ring
-of 4 MiB is filled in 0.4 s by 100,000 records a second: it must not stay unread for longer."""
+"""A record is in the history this long after it was written, or COMMIT_S later while others come before it. A ring of
+4 MiB is full in 0.4 s at 100,000 records a second, so it must be read more often."""
 LOOK_S = 0.2
-"""Between two looks at everything that changes rarely."""
+"""Time between two checks of everything that changes rarely."""
 
 
 class _Silent:
-    """Stands in for the sampler where its ring could not be made: what it would record goes to supervisor.log."""
+    """Replaces a sampler without a ring: its records go to supervisor.log."""
 
     def start(self) -> None:
         pass
@@ -73,21 +73,21 @@ class _Silent:
 
 
 def _warner(sampler: DeviceSampler | _Silent) -> Callable[[str], None]:
-    """What records a warning of ours."""
+    """The function that records a warning of dpmon."""
     return lambda text: sampler.emit("warning", {"process": None, "text": text})
 
 
 def _log(text: str) -> None:
-    # Disk full: there is nobody left to tell.
+    # On a full disk there is no place left for messages.
     with contextlib.suppress(OSError):
         os.write(2, f"{time.strftime('%F %T')} {text}\n".encode("utf-8", "replace"))
 
 
 class Supervisor:
-    """One run from the start of its command to its end, or from where another supervisor was killed."""
+    """One run from the start of its command, or from the takeover after a killed supervisor, to its end."""
 
     def __init__(self, directory: Path, outcome: int | None = None) -> None:
-        """`outcome`: the descriptor to which the command's end is reported; None if nobody waits for it."""
+        """`outcome`: the descriptor for the command's end; None if nobody waits for it."""
         self._directory = directory
         self._outcome = outcome
         self._info = load_info(directory)
@@ -95,11 +95,11 @@ class Supervisor:
         self._leave_at: float | None = None
         self._oom = OomWatch()
         self._samples = ""
-        """The ring that this supervisor's samples are in."""
+        """The ring of this supervisor's samples."""
         self._warnings = WarningsLog(directory)
 
     def run(self, lock: int | None) -> int:
-        """Start the command and stay until it has ended; 0, or 2 if it could not be started."""
+        """Start the command and stay until it has ended; return 0, or 2 if it could not be started."""
         inherited = _descriptors()
         for own in (lock, self._outcome):
             if own is not None:  # the command must not inherit it
@@ -110,7 +110,7 @@ class Supervisor:
         self._handle_signals()
         try:
             if self._info.options.get("stdin") != "inherit":
-                # Without a screen the terminal that it is typed on echoes it, and the script's output is the script's.
+                # Without a screen the user's terminal echoes the input, and the log is for the script's output alone.
                 echo = None if self._info.headless else self._directory / "output.log"
                 self._terminal = Terminal(self._directory, *self._window(), echo)
             command = Child(start_command(self._info, self._directory, self._terminal, os.environ))
@@ -125,7 +125,7 @@ class Supervisor:
         return 0
 
     def take_over(self) -> int:
-        """Go on with a run whose supervisor was killed, up to its end; 0, also if there is nothing to do."""
+        """Continue a run with a killed supervisor, up to its end; return 0, also if there is nothing to do."""
         if take_lock(self._directory) is None:
             return 0
         self._info = load_info(self._directory)
@@ -139,8 +139,8 @@ class Supervisor:
             if found is not None:
                 pid, started = found.pid, found.started
             elif time.time() - self._info.started_unix < YOUNG_S:
-                return 0  # it is about to be started
-        # Whoever typed into the terminal of the killed supervisor typed into nothing.
+                return 0  # the command is about to be started
+        # The killed supervisor's terminal is gone, so nothing can be typed any more.
         with contextlib.suppress(OSError):
             remove_file(self._directory / INPUT_FIFO)
         self._announce(pid, started)
@@ -152,7 +152,7 @@ class Supervisor:
 
     def _finish_unstarted(self) -> None:
         end = last_sign(self._directory, self._info).end_ns
-        why = "the supervisor was killed before it had said what it started"
+        why = "the supervisor was killed before it recorded what it started"
         with contextlib.suppress(OSError):
             save(self._directory, unknown_exit(self._info, "supervisor", why, end))
 
@@ -166,8 +166,8 @@ class Supervisor:
 
     def _handle_signals(self) -> None:
         keep_statuses()
-        # Handlers, not SIG_IGN: what is ignored stays ignored in the command, a handler does not. What dpmon was
-        # itself started with as ignored (nohup) is left so, as the command alone would have it.
+        # Handlers, not SIG_IGN: the command would inherit an ignored signal, but not a handler. Signals that
+        # dpmon itself found ignored (nohup) stay ignored, as the command alone would have them.
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             signal.signal(signal.SIGHUP, lambda *_: None)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
@@ -175,21 +175,21 @@ class Supervisor:
                 signal.signal(number, self._asked_to_leave)
 
     def _asked_to_leave(self, *_: object) -> None:
-        # When the machine goes down everybody is told at once: wait a moment, to see the command's end too.
+        # At a shutdown all processes are signalled at once: wait a moment, to see the command's end too.
         if self._leave_at is None:
             self._leave_at = time.monotonic() + LEAVE_S
 
     def _let_go(self, inherited: list[int]) -> None:
-        """Close what was only passed on to the command: a pipe's end held here would keep its reader waiting."""
+        """Close descriptors that only the command needs: an open pipe end here would keep its reader waiting."""
         for fd in inherited:
             with contextlib.suppress(OSError):
                 os.close(fd)
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         os.dup2(null, 0)
         os.close(null)
-        os.chdir("/")  # the directory may be unmounted or deleted while the run goes on
+        os.chdir("/")  # the directory may be unmounted or deleted during the run
         os.umask(0o077)
-        with contextlib.suppress(OSError):  # where processors are short, the training comes first
+        with contextlib.suppress(OSError):  # if processors are scarce, the training comes first
             os.nice(5)
 
     def _announce(self, pid: int | None, started: float | None) -> None:
@@ -223,7 +223,7 @@ class Supervisor:
         return _Silent()
 
     def _watch(self, command: Child | Adopted, *, late: bool = False) -> None:
-        from dpmon.store.drain import Drain  # sqlite is loaded while the command loads torch, not before
+        from dpmon.store.drain import Drain  # loads sqlite while the command loads torch, not before
         from dpmon.store.writer import LIMIT_BYTES
 
         sampler = self._sampler(command.pid)
@@ -264,7 +264,7 @@ class Supervisor:
             if self._terminal is not None:
                 self._terminal.register(poller)
             if poller.poll(0 if busy else DRAIN_S * 1000):
-                look_at = 0.0  # it may have ended
+                look_at = 0.0  # the command may have ended
                 if self._terminal is not None:
                     self._terminal.serve()
         how = self._learn(command) if command.over() else None
@@ -278,12 +278,12 @@ class Supervisor:
             sampler.stop()
 
     def _tell_wait(self, sampler: DeviceSampler | _Silent, pid: int, since_ns: int, seen_ns: int) -> None:
-        """The command has waited for a line of input: so that no step is called slow for it."""
+        """Record a finished wait of the command for a line of input, so that its step is not called slow."""
         seconds = (since_ns - self._info.start_ns) / 1e9
         sampler.emit("input", {"pid": pid, "t_s": seconds, "waited_s": (seen_ns - since_ns) / 1e9})
 
     def _set_aside(self) -> None:
-        """Hold what exit.json will need, so that how the run ended is known on a full disk too."""
+        """Reserve space for exit.json, so that it can be written even on a full disk."""
         path = self._directory / SPARE_FILE
         with contextlib.suppress(OSError):
             fd = open_file(path, os.O_WRONLY | os.O_CREAT)
@@ -294,12 +294,12 @@ class Supervisor:
         return OutputRoom(
             output_paths(self._directory, self._info),
             _warner(sampler),
-            # Of a headless run the foreground may have some to pass on yet.
+            # The foreground of a headless run may still have to pass some output on.
             HEADLESS_OUTPUT if self._info.headless else SCREEN_OUTPUT,
         )
 
     def _catch_up(self, command: Child | Adopted, drain: Any, sampler: DeviceSampler | _Silent) -> None:
-        """Take what the rings still hold from where the killed supervisor had come to, and say what is missing."""
+        """Read the rest of the rings after the killed supervisor's position, and report the gap."""
         drain.flush()
         self._warnings.told.update(drain.warnings_kept())
         last_ns = drain.last_sample_ns()
@@ -308,12 +308,12 @@ class Supervisor:
             return
         since = "" if last_ns is None else f" after {last_ns / 1e9:.0f} s"
         now = (time.monotonic_ns() - self._info.start_ns) / 1e9
-        text = f"the supervisor was killed{since}; another one goes on from {now:.0f} s: no device samples between"
+        text = f"the supervisor was killed{since}; another one goes on from {now:.0f} s: no device samples in between"
         _warner(sampler)(text)
         sampler.start()
 
     def _poller(self, pid: int) -> select.poll:
-        """What ends the wait between two drains: the command's end, and what is typed for it."""
+        """A poller for the wait between two drains: it ends with the command, or with typed input."""
         poller = select.poll()
         fd = open_pidfd(pid)
         if fd is not None:  # without pidfd the end is seen a moment later
@@ -321,7 +321,7 @@ class Supervisor:
         return poller
 
     def _metrics(self, sampler: DeviceSampler | _Silent) -> Metrics | None:
-        """What keeps the metrics file, if one was asked for."""
+        """The writer of the metrics file, if one was requested."""
         asked = self._info.options.get("metrics")
         if not isinstance(asked, str) or "\0" in asked:
             return None
@@ -356,11 +356,11 @@ class Supervisor:
         if metrics is not None:
             metrics.end(how)
         sampler.stop()
-        # Now that nothing runs that could be held up by it.
+        # Nothing that runs can be delayed by it now.
         from dpmon.run.retention import limits, prune_runs
 
         for gone in prune_runs(limits(os.environ), self._directory):
-            _log(f"deleted {gone.name}: older than what is kept")
+            _log(f"deleted {gone.name}: too old, or too large")
 
     def _tell(self, how: ExitInfo) -> None:
         if self._outcome is not None:
@@ -375,7 +375,7 @@ class Supervisor:
             _log(f"exit.json cannot be written: {error}")
 
     def _cause(self, how: ExitInfo) -> str | None:
-        """Why the command ended, if that is known. A fault in finding it out must not cost the status."""
+        """The cause of the command's end, if known. An error in the search must not lose the status."""
         try:
             return self._oom.cause(how.signal) or self._raised(how)
         except Exception:  # noqa: BLE001 - whatever it is, the status is known
@@ -391,7 +391,7 @@ class Supervisor:
 
 
 def _descriptors() -> list[int]:
-    """Open descriptors beyond the usual three, before any was opened here."""
+    """Open descriptors beyond the usual three, before dpmon opens any here."""
     found = [int(name) for name in os.listdir("/proc/self/fd")]
     return [fd for fd in found if fd > 2 and _is_open(fd)]
 
@@ -399,7 +399,7 @@ def _descriptors() -> list[int]:
 def _is_open(fd: int) -> bool:
     try:
         os.fstat(fd)
-    except OSError:  # the one that the list itself was read through
+    except OSError:  # the descriptor of the listing itself
         return False
     return True
 
@@ -408,13 +408,13 @@ def main(directory: str, how: str, outcome: str) -> None:
     """Supervise the run in `directory` and end the process.
 
     `how`: TAKE_OVER, or the descriptor that holds the run's lock. `outcome`: the descriptor of the pipe to the
-    foreground. Either descriptor is "" where there is none.
+    foreground. Either descriptor is "" if there is none.
     """
     try:
         supervisor = Supervisor(Path(directory), int(outcome) if outcome else None)
         status = supervisor.take_over() if how == TAKE_OVER else supervisor.run(int(how) if how.isdecimal() else None)
     except Exception:  # noqa: BLE001 - the training goes on
         _log(traceback.format_exc())
-        # At the interpreter's end Popen's finaliser would reap the command: the foreground could not learn its status.
+        # When the interpreter ends, Popen's finaliser would reap the command, and the foreground would lose its status.
         os._exit(1)
     sys.exit(status)

@@ -1,4 +1,4 @@
-"""What stands for a sign where a terminal knows only ASCII, and which terminals do.
+"""ASCII replacements for the screen's signs, and detection of terminals that need them.
 
 Standard library only.
 """
@@ -36,13 +36,13 @@ _SIGNS = {
 
 
 def knows_only_ascii(environ: Mapping[str, str], encoding: str | None) -> bool:
-    """Whether a terminal knows no other characters, by its environment and the encoding of what is written to it."""
+    """Whether a terminal shows only ASCII, by its environment and the encoding of the output stream."""
     utf8 = (encoding or "").lower().replace("-", "").replace("_", "") == "utf8"
     return not utf8 or environ.get("TERM", "").startswith(("linux", "vt1", "vt2", "dumb"))
 
 
 def ascii_for(char: str) -> str:
-    """What stands for one character, as wide as it is."""
+    """The replacement of one character, equally wide."""
     if char.isascii():
         return char
     return _SIGNS.get(char, "?" * (2 if unicodedata.east_asian_width(char) in "WF" else 1))
@@ -54,7 +54,7 @@ def ascii_text(text: str) -> str:
 
 
 def in_stream(text: str, stream: Any) -> str:
-    """The text as it can be written to `stream`, where that is a terminal; for a file or a pipe it stays as it is."""
+    """The text for `stream`: in ASCII if the terminal needs it; unchanged for a file or a pipe."""
     try:
         shown = stream.isatty()
     except (AttributeError, ValueError, OSError):

@@ -1,7 +1,7 @@
-"""How many cells plain text takes on a terminal, and how to cut and wrap it to a number of cells.
+"""The width of plain text in terminal cells, and functions to cut and wrap it.
 
 The screen uses it with Textual, which measures with Rich: a test compares the width of every character with Rich's.
-The command line measures too, without importing Rich. The text must be clean (`dpmon.text.cleaning`).
+The command line measures without importing Rich. The text must be clean (`dpmon.text.cleaning`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import unicodedata
 from functools import lru_cache
 
 _KEPT_BELOW = 512
-"""Longer texts are measured again each time: the cache holds the texts themselves."""
+"""Longer texts are measured each time, because the cache holds the texts themselves."""
 
 _NO_WIDTH = frozenset((*range(0x1160, 0x1200), *range(0xD7B0, 0xD800), *range(0x1F3FB, 0x1F400)))
 """Hangul vowels and final consonants, and skin tones: drawn in the cells of the character before them."""
@@ -23,7 +23,7 @@ _WIDE = frozenset(
         *range(0x1D360, 0x1D377),
     )
 )
-"""Wide since Unicode 16; the tables of an older Python have them as narrow."""
+"""Wide since Unicode 16; older versions of Python list them as narrow."""
 
 
 @lru_cache(maxsize=4096)
@@ -66,7 +66,7 @@ def cropped(text: str, width: int) -> str:
 
 
 def cut(text: str, width: int, more: str = "…") -> str:
-    """`text` in at most `width` cells; if something had to go, it ends with the sign for more."""
+    """`text` in at most `width` cells; if it is cut, it ends with the sign for more."""
     if width <= 0:
         return ""
     if span_width(text) <= width:
@@ -76,7 +76,7 @@ def cut(text: str, width: int, more: str = "…") -> str:
 
 
 def wrapped(text: str, width: int, most: int | None = None, more: str = "…") -> list[str]:
-    """`text` in lines of at most `width` cells, broken between words; at most `most`, then the last one is cut."""
+    """`text` in lines of at most `width` cells, broken between words; of more than `most` lines the last is cut."""
     lines: list[str] = []
     line = ""
     for word in text.split():
@@ -92,6 +92,6 @@ def wrapped(text: str, width: int, most: int | None = None, more: str = "…") -
 
 
 def right(text: str, width: int) -> str:
-    """`text` against the right end of `width` cells, cut with a sign when it is longer."""
+    """`text` right-aligned in `width` cells, cut with a sign if it is longer."""
     shown = cut(text, width)
     return " " * (width - span_width(shown)) + shown

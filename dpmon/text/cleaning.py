@@ -1,4 +1,4 @@
-"""Text from outside, made harmless: nothing that a script, a path or a device's name says can steer the terminal.
+"""Makes text from outside harmless: no script, path or device name can control the terminal.
 
 Standard library only.
 """
@@ -9,12 +9,12 @@ import unicodedata
 from functools import lru_cache
 
 LIMIT = 4096
-"""Characters that `clean` returns at most."""
+"""Most characters that `clean` returns."""
 _MARKS_IN_A_ROW = 2
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
-# Letters by category, yet drawn as nothing (Hangul fillers, Khmer inherent vowels) or as whatever the font likes
-# (variation selectors change the width of what is before them, terminals do not agree how).
+# Letters by category, but drawn as nothing (Hangul fillers, Khmer inherent vowels) or differently by font (variation
+# selectors change the width of the character before them, and terminals disagree how).
 _INVISIBLE = frozenset(
     (
         *(0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 0xFFA0, 0xFFFC),
@@ -28,7 +28,7 @@ _AS_SPACE = frozenset("\t\n\v\f\r\x1c\x1d\x1e\x1f\x85\u2028\u2029")
 
 @lru_cache(maxsize=4096)
 def visible(char: str) -> str:
-    """What is shown for one character: itself, a space, the replacement character, or nothing."""
+    """The display form of one character: itself, a space, the replacement character, or nothing."""
     if char in _AS_SPACE:
         return " "
     code = ord(char)
@@ -37,7 +37,7 @@ def visible(char: str) -> str:
     category = unicodedata.category(char)
     if category == "Zs":
         return " "
-    # Cc: C0, DEL, C1. Cs: halves of surrogate pairs. Cn: not assigned, so its width is anybody's guess.
+    # Cc: C0, DEL, C1. Cs: halves of surrogate pairs. Cn: not assigned, so its width is unknown.
     if category in ("Cc", "Cs", "Cn"):
         return _REPLACEMENT
     # Cf: direction overrides, isolates, zero-width joiners and spaces, soft hyphens, tags.
@@ -45,7 +45,7 @@ def visible(char: str) -> str:
 
 
 def harmless(text: str) -> str:
-    """`text` without a character that steers, hides or has no width of its own; of any length."""
+    """`text`, of any length, without characters that control the terminal, are hidden or have no width of their own."""
     if text.isascii() and text.isprintable():
         return text
     kept: list[str] = []
@@ -63,10 +63,10 @@ def harmless(text: str) -> str:
 
 
 def clean(text: object, limit: int = LIMIT) -> str:
-    """One line of at most `limit` characters that any terminal prints as it is; what is cut ends in an ellipsis.
+    """One line of at most `limit` characters that any terminal prints unchanged; cut text ends in an ellipsis.
 
     Control characters (C0, C1, DEL, so ESC and every sequence it begins), lone surrogates and unassigned code points
-    become U+FFFD; line breaks and tabs a space; format characters (bidi, zero-width) vanish. Never raises.
+    become U+FFFD; line breaks and tabs become a space; format characters (bidi, zero-width) vanish. Never raises.
     """
     line = text if isinstance(text, str) else str(text)
     if len(line) > limit:

@@ -1,4 +1,4 @@
-"""What ranks communicate, in words: the same on the screen, in the report and in the summary."""
+"""Sentences about the ranks' communication, the same on the screen, in the report and in the summary."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dpmon.model.numbers import duration, group, percent, three
 from dpmon.text.quantities import memory
 
 _OPERATIONS = 4
-"""Kinds of collectives that are named."""
+"""Most kinds of collectives to name."""
 _RUNS = 4
-"""Runs of buckets of one size that are named."""
+"""Most runs of equal buckets to name."""
 
 
 def communication_facts(found: Communication) -> list[tuple[str, str]]:
-    """Labels and texts, the most telling first."""
+    """Labels and texts, the most important first."""
     rows: list[tuple[str, str]] = []
     if found.exposed_ns is not None:
         rows.append(("exposed", f"{duration(found.exposed_ns)} a step, {percent(found.exposed_share)} of it"))
@@ -39,7 +39,7 @@ def communication_facts(found: Communication) -> list[tuple[str, str]]:
 
 
 def operations(found: Communication) -> list[str]:
-    """A line for each kind of collective in the sampled steps: how many, how large, how fast."""
+    """A line for each kind of collective in the sampled steps: number, size, speed."""
     collectives = found.collectives
     if collectives.why is not None and not collectives.samples:
         return [f"collectives: {collectives.why}"]
@@ -66,9 +66,9 @@ def _hidden(found: Communication, one: Wrapper) -> str:
 
 
 def buckets(one: Wrapper) -> str:
-    """How many buckets, and their sizes in the order of averaging: "6: 1.00 MiB, 25.0 MiB x5"."""
+    """The number of buckets, and their sizes in the order of averaging: "6: 1.00 MiB, 25.0 MiB x5"."""
     if not one.bucket_bytes:
-        return "not known yet"
+        return "unknown so far"
     runs = [(size, sum(1 for _ in same)) for size, same in groupby(map(memory, one.bucket_bytes))]
     named = ", ".join(size if count == 1 else f"{size} ×{count}" for size, count in runs[:_RUNS])
     return f"{len(one.bucket_bytes)}: {named}{' ...' if len(runs) > _RUNS else ''}"

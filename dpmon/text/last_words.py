@@ -1,4 +1,4 @@
-"""The last words of a script's output: the line that names the exception which ended it."""
+"""The last words of a script's output: the line that names the exception that ended it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import re
 from dpmon.text.cleaning import harmless
 
 READ_BYTES = 1 << 17
-"""Bytes from the end of an output that are enough to find them."""
+"""Number of bytes at the end of an output that contain the last words."""
 ESCAPE = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
-"""A sequence of a terminal's, such as a colour."""
+"""A terminal sequence, such as a colour."""
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Iteration|Warning|Fault|Timeout)\b(?:: .*)?$")
 _ANY_NAME = re.compile(r"[A-Za-z_][\w.]*(?:: .*)?$")
 

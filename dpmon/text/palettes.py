@@ -1,8 +1,8 @@
-"""The palettes: which colour everything has in each theme, on the screen and in the report; data only.
+"""The colours of each theme, for the screen and the report; data only.
 
-The phases' colours are Okabe and Ito's where they reach (they are told apart in every kind of colour vision). The dark
-and the light theme add green and red for good and bad; the colour-blind one does without that pair, for the script's
-output too. Colours are never alone: phases have a letter and an order, modes and states their word.
+The phases' colours are Okabe and Ito's, as far as they go (every kind of colour vision can tell them apart). The dark
+and the light theme add green and red for good and bad; the colour-blind theme avoids this pair, also in the script's
+output. Colours never stand alone: phases have a letter and an order, modes and states a word.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Palette:
     single: str
     phases: tuple[str, ...]
     spare: tuple[str, ...]
-    """Of phases that are not in _COLOURED, in turn."""
+    """Colours of phases that are not in _COLOURED, in turn."""
     ansi: Ansi
     bright: Ansi
 
@@ -112,13 +112,13 @@ COLOUR_BLIND = replace(
 )
 PALETTES: Mapping[str, Palette] = {palette.name: palette for palette in (DARK, LIGHT, COLOUR_BLIND)}
 
-# The sixteen colours of a terminal that has no more, as Rich takes them: exactly these are not taken for others.
+# The sixteen colours of a limited terminal as Rich defines them: it maps exactly these to themselves.
 _LOW = ("#000000", "#aa0000", "#00aa00", "#aa5500", "#0000aa", "#aa00aa", "#00aaaa", "#aaaaaa")
 _HIGH = ("#555555", "#ff5555", "#55ff55", "#ffff55", "#5555ff", "#ff55ff", "#55ffff", "#ffffff")
 
 
 def _few(palette: Palette, phases: tuple[int, ...], spare: tuple[int, ...], dp: int, single: int) -> Palette:
-    """A palette for a terminal of sixteen colours: the phases stay apart, which their own would not."""
+    """A palette for a terminal of sixteen colours; the phases stay distinct, unlike their own colours there."""
     sixteen = (*_LOW, *_HIGH)
     shown, others = (tuple(sixteen[number] for number in numbers) for numbers in (phases, spare))
     name = f"{palette.name}/16"
@@ -136,6 +136,6 @@ FEW: Mapping[str, Palette] = {
 
 
 def named(theme: str, few: bool = False) -> Palette:
-    """The palette of a theme (those without one have the dark one's), `few` for a terminal of sixteen colours."""
+    """The palette of a theme (the dark one's if it has none); `few` for a terminal of sixteen colours."""
     palette = PALETTES.get(theme, DARK)
     return FEW[f"{palette.name}/16"] if few else palette

@@ -1,4 +1,4 @@
-"""The doorway to the screen: what has to be settled before Textual is imported, and how a screen came to its end."""
+"""The entry to the screen: settings made before Textual is imported, and the reason a screen closed."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _COLOUR_SYSTEMS = ("auto", "standard", "256", "truecolor")
 
 
 class ScreenClosed(SystemExit):
-    """The screen had to go: told by a signal (128+N), its terminal vanished (129), or a fault of its own (1)."""
+    """The screen closed without its user: by a signal (128+N), with its terminal (129), or by an error (1)."""
 
 
 def prepare(environ: MutableMapping[str, str]) -> None:
-    """Settle what Textual reads when it is imported, in this process's environment."""
+    """Set the environment variables that Textual reads when it is imported."""
     environ.setdefault("TEXTUAL_DISABLE_KITTY_KEY", "1")
-    # Textual looks these up in a table without asking whether they are in it.
+    # Textual looks these up in a table without checking that they are in it.
     if environ.get("TEXTUAL_COLOR_SYSTEM", "auto") not in _COLOUR_SYSTEMS:
         del environ["TEXTUAL_COLOR_SYSTEM"]
     environ.pop("TEXTUAL_THEME", None)
-    # Heard already (`dpmon.ui.look.choose`); Textual would grey the colours of whoever asks for some all the same.
+    # `dpmon.ui.look.choose` has applied it already; Textual would turn even explicitly chosen colours grey.
     environ.pop("NO_COLOR", None)
-    # Where these are exported Textual would keep to them, whatever size the terminal is given later.
+    # Textual would stick to exported values, whatever the terminal's later size.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if all(os.get_terminal_size(sys.__stdout__.fileno())):  # type: ignore[union-attr]
             environ.pop("COLUMNS", None)
@@ -44,13 +44,13 @@ def run_screen(
     playback: bool = False,
     told: Callable[[], ExitInfo | None] = lambda: None,
 ) -> str:
-    """Show the run in `directory` until the user has seen enough; `theme` as `dpmon.config` knows them.
+    """Show the run in `directory` until the user leaves; `theme`: a name from `dpmon.config`.
 
-    With `playback`, a run that is over can be played back. `told`: how the run ended, if known without a file.
+    With `playback`, a finished run can be played back. `told`: how the run ended, if known without a file.
 
     Returns "left": the training goes on; "ended": the run is over; "stopped": the user stopped it and it has ended.
-    Raises ScreenClosed, a SystemExit with the status, if the screen closed without a request of its user, and RunError
-    if the directory is not a run.
+    Raises ScreenClosed, a SystemExit with the status, if the screen closed without a request of its user; raises
+    RunError if the directory is not a run.
     """
     wishes = dict(os.environ)
     prepare(os.environ)

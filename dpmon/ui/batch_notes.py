@@ -1,4 +1,4 @@
-"""The last line of panel 3: why a value is missing, and why mean and median are not alike."""
+"""The notes below panel 3: why a value is missing, and why mean and median differ."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dpmon.ui.scene import Scene
 def notes(
     scene: Scene, process: Process, numbers: Summary, turn: Turn | None, width: int, most: int, look: Look
 ) -> list[Row]:
-    """At most `most` rows: what has to be said of the figures and of the last step, or nothing."""
+    """At most `most` rows of notes on the figures and the last step."""
     said = [
         *_between(numbers),
         *unevenness(numbers),
@@ -49,7 +49,7 @@ def _between(numbers: Summary) -> list[str]:
 
 
 def unevenness(numbers: Summary) -> list[str]:
-    """Where few steps take most of the time: that, and by what they are longer; else nothing."""
+    """Note that few steps take most of the time, and in which phase they are longer; empty if they do not."""
     found = numbers.uneven
     if found is None:
         return []
@@ -60,7 +60,7 @@ def unevenness(numbers: Summary) -> list[str]:
 
 
 def missing(process: Process, phases: Sequence[PhaseFigures]) -> list[str]:
-    """Each reason why phases have a dash, after their names; several phases of one reason together."""
+    """Each reason for missing phases after their names; phases with the same reason together."""
     call = process.calls[process.newest].last if process.newest is not None else None
     reasons: dict[str, list[str]] = {}
     for phase in phases:
@@ -70,18 +70,18 @@ def missing(process: Process, phases: Sequence[PhaseFigures]) -> list[str]:
 
 
 def _not_drawn(turn: Turn) -> list[str]:
-    """What the last step lacks in its row."""
+    """Why parts of the last step are not drawn."""
     said = []
     if turn.unplaced:
-        said.append(f"when {' and '.join(turn.unplaced)} ran is not known: {NO_SPANS}")
+        said.append(f"when {' and '.join(turn.unplaced)} ran is unknown: {NO_SPANS}")
     if turn.missing_spans:
         more = group(turn.missing_spans)
-        said.append(f"the row of the last step lacks {more} spans: only the first {MAX_SPANS} of a step are recorded")
+        said.append(f"{more} spans of the last step are not drawn: only the first {MAX_SPANS} of a step are recorded")
     return said
 
 
 def _names(names: Sequence[str]) -> str:
-    """Such as "data, gather"; of more than two that follow each other the first and the last: "scatter to gather"."""
+    """Join names: "data, gather"; three or more adjacent ones as "scatter to gather"."""
     first = PHASES.index(names[0])
     if len(names) > 2 and PHASES[first : first + len(names)] == tuple(names):
         return f"{names[0]} to {names[-1]}"
@@ -104,5 +104,5 @@ def _why(process: Process, call: Call | None, phase: str) -> str:
     if call.mode != "dp" or len(call.devices) < 2:
         return "one device"
     if own in call.phases:
-        return "part of it ran in backward, too: it cannot be told apart from forward"
+        return "part of it ran during backward and cannot be separated from it"
     return known.absent

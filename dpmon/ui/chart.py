@@ -13,7 +13,7 @@ _NICE = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 
 
 def bar(share: float | None, width: int, glyphs: Glyphs) -> Row:
-    """A bar of `width` cells, `share` (0 to 1) of it full; dots when it is unknown. Something is never empty."""
+    """A bar of `width` cells, `share` (0 to 1) of it full; dots if unknown. A positive share fills at least a cell."""
     if share is None:
         return [(glyphs.middot * width, "dim")]
     full = min(max(round(share * width), 1 if share > 0 else 0), width)
@@ -32,9 +32,9 @@ def spark(values: Sequence[float | None], width: int, glyphs: Glyphs, top: float
 
 
 def resampled(values: Sequence[float | None], count: int, span: int, width: int) -> list[float | None]:
-    """The newest `span` of `values` as at most `width` means, newest last; None where all of them are unknown.
+    """The newest `span` of `values` as at most `width` means, newest last; None where all values are unknown.
 
-    `count`: values ever seen, so that each mean is of the same values for as long as it is shown.
+    `count`: number of values ever seen; it keeps each mean over the same values while it is shown.
     """
     if width <= 0 or not values:
         return []
@@ -53,7 +53,7 @@ def resampled(values: Sequence[float | None], count: int, span: int, width: int)
 def area(values: Sequence[float | None], width: int, height: int, top: float, glyphs: Glyphs) -> list[str]:
     """Filled columns of `values` (newest last, at the right) against `top`, in `height` rows of `width` cells.
 
-    Two values a cell where the glyphs have braille, else one. An unknown value is a dot on the lowest row.
+    Two values per cell if the glyphs have braille, else one. An unknown value is a dot on the lowest row.
     """
     each = 2 if glyphs.braille else 1
     shown: list[float | None] = list(values)[-width * each :] if width > 0 else []
@@ -79,11 +79,11 @@ def area(values: Sequence[float | None], width: int, height: int, top: float, gl
 
 _LEFT_DOTS = (0x00, 0x40, 0x44, 0x46, 0x47)
 _RIGHT_DOTS = (0x00, 0x80, 0xA0, 0xB0, 0xB8)
-"""Of a braille character, each half filled from below (Unicode 15, 2800 to 28FF)."""
+"""Halves of a braille character, filled from below (Unicode 15, 2800 to 28FF)."""
 
 
 def parts_bar(shares: Sequence[float], width: int, glyphs: Glyphs) -> Row:
-    """A bar of `width` cells: of the first share full cells, of the second broken ones, the rest empty."""
+    """A bar of `width` cells: the first share full, the second broken, the rest empty."""
     signs = (("=", "bar"), ("~", "dim")) if glyphs.ascii else (("━", "bar"), ("╍", "bar"))
     row: Row = []
     used, total = 0, 0.0
@@ -96,7 +96,7 @@ def parts_bar(shares: Sequence[float], width: int, glyphs: Glyphs) -> Row:
 
 
 def busy_bar(parts: tuple[float, float, float], top: float, width: int, glyphs: Glyphs) -> Row:
-    """What a rank did in its step, against `top`: it was busy, it communicated, it waited; in `width` cells."""
+    """A rank's step against `top`, in `width` cells: busy, communicating, waiting (ns)."""
     row: Row = []
     used, total = 0, 0.0
     for part, (sign, style) in zip(parts, busy_signs(glyphs), strict=True):
@@ -108,7 +108,7 @@ def busy_bar(parts: tuple[float, float, float], top: float, width: int, glyphs: 
 
 
 def busy_legend(width: int, glyphs: Glyphs) -> Row:
-    """The names of the parts in `width` cells, as far as they have room."""
+    """The names of the parts, as many as fit in `width` cells."""
     row: Row = []
     for name, (sign, style) in zip(("busy", "exposed", "wait"), busy_signs(glyphs), strict=True):
         row += [(sign, style), (name + " ", "dim")]
@@ -119,13 +119,13 @@ def busy_legend(width: int, glyphs: Glyphs) -> Row:
 
 
 def busy_signs(glyphs: Glyphs) -> tuple[Span, Span, Span]:
-    """What stands for busy, for exposed communication and for a wait."""
+    """The signs for busy, exposed communication and wait."""
     signs = "#+." if glyphs.ascii else "▇▤░"
     return (signs[0], "bar"), (signs[1], "phase.sync"), (signs[2], "dim")
 
 
 def range_bar(low: float, middle: float, high: float, top: float, width: int, glyphs: Glyphs, base: float = 0.0) -> str:
-    """Where low, middle and high lie between `base` and `top`, in `width` cells."""
+    """The positions of low, middle and high between `base` and `top`, in `width` cells."""
     if top <= base or width <= 0:
         return " " * max(width, 0)
 
@@ -154,7 +154,7 @@ def ceiling(value: float) -> float:
 
 
 def top_of(columns: Sequence[Column]) -> float:
-    """The scale for a history (ns): a round number that 95 % of the columns stay under; others are cut with a sign."""
+    """The scale of a history (ns): a round number above 95 % of the columns; the others are cut and marked."""
     totals = sorted(c.wall_ns / c.count for c in columns if c.count)
     return ceiling(totals[max(-(-len(totals) * 95 // 100) - 1, 0)]) if totals else 1.0
 
@@ -185,7 +185,7 @@ def _cells(phases: tuple[int, ...], count: int, top: float, height: int, cut_top
 
 
 def _least(phases: tuple[int, ...], mono: bool) -> Span:
-    """What is too little for a cell, in the colour of its largest phase: a blank column would say "no steps"."""
+    """A column too small for a cell, in the colour of its largest phase: a blank would say "no steps"."""
     name = PHASES[phases.index(max(phases))] if any(phases) else PHASES[-1]
     return (LETTERS[name].lower() if mono else "▁", f"phase.{name}")
 
@@ -198,12 +198,12 @@ def _cell(parts: list[tuple[float, int, str]], mono: bool) -> Span:
         largest = max(parts)
         return (LETTERS[largest[2]], f"phase.{largest[2]}") if filled >= 4 else (" ", "")
     blocks = " ▁▂▃▄▅▆▇█"
-    # Two colours fit into one cell: the two largest parts, the lower one drawn in front.
+    # One cell can show two colours: the two largest parts, the lower one in front.
     two = sorted(sorted(parts, reverse=True)[:2], key=lambda part: part[1])
     if len(two) == 1:
         return (blocks[min(round(filled), 8)], f"phase.{two[0][2]}")
     if filled < 7.5:
-        # The end of the column: the background is the second colour, and the uppermost phase is the one to be seen.
+        # The end of the column: the background is the second colour, so the uppermost phase is drawn.
         upper = max((part for part in parts if part[0] >= 1), key=lambda part: part[1], default=max(parts))
         return (blocks[round(filled)], f"phase.{upper[2]}")
     lower = min(max(round(8 * two[0][0] / (two[0][0] + two[1][0])), 1), 7)
@@ -213,9 +213,9 @@ def _cell(parts: list[tuple[float, int, str]], mono: bool) -> Span:
 def stacked(columns: Sequence[Column], width: int, height: int, top: float, look: Look, cells: int = 1) -> list[Row]:
     """`columns` from left to right, each `cells` wide, in `height` rows (top row first) against `top` (ns).
 
-    Each column is the mean step of its time, its phases stacked in the order of PHASES from below; by colour, or by
-    letter where there is no colour or only ASCII. Steps too short for the scale have the lowest block, or their largest
-    phase's letter in lower case; only a column without steps is blank.
+    Each column is the mean step of its time, its phases stacked from below in the order of PHASES, by colour; without
+    colour or in ASCII by letter. Steps too short for the scale show the lowest block, or the lower-case letter of their
+    largest phase; only a column without steps is blank.
     """
     mono = not look.colour or look.glyphs.ascii
     shown = list(columns)[-(width // cells) :] if width >= cells else []

@@ -1,4 +1,4 @@
-"""Everything that is known of one GPU, as the zoomed devices panel shows it; what is missing says why."""
+"""All facts about one GPU, for the zoomed devices panel, with a reason for each missing one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dpmon.ui.rows import Row, width_of
 Data = Mapping[str, Any]
 
 _NO_XID = "no XID error since the run's start"
-"""The sampler's word where nothing is missing: there was none. Any other reason means that it is not known."""
+"""The sampler's reason when no error occurred. Any other reason means that the value is unknown."""
 _WORDS = {
     "util_pct": "utilisation",
     "mem_used_bytes": "memory",
@@ -45,7 +45,7 @@ _WORDS = {
     "run_mem_bytes": "this run's memory",
     "processes": "processes",
     "process_count": "processes",
-    "ordinals": "what the run calls it",
+    "ordinals": "its number in the run",
     "mig_devices": "MIG instances",
 }
 
@@ -56,12 +56,12 @@ def device_name(data: Data) -> str:
 
 
 def mine(data: Data) -> bool:
-    """Whether the GPU counts as one of the run's: unless it is known that it is not."""
+    """Whether the GPU belongs to the run, or may belong to it."""
     return data.get("of_run") is not False and data.get("visible") is not False
 
 
 def label(index: object, data: Data) -> str:
-    """What to call a GPU: its number, and what the run's processes call it where that is another one."""
+    """A GPU's number, and its number in the run's processes if that differs."""
     named = _ordinal(data)
     shown = str(index) if isinstance(index, int) and not isinstance(index, bool) else UNKNOWN
     return shown.rjust(2) if named is None or named == f"cuda:{shown}" else f"{shown.rjust(2)} {named}"
@@ -78,7 +78,7 @@ def _ordinal(data: Data) -> str | None:
 
 
 def reasons(samples: Sequence[Data], only: Sequence[str] | None = None) -> str:
-    """Why values are missing, each reason once; of all values, or of those in `only`."""
+    """Why values are missing, each reason once; for all values or those in `only`."""
     by_reason: dict[str, list[str]] = {}
     for data in samples:
         absent = data.get("absent")
@@ -97,7 +97,7 @@ def reasons(samples: Sequence[Data], only: Sequence[str] | None = None) -> str:
 
 
 def facts(index: int, track: DeviceTrack, width: int, tall: int, span: int, look: Look) -> list[Row]:
-    """The rows of one GPU: who it is, its histories `tall` rows high, then every figure."""
+    """The rows of one GPU: name and number, histories `tall` rows high, then every figure."""
     data = track.data
     ours = mine(data)
     head: Row = [
@@ -124,7 +124,7 @@ def _whose(data: Data) -> str:
 
 
 def _charts(track: DeviceTrack, width: int, tall: int, span: int, look: Look) -> list[Row]:
-    """Use, memory and power side by side, each with its newest value before it."""
+    """Use, memory and power side by side, each with its newest value in front."""
     data = track.data
     limit = number_in(data, "power_limit_w")
     top_power = limit or max((p for p in track.power if p is not None), default=0.0)
@@ -155,7 +155,7 @@ def _unit(value: float | None, unit: str) -> str:
 
 
 def _all(data: Data) -> dict[str, list[tuple[str, str, str]]]:
-    """By topic, word, value and style of every figure, in a fixed order."""
+    """Label, value and style of every figure by topic, in a fixed order."""
 
     def of(key: str, unit: str, digits: int = 0) -> str:
         value = number_in(data, key)
@@ -237,7 +237,7 @@ def _absent(data: Data) -> Data:
 
 
 def _topics(found: Mapping[str, Sequence[tuple[str, str, str]]], width: int) -> list[Row]:
-    """A row a topic, or more where the width asks for it; values in fixed widths, so that they stand still."""
+    """A row per topic, or more if they do not fit; values in fixed widths, so that they stand still."""
     rows: list[Row] = []
     for topic, items in found.items():
         row: Row = [("   " + topic.ljust(10), "dim")]
@@ -254,7 +254,7 @@ def _topics(found: Mapping[str, Sequence[tuple[str, str, str]]], width: int) -> 
 
 
 def _processes(data: Data, width: int, look: Look) -> list[Row]:
-    """Who holds memory on the GPU, the run's own first."""
+    """The processes that hold memory on the GPU, the run's own first."""
     listed = data.get("processes")
     if not isinstance(listed, list):
         return []

@@ -17,18 +17,18 @@ from dpmon.ui.rows import Row, box, width_of
 from dpmon.ui.view import PanelView
 
 LINE_MOST = 4000
-"""Most bytes of a typed line. With its end it is written in one piece (PIPE_BUF), and a terminal accepts it (N_TTY)."""
+"""Most bytes of a typed line: one write with its end is atomic (PIPE_BUF), and a terminal accepts it (N_TTY)."""
 
 
 def key_name(event: events.Key) -> str:
-    """What to call the key that was pressed: its character, or its name where it has none to show."""
+    """The display name of the pressed key: its character, or its name if the character is not printable."""
     return clean(event.character if event.is_printable and event.character else event.key, 20)
 
 
 class Dialog(ModalScreen[str | None]):
-    """A framed box in the middle; sub-classes give its rows.
+    """A framed box in the middle; sub-classes provide its rows.
 
-    Beside the box all is blank, so that no halves of words show there; above and below it the panels stay in sight.
+    The cells beside the box are blank, so that no cut words show there; the panels stay visible above and below it.
     """
 
     DEFAULT_CSS = "Dialog { background: transparent; align: left top; }"
@@ -44,11 +44,11 @@ class Dialog(ModalScreen[str | None]):
         self.top = 0
         """Rows scrolled past."""
         self.pinned = 0
-        """Rows that stay at the top when the others are scrolled."""
+        """Rows that stay at the top during scrolling."""
         self.answered = False
 
     def on_key(self, event: events.Key) -> None:
-        """A key that is for this dialog; what was typed ahead of its closing is for whatever is on the screen then."""
+        """Handle a key for this dialog. Keys typed after the one that closes it go to the screen below."""
         event.stop()
         if self.answered:
             self.app.post_message(events.Key(event.key, event.character))
@@ -70,17 +70,17 @@ class Dialog(ModalScreen[str | None]):
             self.pressed(events.Key(name, None))
 
     def over(self) -> None:
-        """The run has ended: no longer offer what is now impossible."""
+        """The run has ended: stop offering what is now impossible."""
 
     def settle(self, answer: str | None) -> None:
-        """Be gone, with the answer; once: Textual takes a second time for a fault."""
+        """Close with the answer, only once: Textual treats a second dismissal as an error."""
         if not self.answered:
             self.answered = True
             self.app.call_later(self.app.post_message, self.Changed())
             self.dismiss(answer)
 
     def compose(self) -> ComposeResult:
-        """The box alone."""
+        """Yield the box."""
         yield self.box
 
     def on_mount(self) -> None:
@@ -93,15 +93,15 @@ class Dialog(ModalScreen[str | None]):
         self.draw()
 
     def content(self, width: int, height: int) -> list[Row]:
-        """Rows that fit into `width` cells; `height` is what there is room for."""
+        """Rows of at most `width` cells; `height` rows fit."""
         raise NotImplementedError
 
     def corner(self) -> str:
-        """What stands at the right of the title."""
+        """The text at the right of the title."""
         return ""
 
     def wanted(self) -> int:
-        """The width that the content would like to have."""
+        """The preferred width in cells."""
         return 64
 
     def draw(self) -> None:
@@ -120,7 +120,7 @@ class Dialog(ModalScreen[str | None]):
 
 
 class Choice(Dialog):
-    """A question with a key for each answer; dismissed with the answer's name, None for staying."""
+    """A question with a key for each answer; returns the answer's name, or None to stay."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Choice(Dialog):
     ) -> None:
         """`answers`: one key or several, separated by spaces; name; text.
 
-        `moot`: called when the run is over, if the question is then pointless; it says so, and the dialog closes.
+        `moot`: called when the run is over and the question has become pointless. It tells the user; the dialog closes.
         """
         super().__init__(title, look)
         self.moot = moot
@@ -140,7 +140,7 @@ class Choice(Dialog):
         self.answers = [(" or ".join(keys.split()), name, says) for keys, name, says in answers]
         self.keys_width = max(5, *(len(keys) for keys, _, _ in self.answers))
         self.said = ""
-        """What is said of the last key, which was none of the answers'."""
+        """The note on the last key, if it was not an answer's."""
 
     def wanted(self) -> int:
         """As wide as its longest row."""
@@ -148,7 +148,7 @@ class Choice(Dialog):
         return max(*(len(line) for line in self.lines), longest, 30)
 
     def content(self, width: int, height: int) -> list[Row]:
-        """The text, then a row an answer."""
+        """The text, then a row per answer."""
         rows: list[Row] = [[(cut(line, width), "")] for line in self.lines]
         rows.append([(cut(self.said, width), "dim")])
         for keys, _, says in self.answers:
@@ -167,11 +167,11 @@ class Choice(Dialog):
             self.moot()
 
     def offers(self, name: str) -> bool:
-        """Whether that is one of the answers."""
+        """Whether `name` is one of the answers."""
         return any(name == each for _, each, _ in self.answers)
 
     def pressed(self, event: events.Key) -> None:
-        """An answer's key answers; escape stays; any other is not passed over in silence."""
+        """Return the answer of the key; escape stays; report any other key."""
         pressed = "esc" if event.key == "escape" else event.key
         for keys, name, _ in self.answers:
             if pressed in keys.split(" or "):
@@ -185,7 +185,7 @@ class Pages(Dialog):
     """Rows to read, with scrolling; any other key closes it."""
 
     def __init__(self, title: str, make: Callable[[int], list[Row]], look: Look) -> None:
-        """`make`: the rows for a width."""
+        """`make` returns the rows for a width in cells."""
         super().__init__(title, look)
         self.make = make
         self.room = 1
@@ -203,7 +203,7 @@ class Pages(Dialog):
         return [("arrows", "scroll"), ("esc", "close")]
 
     def content(self, width: int, height: int) -> list[Row]:
-        """All rows; the frame shows those from the place scrolled to, and how many are above and below."""
+        """All rows; the frame shows those at the scroll position and counts the others above and below."""
         rows = self.make(width)
         self.room = height
         self.top = max(min(self.top, len(rows) - height), 0)
@@ -220,12 +220,12 @@ class Pages(Dialog):
 
 
 class Line(Dialog):
-    """One line to type; dismissed with it, or None."""
+    """One line to type; returns it, or None."""
 
     def __init__(
         self, title: str, note: str, look: Look, typed: str = "", hidden: bool = False, moot: str | None = None
     ) -> None:
-        """`hidden`: show stars instead of the text. `moot`: the note once the run is over; then nothing is sent."""
+        """`hidden`: show stars instead of the text. `moot`: the note when the run is over; then nothing is sent."""
         super().__init__(title, look)
         self.moot = moot
         self.open = True
@@ -251,7 +251,7 @@ class Line(Dialog):
         self.draw()
 
     def content(self, width: int, height: int) -> list[Row]:
-        """The line as far as it was typed, its end in sight, and what will happen."""
+        """The end of the typed line, and what enter will do."""
         shown = self.typed[-width:]
         shown = "*" * len(shown) if self.hidden else shown
         while shown and width_of([(shown, "")]) > width - 3:
@@ -275,14 +275,14 @@ class Line(Dialog):
             self.add(event.character)
 
     def on_paste(self, event: events.Paste) -> None:
-        """The first line of what is pasted."""
+        """Take the first line of pasted text."""
         event.stop()
         if not self.answered:
             self.add((event.text.splitlines() or [""])[0])
 
 
 class Commands(Dialog):
-    """A list to choose from, shortened by typing; dismissed with the action that was chosen, or None."""
+    """A list to choose from, filtered by typing; returns the chosen action, or None."""
 
     def __init__(self, possible: Callable[[], Sequence[tuple[str, str, str]]], look: Look) -> None:
         """`possible` returns the commands that can run now: key, sentence, action."""
@@ -315,12 +315,12 @@ class Commands(Dialog):
         self.draw()
 
     def matching(self) -> list[tuple[str, str, str]]:
-        """Those that have every word that was typed."""
+        """The commands that contain every typed word."""
         words = self.typed.lower().split()
         return [each for each in self.commands if all(word in f"{each[0]} {each[1]}".lower() for word in words)]
 
     def content(self, width: int, height: int) -> list[Row]:
-        """What was typed, then the commands, the chosen one marked; the box keeps its height while it is typed in."""
+        """The typed text, then the commands with the chosen one marked; the box keeps its height during typing."""
         found = self.matching()
         self.at = max(min(self.at, len(found) - 1), 0)
         cursor = "_" if self.look.glyphs.ascii else "▏"
@@ -332,11 +332,11 @@ class Commands(Dialog):
             style = "bold" if index == self.at else ""
             rows.append([(mark + " ", "key"), (key.ljust(6), "key"), (cut(says, width - 8), style)])
         if not found:
-            rows.append([("  nothing of that name can be done now", "dim")])
+            rows.append([("  no command matches now", "dim")])
         return [*rows, *[[]] * (min(len(self.commands), room) - len(found))][: max(len(found), room) + 1]
 
     def pressed(self, event: events.Key) -> None:
-        """Choose, shorten the list, or give up."""
+        """Choose, filter the list, or give up."""
         moves = {"up": -1, "down": 1, "pageup": -8, "pagedown": 8, "tab": 1, "shift+tab": -1}
         if event.key == "enter":
             found = self.matching()

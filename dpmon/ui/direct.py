@@ -1,7 +1,7 @@
-"""Writes only the cells that changed, past Textual's compositor, which would send each row again from its left edge.
+"""Writes only changed cells, past Textual's compositor, which would send each row again from its left edge.
 
-Textual keeps the whole picture too (the widgets' rows), so whatever it draws itself, after a resize or under a dialog,
-is right; this is a short cut for the second after second of a screen on which nothing moves but numbers.
+Textual holds the whole picture too (the widgets' rows), so whatever it draws itself, after a resize or under a dialog,
+is right. This is a fast path for a screen on which only numbers change.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dpmon.ui.look import Look
 from dpmon.ui.rows import Span, width_of
 
 Cell = tuple[str, str]
-"""What stands in one cell and its style's name; the right half of a wide character is empty."""
+"""The text of one cell and its style's name; the right half of a wide character is empty."""
 _GAP = 5
-"""So many unchanged cells between two changes are cheaper to write again than to jump over."""
+"""A gap of up to this many unchanged cells is cheaper to write again than to jump over."""
 
 
 def cells_of(row: Sequence[Span]) -> list[Cell]:
-    """The row cell by cell; a mark without a width of its own stays with what it marks."""
+    """The row cell by cell; a mark without a width stays with its character."""
     cells: list[Cell] = []
     for text, style in row:
         if text.isascii():
@@ -42,7 +42,7 @@ def cells_of(row: Sequence[Span]) -> list[Cell]:
 
 
 def _changes(before: Sequence[Cell], after: Sequence[Cell]) -> list[tuple[int, int]]:
-    """Where the rows differ, as ranges of cells; near ones are one."""
+    """Where the rows differ, as ranges of cells; ranges close to each other are merged."""
     ranges: list[tuple[int, int]] = []
     for index, (old, new) in enumerate(zip(before, after, strict=False)):
         if old != new:
@@ -52,7 +52,7 @@ def _changes(before: Sequence[Cell], after: Sequence[Cell]) -> list[tuple[int, i
                 ranges.append((index, index + 1))
     if len(after) > len(before):
         ranges.append((len(before), len(after)))
-    # A wide character is written whole.
+    # Never write half of a wide character.
     return [
         (
             start - 1 if start and not after[start][0] else start,
@@ -86,7 +86,7 @@ def _codes(style: Style, system: str | None) -> tuple[str, str, str]:
 
 
 def patch_row(x: int, y: int, before: Sequence[Span], after: Sequence[Span], look: Look, system: str | None) -> str:
-    """As `patch`, of two rows of the same width; spans that both begin or end with are not looked at cell by cell."""
+    """Like `patch`, for two rows of the same width; skips the spans that both begin or end with."""
     first, last = 0, 0
     most = min(len(before), len(after))
     while first < most and before[first] == after[first]:
@@ -109,7 +109,7 @@ def _begins_with_mark(row: Sequence[Span], index: int) -> bool:
 
 
 def patch(x: int, y: int, before: Sequence[Cell], after: Sequence[Cell], look: Look, system: str | None) -> str:
-    """What to write to a terminal that shows `before` at column `x` of row `y` (from 0), so that it shows `after`.
+    """The codes that change a terminal from `before` to `after` at column `x` of row `y` (both from 0).
 
     `system`: the terminal's colours as Rich names them. The attributes are reset at the end.
     """

@@ -1,4 +1,4 @@
-"""The Textual application as far as it draws: the feed, the clock and the panels. What keys do is in `monitor`."""
+"""The drawing part of the Textual application: the feed, the clock and the panels. `monitor` handles keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dpmon.ui.view import PanelView
 _PLACES = ("status", *PANELS, "footer", "timeline", "small")
 _REPAINT_S = 60.0
 _QUEUED_WRITES = 2
-"""With more writes than these waiting for the terminal, a frame is left out."""
+"""If more writes than this wait for the terminal, a frame is skipped."""
 
 
 def _open(directory: Path) -> Reader:
@@ -39,7 +39,7 @@ def _open(directory: Path) -> Reader:
 
 
 class Drawing(App[str]):
-    """Draws one run, second after second."""
+    """Draws one run at a regular interval."""
 
     ENABLE_COMMAND_PALETTE = False
     CSS = """
@@ -75,7 +75,7 @@ class Drawing(App[str]):
         self._panels = {name: PanelView(name, look) for name in _PLACES}
 
     def get_driver_class(self) -> type[TextualDriver]:
-        """Textual's own, mended, where it would take the one for a terminal."""
+        """Our driver where Textual would choose its own for Linux terminals; else Textual's choice."""
         from textual.drivers.linux_driver import LinuxDriver
 
         from dpmon.ui.driver import Driver
@@ -84,18 +84,18 @@ class Drawing(App[str]):
         return Driver if found is LinuxDriver else found
 
     def exit(self, result: str | None = None, return_code: int = 0, message: object = None) -> None:
-        """Go, in any case; the status for a terminal that keeps everything waiting is as of a way out without it."""
+        """Exit in any case; a deadline ends the process if the terminal takes no more output."""
         ended = self.feed.ended
         over = ended.status if ended is not None and ended.status is not None else 1
         self.leaving.wished(return_code or {"left": 0, "ended": over, "stopped": over}.get(result or "", 1))
         super().exit(result, return_code, message)  # type: ignore[arg-type]
 
     def compose(self) -> ComposeResult:
-        """One widget a place; the sizes come with the first picture."""
+        """Yield one widget per place; the first picture sets their sizes."""
         yield from self._panels.values()
 
     def on_mount(self) -> None:
-        """Draw before anything is read, then begin to read."""
+        """Draw before reading anything, then begin to read."""
         self.app_resume_signal.subscribe(self, lambda _: self._repaint())
         self.screen.styles.background = self.look.background
         self.draw()
@@ -117,7 +117,7 @@ class Drawing(App[str]):
         self.draw()
 
     def on_resize(self) -> None:
-        """Everything finds its place in the new size."""
+        """Place everything in the new size."""
         self.draw()
 
     def leaves_lost_terminal(self) -> bool:
@@ -153,7 +153,7 @@ class Drawing(App[str]):
         return len(self.screen_stack) > 1
 
     async def on_event(self, event: events.Event) -> None:
-        """Keys are answered in their order."""
+        """Handle keys in their order."""
         if not isinstance(event, events.Key):
             await super().on_event(event)
         elif event.is_forwarded:
@@ -163,7 +163,7 @@ class Drawing(App[str]):
             await self._typed.came(event)
 
     def _look_at_size(self) -> None:
-        """Take up the terminal's size where no signal told of it (or it came while nobody could hear it)."""
+        """Adopt the terminal's size if no signal announced it, or the signal came too early."""
         if self.is_headless:
             return
         with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -172,7 +172,7 @@ class Drawing(App[str]):
                 self.post_message(events.Resize(found, found))
 
     def after_tick(self) -> None:
-        """What else is to be done once a picture."""
+        """Called after each picture."""
 
     def every(self, period: float) -> None:
         """Draw a picture every `period` seconds from now on."""
@@ -191,28 +191,28 @@ class Drawing(App[str]):
         self.draw()
 
     def _queued(self) -> int:
-        """Writes that wait for the terminal; 0 where Textual does not tell."""
+        """Number of writes that wait for the terminal; 0 if Textual does not provide it."""
         queue = getattr(getattr(self._driver, "_writer_thread", None), "_queue", None)
         return int(queue.qsize()) if queue is not None else 0
 
     def _past_compositor(self) -> Callable[[str], object] | None:
-        """How to write to the terminal without Textual; None where there is none, or Textual has it elsewhere."""
+        """A function that writes to the terminal past Textual; None if there is none."""
         if self.is_headless or not self.direct:
             return None
         write = getattr(self._driver, "write", None)
         return write if callable(write) else None
 
     def _repaint(self) -> None:
-        """Send the whole picture again: whatever else wrote to the terminal is gone then."""
+        """Send the whole picture again, over anything that another program wrote to the terminal."""
         self.screen.refresh()
 
     def on_app_focus(self) -> None:
-        """The terminal comes into sight."""
+        """The terminal has become visible again."""
         self._repaint()
 
     def scene(self) -> Scene:
-        """What is to be drawn: now, or the instant at which the picture was frozen."""
-        screen = self.screen_stack[-1] if self.screen_stack else None  # there is none while the app exits
+        """The scene to draw: the live one, or the frozen one."""
+        screen = self.screen_stack[-1] if self.screen_stack else None  # the stack is empty while the app exits
         view = replace(self.view, dialog=tuple(screen.footer_keys())) if isinstance(screen, Dialog) else self.view
         if self._still is not None:
             self._still = self.feed.still(self._still, view)
@@ -220,7 +220,7 @@ class Drawing(App[str]):
         return self.feed.scene(view, self._stopping)
 
     def draw(self) -> None:
-        """Build the pictures and hand each panel its rows; only rows that differ reach the terminal."""
+        """Draw the pictures and give each panel its rows; only changed rows reach the terminal."""
         width, height = self.size
         if not width or not height:
             return
@@ -229,7 +229,7 @@ class Drawing(App[str]):
         if self._still is None and self.feed.has_room_for(rank_room(scene, slots)):
             scene = self.scene()
         painted = paint(scene, self.feed.output, slots, self.look)
-        # Past the compositor only while every panel stands where it stood and nothing lies over it.
+        # Bypass the compositor only while every panel keeps its place and nothing covers it.
         write = self._past_compositor() if slots == self.slots and len(self.screen_stack) == 1 else None
         patches: list[str] = []
         with self.batch_update():
@@ -245,7 +245,7 @@ class Drawing(App[str]):
             write("".join(patches))  # type: ignore[misc]
 
     def painted_rows(self) -> list[Row]:
-        """What is on the screen, row by row; dialogs are not part of it."""
+        """The rows on the screen, without dialogs."""
         return joined(self.slots, {name: panel.rows for name, panel in self._panels.items()})
 
     def panel_rows(self, name: str) -> list[Row]:
@@ -253,17 +253,17 @@ class Drawing(App[str]):
         return self._panels[name].rows
 
     def text(self) -> list[str]:
-        """What is on the screen, as text rows (for tests)."""
+        """The screen as text rows (for tests)."""
         return [plain(row) for row in self.painted_rows()]
 
     def last_scroll(self, panel: str, wanted: int) -> int:
-        """How far a panel can be scrolled, up to `wanted` rows: further than that its picture stays the same."""
+        """How far a panel can scroll, up to `wanted` rows; beyond that its picture stays the same."""
         slot = self.slots.get(panel)
         if slot is None:
             return 0
         return min(wanted, scroll_room(panel, self.scene(), slot, self.look))
 
     def from_thread(self, then: Callable[..., object], *arguments: object) -> None:
-        """Have something done on the screen's own thread; nothing, if the screen has gone meanwhile."""
+        """Call `then` on the screen's thread; do nothing if the screen has closed meanwhile."""
         with contextlib.suppress(RuntimeError):
             self.call_later(then, *arguments)

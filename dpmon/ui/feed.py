@@ -1,4 +1,4 @@
-"""What the screen knows: what the run recorded, what its processes are in, and the answers to what was asked."""
+"""The screen's state of one run: its records, its processes' activities, and the answers to requests."""
 
 from __future__ import annotations
 
@@ -28,23 +28,22 @@ if TYPE_CHECKING:
 
 
 OpenStore = Callable[[], "AbstractContextManager[Store]"]
-"""Opens what is recorded so far."""
+"""Opens the records written so far."""
 
 INPUT = "input.fifo"
 _GRACE_NS = 3_000_000_000
-"""How long a vanished command may be without a recorded exit before the screen says so."""
+"""Nanoseconds from the disappearance of the command, without a recorded exit, until the screen reports it."""
 _SLOW_S, _RESTS = 0.1, 10
-"""A look that takes longer than this is rare (nobody writes the history of a long run): the next one comes after this
-many times as long, so that keys are answered."""
+"""After a look longer than `_SLOW_S` seconds, the next one waits `_RESTS` times as long, so that keys are answered."""
 _STRIDE = 4
-"""Ranks that can be scrolled past before others are read."""
+"""Ranks read beyond the visible ones, so that the user can scroll before more are read."""
 FROZEN_RANKS = 2 * MOST_RANKS
-"""Ranks that are read when the picture is frozen: it can be zoomed and scrolled without being taken anew."""
+"""Ranks that are read for a frozen picture: the user can zoom and scroll it without a new read."""
 _IDLE = "no process trains now"
 
 
 class Reader(Protocol):
-    """What the screen needs of `dpmon.run.reader.RunReader`."""
+    """The part of `dpmon.run.reader.RunReader` that the screen uses."""
 
     @property
     def info(self) -> Any:
@@ -54,13 +53,13 @@ class Reader(Protocol):
         """Read run.json again."""
 
     def stage(self) -> tuple[str, int] | None:
-        """Stage before the first batch, and since when."""
+        """The stage before the first batch, and its start (monotonic ns)."""
 
     def waits_for_input(self) -> int | None:
-        """Since when the command waits for input; None: not, as far as is known."""
+        """When the command began to wait for input (monotonic ns); None if it does not, or if this is unknown."""
 
     def activities(self) -> Mapping[int, tuple[str, int]]:
-        """What each process is in, and since when."""
+        """Each process's current activity and its start (monotonic ns)."""
 
     def exit(self) -> Any:
         """How the run ended."""
@@ -72,30 +71,30 @@ class Reader(Protocol):
         """Ask for a mode."""
 
     def pending(self) -> bool:
-        """Whether a request was not answered yet."""
+        """Whether a request has no answer yet."""
 
     def request_pause(self, paused: bool) -> int:
-        """Ask for a pause, or for its end."""
+        """Ask for a pause or its end."""
 
     def request_sample(self) -> int:
         """Ask for the collectives of the next step; returns how many processes were asked."""
 
     def pause_refusal(self) -> str | None:
-        """Why there can be no pause."""
+        """Why a pause is impossible; None if it is possible."""
 
     def paused(self) -> Any:
-        """What was asked for (wanted), whether it is not so yet (pending), and since when it is (since_ns)."""
+        """The request (`wanted`), whether it is unanswered (`pending`), and the start of the pause (`since_ns`)."""
 
     @property
     def output_paths(self) -> tuple[Path, ...]:
-        """The script's output."""
+        """The script's output files."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Close all descriptors."""
 
 
 class Feed:
-    """One run as it is now. `open_reader` is called by `start`, so that the first picture waits for no file."""
+    """One run, live. `start` calls `open_reader`, so that the first picture waits for no file."""
 
     def __init__(
         self,
@@ -104,7 +103,7 @@ class Feed:
         clock: Callable[[], int] = time.monotonic_ns,
         open_store: OpenStore | None = None,
     ) -> None:
-        """`open_store`: what is recorded so far; that of `directory` if it is None."""
+        """`open_store`: opens the records; by default those in `directory`."""
         self.directory = directory
         self.state = State()
         self.output = Output()
@@ -115,7 +114,7 @@ class Feed:
         self._snapshots = Snapshots()
         self._wanted = Wanted()
         self._still = Snapshots()
-        """Takes pictures of a time at which the screen was frozen."""
+        """Takes snapshots for a frozen picture."""
         self._facts = Facts(script=clean(directory.name, 100))
         self._ended: Ended | None = None
         self._exit: Any = None
@@ -123,11 +122,11 @@ class Feed:
         self._gone_ns: int | None = None
         self._ending = False
         self._activities: Mapping[int, tuple[str, int]] = {}
-        """What each process was in when the run was last looked at, and since when (monotonic ns)."""
+        """Each process's activity at the last look, and its start (monotonic ns)."""
         self._ranks = self._wanted.ranks
-        """Ranks that the screen has room for."""
+        """Number of ranks that fit on the screen."""
         self._reads = any(directory.glob("process-*.ring"))
-        """Whether there is something recorded that was not read yet: a run that is looked at again."""
+        """Whether records exist that were not read yet, as when the user attaches to a running command."""
         self._toggle: Toggle | None = None
         self._asked_at_change = 0
         self._rests_until = 0.0
@@ -135,13 +134,13 @@ class Feed:
         """As of the last look."""
 
     def start(self) -> None:
-        """Open the run. Raises what the reader raises when the directory is no run."""
+        """Open the run. Raises the reader's error if the directory is not a run."""
         reader = self._reader = self._open_reader()
         self._facts = self._facts_of(reader)
         self.output.tails = [Tail(path) for path in reader.output_paths]
 
     def close(self) -> None:
-        """Give descriptors back."""
+        """Close all descriptors."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
@@ -161,12 +160,12 @@ class Feed:
 
     @property
     def info(self) -> Any:
-        """The contents of run.json, also after it was deleted; None before the run is opened."""
+        """The contents of run.json, kept after it was deleted; None before the run is opened."""
         return None if self._reader is None else self._reader.info
 
     @property
     def ended(self) -> Ended | None:
-        """How the run ended; None while it goes on, and until that was seen."""
+        """How the run ended; None while it runs or while its end is unknown."""
         return self._ended
 
     @property
@@ -176,7 +175,7 @@ class Feed:
 
     @property
     def ending(self) -> bool:
-        """Whether the command is gone, and how it ended is not yet recorded."""
+        """Whether the command is gone and its exit is not recorded yet."""
         return self._ending
 
     def now_ns(self) -> int:
@@ -186,7 +185,7 @@ class Feed:
     # ------------------------------------------------------------------------------------------ reading
 
     def tick(self) -> None:
-        """Look at the run anew. The end is asked for first, so that all that was written before it is seen."""
+        """Look at the run again. Ask for its end first, so that everything written before the end is seen."""
         reader = self._reader
         if reader is None:
             return
@@ -201,7 +200,7 @@ class Feed:
         self._answer(reader)
 
     def _look(self) -> None:
-        """Take the state as of now; if it cannot be read, it stays as it was."""
+        """Read the state as of now. Keep the old one if reading fails."""
         wanted = self._wanted._replace(over=self.over, ranks=self._ranks)
         began = time.perf_counter()
         if wanted == self._wanted and (began < self._rests_until or not self._is_new()):
@@ -213,7 +212,7 @@ class Feed:
         self._rests_until = began + (_RESTS * took if took > _SLOW_S else 0.0)
 
     def _is_new(self) -> bool:
-        """Whether there may be more than was seen: something was written, or a process has ended."""
+        """Whether there may be something new: a record was written, or a process ended."""
         if self._open_given is not None:
             return True
         from dpmon.store.opened import stamp
@@ -224,7 +223,7 @@ class Feed:
         return self._seen is None or self._seen != before
 
     def _position_ns(self) -> int | None:
-        """The time of the picture; None is now."""
+        """The time of the picture (ns); None for now."""
         return None
 
     def _taken(self, snapshots: Snapshots, wanted: Wanted, t_ns: int | None) -> State | None:
@@ -237,7 +236,7 @@ class Feed:
         return None
 
     def _recorded(self) -> AbstractContextManager[Store]:
-        """What is recorded so far."""
+        """Open the records written so far."""
         if self._open_given is not None:
             return self._open_given()
         from dpmon.store.opened import open_store
@@ -269,13 +268,13 @@ class Feed:
     # ------------------------------------------------------------------------------------------ asking
 
     def can_toggle(self) -> bool:
-        """Whether a request for a mode would reach anybody, and could be granted."""
+        """Whether a process could answer a request for a mode, and grant it."""
         return self.toggle_refusal() is None
 
     def toggle_refusal(self) -> str | None:
-        """Why no other mode can be asked for; None if one can."""
+        """Why no other mode can be requested; None if one can."""
         if self._reader is None or self._ended is not None or self._alive is False:
-            return "nothing runs that could be asked"
+            return "no training process is running"
         if self._ending:
             return "the command has ended"
         if self._idle():
@@ -285,11 +284,11 @@ class Feed:
         return toggle_refusal(self.state)
 
     def _idle(self) -> bool:
-        """Whether every process that has trained is at its end: the command may start another one."""
+        """Whether every process that has trained is finished; the command may start another one."""
         return at_its_end(self.state, self._activities)
 
     def toggle(self) -> None:
-        """Ask for the other mode; pending from this moment on."""
+        """Ask for the other mode; the request is pending from now on."""
         process = self.state.focus()
         if self._reader is None or process is None or not self.can_toggle():
             return
@@ -301,7 +300,7 @@ class Feed:
         if asked:
             self._toggle = Toggle(wanted, "pending", self.now_ns())
         else:
-            self._toggle = Toggle(wanted, "refused", self.now_ns(), reason="no training process is there to answer")
+            self._toggle = Toggle(wanted, "refused", self.now_ns(), reason="no training process is running")
 
     def _answer(self, reader: Reader) -> None:
         toggle = self._toggle
@@ -320,7 +319,7 @@ class Feed:
             self._toggle = Toggle(toggle.mode, "done", self.now_ns())
 
     def pausing(self) -> Pausing:
-        """Whether the training is paused, is to be, and could be."""
+        """The pause: whether the training is paused, whether one was requested, and whether one is possible."""
         reader = self._reader
         if reader is None or self._ended is not None or self._alive is False or not self.state.processes:
             return Pausing()
@@ -330,10 +329,10 @@ class Feed:
         return Pausing(possible, now.wanted, now.pending, since)
 
     def pause_refusal(self) -> str | None:
-        """Why the training can neither be paused nor go on; None if it can."""
+        """Why the training can be neither paused nor resumed; None if it can."""
         pausing = self.pausing()
         if self._reader is None or self._ended is not None or self._alive is False:
-            return "nothing runs that could be asked"
+            return "no training process is running"
         if self._ending:
             return "the command has ended"
         if self._idle() and not pausing.wanted:
@@ -343,12 +342,12 @@ class Feed:
         return self._reader.pause_refusal() or "no training process is known yet"
 
     def pause(self) -> None:
-        """Ask for a pause, or for the end of the one that was asked for."""
+        """Ask for a pause, or for the end of the requested pause."""
         if self._reader is not None:
             self._reader.request_pause(not self.pausing().wanted)
 
     def sample(self) -> bool:
-        """Ask for the collectives of the next step; False if nobody is there to be asked."""
+        """Ask for the collectives of the next step; False if no process was there."""
         return self._reader is not None and self._ended is None and self._reader.request_sample() > 0
 
     def can_type(self) -> bool:
@@ -359,27 +358,27 @@ class Feed:
             return False
 
     def hides_input(self) -> bool:
-        """Whether what is typed to the script is not to be seen, as a password is not."""
+        """Whether typed text must stay hidden, as for a password."""
         from dpmon.run.terminal import hides_input
 
         pid = None if self._reader is None else self._reader.info.command_pid
         return pid is not None and hides_input(pid)
 
     def type_line(self, line: str) -> str | None:
-        """Send a line to the script's standard input; None, or why that was not possible."""
+        """Send a line to the script's standard input; returns None, or why it failed."""
         from dpmon.run.terminal import send_input
 
         sent = send_input(self.directory, (line + "\n").encode("utf-8", "replace"))
-        return None if sent else "nobody takes it just now"
+        return None if sent else "the input pipe is full or closed"
 
     def file_name(self) -> str:
-        """How files about this run begin: "dpmon-linear-7f3a"."""
+        """The first part of the names of files about this run: "dpmon-linear-7f3a"."""
         return "dpmon-" + re.sub(r"^\d{8}-\d{6}-|[^A-Za-z0-9._-]+", "", self.directory.name)[:80]
 
     # ------------------------------------------------------------------------------------------ scenes
 
     def scene(self, view: View, stopping: str | None = None) -> Scene:
-        """Everything as it is now, for the pictures."""
+        """The current scene, for drawing."""
         reader = self._reader
         if reader is None:
             return Scene(self.state, 0, self._facts, view, reading=self._reads)
@@ -412,12 +411,12 @@ class Feed:
         )
 
     def has_room_for(self, ranks: int) -> bool:
-        """Note how many ranks the screen has room for; whether they are more than the state has figures of."""
+        """Set how many ranks fit on the screen; returns whether the state lacks some of them."""
         self._ranks = ranks + _STRIDE
         return self._ranks > self._wanted.ranks
 
     def still(self, scene: Scene, view: View) -> Scene:
-        """A scene of a time at which the screen was frozen, with another view of it."""
+        """A scene of the frozen time with another view."""
         before, wanted = (_wanted(each, Wanted(ranks=FROZEN_RANKS), FROZEN_RANKS // 2) for each in (scene.view, view))
         if before != wanted:
             wanted = wanted._replace(over=scene.over)
@@ -427,5 +426,5 @@ class Feed:
 
 
 def _wanted(view: View, before: Wanted, stride: int = _STRIDE) -> Wanted:
-    """What a view asks of the state; `stride`: ranks that can be scrolled past before others are asked for."""
+    """The parts of the state that a view needs; `stride`: ranks to scroll before more are read."""
     return before._replace(span_s=view.span_s, first_rank=view.scrolled.get("replicas", 0) // stride * stride)

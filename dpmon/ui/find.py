@@ -1,4 +1,4 @@
-"""Finding a word in the script's output: in the rows that are kept, then in the file, in pieces, on any thread."""
+"""Finds text in the script's output: in the stored rows, then in the file, piece by piece, on any thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PIECE = 1 << 20
 
 
 def _folded(text: str, needle: str) -> str:
-    """`text` as it is compared: capitals count only if there are some in what is looked for."""
+    """`text` for comparison: case matters only if `needle` has capitals."""
     if any(char.isupper() for char in needle):
         return text
     lower = text.lower()
@@ -22,12 +22,12 @@ def _folded(text: str, needle: str) -> str:
 
 
 def found_in(text: str, needle: str) -> int:
-    """Where `needle` begins in a line that is shown; -1 if it does not."""
+    """The position of `needle` in a visible line; -1 if it is not there."""
     return _folded(text, needle).find(needle) if needle else -1
 
 
 def marked(row: Row, needle: str) -> Row:
-    """The row with everything that was looked for in the style "found"."""
+    """The row with all hits in the style "found"."""
     text = plain(row)
     at = found_in(text, needle)
     if at < 0:
@@ -43,21 +43,21 @@ def marked(row: Row, needle: str) -> Row:
 
 @dataclass(frozen=True)
 class Hunt:
-    """One search: what for, which way, from where; everything it needs, so that it can run beside the screen."""
+    """One search: text, direction and start. It has all its data, so that it can run beside the screen."""
 
     needle: str
     older: bool
     start: int
-    """Serial number to begin with; it and what lies beyond it count."""
+    """Serial number at which the search begins (included)."""
     first: int
-    """Serial number of `texts[0]`; what is older is in the file."""
+    """Serial number of `texts[0]`; older rows are in the file."""
     texts: list[str]
     tail: Tail
     number: int | None
-    """Line of the file that has serial number `first`; None: what is older cannot be searched yet."""
+    """Line of the file with serial number `first`; None while older lines cannot be searched."""
 
     def run(self) -> int | None:
-        """Serial number of the nearest hit; None if there is none that way."""
+        """Serial number of the nearest hit in this direction; None without one."""
         return next(self._hits(), None)
 
     def _hits(self) -> Iterator[int]:
@@ -82,7 +82,7 @@ class Hunt:
                 yield serial
 
     def _old(self) -> Iterator[int]:
-        """Hits in the lines of the file that are no longer kept."""
+        """Hits in the lines of the file before the stored rows."""
         if self.number is None or not self.number:
             return
         line = self.number - (self.first - self.start)
@@ -96,7 +96,7 @@ class Hunt:
                     yield self.first - (self.number - number)
 
     def _candidates(self, data: bytes) -> list[tuple[int, bytes]]:
-        """Lines of a piece, with their place in it, in which the word may stand."""
+        """Lines of a piece that may contain the text, with their places in it."""
         bare = ESCAPE.sub(b"", data) if b"\x1b" in data else data
         if found_in(bare.decode("utf-8", "replace"), self.needle) < 0:
             return []
@@ -115,7 +115,7 @@ class Hunt:
             data = self.tail.read(start, end - start)
             if start:
                 head = data.find(b"\n") + 1
-                # A line longer than a piece is looked at piece by piece.
+                # A line longer than a piece is searched piece by piece.
                 start, data = start + head, data[head:]
                 if not data:
                     start, data = end - _PIECE, self.tail.read(end - _PIECE, _PIECE)

@@ -9,21 +9,21 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dpmon.text.cells import span_width
-from dpmon.ui.keys import DEEDS, Deed
+from dpmon.ui.keys import COMMANDS, Command
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, fit
 from dpmon.ui.scene import Scene
 
 _LAST = ("?", "q", ":")
-"""There at every width; the one called "more" has whatever has no room."""
+"""Keys shown at every width; "more" lists the keys that do not fit."""
 _ORDER = ("esc", "d", "p", "end", "space", "n", "N", "/", "x", "enter", "1-5", "w", "i", "[ ]", "r", "e", "s", "t", "o")
-"""The most useful first; what is not named here comes after."""
+"""The most useful keys first; the others follow."""
 _OVER = ("r", "e")
-"""What a run that is over is looked at for."""
+"""The main keys after the end of a run."""
 _BACK = ("resume", "go on")
-"""Words of what is held up until its key is pressed once more."""
+"""Words of states that only their key ends."""
 _ALL = "list"
-"""What `:` is called where nothing is left out; as long as the other word."""
+"""The word of `:` if nothing is left out; as long as "more"."""
 _SHORT = {
     "→ single": "→single",
     "→ dp": "→dp",
@@ -37,9 +37,9 @@ _SHORT = {
     "refresh": "rate",
     "output file": "file",
 }
-"""What a word is on a row that has no room for all of them."""
+"""Short forms of words for a row that is too narrow."""
 _ROOMY = 100
-"""Cells from which on keys stand two cells apart."""
+"""From this many cells on, keys stand two cells apart."""
 
 
 class _Piece(NamedTuple):
@@ -48,29 +48,30 @@ class _Piece(NamedTuple):
     rank: int
 
 
-def _rank(deed: Deed, word: str, scene: Scene) -> int:
-    if deed.key in _LAST:
+def _rank(command: Command, word: str, scene: Scene) -> int:
+    if command.key in _LAST:
         return -3
-    if word in _BACK or (deed.key == "i" and scene.input_wait_ns is not None):
+    if word in _BACK or (command.key == "i" and scene.input_wait_ns is not None):
         return -2
-    if scene.over and deed.key in _OVER:
+    if scene.over and command.key in _OVER:
         return -1
-    return _ORDER.index(deed.key) if deed.key in _ORDER else len(_ORDER)
+    return _ORDER.index(command.key) if command.key in _ORDER else len(_ORDER)
 
 
 def _pieces(scene: Scene) -> list[_Piece]:
     if scene.view.dialog:
         return [_Piece(key, word, -3) for key, word in scene.view.dialog]
-    return [_Piece(deed.key, word, _rank(deed, word, scene)) for deed in DEEDS if (word := deed.word(scene))]
+    possible = ((command, command.word(scene)) for command in COMMANDS)
+    return [_Piece(command.key, word, _rank(command, word, scene)) for command, word in possible if word]
 
 
 def keys(scene: Scene) -> list[tuple[str, str]]:
-    """Key and word for everything that can be done now and has a place here."""
+    """Key and word of every command that works now and has a place in the footer."""
     return [(piece.key, piece.word) for piece in _pieces(scene)]
 
 
 def footer(scene: Scene, width: int, look: Look) -> list[Row]:
-    """One row of `width` cells; ": more" has all of them; a narrow one has short words."""
+    """One row of `width` cells; ": more" leads to all keys; a narrow row uses short words."""
     gap = 2 if width >= _ROOMY else 1
     everything = _pieces(scene)
     shown = everything
@@ -84,12 +85,12 @@ def footer(scene: Scene, width: int, look: Look) -> list[Row]:
 
 
 def _taken(pieces: Sequence[_Piece], gap: int) -> int:
-    """Cells that these take."""
+    """Number of cells that these pieces take."""
     return sum(gap + span_width(piece.key) + 1 + span_width(piece.word) for piece in pieces) - (gap - 1)
 
 
 def _chosen(pieces: Sequence[_Piece], width: int, gap: int) -> list[_Piece]:
-    """Those that have room, by their rank; near to each other in short words, then in full as far as there is room."""
+    """The pieces that fit, the most useful first; short words close together, lengthened as far as they fit."""
     order = sorted(range(len(pieces)), key=lambda index: pieces[index].rank)
     shown: dict[int, _Piece] = {}
     for index in order:
@@ -105,7 +106,7 @@ def _chosen(pieces: Sequence[_Piece], width: int, gap: int) -> list[_Piece]:
 
 
 def at(row: Row, x: int) -> str | None:
-    """The key whose name or word stands in column `x`; None between them."""
+    """The key in column `x`, by its name or word; None between keys."""
     column = 0
     key: str | None = None
     for text, style in row:

@@ -1,44 +1,43 @@
-"""What the words on the screen mean, a sentence each; and the dialogs' texts."""
+"""The help: a sentence for each word on the screen, and all keys."""
 
 from __future__ import annotations
 
 from dpmon.record.schema import PHASES
 from dpmon.text.cells import cut, wrapped
-from dpmon.ui.keys import DEEDS, PLAYED
+from dpmon.ui.keys import COMMANDS, PLAYED
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row
 from dpmon.ui.scene import NAMES, RANK_NAMES
 
 _PANELS = (
-    (NAMES["devices"], "what each GPU does, once a second; without a GPU what this machine's processor does, and why."),
+    (NAMES["devices"], "what each GPU does, once a second; without a GPU, this machine's processor, and why."),
     (
         NAMES["replicas"],
-        "a replica is one device's share of a batch: what went in, what came out, how long its forward took.",
+        "a replica is one device's share of a batch: its input, its output and the time of its forward.",
     ),
     ("", "Rows are the first dimension of its input; idle means the batch made fewer chunks than there are devices."),
-    ("", "Virtual replicas share a device that is no separate GPU: right sizes and gradients, but no real speed-up."),
+    ("", "Virtual replicas share one device instead of separate GPUs: right sizes and gradients, but no speed-up."),
     (
         NAMES["batch"],
-        "where a step's time goes. Median: half the steps are faster. p95: 95 of 100 are. Share: of all the time.",
+        "where a step's time goes. Median: half the steps are faster. p95: 95 of 100 are. Share: of the whole time.",
     ),
-    ("", "Columns are one second each, from left to right, their phases stacked in the order below."),
-    ("", "Host times: what the script's thread spent. A GPU may still be at work when the thread goes on."),
-    ("", "Device: what the slowest GPU took for it, between two events of its stream: work, and waiting for the host."),
+    ("", "Each column is one second, with its phases stacked in the order below."),
+    ("", "Host times: time of the script's thread. A GPU may still be working when the thread goes on."),
+    ("", "Device: time of the slowest GPU between two events of its stream: its work, and its waits for the host."),
     (
         RANK_NAMES["replicas"],
-        "where the mean step of each rank goes: the last 50 steps, 5 s at least. Straggler: the rank that the others"
-        " wait for.",
+        "the mean step of each rank: the last 50 steps, at least 5 s. Straggler: the rank that the others wait for.",
     ),
     ("", "Exposed: communication that no computation hides, the same on all ranks."),
     ("", "Wait: how long a rank waits for the slowest one at the end of its backward pass."),
-    ("", "More than 16 ranks: a cell a rank, with the tenths of its step that it waits; below it the slowest ranks."),
-    (RANK_NAMES["compare"], "what ranks spend in it, and what to try. Ranks have no mode to compare."),
-    ("", "Bucket: gradients that are averaged together, as soon as the last of them is ready."),
+    ("", "More than 16 ranks: one cell per rank shows its wait in tenths of its step; the slowest ranks are below."),
+    (RANK_NAMES["compare"], "how much time ranks spend in it, and what to try. Ranks have no mode to compare."),
+    ("", "Bucket: gradients that are averaged together once the last of them is ready."),
     ("", "Sampled: the collectives of one step now and then. An arrow is a launch without a known end."),
     (NAMES["compare"], "both modes' figures side by side, once both ran; d switches the running job."),
     (
         NAMES["output"],
-        "what the script prints. Page keys scroll, end follows again; nothing in it can steer this terminal.",
+        "the script's output. Page keys scroll, end follows again. Its control codes cannot affect this terminal.",
     ),
 )
 _MOVES = (
@@ -57,19 +56,19 @@ def _entries(pairs: list[tuple[str, str, str]], label: int, width: int) -> list[
 
 
 def _once() -> dict[str, str]:
-    """What each key does; where this depends on the place, all its effects in one text."""
+    """The effect of each key; a key with several effects has them in one text."""
     found: dict[str, list[str]] = {}
-    for deed in DEEDS:
-        found.setdefault(deed.key, []).append(deed.says)
+    for command in COMMANDS:
+        found.setdefault(command.key, []).append(command.says)
     return {key: "; ".join(says) for key, says in found.items()}
 
 
 def _signs(look: Look, lettered: bool) -> tuple[str, str]:
-    """What else there is to know of the columns of panel 3, as they look here."""
+    """More about the columns of panel 3, with the signs of this look."""
     little = "A small letter (or a dot)" if lettered else "The lowest block"
     return (
-        f"{little} alone: steps too short for a cell of this scale (single beside dp); it is of their longest phase.",
-        f"{look.glyphs.cut_top} on top: longer than the scale, which 95 % of the columns stay under.",
+        f"{little} alone: steps too short for one cell of this scale (single beside dp); it shows their longest phase.",
+        f"{look.glyphs.cut_top} on top: longer than the scale, which covers 95 % of the columns.",
     )
 
 
@@ -94,5 +93,5 @@ def help_rows(width: int, look: Look) -> list[Row]:
     rows += _entries([(key, "key", says) for key, says in _once().items()], label, width)
     rows += _entries([(keys, "key", text) for keys, text in _MOVES], label, width)
     rows += [[], [("Keys of a playback (dpmon attach, once a run is over)", "title")]]
-    rows += _entries([(deed.key, "key", deed.says) for deed in PLAYED], label, width)
+    rows += _entries([(command.key, "key", command.says) for command in PLAYED], label, width)
     return rows

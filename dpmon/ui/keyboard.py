@@ -210,7 +210,7 @@ class Keyboard:
         self._window = (now, 0)
         return count < _WINDOW_BYTES
 
-    # ------------------------------------------------------------------------------------------ what it means
+    # ------------------------------------------------------------------------------------------ meaning
 
     def _cut_character(self) -> bool:
         return bool(self._decoder.getstate()[0])
@@ -254,13 +254,13 @@ class Keyboard:
             event = self._table.parse_mouse_code(sequence)
             return [event] if event is not None and not isinstance(event, events.MouseMove) else []
         if match := _KITTY.fullmatch(sequence) or _OTHER_KEY.fullmatch(sequence):
-            return self._told(**match.groupdict())
+            return self._coded(**match.groupdict())
         match = _MODIFIED.fullmatch(sequence)
         if match and match["number"] + match["end"] in FUNCTIONAL_KEYS:
             return self._extended(sequence)
         return [*self._keys(sequence)]
 
-    def _told(self, code: str, held: str | None, kind: str | None = None) -> list[Message]:
+    def _coded(self, code: str, held: str | None, kind: str | None = None) -> list[Message]:
         """A key by the number of its character, with the modifiers held down."""
         number = int(code)
         if kind == _RELEASED or number > 0x10FFFF or 0xD800 <= number < 0xE000:

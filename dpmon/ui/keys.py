@@ -1,6 +1,6 @@
-"""Every key: what it does, what the footer calls it, and when it is possible. Footer, help and palette read this list.
+"""Every key with its effect, its word in the footer, and whether it works now. Footer, help and palette use this list.
 
-And what the keys that only change the view do to it: functions from view to view.
+Also the keys that only change the view, as functions from view to view.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from dpmon.ui.scene import NAMES, PANELS, RANGES, RANK_NAMES, Scene, View
 
 __all__ = [
     "BINDINGS",
-    "DEEDS",
+    "COMMANDS",
     "PERIODS",
     "PLAYED",
-    "Deed",
+    "Command",
     "neighbour",
     "next_panel",
     "other_period",
@@ -38,18 +38,18 @@ PERIODS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Seconds between pictures to choose from."""
 
 
-class Deed(NamedTuple):
-    """One thing that can be done."""
+class Command(NamedTuple):
+    """A command of the user."""
 
     key: str
-    """As people write it."""
+    """The key as people write it."""
     names: str
-    """As Textual calls the keys, separated by commas."""
+    """Textual's names of the keys, separated by commas."""
     action: str
     word: Callable[[Scene], str | None]
-    """What the footer calls it now; None while it is not possible, "" where it has no place in the footer."""
+    """The footer's word for it now; None if the key does not work now, "" if the footer omits it."""
     says: str
-    """What help and palette say."""
+    """The text in the help and the palette."""
 
 
 def _always(word: str) -> Callable[[Scene], str | None]:
@@ -97,74 +97,74 @@ def _communicates(scene: Scene) -> bool:
 
 
 def _behind(scene: Scene) -> str | None:
-    """What `end` does where the output is not at its end; after a search nothing else goes back there."""
+    """The word for `end` if the output is scrolled back; after a search only this key returns to the end."""
     if not scene.scrolled_back or "output" not in (scene.view.focus, scene.view.zoom):
         return None
     return "to the end" if scene.over else "follow"
 
 
-DEEDS: tuple[Deed, ...] = (
-    Deed("d", "d", "toggle_mode", _other_mode, "data parallel or single device, from the next batch on"),
-    Deed("p", "p", "pause", _pause, "pause the training between two steps, or resume it"),
-    Deed("space", "space", "freeze", _freeze, "freeze the picture; the training goes on"),
-    Deed(
+COMMANDS: tuple[Command, ...] = (
+    Command("d", "d", "toggle_mode", _other_mode, "data parallel or single device, from the next batch on"),
+    Command("p", "p", "pause", _pause, "pause the training between two steps, or resume it"),
+    Command("space", "space", "freeze", _freeze, "freeze the picture; the training goes on"),
+    Command(
         "esc",
         "escape",
         "unzoom",
         lambda scene: "all panels" if scene.view.zoom else "end search" if _finding(scene) else None,
         "back to all panels; end a search",
     ),
-    Deed("n", "n", "next(1)", _when(_finding, "older"), "in a search, the next older line"),
-    Deed("N", "N", "next(-1)", _when(_finding, "newer"), "the next newer one"),
-    Deed("end", "end", f"scroll({FAR})", _behind, "to the end of the output, and follow it"),
-    Deed(
+    Command("n", "n", "next(1)", _when(_finding, "older"), "during a search: the next older line"),
+    Command("N", "N", "next(-1)", _when(_finding, "newer"), "during a search: the next newer line"),
+    Command("end", "end", f"scroll({FAR})", _behind, "to the end of the output, and follow it"),
+    Command(
         "1-5",
         "",
         "",
         lambda scene: None if scene.view.zoom else "panel",
-        "go to a panel; once more: full screen and back. tab, arrows and the mouse do so too",
+        "go to a panel; press again for full screen and back. tab, arrows and the mouse work too",
     ),
-    Deed(
+    Command(
         "enter",
         "enter",
         "zoom",
         lambda scene: None if scene.view.zoom else "zoom",
-        "the panel in focus: full screen; a double click does so, too",
+        "show the panel in focus on the full screen; a double click does the same",
     ),
-    Deed(
+    Command(
         "/",
         "slash",
         "find",
         lambda scene: "find" if "output" in (scene.view.focus, scene.view.zoom) else "",
         "find a word in the script's output, the newest line first",
     ),
-    Deed("n", "n", "next(1)", _when(_several_roots, "next call"), "in panel 2, the next root or call of a step"),
-    Deed(
+    Command("n", "n", "next(1)", _when(_several_roots, "next call"), "in panel 2: the next root or call of a step"),
+    Command(
         "i",
         "i",
         "type_line",
         _when(lambda s: s.can_type and not s.over and not s.ending, "input"),
         "send a line to the script",
     ),
-    Deed("c", "c", "sample", _when(_communicates, "collectives"), "record the collectives of a step of all ranks, now"),
-    Deed("w", "w", "warnings", _when(lambda s: bool(s.state.warnings), "warnings"), "all warnings that are kept"),
-    Deed("[ ]", "", "", _always("range"), "a shorter or longer time range for histories and figures"),
-    Deed("s", "s", "picture", _always("picture"), "save a picture of the screen (SVG)"),
-    Deed("e", "e", "export", _always("export"), "export all records: JSON, CSV, Perfetto; in the background"),
-    Deed("r", "r", "report", _always("report"), "the report: what happened in the run so far"),
-    Deed("x", "x", "stop", _when(_stoppable, "stop"), "stop the training; asks first"),
-    Deed("t", "t", "theme", _always("theme"), "the next theme: dark, light, colour-blind, mono, ASCII"),
-    Deed("+ -", "", "", _always("refresh"), "a picture more or less often"),
-    Deed(
+    Command("c", "c", "sample", _when(_communicates, "collectives"), "record the collectives of one of the next steps"),
+    Command("w", "w", "warnings", _when(lambda s: bool(s.state.warnings), "warnings"), "show all stored warnings"),
+    Command("[ ]", "", "", _always("range"), "a shorter or longer time range for histories and figures"),
+    Command("s", "s", "picture", _always("picture"), "save a picture of the screen (SVG)"),
+    Command("e", "e", "export", _always("export"), "export all records: JSON, CSV, Perfetto; in the background"),
+    Command("r", "r", "report", _always("report"), "the report: what happened in the run so far"),
+    Command("x", "x", "stop", _when(_stoppable, "stop"), "stop the training; asks first"),
+    Command("t", "t", "theme", _always("theme"), "the next theme: dark, light, colour-blind, mono, ASCII"),
+    Command("+ -", "", "", _always("refresh"), "draw the screen more or less often"),
+    Command(
         "o",
         "o",
         "next_output",
         _when(lambda s: s.outputs > 1, "output file"),
-        "the other file of output",
+        "show the other output file",
     ),
-    Deed(":", "colon,ctrl+p", "palette", _always("more"), "all that can be done now; type to choose"),
-    Deed("?", "question_mark,h,f1", "help", _always("help"), "what the words and keys mean"),
-    Deed(
+    Command(":", "colon,ctrl+p", "palette", _always("more"), "list everything that can be done now; type to filter"),
+    Command("?", "question_mark,h,f1", "help", _always("help"), "show what the words and keys mean"),
+    Command(
         "q",
         "q",
         "leave",
@@ -174,12 +174,12 @@ DEEDS: tuple[Deed, ...] = (
 )
 
 
-def _played(key: str, names: str, action: str, says: str) -> Deed:
-    return Deed(key, names, action, lambda scene: None if scene.playing is None else "", says)
+def _played(key: str, names: str, action: str, says: str) -> Command:
+    return Command(key, names, action, lambda scene: None if scene.playing is None else "", says)
 
 
-PLAYED: tuple[Deed, ...] = (
-    _played("space", "space", "play", "play, or stop; at the end from the beginning"),
+PLAYED: tuple[Command, ...] = (
+    _played("space", "space", "play", "play or stop; at the end, start again"),
     _played(".", "full_stop", "step(1)", "to the next step"),
     _played(",", "comma", "step(-1)", "to the step before"),
     _played("f", "f", "seek(10)", "10 seconds on"),
@@ -191,18 +191,18 @@ PLAYED: tuple[Deed, ...] = (
     _played("g", "g", "seek_to(0.0)", "to the beginning"),
     _played("G", "G", "seek_to(1.0)", "to the end"),
 )
-"""What is there only while a run that is over is played back; the time line names some of them."""
+"""Keys that work only during a playback; the time line names some of them."""
 _PAIRS: tuple[tuple[str, str, str, str], ...] = (
     ("[", "left_square_bracket", "range(-1)", "a shorter time range"),
     ("]", "right_square_bracket", "range(1)", "a longer time range"),
-    ("+", "plus,equals_sign", "refresh(-1)", "pictures more often"),
-    ("-", "minus,underscore", "refresh(1)", "pictures less often"),
+    ("+", "plus,equals_sign", "refresh(-1)", "draw the screen more often"),
+    ("-", "minus,underscore", "refresh(1)", "draw the screen less often"),
 )
 _PANEL_KEYS = tuple((str(number), f"panel('{name}')", name) for number, name in enumerate(PANELS, start=1))
 
 
 def _bindings() -> list[BindingType]:
-    found: dict[str, str] = {deed.names: deed.action for deed in DEEDS if deed.names}
+    found: dict[str, str] = {command.names: command.action for command in COMMANDS if command.names}
     found |= {names: action for _, names, action, _ in _PAIRS}
     found |= {key: action for key, action, _ in _PANEL_KEYS}
     found |= {
@@ -217,7 +217,7 @@ def _bindings() -> list[BindingType]:
     }
     return [
         Binding("ctrl+c,ctrl+q", "leave(True)", priority=True, show=False),
-        # Before Textual moves a focus that nothing here has.
+        # These come before Textual's own keys for a focus, which nothing here has.
         Binding("tab", "next_panel(1)", priority=True, show=False),
         Binding("shift+tab", "next_panel(-1)", priority=True, show=False),
         *(Binding(names, action, show=False) for names, action in found.items()),
@@ -231,7 +231,7 @@ def possible(scene: Scene) -> list[tuple[str, str, str]]:
     """Key, sentence and action for everything that can be done now, for the palette."""
     found = [
         (d.key, "close this screen" if word == "close" else d.says, d.action)
-        for d in (*PLAYED, *DEEDS)
+        for d in (*PLAYED, *COMMANDS)
         if d.names and d.action != "palette" and (word := d.word(scene)) is not None
     ]
     found += [(key, says, action) for key, _, action, says in _PAIRS]
@@ -239,7 +239,7 @@ def possible(scene: Scene) -> list[tuple[str, str, str]]:
 
 
 def panel_name(scene: Scene, panel: str) -> str:
-    """What a panel is called now."""
+    """The current name of a panel."""
     ranked = panel_communication.applies(scene) if panel == "compare" else panel_ranks.applies(scene)
     return RANK_NAMES.get(panel, NAMES[panel]) if ranked else NAMES[panel]
 
@@ -248,7 +248,7 @@ def panel_name(scene: Scene, panel: str) -> str:
 
 
 def to_panel(view: View, slots: Mapping[str, Slot], name: str) -> View:
-    """Go to a panel; when one is there already, or it has no place of its own: full screen and back."""
+    """Go to a panel. If it is in focus already, or hidden, switch between full screen and back."""
     if view.zoom is not None:
         return replace(view, focus=name, zoom=None if view.zoom == name else name)
     if view.focus == name or name not in slots or slots[name].folded:
@@ -257,7 +257,7 @@ def to_panel(view: View, slots: Mapping[str, Slot], name: str) -> View:
 
 
 def next_panel(view: View, slots: Mapping[str, Slot], by: int) -> View:
-    """Go to the next panel on the screen; while one is full screen, show the next one so."""
+    """Go to the next panel on the screen; from a full-screen panel, to the next one on the full screen."""
     here = PANELS.index(view.focus)
     order = [PANELS[(here + by * i) % len(PANELS)] for i in range(1, len(PANELS) + 1)]
     if view.zoom is not None:
@@ -266,7 +266,7 @@ def next_panel(view: View, slots: Mapping[str, Slot], by: int) -> View:
 
 
 def neighbour(view: View, slots: Mapping[str, Slot], way: str) -> View:
-    """Go to the panel that lies up, down, left or right of the one in focus, if there is one."""
+    """Go to the panel above, below, left or right of the one in focus, if there is one."""
     here = slots.get(view.focus)
     if here is None:
         return view
@@ -287,18 +287,18 @@ def neighbour(view: View, slots: Mapping[str, Slot], way: str) -> View:
 
 
 def zoomed(view: View) -> View:
-    """The panel in focus: full screen and back."""
+    """Show the panel in focus on the full screen, or go back."""
     return replace(view, zoom=None if view.zoom is not None else view.focus)
 
 
 def other_range(view: View, by: int) -> View:
-    """The next longer (or shorter) time range; the last one stays."""
+    """Choose the next longer (or shorter) time range; stay at the last one."""
     here = RANGES.index(view.span_s) if view.span_s in RANGES else 0
     return replace(view, span_s=RANGES[min(max(here + by, 0), len(RANGES) - 1)])
 
 
 def other_period(period: float, by: int) -> float:
-    """The next longer (or shorter) time between pictures."""
+    """The next longer (or shorter) time between pictures, in seconds."""
     longer = [each for each in PERIODS if each > period * 1.001]
     shorter = [each for each in PERIODS if each < period * 0.999]
     if by > 0:

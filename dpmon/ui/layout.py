@@ -1,4 +1,4 @@
-"""Where each panel stands on a screen of a given size: open, or folded to its title."""
+"""The place of each panel on a screen of a given size: open, or folded to its title."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BATCH = 9
 
 
 class Slot(NamedTuple):
-    """A panel's place in cells; `folded`: one row, the title and the number that counts."""
+    """A panel's place in cells; a `folded` panel is one row with its title and main number."""
 
     panel: str
     x: int
@@ -29,10 +29,9 @@ def is_wide(width: int) -> bool:
 def arrange(
     width: int, height: int, *, devices: int = 2, replicas: int = 2, batch: int = 11, zoom: str | None = None
 ) -> dict[str, Slot]:
-    """Places for "status", the panels and "footer", which tile the screen; "small" alone when it is too small.
+    """Places of "status", the panels and "footer", which tile the screen; only "small" if the screen is too small.
 
-    `devices`, `replicas` and `batch`: rows those panels would like to show. A panel that is not in the answer is
-    hidden.
+    `devices`, `replicas` and `batch`: rows that the content of these panels needs. Panels without a place are hidden.
     """
     if width < MIN_WIDTH or height < MIN_HEIGHT:
         return {"small": Slot("small", 0, 0, width, height)}

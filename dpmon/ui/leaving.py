@@ -1,8 +1,8 @@
-"""How the screen goes when it is told to from outside: the terminal is given back, whatever happens.
+"""Restores the terminal when a signal or a hang-up ends the screen.
 
 Textual restores the terminal when its application exits, but not on SIGTERM, SIGHUP or SIGQUIT, and it spins when the
-terminal has gone. So these signals ask it to exit, and a thread sees to it that the process is gone a second later. A
-user's own wish to leave waits longer for a terminal that takes nothing, but not for ever.
+terminal has gone. So these signals ask it to exit, and a thread ends the process a second later. If the user leaves,
+the thread waits longer for a terminal that accepts no output, but not forever.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Leaving:
     """Signal handlers and the watch over the terminal, from `begin` to `end`."""
 
     def __init__(self, ask: Callable[[int], None]) -> None:
-        """`ask` makes the application exit with a status; it is called from a signal handler."""
+        """`ask` makes the application exit with a status; a signal handler calls it."""
         self._ask = ask
         self._before: dict[int, Any] = {}
         self._modes: list[Any] | None = None
@@ -39,20 +39,20 @@ class Leaving:
         self._last_status = 0
         self._begun = False
         self.status = 0
-        """128+N where a signal asked; 0 where none did."""
+        """128+N after a signal; 0 without one."""
 
     def begin(self) -> None:
-        """Remember the terminal's modes and take the signals; call it before the terminal is changed."""
+        """Remember the terminal's modes and install the handlers; call it before anything changes the terminal."""
         self._begun = True
         with contextlib.suppress(termios.error, OSError, ValueError):
             self._modes = termios.tcgetattr(sys.__stdin__.fileno()) if sys.__stdin__ else None
         for number in SIGNALS:
-            # With the hang-up ignored (nohup) it stays ignored; the vanished terminal is seen by polling.
+            # An ignored hang-up (nohup) stays ignored; polling detects the vanished terminal.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._on_signal)
 
     def end(self) -> None:
-        """Give the signals back; what was to happen later happens no more."""
+        """Restore the handlers and cancel the deadline."""
         self._begun = False
         if self._timer is not None:
             self._timer.cancel()
@@ -64,14 +64,14 @@ class Leaving:
         self.go(128 + number)
 
     def go(self, status: int) -> None:
-        """Exit with `status`: ask first, and be gone in a second whatever the answer."""
+        """Exit with `status`: ask first, and end the process a second later in any case."""
         if not self.status:
             self.status = status
             self._within(_PATIENCE_S, status)
         self._ask(status)
 
     def wished(self, status: int) -> None:
-        """The application is on its way out, as its user wished: with `status` it is gone in seconds, in any case."""
+        """The user leaves: end the process with `status` in some seconds if the application does not."""
         if self._begun and self._timer is None:
             self._within(_WISHED_PATIENCE_S, status)
 
@@ -98,7 +98,7 @@ class Leaving:
 
 
 def terminal_gone() -> bool:
-    """Whether standard input was hung up."""
+    """Whether the terminal of standard input has hung up."""
     if sys.__stdin__ is None:
         return False
     try:

@@ -1,4 +1,4 @@
-"""How things look: glyphs (Unicode or ASCII) and a theme's styles by name, for one terminal; changed by a key."""
+"""The look of one terminal: glyphs (Unicode or ASCII) and a theme's styles by name; a key changes it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dpmon.text.palettes import PALETTES, named
 from dpmon.ui.themes import MONO_STYLES, composed, styles_of
 
 LETTERS: Mapping[str, str] = {phase.shown: phase.letter for phase in PHASES}
-"""A letter a phase; what is left over has a dot."""
+"""The letter of each phase; "other" has a dot."""
 
 
 def letter_in(phase: str, word: str) -> int:
-    """Where the phase's letter is in a name of it: at the start if it is nowhere."""
+    """The position of the phase's letter in one of its names; 0 if it is not there."""
     return max(word.upper().find(LETTERS[phase]), 0)
 
 
@@ -29,7 +29,7 @@ class Glyphs:
     frame: tuple[str, str, str, str, str, str]
     """Corners (top left, top right, bottom left, bottom right), horizontal and vertical line."""
     blocks: str
-    """From empty to full, lower part filled: nine, or two."""
+    """From empty to full, lower part filled: nine blocks, or two."""
     bar: tuple[str, str]
     """A bar's full and empty cell."""
     more: str
@@ -46,7 +46,7 @@ class Glyphs:
     cut_top: str
     ascii: bool
     braille: bool = False
-    """Whether plots of several rows are drawn in dots; else in blocks, or in what `blocks` has."""
+    """Whether plots of several rows use braille dots; else they use `blocks`."""
 
 
 UNICODE = Glyphs(
@@ -100,20 +100,20 @@ class Look:
     theme: str = "dark"
     """One of `dpmon.config.THEMES`."""
     only_ascii: bool = False
-    """The terminal knows no other characters."""
+    """Whether the terminal shows only ASCII."""
     only_mono: bool = False
-    """The terminal has no colours."""
+    """Whether the terminal has no colours."""
     few: bool = False
-    """It has sixteen."""
+    """Whether the terminal has sixteen colours."""
 
     def style(self, name: str) -> Style:
-        """The style of that name; between two phases, "phase.a/b" is the colour of a upon that of b."""
+        """The style of that name; between two phases, "phase.a/b" is the colour of a on that of b."""
         found = self.styles.get(name)
         return found if found is not None else composed(name, self.theme if self.colour else None, self.few)
 
     @property
     def background(self) -> str:
-        """The colour behind everything; of no meaning in mono."""
+        """The colour behind everything; meaningless in mono."""
         return named(self.theme).background
 
     def next(self) -> Look:
@@ -128,7 +128,7 @@ class Look:
 
 
 def look(theme: str, *, only_ascii: bool = False, only_mono: bool = False, few: bool = False) -> Look:
-    """The look of a theme on a terminal that may know no more than ASCII, no colours, or a few."""
+    """The look of a theme on a terminal, which may have only ASCII, no colours or only sixteen (`few`)."""
     mono = theme == "mono" or only_mono
     glyphs = ASCII if only_ascii or theme == "ascii" else UNICODE
     styles = MONO if mono else styles_of(named(theme, few))
@@ -136,10 +136,10 @@ def look(theme: str, *, only_ascii: bool = False, only_mono: bool = False, few: 
 
 
 def choose(environ: Mapping[str, str], encoding: str | None, theme: str | None = None) -> Look:
-    """The look for a terminal, from its environment and the encoding of the stream that is drawn to.
+    """The look for a terminal, from its environment and the encoding of the output stream.
 
-    `theme`: what the user has set, if anything; it comes before NO_COLOR (https://no-color.org), which is for programs
-    that were told nothing.
+    `theme`: the user's setting, if any. It overrides NO_COLOR (https://no-color.org), which is for programs without
+    a setting of their own.
     """
     terminal = environ.get("TERM", "")
     only_ascii = knows_only_ascii(environ, encoding)
@@ -150,7 +150,7 @@ def choose(environ: Mapping[str, str], encoding: str | None, theme: str | None =
 
 
 def _few(environ: Mapping[str, str]) -> bool:
-    """Whether the terminal will be sent sixteen colours at most, as Rich and Textual decide it (Rich 13, Textual 8)."""
+    """Whether the terminal will get at most sixteen colours, as Rich 13 and Textual 8 decide it."""
     system = environ.get("TEXTUAL_COLOR_SYSTEM", "auto")
     if system in ("standard", "256", "truecolor"):
         return system == "standard"

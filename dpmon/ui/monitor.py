@@ -1,4 +1,4 @@
-"""The Textual application: what every key, click and dialog does. How it draws is in `drawing`."""
+"""The Textual application: the effects of keys, clicks and dialogs. `drawing` draws the screen."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from textual.binding import BindingType
 from dpmon.text.cells import wrapped
 from dpmon.text.cleaning import clean
 from dpmon.text.quantities import clock
-from dpmon.ui import errands, keys
+from dpmon.ui import jobs, keys
 from dpmon.ui.dialogs import Choice, Commands, Dialog, Line, Pages, key_name
 from dpmon.ui.footer import at
 from dpmon.ui.help import help_rows
@@ -26,8 +26,8 @@ from dpmon.ui.view import PanelView
 
 _FORMS = [
     ("j", "jsonl", "JSON, one object a line: every record"),
-    ("c", "csv", "CSV: a directory with a table a kind"),
-    ("p", "perfetto", "a trace: one track a replica, for ui.perfetto.dev"),
+    ("c", "csv", "CSV: a directory with one table per kind"),
+    ("p", "perfetto", "a trace for ui.perfetto.dev, one track per replica"),
     ("esc", "stay", "none"),
 ]
 
@@ -37,40 +37,40 @@ class Monitor(Stopping):
 
     BINDINGS: ClassVar[list[BindingType]] = keys.BINDINGS
     _clicked = View()
-    """What a click found before it did anything, with the panel that it was on in focus."""
+    """The view before the click changed it, with the clicked panel in focus."""
 
     def on_key(self, event: events.Key) -> None:
-        """A key that means nothing here is not passed over in silence."""
+        """Report a key that has no meaning here."""
         if event.key not in self.screen.active_bindings and not self._dialog_open:
             self._say(f"{key_name(event)} does nothing here: ? shows the keys")
 
     # ------------------------------------------------------------------------------------------ moving
 
     def on_panel_view_picked(self, event: PanelView.Picked) -> None:
-        """A click goes to a panel, or does what the footer names there; two fast ones are enter on that panel."""
+        """A click goes to a panel, or presses the key in the footer; a double click also presses enter on the panel."""
         if event.panel in PANELS and event.nth == 1:
             self._clicked = replace(self.view, focus=event.panel)
             self.action_panel(event.panel)
         elif event.panel in PANELS:
-            # As enter would have done before the first of them, which may have moved everything under the mouse.
+            # Use the view before the first click, which may have moved everything under the mouse.
             self._see(replace(self.view, focus=self._clicked.focus, zoom=keys.zoomed(self._clicked).zoom))
         elif event.panel == "footer":
             self.call_next(self._do_key, at(self.panel_rows("footer")[0], event.x))
 
     def on_click(self, event: events.Click) -> None:
-        """Press the key in the footer; while a dialog is open, these are the dialog's keys."""
+        """Press the key in the footer, which lists the dialog's keys while one is open."""
         slot, screen = self.slots.get("footer"), self.screen
         if slot is not None and isinstance(screen, Dialog) and event.screen_y == slot.y:
             screen.press(at(self.panel_rows("footer")[0], event.screen_x - slot.x) or "")
 
     async def _do_key(self, key: str | None) -> None:
         scene = self.scene()
-        action = next((deed.action for deed in keys.DEEDS if deed.key == key and deed.word(scene)), "")
+        action = next((command.action for command in keys.COMMANDS if command.key == key and command.word(scene)), "")
         if action and not self._dialog_open:
             await self.run_action(action)
 
     def on_panel_view_wheel(self, event: PanelView.Wheel) -> None:
-        """The wheel scrolls the panel it is over."""
+        """Scroll the panel under the mouse."""
         if event.panel in PANELS:
             self._scroll(event.panel, event.by)
 
@@ -84,7 +84,7 @@ class Monitor(Stopping):
             self._see(keys.next_panel(self.view, self.slots, by))
 
     def action_arrow(self, way: str) -> None:
-        """Among the panels; within the output, and within a panel that has the whole screen."""
+        """Move between panels; scroll within the output, or within a full-screen panel."""
         output = self.feed.output
         scrolls = self.view.zoom is not None or self.view.focus == "output"
         if not scrolls or (way == "left" and self.view.zoom is None and not output.left):
@@ -96,22 +96,22 @@ class Monitor(Stopping):
             self.draw()
 
     def action_zoom(self) -> None:
-        """The panel in focus: full screen and back."""
+        """Show the panel in focus on the full screen, or go back."""
         self._see(keys.zoomed(self.view))
 
     def action_unzoom(self) -> None:
-        """Back to all panels; where there are all, a search ends."""
+        """Go back to all panels; if they are shown already, end the search."""
         if self.view.zoom is not None:
             self._see(replace(self.view, zoom=None))
         else:
             self._see(replace(self.view, search=""))
 
     def action_scroll(self, by: int) -> None:
-        """Scroll the panel that has the whole screen, else the output."""
+        """Scroll the full-screen panel, else the output."""
         self._scroll(self.view.zoom or "output", by)
 
     def action_scroll_page(self, by: int) -> None:
-        """The same by pages."""
+        """Scroll by pages."""
         panel = self.view.zoom or "output"
         self._scroll(panel, by * max(self._height_of(panel) - 1, 1))
 
@@ -137,17 +137,17 @@ class Monitor(Stopping):
     # ------------------------------------------------------------------------------------------ looking
 
     def action_toggle_mode(self) -> None:
-        """Ask the training for the other mode, or say why that cannot be."""
+        """Ask the training for the other mode, or say why it is impossible."""
         refusal = self.feed.toggle_refusal()
         if refusal is not None:
             self._say(f"the mode cannot be switched: {refusal}")
             return
         self._let_go()
         self.feed.toggle()
-        self._say(None)  # nothing older stands before the answer
+        self._say(None)  # clear older messages before the answer
 
     def action_pause(self) -> None:
-        """Have the training pause between two steps, or go on; or say why that cannot be."""
+        """Pause the training between two steps, or resume it, or say why this is impossible."""
         refusal = self.feed.pause_refusal()
         if refusal is not None:
             self._say(f"no pause: {refusal}")
@@ -160,11 +160,11 @@ class Monitor(Stopping):
         """Have the ranks record the collectives of one of the next steps."""
         asked = self.feed.sample()
         self._say(
-            "the collectives of one of the next steps will be recorded" if asked else "nothing runs that could be asked"
+            "the collectives of one of the next steps will be recorded" if asked else "no training process is running"
         )
 
     def action_next(self, by: int) -> None:
-        """The next hit of a search in the output; else the next root or call, after the last one the newest again."""
+        """Go to the next hit of a search in the output, else to the next root or call; then to the newest."""
         if self.view.search and self.view.focus == "output":
             self._search(self.view.search, by)
             return
@@ -172,30 +172,30 @@ class Monitor(Stopping):
         if by > 0 and count > 1:
             self._see(replace(self.view, root=(self.view.root + 1) % (count + 1)))
         elif by > 0:
-            self._say("there is no other call or root to go on to; in the output n goes on with a search (/)")
+            self._say("there is no other call or root; in the output, n continues a search (/)")
         else:
-            self._say("N goes on with a search in the output (/)")
+            self._say("N continues a search in the output (/)")
 
     def action_range(self, by: int) -> None:
-        """A longer or shorter time range."""
+        """Choose a longer or shorter time range."""
         view = keys.other_range(self.view, by)
         self.view = view
         self._say(f"time range: {keys.range_words(view.span_s)}")
 
     def action_refresh(self, by: int) -> None:
-        """A picture less or more often."""
+        """Draw more or less often."""
         self.every(keys.other_period(self.period, by))
-        self._say(f"a picture every {self.period:g} s")
+        self._say(f"the screen is drawn every {self.period:g} s")
 
     def action_theme(self) -> None:
-        """The next theme."""
+        """Choose the next theme."""
         self.relook(self.look.next())
-        self._say(f"theme {self.look.theme}; DPMON_THEME={self.look.theme} starts with it")
+        self._say(f"theme {self.look.theme}; DPMON_THEME={self.look.theme} makes it the default")
 
     def action_next_output(self) -> None:
-        """The other file of a headless run."""
+        """Show the other output file of a headless run."""
         if len(self.feed.output.tails) < 2:
-            self._say("there is one file of output: errors are in it, too")
+            self._say("there is only one output file; it includes the errors")
             return
         self.feed.output.next_file()
         self.draw()
@@ -203,7 +203,7 @@ class Monitor(Stopping):
     # ------------------------------------------------------------------------------------------ finding
 
     def action_find(self) -> None:
-        """Ask for a word to look for in the output."""
+        """Ask for text to find in the output."""
         if self._dialog_open:
             return
 
@@ -212,11 +212,11 @@ class Monitor(Stopping):
                 self.view = replace(self.view, focus="output", zoom=self.view.zoom and "output", search=text)
                 self._search(text, 1)
 
-        note = "enter looks for it, the newest line first; capitals count if there are any"
+        note = "enter searches from the newest line; capitals match exactly if you type any"
         self.push_screen(Line("Find in the output", note, self.look, self.view.search), begin)
 
     def _search(self, text: str, by: int) -> None:
-        """Look on a thread of its own for the next older (1) or newer (-1) line with `text`."""
+        """Search on another thread for the next older (1) or newer (-1) line with `text`."""
         job = self.feed.output.search(text, by, self._height_of("output"))
         if job is None:
             return
@@ -230,12 +230,12 @@ class Monitor(Stopping):
     # ------------------------------------------------------------------------------------------ dialogs
 
     def action_help(self) -> None:
-        """What the words mean."""
+        """Show the help."""
         if not self._dialog_open:
             self.push_screen(Pages("Help", lambda width: help_rows(width, self.look), self.look))
 
     def action_palette(self) -> None:
-        """All that can be done now."""
+        """List everything that can be done now."""
         if self._dialog_open:
             return
 
@@ -246,7 +246,7 @@ class Monitor(Stopping):
         self.push_screen(Commands(lambda: keys.possible(self.scene()), self.look), do)
 
     def action_warnings(self) -> None:
-        """All warnings that are kept."""
+        """Show all stored warnings."""
         if self._dialog_open:
             return
         if not self.feed.state.warnings:
@@ -264,24 +264,24 @@ class Monitor(Stopping):
         self.push_screen(Pages(f"Warnings ({self.feed.state.warning_count})", rows, self.look))
 
     def action_type_line(self) -> None:
-        """A line for the script's standard input."""
+        """Type a line for the script's standard input."""
         if self._dialog_open:
             return
         scene = self.scene()
         if scene.over or scene.playing is not None:
-            self._say("the run is over: nobody reads a line")
+            self._say("the run is over: it reads no more input")
             return
         if scene.ending:
-            self._say("the command has ended: nobody reads a line")
+            self._say("the command has ended: it reads no more input")
             return
         if not self.feed.can_type():
-            self._say("the script's input cannot be reached from here")
+            self._say("dpmon cannot reach the script's input")
             return
 
         def send(line: str | None) -> None:
             if line is not None:
                 problem = self.feed.type_line(line)
-                # The output of a headless run is the script's alone: nothing of this stands there.
+                # Only the script's own output is in the files of a headless run, so a message has to confirm the line.
                 apart = len(self.feed.output.tails) > 1
                 sent = f"sent to the script: {clean(line, 200)}" if apart and not hidden else None
                 self._say(sent if problem is None else f"the line was not sent: {problem}")
@@ -289,7 +289,7 @@ class Monitor(Stopping):
         hidden = self.feed.hides_input()
         note = "enter sends the line to the script, esc does not"
         note += "; the script asked not to show it" if hidden else ""
-        moot = "the run is over: nobody reads this line; esc closes"
+        moot = "the run is over: this line cannot be sent; esc closes"
         self.push_screen(Line("Input", note, self.look, hidden=hidden, moot=moot), send)
 
     # ------------------------------------------------------------------------------------------ files
@@ -298,32 +298,32 @@ class Monitor(Stopping):
         """Save the screen as it is now."""
         text = svg(self.painted_rows(), self.look, f"dpmon {self.scene().facts.script.rpartition('/')[2]}")
         directory, name = self.feed.directory, self.feed.file_name()
-        self._beside(lambda: f"picture: {errands.save(text, name, 'svg', directory)}", self._say)
+        self._beside(lambda: f"picture: {jobs.save(text, name, 'svg', directory)}", self._say)
 
     def action_export(self) -> None:
-        """Write all records into a file, beside the screen, once it is known in which form."""
+        """Export all records in the background, after asking for the format."""
         if not self._dialog_open:
-            text = ["All records so far, into a new file; the screen goes on."]
+            text = ["Writes all records so far into a new file, in the background."]
             self.push_screen(Choice("Export", text, _FORMS, self.look), self._export)
 
     def _export(self, form: str | None) -> None:
-        if form in errands.ENDINGS:
-            self._say("exporting; the screen goes on")
+        if form in jobs.ENDINGS:
+            self._say("exporting in the background")
             directory, name = self.feed.directory, self.feed.file_name()
-            self._beside(lambda: f"exported: {errands.export(directory, name, form)}", self._say)
+            self._beside(lambda: f"exported: {jobs.export(directory, name, form)}", self._say)
 
     def action_report(self) -> None:
-        """What happened in the run so far, to read."""
+        """Show the report on the run so far."""
         if self._dialog_open:
             return
         directory, width = self.feed.directory, max(min(self.size.width - 4, 108), 20)
-        rows: list[Row] = [[("the report is being made", "dim")]]
-        # Open from the start: what is read later does not come over something else that one has gone on to.
+        rows: list[Row] = [[("writing the report ...", "dim")]]
+        # Open the dialog first: a report that is ready later must not cover whatever the user has opened meanwhile.
         pages = Pages("Report", lambda _: rows, self.look)
         lines: list[str] = []
 
         def make() -> str | None:
-            lines.extend(clean(line, 400) for line in errands.report(directory, width))
+            lines.extend(clean(line, 400) for line in jobs.report(directory, width))
             return None
 
         def show(problem: str | None) -> None:
@@ -340,13 +340,13 @@ class Monitor(Stopping):
         self._beside(make, show)
 
     def _beside(self, job: Callable[[], str | None], then: Callable[[str | None], None]) -> None:
-        """Do `job` on a thread of its own; what it returns, or why it failed, goes to `then` on this one."""
+        """Run `job` on another thread; pass its result, or the reason it failed, to `then` on this thread."""
 
         def run() -> None:
             try:
                 said = job()
             except Exception as error:  # noqa: BLE001  whatever went wrong is shown; the screen goes on
-                told = isinstance(error, errands.ErrandError)
+                told = isinstance(error, jobs.JobError)
                 said = str(error) if told else f"{type(error).__name__}: {error}"
             self.from_thread(then, None if said is None else clean(said, 300))
 

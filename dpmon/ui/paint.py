@@ -1,4 +1,4 @@
-"""The whole screen as rows: which picture goes into which place. Pure; widgets and tests both draw from here."""
+"""Draws the whole screen as rows, place by place, without side effects; widgets and tests both use it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dpmon.ui.toast import laid_over, toast
 
 
 def places(scene: Scene, width: int, height: int) -> dict[str, Slot]:
-    """Where everything stands just now."""
+    """The current place of each panel."""
     line = 1 if scene.playing is not None and height > MIN_HEIGHT else 0
     slots = arrange(
         width,
@@ -45,19 +45,19 @@ def places(scene: Scene, width: int, height: int) -> dict[str, Slot]:
 
 
 def _pinned(panel: str, scene: Scene) -> int:
-    """Rows of a panel that stay when it is scrolled: the names of its columns, if these come first."""
+    """Rows of a panel that do not scroll: its column heads, if they come first."""
     return int(panel == "replicas" and not panel_ranks.mapped(scene))
 
 
 def _second(scene: Scene) -> ModuleType:
-    """What panel 2 shows: ranks, stages or replicas."""
+    """The module that draws panel 2: ranks, stages or replicas."""
     if panel_ranks.applies(scene):
         return panel_ranks
     return panel_stages if panel_stages.applies(scene) else panel_replicas
 
 
 def paint(scene: Scene, output: Output, slots: Mapping[str, Slot], look: Look) -> dict[str, list[Row]]:
-    """For each place its rows, of exactly its size."""
+    """The rows of each place, exactly of its size."""
     painted = {panel: _fitted(_one(panel, scene, output, slot, look), slot, look) for panel, slot in slots.items()}
     head = slots.get("status")
     if head is not None:
@@ -95,14 +95,14 @@ def _one(panel: str, scene: Scene, output: Output, slot: Slot, look: Look) -> li
 
 
 def rank_room(scene: Scene, slots: Mapping[str, Slot]) -> int:
-    """For how many ranks a picture has room at most."""
+    """The largest number of ranks that a picture can show."""
     table = slots["replicas"].height if "replicas" in slots and panel_ranks.applies(scene) else 0
     last_step = slots["batch"].height - panel_batch.WITHOUT_RANKS if "batch" in slots else 0
     return min(max(table, last_step), MOST_RANKS)
 
 
 def scroll_room(panel: str, scene: Scene, slot: Slot, look: Look) -> int:
-    """How far a panel other than the output can be scrolled where it stands, in rows."""
+    """How many rows a panel other than the output can scroll in its place."""
     inside = slot.height - 2
     if slot.folded or panel not in PANELS or panel == "output" or inside <= _pinned(panel, scene):
         return 0
@@ -144,13 +144,13 @@ def _content(panel: str, scene: Scene, output: Output, slot: Slot, look: Look) -
 
 
 def whole(scene: Scene, output: Output, width: int, height: int, look: Look) -> list[Row]:
-    """The screen as it would be drawn, row by row: for tests, and for looking at it without a terminal."""
+    """The screen row by row: for tests, and for looking at it without a terminal."""
     slots = places(scene, width, height)
     return joined(slots, paint(scene, output, slots, look))
 
 
 def joined(slots: Mapping[str, Slot], painted: Mapping[str, list[Row]]) -> list[Row]:
-    """The rows of the screen, from those of each place."""
+    """The rows of the screen, joined from those of each place."""
     rows: list[Row] = [[] for _ in range(max((slot.y + slot.height for slot in slots.values()), default=0))]
     for panel, slot in sorted(slots.items(), key=lambda item: item[1].x):
         for index, row in enumerate(painted[panel]):

@@ -1,4 +1,4 @@
-"""Panel 3: where the batch goes: share, median and p95 of each phase, their history, and the last step in time."""
+"""Panel 3: the time of the batch: share, median and p95 of each phase, their history, and the last step."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from dpmon.ui.scene import NAMES, SECOND, Scene, mode_words
 from dpmon.ui.waterfall import REST, waterfall
 
 WITHOUT_RANKS = 8
-"""Rows of its place in which the panel never shows a rank: those of its frame, its table and its history."""
+"""Rows of the panel that never show a rank: its frame, its table and its history."""
 _RANKS_DRAWN = 64
 _LEAST = 4
-"""Rows up to which the figures and the last step take all there is."""
+"""Up to this height, the figures and the last step take all rows."""
 _TALL = 9
-"""Rows from which on the table has its p95, quantities have a row, and two rows are for notes."""
+"""From this height on, the table has p95, quantities have a row, and notes have two."""
 
 
 def wanted_rows(scene: Scene) -> int:
-    """Rows that the panel would like to have for its content: figures, a history, the last step."""
+    """Rows that the whole content needs: figures, a history, the last step."""
     turn = last_turn(scene.process) if scene.process is not None else None
     if turn is None:
         return 4 + 5 + 3
@@ -41,13 +41,13 @@ def wanted_rows(scene: Scene) -> int:
 
 
 def figures(scene: Scene) -> Summary:
-    """Figures over the steps of the mode in force, or of the one before it while it has none, in the time range."""
+    """Figures over the steps of the current mode in the time range; of the previous mode while it has no step."""
     process = scene.process
     return Summary() if process is None else process.ranged
 
 
 def title(scene: Scene, look: Look, numbers: Summary) -> tuple[Row, Row]:
-    """The panel's title, and the numbers that count: of the time range, which it names."""
+    """The panel's title, and the main numbers of the time range, which it names."""
     process = scene.process
     if not numbers.steps or process is None:
         return [(NAMES["batch"], "title")], []
@@ -70,11 +70,11 @@ def title(scene: Scene, look: Look, numbers: Summary) -> tuple[Row, Row]:
 
 
 def batch(scene: Scene, width: int, height: int, look: Look, numbers: Summary) -> list[Row]:
-    """The panel's rows, inside its frame: figures, history, the last step; at the end what has to be known of them."""
+    """The panel's rows, inside its frame: figures, history, the last step, and notes at the end."""
     process = scene.process
     if process is None or not numbers.steps:
         return [[(scene.lack("no step was traced", "no step has ended yet"), "dim")]]
-    # What has room, the most telling first: shares, medians, the last step, the history, what has to be known of them.
+    # If not all fit, the order of importance is: shares, medians, the last step, the history, the notes.
     turn = last_turn(process)
     most = 0 if height <= _LEAST else 1 if height < _TALL else 2
     said = notes(scene, process, numbers, turn, width, most, look)
@@ -86,7 +86,7 @@ def batch(scene: Scene, width: int, height: int, look: Look, numbers: Summary) -
         texts = (quantity_words(*each, numbers.steps) for each in numbers.figures.counted)
         table.append([(cut(f" {look.glyphs.middot} ".join(texts), width, look.glyphs.more), "")])
     if scene.view.zoom == "batch":
-        table.append(_told(numbers, width, look))
+        table.append(_step_count(numbers, width, look))
     room = height - len(table)
     below: list[Row] = []
     if turn is not None and room >= 1 and room != 2:
@@ -102,7 +102,7 @@ def batch(scene: Scene, width: int, height: int, look: Look, numbers: Summary) -
 
 
 def _others(scene: Scene) -> list[Process]:
-    """The other ranks with a step, in order; of a run of one process none."""
+    """The other ranks with a step, in order; empty for a run of one process."""
     return [
         process
         for process in training(scene.state)[:_RANKS_DRAWN]
@@ -110,8 +110,8 @@ def _others(scene: Scene) -> list[Process]:
     ]
 
 
-def _told(numbers: Summary, width: int, look: Look) -> Row:
-    """How many steps the figures are of."""
+def _step_count(numbers: Summary, width: int, look: Look) -> Row:
+    """The number of steps behind the figures."""
     text = f"{group(numbers.steps)} steps"
     if not look.colour or look.glyphs.ascii:
         text += "; a small letter: too short for a cell"
@@ -134,7 +134,7 @@ def _name(phase: str, room: int, look: Look, *, rest: bool) -> Row:
 
 
 def _shown(numbers: Summary) -> list[PhaseFigures]:
-    """The phases that are worth a column: those that always run somewhere, and others if there are any."""
+    """The phases with a column: those that always run somewhere, and others if they ran."""
     return [phase for phase in numbers.phases if phase.ran or not phase_shown(phase.name).optional]
 
 
@@ -173,7 +173,7 @@ def _table(numbers: Summary, width: int, look: Look, *, with_median: bool, with_
 
 
 def _devices(numbers: Summary, width: int) -> Row:
-    """What the slowest device took for each phase: medians of the steps in which that is known."""
+    """The slowest device's time for each phase: medians over the steps with known device times."""
     columns = _shown(numbers)
     label, cell = _widths(width, len(columns))
     row: Row = [("device"[:label].ljust(label), "dim")]
@@ -183,13 +183,13 @@ def _devices(numbers: Summary, width: int) -> Row:
 
 
 def _widths(width: int, columns: int) -> tuple[int, int]:
-    """The width of the label and of a column, of which there is one more, for the step, where there is room."""
+    """The width of the label and of a column; one more column is for the step, if it fits."""
     label = 7 if width >= 100 else 6 if width >= 70 else 0
     return label, min(max((width - label) // (columns + _has_step(width, columns)), 4), 12)
 
 
 def _has_step(width: int, columns: int) -> bool:
-    """Whether the step has a column: its times stand in the title, and figures without a gap cannot be read."""
+    """Whether the step has a column. If it does not fit, its times are in the title."""
     label = 6 if width >= 70 else 0
     return (width - label) // (columns + 1) >= 7 or (width - label) // columns < 7
 
@@ -205,7 +205,7 @@ def _value(phase: PhaseFigures, show: str, cell: int) -> str:
 
 
 def _history(scene: Scene, process: Process, width: int, height: int, look: Look) -> list[Row]:
-    """The stacked columns with their scale at the left; under them when they begin, and the modes."""
+    """The stacked columns with their scale at the left; under them the start of the range and the modes."""
     gutter = 8
     room = width - gutter
     picture = pictured(process, scene.view.span_s, room, scene.over)
@@ -224,7 +224,7 @@ def _history(scene: Scene, process: Process, width: int, height: int, look: Look
 
 
 def _modes(picture: Picture, width: int, look: Look, ranks: str | None) -> Row:
-    """Under the history: which mode each column ran in, by word and colour, with a mark where it changed."""
+    """The row under the history: each column's mode by word and colour, with a mark where it changed."""
     row: Row = []
     line = look.glyphs.frame[4]
     for index, (mode, run) in enumerate(groupby(picture.columns, key=lambda column: column.mode)):

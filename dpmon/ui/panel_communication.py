@@ -1,4 +1,4 @@
-"""Panel 4 where ranks train, which have no mode to compare: what they spend in communication, and what to try."""
+"""Panel 4 of ranks, which have no mode to compare: the time of their communication, and what to try."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dpmon.ui.rows import Row
 from dpmon.ui.scene import RANK_NAMES, Scene
 
 _LABEL = 9
-_NOTHING = "no rank has said yet how it averages its gradients"
+_NOTHING = "no rank has reported yet how it averages its gradients"
 
 
 def applies(scene: Scene) -> bool:
@@ -63,7 +63,7 @@ def _facts(found: Communication, width: int, look: Look) -> list[Row]:
 
 
 def _advice(found: Communication, width: int, most: int | None, look: Look) -> list[Row]:
-    """What was found, the heaviest first, each with what to try; the heaviest alone where there is little room."""
+    """The findings, the most important first, each with what to try; only the first one if space is short."""
     rows: list[Row] = []
     for finding in sorted(between_ranks(found), key=lambda one: -one.weight):
         own: list[Row] = [[(line, "wait")] for line in wrapped(clean(finding.text, 400), width)]

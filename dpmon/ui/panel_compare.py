@@ -1,4 +1,4 @@
-"""Panel 4: dp and single side by side, what the other devices are worth, and on what ground."""
+"""Panel 4: dp and single side by side, the gain from the other devices, and the evidence for it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from dpmon.ui.waterfall import main_row
 
 _MODES = ("single", "dp")
 _REFUSED_ROWS = 3
-"""Rows at most for what was refused, where the panel is not in full screen."""
+"""Most rows for refusals, unless the panel is on the full screen."""
 _VIRTUAL_SHORT = "virtual replicas show behaviour, not speed"
 _VIRTUAL = "virtual replicas share one processor: this shows how dp behaves, not how fast it would be"
 
 
 def figures(scene: Scene) -> Comparison:
-    """Both modes of the process that stands for the run; of ranks, which have no mode, nothing."""
+    """Both modes of the process that represents the run; nothing for ranks, which have no mode."""
     process = scene.process
     return process.compared or Comparison() if process is not None else Comparison()
 
@@ -52,16 +52,16 @@ def title(found: Comparison, look: Look, folded: bool) -> tuple[Row, Row]:
 
 
 def compare(scene: Scene, width: int, height: int, found: Comparison, look: Look) -> list[Row]:
-    """The panel's rows, inside its frame: what was concluded comes last and always has room."""
+    """The panel's rows, inside its frame. The conclusion comes last and always fits."""
     if not found.sides:
         return [[(scene.lack("no step was traced", "no step has ended yet"), "dim")]]
-    below = _said(scene, found, width, look)
+    below = _notes(scene, found, width, look)
     table = _Table(found, width, look)
     room = max(height - len(below), 3)
     first = [table.head(), table.step(), table.samples(), *table.within()]
     bars = table.bars()
     more: list[Row] = []
-    # What has room, the most telling first; the order on the screen stays the same.
+    # The most important rows that fit; their order on the screen stays the same.
     want = [("bars", bars), ("memory", table.memory()), ("p95", [table.p95()]), ("steps", [table.steps()])]
     want.append(("phases", table.phases()))
     taken: dict[str, list[Row]] = {}
@@ -81,7 +81,7 @@ def compare(scene: Scene, width: int, height: int, found: Comparison, look: Look
 
 
 class _Table:
-    """Columns: what, single, dp, and what they come to; their widths depend on the panel's only."""
+    """Columns: label, single, dp, and the result. Their widths depend only on the panel's."""
 
     def __init__(self, found: Comparison, width: int, look: Look) -> None:
         self.found, self.width, self.look = found, width, look
@@ -95,7 +95,7 @@ class _Table:
             for phase in side.phases
             if phase.name != REST
         )
-        """Whether forward is only the rest that the call's phases leave."""
+        """Whether forward is only the rest beside the call's phases."""
 
     def line(self, word: str, values: Mapping[str, str], style: str = "", note: Row | None = None) -> Row:
         row: Row = [(cut(word, self.label - 1).ljust(self.label), "dim")]
@@ -119,7 +119,7 @@ class _Table:
         if found.speedup is not None:
             value = times(found.speedup.value, look.glyphs.times)
             low, high = (times(each, "") for each in found.speedup[1:])
-            if found.outcome == "even":  # no ratio without a verdict: between what it lies is all that is known
+            if found.outcome == "even":  # without a verdict only the range is known, not a ratio
                 return self.line("median step", steps, "bold", [(f"{low} to {high}{look.glyphs.times}", "dim")])
             note = [(value, "bold"), (f" ({low} to {high})", "dim")]
             if width_of(note) > self.room:
@@ -135,7 +135,7 @@ class _Table:
         return self.line("samples/s", {m: compact(rate.samples_per_s) for m, rate in rates.items()}, "bold", note)
 
     def within(self) -> list[Row]:
-        """The rates within steps, where they differ from the rates."""
+        """The rates within steps, if they differ from the rates."""
         rates = {m: s.rate for m, s in self.found.sides.items() if s.rate is not None}
         if not any(rate.apart for rate in rates.values()):
             return []
@@ -145,7 +145,7 @@ class _Table:
         return self.line("p95 step", {m: duration(s.p95_ns) for m, s in self.found.sides.items()})
 
     def steps(self) -> Row:
-        """How many steps are compared, and of how many samples each; before that, how many there were."""
+        """How many steps are compared, and their samples; before a comparison, all steps."""
         sides, samples = self.found.sides, self.found.samples
         if samples is None:
             return self.line("steps seen", {m: group(side.seen) for m, side in sides.items()}, "dim")
@@ -169,7 +169,7 @@ class _Table:
         ]
 
     def phases(self) -> list[Row]:
-        """A row a phase, each with its median in both modes and the difference."""
+        """One row per phase: its median in both modes, and the difference."""
         rows = []
         for index, name in enumerate(PHASES):
             phases = {m: s.parts[index] for m, s in self.found.sides.items()}
@@ -187,7 +187,7 @@ class _Table:
         return rows
 
     def bars(self) -> list[Row]:
-        """Both modes' phases after each other, on one scale."""
+        """Both modes' phases end to end, on one scale."""
         laid = {mode: _laid(side) for mode, side in self.found.sides.items()}
         ends = {mode: pieces[-1].end_ns for mode, pieces in laid.items() if pieces}
         label = 7
@@ -203,7 +203,7 @@ class _Table:
 
 
 def _laid(side: Side) -> list[Piece]:
-    """The medians of a mode's phases in their order, end to end."""
+    """The medians of a mode's phases in order, end to end."""
     pieces: list[Piece] = []
     at = 0
     for phase in side.parts:
@@ -220,8 +220,8 @@ def _peak(peak: Peak | None) -> str:
     return memory(peak.bytes) if peak.exact else "≤" + memory(peak.bytes)
 
 
-def _said(scene: Scene, found: Comparison, width: int, look: Look) -> list[Row]:
-    """The verdict, or what it lacks; and what has to be known of it."""
+def _notes(scene: Scene, found: Comparison, width: int, look: Look) -> list[Row]:
+    """The verdict, or what is missing for one, and the caveats."""
     rows: list[Row] = []
     text = sentence(found)
     refused = _refused(scene)
@@ -231,7 +231,7 @@ def _said(scene: Scene, found: Comparison, width: int, look: Look) -> list[Row]:
     if text is not None:
         rows += [[(line, "bold")] for line in wrapped(text, width)]
     elif len(found.sides) == 1 and refused:
-        pass  # that is why the other was not seen
+        pass  # the refusal already explains why the other mode was not seen
     elif len(found.sides) == 1 and scene.can_toggle and not scene.over:
         (other,) = (mode for mode in _MODES if mode not in found.sides)
         hint: Row = [(f"{other} was not seen yet: ", "dim"), ("d", "key"), (" switches the running job", "dim")]
@@ -252,9 +252,9 @@ def _said(scene: Scene, found: Comparison, width: int, look: Look) -> list[Row]:
 
 
 def _refused(scene: Scene) -> str:
-    """Which mode cannot be had, of which roots, and why; as long as that is the last that was answered.
+    """Which mode was refused, for which roots, and why, while that is the newest answer.
 
-    Of a mode that other roots are in (a model, and not its loss) in full screen only.
+    A refusal by roots while other roots run in the mode (a model but not its loss) appears only on the full screen.
     """
     process = scene.process
     if process is None or not process.refusals:
@@ -273,9 +273,9 @@ def _refused(scene: Scene) -> str:
 
 
 def _no_memory(found: Comparison) -> list[str]:
-    """Why one of the modes has a dash where the other one's memory stands: it was short, or long before the screen."""
+    """Why only one mode has a memory figure: the other was short, or ended long before the screen opened."""
     without = [side.mode for side in found.sides.values() if not side.memory]
-    return [f"{mode}: no sample of its memory is in what was read" for mode in without if len(without) == 1]
+    return [f"{mode}: no sample of its memory was read" for mode in without if len(without) == 1]
 
 
 def _left_out(found: Comparison) -> list[str]:
@@ -287,7 +287,7 @@ def _left_out(found: Comparison) -> list[str]:
 
 
 def _of(found: Comparison) -> str:
-    """What is compared and what is left out."""
+    """The compared steps and the omitted ones."""
     parts = [*_left_out(found), *_no_memory(found)]
     parts += [
         f"median, p95 and phases without the {SETTLING_STEPS} after each switch",

@@ -1,7 +1,7 @@
-"""Panel 1: what each GPU does, those of the run first; without one, what the host does and why there is no GPU.
+"""Panel 1: the activity of each GPU, the run's own first; without a GPU, the host's activity and the reason.
 
-As much of each GPU as there are rows for: three rows, two, one, and in the end two GPUs in a row. Zoomed, everything
-that is known of each (`device_facts`).
+Each GPU gets three rows, two, or one, as space allows; at worst two GPUs share a row. Zoomed, the panel shows all
+facts of each GPU (`device_facts`).
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from dpmon.ui.rows import Row, fit, width_of
 from dpmon.ui.scene import NAMES, Scene
 
 _SHOWN = ("util_pct", "mem_used_bytes", "mem_total_bytes", "temperature_c", "power_w", "sm_clock_mhz", "of_run")
-"""What the small panel shows of a GPU, and gives reasons for."""
+"""The GPU fields of the small panel; it gives reasons if they are missing."""
 _THIRD = (
     *(("sm_active_pct", "SM"), ("tensor_active_pct", "tensor")),
     *(("mem_run_bytes", "run"), ("mem_others_bytes", "others"), ("dram_active_pct", "dram")),
 )
-"""What a GPU's third row shows, shares only where they are known."""
+"""The fields of a GPU's third row; shares only if known."""
 _MEMORY = 15
 _GRID = 52
 """Cells that two GPUs in a row need."""
 
 
 def _tracks(scene: Scene) -> list[tuple[int, DeviceTrack]]:
-    """The GPUs, those of the run first."""
+    """The GPUs, the run's own first."""
     return sorted(scene.state.devices.items(), key=lambda item: (not mine(item[1].data), item[0]))
 
 
 def wanted_rows(scene: Scene) -> int:
-    """Rows that the panel would like to have for its content."""
+    """Rows that the whole content needs."""
     count = len(scene.state.devices)
     rows = (3 * count if count <= 2 else 2 * count if count <= 4 else count) + 1 if count else 6
     more = len(_held(scene))
@@ -51,7 +51,7 @@ def wanted_rows(scene: Scene) -> int:
 
 
 def _one_name(tracks: Sequence[tuple[int, DeviceTrack]]) -> str | None:
-    """The name that all GPUs have, if they have one."""
+    """The common name of all GPUs; None if they differ."""
     names = {device_name(track.data) for _, track in tracks}
     return names.pop() if len(names) == 1 else None
 
@@ -75,7 +75,7 @@ def title(scene: Scene, look: Look) -> tuple[Row, Row]:
 
 
 def _uses(tracks: Sequence[tuple[int, DeviceTrack]]) -> str:
-    """The use of each GPU; of many, of the run's, between what it lies."""
+    """The use of each GPU; for many GPUs, the range of the run's own."""
     if len(tracks) <= 4:
         values = [number_in(track.data, "util_pct") for _, track in tracks]
         return " ".join((UNKNOWN if u is None else f"{u:.0f}").rjust(3) for u in values) + " %"
@@ -131,7 +131,7 @@ def _held(scene: Scene) -> list[Held]:
 
 
 def _holds(scene: Scene, width: int) -> list[Row]:
-    """A row for each device whose memory torch told of: what models, gradients and optimizers take of it."""
+    """A row for each device with known torch memory: how much models, gradients and optimizers take."""
     rows: list[Row] = []
     found = _held(scene)
     for one in found:
@@ -139,7 +139,7 @@ def _holds(scene: Scene, width: int) -> list[Row]:
         parts += [("rest", one.rest), ("peak", one.peak)]
         row: Row = [(clean(one.device, 10).ljust(8) + " ", "dim")]
         if width_of(row) + sum(len(word) + 11 for word, _ in parts) > width:
-            parts = [part for part in parts if part[1] is not None]  # why they are not known is said below
+            parts = [part for part in parts if part[1] is not None]  # a row below gives the reason for missing ones
         for word, count in parts:
             gap = "  " if len(row) > 1 else ""
             if width_of(row) + len(gap) + len(word) + 9 <= width:
@@ -157,7 +157,7 @@ def _holds(scene: Scene, width: int) -> list[Row]:
 
 
 class _Table:
-    """The columns of a row a GPU; their widths depend on the panel's and on who the GPUs are only."""
+    """Columns of a row per GPU. Their widths depend only on the panel's width and the GPUs' names."""
 
     def __init__(self, tracks: Sequence[tuple[int, DeviceTrack]], width: int, scene: Scene, look: Look) -> None:
         self.width, self.look, self.span = width, look, scene.view.span_s
@@ -165,7 +165,7 @@ class _Table:
         self.head = max(3, *(span_width(label(index, track.data)) for index, track in tracks)) + 1
         self.name = min(max(map(span_width, names), default=0), 20 if width >= 90 else 10)
         left = width - self.head - (self.name + 1 if self.name else 0) - 6 - 2 - _MEMORY
-        # Figures behind the memory where they have room; else in a row of their own.
+        # Figures stand after the memory if they fit; else in their own row.
         self.figures = left >= 11 + 17
         if self.figures:
             left -= 17
@@ -208,7 +208,7 @@ class _Table:
         return row
 
     def second(self, track: DeviceTrack) -> Row:
-        """Memory's history under that of the use, then power, temperature and clock."""
+        """The history of memory under the history of use, then power, temperature and clock."""
         data = track.data
         ours = "" if mine(data) else "dim"
         share = track.mem[-1] if track.mem else None
@@ -222,7 +222,7 @@ class _Table:
         return [*row, *figures] if width_of(row) + width_of(figures) <= self.width else [*row, *figures[:2]]
 
     def third(self, track: DeviceTrack) -> Row:
-        """What means more than utilisation, where the hardware tells; and whose memory it is."""
+        """Fields more telling than utilisation, if the hardware reports them; and who holds the memory."""
         data = track.data
         row: Row = [(" " * self.head, "")]
         parts: list[Row] = []
@@ -238,7 +238,7 @@ class _Table:
 
 
 def _memory_bar(data: Mapping[str, Any], width: int, look: Look) -> Row:
-    """The memory in use: this run's full, what others hold broken; full where it is not known whose it is."""
+    """The memory in use: this run's part full, the others' broken; all full if the holders are unknown."""
     used, total, ours = (number_in(data, key) for key in ("mem_used_bytes", "mem_total_bytes", "mem_run_bytes"))
     if used is None or not total:
         return bar(None, width, look.glyphs)
@@ -291,7 +291,7 @@ def _grid(tracks: Sequence[tuple[int, DeviceTrack]], width: int, scene: Scene, l
 
 
 def _below(tracks: Sequence[DeviceTrack], width: int, look: Look) -> list[Row]:
-    """What holds the clocks down, and why values are missing: a row each at most."""
+    """What holds the clocks down, and why values are missing: at most a row each."""
     rows: list[Row] = []
     down: dict[str, list[str]] = {}
     for track in tracks:

@@ -1,4 +1,4 @@
-"""Panel 1 where there is no GPU: what the host does, what the run takes of it, and why there is no GPU."""
+"""Panel 1 without a GPU: the host's load, the run's part in it, and why there is no GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dpmon.ui.scene import Scene
 
 
 def _of_run(own: float | None, held: float | None) -> Row:
-    """What the run's processes take of the host."""
+    """The run's part in the host's load."""
     return [
         ("this run ", "dim"),
         (right(UNKNOWN if own is None else f"{own:.0f} % of a core", 16), ""),
@@ -68,12 +68,12 @@ def host(scene: Scene, width: int, height: int, look: Look, tall: bool = False) 
         text = reason if reason.lower().startswith("no gpu") else f"no GPU: {reason}"
         if len(rows) >= height:
             del rows[2]  # the bar: the figure above it says the same
-        rows += _said(clean(text, 300), width, max(height - len(rows), 1), look)
-    rows += _said(reasons([data]), width, height - len(rows), look)
+        rows += _reason(clean(text, 300), width, max(height - len(rows), 1), look)
+    rows += _reason(reasons([data]), width, height - len(rows), look)
     return rows
 
 
-def _said(text: str, width: int, room: int, look: Look) -> list[Row]:
-    """A reason in at most `room` rows; the last one is cut with a sign when there is more."""
+def _reason(text: str, width: int, room: int, look: Look) -> list[Row]:
+    """A reason in at most `room` rows; the last one is cut and marked."""
     lines = wrapped(text, width, room, look.glyphs.more) if text and room > 0 else []
     return [[(line, "dim")] for line in lines]

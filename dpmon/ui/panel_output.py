@@ -1,4 +1,4 @@
-"""Panel 5: what the script printed, as a terminal would end up showing it."""
+"""Panel 5: the script's output, as a terminal would finally show it."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from dpmon.ui.tail import Tail
 
 @dataclass
 class Output:
-    """One log file and the place in it that is looked at; `top` (a serial number of rows) None follows the end."""
+    """The output files and the view of them; `top` (a serial number of rows) is None while the view follows the end."""
 
     tails: list[Tail] = field(default_factory=list)
     which: int = 0
     top: int | None = None
     left: int = 0
     hit: int | None = None
-    """The row that was found last."""
+    """The row of the last hit."""
     _backs: dict[int, Scrollback] = field(default_factory=dict)
 
     @property
     def tail(self) -> Tail | None:
-        """The file that is shown."""
+        """The visible file."""
         return self.tails[self.which % len(self.tails)] if self.tails else None
 
     @property
     def back(self) -> Scrollback | None:
-        """Its rows."""
+        """The rows of the visible file."""
         if not self.tails:
             return None
         which = self.which % len(self.tails)
@@ -56,19 +56,19 @@ class Output:
         if self.top is None:
             return
         if back.epoch != epoch:
-            # It went on near the end of a flood: the same line has another serial number now.
+            # The view has skipped part of a flood, so the same line has another serial number now.
             self.top = self.top - oldest + back.oldest if back.counted else None
             self.hit = None
         else:
             self.top = max(self.top, back.oldest)
 
     def next_file(self) -> None:
-        """The other file, where there are two."""
+        """Show the other file, if there is one."""
         if len(self.tails) > 1:
             self.which, self.top, self.hit = (self.which + 1) % len(self.tails), None, None
 
     def scroll(self, by: int, height: int) -> None:
-        """Move by lines (up is negative); at the end it follows again."""
+        """Scroll by lines (up is negative); follow again at the end."""
         back = self.back
         if back is None:
             return
@@ -77,7 +77,7 @@ class Output:
         self.top = None if top >= last_top else top
 
     def visible(self, height: int) -> list[Row]:
-        """The lines that are looked at, interpreted."""
+        """The visible lines, interpreted."""
         back = self.back
         if back is None or height <= 0:
             return []
@@ -90,9 +90,9 @@ class Output:
     # ------------------------------------------------------------------------------------------ finding
 
     def search(self, needle: str, by: int, height: int) -> Callable[[], str | None] | None:
-        """A search for the next older (`by` 1) or newer (-1) row, to be run on another thread; None without a file.
+        """A search for the next older (`by` 1) or newer (-1) row, for another thread; None without a file.
 
-        It returns what is to be said. `show_hit` then goes to the row.
+        It returns the message for the user. `show_hit` then goes to the row.
         """
         back = self.back
         if back is None:
@@ -119,7 +119,7 @@ class Output:
     _needle: str = ""
 
     def show_hit(self, height: int, width: int) -> None:
-        """Bring the row that was found into sight, and the column."""
+        """Scroll to the row and the column of the hit."""
         back, found = self.back, self._next
         if back is None or found is None:
             return
@@ -137,7 +137,7 @@ class Output:
 
 
 def title(output: Output, scene: Scene, width: int, look: Look) -> tuple[Row, Row]:
-    """The panel's title and where in the file one is, for a frame of `width` cells."""
+    """The panel's title and the position in the file, for a frame of `width` cells."""
     tail, back = output.tail, output.back
     name: Row = [(NAMES["output"], "title")]
     if len(output.tails) > 1 and tail is not None:
@@ -146,9 +146,9 @@ def title(output: Output, scene: Scene, width: int, look: Look) -> tuple[Row, Ro
         return name, []
     shift: Row = [(f"column {output.left + 1}  ", "wait")] if output.left else []
     if output.top is None:
-        if scene.playing is not None and not scene.over:  # its lines have no times
-            words = "all of the run's, not only up to then"
-            return name, [*shift, (words if width >= len(words) + 28 else "all of the run's", "wait")]
+        if scene.playing is not None and not scene.over:  # the output's lines have no times
+            words = "of the whole run, not only up to this time"
+            return name, [*shift, (words if width >= len(words) + 28 else "of the whole run", "wait")]
         return name, [*shift, ("the end" if scene.over else "following", "dim")]
     total = group(back.end - back.oldest) if back.counted else "many"
     return name, [*shift, (f"line {group(output.top - back.oldest + 1)} of {total}", "wait")]
@@ -158,16 +158,16 @@ _FRAME = re.compile(r'^\s*File "(?P<path>[^"]*/)[^"/]+", line \d+')
 
 
 def narrowed(rows: Sequence[Row], width: int, more: str = "…") -> list[Row]:
-    """The rows, those of a traceback without as much of their file's directory as `width` cells have no room for.
+    """The rows; those of a traceback lose their file's directory as far as they exceed `width` cells.
 
-    A row stays as it is if something that was found would go with the directory.
+    A row stays as it is if the directory holds a hit of the search.
     """
     short = (_without_directory(row, width, more) for row in rows)
     return [less if _found(less) == _found(row) else row for row, less in zip(rows, short, strict=True)]
 
 
 def _found(row: Row) -> int:
-    """How many characters of a search's hits a row has."""
+    """Number of highlighted characters in a row."""
     return sum(len(text) for text, style in row if style == "found")
 
 
@@ -190,7 +190,7 @@ def _without_directory(row: Row, width: int, more: str) -> Row:
 
 
 def shifted(rows: Sequence[Row], left: int, more: str = "…") -> list[Row]:
-    """The rows without their first `left` cells, with a sign where something is hidden there."""
+    """The rows without their first `left` cells; a sign marks hidden text there."""
     if left <= 0:
         return list(rows)
     first = left + span_width(more)

@@ -1,6 +1,6 @@
-"""Panel 2 of a run of several processes: a row a rank, where its step goes, and which rank the others wait for.
+"""Panel 2 of a run of several processes: one row per rank with the parts of its step, and who delays the others.
 
-Many ranks are drawn as a map, a cell a rank, with the slowest ones below it.
+Many ranks are drawn as a map of one cell per rank, with the slowest ranks below it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def applies(scene: Scene) -> bool:
 
 
 def _rows(scene: Scene, room: int) -> tuple[list[tuple[Process, CallTrack | None]], int]:
-    """At most `room` processes, each with its calls of the root that is shown, or else its newest; and their number."""
+    """At most `room` processes with their calls of the chosen root, or else the newest; and the number of processes."""
     processes = training(scene.state)
     track = shown(scene)
     key = (track.last.root, track.last.via) if track is not None else ("", None)
@@ -69,17 +69,17 @@ def _known(scene: Scene) -> Communication | None:
 
 
 def mapped(scene: Scene) -> bool:
-    """Whether there are too many ranks for a row each, so that a map is drawn."""
+    """Whether there are too many ranks for one row each, so that a map is drawn."""
     return applies(scene) and _known(scene) is not None and len(training(scene.state)) > MAPPED
 
 
 def wanted_rows(scene: Scene) -> int:
-    """Rows that the panel would like to have for its content."""
+    """Rows that the whole content needs."""
     count = len(training(scene.state))
     found = _known(scene)
     if found is None:
         return count + 2
-    said = 3  # whether there is something to say or not: the panels keep their places
+    said = 3  # always reserved, so that the panels keep their places
     return (WORST + 4 if count > MAPPED else count) + said
 
 
@@ -102,7 +102,7 @@ def title(scene: Scene, look: Look) -> tuple[Row, Row]:
 def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     """The panel's rows, inside its frame.
 
-    Rows without room come last, below the lines about all ranks.
+    Rows that do not fit come last, below the lines about all ranks.
     """
     found = _known(scene)
     if found is None:
@@ -111,7 +111,7 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     many_ranks = len(training(scene.state)) > MAPPED
     above = [*rank_map(found.ranks, scene.state.straggler(), width, look), legend(width, look)] if many_ranks else []
     room = max(height - len(above) - 1, 1)
-    said = _said(scene, found, width, room, len(rows), look)
+    said = _notes(scene, found, width, room, len(rows), look)
     room = max(room - len(said), 1)
     slow = scene.state.straggler()
     order = list(range(len(rows)))
@@ -122,8 +122,8 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
 
 
 def _slow_in_room(ranks: Sequence[_Rank], slow: Straggler, room: int) -> list[int]:
-    """The order of the rows: the slow ranks are among the first `room` rows, in place of the last others."""
-    marked = [index for index, one in enumerate(ranks) if _is(slow, one)]
+    """The order of the rows: slow ranks replace the last of the first `room` rows."""
+    marked = [index for index, one in enumerate(ranks) if _is_slow(slow, one)]
     marked.sort(key=lambda index: ranks[index].process.process != slow.process)
     marked = marked[:room]
     others = [index for index in range(len(ranks)) if index not in marked]
@@ -134,10 +134,10 @@ def _slow_in_room(ranks: Sequence[_Rank], slow: Straggler, room: int) -> list[in
 # ------------------------------------------------------------------------------------------------ who waits
 
 
-def _said(scene: Scene, found: Communication, width: int, room: int, ranks: int, look: Look) -> list[Row]:
-    """The lines below the ranks: who holds the others up, and notes; one row is left for a rank.
+def _notes(scene: Scene, found: Communication, width: int, room: int, ranks: int, look: Look) -> list[Row]:
+    """The lines below the ranks: notes, and who delays the others; leaves one row for a rank.
 
-    They are short where there is no room for them below all ranks.
+    They are short if the full ones do not fit below all ranks.
     """
     slow = scene.state.straggler()
     most = max(room - 1, 0)
@@ -158,7 +158,7 @@ def _said(scene: Scene, found: Communication, width: int, room: int, ranks: int,
 
 
 def _ranks(scene: Scene, found: Communication) -> list[_Rank]:
-    """Those that are shown in the table, in its order: by rank; of many ranks the slowest, the slowest one first."""
+    """The ranks of the table in order: by number, or, of many ranks, the slowest first."""
     processes, _ = _rows(scene, len(found.ranks))
     times = {one.process: one for one in found.ranks}
     rows = [_Rank(process, track, times[process.process]) for process, track in processes if process.process in times]
@@ -166,11 +166,11 @@ def _ranks(scene: Scene, found: Communication) -> list[_Rank]:
         return rows
     known = [one for one in rows if one.times.wait_ns is not None]
     slow = scene.state.straggler()
-    return sorted(known, key=lambda one: (not _is(slow, one), one.times.wait_ns or 0.0))[:WORST]
+    return sorted(known, key=lambda one: (not _is_slow(slow, one), one.times.wait_ns or 0.0))[:WORST]
 
 
 def _times_table(scene: Scene, found: Communication, width: int, height: int, look: Look) -> list[Row]:
-    """A header and a row a rank: mean times, and a bar of its step."""
+    """A header and one row per rank: mean times, and a bar of its step."""
     ranks = _ranks(scene, found)
     slow = scene.state.straggler()
     device = min(max([span_width(_device(one)) for one in ranks] + [6]), 10)
@@ -197,19 +197,19 @@ def _times_table(scene: Scene, found: Communication, width: int, height: int, lo
             rest = (times.step_ns or 0.0) - (times.exposed_ns or 0.0) - (times.wait_ns or 0.0)
             parts = (max(rest, 0.0), times.exposed_ns or 0.0, times.wait_ns or 0.0)
             rows[-1] += [(" ", ""), *busy_bar(parts, top, bar, look.glyphs)]
-        if word and (needed or _is(slow, one)):
-            rows[-1].append((word if _is(slow, one) else " " * len(word), "wait"))
+        if word and (needed or _is_slow(slow, one)):
+            rows[-1].append((word if _is_slow(slow, one) else " " * len(word), "wait"))
         if needed and index < len(sizes):
             rows[-1] += [(" " * (needed - width_of(sizes[index])), ""), *sizes[index]]
     return rows
 
 
-def _is(slow: Straggler | None, one: _Rank) -> bool:
+def _is_slow(slow: Straggler | None, one: _Rank) -> bool:
     return slow is not None and one.process.process in slow.processes
 
 
 def _row(one: _Rank, slow: Straggler | None, device: int, cell: int, gap: str, look: Look) -> Row:
-    times, marked = one.times, _is(slow, one)
+    times, marked = one.times, _is_slow(slow, one)
     number = one.process.process if one.process.rank is None else one.process.rank
     row: Row = [
         (look.glyphs.focus if marked else " ", "wait"),
@@ -232,12 +232,12 @@ def _row(one: _Rank, slow: Straggler | None, device: int, cell: int, gap: str, l
 
 
 def _time(ns: float | None, gap: str) -> str:
-    """A time; one that is exactly 0 is so."""
+    """A time; also an exact 0 is shown as a time."""
     return "0" if ns == 0 else duration(ns, gap)
 
 
 def _size_cells(ranks: Sequence[_Rank], height: int, room: int) -> list[Row]:
-    """The sizes that each rank received and returned, and its rows, if there is room."""
+    """The sizes that each rank received and returned, and its rows, if they fit."""
     cells: list[Row] = []
     for one in ranks[: max(height, 1)]:
         if one.track is None:
@@ -258,14 +258,14 @@ def _device(one: _Rank) -> str:
 
 
 def _sizes_table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
-    """A header, a row a rank with its sizes and medians, and why it is not known who waits for whom."""
+    """A header, one row per rank with its sizes and medians, and why the waits are unknown."""
     rows, count = _rows(scene, max(height, 2) + 1 + scene.view.scrolled.get("replicas", 0))
     ins = [size_text(track.last.inputs) if track else UNKNOWN for _, track in rows]
     outs = [size_text(track.last.outputs) if track else UNKNOWN for _, track in rows]
     device = min(max([span_width(_of_call(track)) for _, track in rows] + [6]), 10)
     cell = 9 if width >= 5 + device + 2 + 6 + 9 * 3 + 18 else 8
     count_room = 6 if cell == 9 else 5
-    # Times are never cut: sizes have the room that is left, each cut with a sign of it.
+    # Times are never cut. Sizes share the remaining width, and a sign marks each cut.
     room = max(width - 5 - device - 1 - 1 - count_room - cell * 3, 4)
     needs = [max(map(span_width, [*texts, word])) for texts, word in ((ins, "input"), (outs, "output"))]
     given = min(needs[0], max(room * 3 // 5, room - needs[1]))
@@ -308,7 +308,7 @@ def _sizes_table(scene: Scene, width: int, height: int, look: Look) -> list[Row]
 
 
 def _missing(processes: list[Process], count: int) -> list[Row]:
-    """A row that says so, if fewer ranks train than there should be."""
+    """A row with the number of ranks, if fewer train than expected."""
     wanted = max((ranks for process in processes if (ranks := world(process)) is not None), default=count)
     if wanted <= count or any(process.rank is None for process in processes):
         return []

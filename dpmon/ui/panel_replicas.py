@@ -1,4 +1,4 @@
-"""Panel 2: what each replica of the last call received and returned, and how long it took."""
+"""Panel 2: the input and output of each replica of the last call, and its time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dpmon.ui.scene import NAMES, Scene, mode_words
 
 
 class Choice(NamedTuple):
-    """What the panel can show: a root, or one of the calls that a step makes of it."""
+    """One choice of the panel: a root, or one of the calls that a step makes of it."""
 
     track: CallTrack
     nth: int
@@ -27,11 +27,11 @@ class Choice(NamedTuple):
 
 _RANGE = "5 to 95 %"
 _FRESH = 64
-"""Steps after which a call that a step no longer makes cannot be chosen any more."""
+"""After this many steps without it, a call can no longer be chosen."""
 
 
 def choices(process: Process | None) -> list[Choice]:
-    """Everything the panel can show, in an order that stays the same while roots take turns."""
+    """All choices, in an order that stays the same while roots take turns."""
     found: list[Choice] = []
     for _, track in sorted(process.calls.items(), key=lambda item: (item[0][0], item[0][1] or "")) if process else ():
         parts = [part for part in track.parts if part.last.step >= track.last.step - _FRESH]
@@ -43,7 +43,7 @@ def choices(process: Process | None) -> list[Choice]:
 
 
 def chosen(scene: Scene) -> tuple[Choice | None, int, int]:
-    """What is shown, which of how many (from 1; 0: the one that was called last, whichever it is)."""
+    """The choice, its number from 1 (0: always the root called last), and how many choices there are."""
     process = scene.process
     if process is None or process.newest is None:
         return None, 0, 0
@@ -62,7 +62,7 @@ def shown(scene: Scene) -> CallTrack | None:
 
 
 def wanted_rows(scene: Scene) -> int:
-    """Rows that the panel would like to have for its content."""
+    """Rows that the whole content needs."""
     track = shown(scene)
     return 3 if track is None else max(len(track.last.devices), len(track.last.replicas), 1) + 1
 
@@ -78,18 +78,18 @@ def title(scene: Scene, look: Look) -> tuple[Row, Row]:
     part = f"{dot}call {choice.nth} of {choice.of} a step" if choice.of > 1 else ""
     many = f"{dot}newest of {count}" if count > 1 and not which else f"{dot}{which} of {count}" if which else ""
     corner: Row = [("call", "dim"), (right(group(call.call), 9), "")]
-    # Which of several comes first: of names a beginning says much, too.
+    # Names are cut at their end before the number of the choice is.
     return [(NAMES["replicas"], "title"), (many + part, ""), *kind(call, look), (name, "")], corner
 
 
 def kind(call: Call, look: Look) -> Row:
-    """That a call was an evaluation's, or is one by half; nothing of one that trains."""
+    """Marks a call of an evaluation, or a mixed one; empty for training."""
     word = "evaluation" if call.evaluates else "no gradients" if not call.grad else "" if call.training else "eval mode"
     return [(f" {look.glyphs.middot} ", ""), (word, "wait")] if word else []
 
 
 def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
-    """The panel's rows, inside its frame: a header, a row a replica, what is idle, what is absent and why."""
+    """The panel's rows, inside its frame: a header, a row per replica, idle devices, missing values and why."""
     track = shown(scene)
     if track is None:
         return [[(scene.lack("no call was traced", "no call yet"), "dim")]]
@@ -111,7 +111,7 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
 
 
 class _Table:
-    """Columns whose widths depend on the panel's width and on the sizes of the last call only."""
+    """Columns. Their widths depend only on the panel's width and on the sizes of the last call."""
 
     def __init__(self, track: CallTrack, width: int, look: Look) -> None:
         self.track, self.look, self.width = track, look, width
@@ -119,7 +119,7 @@ class _Table:
         self.device = min(max([span_width(clean(d, 20)) for d in call.devices] + [6]), 10)
         texts = [size_text(r.inputs) for r in call.replicas] + ["input"]
         outs = [size_text(r.outputs) for r in call.replicas] + ["output"]
-        # The number, the device, rows, time and the gaps; sizes get what they need of the rest, drawings what is left.
+        # Number, device, rows, time and gaps are fixed; sizes take what they need of the rest, drawings what remains.
         self.on_device = bool(track.device_ns)
         fixed = 3 + self.device + 2 + 2 + 6 + 10 + (10 if self.on_device else 0)
         room = max(width - fixed, 12)
@@ -130,7 +130,7 @@ class _Table:
         self.spread = min(left - self.bar, 20) if left >= len("spread") else 0
         known = [spread for spread in track.times if spread is not None]
         self.top = max((spread.high for spread in known), default=0.0)
-        # The scale ends at the slowest; it begins at the fastest, unless they are so close that it would magnify noise.
+        # The scale ends at the slowest replica. It starts at the fastest, unless that would magnify noise.
         self.base = min([spread.low for spread in known] + [self.top * 0.7])
         self.rows_total = call.rows
 
@@ -148,7 +148,7 @@ class _Table:
         ]
 
     def _scale(self) -> str:
-        """The scale of the last column: the times at its edges, and between them its title if there is room.
+        """The scale of the last column: the times at its edges, with its title between them if it fits.
 
         The right edge is the 95th percentile of the slowest replica.
         """
@@ -189,18 +189,18 @@ class _Table:
 
 
 def host_time(track: CallTrack, index: int) -> str:
-    """The median of what a replica or stage took on the host."""
+    """The median host time of a replica or stage."""
     times = track.times[index] if index < len(track.times) else None
     return duration(None if times is None else times.middle)
 
 
 def device_time(track: CallTrack, index: int) -> str:
-    """The median of what the device of a replica or stage took for it."""
+    """The median device time of a replica or stage."""
     return duration(track.device_ns.get(index))
 
 
 def size_text(sizes: tuple[Size, ...] | None) -> str:
-    """The first size, and how many more there are: "[16, 512] +2"; clean."""
+    """The first size and the number of others: "[16, 512] +2"; clean."""
     if sizes is None:
         return UNKNOWN
     if not sizes:
@@ -212,7 +212,7 @@ def size_text(sizes: tuple[Size, ...] | None) -> str:
 def every_size(
     inputs: tuple[Size, ...] | None, outputs: tuple[Size, ...] | None, width: int, look: Look, unseen: str = "not seen"
 ) -> list[Row]:
-    """A row a size that went in or came out."""
+    """One row per input or output size."""
     rows: list[Row] = []
     for word, sizes in (("in ", inputs), ("out", outputs)):
         if sizes is None:
@@ -229,7 +229,7 @@ def _size_line(size: Size) -> str:
 
 
 def _shape(size: Size, most: int) -> str:
-    """The shape, with `most` dimensions, of a tensor on this rank: "[8, 512]", of a DTensor "[8, 512] of [16, 512]"."""
+    """The shape of this rank's tensor, at most `most` dimensions: "[8, 512]"; of a DTensor "[8, 512] of [16, 512]"."""
     shapes = (size.shape,) if size.global_shape is None else (size.shape, size.global_shape)
     return " of ".join("[" + ", ".join(str(extent) for extent in shape[:most]) + "]" for shape in shapes)
 
@@ -248,7 +248,7 @@ def _idle(call: Call, look: Look) -> list[Row]:
 
 
 def _what_times(track: CallTrack) -> str:
-    """Of how many calls the times are medians, and why they are not those of a phase."""
+    """The number of calls behind the medians, and how they differ from a phase's times."""
     known = [spread for spread in track.times if spread is not None]
     if not known:
         return ""

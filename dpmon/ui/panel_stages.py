@@ -1,4 +1,4 @@
-"""Panel 2 of a model whose parts lie on several devices: a row a stage, what crossed to it, and how long it took."""
+"""Panel 2 of a model split over several devices: a row per stage with its incoming tensors and its time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dpmon.ui.scene import Scene
 
 
 def applies(scene: Scene) -> bool:
-    """Whether the root that is shown lies on several devices."""
+    """Whether the visible root lies on several devices."""
     track = shown(scene)
     return track is not None and not track.last.replicas and len(track.last.devices) > 1 and track.last.mode != "dp"
 
 
 def wanted_rows(scene: Scene) -> int:
-    """Rows that the panel would like to have for its content."""
+    """Rows that the whole content needs."""
     track = shown(scene)
     return 3 if track is None else len(track.last.stages) + 2
 
@@ -31,7 +31,7 @@ def title(scene: Scene, look: Look) -> tuple[Row, Row]:
 
 
 def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
-    """The panel's rows, inside its frame: a header, a row a stage, what could not be measured and why."""
+    """The panel's rows, inside its frame: a header, a row per stage, unmeasured values and why."""
     track = shown(scene)
     if track is None:
         return []

@@ -1,4 +1,4 @@
-"""The first rows: which run, is it running, how fast, in which mode; below them what has just happened."""
+"""The first rows: the run, its state, speed and mode; below them the newest event."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ALL_OF_IT = "  w: all of it "
 _WIDE = 140
 """Width (cells) from which the first row shows the rate within steps next to the rate."""
 _WARNING_BEGINS = 16
-"""Cells of a warning that are worth having beside the state."""
+"""Fewest cells for a warning beside the state."""
 
 
 def status(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
@@ -31,9 +31,9 @@ def status(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     said = _message(scene, look, width - 2)
     warned = bool(said) and said == _warning(scene)
     message: Row = [(" ", ""), *said]
-    if alive.detail not in plain(rows[0]) and not _told(scene, look):
+    if alive.detail not in plain(rows[0]) and not _has_answer(scene, look):
         told: Row = [(" ", ""), (f"{alive.word}: ", alive.style), (alive.detail, ""), ("  ", "")]
-        if warned:  # both; but a row too narrow for that has the warning's beginning
+        if warned:  # show both; a row that is too narrow shows the warning's beginning
             room = width - width_of(_missed(scene)) - span_width(_ALL_OF_IT)
             message = [*told, *said] if width_of(told) + _WARNING_BEGINS <= room else message
         else:
@@ -53,7 +53,7 @@ def _name(scene: Scene) -> str:
 
 def _speed(scene: Scene) -> Speed:
     process = scene.process
-    if scene.reading and not scene.over:  # the last seconds that were read are not the last ones
+    if scene.reading and not scene.over:  # the newest steps read so far are old ones
         return Speed(None, READING)
     if process is None:
         return Speed(None, "no training process yet")
@@ -68,7 +68,7 @@ def _sign(alive: Life, look: Look) -> tuple[str, str]:
 def _state(scene: Scene, alive: Life, width: int, look: Look) -> Row:
     frozen: Row = [("FROZEN ", "wait")] if scene.view.frozen else []
     row: Row = [*frozen, _sign(alive, look), (" " + alive.word, alive.style)]
-    # In full or not at all: what has no room here is said in the row below.
+    # In full or not at all: the row below shows whatever does not fit here.
     detail: Row = [(f" {alive.detail}", "dim")] if alive.detail else []
     return fit([*row, *detail] if width_of(row) + width_of(detail) <= width else row, width, look.glyphs.more)
 
@@ -104,7 +104,7 @@ def _wide(scene: Scene, alive: Life, width: int, look: Look) -> Row:
 
 
 def _rates(scene: Scene) -> Row:
-    """Step and speeds in a fixed width; nothing before the first step, so that there is room to say what happens."""
+    """Step and rates in a fixed width; empty before the first step, to leave room for the state."""
     if scene.over:
         return _means(scene)
     if scene.process is None or scene.process.last_step is None:
@@ -130,7 +130,7 @@ def _within(scene: Scene, room: bool) -> Row:
 
 
 def _means(scene: Scene) -> Row:
-    """The same of a run that is over, whose numbers no longer change: its means."""
+    """The means of a finished run, whose numbers no longer change."""
     step, steps, samples = _numbers(scene)
     if scene.process is None or scene.process.last_step is None:
         return []
@@ -150,7 +150,7 @@ def _narrow_means(scene: Scene, width: int) -> Row:
 
 
 def _median(scene: Scene) -> Row:
-    """The median of all steps of a run that is over, as its means are; of one mode, named where there were more."""
+    """The median of all steps of a finished run; it is of one mode, named if there were several."""
     process = scene.process
     whole = process.whole if process is not None else Summary()
     several = process is not None and process.compared is not None and len(process.compared.sides) > 1
@@ -163,7 +163,7 @@ def _narrow(scene: Scene, alive: Life, width: int, look: Look) -> list[Row]:
     clock_text = "  " + clock(scene.elapsed_ns) + "  "
     said = span_width(alive.word) + 14
     room = width - width_of(mode) - span_width(clock_text) - 1
-    if room < said:  # the state comes before the devices, the mode and the clock
+    if room < said:  # the state is more important than the devices, the mode and the clock
         mode = [mode[0], (" ", "")]
         room = width - width_of(mode) - span_width(clock_text) - 1
     if room < said:
@@ -187,20 +187,20 @@ def _narrow(scene: Scene, alive: Life, width: int, look: Look) -> list[Row]:
 
 
 def _missed(scene: Scene) -> Row:
-    """Records that are not in the picture, if any."""
+    """The number of records that are missing from the screen, if any."""
     lost = scene.state.missed
     if not lost:
         return []
     return [(f"  {group(lost)} records dropped ", "wait")]
 
 
-def _told(scene: Scene, look: Look) -> bool:
-    """Whether the row of what has just happened has an answer for the user."""
+def _has_answer(scene: Scene, look: Look) -> bool:
+    """Whether the row of the newest event holds an answer for the user."""
     return (scene.stopping is not None and not scene.over) or bool(answer(scene, look))
 
 
 def _message(scene: Scene, look: Look, width: int) -> Row:
-    """What matters most just now: an ending, an answer, a warning; or the plain facts."""
+    """The most important event now: the end, an answer, a warning; else plain facts."""
     if scene.stopping is not None and not scene.over:
         return [("stopping: ", "wait"), (clean(scene.stopping, 200), "")]
     said = answer(scene, look)
@@ -222,7 +222,7 @@ def _message(scene: Scene, look: Look, width: int) -> Row:
 
 
 def cut_answer(scene: Scene, width: int, look: Look) -> bool:
-    """Whether an answer has no room in its row."""
+    """Whether an answer does not fit in its row."""
     if scene.stopping is not None and not scene.over:
         return False
     return 1 + width_of(answer(scene, look)) > width - width_of(_missed(scene))
@@ -240,20 +240,20 @@ def _afterwards(scene: Scene) -> Row:
     if last:
         return [(last, "bad")]
     if scene.ended is None:
-        return [("the command is gone and nobody recorded its exit status", "wait")]
+        return [("the command is gone; its exit status was not recorded", "wait")]
     return [("the run is over" if scene.playing is not None else "the run is over; this picture stays", "dim")]
 
 
 def _next(scene: Scene, room: int) -> Row:
-    """What can be done after the end, if there is room to say it."""
+    """The next command to try after the end, if it fits."""
     if not scene.over:
         return []
-    hints = (f"dpmon export {scene.facts.run} gives the records ", f"dpmon export {scene.facts.run} ")
+    hints = (f"dpmon export {scene.facts.run} writes the records ", f"dpmon export {scene.facts.run} ")
     return next(([("  " + hint, "dim")] for hint in hints if scene.facts.run and len(hint) + 4 <= room), [])
 
 
 def _facts(scene: Scene, look: Look, width: int) -> Row:
-    """What does not change, each part in full or not at all; but for the first, which is the most telling."""
+    """Facts that do not change, each in full or not at all, except the first and most important one."""
     process = scene.process
     parts: list[str] = []
     within = within_words(_speed(scene).rate).strip(" ()")
@@ -264,7 +264,7 @@ def _facts(scene: Scene, look: Look, width: int) -> Row:
             parts.append("virtual replicas: " + clean(process.mode_reason or "devices are shared", 200))
         if len(scene.state.processes) > 1:
             many = world(process) or len(scene.state.processes)
-            # Processes are numbered from 0 as ranks are, but nobody reads "process 1 of 2" so.
+            # Processes are numbered from 0 like ranks, but "process 1 of 2" would suggest numbers from 1.
             one = f"process {process.process}, one of {many}"
             parts.append(one if process.rank is None else f"rank {process.rank} of {many}")
         for key in ("python", "torch"):

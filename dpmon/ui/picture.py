@@ -1,4 +1,4 @@
-"""The screen as an SVG file: rows in, text out. Everything is in the file; it asks for no font from anywhere."""
+"""The screen as an SVG file: rows in, text out. The file is complete; it loads no font."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from dpmon.ui.look import Look
 from dpmon.ui.rows import Row
 
 _CELL = 8.43
-"""Width of a cell in pixels: that of DejaVu Sans Mono at the size below; other fonts are stretched to it."""
+"""Width of a cell in pixels, as in DejaVu Sans Mono at the size below; other fonts are stretched to it."""
 _LINE = 16.4
 _BASE = 12.6
-"""From a row's upper edge to the line that its text stands on."""
+"""Pixels from a row's upper edge to the baseline of its text."""
 _MARGIN = 10.0
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _FONTS = "'DejaVu Sans Mono','Menlo','Consolas',monospace"
 
 
 def svg(rows: Sequence[Row], look: Look, title: str = "") -> str:
-    """The rows as one SVG image with the colours of `look`, its cells on a grid whatever font is at hand."""
+    """The rows as one SVG image in the colours of `look`, its cells on a grid whatever the font."""
     page = _Page(look)
     body = [piece for y, row in enumerate(rows) for piece in page.row(row, y)]
     width = 2 * _MARGIN + _CELL * max((sum(span_width(text) for text, _ in row) for row in rows), default=0)
@@ -40,7 +40,7 @@ def svg(rows: Sequence[Row], look: Look, title: str = "") -> str:
 
 
 class _Page:
-    """Collects the rules that the pieces of one image use."""
+    """Collects the style rules of one image."""
 
     def __init__(self, look: Look) -> None:
         palette = named(look.theme)

@@ -1,4 +1,4 @@
-"""The screen of a run that is over: the same one, as of a time, with a time line and the keys that play it."""
+"""The screen of a finished run: the same screen at an earlier time, with a time line and keys to play it."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ SPEEDS = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 100.0)
 
 
 class Player:
-    """The clock of a playback, and what a screen asks of a run as of its time.
+    """The clock of a playback, and the screen's reader of a finished run.
 
-    Times are ns since the run's start; `clock` is what real time is measured with.
+    Times are ns since the run's start; `clock` measures real time.
     """
 
     def __init__(self, directory: Path, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        """Stands at the end of the run, stopped. Raises RunError if there is no run, or nothing to be played."""
+        """Start at the end of the run, stopped. Raises RunError if there is no run, or nothing to play."""
         self.directory = directory
         self.info: RunInfo = load_info(directory)
         self._end = load_exit(directory)
@@ -56,7 +56,7 @@ class Player:
 
     @property
     def position_ns(self) -> int:
-        """How far the playback is; moves while it plays, and stops at the end by itself."""
+        """The playback's position (ns); it moves while it plays, and stops at the end by itself."""
         now = self._clock()
         passed, self._clocked = now - self._clocked, now
         if self.playing:
@@ -66,23 +66,23 @@ class Player:
         return self._position
 
     def now_ns(self) -> int:
-        """The same on the monotonic clock of the run: what a screen takes for now."""
+        """The position on the run's monotonic clock (ns): the screen's "now"."""
         return self.info.start_ns + self.position_ns
 
     def play(self, playing: bool = True) -> None:
-        """Go on, or stop; from the end it begins anew."""
+        """Play, or stop; at the end, start again."""
         if playing and self.position_ns >= self.length_ns:
             self.seek(0)
         self._clocked = self._clock()
         self.playing = playing
 
     def seek(self, position_ns: int) -> None:
-        """Set the clock; playing or not stays as it is."""
+        """Set the position; keep playing or stay stopped."""
         _ = self.position_ns
         self._position = min(max(position_ns, 0), self.length_ns)
 
     def step(self, by: int) -> None:
-        """To the end of the next step of the training (`by` 1), or of the one before (-1); stops."""
+        """Go to the end of the training's next step (`by` 1) or of the one before (-1), and stop."""
         self.playing = False
         here = self.position_ns
         with suppress(HistoryError), open_store(self.directory) as store:
@@ -92,72 +92,72 @@ class Player:
                 self.seek(min(ends) if by > 0 else max(ends))
 
     def faster(self, by: int) -> None:
-        """The next of SPEEDS, or the one before."""
+        """Choose the next higher or lower of SPEEDS."""
         at = min(range(len(SPEEDS)), key=lambda index: abs(SPEEDS[index] - self.speed))
-        _ = self.position_ns  # what has passed until now passed at the old speed
+        _ = self.position_ns  # the time until now passed at the old speed
         self.speed = SPEEDS[min(max(at + by, 0), len(SPEEDS) - 1)]
 
-    # ------------------------------------------------------------------------------------------ what a screen asks
+    # ------------------------------------------------------------------------------------------ the screen's reader
 
     def refresh(self) -> RunInfo:
-        """run.json; it changes no more."""
+        """run.json, which no longer changes."""
         return self.info
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no descriptor is open."""
 
     def stage(self) -> tuple[str, int] | None:
-        """The run's stage at this time, before its first call, and when it began (monotonic ns)."""
+        """The run's stage at the position, before its first call, and its start (monotonic ns)."""
         return newest_stage(stages(self.directory, self.now_ns()))
 
     def waits_for_input(self) -> int | None:
-        """Not in the record."""
+        """None: the record does not have it."""
         return None
 
     def activities(self) -> Mapping[int, tuple[str, int]]:
-        """Not in the record: what a process was in the middle of."""
+        """Empty: the record does not have activities."""
         return {}
 
     def exit(self) -> ExitInfo | None:
-        """How the run ended, once the playback is there."""
+        """How the run ended, once the playback has reached the end."""
         return self._end if self.position_ns >= self.length_ns else None
 
     def command_alive(self) -> bool | None:
-        """Whether the command ran then."""
+        """Whether the command ran at the position."""
         return self.position_ns < self.length_ns
 
     def request_mode(self, mode: str) -> int:
-        """Nobody is there to be asked."""
+        """Return 0: no process can answer."""
         return 0
 
     def request_pause(self, paused: bool) -> int:
-        """Nobody is there to be asked."""
+        """Return 0: no process can answer."""
         return 0
 
     def request_sample(self) -> int:
-        """Nobody is there to be asked."""
+        """Return 0: no process can answer."""
         return 0
 
     def pause_refusal(self) -> str | None:
-        """Why it cannot be paused."""
+        """Why a pause is impossible."""
         return "this is a playback"
 
     def paused(self) -> Any:
-        """Nothing is asked for in what has been."""
+        """No request, no pause."""
         return Pause(False, False, None)
 
     def pending(self) -> bool:
-        """Nothing is."""
+        """False: a playback has no requests."""
         return False
 
     @property
     def output_paths(self) -> tuple[Path, ...]:
-        """The script's output, all of it: when each line was printed is not in the record."""
+        """The script's whole output: the record has no times of its lines."""
         return output_paths(self.directory, self.info)
 
 
 class _PlaybackFeed(Feed):
-    """What is known of a run as of the time at which the playback is."""
+    """The state of a run at the position of the playback."""
 
     def __init__(self, directory: Path, open_player: Callable[[], Player]) -> None:
         super().__init__(directory, self._opened, self._clocked)
@@ -176,7 +176,7 @@ class _PlaybackFeed(Feed):
         return None if player is None or player.position_ns >= player.length_ns else player.position_ns
 
     def tick(self) -> None:
-        """As of a run that goes on; before its end it has not ended."""
+        """Read the state as if the run were live; it has no end before the position of its end."""
         player = self.player
         if player is not None and player.position_ns < player.length_ns:
             self._ended = self._exit = self._gone_ns = None
@@ -184,25 +184,25 @@ class _PlaybackFeed(Feed):
         self._see_end()
 
     def _see_end(self) -> None:
-        """The clock may come to the end at any time it is looked at: then the end is known in the same picture."""
+        """Take the end from the reader: the clock may reach it at any look, and this picture must show it."""
         player = self.player
         if player is not None and self._ended is None and player.exit() is not None:
             super().tick()
 
     def toggle_refusal(self) -> str | None:
-        """Nobody is there to be asked."""
+        """Why no other mode can be requested."""
         return "this is a playback of a run that is over"
 
     def pause_refusal(self) -> str | None:
-        """Nobody is there to be asked."""
-        return "this is a playback; space plays and stops it"
+        """Why the run can be neither paused nor resumed."""
+        return "this is a playback; space plays or stops it"
 
     def can_type(self) -> bool:
-        """Nobody is there to read it."""
+        """False: no process reads input."""
         return False
 
     def scene(self, view: View, stopping: str | None = None) -> Scene:
-        """With where the playback is."""
+        """The scene, with the position of the playback."""
         player = self.player
         if player is None:
             return super().scene(view, stopping)
@@ -215,7 +215,7 @@ class _PlaybackFeed(Feed):
 class Playback(Monitor):
     """Plays one finished run."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding(deed.names, deed.action, show=False) for deed in PLAYED]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding(command.names, command.action, show=False) for command in PLAYED]
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ class Playback(Monitor):
         return self._playing_feed.player if not self._dialog_open else None
 
     def _have(self, do: Callable[[Player], None]) -> None:
-        """Have the player do this, and draw at once. The message is cleared: it belongs to another time."""
+        """Let the player do this, and draw at once. Clear the message: it belongs to another time."""
         player = self._player
         if player is not None:
             do(player)
@@ -244,7 +244,7 @@ class Playback(Monitor):
             self.draw()
 
     def on_panel_view_picked(self, event: PanelView.Picked) -> None:
-        """A click on the time line sets the clock; elsewhere as ever."""
+        """A click on the time line sets the clock; other clicks work as usual."""
         player = self._player
         if event.panel != "timeline":
             super().on_panel_view_picked(event)
@@ -256,30 +256,30 @@ class Playback(Monitor):
                 self.action_seek_to(fraction)
 
     def action_play(self) -> None:
-        """Go on or stop; at the end from the beginning."""
+        """Play, or stop; at the end, start again."""
         self._have(lambda player: player.play(not player.playing))
 
     def action_step(self, by: int) -> None:
-        """To the next step of the training, or the one before."""
+        """Go to the training's next step, or to the one before."""
         self._have(lambda player: player.step(by))
 
     def action_faster(self, by: int) -> None:
-        """Faster or slower."""
+        """Play faster or slower."""
         self._have(lambda player: player.faster(by))
 
     def action_seek(self, seconds: int) -> None:
-        """So many seconds further, or back."""
+        """Go this many seconds forward, or back."""
         self._have(lambda player: player.seek(player.position_ns + seconds * SECOND))
 
     def action_seek_to(self, fraction: float) -> None:
-        """To a part of the whole, from 0.0 to 1.0."""
+        """Go to a fraction of the whole, from 0.0 to 1.0."""
         self._have(lambda player: player.seek(int(player.length_ns * fraction)))
 
     def action_freeze(self) -> None:
-        """There is nothing that would go on behind a frozen picture."""
+        """Do nothing: a playback needs no frozen picture."""
 
     def action_leave(self, interrupt: bool = False) -> None:
-        """Close; nothing has to be asked."""
+        """Close without a question."""
         if isinstance(self.screen, Dialog):
             self.screen.settle(None)
         else:

@@ -1,4 +1,4 @@
-"""A map of many ranks: a cell a rank, with the part of its step that it waits for the slowest one."""
+"""A map of many ranks: one cell per rank shows the part of its step spent waiting for the slowest one."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ _GROUP = 8
 _LABEL = 5
 MOST_ROWS = 64
 _LITTLE, _MUCH = 0.1, 0.3
-"""Parts of a step. A rank that waits less than the first stands back; one that waits more than the second stands
-out."""
+"""Parts of a step. A rank below the first (it hardly waits) is dimmed; a rank above the second is highlighted."""
 
 
 def rank_map(ranks: Sequence[RankTimes], slow: Straggler | None, width: int, look: Look) -> list[Row]:
-    """Rows of 32 ranks, or 16 where there is no room for them; each begins with the number of its first rank.
+    """Rows of 32 ranks, or 16 if 32 do not fit; each starts with the number of its first rank.
 
-    A rank that is not in the record is blank, and a row without any rank is left out. Of more than MOST_ROWS rows the
-    last one says how many ranks are not drawn.
+    A rank without records is blank, and a row without any rank is omitted. Beyond MOST_ROWS rows, the last row
+    counts the ranks that are not drawn.
     """
     each = 32 if width >= _LABEL + 32 + 3 else 16
     by_rank = {one.process if one.rank is None else one.rank: one for one in ranks}

@@ -1,4 +1,4 @@
-"""What the user is told of what was asked for: of a key, a pause, a mode."""
+"""Answers to the user's last request: a key, a pause, a mode."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ DONE_SHOWN_NS = 15 * SECOND
 
 
 def answer(scene: Scene, look: Look) -> Row:
-    """What the user is told of what was asked for: of a key, a pause, a mode; nothing a while later."""
+    """The answer to the user's last request, if it is recent: a key, a pause, a mode."""
     if scene.view.message is not None and scene.now_ns - scene.view.message_ns < DONE_SHOWN_NS:
         return [(scene.view.message, "wait")]
     return [] if scene.over else _pausing(scene) or _answer(scene, look)
 
 
 def _pausing(scene: Scene) -> Row:
-    """A pause, or its end, that was asked for and has not come yet; and why one did not come."""
+    """A pause or its end, requested but not yet in force; or why it was refused."""
     pausing = scene.pausing
     if pausing.pending:
         what, when = ("pause", "after the step it is in") if pausing.wanted else ("resume", "in a moment")

@@ -1,4 +1,4 @@
-"""Rows of styled text, measured in cells: what every picture is made of.
+"""Rows of styled text, measured in cells: the basis of every picture.
 
 A row is a list of spans (text, style name); the style names are those of `dpmon.ui.look`. Text in a span is clean.
 """
@@ -19,7 +19,7 @@ Row = list[Span]
 def width_of(row: Iterable[Span]) -> int:
     """Cells that a row takes."""
     total = 0
-    for text, _ in row:  # a screen asks this of thousands of spans: no call but for those that need one
+    for text, _ in row:  # called for thousands of spans per picture, so calls only where they are needed
         total += len(text) if text.isascii() else span_width(text)
     return total
 
@@ -35,7 +35,7 @@ def merged(cells: Iterable[Span]) -> Row:
 
 
 def fit(row: Sequence[Span], width: int, more: str = "…") -> Row:
-    """The row in exactly `width` cells: padded with spaces, or cut with a sign of it."""
+    """The row in exactly `width` cells: padded with spaces, or cut and marked."""
     total = width_of(row)
     if total <= width:
         return [*row, (" " * (width - total), "")] if total < width else list(row)
@@ -55,7 +55,7 @@ def fit(row: Sequence[Span], width: int, more: str = "…") -> Row:
 
 
 def cropped(row: Iterable[Span], start: int, end: int) -> Row:
-    """The cells of `row` from `start` up to `end`; of a wide character that is cut in two a blank is left."""
+    """The cells of `row` from `start` up to `end`; half of a cut wide character becomes a blank."""
     found: Row = []
     at = 0
     for text, style in row:
@@ -76,7 +76,7 @@ def cropped(row: Iterable[Span], start: int, end: int) -> Row:
 
 
 def columns(left: Sequence[Span], right_part: Sequence[Span], width: int, more: str = "…") -> Row:
-    """`left` and, against the right end, `right_part`; when both do not fit, `left` is cut with a sign of it."""
+    """`left`, and `right_part` at the right end; if they do not fit together, `left` is cut and marked."""
     tail = width_of(right_part)
     if tail >= width:
         return fit(right_part, width, more)
@@ -97,8 +97,8 @@ def box(
 ) -> list[Row]:
     """A frame of exactly `width` x `height` cells around `rows`, its title at the left and `corner` at the right.
 
-    Rows that do not fit are left out, with a sign in the frame that says how many. `first`: so many rows are scrolled
-    past, as far as there are any to scroll; `pinned` rows at the top stay.
+    The frame counts the rows that do not fit. `first`: rows to scroll past, at most to the end; `pinned` rows at the
+    top stay.
     """
     if height <= 1 or width < 8:
         mark = glyphs.focus if focused else " "

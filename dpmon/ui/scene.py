@@ -1,4 +1,4 @@
-"""Everything a picture is drawn from, in one piece: what is known of the run and what the user looks at."""
+"""All data behind one picture: the state of the run, and the user's view of it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ NAMES = {
     "compare": "4 dp against single",
     "output": "5 Output",
 }
-"""What each panel is called, everywhere."""
+"""The panels' names, everywhere."""
 RANK_NAMES = {"replicas": "2 Ranks", "compare": "4 Communication"}
-"""What two of them are called where ranks train."""
+"""The names of two panels when ranks train."""
 RANGES = (30, 120, 600, 0)
 """Time ranges to choose from in seconds; 0 is the whole run."""
 SECOND = 1_000_000_000
@@ -35,7 +35,7 @@ READING = "reading the record"
 
 
 class Facts(NamedTuple):
-    """What does not change while a run is looked at; all text clean."""
+    """Facts that do not change while a run is watched; all text clean."""
 
     run: str = ""
     script: str = ""
@@ -54,11 +54,11 @@ class Ended(NamedTuple):
     last_line: str | None = None
     """The last line of the script's traceback, clean; None if it printed none."""
     stopped: bool = False
-    """Whether the user asked for it."""
+    """Whether the user stopped the run."""
 
 
 class Playing(NamedTuple):
-    """Where a playback is, of how much (ns), whether it plays, and how fast (1: as it was)."""
+    """A playback: position and length (ns), whether it plays, and its speed (1: real time)."""
 
     position_ns: int
     length_ns: int
@@ -67,7 +67,7 @@ class Playing(NamedTuple):
 
 
 class Toggle(NamedTuple):
-    """A mode that was asked for: pending, done or refused, and since when (ns since the run's start)."""
+    """A requested mode: pending, done or refused, and when (ns since the run's start)."""
 
     mode: str
     status: str
@@ -81,31 +81,31 @@ class Pausing(NamedTuple):
 
     possible: bool = False
     wanted: bool = False
-    """What was asked for last."""
+    """The last request."""
     pending: bool = False
-    """Not every process has acted on it."""
+    """Some process has not acted on it yet."""
     since_ns: int | None = None
-    """Since when all are paused; None while one runs."""
+    """When the last process paused; None while one runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the user has chosen to look at."""
+    """The user's choices: what to show, and how."""
 
     focus: str = "replicas"
     zoom: str | None = None
     frozen: bool = False
     root: int = 0
-    """Which of the roots (and calls of a step) the replicas panel shows: 0 is the one that was called last."""
+    """The root (or call of a step) in the replicas panel; 0 is always the one called last."""
     span_s: int = 120
     """Time range of the histories and their figures, one of RANGES; 0 is the whole run."""
     scrolled: Mapping[str, int] = field(default_factory=dict)
-    """By panel, the first of its rows that is shown; a panel draws its last rows when this is beyond them."""
+    """Per panel, its first visible row; if this is beyond the end, the panel shows its last rows."""
     search: str = ""
-    """What is looked for in the output; it stands out there."""
+    """The text to find in the output; hits are highlighted."""
     message: str | None = None
     message_ns: int = 0
-    """When there was something to say, ns since the run's start."""
+    """When the message appeared, ns since the run's start."""
     dialog: tuple[tuple[str, str], ...] = ()
     """Keys of the open dialog and their effects; no other keys work meanwhile."""
 
@@ -120,7 +120,7 @@ class Scene:
     view: View = field(default_factory=View)
     stage: tuple[str, int] | None = None
     reads_since_ns: int | None = None
-    """Since when the command was seen to wait for a line of input; None: it was not."""
+    """When the command began to wait for a line of input (ns); None if it was not seen waiting."""
     activities: Mapping[int, tuple[str, int]] = field(default_factory=dict)
     alive: bool | None = None
     ended: Ended | None = None
@@ -129,25 +129,25 @@ class Scene:
     can_toggle: bool = False
     can_type: bool = False
     outputs: int = 1
-    """Files of output: two where the script's errors are kept apart."""
+    """Number of output files: two if the script's errors are separate."""
     scrolled_back: bool = False
-    """Whether the output is shown as of another place than its end."""
+    """Whether the output is scrolled away from its end."""
     stopping: str | None = None
     ending: bool = False
-    """The command is gone, and how it ended is not yet recorded."""
+    """The command is gone, and its exit is not recorded yet."""
     reading: bool = False
-    """What was recorded before the screen came is not all read in: the age of the last step says nothing."""
+    """Older records are still being read, so the age of the last step means nothing."""
     playing: Playing | None = None
-    """Where the playback is; None for a run that is watched."""
+    """The position of the playback; None for a live run."""
 
     @property
     def process(self) -> Process | None:
-        """The process whose numbers stand for the run."""
+        """The process that represents the run."""
         return self.state.focus()
 
     @property
     def input_wait_ns(self) -> int | None:
-        """For how long the command has waited for input; None: not, or for a moment only, or a step has ended since."""
+        """How long (ns) the command has waited for input; None if it does not, or if the wait is too short to show."""
         since = self.reads_since_ns
         if since is None or self.reading or self.now_ns - since <= WAIT_SHOWN_NS:
             return None
@@ -155,9 +155,9 @@ class Scene:
 
     @property
     def closing(self) -> bool:
-        """Whether the command is gone, or no process trains now: no mode and no pause can be asked for.
+        """Whether the command is gone, or no process trains now: neither a mode nor a pause can be requested.
 
-        The command may still read a line: a launcher, or one that starts the next training.
+        The command may still read a line: it may be a launcher, or a script that starts another training.
         """
         return self.ending or at_its_end(self.state, self.activities)
 
@@ -167,12 +167,12 @@ class Scene:
         return self.ended is not None or self.alive is False
 
     def lack(self, over: str, yet: str) -> str:
-        """Why there is nothing to show: `over` after the end, `yet` before it, or that it may be in what is read in."""
+        """Why there is nothing to show: `over` after the end, else `yet`, or that records are still being read."""
         return over if self.over else READING if self.reading else yet
 
     @property
     def elapsed_ns(self) -> int:
-        """How long the run has taken, up to its end; played back, up to where the playback is."""
+        """The run's duration until now or its end (ns); in a playback, until its position."""
         if self.playing is not None:
             return self.playing.position_ns
         if self.ended is not None and self.ended.end_ns is not None:
@@ -181,13 +181,13 @@ class Scene:
 
 
 def at_its_end(state: State, activities: Mapping[int, tuple[str, int]]) -> bool:
-    """Whether every process that has trained says that it trains no more."""
+    """Whether every process that has trained reports that it is finished."""
     trained = [number for number, each in state.processes.items() if each.seen_ns >= 0]
     return bool(trained) and all(activities.get(number, ("", 0))[0] == "ended" for number in trained)
 
 
 class Life(NamedTuple):
-    """What the run is doing, in words, with a style and what more there is to say."""
+    """The run's activity in words, with a style and a detail."""
 
     word: str
     style: str
@@ -195,7 +195,7 @@ class Life(NamedTuple):
 
 
 def life(scene: Scene) -> Life:
-    """The run's state as people would say it."""
+    """The run's current activity in everyday words."""
     if scene.ended is not None:
         return _outcome(scene.ended)
     if scene.alive is False:
@@ -218,12 +218,12 @@ def life(scene: Scene) -> Life:
         return _before_first_batch(scene, doing, spent)
     if doing == "data" and spent > WAIT_SHOWN_NS:
         return Life("waiting for data", "wait", f"{spent / 1e9:.0f} s")
-    # One that has ended while another goes on (an evaluation, and the training that waits for it) is no end.
+    # An evaluation that has ended while the training waits for it does not count as an end.
     if doing == "ended" and at_its_end(scene.state, scene.activities):
-        # Another training is on its way, and nothing of it was seen yet.
+        # Another training is starting, and nothing of it was seen yet.
         if scene.stage is not None and scene.stage[1] > max(scene.state.newest_ns, process.seen_ns):
             return _before_first_batch(scene, "", 0)
-        return Life("ending", "wait", "the training process is at its end")
+        return Life("ending", "wait", "the training process is exiting")
     quiet = scene.now_ns - process.seen_ns
     if quiet > QUIET_SHOWN_NS and doing in ("copy", "forward", "backward", "optimizer"):
         return Life(f"in {doing}", "wait", f"{spent / 1e9:.0f} s")
@@ -235,7 +235,7 @@ def life(scene: Scene) -> Life:
 def _before_first_batch(scene: Scene, doing: str, spent: int) -> Life:
     if doing == "data" and spent > WAIT_SHOWN_NS:
         return Life("waiting for data", "wait", f"first batch, {spent / 1e9:.0f} s")
-    if doing:  # a script without a loader has no batch that anybody saw
+    if doing:  # a script without a loader has no visible first batch
         return Life(
             "first batch" if doing == "data" else "first step",
             "wait",
@@ -291,7 +291,7 @@ def _ranges(indices: list[str]) -> str:
 
 
 def mode_words(process: Process | None, times: str) -> tuple[str, str]:
-    """The mode in force ("dp ×4", "single", "ddp ×2") and where ("cuda:0-3", "cpu:0-1 virtual")."""
+    """The current mode ("dp ×4", "single", "ddp ×2") and its devices ("cuda:0-3", "cpu:0-1 virtual")."""
     if process is None or not process.mode:
         return UNKNOWN, ""
     where = devices_in_short(process.devices)

@@ -1,6 +1,6 @@
-"""The last thousands of rows of a growing log, as a terminal would have them, kept up with as it grows.
+"""The last thousands of rows of a growing log, interpreted like a terminal's and updated as the log grows.
 
-Rows have serial numbers: 0 is the first that was made. What is older than the kept rows is in the file, line by line.
+Rows have serial numbers from 0, the first row made. Rows before the stored ones are read from the file, by line.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from dpmon.ui.terminal_text import HEIGHT, Page, interpret
 
 ROWS = 5000
 _CHARACTERS = 4_000_000
-"""Kept rows and the characters in them, at most."""
+"""Most rows to store, and most characters in them."""
 _BEGIN = 1 << 18
-"""A log that is there already is read from so far before its end."""
+"""Number of bytes to read from the end of an existing log."""
 _BEHIND = 1 << 19
-"""Whoever is further behind than this goes on near the end: nobody has seen what is between."""
+"""If more bytes than this are unread, continue near the end: nobody has seen the rows in between."""
 _PIECE = 1 << 16
 _SETTLE = HEIGHT + 400
 _LEAD = 50
-"""Lines before an old one that are read with it, for the colours they leave on."""
+"""Lines to read before an old one, for the colours that they leave on."""
 
 
 class Scrollback:
-    """Follows one file; `follow` after each `Tail.refresh`."""
+    """Follows one file; call `follow` after each `Tail.refresh`."""
 
     def __init__(self, tail: Tail) -> None:
         self.tail = tail
         self.epoch = 0
-        """Counts how often serial numbers began anew."""
+        """Counts how often serial numbers started again from 0."""
         self._begin(0)
 
     def _begin(self, offset: int) -> None:
@@ -42,12 +42,12 @@ class Scrollback:
         self._settled: deque[tuple[int, Row, int]] = deque()
         self._characters = 0
         self.first = 0
-        """Serial number of the first row that is kept."""
+        """Serial number of the first stored row."""
 
     def follow(self) -> None:
-        """Take in what was added to the file since the last time."""
+        """Read and interpret whatever was appended to the file since the last call."""
         size = self.tail.size
-        if size < self._offset:  # truncated under us
+        if size < self._offset:  # the file was truncated
             self._begin(0)
         if size - self._offset > (_BEHIND if self._offset else _BEGIN):
             self._jump(size - _BEGIN)
@@ -62,13 +62,13 @@ class Scrollback:
             self._base = self.tail.before(self._start)
 
     def _jump(self, offset: int) -> None:
-        """Begin anew after the next end of a line; rows keep their place in the file, if that is known."""
+        """Continue after the next end of a line; rows keep their place in the file, if it is known."""
         data = self.tail.read(offset, _PIECE)
         at = data.find(b"\n")
         self._begin(offset + at + 1 if at >= 0 else offset)
 
     def _settle(self) -> None:
-        """Rows that nothing can draw over any more are kept as they are; the oldest go where there are too many."""
+        """Freeze the rows that can no longer change, and drop the oldest ones if there are too many."""
         page = self._page
         if len(page.lines) > _SETTLE:
             count = min(len(page.lines) - HEIGHT, page.line)
@@ -87,29 +87,29 @@ class Scrollback:
 
     @property
     def end(self) -> int:
-        """Serial number after the last row; an empty last one is none."""
+        """Serial number after the last row; an empty last row does not count."""
         lines = self._page.lines
         return self.first + len(self._settled) + len(lines) - (not len(lines[-1]))
 
     @property
     def oldest(self) -> int:
-        """Serial number of the file's first line; of the first row that is kept, while older ones are not counted."""
+        """Serial number of the file's first line; of the first stored row while older rows are not counted."""
         number = self._first_number()
         return self.first if number is None else self.first - number
 
     def _first_number(self) -> int | None:
-        """The line of the file with which the first row that is kept began."""
+        """The number of the file's line at the start of the first stored row."""
         if self._base is None:
             return None
         return self._base + (self._settled[0][0] if self._settled else self._page.lines[0].number)
 
     @property
     def counted(self) -> bool:
-        """Whether it is known how many lines there are before the rows that are kept."""
+        """Whether the number of lines before the stored rows is known."""
         return self._base is not None
 
     def rows(self, start: int, count: int) -> list[Row]:
-        """`count` rows from serial number `start` on, as far as there are any; older ones are read from the file."""
+        """Up to `count` rows from serial number `start` on; older ones are read from the file."""
         found: list[Row] = []
         if start < self.first:
             found = self._old(start, min(self.first - start, count))
@@ -128,10 +128,10 @@ class Scrollback:
         lead = min(_LEAD, line)
         lines = self.tail.at(line - lead, count + lead)
         rows = interpret(lines)
-        if len(rows) < len(lines):  # drawn over each other: as they were written
+        if len(rows) < len(lines):  # they overwrite each other: show them as written
             rows = [interpret([each])[0] for each in lines]
         return (rows[lead : lead + count] + [[]] * count)[:count]
 
     def texts(self) -> tuple[int, list[str]]:
-        """Serial number of the first row that is kept, and the text of each: for a search on another thread."""
+        """Serial number of the first stored row, and the text of each: for a search on another thread."""
         return self.first, [plain(self._kept(serial)) for serial in range(self.first, self.end)]

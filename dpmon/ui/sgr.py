@@ -1,4 +1,4 @@
-"""Colours and attributes that a script asks for (SGR), as a style name that `dpmon.ui.themes` understands."""
+"""Colours and attributes of a script's output (SGR), as a style name for `dpmon.ui.themes`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ _OFF = {22: "bd", 23: "i", 24: "u", 27: "r", 29: "s"}
 
 
 class Sgr:
-    """What is in force, as a style name "sgr:<fg>:<bg>:<attributes>" (colours as Rich names them)."""
+    """The current style, as a name "sgr:<fg>:<bg>:<attributes>" (colours as Rich names them)."""
 
     def __init__(self) -> None:
         self.fg = self.bg = self.attributes = ""
 
     def change(self, args: str) -> str:
-        """Take in the parameters of one sequence; the style from now on, "" for none."""
+        """Apply the parameters of one sequence; returns the style from now on, "" for none."""
         numbers = _numbers(args)
         index = 0
         while index < len(numbers):

@@ -1,4 +1,4 @@
-"""How the screen speaks to its user, and what it asks and does when it is left or the training is to stop."""
+"""Messages to the user, and the questions and actions of leaving the screen or stopping the training."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ _STOPS = "stop the training: interrupt, then terminate, then kill"
 
 
 class Stopping(Drawing):
-    """The part of the monitor that speaks, freezes the picture, leaves and stops."""
+    """The part of the monitor that shows messages, freezes the picture, leaves and stops."""
 
     said_s = 15.0
-    """Seconds that a message stays, while the picture is frozen, too."""
+    """Seconds that a message stays, also while the picture is frozen."""
     _stop_done = False
     _told_of_end = False
-    _said = 0
-    """How often something was said."""
+    _messages = 0
+    """Number of messages so far."""
     _unsaying: Timer | None = None
-    """What takes back the last of it."""
+    """The timer that removes the last message."""
 
     def _say(self, message: str | None) -> None:
-        if self._unsaying is not None:  # one clock at a time: a key that is held down says the same again and again
+        if self._unsaying is not None:  # one timer at a time: a held key repeats its message
             self._unsaying.stop()
             self._unsaying = None
-        self._said += 1
+        self._messages += 1
         self._see(replace(self.view, message=message, message_ns=self.scene().now_ns))
         if message is not None:
-            self._unsaying = self.set_timer(self.said_s, partial(self._unsay, self._said))
+            self._unsaying = self.set_timer(self.said_s, partial(self._unsay, self._messages))
 
     def _unsay(self, serial: int) -> None:
-        """Take back what was said, unless something was said since: a clock that was stopped may have struck before."""
-        if serial == self._said:
+        """Remove the message unless a newer one has replaced it: a stopped timer may have fired already."""
+        if serial == self._messages:
             self._unsaying = None
             self._see(replace(self.view, message=None))
 
@@ -49,7 +49,7 @@ class Stopping(Drawing):
         self.draw()
 
     def action_freeze(self) -> None:
-        """Hold the picture, or let it go on."""
+        """Freeze the picture, or let it go on."""
         if self._still is None and self.scene().over:
             self._say("there is nothing to freeze: the run is over")
             return
@@ -67,7 +67,7 @@ class Stopping(Drawing):
     # ------------------------------------------------------------------------------------------ leaving
 
     def action_leave(self, interrupt: bool = False) -> None:
-        """After the end: close. Before it: ask what is to become of the training; a second ctrl+c leaves it running."""
+        """After the end, close. Before it, ask what to do with the training; a second ctrl+c leaves it running."""
         if self.feed.scene(self.view).over:
             self.exit("ended")
             return
@@ -83,7 +83,7 @@ class Stopping(Drawing):
         self.push_screen(Choice("Stopping", text, answers, self.look, self._moot), self._left)
 
     def action_stop(self) -> None:
-        """Stop the training, once that is confirmed."""
+        """Stop the training after a confirmation."""
         if self._dialog_open or self._stopping is not None:
             return
         scene = self.feed.scene(self.view)
@@ -91,7 +91,7 @@ class Stopping(Drawing):
             self._say("there is nothing to stop: the run is over")
             return
         answers = [("s y", "stop", _STOPS), ("esc", "stay", "let it go on")]
-        text = ["What it has computed since it last saved is lost."]
+        text = ["Everything computed since the last checkpoint is lost."]
         self.push_screen(Choice("Stop the training?", text, answers, self.look, self._moot), self._left)
 
     def _moot(self) -> None:
@@ -110,7 +110,7 @@ class Stopping(Drawing):
             threading.Thread(target=self._stop, name="dpmon stop", daemon=True).start()
 
     def _stop(self) -> None:
-        """On a thread of its own: stop the whole run, telling how it goes."""
+        """Stop the whole run on another thread, and report the progress."""
         from dpmon.run.stop import stop_run
 
         try:
@@ -128,7 +128,7 @@ class Stopping(Drawing):
         self._stop_done = True
 
     def after_tick(self) -> None:
-        """Tell dialogs that the run ended. After all signals were sent, leave, or report which processes are left."""
+        """Tell dialogs that the run ended. After all signals were sent, leave, or report the remaining processes."""
         over = self.feed.over
         if over and not self._told_of_end:
             self._told_of_end = True

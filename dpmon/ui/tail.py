@@ -1,7 +1,7 @@
-"""A log file by line, without reading more of it than is looked at.
+"""Reads a log file by line, and only the lines that are needed.
 
-The index holds one number for each 64 KiB of the file (lines before that block), so a gigabyte of log costs 128 kB, and
-what is drawn is read when it is drawn.
+The index holds one number for each 64 KiB of the file (the lines before that block), so a gigabyte of log costs 128 kB.
+Lines are read when they are drawn.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from dpmon.text.last_words import READ_BYTES
 
 _BLOCK = 1 << 16
 _LONG = 1 << 16
-"""Of a longer line only its beginning and its end are read."""
+"""Only the beginning and the end of a longer line are read."""
 _LONG_PART = 1 << 14
 _BUDGET = 32 << 20
 
 
 class Tail:
-    """One log file that others append to. No thread, no lock; a file that is not there yet is empty."""
+    """One log file that others append to. No thread, no lock; a missing file counts as empty."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = 0
-        """Bytes of the file at the last refresh."""
+        """Size of the file in bytes at the last refresh."""
         self._fd = -1
         self._before = array("Q", [0])
         self._indexed = 0
         self._newlines = 0
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Close the descriptor."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -48,11 +48,11 @@ class Tail:
             size = os.fstat(self._fd).st_size
         except OSError:
             return
-        if size < self._indexed:  # truncated under us: begin again
+        if size < self._indexed:  # the file was truncated: begin again
             self._before, self._indexed, self._newlines = array("Q", [0]), 0, 0
         self.size = size
         while self._indexed < size and budget > 0:
-            # Whole blocks only, so that the index stays a plain array; the rest is counted when it is asked for.
+            # Index whole blocks only, so that the index stays a plain array; count the rest on demand.
             if size - self._indexed < _BLOCK:
                 break
             data = self.read(self._indexed, _BLOCK)
@@ -72,7 +72,7 @@ class Tail:
             return b""
 
     def before(self, offset: int) -> int | None:
-        """Lines that begin before `offset` and end there or earlier; None while the index does not reach so far."""
+        """Number of lines that end at `offset` or earlier; None while the index does not reach it."""
         block = min(offset // _BLOCK, len(self._before) - 1)
         start = block * _BLOCK
         if offset - start > _BLOCK:
@@ -80,12 +80,12 @@ class Tail:
         return self._before[block] + self.read(start, offset - start).count(b"\n")
 
     def end(self) -> bytes:
-        """The end of the file, as much of it as its last words need."""
+        """The last bytes of the file, enough for its last words."""
         start = max(self.size - READ_BYTES, 0)
         return self.read(start, self.size - start)
 
     def at(self, first: int, count: int) -> list[bytes]:
-        """`count` lines from number `first` (0 is the first) on, as far as there are any."""
+        """Up to `count` lines from number `first` (0 is the first) on."""
         found: list[bytes] = []
         offset = self.offset(first)
         while offset is not None and offset < self.size and len(found) < count:
@@ -109,7 +109,7 @@ class Tail:
         return _joined(self.read(start, _LONG_PART), self.read(max(end - _LONG_PART, start), _LONG_PART), end - start)
 
     def offset(self, line: int) -> int | None:
-        """Where a line begins; None beyond the end of what is indexed."""
+        """The offset of a line in bytes; None beyond the indexed part."""
         if line <= 0:
             return 0
         block = bisect_left(self._before, line) - 1
@@ -128,7 +128,7 @@ def _shortened(line: bytes) -> bytes:
 
 
 def _joined(head: bytes, tail: bytes, size: int) -> bytes:
-    """What stands for a line that is too long to be read: its end if it redraws itself (a bar), else its beginning."""
+    """The replacement of an oversized line: its end if it redraws itself (a progress bar), else its beginning."""
     if b"\r" in tail[:-1]:
         return tail[tail.index(b"\r") :]
     return head + f" ... ({size:,} bytes)".encode()

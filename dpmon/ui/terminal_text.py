@@ -1,11 +1,12 @@
-"""What a terminal would show of the script's output: carriage returns, erasures, bars below each other, colours.
+"""Interprets the script's output like a terminal: carriage returns, erasures, stacked progress bars, colours.
 
-An explicit machine over characters, fed piece by piece; what it shows does not depend on how the input is cut. It knows
-CR, LF, BS, TAB, erase in line and below, cursor up, down, left, right and to a column, and colours (SGR); every other
-control, and every other sequence whole (OSC, DCS, CSI and so on), vanishes. Lines are not wrapped; nothing moves the
-cursor further up than a terminal of HEIGHT rows would.
+This is a state machine over characters. It takes its input in pieces; the result does not depend on where they are
+cut. It handles CR, LF, BS, TAB, erase in line and below, cursor up, down, left, right and to a column, and colours
+(SGR). It drops every other control and every other whole sequence (OSC, DCS, CSI and so on). Lines do not wrap, and
+the cursor moves no further up than on a terminal of HEIGHT rows.
 
-Its own, since pyte takes 2,200 lines a second and 356 MB for 20,000 lines, and bittty has no way back (measured).
+Existing libraries do not fit: pyte handles 2,200 lines a second and takes 356 MB for 20,000 lines, and bittty cannot
+show earlier rows (measured).
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from dpmon.ui.rows import Row, merged
 from dpmon.ui.sgr import Sgr
 
 COLUMNS = 4000
-"""Cells of a line that are kept; what is written beyond is dropped, with a sign."""
+"""Most cells of a line; the rest is dropped and marked."""
 HEIGHT = 100
-"""Rows that can still be drawn over."""
+"""Rows that can still change."""
 _MARKS = 2
 _TOKEN = re.compile(
     r"(?P<text>[^\x00-\x1f\x7f-\x9f]+)"
     r"|(?P<csi>(?:\x1b\[|\x9b)(?P<args>[0-?]{0,64})(?P<between>[ -/]{0,8})(?P<end>[@-~]))"
-    # Broken off by something that belongs to no sequence.
+    # Interrupted by a character that belongs to no sequence.
     r"|(?:\x1b\[|\x9b)[0-?]{0,64}[ -/]{0,8}(?![ -~])"
-    # Strings of the terminal's own (OSC, DCS, SOS, PM, APC) begin.
+    # The start of a terminal's strings (OSC, DCS, SOS, PM, APC).
     r"|(?P<string>\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])"
     r"|\x1b(?:[ -/]{1,8})?[0-~]?"
     r"|(?P<control>[\x00-\x1f\x7f-\x9f])"
@@ -41,22 +42,22 @@ _UNFINISHED_LENGTH = 80
 
 
 class Line:
-    """One row: plain text as long as nothing else was written into it, then cells with their styles."""
+    """One row: plain text until something overwrites it, then cells with their styles."""
 
     __slots__ = ("_plain", "_row", "_styles", "cells", "cut", "number")
 
     def __init__(self, number: int) -> None:
         self.number = number
-        """Line of the input (0 is the first) with which it began."""
+        """The input line (from 0) at the start of this row."""
         self.cells: list[str] = []
-        """A character and its marks a cell; the right half of a wide one is empty."""
+        """One character with its marks per cell; the right half of a wide character is empty."""
         self._styles: list[str] = []
         self._plain: str | None = None
         self._row: Row | None = None
         self.cut = False
 
     def begin(self, text: str) -> None:
-        """Take the whole of a line that is plain ASCII."""
+        """Set the whole line to plain ASCII text."""
         self._plain = text if len(text) <= COLUMNS else text[: COLUMNS - 1] + "…"
 
     def __len__(self) -> int:
@@ -69,7 +70,7 @@ class Line:
             self._plain = None
 
     def put(self, at: int, cells: list[str], style: str) -> None:
-        """Write cells from column `at` on; halves of wide characters that are left over become blanks."""
+        """Write cells from column `at` on; cut halves of wide characters become blanks."""
         self._open()
         missing = at - len(self.cells)
         if missing > 0:
@@ -84,7 +85,7 @@ class Line:
         self._styles[at:end] = [style] * len(cells)
 
     def mark(self, at: int, mark: str) -> None:
-        """Put a combining mark upon what stands before column `at`, as far as there is room for it."""
+        """Add a combining mark to the character before column `at`, if it fits."""
         self._open()
         if not 0 < at <= len(self.cells):
             return
@@ -107,7 +108,7 @@ class Line:
             self._styles[:stop] = [""] * stop
 
     def row(self) -> Row:
-        """What is there now, without blanks at its end."""
+        """The row without blanks at its end."""
         if self._plain is not None:
             return [(self._plain, "")] if self._plain else []
         if self._row is None:
@@ -121,10 +122,10 @@ class Line:
 
 
 class Page:
-    """Rows and a cursor in them. `lines` may be taken from its beginning, all but the last HEIGHT."""
+    """Rows with a cursor. The caller may remove lines at the start of `lines`, except for the last HEIGHT."""
 
     def __init__(self, number: int = 0) -> None:
-        """`number`: the line of the input with which it begins."""
+        """`number`: the first line of the input."""
         self.lines = [Line(number)]
         self.number = number
         self.line = 0
@@ -136,7 +137,7 @@ class Page:
         self._in_string = False
 
     def feed(self, data: bytes, final: bool = False) -> None:
-        """Take in some more; with `final` what is unfinished counts as finished."""
+        """Interpret more bytes; with `final`, treat an unfinished sequence as finished."""
         text = self._rest + self._decoder.decode(data, final)
         self._rest = ""
         if not final:
@@ -149,7 +150,7 @@ class Page:
             at = self._string(text, at) if self._in_string else self._some(text, at)
 
     def _string(self, text: str, at: int) -> int:
-        """Pass over a string of the terminal's own; a line's end, or another sequence, ends it too."""
+        """Skip a terminal's string; the end of a line, or another sequence, ends it too."""
         end = _STRING_END.search(text, at)
         if end is None:
             return len(text)
@@ -157,8 +158,8 @@ class Page:
         return end.end()
 
     def _some(self, text: str, at: int) -> int:
-        """Take in text up to the next string, or to the end."""
-        # The usual line, in one piece: no control in it, on a row of its own.
+        """Interpret text up to the next string, or to its end."""
+        # The usual line, handled in one piece: no controls, on a row of its own.
         if not self.at and not self._style and self.line == len(self.lines) - 1 and not len(self.lines[-1]):
             end = text.find("\n", at)
             whole = text[at:end] if end >= 0 else ""
@@ -215,7 +216,7 @@ class Page:
         return cells
 
     def _control(self, char: str) -> bool:
-        """Whether a new line began."""
+        """Handle one control; returns whether a new line began."""
         if char == "\n":
             self._down()
             return True
@@ -251,14 +252,14 @@ class Page:
         elif end in "AF":
             self.line = max(self.line - by, last - HEIGHT + 1, 0)
         elif end in "BE":
-            # Down never makes lines, as at the bottom of a terminal.
+            # Moving down never adds lines, as at the bottom of a terminal.
             self.line = min(self.line + by, last)
         if end in "EF":
             self.at = 0
 
 
 def interpret(lines: Sequence[bytes]) -> list[Row]:
-    """The rows that the lines show in the end; styles are "" or "sgr:..." as `dpmon.ui.themes` understands it."""
+    """The rows that the lines finally show; styles are "" or "sgr:..." for `dpmon.ui.themes`."""
     page = Page()
     for index, line in enumerate(lines):
         page.feed(b"\n" + line if index else line)

@@ -12,7 +12,7 @@ from dpmon.text.palettes import Palette, named
 
 
 def styles_of(palette: Palette) -> dict[str, Style]:
-    """The styles by name, each with its background: the terminal's own colours play no part."""
+    """The styles by name, each with its background, so that the terminal's own colours play no part."""
 
     def on(colour: str, bold: bool = False) -> Style:
         return Style(color=colour, bgcolor=palette.background, bold=bold or None)
@@ -60,7 +60,7 @@ _LEVELS = (0, 95, 135, 175, 215, 255)
 
 @lru_cache(maxsize=1024)
 def composed(name: str, theme: str | None, few: bool = False) -> Style:
-    """The style of a name that is made of parts: "sgr:<fg>:<bg>:<attributes>", "phase.a/b"; `theme` None: mono."""
+    """The style of a composed name: "sgr:<fg>:<bg>:<attributes>" or "phase.a/b"; `theme` None: mono."""
     palette = named(theme, few) if theme is not None else None
     if name.startswith("sgr:"):
         front, back, attributes = name[4:].rsplit(":", 2)
@@ -68,7 +68,7 @@ def composed(name: str, theme: str | None, few: bool = False) -> Style:
             return Style.parse(" ".join(_ATTRIBUTES[a] for a in attributes if a in _ATTRIBUTES))
         bg = _rgb(back, palette) if back else palette.background
         fg = _rgb(front, palette) if front else palette.text
-        if not back:  # chosen for another background than ours
+        if not back:  # the script chose its colour for another background than ours
             fg = _legible(fg, bg, palette)
         if "d" in attributes:
             fg = _mixed(fg, bg)
@@ -81,7 +81,7 @@ def composed(name: str, theme: str | None, few: bool = False) -> Style:
 
 
 def _rgb(name: str, palette: Palette) -> str:
-    """ "color(9)" as the palette has it; what is a true colour already stays."""
+    """ "color(9)" from the palette; a true colour stays as it is."""
     if not name.startswith("color("):
         return name
     number = int(name[6:-1])
@@ -100,13 +100,13 @@ def _parts(colour: str) -> tuple[int, int, int]:
 
 
 def _mixed(front: str, back: str) -> str:
-    """Two thirds of one colour and one of the other: what dim looks like, without asking the terminal for it."""
+    """Two thirds of one colour and one of the other: looks dim without the terminal's help."""
     pairs = zip(_parts(front), _parts(back), strict=True)
     return "#" + "".join(f"{(a * 2 + b) // 3:02x}" for a, b in pairs)
 
 
 def _legible(front: str, back: str, palette: Palette) -> str:
-    """`front` as it is where it stands out from `back`; else drawn towards the theme's text."""
+    """`front` if it stands out from `back`; else a mix with the theme's text colour."""
     for _ in range(3):
         if abs(_light(front) - _light(back)) >= 70:
             break
@@ -115,6 +115,6 @@ def _legible(front: str, back: str, palette: Palette) -> str:
 
 
 def _light(colour: str) -> float:
-    """How light a colour looks, 0 to 255 (the weights of ITU-R BT.601)."""
+    """The brightness of a colour, 0 to 255 (the weights of ITU-R BT.601)."""
     red, green, blue = _parts(colour)
     return 0.299 * red + 0.587 * green + 0.114 * blue

@@ -1,4 +1,4 @@
-"""The time line of a run that is played back, and its keys: one row."""
+"""The time line of a playback, and its keys: one row."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dpmon.ui.scene import Playing
 _KEYS = (("space", "play"), (", .", "step"), ("b f", "10 s"), ("< >", "speed"), ("g G", "ends"))
 _DONE, _REST = "━", "─"
 _LEAST, _TALL = 7, 20
-"""Cells that the line itself has at least, and rather; keys give way to it."""
+"""Least and preferred number of cells of the line; keys make room for it."""
 
 
 def timeline(playing: Playing, width: int, look: Look) -> list[Row]:
-    """One row of `width` cells: whether it plays and how fast, where it is, and what can be done."""
+    """One row of `width` cells: state and speed, position, and the keys."""
     speed = f"{playing.speed:g}{look.glyphs.times}"
     word = "playing" if playing.playing else "stopped"
     head: Row = [(f" {word} ", "good" if playing.playing else "wait"), (f"{speed:>5} ", "bold")]
@@ -24,7 +24,7 @@ def timeline(playing: Playing, width: int, look: Look) -> list[Row]:
     end: Row = [(f" {whole}", "dim")]
     room = width - width_of(head) - width_of(end) - 1
     keys = _keys(playing, room - _TALL, 2)
-    if len(keys) < 3 * len(_KEYS):  # rather more keys than a long line
+    if len(keys) < 3 * len(_KEYS):  # more keys are better than a long line
         keys = _keys(playing, room - _LEAST, 1)
     room = max(width - width_of(head) - width_of(end) - width_of(keys) - 1, 1)
     done = round((room - 1) * min(max(playing.position_ns / max(playing.length_ns, 1), 0.0), 1.0))
@@ -33,7 +33,7 @@ def timeline(playing: Playing, width: int, look: Look) -> list[Row]:
 
 
 def _keys(playing: Playing, width: int, gap: int) -> Row:
-    """The keys that have room in `width` cells, each with its word."""
+    """The keys that fit in `width` cells, each with its word."""
     row: Row = []
     for key, says in _KEYS:
         text = "stop" if says == "play" and playing.playing else says
@@ -45,7 +45,7 @@ def _keys(playing: Playing, width: int, gap: int) -> Row:
 
 
 def position_at(row: Row, x: int) -> float | None:
-    """Which part of the whole, 0 to 1, column `x` of the time line stands for; None beside it."""
+    """The fraction of the whole, 0 to 1, at column `x` of the time line; None beside it."""
     column, here, done, rest = 0, None, 0, 0
     for text, style in row:
         if style == "title":

@@ -1,4 +1,4 @@
-"""What the first rows had to cut, in full: a framed note over the panels, for as long as they show its beginning."""
+"""The full text of a message that the first rows had to cut: a framed note over the panels."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dpmon.ui.scene import Scene
 
 _WIDEST = 84
 _SHARE = 2
-"""At most one row in so many is the note's."""
+"""The note takes at most one in this many rows."""
 
 
 def toast(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
-    """The note's rows for a screen of that size, all of one width; none where the first rows say everything."""
+    """The note's rows for a screen of that size, all of one width; empty if the first rows show everything."""
     if not cut_answer(scene, width, look):
         return []
     across = min(width, _WIDEST)
@@ -29,7 +29,7 @@ def toast(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
 
 
 def laid_over(painted: dict[str, list[Row]], slots: Mapping[str, Slot], rows: Sequence[Row], y: int) -> None:
-    """Put `rows` over what is painted, from row `y` of the screen on, at its left."""
+    """Put `rows` over the painted screen from row `y` on, at its left."""
     for panel, slot in slots.items():
         for index, row in enumerate(rows, y - slot.y):
             if 0 <= index < len(painted[panel]):

@@ -11,16 +11,16 @@ from textual import events
 INTERRUPTS = frozenset(("ctrl+c", "ctrl+q"))
 """Keys that do not wait: they drop the keys typed before them, as a terminal does (termios(3): INTR)."""
 _MOST = 1000
-"""Most keys that may wait, which is some seconds of work; later ones are dropped."""
+"""Most keys that may wait, enough for some seconds of typing; later ones are dropped."""
 _LOST_S = 1.0
-"""A key that the panels' screen has had for so long does not come back: the others wait no longer."""
+"""Seconds that the panels' screen may take for a key; after that the others stop waiting."""
 
 
 class InOrder:
-    """Hands keys on one after the other: of several at once the first may open a dialog that the others are meant for.
+    """Passes keys on one by one, because the first may open a dialog and the others are meant for that dialog.
 
-    A key for the panels goes to their screen, and comes back from there to the application, which does what it is bound
-    to; a key for a dialog is the dialog's own affair.
+    A key for the panels goes to their screen, and comes back from there to the application, which runs its action; a
+    dialog handles its own keys.
     """
 
     def __init__(
@@ -29,13 +29,13 @@ class InOrder:
         to_panels: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`forward`: hands a key to the screen that is on top; `to_panels`: whether that is theirs now."""
+        """`forward`: passes a key to the top screen; `to_panels`: whether that is the panels' screen now."""
         self._forward = forward
         self._to_panels = to_panels
         self._clock = clock
         self._waiting: deque[events.Key] = deque()
         self._away: float | None = None
-        """Since when a key is with the panels' screen."""
+        """Since when the panels' screen has had a key."""
 
     async def came(self, event: events.Key) -> None:
         """A key was pressed."""
@@ -46,7 +46,7 @@ class InOrder:
         await self._go_on()
 
     async def done(self) -> None:
-        """What came back from the panels' screen has been done."""
+        """The application has handled the key that came back from the panels' screen."""
         self._away = None
         await self._go_on()
 
@@ -55,5 +55,5 @@ class InOrder:
             event, panels = self._waiting.popleft(), self._to_panels()
             self._away = None
             await self._forward(event)
-            if panels and event.is_forwarded:  # else it was done at once
+            if panels and event.is_forwarded:  # otherwise the key is handled already
                 self._away = self._clock()

@@ -1,4 +1,4 @@
-"""The widget every panel is drawn with: rows of a fixed size, of which only what changed is drawn again."""
+"""The widget of every panel: rows of a fixed size; only changed rows are drawn again."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from dpmon.ui.rows import Row, plain, width_of
 
 
 class PanelView(Widget):
-    """Shows rows that are exactly as wide as the widget. Compares them with the last ones, redraws what differs."""
+    """Shows rows exactly as wide as the widget. Compares them with the last ones and redraws the differences."""
 
     DEFAULT_CSS = "PanelView { position: absolute; padding: 0; margin: 0; }"
 
     class Picked(Message):
-        """A panel was clicked, in this column of it; `nth` of clicks that follow each other fast in one place."""
+        """A click on column `x` of a panel; `nth` counts fast clicks in one place."""
 
         def __init__(self, panel: str, x: int, nth: int = 1) -> None:
             super().__init__()
@@ -33,7 +33,7 @@ class PanelView(Widget):
             self.nth = nth
 
     class Wheel(Message):
-        """The wheel was turned over a panel, by so many steps down."""
+        """The wheel was turned over a panel, by this many steps down."""
 
         def __init__(self, panel: str, by: int) -> None:
             super().__init__()
@@ -46,12 +46,12 @@ class PanelView(Widget):
         self.look = look
         self._rows: list[Row] = []
         self._strips: dict[int, Strip] = {}
-        """Of the rows that Textual has drawn, as they are now."""
+        """The current spans of the rows that Textual has drawn."""
         self.drawn = 0
-        """Rows drawn so far (for tests and measurements)."""
+        """Number of rows drawn so far (for tests and measurements)."""
 
     def place(self, x: int, y: int, width: int, height: int) -> bool:
-        """Put the widget there; whether it stands there already, drawn."""
+        """Place the widget; returns whether it was there already, drawn."""
         styles = self.styles
         if (styles.offset.x.value, styles.offset.y.value) != (x, y):
             styles.offset = (x, y)
@@ -64,7 +64,7 @@ class PanelView(Widget):
     def show(self, rows: Sequence[Row], write: Callable[[str], None] | None = None) -> None:
         """Draw `rows` from now on: changed rows by Textual, or changed cells through `write`, past it.
 
-        `write` may only be given when the terminal shows this widget whole, where it stands and as it was last shown.
+        Pass `write` only if the terminal shows the whole widget, in its place and with its last rows.
         """
         fresh = [in_ascii(row) for row in rows] if self.look.glyphs.ascii else list(rows)
         before = self._rows
@@ -85,7 +85,7 @@ class PanelView(Widget):
         self.refresh(*(Region(0, y, width, 1) for y in changed or range(len(fresh), len(before))))
 
     def relook(self, look: Look) -> None:
-        """Draw everything anew, with another look, at the next `show`."""
+        """Draw everything again, with another look, at the next `show`."""
         self.look = look
         self._rows, self._strips = [], {}
 
@@ -98,11 +98,11 @@ class PanelView(Widget):
         return Strip([Segment(text, style(name)) for text, name in row if text]).simplify()
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        """The rows in `crop`: always the newest ones, since Textual would keep those that were drawn past it."""
+        """The newest rows in `crop`: Textual's own cache lacks the changes that were written past it."""
         return [self.render_line(y).crop(crop.x, crop.right) for y in crop.line_range]
 
     def render_line(self, y: int) -> Strip:
-        """One row of the picture; blank where there is none."""
+        """One row of the picture; blank beyond its end."""
         if y < len(self._rows):
             if y not in self._strips:
                 self._strips[y] = self._strip(self._rows[y])
@@ -111,7 +111,7 @@ class PanelView(Widget):
 
     @property
     def rows(self) -> list[Row]:
-        """What is drawn."""
+        """The drawn rows."""
         return self._rows
 
     @property
@@ -119,18 +119,18 @@ class PanelView(Widget):
         return self.look.style("")
 
     def on_click(self, event: events.Click) -> None:
-        """A click goes to the panel."""
+        """Report a click on the panel."""
         self.post_message(self.Picked(self.panel, event.x, event.chain))
 
     def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        """The wheel, towards the beginning."""
+        """Report a turn of the wheel towards the beginning."""
         self.post_message(self.Wheel(self.panel, -3))
 
     def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        """The wheel, towards the end."""
+        """Report a turn of the wheel towards the end."""
         self.post_message(self.Wheel(self.panel, 3))
 
 
 def in_ascii(row: Row) -> Row:
-    """The row as a terminal shows it that knows only ASCII; as wide as before."""
+    """The row for a terminal that knows only ASCII; as wide as before."""
     return [(ascii_text(text), style) for text, style in row]

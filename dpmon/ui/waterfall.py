@@ -1,7 +1,7 @@
-"""The last step in time: a row for the main thread with a name on every phase, and a row for each replica.
+"""The last step over time: a row for the main thread with a name on every phase, and a row for each replica.
 
-Edges lie on eighths of a cell where the glyphs are blocks; without colour, or with ASCII only, each phase begins with
-its letter and goes on with its name.
+Edges lie on eighths of a cell where the glyphs are blocks. Without colour, or in ASCII, each phase starts with its
+letter, followed by its name.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ def waterfall(
     others: Sequence[Process] = (),
     sample: LastSample | None = None,
 ) -> list[Row]:
-    """At most `height` rows of `width` cells. `usual_ns`: a step that few exceed, so that the scale stands still.
+    """At most `height` rows of `width` cells. `usual_ns`: a step time that few steps exceed; it keeps the scale steady.
 
-    `others`: other ranks; their last steps stand in place of the lanes. `sample`: the newest step of which the
-    collectives are known.
+    `others`: other ranks; their last steps replace the lanes. `sample`: the newest step with known collectives.
     """
     if height <= 0:
         return []
@@ -68,7 +67,7 @@ def waterfall(
 
 
 def _main(name: str, turn: Turn, label: int, room: int, top: float, look: Look, late: int = 0) -> Row:
-    """The row of a main thread that began its step `late` ns after the scale does."""
+    """The row of a main thread. Its step begins `late` ns after the start of the scale."""
     pieces = [piece._replace(start_ns=piece.start_ns + late, end_ns=piece.end_ns + late) for piece in turn.main]
     return [
         *fit([(name, "dim")], label, look.glyphs.more),
@@ -86,7 +85,7 @@ def _ranks(
     usual_ns: float | None,
     sample: LastSample | None,
 ) -> list[Row]:
-    """A row a rank, the first one `turn`; what fits, and how many more there are."""
+    """A row per rank, `turn` first; the last row counts the ranks that do not fit."""
     label = 10
     room = width - label - _TOOK
     if room < 8:
@@ -112,9 +111,9 @@ def _ranks(
 
 
 def bucket_row(turn: Turn, label: int, room: int, top: float, look: Look) -> Row:
-    """When each bucket of gradients was ready, and how long the averaging went on after the last one.
+    """When each bucket of gradients was ready, and how long the averaging lasted after the last one.
 
-    Several buckets in one cell are a digit. Exposed communication lies at the end of a wait.
+    A digit counts several buckets in one cell. Exposed communication lies at the end of a wait.
     """
     scale = room / top
     marks = Counter(min(int(at * scale), room - 1) for at in turn.buckets)
@@ -123,7 +122,7 @@ def bucket_row(turn: Turn, label: int, room: int, top: float, look: Look) -> Row
     left = turn.exposed_ns or 0
     (_, exposed, wait) = busy_signs(look.glyphs)
     if turn.exposed_ns is None:
-        wait = (look.glyphs.bar[1], "dim")  # which part of it is a wait is not known
+        wait = (look.glyphs.bar[1], "dim")  # unknown split between wait and exposed communication
     for piece in reversed(syncs):
         took = min(left, piece.end_ns - piece.start_ns)
         left -= took
@@ -149,7 +148,7 @@ def bucket_row(turn: Turn, label: int, room: int, top: float, look: Look) -> Row
 
 
 def sample_row(sample: LastSample, label: int, room: int, top: float, look: Look) -> Row:
-    """The collectives of a sampled step, each from when it could begin until it was complete.
+    """The collectives of a sampled step, each from the first moment it could start until it was complete.
 
     An arrow is the launch of a collective without a known end.
     """
@@ -178,16 +177,16 @@ def sample_row(sample: LastSample, label: int, room: int, top: float, look: Look
 
 
 def _late(turn: Turn, other: Turn) -> int:
-    """By how much another rank began the same step later; ranks of one machine have one clock.
+    """How much later (ns) another rank began the same step; the ranks of one machine share a clock.
 
-    0 where it began a whole step later or more: then they do not go in step with each other.
+    0 if it began a whole step later or more: then the two do not run in step.
     """
     late = other.start_ns - turn.start_ns
     return late if other.step == turn.step and 0 < late < turn.wall_ns else 0
 
 
 def _chosen(lanes: Sequence[Lane], room: int) -> tuple[list[Lane], list[Lane]]:
-    """The lanes to draw, and those that have no row: where not all fit, the first, and of the rest the slowest."""
+    """The lanes to draw and the lanes without a row. If not all fit: the first ones, then the slowest of the rest."""
     if len(lanes) <= room or room <= 0:
         return list(lanes[:room]) if room > 0 else [], []
     if room == 1:
@@ -206,7 +205,7 @@ def _lane(lane: Lane, turn: Turn, label: int, room: int, top: float, look: Look)
 
 
 def _condensed(times: Sequence[int], idle: int, label: int, width: int, look: Look) -> Row:
-    """One row for those that have none: how many, and between what their times (ns) lie."""
+    """One row for the lanes without their own: their number, and the range of their times (ns)."""
     text = f"{group(len(times) + idle)} more {look.glyphs.down}"
     if times:
         text += f"  {duration(min(times))} to {duration(max(times))}"
@@ -216,9 +215,9 @@ def _condensed(times: Sequence[int], idle: int, label: int, width: int, look: Lo
 
 
 def main_row(pieces: Sequence[Piece], width: int, top: float, look: Look, until: int) -> Row:
-    """Pieces (in order, apart from each other) on `width` cells that stand for `top` ns, with their names.
+    """Pieces (in order, not overlapping) on `width` cells that stand for `top` ns, with their names.
 
-    What nothing covers before `until`, the step's end, is dotted.
+    Uncovered time before `until`, the step's end, is dotted.
     """
     if top <= 0 or width <= 0:
         return [(" " * max(width, 0), "")]
@@ -242,14 +241,14 @@ def _main_row(
             last += 1
         cells.append(_cell(pieces[first:last], low, high, blocks, colour, glyphs) if last > first else (" ", ""))
     end = min(round(until * scale), width)
-    dot = "." if glyphs.ascii else glyphs.middot  # a dash goes on with a phase's name
+    dot = "." if glyphs.ascii else glyphs.middot  # a dash would look like part of a phase's name
     cells[:end] = [(dot, "dim") if cell[0] == " " else cell for cell in cells[:end]]
     _name(cells, blocks, colour)
     return tuple(merged(cells))
 
 
 def lane_row(pieces: Sequence[Piece], width: int, top: float, look: Look) -> Row:
-    """Pieces on `width` cells that stand for `top` ns, as lines with ends on half cells: blocks would melt together."""
+    """Pieces on `width` cells that stand for `top` ns, as lines that end on half cells: blocks would run together."""
     if top <= 0 or width <= 0:
         return [(" " * max(width, 0), "")]
     halves = [False] * (2 * width)
@@ -267,7 +266,7 @@ def lane_row(pieces: Sequence[Piece], width: int, top: float, look: Look) -> Row
 
 
 def _cell(pieces: Sequence[Piece], low: float, high: float, blocks: bool, colour: bool, glyphs: Glyphs) -> Span:
-    """What one cell shows: of the two largest of what is in it, where one ends and the other begins."""
+    """One cell: the two largest pieces in it, and the edge between them."""
     if blocks and len(pieces) == 1 and pieces[0].start_ns <= low and pieces[0].end_ns >= high:
         return ("█", f"phase.{pieces[0].phase}")
     found: list[tuple[float, float, str]] = []
@@ -301,7 +300,7 @@ def _cell(pieces: Sequence[Piece], low: float, high: float, blocks: bool, colour
 
 
 def _name(cells: list[Span], blocks: bool, colour: bool) -> None:
-    """Write names upon the runs of whole cells, as far as they have room; without blocks, in place of them."""
+    """Write names over runs of whole cells, as far as they fit; without blocks, instead of the blocks."""
     start = 0
     while start < len(cells):
         style = cells[start][1]

@@ -81,7 +81,7 @@ def test_detach_returns_at_once_and_everything_finds_the_run(dpmon: Dpmon) -> No
     assert result.status == 0
     name = result.text.removesuffix("\n")  # nothing else: `$(dpmon --detach ...)` is a run
     assert re.fullmatch("mine-[0-9a-f]{4}", name)
-    assert result.errors.startswith(f"dpmon: back to it: dpmon attach {name} ")
+    assert result.errors.startswith(f"dpmon: attach: dpmon attach {name} ")
     info = dpmon.info()
     wait_for((dpmon.cwd / "began").exists)
     row = dpmon.run("ls").text.splitlines()[1].split()

@@ -62,8 +62,8 @@ def test_a_file_that_is_no_program(dpmon: Dpmon) -> None:
     [
         (["--bogus", "script.py"], "unknown option --bogus"),
         (["-x", "script.py"], "unknown option -x"),
-        (["--replicas", "0", "script.py"], "--replicas: N is a number from 1 to 4096, not '0'"),
-        (["--replicas", "-1", "script.py"], "--replicas: N is a number from 1 to 4096, not '-1'"),
+        (["--replicas", "0", "script.py"], "--replicas: expected a number from 1 to 4096, not '0'"),
+        (["--replicas", "-1", "script.py"], "--replicas: expected a number from 1 to 4096, not '-1'"),
         (["--replicas=-1", "script.py"], "not '-1'"),
         (["--replicas", "x", "script.py"], "not 'x'"),
         (["--replicas", "1.5", "script.py"], "not '1.5'"),
@@ -73,8 +73,8 @@ def test_a_file_that_is_no_program(dpmon: Dpmon) -> None:
         (["--mode", "fast", "script.py"], "--mode: invalid choice: 'fast'"),
         (["--devices", "gpu0", "script.py"], "not 'gpu0'"),
         (["--devices", "", "script.py"], "--devices"),
-        (["--devices", "cpu,cuda:0", "script.py"], "all on cpu or all on cuda"),
-        (["--devices", "cpu,cpu", "--replicas", "3", "script.py"], "contradict"),
+        (["--devices", "cpu,cuda:0", "script.py"], "must be on cpu or all on cuda"),
+        (["--devices", "cpu,cpu", "--replicas", "3", "script.py"], "contradicts --devices"),
         (["--mode", "script", "--replicas", "2", "script.py"], "--mode script leaves the computation as written"),
         (["--refresh", "0", "script.py"], "--refresh"),
         (["--refresh", "nan", "script.py"], "--refresh"),
@@ -83,11 +83,11 @@ def test_a_file_that_is_no_program(dpmon: Dpmon) -> None:
         (["--headless"], "no script to run"),
         (["run"], "no script to run"),
         (["-m"], "-m: expected one argument"),
-        (["--python", "/nowhere/python", "script.py"], "--python /nowhere/python is no executable file"),
+        (["--python", "/nowhere/python", "script.py"], "--python /nowhere/python is not an executable file"),
         (["--rep", "2", "script.py"], "unknown option --rep"),
         (["--headless", "ls"], "--headless is an option of a run, not of ls"),
         (["stop"], "the following arguments are required: RUN"),
-        (["ls", "x"], "x is one word too many"),
+        (["ls", "x"], "x is not expected here"),
         (["export", "--format", "yaml"], "invalid choice: 'yaml'"),
     ],
 )
@@ -130,7 +130,7 @@ def test_a_python_that_cannot_answer_says_why(dpmon: Dpmon, tmp_path: Path) -> N
     python.write_text("#!/bin/sh\nexit 77\n")
     python.chmod(0o755)
     dpmon.script("pass")
-    refused(dpmon, "--python", str(python), "script.py", says=f"{python} (it ends with status 77)")
+    refused(dpmon, "--python", str(python), "script.py", says=f"{python} (it ended with status 77)")
 
 
 def test_a_gpu_that_is_not_there(dpmon: Dpmon) -> None:

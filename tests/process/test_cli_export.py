@@ -55,7 +55,7 @@ def test_what_cannot_be_exported_is_said_in_one_sentence(dpmon: Dpmon, tmp_path:
     dpmon.script("pass")
     dpmon.run("script.py")
     for words, said in (
-        (["--format", "csv"], "-o names their directory"),
+        (["--format", "csv"], "give a directory with -o"),
         (["--format", "perfetto", "--kind", "call"], "a perfetto trace holds all kinds"),
         (["--format", "xml"], "invalid choice"),
         (["-o", tmp_path / "no" / "where"], "cannot be written"),

@@ -111,9 +111,9 @@ def test_a_pipe_that_nobody_empties_holds_nothing_up(dpmon: Dpmon, tmp_path: Pat
 def test_what_means_nothing_is_refused_before_anything_starts(dpmon: Dpmon, tmp_path: Path) -> None:
     dpmon.script("open('ran', 'w')")
     for words, said in (
-        (["--json", "--detach"], "not with --detach"),
+        (["--json", "--detach"], "does not work with --detach"),
         ([f"--json={tmp_path}/no/file"], "cannot be written"),
-        (["--metrics", f"{tmp_path}/no/file"], "is not a directory that can be written"),
+        (["--metrics", f"{tmp_path}/no/file"], "is not a writable directory"),
     ):
         result = dpmon.run(*words, "script.py")
         assert (result.status, result.errors.count("\n")) == (2, 1)

@@ -57,7 +57,7 @@ def test_without_the_plotting_library_one_sentence_says_what_to_do(dpmon: Dpmon,
     assert (result.status, result.out) == (2, b"")
     assert re.fullmatch(
         r"dpmon: the plots of --html need plotly: /\S+ -m pip install -e '/.+\[report\]'"
-        r" \(the text and --json do without\)\n",
+        r" \(the text and --json work without it\)\n",
         result.errors,
     )
     assert dpmon.run("report", env={"PYTHONPATH": str(tmp_path / "missing")}).status == 0

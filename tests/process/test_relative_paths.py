@@ -68,7 +68,7 @@ def test_without_any_home_nothing_is_started(
     for words in (["--headless", "script.py"], ["ls"], ["stop", "last"]):
         assert main(words) == 2
         said = capsys.readouterr()
-        assert said.err == "dpmon: there is no home directory to keep runs in; set XDG_STATE_HOME to an absolute path\n"
+        assert said.err == "dpmon: there is no home directory for runs; set XDG_STATE_HOME to an absolute path\n"
         assert said.out == ""
     with pytest.raises(RunError):
         list_runs()

@@ -37,7 +37,7 @@ def test_old_runs_go_but_for_the_kept_and_the_running(dpmon: Dpmon) -> None:
     refused = dpmon.run("rm", "c", "kept")
     assert (refused.status, refused.out) == (2, b"")
     kept = listed(dpmon)[1]["id"]
-    assert refused.errors == f"dpmon: {kept} is kept: say `dpmon keep --not {kept}` first\n"
+    assert refused.errors == f"dpmon: {kept} is kept: run `dpmon keep --not {kept}` first\n"
     assert len(listed(dpmon)) == 3
     assert dpmon.run("keep", "--not", kept).status == 0
     assert dpmon.run("rm", "kept", "c").status == 0

@@ -113,7 +113,7 @@ def test_attach_brings_another_one_and_no_record_is_lost_or_doubled(dpmon: Dpmon
     assert of_training(records) == expected(9000)
     assert next(r for r in records if r["kind"] == "dropped")["count"] == 0
     assert next(r["t_s"] for r in records if r["kind"] == "host") < killed_at  # its ring has gone, not its samples
-    assert any("no device samples between" in r["text"] for r in records if r["kind"] == "warning")
+    assert any("no device samples in between" in r["text"] for r in records if r["kind"] == "warning")
     with sqlite3.connect(dpmon.last() / "history.sqlite") as db:
         assert db.execute("SELECT count(*), count(DISTINCT step) FROM steps").fetchone() == (4500, 4500)
         assert db.execute("SELECT rows FROM calls GROUP BY rows").fetchall() == [(64,)]
@@ -217,7 +217,7 @@ def test_ended_while_nobody_looked(dpmon: Dpmon) -> None:
     ("end", "status", "says"),
     [
         ("raise ValueError('no')", 1, None),
-        ("import sys; sys.exit(3)", None, "came to its end in order"),
+        ("import sys; sys.exit(3)", None, "ended normally"),
         ("import os; os._exit(3)", None, "killed or left by os._exit"),
     ],
 )

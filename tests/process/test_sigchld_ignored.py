@@ -52,5 +52,5 @@ def test_a_command_that_something_else_has_reaped() -> None:
     assert command.over()
     assert command.over()
     how = command.ending(RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True))
-    assert (how.status, how.unknown) == (None, "something else than its supervisor had reaped it")
+    assert (how.status, how.unknown) == (None, "a process other than its supervisor had reaped it")
     command.release()

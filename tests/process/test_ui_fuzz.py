@@ -20,7 +20,7 @@ from dpmon.run import proc
 
 # The screen stops no process, and saves files next to the run.
 HARMLESS = SHOW.replace(
-    "result =", "import os; import dpmon.ui.errands as e; e.stop = lambda *_: iter(()); os.chdir(sys.argv[1])\nresult ="
+    "result =", "import os; import dpmon.ui.jobs as e; e.stop = lambda *_: iter(()); os.chdir(sys.argv[1])\nresult ="
 )
 SEQUENCES = (
     *(b"\x1b[A", b"\x1bOB", b"\x1b[1;5C", b"\x1b[5~", b"\x1b", b"\x1b[<0;5;20M", b"\x1b[<0;5;20m", b"\x1b[<64;9;30M"),

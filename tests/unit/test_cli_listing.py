@@ -53,7 +53,7 @@ def test_runs_that_cannot_be_read_are_counted(state: Path, capsys: pytest.Captur
     shutil.copytree(damaged, damaged.with_name(damaged.name[:-4] + "0000"))
     lines, errors = listed(capsys, json=True)
     assert [json.loads(line)["id"] for line in lines] == [good.name]
-    assert errors.endswith(" (and 1 more like it)\n")
+    assert errors.endswith(" (and 1 more)\n")
 
 
 def test_a_run_is_found_by_the_start_of_its_name_but_not_deleted_by_it(state: Path) -> None:

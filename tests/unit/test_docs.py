@@ -13,7 +13,7 @@ from documented import DOCS, README, ROOT, anchors, code, links, pages, patched,
 
 from dpmon.cli import options
 from dpmon.config import _SETTINGS, THEMES
-from dpmon.ui.keys import BINDINGS, DEEDS, PLAYED
+from dpmon.ui.keys import BINDINGS, COMMANDS, PLAYED
 from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, arrange, is_wide
 from dpmon.ui.scene import NAMES as PANEL_NAMES
 from dpmon.ui.scene import PANELS, RANK_NAMES
@@ -174,9 +174,9 @@ def test_what_a_span_of_code_names() -> None:
 
 def test_the_keys_are_those_of_the_screen() -> None:
     assert len(KEYS) > 40
-    shown = {key for deed in (*DEEDS, *PLAYED) if deed.names for key in written(deed.key)}
+    shown = {key for command in (*COMMANDS, *PLAYED) if command.names for key in written(command.key)}
     assert len(shown) > 25
-    assert shown - {deed.key for deed in PLAYED} <= KEYS
+    assert shown - {command.key for command in PLAYED} <= KEYS
 
 
 def test_every_key_is_named() -> None:
@@ -188,14 +188,14 @@ def test_every_key_is_named() -> None:
         if not there & set(names) and not any(name in WORDS and WORDS[name] in text.lower() for name in names)
     ]
     assert not missing
-    assert not {deed.key for deed in PLAYED} - there
+    assert not {command.key for command in PLAYED} - there
 
 
 def test_every_key_in_a_table_exists() -> None:
     rows = [row for head, rows in tables(SCREEN) if "key" in head[0].lower() for row in rows]
     found = {key for row in rows for key in keys_in(row[0])}
     assert len(found) > 20
-    assert not found - KEYS - {deed.key for deed in PLAYED}
+    assert not found - KEYS - {command.key for command in PLAYED}
 
 
 def text_of(name: str) -> str:

@@ -77,7 +77,7 @@ def test_without_a_terminal_dpmon_works(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_state_directory_that_is_not_there_yet_is_well(state: Path) -> None:
     found = by_name(machine.state_directory())
-    assert "made by the first run" in found["state"].found
+    assert "the first run creates it" in found["state"].found
     assert not state.exists(), "looking makes nothing"
 
 
@@ -195,7 +195,7 @@ def test_torch_and_the_gpus_are_compared(
         (trial._Seen(facts={"torch": "2.13"}), "sitecustomize did not run"),
         (trial._Seen(facts={"torch": "2.13"}, stage="torch imported"), "not in the record"),
         (trial._Seen(facts={"torch": "2.13"}, warnings=["this torch cannot be traced"]), "cannot be traced"),
-        (trial._Seen(failure="it ends with status 1: boom"), "boom"),
+        (trial._Seen(failure="it ended with status 1: boom"), "boom"),
     ],
 )
 def test_a_child_that_was_not_traced_is_a_problem(seen: trial._Seen, words: str) -> None:
@@ -237,7 +237,7 @@ def test_lines_are_narrow_and_harmless(monkeypatch: pytest.MonkeyPatch, capsys: 
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert max(map(len, out.splitlines())) <= 80
-    assert out.splitlines()[-1] == "1 problem; the rest is well"
+    assert out.splitlines()[-1] == "1 problem; all other checks passed"
     assert command.doctor(Namespace(python=None, json=True)) == 1
     said = json.loads(capsys.readouterr().out)
     assert (said["state"], [check["name"] for check in said["checks"]]) == ("problem", ["x", "Python"])

@@ -155,7 +155,7 @@ def test_csv_of_one_kind_is_one_file(directory: Path, tmp_path: Path, capsys: py
 
 
 def test_csv_of_all_kinds_needs_a_directory(directory: Path, tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="-o names their directory"):
+    with pytest.raises(ExportError, match="give a directory with -o"):
         export(directory, "csv")
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ExportError, match="cannot be written"):
@@ -192,7 +192,7 @@ def test_a_trace_has_a_track_a_replica_and_all_that_happened(directory: Path) ->
     assert ("host", "cpu_pct") in trace.counters
     assert trace.counters["process 0", "memory cuda:0"] == [(2.5e6, {"model_bytes": 100, "gradients_bytes": 50})]
     assert {event["name"] for event in trace.instants} == {
-        *("start", "process", "mode dp", "mode single", "util_pct is not known from here on", "warning: a\nb"),
+        *("start", "process", "mode dp", "mode single", "util_pct is unknown from here on", "warning: a\nb"),
         *("0 records were dropped", "exit status 3"),
     }
 

@@ -213,5 +213,5 @@ def test_the_last_of_two_members_holds_and_no_name_leads_elsewhere(
     (spoiled / "run.json").write_text(text.replace('"name": "spoiled"', '"name": "fine", "name": "../../beyond"'))
     assert main(["report", "--html", spoiled.name]) == 2
     assert main(["ls"]) == 0
-    assert "the id or the name is not one that dpmon gives" in capfd.readouterr().err
+    assert "the id or the name is not valid" in capfd.readouterr().err
     assert not list(tmp_path.glob("*beyond*"))

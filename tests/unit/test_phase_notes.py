@@ -6,7 +6,7 @@ import pytest
 
 from dpmon.model.evidence import ModeFacts
 from dpmon.model.phase_notes import host_waits, partly_timed
-from dpmon.report.said import phase_notes
+from dpmon.report.sentences import phase_notes
 from dpmon.store.figures import PhaseFigures
 
 MS = 1e6

@@ -112,8 +112,8 @@ def test_a_run_that_goes_on_that_is_lost_and_that_trained_nothing(state: Path) -
     assert lines[0].endswith("not started yet")
     assert "nothing was traced: the command was not started" in "\n".join(lines)
     lines = report_text(keep({0: Training().run(3)}, status=None, drained=False), 80)
-    assert lines[0].endswith("how it ended is not known")
-    assert section(lines, "FINDINGS") == ["  too few steps to say anything (30 in one mode are needed)"]
+    assert lines[0].endswith("how it ended is unknown")
+    assert section(lines, "FINDINGS") == ["  too few steps for findings (30 in one mode are needed)"]
     lines = report_text(keep({}), 80)
     assert "no Python process of the run imported torch" in "\n".join(lines)
 
@@ -249,7 +249,7 @@ def test_a_stall_is_placed_and_the_first_steps_are_none(state: Path) -> None:
         return out
 
     (found,) = (finding for finding in collect(keep({0: steps(70)})).findings if finding.kind == "stall")
-    assert "step 70 at 00:00:00, 8.00 s, of which data 8.00 s" in found.ground
+    assert "step 70 at 00:00:00, 8.00 s, 8.00 s in data" in found.ground
     kinds = {finding.kind for finding in collect(keep({0: steps(SETTLING_STEPS)})).findings}
     assert "stall" not in kinds
     assert "data" in kinds
@@ -426,7 +426,7 @@ def test_what_was_deleted_changes_no_figure(state: Path) -> None:
     assert {name: said[name] for name in same} == {name: whole[name] for name in same}
     assert sum(one["steps"] for one in said["time"]["stretches"]) == 6000
     text = " ".join(" ".join(report_text(directory, 100)).split())
-    assert "older records were deleted to bound the history: figures are of all steps" in text
+    assert "older records were deleted to bound the history: the figures cover all steps" in text
     (line,) = (line for line in summary_lines(directory, load_exit(directory)) if line.startswith("single: "))
     assert line.startswith("single: 1,500 steps, 1,500 calls, ")
 
@@ -563,8 +563,8 @@ def test_a_stall_among_deleted_steps_is_found_by_its_sums(state: Path) -> None:
     assert story.pruned > 0
     (found,) = (finding for finding in story.findings if finding.kind == "stall")
     assert found.text.startswith("At least one step took 10.0 s")
-    assert found.ground.startswith("the longest: a step about 00:00:2")
-    assert "which was deleted, 10.0 s, of which data at least " in found.ground
+    assert found.ground.startswith("the longest: a step at about 00:00:2")
+    assert "(deleted), 10.0 s, at least " in found.ground
     assert "stall" not in {one.kind for one in collect(keep({0: long_training(0)}, limit_bytes=1 << 18)).findings}
     first = collect(keep({0: long_training(slow=1)}, limit_bytes=1 << 18))
     assert "stall" not in {one.kind for one in first.findings}, "a process's first steps are none, deleted or not"

@@ -211,13 +211,13 @@ def test_refusals_are_no_pauses_however_many_there_were(state: Path) -> None:
     lines = report_text(directory, 120)
     assert "  paused once, for 1.00 s: that time is in no step, no phase and no figure" in lines
     assert section(lines, "PAUSES")[-2:] == [
-        "  and 988 more; --json has them all", "  of 5 refusals more only the number is known"
+        "  and 988 more; --json has them all", "  not listed here: 5 refusals"
     ]  # fmt: skip
     story = collect(directory)
     said = as_object(story)
     assert (len(said["pauses"]), said["pauses_left_out"], said["refusals_left_out"]) == (1000, 0, 5)
     assert (said["paused"]["times"], said["paused"]["seconds"]) == (1, pytest.approx(1.0))
-    assert "of 5 refusals more only the number is known" in page(story)
+    assert "not listed here: 5 refusals" in page(story)
 
 
 def in_turn(second_s: int = 110, first_ends_s: int = 100) -> tuple[Path, str]:
@@ -251,7 +251,7 @@ def test_where_another_trained_in_a_pause_it_is_said_that_figures_have_its_time(
     story = collect(directory)
     assert story.evidence.paused_ns == 0
     assert "no figure" not in text
-    assert re.search(r"in \d+ min \d\d s of it another process was there that was not paused, and the figures", text)
+    assert re.search(r"for \d+ min \d\d s of it another process was not paused, and the figures", text)
     assert as_object(story)["paused"]["alone_s"] == pytest.approx(600, rel=0.01)
 
 

@@ -100,7 +100,7 @@ def test_an_ended_process_is_not_waited_for(run: tuple[Path, RunInfo], reader: R
 
 def test_a_pause_holds_once_all_that_train_have_paused(run: tuple[Path, RunInfo], reader: RunReader) -> None:
     assert reader.request_pause(True) == 0
-    assert reader.pause_refusal() == "no training process is there to pause"
+    assert reader.pause_refusal() == "no training process is running"
     assert reader.paused() == Pause(False, False, None)
     one, two = Process(run[0], 0), Process(run[0], 1)
     assert reader.request_pause(True) == 2

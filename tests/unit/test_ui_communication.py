@@ -185,7 +185,7 @@ def test_ranks_without_room_need_not_be_read(size: tuple[int, int], zoom: str | 
     [
         ({"world": 4}, "2 of 4 ranks are in this record"),
         ({"wrapper": {"absent": {"sync": "this torch notes nothing"}}, "passes": ((0, 1),)}, "this torch notes"),
-        ({"passes": ((0, 1),)}, "no step is known yet in which all ranks averaged"),
+        ({"passes": ((0, 1),)}, "no step is recorded yet in which all ranks averaged"),
     ],
 )
 def test_where_waits_are_not_known_the_reason_stands_there(how: dict[str, Any], reason: str) -> None:
@@ -228,7 +228,7 @@ def test_a_rank_alone_has_its_buckets() -> None:
     scene = scene_of(1)
     assert panel_communication.applies(scene)
     text = " ".join(texts(panel_communication.story(scene, 76, 12, LOOK)))
-    assert "there is one rank" in text
+    assert "there is only one rank" in text
     assert "6: 1.00 MiB" in text
 
 

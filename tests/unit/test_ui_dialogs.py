@@ -21,7 +21,7 @@ def footer(on: Stage) -> str:
 @pytest.fixture(autouse=True)
 def report(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no run in the directory: a real report would fail, and close its dialog, at any moment."""
-    monkeypatch.setattr("dpmon.ui.errands.report", lambda directory, width: ["a report"])
+    monkeypatch.setattr("dpmon.ui.jobs.report", lambda directory, width: ["a report"])
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ async def test_a_line_that_is_being_typed_stays_and_is_not_sent(directory: Path)
         on.end(0)
         dialog = on.app.screen
         assert isinstance(dialog, Line)
-        await on.until(lambda: any("nobody reads this line" in row for row in dialog.box.text()), "the note")
+        await on.until(lambda: any("this line cannot be sent" in row for row in dialog.box.text()), "the note")
         await on.until(lambda: " esc close" in footer(on) and "enter" not in footer(on), "the footer")
         await on.press("s", "e")
         assert any("yese" in row for row in dialog.box.text())

@@ -18,10 +18,10 @@ from textual import events
 
 from dpmon.record.kinds import Event
 from dpmon.ring import Ring
-from dpmon.ui import errands
+from dpmon.ui import jobs
 from dpmon.ui.dialogs import LINE_MOST, Choice, Commands, Pages
 from dpmon.ui.help import help_rows
-from dpmon.ui.keys import BINDINGS, DEEDS, neighbour, other_period, other_range
+from dpmon.ui.keys import BINDINGS, COMMANDS, neighbour, other_period, other_range
 from dpmon.ui.layout import arrange
 from dpmon.ui.look import look
 from dpmon.ui.rows import plain
@@ -42,7 +42,7 @@ def test_every_action_that_is_bound_exists() -> None:
 
     actions = {binding.action.partition("(")[0] for binding in BINDINGS}  # type: ignore[union-attr]
     assert {name for name in actions if not hasattr(Monitor, f"action_{name}")} == set()
-    assert len({deed.key for deed in DEEDS}) == len(DEEDS) - 1, "only n has two meanings, one at a time"
+    assert len({command.key for command in COMMANDS}) == len(COMMANDS) - 1, "only n has two meanings, one at a time"
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
@@ -98,11 +98,11 @@ async def test_the_time_range_and_the_refresh_change_and_say_so(tmp_path: Path) 
         await on.press("left_square_bracket", "left_square_bracket", "left_square_bracket")
         await on.shows("time range: 30 s")
         await on.press("minus")
-        await on.shows("a picture every 0.2 s")
+        await on.shows("the screen is drawn every 0.2 s")
         looks = on.reader.looks
         await on.until(lambda: on.reader.looks > looks + 3, "pictures at the new rate")
         await on.press("plus", "plus")
-        await on.shows("a picture every 0.1 s")
+        await on.shows("the screen is drawn every 0.1 s")
 
 
 async def test_themes_take_turns_and_come_back(tmp_path: Path) -> None:
@@ -188,21 +188,21 @@ def a_run(tmp_path: Path) -> Path:
 def test_an_export_makes_new_files(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     (Path.cwd() / "dpmon.py").write_text("raise SystemExit('the user has a file of that name')")
-    said = errands.export(run, "lines", "jsonl")
+    said = jobs.export(run, "lines", "jsonl")
     (path,) = Path.cwd().glob("lines-*.jsonl")
     assert said.startswith(path.name)
     kinds = [json.loads(line)["kind"] for line in path.read_text().splitlines()]
     assert kinds.count("step") == 20
-    assert "tables" in errands.export(run, "tables", "csv")
+    assert "tables" in jobs.export(run, "tables", "csv")
     (path,) = Path.cwd().glob("tables-*.csv/step.csv")
     assert len(path.read_text().splitlines()) == 21
-    errands.export(run, "trace", "perfetto")
+    jobs.export(run, "trace", "perfetto")
     (path,) = Path.cwd().glob("trace-*.trace.json")
     assert json.loads(path.read_text())
 
 
 def test_a_report_is_lines_as_wide_as_asked(tmp_path: Path) -> None:
-    lines = errands.report(a_run(tmp_path), 60)
+    lines = jobs.report(a_run(tmp_path), 60)
     assert any("20 steps" in line for line in lines), lines
     assert max(map(len, lines)) <= 60
 
@@ -225,11 +225,11 @@ async def test_a_report_that_was_closed_before_it_was_made_comes_over_nothing(
         made.set()
         return ["steps"]
 
-    monkeypatch.setattr(errands, "report", report)
+    monkeypatch.setattr(jobs, "report", report)
     async with stage(tmp_path) as on:
         await on.press("r")
         await on.until(lambda: isinstance(on.app.screen, Pages), "the place where it will be")
-        assert "is being made" in " ".join(on.app.screen.box.text())  # type: ignore[attr-defined]
+        assert "writing the report" in " ".join(on.app.screen.box.text())  # type: ignore[attr-defined]
         await on.press("escape")
         await on.press("colon")
         await on.until(lambda: isinstance(on.app.screen, Commands), "something else")
@@ -435,7 +435,7 @@ async def test_the_palette_lists_what_is_possible_and_does_it(tmp_path: Path) ->
         await on.press("down", "enter")
         await on.until(lambda: on.app.view.focus == "batch", "the panel")
         await on.press("colon", *"no such thing")
-        assert any("nothing of that name" in row for row in on.app.screen.box.text())  # type: ignore[attr-defined]
+        assert any("no command matches" in row for row in on.app.screen.box.text())  # type: ignore[attr-defined]
         await on.press("enter")
         await on.until(lambda: len(on.app.screen_stack) == 1, "the dialog to close")
 
@@ -500,7 +500,7 @@ async def test_between_two_trainings_nothing_is_asked_and_a_pause_can_be_taken_b
         await on.press("d")
         await on.shows("the mode cannot be switched: the command has ended")
         await on.press("i")
-        await on.shows("the command has ended: nobody reads a line")
+        await on.shows("the command has ended: it reads no more input")
 
 
 async def test_no_pause_where_it_would_do_harm(tmp_path: Path) -> None:

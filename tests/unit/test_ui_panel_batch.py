@@ -152,7 +152,7 @@ def test_why_a_phase_has_a_dash_is_what_the_record_says() -> None:
     )
     assert said(phases={}).startswith(own.format("it did not run"))
     assert "no optimizer: no optimizer step | no other:" in said()
-    assert "it cannot be told apart from forward" in said()
+    assert "ran during backward and cannot be separated" in said()
     assert "no scatter to gather: one device" in said(mode="single")
     reason = "Own has its own gather and does not use torch's gather"
     text = said(mode="single", absent={"gather": reason + "\x1b[2J"})
@@ -171,10 +171,10 @@ def test_what_the_last_step_lacks_is_said() -> None:
         return rows[-1]
 
     assert said().startswith("r1")
-    earlier = "when backward and optimizer ran is not known: an earlier version of dpmon recorded the step"
+    earlier = "when backward and optimizer ran is unknown: an earlier version of dpmon recorded the step"
     assert said(spans=None) == earlier
     assert said(spans=None, phases={"data": 5, "forward": 9, "other": 1}).startswith("r1")
-    lacks = "the row of the last step lacks 1,044 spans: only the first 256 of a step are recorded"
+    lacks = "1,044 spans of the last step are not drawn: only the first 256 of a step are recorded"
     assert said(missing_spans=1044) == lacks
 
 

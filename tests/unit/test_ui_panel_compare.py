@@ -192,4 +192,4 @@ def test_a_mode_without_samples_has_no_memory(kind: str, name: str) -> None:
     assert not found["single"].memory
     for view in (View(), View(zoom="compare")):
         text = " ".join(compare_text(replace(scene, view=view), 60, 20))
-        assert "single: no sample of its memory is in what was read" in text
+        assert "single: no sample of its memory was read" in text

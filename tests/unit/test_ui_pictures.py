@@ -172,7 +172,7 @@ def test_a_failure_shows_the_last_line_of_the_traceback() -> None:
 
 def test_gone_without_a_record_is_said_and_no_status_invented() -> None:
     text = text_of(replace(scene_of(Training()), alive=False), 160, 50)
-    assert "nobody recorded its exit status" in text
+    assert "its exit status was not recorded" in text
     assert "ended status unknown" in text
     assert "status 0" not in text
 

@@ -99,7 +99,7 @@ def test_each_rank_has_a_row_with_its_own_sizes_and_times() -> None:
     assert "[30, 5]" in text[1]
     assert "[20, 5]" in text[3]
     assert "[20, 2]" in text[3]
-    assert "it is not known which rank waits for which" in text[4]
+    assert "so it is unknown which rank waits for which" in text[4]
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (40, 10), (200, 60)])

@@ -24,7 +24,7 @@ from dpmon.model.verdict import sentence
 from dpmon.record.kinds import Step
 from dpmon.run.rundir import load_exit
 from dpmon.ui.dialogs import Commands, Pages
-from dpmon.ui.keys import DEEDS, PLAYED, possible
+from dpmon.ui.keys import COMMANDS, PLAYED, possible
 from dpmon.ui.paint import whole
 from dpmon.ui.panel_compare import compare as compare_rows
 from dpmon.ui.panel_output import Output, narrowed
@@ -77,7 +77,7 @@ def test_what_has_no_room_in_the_header_is_left_out_in_full() -> None:
     closing_down = replace(scene, activities={0: ("ended", 0)})
     for width in (80, 120):
         rows = screen(closing_down, width)[:3]
-        assert any("the training process is at its end" in row for row in rows)
+        assert any("the training process is exiting" in row for row in rows)
         assert not any("…" in row for row in rows)
         still_there = replace(closing_down, can_type=True, pausing=Pausing(possible=True))
         footer = screen(still_there, width)[-1]
@@ -110,10 +110,10 @@ async def test_a_key_that_does_nothing_says_so_and_not_for_ever(tmp_path: Path) 
         for key, words in (
             ("z", "z does nothing here: ? shows the keys"),
             ("f5", "f5 does nothing here"),
-            ("o", "there is one file of output"),
+            ("o", "there is only one output file"),
             ("n", "there is no other call or root"),
-            ("N", "N goes on with a search"),
-            ("i", "the script's input cannot be reached"),
+            ("N", "N continues a search"),
+            ("i", "dpmon cannot reach the script's input"),
         ):
             await on.press(key)
             await on.shows(words)
@@ -128,7 +128,7 @@ async def test_in_a_playback_each_key_of_a_live_run_says_why_not(state: Path) ->
         for key, words in (
             ("p", "no pause: this is a playback"),
             ("x", "there is nothing to stop: the run is over"),
-            ("i", "the run is over: nobody reads a line"),
+            ("i", "the run is over: it reads no more input"),
             ("d", "the mode cannot be switched: this is a playback"),
             ("Z", "Z does nothing here"),
         ):
@@ -137,7 +137,7 @@ async def test_in_a_playback_each_key_of_a_live_run_says_why_not(state: Path) ->
         await pilot.press("f")
         assert not said(app, "does nothing here"), "what was said is of another time"
         offered = [key for key, _, _ in possible(app.scene())]
-        assert {deed.key for deed in PLAYED} <= set(offered)
+        assert {command.key for command in PLAYED} <= set(offered)
         assert "d" not in offered
         assert ("q", "close this screen", "leave") in possible(app.scene())
 
@@ -193,8 +193,8 @@ def test_the_output_of_a_playback_is_not_called_following(tmp_path: Path) -> Non
     assert plain(output_title(output, live, 60, LOOK)[1]) == "following"
     assert plain(output_title(output, replace(live, ended=Ended(0, None, 1)), 60, LOOK)[1]) == "the end"
     played = replace(live, playing=Playing(1, 9, False, 1.0))
-    assert plain(output_title(output, played, 80, LOOK)[1]) == "all of the run's, not only up to then"
-    assert plain(output_title(output, played, 50, LOOK)[1]) == "all of the run's"
+    assert plain(output_title(output, played, 80, LOOK)[1]) == "of the whole run, not only up to this time"
+    assert plain(output_title(output, played, 50, LOOK)[1]) == "of the whole run"
 
 
 # ------------------------------------------------------------------------------------------------ dialogs
@@ -216,7 +216,7 @@ async def test_beside_a_dialog_all_is_blank_and_a_long_list_says_what_is_below(t
         assert "more ↓" not in rows[-1]
         assert rows[1].strip("│ ").startswith(">")
         await on.press("q", "q")
-        assert any("nothing of that name" in row for row in on.app.screen.box.text())
+        assert any("no command matches" in row for row in on.app.screen.box.text())
         await on.press("escape", "question_mark")
         assert isinstance(on.app.screen, Pages)
         await on.press("end")
@@ -232,7 +232,7 @@ def test_a_panel_has_one_name() -> None:
         assert f"go to panel {name}" in sentences
         assert any(name in row for row in screen(scene, 120, 40))
     assert "4 dp against single" in "\n".join(screen(scene)), "folded, too"
-    assert not any("compare" in deed.says for deed in DEEDS)
+    assert not any("compare" in command.says for command in COMMANDS)
 
 
 # ------------------------------------------------------------------------------------------------ panel 4

@@ -25,7 +25,7 @@ from dpmon.record.kinds import Event
 from dpmon.record.wire import pack_event
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
-from dpmon.report.said import waited
+from dpmon.report.sentences import waited
 from dpmon.report.waits import KEPT, waits_in
 from dpmon.store.as_of import AsOf
 from dpmon.store.batch import Batch

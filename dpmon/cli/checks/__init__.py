@@ -1,1 +1,1 @@
-"""What `dpmon doctor` looks at: a module a subject, each a function that gives Checks."""
+"""The checks of `dpmon doctor`: one module per subject, with functions that yield Checks."""

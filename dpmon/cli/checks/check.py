@@ -1,15 +1,15 @@
-"""One thing that was looked at."""
+"""The result of one check."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 OK, WARNING, PROBLEM = STATES = ("ok", "warning", "problem")
-"""ok; warning: dpmon works, with less; problem: it does not."""
+"""ok; warning: dpmon works, but with limits; problem: it does not work."""
 
 
 class Check(NamedTuple):
-    """What was looked at, how it is, what was found, and what to do about it (None where all is well)."""
+    """One check: its name, state, result, and remedy (None if ok)."""
 
     name: str
     state: str
@@ -18,15 +18,15 @@ class Check(NamedTuple):
 
 
 def ok(name: str, found: str) -> Check:
-    """All is well."""
+    """A check without a fault."""
     return Check(name, OK, found)
 
 
 def warning(name: str, found: str, remedy: str) -> Check:
-    """dpmon works, with less."""
+    """A fault that limits dpmon."""
     return Check(name, WARNING, found, remedy)
 
 
 def problem(name: str, found: str, remedy: str) -> Check:
-    """dpmon does not work so."""
+    """A fault that stops dpmon."""
     return Check(name, PROBLEM, found, remedy)

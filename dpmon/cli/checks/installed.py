@@ -1,4 +1,4 @@
-"""What is installed beside dpmon, by the metadata of its packages: nothing is imported."""
+"""The installed packages, from their metadata: nothing is imported."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from dpmon.extras import how_to_plot
 
 _TESTED_TEXTUAL = "8.2."
 _PIP = f"{sys.executable} -m pip install"
-"""Into the Python that dpmon runs with, wherever it came from."""
+"""Installs into the Python that runs dpmon."""
 
 
 def installed() -> Iterator[Check]:
-    """dpmon itself and the libraries it draws with."""
+    """dpmon itself and the libraries of its screen and plots."""
     yield ok("dpmon", dpmon.__version__)
     textual = _version("textual")
     if textual is None:
-        yield problem("textual", "not installed: there can be no screen", f"{_PIP} 'textual=={_TESTED_TEXTUAL}*'")
+        yield problem("textual", "not installed: dpmon cannot show a screen", f"{_PIP} 'textual=={_TESTED_TEXTUAL}*'")
     elif not textual.startswith(_TESTED_TEXTUAL):
         remedy = f"{_PIP} 'textual=={_TESTED_TEXTUAL}*'"
-        yield warning("textual", f"{textual} is not what dpmon was tried with ({_TESTED_TEXTUAL}*)", remedy)
+        yield warning("textual", f"{textual} was not tested with dpmon ({_TESTED_TEXTUAL}* was)", remedy)
     else:
         yield ok("textual", textual)
     plotly = _version("plotly")

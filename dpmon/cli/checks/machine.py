@@ -1,4 +1,4 @@
-"""The machine: where runs are kept, what processes may use, and what happens when the user logs out."""
+"""The machine: the place of the runs, the limits of processes, and the effect of logging out."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from dpmon.run.rundir import RunError, runs_directory, stand_ins
 from dpmon.text.quantities import memory
 
 LITTLE_SPACE = 300 << 20
-"""Below this the history of one run (256 MiB at most) may not fit."""
+"""With less free space than this, the history of one run (256 MiB at most) may not fit."""
 SOME_SPACE = 2 << 30
 FEW_FILES, FEW_PROCESSES = 1024, 512
 LITTLE_SHM = 1 << 30
-"""DataLoader workers hand batches over in /dev/shm; a container has 64 MB of it unless it is told otherwise."""
+"""DataLoader workers pass batches through /dev/shm; a container has 64 MB of it by default."""
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "fuse.glusterfs", "afs"}
 _ASK_S = 5.0
 
@@ -32,7 +32,7 @@ _ASK_S = 5.0
 
 
 def state_directory() -> Iterator[Check]:
-    """Whether runs can be kept: made, written, closed to others, with room."""
+    """Whether runs can be stored: the directory exists, is writable, private, and has space."""
     try:
         runs = runs_directory()
     except RunError as error:
@@ -53,13 +53,13 @@ def state_directory() -> Iterator[Check]:
         if instead is None:
             yield problem("state", why, elsewhere)
         else:
-            yield warning("state", f"{why}; runs are kept in {instead}, which may not last", elsewhere)
+            yield warning("state", f"{why}; runs are kept in {instead}, which may be temporary", elsewhere)
         return
     if place == runs and info.st_mode & 0o077:
         found = f"{runs} is open to others ({stat.filemode(info.st_mode)})"
-        yield warning("state", found, "the next run closes it; or chmod 700")
+        yield warning("state", found, "the next run makes it private; or chmod 700")
     else:
-        yield ok("state", str(runs) if place == runs else f"{runs} (made by the first run)")
+        yield ok("state", str(runs) if place == runs else f"{runs} (the first run creates it)")
     kind = _file_system(place)
     if kind in _NETWORK:
         yield warning("state", f"it is on a network file system ({kind}): slow, and locks may not hold", elsewhere)
@@ -67,7 +67,7 @@ def state_directory() -> Iterator[Check]:
 
 
 def _takes_runs(runs: Path) -> bool:
-    """Whether a place that stands in for the usual one can take a run."""
+    """Whether a replacement for the usual place can store a run."""
     place = next(path for path in (runs, *runs.parents) if path.exists())
     return os.access(place, os.W_OK | os.X_OK) and (
         place not in (runs, runs.parent) or os.stat(place).st_uid == os.getuid()
@@ -77,14 +77,14 @@ def _takes_runs(runs: Path) -> bool:
 def _space(place: Path, elsewhere: str) -> Check:
     free = shutil.disk_usage(place).free
     if free < LITTLE_SPACE:
-        return problem("disk", f"{memory(free)} free: a run's record may not fit", f"make room, or {elsewhere}")
+        return problem("disk", f"{memory(free)} free: a run's record may not fit", f"free some space, or {elsewhere}")
     if free < SOME_SPACE:
-        return warning("disk", f"{memory(free)} free: room for a few runs (256 MiB each at most)", "make room")
+        return warning("disk", f"{memory(free)} free: room for a few runs (256 MiB each at most)", "free some space")
     return ok("disk", f"{memory(free)} free")
 
 
 def _file_system(place: Path) -> str | None:
-    """The kind of file system that `place` is on."""
+    """The type of the file system of `place`."""
     best, kind = "", None
     with contextlib.suppress(OSError):
         path = os.path.realpath(place)
@@ -126,7 +126,7 @@ def _shared_memory(place: Path) -> Check:
         )
     found = f"{memory(usage.free)} of {memory(usage.total)} free"
     if usage.free < LITTLE_SHM:
-        remedy = "DataLoader workers hand batches over in it: docker run --shm-size=8g, or --ipc=host"
+        remedy = "DataLoader workers pass batches through it: docker run --shm-size=8g, or --ipc=host"
         return warning("/dev/shm", found, remedy)
     return ok("/dev/shm", found)
 
@@ -151,14 +151,14 @@ def logout() -> Iterator[Check]:
 
 
 def _kill_user_processes() -> bool | None:
-    """What logind does, as it says itself; None where there is none."""
+    """logind's own setting; None without logind."""
     said = _asked(
         "busctl", "get-property", "org.freedesktop.login1", "/org/freedesktop/login1",
         "org.freedesktop.login1.Manager", "KillUserProcesses",
     )  # fmt: skip
     if said in ("b true", "b false"):
         return said == "b true"
-    if not os.path.isdir("/run/systemd/seats"):  # logind makes it; without it none runs
+    if not os.path.isdir("/run/systemd/seats"):  # logind creates it, so without it none runs
         return None
     return configured(sorted(_configurations()))
 
@@ -178,7 +178,7 @@ def _configurations() -> Iterator[Path]:
 
 
 def configured(paths: Sequence[Path]) -> bool:
-    """KillUserProcesses as the last of these files to name it says; off where none does, as distributions build it."""
+    """KillUserProcesses from the last of these files that sets it; off by default, as distributions build it."""
     kills = False
     for path in paths:
         with contextlib.suppress(OSError, UnicodeDecodeError):

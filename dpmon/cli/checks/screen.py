@@ -1,4 +1,4 @@
-"""The terminal: whether a screen can be drawn, and how well."""
+"""The terminal: whether it can show the screen, and how well."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ SMALLEST = (80, 24)
 
 
 def terminal(environ: Mapping[str, str]) -> Iterator[Check]:
-    """Size, colours, characters, and what keeps it when the connection drops."""
+    """Size, colours, characters, and whether the session survives a lost connection."""
     missing = [name for fd, name in enumerate(("stdin", "stdout", "stderr")) if not os.isatty(fd)]
     if missing:
-        yield ok("terminal", f"none at {', '.join(missing)}: dpmon would run without a screen (headless)")
+        yield ok("terminal", f"none at {', '.join(missing)}: dpmon runs without a screen (headless)")
     elif environ.get("TERM", "dumb") in ("", "dumb"):
         yield warning("terminal", "TERM is dumb: no screen can be drawn", "set TERM, for example to xterm-256color")
     else:
@@ -30,13 +30,13 @@ def _size() -> Check:
     size = shutil.get_terminal_size((0, 0))
     found = f"{size.columns}x{size.lines}"
     if size.columns < SMALLEST[0] or size.lines < SMALLEST[1]:
-        return warning("terminal", f"{found} is small: panels are left out", "80x24 or more shows all of them")
+        return warning("terminal", f"{found} is small: some panels are hidden", "80x24 or more shows all of them")
     return ok("terminal", found)
 
 
 def _colours(environ: Mapping[str, str]) -> Check:
     if environ.get("NO_COLOR"):
-        return ok("colours", "NO_COLOR is set: none")
+        return ok("colours", "none: NO_COLOR is set")
     term = environ.get("TERM", "")
     if environ.get("COLORTERM", "") in ("truecolor", "24bit"):
         return ok("colours", f"16 million (TERM={term})")
@@ -64,4 +64,4 @@ def _keeper(environ: Mapping[str, str]) -> Iterator[Check]:
     elif environ.get("STY"):
         yield ok("session", "inside screen")
     elif environ.get("SSH_CONNECTION"):
-        yield ok("session", "over SSH: if it drops, the training goes on, and `dpmon attach` comes back to it")
+        yield ok("session", "over SSH: if it drops, the training goes on; `dpmon attach` shows it again")

@@ -1,7 +1,7 @@
-"""Python, torch, the tracer and NVML, tried as a run uses them: a child is traced and the devices are sampled.
+"""Tries Python, torch, the tracer and NVML as a run uses them: traces a child and samples the devices.
 
-The child is started with the environment of a run in a directory of its own, imports torch and calls a model; that its
-call stands in the record with the right sizes is the proof.
+The child gets the environment of a run in its own directory, imports torch and calls a model. The check passes if the
+record has this call with the right sizes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dpmon.supervise.program import CommandError, choose_python
 from dpmon.supervise.spawn import environment
 
 CHILD_S = 120.0
-"""How long the child may take: importing torch from a cold network file system does."""
+"""Time limit of the child in seconds: importing torch from a cold network file system is slow."""
 NVML_S = 10.0
 _MAX_CALLS = 100
 """The child calls its model twice."""
@@ -49,17 +49,17 @@ print(json.dumps(facts))
 """
 _REMEDIES = (
     ("libnvidia-ml", "with an NVIDIA GPU: install its driver; in a container: start it with --gpus all"),
-    ("not loaded", "load the driver (modprobe nvidia); nvidia-smi says more"),
+    ("not loaded", "load the driver (modprobe nvidia); nvidia-smi shows details"),
     ("differ in version", "restart the machine"),
-    ("permission", "look at who may open /dev/nvidiactl and /dev/nvidia0 (groups video, render)"),
+    ("permission", "check who may open /dev/nvidiactl and /dev/nvidia0 (groups video, render)"),
     ("nvidia-ml-py", "pip install nvidia-ml-py"),
-    ("not answer", "nvidia-smi hangs too? then the driver is stuck: restart the machine"),
+    ("not answer", "if nvidia-smi hangs too, the driver is stuck: restart the machine"),
 )
 
 
 @dataclass
 class _Seen:
-    """What the child and the sampler left behind."""
+    """The results of the child and the sampler."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
@@ -72,18 +72,18 @@ class _Seen:
 
 
 def trial(python: str | None, environ: Mapping[str, str]) -> Iterator[Check]:
-    """Try it with the Python that would run a script (`python`: as --python names it)."""
+    """Run the trial with the Python that would run a script (`python`: the value of --python)."""
     try:
         chosen: str | None = choose_python(python, environ)
     except CommandError as error:
         chosen = None
         found, _, remedy = str(error).partition(": ")
-        yield problem("Python", found, remedy or "name another with --python")
+        yield problem("Python", found, remedy or "choose another with --python")
     try:
         with tempfile.TemporaryDirectory(prefix="dpmon-doctor-") as name:
             seen = _try(Path(name), chosen, environ)
     except (OSError, RunError) as error:
-        yield problem("trial", f"no directory for a trial: {error}", "free some space in the directory TMPDIR names")
+        yield problem("trial", f"no directory for the trial: {error}", "free some space in the directory of TMPDIR")
         return
     if chosen is not None:
         yield from _python(chosen, seen)
@@ -143,12 +143,12 @@ def _run_child(seen: _Seen, python: str, directory: Path, info: RunInfo, environ
     seen.seconds = time.monotonic() - began
     if done.returncode:
         lines = done.stderr.decode("utf-8", "replace").strip().split("\n")
-        seen.failure = f"it ends with status {done.returncode}: {lines[-1][:200]}"
+        seen.failure = f"it ended with status {done.returncode}: {lines[-1][:200]}"
         return
     try:
         seen.facts = json.loads(done.stdout.decode().strip().split("\n")[-1])
     except (ValueError, UnicodeDecodeError):
-        seen.failure = "its output is not what was printed: does something in this Python print at its start?"
+        seen.failure = "its output contains other text: something in this Python prints at startup"
 
 
 def _read(seen: _Seen, directory: Path) -> None:
@@ -168,7 +168,7 @@ def _warnings(directory: Path) -> list[str]:
     return [note.text for note in read_notes(directory / "warnings.log", 1 << 16)]
 
 
-# ------------------------------------------------------------------------------------------------ what it means
+# ------------------------------------------------------------------------------------------------ results
 
 
 def _python(chosen: str, seen: _Seen) -> Iterator[Check]:
@@ -179,24 +179,24 @@ def _python(chosen: str, seen: _Seen) -> Iterator[Check]:
     yield ok("Python", f"{facts.get('python')} ({chosen})")
     version = str(facts.get("torch"))
     if _numbers(version) < _OLDEST_TORCH:
-        yield warning("torch", f"{version} is older than 2.4: it may not be traced", "install a newer torch")
+        yield warning("torch", f"{version} is older than 2.4: tracing may fail", "install a newer torch")
     else:
         yield ok("torch", version)
     if [(call.root, call.rows) for call in seen.calls] == [("Linear", 3)] * 2:
         yield ok("tracing", f"a child's calls are in its record ({seen.seconds:.1f} s, with the import of torch)")
     elif seen.warnings:
-        yield problem("tracing", seen.warnings[0], "look for a version of dpmon for this torch")
+        yield problem("tracing", seen.warnings[0], "install a version of dpmon that supports this torch")
     elif seen.stage is None:
         yield problem(
             "tracing",
             "dpmon's sitecustomize did not run in the child",
-            "PYTHONPATH must reach it: no -I or -E, no wrapper that clears the environment",
+            "PYTHONPATH must reach the child: use neither -I nor -E, nor a wrapper that clears the environment",
         )
     else:
         yield problem(
             "tracing",
             f"the child ran ({seen.stage}), but its calls are not in the record",
-            "report it, with `pip list`",
+            "report this as a bug, with the output of `pip list`",
         )
 
 
@@ -210,10 +210,10 @@ def _gpu(seen: _Seen) -> Check:
         names = ", ".join(f"{index}: {name}" for index, name in sorted(seen.devices.items())[:8])
         more = f" and {len(seen.devices) - 8} more" if len(seen.devices) > 8 else ""
         return ok("NVML", f"{names}{more}")
-    reason = seen.absent or "NVML gave no GPU"
+    reason = seen.absent or "NVML lists no GPU"
     if reason == _NOT_YET:
         reason = f"NVML did not answer within {NVML_S:.0f} s"
-    remedy = next((text for words, text in _REMEDIES if words in reason), "nvidia-smi may say more")
+    remedy = next((text for words, text in _REMEDIES if words in reason), "nvidia-smi may show details")
     return warning("NVML", f"no GPU to watch: {reason}", remedy)
 
 
@@ -228,9 +228,11 @@ def _cuda(seen: _Seen) -> Iterator[Check]:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         told = f" (CUDA_VISIBLE_DEVICES is {visible!r})" if visible is not None else ""
         yield warning(
-            "CUDA", f"there are GPUs, but torch sees none{told}", "python -c 'import torch; torch.cuda.init()' says why"
+            "CUDA",
+            f"there are GPUs, but torch sees none{told}",
+            "python -c 'import torch as t; t.cuda.init()' prints why",
         )
     elif shutil.which("rocm-smi") and facts.get("hip"):
-        yield warning("CUDA", "an AMD GPU is not watched: dpmon knows NVIDIA's", "the training itself is traced")
+        yield warning("CUDA", "dpmon cannot watch an AMD GPU, only NVIDIA GPUs", "the training itself is traced")
     else:
         yield ok("CUDA", "torch sees no GPU: dpmon runs data parallelism over virtual replicas on the CPU")

@@ -1,4 +1,4 @@
-"""What text and page say alike of a whole run: sentences, and the kinds of steps that their tables are of."""
+"""Sentences and kinds of steps that text and page share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dpmon.text.quantities import quantity_words, samples_rate
 
 
 def facts(story: Story) -> list[str]:
-    """What is to be known before everything else: when and what ran, and what the record lacks."""
+    """The basic facts: times and programs, and what is missing from the record."""
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(story.info.started_unix))
     found = [f"began {began} in {story.info.cwd or 'a directory that is gone'}", what_ran(story), machine(story)]
     if story.nothing is not None:
@@ -41,12 +41,12 @@ def facts(story: Story) -> list[str]:
     if story.pruned:
         found.append(pruned(story))
     if story.dropped:
-        found.append(f"{story.dropped:,} records were dropped: the figures are of the rest")
+        found.append(f"{story.dropped:,} records were lost; the figures cover the rest")
     return found
 
 
 def waited(inputs: Sequence[tuple[int | None, int, int]]) -> str:
-    """How often and for how long the script waited for a line of input, and where that time is."""
+    """The number and time of waits for a line of input, and where that time counts."""
     times = "once" if len(inputs) == 1 else f"{len(inputs):,} times"
     times = times if len(inputs) < KEPT else f"at least {times}"
     in_all = sum(end - begin for _, begin, end in inputs)
@@ -57,21 +57,21 @@ def waited(inputs: Sequence[tuple[int | None, int, int]]) -> str:
 
 
 def pruned(story: Story) -> str:
-    """What was deleted, and what that means."""
+    """The deleted records and the effect on the figures."""
     return (
-        f"{story.pruned:,} older records were deleted to bound the history: figures are of all steps, but single steps"
-        " and samples of that time are not known any more"
+        f"{story.pruned:,} older records were deleted to bound the history: the figures cover all steps, but single"
+        " steps and samples of that time are gone"
     )
 
 
 def step_rows(story: Story) -> list[tuple[str, ModeFacts]]:
-    """What steps there were, with what they are called: of each mode those that train, and evaluations."""
+    """Kinds of steps with their labels: the training steps of each mode, and evaluations."""
     rows = [(mode_title(mode), mode) for mode in story.evidence.modes if mode.steps]
     return [*rows, *((f"{mode_title(mode)}, evaluation", mode) for mode in story.evaluations)]
 
 
 def steps_table(story: Story) -> list[tuple[str, ...]]:
-    """A row a kind of steps, the first with the names of the columns; nothing if there were none."""
+    """One row per kind of steps below a row of names; empty without steps."""
     rows: list[tuple[str, ...]] = [("mode", "steps", "median", "p95", "samples/s")]
     for title, mode in step_rows(story):
         times = duration(mode.median_ns), duration(mode.p95_ns)
@@ -80,14 +80,14 @@ def steps_table(story: Story) -> list[tuple[str, ...]]:
 
 
 def findings_note(story: Story) -> str:
-    """What is said where there are no findings."""
+    """The text in place of findings."""
     if any(mode.steps >= MIN_STEPS for mode in story.evidence.modes):
         return "nothing stands out"
-    return f"too few steps to say anything ({MIN_STEPS} in one mode are needed)"
+    return f"too few steps for findings ({MIN_STEPS} in one mode are needed)"
 
 
 def phase_rows(mode: ModeFacts) -> list[tuple[str, PhaseFigures]]:
-    """The phases with what they are called in a table: those of the calls stand below forward, further in."""
+    """The phases with their labels in a table; those of the calls are indented below forward."""
     found = {figures.name: figures for figures in mode.phases}
     rows: list[tuple[str, PhaseFigures]] = []
     for name, figures in found.items():
@@ -102,7 +102,7 @@ def phase_rows(mode: ModeFacts) -> list[tuple[str, PhaseFigures]]:
 
 
 def phase_table(mode: ModeFacts) -> list[tuple[str, ...]]:
-    """A row a phase with its host time, and that of the device where one is known; the first has the names."""
+    """One row per phase with its host time, and its device time if any is known, below a row of names."""
     found = phase_rows(mode)
     timed = any(figures.device_ns is not None for _, figures in found)
     rows: list[tuple[str, ...]] = [("phase", "share", "median", "p95", *(("on device",) if timed else ()))]
@@ -113,7 +113,7 @@ def phase_table(mode: ModeFacts) -> list[tuple[str, ...]]:
 
 
 def phase_notes(mode: ModeFacts) -> list[str]:
-    """What is said below the phases: what has to be known of their times, and the quantities of the steps."""
+    """Notes below the phases: on their times, and the quantities of the steps."""
     said = [*host_waits(mode.phases), *partly_timed(mode.phases)]
     return said + [quantity_words(*each, mode.steps) for each in mode.counted]
 
@@ -125,7 +125,7 @@ def comparison(found: Comparison) -> list[str]:
     value, low, high = found.speedup
     text = f"speed-up {value:.2f} (95 %: {low:.2f} to {high:.2f})"
     if found.efficiency is not None:
-        text += f", {percent(found.efficiency)} a device"
+        text += f", {percent(found.efficiency)}  per device"
     steps = " and ".join(f"{side.steps:,} in {mode}" for mode, side in found.sides.items())
     without = "without each mode's first after a change and those of another batch size or kind"
     return [sentence(found) or "", f"{text}; of {steps}, {without}"]

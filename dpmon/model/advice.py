@@ -25,7 +25,8 @@ def for_data(mode: ModeFacts, evidence: Evidence) -> str:
     fetch = mode.phase("data")
     median = None if fetch is None else fetch.median_ns
     mean = None if fetch is None or fetch.share is None or mode.mean_ns is None else fetch.share * mode.mean_ns
-    if median and mean and mean >= FEW_TAKE_MOST * median:
+    # The fetches of several ranks together have no typical time.
+    if mode.distributed is None and median and mean and mean >= FEW_TAKE_MOST * median:
         return (
             f"a few fetches take most of the time (mean {took(mean)}, median {took(median)}), as the first of an epoch"
             " does when each epoch starts new workers: persistent_workers=True keeps them"

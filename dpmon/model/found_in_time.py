@@ -50,6 +50,10 @@ def data(evidence: Evidence) -> Iterator[Finding]:
 
     The devices' waiting time counts if it is known: they may have queued work while the host waits.
     """
+    communication = evidence.communication
+    slow = None if communication is None else communication.straggler()
+    if slow is not None and slow.phase == "data":
+        return  # the finding about that rank says it
     for mode in enough(evidence):
         figures, share, on_device = mode.phase("data"), mode.share("data"), ""
         if figures is not None and figures.device_share is not None and figures.device_count >= MIN_STEPS:

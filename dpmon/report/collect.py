@@ -28,7 +28,7 @@ from dpmon.report.whole_communication import communication_of
 from dpmon.run.condition import run_state
 from dpmon.run.files import read_tail
 from dpmon.run.reader import RunReader
-from dpmon.run.rundir import ExitInfo, load_info
+from dpmon.run.rundir import ExitInfo, load_info, stop_asked_unix
 from dpmon.run.standing import how_it_stands, why_nothing
 from dpmon.run.uncaught import Uncaught, last_lines, uncaught
 from dpmon.store.answers import LongRow
@@ -53,7 +53,7 @@ _TAIL_BYTES = 16384
 def collect(directory: Path) -> Story:
     """The story of the run in `directory`, up to now. Raises RunError if it is not a run."""
     story = Story(str(directory), load_info(directory))
-    reading = _Reading(story)
+    reading = _Reading(story, stop_asked_unix(directory))
     try:
         with open_store(directory) as store:
             reading.read(store)
@@ -82,8 +82,9 @@ def collect(directory: Path) -> Story:
 class _Reading:
     """Fills a story from the store of its run; keeps whatever was read before an error."""
 
-    def __init__(self, story: Story) -> None:
+    def __init__(self, story: Story, stop_asked_unix: float | None) -> None:
         self._story = story
+        self._stop_asked_unix = stop_asked_unix
         self._devices = Devices()
         self._pauses = Pauses()
         self._virtual = False
@@ -120,7 +121,7 @@ class _Reading:
         times = {one.rank: one for one in communicated.ranks} if communicated is not None else {}
         ranks = [self._rank(process, store, layouts, window, times) for process in (processes if several else ())]
         story.ranks = sorted(ranks, key=lambda line: (line.rank is None, line.rank or 0, line.process))
-        long = _longest(store, window)
+        long = [step for step in _longest(store, window) if not self._was_stopped_in(step)]
         story.evidence = replace(
             story.evidence,
             batches=tuple(batch_facts(layouts)),
@@ -129,6 +130,11 @@ class _Reading:
             compared=self._compared(window, long),
             communication=communicated,
         )
+
+    def _was_stopped_in(self, step: LongRow) -> bool:
+        """Whether a step ended after the user asked the run to stop: it took the time until the process ended."""
+        info, asked = self._story.info, self._stop_asked_unix
+        return asked is not None and info.started_unix + (step.start_ns + step.wall_ns) / 1e9 > asked
 
     def _read_events(self, store: Store) -> None:
         story = self._story

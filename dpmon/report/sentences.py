@@ -114,7 +114,8 @@ def phase_table(mode: ModeFacts) -> list[tuple[str, ...]]:
 
 def phase_notes(mode: ModeFacts) -> list[str]:
     """Notes below the phases: on their times, and the quantities of the steps."""
-    said = [*host_waits(mode.phases), *partly_timed(mode.phases)]
+    said = [] if mode.distributed is None else ["the steps of all ranks together"]
+    said += [*host_waits(mode.phases), *partly_timed(mode.phases)]
     return said + [quantity_words(*each, mode.steps) for each in mode.counted]
 
 

@@ -165,7 +165,8 @@ def load_exit(directory: Path) -> ExitInfo | None:
             return None
     except (OSError, ValueError, TypeError, RecursionError, RunError):
         return None
-    return replace(how, stopped=_stop_was_asked(directory, how.ended_unix))
+    asked = stop_asked_unix(directory)
+    return replace(how, stopped=asked is not None and how.ended_unix - asked < _STOP_HOLDS_S)
 
 
 def mark_stop(directory: Path) -> None:
@@ -177,12 +178,12 @@ def mark_stop(directory: Path) -> None:
         os.close(fd)
 
 
-def _stop_was_asked(directory: Path, ended_unix: float) -> bool:
+def stop_asked_unix(directory: Path) -> float | None:
+    """When the user last asked the run to stop (seconds since 1970); None if never."""
     try:
-        asked = os.lstat(directory / STOP_FILE).st_mtime
+        return os.lstat(directory / STOP_FILE).st_mtime
     except OSError:
-        return False
-    return ended_unix - asked < _STOP_HOLDS_S
+        return None
 
 
 def save(directory: Path, what: RunInfo | ExitInfo, *, anew: bool = False) -> None:

@@ -58,6 +58,8 @@ def title(scene: Scene, look: Look, numbers: Summary) -> tuple[Row, Row]:
     if mode != process.mode:
         devices = process.modes[mode].devices if mode in process.modes else ()
         word = f"dp {look.glyphs.times}{len(devices)}" if mode == "dp" else mode
+    if process.rank is not None and len(training(scene.state)) > 1:
+        word = f"rank {process.rank}"  # the other ranks are not in these figures
     corner: Row = [("step", "dim")]
     for name, value, style in (
         ("mean", numbers.mean_ns, "bold"),

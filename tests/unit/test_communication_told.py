@@ -68,6 +68,16 @@ def test_the_report_tells_it_in_text_page_and_json(state: Path) -> None:
     assert straggler["text"] == HELD_UP.replace("rank", "Rank") + "."
 
 
+def test_data_of_a_slow_rank_is_one_finding(state: Path) -> None:
+    """The fetches of all ranks together have no typical time: they must not lead to other advice."""
+    slow = collect(a_run(extra_ms=60.0))
+    assert slow.evidence.modes[0].share("data") > 0.2
+    kinds = [finding.kind for finding in slow.findings]
+    assert "straggler" in kinds
+    assert "data" not in kinds
+    assert "  the steps of all ranks together" in text_lines(slow, 200)
+
+
 def test_a_run_without_ranks_has_none_of_it(state: Path) -> None:
     made, _ = joined_payloads(1, steps=40)
     story = collect(keep({0: made[0][:1] + made[0][3:]}))

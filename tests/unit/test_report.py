@@ -159,6 +159,20 @@ def test_a_run_that_was_stopped_has_not_failed(state: Path) -> None:
     assert not any(finding.kind == "failed" for finding in collect(directory).findings)
 
 
+def test_a_step_that_a_stop_cut_off_is_not_called_long(state: Path) -> None:
+    training = Training()
+    made = training.run(40)
+    training.step_ns *= 200
+    made += training.run(1)
+    directory = keep({0: made}, status=130)
+    assert collect(directory).evidence.longest[0].step == 41
+    mark_stop(directory)
+    began = load_info(directory).started_unix + collect(directory).evidence.longest[0].start_ns / 1e9
+    os.utime(directory / "stop-asked", (began + 0.01, began + 0.01))
+    assert 41 not in [step.step for step in collect(directory).evidence.longest]
+    assert collect(directory).evidence.longest
+
+
 def test_devices_are_told_with_their_highest_and_their_middle(state: Path) -> None:
     own = [device_event(float(t), index, mem_run_bytes=(60 + t) << 30) for t in range(40) for index in (0, 1)]
     own += [device_event(40.0, 0, util_pct=None, mem_run_bytes=None, throttle=["power limit"])]

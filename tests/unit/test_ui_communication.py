@@ -283,6 +283,14 @@ def test_a_sampled_step_has_a_row_where_there_is_room() -> None:
         assert sum(line.startswith("sampled ") for line in drawn) == rows
 
 
+def test_panel_3_says_whose_times_it_has() -> None:
+    def heading(scene: Scene) -> str:
+        return plain(panel_batch.title(scene, LOOK, panel_batch.figures(scene))[0])
+
+    assert heading(scene_of(2, slow=1)) == "3 Batch · rank 0 · last 2 min"
+    assert "rank" not in heading(scene_of(1))
+
+
 def test_the_keys_name_the_panels_of_ranks() -> None:
     sentences = [says for _, says, _ in possible(scene_of(2, slow=1))]
     assert "go to panel 2 Ranks" in sentences

@@ -40,7 +40,7 @@ class Limits(NamedTuple):
 
 
 def limits(environ: Mapping[str, str]) -> Limits:
-    """The limits from the environment or the configuration, else the defaults; all defaults if the configuration is invalid.
+    """The limits from the environment or the configuration, else the defaults; an invalid setting leaves all defaults.
 
     Only this function knows where the limits come from.
     """

@@ -101,7 +101,7 @@ async def test_what_the_ranks_do_not_allow_is_told(tmp_path: Path) -> None:
         on.reader.new = decoded([*on.training.switch("single"), *on.training.run(2)], origin_ns=SECOND)
         await on.until(lambda: not on.app.feed.can_toggle(), "the ranks")
         await on.press("d")
-        await on.shows("the mode cannot be switched: the ranks train by DistributedDataParallel: a process")
+        await on.shows("the mode cannot be switched: the ranks train by DistributedDataParallel: one rank")
         on.reader.no_pause = "the ranks wait for each other"
         await on.press("p")
         await on.shows("no pause: the ranks wait for each other")

@@ -160,6 +160,7 @@ def test_what_is_traced_with_is_not_copied(setting: Setting) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace. is deprecated")
 def test_a_trace_of_the_script_is_as_without_us(setting: Setting) -> None:
     def function(copy: Any) -> Any:
         return lambda tensor: copy(tensor, "cuda:0", torch.float64) * 2

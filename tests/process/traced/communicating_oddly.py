@@ -74,13 +74,11 @@ elif how == "interrupts":
     signal.signal(signal.SIGALRM, handler)
 
     for number, batch in enumerate(DataLoader(torch.ones(600, 4), batch_size=None)):
-        before = raised
         try:
             signal.setitimer(signal.ITIMER_REAL, 0.0001 + number % 100 * 0.00001)
             for _ in range(20):
                 dist.all_reduce(x)
-            while raised == before:
-                pass
+            time.sleep(5)  # Python 3.13 may raise at the end of a loop as if it were outside of `try`
         except KeyboardInterrupt:
             caught += 1
         step(batch)

@@ -26,6 +26,8 @@ loops = {}
 warnings.filterwarnings("ignore", category=DeprecationWarning)
 warnings.filterwarnings("ignore", message=".*CUDA.*not available.*")
 warnings.filterwarnings("ignore", message=".*torch.cpu.amp.autocast.*")  # of checkpoint in torch 2.4
+warnings.filterwarnings("ignore", message=".*torch.jit.* is deprecated.*")
+warnings.filterwarnings("ignore", message="Guards may run slower on Python 3.13.0.*")
 
 
 def loop(function):
@@ -53,9 +55,10 @@ class Count:
     def hook(self, module, args, kwargs):
         if self.busy:
             return
-        learns = module.training or torch.is_grad_enabled()
+        training = getattr(module, "_orig_mod", module).training  # torch 2.4 leaves the flag of a compiled model
+        learns = training or torch.is_grad_enabled()
         first = next(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
-        self.calls.append([type(module).__name__, module.training, torch.is_grad_enabled()])
+        self.calls.append([type(module).__name__, training, torch.is_grad_enabled()])
         self.now["calls"] += 1
         self.now["rows"].append([len(first), learns])
         self.did("forward")

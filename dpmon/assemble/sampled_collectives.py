@@ -20,6 +20,8 @@ from dpmon.record.wire import Collected, pack_collective
 
 MOST_STEPS = 32
 """Most remembered steps: a collective that ends after more steps than this is in no step."""
+MOST_SAMPLES = 64
+"""Limit of remembered samples: a collective may end after several later samples."""
 MOST_WAITING = 1 << 14
 MOST_GROUPS = 256
 MOST_BEFORE = 64
@@ -35,8 +37,8 @@ class SampledCollectives:
         """Start, end and number of the last steps."""
         self._held: list[Collected] = []
         """Collectives of the unfinished sample."""
-        self._sampled = (0, 0)
-        """End of the last sample; flags that are not 0 if it was discarded."""
+        self._sampled: deque[tuple[int, int]] = deque(maxlen=MOST_SAMPLES)
+        """End of each of the last samples; flags that are not 0 if it was discarded."""
         self._waiting: list[Collected] = []
         """Collectives without a later end of a step."""
         self._before: dict[str, list[tuple[int, int]]] = {}
@@ -61,7 +63,7 @@ class SampledCollectives:
             self._hold(one)
             return True
         if not span.site:
-            self._sampled = span.end, span.flags & Flag.FAILED
+            self._sampled.append((span.end, span.flags & Flag.FAILED))
             held, self._held = self._held, []
             for before in held:
                 self._hold(before)
@@ -71,8 +73,8 @@ class SampledCollectives:
 
     def _hold(self, one: Collected) -> None:
         """Hold a collective until its sample is over. This includes late collectives of a finished sample."""
-        end, discarded = self._sampled
-        if one.start >= end:
+        discarded = next((flags for end, flags in self._sampled if one.start < end), None)
+        if discarded is None:
             self._held.append(one)
             if len(self._held) > MOST_WAITING:
                 self._place(self._held.pop(0))
@@ -140,7 +142,7 @@ class SampledCollectives:
         return {
             "steps": list(self._steps),
             "held": self._held,
-            "sampled": self._sampled,
+            "sampled": list(self._sampled),
             "waiting": self._waiting,
             "before": self._before,
         }
@@ -148,8 +150,7 @@ class SampledCollectives:
     def go_on(self, state: Mapping[str, Sequence[Any]]) -> None:
         """Continue from a predecessor's state. Raises LookupError, TypeError, ValueError or AttributeError."""
         self._steps.extend(tuple(map(int, step)) for step in state["steps"])  # type: ignore[misc]
-        end, discarded = state["sampled"]
-        self._sampled = int(end), int(discarded)
+        self._sampled.extend((int(end), int(discarded)) for end, discarded in state["sampled"])
         self._held, self._waiting = ([Collected(*map(int, one)) for one in state[name]] for name in ("held", "waiting"))
         before: Mapping[str, Any] = state["before"]  # type: ignore[assignment]
         self._before = {str(group): [(int(a), int(b)) for a, b in ones] for group, ones in before.items()}

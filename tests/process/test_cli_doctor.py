@@ -35,7 +35,7 @@ def test_a_python_that_hides_the_tracer_is_found_out(dpmon: Dpmon, tmp_path: Pat
     status, checks = asked(dpmon, "--python", deaf)
     assert status == 1
     assert "sitecustomize did not run" in checks["tracing"]["found"]
-    assert "-I or -E" in checks["tracing"]["remedy"]
+    assert "neither -I nor -E" in checks["tracing"]["remedy"]
 
 
 def test_a_python_without_torch_and_no_place_for_runs(dpmon: Dpmon, tmp_path: Path) -> None:

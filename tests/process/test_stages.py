@@ -53,7 +53,7 @@ def test_what_could_not_be_measured_has_its_reason(spread: Traced) -> None:
     record = as_json(spread.calls("Toy")[0])
     assert [stage["device_ms"] for stage in record["stages"]] == [None, None]
     assert record["absent"]["device_ms"].startswith("cpu: host time")
-    assert "meta: it has shapes and no data" in record["absent"]["device_ms"]
+    assert "meta: it holds only shapes" in record["absent"]["device_ms"]
     assert [(s["from"], s["crossed_bytes"]) for s in record["stages"]] == [(None, None), ("cpu", 240)]
     assert "stages" not in as_json(spread.calls("Toy")[3])
 

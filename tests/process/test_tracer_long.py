@@ -18,7 +18,9 @@ CALLS = 57_000
 @pytest.fixture(scope="module")
 def tailed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traced, list[Record], ScriptRing]:
     """A run, all that a reader saw who read along, and that reader."""
-    script = Script(tmp_path_factory.mktemp("long"), text_of("long"))
+    place = tmp_path_factory.mktemp("long")
+    (place / "read").write_text("0")
+    script = Script(place, text_of("long"))
     reader = script.ring()
     until = time.monotonic() + 60
     decoder = Decoder(0)
@@ -28,6 +30,9 @@ def tailed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traced, list[Recor
         over = script.process.poll() is not None
         while payloads := reader.read():
             found += [record for payload in payloads if (record := decoder.decode(payload)) is not None]
+            calls = next((record.call for record in reversed(found) if isinstance(record, Call)), 0)
+            (place / "new").write_text(str(calls))
+            (place / "new").replace(place / "read")
         time.sleep(0.005)
     return script.end(), found, reader
 

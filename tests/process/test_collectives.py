@@ -18,6 +18,8 @@ from dpmon.record.kinds import Collective, Sampled
 from dpmon.record.payloads import kind_of
 from dpmon.tracer.collective_hooks import available
 
+pytestmark = pytest.mark.slow
+
 FORMS = ["ddp", "no_sync", "unused", "two", "fsdp", "by hand", "functional", "raises"]
 if not hasattr(torch.distributed.fsdp, "fully_shard"):  # torch 2.6 and later have it there
     FORMS.remove("fsdp")

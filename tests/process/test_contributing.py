@@ -14,6 +14,8 @@ import pytest
 from documented import DOCS, ROOT, patched, patches
 from running import Dpmon, Terminal
 
+pytestmark = pytest.mark.slow
+
 STEPS = 60
 MOST_FILES = 5
 TRAINS = f"""

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from running import Dpmon
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "getting-started.md"
 LIMIT_S = 200

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from tracing import Traced, text_of, traced
 
+pytestmark = pytest.mark.slow
+
 PLAYS_FIRST = """
 import json, time, torch
 from torch import nn

@@ -10,6 +10,8 @@ import pytest
 from running import Dpmon
 from tracing import Traced, text_of, traced
 
+pytestmark = pytest.mark.slow
+
 TRIES = 3
 PARTS = ("model", "gradients", "optimizer")
 

@@ -19,6 +19,8 @@ from running import Dpmon, wait_for
 
 from dpmon.gpu.device import VALUES, pids_are_shared
 
+pytestmark = pytest.mark.slow
+
 MIB, GIB = 1 << 20, 1 << 30
 WAITING = "import os, time\nwhile not os.path.exists('stop'):\n    time.sleep(0.05)\n"
 

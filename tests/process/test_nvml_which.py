@@ -10,6 +10,8 @@ from running import Dpmon
 
 from dpmon.gpu.device import pids_are_shared
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parent / "scripts" / "as_if_on_gpus.py"
 GIB = 1 << 30
 

@@ -17,6 +17,8 @@ from dpmon.run import proc
 from dpmon.run.out_of_memory import OomWatch
 from dpmon.run.reader import RunReader
 
+pytestmark = pytest.mark.slow
+
 ENDING = """
 import os, signal, sys, torch
 model = torch.nn.Linear(4, 1)

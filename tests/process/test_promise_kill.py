@@ -19,6 +19,8 @@ from test_run_takeover import new_supervisor
 
 from dpmon.run import proc
 
+pytestmark = pytest.mark.slow
+
 TRAINING = """
 import hashlib, pathlib, sys, time, torch
 torch.set_num_threads(1)

@@ -28,6 +28,8 @@ from dpmon.run.rundir import RunInfo, save
 from dpmon.store.drain import Drain
 from dpmon.store.opened import open_store
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 SECOND = 1_000_000_000
 LINES = """\

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from running import Dpmon
 from sizes import reached, size
+
+pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import multiprocessing, os, pathlib, signal, sys

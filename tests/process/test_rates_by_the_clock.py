@@ -10,6 +10,8 @@ import pytest
 from clocked import CLOSE, SCRIPT, answer_twice, end, only_where_waits_show, pause, reader_of, switch
 from running import Dpmon
 
+pytestmark = pytest.mark.slow
+
 
 def rates(told: dict[str, dict[str, float]]) -> dict[str, float]:
     """Samples per second by mode, as the script counted and timed them."""

@@ -23,6 +23,8 @@ from running import Dpmon, wait_for
 import dpmon as package
 from dpmon.run import proc
 
+pytestmark = pytest.mark.slow
+
 TRAINS = """\
 import pathlib, sys, torch
 model = torch.nn.Linear(4, 4)

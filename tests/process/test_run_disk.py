@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from running import Dpmon, wait_for
 
+pytestmark = pytest.mark.slow
+
 WRITER = Path(__file__).resolve().parent.parent / "writer.py"
 MIB = 1 << 20
 FLOOD = """\

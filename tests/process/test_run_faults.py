@@ -14,6 +14,8 @@ from running import Dpmon, wait_for
 
 from dpmon.run import proc
 
+pytestmark = pytest.mark.slow
+
 SLOW = """\
 import pathlib, sys, time
 pathlib.Path("began").touch()

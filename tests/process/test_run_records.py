@@ -27,6 +27,8 @@ from dpmon.store.drain import Drain
 from dpmon.store.quantiles import bucket, middle
 from dpmon.text.quantities import compact
 
+pytestmark = pytest.mark.slow
+
 WRITER = Path(__file__).resolve().parent.parent / "writer.py"
 
 

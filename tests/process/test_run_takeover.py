@@ -27,6 +27,8 @@ from dpmon.run import proc
 from dpmon.run.rundir import load_exit
 from dpmon.supervise.start import look_after
 
+pytestmark = pytest.mark.slow
+
 PR_SET_CHILD_SUBREAPER = 36
 TRAINING = """
 import pathlib, time, torch

@@ -18,6 +18,8 @@ from dpmon.report import report_text
 from dpmon.run import standing
 from dpmon.run.reader import RunReader
 
+pytestmark = pytest.mark.slow
+
 HANGS = """\
 import os, time
 def hang():

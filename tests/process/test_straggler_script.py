@@ -11,6 +11,8 @@ import pytest
 from running import Dpmon
 from sidebyside import SideBySide
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).resolve().parent / "scripts" / "straggler.py"
 PHASES = ["data", "forward", "backward"]
 STEPS, MS = 20, 40

@@ -12,6 +12,8 @@ from running import Dpmon
 from dpmon.store.opened import open_store
 from dpmon.store.window import Window, accounted
 
+pytestmark = pytest.mark.slow
+
 ROWS = 16
 Told = Mapping[str, Mapping[str, float]]
 

@@ -13,6 +13,8 @@ from tracing import Script, Traced, text_of
 
 from dpmon.record.wire import mode_number
 
+pytestmark = pytest.mark.slow
+
 KINDS = ("Half", "inside", "a_part", "in_place", "outside", "bare", "bare_in_place")
 TURNS = 4
 

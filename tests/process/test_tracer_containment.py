@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from tracing import Script, Traced, text_of
 
+pytestmark = pytest.mark.slow
+
 LIMIT_S = 800.0
 """Hundreds of trainings: a minute of processor time."""
 FEW = 8

@@ -13,6 +13,8 @@ from tracing import Script, Traced, text_of, traced
 
 from dpmon.span_reader import SpanReader
 
+pytestmark = pytest.mark.slow
+
 FIRST_TURNS, MAX_HELD = 64, 32
 """Of dpmon.tracer.steps, which cannot be imported without torch."""
 

@@ -12,6 +12,8 @@ import pytest
 import tracing
 from tracing import Traced
 
+pytestmark = pytest.mark.slow
+
 LOOK = """
 import builtins, importlib.util, json, os, sys
 import {names}

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from tracing import Traced, alone, text_of, traced
 
+pytestmark = pytest.mark.slow
+
 RANDOM = re.compile("(?<=^kept).*|(?<=^gone).*")
 """What `tempfile` adds to a name."""
 NUMBERS = re.compile("0x[0-9a-f]+|Thread-[0-9]+")

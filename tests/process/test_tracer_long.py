@@ -12,6 +12,8 @@ from tracing import Script, ScriptRing, Traced, text_of
 from dpmon.record.codec import Decoder
 from dpmon.record.kinds import Call, Record, Step
 
+pytestmark = pytest.mark.slow
+
 CALLS = 57_000
 
 

@@ -10,6 +10,8 @@ import pytest
 from test_tracer_lifetimes import left
 from tracing import alone, text_of, traced
 
+pytestmark = pytest.mark.slow
+
 TEXT = text_of("surroundings")
 HELPERS = {"made", "train", "in_child"}
 PIECES = [

@@ -6,10 +6,13 @@ import contextlib
 import os
 import signal
 
+import pytest
 from screens import Run, Start, Terminal
 
 from dpmon.run import proc
 from dpmon.span_ring import Word
+
+pytestmark = pytest.mark.slow
 
 PROBE_S, LIMIT_S = 1.5, 30
 """A key that may be part of an incomplete sequence is pressed again after PROBE_S; a sure answer may take LIMIT_S."""

@@ -18,6 +18,8 @@ from sizes import reached, size
 
 from dpmon.run import proc
 
+pytestmark = pytest.mark.slow
+
 # The screen stops no process, and saves files next to the run.
 HARMLESS = SHOW.replace(
     "result =", "import os; import dpmon.ui.jobs as e; e.stop = lambda *_: iter(()); os.chdir(sys.argv[1])\nresult ="

@@ -11,6 +11,8 @@ from running import Dpmon
 
 from dpmon.run.uncaught import Uncaught, last_lines, uncaught
 
+pytestmark = pytest.mark.slow
+
 _INSTALLED = Path(sys.executable).with_name("torchrun")
 TORCHRUN = [str(_INSTALLED)] if _INSTALLED.exists() else ["-m", "torch.distributed.run"]
 

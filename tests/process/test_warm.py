@@ -14,6 +14,8 @@ from running import Dpmon, wait_for
 from tracing import Script, Traced
 from warm import python
 
+pytestmark = pytest.mark.slow
+
 LOOK = """
 import json, os, signal, sys, threading
 print(json.dumps({

@@ -16,6 +16,8 @@ from running import Dpmon, wait_for
 
 from dpmon.run import proc
 
+pytestmark = pytest.mark.slow
+
 SLEEPER = [sys.executable, "-c", "print(1, flush=True); import time; time.sleep(600)"]
 WAITS = """\
 import pathlib, time

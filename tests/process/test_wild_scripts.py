@@ -19,6 +19,8 @@ from alternatives import as_alone
 from running import Dpmon
 from sidebyside import Outcome, SideBySide, of_kind
 
+pytestmark = pytest.mark.slow
+
 WILD = Path(__file__).resolve().parent / "wild"
 
 

@@ -18,7 +18,7 @@ from synthetic import Training, device_event, host_event
 from dpmon.ui.monitor import Monitor
 from dpmon.ui.playback import Playback
 
-pytestmark = pytest.mark.timeout(100)
+pytestmark = [pytest.mark.timeout(100), pytest.mark.slow]
 FILES = (
     *("exit.json", "history.sqlite-journal", "history.sqlite-wal", "stdout.log", "output.log", "stages.log"),
     *("warnings.log", "process-7.ring", "waits-for-input", "input.fifo"),

@@ -18,6 +18,8 @@ from dpmon.store.queries import Store
 from dpmon.store.tables import HISTORY_FILE
 from dpmon.store.window import Window, accounted
 
+pytestmark = pytest.mark.slow
+
 TABLES = ("meta", "rings", "definitions", "calls", "steps", "events", "series", "tallies", "times", "gaps", "shapes")
 VALUES = ("'x'", "x'ff00'", "NULL", "-1", "1e999", "0.5", str((1 << 63) - 1), str(-(1 << 63)), "'[[],1e999,{}]'")
 

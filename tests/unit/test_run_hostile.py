@@ -24,6 +24,8 @@ from dpmon.run.rundir import ExitInfo, RunError, RunInfo, create_run, load_exit,
 from dpmon.store.drain import Drain
 from dpmon.store.opened import can_be_opened
 
+pytestmark = pytest.mark.slow
+
 START = 1_000_000_000
 RINGS = ("process-0.ring", "process-1.ring", "process-1.jsonl")
 

@@ -20,6 +20,8 @@ from dpmon.store.tally import WIDTHS, Key
 from dpmon.store.window import Window
 from dpmon.store.writer import History
 
+pytestmark = pytest.mark.slow
+
 DAY = 86_400
 
 

@@ -20,6 +20,8 @@ from dpmon.store.tables import ACTIVITY_COLUMNS, HISTORY_FILE, HistoryError
 from dpmon.store.tally import ALL, COLUMNS, WIDTHS, Key, SeriesNames, StepFacts, Tally
 from dpmon.store.writer import History
 
+pytestmark = pytest.mark.slow
+
 HOURS = 2.6 * 3600
 
 

@@ -18,6 +18,8 @@ from dpmon.run.rundir import RunInfo, create_run
 from dpmon.store.drain import COMMIT_S, Drain
 from dpmon.store.opened import open_store
 
+pytestmark = pytest.mark.slow
+
 Rounds = list[dict[int, list[bytes]]]
 """What each process writes between two looks of the supervisor (-1: the supervisor itself)."""
 

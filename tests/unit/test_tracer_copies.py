@@ -20,6 +20,8 @@ from dpmon.record.spans import Kind
 from dpmon.tracer.copies import Copies, where_cuda, where_to
 from dpmon.tracer.timing import MAX_COPIES
 
+pytestmark = pytest.mark.slow
+
 TAKES_OUT_FRAMES = sys.version_info >= (3, 11)
 """Python 3.10 cannot take a frame out of a traceback."""
 SCRIPT = str(Path(__file__).parents[1] / "process" / "scripts" / "knows_methods.py")

@@ -9,6 +9,7 @@ from dpmon.model.evidence import Evidence, LongStep, ModeFacts
 from dpmon.model.finding import MIN_STEPS, Finding, basis, clock, enough, of, of_process, times, took, under
 from dpmon.model.inputs import INPUT, SAID, waited_ns
 from dpmon.model.numbers import percent
+from dpmon.model.stragglers import Straggler
 from dpmon.model.verdict import sentence
 from dpmon.store.answers import GapRow
 
@@ -45,6 +46,13 @@ _STALL_ADVICE = {
 }
 
 
+def _waits_alone(slow: Straggler, mode: ModeFacts) -> bool:
+    """Whether data is what makes these ranks slow, and the others hardly wait for data."""
+    if slow.phase != "data" or slow.others_ns is None or mode.mean_ns is None or slow.steps < MIN_STEPS:
+        return False
+    return slow.others_ns < DATA_SHARE * mode.mean_ns
+
+
 def data(evidence: Evidence) -> Iterator[Finding]:
     """Waiting for the loader.
 
@@ -52,9 +60,9 @@ def data(evidence: Evidence) -> Iterator[Finding]:
     """
     communication = evidence.communication
     slow = None if communication is None else communication.straggler()
-    if slow is not None and slow.phase == "data":
-        return  # the finding about that rank says it
     for mode in enough(evidence):
+        if slow is not None and _waits_alone(slow, mode):
+            continue  # the finding about that rank says it
         figures, share, on_device = mode.phase("data"), mode.share("data"), ""
         if figures is not None and figures.device_share is not None and figures.device_count >= MIN_STEPS:
             share, on_device = figures.device_share, f", on the device median {took(figures.device_ns)}"

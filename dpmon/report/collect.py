@@ -132,9 +132,10 @@ class _Reading:
         )
 
     def _was_stopped_in(self, step: LongRow) -> bool:
-        """Whether a step ended after the user asked the run to stop: it took the time until the process ended."""
-        info, asked = self._story.info, self._stop_asked_unix
-        return asked is not None and info.started_unix + (step.start_ns + step.wall_ns) / 1e9 > asked
+        """Whether the user asked the run to stop during a step: then it took the time until the process ended."""
+        asked = self._stop_asked_unix
+        begin = self._story.info.started_unix + step.start_ns / 1e9
+        return asked is not None and begin <= asked < begin + step.wall_ns / 1e9
 
     def _read_events(self, store: Store) -> None:
         story = self._story

@@ -33,7 +33,10 @@ def collectives(
 
 
 def last_sample(store: Store, process: int, begin_ns: int, end_ns: int) -> LastSample | None:
-    """Return the newest sample of a process between two times, with its first collectives; None without one."""
+    """Return the newest sample of a process between two times, with its first collectives.
+
+    None without a sample, or if it has no collectives.
+    """
     query = (
         f"SELECT {COLLECTED} FROM collectives WHERE start_ns >= ? AND start_ns < ? AND process = ? AND definition = 0"
         " ORDER BY start_ns DESC LIMIT 1"
@@ -47,7 +50,8 @@ def last_sample(store: Store, process: int, begin_ns: int, end_ns: int) -> LastS
                 " AND definition > 0 ORDER BY start_ns LIMIT ?",
                 (sample.start_ns, min(sample.start_ns + sample.wall_ns, end_ns), process, MOST_DRAWN),
             )
-            return LastSample(sample.step, sample.start_ns, sample.wall_ns, tuple(_sound(store, rows)))
+            found = tuple(_sound(store, rows))
+            return LastSample(sample.step, sample.start_ns, sample.wall_ns, found) if found else None
     return None
 
 

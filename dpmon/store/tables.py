@@ -167,6 +167,7 @@ CREATE TABLE IF NOT EXISTS device_rollups (
     PRIMARY KEY (start_s, device, name)) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS lasting ON events (id) WHERE {lasting};
 CREATE INDEX IF NOT EXISTS collected ON collectives (start_ns);
+CREATE INDEX IF NOT EXISTS sampled ON collectives (process, start_ns) WHERE definition = 0;
 CREATE INDEX IF NOT EXISTS memory ON events (process, t_ns) WHERE kind = 'memory';
 """.format(
     lasting=LASTING,

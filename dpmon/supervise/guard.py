@@ -131,7 +131,9 @@ class Guard:
         """How the run ended, from any source; None while unknown."""
         how = self._reader.exit() or self.outcome
         if how is not None and self.outcome is None and not self.supervised and load_exit(self._directory) is None:
-            self._record(how)  # the supervisor wrote it into its ring, and was killed since the last look
+            # The supervisor wrote it into its ring, and was killed since the last look.
+            how = replace(how, drained=False)
+            self._record(how)
         return how
 
     @property

@@ -132,13 +132,14 @@ def _candidates(environ: Mapping[str, str]) -> list[str]:
             found.append(os.path.join(prefix, "bin", "python"))
     found.append(sys.executable)
     # uvx puts dpmon's own environment first on PATH: the user's Python comes after it.
+    path = environ.get("PATH", os.defpath)
     ours = os.path.realpath(os.path.dirname(sys.executable))
-    places = environ.get("PATH", os.defpath).split(os.pathsep)
-    path = os.pathsep.join(place for place in places if os.path.realpath(place) != ours)
-    for name in ("python3", "python"):
-        on_path = shutil.which(name, path=path)
-        if on_path:
-            found.append(os.path.abspath(on_path))
+    others = os.pathsep.join(place for place in path.split(os.pathsep) if os.path.realpath(place) != ours)
+    for places in (path, others):
+        for name in ("python3", "python"):
+            on_path = shutil.which(name, path=places)
+            if on_path:
+                found.append(os.path.abspath(on_path))
     unique: list[str] = []
     for python in found:
         # Not the resolved path: a virtual environment's python is a link to one that lacks its packages.

@@ -6,44 +6,105 @@ DistributedDataParallel and FSDP2 from C++ or Python, hand-written and functiona
 inference mode. A kernel of the script at another key runs as before. (A kernel at an autograd key would miss functional
 collectives and inference mode.) `send` and `recv` have no kernel, because they are not collectives.
 
-From torch 2.14 on, its own hooks take the place of these kernels (collective_hooks).
+torch 2.14 adds its own hooks at this place (pytorch #186300). They are not used: torch 2.14.1 crashes if a hook is
+removed while another thread is about to enter it, and that thread cannot be seen where it launches from C++.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
+import sys
 from collections.abc import Callable
+from contextlib import suppress
+from threading import get_ident
 from time import monotonic_ns
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from dpmon.tracer.collective_launches import Launches, Seen
+from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind
+from dpmon.record.wire import Unended
+from dpmon.tracer.collective_ends import Ends, Launched, Sample
 from dpmon.tracer.collective_operators import OPERATORS, Operator
-from dpmon.tracer.frames import drop_frames
+from dpmon.tracer.frames import drop_frames, outwards
+from dpmon.tracer.recorder import Recorder
+from dpmon.tracer.session import Session
 
+MAX_RANKS = 1024
+"""Limit of ranks that are listed."""
+_UNTIL_DONE_S = 1.0
+"""Python's switch interval while the kernels are switched (0.1 ms), so that no other thread runs then."""
+_DISTRIBUTED = os.path.dirname(os.path.abspath(torch.distributed.__file__)) + os.sep
 _KEY: Any = torch._C.DispatchKey.BackendSelect
 
 
-class Kernels(Launches):
-    """Sees collectives by kernels for their operators."""
+class _Group(NamedTuple):
+    """Facts about a process group."""
 
-    def missing(self) -> str | None:
-        """Return what this torch lacks for recording collectives; None if it has everything."""
-        for holder, name in (
-            (torch._C, "_dispatch_keyset_full_after"),
-            (torch._C, "_dispatch_has_kernel_for_dispatch_key"),
-            (_distributed(), "Work"),
-        ):
-            if not hasattr(holder, name):
-                return f"this torch has no {name}, which recording collectives needs"
-        if "with_keyset" not in inspect.signature(torch.library.Library.impl).parameters:
-            return "kernels of this torch do not get the dispatch keys, which recording collectives needs"
-        return None
+    name: str
+    size: int
+    ranks: tuple[int, ...] | None
+    """None for all ranks or unknown ranks."""
+    backend: str | None
+    """The backend for the type of the device; None if unknown."""
+
+
+class Kernels:
+    """The kernels of one process; they record each collective that is launched during a sample."""
+
+    def __init__(self, session: Session, recorder: Recorder, ends: Ends, sample: Sample) -> None:
+        self._session = session
+        self._recorder = recorder
+        self._ends = ends
+        self._sample = sample
+        self.reset()
+
+    def reset(self) -> None:
+        """Start afresh, as after a fork. Kernels that the parent registered stay, and only forward calls."""
+        self.inherited: Any = getattr(self, "_library", None) or getattr(self, "inherited", None)
+        """The library with the parent's kernels, kept alive because its destruction removes them; or None."""
+        self._library: Any = None
+        """The library with this process's kernels, while they are registered."""
+        self._shared = False
+        """Whether other threads launch collectives, so that the kernels must stay."""
+        self._within = 0
+        """Number of kernels that are running."""
+        self._groups: dict[tuple[Any, str], _Group] = {}
+        """By process group and type of the device, for one sample."""
+
+    def register(self) -> bool:
+        """Register the kernels; False if that is not possible now."""
+        return self._switch(self._register)
+
+    def remove(self) -> bool:
+        """Remove the kernels; False if that is not possible now."""
+        return self._switch(self._remove)
+
+    def _switch(self, change: Callable[[], None]) -> bool:
+        """Register or remove the kernels; False if another thread may launch a collective at the same time.
+
+        torch's table of kernels must not change while another thread reads it. So no other thread runs Python code
+        here, and no other thread may already be in torch.distributed. If another thread launches a collective during a
+        sample, the kernels stay for good.
+        """
+        if self._shared:
+            return True
+        if self._within > 0:
+            return False
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(_UNTIL_DONE_S)
+        try:
+            if _others_communicate():
+                return False
+            change()
+        finally:
+            sys.setswitchinterval(interval)
+        return True
 
     def _register(self) -> None:
         library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
-        self._registered = library
+        self._library = library
         below = torch._C._dispatch_keyset_full_after(_KEY)
         for name, operator in OPERATORS.items():
             packet = getattr(torch.ops.c10d, name, None)
@@ -53,9 +114,9 @@ class Kernels(Launches):
             library.impl(name, kernel, "BackendSelect", with_keyset=True)
 
     def _remove(self) -> None:
-        if self._registered is not None:
-            self._registered._destroy()
-            self._registered = None
+        if self._library is not None:
+            self._library._destroy()
+            self._library = None
         self._groups.clear()
 
     def _kernel(self, op: Any, operator: Operator, below: Any) -> Callable[..., Any]:
@@ -72,7 +133,7 @@ class Kernels(Launches):
                 if self._sample.on:
                     launched = clock()
                     try:
-                        self._called(operator, args, result, began, launched)
+                        self._launched(operator, args, result, began, launched)
                     except Exception as error:  # noqa: BLE001 - the collective is already launched
                         fault("collectives", error, fatal=False)
                     self._sample.own_ns += clock() - launched
@@ -84,8 +145,10 @@ class Kernels(Launches):
 
         return kernel
 
-    def _called(self, operator: Operator, args: tuple[Any, ...], result: Any, began: int, now: int) -> None:
-        """Record the collective of an operator that was just called."""
+    def _launched(self, operator: Operator, args: tuple[Any, ...], result: Any, began: int, now: int) -> None:
+        """Record a collective that was just launched."""
+        recorder = self._recorder
+        me = recorder.threads.get(get_ident()) or recorder.thread()
         with torch._C.DisableTorchFunction():  # hides our reads from the script's modes
             tensors = _flat(args[operator.counted])
             first = tensors[0] if tensors else _flat(args[1 - operator.counted])[0]
@@ -93,14 +156,67 @@ class Kernels(Launches):
             if device == "meta":
                 return  # torch.compile only traces the function
             size = sum([tensor.nbytes for tensor in tensors])
-        group = self._group(_distributed().ProcessGroup.unbox(args[operator.group]), device)
+        group = self._group(args[operator.group], device)
         if operator.name == "barrier":
             size = 0  # its tensor only selects the device
         elif operator.by_ranks:
             size *= group.size
+        if me is not recorder.trains and recorder.trains is not None:
+            # On devices, autograd launches the collectives of a backward pass on its own threads.
+            self._shared = self._shared or recorder.kinds[recorder.trains.number] != Kind.BACKWARD
+        self._sample.count += 1
+        site = self._site(operator.name, group, device, dtype)
+        if not site:
+            return
+        head = Kind.COLLECTIVE | me.head | me.inside << INSIDE_AT | site << SITE_AT
         work = result[-1] if isinstance(result, (tuple, list)) else result
-        work = None if work is None else _distributed().Work.unbox(work)
-        self._launched(Seen(operator.name, size, device, dtype), group, work, began, now)
+        if work is None:  # the operator waits for the result itself
+            recorder.write(head, began, now - began, size)
+        elif device != "cpu" or (operator.name, group.backend) == ("reduce_scatter", "gloo"):
+            why = Unended.ON_DEVICE if device != "cpu" else Unended.UNTOLD
+            recorder.write(head | Flag.SKIPPED << FLAGS_AT, began, why, size)
+        else:
+            work = _distributed().Work.unbox(work)
+            if work.is_completed():
+                recorder.write(head, began, now - began, size)
+            else:
+                self._ends.wait_for(Launched(work, head, began, size))
+
+    def _group(self, boxed: Any, device: str) -> _Group:
+        group = _distributed().ProcessGroup.unbox(boxed)
+        found = self._groups.get((group, device))
+        if found is None:
+            size = group.size()
+            ranks = backend = None
+            if size != torch.distributed.get_world_size() and size <= MAX_RANKS:
+                with suppress(KeyError, ValueError, RuntimeError):  # the script made it without torch.distributed
+                    ranks = tuple(torch.distributed.get_process_group_ranks(group))
+            with suppress(RuntimeError):
+                backend = str(group._get_backend(torch.device(device)).name())
+            found = self._groups[group, device] = _Group(str(group.group_name), size, ranks, backend)
+        return found
+
+    def _site(self, operation: str, group: _Group, device: str, dtype: Any) -> int:
+        key = "collective", operation, group, device, dtype
+
+        def spell() -> dict[str, Any]:
+            ranks = None if group.ranks is None else list(group.ranks)
+            kind = str(dtype).removeprefix("torch.")
+            facts = {"operation": operation, "group": group.name, "size": group.size, "ranks": ranks}
+            return {**facts, "dtype": kind, "backend": group.backend, "device": device}
+
+        return self._session.define(key, spell)
+
+
+def _others_communicate() -> bool:
+    """Whether another thread is in torch.distributed, and may launch a collective at any time."""
+    me = get_ident()
+    return any(
+        frame.f_code.co_filename.startswith(_DISTRIBUTED)
+        for ident, innermost in sys._current_frames().items()
+        if ident != me
+        for frame in outwards(innermost)
+    )
 
 
 def _flat(tensors: Any) -> list[Any]:
@@ -112,3 +228,17 @@ def _flat(tensors: Any) -> list[Any]:
 
 def _distributed() -> Any:
     return torch._C._distributed_c10d
+
+
+def missing() -> str | None:
+    """Return what this torch lacks for recording collectives; None if it has everything."""
+    for holder, name in (
+        (torch._C, "_dispatch_keyset_full_after"),
+        (torch._C, "_dispatch_has_kernel_for_dispatch_key"),
+        (_distributed(), "Work"),
+    ):
+        if not hasattr(holder, name):
+            return f"this torch has no {name}, which recording collectives needs"
+    if "with_keyset" not in inspect.signature(torch.library.Library.impl).parameters:
+        return "kernels of this torch do not get the dispatch keys, which recording collectives needs"
+    return None

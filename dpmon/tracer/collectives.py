@@ -1,6 +1,6 @@
 """Decides when a sample of the collectives is taken, and when it ends.
 
-A sample is a span for each collective (collective_launches, collective_ends), and a span for the whole sample. The end
+A sample is a span for each collective (collective_kernels, collective_ends), and a span for the whole sample. The end
 of a collective on a device stays unknown: the host would have to query events of a stream that may be capturing a
 graph. The end of a reduce_scatter of gloo stays unknown, too: its Work never reports completion.
 
@@ -23,9 +23,7 @@ import torch
 from dpmon.record.spans import FLAGS_AT, SITE_AT, Flag, Kind
 from dpmon.span_ring import Word
 from dpmon.tracer.collective_ends import Ends, Sample
-from dpmon.tracer.collective_hooks import Hooks, available
-from dpmon.tracer.collective_kernels import Kernels
-from dpmon.tracer.collective_launches import Launches
+from dpmon.tracer.collective_kernels import Kernels, missing
 from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.session import Session, raise_from_signal
 
@@ -49,7 +47,7 @@ MOST_DISCARDED = 4
 """Most samples discarded in a row. If a training step itself has collectives without a backward pass between two looks,
 every sample would be discarded."""
 RETRY_NS = 50_000_000
-"""Time until the next attempt to begin or end a sample, after another thread was in torch.distributed."""
+"""Time until the next attempt to switch the kernels, after another thread was in torch.distributed."""
 MAX_PUT_OFF = 100
 """Number of failed attempts in a row after which the reason is recorded."""
 _BESIDE = "another thread of the process was in torch.distributed at every attempt to record a step"
@@ -63,7 +61,7 @@ class Collectives:
         self._recorder = recorder
         self._sample = Sample()
         self._ends = Ends(session, recorder, self._sample)
-        self._launches: Launches = (Hooks if available() else Kernels)(session, recorder, self._ends, self._sample)
+        self._kernels = Kernels(session, recorder, self._ends, self._sample)
         self.reset()
 
     def reset(self) -> None:
@@ -71,7 +69,7 @@ class Collectives:
         self._sample.reset()
         self._sample.on = False
         self._ends.reset()
-        self._launches.reset()
+        self._kernels.reset()
         self._put_off = 0
         """Failed attempts to begin a sample since the last sample."""
         self._ready = False
@@ -135,7 +133,7 @@ class Collectives:
         """Take no more samples, and leave the current sample without an end."""
         self._given_up = True
         with suppress(Exception):
-            self._launches.remove()
+            self._kernels.remove()
         self._sample.on = False
         self._ends.rouse()
 
@@ -144,8 +142,7 @@ class Collectives:
         distributed = torch.distributed
         if self._session.ring is None or not (distributed.is_available() and distributed.is_initialized()):
             return False
-        inherited = self._launches.inherited is not None
-        why = "the process was forked while its parent recorded collectives" if inherited else self._launches.missing()
+        why = missing() or (self._kernels.inherited and "the process was forked while its parent recorded collectives")
         if why:
             self._given_up = True
             self._say_why(now, why)
@@ -188,10 +185,10 @@ class Collectives:
         self._looks = 0
         self._sample.reset()
         try:
-            if not self._launches.register():
+            if not self._kernels.register():
                 return False
         except BaseException:
-            self._launches.remove()
+            self._kernels.remove()
             raise
         self._began = monotonic_ns()
         self._sample.own_ns += self._began - began
@@ -245,7 +242,7 @@ class Collectives:
 
     def _end(self, now: int) -> bool:
         """End the sample; False if that is not possible now."""
-        if not self._launches.remove():
+        if not self._kernels.remove():
             return False
         head = Kind.COLLECTIVE | self._recorder.thread().head
         if self._again:

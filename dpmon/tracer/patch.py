@@ -18,7 +18,7 @@
 | torch.distributed.init_process_group | the stage before the first call |
 | DistributedDataParallel._post_forward | synchronised backward passes |
 | Tensor.to, Tensor.cuda, if torch was built for GPUs | copies to GPUs |
-| the operators of c10d or hooks of process groups, during sampled steps | collectives |
+| the operators of c10d, during sampled steps | collectives |
 """
 
 from __future__ import annotations

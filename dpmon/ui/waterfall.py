@@ -92,7 +92,7 @@ def _ranks(
         return []
     with_buckets = bool(turn.buckets) and height > 2
     height -= with_buckets
-    with_sample = sample is not None and bool(sample.collectives) and height > 2
+    with_sample = sample is not None and height > 2
     height -= with_sample
     fit_in = len(others) if len(others) < height else max(height - 2, 0)
     shown = [("last step", turn)]

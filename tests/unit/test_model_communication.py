@@ -10,11 +10,14 @@ from joined import MS, ddp_event, joined_ranks
 from dpmon.model.announced import Announced
 from dpmon.model.communication import Communication, Wrapper, communication, newest_wrappers, wrapper
 from dpmon.model.communication_fields import communication_fields
+from dpmon.model.evidence import Evidence, ModeFacts
 from dpmon.model.finding import MIN_STEPS, Finding
+from dpmon.model.findings import findings
 from dpmon.model.found_between_ranks import between_ranks
 from dpmon.model.stragglers import RankTimes, Straggler, held_up, in_short, rank_times, sentence, straggler
 from dpmon.record.plainjson import load_event
 from dpmon.store.as_of import AsOf
+from dpmon.store.figures import PhaseFigures
 from dpmon.store.tally import Tally
 
 
@@ -267,6 +270,17 @@ def test_one_process_that_averages_nothing_has_no_communication() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ findings
+
+
+@pytest.mark.parametrize(("others_ms", "kinds"), [(1.0, {"straggler"}), (8.0, {"straggler", "data"})])
+def test_waits_for_data_of_all_ranks_are_found_beside_a_slow_one(others_ms: float, kinds: set[str]) -> None:
+    fast, slow = rank(0, 5.0), rank(1, 0.0, slowest=180)
+    fast = fast._replace(phases={**fast.phases, "data": others_ms * MS})
+    slow = slow._replace(phases={**slow.phases, "data": (others_ms + 5) * MS})
+    figures = PhaseFigures("data", 400, others_ms * MS, others_ms * MS, None, 0.5)
+    mode = ModeFacts("single", False, 400, 20.0 * MS, 26.0 * MS, 1000.0, (figures,), {}, {}, mean_ns=20.0 * MS)
+    found = findings(Evidence(modes=(mode,), processes=2, communication=of([fast, slow])))
+    assert {finding.kind for finding in found} & {"straggler", "data"} == kinds
 
 
 def test_nothing_is_found_where_all_is_well() -> None:

@@ -171,6 +171,8 @@ def test_a_step_that_a_stop_cut_off_is_not_called_long(state: Path) -> None:
     os.utime(directory / "stop-asked", (began + 0.01, began + 0.01))
     assert 41 not in [step.step for step in collect(directory).evidence.longest]
     assert collect(directory).evidence.longest
+    os.utime(directory / "stop-asked", (began - 0.001, began - 0.001))
+    assert collect(directory).evidence.longest[0].step == 41, "it began after the request"
 
 
 def test_devices_are_told_with_their_highest_and_their_middle(state: Path) -> None:

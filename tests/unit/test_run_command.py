@@ -92,6 +92,16 @@ def test_dpmons_own_environment_on_path_hides_no_other(here: Path, torch_in: set
     assert choose_python(None, environ) == path
 
 
+def test_another_python_beside_dpmons_own_is_found(
+    here: Path, torch_in: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in /usr/bin, with dpmon in python3.12 and torch in python3."""
+    monkeypatch.setattr(sys, "executable", python_at(here / "bin", "python3.12"))
+    other = python_at(here / "bin", "python3")
+    torch_in.add(other)
+    assert choose_python(None, {"PATH": str(here / "bin")}) == other
+
+
 def test_the_same_python_is_asked_once(torch_in: set[str]) -> None:
     bin_directory = os.path.dirname(sys.executable)
     with pytest.raises(CommandError):

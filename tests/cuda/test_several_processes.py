@@ -59,5 +59,5 @@ def test_each_rank_has_its_own_gpu(tmp_path: Path, gpus: Simulated) -> None:
         assert all(call.replicas[0].device_ms for call in calls[2:])
         for step in steps[2:]:
             assert step.untimed is None
-            assert set(step.device_ms or {}) == {"data", "copy", "forward", "backward", "optimizer"}
+            assert set(step.device_ms or {}) == {"data", "copy", "forward", "backward", "sync", "optimizer"}
             assert (step.device_ms or {})["forward"] >= 0.2  # one kernel

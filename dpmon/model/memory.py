@@ -28,7 +28,7 @@ class Held(NamedTuple):
     optimizer: int | None
     rest: int | None
     peak: int | None
-    """Peak of torch's allocations; None for several processes, whose peaks may come at different times."""
+    """Peak of torch's allocations; None for several processes: their peaks may come at different times."""
     absent: Mapping[str, str]
 
 

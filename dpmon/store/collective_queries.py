@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from math import isfinite
-from typing import Any
 
 from dpmon.record.kinds import Collective, RecordError, Sampled
 from dpmon.store.answers import Communicated, LastSample, Operation
@@ -25,11 +24,14 @@ def collectives(
     """Return the newest collectives and samples that began between two times, newest first, without damaged ones."""
     who, values = ("", ()) if process is None else (" AND process = ?", (process,))
     query = f"SELECT {COLLECTED} FROM collectives WHERE start_ns >= ? AND start_ns < ?{who} ORDER BY id DESC LIMIT ?"
-    found = []
-    for row in store.query(query, (begin_ns, end_ns, *values, most)):
+    return list(_decoded(store, query, (begin_ns, end_ns, *values, most)))
+
+
+def _decoded(store: Store, query: str, values: Sequence[int]) -> Iterator[Collective | Sampled]:
+    """Yield the records of a query, without damaged ones."""
+    for row in store.query(query, values):
         with suppress(RecordError, LookupError):
-            found.append(store.collective(row))
-    return found
+            yield store.collective(row)
 
 
 def last_sample(store: Store, process: int, begin_ns: int, end_ns: int) -> LastSample | None:
@@ -41,27 +43,17 @@ def last_sample(store: Store, process: int, begin_ns: int, end_ns: int) -> LastS
         f"SELECT {COLLECTED} FROM collectives WHERE start_ns >= ? AND start_ns < ? AND process = ? AND definition = 0"
         " ORDER BY start_ns DESC LIMIT 1"
     )
-    for row in store.query(query, (begin_ns, end_ns, process)):
-        with suppress(RecordError, LookupError):
-            sample = store.collective(row)
-            assert isinstance(sample, Sampled)
-            rows = store.query(
-                f"SELECT {COLLECTED} FROM collectives WHERE start_ns >= ? AND start_ns < ? AND process = ?"
-                " AND definition > 0 ORDER BY start_ns LIMIT ?",
-                (sample.start_ns, min(sample.start_ns + sample.wall_ns, end_ns), process, MOST_DRAWN),
-            )
-            found = tuple(_sound(store, rows))
-            return LastSample(sample.step, sample.start_ns, sample.wall_ns, found) if found else None
-    return None
-
-
-def _sound(store: Store, rows: Iterable[Sequence[Any]]) -> Iterator[Collective]:
-    """Yield the collectives in rows, without damaged ones."""
-    for row in rows:
-        with suppress(RecordError, LookupError):
-            record = store.collective(row)
-            if isinstance(record, Collective):
-                yield record
+    sample = next(_decoded(store, query, (begin_ns, end_ns, process)), None)
+    if not isinstance(sample, Sampled):
+        return None
+    query = (
+        f"SELECT {COLLECTED} FROM collectives WHERE start_ns >= ? AND start_ns < ? AND process = ? AND definition > 0"
+        " ORDER BY start_ns LIMIT ?"
+    )
+    until = min(sample.start_ns + sample.wall_ns, end_ns)
+    found = _decoded(store, query, (sample.start_ns, until, process, MOST_DRAWN))
+    collectives = tuple(record for record in found if isinstance(record, Collective))
+    return LastSample(sample.step, sample.start_ns, sample.wall_ns, collectives) if collectives else None
 
 
 def communicated(

@@ -63,7 +63,7 @@ class Child:
 
 
 class Adopted:
-    """A command whose supervisor was killed. It is no child of ours, so its status comes from other sources."""
+    """A command after its supervisor was killed. It is no child of ours, so its status comes from other sources."""
 
     def __init__(self, directory: Path, info: RunInfo) -> None:
         assert info.command_pid is not None
@@ -155,7 +155,7 @@ def _last_output(directory: Path, info: RunInfo) -> float:
 
 
 def find_command(directory: Path) -> proc.Process | None:
-    """The command of a run whose supervisor was killed before it recorded the process."""
+    """The command of a run after its supervisor was killed before it recorded the process."""
     leaders = (process for pid, process in proc.every_process().items() if process.session == pid and not process.dead)
     return min(
         (process for process in leaders if is_named(process.pid, directory)),

@@ -130,7 +130,7 @@ def _within(scene: Scene, room: bool) -> Row:
 
 
 def _means(scene: Scene) -> Row:
-    """The means of a finished run, whose numbers no longer change."""
+    """The means of a finished run: its numbers no longer change."""
     step, steps, samples = _numbers(scene)
     if scene.process is None or scene.process.last_step is None:
         return []

@@ -12,21 +12,14 @@ from pathlib import Path
 
 import pytest
 from documented import DOCS, ROOT, patched, patches
+from plain_training import plain_training
 from running import Dpmon, Terminal
 
 pytestmark = pytest.mark.slow
 
 STEPS = 60
 MOST_FILES = 5
-TRAINS = f"""
-import torch
-model = torch.nn.Linear(4, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range({STEPS}):
-    optimizer.zero_grad()
-    model(torch.randn(6, 4)).sum().backward()
-    optimizer.step()
-"""
+TRAINS = plain_training(STEPS)
 PATCHES = patches(DOCS / "contributing.md")
 TESTS = ("test_schema", "test_records", "test_earlier_history", "test_ui_panel_devices")
 """Those that the page names, as far as they are quick."""

@@ -12,20 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from plain_training import plain_training
 from running import Dpmon, Terminal
 
 import dpmon as package
 
 STEPS = 40
-TRAINS = f"""
-import torch
-model = torch.nn.Linear(4, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range({STEPS}):
-    optimizer.zero_grad()
-    model(torch.randn(6, 4)).sum().backward()
-    optimizer.step()
-"""
+TRAINS = plain_training(STEPS)
 MOST_FILES = 5
 EDITS: tuple[tuple[str, str, str], ...] = (
     (

@@ -183,6 +183,7 @@ print(found)
 """
 
 WRONG = """
+import os
 import torch
 from torch import nn
 from torch.nn.parallel import data_parallel, parallel_apply, replicate, scatter
@@ -197,7 +198,9 @@ for attempt in (lambda: data_parallel(model, x, [0, 1]),
     try:
         attempt()
     except (KeyError, TypeError) as error:
-        print(type(error).__name__, "dpmon" in str(error))
+        # A directory above torch or above this script may be named dpmon.
+        told = str(error).replace(os.path.dirname(torch.__file__), "").replace(os.path.dirname(__file__), "")
+        print(type(error).__name__, "dpmon" in told)
 print(list(data_parallel(nn.Linear(4, 2), x).shape))
 """
 

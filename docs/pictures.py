@@ -1,10 +1,11 @@
-"""Makes the pictures of the documentation, each from a real run on this machine, in about two minutes.
+"""Makes the pictures of the documentation, each from a real run on this machine, in about four minutes.
 
     python docs/pictures.py                 all of docs/pictures/*.svg
     python docs/pictures.py main-job        one of them
 
-Each picture is what the key `s` saves: a run is started in the background, its screen is opened without a terminal
-(Textual's pilot), the keys are pressed, and the rows on the screen become SVG. Take them on an idle machine: its
+A run is started in the background and its screen is opened without a terminal (Textual's pilot). The keys are pressed,
+and the rows on the screen become SVG, as with the key `s`. A film is several screens in one SVG, shown one after the
+other by CSS; it needs no script, so it also plays as an image on a web page. Take the pictures on an idle machine: its
 figures are in them.
 """
 
@@ -19,66 +20,113 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 from textual.pilot import Pilot
 
 from dpmon.run.lookup import find_run
-from dpmon.ui.look import look
+from dpmon.text.cells import span_width
+from dpmon.ui.look import Look, look
 from dpmon.ui.monitor import Monitor
-from dpmon.ui.picture import svg
+from dpmon.ui.picture import Page, svg
+from dpmon.ui.rows import Row
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "pictures"
 SIZE = (120, 40)
-MAX_BYTES = 300_000
+FILM_SIZE = (100, 30)
+FRAME_S = 1.5
+MAX_BYTES = 500_000
 PATIENCE_S = 120.0
 
-Act = Callable[[Monitor, Pilot[str]], Awaitable[None]]
+_WHITE = "title"
+_GREY = "dim"
+
+
+class Stage:
+    """The screen of a run, and the frames taken of it so far."""
+
+    def __init__(self, app: Monitor, pilot: Pilot[str]) -> None:
+        self.app, self.pilot = app, pilot
+        self.frames: list[list[Row]] = []
+
+    async def shows(self, *words: str) -> None:
+        """Wait until all of `words` are on the screen."""
+        until = asyncio.get_running_loop().time() + PATIENCE_S
+        while not all(word in "\n".join(self.app.text()) for word in words):
+            if asyncio.get_running_loop().time() > until:
+                raise SystemExit(f"never on the screen: {words}\n" + "\n".join(self.app.text()))
+            await asyncio.sleep(0.1)
+
+    def take(self, *caption: Row) -> None:
+        """Add the screen as it is now to the frames, with the lines of `caption` under it."""
+        self.frames.append([*self.app.painted_rows(), *caption])
+
+    async def film(self, frames: int, every_s: float, key: str, what: str) -> None:
+        """Take a frame every `every_s` seconds. Each names the key that was pressed before, and what it does."""
+        for _ in range(frames):
+            await asyncio.sleep(every_s)
+            self.take([], [(f"  {key}", _WHITE), (f"  {what}", _GREY)])
+
+
+Act = Callable[[Stage], Awaitable[None]]
 
 
 class Picture(NamedTuple):
-    """A picture: the command behind it, and what is done on its screen before it is taken."""
+    """A picture: the command behind it, and what is done on its screen; a film if that takes frames."""
 
     name: str
     title: str
     command: tuple[str, ...]
     act: Act
+    size: tuple[int, int] = SIZE
 
 
-async def _shows(app: Monitor, *words: str) -> None:
-    """Wait until all of `words` are on the screen."""
-    until = asyncio.get_running_loop().time() + PATIENCE_S
-    while not all(word in "\n".join(app.text()) for word in words):
-        if asyncio.get_running_loop().time() > until:
-            raise SystemExit(f"never on the screen: {words}\n" + "\n".join(app.text()))
-        await asyncio.sleep(0.1)
-
-
-async def _both_modes(app: Monitor, pilot: Pilot[str]) -> None:
+async def _both_modes(stage: Stage) -> None:
     """dp, single, and dp again, long enough for a verdict."""
-    await _shows(app, "● running", "step")
+    await stage.shows("● running", "step")
     await asyncio.sleep(20)
-    await pilot.press("d")
-    await _shows(app, "single")
+    await stage.pilot.press("d")
+    await stage.shows("single")
     await asyncio.sleep(15)
-    await pilot.press("d")
-    await _shows(app, "as fast as one device", "virtual replicas show behaviour")
+    await stage.pilot.press("d")
+    await stage.shows("as fast as one device", "virtual replicas show behaviour")
     await asyncio.sleep(20)
+    stage.take()
 
 
-async def _slow_rank(app: Monitor, pilot: Pilot[str]) -> None:
+async def _toggle(stage: Stage) -> None:
+    """The main job as a user sees it: it runs, `d` switches it to one device and back, panel 3 fills the screen."""
+    await stage.shows("● running", "step")
+    await stage.film(3, 4.0, "$ dpmon examples/linear.py", "your command, with dpmon in front")
+    await stage.pilot.press("d")
+    await stage.film(4, 3.0, "d", "the running job switches to one device")
+    await stage.pilot.press("d")
+    await stage.shows("× as fast")
+    await stage.film(3, 3.0, "d", "and back: now panel 4 compares both modes")
+    await stage.pilot.press("4")
+    await stage.film(2, 2.0, "4", "panel 4 on the whole screen: what two replicas are worth, and why")
+    await stage.pilot.press("escape", "3", "3")
+    await stage.film(2, 2.0, "3 3", "panel 3 on the whole screen: where each step spends its time")
+    await stage.pilot.press("escape")
+    await stage.film(2, 2.0, "q", "leaves the screen: the training goes on, `dpmon attach` comes back")
+
+
+async def _slow_rank(stage: Stage) -> None:
     """Until the slow rank is named; then the collectives of one step are recorded."""
-    await _shows(app, "● running", "holds the others up")
+    await stage.shows("● running", "holds the others up")
     await asyncio.sleep(20)
-    await pilot.press("c")
-    await asyncio.sleep(app.said_s + 2)  # until the answer to the key has gone
-    await _shows(app, "holds the others up")
+    await stage.pilot.press("c")
+    await asyncio.sleep(stage.app.said_s + 2)  # until the answer to the key has gone
+    await stage.shows("holds the others up")
+    stage.take()
 
 
 PICTURES = (
+    Picture("toggle", "dpmon examples/linear.py", ("examples/linear.py",), _toggle, FILM_SIZE),
     Picture("main-job", "dpmon examples/linear.py", ("examples/linear.py",), _both_modes),
     Picture(
         "ranks",
@@ -94,11 +142,48 @@ PICTURES = (
 
 async def _take(picture: Picture, directory: Path) -> str:
     app = Monitor(directory, look("dark"), refresh=1.0)
-    async with app.run_test(size=SIZE) as pilot:
-        await picture.act(app, pilot)
-        text = svg(app.painted_rows(), app.look, picture.title)
+    async with app.run_test(size=picture.size) as pilot:
+        stage = Stage(app, pilot)
+        await picture.act(stage)
     app.feed.close()
-    return text
+    return film(stage.frames, app.look, picture.title)
+
+
+def film(frames: Sequence[Sequence[Row]], look: Look, title: str) -> str:
+    """One SVG that shows `frames` one after the other, each for FRAME_S seconds, for ever.
+
+    A row that stays the same from one frame to the next is in it once. Where nothing moves (the reader wants no
+    motion, or the program does not know CSS animation), the last frame is seen.
+    """
+    if len(frames) == 1:
+        return svg(frames[0], look, title)
+    page = Page(look)
+    body, spans = [], set()
+    for y in range(max(len(frame) for frame in frames)):
+        rows = [list(frame[y]) if y < len(frame) else [] for frame in frames]
+        for _, same in groupby(range(len(rows)), key=lambda index: rows[index]):
+            shown = list(same)
+            pieces = list(page.row(rows[shown[0]], y))
+            if len(shown) == len(frames):
+                body += pieces
+            elif pieces:
+                spans.add((shown[0], shown[-1] + 1))
+                body += [f'<g class="from{shown[0]}to{shown[-1] + 1}">', *pieces, "</g>"]
+    size = (max(sum(span_width(text) for text, _ in row) for frame in frames for row in frame), max(map(len, frames)))
+    return page.image(body, size, title, "".join(_shown(first, end, len(frames)) for first, end in sorted(spans)))
+
+
+def _shown(first: int, end: int, frames: int) -> str:
+    """The CSS that shows a group of elements from frame `first` until frame `end`."""
+    name = f"from{first}to{end}"
+    steps = [(0, "hidden")] * (first > 0) + [(first, "visible")] + [(end, "hidden")] * (end < frames)
+    moments = "".join(f"{100 * frame / frames:.3f}%{{visibility:{state}}}" for frame, state in steps)
+    still = "visible" if end == frames else "hidden"
+    return (
+        f".{name}{{visibility:{still}}}@keyframes {name}{{{moments}}}"
+        f"@media not (prefers-reduced-motion:reduce){{.{name}"
+        f"{{animation:{name} {frames * FRAME_S:g}s step-end infinite}}}}"
+    )
 
 
 def _dpmon(*words: str, check: bool = True) -> None:

@@ -59,12 +59,21 @@ def unevenness(numbers: Summary) -> list[str]:
     return [f"uneven steps: about {percent(found.steps)} take {percent(found.time)} of the time{by}"]
 
 
+def usual(process: Process, phase: str) -> bool:
+    """Whether `phase` is expected in this training, so that a step without it needs a reason.
+
+    A rank has one device: the phases of a DataParallel call are not expected of it.
+    """
+    known = phase_shown(phase)
+    return not known.optional and not (known.of_call and distributed(process) is not None)
+
+
 def missing(process: Process, phases: Sequence[PhaseFigures]) -> list[str]:
     """Each reason for missing phases after their names; phases with the same reason together."""
     call = process.calls[process.newest].last if process.newest is not None else None
     reasons: dict[str, list[str]] = {}
     for phase in phases:
-        if not phase.ran and not phase_shown(phase.name).optional:
+        if not phase.ran and usual(process, phase.name):
             reasons.setdefault(_why(process, call, phase.name), []).append(phase.name)
     return [f"no {_names(names)}: {reason}" for reason, names in reasons.items()]
 
@@ -97,8 +106,6 @@ def _why(process: Process, call: Call | None, phase: str) -> str:
         return "no call was seen"
     if own in call.absent:
         return clean(call.absent[own], 200)
-    if distributed(process):
-        return "a rank has one device"
     if call.stages:
         return "the model is split into stages, not copied"
     if call.mode != "dp" or len(call.devices) < 2:

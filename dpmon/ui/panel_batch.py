@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 
 from dpmon.model.history import Picture, pictured
@@ -14,7 +15,7 @@ from dpmon.record.wire import RANK_MODES
 from dpmon.store.figures import PhaseFigures
 from dpmon.text.cells import cut, right
 from dpmon.text.quantities import clock, quantity_words, span_words
-from dpmon.ui.batch_notes import notes
+from dpmon.ui.batch_notes import notes, usual
 from dpmon.ui.chart import stacked, top_of
 from dpmon.ui.look import LETTERS, Look, letter_in
 from dpmon.ui.rows import Row, width_of
@@ -81,9 +82,10 @@ def batch(scene: Scene, width: int, height: int, look: Look, numbers: Summary) -
     most = 0 if height <= _LEAST else 1 if height < _TALL else 2
     said = notes(scene, process, numbers, turn, width, most, look)
     height -= len(said)
-    table = _table(numbers, width, look, with_median=height >= 3, with_tail=height >= _TALL - 1)
+    columns = _with_column(process, numbers)
+    table = _table(columns, numbers, width, look, with_median=height >= 3, with_tail=height >= _TALL - 1)
     if any(phase.device_count for phase in numbers.phases) and height >= 6 and _widths(width, 0)[0]:
-        table.insert(3, _devices(numbers, width))
+        table.insert(3, _devices(columns, width))
     if numbers.figures is not None and numbers.figures.counted and height >= _TALL:
         texts = (quantity_words(*each, numbers.steps) for each in numbers.figures.counted)
         table.append([(cut(f" {look.glyphs.middot} ".join(texts), width, look.glyphs.more), "")])
@@ -135,13 +137,14 @@ def _name(phase: str, room: int, look: Look, *, rest: bool) -> Row:
     return [*([(text[:at], "")] if at else []), (letter, f"chip.{phase}"), (text[at + 1 :], "")]
 
 
-def _shown(numbers: Summary) -> list[PhaseFigures]:
-    """The phases with a column: those that always run somewhere, and others if they ran."""
-    return [phase for phase in numbers.phases if phase.ran or not phase_shown(phase.name).optional]
+def _with_column(process: Process, numbers: Summary) -> list[PhaseFigures]:
+    """The phases with a column: every phase that ran, and the usual phases of this kind of training."""
+    return [phase for phase in numbers.phases if phase.ran or usual(process, phase.name)]
 
 
-def _table(numbers: Summary, width: int, look: Look, *, with_median: bool, with_tail: bool) -> list[Row]:
-    columns = _shown(numbers)
+def _table(
+    columns: Sequence[PhaseFigures], numbers: Summary, width: int, look: Look, *, with_median: bool, with_tail: bool
+) -> list[Row]:
     label, cell = _widths(width, len(columns))
     whole = _has_step(width, len(columns))
     rest = any(phase.ran for phase in columns if phase_shown(phase.name).of_call)
@@ -174,9 +177,8 @@ def _table(numbers: Summary, width: int, look: Look, *, with_median: bool, with_
     return rows
 
 
-def _devices(numbers: Summary, width: int) -> Row:
+def _devices(columns: Sequence[PhaseFigures], width: int) -> Row:
     """The slowest device's time for each phase: medians over the steps with known device times."""
-    columns = _shown(numbers)
     label, cell = _widths(width, len(columns))
     row: Row = [("device"[:label].ljust(label), "dim")]
     for phase in columns:

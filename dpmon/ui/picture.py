@@ -26,27 +26,31 @@ _FONTS = "'DejaVu Sans Mono','Menlo','Consolas',monospace"
 
 def svg(rows: Sequence[Row], look: Look, title: str = "") -> str:
     """The rows as one SVG image in the colours of `look`, its cells on a grid whatever the font."""
-    page = _Page(look)
-    body = [piece for y, row in enumerate(rows) for piece in page.row(row, y)]
-    width = 2 * _MARGIN + _CELL * max((sum(span_width(text) for text, _ in row) for row in rows), default=0)
-    height = 2 * _MARGIN + _LINE * len(rows)
-    rules = "".join(f".{name}{{{rule}}}" for rule, name in page.rules.items())
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" role="img">\n'
-        f"<title>{escape(title)}</title>\n"
-        f"<style>text{{font:14px {_FONTS};white-space:pre}}rect{{shape-rendering:crispEdges}}{rules}</style>\n"
-        f'<rect width="100%" height="100%" rx="8" fill="{page.back}"/>\n' + "\n".join(body) + "\n</svg>\n"
-    )
+    page = Page(look)
+    columns = max((sum(span_width(text) for text, _ in row) for row in rows), default=0)
+    return page.image([piece for y, row in enumerate(rows) for piece in page.row(row, y)], (columns, len(rows)), title)
 
 
-class _Page:
-    """Collects the style rules of one image."""
+class Page:
+    """Draws rows for one image, and collects the style rules they need."""
 
     def __init__(self, look: Look) -> None:
         palette = named(look.theme)
         self.look = look
         self.fore, self.back = palette.text, palette.background
         self.rules: dict[str, str] = {}
+
+    def image(self, body: Sequence[str], size: tuple[int, int], title: str, more_rules: str = "") -> str:
+        """The image: `body` on a screen of `size` (columns, rows), with the rules of the rows drawn so far."""
+        width, height = 2 * _MARGIN + _CELL * size[0], 2 * _MARGIN + _LINE * size[1]
+        rules = "".join(f".{name}{{{rule}}}" for rule, name in self.rules.items())
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" role="img">\n'
+            f"<title>{escape(title)}</title>\n"
+            f"<style>text{{font:14px {_FONTS};white-space:pre}}rect{{shape-rendering:crispEdges}}{rules}{more_rules}"
+            "</style>\n"
+            f'<rect width="100%" height="100%" rx="8" fill="{self.back}"/>\n' + "\n".join(body) + "\n</svg>\n"
+        )
 
     def row(self, row: Row, y: int) -> Iterator[str]:
         """The pieces of one row: its backgrounds, its blocks, its text."""

@@ -19,7 +19,8 @@ def communication_facts(found: Communication) -> list[tuple[str, str]]:
     """Labels and texts, the most important first."""
     rows: list[tuple[str, str]] = []
     if found.exposed_ns is not None:
-        rows.append(("exposed", f"{duration(found.exposed_ns)} a step, {percent(found.exposed_share)} of it"))
+        steps = f"{'last ' * found.lately}{many(found.joined, 'step')}"
+        rows.append(("exposed", f"{duration(found.exposed_ns)} a step, {percent(found.exposed_share)} of it; {steps}"))
         ranks = len(found.known)
         rows.append(("wait", f"{duration(found.wait_ns)}, {percent(found.wait_share)}; mean of {ranks} ranks"))
     if found.missing is not None:

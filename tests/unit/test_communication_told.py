@@ -43,7 +43,7 @@ def test_the_report_tells_it_in_text_page_and_json(state: Path) -> None:
     story = collect(a_run())
     text = text_lines(story, 200)
     assert f"  straggler {HELD_UP}; slowest in {KNOWN} of {KNOWN} steps" in text
-    assert "  exposed   2.10 ms a step, 12 % of it" in text
+    assert f"  exposed   2.10 ms a step, 12 % of it; {KNOWN} steps" in text
     assert "  buckets   6: 1.00 MiB, 25.0 MiB ×5" in text
     at = text.index("RANKS: where a step goes")
     head, *rows = (" ".join(line.split()) for line in text[at + 1 : at + 4])

@@ -152,6 +152,16 @@ class _Torch(_Instead):
         # Older parallel_apply evaluates the annotation torch.cuda.Stream in each call.
         self.cuda = _Instead(torch.cuda, current_stream=cuda_stream, device=on_device, stream=on_stream)
         self.is_autocast_enabled = lambda: torch.is_autocast_enabled(base.type)
+        self.amp = _Instead(torch.amp, autocast=_autocast_on(base))
+
+
+def _autocast_on(base: torch.device) -> Callable[..., Any]:
+    """Replaces torch's autocast: the same, but on `base`. Older versions of parallel_apply ask for "cuda"."""
+
+    def autocast(*_: Any, enabled: bool = True, **__: Any) -> Any:
+        return torch.amp.autocast(base.type, enabled=enabled)
+
+    return autocast
 
 
 def _on_gpu(base: torch.device, own: Any, ours: Any) -> SimpleNamespace:
@@ -221,12 +231,8 @@ class VirtualDevices:
         scatter = with_globals(verbs.scatter, Scatter=cut)
         replicate = with_globals(verbs.replicate, _broadcast_coalesced_reshape=_broadcast, _get_device_index=_index)
         apply_globals: dict[str, Any] = {"torch": _Torch(base), "_get_device_index": _index}
-        if "autocast" in verbs.parallel_apply.__globals__:  # older versions of torch
-
-            def autocast(*_: Any, enabled: bool = True, **__: Any) -> Any:
-                return torch.amp.autocast(base.type, enabled=enabled)
-
-            apply_globals["autocast"] = autocast
+        if "autocast" in verbs.parallel_apply.__globals__:  # torch 2.4
+            apply_globals["autocast"] = _autocast_on(base)
         if base.type == "cpu":
             share = max(1, available_cores() // count)
             apply_globals["threading"] = SimpleNamespace(Thread=partial(ReplicaThread, share), Lock=threading.Lock)

@@ -29,6 +29,8 @@ class Steered:
         for _ in range(times):
             self.script.go_on()
             line = self.script.line()
+            while line.startswith("[Gloo]"):  # some builds of torch say on stdout who is connected
+                line = self.script.line()
             assert line, self.script.end().err
             found.append(json.loads(line))
         return found

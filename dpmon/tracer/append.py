@@ -11,7 +11,7 @@ from time import monotonic_ns
 
 
 def note(text: str, file: str = "stages.log") -> None:
-    """Append a line to a file of the run's directory: for events before the ring exists, not for the hot path."""
+    """Append a line to a file in the run's directory. For events before the ring exists; too slow for the hot path."""
     directory = os.environ.get("DPMON_RUN")
     if directory:
         line = f"{os.getpid()} {monotonic_ns()} {text[:4096]}\n"  # the script's names may have any length
@@ -22,8 +22,9 @@ def note(text: str, file: str = "stages.log") -> None:
 
 
 def append(directory: str, file: str, data: bytes, most: int = 1 << 62) -> bool:
-    """Append to a file of the run's directory, up to a file size of `most` bytes; returns whether all was written.
+    """Append `data` to a file in the run's directory; return whether all of it was written.
 
+    Writes nothing if the file would become larger than `most` bytes, or if it is not a regular file of this user.
     Raises OSError if the file cannot be opened.
     """
     from dpmon.allocation import NoSizeSignal  # imported here, because a process without torch does not need it

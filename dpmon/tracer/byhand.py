@@ -1,7 +1,7 @@
 """Traces calls that a script composes from scatter, replicate, parallel_apply and gather.
 
-Each of these functions leaves a span with the flag HAND; dpmon.assemble joins the spans to calls. A replica may be any
-callable passed to parallel_apply, not only one of torch's replicas.
+Each of these functions writes a span with the flag HAND, and dpmon.assemble joins these spans into calls. A replica may
+be any callable passed to parallel_apply, not only one of torch's replicas.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OUTSIDE = frozenset((0, Kind.FETCH, Kind.CALL, Kind.OPTIMIZER, Kind.COPY))
 
 
 class _Composed:
-    """Owner of a site for composed calls, which belong to no single module."""
+    """Stands in for the module of a site, because a composed call belongs to no single module."""
 
 
 class ByHand:
@@ -43,7 +43,7 @@ class ByHand:
         self.modes = modes
         self.sites = sites
         self._sites: dict[Any, tuple[int, _Composed, Site]] = {}
-        """By root and devices: number of the last mode request before the plan, owner of the site, and the site."""
+        """By root and devices: the mode request (`Modes.serial`) that the plan follows, the owner, and the site."""
 
     def reset(self) -> None:
         """Start afresh, as after a fork."""
@@ -63,7 +63,7 @@ class ByHand:
         head = kind | me.head | inside << INSIDE_AT | Flag.HAND << FLAGS_AT
         records = not session.off
         try:
-            # Also after the tracer has given up: the script depends on the virtual devices.
+            # Needed even after the tracer has given up, because the script depends on the virtual devices.
             virtual = self.modes.hand_devices()
             if virtual is not None:
                 function = virtual.verbs[number]
@@ -92,7 +92,7 @@ class ByHand:
                 watch.close()
 
     def _sizes(self, me: Thread, number: int, kind: int, args: Any, kwargs: Any, result: Any) -> int:
-        """Return the sizes for a primitive's span, and keep the devices passed to the primitive."""
+        """Return the sizes for a primitive's span; store the devices passed to the primitive in `me.hand`."""
         if kind == Kind.GATHER:
             return self.session.outputs(result, Memo()) << 32
         if kind == Kind.SCATTER:
@@ -105,7 +105,7 @@ class ByHand:
         return 0
 
     def _begins(self, me: Thread, virtual: Any, args: Any, kwargs: Any) -> tuple[Watch, int] | None:
-        """Begin a parallel_apply. Return its watch and the flags for its span; None if it is not recorded."""
+        """Return the watch of a new parallel_apply and the flags for its span; None if it is not recorded."""
         recorder, modes = self.recorder, self.modes
         modules = args[0] if args else kwargs.get("modules")
         if not isinstance(modules, (list, tuple)) or not modules:
@@ -155,7 +155,7 @@ class ByHand:
 
 
 def _scattered(number: int, args: Any, kwargs: Any) -> tuple[list[Any], tuple[Any, ...] | None]:
-    """Return the input signatures and the target devices of a scatter function in Originals.all."""
+    """Return the input signatures and the target devices of scatter function `number` of `Originals.all`."""
     if number == SCATTER_KWARGS:  # scatter_kwargs(inputs, kwargs, devices)
         values = args[0] if args else kwargs["inputs"]
         named = (args[1] if len(args) > 1 else kwargs.get("kwargs")) or {}
@@ -173,5 +173,5 @@ def _scattered(number: int, args: Any, kwargs: Any) -> tuple[list[Any], tuple[An
 
 
 def _several(devices: Any) -> tuple[Any, ...] | None:
-    """Copy a list of devices, so that the script's own list is not kept alive; None if it is not a list."""
+    """Return a copy of a list of devices, because dpmon must not keep the script's list alive; None if not a list."""
     return tuple(devices) if isinstance(devices, (list, tuple, range)) else None

@@ -29,7 +29,7 @@ from dpmon.tracer.timing import Mark
 REQUEST = Word.REQUEST
 _LEARNS = (Flag.TRAINING | Flag.GRAD) << FLAGS_AT
 _HIDING = frozenset(kind for kind in range(32) if kind not in (0, Kind.FETCH, Kind.OPTIMIZER, Kind.COPY))
-"""Spans inside which the call of a module is not recorded as a call."""
+"""Kinds of spans inside which a call of a module is not recorded as a call."""
 
 
 class Calls:
@@ -55,8 +55,8 @@ class Calls:
         """The traced form of `original`, a function of a module and its arguments.
 
         `site_of(module, thread, args)` makes the site of a module at its first call; None if its calls are not
-        recorded. `other(module, thread, args, kwargs)` runs such calls. `root`: the modules are bare roots; a
-        data-parallel call, in contrast, may be inside a root.
+        recorded. `other(module, thread, args, kwargs)` runs such calls. `root`: whether the modules are bare roots.
+        A call of a bare root inside another call is not recorded; a data-parallel call inside a root is.
         """
         session, recorder, modes = self.session, self.recorder, self.modes
         threads, new, sites = recorder.threads, recorder.thread, self.sites.known
@@ -179,7 +179,7 @@ class Calls:
         return named_like(traced, original)
 
     def _timed(self, me: Thread, site: Site) -> Mark | None:
-        """Begin the device times of a call. Never raises."""
+        """Begin to measure the device times of a call. Never raises."""
         try:
             return None if self.recorder.timing is None else self.recorder.timing.call_begins(me, site.gpus)
         except Exception as error:  # noqa: BLE001 - our fault must not reach the script
@@ -187,7 +187,7 @@ class Calls:
             return None
 
     def flags(self, module: Any) -> int:
-        """Return the flags for a call's span at its end: modes of the module and the thread."""
+        """Return the flags for a call's span: whether the module trains, and whether gradients are enabled."""
         return (Flag.TRAINING * trains(module) | Flag.GRAD * torch.is_grad_enabled()) << FLAGS_AT
 
     # ---------------------------------------------------------------- DataParallel
@@ -248,7 +248,7 @@ class Calls:
         return named_like(data_parallel, original)
 
     def _bound(self, args: Any, kwargs: Any) -> Any:
-        """Return a stand-in for the module, and its arguments; None if torch refuses the call. Never raises."""
+        """Return a stand-in for the module, and its arguments; None to run the call as written. Never raises."""
         try:
             bound = _bind(args, kwargs)
             if bound is None:
@@ -268,7 +268,7 @@ class Calls:
         return self.sites.ready(self.sites.of_functional(call))
 
     def _unrecorded(self, original: Callable[..., Any], me: Thread, call: Functional, args: Any, kwargs: Any) -> Any:
-        """Run the function without recording it. Without GPUs it still needs virtual replicas."""
+        """Run the function without recording it. Without GPUs, it still needs virtual replicas."""
         ids, output, dim = call.given
         inside = me.inside
         try:
@@ -291,7 +291,7 @@ class Calls:
 
 
 class _Forward:
-    """The forward of a script's subclass: an instance gets the traced function, the class the script's own."""
+    """Descriptor for the forward of a script's subclass: instances get the traced function, the class the original."""
 
     def __init__(self, original: Any, traced: Any) -> None:
         self._original = original
@@ -309,7 +309,7 @@ _ARGUMENTS = ("module", "inputs", "device_ids", "output_device", "dim", "module_
 
 
 def _bind(args: Any, kwargs: Any) -> Any:
-    """The arguments of the functional data_parallel in order; None if the call is invalid."""
+    """Return the arguments of the functional data_parallel in order; None if the call is invalid."""
     named = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
     if len(named) != len(args) + len(kwargs) or not set(named) <= set(_ARGUMENTS) or "inputs" not in named:
         return None  # torch reports the error

@@ -1,8 +1,8 @@
 """Tracks the CUDA graphs that are being captured in this process, on any thread.
 
-CUDA ends a capture when another thread, or another stream of the same thread, queries an event (cudaEventQuery is
-refused during a capture in "global" mode, torch's usual mode). torch reports only the state of the current stream, so
-the tracer tracks all captures itself.
+During a capture in "global" mode, torch's usual mode, CUDA refuses cudaEventQuery and ends the capture, even if another
+thread or another stream queries the event. torch reports only the state of the current stream, so the tracer tracks all
+captures itself.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class Captures:
 
     def __init__(self) -> None:
         self._graphs: dict[int, weakref.ref[Any]] = {}
-        """By id. A deleted graph no longer counts, even if its capture never ended."""
+        """Graphs being captured, by id. A deleted graph no longer counts, even if its capture never ended."""
 
     def __bool__(self) -> bool:
         return bool(self._graphs)
 
     def watch(self, kind: Any) -> None:
-        """Watch this class of graphs (torch.cuda.CUDAGraph); raises AttributeError if torch lacks these methods."""
+        """Wrap the methods of a class of graphs (torch.cuda.CUDAGraph). Raises AttributeError if torch lacks them."""
         begin, end = kind.capture_begin, kind.capture_end
         kind.capture_begin, kind.capture_end = self._beginning(begin), self._ending(end)
 

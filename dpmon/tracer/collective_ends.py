@@ -2,7 +2,8 @@
 
 A thread polls `is_completed` of each unfinished collective. It runs only while a collective is unfinished or a sample
 may launch more. It drops the Work object, which may hold tensors, on completion or after MAX_WAIT_NS. The thread never
-blocks on a collective, and it registers no callbacks. Ends are late by up to 0.1 ms, or a twentieth of the time taken.
+blocks on a collective, and it registers no callbacks. A recorded end is late by up to 0.1 ms or a twentieth of the
+collective's duration.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _DRAIN_S = 0.05
 
 
 class Sample:
-    """The current sample: the number of its collectives, and its cost."""
+    """The number of collectives in the current sample, and the cost of the sample."""
 
     def __init__(self) -> None:
         self.on = False
@@ -41,7 +42,7 @@ class Sample:
         """Number of collectives; time spent in their kernels and in polling (ns)."""
 
     def cost_ns(self) -> int:
-        """Return its cost so far."""
+        """Return the cost of the sample so far (ns)."""
         return self.own_ns + self.polled_ns + self.count * DISPATCH_NS
 
 
@@ -71,10 +72,10 @@ class Ends:
         """Whether a fault of ours has ended the polling thread."""
         self._new: deque[Launched] = deque()
         self._life = object()
-        """Replaced when the polling thread must end."""
+        """Token of the polling thread. When it is replaced, the thread ends."""
         self._polling = False
         self._wake = allocate_lock()
-        """Released to rouse the polling thread. An Event would not survive an interrupt in `set`."""
+        """Released to rouse the polling thread. An interrupt in `set` could leave a threading.Event unusable."""
         self._wake.acquire()
 
     def wait_for(self, launched: Launched) -> None:
@@ -119,7 +120,7 @@ class Ends:
             self.failed = True
             self._session.fault("collectives", error, fatal=False)
         self._polling = False
-        self.rouse()  # the other polling thread, if two were started
+        self.rouse()  # wakes the other polling thread, if two were started
 
     def _over(self, launched: Launched) -> bool:
         """Write the span of a collective if it has ended or the wait is too long; return whether it was written."""

@@ -1,13 +1,14 @@
 """The kernels that see each collective of a sampled step.
 
 Python kernels for the operators of `c10d` are registered at the dispatch key BackendSelect for one sampled step, and
-removed after it. That key comes after autograd and before the backends. So the kernels see all collectives: those of
-DistributedDataParallel and FSDP2 from C++ or Python, hand-written and functional ones, in compiled functions and in
-inference mode. A kernel of the script at another key runs as before. (A kernel at an autograd key would miss functional
-collectives and inference mode.) `send` and `recv` have no kernel, because they are not collectives.
+removed after it. That key comes after autograd and before the backends. So the kernels see all collectives, whether
+DistributedDataParallel, FSDP2 or the script launches them: from C++ or Python, functional collectives, in compiled
+functions and in inference mode. A kernel of the script at another key runs as before. (A kernel at an autograd key
+would miss functional collectives and inference mode.) `send` and `recv` have no kernel, because they are not
+collectives.
 
-torch 2.14 adds its own hooks at this place (pytorch #186300). They are not used: torch 2.14.1 crashes if a hook is
-removed while another thread is about to enter it, and that thread cannot be seen where it launches from C++.
+torch 2.14 adds its own hooks at this place (pytorch #186300). dpmon does not use them: torch 2.14.1 crashes if a hook
+is removed while another thread is about to enter it, and dpmon cannot detect a thread that launches from C++.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.session import Session
 
 MAX_RANKS = 1024
-"""Limit of ranks that are listed."""
-_UNTIL_DONE_S = 1.0
-"""Python's switch interval while the kernels are switched (0.1 ms), so that no other thread runs then."""
+"""Largest group whose ranks are listed in its definition."""
+_SWITCH_INTERVAL_S = 1.0
+"""Python's thread switch interval during `_switch`. It takes 0.1 ms, so no other thread runs Python code meanwhile."""
 _DISTRIBUTED = os.path.dirname(os.path.abspath(torch.distributed.__file__)) + os.sep
 _KEY: Any = torch._C.DispatchKey.BackendSelect
 
@@ -63,7 +64,7 @@ class Kernels:
     def reset(self) -> None:
         """Start afresh, as after a fork. Kernels that the parent registered stay, and only forward calls."""
         self.inherited: Any = getattr(self, "_library", None) or getattr(self, "inherited", None)
-        """The library with the parent's kernels, kept alive because its destruction removes them; or None."""
+        """The library with the parent's kernels, kept alive because deleting it would remove them; or None."""
         self._library: Any = None
         """The library with this process's kernels, while they are registered."""
         self._shared = False
@@ -93,7 +94,7 @@ class Kernels:
         if self._within > 0:
             return False
         interval = sys.getswitchinterval()
-        sys.setswitchinterval(_UNTIL_DONE_S)
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         try:
             if _others_communicate():
                 return False
@@ -162,7 +163,7 @@ class Kernels:
         elif operator.by_ranks:
             size *= group.size
         if me is not recorder.trains and recorder.trains is not None:
-            # On devices, autograd launches the collectives of a backward pass on its own threads.
+            # With GPUs, autograd launches the collectives of a backward pass on its own threads.
             self._shared = self._shared or recorder.kinds[recorder.trains.number] != Kind.BACKWARD
         self._sample.count += 1
         site = self._site(operator.name, group, device, dtype)

@@ -1,4 +1,4 @@
-"""The operators of torch.ops.c10d that are recorded, and the meaning of their arguments."""
+"""The operators of torch.ops.c10d that dpmon records, and the meaning of their arguments."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Operator(NamedTuple):
     group: int
     """Index of the process group."""
     counted: int
-    """Index of the tensors to count, by the convention of nccl-tests."""
+    """Index of the tensors that give the size of the collective, by the convention of nccl-tests."""
     by_ranks: bool = False
-    """Whether these bytes are one rank's part, so that the total is multiplied by the number of ranks."""
+    """Whether these tensors are one rank's part: the size is then their bytes times the number of ranks."""
 
 
 OPERATORS = {

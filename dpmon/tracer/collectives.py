@@ -1,16 +1,16 @@
-"""Decides when a sample of the collectives is taken, and when it ends.
+"""Decides when a sample of the collectives begins and ends.
 
-A sample is a span for each collective (collective_kernels, collective_ends), and a span for the whole sample. The end
-of a collective on a device stays unknown: the host would have to query events of a stream that may be capturing a
-graph. The end of a reduce_scatter of gloo stays unknown, too: its Work never reports completion.
+A sample has a span for each collective (collective_kernels, collective_ends) and a span for the whole sample. The end
+of a collective on a GPU stays unknown: the host would have to query events of a stream that may be capturing a graph.
+The end of a reduce_scatter of gloo stays unknown, too: its Work never reports completion.
 
-All ranks wait for the slowest rank in a collective. If each rank sampled different steps, every sample would slow all
-ranks down. So the ranks sample the same steps: when the number of optimizer steps is a multiple of a power of two. A
-loop without an optimizer is sampled by the clock.
+All ranks wait for the slowest rank in a collective. If the ranks sampled different steps, every sample would slow all
+ranks down. So all ranks sample the same steps: when the number of optimizer steps is a multiple of a power of two. In a
+loop without an optimizer, the time decides.
 
-A sample should hold one training step. If a look finds collectives but no backward pass since the last look, they come
-from an evaluation: the sample is discarded, and another sample follows the next optimizer step. After several discarded
-samples in a row, the next sample is kept as it is.
+A sample should hold one training step. `look` checks it between steps. If it holds collectives but no backward pass has
+ended since the last look, the collectives come from an evaluation: the sample is discarded, and another sample follows
+the next optimizer step. After several discarded samples in a row, the next sample is kept as it is.
 """
 
 from __future__ import annotations
@@ -29,27 +29,29 @@ from dpmon.tracer.session import Session, raise_from_signal
 
 NEVER = 1 << 62
 WAIT_NS, SOON_NS = 1_000_000_000, 50_000_000
-"""Interval of checks for a process group; interval of checks for an open ring."""
+"""Interval between checks for a process group (WAIT_NS), and between checks for an open ring (SOON_NS)."""
 LOOK_NS = 500_000_000
-"""Interval of checks whether a reader has requested a sample."""
+"""Interval between checks whether a reader has requested a sample."""
 FIRST = 8
 """Optimizer steps before the first sample."""
 LEAST, MOST = 4, 1 << 16
 """Limits of the optimizer steps between two samples."""
 SHARE = 0.002
-"""Largest share of the time for samples, as measured in this process. The aim is at most 0.005 in total: ranks wait for
-each other, so a step grows by the cost of up to two ranks (tests/benchmarks/bench_collectives.py)."""
-APART_NS, TIMED_NS = 10_000_000_000, 2_000_000_000
-"""Least time between two samples, unless a reader requests one; before the first in a loop without an optimizer."""
+"""Largest share of this process's time that samples may cost. The aim is at most 0.005 in total: ranks wait for each
+other, so a step grows by the cost of up to two ranks (tests/benchmarks/bench_collectives.py)."""
+APART_NS = 10_000_000_000
+"""Least time between two samples, unless a reader requests one."""
+TIMED_NS = 2_000_000_000
+"""Least time before the first sample in a loop without an optimizer."""
 MAX_LOOKS = 64
-"""Most looks at a sample; then it ends, even if no optimizer has stepped."""
+"""A sample ends after this many looks, even if no optimizer has stepped."""
 MOST_DISCARDED = 4
-"""Most samples discarded in a row. If a training step itself has collectives without a backward pass between two looks,
-every sample would be discarded."""
+"""Most samples discarded in a row. Without this limit, a loop with collectives but no backward pass between two looks
+would have all its samples discarded."""
 RETRY_NS = 50_000_000
-"""Time until the next attempt to switch the kernels, after another thread was in torch.distributed."""
+"""Time until the next attempt to register or remove the kernels, if another thread was in torch.distributed."""
 MAX_PUT_OFF = 100
-"""Number of failed attempts in a row after which the reason is recorded."""
+"""The reason is recorded after this many failed attempts in a row."""
 _BESIDE = "another thread of the process was in torch.distributed at every attempt to record a step"
 
 
@@ -80,7 +82,7 @@ class Collectives:
         self._backwards = 0
         """Number of backward passes at the last look."""
         self._spoiled = False
-        """Whether the sample holds collectives of steps without a backward pass."""
+        """Whether the sample holds collectives that do not belong to one training step."""
         self._discarded = 0
         """Number of samples discarded in a row."""
         self._again = False
@@ -88,7 +90,7 @@ class Collectives:
         self._spent = 0
         """Cost of all samples since the distance was last set (ns)."""
         self._last = self._last_stepped = 0
-        """Time and number of optimizer steps when the distance to the next sample was last set."""
+        """Time and number of optimizer steps when the distance was last set."""
         self._every = 0
         """Distance: optimizer steps from one sample to the next."""
         self._earliest = 0
@@ -99,7 +101,7 @@ class Collectives:
     # ---------------------------------------------------------------- between two steps
 
     def look(self, now: int) -> int:
-        """Begin or end a sample if it is time; returns when to call again (monotonic ns)."""
+        """Begin or end a sample if it is time to; return when to call again (monotonic ns)."""
         if self._ends.failed and not self._given_up:
             self._give_up()
         if self._given_up:
@@ -160,11 +162,11 @@ class Collectives:
         self._recorder.write(Kind.COLLECTIVE | self._recorder.thread().head | site << SITE_AT, now, 0)
 
     def _next(self) -> None:
-        """Take the next sample when the number of optimizer steps is a multiple of the distance."""
+        """Schedule a sample for the next number of optimizer steps that is a multiple of the distance."""
         self._recorder.sample_at = (self._recorder.stepped // self._every + 1) * self._every
 
     def _is_time(self, now: int) -> bool:
-        """Return whether to take a sample. If it is too early, the sample moves to a later multiple of the distance."""
+        """Return whether to take a sample now. Before `_earliest`, move it to the next multiple of the distance."""
         recorder = self._recorder
         if not recorder.stepped:
             again = recorder.backwards != self._backwards or not self._again
@@ -234,7 +236,7 @@ class Collectives:
         return self._spoiled and self._discarded < MOST_DISCARDED
 
     def _is_over(self) -> bool:
-        """Whether the sampled step is over: an optimizer has stepped or, without one, a backward pass ended."""
+        """Whether the sampled step is over: after an optimizer step or, in a loop without one, a backward pass."""
         recorder = self._recorder
         if recorder.stepped:
             return recorder.stepped != self._stepped
@@ -256,16 +258,17 @@ class Collectives:
     def at_exit(self) -> None:
         """End the current sample and the polling thread, which must not run while the interpreter ends."""
         if self._sample.on:
-            self._again = self._discards() or not self._is_over()  # part of a step
+            self._again = self._discards() or not self._is_over()  # an unfinished step is discarded, too
             self._end(monotonic_ns())
         self._given_up = True
         self._ends.stop()
 
 
 def _distance(spent: int, since: int, steps: int) -> int:
-    """Return the optimizer steps between two samples: a power of two, so that the samples of all ranks coincide.
+    """Return the optimizer steps between two samples: a power of two, so that all ranks sample the same steps.
 
-    `spent`: cost of a sample (ns). `since` (ns), `steps`: time and optimizer steps since the last sample.
+    `spent`: cost of the samples since the distance was last set (ns). `since`: time since then (ns). `steps`: optimizer
+    steps since then.
     """
     needed = max(spent / SHARE, APART_NS) * max(steps, 1) / max(since, 1)
     return min(max(1 << max(int(needed) - 1, 0).bit_length(), LEAST), MOST)

@@ -1,13 +1,13 @@
 """Records copies from the host to a GPU by `Tensor.to` and `Tensor.cuda`, as a phase of the step.
 
-The two methods are replaced right after the import of torch, if torch was built for GPUs. Code that compares methods by
-identity (a subclass in its `__torch_function__`, torch.overrides) then gets the replaced methods from torch's own
-dispatch, too (torch/csrc/utils/python_arg_parser.cpp looks the method up in torch.Tensor). Until a call has run on a
-GPU, the replacements only call the originals.
+The two methods are replaced right after the import of torch, if torch was built for GPUs. Some code compares methods by
+identity (a subclass in its `__torch_function__`, torch.overrides). This still works: torch passes the replacements to
+such code, too, because torch/csrc/utils/python_arg_parser.cpp looks the method up in torch.Tensor. Until a call has run
+on a GPU, the replacements only call the originals.
 
-The time of a copy is subtracted from the enclosing phase. Only copies of the training thread in a step count. Scattered
-batches, replicated parameters, `Tensor.copy_` and tensors made on a GPU do not count, nor do tensors of a class with
-its own `__torch_dispatch__` (torch.compile traces with such classes).
+The time of a copy is subtracted from the enclosing phase. Only copies that the training thread makes in a step count.
+Scattered batches, replicated parameters, `Tensor.copy_` and tensors made on a GPU do not count. Tensors of a class with
+its own `__torch_dispatch__` do not count either (torch.compile traces with such classes).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PYTHON: Any = torch._C.DispatchKey.Python
 
 
 class Copies:
-    """The copies of one process. The tracer's own code here never raises."""
+    """Traces the copies of one process. Its own code never raises."""
 
     def __init__(self, session: Session, recorder: Recorder) -> None:
         self._session = session
@@ -72,7 +72,7 @@ class Copies:
         return _Method(original, method, recorder)
 
     def _gpu(self, tensor: Any, where: _Where, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """The GPU that a host tensor is copied to; -1 for none."""
+        """Return the index of the GPU that a host tensor is copied to; -1 for any other call."""
         try:
             device = where(args, kwargs)
             if device is None or type(device) is torch.dtype or torch._C._get_tracing_state() is not None:
@@ -98,7 +98,7 @@ class Copies:
 class _Method:
     """Replaces a C method in torch.Tensor. It is a descriptor like the original, because torch.compile checks that.
 
-    It is equal to the original, for tables that were made before the replacement.
+    It is equal to the original, so that it is found in tables that were made before the replacement.
     """
 
     __objclass__ = torch._C.TensorBase
@@ -119,7 +119,7 @@ class _Method:
     def __get__(self, tensor: Any, kind: Any = None) -> Any:
         if tensor is None:
             return self
-        if self._recorder.timing is None:  # no call has run on a GPU yet: the original
+        if self._recorder.timing is None:  # no call has run on a GPU yet
             return self.__wrapped__.__get__(tensor, kind)
         return MethodType(self._function, tensor)
 
@@ -149,7 +149,7 @@ def _bytes(copied: Any) -> int:
     try:
         with torch._C.DisableTorchFunction():
             return sum(part.nelement() * part.element_size() for part in parts_of(copied))
-    except Exception as error:  # noqa: BLE001 - the copy is there
+    except Exception as error:  # noqa: BLE001 - the copy is already made
         raise_from_signal(error)
         return 0
 

@@ -43,7 +43,7 @@ def _quotas(cgroups: Path, membership: Path) -> list[float]:
 
 
 def _quota(*files: Path) -> float | None:
-    """Return the quota in cores; quota and period are in one file, or in one file each."""
+    """Return the quota in cores, read from one file or two (quota and period); None if there is no quota."""
     try:
         quota, period = (float(number) for path in files for number in path.read_text().split())
         return quota / period if quota > 0 and period > 0 else None
@@ -56,17 +56,17 @@ def limit_this_thread(count: int) -> None:
 
     `torch.set_num_threads` is no alternative: it also sets the initial number of every later thread.
     """
-    torch.get_num_threads()  # torch sets a thread's number at its first region: this must happen before ours is set
+    torch.get_num_threads()  # on a new thread, this sets torch's initial number, which would later replace ours
     for set_number in _setters():
         set_number(count)
 
 
 @cache
 def _setters() -> tuple[Callable[[int], object], ...]:
-    """Return the C functions that set the number for the calling thread only; empty if torch has neither library.
+    """Return the C functions that set the number for the calling thread only; empty if torch uses no OpenMP and no MKL.
 
-    Only loaded libraries are searched. The global scope comes first, as in the linker: torch calls a preloaded OpenMP.
-    PyDLL keeps the GIL: a call takes half a microsecond, and releasing the GIL would cost more.
+    Only loaded libraries are searched. The global scope comes first, as in the linker, because torch would also call
+    a preloaded OpenMP. PyDLL keeps the GIL: a call takes half a microsecond, and releasing the GIL would cost more.
     """
     libraries = []
     for name, mode in ((None, 0), (str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"), os.RTLD_NOLOAD)):

@@ -3,10 +3,10 @@
 An event is recorded on the current stream at the beginning and the end of a phase. A phase that begins at the end of
 another phase shares its event. Between two steps, the training thread queries the events and reads the times between
 them. Each device has a pool of events. If the pool is empty, because the device is far behind, a phase is not timed,
-and the gap is counted. During the capture of a CUDA graph nothing is recorded or queried: an event would become a part
-of the graph, and a query would end the capture.
+and `untimed` counts it. During the capture of a CUDA graph, no event is recorded or queried: an event would become a
+part of the graph, and a query would end the capture.
 
-The time between two events of a stream includes idle time while the device waits for the host.
+The time between two events of a stream includes the time while the device waits for the host.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from dpmon.record.wire import Untimed
 from dpmon.tracer.captures import Captures
 
 POOL_EVENTS = 256
-"""Per device."""
-_cuda: Any = torch.cuda  # its hints differ from version to version
+"""Events in the pool of each device."""
+_cuda: Any = torch.cuda  # its type hints differ between versions of torch
 MAX_FAULTS = 3
 MAX_STREAMS = 256
 
@@ -33,7 +33,7 @@ class Events(Protocol):
     """Operations on a device's events."""
 
     def capturing(self) -> bool:
-        """Whether queued work may be captured into a graph, or whether a query may end a capture."""
+        """Whether an event could become a part of a CUDA graph, or a query could end a capture."""
 
     def make(self) -> Any:
         """Make an event. It belongs to no device until it is recorded."""
@@ -52,7 +52,7 @@ _captures: Captures | None = None
 
 
 def _watch_captures() -> None:
-    """Watch captures, once per process, before its first GPU work. Earlier captures are not seen."""
+    """Start to watch captures. Called once per process, before its first timed phase; earlier captures are missed."""
     global _captures
     _captures = Captures()
     for kind in (_cuda.CUDAGraph, getattr(getattr(torch, "accelerator", None), "Graph", None)):
@@ -65,11 +65,11 @@ class TorchEvents:
 
     def __init__(self) -> None:
         self._current: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-        """Returns the current stream's handle for a device: a tenth of the cost of the stream's object."""
+        """Function that returns the handle of a device's current stream. A stream object costs ten times as much."""
         self._streams: dict[tuple[int, int], Any] = {}
         base = getattr(torch._C, "_CudaEventBase", None)
         kind: Any = base if isinstance(base, type) and issubclass(_cuda.Event, base) else _cuda.Event
-        # Methods of torch's C class: the Python classes above it only forward the calls, at twice the cost.
+        # Methods of torch's C class, because those of the Python classes only forward the calls, at twice the cost.
         self._record, self._query, self._elapsed = kind.record, kind.query, kind.elapsed_time
         self._is_captured = (
             getattr(torch._C, "_cuda_isCurrentStreamCapturing", None) or _cuda.is_current_stream_capturing
@@ -99,27 +99,27 @@ class TorchEvents:
         self._record(event, stream)
 
     def done(self, event: Any) -> bool:
-        """cudaEventQuery."""
+        """Call cudaEventQuery."""
         return bool(self._query(event))
 
     def between_ms(self, first: Any, last: Any) -> float:
-        """cudaEventElapsedTime."""
+        """Call cudaEventElapsedTime."""
         return float(self._elapsed(first, last))
 
 
 class _Mark:
     """A recorded event, the number of spans that still need it, and whether the device has reached it."""
 
-    __slots__ = ("come", "event", "users")
+    __slots__ = ("event", "reached", "users")
 
     def __init__(self, event: Any) -> None:
         self.event = event
         self.users = 1
-        self.come = False
+        self.reached = False
 
 
 class Span:
-    """One phase on one device: its time once known, or the reason why it stays unknown."""
+    """A phase on one device: its time once it is known, or the reason why it stays unknown."""
 
     __slots__ = ("device", "first", "last", "ms", "why")
 
@@ -140,19 +140,20 @@ class DeviceTimes:
     """Times phases on devices. Any thread may begin and end a phase; one thread collects the times between steps."""
 
     def __init__(self, events: Events, fault: Callable[[BaseException], None], pool_events: int = POOL_EVENTS) -> None:
-        """`fault` receives errors; after MAX_FAULTS nothing more is timed."""
+        """`fault` is called with each error. After MAX_FAULTS errors, nothing more is timed."""
         self._events = events
         self._fault = fault
         self._limit = pool_events
         self._free: dict[int, list[Any]] = {}
-        self._made: dict[int, Iterator[int]] = {}
-        self._handed: dict[int, int] = {}
+        self._counters: dict[int, Iterator[int]] = {}
+        """Counter of the events made, by device. It is safe between threads: it yields each number once."""
+        self._made: dict[int, int] = {}
         """Number of events made, by device."""
         self._taken: dict[int, int] = {}
         """Events taken in this step, by device."""
         self._needs: dict[int, int] = {}
         """Highest recent number of events in a step, by device."""
-        self._spares = False
+        self._skips = False
         """Whether this step is not timed."""
         self._pending: dict[int, deque[Span]] = {}
         self._faults = 0
@@ -229,7 +230,7 @@ class DeviceTimes:
         assert last is not None
         try:
             # The first event may be on another stream, which may be behind.
-            if not (self._come(last) and self._come(first)):
+            if not (self._is_reached(last) and self._is_reached(first)):
                 return False
             took = self._events.between_ms(first.event, last.event)
             if took >= 0:
@@ -244,9 +245,9 @@ class DeviceTimes:
         span.first = span.last = None
         return True
 
-    def _come(self, mark: _Mark) -> bool:
-        mark.come = mark.come or self._events.done(mark.event)  # consecutive phases share an event
-        return mark.come
+    def _is_reached(self, mark: _Mark) -> bool:
+        mark.reached = mark.reached or self._events.done(mark.event)  # consecutive phases share an event
+        return mark.reached
 
     def waiting(self) -> int:
         """Number of phases with unread times."""
@@ -256,7 +257,7 @@ class DeviceTimes:
         """Record an event now. Return it and Untimed.NONE, or None and the reason."""
         if self._faults >= MAX_FAULTS:
             return None, Untimed.FAULT
-        if self._spares:
+        if self._skips:
             self.untimed += 1
             return None, Untimed.NO_EVENT
         event = None
@@ -279,14 +280,16 @@ class DeviceTimes:
     def turn(self) -> None:
         """End a step. The next step is timed as a whole or not at all.
 
-        A step that is timed until the events run out would never include the last phases of a device far behind.
+        If a step were timed until the events run out, the last phases on a device that is far behind would never be
+        timed.
         """
         for device, taken in self._taken.items():
             before = self._needs.get(device, 0)
-            self._needs[device] = max(taken, before - (before >> 3))  # forgets a long evaluation after some steps
+            # A long evaluation is forgotten after some steps.
+            self._needs[device] = max(taken, before - (before >> 3))
         self._taken.clear()
-        self._spares = any(
-            len(self._free.get(device, ())) + self._limit - self._handed.get(device, 0) < min(need, self._limit)
+        self._skips = any(
+            len(self._free.get(device, ())) + self._limit - self._made.get(device, 0) < min(need, self._limit)
             for device, need in self._needs.items()
         )
 
@@ -297,13 +300,12 @@ class DeviceTimes:
             free = self._free.setdefault(device, [])
         try:
             return free.pop()
-        except IndexError:  # other threads take from it too
+        except IndexError:  # empty; a check before `pop` would race with other threads
             pass
-        # The counter is safe between threads: it yields each number once.
-        number = next(self._made.setdefault(device, count()))
+        number = next(self._counters.setdefault(device, count()))
         if number >= self._limit:
             return None
-        self._handed[device] = number + 1
+        self._made[device] = number + 1
         return self._events.make()
 
     def _release(self, device: int, mark: _Mark) -> None:

@@ -26,7 +26,7 @@ _MEMBERS: Any = type.__dict__["__dict__"]
 _IN_TRACEBACK = re.compile(r'^ *File "([^"\n]+)", line (\d{1,9})', re.MULTILINE)
 MAX_CHARACTERS = 300
 MAX_PATH = 1000
-"""Longest file name in a note: a note is a single write of limited size."""
+"""Longest file name in a note, because a note is cut off at a fixed length."""
 _SILENT = {
     "StopIteration": (
         "(next() found nothing: a replica has no parameters, so take device and dtype from an input,"
@@ -37,42 +37,42 @@ _SILENT = {
 
 
 def in_a_line(error: BaseException | str) -> str:
-    """Return class and first line of an error; of the original error if torch repeats it with its traceback.
+    """Return class and first line of an error, or of the original error if `error` repeats it with a traceback.
 
     The first line of a torch error is the message; the rest is advice. parallel_apply raises a replica's error again,
-    under "Caught ...", with the whole traceback in its text.
+    with a text that begins with "Caught ..." and contains the whole traceback.
     """
     kind = type(error).__name__
     lines = str(error).strip().splitlines() or [""]
     indented = [number for number, line in enumerate(lines) if line.startswith(" ")]
-    retold = lines[0].startswith("Caught ") and bool(indented)
-    text = lines[min(indented[-1] + 1, len(lines) - 1) if retold else 0]
-    name, _, said = text.partition(": ") if retold else (kind, "", text)
-    if retold and name.rpartition(".")[2] != kind:
-        name, said = kind, text
-    if said:
-        return f"{name}: {said}"[:MAX_CHARACTERS]
+    repeats = lines[0].startswith("Caught ") and bool(indented)
+    text = lines[min(indented[-1] + 1, len(lines) - 1) if repeats else 0]
+    name, _, message = text.partition(": ") if repeats else (kind, "", text)
+    if repeats and name.rpartition(".")[2] != kind:
+        name, message = kind, text
+    if message:
+        return f"{name}: {message}"[:MAX_CHARACTERS]
     return f"{name} {_SILENT.get(kind, 'without a message')}"
 
 
 def uncaught(rank: int | None) -> str | None:
-    """Describe the exception that ends this process for endings.log: class name, then JSON; None if there is none."""
+    """Return the entry of endings.log for the exception that ends this process: class name, then JSON; or None."""
     kind = getattr(sys, "last_type", None)
     if kind is None:
         return None
     value = getattr(sys, "last_value", None)
     name, message = _NAME.__get__(kind), _message(value)
     place = _place(getattr(sys, "last_traceback", None))
-    retold = _retold(name, value)
-    if retold is not None:
-        name, message, rank, place = retold
-    said: dict[str, object] = {"message": message, "rank": rank}
+    repeated = _repeated(name, value)
+    if repeated is not None:
+        name, message, rank, place = repeated
+    facts: dict[str, object] = {"message": message, "rank": rank}
     if place is not None and len(place[0]) <= MAX_PATH:
-        said["file"], said["line"] = place
-    return f"{shortened(''.join(name.split()))} {json.dumps(said)}"
+        facts["file"], facts["line"] = place
+    return f"{shortened(''.join(name.split()))} {json.dumps(facts)}"
 
 
-def _retold(kind: str, value: object) -> tuple[str, str, int | None, tuple[str, int] | None] | None:
+def _repeated(kind: str, value: object) -> tuple[str, str, int | None, tuple[str, int] | None] | None:
     """Return class, message, rank and place of a rank's exception that torch.multiprocessing.spawn repeats as text."""
     arguments = _ARGS.__get__(value) if isinstance(value, Exception) else ()
     if kind != "ProcessRaisedException" or not arguments or type(arguments[0]) is not str:
@@ -80,7 +80,7 @@ def _retold(kind: str, value: object) -> tuple[str, str, int | None, tuple[str, 
     lines = arguments[0].strip().splitlines()
     name, _, message = (lines[-1] if lines else "").partition(": ")
     places = [(file, int(line)) for file, line in _IN_TRACEBACK.findall(arguments[0]) if _is_script(file)]
-    index = getattr(value, "error_index", None)  # by the class of torch
+    index = getattr(value, "error_index", None)  # set by torch's class
     rank = index if type(index) is int else None
     return name.rpartition(".")[2] or kind, message[:MAX_CHARACTERS], rank, places[-1] if places else None
 
@@ -88,9 +88,9 @@ def _retold(kind: str, value: object) -> tuple[str, str, int | None, tuple[str, 
 def _message(error: BaseException | None) -> str:
     """Return the first line of an exception's text; empty if reading it would run code of the script.
 
-    Without dpmon, no method of the script is called after its traceback is printed.
+    Python has already printed the traceback. Without dpmon, no method of the exception would be called after that.
     """
-    if not isinstance(error, BaseException) or not _speaks_itself(type(error)):
+    if not isinstance(error, BaseException) or not _has_builtin_str(type(error)):
         return ""
     values = [*_ARGS.__get__(error)]
     if isinstance(error, OSError):
@@ -99,7 +99,7 @@ def _message(error: BaseException | None) -> str:
     return lines[0][:MAX_CHARACTERS] if lines else ""
 
 
-def _speaks_itself(kind: type) -> bool:
+def _has_builtin_str(kind: type) -> bool:
     """Whether the `__str__` of a class is built in."""
     # The look-up avoids getattr, because a metaclass or descriptor of the script may run its own code.
     members = (_MEMBERS.__get__(base) for base in _MRO.__get__(kind))
@@ -119,7 +119,7 @@ def _is_script(file: str) -> bool:
 
 
 def _place(traceback: TracebackType | None) -> tuple[str, int] | None:
-    """Return the innermost line of the script itself, not of an installed package or Python's library."""
+    """Return file and number of the innermost line of the script itself; None if there is none."""
     found = None
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename

@@ -46,9 +46,9 @@ def drop_frames(error: BaseException) -> None:
 
     Python 3.11 and later keep the change when the exception is raised again by a bare `raise`.
 
-    The remaining frames still refer to ours (`f_back`). `traceback.clear_frames` does not clear our frames, so the
-    objects in them would live as long as the exception. This function clears the frames that have ended. The caller
-    still runs, so it sets its own variables to None.
+    The remaining frames still refer to ours (`f_back`). `traceback.clear_frames` no longer reaches our frames, so the
+    objects in them would live as long as the exception. Therefore this function clears the frames that have ended. The
+    caller still runs, so it sets its own variables to None.
     """
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_HERE):
@@ -67,7 +67,7 @@ def named_like(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Cal
 
 
 def with_own_code(wrapper: Any) -> Any:
-    """Give a wrapper its own code, so that torch.compile starts there and compiles the original as written."""
+    """Give a wrapper its own code object, so that torch.compile starts at it and compiles the original as written."""
     wrapper.__code__ = wrapper.__code__.replace()
     return wrapper
 
@@ -75,13 +75,13 @@ def with_own_code(wrapper: Any) -> Any:
 def hide_from_dynamo() -> None:
     """Make torch.compile skip our frames, as it skips torch's own frames around a module's forward.
 
-    It skips only a frame that would be the outermost of a graph; inside a graph it traces through our frames as before.
-    Without this, torch.compile would retry from our frame after a graph break, and would compile our code.
+    It skips only a frame that would be the outermost frame of a graph. Inside a graph, it traces through our frames as
+    before. Otherwise torch.compile would retry from our frame after a graph break, and would compile our code.
     """
     frames: Any = torch._C._dynamo.eval_frame
     skip = getattr(frames, "skip_code", None)
     strategy: Any = None
-    if skip is None:  # in later versions; through torch._C, since torch._dynamo takes a second to import
+    if skip is None:  # later versions of torch. torch._C is used because importing torch._dynamo takes a second
         strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
     for code in _codes():
         if skip is None:
@@ -91,7 +91,7 @@ def hide_from_dynamo() -> None:
 
 
 def _codes() -> Iterator[CodeType]:
-    """All code objects of dpmon in this process."""
+    """Yield the code objects of dpmon's functions and classes in this process."""
     found: list[Any] = []
     for name, module in list(sys.modules.items()):
         if not name.startswith("dpmon."):

@@ -1,6 +1,6 @@
-"""The GPUs that torch uses in this process, and further statistics of torch's allocator.
+"""The GPUs that torch uses in this process, and statistics of torch's allocator.
 
-They are read between two steps, and only after CUDA is initialised: by then CUDA_VISIBLE_DEVICES has taken effect, even
+Both are read between two steps, and only after CUDA is initialised: by then CUDA_VISIBLE_DEVICES has taken effect, even
 if the script sets it late. No function here waits for a stream.
 """
 
@@ -18,7 +18,7 @@ _COUNTS = {"alloc_retries": "num_alloc_retries", "ooms": "num_ooms"}
 def uuid_of(index: int) -> str | None:
     """Return the UUID of torch's cuda:<index> or of its MIG instance, without prefix; None if unknown.
 
-    The driver comes first (cuDeviceGetUuid_v2): only newer versions of torch report a UUID, and only the GPU's.
+    The driver is asked first (cuDeviceGetUuid_v2): only newer versions of torch report a UUID, never a MIG instance's.
     """
     if index not in _uuids:
         _uuids[index] = _by_driver(index) or _by_torch(index)

@@ -33,11 +33,12 @@ from dpmon.tracer.timing import Mark
 _engine: Any = torch.autograd.Variable._execution_engine
 
 LOOK_EVERY = 16
-"""Synchronised passes between two reads of all gradients. The reads in between use the last gradient of each bucket."""
+"""Passes from one read of all notes to the next. The reads in between use the note of each bucket's last gradient."""
 FACTS_AT = (1, 2, 3, 11)
-"""Synchronised passes after which the facts of a wrapper are read; torch rebuilds the buckets in the second."""
+"""Numbers of the passes after which the facts of a wrapper are read. torch rebuilds the buckets in the second
+synchronised pass."""
 FACTS_EVERY_NS = 10_000_000_000
-"""Interval between later reads of these facts."""
+"""Interval between later reads of the facts."""
 MAX_BUCKETS = 1024
 _LEADS = struct.Struct("<4e")
 _WORDS = struct.Struct("<Q")
@@ -45,7 +46,7 @@ NO_NOTES = "this version of torch does not note when gradients are ready"
 NOT_TIMED = "torch has not timed an iteration yet"
 ADDED_UP = "this version of torch adds it up over iterations"
 _MAX_RANKS = 4096
-_MOST = (1 << 24 - WRAPPER_AT) - 1
+_WRAPPER_MASK = (1 << 24 - WRAPPER_AT) - 1
 
 
 class GradientSync:
@@ -55,7 +56,8 @@ class GradientSync:
         self._session = session
         self._recorder = recorder
         self._wrappers: dict[int, _Wrapper] = {}
-        """By id of the DistributedDataParallel. The traced function refers to this and to `_waiting`."""
+        """By id of the DistributedDataParallel. The traced function refers to this dict and to `_waiting`: never
+        replace them."""
         self._waiting: list[_Wrapper] = []
         """Wrappers with a forward since their last backward pass."""
         self.reset()
@@ -74,7 +76,7 @@ class GradientSync:
         """Number of the last synchronised pass, the same on all ranks for the same pass."""
 
     def install(self) -> None:
-        """Trace the end of each forward of a DistributedDataParallel: there torch starts to note the gradients."""
+        """Trace the end of each forward of a DistributedDataParallel, where torch starts to note the gradients."""
         kind = torch.nn.parallel.DistributedDataParallel
         original = getattr(kind, "_post_forward", None)
         if original is not None:
@@ -123,10 +125,10 @@ class GradientSync:
     def _backward_begins(self, me: Thread, args: Any) -> None:
         """Find out when all gradients of a pass are computed, if the notes of a single wrapper do not show it.
 
-        They do not on devices, or if other models or wrappers take part in the pass. After the last gradient, autograd
-        calls the callbacks that were queued during the pass, in order. DistributedDataParallel queues a callback with
-        its last bucket, which waits for the other ranks. Our callback is queued before the first gradient, so it runs
-        first.
+        The notes do not show it on GPUs, or if other models or wrappers take part in the pass. After the last gradient,
+        autograd calls the callbacks that were queued during the pass, in order. With its last bucket,
+        DistributedDataParallel queues a callback that waits for the other ranks. Our callback is queued before the
+        first gradient, so it runs first.
         """
         waiting, timing = self._waiting, self._recorder.timing
         self._mark, self._computed = None, 0
@@ -175,7 +177,7 @@ class GradientSync:
             self._session.fault("gradients", error, fatal=False)
 
     def _write_passes(self, head: int, began: int, ended: int) -> None:
-        """Write the passes that are over. Several wrappers wait together, after the last gradient of all wrappers."""
+        """Write the passes that are over. If there are several, all begin to wait after the last gradient of all."""
         found = []
         last = max(self._computed, began)
         for wrapper in tuple(self._waiting):
@@ -202,7 +204,7 @@ class GradientSync:
                 break
 
     def _is_over(self, wrapper: _Wrapper, module: Any, ended: int) -> None:
-        """Note that the backward pass of a wrapper's forward is over."""
+        """Count the finished backward pass of a wrapper, and record the wrapper's facts when they are due."""
         wrapper.waits = False
         self._waiting.remove(wrapper)
         wrapper.passes = passes = wrapper.passes + 1
@@ -212,7 +214,7 @@ class GradientSync:
 
     def _write(self, wrapper: _Wrapper, ready: Sequence[int], at: int, head: int, ended: int) -> None:
         """Write a synchronised pass. `at`: when all gradients were ready. `ready`: by bucket (ns after forward)."""
-        head |= (wrapper.number & _MOST) << WRAPPER_AT + SITE_AT
+        head |= (wrapper.number & _WRAPPER_MASK) << WRAPPER_AT + SITE_AT
         if wrapper.several:
             self._write_buckets(head, at, [max(at - wrapper.base - each, 0) for each in ready])
         first = head | Kind.SYNC | len(wrapper.buckets) << SITE_AT
@@ -265,8 +267,9 @@ class _Wrapper:
         self.partly = bool(module.find_unused_parameters)
         """Whether a synchronised pass may leave gradients out."""
         self.notes = hasattr(module.reducer, "get_backward_stats")
+        """Whether this version of torch notes when gradients are ready."""
         self.passes = 0
-        """Number of synchronised passes."""
+        """Number of finished backward passes, synchronised or not."""
         self.due = 0
         """When to read the facts again (monotonic ns)."""
         self.buckets: list[list[int]] = []
@@ -278,8 +281,9 @@ class _Wrapper:
         self.several = False
         """Whether there are several buckets."""
         self.pick: Callable[[list[int]], tuple[int, ...]] | None = None
+        """Selects the notes of `latest` from all notes; None until all notes have been read."""
         self.values: tuple[int, ...] = ()
-        """The notes of `latest` after the last synchronised pass; a single bucket is repeated."""
+        """The notes of `latest` after the last synchronised pass; with a single bucket, its note twice."""
         self.facts: dict[str, Any] = {}
         """The facts that were recorded last."""
 
@@ -291,7 +295,7 @@ class _Wrapper:
             self.buckets, self.several, self.pick = found, len(found) > 1, None
 
     def ready(self, notes: list[int]) -> Sequence[int]:
-        """Return when each bucket's last gradient was ready (ns after the forward); one value if buckets are unknown.
+        """Return when the last gradient of each bucket was ready (ns after forward); one value if buckets are unknown.
 
         The result is empty if no gradient became ready since the last pass.
         """
@@ -306,11 +310,11 @@ class _Wrapper:
         return self._look(notes)
 
     def _look(self, notes: list[int]) -> Sequence[int]:
-        """Do what `ready` does, from the notes of all gradients. Unused parameters keep their old notes."""
+        """Return the result of `ready` from the notes of all gradients. Unused parameters keep their old notes."""
         seen = self.seen if len(self.seen) == len(notes) else [0] * len(notes)
         fresh = [note if note != old else -1 for note, old in zip(notes, seen, strict=True)]
         if (max if self.partly else min)(fresh, default=-1) < 0:
-            return ()  # no gradients yet, or a part of them: later passes of this forward complete them
+            return ()  # no gradients yet, or only some: later backward passes of this forward complete them
         buckets = self.buckets
         if not buckets or max(map(max, buckets)) >= len(notes):
             buckets = [list(range(len(notes)))]
@@ -354,17 +358,17 @@ def _facts(wrapper: _Wrapper, module: Any, data: Any) -> dict[str, Any]:
 def _is_sum(data: Any) -> bool:
     """Whether torch's size of unused parameters is a sum over several iterations.
 
-    torch 2.4 sets it to 0 only in an iteration that uses all parameters (Logger::set_runtime_stats_and_log). Versions
-    that set it anew each time also count reduced buckets.
+    torch 2.4 sets it to 0 only in an iteration that uses all parameters (Logger::set_runtime_stats_and_log). Later
+    versions set it in each iteration; their data has `num_buckets_reduced`.
     """
     newer = "num_buckets_reduced" in data
     return not newer and bool(data.get("unused_parameter_size")) and (data.get("iteration") or 0) > 1
 
 
 def _times(wrapper: _Wrapper, data: Any) -> dict[str, Any]:
-    """Return times of the last pass that torch sampled, and the reasons for absent values.
+    """Return torch's times of the communication and its overlap with the computation, and reasons for absent values.
 
-    torch times the communication and its overlap with the computation.
+    torch samples these times; they are from the last sampled iteration.
     """
     absent = {} if wrapper.notes else {"sync": NO_NOTES}
     if _is_sum(data):

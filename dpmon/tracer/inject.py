@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class _Loader:
-    """Runs torch's own loader, then installs the tracer. Removes itself from the module before its code runs."""
+    """Runs torch's own loader, then installs the tracer. It removes itself from the module before torch's code runs."""
 
     def __init__(self, loader: Any, finder: _Finder) -> None:
         self._loader = loader
@@ -56,8 +56,8 @@ class _Finder:
 
     def __init__(self) -> None:
         self._asking: set[int] = set()
-        """The threads that are asking the other finders. Another finder may call importlib.util.find_spec, as wrapt's
-        does, and thereby this finder again. Only the outermost call wraps the loader."""
+        """The threads that are asking the other finders. Another finder, such as wrapt's, may call
+        importlib.util.find_spec, and so call this finder again. Only the outermost call wraps the loader."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         _hide_sitecustomize()

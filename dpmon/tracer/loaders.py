@@ -1,9 +1,9 @@
-"""Records how long a DataLoader's `__iter__` took, which starts the worker processes.
+"""Records how long `DataLoader.__iter__` took, which includes the start of the worker processes.
 
-Each start becomes an event `loader` while starts are rare. A script may make a loader for every step, so the events are
-limited, and each event counts the starts left out before it. Fetches are recorded elsewhere.
+While starts are rare, each start becomes a `loader` event. A script may make a loader for every step, so the events are
+limited, and each event counts the starts left out before it. Fetches are recorded by `recorder`.
 
-The ring is opened at the first call, usually after the first loader has started. Events wait until then.
+The ring is opened at the first call, usually after the first loader has started. Events are kept until then.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from dpmon.tracer.session import Session, raise_from_signal
 EVERY_NS = 1_000_000_000
 """Shortest time between two events with the same facts."""
 MAX_RECENT = 8
-"""Most events in this time."""
+"""Most events within EVERY_NS."""
 MAX_EARLY = 16
-"""Most events that wait for the ring."""
+"""Most events that are kept until the ring is open."""
 MAX_DEPTH = 8
 """Deepest nesting of samplers and datasets that is searched for a length."""
 
@@ -36,7 +36,7 @@ _ITERABLE = "dpmon does not ask an IterableDataset for its length: torch would w
 
 # Plain tuples, because torch.compile would compile the constructors of classes made at run time.
 _Facts = tuple[str, int | str, int | None, bool]
-"""Class of a loader's dataset, number of batches or why it is unknown, number of workers, whether these persist."""
+"""Class of a loader's dataset, number of batches or why it is unknown, number of workers, whether workers persist."""
 _Start = tuple[_Facts, int, int]
 """The facts of a loader, when its start began, and how long it took (ns)."""
 
@@ -83,7 +83,7 @@ class Loaders:
         return named_like(__iter__, original)
 
     def opened(self) -> None:
-        """Write the events that waited for the ring."""
+        """Write the events that were kept until the ring was open."""
         try:
             with self._lock:
                 early, self._early = self._early, []
@@ -93,7 +93,7 @@ class Loaders:
             self.session.fault("loader", error, fatal=False)
 
     def at_exit(self) -> None:
-        """Write the last start that was left out, with the count of the starts before it, when the process ends."""
+        """Write the last start if it was left out. Its event counts the other starts that were left out."""
         try:
             with self._lock:
                 if self._last is not None and self.session.ring is not None:
@@ -180,7 +180,7 @@ def _batches(iterator: dict[str, Any]) -> int | str:
 
 
 def _length(value: Any) -> int | str:
-    """Return the length of a sampler or dataset, or why it is unknown. Reads only built-in and torch's types."""
+    """Return the length of a sampler or dataset, or why it is unknown. Reads only built-in types and torch's own."""
     for _ in range(MAX_DEPTH):
         kind = type(value)
         if kind in _SIZED:
@@ -206,14 +206,14 @@ def _total(dataset: Any) -> Any:
     return dataset.cumulative_sizes[-1]
 
 
-def _drawn(sampler: Any) -> Any:
+def _samples(sampler: Any) -> Any:
     return sampler.data_source if sampler._num_samples is None else sampler._num_samples
 
 
 _SIZED = frozenset((list, tuple, range, dict, str, bytes))
 _INSIDE: dict[type, Callable[[Any], Any]] = {
     torch_data.SequentialSampler: attrgetter("data_source"),
-    torch_data.RandomSampler: _drawn,
+    torch_data.RandomSampler: _samples,
     torch_data.SubsetRandomSampler: attrgetter("indices"),
     torch_data.WeightedRandomSampler: attrgetter("num_samples"),
     torch_data.DistributedSampler: attrgetter("num_samples"),
@@ -221,4 +221,4 @@ _INSIDE: dict[type, Callable[[Any], Any]] = {
     torch_data.Subset: attrgetter("indices"),
     torch_data.ConcatDataset: _total,
 }
-"""The length of torch's own samplers and datasets: a number, or another object with the same length."""
+"""By type of torch's own samplers and datasets: a function that returns the length, or an object of the same length."""

@@ -1,11 +1,11 @@
 """Measures the memory of each device: models, their gradients, optimizer states, and the rest.
 
-A measurement follows the first steps. Later ones follow every few seconds, or less often if they are expensive.
-Gradients are measured after a backward pass, because many scripts clear them before the step ends; the rest is measured
-between two steps. A measurement that takes longer than a few milliseconds continues in the next step. Its time belongs
-to no step, except for gradients: their measurement is in the step's `other`. A shared storage counts once, in the order
-above. The statistics of torch's allocator are read and never reset: the peak is the highest value since the start, or
-since the script reset it.
+The first measurement follows the first steps. Later ones follow every few seconds, or less often if they are expensive.
+Gradients are measured after a backward pass, because many scripts clear them before the step ends. The rest is measured
+between two steps. A measurement that takes longer than a few milliseconds continues in the next step; each part is a
+look. The time of a look belongs to no step, but the time to measure gradients is in the step's `other`. A storage that
+belongs to several parts counts once, for the first of them in the order above. The statistics of torch's allocator are
+read and never reset: the peak is the highest value since the start, or since the script reset it.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from dpmon.tracer.session import Session
 from dpmon.tracer.sites import Functional, Sites
 from dpmon.tracer.storages import GRADIENTS, MAX_TENSORS, MODEL, STATES, Walk
 
-FIRST_TURNS = 3
+FIRST_STEPS = 3
 """Steps until the first look: by then, optimizers have made their states."""
 EVERY_NS = 5_000_000_000
 SOON_NS = 500_000_000
 """Shortest wait after a look before a new model is measured."""
 SAME_NS = 60_000_000_000
-"""Interval of events while nothing changes."""
+"""Interval between events while nothing changes."""
 MAX_SHARE = 1000
-"""After a look that took time t, the next look waits MAX_SHARE * t, so looks take at most a thousandth of the time."""
+"""After a measurement that took time t, the next waits MAX_SHARE * t: they take at most a thousandth of the time."""
 SLICE_NS = 10_000_000
-"""Time after which a look pauses until the next step."""
+"""Time after which a measurement pauses until the next step."""
 MAX_OPTIMIZERS = 256
 MAX_FAULTS = 3
 MAX_PASSES = 8
-"""Most backward passes in one step that are followed by a measurement of gradients; the largest result counts."""
+"""Most measurements of gradients in one step. Each follows a backward pass; the largest result counts."""
 EXTRA_LOOKS = 4
-"""Most measurements that first steps of optimizers trigger at once."""
+"""Most measurements that start early because an optimizer steps for the first time."""
 NEVER = 1 << 62
 
 _NO_BACKWARD_YET = "no backward pass was seen before this measurement"
@@ -72,19 +72,19 @@ class Memory:
     def reset(self) -> None:
         """Start afresh, as after a fork."""
         self._due = self._soonest = 0
-        self._turns = 0
-        """Number of steps that have ended, as far as this process knows, up to FIRST_TURNS."""
+        self._steps = 0
+        """Number of steps that have ended, as far as this process knows; not counted further than FIRST_STEPS."""
         self._faults = 0
-        self._said: Any = None
-        self._said_ns = 0
+        self._reported: Any = None
+        self._reported_ns = 0
         self._peaks: dict[str, tuple[int, int]] = {}
-        """Per device: the peak at the last look, and the number of the last complete look before that peak."""
+        """Per device: the peak at the last measurement, and the number of the last look before that peak."""
         self._looks = self._looked_at = 0
-        """Number of looks, and number of the last complete look."""
+        """Number of looks, and number of the last look that completed a measurement."""
         self._gradients: Walk | None = None
         """The measurement of gradients; None until a backward pass ends in a measured step."""
         self._passes = 0
-        """Number of backward passes in the current step after which gradients were measured."""
+        """Number of measurements of gradients in the current step."""
         self._walk: Walk | None = None
         """The unfinished measurement of everything else."""
         self._spent = self._slices = 0
@@ -127,18 +127,18 @@ class Memory:
             self.session.say(optimizer=self._made)
 
     def new_model(self) -> None:
-        """Look as soon as the cost limit allows, because a new model is called."""
+        """Measure as soon as the cost limit allows, because a new model is called."""
         if self._due > self._soonest:
             self._due = self._soonest
             self.recorder.soon()
 
     def look(self, now: int) -> int:
-        """Look between two steps if a look is due. Return when to call again (monotonic ns). Never raises."""
+        """Measure between two steps if it is time to. Return when to call again (monotonic ns). Never raises."""
         if self._faults >= MAX_FAULTS:
             return NEVER
         try:
-            self._turns += self._turns < FIRST_TURNS
-            if self._turns < FIRST_TURNS - 1:
+            self._steps += self._steps < FIRST_STEPS
+            if self._steps < FIRST_STEPS - 1:
                 return 0
             if self._walk is None and now >= self._due and self.session.ring is not None:
                 if self.recorder.on_backward is None and self._gradients is None:
@@ -164,7 +164,7 @@ class Memory:
     # ---------------------------------------------------------------- gradients
 
     def stepped(self, optimizer: Any) -> None:
-        """Measure at once, because an optimizer may have stepped for the first time."""
+        """Measure early if this was the first step of the optimizer."""
         began = monotonic_ns()
         try:
             if self._unstepped.pop(id(optimizer), None) is None or self._due == 0 or self._faults >= MAX_FAULTS:
@@ -176,7 +176,7 @@ class Memory:
             self._extra -= 1
             self.recorder.soon()
             if self._due == 0 and self._walk is None and self._gradients is None:
-                self._look_at_gradients(began)  # a script with only one step has no other backward pass
+                self._look_at_gradients(began)  # a script with only one step has no later backward pass
         except Exception as error:  # noqa: BLE001 - our fault must not reach the script's step
             self._failed(error)
 
@@ -223,12 +223,12 @@ class Memory:
 
     def _go_on(self, walk: Walk, now: int) -> None:
         """Continue the current measurement, and record the result once it is complete."""
-        self._walk = None  # an exception ends it
+        self._walk = None  # an exception ends the measurement
         over = walk.go_on(now + SLICE_NS)
         self._slices += 1
         self._looks += 1
         if over:
-            self._say(walk, now)
+            self._report(walk, now)
         else:
             self._walk = walk
         ended = self._took(now)
@@ -239,15 +239,15 @@ class Memory:
             self._spent = self._slices = 0
             self._gradients = None
 
-    def _say(self, walk: Walk, now: int) -> None:
+    def _report(self, walk: Walk, now: int) -> None:
         if self._gradients is not None:
             walk.merge(self._gradients)
         devices = self._devices(walk)
         self._looked_at = self._looks
-        same = devices == self._said
-        if not devices or (same and now - self._said_ns < SAME_NS):
+        same = devices == self._reported
+        if not devices or (same and now - self._reported_ns < SAME_NS):
             return
-        self._said, self._said_ns = devices, now
+        self._reported, self._reported_ns = devices, now
         took = (self._spent + monotonic_ns() - now) / 1e6
         facts = {"turns": self._slices, "took_ms": took, "devices": devices, "absent": {}}
         self.session.event("memory", "last", step=None, look=self._looks, **facts)
@@ -261,7 +261,7 @@ class Memory:
         return [self._entry(name, held[name], statistics.get(name), self._unknown(walk, name)) for name in sorted(held)]
 
     def _unknown(self, walk: Walk, device: str) -> dict[str, str]:
-        """The parts that are not fully known, with the reason."""
+        """Return the reason for each part that is not fully known."""
         absent = {}
         for kind, part in enumerate(_PARTS):
             known = f"{walk.held[device][kind]:,} bytes on this device"

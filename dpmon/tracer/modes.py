@@ -49,14 +49,20 @@ class Modes:
         """Start afresh, as after a fork."""
         config = self.session.config
         self.locked = config.mode == "script"
+        """Whether dpmon leaves the computation as written."""
         self.chosen = MODES.index(config.mode) if config.mode in MODES[1:] else 0
+        """The requested mode, as an index of MODES; 0 if none was requested."""
         self.by_user = False
+        """Whether a reader requested the mode while the training ran."""
         self.serial = 0
         """Number of the last request acted upon."""
         self._refused: dict[int, tuple[Any, str, int]] = {}
+        """By id of a module: a weak reference to it, why dp failed, and number of failures in a row."""
         self._splitting: dict[int, Any] = {}
+        """By id: weak references to bare roots with a data_parallel or similar call in their forward."""
         self._events = 0
         self.unannounced: list[tuple[str, Plan]] = []
+        """Roots and their plans that are not recorded yet."""
         self.doubtful: list[tuple[str, Plan]] = []
         """Refusals for roots that hold a DataParallel. They are dropped if the DataParallel runs in the root's call."""
         self._virtual: dict[tuple[int, str], VirtualDevices] = {}
@@ -120,8 +126,8 @@ class Modes:
     def failed(self, me: Thread, module: torch.nn.Module, reason: str, final: bool) -> Plan | None:
         """Handle a failure of dp in one call. Return the plan for that call; None to plan the module again.
 
-        A batch may be at fault (one row for BatchNorm), so the next call tries again. After MAX_FAILURES in a row, or
-        when `final`, the module stays single until dp is requested again.
+        A batch may be at fault (a single row for BatchNorm), so the next call tries dp again. After MAX_FAILURES
+        failures in a row, or if `final`, the module stays single until dp is requested again.
         """
         known = self._refused.get(id(module))
         known = known if known is not None and known[0]() is module else None
@@ -134,9 +140,9 @@ class Modes:
         return refused(device_of(module) or "cpu", reason)
 
     def tried(self, me: Thread, failed: bool) -> None:
-        """End a call that ran on one device after dp had failed. `failed`: the call raised there, too.
+        """End a call that ran on one device after dp had failed.
 
-        If it raised there too, the script is at fault, not dp.
+        `failed`: whether the call raised on one device, too. Then the script is at fault, not dp.
         """
         text, key, before = me.tried
         me.tried = None
@@ -153,14 +159,14 @@ class Modes:
             self._refused.pop(id(module), None)
 
     def decide(self, runs_inside: bool) -> None:
-        """End a root's doubtful call. `runs_inside`: its own DataParallel ran in it."""
+        """Announce or drop the doubtful refusals after a call of a root. `runs_inside`: its DataParallel ran in it."""
         made, self.doubtful = self.doubtful, []
         if not runs_inside:
             self.unannounced += made
             self.announce("last")
 
     def announce(self, first: str = "next") -> None:
-        """Acknowledge and record the new plans; `first`: their first call is the "next" or the "last" call."""
+        """Acknowledge and record the new plans. `first`: whether their first call is the "next" or the "last" call."""
         made, self.unannounced = self.unannounced, []
         ring = self.session.ring
         if ring is None:
@@ -196,7 +202,7 @@ class Modes:
         return plan
 
     def unrecorded(self, module: torch.nn.Module, device_ids: Any) -> Plan | None:
-        """Make the same plan for an unrecorded call; None if the call runs as written."""
+        """Make the plan of `functional` for a call that is not recorded; None if the call runs as written."""
         plan = self._for_functional(module, device_ids)
         return plan if plan.virtual is not None else None
 
@@ -228,14 +234,14 @@ class Modes:
         return Plan(DP if len(own) > 1 else SINGLE, own)
 
     def splits_itself(self, module: Any, found: bool = False) -> bool:
-        """Whether a data_parallel or similar call was seen in a bare root's forward. `found`: one was seen just now."""
+        """Return whether a bare root's forward has made a data_parallel or similar call; `found` notes a new one."""
         known = self._splitting.get(id(module))
         if found:
             self._splitting[id(module)] = weakref.ref(module)
         return known is not None and known() is module
 
     def by_hand(self, root: str, devices: tuple[str, ...], virtual: VirtualDevices | None) -> Plan:
-        """Make the plan for calls that a script composes from primitives, over its own devices."""
+        """Make the plan for calls that a script composes from primitives, over the devices that the script passes."""
         reason = None if virtual is None else "no GPU: replicas share the CPU"
         if self.chosen == SINGLE and not self.locked:
             reason = "the script composes replicate, scatter, parallel_apply and gather itself"
@@ -243,13 +249,13 @@ class Modes:
         else:
             asked = self.session.config.replicas
             if asked is not None and asked != len(devices) and not self.locked:
-                reason = f"the script hands the primitives {len(devices)} devices itself, {asked} were requested"
+                reason = f"the script itself passes {len(devices)} devices to the primitives; {asked} were requested"
             plan = Plan(DP, devices, None, virtual, reason)
         self.unannounced.append((root, plan))
         return plan
 
     def hand_devices(self) -> VirtualDevices | None:
-        """Devices for primitives that a script calls itself on a machine without GPU; None if they run as written."""
+        """Return virtual devices for primitives that a script calls itself; None if they run as written."""
         if self.locked or torch.cuda.is_available():
             return None
         return self._shared(DEFAULT_VIRTUAL, torch.device("cpu"))
@@ -298,7 +304,7 @@ class Modes:
             return Plan(SINGLE, here)
         refusal = self._refusal(module) or unsplittable(module)
         if self.splits_itself(module):
-            refusal = "its forward runs a part of it data-parallel itself"
+            refusal = "its own forward runs a part of it data-parallel"
         if refusal is not None:
             return refused(here[0], refusal)
         return self._spread(inner)

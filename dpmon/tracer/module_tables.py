@@ -23,7 +23,7 @@ _SPARSE = {
 
 
 def _table(module: Any, name: str) -> Any:
-    """Return a dict or a similar object (TorchScript); None if the module's `__init__` has not run."""
+    """Return a table of a module: a dict, or a similar object of TorchScript; None if its `__init__` has not run."""
     own = module.__dict__
     if name not in own and _TRACED in own:
         own = own[_TRACED].__dict__
@@ -71,9 +71,9 @@ def wrapped_by(module: Any) -> Any:
 
 
 def trains(module: Any) -> bool:
-    """Whether the module that computes is in training mode; the flag of its wrapper may differ.
+    """Whether the module inside wrappers is in training mode; the flag of a wrapper may differ.
 
-    In torch 2.4, `eval` of a compiled model does not reach the flag of its wrapper.
+    In torch 2.4, `eval` of a compiled model does not change the flag of its wrapper.
     """
     return bool(wrapped_by(module).training)
 

@@ -18,9 +18,9 @@ from dpmon.tracer.recorder import IDLE, STALE, Recorder
 from dpmon.tracer.threads import Thread
 
 UNSEEN = 3
-"""Number of optimizer steps without any call that triggers `on_unseen`."""
+"""`on_unseen` is called after this many optimizer steps without any call of a module."""
 MANY_CALLS = 4096
-"""Number of calls without an optimizer step after which a step may begin at a call, once an optimizer has stepped."""
+"""A step may begin at a call after this many calls without an optimizer step, if an optimizer has stepped before."""
 
 
 class OptimizerSteps:
@@ -31,11 +31,12 @@ class OptimizerSteps:
         self.on_unseen: Callable[[], None] = lambda: None
         """Called when optimizers step but no call was seen."""
         self.on_step: Callable[[Any], None] = lambda optimizer: None
-        """Called with an optimizer when it steps for the first time, and often afterwards."""
+        """Called with an optimizer at its first step, and at many later steps."""
         self.on_another: Callable[[], None] = lambda: None
         """Called after the first step of an optimizer, because the loop may have changed."""
         self._known: dict[int, tuple[Any, int]] = {}
-        """Weak reference and number, by id. The hooks refer to this dict: never replace it."""
+        """By id of an optimizer: a weak reference to it, and its number. The hooks refer to this dict: never replace
+        it."""
         self.reset()
 
     def reset(self) -> None:
@@ -46,14 +47,15 @@ class OptimizerSteps:
         self._cycle: list[int] = []
         """Optimizers of the current cycle. It ends when one of them steps again; its last optimizer ends the step."""
         self._boundary = self._newest = 0
+        """Number of the optimizer that ends a step, and the highest number of an optimizer that has stepped."""
         self._only = 0
         """Number of the optimizer that ends every step, if it is the only optimizer of the loop; else 0."""
 
     def hooks(self) -> tuple[Callable[..., None], Callable[..., None]]:
-        """torch's hooks around every optimizer step.
+        """Return the hooks that torch calls before and after every optimizer step.
 
-        A step that raises does not reach the second hook: `inside_of` detects that. (A wrapper would see the exception,
-        but torch.compile would compile it with the step.)
+        If a step raises, torch does not call the second hook; `inside_of` detects that. (A wrapper would see the
+        exception, but torch.compile would compile it with the step.)
         """
         recorder, known_optimizers = self._recorder, self._known
         threads, new = recorder.threads, recorder.thread
@@ -112,7 +114,7 @@ class OptimizerSteps:
         return before, after
 
     def _numbered(self, optimizer: Any) -> tuple[Any, int]:
-        """Number an optimizer while it lives; return a weak reference to it, and the number."""
+        """Give an optimizer a number for its lifetime; return a weak reference to the optimizer, and the number."""
         recorder, known = self._recorder, self._known
         number, key = next(self._numbers) & MAX_SITE, id(optimizer)
 
@@ -127,7 +129,7 @@ class OptimizerSteps:
         return known[key]
 
     def _stepped(self, me: Thread, optimizer: Any, number: int) -> None:
-        """Handle an optimizer step that may end a training step, or that is not from the loop's only optimizer."""
+        """Handle an optimizer step that may end a training step, or a step of one of several optimizers."""
         recorder = self._recorder
         self.on_step(optimizer)
         if recorder.ring is None:

@@ -63,7 +63,7 @@ _installed = False
 
 
 def install() -> None:
-    """Install the tracer in this process's torch, once. Raises, without a change, for an unsupported torch."""
+    """Install the tracer in this process's torch, once. If torch is unsupported, raises before it changes anything."""
     global _installed
     if _installed:
         return
@@ -185,7 +185,7 @@ def _at_the_end(
     collectives: Collectives,
     resets: Sequence[Callable[[], None]],
 ) -> None:
-    """Handle the end and the forks of the process. `resets`: functions that reset each part in a forked child."""
+    """Handle the end and the forks of the process. `resets`: functions that reset the parts in a forked child."""
 
     def at_exit() -> None:
         for end in (collectives.at_exit, loaders.at_exit, recorder.at_exit):

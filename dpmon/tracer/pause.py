@@ -21,7 +21,7 @@ from dpmon.tracer.session import Session
 
 POLL_S = 0.025
 LOOK_NS = 500_000_000
-"""Interval of checks that the supervisor lives."""
+"""Interval between checks that the supervisor is alive."""
 MAX_INFO_BYTES = 1 << 22
 
 _RANKS = (
@@ -52,7 +52,7 @@ class Pause:
         self._asked = asked = words[Word.PAUSE]
         try:
             if asked & 1:
-                refused = _ranks(session) or _nobody(session)
+                refused = _why_not_paused(session) or _why_unsupervised(session)
                 if refused is None:
                     self._wait(ring)
                 else:
@@ -80,7 +80,7 @@ class Pause:
                 now = monotonic_ns()
                 if now - looked >= LOOK_NS:
                     looked = now
-                    reason = _nobody(session)
+                    reason = _why_unsupervised(session)
                     if reason is not None:
                         session.warn(f"the paused training continued by itself: {reason}")
                         break
@@ -97,7 +97,7 @@ class Pause:
             session.event("pause", "last", paused=False, step=None, paused_s=paused_s, reason=reason, refused=None)
 
 
-def _ranks(session: Session) -> str | None:
+def _why_not_paused(session: Session) -> str | None:
     """Return why a rank of a distributed training is not paused; None for any other process."""
     world = session.world or 1
     distributed = torch.distributed
@@ -106,8 +106,8 @@ def _ranks(session: Session) -> str | None:
     return _RANKS if world > 1 else None
 
 
-def _nobody(session: Session) -> str | None:
-    """Return why no supervisor could end a pause; None if the supervisor lives."""
+def _why_unsupervised(session: Session) -> str | None:
+    """Return why no supervisor could end a pause; None if the supervisor is alive."""
     try:
         path = os.path.join(session.config.directory, "run.json")
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)

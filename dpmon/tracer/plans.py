@@ -1,4 +1,4 @@
-"""How calls of one module run, and whether a module can run over several devices."""
+"""Plans how the calls of a module run, and decides whether a module can run over several devices."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def refused(device: object, reason: str) -> Plan:
 
 
 def on_one(module: Any, own: tuple[str, ...], reason: str | None = None) -> Plan:
-    """Plan a DataParallel over several devices on the first device. `reason`: why, if this was not requested."""
+    """Make the plan for a DataParallel of several devices on its first one. `reason`: why, if not requested."""
     unfit = uncopyable(module)
     if unfit is not None:
         return Plan(DP, own, None, None, unfit, True)
@@ -66,6 +66,7 @@ def overrides(kind: type, name: str) -> bool:
 
 
 def device_of(module: torch.nn.Module) -> torch.device | None:
+    """The device of a module's first parameter, or of its first buffer; None if it has neither."""
     tensor: torch.Tensor | None = next(parameters_of(module), None)
     if tensor is None:
         tensor = next(buffers_of(module), None)
@@ -113,7 +114,7 @@ def _is_sharded(module: Any) -> bool:
 
 
 def unreplicable(module: torch.nn.Module) -> str | None:
-    """Why virtual replicas of a module cannot be made; None if they can."""
+    """Why dpmon cannot make virtual replicas of a module; None if it can."""
     for inner in modules_of(module):
         if _is_sharded(inner):
             return "its parameters are sharded over the ranks, which must all run the same calls"
@@ -121,7 +122,7 @@ def unreplicable(module: torch.nn.Module) -> str | None:
         if unfit is not None:
             return unfit
         compiled = getattr(inner, "_compiled_call_impl", None) is not None
-        # Set on the instance (a compiled forward bound to this module) or on the class.
+        # The attribute is on the forward of the instance (compiled for this module only) or of the class.
         compiled |= getattr(getattr(inner, "forward", None), "_torchdynamo_orig_callable", None) is not None
         if compiled or type(inner).__module__.startswith("torch._dynamo"):
             return "a module compiled by torch.compile cannot be replicated"

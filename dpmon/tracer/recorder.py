@@ -1,8 +1,8 @@
 """Writes a span into the process's ring for each phase that ends, on any thread.
 
 The tracer draws no conclusions: the supervisor finds the steps and their contents from the spans. The tracer only has
-to know when it may pause the training or measure something: between two steps, as far as the process knows. That moment
-comes before a fetch, or after the optimizer step that ends a training step.
+to know when it may pause the training or measure something. It does so between two steps, as far as the process knows:
+before a fetch, or after the optimizer step that ends a training step.
 
 A signal handler of the script may raise at any function call. So state is restored in an `except` or `finally`, and a
 span that may not have been written is written again. The reader drops the duplicate.
@@ -41,15 +41,15 @@ def _code_within(code: CodeType) -> Iterator[CodeType]:
 MAX_EARLY = 256
 """Most spans that are kept until the first call opens the ring, such as fetches of a loader's first batches."""
 IDLE = 4
-"""Number of fetches or optimizer steps without a call that triggers `on_idle`."""
+"""`on_idle` is called after this many fetches or optimizer steps without a call."""
 _AROUND_STEPS = frozenset(
     code for code in _code_within(torch.optim.Optimizer.profile_hook_step.__code__) if code.co_name == "wrapper"
 )
 """torch's function around every optimizer step, which calls the hooks."""
 STALE = 64
-"""Number of optimizer steps without a fetch after which a loader no longer counts (the script keeps one batch)."""
+"""After this many optimizer steps without a fetch, steps no longer begin at a fetch (the script keeps one batch)."""
 FEW_CALLS = 64
-"""Number of calls without a fetch or an optimizer step after which a step may begin at a call."""
+"""A step may begin at a call after this many calls without a fetch or an optimizer step."""
 PAUSE, PAUSED, TRAINS = Word.PAUSE, Word.PAUSED, Word.TRAINS
 
 
@@ -63,12 +63,14 @@ class Recorder:
         self.timing: Timing | None = None
         """Device timing, once a call runs on a GPU."""
         self.on_idle: Callable[[], None] = lambda: None
+        """Called after several fetches or optimizer steps without a call."""
         self.on_loop_over: Callable[[], None] = lambda: None
         """Called when a loader is exhausted."""
         self.on_first_fetch: Callable[[Any], bool] = lambda iterator: False
         """Called with the iterator of a loader that fetches before the ring is open. Returns whether to call
         `on_first_fetched` at the end of the fetch."""
         self.on_first_fetched: Callable[[BaseException | None], None] = lambda error: None
+        """Called at the end of that fetch, with the exception that it raised, or None."""
         self.on_pause: Callable[[], None] = lambda: None
         """Called between two steps, when a reader has requested to pause or to resume."""
         self.on_look: Callable[[int], int] = lambda now: 1 << 62
@@ -81,19 +83,21 @@ class Recorder:
         self.on_backward_begins: Callable[[Thread, Any], None] | None = None
         """Called before a backward pass of the training thread, with the thread and the arguments of the pass."""
         self._parents: list[object] = []
+        """Timings of the parent process, which a forked child must keep alive."""
         self.reset()
 
     def reset(self) -> None:
         """Start afresh, as after a fork."""
         self.threads.clear()
         if self.timing is not None:
-            self._parents.append(self.timing)  # this process must not return its events to the driver
+            self._parents.append(self.timing)  # this process must not return the parent's events to the driver
             self.timing = None
         self._numbers: Iterator[int] = count()
         self.ring: SpanRing | None = None
         self.words: Any = memoryview(bytearray(HEADER_BYTES)).cast("Q")
         """The ring's header, once there is a ring."""
         self.kinds: Any = memoryview(bytearray(THREADS))
+        """By number of thread: the kind of its open span. In the ring, once there is a ring."""
         self._early: list[tuple[int, int, int, int]] = []
         self.trains: Thread | None = None
         """The training thread; None until it is known."""
@@ -108,6 +112,7 @@ class Recorder:
         self.calls = 0
         """Number of calls since the last fetch or optimizer step of the training thread."""
         self.patience = 0
+        """If `calls` exceeds this number, a step may begin at a call."""
         self.stepped = 0
         """Number of optimizer steps."""
         self.backwards = 0
@@ -172,18 +177,18 @@ class Recorder:
     # ---------------------------------------------------------------- writing
 
     def write(self, head: int, start: int, took: int, sizes: int = 0) -> int:
-        """Write a span, or keep it for the ring; returns its number, -1 if it has none yet."""
+        """Write a span, or keep it until there is a ring; return its number, or -1 if it has none yet."""
         return self.put(head, start, took, sizes)
 
     def _keep(self, head: int, start: int, took: int, sizes: int) -> int:
-        """Keep a span for the ring."""
+        """Keep a span until there is a ring."""
         if not self.session.off:
             self._early.append((head, start, took, sizes))
             del self._early[:-MAX_EARLY]
         return -1
 
     def again(self, head: int, start: int, took: int, sizes: int, error: BaseException) -> bool:
-        """Write a span again after an error or a signal; returns whether to raise the error."""
+        """Write a span again after an error or a signal; return whether to raise the error."""
         for attempt in (lambda: self.write(head, start, took, sizes), lambda: self._blame(error)):
             try:
                 attempt()
@@ -208,7 +213,7 @@ class Recorder:
     def failed(
         self, me: Thread, head: int, start: int, sizes: int, error: BaseException, mark: Mark | None = None
     ) -> None:
-        """Write the span of a phase that raised; `mark`: its device times. Never raises."""
+        """Write the span of a phase that raised. `mark`: its device times. Never raises."""
         flags = Flag.FAILED
         if isinstance(error, StopIteration):
             flags |= Flag.OVER
@@ -296,7 +301,7 @@ class Recorder:
                     if fetch:
                         trains = self.trains
                         mine = me is trains or trains is None
-                        if mine:  # a prefetching thread is no sign of a step
+                        if mine:  # a fetch by a prefetching thread does not begin a step
                             self.idle = 0 if self.calls else self.idle + 1
                             self.loose = self.calls = 0
                             if trains is not None:
@@ -370,14 +375,14 @@ class Recorder:
     # ---------------------------------------------------------------- backward
 
     def _goes_backward(self, me: Thread) -> None:
-        """Handle the start of a backward pass while none of the training thread is known."""
+        """Handle the start of a backward pass, if the training thread has not run one before."""
         if self.trains is not None:
             self.learns = True
             if me is not self.trains:  # the supposed training thread never ran a backward pass
                 self._found(me)
 
     def inside_of(self, me: Thread, fewer: int = 0) -> int:
-        """Return the kind of this thread's open span, after removing optimizer steps that have raised.
+        """Remove the optimizer steps that have raised, and return the kind of this thread's open span.
 
         `fewer`: number of optimizer steps on the stack that `me.steps` does not contain yet.
         """
@@ -394,7 +399,7 @@ class Recorder:
     # ---------------------------------------------------------------- between two steps
 
     def between(self, me: Thread) -> None:
-        """Pause or look between two steps, if requested. Raises only exceptions of signal handlers during a pause."""
+        """Pause or look between two steps, if it is time to. Raises only exceptions of signal handlers in a pause."""
         if me.inside or (me is not self.trains and self.trains is not None):
             return
         words = self.words
@@ -405,7 +410,7 @@ class Recorder:
                 self.paused = words[PAUSED]
         now = monotonic_ns()
         if now >= self.due:
-            self.due = 1 << 62  # if it raises, it is not repeated at once
+            self.due = 1 << 62  # if `on_look` raises, it is not repeated at once
             self.due = self.on_look(now)
 
     def soon(self) -> None:
@@ -413,7 +418,7 @@ class Recorder:
         self.due = 0
 
     def at_exit(self) -> None:
-        """Announce the end of the process unless another thread may still train. Never raises."""
+        """Record the end of the process; mark the ring as ended unless another thread may still train. Never raises."""
         try:
             if self.timing is not None:
                 self.timing.at_exit()

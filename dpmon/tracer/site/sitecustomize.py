@@ -13,8 +13,8 @@ def _arm() -> None:
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]
     if "DPMON_RUN" not in os.environ or sys.version_info < (3, 10):
         return
-    # The program's Python need not have dpmon installed: dpmon, and nothing else, is imported from this folder's
-    # parent.
+    # dpmon may not be installed for the program's Python. So the folder that contains dpmon is on sys.path during this
+    # import only.
     parent = os.path.dirname(os.path.dirname(os.path.dirname(here)))
     sys.path.insert(0, parent)
     try:

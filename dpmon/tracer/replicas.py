@@ -1,7 +1,8 @@
-"""Forward hooks on DataParallel's replicas: their input and output sizes, and their times.
+"""Records the input sizes, output sizes and times of DataParallel's replicas, with forward hooks.
 
-A replica is a throw-away copy of the module that shares its hook dicts. Each replica gets its own dicts. So our hooks
-never appear on the script's module, and are never pickled or copied with it, even by another thread.
+torch's replica is a throw-away copy of the module and shares the module's dicts of hooks. dpmon gives each replica its
+own dicts, so our hooks never appear on the script's module, and are never pickled or copied with it, even by another
+thread.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dpmon.tracer.sizes import gathers
 from dpmon.tracer.threads import Thread
 
 KEY = -7061
-"""torch counts hooks up from 0, so nothing else has a negative number."""
+"""Key of our hooks. torch counts up from 0, so no other hook has a negative key."""
 ROWS = "return one row per input row, and compute the loss outside the model"
 """Advice for a script that should work with dp."""
 ODD = f"{ROWS}: the model returns a scalar or values other than tensors, which DataParallel would change"
@@ -40,7 +41,7 @@ class Probe:
         self._memos = memos
         self.index = index
         self.module: Any = None
-        """The callable that it runs in place of hooks (see `Watch.over`); None for a replica with hooks."""
+        """The callable to run, if this probe stands in for it (see `Watch.over`); None if the replica has our hooks."""
         self._inputs = self._began = 0
         self._nested = 0
         """Number of nested calls that are running."""
@@ -64,7 +65,7 @@ class Probe:
             self._inputs = recorder.session.inputs(args, kwargs, self._memos[0])
             if self._watch.timing is not None:
                 self._mark = self._watch.timing.replica_begins(self._watch.site.plan.devices, self.index)
-        except Exception as error:  # noqa: BLE001 - sizes are not worth a training
+        except Exception as error:  # noqa: BLE001 - missing sizes must not stop a training
             recorder.session.fault("hooks", error)
         self._began = monotonic_ns()
 
@@ -87,7 +88,7 @@ class Probe:
             self._write(now, recorder.session.outputs(result, self._memos[1]), head)
             if watch.odd is False and not gathers(result):
                 watch.odd = True
-        except Exception as error:  # noqa: BLE001 - sizes are not worth a training
+        except Exception as error:  # noqa: BLE001 - missing sizes must not stop a training
             recorder.session.fault("hooks", error)
 
     def _failed(self, now: int) -> None:
@@ -113,7 +114,7 @@ class Probe:
             own[name][KEY] = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module of this probe, in place of parallel_apply."""
+        """Run the callable of this probe. parallel_apply calls the probe in place of the callable."""
         self.enter(None, args, kwargs)
         try:
             result = self.module(*args, **kwargs)
@@ -141,13 +142,13 @@ class Watch:
     __slots__ = ("_memos", "_probes", "head", "odd", "ran", "recorder", "site", "timing")
 
     def __init__(self, recorder: Recorder, me: Thread, site: Site, strict: bool) -> None:
-        """`me`: the thread that makes the call. `strict`: check for results that gather would change."""
+        """`me`: the thread that makes the call. `strict`: whether to check for results that gather would change."""
         self.recorder = recorder
         self.site = site
         self.timing = recorder.timing if me is recorder.trains else None
         self.head = me.head | site.kind << INSIDE_AT
         self.odd: bool | None = False if strict else None
-        """Whether a replica returned something that torch's gather would change."""
+        """Whether a replica returned something that torch's gather would change; None if this is not checked."""
         self._memos = site.replicas
         """The last sizes of each replica, kept between calls."""
         self._probes: list[Probe] = []
@@ -167,10 +168,10 @@ class Watch:
         return probe
 
     def over(self, modules: Any) -> Any:
-        """Stand-ins that parallel_apply calls in place of `modules`, in the same order.
+        """Return stand-ins that parallel_apply calls in place of `modules`, in the same order.
 
-        If the script has hooks on its module, return the replicas themselves, with our hooks after the script's: the
-        script's hooks may change the inputs.
+        If the script has hooks on its module, these may change the inputs. Then return the replicas themselves, with
+        our hooks after the script's.
         """
         first = getattr(modules[0], "__dict__", {}) if modules else {}
         if "_is_replica" in first and (first["_forward_pre_hooks"] or first["_forward_hooks"]):

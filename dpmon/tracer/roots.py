@@ -1,10 +1,10 @@
 """Finds the modules that a script calls directly: bare roots, which have no wrapper.
 
-A watch replaces Module.__call__ during the first steps of the loop, whenever modules are made, and for one step now and
-then. The class of every root that the watch finds gets its own `__call__`. Then the watch ends, so that the hundreds of
-modules inside a network cost nothing. At the end of a watch, classes of modules that the script may call later get a
-`__call__`, too: models that are not part of another model, and their larger parts. Instances are never changed, so
-pickles and copies hold only the script's own data.
+A watch replaces Module.__call__ during the first steps of the loop, whenever modules are made, and from time to time
+for one step. The class of every root that the watch finds gets its own `__call__`. Then the watch ends, so that the
+hundreds of modules inside a network cost nothing. At the end of a watch, classes of modules that the script may call
+later get a `__call__`, too: models that are not part of another model, and their larger parts. Instances are never
+changed, so pickles and copies hold only the script's own data.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ WATCH_STEPS = 16
 WATCH_SOON_NS, WATCH_EVERY_NS = 20_000_000, 2_000_000_000
 """Shortest and longest wait between two short watches of one step each, which find roots that appear later.
 
-Each wait is twice as long as the one before. A watch changes the class of all modules, and Python's caches for it are
-lost, so some steps are slower.
+Each wait is twice as long as the one before. A watch changes torch's class Module, so Python discards its caches for
+that class, and some steps are slower.
 """
 
 MAX_MADE = 1 << 14
@@ -44,14 +44,14 @@ MAX_MADE = 1 << 14
 MAX_LATE = 8
 """Most warnings about classes with possibly missed earlier calls."""
 WRAPPED = frozenset(("module", "_orig_mod"))
-"""Attributes in which wrappers hold their model: DataParallel and similar, AveragedModel; torch.compile."""
+"""Attributes in which wrappers hold their model: DataParallel, AveragedModel and others; torch.compile."""
 EXPECTED, EXPECT_NS = 64, 250_000_000
 """Limits of the watches that begin at the end of each loop: the first EXPECTED watches are unlimited, later ones are at
 least EXPECT_NS apart. Epochs may be very short."""
 
 
 class _RootCall:
-    """The `__call__` of a root's class: the traced call on an instance, the earlier `__call__` on the class."""
+    """Descriptor for the `__call__` of a root's class: gives instances the traced call, the class its earlier one."""
 
     __slots__ = ("_called", "_original", "_watcher")
 
@@ -72,7 +72,7 @@ class _RootCall:
 
 
 class Roots:
-    """The watch over one process's modules."""
+    """Watches the modules of one process."""
 
     def __init__(self, session: Session, recorder: Recorder, calls: Calls) -> None:
         self.session = session
@@ -80,7 +80,9 @@ class Roots:
         self.calls = calls
         self.original: Callable[..., Any] = torch.nn.Module.__call__
         self.called = calls.wrapper(self.original, self._other, self._site_of, root=True)
+        """Traces the calls of a root's class."""
         self.watcher = calls.wrapper(self.original, self._other, self._site_of, root=True)
+        """The same for all modules, as Module.__call__ during a watch."""
         self._classes: dict[int, Any] = {}
         """Weak references to the classes of the roots that were found, by id.
 
@@ -88,6 +90,7 @@ class Roots:
         `__main__` alive through the methods of a class, so their finalisers would not run at exit.
         """
         self._verdicts: dict[int, tuple[Any, bool]] = {}
+        """By id of a module: a weak reference to it, and whether it is a root."""
         self._watching = False
         self._left = WATCH_STEPS
         """Steps until the watch ends if no new root appears."""
@@ -98,7 +101,7 @@ class Roots:
         """Number of watches begun by `expect`."""
         self._expected_ns = 0
         """When `expect` last began a watch (monotonic ns)."""
-        self._told = False
+        self._warned = False
         """Whether a warning about unseen calls was given."""
         self._found = True
         """Whether a root appeared since the last look."""
@@ -118,7 +121,7 @@ class Roots:
             return self.original(module, *args, **kwargs)
         around = me.inside
         try:
-            me.inside = Kind.REPLICA  # inside a replica nothing is a root
+            me.inside = Kind.REPLICA  # no module inside a replica is a root
             return self.original(module, *args, **kwargs)
         finally:
             me.inside = around
@@ -150,7 +153,7 @@ class Roots:
         if len(self._verdicts) > 4096:
             self._verdicts.clear()
         self._verdicts[id(module)] = (weakref.ref(module), verdict)
-        if verdict and not self._told:
+        if verdict and not self._warned:
             self._look_above(module)
         return verdict
 
@@ -162,7 +165,7 @@ class Roots:
                 owner = first_argument(frame)
                 parts = modules_of(owner) if isinstance(owner, torch.nn.Module) else ()
                 if owner is not module and any(part is module for part in parts):
-                    self._tell(
+                    self._warn_unseen(
                         f"{class_name(owner)}.forward() is called directly, without Module.__call__, so dpmon cannot "
                         "see the call: the calls of the modules in it are recorded instead"
                     )
@@ -171,16 +174,13 @@ class Roots:
 
     def unseen(self) -> None:
         """Warn that an optimizer steps but no call of a module was seen."""
-        self._tell(
+        self._warn_unseen(
             "an optimizer steps, but no call of a module was seen: a module cannot be traced if its forward() is "
             "called directly or by a compiled function"
         )
 
-    def _tell(self, text: str) -> None:
-        self._told = True
-        self._warn(text)
-
-    def _warn(self, text: str) -> None:
+    def _warn_unseen(self, text: str) -> None:
+        self._warned = True
         if self.session.ready():
             self.session.warn(text)
 
@@ -189,7 +189,7 @@ class Roots:
         return known is not None and known() is kind
 
     def _register(self, kind: type, *, called: bool = False) -> None:
-        """Trace all calls of a class from now on, even without a watch. `called`: a call has just begun."""
+        """Trace all calls of a class from now on, even without a watch. `called`: whether a call has just begun."""
         if self._is_known(kind):
             return
         key = id(kind)
@@ -204,7 +204,7 @@ class Roots:
         except Exception:  # noqa: BLE001 - a class may refuse in any way; the watch continues
             if called:
                 self._always = True
-                self.watch()  # it may just have ended
+                self.watch()  # the watch may just have ended
             else:
                 del self._classes[key]
 
@@ -261,14 +261,14 @@ class Roots:
             torch.nn.Module.__call__ = self.watcher  # type: ignore[method-assign]
 
     def rest(self) -> None:
-        """End the watch. The roots found stay traced; models that were made are now traced, too."""
+        """End the watch. Roots that it found stay traced; models that the script may call later are now traced, too."""
         if self._watching and not self._always and torch.nn.Module.__call__ is self.watcher:
             self._know_models()
             self._watching = False
             torch.nn.Module.__call__ = self.original  # type: ignore[method-assign]
 
     def expect(self, missed: bool = False) -> bool:
-        """Watch one step, because another model may follow. Return whether the watch begins. `missed`: see `watch`."""
+        """Watch one step, because another model may follow. Return whether a watch begins. `missed`: see `watch`."""
         now = monotonic_ns()
         often = self._expected >= EXPECTED and now - self._expected_ns < EXPECT_NS
         if self._watching or self.session.off or often:

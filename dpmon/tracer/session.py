@@ -1,7 +1,7 @@
 """This process's record: its ring of spans, the lines beside it, and the handling of our faults.
 
 There is one `Session` per process. The ring is opened at the first traced call, so processes that never make one
-(DataLoader workers, compile workers, launchers) leave no trace. A forked child starts afresh.
+(DataLoader workers, compile workers, launchers) leave no trace. A forked child begins a record of its own.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Tensor = torch.Tensor
 MAX_FAULTS = 3
 MAX_KNOWN = 1 << 14
 MAX_LINES = 1 << 26
-"""Most bytes of lines of one process. Beyond it, spans have no new sizes, and events are lost."""
-MAX_UNSAID = 64
+"""Most bytes of lines of one process. Beyond this limit, new sizes and events are lost."""
+MAX_UNWRITTEN = 64
 RETRY_NS = 1_000_000_000
 """Time between two attempts to write a line after a failure."""
 MAX_PROCESSES = 512
@@ -41,7 +41,7 @@ MAX_TRIES = 1 << 14
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 SMALL_SLOTS = 4 << 10
 LARGE_RINGS = 8
-"""Number of processes with a full-size ring: hundreds of short-lived forked children must not fill the disk."""
+"""Most processes with a full-size ring, because hundreds of short-lived forked children must not fill the disk."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Config:
 
 
 class Memo:
-    """The shape of the last lone tensor seen at one place, with the number of its definition."""
+    """Caches shape and dtype of the last lone tensor at one place, and the number of their definition."""
 
     __slots__ = ("dtype", "number", "shape")
 
@@ -86,15 +86,17 @@ class Memo:
 
 
 class Session:
-    """The writing side of one traced process."""
+    """Writes the record of one traced process."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.off = False
+        """Whether nothing is recorded (any more)."""
         self.process = -1
         self.rank: int | None = None
         self.world: int | None = None
         self.on_open: Callable[[SpanRing], None] = lambda ring: None
+        """Called with the new ring."""
         self.on_off: Callable[[], None] = lambda: None
         """Called when the tracer gives up."""
         self._forget()
@@ -109,10 +111,10 @@ class Session:
         """Numbers of definitions. Numbers of layouts and stages must fit into a span's site."""
         self._known: dict[Hashable, int] = {}
         self._retry_ns = 0
-        """When a line may be written again (monotonic)."""
+        """When a line may be written again (monotonic ns)."""
         self._torn = False
-        """Whether the last line may have been written in part."""
-        self._unsaid: list[bytes] = []
+        """Whether the last line may be incomplete."""
+        self._unwritten: list[bytes] = []
         """Events that could not be written; they are written before the next line."""
         self._faults: dict[str, int] = {}
         self.ring: SpanRing | None = None
@@ -122,14 +124,14 @@ class Session:
         """Whether the ring is open and `on_open` has run."""
 
     def after_fork(self) -> None:
-        """Start afresh in a forked child, which has recorded nothing yet."""
+        """Begin a record of its own in a forked child."""
         self._forget()
         self.off = False
 
     # ---------------------------------------------------------------- the ring
 
     def ready(self) -> bool:
-        """Open the ring if necessary; False if nothing is recorded (a DataLoader worker, no room, given up)."""
+        """Open the ring if necessary; return False if nothing is recorded (a DataLoader worker, no room, given up)."""
         if self._opened:
             return True
         if self.off:
@@ -193,29 +195,29 @@ class Session:
             "argv": [shortened(str(argument)) for argument in sys.argv[:32]],
             "python": platform.python_version(),
             "torch": str(torch.__version__),
-            # Asking whether CUDA is available may initialise the driver, which forked children do not survive.
+            # torch.cuda.is_available() may initialise the driver. Forked children do not survive that.
             "device_kind": "cuda" if torch.cuda.is_initialized() else "cpu",  # type: ignore[no-untyped-call]
         }
 
     # ---------------------------------------------------------------- lines
 
     def _line(self, value: Mapping[str, Any], keep: bool = False) -> bool:
-        """Append a line to the process's file; False if that failed. With `keep`, a failed line is written later."""
+        """Append a line to the process's file; return False on failure. With `keep`, the line is then written later."""
         now = monotonic_ns()
         line = packed_json(value) + b"\n"
         if now >= self._retry_ns:
-            data = (b"\n" if self._torn else b"") + b"".join(self._unsaid) + line
+            data = (b"\n" if self._torn else b"") + b"".join(self._unwritten) + line
             self._torn = True  # until the line is known to be complete
             try:
                 if append(self.config.directory, f"process-{self.process}.jsonl", data, MAX_LINES):
                     self._torn = False
-                    self._unsaid.clear()
+                    self._unwritten.clear()
                     return True
             except Exception as error:  # noqa: BLE001 - a full disk, a deleted directory
                 raise_from_signal(error)
             self._retry_ns = now + RETRY_NS
-        if keep and len(self._unsaid) < MAX_UNSAID:
-            self._unsaid.append(line)
+        if keep and len(self._unwritten) < MAX_UNWRITTEN:
+            self._unwritten.append(line)
         return False
 
     def say(self, **data: Any) -> None:
@@ -241,7 +243,7 @@ class Session:
                 self._line(line, keep=True)
 
     def warn(self, text: str, fill: str | None = None) -> None:
-        """Warn the viewers, not the script."""
+        """Write a warning for the user of dpmon. The script does not see it."""
         if self.ring is not None:
             self.event("warning", fill, text=text)
         else:
@@ -250,16 +252,16 @@ class Session:
     # ---------------------------------------------------------------- definitions
 
     def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], memo: Memo) -> int:
-        """Return the number of the definition of these arguments' sizes; 0 if they could not be read."""
+        """Return the number of the definition for the sizes of a call's arguments; 0 if they could not be read."""
         lone = args[0] if len(args) == 1 and not kwargs else None
         return self._looked_at("0", lone, memo, lambda: sizes.signature_of_call(args, kwargs))
 
     def outputs(self, value: Any, memo: Memo) -> int:
-        """Return the number of the definition of this result's sizes; 0 if they could not be read."""
+        """Return the number of the definition for the sizes of a result; 0 if they could not be read."""
         return self._looked_at("", value, memo, lambda: sizes.signature_of_value(value))
 
     def _looked_at(self, lone_path: str, lone: Any, memo: Memo, signature: Callable[[], Any]) -> int:
-        """Do what `sizes` does. The memo remembers `lone` if it is a tensor and the only value."""
+        """Return the number of the definition of a signature. The memo caches it if `lone` is a plain tensor."""
         try:
             if torch._C._len_torch_function_stack():
                 with torch._C.DisableTorchFunction():  # a mode of the script would see our reads
@@ -282,7 +284,7 @@ class Session:
         return self.define((lone_path, signature), lambda: sizes.spell_out(signature, lone_path), self._sizes)
 
     def define(self, key: Hashable, spell: Callable[[], Any], numbers: Iterator[int] | None = None) -> int:
-        """Return the number of the definition for `key`; 0 if it could not be written. `spell` makes a new one."""
+        """Return the number of the definition for `key`, made by `spell` if it is new; 0 if it cannot be written."""
         number = self._known.get(key)
         if number is not None:
             return number
@@ -300,7 +302,7 @@ class Session:
     # ---------------------------------------------------------------- faults
 
     def fault(self, where: str, error: BaseException, fatal: bool = True) -> None:
-        """Count a fault of ours. The third fault in one place switches the tracer off if it is `fatal` there.
+        """Count a fault of ours. With `fatal`, the third fault at the same place switches the tracer off.
 
         Raises only exceptions of the script's signal handlers.
         """
@@ -319,7 +321,7 @@ class Session:
                     f"dpmon's tracer gave up after it failed {count} times while it {_DOING[where]}:"
                     " nothing more is recorded"
                 )
-        except Exception:  # noqa: BLE001 - nothing more can be done, and the script must not notice
+        except Exception:  # noqa: BLE001 - the fault cannot be reported, and must not reach the script
             self.off = True
 
 
@@ -355,11 +357,11 @@ _DOING = {
     "ending": "noted the exception that ends the process",
     "exit": "wrote the last step at the end of the process",
 }
-"""Description of the tracer's action, for each place that reports a fault."""
+"""Description of what the tracer did, for each place that reports a fault."""
 
 
 def raise_from_signal(error: BaseException) -> None:
-    """Raise an error again if a signal handler of the script raised it; else the error is ours to suppress."""
+    """Raise an error again if a signal handler of the script raised it. Otherwise the caller may suppress it."""
     if _from_a_signal(error):
         raise error
 

@@ -21,8 +21,10 @@ from dpmon.tracer.timing import gpus_of, may_be_used
 
 MAX_SITES = 1024
 MAX_NUMBERS = 1 << 14
-MAX_KIN, MAX_PARTS = 16, 10_000
-"""Most known models, and most modules in each, that are searched for relatives of a new model."""
+MAX_KIN = 16
+"""Most known models that are compared with a new model: one may be a part of the other."""
+MAX_PARTS = 10_000
+"""Most modules searched in each of these models."""
 _NOT_APART = {
     DDP: {"all_reduce": "the ranks average their gradients within the backward pass; this time is not separated"},
     FSDP: {
@@ -30,7 +32,7 @@ _NOT_APART = {
         "reduce_scatter": "the ranks reduce their gradients within the backward pass; this time is not separated",
     },
 }
-"""For each `via`: the collectives of the ranks, and why they are not phases of a call."""
+"""By `via`: the ranks' collectives, and why they are not phases of a call."""
 
 
 class Functional:
@@ -99,19 +101,20 @@ class Site:
         self.head = 0
         """Layout and flags for the span of a call: see Sites.head."""
         self.inputs, self.outputs, self.share = Memo(), Memo(), Memo()
+        """For the arguments of a call, its result, and the arguments of a lone replica."""
         self.replicas: list[tuple[Memo, Memo]] = []
         self.stages: Stages | None = None
         """The model's stages, if its parts are on several devices."""
         self.proven = False
-        """Whether dp has worked for it."""
+        """Whether dp has worked for this module."""
         self.place: Place | None = None
-        """The module's place when the plan was made; None if the plan does not depend on it."""
+        """Where the module was when the plan was made; None if the plan does not depend on it."""
         self.moves = False
-        """Whether it may have left that place."""
+        """Whether the module may have moved since then."""
         self.own: tuple[str, ...] = ()
         """The methods of DataParallel that the script's subclass overrides."""
         self.absent: dict[str, str] = {}
-        """Parts that these methods bypass, with the reasons."""
+        """Reasons for missing parts of its calls, for example because these methods bypass torch's functions."""
 
     def holds(self) -> bool:
         """Whether the module is still where it was when the plan was made."""
@@ -254,7 +257,7 @@ class Sites:
     # ---------------------------------------------------------------- layouts
 
     def head(self, site: Site, plan: Plan) -> int:
-        """Return layout and flags for the span of a call by this plan; site 0: the layout cannot be written."""
+        """Return layout and flags for the span of a call by this plan. The layout is 0 if it cannot be written."""
         devices = plan.devices if site.stages is None else site.stages.devices
         key = site.root, site.via, devices, tuple(site.absent.items()), plan.on_cpu, site.number, site.dim, site.first
         number = self.session.define(key, lambda: _spell(site, plan))
@@ -281,7 +284,7 @@ def own_methods(kind: type) -> tuple[str, ...]:
 
 
 def weights_given(kind: type) -> int:
-    """Return how many leading arguments are parameters and buffers, for a module that does not hold them itself."""
+    """Return how many leading arguments are parameters and buffers; 0 if the module holds these itself."""
     if not kind.__module__.startswith("torch._functorch"):
         return 0
     return {"FunctionalModule": 1, "FunctionalModuleWithBuffers": 2}.get(kind.__name__, 0)

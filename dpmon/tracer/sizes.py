@@ -29,7 +29,7 @@ MAX_CHECKED = 4096
 MAX_DEPTH = 16
 MAX_PATH = 120
 MAX_EXTENTS = 2048
-"""Most dimensions of all shapes in one definition, added up."""
+"""Most dimensions in one definition, summed over all shapes."""
 
 
 def signature_of_value(value: Any) -> Hashable:
@@ -73,7 +73,7 @@ def _walk(value: Any, path: str, found: list[Any], budget: list[int], depth: int
         return
     budget[0] -= 1
     if isinstance(value, Tensor):
-        found.append((path, *_looks_of(value)))
+        found.append((path, *_shape_and_dtype(value)))
         return
     if value is None or isinstance(value, (str, bytes, int, float, bool)):
         return
@@ -86,8 +86,8 @@ def _walk(value: Any, path: str, found: list[Any], budget: list[int], depth: int
             return
 
 
-def _looks_of(tensor: Any) -> tuple[Any, ...]:
-    # Subclasses may watch attribute access and must not notice the tracer.
+def _shape_and_dtype(tensor: Any) -> tuple[Any, ...]:
+    # A subclass may react to attribute access, and must not notice the tracer.
     if type(tensor) is Tensor or type(tensor) is Parameter:
         return tensor.shape, tensor.dtype
     with torch._C.DisableTorchFunctionSubclass():
@@ -146,7 +146,7 @@ def spell_out(signature: Any, lone_path: str) -> list[tuple[Any, ...]]:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors themselves, for a check during a call; do not keep them."""
+    """Return the tensors in a value, at most those among MAX_CHECKED values. Do not keep them beyond the call."""
     found: list[Tensor] = []
     _collect(value, found, [MAX_CHECKED], 0)
     return found

@@ -1,8 +1,8 @@
 """Runs calls over several devices, or in stages on several devices.
 
-A data-parallel call goes through torch's own functions: scatter, replicate, apply, gather. If the devices are virtual,
-their lowest layer is replaced (dpmon.tracer.virtual). If the call fails, the attempt is undone, and the call runs again
-as it would without dpmon.
+A data-parallel call goes through torch's own functions: scatter, replicate, apply, gather. For virtual devices, the
+lowest layer of these functions is replaced (dpmon.tracer.virtual). If such a call fails, the attempt is undone, and the
+call runs again as it would without dpmon.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class Run:
         self.verbs: set[int] = set()
         """Phases that have run, as kinds of spans."""
         self.share: Any = None
-        """(args, kwargs, when scatter ended) of replica 0 if torch runs the module itself; else None."""
+        """If torch runs the module itself in place of a lone replica: (args, kwargs, end of scatter); else None."""
         self.before: Before | None = None
         self.runs: Any = None
         """The running DataParallel, or its view."""
         self.wrapped = False
-        """Whether a data-parallel call ran inside it."""
+        """Whether a data-parallel call ran inside this call."""
 
 
 class Split:
@@ -86,7 +86,7 @@ class Split:
         self._functionals: dict[Any, Callable[..., Any]] = {}
 
     def run(self, me: Thread, site: Site, original: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
-        """Run a call in place of `original(module, *args, **kwargs)`; call `settle` afterwards."""
+        """Run a call in place of `original(module, *args, **kwargs)`. The caller must call `settle` afterwards."""
         try:
             run = Run(site, me.split)
             if site.plan.mode == DP:
@@ -101,7 +101,7 @@ class Split:
             return self._wrapper(run, me, original, module, args, kwargs)
         if site.plan.mode == DP:
             return self._root(run, me, original, module, args, kwargs)
-        stages = site.stages if me is self.recorder.trains else None  # the training thread's calls only
+        stages = site.stages if me is self.recorder.trains else None
         if stages is None:
             return original(module, *args, **kwargs)
         stages.begin(self.recorder)
@@ -114,9 +114,9 @@ class Split:
                 site.head = run.head = self.sites.head(site, site.plan)
 
     def settle(self, me: Thread, site: Site, outputs: int, failed: bool) -> int:
-        """Release a call that `run` has run; returns layout and flags of its span (Sites.head). Never raises.
+        """Finish a call that `run` has run; return layout and flags of its span (Sites.head). Never raises.
 
-        `outputs`: the definition of its result's sizes.
+        `outputs`: the number of the definition for the sizes of its result.
         """
         run: Run | None = me.split
         if run is None or run.site is not site:  # an interrupt came before the run existed
@@ -138,7 +138,7 @@ class Split:
         return run.head
 
     def _lone_replica(self, me: Thread, run: Run, outputs: int) -> None:
-        """Write the span of a single replica: the module itself, which ran after the scatter."""
+        """Write the span of a lone replica: torch ran the module itself after the scatter."""
         args, kwargs, began = run.share
         inputs = self.session.inputs(args, kwargs, run.site.share)
         head = Kind.REPLICA | me.head | run.site.kind << INSIDE_AT
@@ -252,7 +252,7 @@ class Split:
             self.session.fault("success", error)
 
     def _take_back(self, module: Any, view: Any) -> None:
-        """Copy attributes that a subclass set during the call back to the script's object. Never raises."""
+        """Copy to the script's object the attributes that a subclass set on the view in the call. Never raises."""
         if type(module) is torch.nn.DataParallel:
             return
         try:
@@ -285,7 +285,7 @@ class Split:
     def _fall_back(self, run: Run, me: Thread, module: Any, why: Exception | str, final: bool) -> None:
         """Note why dp failed for this call, and prepare to run it as it would run without dpmon. Never raises."""
         watch, run.watch, run.share, run.verbs = run.watch, None, None, set()
-        me.inside = run.site.kind  # a lone replica runs on this thread and has not reset it
+        me.inside = run.site.kind  # not reset yet, if a lone replica ran on this thread
         try:
             self.recorder.write(Kind.AGAIN | me.head | run.site.kind << INSIDE_AT, monotonic_ns(), 0)
             if run.before is not None:
@@ -327,7 +327,7 @@ def changed_meaning(result: Any, args: Any, kwargs: Any, replicas: int) -> str |
 
 
 def _view(module: Any, plan: Plan, dim: int) -> Any:
-    """Make the same DataParallel with other devices. It shares everything with `module`, which stays unchanged."""
+    """Return a copy of a DataParallel with other devices. It shares all else with `module`, which stays unchanged."""
     ids = list(plan.device_ids or ())
     view: Any = object.__new__(type(module))
     state = view.__dict__

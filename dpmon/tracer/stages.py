@@ -1,9 +1,9 @@
-"""Stages: a bare root with its parts on several devices, and the inputs, outputs and times of each device.
+"""Records the stages of a bare root with parts on several devices: inputs, outputs and times of each device.
 
-The first call of a root checks whether it is on several devices; a model on one device costs nothing more. The parts of
-such a root get hooks when a call begins and lose them when it ends, on the training thread only. So the script never
-copies or pickles our hooks. Consecutive parts on one device make one stage. Times are host times; no synchronisation is
-added.
+The first call of a root checks whether it is on several devices; a model on one device costs nothing more. If it is,
+its parts get hooks when a call begins and lose them when the call ends, on the training thread only. So the script
+never copies or pickles our hooks. Consecutive parts on one device make one stage. Times are host times; no
+synchronisation is added.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dpmon.tracer.threads import Thread
 from dpmon.tracer.timing import Mark, Timing, gpu_of
 
 KEY = -7062
-"""torch counts hooks up from 0, so nothing else has a negative number."""
+"""Key of our hooks. torch counts up from 0, so no other hook has a negative key."""
 MAX_STAGES = 64
 MAX_PARTS = 256
 MAX_DEPTH = 4
@@ -56,7 +56,11 @@ class Part:
 
 
 class Stage:
-    """One stage of the current call: definitions of its sizes (0: unknown), monotonic ns (`ended` 0: no end)."""
+    """One stage of the current call.
+
+    `inputs`, `outputs`: definitions of its sizes (0 if unknown). `began`, `ended`: monotonic ns (`ended` is 0 if it has
+    no end).
+    """
 
     __slots__ = ("began", "device", "ended", "inputs", "mark", "names", "outputs")
 
@@ -82,7 +86,7 @@ class Stages:
         self._current: Stage | None = None
         """Stage of the running part; None if it is beyond the limit."""
         self._running: list[tuple[Part, Any]] = []
-        """The outermost running part and the parts inside it, with the exception being handled at each start."""
+        """The running parts, outermost first, each with the exception that was being handled when the part began."""
         self._thread = 0
         self._elsewhere = False
         """Whether a part has run on another thread, so that the times would mix."""
@@ -125,7 +129,7 @@ class Stages:
                 last.ended = 0
                 self._current = last
                 last.began = last.began or monotonic_ns()
-            except Exception as error:  # noqa: BLE001 - sizes are not worth a training
+            except Exception as error:  # noqa: BLE001 - missing sizes must not stop a training
                 session.fault("stages", error)
 
         def leave(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -146,7 +150,7 @@ class Stages:
                     if stage.mark is not None:
                         stage.mark.lap()
                     stage.outputs = session.outputs(result, gave)
-            except Exception as error:  # noqa: BLE001 - sizes are not worth a training
+            except Exception as error:  # noqa: BLE001 - missing sizes must not stop a training
                 session.fault("stages", error)
 
         return enter, leave
@@ -175,7 +179,7 @@ class Stages:
     def end(self, recorder: Recorder, me: Thread) -> str | None:
         """Write the stages when a call of the root ends, and remove the hooks. Never raises.
 
-        Returns why the stages are incomplete; None if they are complete.
+        Return why the stages are incomplete; None if they are complete.
         """
         if not self._open:
             return None
@@ -186,7 +190,7 @@ class Stages:
         except Exception as error:  # noqa: BLE001 - only the stages are lost
             self.session.fault("stages", error)
         self._ran = []
-        self._running.clear()  # an exception in it would keep its frames alive
+        self._running.clear()  # its exceptions would keep their frames alive
         for part in self.parts:
             try:
                 module = part.module()

@@ -31,7 +31,7 @@ class Startup:
         self._loaders = 0
 
     def install(self) -> None:
-        """Note when init_process_group begins and ends, wherever torch.distributed exports it."""
+        """Replace init_process_group wherever torch.distributed exports it, to note when it begins and ends."""
         original = getattr(torch.distributed, "init_process_group", None)  # some builds lack it
         if original is None:
             return
@@ -73,7 +73,7 @@ class Startup:
         self._ended(error)
 
     def _ended(self, error: BaseException | None) -> None:
-        # After an interrupt the note stays: it shows where the process was.
+        # After an interrupt, the last note stays, because it shows where the process was.
         if error is None or isinstance(error, Exception):
             self._note(lambda: IN_SCRIPT)
 
@@ -93,7 +93,7 @@ def _first_batch(iterator: Any) -> str:
 
 
 def _group(args: Any, kwargs: Any) -> str:
-    """Describe the process group, as far as the script or its launcher does."""
+    """Describe the process group, as far as the script or its launcher specifies it."""
     backend = kwargs.get("backend", args[0] if args else None)
     rank, world = kwargs.get("rank", -1), kwargs.get("world_size", -1)
     if type(rank) is not int or rank < 0:

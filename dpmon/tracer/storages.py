@@ -18,16 +18,16 @@ from dpmon.tracer.names import class_name, is_a
 
 MAX_TENSORS = 20_000
 AT_ONCE = 256
-"""Tensors, or entries of an optimizer's state, between two reads of the clock."""
+"""Number of tensors, or of entries of an optimizer's state, between two reads of the clock."""
 MAX_DEPTH = 4
 MAX_TYPES = 4
-"""Most types of tensors of unknown size to name."""
+"""Most types to name, of tensors with an unknown size."""
 MODEL, GRADIENTS, STATES = range(3)
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
 class Walk:
-    """Sums the storages of models, gradients and optimizer states. A shared storage counts once, for the first kind.
+    """Sums the storages of models, gradients and optimizer states. A shared storage counts for the first of these.
 
     Between two steps it keeps a few bytes per storage alive, so that torch does not reuse the storage's identity.
     """
@@ -47,7 +47,7 @@ class Walk:
         self._seen: dict[tuple[str, int], tuple[int, int, Any]] = {}
         """Per storage: its kind, its bytes, a weak reference."""
         self._left: deque[tuple[int, Any, int]] = deque()
-        """Where to continue: kind, owner, first entry."""
+        """Where to continue: kind, weak reference to the owner, index of the first entry."""
         modules = {id(module): module for root in models for module in modules_of(root)}
         refs = [weakref.ref(module) for module in modules.values()]
         for kind in kinds:
@@ -152,10 +152,10 @@ def _entries(kind: int, owner: Any) -> list[Any]:
 
 
 def _shards(module: Any) -> list[Any]:
-    """Return fully_shard's parameters of a module and its parts: each is sharded, and also unsharded while in use.
+    """Return fully_shard's parameters of a module and its parts. Each has a sharded form, and an unsharded one in use.
 
-    The modules' own tables contain one form of each parameter; the other form may hold memory or a gradient, too. These
-    private names of torch may change; then only the tables are counted.
+    The modules' own tables contain one form of each parameter; the other form may hold memory or a gradient, too. The
+    private names of torch that are used here may change; then only the tables are counted.
     """
     if not is_a(module, "FSDPModule"):
         return []

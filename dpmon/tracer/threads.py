@@ -15,8 +15,10 @@ class Thread:
 
     def __init__(self, number: int) -> None:
         self.head = number << THREAD_AT
+        """The number of the thread, as a part of a span's first word."""
         self.number = number
         self.word = Word.UNDER_WAY + number
+        """Index in the ring's header of the start of the thread's current span."""
         self.inside = 0
         """Kind of the current span, 0 for none."""
         self.root: Any = None

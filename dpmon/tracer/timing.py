@@ -1,8 +1,8 @@
 """Device times of the phases of a process that trains on GPUs, from events on the working streams.
 
 A `Timing` exists only after a call runs on a GPU, so other processes pay nothing for it. The span of a phase is written
-when the host finishes the phase, with a flag that it is timed. Its device times become known some steps later. Each is
-then written as a span per device, with the number of the phase's span.
+when the host finishes the phase, with a flag that the phase is timed. Its device times become known some steps later.
+They are then written, one span per device, with the number of the phase's span.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dpmon.tracer.threads import Thread
 MAX_STEPS = 64
 """Longest wait for a time, in steps."""
 MAX_COPIES = 16
-"""Most timed copies in one step; the phases need the events more."""
+"""Most timed copies in one step, so that enough events are left for the phases."""
 MAX_ONE_IN = 1024
 _TIMED, _SKIPPED = Flag.TIMED << FLAGS_AT, Flag.SKIPPED << FLAGS_AT
 _COUNT_ANYWAY = frozenset((Kind.FETCH, Kind.CALL, Kind.WRAPPED, Kind.BACKWARD, Kind.COPY))
@@ -81,7 +81,7 @@ class Mark:
         return 0 if self._kind in _VERBS else _TIMED
 
     def written(self, number: int) -> None:
-        """The span of the phase was written, with this number (-1: it was not)."""
+        """Remember the number of the phase's written span; -1 if it was not written."""
         if number >= 0:
             self.number = number
             self._timing.wait_for(self)
@@ -131,14 +131,15 @@ class Timing:
         self.gpus: tuple[int, ...] = ()
         """GPUs for the phases of this step: the GPUs of its calls; before its first call, the GPUs of the last step."""
         self._used: tuple[int, ...] = ()
+        """GPUs of the calls of this step so far."""
         self._called = False
         """Whether this step has a call."""
         self._skips = False
         """Whether this step is not timed."""
-        self.random = Random()  # the script's random numbers stay its own
+        self.random = Random()  # does not change the script's random numbers
         self._block = self._left = self._chosen = 0
-        """`_block`: length of a block, in which one step is timed. `_left`: steps left in the block. `_chosen`: value
-        of `_left` at the timed step."""
+        """One step in each block is timed. `_block`: steps in a block. `_left`: steps left in this block. `_chosen`:
+        value of `_left` at the timed step."""
         self.synced: Callable[[], int] | None = None
         """Returns the number of synchronised backward passes, so that all ranks time the same steps."""
         self._waiting: deque[Mark] = deque()
@@ -203,7 +204,7 @@ class Timing:
     # ---------------------------------------------------------------- reading
 
     def wait_for(self, mark: Mark) -> None:
-        """Wait for the times of a phase that has a written span."""
+        """Write the times of a phase once they are known. The span of the phase has been written."""
         if all(span.settled for span in mark.spans):  # it is not timed
             self._write(mark, Untimed.NONE)
             return
@@ -217,12 +218,12 @@ class Timing:
             self._steps += 1
             self.gpus = self._used
             self._used, self._called = (), False
-            self._draw()
+            self._choose()
         self.read()
         self.times.turn()
 
-    def _draw(self) -> None:
-        """Decide whether the next step is timed: one step in each block is timed."""
+    def _choose(self) -> None:
+        """Decide whether the next step is timed."""
         block = min(self._one_in(), MAX_ONE_IN)
         if self.synced is not None:
             # Ranks with larger blocks time a subset of the steps that other ranks time.
@@ -235,7 +236,7 @@ class Timing:
         self._left -= self._left > 0
 
     def read(self, unread: int = Untimed.NONE) -> None:
-        """Write the known times. `unread`: if set, the reason written for all other times."""
+        """Write the known times. `unread`: if not NONE, also write all other times as unknown, with this reason."""
         waiting = self._waiting
         try:
             self.times.collect()
@@ -244,7 +245,7 @@ class Timing:
                 late = Untimed.LATE if self._steps - mark.step > MAX_STEPS else unread
                 if not (late or all(span.settled for span in mark.spans)):
                     break
-                self._write(mark, late)  # an interrupt before the next line repeats it: the reader drops it
+                self._write(mark, late)  # an interrupt before the next line repeats this; the reader drops duplicates
                 del waiting[0]
         except Exception as error:  # noqa: BLE001 - the training continues
             self._failed(error)

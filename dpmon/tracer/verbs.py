@@ -53,7 +53,7 @@ class Verbs:
                 if kind == Kind.PARALLEL_APPLY and run.watch is not None and not run.watch.hooked:
                     try:
                         args, kwargs = run.watch.around(args, kwargs)
-                    except Exception as error:  # noqa: BLE001 - sizes are not worth a training
+                    except Exception as error:  # noqa: BLE001 - missing sizes must not stop a training
                         fault("replicas", error)
                 virtual = run.plan.virtual
                 function = original if virtual is None else virtual.verbs[number]

@@ -132,7 +132,7 @@ class _Torch(_Instead):
         def on_device(_: Any = None) -> Any:
             return torch.cuda.device(base) if base.type == "cuda" else _NOWHERE
 
-        # A new thread begins on the default stream; the batch may have been prepared on another one.
+        # A new thread begins on the default stream, but the batch may have been prepared on another stream.
         def stream(_: Any = None) -> Any:
             return torch.accelerator.current_stream(base.index) if base.type == "cuda" else _NOWHERE
 

@@ -1,10 +1,10 @@
 """Threads that run virtual replicas. They persist between calls, and each has its share of the cores.
 
-torch's parallel_apply starts a thread per replica and call. On GPUs, that cost is small compared with the work. On a
+torch's parallel_apply starts a thread per replica and call. On GPUs, the cost is small compared with the work. On a
 CPU, each new thread waits for a core and for the GIL, and starts an OpenMP team as large as the machine: on a busy
-machine, a step of half a millisecond took twenty. `ReplicaThread` replaces `threading.Thread` there. To the replica it
-looks like a new thread: thread-locals and context variables are empty, and `threading` forgets the thread after its
-run.
+machine, a step of 0.5 ms took 20 ms. So on a CPU, `ReplicaThread` replaces `threading.Thread` in parallel_apply. To the
+replica it looks like a new thread: thread-locals and context variables are empty, and `threading` forgets the thread
+after its run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ACTIVE: dict[int, Any] = getattr(threading, "_active", {})
 
 
 class ReplicaThread:
-    """Runs `target(*args)` on a thread with parallel regions of `share` threads, or the caller's number if less."""
+    """Runs `target(*args)` on a thread. Its parallel regions use `share` threads, or the caller's number if smaller."""
 
     __slots__ = ("_args", "_done", "_target", "_threads", "join")
 
@@ -45,7 +45,7 @@ class ReplicaThread:
 
     def start(self) -> None:
         """Start the thread. Raises RuntimeError if no thread can be started."""
-        # Debuggers and coverage set trace functions for new threads; these take effect only in `threading`.
+        # Debuggers and coverage set trace functions for new threads, which only threads of `threading` call.
         if threading.gettrace() is None and threading.getprofile() is None and _crew.is_open():
             _crew.worker().hand(self)
         else:
@@ -56,7 +56,7 @@ class ReplicaThread:
     def run(self) -> None:
         """Call the target on this thread, then drop the reference to it."""
         target, args, self._target, self._args = self._target, self._args, _nothing, ()
-        with suppress(Exception):  # an unknown OpenMP: its threads are not limited
+        with suppress(Exception):  # with an unknown OpenMP, the number of threads is not limited
             limit_this_thread(self._threads)
         target(*args)
 
@@ -73,7 +73,7 @@ class _Worker:
 
     def __init__(self, crew: _Crew) -> None:
         self._crew = crew
-        # `put` is one C call: if a signal handler raises, the replica was either handed over or not.
+        # `put` is one C call. If a signal handler raises, the replica is either in the queue or not.
         self._replicas: SimpleQueue[ReplicaThread] = SimpleQueue()
         start_new_thread(self._serve, ())
 

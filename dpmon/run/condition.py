@@ -12,7 +12,7 @@ from dpmon.run.rundir import ExitInfo, RunInfo, load_exit
 from dpmon.run.standing import activities
 
 YOUNG_S = 60.0
-"""A younger run may be about to start its command, however slow the machine is."""
+"""A run younger than this may still start its command, even on a slow machine."""
 
 
 def command_alive(info: RunInfo) -> bool | None:
@@ -23,19 +23,19 @@ def command_alive(info: RunInfo) -> bool | None:
 
 
 def goes_on(info: RunInfo) -> bool:
-    """Whether a run is live, as far as this machine can see: its command, or its supervisor."""
+    """Whether the command or the supervisor of a run is alive, as far as this machine can see."""
     return bool(command_alive(info)) or supervised(info)
 
 
 def run_state(directory: Path, info: RunInfo) -> tuple[str, ExitInfo | None]:
-    """The state in a word, and how the run ended if it has.
+    """The state in a word, and how the run ended, if it has.
 
-    starting; running; unsupervised (it runs, but its supervisor was killed: `dpmon attach` starts another one); ending;
-    elsewhere (on another machine that shares the directory; whether it runs is unknown here); lost (it has gone without
-    a record of its end); or, with the exit, a word from `dpmon.run.ending.outcome`. For a running one, `is_paused` says
-    whether `ls` calls it paused.
+    With an exit, the word is from `dpmon.run.ending.outcome`. Without one, it is starting, running, ending, or one of
+    these: unsupervised (the command runs, but its supervisor was killed: `dpmon attach` starts another one); elsewhere
+    (on another machine that shares the directory; this machine does not know whether it runs); lost (ended without a
+    record of its end). `ls` shows a running run as paused if `is_paused` is true.
     """
-    # In this order, everything written before a process ended is seen when it has ended.
+    # Check the processes before exit.json: then everything that they wrote before they ended is visible.
     alive, watched = command_alive(info), supervised(info)
     how = load_exit(directory)
     if how is not None:

@@ -20,9 +20,9 @@ from dpmon.run.files import not_a_file, open_file
 
 _DESCRIPTOR = re.compile(r"/dev/(?:std(?:in|out|err)|fd/\d+)|/proc/(?:self|thread-self|\d+)(?:/task/\d+)?/fd/\d+")
 _LONGEST_NAME = 100
-"""Most bytes of the file's name in its temporary name."""
+"""Most bytes of a file's name that the name of its temporary file contains."""
 PART_AGE_S = 60.0
-"""A temporary file without a write for this many seconds has no writer any more."""
+"""A temporary file without a write for this many seconds no longer has a writer."""
 
 
 def is_stream(path: Path) -> bool:
@@ -67,7 +67,7 @@ def open_truncated(path: Path) -> int:
 def remove_parts(path: Path) -> None:
     """Delete temporary files of `path` that killed writers left behind, if possible.
 
-    Only regular files of this user with names from `replaced`, without a write for `PART_AGE_S`.
+    These are regular files of this user with a name that `replaced` gives, without a write for `PART_AGE_S`.
     """
     name = re.compile(re.escape(f".{_stem(path)}.") + r"[0-9a-f]{8}\.part")
     with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
@@ -95,7 +95,7 @@ def replaced(path: Path, mode: int | None = None) -> Iterator[TextIO]:
     before = check_replaceable(path)
     if mode is None and before is not None:
         mode = before & 0o777
-    # The random part separates two writers to one name; the last to finish wins, as with any tool.
+    # The random part keeps two writers to the same path apart; the last to finish wins, as with any tool.
     temporary = path.with_name(f".{_stem(path)}.{uuid.uuid4().hex[:8]}.part")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:

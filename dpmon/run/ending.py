@@ -9,7 +9,7 @@ from dpmon.run.rundir import ExitInfo, RunInfo
 
 
 def exit_info(info: RunInfo, returncode: int, by: str, error: str | None = None, *, drained: bool = True) -> ExitInfo:
-    """The end of the run, just now, from a return code as subprocess gives it (negative: the signal's number)."""
+    """The end of a run that ended just now; `returncode` as in subprocess (negative: the number of a signal)."""
     name = None
     if returncode < 0:
         try:

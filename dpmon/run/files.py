@@ -2,7 +2,7 @@
 
 A run's directory may come from another person, or change during the run. A FIFO in the place of a log would block its
 reader; a link would lead out of the directory. So every file of a run is opened here. The tracer imports nothing from
-this package and has the same check in `inject.note` and in its rings.
+this package and has the same check in `dpmon.tracer.append` and in its rings.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def open_file(path: Path, flags: int = os.O_RDONLY, *, anyone: bool = False) -> 
         _check(path, os.fstat(fd), flags, anyone)
         if flags & os.O_TRUNC:
             os.ftruncate(fd, 0)
-        os.set_blocking(fd, True)  # a script whose output it becomes expects blocking mode, as from a shell
+        os.set_blocking(fd, True)  # a script may get the file as its output, and expects blocking mode, as from a shell
     except BaseException:
         os.close(fd)
         raise
@@ -59,7 +59,7 @@ def open_file(path: Path, flags: int = os.O_RDONLY, *, anyone: bool = False) -> 
 
 @contextlib.contextmanager
 def _parent(path: Path, *, linked: bool = False) -> Iterator[int]:
-    """A descriptor of the directory that contains `path`; it must not be a link unless `linked`."""
+    """A descriptor of the directory that contains `path`; the directory must not be a link unless `linked`."""
     # The directory itself may be replaced while a run goes on, and a link in its place would lead elsewhere.
     fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC | (0 if linked else os.O_NOFOLLOW))
     try:

@@ -1,4 +1,4 @@
-"""The supervisor's lock: only one process supervises a run, and the lock is released when it dies."""
+"""The supervisor's lock: only one process supervises a run. The lock is released when that process dies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SILENT_S = 86400.0
 def take_lock(directory: Path) -> int | None:
     """A descriptor that holds the lock until its last copy is closed; None if another process holds it.
 
-    UNSUPPORTED if the file system has no locks or cannot create the file: then no process is kept out.
+    UNSUPPORTED if the file system has no locks or cannot create the file: then nothing prevents a second supervisor.
     """
     try:
         fd = open_file(directory / _LOCK_FILE, os.O_RDWR | os.O_CREAT)
@@ -58,5 +58,5 @@ def goes_on_elsewhere(directory: Path, info: RunInfo, how: ExitInfo | None) -> b
 
 
 def needs_supervisor(directory: Path, info: RunInfo, how: ExitInfo | None) -> bool:
-    """Whether a run is live, or has ended, without a process to finish its record; the lock decides finally."""
+    """Whether a run's record is unfinished and no supervisor is alive to finish it. Only `take_lock` makes sure."""
     return (how is None or not how.drained) and not supervised(info) and not goes_on_elsewhere(directory, info, how)

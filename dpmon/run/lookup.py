@@ -14,7 +14,7 @@ _IDS_NAMED = 8
 def list_runs(unreadable: list[str] | None = None) -> list[tuple[Path, RunInfo]]:
     """All readable runs of this user, oldest first, including those in replacement directories.
 
-    `unreadable` receives the error of each other run with a run.json.
+    `unreadable`: a list that receives an error for each run with an unreadable run.json.
     """
     found = []
     for runs in (runs_directory(), *stand_ins()):
@@ -41,7 +41,7 @@ def short_name(info: RunInfo) -> str:
 
 
 def newest_run(goes_on: Callable[[RunInfo], bool]) -> Path:
-    """The newest live run, else the newest of all; RunError without any."""
+    """The newest live run, else the newest of all; RunError if there is none."""
     going = [directory for directory, info in reversed(list_runs()) if goes_on(info)]
     return going[0] if going else find_run()
 
@@ -49,8 +49,8 @@ def newest_run(goes_on: Callable[[RunInfo], bool]) -> Path:
 def find_run(what: str = "last", *, only: bool = False, goes_on: Callable[[RunInfo], bool] | None = None) -> Path:
     """The run named `what`: `last`, an id, a short name, a name (its latest run), or a unique start of one.
 
-    RunError if there is none, or several match; with `only`, also if several have that name. With `goes_on`, a name
-    means its live run; RunError if several are live.
+    RunError if no run or several runs match. `only`: RunError also if several runs have that name. With `goes_on`, a
+    name means its live run; RunError if several are live.
     """
     runs = list_runs()
     if not runs:
@@ -76,7 +76,7 @@ def find_run(what: str = "last", *, only: bool = False, goes_on: Callable[[RunIn
 
 
 def _begins(info: RunInfo, what: str, only: bool) -> bool:
-    """Whether the run's id or short name begins with `what`; for a deletion, the start of a name is not enough."""
+    """Whether the run's id or short name begins with `what`; with `only`, only the id counts."""
     return info.id.startswith(what) or (not only and short_name(info).startswith(what))
 
 

@@ -1,7 +1,7 @@
 """The notes of a run: lines of process id, monotonic time in ns, and text, as `dpmon.tracer.append.note` writes them.
 
-stages.log, endings.log and warnings.log consist of them. A note may be damaged, so the length of numbers is limited:
-Python refuses numbers of thousands of digits, and cannot divide those of hundreds.
+stages.log, endings.log and warnings.log consist of them. A note may be damaged, so the length of its numbers is
+limited: Python refuses to read numbers of thousands of digits, and cannot divide numbers of hundreds of digits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Note(NamedTuple):
 
 
 def read_notes(path: Path, most_bytes: int, *, newest: bool = False) -> list[Note]:
-    """The notes in the first bytes of a file, or in its last (`newest`); empty if it cannot be read."""
+    """The notes in the first `most_bytes` of a file, or with `newest` in the last; empty if it cannot be read."""
     try:
         return parse_notes((read_tail if newest else read_file)(path, most_bytes))
     except OSError:
@@ -36,14 +36,14 @@ def read_notes(path: Path, most_bytes: int, *, newest: bool = False) -> list[Not
 
 
 def parse_notes(data: bytes) -> list[Note]:
-    """The notes in `data`, in their order, without an unfinished last line and invalid lines."""
+    """The notes in `data`, in order, without invalid lines and an unfinished last line."""
     lines = data.decode("utf-8", "replace").split("\n")[:-1]
     found = (_NOTE.fullmatch(line) for line in lines)
     return [Note(int(match[1]), int(match[2]), match[3]) for match in found if match is not None]
 
 
 class WarningsLog:
-    """Warnings of training processes that did not fit in their rings."""
+    """Warnings of training processes that have no ring, or had none yet."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / "warnings.log"
@@ -60,7 +60,7 @@ class WarningsLog:
         except OSError:
             return []
         whole = data[: data.rfind(b"\n") + 1]
-        # The tracer writes no line of this length. Skip it and read the lines after it.
+        # The tracer never writes so long a line. Skip it and read the lines after it.
         self._at += len(whole) or (len(data) if len(data) == _MOST_WARNINGS else 0)
         return [note.text for note in parse_notes(whole) if not self._known(note.text)]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 class OomWatch:
     """Counts the processes that the kernel has killed for lack of memory since this object was created.
 
-    Covers this process's control group if the kernel provides its count (memory.events of cgroup v2), else the whole
-    machine (/proc/vmstat).
+    Counts first in this process's control group, if the kernel provides that count (memory.events of cgroup v2), then
+    on the whole machine (/proc/vmstat).
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -19,7 +19,7 @@ class OomWatch:
         self._before = [_oom_kills(path) for path, _ in self._places]
 
     def cause(self, signal: str | None) -> str | None:
-        """The likely cause of the death of a command by `signal`; None without a sign of a lack of memory."""
+        """Why a command was probably killed by `signal`; None if no process was killed for lack of memory."""
         if signal != "SIGKILL":
             return None
         for (path, where), before in zip(self._places, self._before, strict=True):

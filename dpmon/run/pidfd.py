@@ -1,4 +1,4 @@
-"""The exit status of a process that is not our child, from the kernel through a descriptor of the process."""
+"""Asks the kernel for the exit status of a process that is not our child, through a pidfd."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def open_pidfd(pid: int) -> int | None:
 
 
 def wait_status(fd: int) -> int | None:
-    """The wait status of a process that has ended and was reaped by its parent; None if the kernel does not say."""
+    """The wait status of a process that its parent has reaped; None if the kernel does not provide it."""
     data = bytearray(_INFO.size)
     _INFO.pack_into(data, 0, _INFO_EXIT, *(0,) * 13)
     try:

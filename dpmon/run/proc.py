@@ -33,12 +33,12 @@ class Process:
 
     @property
     def dead(self) -> bool:
-        """Whether it has ended, like a zombie."""
+        """Whether it has ended. A zombie counts as ended."""
         return self.state in "ZXx"
 
 
 def read(pid: int) -> Process | None:
-    """The process with this number, also a zombie; None if it does not exist."""
+    """The process with this number, even a zombie; None if it does not exist."""
     try:
         raw = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
     except (OSError, ValueError):  # ValueError: a number of thousands of digits
@@ -77,7 +77,7 @@ def is_running(pid: int | None, since: float | None) -> bool:
 
 
 def run_of(pid: int) -> str | None:
-    """The run in DPMON_RUN when the process was executed; None if it is not set or not readable."""
+    """The value of DPMON_RUN in the process's initial environment; None if it is unset or unreadable."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             variables = file.read(_MAX_ENVIRON_BYTES).split(b"\0")

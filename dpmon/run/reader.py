@@ -1,6 +1,6 @@
-"""The state of a run's processes, and requests to them. The records come from dpmon.store.opened.
+"""Reads the state of a run's processes, and sends requests to them. dpmon.store.opened reads their records.
 
-No threads; only requests are written.
+This module starts no threads and writes nothing but requests.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dpmon.run.rundir import (
 from dpmon.run.standing import newest_stage, stages
 from dpmon.run.waiting import waits_since
 
-Said = TypeVar("Said")
+_Answer = TypeVar("_Answer")
 
 POLL_BYTES = 1 << 20
 _LOOK_S = 0.1
@@ -49,7 +49,7 @@ class Pause(NamedTuple):
     """The state of a pause."""
 
     wanted: bool
-    """Whether a pause was requested last, from any training process."""
+    """Whether the last request to at least one training process was to pause."""
     pending: bool
     """Whether a process has not yet acted on the last request."""
     since_ns: int | None
@@ -65,10 +65,10 @@ class _Process:
         self._seen_alive = 0.0
 
     def alive(self) -> bool:
-        """Whether the ring's process runs, or did a moment ago: one check serves several callers."""
+        """Whether the ring's process runs. The result of a check is reused for a moment."""
         return self.doing()[0] != "ended"
 
-    def _say(self, ask: Callable[[ProcessRing], Said], otherwise: Said) -> Said:
+    def _ask(self, ask: Callable[[ProcessRing], _Answer], otherwise: _Answer) -> _Answer:
         """The ring's answer; `otherwise` if the ring cannot be read."""
         try:
             return ask(self.ring)
@@ -76,10 +76,10 @@ class _Process:
             return otherwise
 
     def activity(self) -> tuple[str, int]:
-        return self._say(ProcessRing.activity, ("ended", 0))
+        return self._ask(ProcessRing.activity, ("ended", 0))
 
     def doing(self) -> tuple[str, int]:
-        """The activity of a living process."""
+        """The activity; "ended" also for a process that was killed."""
         found = self.activity()
         if found[0] == "ended":
             return "ended", 0
@@ -89,28 +89,31 @@ class _Process:
         return found if self._seen_alive > 0 else ("ended", 0)
 
     def request(self, mode: int) -> bool:
-        asked = self._say(lambda ring: ring.request(mode), None)
+        asked = self._ask(lambda ring: ring.request(mode), None)
         self.asked = self.asked if asked is None else asked
         return asked is not None
 
     def request_pause(self, paused: bool) -> bool:
-        return self._say(lambda ring: ring.request_pause(paused), None) is not None
+        return self._ask(lambda ring: ring.request_pause(paused), None) is not None
 
     def request_sample(self) -> bool:
-        return self._say(lambda ring: ring.request_sample(), None) is not None
+        return self._ask(lambda ring: ring.request_sample(), None) is not None
 
     def pause_requests(self) -> tuple[int, int]:
-        return self._say(lambda ring: ring.pause_requests(), (0, 0))
+        return self._ask(lambda ring: ring.pause_requests(), (0, 0))
 
     def waiting(self) -> bool:
-        return self._say(lambda ring: ring.acknowledged()[0] < self.asked, False)
+        return self._ask(lambda ring: ring.acknowledged()[0] < self.asked, False)
 
 
 class RunReader:
     """Watches the processes of the run in `directory`."""
 
     def __init__(self, directory: Path, *, told: Callable[[], ExitInfo | None] = lambda: None) -> None:
-        """`told`: how the run ended, if known without a file. RunError if the directory is not a run of this user."""
+        """`told` returns how the run ended, if the caller knows it without a file; else None.
+
+        RunError if the directory is not a run of this user.
+        """
         self.directory = directory
         self._told = told
         self._stamp = 0
@@ -163,8 +166,8 @@ class RunReader:
         return self._exit
 
     def _exit_from_ring(self) -> ExitInfo | None:
-        """The exit from a supervisor's ring, for a disk that had no space for exit.json."""
-        # A living supervisor is about to write more than its ring has.
+        """The exit from a supervisor's ring, because the disk may have had no space for exit.json."""
+        # A living supervisor will still write exit.json, which says more than the ring.
         data = {} if self.supervised() else self._exit_event()
         status, seconds = data.get("status"), data.get("t_s")
         signal, unknown, cause = data.get("signal"), data.get("unknown"), data.get("cause")
@@ -207,7 +210,7 @@ class RunReader:
     # ------------------------------------------------------------------------------------------ requests
 
     def request_mode(self, mode: str) -> int:
-        """Ask every training process for `mode` (dp or single); return how many. ValueError for other modes."""
+        """Request `mode` (dp or single) of every training process; return their number. ValueError for other modes."""
         number = mode_number(mode)
         return sum(process.request(number) for process in self._training())
 
@@ -218,18 +221,18 @@ class RunReader:
     def request_pause(self, paused: bool) -> int:
         """Ask every training process to pause between two steps, or to resume; return the number of processes.
 
-        Asks for no pause if `pause_refusal` has a reason.
+        Does not ask for a pause if `pause_refusal` returns a reason.
         """
         if paused and self.pause_refusal() is not None:
             return 0
         return sum(process.request_pause(paused) for process in self._training())
 
     def request_sample(self) -> int:
-        """Ask every training process for the collectives of one of the next steps; return the number of processes."""
+        """Ask every training process to sample the collectives of one step soon; return the number of processes."""
         return sum(process.request_sample() for process in self._training())
 
     def pause_refusal(self) -> str | None:
-        """Why the training cannot be paused now; None if it can be asked to pause."""
+        """Why the training cannot be paused now; None if a pause can be requested."""
         training = self._training()
         if not training:
             return "no training process is running"

@@ -28,14 +28,14 @@ NEWEST = 5
 
 
 class Limits(NamedTuple):
-    """The most runs, and the most bytes of them, to keep; protected and live ones count, but are not deleted."""
+    """How many runs to keep, and how many bytes in total. Protected and live runs count, but are not deleted."""
 
     runs: int = 200
     bytes: int = 10 << 30
 
     @property
     def share(self) -> int:
-        """A run with at most this many bytes is not deleted for its size."""
+        """A run of at most this many bytes is not deleted for its size."""
         return self.bytes // max(self.runs, 1)
 
 
@@ -83,7 +83,7 @@ def remove(directory: Path, info: RunInfo) -> None:
 def prune_runs(limit: Limits, current: Path) -> list[Path]:
     """Delete the oldest runs except `current` until the rest is within `limit`, if possible; return the deleted ones.
 
-    Only the runs beside `current` count.
+    Considers only the runs in the directory that contains `current`.
     """
     _sweep(current.parent)
     runs = [(directory, info) for directory, info in list_runs() if directory.parent == current.parent]
@@ -102,13 +102,13 @@ def prune_runs(limit: Limits, current: Path) -> list[Path]:
             gone.append(directory)
         elif os.path.lexists(directory):
             continue
-        # Another supervisor that has just ended may have deleted it first, which counts as well.
+        # If another supervisor deleted it first, that counts as well.
         count, total = count - 1, total - sizes[directory]
     return gone
 
 
 def _delete(directory: Path, info: RunInfo) -> str | None:
-    """Delete a run; returns None, or why it failed."""
+    """Delete a run; return None, or why that failed."""
     with contextlib.suppress(RunError):
         info = load_info(directory)  # again, because measuring many runs took time
     if goes_on(info):

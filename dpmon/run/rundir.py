@@ -22,10 +22,10 @@ from dpmon.run.files import add_file, open_file, read_file, remove_file, replace
 INFO_FILE = "run.json"
 EXIT_FILE = "exit.json"
 STOP_FILE = "stop-asked"
-"""Its time says when the user last asked the run to stop."""
+"""Its modification time is when the user last asked the run to stop."""
 _STOP_HOLDS_S = 300.0
 ROOM_BYTES = 24 << 20
-"""Least free space for a run in bytes: its rings, and some for the rest."""
+"""Free space that a run needs, in bytes: its rings, and some for the rest."""
 _MAX_JSON_BYTES = 1 << 22
 _MAX_DEPTH = 8
 _MAX_INT = 1 << 63
@@ -83,11 +83,11 @@ class ExitInfo:
     unknown: str | None = None
     """Why the status is unknown, if it is."""
     cause: str | None = None
-    """More about the cause, such as that the kernel ran out of memory."""
+    """What caused this end, if more is known, for example a lack of memory."""
     drained: bool = True
-    """Whether the history has everything that the rings held then."""
+    """Whether the history has everything that the rings held at the end."""
     stopped: bool = False
-    """Whether the user had asked for it shortly before; `load_exit` sets it."""
+    """Whether the user had asked the run to stop shortly before; `load_exit` sets it."""
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -171,7 +171,7 @@ def load_exit(directory: Path) -> ExitInfo | None:
 
 def mark_stop(directory: Path) -> None:
     """Note that the user is stopping the run, so that its end does not count as a failure."""
-    # On a full disk the run is only not called "stopped".
+    # If this fails on a full disk, the only effect is that the run is not called "stopped".
     with contextlib.suppress(OSError):
         fd = open_file(directory / STOP_FILE, os.O_WRONLY | os.O_CREAT)
         os.utime(fd)
@@ -226,7 +226,7 @@ def runs_directory() -> Path:
     """The directory of all runs, under the user's state directory; it may not exist. RunError without a home directory.
 
     The state directory is XDG_STATE_HOME or ~/.local/state. A relative XDG_STATE_HOME is ignored, as the XDG Base
-    Directory Specification asks: each process, such as the supervisor, would resolve it against its current directory.
+    Directory Specification asks, because processes with other current directories would resolve it differently.
     """
     state = os.environ.get("XDG_STATE_HOME", "")
     if os.path.isabs(state):
@@ -244,7 +244,7 @@ def stand_ins() -> list[Path]:
     """
     mark = f"{zlib.crc32(os.fsencode(runs_directory())):08x}"
     temporary = os.environ.get("TMPDIR", "")
-    # A relative path has another meaning in each process with another current directory, such as the supervisor.
+    # A process with another current directory, such as the supervisor, would resolve a relative path differently.
     places = dict.fromkeys([temporary if os.path.isabs(temporary) else "/tmp", SHARED_MEMORY])
     return [Path(place) / f"dpmon-{os.getuid()}-{mark}" / "runs" for place in places]
 
@@ -287,8 +287,8 @@ def _free_bytes(runs: Path) -> int:
 def create_run(draft: RunInfo) -> tuple[Path, RunInfo]:
     """Create a directory for the run `draft`, fill in its id, and write run.json; RunError if that fails.
 
-    If the usual place cannot take it (read-only, full, another user's), a replacement is used: `options["elsewhere"]`
-    says so in a sentence.
+    If the usual place cannot be used (read-only, full, another user's), the run gets a replacement. A sentence in
+    `options["elsewhere"]` says so.
     """
     usual = runs_directory()
     try:
@@ -328,7 +328,7 @@ def _make(runs: Path, draft: RunInfo) -> tuple[Path, RunInfo]:
         try:
             save(directory, info)
         except BaseException as error:
-            with contextlib.suppress(OSError):  # also an interrupt leaves no empty run behind
+            with contextlib.suppress(OSError):  # leave no empty run behind, even after an interrupt
                 directory.rmdir()
             if isinstance(error, OSError):
                 raise RunError(f"{directory} cannot be written: {error.strerror}") from None
@@ -338,7 +338,7 @@ def _make(runs: Path, draft: RunInfo) -> tuple[Path, RunInfo]:
 
 
 def is_run_directory(directory: Path) -> bool:
-    """Whether a directory's name and contents are those of a run; other programs also have files named run.json."""
+    """Whether a directory has the name and the run.json of a run; other programs also have files named run.json."""
     return ID.fullmatch(directory.name) is not None and os.path.lexists(directory / INFO_FILE)
 
 
@@ -349,7 +349,7 @@ def output_paths(directory: Path, info: RunInfo) -> tuple[Path, ...]:
 
 
 def ring_paths(directory: Path, known: Container[str] = ()) -> list[tuple[int, Path]]:
-    """The rings of a run with the number of their process (-1: the supervisor's own), in that order.
+    """The rings of a run with the number of their process (-1: the supervisor), sorted by number.
 
     `known`: names to skip.
     """

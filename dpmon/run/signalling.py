@@ -4,8 +4,8 @@ A process number proves nothing: the kernel gives it to another process once its
 the run if its start time is the one in run.json, or if its initial environment names the run's directory (DPMON_RUN).
 Its descendants belong to the run too, and so does the session that the command leads.
 
-A signal goes through a pidfd if the kernel has them: open, then prove, then send. A pidfd never refers to another
-process, so the proof still holds when the signal is sent.
+If the kernel has pidfds, a signal goes through one. It is opened first; then the process is proven, then signalled. A
+pidfd never refers to another process, so the proof still holds when the signal is sent.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def command_of(info: RunInfo) -> Process | None:
 
 
 def unproven(directory: Path, info: RunInfo) -> int | None:
-    """The command's number in run.json, if a process has it that is not proven to be the command; else None."""
+    """The command's process number in run.json, if a process not proven to be the command has it now; else None."""
     pid = info.command_pid
     if pid is None or info.boot_id != proc.boot_id():
         return None
@@ -76,7 +76,7 @@ def find_members(
         mine.add(command.pid)
     root = info.command_pid
     if root in mine or any(root in (table[pid].group, table[pid].session) for pid in mine):
-        # The kernel does not reuse a number while a group or a session has it.
+        # The kernel does not reuse the number of a process while a group or a session still has this number.
         mine |= {pid for pid, process in table.items() if root in (process.group, process.session)}
     mine = proc.with_descendants(mine, table)
     mine.discard(os.getpid())

@@ -1,4 +1,4 @@
-"""The position of each process of a run: its stage before the first call, its phase afterwards, and since when."""
+"""What each process of a run is doing: its stage before the first call, its phase afterwards, and since when."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dpmon.run.uncaught import every_uncaught
 from dpmon.run.waiting import waits_since
 
 QUIET_NS = 10_000_000_000
-"""Time without progress after which it is reported."""
+"""A lack of progress is reported after this time."""
 IMPORTING, IMPORTED, IN_SCRIPT = "importing torch", "torch imported", "in the script"
 IDLE = (IMPORTED, IN_SCRIPT)
 """Stages without a known operation in progress."""
@@ -29,7 +29,7 @@ Stage = tuple[str, int]
 
 
 class Standing(NamedTuple):
-    """One process: number (None before its first call), rank, pid, activity, and its start (monotonic ns)."""
+    """A process: number (None before its first call), rank, pid, activity, start of the activity (monotonic ns)."""
 
     process: int | None
     rank: int | None
@@ -63,7 +63,7 @@ def newest_stage(found: Mapping[int, Stage], alive: Callable[[int], bool] = lamb
 
 
 def activities(directory: Path) -> Iterator[tuple[int, ProcessRing, str, int]]:
-    """Number and ring of each training process, its activity, and the activity's start (monotonic ns).
+    """Yield number and ring of each training process, its activity, and the activity's start (monotonic ns).
 
     The ring is open until the next item is requested.
     """
@@ -75,7 +75,7 @@ def activities(directory: Path) -> Iterator[tuple[int, ProcessRing, str, int]]:
 
 
 def standings(directory: Path, *, over: bool) -> list[Standing]:
-    """All training processes, then those that have not called a model yet; `over`: the run has ended."""
+    """All training processes, then processes that have not called a model yet. `over`: whether the run has ended."""
     found = []
     for process, ring, name, since in activities(directory):
         doing = _WORDS.get(name, f"in {name}")
@@ -123,7 +123,7 @@ def how_it_stands(directory: Path, info: RunInfo, state: str, how: ExitInfo | No
 
 def why_nothing(directory: Path, info: RunInfo, how: ExitInfo | None, warnings: Iterable[str]) -> str | None:
     """Why a run has no steps and no calls; None if its command was not started."""
-    # A warning may also name the place of the record, which is not a reason.
+    # The warning about the place of the run is not a reason.
     for text in warnings:
         if text != info.options.get("elsewhere"):
             return text

@@ -1,4 +1,4 @@
-"""Stops a run with all its processes, by stronger and stronger signals with bounded waits."""
+"""Stops a run with all its processes: sends stronger and stronger signals, and waits for a limited time after each."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _LOOK_S = 0.05
 _SEARCH_S = 0.3
 """Seconds between two searches of the whole process table."""
 _RECORD_S = 5.0
-"""Seconds that the supervisor has to record the end."""
+"""Longest wait for the supervisor to record the end."""
 _START_S = 10.0
-"""Seconds that a starting run may take to start its command."""
+"""Longest wait for a run to start its command."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 
 def stop_run(directory: Path, last_known: RunInfo | None = None, grace_s: float = GRACE_S) -> Iterator[str]:
-    """Send SIGINT, SIGTERM, SIGKILL in turn until no process of the run is left, `grace_s` seconds after each.
+    """Send SIGINT, SIGTERM and SIGKILL in turn until no process of the run is left; wait `grace_s` seconds after each.
 
-    Yields a line for each signal sent; the last line is the result. `last_known`: earlier contents of run.json, for a
-    directory that was deleted since. RunError if the directory is not a run, if the run is on another machine, or if a
-    process with the command's number is not proven to be the command: then no signal is sent.
+    Yields a line for each signal sent; the last line is the result. `last_known`: earlier contents of run.json, in case
+    the directory has been deleted. Sends no signal and raises RunError if the directory is not a run, if the run is on
+    another machine, or if a process with the command's number is not proven to be the command.
     """
     try:
         info = _started(directory)
@@ -63,7 +63,7 @@ def stop_run(directory: Path, last_known: RunInfo | None = None, grace_s: float 
 
 
 def _started(directory: Path) -> RunInfo:
-    """The contents of run.json. For a run that is just being started, wait until they name the command's process."""
+    """The contents of run.json. If the run is just being started, wait until they contain the command's process id."""
     until = time.monotonic() + _START_S
     while True:
         info = load_info(directory)
@@ -76,9 +76,9 @@ def _started(directory: Path) -> RunInfo:
 
 
 def otherwise(directory: Path, last: str, limit_s: float = _RECORD_S) -> str | None:
-    """How a stopped run really ended, if by a signal that was not sent to it; `last`: the last signal that was.
+    """How a stopped run ended, if by a signal that dpmon did not send; else, or if unknown, None.
 
-    Waits up to `limit_s` seconds for the supervisor to record the end. None also if that is unknown.
+    `last`: the last signal that dpmon sent. Waits up to `limit_s` seconds for the supervisor to record the end.
     """
     until = time.monotonic() + limit_s
     info = load_info(directory)
@@ -87,7 +87,7 @@ def otherwise(directory: Path, last: str, limit_s: float = _RECORD_S) -> str | N
     names = [number.name for number in _SIGNALS]
     if how is None or how.signal is None or how.signal in names[: names.index(last) + 1]:
         return None
-    # The interrupt ends the interpreter while C++ threads still work; if one fails then, it aborts the process.
+    # SIGINT ends the interpreter while C++ threads still work. If one of them fails then, it aborts the process.
     why = ", as Python may when threads of torch still run" if how.signal == "SIGABRT" else ""
     return f"it ended with {how.signal}{why}"
 

@@ -1,8 +1,8 @@
 """The command's standard input: a terminal, unless the user pipes something into it.
 
 It is a pseudo-terminal, but not the command's controlling terminal. Scripts can ask for its size or wait for a line.
-Lines come from a fifo in the run's directory; any screen may write to it. A log takes the terminal's echo of them, and
-nothing while a script has switched the echo off (to read a password).
+Lines come from a FIFO in the run's directory; any screen may write to it. The terminal's echo of the lines goes to a
+log. There is no echo while a script has switched it off (to read a password).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _CONTROLS = {code: f"^{chr(code ^ 64)}".encode() for code in (*range(32), 127) i
 
 
 class Terminal:
-    """The supervisor's end: gives the command a terminal and forwards everything written to the fifo."""
+    """The supervisor's end: gives the command a terminal and forwards everything written to the FIFO."""
 
     def __init__(self, directory: Path, rows: int, columns: int, echo: Path | None = None) -> None:
         """`echo`: the log for the echo; None: no log.
 
-        Raises OSError if the machine has no free pseudo-terminal or the fifo cannot be created.
+        Raises OSError if the machine has no free pseudo-terminal or the FIFO cannot be created.
         """
-        # openpty does not make it the controlling terminal, although the supervisor leads a session without one.
+        # The supervisor leads a session without a controlling terminal. openpty does not give it one.
         self.master, self.slave = os.openpty()
         try:
             size = struct.pack("HHHH", max(rows, 1), max(columns, 1), 0, 0)
@@ -39,7 +39,7 @@ class Terminal:
             path = directory / INPUT_FIFO
             with contextlib.suppress(FileExistsError):
                 os.mkfifo(path, 0o600)
-            # Opened for writing too, so that it does not read as ended when the last screen has gone.
+            # Also opened for writing, so that a read does not report its end when the last screen has gone.
             self.fifo = open_fifo(path, os.O_RDWR)
         except BaseException:
             os.close(self.master)
@@ -52,16 +52,16 @@ class Terminal:
         """Register the descriptors that this terminal must watch now."""
         events = select.POLLIN | (select.POLLOUT if self._waiting else 0)
         poller.register(self.master, events)
-        if self._waiting:  # the command does not read: let the writers of the fifo wait
+        if self._waiting:  # the command does not read: let the writers of the FIFO wait
             with contextlib.suppress(KeyError):
                 poller.unregister(self.fifo)
         else:
             poller.register(self.fifo, select.POLLIN)
 
     def serve(self) -> None:
-        """Forward new input, and discard the echo (already in the log) and the command's output to its own input.
+        """Forward new input. Never blocks.
 
-        Never blocks.
+        Discards the terminal's echo, which is already in the log, and anything that the command writes to its input.
         """
         with contextlib.suppress(OSError):
             while os.read(self.master, _CHUNK):
@@ -75,7 +75,10 @@ class Terminal:
                 self._waiting = self._waiting[os.write(self.master, self._waiting) :]
 
     def _echoed(self, typed: bytes) -> bytes:
-        """The terminal's echo of `typed`, with its current settings, also the command's (termios(3): ECHO, ECHONL)."""
+        """The terminal's echo of `typed`, by its current settings (ECHO and ECHONL of termios(3)).
+
+        The command may have changed these settings.
+        """
         if self._echo is None or not typed:
             return b""
         try:

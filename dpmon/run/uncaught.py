@@ -30,7 +30,7 @@ class Uncaught(NamedTuple):
     message: str = ""
     rank: int | None = None
     file: str | None = None
-    """The line of the script that raised it, or called the code that did."""
+    """`file` and `line`: where the script raised it, or called the code that raised it."""
     line: int | None = None
 
     @property
@@ -55,9 +55,9 @@ class Uncaught(NamedTuple):
 def uncaught(directory: Path, info: RunInfo, status: int | None) -> Uncaught | None:
     """The exception that ended a run with `status`; None if none did.
 
-    It is the command's own, unless that only reports that another process ended. The command's own note counts only if
-    the status is 1: the tracer notes Python's last exception, which may have been handled (by `code`, by IPython) long
-    before the script called sys.exit.
+    This is the exception of the command itself, unless it only reports that another process ended. The command's note
+    counts only if the status is 1: the tracer notes Python's last exception, and `code` or IPython may have handled it
+    long before the script called sys.exit.
     """
     found = sorted(every_uncaught(directory), key=lambda one: one.at_ns)
     own = next((one for one in found if one.pid == info.command_pid), None)
@@ -70,10 +70,10 @@ def uncaught(directory: Path, info: RunInfo, status: int | None) -> Uncaught | N
         one for one in found if one.kind not in _OF_LAUNCHERS and one is not own and one.kind != "KeyboardInterrupt"
     ]
     if own is None and info.command_pid in begun:
-        # Python ended by sys.exit. It may have handled the end of a child; but ranks end a launcher.
+        # The command ended by sys.exit. It may have handled the failure of a child, but a failed rank ends a launcher.
         others = [one for one in others if one.rank is not None]
-    # A launcher that restarts its ranks reports the last attempt. Take its first exception: later ones are mostly
-    # consequences.
+    # A launcher that restarts its ranks reports the last attempt. Take the first exception of that attempt, because
+    # later ones are mostly consequences.
     attempt = begun.get(others[-1].pid, 0) if others else 0
     return next((one for one in others if one.at_ns >= attempt), own)
 
@@ -85,14 +85,14 @@ def _begun(directory: Path) -> dict[int, int]:
 
 
 def uncaught_in(directory: Path, pid: int | None) -> str | None:
-    """The class name of the exception that ended one process."""
+    """The class name of the exception that ended the process `pid`; None if none did."""
     return next((one.kind for one in every_uncaught(directory) if one.pid == pid), None)
 
 
 def last_lines(lines: list[str], raised: Uncaught | None, command: int | None) -> list[str]:
-    """The output up to the exception that ended the run, without what a launcher prints after it.
+    """The output up to the exception that ended the run, without the lines that a launcher prints after it.
 
-    `command`: the process id of the command. Everything after its own exception is the script's output.
+    `command`: the process id of the command. If the command itself raised the exception, all lines are returned.
     """
     if raised is None or raised.pid == command:
         return lines

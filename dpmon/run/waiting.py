@@ -1,8 +1,8 @@
 """Detects whether the command waits in a read of its standard input.
 
-The kernel shows the system call in which a process sleeps (proc(5), /proc/pid/syscall), to processes that may trace it.
-The supervisor nearly always may, as its parent; a screen on a hardened machine may not. Only a wait in read(2) is
-recognized: a wait in another call, such as a prompt library's select, looks like other work.
+The kernel shows the system call in which a process sleeps (proc(5), /proc/pid/syscall) to processes that may trace it.
+The supervisor nearly always may, because it is the parent; a screen on a hardened machine may not. Only a wait in
+read(2) is recognized. A wait in another call, such as a prompt library's select, looks like other work.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from pathlib import Path
 from dpmon.run.files import open_file, read_file, remove_file
 
 FILE = "waits-for-input"
-"""Exists during a wait; contains its start and the time of the last check (monotonic ns, 20 digits each)."""
+"""Exists during a wait. Contains the start of the wait and the time of the last check (monotonic ns, 20 digits each).
+"""
 _READ_CALL = {"x86_64": 0, "aarch64": 63, "riscv64": 63, "ppc64le": 3, "s390x": 3}.get(os.uname().machine)
 """The number of read(2), by machine (syscalls(2) and the kernel's tables)."""
 _EVERY_S = 0.2
 CLOSE_S = 0.05
 """Seconds between two checks, normally and during a wait. They limit the precision of a wait's start and end."""
-_TOLD_NS = 1_000_000_000
+_REPORTED_NS = 1_000_000_000
 """Shortest wait that is reported, once it is over."""
-_TRUE_NS = 10_000_000_000
-"""How long the file's contents are valid: a stopped or killed supervisor leaves the file behind."""
+_VALID_NS = 10_000_000_000
+"""How long the file's contents are valid, because a stopped or killed supervisor leaves the file behind."""
 
 
 def reads_input(pid: int) -> bool | None:
@@ -48,11 +49,11 @@ def waits_since(directory: Path) -> int | None:
     if len(fields) != 2 or not all(field.isdigit() for field in fields):
         return None
     since, seen = map(int, fields)
-    return since if since <= seen and 0 <= time.monotonic_ns() - seen < _TRUE_NS else None
+    return since if since <= seen and 0 <= time.monotonic_ns() - seen < _VALID_NS else None
 
 
 def _sleeps(pid: int) -> str | None:
-    """How often the process's first thread has gone to sleep so far, as the kernel's text; None if unknown."""
+    """The kernel's line that counts how often the process's first thread has gone to sleep; None if unknown."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text("ascii", "replace").splitlines():
             if line.startswith("voluntary_ctxt_switches"):
@@ -61,7 +62,7 @@ def _sleeps(pid: int) -> str | None:
 
 
 class InputWatch:
-    """Maintains that file; calls `tell` with start and end (ns) of each finished wait."""
+    """Maintains the file FILE; calls `tell` with start and end (ns) of each finished wait that is long enough."""
 
     def __init__(self, directory: Path, pid: int, tell: Callable[[int, int], None] = lambda since, seen: None) -> None:
         self._path = directory / FILE
@@ -95,18 +96,18 @@ class InputWatch:
         self._next = now + (_EVERY_S if self._since is None else CLOSE_S)
 
     def close(self) -> None:
-        """End the wait."""
+        """End the current wait, if there is one, and delete the file."""
         self._over()
         with contextlib.suppress(OSError):
             remove_file(self._path)
 
     def _over(self) -> None:
-        if self._since is not None and self._seen - self._since >= _TOLD_NS:
+        if self._since is not None and self._seen - self._since >= _REPORTED_NS:
             self._tell(self._began, (self._seen + max(self._asked, self._seen)) // 2)
         self._since = None
 
     def _write(self, since: int, seen: int) -> None:
-        """Overwrite the old content, of equal length, in one write: a reader finds the old or the new."""
+        """Overwrite the old content with one of the same length. This is a single write: a reader sees old or new."""
         flags = os.O_WRONLY | os.O_CREAT
         with contextlib.suppress(OSError):
             fd = open_file(self._path, flags)

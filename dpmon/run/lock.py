@@ -36,7 +36,7 @@ def take_lock(directory: Path) -> int | None:
 
 
 def supervised(info: RunInfo) -> bool:
-    """Whether the supervisor named in run.json is alive (also if it is stopped)."""
+    """Whether the supervisor named in run.json is alive, even if it is suspended."""
     return info.boot_id == proc.boot_id() and proc.is_running(info.supervisor_pid, info.supervisor_started)
 
 

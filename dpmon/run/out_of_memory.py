@@ -8,8 +8,8 @@ from pathlib import Path
 class OomWatch:
     """Counts the processes that the kernel has killed for lack of memory since this object was created.
 
-    Counts first in this process's control group, if the kernel provides that count (memory.events of cgroup v2), then
-    on the whole machine (/proc/vmstat).
+    Looks first at this process's control group, if the kernel provides its count (memory.events of cgroup v2), then at
+    the whole machine (/proc/vmstat).
     """
 
     def __init__(self, root: Path = Path("/")) -> None:

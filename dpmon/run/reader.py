@@ -46,7 +46,7 @@ _RANKS = "the ranks of a distributed training wait for each other: pausing would
 
 
 class Pause(NamedTuple):
-    """The state of a pause."""
+    """The last request for a pause, and whether the training is paused."""
 
     wanted: bool
     """Whether the last request to at least one training process was to pause."""

@@ -1,11 +1,11 @@
 """Signals to the processes of a run. Every signal that dpmon sends goes through this module.
 
-A process number proves nothing: the kernel gives it to another process once its owner has gone. A process belongs to
+A process number proves nothing: the kernel may give it to another process once its owner has gone. A process belongs to
 the run if its start time is the one in run.json, or if its initial environment names the run's directory (DPMON_RUN).
 Its descendants belong to the run too, and so does the session that the command leads.
 
-If the kernel has pidfds, a signal goes through one. It is opened first; then the process is proven, then signalled. A
-pidfd never refers to another process, so the proof still holds when the signal is sent.
+If the kernel has pidfds, dpmon opens one first, then checks that the process belongs to the run, then sends the signal
+through the pidfd. A pidfd never refers to another process, so the result of the check still holds at that time.
 """
 
 from __future__ import annotations

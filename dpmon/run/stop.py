@@ -93,7 +93,7 @@ def otherwise(directory: Path, last: str, limit_s: float = _RECORD_S) -> str | N
 
 
 def _wait(directory: Path, info: RunInfo, known: dict[int, Process], grace_s: float) -> dict[int, Process]:
-    """Wait until all have ended; return those alive after `grace_s` seconds, with children of dying ones."""
+    """Wait until all have ended; return those alive after `grace_s` seconds, including new children."""
     until = time.monotonic() + grace_s
     search_at = 0.0
     while True:

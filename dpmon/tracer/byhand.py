@@ -46,7 +46,7 @@ class ByHand:
         """By root and devices: the mode request (`Modes.serial`) that the plan follows, the owner, and the site."""
 
     def reset(self) -> None:
-        """Start afresh, as after a fork."""
+        """Set the initial state, also in a forked child."""
         self._sites.clear()
 
     def verb(self, me: Thread, number: int, kind: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -62,8 +62,8 @@ class Calls:
         threads, new, sites = recorder.threads, recorder.thread, self.sites.known
         hiding = _HIDING if root else _HIDING - {Kind.CALL}
         is_compiling, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
-        tracing = torch._C._get_tracing_state  # torch.jit.trace: sizes are tensors of its graph
-        function_modes = torch._C._len_torch_function_stack  # a mode of the script would see us read sizes
+        tracing = torch._C._get_tracing_state  # during torch.jit.trace, sizes are tensors of its graph
+        function_modes = torch._C._len_torch_function_stack  # a mode of the script would see our reads of sizes
         graph_task = torch._C._current_graph_task_id  # not -1 while autograd recomputes a checkpoint, on any thread
         clock, tensor = monotonic_ns, torch.Tensor
         run, settle = self.split.run, self.split.settle
@@ -135,7 +135,7 @@ class Calls:
                         if not plain:
                             head = head ^ layout | settle(me, site, 0, True)
                         head |= self.flags(module)
-                    except Exception as fault:  # noqa: BLE001 - the script's exception goes first
+                    except Exception as fault:  # noqa: BLE001 - the script's exception must be raised
                         session.fault("end", fault)
                     recorder.failed(me, head, began, inputs, error, mark)
                     raise

@@ -67,7 +67,7 @@ class Ends:
         self.reset()
 
     def reset(self) -> None:
-        """Start afresh, as after a fork."""
+        """Set the initial state, also in a forked child."""
         self.failed = False
         """Whether a fault of ours has ended the polling thread."""
         self._new: deque[Launched] = deque()
@@ -83,7 +83,7 @@ class Ends:
         self._new.append(launched)
         if self._polling:
             self.rouse()
-        else:  # the thread sets `_polling` itself: an interrupt here could leave it unstarted
+        else:  # the thread itself sets `_polling`: after an interrupt here, it could be true without a thread
             start_new_thread(self._poll, (self._life,))
 
     def rouse(self) -> None:

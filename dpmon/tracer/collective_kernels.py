@@ -1,10 +1,10 @@
 """The kernels that see each collective of a sampled step.
 
 Python kernels for the operators of `c10d` are registered at the dispatch key BackendSelect for one sampled step, and
-removed after it. That key comes after autograd and before the backends. So the kernels see all collectives, whether
-DistributedDataParallel, FSDP2 or the script launches them: from C++ or Python, functional collectives, in compiled
-functions and in inference mode. A kernel of the script at another key runs as before. (A kernel at an autograd key
-would miss functional collectives and inference mode.) `send` and `recv` have no kernel, because they are not
+removed after it. That key comes after autograd and before the backends. So the kernels see all collectives that
+DistributedDataParallel, FSDP2 or the script launches, from C++ or Python. This includes functional collectives,
+compiled functions and inference mode. A kernel of the script at another key runs as before. (A kernel at an autograd
+key would miss functional collectives and inference mode.) `send` and `recv` have no kernel, because they are not
 collectives.
 
 torch 2.14 adds its own hooks at this place (pytorch #186300). dpmon does not use them: torch 2.14.1 crashes if a hook
@@ -33,7 +33,7 @@ from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.session import Session
 
 MAX_RANKS = 1024
-"""Largest group whose ranks are listed in its definition."""
+"""Size of the largest group with a list of its ranks in its definition."""
 _SWITCH_INTERVAL_S = 1.0
 """Python's thread switch interval during `_switch`. It takes 0.1 ms, so no other thread runs Python code meanwhile."""
 _DISTRIBUTED = os.path.dirname(os.path.abspath(torch.distributed.__file__)) + os.sep
@@ -62,7 +62,7 @@ class Kernels:
         self.reset()
 
     def reset(self) -> None:
-        """Start afresh, as after a fork. Kernels that the parent registered stay, and only forward calls."""
+        """Set the initial state, also in a forked child. The parent's kernels stay there, and only forward calls."""
         self.inherited: Any = getattr(self, "_library", None) or getattr(self, "inherited", None)
         """The library with the parent's kernels, kept alive because deleting it would remove them; or None."""
         self._library: Any = None

@@ -56,7 +56,7 @@ _BESIDE = "another thread of the process was in torch.distributed at every attem
 
 
 class Collectives:
-    """The sampled collectives of one process."""
+    """Samples the collectives of one process."""
 
     def __init__(self, session: Session, recorder: Recorder) -> None:
         self._session = session
@@ -67,7 +67,7 @@ class Collectives:
         self.reset()
 
     def reset(self) -> None:
-        """Start afresh, as after a fork."""
+        """Set the initial state, also in a forked child."""
         self._sample.reset()
         self._sample.on = False
         self._ends.reset()

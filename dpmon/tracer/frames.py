@@ -76,7 +76,7 @@ def hide_from_dynamo() -> None:
     """Make torch.compile skip our frames, as it skips torch's own frames around a module's forward.
 
     It skips only a frame that would be the outermost frame of a graph. Inside a graph, it traces through our frames as
-    before. Otherwise torch.compile would retry from our frame after a graph break, and would compile our code.
+    before. Without this function, it would retry from our frame after a graph break, and would compile our code.
     """
     frames: Any = torch._C._dynamo.eval_frame
     skip = getattr(frames, "skip_code", None)

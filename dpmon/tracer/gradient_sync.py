@@ -33,7 +33,7 @@ from dpmon.tracer.timing import Mark
 _engine: Any = torch.autograd.Variable._execution_engine
 
 LOOK_EVERY = 16
-"""Passes from one read of all notes to the next. The reads in between use the note of each bucket's last gradient."""
+"""All notes are used once in this many passes. Other passes use only the note of the last gradient of each bucket."""
 FACTS_AT = (1, 2, 3, 11)
 """Numbers of the passes after which the facts of a wrapper are read. torch rebuilds the buckets in the second
 synchronised pass."""
@@ -50,7 +50,7 @@ _WRAPPER_MASK = (1 << 24 - WRAPPER_AT) - 1
 
 
 class GradientSync:
-    """The synchronised backward passes of one process."""
+    """Traces the synchronised backward passes of one process."""
 
     def __init__(self, session: Session, recorder: Recorder) -> None:
         self._session = session
@@ -63,7 +63,7 @@ class GradientSync:
         self.reset()
 
     def reset(self) -> None:
-        """Start afresh, as after a fork."""
+        """Set the initial state, also in a forked child."""
         self._wrappers.clear()
         self._waiting.clear()
         self._mark: Mark | None = None
@@ -177,7 +177,7 @@ class GradientSync:
             self._session.fault("gradients", error, fatal=False)
 
     def _write_passes(self, head: int, began: int, ended: int) -> None:
-        """Write the passes that are over. If there are several, all begin to wait after the last gradient of all."""
+        """Write the passes that are over. Several wrappers wait from the same time: after the last gradient of all."""
         found = []
         last = max(self._computed, began)
         for wrapper in tuple(self._waiting):

@@ -42,14 +42,14 @@ _Start = tuple[_Facts, int, int]
 
 
 class Loaders:
-    """The loaders that one process starts."""
+    """Records the starts of loaders in one process."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.reset()
 
     def reset(self) -> None:
-        """Start afresh, as after a fork."""
+        """Set the initial state, also in a forked child."""
         # Reentrant: a signal handler of the script may start a loader while this thread holds the lock.
         self._lock = threading.RLock()
         self._recent: dict[_Facts, int] = {}

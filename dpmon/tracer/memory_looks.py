@@ -33,7 +33,7 @@ SOON_NS = 500_000_000
 SAME_NS = 60_000_000_000
 """Interval between events while nothing changes."""
 MAX_SHARE = 1000
-"""After a measurement that took time t, the next waits MAX_SHARE * t: they take at most a thousandth of the time."""
+"""After a measurement that took time t, the next waits MAX_SHARE * t. So they take at most a thousandth of the time."""
 SLICE_NS = 10_000_000
 """Time after which a measurement pauses until the next step."""
 MAX_OPTIMIZERS = 256
@@ -70,7 +70,7 @@ class Memory:
         self.reset()
 
     def reset(self) -> None:
-        """Start afresh, as after a fork."""
+        """Set the initial state, also in a forked child."""
         self._due = self._soonest = 0
         self._steps = 0
         """Number of steps that have ended, as far as this process knows; not counted further than FIRST_STEPS."""

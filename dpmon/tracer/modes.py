@@ -37,7 +37,7 @@ MAX_FAILURES = 3
 
 
 class Modes:
-    """The mode of one process."""
+    """Decides the mode of each call in one process."""
 
     def __init__(self, session: Session, originals: Originals) -> None:
         self.session = session
@@ -46,7 +46,7 @@ class Modes:
         self.reset()
 
     def reset(self) -> None:
-        """Start afresh, as after a fork."""
+        """Set the initial state, also in a forked child."""
         config = self.session.config
         self.locked = config.mode == "script"
         """Whether dpmon leaves the computation as written."""
@@ -234,7 +234,10 @@ class Modes:
         return Plan(DP if len(own) > 1 else SINGLE, own)
 
     def splits_itself(self, module: Any, found: bool = False) -> bool:
-        """Return whether a bare root's forward has made a data_parallel or similar call; `found` notes a new one."""
+        """Return whether a bare root's forward has made a data_parallel or similar call before.
+
+        `found`: whether it has just made one, which is remembered.
+        """
         known = self._splitting.get(id(module))
         if found:
             self._splitting[id(module)] = weakref.ref(module)
@@ -255,7 +258,7 @@ class Modes:
         return plan
 
     def hand_devices(self) -> VirtualDevices | None:
-        """Return virtual devices for primitives that a script calls itself; None if they run as written."""
+        """Return virtual devices for the script's own calls of primitives without a GPU; None to run as written."""
         if self.locked or torch.cuda.is_available():
             return None
         return self._shared(DEFAULT_VIRTUAL, torch.device("cpu"))

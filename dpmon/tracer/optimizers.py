@@ -24,7 +24,7 @@ MANY_CALLS = 4096
 
 
 class OptimizerSteps:
-    """The optimizer steps of one process."""
+    """Traces the optimizer steps of one process."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -40,7 +40,7 @@ class OptimizerSteps:
         self.reset()
 
     def reset(self) -> None:
-        """Start afresh, as after a fork."""
+        """Set the initial state, also in a forked child."""
         self._known.clear()
         self._numbers = count(1)
         self._unseen = 0

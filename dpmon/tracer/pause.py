@@ -31,7 +31,7 @@ _RANKS = (
 
 
 class Pause:
-    """The pauses of one process."""
+    """Pauses the training of one process."""
 
     def __init__(self, session: Session, recorder: Recorder) -> None:
         self.session = session

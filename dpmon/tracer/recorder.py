@@ -54,12 +54,12 @@ PAUSE, PAUSED, TRAINS = Word.PAUSE, Word.PAUSED, Word.TRAINS
 
 
 class Recorder:
-    """The spans of one process."""
+    """Writes the spans of one process, and finds out which thread trains."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.threads: dict[int, Thread] = {}
-        """By ident. The wrappers refer to this dict: never replace it."""
+        """By the ident of a thread. The wrappers refer to this dict: never replace it."""
         self.timing: Timing | None = None
         """Device timing, once a call runs on a GPU."""
         self.on_idle: Callable[[], None] = lambda: None
@@ -78,8 +78,8 @@ class Recorder:
         self.on_backward: Callable[[], None] | None = None
         """Called when a backward pass is over."""
         self.on_gradients: Callable[[int, int, int], None] | None = None
-        """Called at the end of a backward pass of the training thread, before its span is written, to write the spans
-        inside it. Arguments: the first word of these spans; start and end of the pass (monotonic ns)."""
+        """Called at the end of a backward pass of the training thread, to write the spans inside the pass before the
+        span of the pass. Arguments: the first word of these spans; start and end of the pass (monotonic ns)."""
         self.on_backward_begins: Callable[[Thread, Any], None] | None = None
         """Called before a backward pass of the training thread, with the thread and the arguments of the pass."""
         self._parents: list[object] = []
@@ -87,7 +87,7 @@ class Recorder:
         self.reset()
 
     def reset(self) -> None:
-        """Start afresh, as after a fork."""
+        """Set the initial state, also in a forked child."""
         self.threads.clear()
         if self.timing is not None:
             self._parents.append(self.timing)  # this process must not return the parent's events to the driver
@@ -226,11 +226,11 @@ class Recorder:
             number = self.write(head, start, now - start, sizes)
             if mark is not None:
                 mark.written(number)
-        except Exception as fault:  # noqa: BLE001 - the script's exception goes first
+        except Exception as fault:  # noqa: BLE001 - the script's exception must be raised
             self._count_fault(fault)
 
     def _count_fault(self, fault: Exception) -> None:
-        with suppress(BaseException):  # the script raises again during its first exception
+        with suppress(BaseException):  # an exception of a signal handler must not replace the script's exception
             self.session.fault("span", fault)
 
     # ---------------------------------------------------------------- phases
@@ -369,7 +369,7 @@ class Recorder:
                 self._first_fetched(me, error)
             if me.inside == 0 and (me is self.trains or self.trains is None):
                 self.on_loop_over()
-        except Exception as fault:  # noqa: BLE001 - the script's exception goes first
+        except Exception as fault:  # noqa: BLE001 - the script's exception must be raised
             self._count_fault(fault)
 
     # ---------------------------------------------------------------- backward

@@ -132,7 +132,7 @@ class Probe:
             self._nested = 0
             self._watch.recorder.thread().inside = self._around
             self._failed(monotonic_ns())
-        except Exception as error:  # noqa: BLE001 - the script's own error goes first
+        except Exception as error:  # noqa: BLE001 - the script's exception must be raised
             self._watch.recorder.session.fault("hooks", error, fatal=False)
 
 
@@ -170,8 +170,8 @@ class Watch:
     def over(self, modules: Any) -> Any:
         """Return stand-ins that parallel_apply calls in place of `modules`, in the same order.
 
-        If the script has hooks on its module, these may change the inputs. Then return the replicas themselves, with
-        our hooks after the script's.
+        If the script has hooks on its module, they may change the inputs. In this case, return the replicas themselves,
+        with our hooks after the script's.
         """
         first = getattr(modules[0], "__dict__", {}) if modules else {}
         if "_is_replica" in first and (first["_forward_pre_hooks"] or first["_forward_hooks"]):

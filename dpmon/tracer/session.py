@@ -1,7 +1,7 @@
 """This process's record: its ring of spans, the lines beside it, and the handling of our faults.
 
 There is one `Session` per process. The ring is opened at the first traced call, so processes that never make one
-(DataLoader workers, compile workers, launchers) leave no trace. A forked child begins a record of its own.
+(DataLoader workers, compile workers, launchers) leave no trace. A forked child begins a new record.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Session:
         """Whether the ring is open and `on_open` has run."""
 
     def after_fork(self) -> None:
-        """Begin a record of its own in a forked child."""
+        """Begin a new record in a forked child."""
         self._forget()
         self.off = False
 

@@ -57,7 +57,7 @@ class Functional:
 
 
 class Site:
-    """One called module."""
+    """A called module, with the plan for its calls and the last sizes seen."""
 
     __slots__ = (
         "absent",
@@ -122,7 +122,7 @@ class Site:
 
 
 class Sites:
-    """The modules that one process calls."""
+    """Keeps a site for each module that one process calls."""
 
     def __init__(self, session: Session, modes: Modes) -> None:
         self.session = session
@@ -137,7 +137,7 @@ class Sites:
         self.reset()
 
     def reset(self) -> None:
-        """Start afresh, as after a fork."""
+        """Set the initial state, also in a forked child."""
         self.forget()
         self._numbers: dict[Any, tuple[Any, int]] = {}
         self._next = count(1)

@@ -75,7 +75,7 @@ class Run:
 
 
 class Split:
-    """The calls of one process over several devices."""
+    """Runs the calls of one process over several devices."""
 
     def __init__(self, session: Session, recorder: Recorder, modes: Modes, sites: Sites, originals: Originals) -> None:
         self.session = session

@@ -1,9 +1,9 @@
 """Records the stages of a bare root with parts on several devices: inputs, outputs and times of each device.
 
-The first call of a root checks whether it is on several devices; a model on one device costs nothing more. If it is,
-its parts get hooks when a call begins and lose them when the call ends, on the training thread only. So the script
-never copies or pickles our hooks. Consecutive parts on one device make one stage. Times are host times; no
-synchronisation is added.
+The first call of a root checks whether it is on several devices; a model on one device costs nothing more. On several
+devices, the parts of the root get hooks when a call begins and lose them when the call ends, on the training thread
+only. So the script never copies or pickles our hooks. Consecutive parts on one device make one stage. Times are host
+times; no synchronisation is added.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ MAX_LOADERS = 16
 
 
 class Startup:
-    """The notes of one process."""
+    """Writes the notes of one process."""
 
     def __init__(self, session: Session) -> None:
         self.session = session

@@ -21,7 +21,7 @@ AT_ONCE = 256
 """Number of tensors, or of entries of an optimizer's state, between two reads of the clock."""
 MAX_DEPTH = 4
 MAX_TYPES = 4
-"""Most types to name, of tensors with an unknown size."""
+"""Most types of tensors that are named if the size of the tensors is unknown."""
 MODEL, GRADIENTS, STATES = range(3)
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 

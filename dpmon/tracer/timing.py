@@ -20,7 +20,7 @@ from dpmon.tracer.events import DeviceTimes, Events, Span, TorchEvents
 from dpmon.tracer.threads import Thread
 
 MAX_STEPS = 64
-"""Longest wait for a time, in steps."""
+"""Longest wait for a device time, in steps."""
 MAX_COPIES = 16
 """Most timed copies in one step, so that enough events are left for the phases."""
 MAX_ONE_IN = 1024
@@ -109,7 +109,7 @@ _LEFT_OUT = _Skipped()
 
 
 class Timing:
-    """The device times of one process. Its methods never raise."""
+    """Measures the device times of one process. Its methods never raise."""
 
     def __init__(
         self,

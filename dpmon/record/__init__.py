@@ -1,1 +1,1 @@
-"""Records: their bytes (wire), a reader of these (codec), and their JSON (jsonl)."""
+"""The format of records: fields (schema, fields), bytes (wire), decoding (codec) and JSON (jsonl)."""

@@ -1,7 +1,7 @@
 """Reads records from their bytes.
 
-`dpmon.record.wire` makes the bytes; a `Decoder` converts them to objects. Code that only counts and sums reads single
-numbers instead, without decoding a record.
+`dpmon.record.wire` makes the bytes, and a `Decoder` converts them to objects. Code that only counts and sums uses
+`dpmon.record.payloads` instead, which reads single numbers without decoding a record.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ UNENDED = (
     "the process ended before it was complete",
     "gloo does not report when a reduce_scatter is complete",
 )
-"""Texts of the reasons why the end of a collective is unknown, by number."""
+"""Why the end of a collective is unknown: the texts for the numbers of `dpmon.record.wire.Unended`."""
 MAX_REPLICAS = 4096
 MAX_DEFINITIONS = 1 << 16
-"""Most definitions in a decoder. The writer repeats definitions in use, so the oldest may be dropped."""
+"""Most definitions of each sort in a decoder. Beyond this limit, it drops the oldest."""
 
 
 # ------------------------------------------------------------------------------------------------ decoding
@@ -109,11 +109,11 @@ _made = tuple.__new__
 
 
 _SAMPLE = {"operation": None, "why": None}
-"""Stands for the definition of a sample."""
+"""Takes the place of a definition for samples, which have none."""
 
 
 class Decoder:
-    """Turns one process's payloads into records, and resolves definitions. `origin_ns`: the run's start (monotonic)."""
+    """Turns one process's payloads into records and resolves definitions. `origin_ns`: the run's start (monotonic)."""
 
     def __init__(self, process: int, rank: int | None = None, origin_ns: int = 0) -> None:
         self.process = process
@@ -249,7 +249,7 @@ class Decoder:
         )
 
     def facts(self, number: int) -> dict[str, Any]:
-        """Return the facts about collectives with this definition. Raises LookupError if it is unknown."""
+        """Return the definition of a collective by its number. Raises LookupError if it is unknown."""
         return self._collectives[number]
 
     def collective(self, collected: Collected) -> Collective | Sampled:
@@ -282,7 +282,7 @@ class Decoder:
 
 
 def _with_times(call: Call, times: Sequence[float], why: int) -> Call:
-    """Return the call with its device times. A part that did not run has no time, and needs no reason."""
+    """Return the call with device times, and with a reason if a part that ran has none."""
     known = [known_ms(time) for time in times]
     known += [None] * (len(CALL_PHASES) + max(len(call.replicas), len(call.stages)) - len(known))
     of_phases = dict(zip(CALL_PHASES, known, strict=False))

@@ -70,7 +70,7 @@ DEVICE = RecordKind(
         Field("xid", "integer", "the newest XID error since the run's start"),
         Field("mig", "boolean", "whether it is divided into MIG instances"),
         Field("mig_devices", "list", "the instances: uuid, mem_used_bytes, mem_total_bytes"),
-        Field("persistence", "boolean", "whether the driver stays loaded without programs"),
+        Field("persistence", "boolean", "whether the driver stays loaded while no program uses the GPU"),
         Field("sm_active_pct", "number", "share of its multiprocessors that were busy (Hopper and later)", "%"),
         Field("tensor_active_pct", "number", "share of the time in which its tensor cores worked", "%"),
         Field("dram_active_pct", "number", "share of the time in which its memory was read or written", "%"),

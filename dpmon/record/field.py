@@ -17,7 +17,7 @@ class Field:
     columns: tuple[str, ...] | None = None
     """Its columns in CSV; None: one column of the same name."""
     only_csv: bool = False
-    """Whether JSON has it only in another form."""
+    """Whether JSON lacks it, because it follows from other fields there."""
     metric: str = ""
     """Its name as a Prometheus gauge; empty if it is not one."""
     scale: float = 1
@@ -42,7 +42,7 @@ class RecordKind:
     meaning: str
     fields: tuple[Field, ...]
     row: str = "record"
-    """The subject of a row of CSV."""
+    """What a row of CSV describes."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -53,7 +53,7 @@ class RecordKind:
 PROCESS = Field("process", "integer", "the training process, from 0")
 RANK = Field("rank", "integer", "its rank; null if it has none")
 WHO = (PROCESS, RANK)
-T = Field("t_s", "number", "when, since the run's start", "s")
+T = Field("t_s", "number", "when it happened, since the run's start", "s")
 START = Field("start_s", "number", "when it began, since the run's start", "s")
 WALL = Field("wall_ms", "number", "its duration", "ms")
 MODE = Field("mode", "text", "dp or single; null if unknown")

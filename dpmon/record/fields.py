@@ -96,8 +96,8 @@ _STEP = RecordKind(
         Field(
             "spans",
             "list",
-            "each run of a phase on the training thread: phase, start_ms (after the step's start), ms (with nested"
-            f" runs); in order of start, enclosing runs before nested ones; the first {MAX_SPANS} runs",
+            "each occurrence of a phase on the training thread: phase, start_ms (after the step's start), ms (with"
+            f" nested spans); in order of start, outer spans before nested ones; the first {MAX_SPANS}",
             "ms",
         ),
         Field("missing_spans", "integer", f"number of spans after the first {MAX_SPANS}; missing if there are none"),
@@ -193,7 +193,7 @@ _PROCESS_START = RecordKind(
 _WARNING = RecordKind("warning", "a message of dpmon", (*WHO, T, Field("text", "text", "the message")))
 _DROPPED = RecordKind(
     "dropped",
-    "the gaps in the record; it comes before the exit",
+    "the number of lost and deleted records, written before the exit",
     (
         Field("count", "integer", "lost spans and records"),
         Field("pruned", "integer", "older records deleted to bound the history"),
@@ -205,8 +205,8 @@ _EXIT = RecordKind(
     (
         Field("status", "integer", "its exit status; null if unknown"),
         Field("signal", "integer", "the signal that ended it; null if none did"),
-        Field("t_s", "number", "when, since the run's start", "s"),
-        Field("by", "text", "the observer of its end"),
+        Field("t_s", "number", "when it happened, since the run's start", "s"),
+        Field("by", "text", "who observed its end"),
         Field("cause", "text", "the cause of its end; missing if unknown", columns=()),
         Field("absent", "object", "why the status is null; missing if the status is known", columns=()),
     ),

@@ -181,7 +181,7 @@ def _sampled_json(sampled: Sampled) -> dict[str, Any]:
 
 
 def as_json(record: Record) -> dict[str, Any]:
-    """Return the record as an object of `dpmon export --format jsonl`: times in ms, starts in s of the run."""
+    """Return the record as an object of `dpmon export --format jsonl`: times in ms, starts in s since the run began."""
     if isinstance(record, Call):
         return _call_json(record)
     if isinstance(record, Step):

@@ -57,7 +57,7 @@ class Phase(NamedTuple):
 
 
 class PhaseSpan(NamedTuple):
-    """One run of a phase of a step: offset from the step's start and duration in ns."""
+    """One occurrence of a phase in a step: offset from the step's start and duration in ns."""
 
     phase: str
     offset_ns: int
@@ -65,7 +65,7 @@ class PhaseSpan(NamedTuple):
 
 
 class Replica(NamedTuple):
-    """One replica's share of a call. Sizes are None if they were not seen; offset_ns counts from the call's start."""
+    """One replica's share of a call. Sizes are None if no hook saw them; offset_ns counts from the call's start."""
 
     replica: int
     device: str
@@ -80,7 +80,7 @@ class Replica(NamedTuple):
 class Stage:
     """One device's work in a call of a model on several devices; its parts ran one after the other.
 
-    Inputs of every stage but the first came from the previous stage's device. host_ns None: it did not end.
+    Inputs of every stage but the first came from the previous stage's device. host_ns is None if it did not end.
     """
 
     stage: int
@@ -100,7 +100,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One top-level forward; start_ns counts from the run's start."""
+    """One outermost forward of a model; start_ns counts from the run's start."""
 
     process: int
     rank: int | None
@@ -169,9 +169,9 @@ class Step:
     quantities: Mapping[str, int] = field(default_factory=dict)
     """Its quantities by name, without its samples."""
     spans: tuple[PhaseSpan, ...] | None = None
-    """Runs of its phases, in order of start, enclosing before enclosed; None: recorded by an earlier version."""
+    """Occurrences of its phases by start, outer before nested ones; None if an earlier version recorded the step."""
     missing_spans: int = 0
-    """Number of further spans."""
+    """Number of spans beyond the limit, which were only counted."""
     buckets: tuple[int, ...] = ()
     """When each bucket of gradients was ready, in ns after the step's start; empty if unknown."""
     sync_number: int | None = None
@@ -187,7 +187,7 @@ class Step:
 
     @property
     def evaluation(self) -> bool:
-        """Whether it belongs to an evaluation, provided that other steps of its mode train."""
+        """Whether it looks like a step of an evaluation: see `is_evaluation`."""
         return is_evaluation(self.phases.get("backward"), self.phases.get("optimizer"))
 
 
@@ -254,7 +254,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A sample: a time, usually a step, with every collective recorded; start_ns counts from the run's start."""
+    """A sample: a period, usually one step, with every collective recorded; start_ns counts from the run's start."""
 
     process: int
     rank: int | None
@@ -292,8 +292,8 @@ def rows_of(sizes: Sequence[Size] | None) -> int | None:
 
 
 def is_evaluation(backward: int | None, optimizer: int | None) -> bool:
-    """Whether a step with these phases (None or negative: did not run) belongs to an evaluation.
+    """Whether a step looks like one of an evaluation: neither phase ran (None or negative).
 
-    This holds if other steps of its mode train. A batch that the script skips looks like an evaluation.
+    Meaningful only if other steps of its mode train. A training step that skips its batch looks the same.
     """
     return (backward is None or backward < 0) and (optimizer is None or optimizer < 0)

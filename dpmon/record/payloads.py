@@ -30,19 +30,19 @@ from dpmon.record.wire import (
 
 UNTIMED = (
     "",
-    "the device had not reached its end after 64 more steps",
-    "a CUDA graph was being captured: an event recorded then becomes a part of it",
+    "the device had not finished it after 64 more steps",
+    "a CUDA graph was being captured: an event recorded then becomes part of the graph",
     "too few events were free: the device is so far behind that most of its 256 events are in use",
     "the device's events failed",
-    "the process ended before the device had reached its end",
+    "the process ended before the device had finished it",
     "it raised an exception",
     "the device is the CPU: host time is all there is",
     "it began on one stream and ended on another, which was ahead",
-    "the step has more phases than the limit of timing: 4096",
-    "the step copies more tensors to devices than are timed: 16",
+    "the step has more phases than can be timed (4096)",
+    "the step copies more tensors to devices than can be timed (16)",
     "steps are so short that only a random sample of them is timed on devices",
 )
-"""Texts of the reasons, by number."""
+"""Why a device time is unknown: the texts for the numbers of `dpmon.record.wire.Untimed`."""
 BACKWARD_AT, OPTIMIZER_AT = STEP_PHASES.index("backward"), STEP_PHASES.index("optimizer")
 QUANTITY_NAMES = tuple(quantity.name for quantity in QUANTITIES)
 SAMPLES_AT = QUANTITY_NAMES.index("samples")
@@ -67,7 +67,10 @@ _TIMED_BYTE = bytes((TIMED_TAG,))
 
 
 def timed(payload: bytes) -> tuple[bytes, tuple[float, ...], int]:
-    """Return the call or step in a timed record, times (NaN: unknown) and the reason. Raises struct.error."""
+    """Return the call or step in a timed record, its times (ms, NaN if unknown) and the number of the reason.
+
+    Raises struct.error if it is damaged.
+    """
     _, why, count, size = TIMED_HEAD.unpack_from(payload)
     start = TIMED_HEAD.size
     inner = payload[start : start + size]
@@ -100,7 +103,7 @@ def untimed_text(number: int) -> str:
 
 
 def step_times(payload: bytes) -> bytes | None:
-    """Return the device times of a step for a column of the store; None if it has none."""
+    """Return the packed device times of a step, as the store keeps them; None if it has none."""
     if payload[0] != TIMED_TAG:
         return None
     head = TIMED_HEAD.size
@@ -108,7 +111,7 @@ def step_times(payload: bytes) -> bytes | None:
 
 
 def known_times(payload: bytes) -> dict[str, float]:
-    """Return the known device times (ms) by phase, of a timed call or of a step's `step_times`."""
+    """Return the known device times (ms) by phase. `payload`: a timed call, or the `step_times` of a step."""
     _, _, count, _ = TIMED_HEAD.unpack_from(payload)
     names = TIMED_PHASES if len(payload) == TIMED_HEAD.size + 4 * count else CALL_PHASES
     times = struct.unpack_from(f"<{min(count, len(names))}f", payload, len(payload) - 4 * count)
@@ -133,9 +136,9 @@ def part_times(payload: bytes) -> PartTimes:
 def call_head(payload: bytes) -> tuple[int, ...]:
     """Return a call's numbers as in the payload. Raises struct.error if it is cut off.
 
-    mode, flags, number of stages, layout, step, call, start_ns, wall_ns, inputs, outputs (start on the absolute
-    monotonic clock; layout, inputs and outputs by definition), then offset and duration for each of CALL_PHASES (offset
-    -1: did not run).
+    They are mode, flags, number of stages, layout, step, call, start_ns, wall_ns, inputs, outputs, then offset and
+    duration for each of CALL_PHASES (offset -1: did not run). start_ns is on the absolute monotonic clock. Layout,
+    inputs and outputs are numbers of definitions.
     """
     payload = bare(payload)
     if payload[0] == PLAIN_TAG:
@@ -144,7 +147,10 @@ def call_head(payload: bytes) -> tuple[int, ...]:
 
 
 def call_replicas(payload: bytes) -> list[tuple[int, int, int, int]]:
-    """Return (inputs, outputs, offset_ns, host_ns) of each replica; sizes by definition. Raises struct.error."""
+    """Return (inputs, outputs, offset_ns, host_ns) of each replica. Inputs and outputs are numbers of definitions.
+
+    Raises struct.error if the call is cut off.
+    """
     payload = bare(payload)
     if payload[0] == PLAIN_TAG:
         *_, wall, inputs, outputs = _PLAIN.unpack(payload)
@@ -153,7 +159,10 @@ def call_replicas(payload: bytes) -> list[tuple[int, int, int, int]]:
 
 
 def call_stages(payload: bytes) -> list[tuple[int, int, int, int, int]]:
-    """Return (device and parts, inputs, outputs, offset_ns, host_ns) of each stage. Raises struct.error if cut off."""
+    """Return (device and parts, inputs, outputs, offset_ns, host_ns) of each stage; the first three are definitions.
+
+    Raises struct.error if the call is cut off.
+    """
     payload = bare(payload)
     if payload[0] == PLAIN_TAG or not payload[3]:
         return []
@@ -181,7 +190,7 @@ class StepFields(NamedTuple):
     quantities: tuple[int, ...]
     """In the order of dpmon.record.schema.QUANTITIES."""
     spans: bytes
-    """For `kept_spans`; empty if unknown."""
+    """Packed spans for `kept_spans`; empty if unknown."""
     sync_number: int
     """Number of its last synchronised backward pass."""
 

@@ -1,4 +1,4 @@
-"""Reads JSON from a run's files, without values that no run writes: huge numbers, NaN, deep nesting.
+"""Reads JSON from a run's files. Replaces huge numbers and NaN by None, and rejects deep nesting: no run writes them.
 
 Uses the standard library only.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 _ODD = re.compile(r"[0-9]{19}|[eE][+]?[0-9]{2}|NaN|Infinity")
 _NESTED = 16
-"""Number of brackets above which their nesting is checked."""
+"""Texts with more brackets than this are checked for deep nesting."""
 _DEEPEST = 12
 _LARGEST = 1 << 63
 

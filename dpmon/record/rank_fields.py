@@ -51,7 +51,7 @@ COLLECTIVE = RecordKind(
 )
 SAMPLED = RecordKind(
     "sampled",
-    "a sample: a time, usually one step, in which every collective was recorded",
+    "a sample: a period, usually one step, in which every collective was recorded",
     (
         *WHO,
         Field("step", "integer", "the step that ran at its middle; null if none did"),

@@ -12,9 +12,9 @@ from dpmon.record.wire import TIMED_PHASES
 _HEAD = """\
 # Records
 
-What `dpmon export` writes: an object of each kind in JSON lines, a table of each kind in CSV. This page is made from
-`dpmon/record/fields.py` by `python -m dpmon.record.reference > docs/records.md`.
-[Export](reports-and-exports.md#export) describes the command, [Tracing](tracing.md) how the values come about.
+`dpmon export` writes these records: as JSON lines, one object each, or as CSV, one table per kind. This page is made
+from `dpmon/record/fields.py` by `python -m dpmon.record.reference > docs/records.md`.
+[Export](reports-and-exports.md#export) describes the command, [Tracing](tracing.md) how the values are measured.
 
 - Every object has its `kind`. An unknown field is null, and `absent` has the reason.
 - A time that ends in `_ms` is in milliseconds, one in `_s` in seconds. `t_s` and `start_s` count from the run's start,
@@ -44,7 +44,7 @@ def _kind(kind: RecordKind) -> str:
     gauges = any(each.metric for each in kind.fields)
     head = ("field", "type", "unit", "meaning", "in CSV", *(("metric",) * gauges))
     rows = [(*_field(each), *((_metric(each),) * gauges)) for each in kind.fields]
-    note = "" if kind.row == "record" else f" A row of CSV is of one {kind.row}."
+    note = "" if kind.row == "record" else f" Each row of CSV describes one {kind.row}."
     return f"## {kind.name}\n\n{kind.meaning[0].upper()}{kind.meaning[1:]}.{note}\n\n{_table(head, rows)}"
 
 

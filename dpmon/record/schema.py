@@ -58,9 +58,9 @@ class Phase:
     optional: bool = False
     """Whether tables omit it if it never ran."""
     absent: str = "it did not run"
-    """Reason in a step without it."""
+    """Why a step may lack it."""
     on_screen: str = ""
-    """Addition to its meaning where the phases of the calls are also shown."""
+    """Added to its meaning where the screen also shows the phases of the calls."""
 
     @property
     def shown(self) -> str:
@@ -75,7 +75,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A number that a step counts, such as its samples; sums of it make sense."""
+    """A number that a step counts, such as its samples. It can be summed over steps."""
 
     name: str
     unit: str
@@ -83,7 +83,7 @@ class Quantity:
     metric: str
     """Its name as a Prometheus counter."""
     absent: str
-    """Reason in a step without it."""
+    """Why a step may lack it."""
     optional: bool = False
     """Whether a record omits it if it is absent."""
     label: str = ""
@@ -212,10 +212,11 @@ def phase_shown(label: str) -> Phase:
 
 
 STEP, REST = "step", "rest"
-"""Series: the whole step; its forward without the phases of its calls."""
+"""Names of series: the whole step, and its forward without the phases of its calls."""
 EXPOSED, WAIT, HELD = "exposed", "wait", "held"
-"""Series of steps with synchronised backward passes, once the ranks are compared: communication that no computation
-hides; the wait for the slowest rank; on the slowest rank, its delay relative to the second slowest."""
+"""Names of series of steps with synchronised backward passes, which come from a comparison of the ranks: communication
+that no computation hides; the wait for the slowest rank; on the slowest rank, its delay relative to the second slowest.
+"""
 
 
 EVALUATION, SETTLING = 1, 2

@@ -6,8 +6,8 @@
     w3   definitions of the inputs (lower half) and the outputs (upper half), 0: unknown
     w4   number of the slot plus one
 
-A training process writes a span when a phase ends. dpmon.assemble finds steps and calls from the spans. A span inside
-another span of its thread comes before that span, and has its kind as enclosing kind.
+A training process writes a span when a phase ends. dpmon.assemble finds steps and calls from the spans. A nested span
+comes before the span of its thread that encloses it. The enclosing kind is the kind of that span.
 
 Standard library only: this module is imported into the training process.
 """
@@ -23,6 +23,7 @@ class Kind:
     FETCH = 1
     CALL = 2
     WRAPPED = 3
+    """A call through a wrapper such as DataParallel, or of a model that dpmon runs data-parallel."""
     SCATTER = 4
     REPLICATE = 5
     PARALLEL_APPLY = 6
@@ -33,10 +34,14 @@ class Kind:
     OPTIMIZER = 11
     COPY = 12
     TIME = 13
+    """A device time of an earlier span."""
     PAUSE = 14
     LOOK = 15
+    """A measurement of the memory by dpmon itself."""
     GONE = 16
+    """An optimizer was freed."""
     AGAIN = 17
+    """A call starts again after dp failed; its earlier parts do not count."""
     SYNC = 18
     BUCKETS = 19
     COLLECTIVE = 20
@@ -70,17 +75,23 @@ COUNTED = {Kind.COPY: "copied_bytes"}
 
 
 class Flag:
-    """Further facts about a span."""
+    """Further facts about a span.
+
+    OVER: the fetch found the loader at its end. HAND: the script calls this primitive itself. SKIPPED: the span is not
+    timed on devices, because sampling skips its step. On a SYNC, it means that the pass averaged nothing; on a
+    COLLECTIVE, that its end is unknown.
+    """
 
     TRAINING, GRAD, FAILED, VIRTUAL, DP, SINGLE, OVER, TIMED, HAND, SKIPPED = (1 << bit for bit in range(10))
 
 
 WRAPPER_AT = 12
-"""Shift in the site of a span of kind SYNC or BUCKETS: the number of buckets (SYNC) or of the first bucket (BUCKETS) is
-below it, the number of the wrapper above. It distinguishes the wrappers in one backward pass."""
+"""Shift in the site of a span of kind SYNC or BUCKETS. The bits below it hold the number of buckets (SYNC) or the
+number of the first bucket (BUCKETS). The bits above it hold the number of the wrapper, because one backward pass can
+run through several wrappers."""
 LEAD_NS, MAX_LEAD = 64_000, 65_504.0
-"""Unit and limit of the leads in a span of kind BUCKETS: the times from when each of four buckets was ready to the last
-gradient, as half-precision floats in place of sizes. Each is exact to 0.05 %, and at most 4 s."""
+"""Unit and limit of leads. The lead of a bucket is the time from when it was ready to the last gradient. A span of
+kind BUCKETS has the leads of four buckets in place of sizes, as half-precision floats: exact to 0.05 %, at most 4 s."""
 LAP_AT, FLAGS_AT, INSIDE_AT, THREAD_AT, SITE_AT = 8, 16, 26, 31, 40
 """Shifts in w0: lap of the ring (8 bits), flags (10), enclosing kind (5), thread (9), site (24)."""
 MAX_THREAD, MAX_SITE = (1 << 9) - 1, (1 << 24) - 1

@@ -12,16 +12,16 @@ from dpmon.record.schema import SPAN_PHASES
 MAX_SPANS = 256
 """Most recorded spans in one step; later spans are only counted."""
 SPAN_PHASE = 15
-"""Bits of the phase in a word of spans. The value itself is not a phase: it marks a head."""
+"""Mask of the phase in a word of spans. If all these bits are set, the word is not a span but a head."""
 BUCKET = 14
-"""In place of a phase: the last gradient of a bucket was ready. It has no duration."""
+"""Used in place of a phase to mark when the last gradient of a bucket was ready; without a duration."""
 SPAN_WORD = 30
 """Bits of a start and of a duration if both are in one word: phase | start << 4 | duration << 34."""
 SPAN_HEAD, SPAN_HEAD_WIDE = 8, 16
 """A step without spans, with missing spans or with large numbers begins with a head: SPAN_PHASE | wide | missing spans
 << SPAN_HEAD. If `wide` is SPAN_HEAD_WIDE, each span has two words: phase | start << 4, and its duration."""
 _SPAN_START = (1 << 4 + SPAN_WORD) - 1
-"""Phase and start in a word of spans."""
+"""Mask of phase and start in a word of spans."""
 _made = tuple.__new__
 
 assert len(SPAN_PHASES) <= BUCKET, "too many phases for a word of spans"
@@ -30,8 +30,8 @@ assert len(SPAN_PHASES) <= BUCKET, "too many phases for a word of spans"
 def span_words(spans: Sequence[Sequence[int]], start_ns: int, wall_ns: int, missing: int = 0) -> list[int]:
     """Return the spans of a step's phases for `pack_step`: one word per span, or two if a number is large.
 
-    `spans`: phase, start (monotonic ns) and duration of each, in order of start, enclosing before enclosed, at most
-    MAX_SPANS. A phase is an index in dpmon.record.schema.SPAN_PHASES, or BUCKET. `missing`: number of further spans.
+    `spans`: phase, start (monotonic ns) and duration of each, in order of start, outer before nested ones, at most
+    MAX_SPANS. A phase is an index in dpmon.record.schema.SPAN_PHASES, or BUCKET. `missing`: number of spans left out.
     """
     words = []
     bits = 0
@@ -55,11 +55,11 @@ def _wide_words(spans: Sequence[Sequence[int]], start_ns: int, wall_ns: int) -> 
 
 
 class KeptSpans(NamedTuple):
-    """The spans of a step."""
+    """The unpacked spans of a step."""
 
     spans: tuple[PhaseSpan, ...]
     missing: int
-    """Number of further spans and buckets."""
+    """Number of spans and buckets beyond the limit, which were only counted."""
     buckets: tuple[int, ...]
     """When each bucket of gradients was ready, in ns after the step's start; in order of time."""
 

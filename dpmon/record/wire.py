@@ -1,7 +1,7 @@
 """Packs records: dpmon.assemble packs steps and calls of a process, and the supervisor packs its samples.
 
-Facts that do not change from batch to batch (names, devices, shapes) are sent once as a *definition*. Records refer to
-it by number, so a call over 8 replicas takes 304 bytes. dpmon.record.codec reads these bytes.
+Facts that do not change from batch to batch (names, devices, shapes) are written once as a *definition*. Records refer
+to it by number, so a call over 8 replicas takes 304 bytes. dpmon.record.codec reads these bytes.
 
 Standard library only, and little of it: the training process imports this module for its names and its JSON.
 """
@@ -77,7 +77,7 @@ VIRTUAL, TRAINING, GRAD, FAILED = 1, 2, 4, 8
 DDP = "DistributedDataParallel"
 FSDP = "fully_shard"
 RANK_MODES = {DDP: "ddp", FSDP: "fsdp"}
-"""Names of the mode of ranks that train one model together, by the `via` of their calls."""
+"""Names of the mode in which ranks train one model together, by the `via` of their calls."""
 
 
 class Untimed:
@@ -93,7 +93,7 @@ class Unended:
 
 
 class Collected(NamedTuple):
-    """A collective, or (`definition` 0) a sample: a time in which all collectives are recorded."""
+    """A collective, or a sample if `definition` is 0: a period in which all collectives are recorded."""
 
     number: int
     """Number of its span."""
@@ -115,7 +115,7 @@ class Collected(NamedTuple):
 
     @property
     def middle(self) -> int:
-        """The time that decides its step."""
+        """The time by which its step is found: the launch of a collective, the middle of a sample."""
         return self.start if self.definition else self.start + self.took // 2
 
 
@@ -148,8 +148,8 @@ _time_structs: dict[int, struct.Struct] = {}
 _NAN = float("nan")
 
 MORE = "\u2026"
-"""Path of a size that stands for all tensors that are not listed; it has no shape, dtype or bytes. At the end of a name
-or text, it marks a cut."""
+"""As the path of a size, it stands for all tensors that are not listed; that size has no shape, dtype or bytes. At the
+end of a name or text, it marks a cut."""
 MAX_NAME = 200
 MAX_JSON = 60_000
 """Most bytes of JSON in one record. A record is never larger than a block of the ring."""

@@ -1,7 +1,7 @@
-"""Turns the spans of one process into steps and calls, in the supervisor, after the fact.
+"""Turns the spans of one process into steps and calls, after they were written. Runs in the supervisor.
 
 Pure: no files, no clock. `nesting` groups the spans of each thread. `step_rules` finds where a step begins and ends.
-`recorder` turns the spans of a step into payloads. `assembler` connects them.
+`step_recorder` turns the spans of a step into payloads. `assembler` connects these modules.
 """
 
 from dpmon.assemble.assembler import Assembler

@@ -1,4 +1,4 @@
-"""Connects the parts: takes the spans and lines of one process, and returns payloads."""
+"""Connects the modules of this package: takes the spans and lines of one process, and returns payloads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST_NESTED = 1 << 14
 MOST_EARLY = 256
 """Most blocks held before the first call."""
 CAUGHT_UP = 4096
-"""A read that returns fewer spans than this has returned all of them."""
+"""A read that returns fewer spans than this has reached the newest span."""
 _LATEST = 1 << 58
 """Longest plausible uptime of a machine (ns)."""
 _NEVER_ENDED = (1 << 64) - 1
@@ -49,6 +49,7 @@ class Assembler:
         self._floors: dict[int, int] = {}
         """Per thread: the first span below `_caught_up` that a predecessor has not used."""
         self._caught_up = 0
+        """Number of the first span that was not fed to a predecessor."""
         self._heard = 0
         """Number of events from earlier calls of `feed`."""
         self._seen: dict[int, Span] = {}
@@ -92,7 +93,10 @@ class Assembler:
         return self._payloads()
 
     def under_way(self, kind: int, since_ns: int) -> list[bytes]:
-        """Take the training thread's current span, as read before the spans that were fed last. Return payloads."""
+        """Take kind and start of the training thread's unfinished span, read before the spans of the last `feed`.
+
+        Return payloads.
+        """
         if kind == Kind.FETCH and self._next >= self._caught_up:
             self._place(self._events.taken(since_ns - 1))
             try:
@@ -201,7 +205,7 @@ class Assembler:
                 self._block(block)
 
     def _place_before(self, span: Span) -> None:
-        """Place the events before the end of a block. The start of a fetch ends a step."""
+        """Place the events before the end of a block. A fetch ends a step, so events before its start come first."""
         if span.kind == Kind.FETCH and span.thread == self._recorder.thread:
             self._place(self._events.taken(span.start - 1))
             self._rules.fetches(span.start)
@@ -286,9 +290,9 @@ class Assembler:
 
     @classmethod
     def without_state(cls, lines: Iterable[Mapping[str, Any]], step: int = 0, call: int = 0) -> Assembler:
-        """Make the successor of an assembler with a lost state. `lines`: all lines that the predecessor was given.
+        """Make a successor of an assembler if its state is lost. `lines`: all lines that the predecessor was fed.
 
-        Feed it all spans again. With `step` and `call`, the predecessor's last numbers, feed it only the later spans.
+        Feed it all spans again. If `step` and `call` give the predecessor's last numbers, feed it only later spans.
         """
         found = cls()
         found._hear(lines)
@@ -299,7 +303,7 @@ class Assembler:
 
     @classmethod
     def resumed(cls, state: str, lines: Iterable[Mapping[str, Any]]) -> Assembler:
-        """Continue from `state`. `lines`: all lines that the predecessor was given.
+        """Continue from `state`. `lines`: all lines that the predecessor was fed.
 
         Raises ValueError for a damaged state.
         """

@@ -38,9 +38,9 @@ class Made(NamedTuple):
     replicas: Sequence[int]
     stages: Sequence[int]
     slots: Slots
-    """Spans that make up each device time."""
+    """The spans that add up to each device time."""
     why: int
-    """Reason for missing times without a span."""
+    """Reason for missing device times, if no span gives another."""
 
     def definitions(self) -> list[int]:
         """Return the numbers of all definitions that it refers to."""
@@ -106,7 +106,7 @@ def _timed(span: Span) -> list[tuple[int, int]]:
 
 
 def _add_phase(phases: list[int], slots: Slots, span: Span, start: int) -> None:
-    """Add a phase to a call that began at `start`. A subclass may run a phase twice."""
+    """Add a phase to a call that began at `start`. A subclass of DataParallel may run a phase twice."""
     at = VERBS[span.kind]
     if phases[2 * at] < 0:
         phases[2 * at] = max(span.start - start, 0)

@@ -40,7 +40,10 @@ class Composer:
         self._hands: dict[int, _Hand] = {}
 
     def verb(self, span: Span, replicas: Sequence[Span]) -> int:
-        """Take a primitive. `replicas`: of a parallel_apply. Return the definition of its inputs; 0 if none."""
+        """Take the span of a primitive, and the spans of its `replicas` if it is a parallel_apply.
+
+        Return the definition of the call's inputs for a parallel_apply, if it is known; else 0.
+        """
         kind, thread = span.kind, span.thread
         hand = self._hands.get(thread)
         if hand is not None and hand.apply is not None and kind != Kind.GATHER:

@@ -39,7 +39,7 @@ class Layout:
         }
         module = value.get("module")
         self.module: int = module if type(module) is int else -1 - number
-        """A bare model and its wrapper have the same number."""
+        """Number of the module; a bare model and its wrapper have the same number."""
         self.dim, self.first = (_whole(value.get(key, 0)) for key in ("dim", "first"))
         self.devices = len(self.value["devices"])
         if self.devices > _MOST_DEVICES:
@@ -108,7 +108,7 @@ class Definitions:
         return number in self._stages
 
     def collective(self, number: int) -> Mapping[str, Any] | None:
-        """The facts about a collective, None if unknown."""
+        """Return the definition of a collective; None if unknown."""
         return self._collectives.get(number)
 
     def rows(self, number: int, dim: int, first: int) -> int:
@@ -141,7 +141,7 @@ class Definitions:
         return own
 
     def payloads(self, *numbers: int) -> list[bytes]:
-        """Return payloads of the definitions without one so far; number 0 is skipped."""
+        """Return a payload for each of these definitions that has none yet; skip number 0."""
         found = []
         for number in numbers:
             if number and number not in self._sent:

@@ -1,4 +1,4 @@
-"""Holds the payloads of a step until their device times arrive, which come after the spans.
+"""Holds the payloads of a step until their device times arrive.
 
 Later payloads wait, too, so that payloads keep their order. After MAX_STEPS further steps, a payload is released
 without its missing times.
@@ -15,13 +15,14 @@ from dpmon.record.wire import Untimed, pack_timed
 
 MAX_STEPS = 64
 MAX_GROUPS = 1 << 13
-"""Most waiting groups: other threads may continue to make calls after the last step."""
+"""Most waiting groups. MAX_STEPS is not enough, because other threads may make calls while no step ends."""
 MOST = 1 << 16
 """Most spans with remembered times."""
 _MS = 1e6
 
 Slots: TypeAlias = "list[list[tuple[int, int]]]"
-"""For each time of a payload: the numbers of spans to add (1) or subtract (-1), on each device."""
+"""For each time of a payload: pairs (number of a span, sign). On each device, the times of the spans are added
+(sign 1) or subtracted (sign -1)."""
 
 
 class Pending(NamedTuple):
@@ -31,7 +32,7 @@ class Pending(NamedTuple):
     slots: Slots
     why: int
     least: int
-    """Index of the time that is the minimum over the devices (-1: none); the other times are the maximum."""
+    """Index of the time for which the fastest device counts (-1: none). For all others, the slowest device counts."""
 
 
 class EventPayload(NamedTuple):
@@ -62,8 +63,9 @@ class DeviceWaits:
 
     def __init__(self) -> None:
         self._times: dict[int, list[tuple[int, float | None, int]]] = {}
-        """Device, ms, and the reason for unknown ms, by span."""
+        """By span: device, ms (None: unknown) and the reason for an unknown time."""
         self._expected: dict[int, int] = {}
+        """By span: number of devices that will report a time."""
         self._queue: deque[_Group] = deque()
         self._turn = 0
 
@@ -72,7 +74,7 @@ class DeviceWaits:
         return [group.mark for group in self._queue]
 
     def time(self, span: Span) -> None:
-        """Take a device's time for an earlier span."""
+        """Take a span of kind TIME: the time of an earlier span on one device."""
         number, why = span.inputs | span.outputs << 32, span.site >> 16
         times = self._times.setdefault(number, [])
         device, count = span.site & 0xFF, span.site >> 8 & 0xFF
@@ -135,7 +137,7 @@ class DeviceWaits:
 
 
 def _numbers(group: _Group) -> Iterator[int]:
-    """Yield the timed spans of a group."""
+    """Yield the numbers of the spans that the times of a group consist of."""
     for one in group.payloads:
         if isinstance(one, Pending):
             for slot in one.slots:

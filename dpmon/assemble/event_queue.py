@@ -1,4 +1,4 @@
-"""Queues the events among the lines. They are placed between spans by time, and get step and call numbers."""
+"""Queues the events among the lines. The assembler places them between spans and gives them step and call numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from dpmon.record.wire import pack_event
 
 NEVER = 1 << 64
-"""Later than any span ends."""
+"""A time after the end of every span."""
 _TEXTS = ("text", "reason")
 
 
@@ -23,6 +23,7 @@ class Event:
         self.at = at
         """Monotonic ns."""
         self.fill = data.pop("fill", None)
+        """Which step and call numbers to fill in: for the "next" call, the "last" ones so far, or none (None)."""
         self.data = data
 
     @property
@@ -31,7 +32,7 @@ class Event:
         return self.data["kind"] == "pause" and self.data.get("paused") is True
 
     def packed(self, step: int, call: int, looks: Mapping[int, int]) -> bytes:
-        """Return its payload. `looks`: the last step that had begun, by memory look."""
+        """Return its payload. `looks`: for each memory look, the last step that had begun."""
         data = dict(self.data)
         kind = data.pop("kind")
         if self.fill in ("next", "last"):

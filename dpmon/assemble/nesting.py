@@ -34,14 +34,14 @@ CALLS = (Kind.CALL, Kind.WRAPPED)
 LEARNS = Flag.TRAINING | Flag.GRAD
 """Flags of calls that train or record gradients."""
 EDGE = (Kind.PAUSE, Kind.LOOK)
-"""Spans of dpmon's own time. At the edge of a step, they belong to no step."""
+"""Kinds of spans that are dpmon's time, not the script's. At the edge of a step, they belong to no step."""
 
 
 _LEADS, _SIZES = struct.Struct("<4e"), struct.Struct("<2I")
 
 
 class Inner:
-    """The contents of a block."""
+    """Sums and lists made from the spans of a block."""
 
     __slots__ = (
         *("backward", "counts", "first", "hand", "looks", "missing_spans", "parts", "skipped", "spans", "timed"),
@@ -56,7 +56,7 @@ class Inner:
         self.counts = [-1] * len(QUANTITIES)
         """Value of each quantity; -1: not counted."""
         self.spans: list[tuple[int, int, int]] = []
-        """Phase, start and duration of each run of a phase, in order of start; an enclosing run comes first."""
+        """Phase, start and duration of each occurrence of a phase, in order of start, outer before nested ones."""
         self.missing_spans = 0
         """Number of spans after the first MAX_SPANS."""
         self.backward = False
@@ -100,7 +100,7 @@ class _Reading:
         """Parts of the unfinished call."""
         self._calls: list[Span] = []
         self._leads: list[int] = []
-        """Lead of each bucket of the next synchronised pass before the last gradient (ns)."""
+        """For each bucket of the next synchronised pass: how long before the last gradient it was ready (ns)."""
         self._stepped: list[tuple[int, int]] = []
         """Start and number of the optimizers that stepped."""
 
@@ -162,7 +162,7 @@ class _Reading:
         counts[SYNCED] = max(counts[SYNCED], 0) + 1
         counts[SYNC_NUMBER_AT] = max(counts[SYNC_NUMBER_AT], span.inputs)
         count = span.site & (1 << WRAPPER_AT) - 1
-        leads = leads[:count] if count > 1 else [0] * count  # one bucket is ready with its last gradient
+        leads = leads[:count] if count > 1 else [0] * count  # a single bucket is ready at the last gradient
         self.found.spans += [(BUCKET, max(span.start - lead, 0), 0) for lead in leads]
 
     def _primitive(self, span: Span) -> None:

@@ -1,4 +1,4 @@
-"""The calls of the open step."""
+"""The open step: its calls, and the facts by which the rules decide where it ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class OpenStep:
         self.backward = False
         """Whether a backward pass ran in it."""
         self.module = self.look = 0
-        """Module of its first call; `look`: of its last call that neither trains nor records gradients."""
+        """`module`: module of its first call. `look`: of its last call that neither trains nor records gradients."""
         self.first_call = 0
         """When its first call began."""
         self.looked: set[int] = set()

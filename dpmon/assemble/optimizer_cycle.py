@@ -8,7 +8,7 @@ _MOST = 4096
 
 
 class OptimizerCycle:
-    """The optimizers that step in turn. When one of them steps again, the one before it ends a step."""
+    """The order in which optimizers step. When one steps for the second time, the optimizer before it ends a step."""
 
     __slots__ = ("ends", "once", "since")
 
@@ -18,12 +18,12 @@ class OptimizerCycle:
         self.since: dict[int, None] = dict.fromkeys(since)
         """The optimizers that have stepped since the last end of a step, in order."""
         self.once: dict[int, int] = dict(once or {})
-        """Optimizers that stepped before the cycle began. Each ends one more step, up to the span with this number."""
+        """Optimizers that stepped before the cycle began, each with the last span in which it may end a step."""
 
     def stepped(self, site: int, number: int) -> bool | None:
         """Take an optimizer step in the span `number`; return whether it ends a step of the loop.
 
-        None if the cycle has changed: spans assembled under the old cycle must be assembled again.
+        None means that the cycle has changed: spans assembled under the old cycle must be assembled again.
         """
         if site == self.ends:
             self.since.clear()

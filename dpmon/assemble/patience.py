@@ -32,9 +32,9 @@ class Patience:
         self.ended = end
 
     def too_many(self, calls: int, many: bool) -> bool:
-        """Whether a step has too many calls to wait longer. `many`: many calls may precede the end of a step."""
+        """Whether to stop waiting in a step with this many calls. `many`: allow MANY_CALLS instead of FEW_CALLS."""
         return calls > max(MANY_CALLS if many else FEW_CALLS, TIMES * self.calls)
 
     def too_long(self, took: int, made: bool) -> bool:
-        """Whether the calls of a step took too long (`took`, ns) to wait longer. `made`: an optimizer exists."""
+        """Whether to stop waiting `took` ns after the first call of a step. `made`: whether an optimizer exists."""
         return took > max(LATE_NS if made else SOON_NS, TIMES * self.pace)

@@ -19,7 +19,7 @@ from dpmon.record.spans import Flag, Span
 from dpmon.record.wire import Collected, pack_collective
 
 MOST_STEPS = 32
-"""Most remembered steps: a collective that ends after more steps than this is in no step."""
+"""Most remembered steps. A collective that ends more than this many steps later is recorded without a step."""
 MOST_SAMPLES = 64
 """Limit of remembered samples: a collective may end after several later samples."""
 MOST_WAITING = 1 << 14
@@ -38,9 +38,9 @@ class SampledCollectives:
         self._held: list[Collected] = []
         """Collectives of the unfinished sample."""
         self._sampled: deque[tuple[int, int]] = deque(maxlen=MOST_SAMPLES)
-        """End of each of the last samples; flags that are not 0 if it was discarded."""
+        """End of each of the last samples, and a number that is not 0 if the sample was discarded."""
         self._waiting: list[Collected] = []
-        """Collectives without a later end of a step."""
+        """Collectives that wait until a step ends after them."""
         self._before: dict[str, list[tuple[int, int]]] = {}
         """Start and end of the last collectives by group."""
         self._ready: list[Collected] = []
@@ -72,7 +72,7 @@ class SampledCollectives:
         return True
 
     def _hold(self, one: Collected) -> None:
-        """Hold a collective until its sample is over. This includes late collectives of a finished sample."""
+        """Hold a collective until its sample is over. If the sample is over already, place or discard it now."""
         discarded = next((flags for end, flags in self._sampled if one.start < end), None)
         if discarded is None:
             self._held.append(one)

@@ -7,7 +7,7 @@ from math import ceil
 from statistics import median
 
 COST_NS = 12_000
-"""Cost of one time on one device: to record, query and read two events (tests/benchmarks/bench_inside.py)."""
+"""Cost of one device time: recording, querying and reading two events (tests/benchmarks/bench_inside.py)."""
 SHARE = 0.01
 MOST = 1024
 """The training process accepts no higher number."""
@@ -29,7 +29,7 @@ class Sampling:
         """Numbers of timed steps and of their device times. Older ones count less."""
 
     def time(self) -> None:
-        """Count a time from a device."""
+        """Count one device time."""
         self._times += 1
 
     def step(self, wall_ns: int, timed: bool) -> None:

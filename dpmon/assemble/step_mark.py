@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Mark(NamedTuple):
-    """The state of the recorder and the rules before that block."""
+    """The state of Recorder, StepRules, Patience and OptimizerCycle before that block."""
 
     number: int
     calls: int

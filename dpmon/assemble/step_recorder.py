@@ -29,7 +29,7 @@ _NOTHING: Sequence[Any] = ()
 
 
 class Recorder:
-    """The payloads of one process, numbered."""
+    """Makes and numbers the payloads of one process."""
 
     def __init__(self, known: Definitions, events: EventQueue, communication: SampledCollectives) -> None:
         self.known = known
@@ -177,9 +177,9 @@ class Recorder:
         self.out.append(_PLAIN.pack(tag, self._step, number, start, took, sizes))
 
     def _learn(self, call: Span) -> tuple[int, int, int, int] | None:
-        """Return the fixed words of calls with this layout and these sizes; None if the layout is unknown.
+        """Return, and cache, two words of the payload, module and rows of calls with this layout and these sizes.
 
-        The first word is negative if a call without parts does not have exactly one replica.
+        The first word is negative if a call without parts does not have exactly one replica. None: unknown layout.
         """
         site, inputs, outputs = call.site, self.known.known_sizes(call.inputs), self.known.known_sizes(call.outputs)
         layout = self.known.layouts.get(site)
@@ -238,7 +238,7 @@ class Recorder:
     # ------------------------------------------------------------------------------------------ events
 
     def event(self, event: Event, step: int) -> None:
-        """Place an event here. `step`: the last step that has begun."""
+        """Take an event that happened here. `step`: the last step that has begun."""
         if event.fill == "next":
             self.nexts.append(event)
         else:

@@ -33,12 +33,12 @@ MOST_BESIDE = 16
 
 
 class StepRules:
-    """The steps of one process."""
+    """Divides the blocks of one process into steps."""
 
     def __init__(
         self, known: Definitions, recorder: Recorder, closed: Callable[[Mark, list[Item], bool], None]
     ) -> None:
-        """`closed(mark, items, step)` is called after recording: mark before it, items, whether a step ended."""
+        """`closed(mark, items, step)` is called after `items` are recorded. `step`: whether a step ended."""
         self._known = known
         self._recorder = recorder
         self._closed = closed
@@ -66,13 +66,13 @@ class StepRules:
         self._another = False
         """Whether the cycle of optimizers changed during `_take_anew`."""
         self._divides = False
-        """Whether a step with evaluation calls only is taken again, so that each call begins a step."""
+        """Whether a step that has only evaluation calls is being taken again, to divide it by BY_CALL."""
         self._step = OpenStep()
 
     # ------------------------------------------------------------------------------------------ marks
 
     def mark(self) -> Mark:
-        """Return the mark at which a successor begins, as far as the rules know."""
+        """Return the mark before the first held item; if none is held, the current state."""
         return self._mark if self.held and self._mark is not None else self._snapshot()
 
     def _snapshot(self) -> Mark:
@@ -245,7 +245,7 @@ class StepRules:
     # ------------------------------------------------------------------------------------------ without a loader
 
     def _outside(self, block: Block) -> None:
-        """Take a block outside steps."""
+        """Take a block that belongs to no step."""
         span, _, stepped, inner = block
         if span.kind == Kind.LOOK:
             self._recorder.look(span.site, self._recorder.number)
@@ -354,7 +354,7 @@ class StepRules:
         self._close(end)
         self._open, self._start, self._last = True, end, end
 
-    # ------------------------------------------------------------------------------------------ hindsight
+    # ------------------------------------------------------------------------------------------ taking items again
 
     def _take_anew(self) -> None:
         """Take all held items again under the changed rule or cycle."""
@@ -385,7 +385,7 @@ class StepRules:
                 self._take(item)
 
     def _be_patient(self) -> None:
-        """Wait for an optimizer step, up to a limit."""
+        """Wait for an optimizer step. At the limit, look for another rule, or end the step if it has too many calls."""
         step, patience = self._step, self._patience
         made = bool(self._known.optimizers) or self._cycle.ends >= 0
         learns = not (step.only_looks or step.backward)  # a backward pass may follow

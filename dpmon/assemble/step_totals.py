@@ -1,4 +1,4 @@
-"""The totals of a step."""
+"""Sums up the spans of a step, and packs the step."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class StepTotals:
         return Pending(payload, *self._slots(), DATA) if self.timed or self.crowded else payload
 
     def _slots(self) -> tuple[Slots, int]:
-        """Return the spans that make up the device time of each phase, and the reason for missing times."""
+        """Return the spans that add up to the device time of each phase, and the reason for missing times."""
         slots: Slots = [[] for _ in range(self._timed_phases)]
         if self.crowded or len(self.timed) > _MOST_TIMED:
             return slots, Untimed.TOO_MANY

@@ -29,6 +29,8 @@ _LATE = 4
 
 @dataclass(slots=True)
 class _Known:
+    """A value, when it was read (s), and the question that provided it."""
+
     value: Any
     at_s: float
     by: Question
@@ -36,7 +38,7 @@ class _Known:
 
 @dataclass(slots=True)
 class _Place:
-    """An asker's progress with one question."""
+    """An asker's progress with one question: when it is due, and which of its ways is in use."""
 
     due_s: float = 0.0
     way: int = 0
@@ -109,7 +111,7 @@ class Card:
     # ---------------------------------------------------------------- answers
 
     def take(self, question: Question, values: tuple[Any, ...], now_s: float, opened: int) -> None:
-        """Keep an answer, unless its handle is void by now."""
+        """Keep an answer, unless it came from an earlier handle."""
         with self._lock:
             if opened != self.opened or self.handle is None:
                 return
@@ -139,7 +141,7 @@ class Card:
         with self._lock:
             return name in self._values and bool(self._values[name].value)
 
-    # ---------------------------------------------------------------- what is shown
+    # ---------------------------------------------------------------- samples
 
     def sample(self, run: Run, now_s: float) -> DeviceSample:
         """Compose a sample from the values known now."""
@@ -180,7 +182,7 @@ class Asker:
         card.askers.append(self)
 
     def silence(self, now_s: float) -> float:
-        """Return how long an answer has been awaited (s); 0 while not waiting."""
+        """Return how long the thread has waited for the current answer (s); 0 while not waiting."""
         since = self._waiting_s
         return 0.0 if since is None else now_s - since
 
@@ -228,7 +230,7 @@ class Asker:
                     self._ask(question, nvml, handle, opened, ask, clock)
 
     def _overdue(self, now_s: float) -> list[Question]:
-        """Return the due questions, the most overdue first, relative to their periods: slow ones can wait longer."""
+        """Return the due questions, the most overdue first, counted in periods: rare questions can wait longer."""
         due = [q for q in self.places if self._due(q, now_s)]
         return sorted(due, key=lambda q: (self.places[q].due_s - now_s) / q.every_s)
 

@@ -13,7 +13,7 @@ _INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # the kernel's fixed inode number for it (i
 class DeviceSample:
     """One GPU at one instant. An unknown field is None, and `absent` has the reason by field name.
 
-    Bytes, bytes a second, percent (0..100), degrees Celsius, watts, joules, MHz.
+    The units are bytes, bytes per second, percent (0..100), degrees Celsius, watts, joules and MHz.
     """
 
     index: int

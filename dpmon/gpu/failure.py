@@ -53,7 +53,7 @@ _GONE = frozenset({UNINITIALIZED, GPU_IS_LOST, _RESET_REQUIRED, _GPU_NOT_FOUND})
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Stands for a missing value in an answer with several values, with the reason."""
+    """Takes the place of one missing value in an answer, and gives the reason."""
 
     reason: str
 
@@ -75,7 +75,7 @@ def words_of(code: int) -> str:
 
 
 def call(read: Callable[[], Any]) -> Any:
-    """Return the result of `read`. Raises Failure. Errors are recognised by number: the objects are not hashable."""
+    """Return the result of `read`. Raises Failure. NVML's errors are compared by number: they are not hashable."""
     try:
         return read()
     except Failure:

@@ -46,7 +46,7 @@ def gpm(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
         value = float(metric.value)
         if metric.nvmlReturn:
             found.append(Missing(words_of(int(metric.nvmlReturn))))
-        elif not 0 <= value < 1e9:  # a NaN too
+        elif not 0 <= value < 1e9:  # also true for NaN
             found.append(Missing("NVML returned an implausible value"))
         else:
             found.append(round(value, 1) if name in _PERCENT else int(value * (1 << 20)))
@@ -54,7 +54,7 @@ def gpm(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def nvlink(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the bytes per second received and sent over all links since the last reading; one call."""
+    """Return the bytes per second received and sent over all links since the last reading. Makes one call."""
     values = nvml.nvmlDeviceGetFieldValues(handle, [(_NVLINK_RX_KIB, _ALL_LINKS), (_NVLINK_TX_KIB, _ALL_LINKS)])
     now = time.monotonic()
     codes = [int(value.nvmlReturn) for value in values]

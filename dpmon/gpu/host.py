@@ -150,7 +150,7 @@ class HostSampler:
                 self._follow(child)
 
     def _follow(self, process: psutil.Process) -> None:
-        """Count a process from now on; its earlier use cannot be assigned to intervals."""
+        """Count the CPU time of a process from now on; its earlier CPU time belongs to no sample."""
         if process not in self._cpu:
             with contextlib.suppress(psutil.Error):
                 times = process.cpu_times()

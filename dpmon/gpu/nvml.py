@@ -1,7 +1,7 @@
-"""The only importer of pynvml; guards every NVML call.
+"""Guards every NVML call. No other module imports pynvml.
 
-Any call may take seconds, or never return. Calls in flight are counted, because shutting the library down during a call
-crashes the process; so does exit().
+Any call may take seconds, or never return. If the library is shut down or exit() is called during a call, the process
+crashes. So this module counts the calls in flight.
 """
 
 from __future__ import annotations

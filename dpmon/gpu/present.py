@@ -9,11 +9,11 @@ from dpmon.gpu.failure import NO_START, Failure
 from dpmon.gpu.nvml import NO_GPU, Nvml
 
 WAIT_S = 3.0
-"""Longest wait for the driver; without an answer, nothing is known."""
+"""Longest wait for the driver. Without an answer, no device counts as missing."""
 _NONE = (NO_GPU, NO_START[9], NO_START[12])
 """NVML's reasons on a machine without an NVIDIA GPU."""
 _OTHERS = ("/dev/kfd", "/dev/dxg", "/dev/nvgpu", "/dev/nvhost-gpu", "/dev/nvmap")
-"""Device files of other GPUs that torch calls cuda, unknown to NVML: AMD's, WSL's and NVIDIA Jetson's."""
+"""Device files of GPUs that torch calls cuda but NVML does not list: of AMD, WSL and NVIDIA Jetson."""
 
 
 def missing(names: str) -> str | None:

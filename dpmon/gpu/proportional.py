@@ -2,7 +2,7 @@
 
 The kernel calls this the proportional set size (PSS), in `/proc/PID/smaps_rollup`. To compute it, the kernel walks all
 pages of the process: 30 to 80 ms for 600 MB, 250 ms for 2.6 GB (measured on slow machines). Meanwhile the process must
-wait if it maps memory. So each process is read rarely; between two readings, its resident memory shows its growth.
+wait if it maps memory. So each process is read rarely. Between two readings, growth is taken from its resident memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BUDGET_MOST_S = 1.0
 AT_ONCE_S = 0.1
 """Most time for readings in one sample (s); further processes wait for the next sample."""
 EVERY_S = 5.0
-"""Shortest use of a reading (s)."""
+"""Shortest time for which a reading is used (s)."""
 REST_FACTOR = 200
 """A reading that took time t is used for at least REST_FACTOR * t, so the process is delayed 0.5 % of the time."""
 
@@ -59,7 +59,7 @@ class ProportionalMemory:
     def total(
         self, resident: Mapping[tuple[int, float], int], parents: Mapping[tuple[int, float], int] | None = None
     ) -> tuple[int | None, str | None]:
-        """Return the bytes of all processes together and None, or None and the reason.
+        """Return (bytes of all processes together, None), or (None, the reason).
 
         `resident`: bytes by process id and start. `parents`: ids of the known parents. A process without a reading is
         estimated: its shared part is the mean of its siblings.

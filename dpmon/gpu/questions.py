@@ -76,7 +76,7 @@ def _thousandth(value: Any) -> float:
 
 
 def _got(take: Callable[[Any], Any], *names: str) -> tuple[Way, ...]:
-    """Return ways to call functions nvmlDeviceGet... of the handle only; `take` converts their result to a value."""
+    """Return ways that call nvmlDeviceGet<name> with only the handle; `take` converts the result to a value."""
 
     def way(name: str) -> Way:
         return lambda nvml, handle, memo: (take(getattr(nvml, f"nvmlDeviceGet{name}")(handle)),)
@@ -157,7 +157,7 @@ def _xid(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _instances(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the MIG instances; each call reads one half of one instance, with at most two library calls."""
+    """Return the MIG instances. Each call updates the UUID or the memory of one, with at most two library calls."""
     known = memo.setdefault("instances", {})
     turn = memo["turn"] = (memo.get("turn", -1) + 1) % (2 * _MAX_INSTANCES)
     _look_at_instance(nvml, handle, memo, turn // 2, turn % 2 == 0)

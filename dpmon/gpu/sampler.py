@@ -1,7 +1,7 @@
 """Writes device and host samples of a run to its gpu.ring, once a second.
 
-One thread samples the host. Other threads ask NVML (see `watch`), where a call may take seconds or never return; no
-other thread waits for them.
+One thread samples the host. Other threads ask NVML (see `watch`). An NVML call may take seconds or never return, so
+nothing waits for these threads.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class DeviceSampler:
         self._ring.write(pack_event(kind, data))
 
     def heard(self, payload: bytes, pid: int) -> None:
-        """Take a `memory` record of the training process `pid`, which names the GPUs that torch uses in it."""
+        """Take a `memory` record of the training process `pid`. It names the GPUs that torch uses there."""
         try:
             record = self._decoder.decode(payload)
         except RecordError:

@@ -25,7 +25,7 @@ class TorchUse:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The facts about the run at a sample of a GPU."""
+    """The facts about the run that a sample of a GPU needs."""
 
     pids: Set[int] = frozenset()
     same_pids: bool = True

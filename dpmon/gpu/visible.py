@@ -99,7 +99,7 @@ def _by_uuid(text: str, gpus: Sequence[Gpu]) -> list[int | None] | None:
 
 
 def _by_instance(entries: Sequence[str], gpus: Sequence[Gpu]) -> list[int | None] | None:
-    """Find the GPU of the first instance; newer drivers may show more instances, which is unknown here."""
+    """Find the GPU of the first instance. Only newer drivers show the further ones, so these stay unknown (None)."""
     fitting = _instances(entries[0], gpus)
     if len(fitting) == 1:
         return [fitting[0], None] if len(entries) > 1 else [fitting[0]]

@@ -16,7 +16,7 @@ from dpmon.gpu.nvml import NO_GPU, Nvml
 from dpmon.gpu.questions import CHEAP, CHEAP_CALLS, EXPENSIVE, EXPENSIVE_CALLS, OPENING_CALLS
 
 NVML_PERIOD_S = 1.0
-"""Shortest period of questions to NVML, whatever the interval: drivers answer under a lock that training needs, too."""
+"""Shortest period of questions to NVML, whatever the interval: the driver answers under a lock that training needs."""
 FIRST_S = 0.5
 """Time after a GPU is found in which all cheap questions are asked at once, so that its first sample is complete."""
 MAX_GPUS = 64
@@ -89,7 +89,7 @@ class Watch:
             count = min(self._nvml.count(), MAX_GPUS)
         except Failure as failure:
             return f"NVML cannot count the GPUs: {failure.reason}"
-        except Exception as error:  # noqa: BLE001 - a thread that dies would take every later sample with it
+        except Exception as error:  # noqa: BLE001 - if the thread died, all later samples would be missing
             return f"NVML failed: {type(error).__name__}: {error}"
         if not count and not self.cards:
             return NO_GPU
@@ -104,7 +104,7 @@ class Watch:
     # ---------------------------------------------------------------- one GPU
 
     def _ask(self, card: Card, asker: Asker, first: bool) -> None:
-        """Ask one GPU until the end. The first of its two threads also looks for a lost GPU, and calls `tell`."""
+        """Ask one GPU until `stop`. The first of its two threads also looks for a lost GPU, and calls `tell`."""
         ask = asker.guarded(self._nvml.guard, time.monotonic)
         pause = 0.0
         while not self._stop.wait(pause):
@@ -112,7 +112,7 @@ class Watch:
             if not self._nvml.forgot:
                 try:
                     self._round(card, asker, ask, first)
-                except Exception as error:  # noqa: BLE001 - a thread that dies would take every later sample with it
+                except Exception as error:  # noqa: BLE001 - if the thread died, all later samples would be missing
                     self._warn(f"GPU {card.index}: NVML failed: {type(error).__name__}: {error}")
             elif first:
                 card.lose("NVML is being started again", began)

@@ -1,57 +1,57 @@
-"""A report as one JSON object, for programs. Times in ms, starts in s since the run's start, bytes; null is unknown.
+"""A report as one JSON object, for programs. The end of a name gives the unit; null is unknown. Times
+of events count from the run's start.
 
 run           id, name, script, command, cwd, python, started_unix, versions, directory
 end           state (as `ls` calls it), status, signal, error, seconds
 processes     process, rank, world, pid, python, torch
-steps, calls  numbers, including deleted ones; dropped, pruned: numbers of lost and of deleted records
+steps, calls  numbers, including deleted ones; dropped, pruned: numbers of lost and deleted records
 nothing       why there is no step and no call, or null
 standing      how long nothing has moved, and where each process is, or null
 modes         mode, virtual, steps, median_ms, p95_ms, steps_per_s, samples_per_s (of elapsed training time:
               dpmon.rates), steps_per_s_within_steps, samples_per_s_within_steps, phases: {name: share, median_ms,
               p95_ms, count, device_median_ms, device_count (number of known device times)}, quantities: {name:
-              sum, steps (with a value)}: all steps in the record except evaluations
-evaluations   the same for steps without backward and optimizer, in modes whose other steps have them
+              sum, steps (with a value)}. Evaluations are not included
+evaluations   the same for evaluations: steps without backward and optimizer, if other steps of their mode have them
 elapsed       startup_s, training_s, evaluation_s, between_s, paused_s, input_s, missed_s (not recorded), ending_s: they
               add up to the run's time; gaps: the longest times between two steps: process, after_step, t_s,
               seconds; {} if there is no step
 findings      kind, text, ground, advice, weight; the most important first
 replicas      mode, root, replica, device, calls, rows, median_ms, p95_ms, device_median_ms (over the device_calls
-              with a known time), virtual, absent: why no call has one; without evaluations
+              with a known time), virtual, absent (why no call has a device time). Evaluations are not included
 sizes         mode, root, replica, device, inputs, outputs, calls: every size of a replica
-ranks         process, rank, world, device, calls (all), steps, median_ms, the rates (as of modes; without
-              evaluations), inputs, outputs, forward_device_median_ms (of those steps: the forward on its
-              slowest device), absent
-              data_ms, forward_ms, backward_ms (without the wait), exposed_ms, wait_ms: means of the steps, null where
-              not known; slowest: the number of steps, of joined_steps, in which the others waited for it
-communication exposed_ms, exposed_share, wait_ms, wait_share (means of the ranks, of a step; null where not known, with
-              the reason in missing), joined_steps, synced and unsynced (backward passes a step), straggler (process
-              and rank: the slowest, ranks: all that are as slow, excess_ms, share, slowest, steps, phase, own_ms,
-              others_ms, sentence) or null, torch (process, iteration, comm_ms, overlap_ms: its own times), wrappers:
-              of one rank, the facts as in the record `ddp`; null if no ranks train together
+ranks         process, rank, world, device, calls (all), steps, median_ms, the rates (as in modes), inputs, outputs,
+              forward_device_median_ms (of a step, on the slowest device), absent; steps, times and rates without
+              evaluations
+              data_ms, forward_ms, backward_ms (without the wait), exposed_ms, wait_ms: means of the steps, null if
+              unknown; joined_steps: steps compared with other ranks, slowest: how often the others waited for it
+communication exposed_ms, exposed_share, wait_ms, wait_share (per step, mean of the ranks; null if unknown, with the
+              reason in missing), joined_steps, synced and unsynced (backward passes per step), straggler (process and
+              rank of the slowest, ranks: all ranks that are as slow, excess_ms, share, slowest, steps, phase, own_ms,
+              others_ms, sentence) or null, torch (process, iteration, comm_ms, overlap_ms: torch's own times),
+              wrappers (of one rank, as in the record `ddp`); null if no ranks train together
 stages        root, stage, device, parts, calls, median_ms, device_median_ms, device_calls, inputs, outputs, absent
 devices       index, name, uuid, called, of_run, samples, util_median_pct, mem_used_max_bytes, mem_run_max_bytes,
               mem_total_bytes, temperature_max_c, power_max_w, throttled: {reason: samples}; gpu_absent: the reason
-host          samples, cpu_median_pct, mem_used_max_bytes, mem_total_bytes; medians of cpus (how many processors),
-              others_cpus, run_cpus (in use by others, by the run), load; null where not recorded
+host          samples, cpu_median_pct, mem_used_max_bytes, mem_total_bytes; cpus (number of processors), medians of
+              others_cpus and run_cpus (processors in use by others and by the run) and of load; null if not recorded
 memory        device, model_bytes, gradients_bytes, optimizer_bytes, rest_bytes, peak_bytes, absent
-compared      dp against single: speedup, low, high (its 95 % interval), efficiency (a device; null for virtual
-              replicas), outcome (faster, slower, even), by_mean (the ratio of mean steps; null where it is near
-              the speed-up), sentence, missing, steps (by mode, compared ones only); null unless both modes were
-              seen
+compared      dp against single: speedup, low, high (its 95 % interval), efficiency (per device; null for virtual
+              replicas), outcome (faster, slower, even), by_mean (the ratio of mean steps; null if it is near the
+              speed-up), sentence, missing, steps (number of compared steps by mode); null unless both modes ran
 mode_changes  process, root, t_s, step, mode, requested_by, devices, virtual, reason, refused
-pauses        process, step (after which), t_s, seconds (null: see on, or its end was not recorded), on (it had not
-              ended), reason (why it went on by itself), refused; only the first ones: pauses_left_out and
-              refusals_left_out count the others
-paused        totals of all pauses, including those left out: times, seconds (of pauses with a known end; simultaneous
-              pauses of several processes count as one), unended (their end was not recorded), on (one had not
-              ended), alone_s (while another process was not paused). No step and no phase includes that time; use
-              of devices and host includes alone_s
+pauses        process, step (the last one before it), t_s, seconds (null if it had not ended, or its end was not
+              recorded), on (whether it had not ended), reason (why the training resumed without a request), refused.
+              pauses_left_out and refusals_left_out count the pauses and refusals beyond the first ones listed here
+paused        totals of all pauses, listed or not: times, seconds (of pauses with a known end; simultaneous pauses of
+              several processes count as one), unended (pauses without a recorded end), on (whether one had not
+              ended), alone_s (time while another process was not paused). Steps and phases do not include paused
+              time; the use of devices and host includes alone_s
 inputs        process (null: one that does not train), t_s, seconds: waits for a line of input; step times
-              include that time, rates do not
+              include these waits, rates do not
 warnings      texts
 time          width_s; stretches: start_s, end_s, mode, evaluation, steps (that ended in it), mean_ms, elapsed_ms
-              (training time: the rate is samples divided by it), longest_ms, samples, parts_ms: {name: sum}; time
-              without steps is in no stretch
+              (of training; samples divided by it is the rate), longest_ms, samples, parts_ms: {name: sum}. No
+              stretch covers time without steps
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _GAPS = 100
 
 
 def as_object(story: Story) -> dict[str, Any]:
-    """The report of `story` as above."""
+    """The report of `story` as an object with these members."""
     info, how = story.info, story.exit
     return {
         "run": {

@@ -1,4 +1,4 @@
-"""Reads a run's directory into a Story: every figure is a query of its store."""
+"""Reads a run's directory into a Story. Every figure comes from a query of the run's store."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from dpmon.text.last_words import READ_BYTES, last_words
 LINES_KEPT = 12
 CHANGES_KEPT = 1000
 LONGEST = 64
-"""Number of long steps to read per mode; findings name LONGEST of them."""
+"""Most long steps to read per mode, and most to pass to the findings."""
 GAPS = 10_000
 THIRDS = 60
 """Number of stretches into which a run is cut to find its first and its last third."""
@@ -89,10 +89,10 @@ class _Reading:
         self._pauses = Pauses()
         self._virtual = False
         self._spans: dict[int, Span] = {}
-        """By process, from its first step to its last."""
+        """By process: the time from its first step to its last."""
 
     def read(self, store: Store) -> None:
-        """Ask `store` for everything."""
+        """Read everything that comes from `store`."""
         story = self._story
         if store.damaged is not None:
             story.warnings.append(store.damaged)
@@ -132,7 +132,7 @@ class _Reading:
         )
 
     def _was_stopped_in(self, step: LongRow) -> bool:
-        """Whether the user asked the run to stop during a step: then it took the time until the process ended."""
+        """Whether the user asked the run to stop during this step. Such a step lasts until the process ends."""
         asked = self._stop_asked_unix
         begin = self._story.info.started_unix + step.start_ns / 1e9
         return asked is not None and begin <= asked < begin + step.wall_ns / 1e9
@@ -170,7 +170,7 @@ class _Reading:
             self._devices.sample(event.kind, event.data)
 
     def _modes(self, store: Store, window: Window) -> tuple[ModeFacts, ...]:
-        """The modes that train; their evaluations go into the story."""
+        """The figures of the modes without evaluations; figures of evaluations go into the story."""
         rows = _rows_in_time(store, self._begin_ns, self._last_ns or 0)
         modes = []
         for mode, evaluation in window.modes:
@@ -265,7 +265,7 @@ def _loader_start(data: Mapping[str, Any]) -> LoaderStart | None:
 
 
 def _rows_in_time(store: Store, begin_ns: int, end_ns: int) -> list[tuple[int, str, bool, Tally]]:
-    """Start, mode, whether it evaluates, and tally of all settled steps in order of time, in stretches of one width."""
+    """The settled steps by stretch of time, in order: start, mode, whether they are evaluations, tally."""
     seconds = (end_ns - begin_ns) / SECOND
     width = max((width for width in WIDTHS if width * THIRDS <= seconds), default=1)
     everybody = ALL if len(store.processes) > 1 else None
@@ -274,7 +274,7 @@ def _rows_in_time(store: Store, begin_ns: int, end_ns: int) -> list[tuple[int, s
 
 
 def _longest(store: Store, window: Window) -> list[LongRow]:
-    """The longest of the counted steps, including deleted ones, the longest first."""
+    """The longest steps of all modes, including deleted ones but not evaluations, the longest first."""
     found: list[LongRow] = []
     for mode, evaluation in window.modes:
         if not evaluation:
@@ -298,7 +298,7 @@ def _named(row: LongRow, inputs: Sequence[tuple[int | None, int, int]]) -> LongS
 
 
 def _output_end(reader: RunReader) -> bytes:
-    """The end of the script's output (of its errors, if they are separate); empty if it cannot be read."""
+    """The end of the script's output (of its stderr, if that has a file); empty if it cannot be read."""
     try:
         return read_tail(reader.output_paths[-1], READ_BYTES)
     except OSError:
@@ -308,6 +308,6 @@ def _output_end(reader: RunReader) -> bytes:
 def _last_output(end: bytes, raised: Uncaught | None, command: int | None) -> tuple[str, ...]:
     """The last lines of the script's output, from its end; `command`: the process id of the command."""
     lines = end[-_TAIL_BYTES:].decode("utf-8", "replace").split("\n")
-    # A carriage return starts the line again: the last state of a progress bar counts.
+    # A carriage return starts the line again, so only the last state of a progress bar is shown.
     shown = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
     return tuple([line for line in last_lines(shown, raised, command) if line.strip()][-LINES_KEPT:])

@@ -52,7 +52,7 @@ class Devices:
     def __init__(self) -> None:
         self._tracks: dict[int, _Track] = {}
         self.paused: Sequence[Span] = ()
-        """Pauses, known only at the end: samples taken in them say nothing about the use."""
+        """Pauses of the run, known only at its end. Utilisation during a pause does not count."""
         self.last_ns = 0
         """Time of the last sample."""
         self.gpu_absent: str | None = None
@@ -87,7 +87,7 @@ class Devices:
             _place(track, seconds, None if util is None else (util, 1), None if used is None else (used, 1))
 
     def rollup(self, row: MinuteRow) -> None:
-        """Add the remaining figures of a minute: extremes and means."""
+        """Add a figure of a minute with deleted samples, which is kept as an extreme and a mean."""
         index = row.device
         if (
             row.samples <= 0
@@ -99,7 +99,7 @@ class Devices:
         track = self._tracks.setdefault(index, _Track())
         if row.name in _HIGHEST and abs(row.high) < 1e300:
             track.highest[row.name] = max(track.highest.get(row.name, row.high), row.high)
-        if row.start_s == BEFORE_S:  # its time is no longer known
+        if row.start_s == BEFORE_S:  # the minute is no longer known
             return
         if row.name == ("cpu_pct" if index == HOST else "util_pct"):
             _place(track, row.start_s + 30.0, (row.total, row.samples), None)
@@ -137,7 +137,7 @@ class Devices:
         return HostFacts(len(use), self._cpus, middle[0], middle[1], middle[2], middle[3])
 
     def _unpaused(self, values: Sequence[float], at: Sequence[float]) -> Sequence[float]:
-        """The `values`, taken at `at` (s), outside pauses."""
+        """The values that were not sampled during a pause. `at`: their times (s)."""
         begins = [begin for begin, _ in self.paused]
         if not begins:
             return values

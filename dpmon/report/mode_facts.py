@@ -12,7 +12,7 @@ from dpmon.store.tally import Tally
 from dpmon.store.window import thirds
 
 _LEAST = 30
-"""Fewest steps of a third for a comparison with another one."""
+"""Fewest steps in each of the two thirds for a comparison."""
 
 
 def mode_facts(

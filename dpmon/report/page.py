@@ -1,7 +1,7 @@
 """A report as one self-contained page with its tables, its plots and the library that draws them.
 
 The page's own policy (Content-Security-Policy) forbids every connection, and every script except the two named by their
-hash. So the names of a script's modules can do no harm, even if an escape was forgotten.
+hash. So a hostile name in the record does no harm, even if its escaping is forgotten here.
 
 plotly.js (MIT) draws the plots; it comes from the Python package `plotly` of the extra `report`.
 """
@@ -78,7 +78,7 @@ def page(story: Story) -> str:
         f" script-src {_hash(library)} {_hash(_DRAW)}"
     )
     data = json.dumps([[plot.name, plot.traces, plot.layout] for plot in figures], allow_nan=False)
-    # Only these could end the script element, or begin a comment in it.
+    # Only these characters could end the script element, or begin a comment in it.
     data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     return "".join(
         (

@@ -34,7 +34,7 @@ class Paused(NamedTuple):
     took_ns: int | None
     """Duration; None if the pause goes on, was refused, or its end was not recorded."""
     end_ns: int | None
-    """Latest possible end, if it was not recorded."""
+    """Its end; the latest possible end if the end was not recorded."""
     on: bool
     """Whether it had not ended at the end of the record."""
     reason: str | None
@@ -58,7 +58,7 @@ class PauseTotals(NamedTuple):
     ns: int = 0
     """Time in pauses with a known end."""
     unended: int = 0
-    """Number of pauses that ended, but without a record of it."""
+    """Number of pauses that ended, but have no recorded end."""
     on: bool = False
     """Whether a process was in a pause when the record ended."""
     unplaced: int = 0
@@ -70,12 +70,12 @@ class Pauses:
 
     def __init__(self, every: Sequence[Paused] = ()) -> None:
         self.found = every[:KEPT]
-        """At most KEPT."""
+        """The first ones, at most KEPT."""
         self.refusals_left_out = sum(one.refused is not None for one in every[KEPT:])
         self.left_out = len(every) - len(self.found) - self.refusals_left_out
-        """Numbers beyond KEPT: refusals, and pauses."""
+        """Number of pauses beyond KEPT; `refusals_left_out`: number of refusals beyond KEPT."""
         self.every = [one for one in every if one.refused is None]
-        """Number of all pauses, without refusals."""
+        """All pauses, without refusals."""
 
     def total(self, end_ns: int | None = None) -> PauseTotals:
         """The totals; `end_ns`: the end of the run, and of pauses that had not ended."""
@@ -110,7 +110,7 @@ def pauses_in(store: Store) -> Pauses:
 def pauses_of(
     changes: Iterable[PauseChange], next_step_ns: Callable[[int, int], int | None], newest_ns: int = -1
 ) -> Pauses:
-    """The pauses that processes announced, those of one process in their order.
+    """The pauses in `changes`, which must be in order of time for each process.
 
     A pause without a recorded end ended at the latest when its process began another step. `next_step_ns`: the start of
     a process's first step after a time; `newest_ns`: the start of the newest step of any process.
@@ -158,8 +158,8 @@ def pauses_of(
         if (seen := stepped(process)) is not None:
             newest_ns = max(newest_ns, seen)
             over(process, seen)
-    # The remaining pauses go on, unless another process began a step after it: then the paused process may have been
-    # killed in its pause, at an unknown time.
+    # A remaining pause goes on, unless another process began a step after its start. Then the paused process may have
+    # been killed in the pause, at an unknown time.
     for process, place in list(opened.items()):
         began = found[place].start_ns
         if began is None or began + _SLACK_NS < newest_ns:
@@ -168,12 +168,12 @@ def pauses_of(
 
 
 def _is_of_another(pause: Paused, at: int | None, took: int | None) -> bool:
-    """Whether an end at this time, of a pause of this length, belongs to another pause."""
+    """Whether a pause that ended at `at` and lasted `took` is another one than `pause`."""
     known = at is not None and took is not None and pause.start_ns is not None
     return known and (at or 0) - (took or 0) > (pause.start_ns or 0) + _SLACK_NS
 
 
-# ------------------------------------------------------------------------------------------------ of all processes
+# ------------------------------------------------------------------------------------------------ several processes
 
 
 def any_of(pauses: Pauses, end_ns: int | None) -> list[Span]:
@@ -182,7 +182,7 @@ def any_of(pauses: Pauses, end_ns: int | None) -> list[Span]:
 
 
 def together(pauses: Pauses, there: Mapping[int, Span], end_ns: int | None) -> list[Span]:
-    """When at least one process was paused and every other one that was there was paused too."""
+    """When all present processes were paused. `there`: by process, from when to when it was present."""
     paused: dict[int, list[Span]] = {}
     for one in pauses.every:
         if (span := one.span(end_ns)) is not None:
@@ -192,7 +192,7 @@ def together(pauses: Pauses, there: Mapping[int, Span], end_ns: int | None) -> l
 
 
 def _without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """The parts of `spans` outside `others`; both in the form of `union`."""
+    """The parts of `spans` outside `others`; both must be sorted and disjoint, as `union` returns them."""
     found: list[Span] = []
     place = 0
     for begin, end in spans:

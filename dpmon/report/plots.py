@@ -1,6 +1,6 @@
-"""The plots of a page, as figures of plotly.js: plain data, so that only its JavaScript is needed.
+"""The plots of a page, as plain data for plotly.js.
 
-Text from outside is escaped: plotly reads a little HTML in names and labels.
+Text from outside is escaped, because plotly interprets some HTML in names and labels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dpmon.report.words import mode_title
 from dpmon.text.cleaning import clean
 from dpmon.text.palettes import LIGHT
 
-# As on the screen; the page is light.
+# The colours of the screen's light theme, because the page has a light background.
 _COLOURS = {phase.name: LIGHT.by_phase[phase.shown] for phase in PHASES}
 _MODE_COLOURS = {"dp": LIGHT.dp, "single": LIGHT.single}
 _ORDER = tuple(phase.name for phase in PHASES)
@@ -35,7 +35,7 @@ class Plot(NamedTuple):
 
 
 def plots(story: Story) -> list[Plot]:
-    """The plots with data."""
+    """The plots for which the run has data."""
     found = [_step_time(story), _speed(story), _parts_over_time(story), _parts_of_modes(story), _replicas(story)]
     found += [_devices(story, "util_pct"), _devices(story, "mem_bytes")]
     return [plot for plot in found if plot is not None]
@@ -50,7 +50,7 @@ def _axes(y: str, x: str = "seconds since the run's start", **more: Any) -> dict
 
 
 def _with_pauses(story: Story, layout: dict[str, Any]) -> dict[str, Any]:
-    """Marks the training's pauses in grey, in a plot over time."""
+    """The layout of a plot over time, with the pauses of the training in grey."""
     until = max((point.t_ns for point in story.points), default=0)
     until = max([until, *(one.end_ns for one in story.bins)])
     shapes = []
@@ -69,7 +69,7 @@ def _seconds(one: Bin) -> float:
 
 
 def _modes(story: Story) -> list[tuple[str, str, list[Bin]]]:
-    """Mode, title, and its stretches; evaluations separately."""
+    """Mode, title and stretches of each mode; evaluations of a mode come separately."""
     titles = {mode.mode: mode_title(mode) for mode in story.evidence.modes}
     kinds = sorted({(one.evaluation, one.mode) for one in story.bins})
     return [
@@ -140,7 +140,7 @@ def _speed(story: Story) -> Plot | None:
 
 
 def _ran(bins: Sequence[Bin]) -> list[str]:
-    """The parts that took any time, in the order of their stack."""
+    """The parts that took any time, in the order in which they are stacked."""
     return [name for name in _ORDER if any(one.parts[PARTS.index(name)] for one in bins)]
 
 

@@ -1,4 +1,4 @@
-"""Sentences and kinds of steps that text and page share."""
+"""Sentences, and tables of steps and phases, that the text and the page share."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def pruned(story: Story) -> str:
 
 
 def step_rows(story: Story) -> list[tuple[str, ModeFacts]]:
-    """Kinds of steps with their labels: the training steps of each mode, and evaluations."""
+    """The figures of each mode with a label: first without evaluations, then the evaluations."""
     rows = [(mode_title(mode), mode) for mode in story.evidence.modes if mode.steps]
     return [*rows, *((f"{mode_title(mode)}, evaluation", mode) for mode in story.evaluations)]
 
 
 def steps_table(story: Story) -> list[tuple[str, ...]]:
-    """One row per kind of steps below a row of names; empty without steps."""
+    """A row of names, then one row for each of `step_rows`; empty without steps."""
     rows: list[tuple[str, ...]] = [("mode", "steps", "median", "p95", "samples/s")]
     for title, mode in step_rows(story):
         times = duration(mode.median_ns), duration(mode.p95_ns)
@@ -113,7 +113,7 @@ def phase_table(mode: ModeFacts) -> list[tuple[str, ...]]:
 
 
 def phase_notes(mode: ModeFacts) -> list[str]:
-    """Notes below the phases: on their times, and the quantities of the steps."""
+    """Notes below the table of phases: about their times, and the quantities of the steps."""
     said = [] if mode.distributed is None else ["the steps of all ranks together"]
     said += [*host_waits(mode.phases), *partly_timed(mode.phases)]
     return said + [quantity_words(*each, mode.steps) for each in mode.counted]
@@ -128,5 +128,5 @@ def comparison(found: Comparison) -> list[str]:
     if found.efficiency is not None:
         text += f", {percent(found.efficiency)}  per device"
     steps = " and ".join(f"{side.steps:,} in {mode}" for mode, side in found.sides.items())
-    without = "without each mode's first after a change and those of another batch size or kind"
+    without = "not counting the first steps after a change of mode, and steps of another batch size or kind"
     return [sentence(found) or "", f"{text}; of {steps}, {without}"]

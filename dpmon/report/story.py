@@ -25,7 +25,7 @@ class Bin(NamedTuple):
     """The steps of one mode that ended within one stretch of time."""
 
     start_ns: int
-    """Includes the time before it in which one of its steps was running and no other ended."""
+    """Start of the stretch; earlier if a step that ended in it was already running and no other step ended."""
     end_ns: int
     mode: str
     steps: int
@@ -36,9 +36,9 @@ class Bin(NamedTuple):
     parts: tuple[int, ...]
     """Time in each of PARTS, ns."""
     evaluation: bool = False
-    """Steps without backward pass and optimizer, in a mode whose other steps have them."""
+    """Whether they are evaluations: neither backward pass nor optimizer, in a mode that otherwise trains."""
     elapsed_ns: int = 0
-    """Time (ns) within these steps, and between them inside this stretch; summed over processes."""
+    """Time (ns) within these steps, and between steps inside this stretch; summed over processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class DevicePoint:
 
 
 class ProcessFacts(NamedTuple):
-    """The facts that a training process reported; None if it did not."""
+    """The facts that a training process reported; None for a fact that it did not report."""
 
     process: int
     rank: int | None
@@ -65,7 +65,7 @@ class ProcessFacts(NamedTuple):
 class RankLine(NamedTuple):
     """One process of several: the most frequent inputs and outputs of its calls, and its steps; None if unknown.
 
-    Steps exclude evaluations if those of their mode are kept separately; calls include them.
+    `steps` excludes evaluations of modes that otherwise train; `calls` includes them.
     """
 
     process: int
@@ -79,16 +79,16 @@ class RankLine(NamedTuple):
     median_ns: float | None
     rate: Rate | None
     forward_ns: float | None
-    """Median time of its slowest device for the forward of those steps."""
+    """Median device time of the forward of a step, on the slowest device."""
     untimed: str | None
-    """Why `device_ns` is unknown, if the record says."""
+    """Why `forward_ns` is unknown, if the record has a reason."""
     times: RankTimes | None = None
-    """Mean times of its training steps without the first ones; of all processes of its rank. None without a rank."""
+    """Mean times of training steps, without the first ones, of all processes with its rank. None without a rank."""
 
 
 @dataclass
 class Story:
-    """One run; `dpmon.report.collect` fills it; afterwards it is only read."""
+    """One run. `dpmon.report.collect` fills it, and nothing changes it afterwards."""
 
     directory: str
     info: RunInfo
@@ -98,23 +98,24 @@ class Story:
     evidence: Evidence = field(default_factory=Evidence)
     findings: Sequence[Finding] = ()
     evaluations: list[ModeFacts] = field(default_factory=list)
-    """Steps without backward pass and optimizer, in modes whose other steps train; not in the evidence."""
+    """Figures of evaluations, in modes that otherwise train. The evidence does not include them."""
     steps: int = 0
     calls: int = 0
-    """Numbers including deleted ones, and calls outside steps."""
+    """Both numbers include deleted records; `calls` also includes calls outside steps."""
     bin_ns: int = 0
-    """The width of a stretch, unless its longest step takes longer."""
+    """Width of a stretch. A stretch is wider if a step in it takes longer."""
     bins: Sequence[Bin] = ()
     points: Sequence[DevicePoint] = ()
     processes: Sequence[ProcessFacts] = ()
     changes: list[ModeChange] = field(default_factory=list)
     pauses: Sequence[Paused] = ()
     pauses_left_out: int = 0
-    """Number of pauses and refusals beyond `pauses`; `paused` includes them."""
+    """Number of pauses that are not in `pauses`; `paused` includes them."""
     refusals_left_out: int = 0
+    """Number of refused requests that are not in `pauses`."""
     paused: PauseTotals = field(default_factory=PauseTotals)
     paused_alone_ns: int = 0
-    """Time when a process was paused beside one that was not: it counts in the figures of devices."""
+    """Time in which one process was paused and another was not. The figures of devices include it."""
     replicas: Sequence[ReplicaSizes] = ()
     ranks: Sequence[RankLine] = ()
     stages: Sequence[StageSizes] = ()
@@ -132,6 +133,6 @@ class Story:
     dropped: int = 0
     pruned: int = 0
     standing: str | None = None
-    """How long nothing has moved, and where each process is; None if something moves."""
+    """How long no process has made progress, and where each one is; None if one makes progress."""
     nothing: str | None = None
     """Why there is no step and no call."""

@@ -15,7 +15,7 @@ from dpmon.store.tally import ALL, WIDTHS, Tally
 
 BINS = 400
 _SECONDS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600)
-"""Widths that are easy to read; longer runs need larger ones."""
+"""Widths that are easy to read. Longer runs use whole hours."""
 _SERIES = {name: REST if name == "forward" else name for name in PARTS}
 assert set(PARTS) == {*STEP_PHASES, *CALL_PHASES}
 
@@ -27,7 +27,7 @@ class _Sum:
     tally: Tally = field(default_factory=Tally)
     end_s: int = 0
     within_ns: int = 0
-    """Time within such steps, whether or not they ended in it."""
+    """Time within such steps in this stretch, whether or not they ended in it."""
     between_ns: int = 0
 
 
@@ -60,7 +60,7 @@ def _width(span_s: float, step_s: float) -> int:
 
 
 def _sums(store: Store, seconds: int) -> dict[tuple[str, bool], dict[int, _Sum]]:
-    """By mode and whether they are evaluations of a mode that trains, and by number of the stretch."""
+    """The sums by (mode, evaluation), then by number of the stretch. A mode that never trains has no evaluations."""
     trained = {mode for mode, kind in store.kinds() if not kind & EVALUATION}
     width = max(width for width in WIDTHS if seconds % width == 0)
     found: dict[tuple[str, bool], dict[int, _Sum]] = defaultdict(lambda: defaultdict(_Sum))

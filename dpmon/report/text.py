@@ -161,8 +161,8 @@ def _devices(story: Story, width: int) -> list[str]:
     rows += map(words.device_cells, devices)
     lines = ["DEVICES", *table(rows, width)]
     left = " that are left" if story.pruned else ""
-    left += ", without those of pauses" if story.evidence.paused_ns else ""
-    lines += wrap(f"use: median of the samples{left}, any kernel ran; memory, °C and W: the highest", width)
+    left += ", without samples during pauses" if story.evidence.paused_ns else ""
+    lines += wrap(f"use (any kernel ran): median of the samples{left}; memory, °C and W: the highest", width)
     return [*lines, *_host(story, width)]
 
 
@@ -188,7 +188,7 @@ def _memory(story: Story, width: int) -> list[str]:
 
 
 def _changes(story: Story, width: int) -> list[str]:
-    """Requested modes; the heading has the initial one."""
+    """Requested changes of mode; the head of the report names the initial mode."""
     asked = [change for change in story.changes if change.requested_by != "start"]
     if not asked:
         return []

@@ -9,7 +9,7 @@ from dpmon.model.members import ns_in
 from dpmon.record.kinds import Event
 
 KEPT = 1000
-"""Number of waits to keep, the longest first: only these can explain a long step."""
+"""Most waits to keep. The longest are kept, because only they can explain a long step."""
 
 
 def waits_in(events: Sequence[Event]) -> list[tuple[int | None, int, int]]:

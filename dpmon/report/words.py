@@ -1,4 +1,4 @@
-"""Wording that text and page share: the end, the processes, and the rows of their tables."""
+"""Wording that the text and the page share: how the run ended, what ran, and rows of tables."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Row(NamedTuple):
     rate: Rate | None
     sizes: str
     device_ns: float | None = None
-    """Median device time: of the calls; for a rank, of the forward of a step."""
+    """Median device time of a call; for a rank, of the forward of a step."""
     times: RankTimes | None = None
     """Mean times of a rank's steps, if its waits are known."""
 
@@ -231,9 +231,9 @@ _COLUMNS: Mapping[str, Callable[[Row], str]] = {
 
 
 def row_table(rows: Sequence[Row], names: Sequence[str], sizes: str, most: int) -> list[tuple[str, ...]]:
-    """The first `most` rows with these columns between device and sizes, below a row of names.
+    """A row of names, then the first `most` rows. The columns `names` come between device and sizes.
 
-    Without device times, their column is omitted.
+    The column of device times is omitted if no row has one.
     """
     timed = any(row.device_ns is not None for row in rows)
     shown = [name for name in names if timed or name not in (ON_DEVICE, FORWARD_ON_DEVICE)]
@@ -260,14 +260,14 @@ def paused(story: Story) -> str | None:
         )
     elif total.unplaced:
         nowhere = (
-            "that time is in no step and no phase; not all of its limits are known, so the figures of devices may"
-            " include some"
+            "that time is in no step and no phase; some pauses have no known start or end, so the figures of devices"
+            " may include a part of it"
         )
     return f"{times_paused(total, _is_over(story))}: {nowhere}"
 
 
 def times_paused(total: PauseTotals, over: bool) -> str:
-    """The number and time of pauses; `over`: whether the run is."""
+    """The number and time of pauses. `over`: whether the run is over."""
     times = "once" if total.times == 1 else f"{total.times:,} times"
     several = total.times > 1
     parts = [f"for {took(total.ns)}{' in all' if several else ''}"] if total.ns else []
@@ -324,7 +324,7 @@ def pause_rows(story: Story) -> list[tuple[str, str, str]]:
 
 
 def pauses_lost(story: Story) -> str | None:
-    """The number of pauses and refusals without a row; None without any."""
+    """The number of pauses and refusals that `pause_rows` omits; None if it omits none."""
     left = [(story.pauses_left_out, "pause"), (story.refusals_left_out, "refusal")]
     said = " and ".join(many(count, what) for count, what in left if count)
     return f"not listed here: {said}" if said else None

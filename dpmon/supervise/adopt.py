@@ -1,4 +1,4 @@
-"""The command from its supervisor's view: its own child, or a process that another supervisor had started."""
+"""How a supervisor watches the command: as its own child, or as a process that a killed supervisor started."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from dpmon.run.signalling import is_named
 from dpmon.run.uncaught import uncaught_in
 
 PATIENCE_S = 2.0
-"""How long to wait for another source: the foreground that reaps the command, or the kernel."""
+"""Longest wait until another source knows the status: the foreground, which reaps the command, or the kernel."""
 _REAPED = "a process other than its supervisor had reaped it"
-_LOST = "the supervisor that had started it was killed before it ended"
+_LOST = "the command's supervisor was killed before the command ended"
 
 
 class Child:
@@ -39,7 +39,7 @@ class Child:
         self.pid = process.pid
 
     def over(self) -> bool:
-        """Whether it has ended; does not reap it."""
+        """Whether the command has ended. Does not reap it."""
         if self._returncode is None and not self._lost:
             try:
                 ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -52,18 +52,18 @@ class Child:
         return self._lost or self._returncode is not None
 
     def ending(self, info: RunInfo) -> ExitInfo:
-        """The status that the kernel gave its parent; unknown if another process has reaped it."""
+        """How the command ended, from the kernel; unknown if another process has reaped it."""
         if self._returncode is None:
             return unknown_exit(info, "supervisor", _REAPED, time.monotonic_ns())
         return exit_info(info, self._returncode, "supervisor")
 
     def release(self) -> None:
-        """Reap it."""
+        """Reap the command."""
         self._process.wait()
 
 
 class Adopted:
-    """A command after its supervisor was killed. It is no child of ours, so its status comes from other sources."""
+    """A command after its supervisor was killed. As it is not our child, its status comes from other sources."""
 
     def __init__(self, directory: Path, info: RunInfo) -> None:
         assert info.command_pid is not None
@@ -74,15 +74,15 @@ class Adopted:
         self._seen_alive = same_boot and proc.is_running(self.pid, self._started)
         self._pidfd = open_pidfd(self.pid) if self._seen_alive else None
         self._same_boot = same_boot
-        # Read them before dpmon touches those files again.
+        # Read the time of the last sign before dpmon writes to these files again.
         self._last_ns = last_sign(directory, info).end_ns
 
     def over(self) -> bool:
-        """Whether exactly this process has ended, reaped or not."""
+        """Whether the command has ended, reaped or not. A later process with the same id does not count."""
         return not self._same_boot or not proc.is_running(self.pid, self._started)
 
     def ending(self, info: RunInfo) -> ExitInfo:
-        """From the kernel, the foreground that reaped it, or its own last record; else unknown, with the reason."""
+        """How the command ended, from the foreground that reaped it, the kernel, or its last record; else unknown."""
         now = time.monotonic_ns()
         until = time.monotonic() + PATIENCE_S
         while self._same_boot:
@@ -98,14 +98,14 @@ class Adopted:
         return self._from_record(info, now)
 
     def release(self) -> None:
-        """Do nothing: it is not a child of this process, so another process reaps it."""
+        """Do nothing: another process reaps the command, which is not a child of this one."""
 
     def _status(self) -> int | None:
         status = wait_status(self._pidfd) if self._pidfd is not None else None
         return proc.status_of_dead(self.pid, self._started) if status is None else status
 
     def _from_record(self, info: RunInfo, now: int) -> ExitInfo:
-        """The training process's own last record: whether Python ended normally, and with which exception."""
+        """How the command ended by its own last record: whether Python ended normally, and with which exception."""
         if not self._same_boot:
             return unknown_exit(info, "supervisor", "the machine was restarted", self._last_ns)
         sign = last_sign(self._directory, info)
@@ -131,7 +131,7 @@ class Sign(NamedTuple):
 
 
 def last_sign(directory: Path, info: RunInfo) -> Sign:
-    """The last sign of the run; `end_ns` monotonic, of the same boot."""
+    """The last sign of the run. `end_ns` is on the monotonic clock of the boot in which the run began."""
     ended: bool | None = None
     end = info.start_ns + int(_last_output(directory, info) * 1e9)
     for process, path in ring_paths(directory):
@@ -155,7 +155,7 @@ def _last_output(directory: Path, info: RunInfo) -> float:
 
 
 def find_command(directory: Path) -> proc.Process | None:
-    """The command of a run after its supervisor was killed before it recorded the process."""
+    """Search for the command of a run. Its killed supervisor may have started it without recording the process."""
     leaders = (process for pid, process in proc.every_process().items() if process.session == pid and not process.dead)
     return min(
         (process for process in leaders if is_named(process.pid, directory)),

@@ -11,7 +11,7 @@ _Labels = Mapping[str, str]
 
 
 def metric(name: str, kind: str, text: str, values: Iterable[tuple[_Labels, float]]) -> list[str]:
-    """One metric with its help and type; nothing without a value."""
+    """The lines of one metric, with its help and type; empty if it has no values."""
     samples = [f"dpmon_{name}{_labels(labels)} {_number(value)}" for labels, value in values]
     return [f"# HELP dpmon_{name} {text}", f"# TYPE dpmon_{name} {kind}", *samples] if samples else []
 
@@ -19,7 +19,7 @@ def metric(name: str, kind: str, text: str, values: Iterable[tuple[_Labels, floa
 def histogram(
     name: str, text: str, bounds: Sequence[float], series: Iterable[tuple[_Labels, Sequence[int], float]]
 ) -> list[str]:
-    """A histogram; each of `series`: labels, counts per bucket and beyond the last bound, sum."""
+    """The lines of a histogram. `series`: labels, counts of each bucket and above the last bound, sum."""
     lines = []
     for labels, buckets, total in series:
         below = 0
@@ -36,7 +36,7 @@ def _labels(labels: _Labels) -> str:
 
 
 def _escaped(value: str) -> str:
-    # The three characters that the format escapes; other control characters would only disturb a human reader.
+    # Control characters would only disturb a human reader. The format requires escapes for the other three.
     text = re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "?", value[:MAX_LABEL])
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 

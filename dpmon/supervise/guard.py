@@ -41,14 +41,14 @@ STALLED_S = 5.0
 
 
 class Successors:
-    """Starts a few supervisors in place of killed ones; not more, in case something kills them. One holds the lock."""
+    """Replaces killed supervisors, SUCCESSORS times at most, in case something kills each of them."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._tries = 0
         self._not_before = 0.0
         self.newest: subprocess.Popen[bytes] | None = None
-        """The last one started, whether or not it still runs."""
+        """The supervisor that was started last, whether or not it still runs."""
 
     @property
     def at_work(self) -> bool:
@@ -62,11 +62,11 @@ class Successors:
 
     @property
     def hopeful(self) -> bool:
-        """Whether one is alive, or another one may be started soon."""
+        """Whether a supervisor started here is alive, or another one may be started soon."""
         return self.at_work or (not self.exhausted and time.monotonic() < self._not_before)
 
     def start_if_needed(self, info: RunInfo, how: ExitInfo | None) -> None:
-        """Start one if the run has no supervisor; `info` and `how`: the current contents of run.json and exit.json."""
+        """Start a supervisor if the run has none; `info` and `how`: the current contents of run.json and exit.json."""
         now = time.monotonic()
         if self.exhausted or self.at_work or now < self._not_before:
             return
@@ -115,12 +115,12 @@ class Guard:
         """How the run ended, if no file has it: reported by the supervisor, or found by this process."""
         self._told: ExitInfo | None = None
         self._told_at = 0.0
-        """The supervisor's report through its pipe, which can be read only once, and the time of reading."""
+        """The outcome read from the supervisor's pipe, which can be read only once, and when it was read."""
         self._dead_since: float | None = None
         self._unstarted_since: float | None = None
         self._successors = Successors(reader.directory)
         self.lost: str | None = None
-        """Why the end of the run will never be known, once that is certain."""
+        """Why nobody can find out how the run ended; None while somebody still can."""
 
     @property
     def info(self) -> RunInfo:
@@ -159,7 +159,7 @@ class Guard:
         return None if self._found is None else self._found.pid
 
     def _known(self) -> RunInfo:
-        """The contents of run.json, or what they would be if it could not be written."""
+        """The contents of run.json, with the command's process if the file lacks it because it could not be written."""
         info, found = self._reader.info, self._found
         if info.command_pid is None and found is not None:
             return replace(info, command_pid=found.pid, command_started=found.started)
@@ -182,7 +182,7 @@ class Guard:
         return send_to_group(command, number)
 
     def look(self) -> bool:
-        """Reap what must be reaped, and record the command's exit if the supervisor cannot; call it often.
+        """Reap orphans, and record the command's exit if the supervisor cannot. Call it often.
 
         Returns whether the supervisor was alive at the start of this call; it may end at any moment.
         """
@@ -202,7 +202,7 @@ class Guard:
             self._told_at = time.monotonic()
 
     def _stand_in(self) -> None:
-        """Do the remaining work of a supervisor that has ended."""
+        """Do the remaining work of a supervisor that ended early."""
         if self._told is not None:  # the supervisor could not write exit.json
             self._record(self._told)
             return
@@ -261,8 +261,8 @@ class Guard:
     def _look_for_stall(self) -> None:
         """Record the end of the command if the supervisor does not.
 
-        The end is known from the supervisor itself, which may be stopped after it has reaped the command, or from the
-        process table.
+        The supervisor may have reported the end through its pipe and then stalled. Otherwise the process table shows
+        that the command is dead.
         """
         now = time.monotonic()
         if self._told is not None:
@@ -281,7 +281,7 @@ class Guard:
             self._record(exit_info(info, os.waitstatus_to_exitcode(status), "foreground", drained=False))
 
     def _give_up(self) -> None:
-        """The command has gone, and this process cannot reap it: only a new supervisor may know more."""
+        """Set `lost`, unless a new supervisor may still find out how the command ended."""
         if not self._successors.hopeful:
             self.lost = "the supervisor was killed, and the command's exit status with it"
 

@@ -32,9 +32,9 @@ from dpmon.store.window import Window
 from dpmon.supervise.exposition import histogram, metric
 
 EVERY_S = 5.0
-"""Seconds between two files; Prometheus asks every 15 to 60."""
+"""Seconds between two writes; Prometheus reads every 15 to 60 s."""
 _SHARE = 0.01
-"""Largest share of the time for writing: the files of a long run with many processes come less often."""
+"""Largest share of the time for writing: a file that takes long to write is written less often."""
 BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
 _HEAD_BYTES = 1 << 14
 MAX_PROCESSES = 1024
@@ -85,7 +85,7 @@ class Metrics:
 
     def __init__(self, path: Path, directory: Path, warn: Callable[[str], None]) -> None:
         self._path = path
-        remove_parts(path)  # of a supervisor that was killed during a write
+        remove_parts(path)  # left by a supervisor that was killed during a write
         self._directory = directory
         self._info = load_info(directory)
         self._warn = warn
@@ -109,7 +109,7 @@ class Metrics:
         self._due = now + max(EVERY_S, (time.monotonic() - began) / _SHARE)
 
     def end(self, how: ExitInfo) -> None:
-        """Write the file for the last time: the run is over. Never raises."""
+        """Write the file for the last time, because the run is over. Never raises."""
         with contextlib.suppress(Exception):  # `tick` has already reported the error
             self._write(how)
 
@@ -134,7 +134,7 @@ class Metrics:
         run = {"run": short_name(info)}
         about = {**run, "id": info.id, "name": info.name, "script": info.script}
         lines: list[str] = []
-        lines += metric("run_info", "gauge", "The run of the other metrics.", [(about, 1)])
+        lines += metric("run_info", "gauge", "The run that the other metrics describe.", [(about, 1)])
         started = [(run, info.started_unix)]
         lines += metric("run_start_time_seconds", "gauge", "When the run began, since 1970.", started)
         lines += metric(
@@ -209,7 +209,7 @@ class Metrics:
         return histogram(name, "Time of a step; the bounds of the buckets are at most 0.4 % off.", BOUNDS_S, series)
 
     def _phases(self, what: str, whose: str, text: str, found: Iterable[_Series]) -> list[str]:
-        """Time by phase; also on the devices, with its number of steps, which a mean needs."""
+        """Time by phase on the host and on the devices, and the number of steps with a device time, for means."""
         phases = [phase.name for phase in PHASES if phase.of_call == (what == "call")]
         each = [({**one.labels, "phase": phase}, phase, one.tally.stats) for one in found for phase in phases]
         known = [(labels, stats[name]) for labels, phase, stats in each if (name := device_series(phase)) in stats]
@@ -261,14 +261,14 @@ class Metrics:
                 [(one.labels, times[one.mode].get(one.process, (0, 0))[0] / 1e9) for one in by_mode],
             ),
             *self._counter(
-                "training_steps_total", "Steps in that time.", [(one.labels, one.tally.steps) for one in by_mode]
+                "training_steps_total", "Steps in training time.", [(one.labels, one.tally.steps) for one in by_mode]
             ),
             *self._counter(
-                "training_samples_total", "Samples of these steps, if each of them has a sample count.",
+                "training_samples_total", "Samples of these steps, if each step has a sample count.",
                 [(one.labels, known.total) for one, known in samples if known.count == one.tally.steps],
             ),
             *self._counter(
-                "time_seconds_total", "Time of a process by what it did, since it began to record.",
+                "time_seconds_total", "Time of a process by activity, since it began to record.",
                 [
                     ({**run, **_process_labels(process, ranks.get(process)), "activity": activity}, ns / 1e9)
                     for process in processes
@@ -329,16 +329,16 @@ def _figure_lines(window: Window, run: _Labels) -> list[str]:
     rates = [(labels, figures.rate) for labels, figures in found if figures.rate is not None]
     samples = [(labels, rate.samples_per_s) for labels, rate in rates if rate.samples_per_s is not None]
     return [
-        *metric("step_quantile_seconds", "gauge", "Quantiles of the steps, of the whole run.", _quantiles(steps)),
-        *metric("step_mean_seconds", "gauge", "Mean step, of the whole run.", _means(steps)),
-        *metric("phase_quantile_seconds", "gauge", "Quantiles of a phase, of the steps it ran in.", _quantiles(phases)),
-        *metric("phase_mean_seconds", "gauge", "Mean of a phase, of the steps it ran in.", _means(phases)),
+        *metric("step_quantile_seconds", "gauge", "Quantiles of step times over the whole run.", _quantiles(steps)),
+        *metric("step_mean_seconds", "gauge", "Mean step time over the whole run.", _means(steps)),
+        *metric("phase_quantile_seconds", "gauge", "Quantiles of a phase over steps that ran it.", _quantiles(phases)),
+        *metric("phase_mean_seconds", "gauge", "Mean of a phase over steps that ran it.", _means(phases)),
         *metric(
-            "steps_per_second", "gauge", "Steps per second of elapsed training time, of the whole run.",
+            "steps_per_second", "gauge", "Steps per second of elapsed training time over the whole run.",
             [(labels, rate.steps_per_s) for labels, rate in rates],
         ),
         *metric(
-            "samples_per_second", "gauge", "Samples per second of elapsed training time, of the whole run.", samples
+            "samples_per_second", "gauge", "Samples per second of elapsed training time over the whole run.", samples
         ),
     ]  # fmt: skip
 

@@ -46,7 +46,7 @@ class Command:
 def resolve(words: Sequence[str], module: str | None, python: str | None, environ: Mapping[str, str]) -> Command:
     """The command for `words` (a script or launcher and its arguments) or for `module` with arguments `words`.
 
-    Raises CommandError for what cannot be run, before anything was started.
+    Raises CommandError if it cannot be run. Starts nothing.
     """
     if module is not None:
         if not module:
@@ -74,7 +74,7 @@ def _name(text: str) -> str:
 def _is_script(word: str, environ: Mapping[str, str]) -> bool:
     if not word.endswith((".py", ".pyw", ".pyc")):
         return False
-    # A launcher with a name ending in .py is found on PATH, and is no file here.
+    # A word that ends in .py may also be a launcher on PATH, if there is no such file here.
     return os.path.lexists(word) or os.sep in word or not shutil.which(word, path=environ.get("PATH"))
 
 
@@ -142,7 +142,7 @@ def _candidates(environ: Mapping[str, str]) -> list[str]:
                 found.append(os.path.abspath(on_path))
     unique: list[str] = []
     for python in found:
-        # Not the resolved path: a virtual environment's python is a link to one that lacks its packages.
+        # Keep the path unresolved: a virtual environment's python is a link to a Python without its packages.
         if os.access(python, os.X_OK) and all(not _same(python, other) for other in unique):
             unique.append(python)
     return unique

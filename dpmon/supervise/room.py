@@ -1,7 +1,7 @@
-"""Disk space for the script's output: a full disk must not make its print() fail.
+"""Keeps disk space free for the script's output, so that its print() does not fail on a full disk.
 
-The script writes its output straight into a file of the run. Some space beyond that file's end is allocated ahead, so
-that other data cannot take it. When the disk is full, the oldest output is deleted in favour of the newest.
+The script writes its output straight into a file of the run. dpmon allocates space beyond the end of this file, so that
+other data cannot take it. When the disk is full, dpmon deletes the oldest output to make room for the newest.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class OutputRoom:
             self._until[path] = size + ahead
             return
         self._give_up(path, fd, size)
-        for sixteenths in (16, 12, 8, 6, 4, 3, 2, 1):  # the history takes the rest
+        for sixteenths in (16, 12, 8, 6, 4, 3, 2, 1):  # the history may have taken the rest
             if self._reserve(fd, size, ahead * sixteenths // 16):
                 # This is less than needed, so the next call tries again.
                 break
@@ -79,7 +79,7 @@ class OutputRoom:
             self._given_up[path] = end
 
     def _reserve(self, fd: int, size: int, ahead: int) -> bool:
-        """Allocate space; False if the disk has none; OSError for any other reason."""
+        """Allocate space; False if the disk is full. Raises OSError if it fails for another reason."""
         problem = self._call(fd, _KEEP_SIZE, size, ahead)
         if problem not in (0, errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise OSError(problem, os.strerror(problem))

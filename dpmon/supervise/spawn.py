@@ -1,4 +1,4 @@
-"""Starts the user's command as it would start alone: same arguments, directory, environment, descriptors, signals."""
+"""Starts the user's command as without dpmon: with the same arguments, directory, environment, descriptors, signals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def environment(info: RunInfo, directory: Path, outer: Mapping[str, str]) -> dic
     env = {name: value for name, value in outer.items() if not name.startswith("DPMON_")}
     old = env.get("PYTHONPATH")
     env["PYTHONPATH"] = f"{_SITE}{os.pathsep}{old}" if old else str(_SITE)
-    # Python treats an empty value like an unset one, but it is the user's value.
+    # Keep an empty value: Python treats it like an unset one, but the user has set it.
     env.setdefault("PYTHONUNBUFFERED", "1")
     env["DPMON_RUN"] = str(directory)
     env["DPMON_START_NS"] = str(info.start_ns)
@@ -48,8 +48,8 @@ def start_command(
 ) -> subprocess.Popen[bytes]:
     """Start the command in its own session; OSError if it cannot be started.
 
-    Its output goes straight into the log files. It inherits dpmon's descriptors beyond the usual three (a shell's
-    `<(...)` needs that); dpmon's own are closed on exec.
+    Its output goes straight into the log files. It inherits the descriptors that the user's shell gave to dpmon, which
+    `<(...)` needs. Descriptors that dpmon opened itself are closed on exec.
     """
     if info.headless:
         out, err = _log(directory / "stdout.log"), _log(directory / "stderr.log")

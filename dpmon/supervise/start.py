@@ -22,7 +22,7 @@ FINISH_S = 10.0
 """How long to wait until the record of a run is complete; some milliseconds per megabyte are usual."""
 
 # The interpreter is isolated (-I): neither the current directory nor PYTHON* may put a user's random.py before the
-# standard library's. dpmon's own place comes right after the standard library, the caller's other places last.
+# standard library's. The folder of dpmon comes right after the standard library, the rest of the caller's path last.
 _BOOT = """\
 import sys
 directory, how, outcome, home, *places = sys.argv[1:]
@@ -67,7 +67,7 @@ def start_supervisor(directory: Path, *, stdin: bool) -> Started:
 
 
 def take_over(directory: Path) -> subprocess.Popen[bytes]:
-    """Start a supervisor for a run that has lost its own; it leaves at once if another one is there first.
+    """Start a supervisor for a run that has lost its own. It ends at once if another one was quicker.
 
     OSError if it cannot be started.
     """
@@ -79,7 +79,7 @@ def take_over(directory: Path) -> subprocess.Popen[bytes]:
 def look_after(directory: Path) -> None:
     """Start a supervisor if the run has none.
 
-    If the run is over, the supervisor only reads the rest of its rings; wait for that, for a limited time.
+    If the run is over, the supervisor only reads the rest of its rings. Wait until it has, but at most FINISH_S.
     """
     info = load_info(directory)
     if not needs_supervisor(directory, info, load_exit(directory)):

@@ -1,7 +1,7 @@
 """The background process of a run: starts the command, keeps its history, records how it ended.
 
-It runs in its own session and outlives the terminal. The training never waits for it: all its work could stop at any
-moment without an effect on the training.
+It runs in its own session and outlives the terminal. The training never waits for it, and goes on unchanged if it stops
+at any moment.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ SCREEN_OUTPUT, HEADLESS_OUTPUT = 1 << 20, 64 << 20
 """Bytes of the script's newest output that are kept even on a full disk."""
 SPARE_FILE, SPARE_BYTES = "spare", 1 << 16
 LITTLE_HISTORY = 32 << 20
-"""Limit if the record is not in its usual place: the replacement may be in memory."""
+"""Limit of a history that is not in its usual place, because the other place may be in memory."""
 DRAIN_S = 0.05
-"""A record is in the history this long after it was written, or COMMIT_S later while others come before it. A ring of
-4 MiB is full in 0.4 s at 100,000 records a second, so it must be read more often."""
+"""Longest wait between two reads of the rings. With dpmon.store.drain.COMMIT_S, it limits how long a record takes
+to reach the history. A ring of 4 MiB is full in 0.4 s at 100,000 records a second, so it must be read more often."""
 LOOK_S = 0.2
 """Time between two checks of everything that changes rarely."""
 
@@ -125,7 +125,7 @@ class Supervisor:
         return 0
 
     def take_over(self) -> int:
-        """Continue a run with a killed supervisor, up to its end; return 0, also if there is nothing to do."""
+        """Continue a run until its end, after its supervisor was killed. Return 0, also if there is nothing to do."""
         if take_lock(self._directory) is None:
             return 0
         self._info = load_info(self._directory)
@@ -313,10 +313,10 @@ class Supervisor:
         sampler.start()
 
     def _poller(self, pid: int) -> select.poll:
-        """A poller for the wait between two drains: it ends with the command, or with typed input."""
+        """A poller for the wait between two drains. The end of the command, or typed input, ends the wait."""
         poller = select.poll()
         fd = open_pidfd(pid)
-        if fd is not None:  # without pidfd the end is seen a moment later
+        if fd is not None:  # without it, the end is noticed a moment later
             poller.register(fd, select.POLLIN)
         return poller
 
@@ -329,13 +329,13 @@ class Supervisor:
 
         path = metrics_path(asked, self._info)
         if self._info.boot_id != proc.boot_id() and not is_of_run(path, self._info):
-            # A directory from another machine must not make us replace a file of this one. A metrics file that this
-            # run wrote gets its last update.
+            # The directory may come from another machine. Then it must not replace a file of this machine, except a
+            # metrics file that this run wrote.
             return None
         return Metrics(path, self._directory, _warner(sampler))
 
     def _learn(self, command: Child | Adopted) -> ExitInfo:
-        """How the command ended. Report it to the foreground before any work that may fail or take long."""
+        """Find out how the command ended. Report it to the foreground before any work that may fail or take long."""
         how = command.ending(self._info)
         if how.cause is None:
             how = replace(how, cause=self._cause(how))
@@ -356,7 +356,7 @@ class Supervisor:
         if metrics is not None:
             metrics.end(how)
         sampler.stop()
-        # Nothing that runs can be delayed by it now.
+        # The run is over, so this cannot delay it.
         from dpmon.run.retention import limits, prune_runs
 
         for gone in prune_runs(limits(os.environ), self._directory):

@@ -198,7 +198,7 @@ def test_ended_while_nobody_looked(dpmon: Dpmon) -> None:
     last_line = (dpmon.last() / "output.log").stat().st_mtime - info["started_unix"]
     result = dpmon.run("attach")
     assert result.status == 2
-    assert "status unknown: the supervisor that had started it was killed before it ended" in result.errors
+    assert "status unknown: the command's supervisor was killed before the command ended" in result.errors
     how = dpmon.exit()
     assert how["status"] is None
     assert how["drained"]

@@ -5,7 +5,7 @@ The file is `$XDG_CONFIG_HOME/dpmon/config.toml` (`~/.config` if that is not set
     theme = "light"         # DPMON_THEME: dark, light, colour-blind, mono, ascii
     refresh = 0.5           # DPMON_REFRESH: seconds between pictures
     keep_runs = 200         # DPMON_KEEP_RUNS: number of ended runs to keep
-    keep_bytes = "5 GiB"    # DPMON_KEEP_BYTES: limit of their total size (it never deletes the newest five
+    keep_bytes = "5 GiB"    # DPMON_KEEP_BYTES: limit of their total size (dpmon never deletes the newest five
                             # runs, nor runs smaller than keep_bytes / keep_runs)
 
 Options on the command line take precedence over both.
@@ -123,7 +123,7 @@ def config_path(environ: Mapping[str, str]) -> Path | None:
 
 
 def load(environ: Mapping[str, str]) -> Settings:
-    """Return the settings of the file and of `environ`. Raises ConfigError at the first invalid one."""
+    """Return the settings from the file and from `environ`. Raises ConfigError at the first invalid setting."""
     path = config_path(environ)
     found: dict[str, Any] = {}
     for name, value in _file(path).items() if path is not None else ():

@@ -1,4 +1,4 @@
-"""The exceptions for mistakes of a user and for bad files. The text of each is one sentence for the user.
+"""The exceptions for mistakes of the user and for bad files. Their texts are sentences for the user.
 
     DpmonError
     ├── UsageError       an invalid command line                          dpmon.cli.options
@@ -13,8 +13,8 @@
     ├── PageError        a page that cannot be made                       dpmon.report.page
     └── JobError         a job of the screen that failed                 dpmon.ui.jobs
 
-Only `dpmon.cli` ends a command for one of these. Two exceptions stay within their packages: dpmon.gpu.failure.Failure,
-a failed NVML call, and dpmon.tracer.replicas.Unsuited, which ends an attempt at dp.
+Only `dpmon.cli` ends a command because of such an exception. Two other exceptions stay within their packages:
+dpmon.gpu.failure.Failure, a failed NVML call, and dpmon.tracer.replicas.Unsuited, which ends an attempt at dp.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from pathlib import Path
 def how_to_plot() -> str:
     """Return the command that installs the packages for plots of a report into the Python that runs dpmon.
 
-    In a clone, it is the command of docs/getting-started.md with the path of the clone: so it works in any directory.
+    In a clone, it is the command of docs/getting-started.md with the path of the clone. So it works in any directory.
     """
     clone = Path(__file__).resolve().parents[1]
     what = ["-e", f"{clone}[report]"] if (clone / "pyproject.toml").is_file() else ["plotly>=6"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 BESIDE = 0.03
-"""Largest relative difference of the two rates at which the rate within steps is not shown."""
+"""Up to this relative difference of the two rates, only the first one is shown."""
 
 
 class Rate(NamedTuple):
@@ -31,7 +31,7 @@ class Rate(NamedTuple):
 
 
 def span_rate(steps: float, samples: float | None, elapsed_ns: float, step_ns: float, at_once: float = 1.0) -> Rate:
-    """Return the rate of `steps` in a time above 0. `at_once`: number of processes that trained at the same time."""
+    """Return the rate of `steps` in `elapsed_ns` (above 0). `at_once`: number of processes that train at once."""
     within = step_ns if step_ns > 0 else elapsed_ns
     return Rate(
         steps * 1e9 / elapsed_ns,
@@ -42,6 +42,6 @@ def span_rate(steps: float, samples: float | None, elapsed_ns: float, step_ns: f
 
 
 def as_fields(rate: Rate | None) -> dict[str, float | None]:
-    """Return the rate by its names in JSON; all values are None without a rate."""
+    """Return the values of the rate by their names in JSON; all are None without a rate."""
     names = ("steps_per_s", "samples_per_s", "steps_per_s_within_steps", "samples_per_s_within_steps")
     return dict(zip(names, rate or (None,) * len(names), strict=True))

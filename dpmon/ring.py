@@ -9,8 +9,8 @@ Layout of a ring file (native byte order; a run never leaves its machine)::
 A frame is ``length u32, check u32, sequence u64, payload``, padded to eight bytes. The check combines length and
 sequence number, so that a reader recognises a position that is not the start of a frame. Offsets grow without limit and
 are taken modulo the capacity. The writer moves *claim* to the end of a block before it writes there, and *head* after
-each frame, so the bytes in ``[claim - capacity, head)`` are complete. A reader that was lapped jumps to the start of
-the next block; the sequence numbers show how many records it missed.
+each frame, so the bytes in ``[claim - capacity, head)`` are complete. A reader that the writer has overtaken jumps
+to the start of the next block, and the sequence numbers show how many records it missed.
 
 The writer maps the file, so that a record survives the death of its process and a full disk.
 """
@@ -47,7 +47,7 @@ class Ring:
         start_ns: int = 0,
         capacity: int = DEFAULT_CAPACITY,
     ) -> None:
-        """Create `path`, with `capacity` bytes for records (blocks of 64 KiB); raises what RingFormat.create raises."""
+        """Create `path`, with `capacity` bytes for records (blocks of 64 KiB). Raises what `create` raises."""
         if capacity < 2 * BLOCK_BYTES or capacity % BLOCK_BYTES:
             raise ValueError(f"capacity must be a multiple of {BLOCK_BYTES} bytes, at least two: {capacity}")
         about = {"process": process, "rank": rank, "world": world, "start_ns": start_ns}

@@ -53,7 +53,7 @@ def read_around(fd: int, path: str, size: int, at: int, room: int) -> bytes:
 
 
 class RingFormat(NamedTuple):
-    """A kind of ring."""
+    """What distinguishes a kind of ring: its magic bytes, its version and its unit of capacity."""
 
     magic: bytes
     version: int

@@ -211,7 +211,7 @@ class SpanReader:
         return number + self.slots < mark <= _LAST_NUMBER and (mark - 1 - number) % self.slots == 0
 
     def _overtaken(self, mark: int, copied: bool, over: bool) -> bool:
-        """Skip ahead if the writer has overwritten the next span, or is about to; return whether it skipped.
+        """Skip ahead if the writer has overwritten the next span, or is about to. Return whether it skipped.
 
         `mark`: the mark in the slot of that span. `copied`: whether spans from there on were copied. A writer that is
         more than a sixteenth of the ring behind cannot have touched them.
@@ -222,7 +222,7 @@ class SpanReader:
             lapped = self._is_lapped(behind, self._marks(behind, 1)[0])
         if not lapped:
             return False
-        # Keep all spans if the writer is gone, else drop the eighth that is overwritten first.
+        # Keep all spans if the writer is gone, else drop the eighth that it overwrites next.
         oldest = self._newest() + 1 - self.slots + (0 if over else self.slots // 8)
         ahead = max(oldest, self.position + 1)
         self.missed += ahead - self.position
@@ -241,9 +241,9 @@ class SpanReader:
         return not self._is_lapped(0, self._marks(0, 1)[0])
 
     def _over_a_hole(self, marks: list[int], now_ns: int, over: bool) -> bool:
-        """Skip taken, unwritten slots if later ones were written some time ago; return whether it skipped.
+        """Skip slots that a thread has taken but not written within HOLE_NS. Return whether it skipped.
 
-        `marks`: the marks from the next slot on.
+        `marks`: the marks from the next slot on. Slots count as taken if a later one is written.
         """
         later = None
         if max(marks) > self.position + 1:

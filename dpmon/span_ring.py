@@ -11,8 +11,9 @@ Layout of a ring file (native byte order; a run never leaves its machine)::
            kind of that span                                                      written by the process
     4096   slots of 40 bytes (dpmon.record.spans)
 
-A slot's number comes from one counter, so threads need no lock. It is written last, and the lap is in the first word.
-So a reader recognises an unwritten slot by its number, and a slot that is being overwritten by its lap. A file of JSON
+A slot's number comes from one counter, so threads need no lock. The number is the last word to be written, and the lap
+is in the first word. So a reader recognises an unwritten slot by its number, and a slot that is being overwritten by
+its lap. A file of JSON
 lines beside the ring holds long or rare data: definitions, which spans refer to by number, and events. Lines are never
 overwritten.
 
@@ -63,7 +64,7 @@ class SpanRing:
     ) -> None:
         """Create `path`, which must not exist, with room for `slots` spans, a power of two.
 
-        Raises what RingFormat.create raises.
+        Raises OSError like RingFormat.create.
         """
         if slots & (slots - 1):
             raise ValueError(f"the number of slots must be a power of two: {slots}")

@@ -1,13 +1,14 @@
-"""The same small network trained by several processes under DistributedDataParallel; alone, by one process.
+"""Trains a small network under DistributedDataParallel in several processes, or without torchrun in one process.
 
-Every process (a rank) draws its own share of the data; their gradients are averaged during the backward pass, so that
-all of them keep the same weights. Works on CPUs (gloo) and on GPUs (nccl), a GPU a rank. Nothing here knows of dpmon:
+Every process (a rank) reads its own share of the data. The ranks average their gradients during the backward pass, so
+all of them keep the same weights. Works on CPUs (gloo) and on GPUs (nccl, one GPU per rank). The script itself does not
+use dpmon:
 
     python examples/ddp.py --steps 200
     torchrun --nproc-per-node 2 examples/ddp.py
     dpmon torchrun --nproc-per-node 2 examples/ddp.py
 
-All ranks wait for the slowest one. To see how that looks, let rank 1 sleep for 30 ms in each step, while it loads data,
+All ranks wait for the slowest one. To see this in dpmon, let rank 1 sleep for 30 ms in each step: while it loads data,
 in its forward pass, or in its backward pass (before the gradients of the first layer):
 
     dpmon torchrun --nproc-per-node 2 examples/ddp.py --slow-rank 1 --slow-phase backward --slow-ms 30
@@ -29,7 +30,7 @@ DATA_SIZE = 3_000
 
 
 class SlowBackward(torch.autograd.Function):
-    """Returns its input; in the backward pass it sleeps before it passes the gradient on."""
+    """Returns its input. In the backward pass, it sleeps before it passes the gradient on."""
 
     @staticmethod
     def forward(context, tensor, seconds):
@@ -43,7 +44,7 @@ class SlowBackward(torch.autograd.Function):
 
 
 class Model(nn.Module):
-    """Two linear layers with a bend between them: 5 numbers in, 2 out."""
+    """Two linear layers with a tanh between them: 5 numbers in, 2 out."""
 
     def __init__(self, hidden, slow_phase=None, slow_seconds=0.0):
         super().__init__()
@@ -62,14 +63,14 @@ class Model(nn.Module):
 
 
 def waves():
-    """Points in five dimensions, and two waves over them to be learned; the same on every rank."""
+    """Random points in five dimensions, and the values of two waves there as targets; the same on every rank."""
     points = torch.rand(DATA_SIZE, INPUT_SIZE) * 2 - 1
     values = torch.sin(points @ torch.randn(INPUT_SIZE, OUTPUT_SIZE) * 3)
     return TensorDataset(points, values)
 
 
 def train(model, loader, sampler, device, options):
-    """Step after step; the loss of the last one."""
+    """Train for `options.steps` steps. Return the loss of the last one."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     distance = nn.MSELoss()
     step = epoch = 0
@@ -94,7 +95,7 @@ def parse_arguments():
     parser.add_argument("--hidden", type=int, default=64, help="width of the hidden layer (100000: several buckets)")
     parser.add_argument("--slow-rank", type=int, help="a rank that is slower than the others")
     parser.add_argument("--slow-phase", choices=["data", "forward", "backward"], default="backward", help="where")
-    parser.add_argument("--slow-ms", type=float, default=30, help="how much slower, in every step")
+    parser.add_argument("--slow-ms", type=float, default=30, help="time that it sleeps in every step")
     return parser.parse_args()
 
 

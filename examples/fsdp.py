@@ -1,8 +1,9 @@
-"""A small network trained by several processes under FSDP2 (fully_shard); alone, by one process that holds all of it.
+"""Trains a small network under FSDP2 (fully_shard) in several processes, or without torchrun in one process, unsharded.
 
-Every process (a rank) draws its own share of the data, and holds only its share of the weights, their gradients and the
-optimizer's state: a shard. The ranks gather the weights of a block for its forward and backward pass, then let them go.
-Works on CPUs (gloo) and on GPUs (nccl), a GPU a rank, with torch 2.6 and later. Nothing here knows of dpmon:
+Every process (a rank) reads its own share of the data, and holds only its share of the weights, their gradients and the
+optimizer's state: a shard. The ranks gather the weights of a block for its forward and backward pass, then free them.
+Works on CPUs (gloo) and on GPUs (nccl, one GPU per rank), with torch 2.6 and later. The script itself does not use
+dpmon:
 
     python examples/fsdp.py --steps 200
     torchrun --nproc-per-node 2 examples/fsdp.py
@@ -26,7 +27,7 @@ DATA_SIZE = 3_000
 
 
 class Block(nn.Module):
-    """A linear layer with a bend, added to its input."""
+    """A linear layer with a tanh, added to its input."""
 
     def __init__(self, width):
         super().__init__()
@@ -53,14 +54,14 @@ class Model(nn.Module):
 
 
 def waves():
-    """Points in five dimensions, and two waves over them to be learned; the same on every rank."""
+    """Random points in five dimensions, and the values of two waves there as targets; the same on every rank."""
     points = torch.rand(DATA_SIZE, INPUT_SIZE) * 2 - 1
     values = torch.sin(points @ torch.randn(INPUT_SIZE, OUTPUT_SIZE) * 3)
     return TensorDataset(points, values)
 
 
 def shard(model, device):
-    """Each block is gathered by itself, so that a rank never holds the weights of all of them at once."""
+    """Shard each block by itself, so that a rank never holds the weights of all blocks at once."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -68,7 +69,7 @@ def shard(model, device):
 
 
 def train(model, loader, sampler, device, options):
-    """Step after step; the loss of the last one."""
+    """Train for `options.steps` steps. Return the loss of the last one."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.002)
     distance = nn.MSELoss()
     step = epoch = 0

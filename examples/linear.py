@@ -1,7 +1,7 @@
-"""A small regression under nn.DataParallel that takes some minutes to learn: something to watch.
+"""Trains a small regression under nn.DataParallel for a few minutes, which leaves time to watch it.
 
-The data are sums of waves in five dimensions. Slow waves are learned within seconds and fast ones only by and by,
-so the loss goes on falling for minutes. Nothing here knows of dpmon:
+The data are sums of waves in five dimensions. The model learns slow waves within seconds and fast waves only gradually,
+so the loss falls for minutes. The script itself does not use dpmon:
 
     python examples/linear.py --steps 2000
     dpmon examples/linear.py
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 INPUT_SIZE = 5
 OUTPUT_SIZE = 2
-DATA_SIZE = 20_000  # not a multiple of the batch: the last batch of an epoch is a short one, as in real life
+DATA_SIZE = 20_000  # not a multiple of the batch size: the last batch of an epoch is smaller, as usual
 WAVES = 24
 NOISE = 0.02
 PRINT_SECONDS = 2
@@ -27,7 +27,7 @@ MEAN_OF = 1000  # steps, for the loss that is printed
 
 
 class Model(nn.Module):
-    """Linear layers with a bend between them: 5 numbers in, 2 out."""
+    """Linear layers with a tanh between them: 5 numbers in, 2 out."""
 
     def __init__(self, hidden):
         super().__init__()
@@ -46,7 +46,7 @@ class Model(nn.Module):
 
 
 def waves(size):
-    """`size` random points and what to learn of each: sums of waves, of variance one, with a little noise."""
+    """`size` random points with their targets: sums of waves, scaled to variance one, with a little noise."""
     points = torch.rand(size, INPUT_SIZE) * 2 - 1
     directions = torch.randn(INPUT_SIZE, WAVES) * torch.linspace(0.3, 6.0, WAVES)
     heights = torch.randn(WAVES, OUTPUT_SIZE) * math.sqrt(2 / WAVES)
@@ -56,12 +56,12 @@ def waves(size):
 
 
 def is_due(step, said, every):
-    """Whether to print now: after every so many steps; with 0, by the clock, however fast the machine is."""
+    """Whether to print now: after every `every` steps, or if that is 0, every PRINT_SECONDS."""
     return step % every == 0 if every else time.monotonic() - said >= PRINT_SECONDS
 
 
 def train(model, loader, device, options):
-    """Batch after batch, epoch after epoch, for `options.steps` steps; the mean loss of the last ones."""
+    """Train for `options.steps` steps. Return the mean loss of the last ones."""
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
     distance = nn.MSELoss()
     recent = deque(maxlen=options.print_every or MEAN_OF)
@@ -90,7 +90,7 @@ def parse_arguments():
     parser.add_argument("--batch-size", type=int, default=30)
     parser.add_argument("--hidden", type=int, default=128, help="width of the hidden layers")
     parser.add_argument("--lr", type=float, default=0.003, help="learning rate")
-    parser.add_argument("--seed", type=int, default=0, help="of data, weights and order")
+    parser.add_argument("--seed", type=int, default=0, help="random seed for data, weights and order")
     parser.add_argument("--print-every", type=int, default=0, metavar="STEPS", help="0: about every two seconds")
     return parser.parse_args()
 
@@ -98,7 +98,7 @@ def parse_arguments():
 def main():
     options = parse_arguments()
     torch.manual_seed(options.seed)
-    torch.set_num_threads(1)  # the matrices are so small that handing parts to other threads takes longer than the sums
+    torch.set_num_threads(1)  # the matrices are so small that more threads would make the job slower
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
     loader = DataLoader(waves(DATA_SIZE), batch_size=options.batch_size, shuffle=True)

@@ -1,7 +1,7 @@
-"""A model whose parts lie on two devices: the embedding on the CPU, the rest on a GPU when there is one.
+"""Trains a model that lies on two devices: the embedding on the CPU, the rest on a GPU if there is one.
 
-The batch goes through the devices one after the other: what the first computes is carried over to the second. Without
-a GPU both parts lie on the CPU, so that there is one device and nothing to carry. Nothing here knows of dpmon:
+The batch passes through one device after the other: the results of the first are copied to the second. Without a GPU,
+both parts lie on the CPU, so there is only one device and nothing to copy. The script itself does not use dpmon:
 
     python examples/model_parallel.py --steps 200
     dpmon examples/model_parallel.py
@@ -17,7 +17,7 @@ CLASSES = 5
 
 
 class DistributedModel(nn.Module):
-    """Words are looked up on the first device; the network that reads them is on the second."""
+    """An embedding of words on the first device, and a recurrent network that reads it on the second."""
 
     def __init__(self, width, first, second):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Part of a model under nn.DataParallel, and a subclass that hands on the attributes of what it wraps.
+"""Trains a model with one part under nn.DataParallel, and one under a subclass that exposes the module's attributes.
 
 python examples/nested.py
 """
@@ -13,10 +13,10 @@ from torch import nn
 
 
 class Attributes(nn.DataParallel[nn.Module]):
-    """DataParallel, through which the wrapped module's own attributes can be reached."""
+    """DataParallel that also has the attributes of the wrapped module."""
 
     def __getattr__(self, name: str) -> Any:
-        """The wrapper's own attribute, else the module's."""
+        """Return the wrapper's own attribute, else the wrapped module's."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -33,13 +33,13 @@ class Blocks(nn.Module):
         self.block3 = nn.Linear(20, 20)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """All three, one after another."""
+        """Apply the three blocks in order."""
         result: torch.Tensor = self.block3(self.block2(self.block1(rows)))
         return result
 
 
 class Head(nn.Module):
-    """(rows, 20) to (rows, classes)."""
+    """One linear layer: (rows, 20) to (rows, classes)."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -47,13 +47,13 @@ class Head(nn.Module):
         self.linear = nn.Linear(20, classes)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """A number for each class."""
+        """Return one score per class."""
         result: torch.Tensor = self.linear(rows)
         return result
 
 
 def main() -> None:
-    """Train both to tell the sign of the first column."""
+    """Train both to predict the sign of the first column."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()

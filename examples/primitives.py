@@ -1,8 +1,8 @@
-"""Data parallelism composed by hand of torch's primitives: replicate, scatter, parallel_apply, gather.
+"""Data parallelism written with torch's primitives: replicate, scatter, parallel_apply, gather.
 
     python examples/primitives.py --devices 2
 
-The loop is that of examples/linear.py in small; what nn.DataParallel would do is written out in `data_parallel`.
+The loop is like examples/linear.py, but shorter. The function `data_parallel` does the work of nn.DataParallel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.parallel import gather, parallel_apply, replicate, scatter
 
 
 def data_parallel(module: nn.Module, batch: Any, device_ids: list[int], output_device: int | None = None) -> Any:
-    """Run `module` on a share of `batch` on each device, and put the results together on one."""
+    """Run `module` on a share of `batch` on each device, and join the results on one device."""
     if not device_ids:
         return module(batch)
     if output_device is None:
@@ -36,15 +36,15 @@ class Model(nn.Module):
         self.out = nn.Linear(20, 1)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """One number a row."""
+        """Return one number per row."""
         result: torch.Tensor = self.out(torch.relu(self.hidden(rows)))
         return result
 
 
 def main() -> None:
-    """Fit a sum."""
+    """Train the model to add the numbers of a row."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--devices", type=int, default=torch.cuda.device_count(), help="how many (0: none)")
+    parser.add_argument("--devices", type=int, default=torch.cuda.device_count(), help="number of GPUs (0: one device)")
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
 

@@ -1,7 +1,7 @@
-"""The loop of PyTorch's DataParallel tutorial: four batches forward, and the size of everything that passes.
+"""The loop of PyTorch's DataParallel tutorial: four batches forward, with the sizes inside and outside the model.
 
-Alone it prints one "In Model" line a batch. With two GPUs or more there is one for each share of the batch;
-`dpmon --replicas 3 examples/tutorial.py` shows the same on a machine without any.
+On a CPU or one GPU, it prints one "In Model" line per batch; on more GPUs, one line per share of the batch.
+`dpmon --replicas 3 examples/tutorial.py` shows the shares on a machine without GPUs.
 """
 
 import argparse
@@ -30,7 +30,7 @@ class RandomDataset(Dataset):
 
 
 class Model(nn.Module):
-    """One linear layer that tells what it was given."""
+    """One linear layer that prints the sizes of its input and output."""
 
     def __init__(self, input_size, output_size):
         super().__init__()
@@ -45,7 +45,7 @@ class Model(nn.Module):
 
 def main():
     parser = argparse.ArgumentParser(description="PyTorch's DataParallel tutorial, forward only.")
-    parser.add_argument("--seed", type=int, default=0, help="of data, weights and order (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed for data, weights and order (default 0)")
     options = parser.parse_args()
 
     torch.manual_seed(options.seed)

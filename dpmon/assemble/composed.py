@@ -20,7 +20,7 @@ _MOST_LEAVES = 512
 """Most sizes in one call."""
 
 
-class _Hand:
+class _PartialCall:
     """The unfinished call of one thread."""
 
     __slots__ = ("apply", "replicas", "verbs")
@@ -37,7 +37,7 @@ class Composer:
     def __init__(self, known: Definitions, finish: Callable[[Made], None]) -> None:
         self._known = known
         self._finish = finish
-        self._hands: dict[int, _Hand] = {}
+        self._partial: dict[int, _PartialCall] = {}
 
     def verb(self, span: Span, replicas: Sequence[Span]) -> int:
         """Take the span of a primitive, and the spans of its `replicas` if it is a parallel_apply.
@@ -45,45 +45,45 @@ class Composer:
         Return the definition of the call's inputs for a parallel_apply, if it is known; else 0.
         """
         kind, thread = span.kind, span.thread
-        hand = self._hands.get(thread)
-        if hand is not None and hand.apply is not None and kind != Kind.GATHER:
+        partial = self._partial.get(thread)
+        if partial is not None and partial.apply is not None and kind != Kind.GATHER:
             self.flush(thread)
-            hand = None
-        if hand is not None and hand.verbs and hand.verbs[0].inside != span.inside:
-            del self._hands[thread]
-            hand = None
+            partial = None
+        if partial is not None and partial.verbs and partial.verbs[0].inside != span.inside:
+            del self._partial[thread]
+            partial = None
         failed = span.flags & Flag.FAILED
         if kind == Kind.GATHER:
-            if hand is not None and hand.apply is not None and not failed:
-                hand.verbs.append(span)
+            if partial is not None and partial.apply is not None and not failed:
+                partial.verbs.append(span)
                 self.flush(thread)
             return 0
         if kind == Kind.PARALLEL_APPLY or not failed:
-            if hand is None:
-                hand = self._hands[thread] = _Hand()
-            hand.verbs.append(span)
-        if kind != Kind.PARALLEL_APPLY or hand is None:
+            if partial is None:
+                partial = self._partial[thread] = _PartialCall()
+            partial.verbs.append(span)
+        if kind != Kind.PARALLEL_APPLY or partial is None:
             return 0
-        hand.apply, hand.replicas = span, replicas
-        inputs = self._inputs(hand)
+        partial.apply, partial.replicas = span, replicas
+        inputs = self._inputs(partial)
         if failed:
             self.flush(thread)
         return inputs
 
     def flush(self, thread: int) -> None:
         """Finish the call of a thread, because no gather follows."""
-        hand = self._hands.pop(thread, None)
-        if hand is not None and hand.apply is not None and hand.apply.site in self._known.layouts:
-            self._finish(self._made(hand, hand.apply))
+        partial = self._partial.pop(thread, None)
+        if partial is not None and partial.apply is not None and partial.apply.site in self._known.layouts:
+            self._finish(self._made(partial, partial.apply))
 
     def flush_all(self) -> None:
         """Finish all calls, because the step is over."""
-        for thread in list(self._hands):
+        for thread in list(self._partial):
             self.flush(thread)
 
-    def _inputs(self, hand: _Hand) -> int:
+    def _inputs(self, partial: _PartialCall) -> int:
         """Return the sizes of all scattered inputs. Argument numbers continue from one scatter to the next."""
-        numbers = [self._known.known_sizes(one.inputs) for one in hand.verbs if one.kind == Kind.SCATTER]
+        numbers = [self._known.known_sizes(one.inputs) for one in partial.verbs if one.kind == Kind.SCATTER]
         numbers = [number for number in numbers if number]
         if len(numbers) <= 1:
             return numbers[0] if numbers else 0
@@ -100,20 +100,20 @@ class Composer:
             given += last + 1
         return self._known.add_sizes(leaves[:_MOST_LEAVES])
 
-    def _made(self, hand: _Hand, apply: Span) -> Made:
-        start, last = hand.verbs[0].start, hand.verbs[-1]
+    def _made(self, partial: _PartialCall, apply: Span) -> Made:
+        start, last = partial.verbs[0].start, partial.verbs[-1]
         outputs = self._known.known_sizes(last.outputs) if last.kind == Kind.GATHER else 0
-        absent = _absent(hand, bool(outputs), bool(apply.flags & Flag.FAILED))
+        absent = _absent(partial, bool(outputs), bool(apply.flags & Flag.FAILED))
         layout = self._known.with_absent(apply.site, absent)
         took = max(last.end - start, 0)
-        whole = apply._replace(start=start, took=took, inputs=self._inputs(hand), outputs=outputs)
-        replicas = [one for one in hand.replicas if one.kind == Kind.REPLICA]
-        return parts_of(self._known, whole, layout, [*hand.verbs, *replicas])
+        whole = apply._replace(start=start, took=took, inputs=self._inputs(partial), outputs=outputs)
+        replicas = [one for one in partial.replicas if one.kind == Kind.REPLICA]
+        return parts_of(self._known, whole, layout, [*partial.verbs, *replicas])
 
 
-def _absent(hand: _Hand, gathered: bool, failed: bool) -> dict[str, str]:
+def _absent(partial: _PartialCall, gathered: bool, failed: bool) -> dict[str, str]:
     """Return the reasons for missing parts."""
-    kinds = {one.kind for one in hand.verbs}
+    kinds = {one.kind for one in partial.verbs}
     absent = {}
     if Kind.SCATTER not in kinds:
         absent["scatter"] = _NOT_SCATTERED

@@ -81,7 +81,7 @@ def block_of(span: Span, inner: Sequence[Span]) -> Block:
     """Make the block of a top-level span and the spans inside it (in order of number)."""
     kind = span[1]
     if inner:
-        return _Reading(inner[0][0]).read(span, inner)
+        return _BlockPass(inner[0][0]).read(span, inner)
     if kind in CALLS or (kind == Kind.PARALLEL_APPLY and span[2] & Flag.HAND):
         return span, (span,), (), None
     if kind == Kind.OPTIMIZER and not span[2] & Flag.FAILED:
@@ -89,7 +89,7 @@ def block_of(span: Span, inner: Sequence[Span]) -> Block:
     return span, (), (), None
 
 
-class _Reading:
+class _BlockPass:
     """The pass over the spans of one block."""
 
     def __init__(self, first: int) -> None:

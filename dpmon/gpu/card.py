@@ -37,7 +37,7 @@ class _Known:
 
 
 @dataclass(slots=True)
-class _Place:
+class _Progress:
     """An asker's progress with one question: when it is due, and which of its ways is in use."""
 
     due_s: float = 0.0
@@ -175,7 +175,7 @@ class Asker:
     def __init__(self, card: Card, questions: tuple[Question, ...], calls: int) -> None:
         self.card = card
         self.calls = calls
-        self.places = {question: _Place() for question in questions}
+        self.places = {question: _Progress() for question in questions}
         self._opened = 0
         self._waiting_s: float | None = None
         """Start of the wait for an answer; None while not waiting."""

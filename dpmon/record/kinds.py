@@ -126,12 +126,12 @@ class Call:
 
     @property
     def evaluates(self) -> bool:
-        """Whether it belongs to an evaluation. Both flags must be off: some scripts train in eval mode."""
+        """Whether it belongs to an evaluation. Both flags must be off, because some scripts train in eval mode."""
         return not (self.training or self.grad)
 
     @property
     def rows(self) -> int | None:
-        """Rows of the batch: the size along dimension 0 of the first tensor that has one; None without one."""
+        """Rows of the batch: the size along dimension 0 of the first tensor that has one; None if none has."""
         return rows_of(self.inputs)
 
     def __deepcopy__(self, memo: object) -> Call:
@@ -199,15 +199,15 @@ class Event:
     data: Mapping[str, Any]
 
 
-_HALF = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+_KEEP_OWN_PART = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 """Operations in which a rank keeps its own part of the bytes, so that it sends (n-1)/n of them."""
 
 
 def bus_factor(operation: str, size: int) -> float:
-    """Return bus bandwidth / algorithm bandwidth in a group of `size` ranks (nccl-tests, doc/PERFORMANCE.md)."""
+    """Return the ratio of bus to algorithm bandwidth in a group of `size` ranks (nccl-tests, doc/PERFORMANCE.md)."""
     if operation == "all_reduce":
         return 2 * (size - 1) / size
-    return (size - 1) / size if operation in _HALF else 1.0
+    return (size - 1) / size if operation in _KEEP_OWN_PART else 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,14 +53,14 @@ _TAIL_BYTES = 16384
 def collect(directory: Path) -> Story:
     """The story of the run in `directory`, up to now. Raises RunError if it is not a run."""
     story = Story(str(directory), load_info(directory))
-    reading = _Reading(story, stop_asked_unix(directory))
+    builder = _StoryBuilder(story, stop_asked_unix(directory))
     try:
         with open_store(directory) as store:
-            reading.read(store)
+            builder.read(store)
     except HistoryError as error:
         story.warnings.append(f"the history cannot be read to its end: {error}")
     story.state, story.exit = run_state(directory, story.info)
-    reading.finish(story.exit)
+    builder.finish(story.exit)
     info, how = story.info, story.exit
     reader = RunReader(directory)
     failed = how is not None and how.status and how.signal is None and not how.stopped
@@ -79,7 +79,7 @@ def collect(directory: Path) -> Story:
     return story
 
 
-class _Reading:
+class _StoryBuilder:
     """Fills a story from the store of its run; keeps whatever was read before an error."""
 
     def __init__(self, story: Story, stop_asked_unix: float | None) -> None:
@@ -306,7 +306,7 @@ def _output_end(reader: RunReader) -> bytes:
 
 
 def _last_output(end: bytes, raised: Uncaught | None, command: int | None) -> tuple[str, ...]:
-    """The last lines of the script's output, from its end; `command`: the process id of the command."""
+    """The last lines of the script's output. `end`: its last bytes. `command`: the process id of the command."""
     lines = end[-_TAIL_BYTES:].decode("utf-8", "replace").split("\n")
     # A carriage return starts the line again, so only the last state of a progress bar is shown.
     shown = [line.rstrip("\r").rpartition("\r")[2] for line in lines]

@@ -24,7 +24,7 @@ _KEYS = ("root", "via", "devices", "absent")
 
 
 class Layout:
-    """How calls of one module run."""
+    """How the calls of one module run. For `dim` and `first`, see `Definitions.rows`."""
 
     __slots__ = ("devices", "dim", "first", "module", "value")
 

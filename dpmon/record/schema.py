@@ -47,7 +47,7 @@ class Phase:
     name: str
     """Its name in the record."""
     letter: str
-    """Stands for it on screens without colour; a dot for the rest."""
+    """Stands for the phase on screens without colour; a dot for `other`."""
     meaning: str
     of_call: bool = False
     """Whether it is a phase of the step's calls, and so a part of `forward`."""

@@ -90,8 +90,8 @@ WRAPPER_AT = 12
 number of the first bucket (BUCKETS). The bits above it hold the number of the wrapper, because one backward pass can
 run through several wrappers."""
 LEAD_NS, MAX_LEAD = 64_000, 65_504.0
-"""Unit and limit of leads. The lead of a bucket is the time from when it was ready to the last gradient. A span of
-kind BUCKETS has the leads of four buckets in place of sizes, as half-precision floats: exact to 0.05 %, at most 4 s."""
+"""Unit and limit of leads. The lead of a bucket is how long before the last gradient it was ready. A span of kind
+BUCKETS has the leads of four buckets in place of sizes, as half-precision floats: exact to 0.05 %, at most 4 s."""
 LAP_AT, FLAGS_AT, INSIDE_AT, THREAD_AT, SITE_AT = 8, 16, 26, 31, 40
 """Shifts in w0: lap of the ring (8 bits), flags (10), enclosing kind (5), thread (9), site (24)."""
 MAX_THREAD, MAX_SITE = (1 << 9) - 1, (1 << 24) - 1

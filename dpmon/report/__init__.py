@@ -1,6 +1,6 @@
 """`dpmon report`: a summary of a run, as text, as JSON, or as a page with plots.
 
-`collect` reads a run's directory into one `Story`; `text`, `asjson` and `html` are functions of it.
+`collect` reads a run's directory into one `Story`; `text`, `asjson` and `page` are functions of it.
 """
 
 from dpmon.report.collect import collect

@@ -87,7 +87,7 @@ def findings_note(story: Story) -> str:
 
 
 def phase_rows(mode: ModeFacts) -> list[tuple[str, PhaseFigures]]:
-    """The phases with their labels in a table; those of the calls are indented below forward."""
+    """The phases with their labels in a table; phases of the calls are indented below forward."""
     found = {figures.name: figures for figures in mode.phases}
     rows: list[tuple[str, PhaseFigures]] = []
     for name, figures in found.items():

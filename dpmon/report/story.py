@@ -32,7 +32,7 @@ class Bin(NamedTuple):
     wall_ns: int
     longest_ns: int
     samples: int | None
-    """None if a step did not know its samples."""
+    """None if a step has no sample count."""
     parts: tuple[int, ...]
     """Time in each of PARTS, ns."""
     evaluation: bool = False
@@ -123,7 +123,7 @@ class Story:
     last_output: Sequence[str] = ()
     """The last lines of the script's output (of its stderr in a headless run), if it failed."""
     raised: str | None = None
-    """The line of its last traceback that names the exception, if it failed and has one."""
+    """The line that names the exception in the last traceback; None if the script did not fail with one."""
     host: DeviceFacts | None = None
     """The host as a device: use of its processors, its memory."""
     gpu_absent: str | None = None

@@ -34,8 +34,8 @@ class _Sum:
 def stretches(store: Store, first_ns: int, last_ns: int, median_ns: float) -> tuple[int, tuple[Bin, ...]]:
     """The width in ns and the stretches with steps, in order.
 
-    `median_ns`: the median step; a stretch is no shorter. A stretch includes the time before it in which a step of its
-    kind was running. All other time without steps is a gap.
+    `median_ns`: the median step, which is the least width of a stretch. A stretch includes the time before it in which
+    a step of its kind was running. All other time without steps is a gap.
     """
     seconds = _width(max(last_ns - first_ns, 0) / SECOND, median_ns / SECOND)
     sums = _sums(store, seconds)

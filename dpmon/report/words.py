@@ -193,7 +193,7 @@ def rank_times_table(rows: Sequence[Row], most: int) -> list[tuple[str, ...]]:
 
 
 def communication_rows(story: Story) -> list[tuple[str, str]]:
-    """Labels and texts about the communication of the ranks; the last one names the rank that the others wait for."""
+    """Labels and texts about the communication of the ranks, and about the rank that the others wait for."""
     found = story.evidence.communication
     if found is None:
         return []

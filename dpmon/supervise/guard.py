@@ -147,7 +147,7 @@ class Guard:
         return (self._supervisor.poll() or 0) < 0
 
     def command_pid(self) -> int | None:
-        """The command's process id, from run.json, or from a search if that could not be written."""
+        """The command's process id, from run.json, or from a search if run.json could not be written."""
         info = self._reader.refresh()
         if info.command_pid is not None:
             return info.command_pid
@@ -159,7 +159,7 @@ class Guard:
         return None if self._found is None else self._found.pid
 
     def _known(self) -> RunInfo:
-        """The contents of run.json, with the command's process if the file lacks it because it could not be written."""
+        """The contents of run.json; if it could not be written, with the command's process added."""
         info, found = self._reader.info, self._found
         if info.command_pid is None and found is not None:
             return replace(info, command_pid=found.pid, command_started=found.started)

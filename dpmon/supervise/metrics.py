@@ -94,7 +94,7 @@ class Metrics:
         self._recorded: list[str] = []
         """The lines of the record when it was last readable."""
         self._highest: dict[tuple[str, ...], float] = {}
-        """Counters as last written: a late wait for input takes time back, but a counter must not decrease."""
+        """Counters as last written. A wait for input found late can reduce a time, but a counter must not decrease."""
 
     def tick(self, now: float) -> None:
         """Write the file if it is due. `now`: monotonic s. Never raises."""

@@ -1,7 +1,7 @@
 """Passes the command's outcome from the supervisor to the foreground that started it, through a pipe.
 
 The directory of a run may be deleted, unmounted or full. The exit status of the script still reaches the process that
-waits for it. The supervisor does not need a reader of the pipe.
+waits for it. The supervisor goes on if nobody reads the pipe.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class NotFoundError(CommandError):
 
 @dataclass(frozen=True)
 class Command:
-    """What is executed (`argv`), by which Python (None: any launcher), and the run's name."""
+    """The program to execute (`argv`), its Python (None for a launcher), the script as given, and the run's name."""
 
     argv: tuple[str, ...]
     python: str | None

@@ -19,7 +19,7 @@ from dpmon.supervise.outcome import open_pipe
 from dpmon.supervise.signals import ignored_again
 
 FINISH_S = 10.0
-"""How long to wait until the record of a run is complete; some milliseconds per megabyte are usual."""
+"""Longest wait until the record of a run is complete; some milliseconds per megabyte are usual."""
 
 # The interpreter is isolated (-I): neither the current directory nor PYTHON* may put a user's random.py before the
 # standard library's. The folder of dpmon comes right after the standard library, the rest of the caller's path last.
@@ -79,7 +79,7 @@ def take_over(directory: Path) -> subprocess.Popen[bytes]:
 def look_after(directory: Path) -> None:
     """Start a supervisor if the run has none.
 
-    If the run is over, the supervisor only reads the rest of its rings. Wait until it has, but at most FINISH_S.
+    If the run is over, the supervisor only reads the rest of its rings. Wait for that, at most FINISH_S.
     """
     info = load_info(directory)
     if not needs_supervisor(directory, info, load_exit(directory)):

@@ -1,7 +1,7 @@
 """The background process of a run: starts the command, keeps its history, records how it ended.
 
-It runs in its own session and outlives the terminal. The training never waits for it, and goes on unchanged if it stops
-at any moment.
+It runs in its own session and outlives the terminal. The training never waits for the supervisor, and goes
+on unchanged if the supervisor stops.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ LOOK_S = 0.2
 
 
 class _Silent:
-    """Replaces a sampler without a ring: its records go to supervisor.log."""
+    """Replaces the sampler if its ring cannot be made. Records go to supervisor.log."""
 
     def start(self) -> None:
         pass
@@ -95,7 +95,7 @@ class Supervisor:
         self._leave_at: float | None = None
         self._oom = OomWatch()
         self._samples = ""
-        """The ring of this supervisor's samples."""
+        """Name of the ring with this supervisor's samples."""
         self._warnings = WarningsLog(directory)
 
     def run(self, lock: int | None) -> int:
@@ -167,7 +167,7 @@ class Supervisor:
     def _handle_signals(self) -> None:
         keep_statuses()
         # Handlers, not SIG_IGN: the command would inherit an ignored signal, but not a handler. Signals that
-        # dpmon itself found ignored (nohup) stay ignored, as the command alone would have them.
+        # dpmon itself found ignored (nohup) stay ignored, as they would without dpmon.
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             signal.signal(signal.SIGHUP, lambda *_: None)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):

@@ -47,7 +47,7 @@ class Ring:
         start_ns: int = 0,
         capacity: int = DEFAULT_CAPACITY,
     ) -> None:
-        """Create `path`, with `capacity` bytes for records (blocks of 64 KiB). Raises what `create` raises."""
+        """Create `path`, with `capacity` bytes for records (blocks of 64 KiB). Raises OSError."""
         if capacity < 2 * BLOCK_BYTES or capacity % BLOCK_BYTES:
             raise ValueError(f"capacity must be a multiple of {BLOCK_BYTES} bytes, at least two: {capacity}")
         about = {"process": process, "rank": rank, "world": world, "start_ns": start_ns}

@@ -91,9 +91,8 @@ class RingReader:
             payload = data[body : body + length]
             fits = length <= room - FRAME_BYTES and body + length <= size
             if not fits or (sequence ^ length) & 0xFFFFFFFF != check or sequence < self.sequence:
-                offset += (
-                    room  # damaged: the next block starts with a frame; its number shows how many records are missing
-                )
+                # Damaged: the next block starts with a frame, and its number shows how many records are missing.
+                offset += room
                 continue
             if not self._first:
                 self.missed += sequence - self.sequence

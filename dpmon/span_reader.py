@@ -124,7 +124,7 @@ class SpanReader:
     def request_pause(self, paused: bool) -> int:
         """Ask the training process to pause between two steps, or to resume. Return the request.
 
-        Requests are numbered. The lowest bit is 1 for a pause, and 0 to resume.
+        A request is a number that grows. Its lowest bit is 1 for a pause, and 0 to resume.
         """
         asked = (((self._word(Word.PAUSE) >> 1) + 1) << 1 | paused) & 0xFFFFFFFFFFFFFFFF
         self._set(Word.PAUSE, asked)

@@ -64,7 +64,7 @@ class SpanRing:
     ) -> None:
         """Create `path`, which must not exist, with room for `slots` spans, a power of two.
 
-        Raises OSError like RingFormat.create.
+        Raises OSError if the file cannot be made, ValueError for another number of slots.
         """
         if slots & (slots - 1):
             raise ValueError(f"the number of slots must be a power of two: {slots}")

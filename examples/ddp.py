@@ -63,7 +63,7 @@ class Model(nn.Module):
 
 
 def waves():
-    """Random points in five dimensions, and the values of two waves there as targets; the same on every rank."""
+    """Random points in five dimensions, and the values of two waves at these points; the same on every rank."""
     points = torch.rand(DATA_SIZE, INPUT_SIZE) * 2 - 1
     values = torch.sin(points @ torch.randn(INPUT_SIZE, OUTPUT_SIZE) * 3)
     return TensorDataset(points, values)

@@ -9,13 +9,15 @@ from dpmon.assemble.definitions import Definitions
 from dpmon.assemble.device_waits import Slots
 from dpmon.assemble.nesting import VERBS
 from dpmon.record.spans import Flag, Kind, Span
-from dpmon.record.wire import CALL_PHASES, FAILED, GRAD, TRAINING, VIRTUAL, Untimed, pack_call
+from dpmon.record.wire import CALL_PHASES, Untimed, call_flags, pack_call
 
 WIRE_FLAGS = tuple(
-    TRAINING * bool(flags & Flag.TRAINING)
-    | GRAD * bool(flags & Flag.GRAD)
-    | FAILED * bool(flags & Flag.FAILED)
-    | VIRTUAL * bool(flags & Flag.VIRTUAL)
+    call_flags(
+        virtual=bool(flags & Flag.VIRTUAL),
+        training=bool(flags & Flag.TRAINING),
+        grad=bool(flags & Flag.GRAD),
+        failed=bool(flags & Flag.FAILED),
+    )
     for flags in range(16)
 )
 """Flag byte of a call by the lowest four flags of its span."""

@@ -26,7 +26,6 @@ from dpmon.run.lookup import short_name
 from dpmon.text.cleaning import clean
 from dpmon.text.quantities import clock
 
-_TIMES = ("calls", "median", "p95", words.ON_DEVICE)
 _NEEDED = "the plots of --html need plotly: {command} (the text and --json work without it)"
 
 _STYLE = """

@@ -21,7 +21,6 @@ MAX_ROWS = 40
 MAX_WARNINGS = 8
 MAX_CHANGES = 12
 _FLOW, _STAGES = "received -> returned", "STAGES (parts of the model on several devices)"
-_OF_RANKS = ("steps", "calls", "step", "samples/s", words.FORWARD_ON_DEVICE)
 _LABEL = 10
 _BARS = "▁▂▃▄▅▆▇█"
 

@@ -3,7 +3,7 @@
 startup     before the process's first step
 training    within training steps
 evaluation  within evaluation steps, and between two of them
-between     between two steps, unless both are of an evaluation: the start of a loader's workers, a checkpoint, logging
+between     between two steps that are not both evaluation: starting a loader's workers, a checkpoint, logging
 paused      the user paused the training
 input       the script waited for a line of input
 missed      steps that were not recorded, and the time between them
@@ -24,16 +24,16 @@ from typing import NamedTuple
 
 ACTIVITIES = ("startup", "training", "evaluation", "between", "paused", "input", "missed")
 _PIECES = 1024
-"""Number of the newest stretches of time that are searched for a late wait for input."""
+"""Number of recent pieces that are kept: a wait for input is reported late, and then corrects them."""
 _PIECE_NS = 20_000_000
-"""Shortest such stretch. A wait lies within one long step, or between two steps."""
+"""Shortest piece that is kept. A wait lies within one long step, or between two steps."""
 _SECOND = 1_000_000_000
 _MISSED = -2
-"""A step number without a successor."""
+"""Stands for the last step number after missing steps: no step has the next number."""
 _LONG = (86_400 * _SECOND, 3600 * _SECOND, 60 * _SECOND)
 _LONG_NS = 600 * _SECOND
 LATEST_NS = 10 * 365 * 86_400 * _SECOND
-"""Longest possible run: a time beyond it is damage."""
+"""Latest possible time of a run; a later one comes from damaged data."""
 
 
 class Spent(NamedTuple):
@@ -46,10 +46,10 @@ class Spent(NamedTuple):
     sign: int = 1
 
     def by_second(self) -> Iterator[tuple[int, int]]:
-        """Yield each second that it touches, and the time in it (ns, negative if subtracted).
+        """Yield each second from `begin` to `end`, and the time spent in that second (ns, negative if subtracted).
 
-        In a time of ten minutes or more, each whole minute, hour or day is yielded once, with its first second: all
-        ranks of a job may pause for a night, and a damaged record may claim a century.
+        From ten minutes on, a whole minute, hour or day is yielded once, with its first second. This limits the number
+        of rows: all ranks of a job may pause for a night, and a damaged record may claim a century.
         """
         at = self.begin
         widths = _LONG if self.end - at >= _LONG_NS else ()
@@ -97,7 +97,7 @@ class Account:
         """Pauses and waits for input that lie, or may lie, after `_at`."""
         self._paused_since: int | None = None
         self._pieces: deque[Spent] = deque(maxlen=_PIECES)
-        """Time that was accounted for as neither a pause nor a wait for input."""
+        """The newest long pieces of time that are neither pauses nor waits for input."""
 
     def resume(self, number: int, mode: str, start: int, wall: int, evaluation: bool) -> None:
         """Continue after a step that another supervisor accounted for."""
@@ -188,7 +188,7 @@ class Account:
         return spent, sum(one.end - one.begin for one in spent if one.activity == activity)
 
     def _stretch(self, activity: str, mode: str, begin: int, end: int) -> list[Spent]:
-        """Return the time of a step, with its waits for input separate."""
+        """Return the time of a step, with its waits for input as separate parts."""
         if not self._apart:
             return self._piece(activity, mode, begin, end)
         return self._cut(activity, mode, begin, end, [one for one in self._apart if one[0] == "input"])

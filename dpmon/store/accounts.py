@@ -22,7 +22,7 @@ class Accounts:
     _processes: dict[int, int] = field(default_factory=dict)
     """Processes by pid."""
     _early: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=1000))
-    """Waits of pids without a known process: pid, begin, end."""
+    """Waits by pids that no known process has yet: pid, begin, end."""
 
     def account(self, process: int) -> Account:
         """The account of a process; a new one begins with the run."""

@@ -61,8 +61,8 @@ class GapRow(NamedTuple):
 class LongRow(NamedTuple):
     """One of the longest steps, or the longest of several deleted steps (`step` is None).
 
-    For a deleted step, `start_ns` is approximate, and `phases` has at most one phase: the phase with most of its time,
-    with a lower bound.
+    For a deleted step, `start_ns` is approximate, and `phases` has at most one phase: a lower bound of the time in the
+    phase that took most of the step.
     """
 
     process: int
@@ -117,16 +117,16 @@ class Operation(NamedTuple):
     """Collectives with a known end; `timed_bytes` and `ran_ns` count only these."""
     timed_bytes: int
     ran_ns: int
-    """Total time from the possible start of each collective to its end."""
+    """Total time of the collectives, each from when it could start to its end."""
 
     @property
     def alg_bytes_s(self) -> float | None:
-        """Algorithm bandwidth, of all bytes over all time; None if it is unknown."""
+        """Algorithm bandwidth: all timed bytes per second of running time; None if unknown."""
         return self.timed_bytes / self.ran_ns * 1e9 if self.ran_ns and self.timed_bytes else None
 
     @property
     def bus_bytes_s(self) -> float | None:
-        """Bus bandwidth; None if it is unknown."""
+        """Bus bandwidth (bytes per second); None if unknown."""
         found = self.alg_bytes_s
         return None if found is None else found * bus_factor(self.name, self.size)
 
@@ -139,13 +139,13 @@ class Communicated(NamedTuple):
     samples: int = 0
     """Number of samples of all processes."""
     launched: int = 0
-    """Collectives that were launched in these samples."""
+    """Number of collectives launched in these samples."""
     why: str | None = None
     """Why no collectives can be recorded; None if they can."""
 
 
 class LastSample(NamedTuple):
-    """The newest sample of a process, in which every collective was recorded; usually one step."""
+    """The newest sample of a process: usually one step, with its first collectives."""
 
     step: int | None
     start_ns: int

@@ -30,9 +30,9 @@ _SAMPLED = ", ".join(
 _HOST = -1
 """Device number of the host."""
 _LOOKED_AT = 20_000
-"""Range of ids before the newest one that is searched for single steps."""
+"""Number of newest ids that a search for single steps covers."""
 _NEAR = 4096
-"""Largest displacement (ids, roughly) of rows of several processes, because the rings are read in turn."""
+"""How far (in ids, roughly) rows of different processes can be out of order, because the rings are read in turn."""
 
 
 class AsOf:
@@ -57,7 +57,7 @@ class AsOf:
     # ------------------------------------------------------------------------------------------ steps and calls
 
     def first_ns(self, process: int) -> int | None:
-        """Return the start of the first call or step of a process that has a row; None if there is none yet."""
+        """Return the start of the first call or step of a process that still has a row; None if there is none yet."""
         ring = self._rings.get(process)
         tables = [] if ring is None else [table for table in ("calls", "steps") if getattr(ring, table)]
         first = (
@@ -152,7 +152,7 @@ class AsOf:
         return ring.first_id or 0, _LAST if ring.last_id is None else ring.last_id
 
     def _search(self, table: str, process: int, low: int, high: int) -> int:
-        """Return the highest id, from `low` to `high`, of a process's row that ended by now; `low` - 1 if none did."""
+        """Return the highest id (`low` to `high`) of a process's rows that ended by `until_ns`; `low` - 1 if none."""
         query = (
             f"SELECT id, start_ns + wall_ns FROM {table} WHERE process = ? AND id BETWEEN ? AND ?"
             " ORDER BY id DESC LIMIT 1"
@@ -170,7 +170,7 @@ class AsOf:
         return found
 
     def step_end(self, process: int, *, forward: bool) -> int | None:
-        """Return the end of a process's next step (`forward`) or last step, seen from this time; None without one."""
+        """Return the end of the last step before this time, or (`forward`) of the first one after it, or None."""
         last = self._last_id("steps", process)
         query = "SELECT start_ns + wall_ns FROM steps WHERE process = ? AND id {} ORDER BY id {} LIMIT 1"
         query = query.format("> ?", "") if forward else query.format("<= ?", "DESC")
@@ -201,17 +201,17 @@ class AsOf:
         return next((event_in(text) for (text,) in self.store.query(query, (process, until))), None)
 
     def communicated(self, begin_ns: int, end_ns: int, processes: Collection[int]) -> Communicated:
-        """Return the sampled collectives of processes that began between two times, as far as they are known."""
+        """Return the sampled collectives that these processes began between two times, up to `until_ns`."""
         return communicated(self.store, begin_ns, min(end_ns, self.until_ns), processes)
 
     def last_sample(self, process: int, begin_ns: int) -> LastSample | None:
-        """Return the newest step of a process with sampled collectives, if it began after a time."""
+        """Return the newest step of a process with sampled collectives, if it began at or after `begin_ns`."""
         return last_sample(self.store, process, begin_ns, self.until_ns)
 
     def samples(self, span_ns: int, after_id: int = 0) -> list[Sample]:
-        """Return the samples of devices and host in the last `span_ns`, in order; with `after_id`, those after it.
+        """Return the samples of devices and host in the `span_ns` before the newest event, in order.
 
-        The span ends with the newest event.
+        `after_id`: return all samples after this id instead.
         """
         begin, first = -_LAST, after_id
         if not after_id:
@@ -219,7 +219,7 @@ class AsOf:
             newest = next((at for (at,) in self.store.query(query) if type(at) is int), 0)
             begin = min(newest, self.until_ns) - span_ns
             first = max(self._event_at(begin) - _NEAR, 0)
-        # SQLite parses the JSON, which is ten times as fast.
+        # SQLite parses the JSON ten times as fast as Python.
         query = (
             f"SELECT id, t_ns, kind, {_SAMPLED} FROM events"
             " WHERE id > ? AND kind IN ('device', 'host') AND t_ns >= ? AND t_ns <= ? AND json_valid(json) ORDER BY id"

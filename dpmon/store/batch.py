@@ -49,7 +49,7 @@ class Batch:
     collectives: list[tuple[int, ...]] = field(default_factory=list)
     """Rows of COLLECTIVE_COLUMNS."""
     communicated: dict[tuple[int, int, int], list[int]] = field(default_factory=dict)
-    """Rows of COLLECTIVE_SUMS, without their keys: by second, process and definition."""
+    """Values of COLLECTIVE_SUMS by second, process and definition."""
     events: list[tuple[Any, ...]] = field(default_factory=list)
     rings: list[RingRow] = field(default_factory=list)
     tallied: dict[tuple[int, Key], Ended] = field(default_factory=dict)
@@ -58,13 +58,13 @@ class Batch:
     """Time (ns) by second, process, mode and activity; negative values subtract."""
     gaps: list[tuple[Any, ...]] = field(default_factory=list)
     waited: list[tuple[int, int, int]] = field(default_factory=list)
-    """Waits for input in gaps that were recorded before: process, begin, end."""
+    """Late waits for input, which shorten recorded gaps: process, begin, end."""
     joined: list[Joined] = field(default_factory=list)
     """Steps of this or an earlier batch with newly known waits for other ranks."""
     shapes: Counter[ShapeKey] = field(default_factory=Counter)
     """Calls by shape."""
     devices: dict[tuple[int, int, str], list[float]] = field(default_factory=dict)
-    """Count, total, lowest and highest by minute (its first second), device and name."""
+    """Count, total, lowest and highest value by minute (its first second), device and name."""
 
     @property
     def entries(self) -> int:
@@ -109,7 +109,7 @@ class Batch:
             if sign < 0 and activity == "between":
                 self.waited.append((process, begin, end))
             second = begin // _SECOND
-            if end <= (second + 1) * _SECOND:  # as almost always
+            if end <= (second + 1) * _SECOND:  # the usual case
                 key = second, process, mode, activity
                 sums[key] = sums.get(key, 0) + sign * (end - begin)
                 continue

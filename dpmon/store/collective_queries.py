@@ -37,7 +37,7 @@ def _decoded(store: Store, query: str, values: Sequence[int]) -> Iterator[Collec
 def last_sample(store: Store, process: int, begin_ns: int, end_ns: int) -> LastSample | None:
     """Return the newest sample of a process between two times, with its first collectives.
 
-    None without a sample, or if it has no collectives.
+    None if there is no sample, or if it has no collectives.
     """
     query = (
         f"SELECT {COLLECTED} FROM collectives WHERE start_ns >= ? AND start_ns < ? AND process = ? AND definition = 0"
@@ -59,7 +59,7 @@ def last_sample(store: Store, process: int, begin_ns: int, end_ns: int) -> LastS
 def communicated(
     store: Store, begin_ns: int = 0, end_ns: int = _LAST_NS, processes: Collection[int] | None = None
 ) -> Communicated:
-    """Return the sampled collectives between two times by operation, of all processes or of these.
+    """Return the sampled collectives between two times by operation, of all processes or only of `processes`.
 
     Both times are rounded outwards to whole seconds.
     """

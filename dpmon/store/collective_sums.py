@@ -1,4 +1,4 @@
-"""Writes the sums of collectives by second; the oldest seconds are added up."""
+"""Writes the sums of collectives by second; beyond a limit, merges the oldest seconds."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dpmon.store.batch import Batch
 from dpmon.store.tables import BEFORE_S, COLLECTIVE_SUMS
 
 MOST_SUMS = 200_000
-"""Most rows."""
+"""Most rows of the table."""
 _PART = 8
-"""Beyond the limit, the oldest eighth of the rows is added up."""
+"""Beyond the limit, the oldest eighth of the rows is merged."""
 _ADD = "INSERT INTO collective_sums {} ON CONFLICT (start_s, process, definition) DO UPDATE SET " + ", ".join(
     f"{name} = {name} + excluded.{name}" for name in COLLECTIVE_SUMS
 )

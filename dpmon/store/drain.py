@@ -36,7 +36,7 @@ FIND_S = 0.2
 GONE_S = 1.0
 """Time between two checks that a process is alive."""
 COMMIT_BYTES = 1 << 19
-"""Most bytes before a commit: less than the size of a large ring, so that a kill loses nothing."""
+"""Commit at this many bytes: fewer than a large ring holds, so that a kill loses nothing."""
 HOLD_BYTES = 32 << 20
 """Most memory (approximate) for records while the history cannot be written; newer records stay in the rings."""
 _RECORD_BYTES = 1024
@@ -45,7 +45,7 @@ _SECOND_BYTES = 1024
 """Approximate memory of the sums of one second."""
 RETRY_S = 5.0
 WARN_AGAIN_S = 300.0
-"""Shortest time between two warnings about failures: a full disk may succeed and fail in turn."""
+"""Shortest time between two warnings about failures: writes to a full disk may succeed and fail in turn."""
 _MEMORY = pack_event("memory", {})[:-1]
 """First bytes of a memory event."""
 _EXIT = pack_event("exit", {})[:-1]
@@ -75,7 +75,7 @@ class _Taken:
         self.counted = self.ring.over
         """Whether all its calls are counted, even those outside steps."""
         self.put_off = 0
-        """Number of times that the exit event here was put back, because other rings had unread records."""
+        """Number of times that the exit event was put back, because other rings had unread records."""
 
     def note(self) -> None:
         """Update the row to the position that has been read."""
@@ -126,7 +126,7 @@ class Drain:
         """Why the history cannot be written now; None if it can."""
         self._silent_until = 0.0
         self.heard: Callable[[bytes, int], None] = lambda payload, pid: None
-        """Called with each `memory` event of a training process, which names its GPUs, and its pid."""
+        """Called with payload and pid for each `memory` event of a training process; the event names its GPUs."""
         if history is not None:
             self._go_on_in(history)
 
@@ -212,7 +212,7 @@ class Drain:
             try:
                 source = _Taken(path, kept and replace(kept), self._info.start_ns, self._accounts)
             except (RingError, OSError) as error:
-                # It may be incomplete: its header follows a moment later.
+                # A new ring may be incomplete: its header follows a moment later.
                 if time.time() - _modified(path) > RETRY_S:
                     self._refused.add(path.name)
                     self._warn(f"{path.name} cannot be read: {error}")
@@ -231,7 +231,7 @@ class Drain:
         except (RingError, OSError):
             return False
         if source.row.process < 0 and any(payload.startswith(_EXIT) for payload in payloads):
-            # Records of other rings from before the exit must precede it.
+            # Write the records from before the exit first: other rings may still hold some.
             source.put_off += 1
             if source.put_off < _MOST_PUT_OFF and isinstance(ring, FrameSource) and self._others_have_more():
                 ring.put_back()
@@ -247,7 +247,7 @@ class Drain:
         return False
 
     def _add(self, source: _Taken, payloads: list[bytes]) -> None:
-        """Note payloads of a ring. They are decoded together before the write, which is cheaper."""
+        """Note payloads of a ring. Decoding them later, all together before the write, is cheaper."""
         self._taken.append((source, payloads))
         self._records += len(payloads)
         self._bytes += sum(map(len, payloads))

@@ -37,7 +37,7 @@ from dpmon.store.writer import History
 
 _SUPERVISOR = -1
 _AT_ONCE = 5000
-"""Rows in one transaction."""
+"""Number of rows in one transaction."""
 _EXTRAS = {name: f"{name}_ns" if name in STEP_PHASES else name for name in STEP_EXTRAS}
 """Columns of a step's extras."""
 _DAMAGE = (RecordError, LookupError, ValueError, TypeError, AttributeError, struct.error, OverflowError)
@@ -81,7 +81,7 @@ class _Earlier:
         found = next(self._each("SELECT value FROM meta WHERE key = 'pruned'"), {}).get("value")
         self.deleted = found if type(found) is int else 0
         self._lack_steps = {ring.process for ring in self._rings.values() if ring.steps} if self.deleted else set()
-        """Processes that may lack their first steps, and have no step read yet."""
+        """Processes that may lack their first steps; each is removed when its first remaining step is read."""
         self._intakes = {}
         for ring in self._rings.values():  # their rows are counted again
             fresh = replace(ring, calls=0, steps=0, first_id=None, last_id=None, held_id=None)

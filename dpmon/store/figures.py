@@ -1,7 +1,7 @@
 """Defines every figure in one place: medians, tails, means, shares and rates of a mode's steps. Pure.
 
 Figures come from tallies (dpmon.store.tally), which the store adds up for any time. Evaluation steps are separate from
-training steps; if a mode never trains, its evaluation steps are its steps.
+training steps. A mode that never trains has the figures of its evaluation steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dpmon.store.answers import TimeRow
 from dpmon.store.tally import Key, Sum, Tally
 
 Counted = tuple[tuple[Quantity, Sum], ...]
-"""Quantities with their sums over the steps that know them."""
+"""Quantities with their sums over the steps with a known value."""
 
 
 class PhaseFigures(NamedTuple):
@@ -49,7 +49,7 @@ class Figures(NamedTuple):
     rate: Rate | None
     phases: tuple[PhaseFigures, ...]
     tally: Tally
-    """The tally with these figures."""
+    """The tally from which the figures come."""
 
     @property
     def parts(self) -> tuple[PhaseFigures, ...]:
@@ -70,7 +70,7 @@ class Figures(NamedTuple):
 
 
 def counted_as_fields(counted: Counted) -> dict[str, dict[str, int]]:
-    """Return quantities for JSON by name: the sum, and the number of steps that know it."""
+    """Return quantities for JSON by name: the sum, and the number of steps with a known value."""
     return {quantity.name: {"sum": known.total, "steps": known.count} for quantity, known in counted}
 
 

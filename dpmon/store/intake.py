@@ -1,7 +1,7 @@
 """Turns the records of a ring into rows, tallies and the account of time.
 
-An `Intake` belongs to one ring. The calls of a step arrive before the step. They are held until it arrives, because its
-row contains their phases, and their kind is that of the step.
+An `Intake` belongs to one ring. The calls of a step arrive before the step. They are held until then, because the row
+of the step contains their phases, and the calls take the kind of the step.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _STEP_AT = {name: index for index, name in enumerate(STEP_PHASES)}
 _phases_of = itemgetter(
     *(len(STEP_PHASES) + _CALL_AT[phase.name] if phase.of_call else _STEP_AT[phase.name] for phase in PHASES)
 )
-"""Takes PHASES from the phases of a step followed by the phases of its calls."""
+"""Returns values in the order of PHASES, from the phases of a step followed by the phases of its calls."""
 _DAMAGE = (RecordError, LookupError, ValueError, TypeError, AttributeError, struct.error, RecursionError)
 
 
@@ -86,7 +86,7 @@ class Intake:
         self._start_ns = start_ns
         self._accounts = accounts
         self._rows: dict[int, int | None] = {}
-        """Rows of a batch by the definition of its sizes, for the newest definitions."""
+        """Number of rows in a batch by the definition of its sizes, for the newest definitions."""
         self._shapes: set[ShapeKey] = set()
         """Shapes that are kept with their sizes."""
         self._calls: list[_Call] = []
@@ -96,7 +96,7 @@ class Intake:
         self._steps_in_mode = 0
 
     def learn(self, number: int, value: Any) -> None:
-        """Remember the rows of a batch that has the sizes of this definition (None: unknown)."""
+        """Remember how many rows a batch with the sizes of this definition has (None: unknown)."""
         if isinstance(value, list):
             shapes = (size[1] for size in value if size[1])
             rows = next((shape[0] for shape in shapes), None)
@@ -192,7 +192,7 @@ class Intake:
             batch.shapes[shape] += 1
 
     def flush(self, batch: Batch) -> None:
-        """Count the last calls of an ended process, which are in no finished step."""
+        """Take the end of the process: count its last calls, which are in no finished step, and close its rounds."""
         self._count(batch, self._calls, None)
         self._calls.clear()
         self._note_held()
@@ -239,7 +239,7 @@ class Intake:
         self.row.last_step = step
 
     def _of_step(self, batch: Batch, step: int, kind: int) -> list[_Call]:
-        """Return the held calls of a step, and stop holding them and calls of earlier, unrecorded steps."""
+        """Return the held calls of a step. Release them, and the calls of earlier steps that were not recorded."""
         held = self._calls
         self._calls = []
         calls = [call for call in held if call.step == step]
@@ -269,7 +269,7 @@ class Intake:
         row = self.row
         if row.first_id is not None:
             row.last_id = number
-        elif row.calls == row.steps == 0:  # else its begin is unknown: an earlier version began the ring's history
+        elif row.calls == row.steps == 0:  # else an earlier version began it: first id unknown
             row.first_id = row.last_id = number
 
     # ------------------------------------------------------------------------------------------ collectives
@@ -360,7 +360,7 @@ def _of_calls(own: Sequence[int], calls: Sequence[_Call]) -> tuple[list[int], in
 
 
 def _device_times(times: bytes | None, calls: Sequence[_Call], by_call: Sequence[int]) -> dict[str, int]:
-    """Return device times (ns) by phase: of the step, of its calls if all calls have them, and of the REST."""
+    """Return device times (ns) by phase: of the step, of its calls if all of them are timed, and of the REST."""
     timed = [call for call in calls if call.device_ms]
     if times is None and not timed:
         return {}
@@ -379,7 +379,7 @@ def _device_times(times: bytes | None, calls: Sequence[_Call], by_call: Sequence
 
 
 def device_tail(times: Mapping[str, float]) -> int | None:
-    """Return the device time (ns) of the end of a step's backward passes. `times`: its device times (ms) by phase."""
+    """Return the device time (ns) of a step's phase `sync`, or None. `times`: its device times (ms) by phase."""
     return int(times["sync"] * 1e6) if "sync" in times else None
 
 

@@ -39,7 +39,7 @@ from dpmon.store.tables import (
 from dpmon.store.writer import History
 
 STALE_S = 3.0
-"""A history without a write for this long has no working supervisor, which samples the host every second."""
+"""After this long without a write, no supervisor is working: a working one samples the host every second."""
 _MEMORY = ":memory:"
 _NO_LIMIT = 1 << 40
 _FAULTS = (HistoryError, sqlite3.Error, OSError, ValueError, TypeError, OverflowError)
@@ -73,7 +73,7 @@ def _store(directory: Path, info: RunInfo, stack: ExitStack, as_written: bool) -
     db.execute("BEGIN")
     check_schema(db)
     if not db.execute("SELECT 1 FROM sqlite_master").fetchone() and supervised(info):
-        raise FileNotFoundError(path)  # it is being made
+        raise FileNotFoundError(path)  # the supervisor is creating it
     if version_of(db) < SCHEMA_VERSION:
         return _earlier(directory, info, db, bounds, stack)
     check_whole(db)
@@ -128,7 +128,7 @@ def _connect(uri: str, path: Path | None = None) -> sqlite3.Connection:
 
 
 def stamp(directory: Path, info: RunInfo) -> object:
-    """Return a value that changes with every commit; None if no supervisor writes, so that the rings may hold more."""
+    """Return a value that changes with every commit; None if no supervisor writes: the rings may then hold more."""
     return _stamps(directory / HISTORY_FILE) if _is_written(directory, info) else None
 
 
@@ -145,7 +145,8 @@ def _stamps(path: Path) -> list[tuple[int, int]]:
 def _is_written(directory: Path, info: RunInfo) -> bool:
     """Whether a supervisor lives and writes the history.
 
-    After the end of the command, a supervisor that replaced a killed one may not have read the rings yet.
+    After the end of the command, it must also have read the rings to their end: a supervisor that replaced a killed one
+    may not have done so yet.
     """
     written = max(_stamps(directory / HISTORY_FILE), default=(0, 0))[0] / 1e9
     if not supervised(info) or time.time() - written >= STALE_S:

@@ -70,7 +70,7 @@ def merge(counts: Counts, other: Mapping[int, int]) -> None:
 
 
 def between(counts: Mapping[int, int], limits: Sequence[float]) -> list[int]:
-    """Count the values up to each limit and above the one before, and those above all limits; limits are 0.4 % off."""
+    """Return the number of values in each range that ends at a limit, and above the last; limits are 0.4 % off."""
     found = [0] * (len(limits) + 1)
     for number, count in counts.items():
         found[bisect_left(limits, middle(number))] += count
@@ -78,7 +78,7 @@ def between(counts: Mapping[int, int], limits: Sequence[float]) -> list[int]:
 
 
 def checked(data: bytes) -> Packed:
-    """Return the numbers in bytes of `pack`. Raises ValueError if the bytes are damaged."""
+    """Return the numbers in bytes from `pack`. Raises ValueError if the bytes are damaged."""
     flat = array("H", data)
     if len(flat) % 2 or max(flat[::2], default=0) > LAST_BUCKET:
         raise ValueError("a damaged sketch")
@@ -86,7 +86,7 @@ def checked(data: bytes) -> Packed:
 
 
 def pack(counts: Mapping[int, int]) -> bytes:
-    """Return bytes: pairs of bucket and count, 16 bits each, by bucket; a large count takes several pairs."""
+    """Return a sketch as bytes: (bucket, count) pairs of 16 bits each, by bucket. A large count takes several pairs."""
     ordered = sorted(counts.items())
     try:
         return array("H", chain.from_iterable(ordered)).tobytes()

@@ -129,7 +129,7 @@ class Store(Sums):
         return [row for each in rows if (row := long_row(each)) is not None]
 
     def longest_deleted(self, most: int, *, mode: str | None = None, evaluation: bool | None = None) -> list[LongRow]:
-        """Do what `longest` does for steps without a row any more: return the longest step of each tally.
+        """Return the longest of the steps with deleted rows, like `longest`, but only one step per tally.
 
         A phase of that step is known if the tally's other steps are too short to account for the phase's total.
         """
@@ -204,14 +204,14 @@ class Store(Sums):
     def records(self) -> Iterator[Record]:
         """Yield every record so far in the order of arrival; damaged records count as `dropped`.
 
-        The records are read in parts. The transaction ends between two parts, so that a slow reader does not let the
-        journal grow; rows deleted in between are left out.
+        Reads in parts, and ends the transaction between two parts: a slow reader would otherwise let the journal grow.
+        Rows deleted in between are left out.
         """
         self._unreadable = 0
         first, newest = self._ids(0)
         while first <= newest and first < _LAST_NS:
             found = list(self._part(first, first + _AT_ONCE))
-            first = max(self._ids(first + _AT_ONCE)[0], first + _AT_ONCE)  # a damaged tree may lead back
+            first = max(self._ids(first + _AT_ONCE)[0], first + _AT_ONCE)  # a damaged tree may return lower ids
             self._refresh()
             yield from found
 
@@ -309,9 +309,9 @@ class Store(Sums):
     def events(
         self, *kinds: str, begin_ns: int | None = None, end_ns: int = _LAST_NS, newest: int | None = None
     ) -> list[Event]:
-        """Return events of some kinds between two times, in order. `newest`: the largest number to return.
+        """Return events of some kinds between two times, in order. `newest`: only this many, the newest.
 
-        An event without a time counts as old. Damaged events are left out.
+        `begin_ns` leaves out events without a time. Damaged events are always left out.
         """
         since, values = ("", ()) if begin_ns is None else (" AND t_ns >= ?", (begin_ns,))
         query = f"{_events_of(kinds)} AND ifnull(t_ns, 0) <= ?{since} ORDER BY id DESC LIMIT ?"
@@ -329,7 +329,7 @@ class Store(Sums):
         return whole(found)
 
     def device_minutes(self) -> list[MinuteRow]:
-        """Return sums of the deleted samples of devices and host, by time; the first cover all earlier time."""
+        """Return the sums of deleted device and host samples by minute; the first ones cover all earlier time."""
         if not self.pruned:
             return []
         query = "SELECT t_ns FROM events WHERE kind IN ('host', 'device') AND t_ns IS NOT NULL ORDER BY id LIMIT 1"
@@ -346,7 +346,7 @@ class Store(Sums):
         ]
 
     def shapes(self) -> list[Shape]:
-        """Return the sizes of inputs and outputs of all calls so far."""
+        """Return the sizes of inputs and outputs of all calls so far, with their number of calls."""
         query = "SELECT process, mode, kind, layout, virtual, sizes, untimed, calls FROM shapes"
         found = []
         for process, mode, kind, layout, virtual, sizes, untimed, calls in self._rows(query):
@@ -368,7 +368,7 @@ class Store(Sums):
 
 def _events_of(kinds: Sequence[str]) -> str:
     """Return the beginning of a query for events of some kinds."""
-    # The words of the index's own condition let SQLite use it.
+    # SQLite uses the partial index only if the query repeats its condition.
     lasting = f"{LASTING} AND " if set(kinds) <= set(LASTING_KINDS) else ""
     return f"SELECT json FROM events WHERE {lasting}kind IN ({', '.join('?' * len(kinds))})"
 

@@ -62,7 +62,7 @@ def resume_accounts(history: History, accounts: Accounts) -> None:
 
 
 def resume_rounds(history: History, accounts: Accounts) -> list[Joined]:
-    """Take the recent steps that wait for other ranks again; return those that are now complete.
+    """Take up the recent steps that still wait for other ranks; return the steps that are now complete.
 
     `accounts` must already know the ranks.
     """
@@ -93,7 +93,7 @@ def _are_whole(*values: object) -> bool:
 
 
 def resume_intake(history: History, intake: Intake) -> None:
-    """Give an intake the state that it would have after all earlier records of its ring."""
+    """Restore the state of an intake after all earlier records of its ring."""
     row = intake.row
     for number, value in history.definitions(row.process).items():
         with suppress(LookupError, TypeError):  # damaged

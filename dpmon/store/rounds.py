@@ -87,7 +87,7 @@ class _Group:
         return True
 
     def add(self, rank: int, step: SyncStep) -> Sequence[Joined]:
-        """Take a step of a rank; return the steps of all ranks that are now complete."""
+        """Take a step of a rank; return the round's steps of all ranks once they are complete."""
         place = step.number, step.passes
         self.reached[rank] = max(step.number, self.reached.get(rank, 0))
         steps = self.pending.setdefault(place, {})
@@ -105,10 +105,10 @@ class _Group:
         return [joined for place in list(self.pending) for joined in self._close(place)]
 
     def _close(self, place: tuple[int, int]) -> Sequence[Joined]:
-        """Join a round if no other rank can still take part.
+        """Remove a round once no other rank can join it, and return its steps.
 
-        A rank with an ended process takes no further part. If it went beyond the round without a record of it, the
-        round is unknown.
+        Ranks with an ended process join no more rounds. If such a rank reached a later round without a record of this
+        one, nothing is returned: the figures of this round are unknown.
         """
         steps = self.pending[place]
         missing = self.ranks - steps.keys()
@@ -138,7 +138,7 @@ class Rounds:
     def heard(self, process: int, kind: str, data: Mapping[str, Any]) -> None:
         """Read the rank and world size of a process, or the group of its wrapper, from an event.
 
-        A process that reports only its rank may be a child of that rank.
+        A process that reports only its rank gets no group: it may be a child of that rank.
         """
         rank, world, group = data.get("rank"), data.get("world"), data.get("group")
         if type(rank) is not int or rank < 0:

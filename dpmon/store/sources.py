@@ -116,15 +116,15 @@ class SpanSource:
         self._state: str | None = None
         """The assembler's state; None if it changed since it was read."""
         self._last_call = self._last_step = 0
-        """The highest numbers in the history, until the assembler returns higher ones."""
+        """The highest numbers in the history; 0 once the assembler has returned higher ones."""
         self._collected = 0
         """Collectives with spans below this number are in the history."""
         self._spans: list[Span] = []
         """Spans that were read and not yet given to the assembler."""
         self._again = True
-        """Whether the last feed had input: the assembler returns the events of a feed at the next one."""
+        """Whether to feed once more without input: the assembler returns the events of a feed at the next feed."""
         self._one_in = 0
-        """The last requested sampling of device timing: one step in this many."""
+        """The last requested rate of device timing: one step in this many."""
         self._under_way = (0, 0)
         """Kind and start of the training thread's current span, as reported to the assembler since its last feed."""
         if row is not None and row.pid == self.pid:
@@ -145,7 +145,7 @@ class SpanSource:
         ring.position, ring.seen, ring.lines_position = row.position, row.sequence, row.lines or 0
 
     def _go_on_without_state(self, row: RingRow) -> None:
-        """Assemble the ring from its start or, if that is overwritten, from the last position with the next numbers."""
+        """Assemble the ring from its start; if the start is overwritten, go on from the last position and numbers."""
         ring = self._ring
         lines = self._lines_until(row.lines or 0)
         if ring.holds_start():
@@ -159,7 +159,7 @@ class SpanSource:
         ring.seen, ring.lines_position = row.sequence, row.lines or 0
 
     def _lines_until(self, end: int) -> Iterator[Mapping[str, Any]]:
-        """Yield the lines up to byte `end` of their file. The predecessor has counted damaged lines."""
+        """Yield the lines up to byte `end` of their file. The predecessor has already counted the damaged ones."""
         self._ring.lines_position = 0
         for part in self._ring.lines(end):
             yield from part
@@ -180,7 +180,7 @@ class SpanSource:
                 raise
             return self._new(self._fed()) + self._ended(), False
         if not ring.at_end and len(self._spans) < CAUGHT_UP:
-            return [], False  # wait for an empty slot: the assembler would take a short portion for the end
+            return [], False  # wait until the empty slot is filled: the assembler takes a short portion for the end
         payloads = self._fed()
         if ring.at_end and self._assembler.thread >= 0:
             payloads += self._report_under_way(*under_way_in(words, self._assembler.thread))

@@ -22,12 +22,12 @@ from dpmon.store.tally import ALL, COLUMNS, WIDTHS, Key, Tally, are_optional, kn
 END = 1 << 40
 """A second later than the end of any run."""
 _LATEST_S = LATEST_NS // 1_000_000_000
-"""A later second is damage."""
+"""Latest possible second; a later one comes from damaged data."""
 Parameters = Sequence[Any] | Mapping[str, Any]
 """Values of a query's parameters."""
 TALLY = ("start_s", "process", "mode", "kind", "batch", *COLUMNS)
 TALLY_AT = len(TALLY) - len(COLUMNS)
-"""Index at which the COLUMNS of a tally begin."""
+"""Index of the first of the COLUMNS in a row of TALLY."""
 _PACE = ("start_s", "process", "mode", "kind", "steps", "first_ns", "last_ns", "samples_sum", "samples_n", "sketches")
 _TIME = ("start_s", "process", "mode", *ACTIVITY_COLUMNS)
 _BETWEEN = "width = :width AND start_s >= :begin AND start_s < :end"
@@ -68,7 +68,7 @@ class Sums:
         self._whole: dict[int, int] = {width: _second(meta.get(f"whole_{width}")) for width in WIDTHS[1:]}
         self._pruned: dict[int, int] = {width: _second(meta.get(f"pruned_{width}")) for width in WIDTHS[:-1]}
         self.pruned = _count(meta.get("pruned", 0))
-        """Number of rows deleted to bound the history."""
+        """Number of rows deleted to keep the history below its size limit."""
         self._keys = known_keys(self._rows("SELECT process, mode, kind, batch FROM keys"))
         self.processes = sorted({key.process for key in self._keys})
         """Processes with steps."""
@@ -92,10 +92,10 @@ class Sums:
     # ------------------------------------------------------------------------------------------ tallies
 
     def cover(self, begin_s: int, end_s: int, finest: int = 1, widest: int = WIDTHS[-1]) -> list[tuple[int, int, int]]:
-        """Return (width, begin, end) of the fewest stretches of tallies that cover the time from `begin_s` to `end_s`.
+        """Return the widest tallies that cover the time from `begin_s` to `end_s`, as stretches (width, begin, end).
 
-        `finest`, `widest`: limits of the widths. If narrow tallies were deleted, wider ones are used anyway; they may
-        reach beyond these times.
+        `finest`, `widest`: limits of the widths. Where narrow tallies were deleted, wider ones replace them, even above
+        `widest`; they may extend beyond the two times.
         """
         asked = begin_s, end_s, finest, widest
         if asked in self._covers:
@@ -115,7 +115,7 @@ class Sums:
         return found
 
     def _width_at(self, at: int, end: int, finest: int, widest: int) -> int:
-        """Return the widest stretch that begins at a second and ends by `end`, or the narrowest not deleted."""
+        """Return the width of the widest tally from `at` to `end` at most; without one, the narrowest not deleted."""
         for width in WIDTHS[:0:-1]:
             there = at + width <= min(end, self._whole[width]) and at >= self._pruned.get(width, 0)
             if width <= widest and there and at % width == 0:
@@ -128,9 +128,9 @@ class Sums:
         return WIDTHS[0]
 
     def _same_until(self, at: int, width: int, end: int, widest: int) -> int:
-        """Return the second up to which the stretches from `at` on have this width.
+        """Return the second until which the tallies from `at` on have this width.
 
-        Even in a damaged history, the width changes only a few times.
+        The width changes only a few times, so the loop of `cover` stays short, even in a damaged history.
         """
         limits = [end, *(second for each, second in self._pruned.items() if each < width and second > at)]
         for wider in WIDTHS:
@@ -160,8 +160,8 @@ class Sums:
     ) -> Iterator[tuple[int, int, Key, Tally]]:
         """Yield (start, width, key, tally) of each row between two seconds, in order of time, without damaged rows.
 
-        `process`: one process or several; ALL for the tallies of all processes together, which a run of one process
-        lacks. `series`: read only these series.
+        `process`: one process or several; ALL: the tallies of all processes together, which exist only if there are
+        several. `series`: read only these series.
         """
         names = self._named(series)
         for width, row in self._stretches("tallies", TALLY, begin_s, end_s, process, finest, widest):
@@ -206,7 +206,7 @@ class Sums:
                 yield width, row
 
     def pace_rows(self, begin_s: int, end_s: int, processes: Collection[int]) -> Iterator[PaceRow]:
-        """Yield the one-second tallies, with the columns for a rate, in order of time."""
+        """Yield the columns of the one-second tallies that a rate needs, in order of time."""
         number = next((number for number, name in self._names.items() if name == STEP), None)
         for _, row in self._stretches("tallies", _PACE, begin_s, end_s, processes, widest=1):
             start, who, mode, kind, steps, first, last, samples, known, data = row
@@ -233,7 +233,7 @@ class Sums:
     def pace_times(
         self, begin_s: int, end_s: int, processes: Collection[int], *, evaluation: bool, widest: int = WIDTHS[-1]
     ) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (process, start, width, ns), the time of training and between steps; `evaluation` adds evaluation."""
+        """Yield (process, start, width, ns): time of training and between steps; `evaluation`: also of evaluation."""
         spent = "training_ns + between_ns" + " + evaluation_ns" * evaluation
         for width, row in self._stretches("times", ("process", "start_s", spent), begin_s, end_s, processes, 1, widest):
             who, start, ns = row
@@ -262,7 +262,7 @@ class Sums:
         return found
 
     def _named(self, series: Collection[str] | None) -> Mapping[int, str]:
-        """Return the names of these series by number; None: of all series."""
+        """Return the names of `series` by number; None: the names of all series."""
         if series is None:
             return self._names
         return {number: name for number, name in self._names.items() if name in series}
@@ -306,7 +306,7 @@ class Sums:
         widest: int = WIDTHS[-1],
         process: int | Collection[int] | None = None,
     ) -> list[TimeRow]:
-        """Return the activities of each process between two seconds, in order of time. `process`: only these."""
+        """Return the activities of each process, or of `process`, between two seconds, in order of time."""
         found = []
         for width, row in self._stretches("times", _TIME, begin_s, end_s, process, finest, widest):
             start, who, mode, *spent = row

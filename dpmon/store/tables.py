@@ -33,7 +33,7 @@
 
 A tally of 10 s or more is made when its time is over: meta's `whole_10`, `whole_60`, and so on, give the second up to
 which they exist. Deleted tallies began before meta's `pruned_1`, `pruned_10`, and so on; tallies of a day are never
-deleted. Late records are added to every tally of their time.
+deleted. Late records are added to all existing tallies that cover their time.
 
 When the database reaches its size limit, the oldest rows are deleted: calls, steps, collectives and events first,
 except a run's processes, modes, warnings, loaders and exit. Tallies stay longer: each width has its share of the limit.
@@ -92,7 +92,7 @@ BEFORE_S = -1
 HISTORY_FILE = "history.sqlite"
 SCHEMA_VERSION = 7
 LASTING_KINDS = ("process", "mode", "exit", "warning", "pause", "input", "loader", "ddp")
-"""Events that outlive the steps around them (of some kinds only the newest), because later steps depend on them."""
+"""Events kept when older rows are deleted, because later steps depend on them; of some kinds only the newest."""
 LASTING = f"kind IN ({', '.join(repr(kind) for kind in LASTING_KINDS)})"
 STEP_COLUMNS: Mapping[str, str] = {
     "id": "INTEGER PRIMARY KEY",
@@ -186,7 +186,7 @@ _LOOK_STEPS = 100_000
 _ENTRY_STEPS = 5_000
 """Upper limit of the instructions to write one entry of a batch, including its tallies of all widths."""
 LARGEST = 1 << 30
-"""Largest database (bytes) that is copied to memory. Beyond this size, its bounds stay the same."""
+"""Largest database (bytes) that is copied to memory. For larger ones, the Bounds do not grow any more."""
 _SMALLEST_ROW = 8
 """Fewest bytes of a row: its position in the page, its length and its id."""
 _LONGEST_VALUE = 64 << 20
@@ -205,9 +205,9 @@ class RingRow:
     rank: int | None
     pid: int
     position: int = 0
-    """Where to continue: a byte of a ring of frames, or the number of a span."""
+    """Where to continue: a byte in a ring of frames, or the number of the first span of the open step."""
     sequence: int = 0
-    """Records read from a ring of frames; for a ring of spans, a number beyond the spans of the current step."""
+    """Number of records read from a ring of frames, or the number of the next unread span."""
     missed: int = 0
     """Records that were overwritten before they were read, were damaged or could not be kept."""
     lost: int = 0
@@ -228,7 +228,7 @@ class RingRow:
 
 
 class Bounds:
-    """Limits one query by the size of the database, because a damaged tree can have endless rows."""
+    """Limits the rows and the work of one query by the size of the database: a damaged tree can have endless rows."""
 
     def __init__(self, db: sqlite3.Connection, size: int) -> None:
         """Limit the queries of `db`, a database of `size` bytes, and keep its schema from running functions."""
@@ -258,7 +258,7 @@ class Bounds:
         self._done = 0
 
     def _look(self) -> int:
-        """SQLite's progress handler; a result other than 0 interrupts the query."""
+        """Act as SQLite's progress handler: a result other than 0 interrupts the query."""
         self._done += 1
         return self._done > self._most
 
@@ -341,11 +341,11 @@ def rings_in(db: sqlite3.Connection) -> dict[str, RingRow]:
 
 _DAMAGED = object()
 _MOST_COUNTED = 1 << 62
-"""No ring has more bytes or records; adding to a larger number could overflow its column."""
+"""No ring has this many bytes or records; adding to a larger number could overflow the column."""
 
 
 def _member(value: object, declared: str) -> Any:
-    """Return a column's value if it has the declared type of its member; SQLite stores values of any type."""
+    """Return a value if it has the type of its member, else None or _DAMAGED: an SQLite column holds any type."""
     if isinstance(value, str) if declared.startswith("str") else type(value) is int and abs(value) < _MOST_COUNTED:
         return value
     return None if declared.endswith("None") else _DAMAGED

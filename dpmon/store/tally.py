@@ -21,7 +21,7 @@ from dpmon.store.quantiles import Counts, Packed
 ALL = -1
 """The process number of the tallies of all processes together."""
 NO_SAMPLES, OTHER_SIZES = -1, -2
-"""Batch sizes in a key: unknown number of samples; a size beyond the limit of sizes with their own tallies."""
+"""Stand for a batch size in a key: unknown; one of the sizes without a tally of their own, which share this key."""
 WIDTHS = (1, 10, 60, 600, 3600, 14_400, 86_400)
 """Possible lengths of a tally's stretch (s)."""
 _ENTRY = struct.Struct("<HIqI")
@@ -30,7 +30,7 @@ _MAX = (1 << 63) - 1
 _MOST_VALUES = (1 << 32) - 1
 """Most values of a series in an entry."""
 _MOST_STEPS = 1 << 40
-"""Most steps or calls of a tally. More are damage, and their sums might overflow a column."""
+"""Most steps or calls of a valid tally; the sum of larger numbers could overflow a column."""
 
 
 class Key(NamedTuple):
@@ -72,7 +72,7 @@ class StepFacts(NamedTuple):
 
 
 class Stat:
-    """One series: the number of values, their sum, and their sketch, which is unpacked on demand."""
+    """The values of one series: their number, their sum, and their sketch, which is unpacked on demand."""
 
     __slots__ = ("_counts", "_packed", "count", "total")
 
@@ -104,7 +104,7 @@ class Stat:
         quantiles.add_values(self.counts, values)
 
     def merge(self, other: Stat) -> None:
-        """Add all of another."""
+        """Add the values of another series."""
         self.count += other.count
         self.total = _bounded(self.total + other.total)
         quantiles.merge(self._counts, other._counts)
@@ -134,13 +134,13 @@ class Stat:
 
 @dataclass(slots=True)
 class Sum:
-    """The sum of one quantity over the steps that know it."""
+    """The sum of one quantity over the steps with a known value."""
 
     count: int = 0
     total: int = 0
 
     def merge(self, other: Sum) -> None:
-        """Add all of another."""
+        """Add the count and the total of another sum."""
         self.count += other.count
         self.total = _bounded(self.total + other.total)
 
@@ -169,16 +169,16 @@ class SeriesNames:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts, sums and sketches of steps: see the module."""
+    """Counts, sums and sketches of the steps in one stretch of time."""
 
     steps: int = 0
     calls: int = 0
     last_step: int | None = None
     low_ns: int | None = None
-    """Duration of the shortest step; `high_ns` is that of the longest."""
+    """Duration of the shortest step; `high_ns`: duration of the longest step."""
     high_ns: int | None = None
     first_ns: int | None = None
-    """Start of the first step; `last_ns` is the end of the last one."""
+    """Start of the first step; `last_ns`: end of the last step."""
     last_ns: int | None = None
     sums: dict[str, Sum] = field(default_factory=dict)
     """By quantity."""
@@ -186,11 +186,11 @@ class Tally:
     """By series."""
 
     def stat(self, series: str) -> Stat:
-        """One series; an empty one if nothing was counted."""
+        """The values of a series; empty if nothing was counted."""
         return self.stats.get(series) or Stat()
 
     def sum(self, quantity: str) -> Sum:
-        """One quantity; an empty one if no step knew it."""
+        """The sum of a quantity; an empty one if no step has a value."""
         return self.sums.get(quantity) or Sum()
 
     def add(self, steps: Sequence[StepFacts], first_ns: int, last_ns: int) -> None:
@@ -219,7 +219,7 @@ class Tally:
             self._count(name, values)
 
     def add_series(self, values: Mapping[str, Sequence[int]]) -> None:
-        """Add values by series for steps that were added before."""
+        """Add late values, by series, of steps that are already counted."""
         for name, found in values.items():
             self._count(name, found)
 
@@ -243,7 +243,7 @@ class Tally:
             self.last_ns = last
 
     def merge(self, other: Tally) -> None:
-        """Add all of another."""
+        """Add the steps of another tally."""
         self._extend(*_plain_in(other))
         for name, total in other.sums.items():
             self.sums.setdefault(name, Sum()).merge(total)
@@ -274,7 +274,7 @@ class Tally:
             self._reach(first, last)
 
     def quantile(self, series: str, fraction: float) -> float | None:
-        """Return a quantile of a series (ns), at most 0.4 % off; for steps, limited to the shortest and the longest."""
+        """Return a quantile of a series (ns), at most 0.4 % off; for STEP, limited to `low_ns` and `high_ns`."""
         return self._within(series, self.stat(series).quantile(fraction))
 
     def median(self, series: str) -> float | None:
@@ -331,7 +331,7 @@ class Tally:
 
 
 def _entries_of(data: object, names: Mapping[int, str], *, sketches: bool) -> list[tuple[str, int, int, Packed | None]]:
-    """Return (name, count, sum, sketch) of the series in a row that are in `names`. Raises ValueError for damage."""
+    """Return (name, count, sum, sketch) of the series in a row that are in `names`. Raises ValueError if damaged."""
     if not isinstance(data, bytes):
         raise ValueError("a damaged tally")
     found = []
@@ -352,7 +352,7 @@ def _entries_of(data: object, names: Mapping[int, str], *, sketches: bool) -> li
 
 
 def total_in(data: object, series: int | None) -> int:
-    """Return the sum of the series with this number in the sketches of a row; 0 if absent. Raises ValueError."""
+    """Return the sum of the series with this number in a row's sketches; 0 if absent. Raises ValueError if damaged."""
     if not isinstance(data, bytes):
         raise ValueError("a damaged tally")
     at = 0

@@ -2,7 +2,7 @@
 
 A step is added to the tally of the second in which it ended. When 10 s are over, their tallies are merged into a tally
 of 10 s; six of these make a tally of 60 s, and so on. Late facts, such as a wait for input or the records of a process
-that was stopped, are added to every tally of their time.
+that was stopped, are added to all existing tallies that cover their time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dpmon.store.tally import ALL, COLUMNS, WIDTHS, Key, SeriesNames, Tally, kno
 
 _CACHED = 4096
 _PARTS = dict(zip(WIDTHS, (4, 8, 8, 8, 16, 16), strict=False))
-"""Per width: its tallies and times may take the limit divided by this number. Tallies of a day are never deleted."""
+"""The rows of a width may take the size limit divided by this number. Tallies of a day are never deleted."""
 _SLACK_S = 2
 """Delay after the end of a stretch until it is merged, because processes are read one after the other."""
 _ROW_BYTES = 200
@@ -51,12 +51,12 @@ class TallyWriter:
         self._db = db
         self._names = SeriesNames()
         self._cache: dict[_Place, Tally] = {}
-        """Tallies as they are in the database."""
+        """Tallies as stored in the database."""
         self._keys: set[Key] = set()
         """Keys of all tallies so far."""
         self._processes: set[int] = set()
         self._whole: dict[int, int] = {}
-        """Per width: the second up to which all stretches are made."""
+        """The second up to which all tallies of a width exist, by width."""
         self._known = False
         """Whether these attributes match the database."""
 
@@ -100,11 +100,11 @@ class TallyWriter:
             self._names.fresh.clear()
 
     def _widths(self, second: int) -> Iterable[int]:
-        """Return the widths of the tallies for a second's facts; wider tallies only if they already exist."""
+        """Return the widths of the tallies that include a second: 1 s, and the wider ones that already exist."""
         return [width for width in WIDTHS if width == 1 or second < self._whole[width]]
 
     def _know(self, key: Key) -> None:
-        """Remember a key. The second process starts the tallies of all processes, as copies of the first process's."""
+        """Remember a key. With the second process, copy the tallies of the first as the tallies of all processes."""
         if len(self._processes) == 1 and key.process not in self._processes:
             self._db.execute(
                 f"INSERT OR IGNORE INTO tallies (width, start_s, process, mode, kind, batch, {', '.join(COLUMNS)})"
@@ -171,7 +171,7 @@ class TallyWriter:
     # ------------------------------------------------------------------------------------------ wider stretches
 
     def _make_wider(self, newest_s: int) -> None:
-        """Make the tallies of the stretches that are over at a second."""
+        """Merge tallies and times into the wider stretches that are over by second `newest_s`."""
         for finer, width in pairwise(WIDTHS):
             begin, end = self._whole[width], (newest_s - _SLACK_S) // width * width
             if end <= begin:
@@ -209,7 +209,7 @@ class TallyWriter:
     # ------------------------------------------------------------------------------------------ room
 
     def prune(self, limit: int) -> None:
-        """Limit the tallies and times of each width to their share of `limit` bytes by deleting the oldest eighth."""
+        """Delete the oldest eighth of the tallies and times of each width that exceed their share of `limit` bytes."""
         run = self._db.execute
         query = (
             "SELECT count(*), total(size), min(start_s), max(start_s) FROM"

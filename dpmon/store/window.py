@@ -88,14 +88,14 @@ class Window:
 
     @property
     def modes(self) -> list[tuple[str, bool]]:
-        """The modes of this time as pairs (mode, evaluation), where evaluation separates a mode's evaluation steps."""
+        """The modes in this window as (mode, evaluation); a mode that trains has a separate pair for its evaluation."""
         there = {(key.mode, key.kind) for key in self.together}
         known = modes_of(self._kinds)
         now = {(mode, bool(kind & 1) and mode in self._trained) for mode, kind in there}
         return [each for each in known if each in now]
 
     def trained(self, mode: str) -> bool:
-        """Whether a mode has training steps at any time; if not, its evaluation steps are its steps."""
+        """Whether a mode ever trains in this run; if not, its figures come from its evaluation steps."""
         return mode in self._trained
 
     def figures(self, mode: str, evaluation: bool = False, process: int | None = None) -> Figures:
@@ -124,7 +124,7 @@ class Window:
         return rate(tallies, self._elapsed(mode, evaluation))
 
     def _elapsed(self, mode: str, evaluation: bool) -> dict[int, tuple[int, int]]:
-        """By process, the time of a mode's steps (dpmon.store.figures.elapsed)."""
+        """The time of a mode's steps by process (dpmon.store.figures.elapsed)."""
         found = self._times_of.get((mode, evaluation))
         if found is None:
             found = elapsed(self.times, mode, evaluation, self.trained(mode))
@@ -132,14 +132,14 @@ class Window:
         return found
 
     def of_process(self, process: int) -> tuple[Tally, Rate | None]:
-        """Return the steps of a process in all modes, without the evaluations of modes that train, and their rate."""
+        """Return the tally and the rate of a process over all modes, without evaluation steps of modes that train."""
         whole = Tally()
         for mode in {mode for mode, _ in self._kinds}:
             whole.merge(self.tally(mode, process=process))
         return whole, self.mean(process)
 
     def mean(self, process: int | None = None) -> Rate | None:
-        """Return the rate in all modes, without the evaluations of modes that train, of all processes or of one."""
+        """Return the rate of all processes, or of one, over all modes, without evaluation steps of modes that train."""
         tallies = {each: Tally() for each in (self._source.processes if process is None else [process])}
         times = dict.fromkeys(tallies, (0, 0))
         for mode in {mode for mode, _ in self._kinds}:
@@ -152,11 +152,11 @@ class Window:
 
     @cached_property
     def spent(self) -> dict[str, int]:
-        """The time of this window by activity (ns). The sum is the time in which processes existed."""
+        """The time of this window by activity (ns). The sum is the time with at least one process."""
         return shared_out(self._source.times_together(self._begin_s, self._end_s), self._lives())
 
     def _lives(self) -> list[tuple[int, int]]:
-        """Return (begin, end) in ns of the times with at least one process, each from its start-up to its last step."""
+        """Return the times with at least one process, from its start-up to its last step, as (begin, end) in ns."""
         startup: Counter[int] = Counter()
         for row in self.times:
             startup[row.process] += row.spent["startup"]
@@ -177,7 +177,7 @@ def shared_out(stretches: Iterable[TimeTogether], lives: Sequence[tuple[int, int
     for stretch in stretches:
         begin, end = stretch.start_s * _SECOND, (stretch.start_s + stretch.width_s) * _SECOND
         lived = sum(max(min(end, until) - max(begin, since), 0) for since, until in lives)
-        # A long pause is counted in its first second (dpmon.store.accounting.Spent.by_second).
+        # `longest_ns` may exceed the width: a long pause counts in its first second (accounting.Spent.by_second).
         covered = max(lived, stretch.longest_ns)
         whole = sum(max(ns, 0) for ns in stretch.spent.values())
         scale = min(1.0, covered / whole) if whole else 0.0
@@ -189,8 +189,8 @@ def shared_out(stretches: Iterable[TimeTogether], lives: Sequence[tuple[int, int
 def accounted(spent: Mapping[str, int], elapsed_ns: int, first_step_ns: int | None) -> dict[str, int]:
     """Divide a run's elapsed time by activity (ns); the parts add up to it.
 
-    Two times have no activity: the time before a process is traced, and times that a killed supervisor did not record.
-    They count as start-up before the first step (`first_step_ns`, None: no step), and as the end after it.
+    Time before a process is traced, and time that a killed supervisor did not record, has no activity. It counts as
+    start-up before the first step (`first_step_ns`, None: no step), and as the end after it.
     """
     left = max(elapsed_ns - sum(spent.values()), 0)
     before = left if first_step_ns is None else min(max(first_step_ns - spent["startup"], 0), left)

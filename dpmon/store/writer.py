@@ -61,7 +61,7 @@ INSERT INTO device_rollups {} ON CONFLICT (start_s, device, name) DO UPDATE SET
 
 
 class History:
-    """Writes one history."""
+    """Writes batches to one history, and deletes its oldest rows at the size limit."""
 
     def __init__(
         self, db: sqlite3.Connection, meta: Mapping[str, Any], limit_bytes: int = LIMIT_BYTES, path: Path | None = None
@@ -82,7 +82,7 @@ class History:
 
     @classmethod
     def open(cls, directory: Path, meta: Mapping[str, Any], limit_bytes: int = LIMIT_BYTES) -> History:
-        """Open or make the history of the run in `directory`; raises HistoryError."""
+        """Open or create the history of the run in `directory`. Raises HistoryError."""
         path = directory / HISTORY_FILE
         try:
             check_database(path, written=True)
@@ -121,7 +121,7 @@ class History:
         self.next_id: int = 1 + max(last_ids(self._db))
 
     def rings(self) -> dict[str, RingRow]:
-        """Return the rows of the rings from the previous writer of this history. Raises HistoryError."""
+        """Return the rows of the rings as the previous writer left them. Raises HistoryError."""
         try:
             return rings_in(self._db)
         except sqlite3.Error as error:
@@ -163,7 +163,7 @@ class History:
         many = self._db.executemany
         self._bounds.begin()
         try:
-            # The database grows while it is written, and a batch may hold the records of a long time.
+            # Raise the bounds for this write: the database grows, and a batch may hold the records of a long time.
             self._bounds.set_size(self._file_bytes(), batch.entries)
             self._db.execute("BEGIN IMMEDIATE")
             many("INSERT OR REPLACE INTO definitions VALUES (?,?,?)", batch.definitions)
@@ -223,7 +223,7 @@ class History:
         self._db.execute("UPDATE meta SET value = value + ? WHERE key = 'pruned'", (gone,))
 
     def _prune_sums(self) -> None:
-        """Limit sums and frequent events, which could fill the database in runs of many days or processes."""
+        """Limit sums and lasting events, which could fill the database in runs of many days or processes."""
         run = self._db.execute
         query = "SELECT count(*), min(start_s), max(start_s) FROM device_rollups WHERE start_s > ?"
         count, first, last = run(query, (BEFORE_S,)).fetchone()
@@ -242,7 +242,7 @@ class History:
         """Replace the sums of all minutes before a second by one sum per device and name."""
         query = "SELECT t_ns FROM events WHERE kind IN ('host', 'device') AND t_ns IS NOT NULL ORDER BY id LIMIT 1"
         sample = self._db.execute(query).fetchone()
-        # Samples that still have rows need no sum.
+        # Minutes with rows of samples must stay apart: readers use their rows, not their sums.
         before = before if sample is None else min(before, sample[0] // 60_000_000_000 * 60)
         minutes = "FROM device_rollups WHERE start_s > ? AND start_s < ?"
         sums = f"SELECT ?, device, name, sum(count), total(total), min(low), max(high) {minutes} GROUP BY device, name"

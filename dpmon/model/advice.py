@@ -15,9 +15,9 @@ DATA_SHARE = 0.2
 WORTH_A_WORKER_NS = 1_000_000
 """Shortest fetch that justifies a worker: passing a batch between processes takes some hundreds of microseconds."""
 ROOM = 0.5
-"""Median number of idle processors that a worker needs. With fewer it slows the training down."""
+"""Fewest idle processors (median) for another worker. With fewer, it slows the training down."""
 FEW_TAKE_MOST = 3.0
-"""Mean fetch divided by the median: from here on a few fetches (the first of each epoch) take most of the time."""
+"""Smallest ratio of mean to median fetch at which a few fetches (the first of each epoch) take most of the time."""
 
 
 def for_data(mode: ModeFacts, evidence: Evidence) -> str:

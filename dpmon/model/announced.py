@@ -1,4 +1,4 @@
-"""Events of processes and of the supervisor: who they are, modes, pauses, waits for input, warnings. Pure.
+"""Reads events of processes and of the supervisor: facts of a process, modes, pauses, warnings and waits. Pure.
 
 Any program may have written an event, so invalid ones are ignored.
 """
@@ -23,7 +23,7 @@ TEXTS_READ = 100
 ROOTS_KEPT = 32
 DEVICES_READ = 4096
 ANSWERING_STEPS = 100
-"""Within this many steps every root that is still called has answered a request."""
+"""Every root that is still called answers a request within this many steps."""
 
 
 class InForce(NamedTuple):
@@ -40,12 +40,12 @@ class Announced:
     """The newest events of each kind, oldest first."""
 
     info: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    """By process, the newest."""
+    """Data of the newest `process` event, by process."""
     changes: tuple[ModeChange, ...] = ()
     pauses: tuple[PauseChange, ...] = ()
     warnings: tuple[WarningText, ...] = ()
     wrappers: tuple[Wrapper, ...] = ()
-    """The newest of each DistributedDataParallel."""
+    """The newest record of each DistributedDataParallel."""
     _waits: tuple[tuple[int, int, int], ...] = ()
     """Pid, start and end of each wait for a line of input."""
 
@@ -89,7 +89,7 @@ class Announced:
         return InForce(mode, devices, change.virtual, change.reason)
 
     def devices_of(self, process: int) -> dict[str, tuple[tuple[str, ...], bool]]:
-        """By mode, the last devices of a process, and whether they are virtual."""
+        """The last devices of a process, and whether they are virtual, by mode."""
         return {
             change.mode: (change.devices, change.virtual)
             for change in self.changes
@@ -97,7 +97,7 @@ class Announced:
         }
 
     def refusals_of(self, process: int) -> dict[str, Refusal]:
-        """By root, the refused modes, while a refusal is the root's last answer."""
+        """The refused mode of each root that refused in its last answer, by root."""
         found: dict[str, Refusal] = {}
         answered = 0
         for change in self.changes:
@@ -105,7 +105,7 @@ class Announced:
                 continue
             if change.requested_by == "user":
                 if (change.step or 0) > answered + ANSWERING_STEPS:
-                    found.clear()  # their roots may be gone; the others answer again
+                    found.clear()  # the roots may be gone; those still called answer again
                 answered = max(answered, change.step or 0)
             found.pop(change.root, None)
             if change.refused is not None and len(found) < ROOTS_KEPT:
@@ -150,7 +150,7 @@ def mode_change(data: Mapping[str, Any]) -> ModeChange | None:
 
 
 def pause_change(data: Mapping[str, Any]) -> PauseChange | None:
-    """The content of a `pause` record; None if the process, or pause or resumption, is missing."""
+    """The content of a `pause` record; None if its process, or whether it paused or resumed, is missing."""
     number, paused = whole_in(data, "process"), data.get("paused")
     if number is None or not isinstance(paused, bool):
         return None

@@ -61,8 +61,8 @@ def call_tracks(
 ) -> tuple[dict[Root, CallTrack], Root | None]:
     """Each root's last call with its times, among the `most` newest calls; and the root that was called last.
 
-    `tallies`: of the time range. `trained`: the modes with training steps. `mode`: that of the last step. If no tally
-    has the times of a call, as in the first step, the newest calls provide them. Without `timed` there are no times.
+    `tallies`: of the time range. `trained`: the modes with training steps. `mode`: the mode of the last step. If no
+    tally has the times of a call, as in the first step, the newest calls provide them. Without `timed`, there are none.
     """
     heads = calls.source.heads(calls.process, most)
     roots: dict[int, Root] = {}
@@ -93,9 +93,9 @@ def call_tracks(
 
 
 def _parts(heads: Sequence[CallHead], roots: Mapping[int, Root], *, whole: bool) -> dict[Root, list[list[CallHead]]]:
-    """By root the first calls of its steps, the second ones and so on, each the newest first.
+    """Each root's first calls in the steps, its second calls in the steps, and so on; each list is newest first.
 
-    `whole`: the oldest step is complete.
+    `whole`: the oldest step is complete, so it counts.
     """
     steps: dict[int, list[CallHead]] = {}
     for head in reversed(heads):
@@ -116,7 +116,7 @@ def _parts(heads: Sequence[CallHead], roots: Mapping[int, Root], *, whole: bool)
 
 
 def _of_heads(calls: Calls, heads: Sequence[CallHead]) -> CallTrack | None:
-    """The newest of some calls, with the times of similar calls."""
+    """The newest of `heads`, with the times of the similar ones among them."""
     last = calls.call(heads[0])
     if last is None:
         return None
@@ -162,7 +162,7 @@ def _spread(low: float | None, middle: float | None, high: float | None, calls: 
 def _of_tallies(
     head: CallHead, call: Call, tallies: Mapping[Key, Tally], trained: Collection[str], mode: str
 ) -> tuple[tuple[Spread | None, ...], dict[int, float]]:
-    """The times of a call's replicas or stages in the time range, in steps that train if its own does."""
+    """The times of a call's replicas or stages, and their median device times, in the time range."""
     alike = _alike(head, tallies, trained, mode)
     series: list[Collection[str]] = []
     if call.replicas:
@@ -180,7 +180,7 @@ def _of_tallies(
 
 
 def _alike(head: CallHead, tallies: Mapping[Key, Tally], trained: Collection[str], mode: str) -> list[Tally]:
-    """The tallies of steps that may include such a call: a bare root also runs in the steps of a split one."""
+    """The tallies of steps that may include such a call: a root that cannot be split also runs in dp steps."""
     for name in (mode, head.mode):
         found = [
             tally

@@ -33,7 +33,7 @@ class Wrapper(NamedTuple):
     group_size: int | None = None
     parameter_bytes: int | None = None
     bucket_bytes: tuple[int, ...] = ()
-    """In bytes, in the order in which they are averaged."""
+    """Sizes of the buckets, in the order in which they are averaged."""
     bucket_cap_bytes: int | None = None
     find_unused_parameters: bool = False
     unused_bytes: int | None = None
@@ -78,17 +78,17 @@ class Communication(NamedTuple):
     sampled: Wrapper | None
     """The wrapper with torch's times of the newest iteration, on the rank that the others waited for."""
     lately: bool
-    """Whether the times are of the last steps; else of the whole run."""
+    """Whether the times cover only the last steps, instead of the whole run."""
     missing: str | None
     """Why it is unknown how the ranks wait for each other."""
     collectives: Communicated = Communicated()
     """The collectives of sampled steps."""
     sampled_of: int = 0
-    """All steps of all ranks in the time of these samples."""
+    """Number of steps of all ranks in the time that these samples cover."""
 
     @property
     def one_in(self) -> int | None:
-        """One step in this many is sampled; None if none was."""
+        """Interval of samples: one step in this many; None without samples."""
         samples = self.collectives.samples
         return max(round(self.sampled_of / samples), 1) if samples and self.sampled_of else None
 
@@ -114,27 +114,27 @@ class Communication(NamedTuple):
 
     @property
     def wait_ns(self) -> float | None:
-        """The mean over all ranks."""
+        """The wait for the slowest rank, as a mean over all ranks."""
         return _mean(one.wait_ns for one in self.known)
 
     @property
     def exposed_share(self) -> float | None:
-        """Share of the step (0 to 1)."""
+        """`exposed_ns` as a share of the step (0 to 1)."""
         return _share(self.exposed_ns, self.step_ns)
 
     @property
     def wait_share(self) -> float | None:
-        """Share of the step (0 to 1)."""
+        """`wait_ns` as a share of the step (0 to 1)."""
         return _share(self.wait_ns, self.step_ns)
 
     @property
     def hidden_share(self) -> float | None:
-        """The part of torch's sampled time in which the backward pass still computed (0 to 1)."""
+        """The part of torch's communication time in which the backward pass still computed (0 to 1)."""
         return None if self.sampled is None else _share(self.sampled.overlap_ns, self.sampled.comm_ns)
 
     @property
     def steps(self) -> int:
-        """The number of steps of the rank with most."""
+        """The largest number of steps of any rank."""
         return max((one.steps for one in self.ranks), default=0)
 
     @property
@@ -148,7 +148,7 @@ class Communication(NamedTuple):
         return _a_step(self.ranks, [one.unsynced for one in self.ranks])
 
     def straggler(self) -> Straggler | None:
-        """The ranks that the others wait for."""
+        """The ranks that the others wait for; None if no rank stands out."""
         return straggler(self.ranks)
 
     def waits_in_forward(self) -> str | None:
@@ -174,7 +174,7 @@ def communication(
 ) -> Communication | None:
     """The communication of these ranks; None for one process without a DistributedDataParallel.
 
-    `collectives`: those of sampled steps. `sampled_of`: all steps in their time.
+    `collectives`: the collectives of sampled steps. `sampled_of`: the number of all steps in the same time.
     """
     if len(ranks) < 2 and not wrappers:
         return None
@@ -192,9 +192,9 @@ def communication(
 
 
 def _most_unused(wrappers: Iterable[Wrapper], number: int) -> int | None:
-    """The largest over all ranks of one wrapper: the search is needed if any rank leaves a parameter out.
+    """The most unused bytes of a wrapper on any rank, because one rank that leaves a parameter out needs the search.
 
-    None if any rank does not know it.
+    None if they are unknown on some rank.
     """
     sizes = [one.most_unused_bytes for one in wrappers if one.number == number]
     known = [size for size in sizes if size is not None]
@@ -202,7 +202,7 @@ def _most_unused(wrappers: Iterable[Wrapper], number: int) -> int | None:
 
 
 def _groups(wrappers: Iterable[Wrapper]) -> dict[int, set[tuple[int, ...]]]:
-    """By process, the process groups of its wrappers."""
+    """The process groups of each process's wrappers, by process."""
     found: dict[int, set[tuple[int, ...]]] = {}
     for one in wrappers:
         if one.group is not None:
@@ -215,7 +215,7 @@ def _grouped(
 ) -> tuple[RankTimes, ...]:
     """The ranks with their process groups: the group of a rank's newest process, or else the group that lists the rank.
 
-    A process has none if its wrappers have different groups.
+    A rank has none if the wrappers of that process have different groups.
     """
     newest: dict[int, int] = {}
     for one in wrappers:
@@ -233,7 +233,7 @@ def _grouped(
 def _missing(
     ranks: Sequence[RankTimes], wrappers: Sequence[Wrapper], groups: Mapping[int, set[tuple[int, ...]]]
 ) -> str:
-    """Why waits are unknown. `wrappers`: of one rank; `groups`: by process, the groups of all wrappers."""
+    """Why waits are unknown. `wrappers`: of one rank. `groups`: the groups of all wrappers, by process."""
     if not wrappers:
         return _NO_WRAPPER
     reason = next((one.no_sync_times for one in wrappers if one.no_sync_times), None)
@@ -250,7 +250,7 @@ def _missing(
 
 
 def _sampled(wrappers: Iterable[Wrapper]) -> Wrapper | None:
-    """The wrapper on the slowest rank: there, the least communication remains after the computation."""
+    """The wrapper on the slowest rank, where the least communication remains after the computation."""
     timed = [one for one in wrappers if one.comm_ns and one.iteration is not None]
     newest = max((one.iteration or 0 for one in timed), default=0)
     return min((one for one in timed if one.iteration == newest), key=lambda one: one.unhidden_ns, default=None)
@@ -274,7 +274,7 @@ def _a_step(ranks: Sequence[RankTimes], counts: Sequence[int]) -> float | None:
 
 
 def ranks_in(window: Window, ranks: Mapping[int, int | None]) -> tuple[RankTimes, ...]:
-    """The mean times of each rank in a window; a restarted rank's include all its processes.
+    """The mean times of each rank in a window; a restarted rank includes all its processes.
 
     `ranks`: by process. Omits processes without a rank, and the first steps after a change of mode.
     """

@@ -3,8 +3,8 @@
 Only steps of one kind are compared: the same number of samples, and all training or all evaluation. The first steps
 after a change of mode are left out (caches fill, algorithms are chosen). The speed-up is the ratio of the median step
 times. Its interval comes from the order statistics of each mode's steps (the usual interval of a median, for any
-distribution). It is widened if steps depend on earlier ones (by batch means of the share above the median, over the
-tallies in order of time), and combined for the ratio by MOVER on the logarithms (Zou and Donner, 2008).
+distribution). It is widened if steps depend on earlier ones: batch means, over the tallies in order of time, measure
+this by the share of steps above the median. MOVER on the logarithms (Zou and Donner, 2008) combines the two intervals.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODES_COMPARED = ("single", "dp")
 MIN_STEPS = 20
 """Fewest steps of each mode for a verdict."""
 _BATCHES = 4
-"""Fewest batches that show how steps depend on each other."""
+"""Fewest batches (groups of tallies) that show how steps depend on each other."""
 _Z = 1.96
 """Half the width of a 95 % interval of a normal distribution, in standard deviations."""
 WORTH = 0.05
@@ -66,7 +66,7 @@ class Side(NamedTuple):
     phases: tuple[PhaseFigures, ...]
     """As in dpmon.store.figures.Figures."""
     memory: Mapping[str, Peak] = {}
-    """By device, the most memory allocated in this mode."""
+    """Peak of allocated memory in this mode, by device."""
 
     @property
     def parts(self) -> tuple[PhaseFigures, ...]:
@@ -77,7 +77,7 @@ class Side(NamedTuple):
 
 
 class Ground(NamedTuple):
-    """The reason of a verdict: the phase that changed most, its share of the dp step, its median in each mode (ns)."""
+    """The reason for a verdict: the phase that changed most, its share of the dp step, its median in each mode (ns)."""
 
     phase: str
     share: float | None
@@ -108,7 +108,7 @@ class Comparison:
     outcome: str | None = None
     """The result: "faster", "slower", or "even" if the interval contains 1."""
     by_mean: float | None = None
-    """The ratio of the mean step times, if it differs much from that of the medians."""
+    """The ratio of the mean step times, if it differs much from the ratio of the medians."""
     uneven: tuple[str, Uneven] | None = None
     """With `by_mean`: the mode with the more uneven steps, and how uneven; None if neither is uneven."""
     ground: Ground | None = None
@@ -147,8 +147,8 @@ def _at(counts: Counts, rank: int) -> int:
 def _dependence(counts: Counts, parts: Sequence[Counts]) -> float:
     """The factor (at least 1) by which the dependence of values on earlier ones increases the variance of a median.
 
-    Parts are joined into batches of at least the square root of the number of values. Their shares above the median
-    vary at least as much as those of random batches of the same sizes.
+    Joins parts into batches of at least the square root of the number of values. Compares how much the batches' shares
+    above the median vary with the variation in random batches of the same sizes.
     """
     centre, count = median(counts), sum(counts.values())
     if centre is None:
@@ -217,10 +217,10 @@ def compare_modes(
     longest: Sequence[LongRow] = (),
     waits: Sequence[tuple[int, int]] = (),
 ) -> Comparison:
-    """Compare the steps of "dp" with those of "single", of one process.
+    """Compare the "dp" steps of one process with its "single" steps.
 
-    `process`: None for the first with both modes. `devices`: those of dp. `longest`: the longest steps, which show why
-    steps are uneven. `waits`: start and end (ns) of each wait for input.
+    `process`: None for the first with both modes. `devices`: the devices of dp. `longest`: the longest steps, which
+    show why steps are uneven. `waits`: start and end (ns) of each wait for input.
     """
     who = first_with_both(window) if process is None else process
     tallies = {key: tally for key, tally in window.by_process.items() if key.process == who and tally.steps}
@@ -302,7 +302,7 @@ def _lacking(there: Sequence[str], lacking: Mapping[str, int]) -> str:
 
 
 def _unlike(kinds: Mapping[str, Counter[_Kind]]) -> str:
-    """Why no step of one mode can be compared with one of the other."""
+    """Why no step of one mode can be compared with a step of the other."""
     usual = {mode: max(found, key=lambda kind: found[kind]) for mode, found in kinds.items()}
     trains = {mode: kind.trains for mode, kind in usual.items()}
     if len(set(trains.values())) > 1:
@@ -344,7 +344,7 @@ def _means(found: Interval, sides: Mapping[str, Side]) -> float | None:
 def _least_alike(
     taken: Mapping[str, Tally], longest: Sequence[LongRow], waits: Sequence[tuple[int, int]]
 ) -> tuple[str, Uneven] | None:
-    """The mode with the larger gap between mean and median step, if that gap is large."""
+    """The mode with the larger gap between mean and median step; None if both gaps are small."""
     most, found = 0.0, None
     for mode in MODES_COMPARED:
         mean, centre = taken[mode].stat(STEP).mean, taken[mode].median(STEP)
@@ -361,7 +361,7 @@ def _cost(dp: Side) -> Ground | None:
 
 
 def _largest(sides: Mapping[str, Side], outcome: str) -> Ground | None:
-    """The phase with most of the difference; the replicas' forward counts as forward."""
+    """The phase that explains most of the difference; the replicas' forward counts as forward."""
     if outcome == "even":  # the copying, if its share is large enough to mention
         cost = _cost(sides["dp"])
         return cost if cost is not None and (cost.share or 0) >= WORTH else None
@@ -379,7 +379,7 @@ def _largest(sides: Mapping[str, Side], outcome: str) -> Ground | None:
 
 
 def _by_phase(side: Side, figure: Callable[[PhaseFigures], float | None]) -> dict[str, float]:
-    """A figure of each phase that ran; the forward outside its calls' phases counts with the replicas' forward."""
+    """A figure of each phase that ran. `forward` adds the replicas' forward and the rest outside the calls' phases."""
     found: dict[str, float] = {}
     for phase in side.phases:
         value = figure(phase)

@@ -18,7 +18,7 @@ HISTORY_S = 640
 """Seconds of samples that the charts need."""
 _DEVICES = 256
 _GAP_S = 5
-"""A shorter time without a sample is no gap: the last value is repeated."""
+"""Shortest time without a sample that is shown as a gap. In a shorter one, the last value is repeated."""
 _HOST = -1
 _VISITS = 16
 """Number of changes of mode to search for peaks."""
@@ -65,7 +65,7 @@ class Samples:
     began: int = 0
     """Counts how often the time went back, so that the samples were read again."""
     host: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=HISTORY_S))
-    """Memory of the run's processes on the host: times, and bytes."""
+    """Host memory of the run's processes: time in ns, and bytes."""
 
     def read(self, source: Rows) -> None:
         """Read the new samples up to the time of `source`."""
@@ -120,9 +120,9 @@ def visits_of(changes: Iterable[ModeChange], process: int) -> list[Visit]:
 
 
 def device_peaks(source: Rows, process: int, visits: Sequence[Visit]) -> dict[str, dict[str, Peak]]:
-    """By mode and device, torch's peak of allocated memory, which never falls.
+    """torch's peak of allocated memory, by mode and device.
 
-    A peak from before a mode shows only that the mode used no more.
+    The peak never falls, so a peak from before a mode is only an upper bound for that mode.
     """
     found: dict[str, dict[str, Peak]] = {}
     for number, visit in list(enumerate(visits))[-_VISITS:]:
@@ -147,7 +147,7 @@ def device_peaks(source: Rows, process: int, visits: Sequence[Visit]) -> dict[st
 
 @dataclass(slots=True)
 class HostPeaks:
-    """By mode, the peak of host memory of the run's processes. Each sample counts once."""
+    """The peak host memory of the run's processes by mode. Counts each sample once."""
 
     _of: tuple[int, int] = (-1, -1)
     """Process, and how often the time of the samples went back."""
@@ -155,7 +155,7 @@ class HostPeaks:
     _until_ns: int = -1
 
     def read(self, source: Rows, samples: Samples, process: int, visits: Sequence[Visit]) -> dict[str, Peak]:
-        """The peaks as of the time of the samples; older memory is known per minute."""
+        """The peaks up to the newest of the samples. Memory before the oldest one is known per minute."""
         if not samples.host:
             return {}
         if self._of != (process, samples.began):
@@ -163,7 +163,7 @@ class HostPeaks:
             self._add_minutes(source.host_memory(0, samples.host[0][0] - _MINUTE), visits)
         newest = samples.host[-1][0]
         for t_ns, held in samples.host:
-            # A change of mode is recorded a moment later.
+            # Wait: the record of a change of mode arrives a moment after the change.
             if self._until_ns < t_ns <= newest - _LATE_NS:
                 self._until_ns = t_ns
                 _keep_peak(self._peaks, _modes_between(visits, t_ns, t_ns)[-1], held)
@@ -174,7 +174,7 @@ class HostPeaks:
         return found
 
     def _add_minutes(self, minutes: Sequence[tuple[int, int]], visits: Sequence[Visit]) -> None:
-        """Add minutes; a minute with a change of mode counts only for a mode without other minutes."""
+        """Add minutes. A minute with several modes counts only for modes that have no minute to themselves."""
         mixed: list[tuple[str, int]] = []
         for start, most in minutes:
             modes = _modes_between(visits, start, start + _MINUTE)
@@ -195,7 +195,7 @@ def _modes_between(visits: Sequence[Visit], begin_ns: int, end_ns: int) -> list[
 
 
 def _keep_peak(peaks: dict[str, Peak], mode: str, used: int, sure: bool = True) -> None:
-    """Raise a mode's peak. Memory of another mode often stays allocated, so only the excess is certain."""
+    """Raise a mode's peak. It is exact only above the other modes' peaks: their memory often stays allocated."""
     before = peaks.get(mode)
     others = [peak.bytes for other, peak in peaks.items() if other != mode]
     exact = sure and used > max(others, default=-1)

@@ -1,4 +1,4 @@
-"""The data behind findings: the figures of a run, or of the part of it that was seen. Pure data."""
+"""The data behind findings: the figures of a run, or of its recorded part. Pure data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dpmon.store.figures import Counted, PhaseFigures
 
 
 class ModeFacts(NamedTuple):
-    """The steps of one mode, over all processes; ns. `phases`: of the step, and of its calls (part of forward)."""
+    """The steps of one mode, over all processes; times in ns. `phases` includes phases of calls (part of forward)."""
 
     mode: str
     virtual: bool
@@ -25,12 +25,12 @@ class ModeFacts(NamedTuple):
     rate: Rate | None
     phases: tuple[PhaseFigures, ...]
     early: Mapping[str, float]
-    """Medians over the first third of the steps, by phase; `step` for the whole. Empty with too few steps."""
+    """Medians over the first third of the steps, by phase; `step`: of the whole step. Empty with too few steps."""
     late: Mapping[str, float]
     """The same over the last third."""
     early_p75_ns: float | None = None
     late_p25_ns: float | None = None
-    """The whole step: third quartile of the first third, first quartile of the last; they tell a drift from noise."""
+    """Step times: third quartile of the first third, first quartile of the last. They tell a drift from noise."""
     mean_ns: float | None = None
     """Mean time of the whole step."""
     distributed: str | None = None
@@ -55,9 +55,9 @@ class BatchFacts(NamedTuple):
     idle_calls: int
     """Calls in which some devices received no rows."""
     rows: int | None
-    """Rows of the batch, most often among those calls; None if not seen."""
+    """The most frequent number of rows of the batch in those calls; None if not seen."""
     idle: int
-    """Devices without rows, most often among those calls."""
+    """The most frequent number of devices without rows in those calls."""
 
 
 class ReplicaFacts(NamedTuple):
@@ -77,7 +77,7 @@ class ReplicaFacts(NamedTuple):
     device_calls: int = 0
     """Number of calls with a known device time."""
     untimed: str | None = None
-    """Why no call has one, if the record says."""
+    """Why no call has a device time, if the record gives a reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +99,9 @@ class DeviceFacts:
     temperature_max: float | None
     power_max: float | None
     throttled: Mapping[str, int]
-    """Number of samples by the reason that held the clocks down."""
+    """Number of samples with lowered clocks, by reason."""
     throttle_samples: int
-    """Number of samples that include these reasons."""
+    """Number of samples in which the reasons are known."""
 
 
 class HostFacts(NamedTuple):
@@ -122,8 +122,8 @@ class HostFacts(NamedTuple):
 class LongStep(NamedTuple):
     """A step among the longest of the run, and the phase that took most of it.
 
-    A deleted step has no number (None). Its duration is known, its start roughly, and a lower bound of the time in that
-    phase; the phase is None unless it certainly took most. INPUT: a wait for a line of input took most of it.
+    A deleted step has no number (None), an approximate start, and a lower bound of the time in that phase. The phase is
+    None if no phase certainly took most of the step, and INPUT if a wait for a line of input did.
     """
 
     process: int
@@ -156,7 +156,7 @@ class Evidence:
     host: HostFacts | None = None
     memory: tuple[Held, ...] = ()
     longest: tuple[LongStep, ...] = ()
-    """The longest steps, the longest first; if there are many, not all of them."""
+    """The longest steps, the longest first, up to a limit."""
     spent: Mapping[str, int] = field(default_factory=dict)
     """Time of the run by activity (dpmon.store.accounting), ns."""
     gaps: tuple[GapRow, ...] = ()
@@ -173,7 +173,7 @@ class Evidence:
     raised: str | None = None
     """The exception that ended the run, with the rank and the line of the script."""
     paused_ns: int = 0
-    """Time in pauses of all processes at once, which belongs to no step."""
+    """Time in which all processes were paused; it belongs to no step."""
     inputs: tuple[tuple[int | None, int, int], ...] = ()
     """Waits for input: the process (None: one that does not train), start, end."""
     paused_after_ns: int = 0

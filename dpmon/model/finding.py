@@ -25,7 +25,7 @@ class Finding(NamedTuple):
     advice: str
     """What to try."""
     weight: float
-    """Importance, for the order: about the share of time (0 to 1) that is affected."""
+    """Importance, by which findings are sorted: roughly the affected share of the time (0 to 1)."""
 
 
 def enough(evidence: Evidence) -> Iterator[ModeFacts]:
@@ -45,7 +45,7 @@ def of(mode: ModeFacts, name: str) -> str:
 
 
 def basis(mode: ModeFacts) -> str:
-    """The step behind the shares, and the number of steps."""
+    """The median step, to which shares refer, and the number of steps."""
     return f"step median {took(mode.median_ns)} over {mode.steps:,} steps"
 
 

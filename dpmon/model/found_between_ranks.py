@@ -16,10 +16,10 @@ BUCKET_SHARE, BUCKET_EXPOSED = 0.5, 0.1
 BUCKET_BYTES = 8 << 20
 """Smallest last bucket (bytes) for which smaller buckets pay: each bucket has its own latency."""
 LARGE_BYTES = 1 << 20
-"""Smallest size (bytes) of all gradients at which their number of bytes matters."""
+"""Smallest size (bytes) of all gradients for which half precision is worth a try."""
 AVERAGED_TIMES = 1.5
-"""Synchronised passes per step with an optimizer step. A script that skips some optimizer steps (overflows of mixed
-precision) stays below."""
+"""Fewest synchronised passes per step with an optimizer step. A script that skips some optimizer steps (overflows of
+mixed precision) stays below."""
 MIN_LOOKED = 3
 """Fewest iterations in which no parameter was unused; a single one may be an exception."""
 _SMALL = 0.05
@@ -117,7 +117,7 @@ def _cap(one: Wrapper) -> str:
 
 
 def _accumulation(found: Communication) -> Iterator[Finding]:
-    """Gradients averaged in every backward pass between two optimizer steps. Only for one model: several need more."""
+    """Gradients averaged several times per optimizer step. Only for one model: several models need several passes."""
     synced, unsynced = sum(one.synced for one in found.ranks), sum(one.unsynced for one in found.ranks)
     optimized = sum(one.optimized for one in found.ranks)
     each = optimized // max(len(found.ranks), 1)
@@ -143,8 +143,8 @@ def _unused(found: Communication) -> Iterator[Finding]:
             yield Finding(
                 "unused",
                 f"find_unused_parameters{named} is on, although every parameter is used.",
-                f"0 bytes unused in {many(one.looked, 'iteration')} that torch looked at, the last of them"
+                f"0 bytes unused in {many(one.looked, 'iteration')} checked by torch, up to iteration"
                 f" {group(one.iteration)}; {many(found.steps, 'step')}",
-                "find_unused_parameters=False, if that is so in every step: it saves a search of the graph in each",
+                "find_unused_parameters=False, if every step uses them all: it saves a search of the graph in each",
                 _SMALL,
             )

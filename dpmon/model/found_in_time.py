@@ -14,22 +14,22 @@ from dpmon.model.verdict import sentence
 from dpmon.store.answers import GapRow
 
 COPY_SHARE = 0.2
-"""Share of the step for copies to the device; for replicate; for scatter and gather. The last two are the cost of
-DataParallel itself, and DDP mostly avoids them."""
+"""Smallest share of the step to report: for copies to the device, for replicate, and for scatter with gather. The last
+two are the cost of DataParallel itself, and DDP mostly avoids them."""
 DRIFT_RATIO, DRIFT_STEPS = 1.2, 150
-"""Ratio of the medians of the last and the first third, and fewest steps (50 per third): well above a median's noise.
-Also, three quarters of the last third must exceed three quarters of the first: a noisy machine is no drift."""
+"""Smallest ratio of the medians of the last and the first third, and fewest steps (50 per third): well above the noise
+of a median. Also, three quarters of the last third must exceed three quarters of the first, which noise rarely does."""
 STALL_RATIO, STALL_NS = 10, 500_000_000
-"""Ratio of a step to the median, and its shortest time: ten times a millisecond does not matter."""
+"""Smallest ratio of a step to the median, and shortest step: ten times a millisecond does not matter."""
 SPREAD_RATIO, SPREAD_NS = 10, 50_000_000
-"""Ratio of p95 to the median, and shortest p95: if one step in twenty takes that long, no single stall explains it."""
+"""Smallest ratio of p95 to median, and shortest p95: if one step in twenty takes that long, it is no single stall."""
 STALLS_SHARE, STALLS_NS = 0.02, 5_000_000_000
-"""Share of the time of all steps, or their total time: shorter stalls are not worth a line."""
+"""Smallest share of all step time, or total time, of stalls: shorter ones are not worth a line."""
 BETWEEN_SHARE, BETWEEN_NS = 0.1, 1_000_000_000
 """Share of the training time, and shortest total: an epoch's end or a checkpoint costs some per cent; a tenth matters
 as much as a tenth of every step."""
 WORKERS_SHARE = 0.5
-"""Share of the gaps: from here on, most of that time goes into starting workers."""
+"""Smallest share of starting workers in the gaps at which the finding names it."""
 QUIET_NS, QUIET_SHARE = 30_000_000_000, 0.1
 """Time without a step at the end, and share of the run: saving and a last evaluation take some time."""
 
@@ -47,7 +47,7 @@ _STALL_ADVICE = {
 
 
 def _waits_alone(slow: Straggler, mode: ModeFacts) -> bool:
-    """Whether data is what makes these ranks slow, and the others hardly wait for data."""
+    """Whether waits for data make these ranks slow, while the others hardly wait for data."""
     if slow.phase != "data" or slow.others_ns is None or mode.mean_ns is None or slow.steps < MIN_STEPS:
         return False
     return slow.others_ns < DATA_SHARE * mode.mean_ns
@@ -56,13 +56,13 @@ def _waits_alone(slow: Straggler, mode: ModeFacts) -> bool:
 def data(evidence: Evidence) -> Iterator[Finding]:
     """Waiting for the loader.
 
-    The devices' waiting time counts if it is known: they may have queued work while the host waits.
+    Device times count if they are known: a device may still have queued work while the host waits.
     """
     communication = evidence.communication
     slow = None if communication is None else communication.straggler()
     for mode in enough(evidence):
         if slow is not None and _waits_alone(slow, mode):
-            continue  # the finding about that rank says it
+            continue  # the finding about the slow ranks names the cause
         figures, share, on_device = mode.phase("data"), mode.share("data"), ""
         if figures is not None and figures.device_share is not None and figures.device_count >= MIN_STEPS:
             share, on_device = figures.device_share, f", on the device median {took(figures.device_ns)}"
@@ -95,14 +95,14 @@ def transfers(evidence: Evidence) -> Iterator[Finding]:
 
 
 def slower(evidence: Evidence) -> Iterator[Finding]:
-    """dp that is slower than one device."""
+    """DataParallel that is slower than one device."""
     found = evidence.compared
     if found is not None and found.speedup is not None and found.speedup.high < 1:
         value, low, high = found.speedup
         yield Finding(
             "slower",
             sentence(found) or "",
-            f"the median step in single takes {value:.2f} of that in dp (95 %: {low:.2f} to {high:.2f})",
+            f"the median step in single takes {value:.2f} times as long as in dp (95 %: {low:.2f} to {high:.2f})",
             _ON_GPUS
             if any(mode.virtual for mode in evidence.modes)
             else "one device, or DistributedDataParallel; larger batches give every copy of the model more work, but"
@@ -168,13 +168,13 @@ def stalls(evidence: Evidence) -> Iterator[Finding]:
     """Single steps that took very long."""
     medians = {mode.mode: mode.median_ns for mode in enough(evidence) if mode.median_ns and not _is_spread(mode)}
     total = sum((mode.median_ns or 0) * mode.steps for mode in evidence.modes)
-    longest = [step for step in evidence.longest if step.phase != INPUT]  # waits for a user are no stalls
+    longest = [step for step in evidence.longest if step.phase != INPUT]  # waiting for a user is no stall
     stalls = [step for step in longest if _is_stall(step, medians.get(step.mode))]
     lost = sum(step.wall_ns for step in stalls)
     if not stalls or (lost < STALLS_SHARE * (total + lost) and lost < STALLS_NS):
         return
     worst = stalls[0]
-    # For deleted steps the count is a lower bound: each tally has only its longest, and others a limited number.
+    # A lower bound if steps were deleted (a tally has only its longest step), or if all steps read are stalls.
     least = len(stalls) == len(longest) > 1 or any(step.step is None for step in stalls)
     count = "one" if len(stalls) == 1 else str(len(stalls))
     count = f"At least {count}" if least else count.capitalize()
@@ -273,10 +273,10 @@ def _is_stall(step: LongStep, median_ns: float | None) -> bool:
 
 
 def quiet(evidence: Evidence) -> Iterator[Finding]:
-    """A run that continues long after its last step."""
+    """A run that continued long after its last step."""
     if evidence.end_ns is None or evidence.last_step_ns is None or not list(enough(evidence)):
         return
-    # Pauses and waits for input are not the script's silence.
+    # Pauses and waits for input do not count as quiet.
     waits = [(begin, end) for _, begin, end in evidence.inputs]
     waited = waited_ns(waits, evidence.last_step_ns, evidence.end_ns)
     quiet = evidence.end_ns - evidence.last_step_ns - evidence.paused_after_ns - waited

@@ -11,19 +11,19 @@ from dpmon.model.finding import MIN_STEPS, Finding, enough, gib, many, times, to
 from dpmon.model.numbers import percent
 
 IDLE_CALLS = 0.5
-"""Share of the calls under dp. The last batch of an epoch is often short; every other batch is no accident."""
+"""Smallest share of calls under dp. The last batch of an epoch is often short; every other batch is no accident."""
 ROWS_RATIO = 0.75
-"""Smallest ratio of fewest to most rows. torch.chunk leaves one row less on large batches, which does not matter."""
+"""Smallest ratio of fewest to most rows without a finding. torch.chunk leaves one row less on large batches."""
 TIME_RATIO = 1.5
 """Ratio of the slowest to the fastest replica's median, with equal rows: above the spread of equal GPUs. Device times
 are used if all are known."""
 HOST_BOUND = 1.2
-"""Ratio of device to host time up to which a device counts as waiting for the host's queue. Its time is then the
-host's (between two events, idleness counts)."""
+"""Largest ratio of device to host time of a device that waits for the host to queue work. Its time is then the host's,
+because the time between two events includes idle time."""
 FULLER_RATIO, FULLER_BYTES = 1.25, 512 << 20
 """Ratio of the first GPU's memory to the fullest of the others, and smallest excess: a context takes some 100 MiB."""
 THROTTLED = 0.05
-"""Share of the samples: short dips after a burst are usual."""
+"""Smallest share of the samples: short dips after a burst are usual."""
 THROTTLE_SAMPLES = 10
 LOW_USE, USE_SAMPLES = 30.0, 20
 """Median of "any kernel ran" in per cent: below this the GPU was idle most of the time."""
@@ -32,7 +32,7 @@ HOST_SAMPLES = 10
 FULL_PCT = 90.0
 """Median use of all processors; below it one is usually free."""
 OTHERS_SHARE = 0.25
-"""Number of processors. A desktop, a monitor and the supervisor itself stay well below it."""
+"""Smallest share of the processors. A desktop, a monitor and the supervisor itself stay well below it."""
 LOAD_RATIO = 2.0
 """Threads that want to run, per processor: at this ratio each waits as long as it runs."""
 
@@ -101,13 +101,13 @@ def _uneven_times(root: str, replicas: list[ReplicaFacts]) -> Iterator[Finding]:
     on_device = all(replica.device_ns is not None and replica.device_calls >= MIN_STEPS for replica in replicas)
     middles = [(replica.device_ns if on_device else replica.median_ns, replica) for replica in replicas]
     timed = [(middle, replica) for middle, replica in middles if middle]
-    # Virtual replicas share processors: their order of running says nothing about the data.
+    # Virtual replicas share processors, so their times depend on the order in which they run.
     if len(timed) < 2 or any(replica.virtual for _, replica in timed):
         return
     slowest, slow = max(timed, key=itemgetter(0))
     fastest, fast = min(timed, key=itemgetter(0))
     if on_device and slowest <= HOST_BOUND * (slow.median_ns or 0):
-        return  # the threads that queue the work take turns
+        return  # the host limits these devices: its threads queue work one after the other
     if slowest >= TIME_RATIO * fastest:
         where = "device" if on_device else "host"
         yield Finding(
@@ -139,7 +139,7 @@ def fuller(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _memory_by_device(evidence: Evidence) -> list[tuple[str, float]]:
-    """The most memory in bytes that the run held on each GPU, by name; from the driver, or else from torch."""
+    """The peak memory (bytes) of the run on each GPU with its name; from the driver, or else from torch."""
     ours = [device for device in evidence.devices if device.of_run and device.mem_run_max is not None]
     if len(ours) > 1:
         ours.sort(key=lambda device: (device.called is None, device.called or "", device.index))
@@ -157,7 +157,7 @@ def _called(device: DeviceFacts) -> str:
 
 
 def throttled(evidence: Evidence) -> Iterator[Finding]:
-    """Clocks that were held down."""
+    """GPUs with lowered clocks."""
     for device in evidence.devices:
         if device.of_run is False or device.throttle_samples < THROTTLE_SAMPLES or not device.throttled:
             continue

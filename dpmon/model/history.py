@@ -16,14 +16,14 @@ COLUMNS = 640
 """Most columns to read."""
 _NICE = (1, 2, 5, 10, 15, 30, 60)
 _WIDTHS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 28800, 86400)
-"""Durations of a column of the whole run, in seconds."""
+"""Possible durations of a column (s) in a picture of the whole run."""
 _OPEN_S = 5
-"""Records of other rings may still come for this many seconds before the newest step."""
+"""Number of seconds before the newest step for which records of other rings may still arrive."""
 _SERIES = tuple(REST if phase.name == "forward" else phase.name for phase in PHASES)
 
 
 def width_of_columns(span_s: int, length_s: int) -> int:
-    """Seconds per column: for a time range, or for the whole run (0), which has lasted `length_s`."""
+    """Seconds per column. `span_s`: the time range; 0: the whole run, which has lasted `length_s`."""
     if span_s:
         return 1
     return next((width for width in _WIDTHS if length_s <= width * COLUMNS), _WIDTHS[-1])
@@ -34,7 +34,7 @@ def width_of_columns(span_s: int, length_s: int) -> int:
 
 @dataclass(slots=True)
 class Columns:
-    """Reads the columns of one process, and caches those that can no longer change."""
+    """Reads the columns of one process, and caches the columns that can no longer change."""
 
     _of: tuple[int, int, int] = (-1, 0, 0)
     """Process, width, and the first second."""
@@ -43,7 +43,7 @@ class Columns:
     """All columns before this second are complete."""
 
     def read(self, tallies: Tallies, process: int, begin_s: int, end_s: int, width: int) -> tuple[Column, ...]:
-        """The columns from one second to another, oldest first; `begin_s` and `end_s` as of the newest step."""
+        """The columns from `begin_s` to `end_s` (the second after the newest step), oldest first."""
         begin_s -= begin_s % width
         kept_process, kept_width, kept_begin = self._of
         if (kept_process, kept_width) != (process, width) or begin_s < kept_begin or end_s < self._until:
@@ -102,8 +102,8 @@ class Picture(NamedTuple):
 def pictured(process: Process, span_s: int, width: int, over: bool = False) -> Picture:
     """The history for `width` cells: about the last `span_s` seconds, or the whole run for 0.
 
-    Columns keep their place until the space is full; then the oldest quarter goes. So a column is drawn once and
-    does not move with every new one. `over`: no columns will follow, so none are reserved.
+    Columns keep their place until the space is full; then the oldest quarter goes. So columns do not move with every
+    new one. `over`: no columns will follow, so no space is kept free for them.
     """
     if width <= 0 or not process.columns:
         return Picture((), 1, 1)
@@ -136,8 +136,8 @@ def _begin(column: Column) -> int:
 def _placed(columns: Iterable[Column], seconds: int, first: int) -> list[Column]:
     """One column per slot of `seconds`, starting at slot `first`.
 
-    If a slot has steps of several modes, the column shows the mode that the previous one did not: every change of
-    mode stays visible.
+    If a slot has steps of several modes, the column shows another mode than the previous column, so that every change
+    of mode stays visible.
     """
     slots: dict[int, dict[str, Column]] = {}
     for column in columns:

@@ -1,6 +1,6 @@
-"""Waits for a line of input within steps: such a step is not slow.
+"""Waits for a line of input within steps, which do not make a step slow.
 
-The supervisor saw the waits; their starts and ends are known to a fraction of a second. Pure.
+The supervisor notices the waits, with starts and ends to a fraction of a second. Pure.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 INPUT = "input"
-"""Takes the place of the longer phase."""
+"""Named in place of a phase if waits for input took most of the time."""
 SAID = "waiting for input"
 
 
@@ -18,5 +18,5 @@ def waited_ns(spans: Iterable[tuple[int, int]], start_ns: int, end_ns: int) -> i
 
 
 def is_wait(spans: Iterable[tuple[int, int]], start_ns: int, end_ns: int) -> bool:
-    """Whether the wait is most of this step."""
+    """Whether waits (`spans`) take most of the step from `start_ns` to `end_ns`."""
     return 2 * waited_ns(spans, start_ns, end_ns) > end_ns - start_ns > 0

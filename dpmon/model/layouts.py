@@ -38,7 +38,7 @@ class ProcessSizes(NamedTuple):
 
 
 class StageSizes(NamedTuple):
-    """The inputs and outputs of one stage of a model on several devices; times are of the calls in which it ended."""
+    """The inputs and outputs of one stage of a model on several devices. Times cover only calls in which it ended."""
 
     root: str
     stage: int
@@ -50,7 +50,7 @@ class StageSizes(NamedTuple):
     time: Stat
     on_device: Stat
     untimed: str | None
-    """Why the device time is unknown, if the record says."""
+    """Why the device time is unknown, if the record gives a reason."""
 
 
 class Layouts:
@@ -63,14 +63,14 @@ class Layouts:
         """Process, layout and mode of layouts with calls in training steps."""
         self._definitions = definitions
         self.processes = {shape.process for shape in shapes}
-        """Shapes with calls."""
+        """Processes with calls."""
         self.virtual = any(shape.virtual and self._layout(shape) for shape in shapes)
         """Whether a call had virtual replicas."""
         self.distributed = next((by for shape in shapes if (by := _by_ranks(self._layout(shape)))), None)
-        """How its ranks trained one model together: a key of RANK_MODES; None if they did not."""
+        """How the run's ranks trained one model together: a key of RANK_MODES; None if they did not."""
 
     def split(self) -> Iterator[tuple[Shape, Mapping[str, Any]]]:
-        """Shapes with their layouts, without those of ranks, which are no replicas."""
+        """Each shape with its layout, except the shapes of ranks, which are no replicas."""
         for shape in self._shapes:
             layout = self._layout(shape)
             if _by_ranks(layout) is None and isinstance(layout.get("devices"), list):
@@ -160,7 +160,7 @@ class Layouts:
         return sorted(found.values(), key=lambda one: (one.root, one.stage, -one.calls))
 
     def untimed(self, process: int, layout: int | None = None) -> Counter[str]:
-        """The reasons why calls of a process have no device time, counted; of one layout, or all."""
+        """Number of a process's calls without a device time, by reason; of one layout, or of all."""
         found: Counter[str] = Counter()
         for shape in self._shapes:
             if shape.process == process and layout in (None, shape.layout):

@@ -9,7 +9,7 @@ HOST = "host"
 """The key in a mode's peaks for the sampled memory of all processes of the run."""
 MAX_DEVICES = 256
 TRIFLE_BYTES = 1 << 20
-"""Less than this on the host gets no row beside those of GPUs."""
+"""Beside the rows of GPUs, the host gets a row only from this size on."""
 
 
 class Peak(NamedTuple):
@@ -20,7 +20,7 @@ class Peak(NamedTuple):
 
 
 class Held(NamedTuple):
-    """One device's memory in bytes, summed over its processes; None if one of them does not know."""
+    """One device's memory in bytes, summed over its processes; None if it is unknown for one of them."""
 
     device: str
     model: int | None
@@ -59,7 +59,7 @@ def reasons(row: Held) -> list[tuple[str, str]]:
 
 
 def _is_trifle(row: Held) -> bool:
-    """Beside GPUs: the few bytes that optimizers keep on the host (Adam's step counters)."""
+    """Whether the row has only the few bytes that optimizers keep on the host (Adam's step counters)."""
     return row.device.partition(":")[0] == "cpu" and sum(part or 0 for part in row[1:5]) < TRIFLE_BYTES
 
 

@@ -19,7 +19,7 @@ from dpmon.store.tally import Stat, Sum, Tally
 
 WINDOW_S = 10
 _OPEN_S = 2
-"""Steps may still be added to this many seconds before the newest step."""
+"""Number of seconds before the newest step to which steps may still be added."""
 Stretch = tuple[int, int, int]
 """Start and width in seconds, and the time (ns) of training and between steps in it."""
 
@@ -104,7 +104,7 @@ def recent(rows: Iterable[PaceRow], spent: Iterable[Stretch], mode: str, trained
 
 
 def recent_of_steps(steps: Sequence[Step], spent: Iterable[Stretch], mode: str, trained: bool) -> Trained:
-    """`recent` from the two newest steps (the newest first) if they are of this mode: for steps of many seconds."""
+    """Like `recent`, for steps of many seconds: from the two newest `steps` (newest first) if they have this mode."""
     alike = [step for step in steps[:2] if step.mode == mode and step.evaluation == steps[0].evaluation]
     rows = []
     for step in alike if steps and not (trained and steps[0].evaluation) else ():
@@ -144,8 +144,8 @@ def rate_together(found: Mapping[int, Trained]) -> Rate | None:
 def _counted_ns(spent: Iterable[Stretch], begin_ns: int, end_ns: int) -> int:
     """The time of training, and between steps, from `begin_ns` to `end_ns`.
 
-    It is known per second: of the first and the last second, as much counts as fits. A second may hold more than fits
-    in it; the rest lies after it (dpmon.store.accounting.Spent.by_second).
+    It is known only per stretch: of a stretch that is partly outside, at most the part inside counts. A stretch may
+    hold more time than its width; the time then continues after it (dpmon.store.accounting.Spent.by_second).
     """
     found = 0
     stretches: dict[tuple[int, int], int] = {}
@@ -161,7 +161,7 @@ def _counted_ns(spent: Iterable[Stretch], begin_ns: int, end_ns: int) -> int:
 def speed(process: Process, state: State, now_ns: int) -> Speed:
     """The rate of the last ten seconds of training of a process; of the whole run once it is over.
 
-    Ranks have their common rate. Without a rate there is a reason: too few steps, or no step has ended for a long time.
+    All ranks together have one rate. If there is no rate, the reason is given: too few steps, or none for a long time.
     """
     if state.over:
         return Speed(process.mean, "no step has ended yet" if process.mean is None else None)

@@ -9,11 +9,11 @@ from dpmon.record.schema import STEP_PHASES
 from dpmon.store.figures import PhaseFigures
 
 _WHERE = ("copy", "forward", "backward", "optimizer")
-"""Phases with this note. While the host waits for data instead, the GPU may be working."""
+"""Phases that `host_waits` may name. `data` is not one of them: its wait is not for the GPU."""
 KNOWN = 0.9
-"""Share of the steps: a note says if fewer have device times."""
+"""`partly_timed` makes a note if a smaller share of the steps has device times."""
 SHARE, RATIO = 0.2, 2.0
-"""Share of the step, and ratio of host to device: if the host is behind, the device's time equals its own."""
+"""Smallest share of the step, and smallest ratio of host to device time (near 1 if the device waits for the host)."""
 
 
 def host_waits(phases: Iterable[PhaseFigures]) -> list[str]:
@@ -24,7 +24,7 @@ def host_waits(phases: Iterable[PhaseFigures]) -> list[str]:
         if phase.name not in _WHERE or device is None or phase.median_ns is None or (phase.share or 0) < SHARE:
             continue
         if phase.median_ns >= RATIO * device:
-            own = f"its own time there is {took(device)}"
+            own = f"the phase itself takes the GPU {took(device)}"
             said.append(f"in {phase.name} the host waits for the GPU's earlier work: {own}")
     return said
 
@@ -36,4 +36,4 @@ def partly_timed(phases: Iterable[PhaseFigures]) -> list[str]:
     if fewest is None or fewest.device_count >= KNOWN * fewest.ran:
         return []
     count, ran = fewest.device_count, fewest.ran
-    return [f"times on the device: of {count:,} of the {many(ran, 'step')} (1 in {ran / count:.3g})"]
+    return [f"device times are known for {count:,} of the {many(ran, 'step')} (1 in {ran / count:.3g})"]

@@ -47,7 +47,7 @@ class Summary:
     phases: tuple[PhaseFigures, ...] = NO_STEPS
     """As shown: `forward` is the part outside the phases of the calls."""
     uneven: Uneven | None = None
-    """Why the median does not represent the speed, if so."""
+    """How uneven the steps are, if the median does not represent their speed."""
 
     @property
     def steps(self) -> int:
@@ -92,7 +92,7 @@ class ModeTrack(NamedTuple):
     devices: tuple[str, ...] = ()
     virtual: bool = False
     peaks: Mapping[str, Peak] = {}
-    """By device, the memory used in this mode."""
+    """Peak memory in this mode, by device."""
 
 
 class Spread(NamedTuple):
@@ -110,9 +110,9 @@ class CallTrack:
 
     last: Call
     times: tuple[Spread | None, ...] = ()
-    """By replica, or stage."""
+    """Host times, by replica or stage."""
     device_ns: Mapping[int, float] = field(default_factory=dict)
-    """By replica or stage, the median device time if known."""
+    """Median device time (ns) by replica or stage, if known."""
     parts: tuple[CallTrack, ...] = ()
     """If a step calls this root several times: its first call in a step, its second, ..."""
 
@@ -146,7 +146,7 @@ class RankFigures(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One training process of the run. The fields after `memory` are known only for current trainings and the first."""
+    """One training process of the run. The fields after `memory` are known only if the picture shows it."""
 
     process: int
     rank: int | None = None
@@ -163,7 +163,7 @@ class Process:
     devices: tuple[str, ...] = ()
     mode_reason: str | None = None
     refusals: Mapping[str, Refusal] = field(default_factory=dict)
-    """By root, while its last answer is a refusal."""
+    """By root, for the roots that refused in their last answer."""
     paused_since_ns: int | None = None
     """Start of its pause; None if it is not paused."""
     memory: Mapping[str, Any] = field(default_factory=dict)
@@ -183,10 +183,10 @@ class Process:
     column_s: int = 1
     """Seconds per column."""
     ranged: Summary = field(default_factory=Summary)
-    """The steps in the time range, of the last step's mode."""
+    """The steps of the current mode in the time range; of the last step's mode if there are none."""
     whole: Summary = field(default_factory=Summary)
     """The steps of the whole run, once it is over."""
     mean: Rate | None = None
     """The rate in all modes, once the run is over; of all processes together if it is one of several ranks."""
     compared: Comparison | None = None
-    """Its modes side by side."""
+    """Its dp steps against its single steps."""

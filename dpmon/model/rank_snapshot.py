@@ -58,7 +58,7 @@ def _rank_times(rows: Rows, tallies: Tallies, focus: Process, others: Sequence[P
 
 
 def rank_figures(rows: Rows, tallies: Tallies, processes: Iterable[Process]) -> Iterator[Process]:
-    """The processes with their medians over this minute and the last one."""
+    """The processes with their medians over the current minute and the one before."""
     alike: dict[int, dict[int, Process]] = {}
     for process in processes:
         if process.last_step is not None:

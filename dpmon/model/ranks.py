@@ -28,12 +28,12 @@ def world(process: Process) -> int | None:
 
 
 def distributed(process: Process) -> str | None:
-    """How it trains one model together with other ranks (a key of RANK_MODES), whatever else it calls."""
+    """How the process trains one model together with other ranks (a key of RANK_MODES); None if it does not."""
     return next((via for _, via in process.calls if via in RANK_MODES), None)
 
 
 def toggle_refusal(state: State) -> str | None:
-    """Why the mode cannot be switched now, to whichever mode; None if it may be possible."""
+    """Why the mode cannot be switched now, in either direction; None if it may be possible."""
     process = state.focus()
     if process is None:
         return "no training process is known yet"

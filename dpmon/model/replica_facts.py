@@ -42,7 +42,7 @@ def batch_facts(layouts: Layouts) -> list[BatchFacts]:
 
 
 def replica_facts(layouts: Layouts, tallies: Mapping[Key, Tally]) -> list[ReplicaFacts]:
-    """Each replica with its rows and times, without evaluations if other calls of its layout train.
+    """Each replica with its rows and times; evaluations count only if no call of the same layout trains.
 
     `tallies`: of each process.
     """

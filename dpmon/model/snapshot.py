@@ -33,10 +33,10 @@ from dpmon.store.window import Window
 
 RANK_CALLS_READ = 8
 _SILENT_S = 40
-"""Within this many seconds, it matters whether a process resumed its work (dpmon.model.turns)."""
+"""How many seconds back to look for the resumption of a process (dpmon.model.turns)."""
 _LONG_READ = 64
 _COMPARED_PART = 60
-"""The modes are compared again after the run has grown by this part of its length."""
+"""The modes are compared again when the run has become longer by this fraction (1/60)."""
 _NO_SERIES: tuple[str, ...] = ()
 _USUAL = Wanted()
 
@@ -54,7 +54,7 @@ class Snapshots:
     """The inputs of the last comparison, and its result."""
 
     def take(self, rows: Rows, tallies: Tallies, wanted: Wanted = _USUAL, ended: frozenset[int] = frozenset()) -> State:
-        """The state as of the time of `rows`; `ended`: processes known to train no more."""
+        """The state as of the time of `rows`. `ended`: processes that are known to have ended."""
         said = Announced.read(rows)
         numbers = {**dict.fromkeys(said.info), **rows.ranks}
         known = {number: _seen(rows, number, said) for number in sorted(numbers)}
@@ -153,7 +153,7 @@ class Snapshots:
         wanted: Wanted,
         waits: Sequence[tuple[int, int]],
     ) -> Comparison:
-        """The modes side by side; in a long run the comparison is some seconds old."""
+        """The comparison of the modes; in a long run it may be some seconds old."""
         number = process.process
         dp = process.modes.get("dp")
         devices, virtual = (dp.devices, dp.virtual) if dp is not None else ((), False)
@@ -177,7 +177,7 @@ class Snapshots:
 
 
 class _OfOne:
-    """The tallies of one process, in the form that a window takes."""
+    """The tallies of one process, as the source of a Window."""
 
     def __init__(self, tallies: Tallies, process: int) -> None:
         self._tallies = tallies
@@ -210,7 +210,7 @@ class _OfOne:
         return self._tallies.time_rows(begin_s, end_s, process=self.processes[0])
 
     def times_together(self, begin_s: int, end_s: int) -> list[TimeTogether]:
-        """The process's time by activity; no other process is in it."""
+        """The process's time by activity, in the form of the time of all processes together."""
         return [
             TimeTogether(row.start_s, row.width_s, sum(row.spent.values()), row.spent)
             for row in self.time_sums(begin_s, end_s)
@@ -253,7 +253,7 @@ def _seen(rows: Rows, number: int, said: Announced) -> Process:
 
 
 def _resumed(tallies: Tallies, state: State) -> dict[int, Process]:
-    """The processes; if some are silent, with the time at which each resumed its work."""
+    """The processes. If some are silent, each has the time at which it last resumed its work."""
     found = dict(state.processes)
     newest_s = state.newest_ns // SECOND
     if some_are_silent(state):
@@ -312,7 +312,7 @@ def _summary(rows: Rows, window: Window, process: int, mode: str, waits: Sequenc
     uneven = uneven_steps(found.tally, (), waits)
     if uneven is not None:
         uneven = uneven_steps(found.tally, rows.longest(process, mode, _LONG_READ), waits)
-    if uneven is not None and uneven.phase == INPUT:  # only the waits count as the time of these steps
+    if uneven is not None and uneven.phase == INPUT:  # the time of these steps is then the time of the waits
         tally = found.tally
         waited = waited_ns(waits, tally.first_ns or 0, tally.last_ns or 0)
         uneven = uneven._replace(time=min(waited / max(tally.stat(STEP).total, 1), 1.0))

@@ -44,15 +44,15 @@ class Tallies(Source, Protocol):
         """All tallies between two seconds, by key."""
 
     def pace_rows(self, begin_s: int, end_s: int, processes: Collection[int]) -> Iterator[PaceRow]:
-        """The tallies of one second each in order of time, reduced to what a rate needs."""
+        """The columns of the one-second tallies that a rate needs, in order of time."""
 
     def step_counts(self, begin_s: int, end_s: int) -> dict[int, int]:
-        """By process, the steps in the tallies of one second each."""
+        """Number of steps in the one-second tallies, by process."""
 
     def pace_times(
         self, begin_s: int, end_s: int, processes: Collection[int], *, evaluation: bool, widest: int = ...
     ) -> Iterator[tuple[int, int, int, int]]:
-        """Process, start, width, and time (ns) of training and between steps; with `evaluation`, of evaluation too."""
+        """Process, start, width, and time (ns) of training and between steps; `evaluation`: also of evaluation."""
 
     def time_rows(
         self,
@@ -89,7 +89,7 @@ class Rows(Protocol):
         """The full call; None if it is damaged."""
 
     def communicated(self, begin_ns: int, end_ns: int, processes: Collection[int]) -> Communicated:
-        """The sampled collectives of processes between two times."""
+        """The sampled collectives of these processes between two times."""
 
     def last_sample(self, process: int, begin_ns: int) -> LastSample | None:
         """The newest step of a process with sampled collectives, if it began after a time."""
@@ -108,7 +108,7 @@ class Rows(Protocol):
 
     @property
     def until_s(self) -> int | None:
-        """The first second that is not over; None for now."""
+        """The first unfinished second; None as of now."""
 
     def first_ns(self, process: int) -> int | None:
         """Start of the first call or step of a process."""
@@ -137,9 +137,9 @@ class Wanted(NamedTuple):
 
 
 def figures_end_s(rows: Rows, process: Process) -> int:
-    """The second at which the figures of a process end; it includes its newest step.
+    """The second before which the figures of a process end; they include its newest step.
 
-    As of a time in the past only whole seconds are known, unless there is none.
+    As of a time in the past, they include only whole seconds, unless the process has none yet.
     """
     assert process.last_step is not None
     end_s = (process.last_step.start_ns + process.last_step.wall_ns) // SECOND + 1

@@ -42,9 +42,9 @@ class PauseChange(NamedTuple):
     paused_ns: int | None
     """Duration of the pause, for a resumption."""
     reason: str | None
-    """Why it resumed without a request."""
+    """Why the training resumed without a request."""
     refused: str | None
-    """Why it did not pause."""
+    """Why the training did not pause."""
 
 
 class WarningText(NamedTuple):
@@ -78,18 +78,19 @@ class State:
     devices: Mapping[int, DeviceTrack] = field(default_factory=dict)
     host: DeviceTrack = field(default_factory=DeviceTrack)
     mode_changes: tuple[ModeChange, ...] = ()
-    """The newest ones, oldest first, like the other lists."""
+    """The newest changes, oldest first; `pauses` and `warnings` likewise."""
     mode_change_count: int = 0
-    """Number of all warnings."""
+    """Number of all changes of mode."""
     pauses: tuple[PauseChange, ...] = ()
     warnings: tuple[WarningText, ...] = ()
     warning_count: int = 0
+    """Number of all warnings."""
     missed: int = 0
     """Number of records that were lost."""
     newest_ns: int = -1
     """End of the newest step or call."""
     ended: frozenset[int] = frozenset()
-    """Processes that train no more, as a reader reports; the record does not say so."""
+    """Processes that have ended, as a reader of the rings reports; the records do not show it."""
     over: bool = False
     """Whether the run is over."""
     ranks: tuple[RankTimes, ...] = ()
@@ -99,7 +100,7 @@ class State:
     last_sample: LastSample | None = None
     """The newest sampled step of the process in focus."""
     sampled_of: int = 0
-    """Steps of the ranks in the time of `communicated`."""
+    """Number of steps of the ranks in the time that `collectives` covers."""
     wrappers: tuple[Wrapper, ...] = ()
     """The newest facts of each DistributedDataParallel."""
 
@@ -108,11 +109,11 @@ class State:
         return self._training
 
     def focus(self) -> Process | None:
-        """The process that represents the run: the first of those that train now, by rank."""
+        """The process that represents the run: among the processes that train now, the one with the lowest rank."""
         return self._focus
 
     def straggler(self) -> Straggler | None:
-        """The ranks that the others wait for."""
+        """The ranks that the others wait for; None if no rank stands out."""
         return self._straggler
 
     def communication(self) -> Communication | None:

@@ -16,7 +16,7 @@ def median(values: Iterable[float]) -> float | None:
 
 
 def percentile(values: Iterable[float], fraction: float) -> float | None:
-    """The smallest value that at least `fraction` of all do not exceed (nearest rank); None without values."""
+    """The smallest value with at least `fraction` of all values at or below it (nearest rank); None without values."""
     ordered = sorted(values)
     if not ordered:
         return None

@@ -1,8 +1,8 @@
 """Finds the ranks that the others wait for, and the phase that delays them. Pure.
 
 In a synchronised backward pass every rank waits for the last one, so the slowest rank waits least. The ranks' mean
-times over some steps show what takes longer on the slow ones. Equally slow ranks are named together: speeding up only
-one gains nothing. Only ranks of one process group wait for each other.
+times over some steps show which phase takes longer on the slow ranks. Equally slow ranks are named together, because
+speeding up only one gains nothing. Only ranks of one process group wait for each other.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from dpmon.record.schema import EXPOSED, HELD, STEP, STEP_PHASES, WAIT, device_s
 from dpmon.store.tally import Tally
 
 LEAST_SHARE = 0.05
-"""Smallest excess to report, as a part of a step. Similar tools use 10 %; but a rank that is slower by 10 % of a step
-must be found, and the step grows with its time."""
+"""Smallest excess to report, as a part of a step. Similar tools use 10 %. But a rank that is slower by 10 % also makes
+the step longer, so its excess is less than 10 % of that step."""
 CAUSE_SHARE = 0.8
 """Part of the excess that one phase must cover to be named."""
 ALIKE_SHARE = 0.2
-"""Part of the way from the least wait to the others' median: ranks below it count as slow as the slowest."""
+"""Part of the way from the least wait to the others' median: ranks up to this wait count as equally slow."""
 MIN_STEPS = 20
 SERIES = (STEP, *STEP_PHASES, *map(device_series, STEP_PHASES), EXPOSED, WAIT, HELD)
 """Series that `rank_times` reads."""
 _SIGMAS = 4.0
-"""Slow ranks must be the slowest more often than by chance, by at least this number of standard deviations."""
+"""Standard deviations by which ranks must be the slowest more often than by chance."""
 _SYNC, _FORWARD = "sync", "forward"
 _NAMED = 3
-"""Ranks named in a sentence; of more ranks, a count stands in place of the last name."""
+"""Most names in a list of ranks; a longer list ends with a count ("ranks 0, 1 and 3 more")."""
 
 
 class RankTimes(NamedTuple):
@@ -41,13 +41,13 @@ class RankTimes(NamedTuple):
     steps: int
     step_ns: float | None
     phases: Mapping[str, float]
-    """By phase that ran, in ns; on its device if known."""
+    """Mean time (ns) of each phase that ran; device time if known."""
     joined: int = 0
     """Steps with known waits between ranks."""
     exposed_ns: float | None = None
     """Exposed communication, the same on all ranks. Steps without averaging count as 0."""
     wait_ns: float | None = None
-    """Time that it waited for the slowest rank. Steps without averaging count as 0."""
+    """Its wait for the slowest rank. Steps without averaging count as 0."""
     slowest: int = 0
     """Steps in which the others waited for it."""
     synced: int = 0
@@ -69,7 +69,7 @@ class RankTimes(NamedTuple):
 
     @property
     def wait_share(self) -> float | None:
-        """The share of its steps that it waited (0 to 1)."""
+        """The share of its step time that the rank waited (0 to 1)."""
         return self.wait_ns / self.step_ns if self.wait_ns is not None and self.step_ns else None
 
 
@@ -77,15 +77,15 @@ class Straggler(NamedTuple):
     """The rank that the others wait for, or several equally slow ones."""
 
     process: int
-    """Of the slowest rank."""
+    """Process of the slowest rank."""
     rank: int | None
     """Number of the slowest rank."""
     processes: tuple[int, ...]
-    """Of all slow ranks, in the order of the ranks."""
+    """Processes of all slow ranks, in the order of `ranks`."""
     ranks: tuple[int | None, ...]
     """All slow ranks."""
     excess_ns: float
-    """Time per step that the others wait for them: their median wait minus that of the slowest."""
+    """Time per step that the others wait for them: the others' median wait minus the slowest rank's wait."""
     share: float
     """Share of the step (0 to 1)."""
     slowest: int | None
@@ -104,7 +104,7 @@ class Straggler(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Their name in a sentence."""
+        """The ranks as part of a sentence: "rank 1", "ranks 0 and 2"."""
         known = [rank for rank in self.ranks if rank is not None]
         what, numbers = ("rank", known) if len(known) == len(self.ranks) else ("process", list(self.processes))
         if len(numbers) == 1:
@@ -143,7 +143,7 @@ def rank_times(process: int, rank: int | None, tally: Tally) -> RankTimes:
 
 
 def _mean(tally: Tally, phase: str) -> float:
-    """The mean time of a phase that ran."""
+    """The mean time of a phase in the steps in which it ran; device time if known."""
     on_device = tally.stat(device_series(phase)).mean
     return (tally.stat(phase).mean or 0.0) if on_device is None else on_device
 
@@ -151,7 +151,7 @@ def _mean(tally: Tally, phase: str) -> float:
 def straggler(ranks: Sequence[RankTimes]) -> Straggler | None:
     """The ranks that the others wait for; None if no rank stands out, or too little is known.
 
-    With several process groups, those of the group that waits longest.
+    If there are several process groups, only the slow ranks of the group that waits longest.
     """
     groups: dict[tuple[int, ...] | None, list[RankTimes]] = {}
     for one in ranks:
@@ -162,10 +162,10 @@ def straggler(ranks: Sequence[RankTimes]) -> Straggler | None:
 
 
 def _straggler_of(members: Sequence[RankTimes]) -> Straggler | None:
-    """The same for one process group with known times.
+    """The ranks of one process group that its others wait for; None if no rank stands out.
 
-    If ranks also wait for each other in the forward, the excess of a forward over the shortest one is a wait. It is
-    then unknown how often a rank was the slowest, so a phase must show the cause.
+    If ranks also wait for each other in the forward, the excess of a forward over the shortest forward counts as a
+    wait. The number of steps in which a rank was the slowest is then unknown, so a phase must show the cause.
     """
     if len(members) < 2:
         return None
@@ -226,7 +226,7 @@ def _wait(one: RankTimes) -> float:
 
 
 def _by_chance(steps: int, expected: float) -> float:
-    """Number of steps in which one of some ranks may be the slowest by chance; `expected`: their part of all ranks."""
+    """Most steps in which chance makes one of the slow ranks the slowest. `expected`: their share of all ranks."""
     return steps * expected + _SIGMAS * math.sqrt(steps * expected * (1 - expected))
 
 
@@ -234,7 +234,7 @@ def _by_chance(steps: int, expected: float) -> float:
 
 
 def sentence(found: Straggler, *, lately: bool) -> str:
-    """Which ranks the others wait for, how long, why and how often; `lately`: the figures are of the last steps."""
+    """Which ranks the others wait for, how long, why and how often; `lately`: the figures cover only the last steps."""
     often = how_often(found, lately=lately)
     return f"{held_up(found)}; {often}" if often else held_up(found)
 

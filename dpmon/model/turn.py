@@ -18,7 +18,7 @@ __all__ = ["Lane", "Piece", "Turn", "last_turn"]
 
 
 class Piece(NamedTuple):
-    """One run of a phase, in ns from the step's start."""
+    """One span of a phase, in ns from the step's start."""
 
     phase: str
     start_ns: int
@@ -26,7 +26,7 @@ class Piece(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """The work of one device during the calls of a step: a replica, or a stage of a spread model."""
+    """The work of one device during the calls of a step: a replica, or a stage of a model on several devices."""
 
     number: int
     device: str
@@ -54,11 +54,11 @@ class Turn(NamedTuple):
     unplaced: tuple[str, ...] = ()
     """Phases that ran at unknown times."""
     missing_spans: int = 0
-    """Number of runs of phases after those in `main`."""
+    """Number of further phase spans, which were not recorded."""
     buckets: tuple[int, ...] = ()
-    """When each bucket of gradients was ready, in ns from the step's start."""
+    """Time at which each bucket of gradients was ready, in ns from the step's start."""
     exposed_ns: int | None = None
-    """How much of its phase `sync`, at the end, was exposed communication; the rest was a wait."""
+    """Exposed communication: the last part of phase `sync`. Before it, the rank waited for others."""
 
 
 def last_turn(process: Process) -> Turn | None:
@@ -87,7 +87,7 @@ def last_turn(process: Process) -> Turn | None:
 
 
 def _known(step: Step, calls: Sequence[Call]) -> list[PhaseSpan]:
-    """The spans of a step recorded without them: it begins with its data, and calls have their own times."""
+    """The known spans of a step without recorded spans: it begins with its data, and calls have their own times."""
     forward = [PhaseSpan("forward", call.start_ns - step.start_ns, call.wall_ns) for call in calls]
     return [PhaseSpan("data", 0, step.phases.get("data", 0)), *forward]
 
@@ -107,7 +107,7 @@ def _phases(calls: Iterable[Call], spans: Iterable[PhaseSpan], step: Step) -> It
 
 
 def _innermost(pieces: Iterable[Piece], wall_ns: int) -> list[Piece]:
-    """Pieces without overlaps, in order of time. If some overlap, the one that began last remains."""
+    """Pieces without overlaps, in order of time. Where pieces overlap, the one that began last is kept."""
     inside = (piece._replace(start_ns=max(piece.start_ns, 0), end_ns=min(piece.end_ns, wall_ns)) for piece in pieces)
     found: list[Piece] = []
     around: list[Piece] = []
@@ -161,7 +161,7 @@ def _over_forward(ran: Iterable[Piece], phases: Sequence[Piece]) -> Iterator[Pie
 
 
 def _lanes(calls: Sequence[Call], step: Step) -> tuple[tuple[Lane, ...], bool]:
-    """A lane per replica, over all calls, or a lane per stage of a spread model; and whether they are stages."""
+    """The lanes, and whether they are stages: one per replica, or one per stage of a model on several devices."""
     if not any(call.replicas for call in calls) and any(call.stages for call in calls):
         spread = next(call for call in reversed(calls) if call.stages)
         begin = spread.start_ns - step.start_ns

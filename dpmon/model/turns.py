@@ -14,7 +14,7 @@ from dpmon.model.process import Process
 
 _LATELY_NS = 30_000_000_000
 _TURN_NS, _TURN_STEPS = 2_000_000_000, 3
-"""After this silence (ns, and number of its own steps), a process gives way to another that began since."""
+"""After this silence (ns, and number of its own steps), a process gives way to one that began or resumed since."""
 
 
 class Seen(Protocol):
@@ -30,11 +30,11 @@ class Seen(Protocol):
 
     @property
     def ended(self) -> frozenset[int]:
-        """Processes that train no more."""
+        """Processes that have ended."""
 
 
 class _Rivals(NamedTuple):
-    """The newest start and the newest resumption among processes, ns (-1: none).
+    """The newest start and the newest resumption among some processes, in ns (-1: none).
 
     Only processes that began before `of_ns` give way to them.
     """
@@ -56,10 +56,10 @@ def some_are_silent(state: Seen) -> bool:
 
 
 def last_resumption(process: Process, since_ns: int, spans: Iterable[tuple[int | None, int | None]]) -> int:
-    """The end of a process's last silence; its start if it was never silent since `since_ns`.
+    """The end of a process's last silence; the process's start if it was never silent since `since_ns`.
 
-    `spans`: per second since then, in order, the start of the first and the end of the last step that ended in it. A
-    step holds the time from one batch to the next, so a long silence may be before it or within it.
+    `spans`: for each second since then, in order, the start of the first step and the end of the last step that ended
+    in that second. A step lasts from one batch to the next, so a long silence may be before it or within it.
     """
     found, seen, silence = process.began_ns, max(process.began_ns, since_ns), _silence(process)
     for first, last in spans:
@@ -73,7 +73,7 @@ def last_resumption(process: Process, since_ns: int, spans: Iterable[tuple[int |
 def taking_turns(state: Seen) -> list[Process]:
     """The processes that train now: seen within half a minute of the newest, and not silent since another took over.
 
-    Those that have not ended come first: a process that took over is shown until another resumes.
+    A process that has ended counts only if no other one does: it is shown until another resumes.
     """
     lately = _lately(state)
     if len(lately) < 2:
@@ -93,7 +93,7 @@ def taking_turns(state: Seen) -> list[Process]:
 
 
 def standing_for(state: Seen) -> Process | None:
-    """The process that represents the run: the first of those that train now, by rank."""
+    """The process that represents the run: among the processes that train now, the one with the lowest rank."""
     return min(taking_turns(state), key=lambda p: (p.rank is None, p.rank or 0, p.process), default=None) or (
         next(iter(state.processes.values()), None)
     )
@@ -115,9 +115,9 @@ def _newest(processes: Sequence[Process], of_ns: int) -> _Rivals:
 
 
 def _gave_way(process: Process, rivals: _Rivals, now_ns: int) -> bool:
-    """Whether one of `rivals` began, or resumed, after everything seen of `process`, which has been silent since.
+    """Whether one of `rivals` began or resumed after the newest step or call of `process`, which is silent for long.
 
-    Processes that train together may all be silent and resume one after the other; the last one gets time for it.
+    After a resumption, the silence counts from then: processes that train together may resume one after the other.
     """
     if process.began_ns > rivals.of_ns:
         return False
@@ -128,21 +128,21 @@ def _gave_way(process: Process, rivals: _Rivals, now_ns: int) -> bool:
 
 
 def _started_again(lately: Sequence[Process]) -> _Rivals:
-    """Ranks that have replaced an earlier process of the same rank.
+    """The newest start and resumption among processes that replaced an earlier process of the same rank.
 
-    All processes beside a replaced one are left behind, even ranks without a successor: three of four ranks may go on.
+    All processes from before the restart give way, even ranks without a successor: three of four ranks may go on.
     """
     by_rank: dict[int, list[Process]] = {}
     for process in lately:
         if process.rank is not None:
             by_rank.setdefault(process.rank, []).append(process)
     began = resumed = of = -1
-    for fellows in by_rank.values():
-        if len(fellows) < 2:
+    for processes in by_rank.values():
+        if len(processes) < 2:
             continue
-        heir = max(fellows, key=lambda process: process.resumed_ns)
-        before = [one.seen_ns for one in fellows if one is not heir and one.seen_ns < heir.resumed_ns]
+        successor = max(processes, key=lambda process: process.resumed_ns)
+        before = [one.seen_ns for one in processes if one is not successor and one.seen_ns < successor.resumed_ns]
         if before:
-            of, resumed = max(of, *before), max(resumed, heir.resumed_ns)
-            began = max(began, heir.began_ns)
+            of, resumed = max(of, *before), max(resumed, successor.resumed_ns)
+            began = max(began, successor.began_ns)
     return _Rivals(began, resumed, of)

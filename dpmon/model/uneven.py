@@ -16,19 +16,19 @@ _APART = 1.25
 
 
 class Uneven(NamedTuple):
-    """The steps longer than the mean: their share of all steps, of all time (0 to 1), and the phase that is longer."""
+    """The steps longer than the mean: their share of all steps and of all time (0 to 1), and the cause."""
 
     steps: float
     time: float
     phase: str | None
-    """INPUT if waits for a line of input make them longer, whatever phase those fell into."""
+    """The phase that makes them long; INPUT if waits for a line of input do, in whichever phase."""
 
 
 def uneven_steps(tally: Tally, longest: Sequence[LongRow], waits: Sequence[tuple[int, int]] = ()) -> Uneven | None:
     """How uneven the steps of a tally are; None if mean and median are close.
 
-    `longest`: the longest of them. The phase is the one that exceeds the other steps' most; None if unknown. `waits`:
-    start and end (ns) of each wait for input.
+    `longest`: the longest of these steps; without them, the phase is unknown. `waits`: start and end (ns) of each wait
+    for input.
     """
     steps = tally.stat(STEP)
     mean, centre = steps.mean, tally.median(STEP)
@@ -43,7 +43,7 @@ def uneven_steps(tally: Tally, longest: Sequence[LongRow], waits: Sequence[tuple
 
 
 def _longer_by(tally: Tally, long: Sequence[LongRow], waits: Sequence[tuple[int, int]]) -> str | None:
-    """The phase that exceeds most, in some steps, that of the others in their tally."""
+    """The phase with the largest excess in `long` over the tally's other steps; INPUT if waits explain it."""
     others = tally.steps - len(long)
     if not long or others <= 0:
         return None

@@ -358,7 +358,7 @@ def searched(*unused: int | None, rank: int = 0, iterations: tuple[int, ...] = (
 def test_a_search_for_unused_parameters_is_found_where_there_are_none() -> None:
     (found,) = found_in(EVEN, *searched(0, 0, 0))
     assert found.kind == "unused"
-    assert found.ground == "0 bytes unused in 3 iterations that torch looked at, the last of them 300; 200 steps"
+    assert found.ground == "0 bytes unused in 3 iterations checked by torch, up to iteration 300; 200 steps"
 
 
 @pytest.mark.parametrize("unused", [(0, 0, 4), (1000, 4000, 0), (None, 0, 0), (None, None, None)])

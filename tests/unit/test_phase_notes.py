@@ -19,7 +19,7 @@ def phase(name: str, ms: float | None, share: float | None, device_ms: float | N
 
 def test_a_copy_that_waits_for_the_gpu_is_told_with_its_own_time() -> None:
     found = host_waits([phase("data", 1, 0.3, 0.0), phase("copy", 13.4, 0.7, 0.342)])
-    assert found == ["in copy the host waits for the GPU's earlier work: its own time there is 342 µs"]
+    assert found == ["in copy the host waits for the GPU's earlier work: the phase itself takes the GPU 342 µs"]
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,8 @@ def test_what_is_no_wait_is_not_told(name: str, ms: float, share: float, device_
     [
         (100, []),
         (90, []),
-        (89, ["times on the device: of 89 of the 100 steps (1 in 1.12)"]),
-        (13, ["times on the device: of 13 of the 100 steps (1 in 7.69)"]),
+        (89, ["device times are known for 89 of the 100 steps (1 in 1.12)"]),
+        (13, ["device times are known for 13 of the 100 steps (1 in 7.69)"]),
         (0, []),
     ],
 )

@@ -1,4 +1,4 @@
-"""`dpmon export`: a run's records in the formats that other programs read, a record at a time."""
+"""`dpmon export`: writes a run's records, one at a time, in formats that other programs read."""
 
 from dpmon.export.command import ExportError, export
 

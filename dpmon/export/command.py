@@ -59,7 +59,7 @@ def _write_one(directory: Path, form: str, only: str | None, file: TextIO) -> No
 
 
 def _write_tables(directory: Path, where: Path) -> None:
-    """Write one file per kind of record; all of them get their names at the end."""
+    """Write one file per kind of record; all files get their names at the end."""
     os.makedirs(where, exist_ok=True)
     for name in RECORDS:  # check all files before writing the first
         check_replaceable(where / f"{name}.csv")

@@ -8,13 +8,13 @@ events so far.
   per replica or stage. Calls that ran at the same time, on several threads of the script, have separate tracks.
 - the phases of a step are slices below it; an instant among them marks a bucket of gradients that is ready. Counters
   show the phases' device times, and the quantities that only some steps have.
-- the collectives of sampled steps are slices on separate tracks, from launch to end; the sampled times are, too.
+- the collectives of sampled steps are slices on separate tracks, from launch to end. The samples have a track, too.
 - a GPU and the host are processes with counters only. An instant marks a value that becomes unknown, because the
   counter would keep its last value.
 - modes, warnings and the exit are instants.
 
-Times are µs since the run's start, to the nanosecond. Perfetto multiplies them by 1000, drops the fraction, and drops
-a slice that then exceeds another by one ns (its json_utils and slice_tracker).
+Times are µs since the run's start, to the nanosecond. Perfetto multiplies them by 1000 and drops the fraction. If a
+slice then ends one ns after the slice around it, Perfetto drops it (its json_utils and slice_tracker).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SUPERVISOR = "dpmon"
 
 
 def write_trace(info: RunInfo, records: Iterable[Record], file: TextIO) -> None:
-    """Write all `records` as one JSON array, one event per line; closed in any case but a kill."""
+    """Write all `records` as one JSON array, one event per line. An exception still closes the array."""
     trace = _Trace(file)
     try:
         trace.begin(info)
@@ -60,7 +60,7 @@ class _Process:
         self.pid = pid
         self.tracks: dict[tuple[Any, ...], int] = {}
         self.lanes: dict[str, list[int]] = {}
-        """End of the last slice on each track of calls, or of collectives, ns."""
+        """End of the last slice (ns) on each track, for calls, collectives and samples."""
         self.known: set[str] = set()
         """Counters with a known last value."""
 
@@ -128,7 +128,7 @@ class _Trace:
         return tid
 
     def _lane(self, process: _Process, what: str, start_ns: int, end_ns: int) -> int:
-        """The first track of calls or collectives that is free from `start_ns` on: they must not overlap."""
+        """The first track that is free from `start_ns` on, because slices must not overlap; -1 if all are taken."""
         lanes = process.lanes.setdefault(what, [])
         lane = next((lane for lane, busy_ns in enumerate(lanes) if busy_ns <= start_ns), len(lanes))
         if lane >= MAX_LANES:
@@ -141,7 +141,7 @@ class _Trace:
     # ------------------------------------------------------------------------------------------ records
 
     def begin(self, info: RunInfo) -> None:
-        """The run itself: a process with marks only."""
+        """Write the run itself: a process with marks only."""
         run = self._process(_SUPERVISOR, f"dpmon run {short_name(info)}")
         args = {"id": info.id, "script": info.script, "command": list(info.command), "versions": dict(info.versions)}
         self._instant(run, "start", 0.0, "g", args)
@@ -189,9 +189,9 @@ class _Trace:
                 self._counter(process, f"step {name}", at, {"value": count})
 
     def _spans(self, process: _Process, tid: int, step: Step) -> None:
-        """A slice for each time that a phase ran.
+        """Write a slice for each time that a phase ran.
 
-        A slice that exceeds another, or comes too late, is damaged and would break the track.
+        A slice that ends after the slice around it, or is out of order, is damaged and would break the track.
         """
         ends, latest = [step.wall_ns], 0
         for name, begin, took in step.spans or ():
@@ -228,8 +228,8 @@ class _Trace:
         for stage in call.stages:
             key = ("stage", lane, stage.stage, stage.device)
             tid = self._track(process, key, f"stage {stage.stage} {stage.device}{more}", 100 + stage.stage)
-            told = ("parts", "device_ms", "inputs", "outputs", "crossed_bytes")
-            args = {what: said["stages"][stage.stage][what] for what in told}
+            names = ("parts", "device_ms", "inputs", "outputs", "crossed_bytes")
+            args = {name: said["stages"][stage.stage][name] for name in names}
             if stage.host_ns is not None:
                 self._part(process, tid, call, " ".join(stage.parts), stage.offset_ns, stage.host_ns, args)
 
@@ -258,7 +258,7 @@ class _Trace:
     def _part(
         self, process: _Process, tid: int, call: Call, name: str, offset_ns: int, took_ns: int, args: Any
     ) -> None:
-        """A slice within a call; one that exceeds the call is damaged and would break the track."""
+        """Write a slice within a call. A slice beyond the call is damaged and would break the track."""
         if 0 <= offset_ns <= offset_ns + took_ns <= call.wall_ns and took_ns >= 0:
             self._slice(process, tid, name, call.start_ns + offset_ns, took_ns, args)
 

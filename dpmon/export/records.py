@@ -1,4 +1,4 @@
-"""All records of a run so far, in their order."""
+"""Reads all records of a run so far, in order of arrival."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dpmon.store.tables import HistoryError
 
 
 def history(directory: Path) -> Iterator[Record]:
-    """All records of the run in `directory`, then {"kind": "dropped", "count": n}, then the exit if it has ended.
+    """All records of the run in `directory`, then {"kind": "dropped", "count": n}, then the exit if the run is over.
 
     Raises RunError if the directory is not a run of this user.
     """

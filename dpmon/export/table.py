@@ -1,9 +1,9 @@
 """CSV: one table per kind, one row per record, the same columns for every run.
 
-An empty cell is unknown or did not run (`absent` says which). A list takes one cell: names and numbers are separated by
-a space, sizes are `path:30x5:float32:600` (path, shape, dtype, bytes; a DTensor adds its global shape), replicas and
-stages are separated by ` | `, and spans are `forward:0.25:1.5` (phase, start and duration in ms). Members without a
-column are in the last one, `more`, as JSON, so that nothing is lost.
+An empty cell is unknown or did not run (`absent` says which). A list takes one cell. Spaces separate names and
+numbers, and ` | ` separates replicas and stages. A size is `path:30x5:float32:600` (path, shape, dtype, bytes; a
+DTensor adds its global shape), and a span is `forward:0.25:1.5` (phase, start and duration in ms). The last column,
+`more`, has all members without a column as JSON, so that nothing is lost.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dpmon.record.kinds import Call, Event, PhaseSpan, Record, Size, Step, rows_
 from dpmon.record.wire import MORE
 
 _SPREAD = ("kind", *(one.name for one in RECORDS["step"].fields if one.in_csv != (one.name,)))
-"""Members of a step in JSON that have other columns, or none."""
+"""Members of a step in JSON that have no column of the same name."""
 _OTHER = ("kind",)
 
 

@@ -15,9 +15,9 @@ from dpmon.run.destination import is_stream, open_stream, replaced
 def opened(path: Path) -> Iterator[TextIO]:
     """A text file (UTF-8, "\\n") that replaces `path` when the block ends without an error; else nothing changes.
 
-    A stream (a FIFO, a terminal, /dev/fd/3) is written to directly. Only the owner may read a new file, like the
-    record; an existing file keeps its mode. OSError if the file cannot be written, or is a link, a directory or
-    something else.
+    A stream (a FIFO, a terminal, /dev/fd/3) is written to directly. Like the record, a new file is readable only by its
+    owner; an existing file keeps its mode. Raises OSError if `path` cannot be written, or is neither a stream nor a
+    plain file.
     """
     if is_stream(path):
         fd = open_stream(path)

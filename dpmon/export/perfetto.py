@@ -37,7 +37,7 @@ _SUPERVISOR = "dpmon"
 
 
 def write_trace(info: RunInfo, records: Iterable[Record], file: TextIO) -> None:
-    """Write all `records` as one JSON array, one event per line. An exception still closes the array."""
+    """Write all `records` as one JSON array, one event per line. The array is closed even after an exception."""
     trace = _Trace(file)
     try:
         trace.begin(info)
@@ -116,7 +116,7 @@ class _Trace:
         return self._process(process, f"process {process}" if rank is None else f"rank {rank} (process {process})")
 
     def _track(self, process: _Process, key: tuple[Any, ...], name: str, order: int) -> int:
-        """The thread id of a track. Processes never share ids, which would confuse Perfetto."""
+        """The thread id of a track. Ids are unique in the trace: shared ones would confuse Perfetto."""
         tid = process.tracks.get(key)
         if tid is None:
             if self._tracks >= MAX_TRACKS:

@@ -11,7 +11,7 @@ from dpmon.model.finding import enough, took
 from dpmon.model.numbers import percent
 
 DATA_SHARE = 0.2
-"""Share of the step. A loader that keeps up takes a few per cent (a queue's get); a fifth justifies another worker."""
+"""Smallest share of the step. A loader that keeps up takes a few per cent (a queue's get); a fifth needs a worker."""
 WORTH_A_WORKER_NS = 1_000_000
 """Shortest fetch that justifies a worker: passing a batch between processes takes some hundreds of microseconds."""
 ROOM = 0.5

@@ -23,7 +23,7 @@ Root = tuple[str, str | None]
 HEADS_READ = 256
 STEP_CALLS_READ = 64
 PARTS_KEPT = 8
-"""Most calls of one root in a step that are distinguished."""
+"""Most calls of one root in a step that are shown separately."""
 ROOTS_KEPT = 32
 _TIMED = 64
 """Number of newest calls that provide times if no tally has them."""
@@ -62,7 +62,7 @@ def call_tracks(
     """Each root's last call with its times, among the `most` newest calls; and the root that was called last.
 
     `tallies`: of the time range. `trained`: the modes with training steps. `mode`: the mode of the last step. If no
-    tally has the times of a call, as in the first step, the newest calls provide them. Without `timed`, there are none.
+    tally has the times of a call, as in the first step, the newest calls provide them. `timed` False: without times.
     """
     heads = calls.source.heads(calls.process, most)
     roots: dict[int, Root] = {}
@@ -93,7 +93,7 @@ def call_tracks(
 
 
 def _parts(heads: Sequence[CallHead], roots: Mapping[int, Root], *, whole: bool) -> dict[Root, list[list[CallHead]]]:
-    """Each root's first calls in the steps, its second calls in the steps, and so on; each list is newest first.
+    """For each root: the first calls of all steps, the second calls of all steps, and so on; newest first.
 
     `whole`: the oldest step is complete, so it counts.
     """

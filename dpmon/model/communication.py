@@ -14,7 +14,7 @@ from dpmon.store.window import Window
 
 BUCKETS_READ = 4096
 WRAPPERS_READ = 256
-"""Records of wrappers to read in a live run: each rank repeats its own when its times change."""
+"""Most records of wrappers to read in a live run: a rank writes a new one when its times change."""
 _NOTHING = Communicated()
 _NO_WRAPPER = "no DistributedDataParallel averages gradients here, so it is unknown which rank waits for which"
 _SEVERAL_GROUPS = "its DistributedDataParallel wrappers have different process groups"
@@ -45,7 +45,7 @@ class Wrapper(NamedTuple):
     iteration: int | None = None
     """The last iteration that torch itself timed."""
     comm_ns: float | None = None
-    """torch's time of the communication of the backward pass, from the first bucket on."""
+    """Communication time of the backward pass, from the first bucket on, as measured by torch."""
     overlap_ns: float | None = None
     """The part of that time in which the backward pass still computed."""
     no_sync_times: str | None = None
@@ -55,11 +55,11 @@ class Wrapper(NamedTuple):
     most_unused_bytes: int | None = None
     """The largest `unused_bytes` of all its records; in a `Communication`, of all ranks."""
     looked: int = 0
-    """Recorded iterations in which torch looked for unused parameters."""
+    """Number of recorded iterations in which torch looked for unused parameters."""
 
     @property
     def waits_in_forward(self) -> bool:
-        """Whether its ranks wait for each other also in the forward."""
+        """Whether its ranks wait for each other in the forward, too."""
         return self.sync_batch_norm or self.broadcast_buffers
 
     @property
@@ -152,7 +152,7 @@ class Communication(NamedTuple):
         return straggler(self.ranks)
 
     def waits_in_forward(self) -> str | None:
-        """Why ranks wait for each other also in the forward; None if they do not."""
+        """Why ranks wait for each other in the forward, too; None if they do not."""
         causes = []
         if any(one.sync_batch_norm for one in self.wrappers):
             causes.append("SyncBatchNorm")

@@ -175,6 +175,6 @@ class Evidence:
     paused_ns: int = 0
     """Time in which all processes were paused; it belongs to no step."""
     inputs: tuple[tuple[int | None, int, int], ...] = ()
-    """Waits for input: the process (None: one that does not train), start, end."""
+    """Waits for input: process (None: a process that does not train), start, end."""
     paused_after_ns: int = 0
     """The part of `paused_ns` after the last step."""

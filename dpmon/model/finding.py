@@ -16,10 +16,10 @@ class Finding(NamedTuple):
     """One thing worth a look."""
 
     kind: str
-    """data, slower, replicate, transfer, idle, small batch, uneven, fuller, throttled, low use, drift, stall, spread,
-    between, quiet, failed, busy, crowded, straggler, exposed, bucket, accumulation, unused."""
+    """data, copy, slower, replicate, transfer, idle, small batch, uneven, fuller, throttled, low use, drift, stall,
+    spread, between, quiet, failed, busy, crowded, straggler, exposed, bucket, accumulation, unused."""
     text: str
-    """The fact, one sentence."""
+    """The fact, in one sentence."""
     ground: str
     """The figures behind it."""
     advice: str
@@ -34,7 +34,7 @@ def enough(evidence: Evidence) -> Iterator[ModeFacts]:
 
 
 def under(mode: ModeFacts, evidence: Evidence) -> str:
-    """The mode in words, if there are several."""
+    """The words " in mode dp" if the run has several modes; else empty."""
     return f" in mode {mode.mode}" if len(evidence.modes) > 1 and mode.mode else ""
 
 
@@ -50,7 +50,7 @@ def basis(mode: ModeFacts) -> str:
 
 
 def of_process(step: LongStep, evidence: Evidence) -> str:
-    """The process of a step in words, if there are several."""
+    """The words " of process 1" if the run has several processes; else empty."""
     return f" of process {step.process}" if evidence.processes > 1 else ""
 
 

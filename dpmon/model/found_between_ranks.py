@@ -10,20 +10,20 @@ from dpmon.model.numbers import group, percent
 from dpmon.model.stragglers import held_up, how_often
 
 EXPOSED_SHARE = 0.2
-"""Share of the step for exposed communication. Some always exists: nothing can hide the last bucket."""
+"""Smallest share of the step to report. Some communication is always exposed: nothing can hide the last bucket."""
 BUCKET_SHARE, BUCKET_EXPOSED = 0.5, 0.1
-"""The last bucket's share of all bytes, and the exposed share of the step."""
+"""Smallest share of the last bucket in all bytes, and of exposed communication in the step, to report."""
 BUCKET_BYTES = 8 << 20
-"""Smallest last bucket (bytes) for which smaller buckets pay: each bucket has its own latency."""
+"""Smallest last bucket (bytes) for which smaller buckets pay off: each bucket has its own latency."""
 LARGE_BYTES = 1 << 20
 """Smallest size (bytes) of all gradients for which half precision is worth a try."""
 AVERAGED_TIMES = 1.5
 """Fewest synchronised passes per step with an optimizer step. A script that skips some optimizer steps (overflows of
 mixed precision) stays below."""
 MIN_LOOKED = 3
-"""Fewest iterations in which no parameter was unused; a single one may be an exception."""
+"""Fewest checked iterations without unused parameters: a single one may be an exception."""
 _SMALL = 0.05
-"""Weight if the lost time is unknown."""
+"""Weight of a finding if the lost time is unknown."""
 _BUCKETS_NAMED = 4
 
 _SLOW_DEVICE = (

@@ -24,14 +24,14 @@ STALL_RATIO, STALL_NS = 10, 500_000_000
 SPREAD_RATIO, SPREAD_NS = 10, 50_000_000
 """Smallest ratio of p95 to median, and shortest p95: if one step in twenty takes that long, it is no single stall."""
 STALLS_SHARE, STALLS_NS = 0.02, 5_000_000_000
-"""Smallest share of all step time, or total time, of stalls: shorter ones are not worth a line."""
+"""Total of all stalls, as a share of the time of steps or in ns, from which on they are worth a line."""
 BETWEEN_SHARE, BETWEEN_NS = 0.1, 1_000_000_000
-"""Share of the training time, and shortest total: an epoch's end or a checkpoint costs some per cent; a tenth matters
-as much as a tenth of every step."""
+"""Smallest share of the time, and shortest total, between steps. The end of an epoch or a checkpoint costs some per
+cent; a tenth matters as much as a tenth of every step."""
 WORKERS_SHARE = 0.5
-"""Smallest share of starting workers in the gaps at which the finding names it."""
+"""Smallest share of starting workers in the time of the gaps for the finding to name them."""
 QUIET_NS, QUIET_SHARE = 30_000_000_000, 0.1
-"""Time without a step at the end, and share of the run: saving and a last evaluation take some time."""
+"""Shortest time without a step at the end, and its smallest share of the run: saving and evaluating take some time."""
 
 _ON_GPUS = "measure on GPUs first: virtual replicas share the processors of this machine"
 _STALL_ADVICE = {

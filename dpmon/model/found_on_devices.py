@@ -15,26 +15,26 @@ IDLE_CALLS = 0.5
 ROWS_RATIO = 0.75
 """Smallest ratio of fewest to most rows without a finding. torch.chunk leaves one row less on large batches."""
 TIME_RATIO = 1.5
-"""Ratio of the slowest to the fastest replica's median, with equal rows: above the spread of equal GPUs. Device times
-are used if all are known."""
+"""Smallest ratio of the slowest to the fastest replica's median, with equal rows: above the spread of equal GPUs.
+Device times are used if all are known."""
 HOST_BOUND = 1.2
-"""Largest ratio of device to host time of a device that waits for the host to queue work. Its time is then the host's,
-because the time between two events includes idle time."""
+"""Up to this ratio of device to host time, a device counts as waiting for the host to queue work. Its time then
+includes idle time, because it is measured between two events."""
 FULLER_RATIO, FULLER_BYTES = 1.25, 512 << 20
-"""Ratio of the first GPU's memory to the fullest of the others, and smallest excess: a context takes some 100 MiB."""
+"""Smallest ratio of the first GPU's memory to the largest of the others, and smallest excess (a context: 100 MiB)."""
 THROTTLED = 0.05
 """Smallest share of the samples: short dips after a burst are usual."""
 THROTTLE_SAMPLES = 10
 LOW_USE, USE_SAMPLES = 30.0, 20
-"""Median of "any kernel ran" in per cent: below this the GPU was idle most of the time."""
+"""Median share of time (per cent) in which a kernel ran, below which a GPU is reported as idle; and fewest samples."""
 HOST_SAMPLES = 10
 """Fewest samples, one per second; fewer cover only the start."""
 FULL_PCT = 90.0
-"""Median use of all processors; below it one is usually free."""
+"""Median use of all processors (per cent); below it, one is usually free."""
 OTHERS_SHARE = 0.25
-"""Smallest share of the processors. A desktop, a monitor and the supervisor itself stay well below it."""
+"""Smallest share of the processors that other work uses. A desktop, a monitor and the supervisor stay well below it."""
 LOAD_RATIO = 2.0
-"""Threads that want to run, per processor: at this ratio each waits as long as it runs."""
+"""Threads that want to run, per processor: at this ratio, a thread waits as long as it runs."""
 
 
 def idle(evidence: Evidence) -> Iterator[Finding]:

@@ -1,6 +1,6 @@
 """Waits for a line of input within steps, which do not make a step slow.
 
-The supervisor notices the waits, with starts and ends to a fraction of a second. Pure.
+The supervisor measures their starts and ends to a fraction of a second. Pure.
 """
 
 from __future__ import annotations

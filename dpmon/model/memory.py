@@ -1,4 +1,4 @@
-"""The memory of each device by holder, over all training processes, from their newest records. Pure."""
+"""The memory of each device by use, over all training processes, from their newest records. Pure."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class Recent(NamedTuple):
 
 
 class RankFigures(NamedTuple):
-    """Medians of one process of several in ns; None if unknown."""
+    """Medians (ns) of one of several training processes; None if unknown."""
 
     step_ns: float | None = None
     forward_ns: float | None = None

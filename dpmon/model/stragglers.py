@@ -51,7 +51,7 @@ class RankTimes(NamedTuple):
     slowest: int = 0
     """Steps in which the others waited for it."""
     synced: int = 0
-    """Backward passes that averaged gradients, in all of the steps."""
+    """Backward passes that averaged gradients, in all steps."""
     unsynced: int = 0
     """Backward passes that averaged nothing (no_sync)."""
     optimized: int = 0
@@ -59,7 +59,7 @@ class RankTimes(NamedTuple):
     group: tuple[int, ...] | None = None
     """The ranks with which it averages its gradients; None if unknown."""
     waits_in_forward: bool = False
-    """Whether its model makes ranks wait for each other also in the forward."""
+    """Whether its model makes ranks wait for each other in the forward, too."""
 
     @property
     def backward_ns(self) -> float | None:
@@ -87,7 +87,7 @@ class Straggler(NamedTuple):
     excess_ns: float
     """Time per step that the others wait for them: the others' median wait minus the slowest rank's wait."""
     share: float
-    """Share of the step (0 to 1)."""
+    """`excess_ns` as a share of the step (0 to 1)."""
     slowest: int | None
     """Number of steps in which one of them was the slowest; None if unknown."""
     steps: int
@@ -162,7 +162,7 @@ def straggler(ranks: Sequence[RankTimes]) -> Straggler | None:
 
 
 def _straggler_of(members: Sequence[RankTimes]) -> Straggler | None:
-    """The ranks of one process group that its others wait for; None if no rank stands out.
+    """The slow ranks of one process group; None if no rank stands out.
 
     If ranks also wait for each other in the forward, the excess of a forward over the shortest forward counts as a
     wait. The number of steps in which a rank was the slowest is then unknown, so a phase must show the cause.
@@ -211,7 +211,7 @@ def _with_cause(
     usual = {phase: median(one.phases.get(phase, 0.0) for one in others) for phase in ran}
 
     def covered(phase: str) -> float:
-        """The part of the excess that the phase covers, on the rank with the least of it."""
+        """The part of the excess that the phase covers, on the slow rank where it covers least."""
         return min((one.phases.get(phase, 0.0) - usual[phase]) / (waited - _wait(one)) for one in slow)
 
     phase = max(usual, key=covered, default=None)
@@ -226,7 +226,7 @@ def _wait(one: RankTimes) -> float:
 
 
 def _by_chance(steps: int, expected: float) -> float:
-    """Most steps in which chance makes one of the slow ranks the slowest. `expected`: their share of all ranks."""
+    """Most steps in which chance may make one of the slow ranks the slowest. `expected`: their share of all ranks."""
     return steps * expected + _SIGMAS * math.sqrt(steps * expected * (1 - expected))
 
 

@@ -31,7 +31,7 @@ class Lane(NamedTuple):
     number: int
     device: str
     pieces: tuple[Piece, ...]
-    """Empty: idle."""
+    """Empty if the device was idle."""
 
     @property
     def took_ns(self) -> int:

@@ -1,8 +1,8 @@
 """Decides which of several processes train now, and which one represents the run. Pure.
 
 Trainings may follow each other. One may start another (an evaluation) and resume after it. A restarted job leaves its
-old ranks behind. Processes are compared by their steps and calls: the start of the first, the resumption after a
-silence, and the end of the newest; also by their own end, if a reader knows it.
+old ranks behind. Processes are compared by the start of their first step or call, their resumption after a silence, the
+end of their newest step or call, and their own end if a reader knows it.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _lately(state: Seen) -> list[Process]:
 
 
 def _silence(process: Process) -> int:
-    """How long (ns) a process must be silent to count: some seconds, and some of its own steps."""
+    """The shortest silence (ns) of a process that counts: some seconds, and the time of some of its steps."""
     usual = process.last_step.wall_ns if process.last_step is not None else 0
     return max(_TURN_NS, _TURN_STEPS * usual)
 
@@ -115,7 +115,7 @@ def _newest(processes: Sequence[Process], of_ns: int) -> _Rivals:
 
 
 def _gave_way(process: Process, rivals: _Rivals, now_ns: int) -> bool:
-    """Whether one of `rivals` began or resumed after the newest step or call of `process`, which is silent for long.
+    """Whether one of `rivals` began or resumed after the newest step or call of `process`, which was silent for long.
 
     After a resumption, the silence counts from then: processes that train together may resume one after the other.
     """

@@ -12,7 +12,7 @@ from dpmon.store.quantiles import middle
 from dpmon.store.tally import Tally
 
 _APART = 1.25
-"""Largest ratio of mean and median, either way, without a note."""
+"""Largest ratio of mean to median, or of median to mean, without a note."""
 
 
 class Uneven(NamedTuple):

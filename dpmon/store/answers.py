@@ -25,7 +25,7 @@ class TimeTogether(NamedTuple):
     start_s: int
     width_s: int
     longest_ns: int
-    """Time of the process with the most time."""
+    """Total time of the process with the largest total."""
     spent: Mapping[str, int]
 
 
@@ -76,7 +76,7 @@ class LongRow(NamedTuple):
 
 
 class MinuteRow(NamedTuple):
-    """One figure of a device (-1: the host) in one minute, or (`start_s` -1) before all known minutes."""
+    """One figure of a device (-1: the host) over one minute or (`start_s` -1) over all time before the kept minutes."""
 
     start_s: int
     device: int
@@ -87,7 +87,7 @@ class MinuteRow(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Calls of one layout with the same sizes of inputs and outputs. Numbers are definitions of the process."""
+    """Calls of one layout with the same sizes of inputs and outputs, all as numbers of the process's definitions."""
 
     process: int
     mode: str

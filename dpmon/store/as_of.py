@@ -30,7 +30,7 @@ _SAMPLED = ", ".join(
 _HOST = -1
 """Device number of the host."""
 _LOOKED_AT = 20_000
-"""Number of newest ids that a search for single steps covers."""
+"""A search for single steps reads only this many of the newest ids."""
 _NEAR = 4096
 """How far (in ids, roughly) rows of different processes can be out of order, because the rings are read in turn."""
 

@@ -329,7 +329,7 @@ def _sizes_text(*sizes: int | tuple[int, ...]) -> str:
 
 
 def _without_sizes(text: str) -> str:
-    """Return a text of `_sizes_text` with all sizes unknown."""
+    """Return a text from `_sizes_text` with all sizes unknown."""
     _, _, *parts = json.loads(text)
     return _sizes_text(0, 0, *((0, 0) if len(part) == 2 else (part[0], 0, 0) for part in parts))
 

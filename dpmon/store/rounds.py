@@ -30,7 +30,7 @@ class SyncStep(NamedTuple):
     """Number of its last synchronised pass, the same on all ranks."""
     passes: int
     tail_ns: int
-    """Time from its last gradients to the ends of these passes."""
+    """Total time from the last gradients to the ends of these passes."""
 
 
 class Joined(NamedTuple):
@@ -61,7 +61,7 @@ class _Group:
         self.newest: dict[int, int] = {}
         """Newest process by rank."""
         self.reached: dict[int, int] = {}
-        """Number of the newest step by rank."""
+        """Number of the newest synchronised pass, by rank."""
         self.ended: set[int] = set()
         """Ranks with an ended process."""
         self.replaced: set[int] = set()

@@ -16,8 +16,8 @@
     collectives  id, process, number (of its span), definition (0: a sample, with the collectives of one step), phase,
                  unended, step (0: none), start_ns, wall_ns, queued_ns, quantity: dpmon.record.wire.Collected
     collective_sums  start_s (one second; -1: see below), process, definition, count (collectives that began in that
-                 second, or samples), bytes (or collectives of the samples), ended (collectives with a known end),
-                 timed_bytes and ran_ns (bytes and running time of the ended ones)
+                 second; definition 0: samples), bytes (definition 0: collectives of the samples), ended (collectives
+                 with a known end), timed_bytes and ran_ns (bytes and running time of the ended collectives)
     series       number, name: the series in the sketches of the tallies (dpmon.record.schema; replicas and stages of
                  calls: dpmon.store.parts)
     keys         process, mode, kind (dpmon.record.schema.KINDS), batch (samples per step): the keys of all tallies,
@@ -36,8 +36,8 @@ which they exist. Deleted tallies began before meta's `pruned_1`, `pruned_10`, a
 deleted. Late records are added to all existing tallies that cover their time.
 
 When the database reaches its size limit, the oldest rows are deleted: calls, steps, collectives and events first,
-except a run's processes, modes, warnings, loaders and exit. Tallies stay longer: each width has its share of the limit.
-The oldest device_rollups and collective_sums are added to rows that start at -1, and deleted.
+except events of LASTING_KINDS. Tallies stay longer: each width has its share of the limit. The oldest rows of
+device_rollups and collective_sums are merged into rows that start at -1.
 
 Times are ns since the run's start. Ids come from one counter, so they give the order across the tables. A ring's
 position is written in the transaction that writes its records, so a reader that continues from there misses and

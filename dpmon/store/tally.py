@@ -21,7 +21,7 @@ from dpmon.store.quantiles import Counts, Packed
 ALL = -1
 """The process number of the tallies of all processes together."""
 NO_SAMPLES, OTHER_SIZES = -1, -2
-"""Stand for a batch size in a key: unknown; one of the sizes without a tally of their own, which share this key."""
+"""Batch sizes in a key for an unknown number of samples, and for all sizes beyond dpmon.store.intake.BATCH_SIZES."""
 WIDTHS = (1, 10, 60, 600, 3600, 14_400, 86_400)
 """Possible lengths of a tally's stretch (s)."""
 _ENTRY = struct.Struct("<HIqI")

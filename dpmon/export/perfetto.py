@@ -212,9 +212,9 @@ class _Trace:
             return
         more = f" (concurrent {lane})" if lane else ""
         tid = self._track(process, ("calls", lane), f"calls{more}", 10 + lane)
-        said = as_json(call)
+        members = as_json(call)
         keys = ("step", "call", "via", "mode", "virtual", "training", "grad", "devices", "inputs", "outputs", "absent")
-        self._slice(process, tid, call.root, call.start_ns, call.wall_ns, {key: said[key] for key in keys})
+        self._slice(process, tid, call.root, call.start_ns, call.wall_ns, {key: members[key] for key in keys})
         for name, phase in call.phases.items():
             args: dict[str, Any] = {} if phase.device_ms is None else {"device_ms": phase.device_ms}
             self._part(process, tid, call, name, phase.offset_ns, phase.host_ns, args)
@@ -222,14 +222,14 @@ class _Trace:
             key = ("replica", lane, share.replica, share.device)
             tid = self._track(process, key, f"replica {share.replica} {share.device}{more}", 100 + share.replica)
             args = {"step": call.step, "device_ms": share.device_ms} | {
-                what: said["replicas"][share.replica][what] for what in ("inputs", "outputs")
+                what: members["replicas"][share.replica][what] for what in ("inputs", "outputs")
             }
             self._part(process, tid, call, call.root, share.offset_ns, share.host_ns, args)
         for stage in call.stages:
             key = ("stage", lane, stage.stage, stage.device)
             tid = self._track(process, key, f"stage {stage.stage} {stage.device}{more}", 100 + stage.stage)
             names = ("parts", "device_ms", "inputs", "outputs", "crossed_bytes")
-            args = {name: said["stages"][stage.stage][name] for name in names}
+            args = {name: members["stages"][stage.stage][name] for name in names}
             if stage.host_ns is not None:
                 self._part(process, tid, call, " ".join(stage.parts), stage.offset_ns, stage.host_ns, args)
 
@@ -241,18 +241,18 @@ class _Trace:
             return
         more = f" (concurrent {lane})" if lane else ""
         tid = self._track(process, ("collectives", lane), f"communication{more}", 80 + lane)
-        said = as_json(one)
+        members = as_json(one)
         for key in ("kind", "process", "rank", "operation", "start_s", "host_ms"):
-            del said[key]
-        self._slice(process, tid, one.operation, one.start_ns, took, said)
+            del members[key]
+        self._slice(process, tid, one.operation, one.start_ns, took, members)
 
     def _sampled(self, one: Sampled) -> None:
         process = self._training(one.process, one.rank)
         if self._lane(process, "sampled", one.start_ns, one.start_ns + one.wall_ns):
             return  # samples that overlap are damaged
         tid = self._track(process, ("sampled",), "collectives sampled", 79)
-        said = as_json(one)
-        args = {key: said[key] for key in ("step", "collectives", "absent")}
+        members = as_json(one)
+        args = {key: members[key] for key in ("step", "collectives", "absent")}
         self._slice(process, tid, "sampled", one.start_ns, one.wall_ns, args)
 
     def _part(

@@ -102,14 +102,14 @@ def _span(span: PhaseSpan) -> str:
 
 
 def _call(call: Call) -> dict[str, Any]:
-    said = as_json(call)
+    members = as_json(call)
     found: dict[str, Any] = {
         **{
-            name: said[name]
+            name: members[name]
             for name in ("process", "rank", "step", "call", "root", "via", "virtual", "training", "grad")
         },
-        **{name: said[name] for name in ("start_s", "wall_ms", "devices")},
-        **{name: said[name] or None for name in ("mode", "absent")},
+        **{name: members[name] for name in ("start_s", "wall_ms", "devices")},
+        **{name: members[name] or None for name in ("mode", "absent")},
         "failed": call.failed,
         "rows": call.rows,
         "inputs": _sizes(call.inputs),

@@ -130,7 +130,7 @@ def fuller(evidence: Evidence) -> Iterator[Finding]:
     if most >= FULLER_RATIO * rest and most - rest >= FULLER_BYTES:
         yield Finding(
             "fuller",
-            f"{first} is fuller than the others: {gib(most)}, {other} {gib(rest)} at most.",
+            f"{first} is fuller than the others: {gib(most)} against at most {gib(rest)} ({other}).",
             f"the most that this run held on each of {len(held)} devices",
             "under DataParallel the first device gathers the outputs, computes the loss and holds the optimizer's"
             " state: compute the loss inside the forward, or use DistributedDataParallel",
@@ -166,7 +166,7 @@ def throttled(evidence: Evidence) -> Iterator[Finding]:
         if share >= THROTTLED:
             yield Finding(
                 "throttled",
-                f"{_called(device)} ran below its clocks in {percent(share)} of the samples: {reason}.",
+                f"{_called(device)} ran with lowered clocks in {percent(share)} of the samples: {reason}.",
                 f"{count} of {device.throttle_samples} samples"
                 + (f", at most {device.temperature_max:.0f} °C" if device.temperature_max is not None else "")
                 + (f", {device.power_max:.0f} W" if device.power_max is not None else ""),
@@ -199,7 +199,7 @@ def busy(evidence: Evidence) -> Iterator[Finding]:
     if share >= OTHERS_SHARE:
         yield Finding(
             "busy",
-            f"The machine is busy with other work: {host.others:.1f} of its {_processors(host)} on the median.",
+            f"The machine is busy with other work: a median of {host.others:.1f} of its {_processors(host)}.",
             _ground(host),
             "times on a quieter machine will differ; find the other work (top), and end it if you can",
             share / 2,

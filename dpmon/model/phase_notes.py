@@ -18,15 +18,15 @@ SHARE, RATIO = 0.2, 2.0
 
 def host_waits(phases: Iterable[PhaseFigures]) -> list[str]:
     """A sentence for each phase that is long only on the host."""
-    said = []
+    notes = []
     for phase in phases:
         device = phase.device_ns
         if phase.name not in _WHERE or device is None or phase.median_ns is None or (phase.share or 0) < SHARE:
             continue
         if phase.median_ns >= RATIO * device:
             own = f"the phase itself takes the GPU {took(device)}"
-            said.append(f"in {phase.name} the host waits for the GPU's earlier work: {own}")
-    return said
+            notes.append(f"in {phase.name} the host waits for the GPU's earlier work: {own}")
+    return notes
 
 
 def partly_timed(phases: Iterable[PhaseFigures]) -> list[str]:

@@ -55,19 +55,19 @@ class Snapshots:
 
     def take(self, rows: Rows, tallies: Tallies, wanted: Wanted = _USUAL, ended: frozenset[int] = frozenset()) -> State:
         """The state as of the time of `rows`. `ended`: processes that are known to have ended."""
-        said = Announced.read(rows)
-        numbers = {**dict.fromkeys(said.info), **rows.ranks}
-        known = {number: _seen(rows, number, said) for number in sorted(numbers)}
+        events = Announced.read(rows)
+        numbers = {**dict.fromkeys(events.info), **rows.ranks}
+        known = {number: _seen(rows, number, events) for number in sorted(numbers)}
         self._samples.read(rows)
         state = State(
             processes=known,
             devices=dict(sorted(self._samples.devices().items())),
             host=self._samples.of_host(),
-            mode_changes=said.changes,
+            mode_changes=events.changes,
             mode_change_count=rows.count("mode"),
-            pauses=said.pauses,
-            warnings=said.warnings,
-            wrappers=said.wrappers,
+            pauses=events.pauses,
+            warnings=events.warnings,
+            wrappers=events.wrappers,
             warning_count=rows.count("warning"),
             missed=rows.missed,
             newest_ns=max((process.seen_ns for process in known.values()), default=-1),
@@ -80,7 +80,7 @@ class Snapshots:
             return state
         near = _near(state, focus, wanted)
         ranks = [one for one in state.training() if one.rank is not None and one.process != focus.process]
-        found = self._focus(rows, tallies, focus, ranks if focus.rank is not None else [], wanted, said)
+        found = self._focus(rows, tallies, focus, ranks if focus.rank is not None else [], wanted, events)
         shown = {process.process: process for process in (found, *(_beside(rows, process) for process in near))}
         if near:
             shown.update({process.process: process for process in rank_figures(rows, tallies, shown.values())})
@@ -94,7 +94,7 @@ class Snapshots:
         process: Process,
         others: Sequence[Process],
         wanted: Wanted,
-        said: Announced,
+        events: Announced,
     ) -> Process:
         """The process that represents the run, with its figures and its history; `others`: the other ranks."""
         step = process.last_step
@@ -106,8 +106,8 @@ class Snapshots:
         own = _OfOne(tallies, process.process)
         ranged = Window(own, begin_s, end_s)
         mode = process.mode if any(key.mode == process.mode for key in ranged.by_process) else step.mode
-        waits = said.waits_of(process.process)
-        visits = visits_of(said.changes, process.process) or [Visit(mode, 0, 0)]
+        waits = events.waits_of(process.process)
+        visits = visits_of(events.changes, process.process) or [Visit(mode, 0, 0)]
         length_s = end_s - max(process.began_ns, 0) // SECOND
         width = width_of_columns(wanted.span_s, length_s)
         shown_s = min(2 * wanted.span_s, COLUMNS) if wanted.span_s else length_s + width
@@ -118,7 +118,7 @@ class Snapshots:
             recent=_recent(rows, tallies, self._paces, process, others, end_s),
             columns=self._columns.read(tallies, process.process, max(end_s - shown_s, 0), end_s, width),
             column_s=width,
-            modes=self._modes(rows, found, visits, said),
+            modes=self._modes(rows, found, visits, events),
         )
         if wanted.over:
             whole = Window(own, 0, end_s)
@@ -131,11 +131,11 @@ class Snapshots:
             found = replace(found, compared=self._comparison(rows, own, found, end_s, wanted, waits))
         return found
 
-    def _modes(self, rows: Rows, process: Process, visits: Sequence[Visit], said: Announced) -> dict[str, ModeTrack]:
+    def _modes(self, rows: Rows, process: Process, visits: Sequence[Visit], events: Announced) -> dict[str, ModeTrack]:
         """The devices and the memory of each mode."""
         peaks = device_peaks(rows, process.process, visits)
         host = self._host_peaks.read(rows, self._samples, process.process, visits)
-        devices = said.devices_of(process.process)
+        devices = events.devices_of(process.process)
         if process.devices:
             devices[process.mode] = process.devices, process.virtual
         found = {}
@@ -224,7 +224,7 @@ class _OfOne:
 # ------------------------------------------------------------------------------------------------ each process
 
 
-def _seen(rows: Rows, number: int, said: Announced) -> Process:
+def _seen(rows: Rows, number: int, events: Announced) -> Process:
     """The facts of a process without its figures."""
     step = next(iter(rows.steps(number, 1)), None)
     head = next(iter(rows.heads(number, 1)), None)
@@ -232,12 +232,12 @@ def _seen(rows: Rows, number: int, said: Announced) -> Process:
     seen = max(ends)
     began = rows.first_ns(number) if seen >= 0 else None
     memory = rows.memory(number)
-    force = said.in_force(number, None if step is None else (step.mode, ends[0]), "" if head is None else head.mode)
+    force = events.in_force(number, None if step is None else (step.mode, ends[0]), "" if head is None else head.mode)
     rank = rows.ranks.get(number)
     return Process(
         number,
-        rank if rank is not None else said.rank_of(number),
-        said.info.get(number, {}),
+        rank if rank is not None else events.rank_of(number),
+        events.info.get(number, {}),
         began_ns=-1 if began is None else began,
         resumed_ns=-1 if began is None else began,
         seen_ns=seen,
@@ -246,8 +246,8 @@ def _seen(rows: Rows, number: int, said: Announced) -> Process:
         virtual=force.virtual,
         devices=force.devices,
         mode_reason=force.reason,
-        refusals=said.refusals_of(number),
-        paused_since_ns=said.paused_since(number, None if step is None else step.start_ns),
+        refusals=events.refusals_of(number),
+        paused_since_ns=events.paused_since(number, None if step is None else step.start_ns),
         memory=memory.data if memory is not None and isinstance(memory.data.get("devices"), list) else {},
     )
 

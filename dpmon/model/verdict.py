@@ -17,11 +17,11 @@ def sentence(found: Comparison) -> str | None:
     if found.outcome == "even":
         low, high = (times(each) for each in found.speedup[1:])
         head = f"DataParallel{over}{virtual} makes no difference that shows ({low} to {high} as fast as one device)"
-    said = _ground(found)
+    reason = _ground(found)
     means = ""
     if found.by_mean is not None:
         means = f" By the mean step it is {times(found.by_mean)}{_why_uneven(found)}."
-    return f"{head}: {said}.{means}" if said else f"{head}.{means}"
+    return f"{head}: {reason}.{means}" if reason else f"{head}.{means}"
 
 
 def _why_uneven(found: Comparison) -> str:

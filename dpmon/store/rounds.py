@@ -129,7 +129,7 @@ class Rounds:
         self._ranks: dict[int, Sequence[int]] = {}
         """Ranks of the group by process."""
         self._rank_of: dict[int, int] = {}
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
         """Processes with wrappers that have named their ranks."""
         self._several: set[int] = set()
         """Processes with wrappers of different groups."""
@@ -149,9 +149,9 @@ class Rounds:
         elif kind == "ddp" and isinstance(group, list) and all(type(one) is int for one in group) and rank in group:
             ranks = tuple(sorted(group))
             group_of = range(len(ranks)) if ranks == tuple(range(len(ranks))) else ranks
-            if self._ranks.get(process, group_of) != group_of and process in self._told:
+            if self._ranks.get(process, group_of) != group_of and process in self._reported:
                 self._several.add(process)  # passes of different groups cannot be distinguished
-            self._told.add(process)
+            self._reported.add(process)
             self._ranks[process] = group_of
             self._group(process)
 

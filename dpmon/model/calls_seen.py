@@ -12,7 +12,7 @@ from dpmon.model.source import Rows
 from dpmon.model.stats import median, percentile
 from dpmon.record.kinds import Call
 from dpmon.record.payloads import call_replicas, call_stages, is_timed, part_times
-from dpmon.record.schema import EVALUATION
+from dpmon.record.schema import EVALUATION, device_series, is_device_series
 from dpmon.store import quantiles
 from dpmon.store.answers import CallHead
 from dpmon.store.parts import replica_series, stage_series
@@ -167,14 +167,14 @@ def _of_tallies(
     series: list[Collection[str]] = []
     if call.replicas:
         names = (replica_series(head.layout, index) for index in range(min(len(call.replicas), _MOST_PARTS)))
-        series = [(name, f"{name}@device") for name in names]
+        series = [(name, device_series(name)) for name in names]
     else:
         with suppress(struct.error, ValueError, LookupError):
             for index, stage in enumerate(call_stages(head.payload)[:_MOST_PARTS]):
                 any_sizes = stage_series(head.layout, index, stage[0], 0, 0).removesuffix("0 0")
                 series.append({name for tally in alike for name in tally.stats if name.startswith(any_sizes)})
-    found = [_merged(alike, [name for name in names if not name.endswith("@device")]) for names in series]
-    devices = [_merged(alike, [name for name in names if name.endswith("@device")]) for names in series]
+    found = [_merged(alike, [name for name in names if not is_device_series(name)]) for names in series]
+    devices = [_merged(alike, [name for name in names if is_device_series(name)]) for names in series]
     middles = {index: quantiles.median(counts) for index, counts in enumerate(devices)}
     return _spreads(found), {index: middle for index, middle in middles.items() if middle is not None}
 

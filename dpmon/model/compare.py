@@ -19,9 +19,9 @@ from typing import NamedTuple
 from dpmon.model.memory import Peak
 from dpmon.model.uneven import Uneven, uneven_steps
 from dpmon.rates import Rate
-from dpmon.record.schema import EVALUATION, PHASES, REST, SETTLING, STEP
+from dpmon.record.schema import EVALUATION, REST, SETTLING, STEP
 from dpmon.store.answers import LongRow
-from dpmon.store.figures import PhaseFigures, figures
+from dpmon.store.figures import PhaseFigures, figures, parts_of_step
 from dpmon.store.quantiles import Counts, bounds, median, middle
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key, Tally
 from dpmon.store.window import Window
@@ -70,10 +70,8 @@ class Side(NamedTuple):
 
     @property
     def parts(self) -> tuple[PhaseFigures, ...]:
-        """The phases that add up to the step, in its order; forward is the part outside its calls' phases."""
-        found = {phase.name: phase for phase in self.phases}
-        named = ((phase, found.get(REST if phase.name == "forward" else phase.name)) for phase in PHASES)
-        return tuple(figures._replace(name=phase.shown) for phase, figures in named if figures is not None)
+        """The phases that add up to the step, with their names on the screen; forward excludes its calls' phases."""
+        return parts_of_step(self.phases)
 
 
 class Ground(NamedTuple):

@@ -59,7 +59,7 @@ def many(count: int, word: str) -> str:
     return f"{group(count)} {word}{'' if count == 1 else 's'}"
 
 
-def times(one: float | None, other: float | None) -> str:
+def ratio_words(one: float | None, other: float | None) -> str:
     """The ratio of `one` to `other` in words."""
     ratio = (one or 0) / (other or 1)
     return f"{ratio:.0f} times" if ratio >= 10 else f"{ratio:.1f} times"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from dpmon.model.advice import DATA_SHARE, for_data, for_spread
 from dpmon.model.evidence import Evidence, LongStep, ModeFacts
-from dpmon.model.finding import MIN_STEPS, Finding, basis, clock, enough, of, of_process, times, took, under
+from dpmon.model.finding import MIN_STEPS, Finding, basis, clock, enough, of, of_process, ratio_words, took, under
 from dpmon.model.inputs import INPUT, SAID, waited_ns
 from dpmon.model.numbers import percent
 from dpmon.model.stragglers import Straggler
@@ -156,7 +156,7 @@ def drift(evidence: Evidence) -> Iterator[Finding]:
         where = f"; {phase} grew most: {took(mode.early.get(phase))}, then {took(mode.late[phase])}" if phase else ""
         yield Finding(
             "drift",
-            f"Steps became slower{under(mode, evidence)}: at the end {times(late, early)} as long as at first.",
+            f"Steps became slower{under(mode, evidence)}: at the end {ratio_words(late, early)} as long as at first.",
             f"median {took(early)} over the first third of {mode.steps:,} steps, {took(late)} over the last{where}",
             "lists or graphs that grow (losses kept with their graph), memory that fills up, heat, a fuller disk, other"
             " work on the machine",
@@ -181,7 +181,7 @@ def stalls(evidence: Evidence) -> Iterator[Finding]:
     if len(stalls) > 1:
         text = f"{count} steps took more than {STALL_RATIO} times the median: {took(lost)} together."
     else:
-        text = f"{count} step took {took(lost)}, {times(lost, medians[worst.mode])} the median."
+        text = f"{count} step took {took(lost)}, {ratio_words(lost, medians[worst.mode])} the median."
     yield Finding(
         "stall",
         text,
@@ -260,7 +260,7 @@ def spread(evidence: Evidence) -> Iterator[Finding]:
             yield Finding(
                 "spread",
                 f"Step times are spread wide{under(mode, evidence)}: one in twenty takes"
-                f" {times(mode.p95_ns, mode.median_ns)} the median or more.",
+                f" {ratio_words(mode.p95_ns, mode.median_ns)} the median or more.",
                 f"median {took(mode.median_ns)}, p95 {took(mode.p95_ns)} over {mode.steps:,} steps; {phase} takes"
                 f" most of the time ({percent(share)})",
                 for_spread(evidence, phase),

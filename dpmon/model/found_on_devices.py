@@ -7,7 +7,7 @@ from operator import itemgetter
 
 from dpmon.model.advice import for_low_use
 from dpmon.model.evidence import BatchFacts, DeviceFacts, Evidence, HostFacts, ReplicaFacts
-from dpmon.model.finding import MIN_STEPS, Finding, enough, gib, many, times, took
+from dpmon.model.finding import MIN_STEPS, Finding, enough, gib, many, ratio_words, took
 from dpmon.model.numbers import percent
 
 IDLE_CALLS = 0.5
@@ -112,7 +112,7 @@ def _uneven_times(root: str, replicas: list[ReplicaFacts]) -> Iterator[Finding]:
         where = "device" if on_device else "host"
         yield Finding(
             "uneven",
-            f"Replica {slow.replica} of {root} ({slow.device}) takes {times(slowest, fastest)} as long"
+            f"Replica {slow.replica} of {root} ({slow.device}) takes {ratio_words(slowest, fastest)} as long"
             f" as replica {fast.replica} ({fast.device}).",
             f"forward on the {where}, median {took(slowest)} and {took(fastest)}, equal rows",
             "another process on that GPU, a slower link or model of GPU, lower clocks: compare the devices",

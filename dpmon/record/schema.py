@@ -32,6 +32,7 @@ __all__ = [
     "Phase",
     "Quantity",
     "device_series",
+    "is_device_series",
     "phase_named",
     "phase_shown",
 ]
@@ -227,9 +228,17 @@ SETTLING_STEPS = 5
 """Number of settling steps after a change of mode, or after the start."""
 
 
-def device_series(phase: str) -> str:
-    """Return the name of the series of device times of a phase."""
-    return f"{phase}@device"
+_ON_DEVICE = "@device"
+
+
+def device_series(name: str) -> str:
+    """Return the name of the series with the device times of a phase, replica or stage."""
+    return name + _ON_DEVICE
+
+
+def is_device_series(name: str) -> bool:
+    """Whether a series has device times."""
+    return name.endswith(_ON_DEVICE)
 
 
 # ------------------------------------------------------------------------------------------------ kinds of records

@@ -17,7 +17,7 @@ from dpmon.model.members import SECOND, ns_in, text_in, whole_in
 from dpmon.model.memory import held
 from dpmon.model.replica_facts import batch_facts, replica_facts
 from dpmon.model.stragglers import RankTimes
-from dpmon.record.schema import SETTLING, STEP, device_series
+from dpmon.record.schema import EVALUATION, SETTLING, STEP, device_series
 from dpmon.report.device_totals import Devices
 from dpmon.report.mode_facts import mode_facts
 from dpmon.report.pauses import Pauses, Span, any_of, pauses_in, together
@@ -270,7 +270,7 @@ def _rows_in_time(store: Store, begin_ns: int, end_ns: int) -> list[tuple[int, s
     width = max((width for width in WIDTHS if width * THIRDS <= seconds), default=1)
     everybody = ALL if len(store.processes) > 1 else None
     rows = store.tally_rows(0, END, process=everybody, finest=width, widest=width)
-    return [(at, key.mode, bool(key.kind & 1), tally) for at, _, key, tally in rows if not key.kind & SETTLING]
+    return [(at, key.mode, bool(key.kind & EVALUATION), tally) for at, _, key, tally in rows if not key.kind & SETTLING]
 
 
 def _longest(store: Store, window: Window) -> list[LongRow]:

@@ -19,7 +19,7 @@ from dpmon.record.wire import MODES
 from dpmon.store.answers import CallHead, Communicated, LastSample, LongRow, Sample
 from dpmon.store.collective_queries import communicated, last_sample
 from dpmon.store.queries import LONG_COLUMNS, Store, event_in, long_row
-from dpmon.store.tables import LASTING
+from dpmon.store.tables import LASTING, all_integers
 
 _LAST = (1 << 63) - 1
 _SECOND = 1_000_000_000
@@ -67,7 +67,7 @@ class AsOf:
         low, high = self._bounds(process)
         values = {"process": process, "low": low, "high": high}
         found = self.store.query(" UNION ALL ".join(map(first.format, tables)), values) if tables else []
-        known = sorted(row for row in found if _whole(*row))
+        known = sorted(row for row in found if all_integers(*row))
         return next((start for _, start, end in known if end <= self.until_ns), None)
 
     def steps(self, process: int, most: int) -> list[Step]:
@@ -110,7 +110,7 @@ class AsOf:
         """Return the newest calls in the newest step of a process, the newest first."""
         query = "SELECT id, step FROM steps WHERE process = ? AND id <= ? ORDER BY id DESC LIMIT 2"
         rows = self.store.query(query, (process, self._last_id("steps", process)))
-        if not rows or not _whole(*rows[0]):
+        if not rows or not all_integers(*rows[0]):
             return []
         low = rows[1][0] if len(rows) > 1 else 0
         return [head for head in self._heads(process, low, rows[0][0], most) if head.step == rows[0][1]]
@@ -163,7 +163,7 @@ class AsOf:
             rows = self.store.query(query, (process, low, middle))
             if not rows:
                 low = middle + 1
-            elif _whole(*rows[0]) and rows[0][1] <= self.until_ns:
+            elif all_integers(*rows[0]) and rows[0][1] <= self.until_ns:
                 found, low = rows[0][0], middle + 1
             else:
                 high = rows[0][0] - 1 if type(rows[0][0]) is int else middle - 1
@@ -243,7 +243,7 @@ class AsOf:
         while high - low > 1:
             middle = (low + high) // 2
             rows = self.store.query(query, (middle - 1,))
-            if rows and _whole(*rows[0]) and rows[0][1] < t_ns:
+            if rows and all_integers(*rows[0]) and rows[0][1] < t_ns:
                 low = middle
             else:
                 high = middle
@@ -290,7 +290,3 @@ def _sample(number: int, t_ns: int, kind: str, index: object, *values: object) -
         float(value) if isinstance(value, (int, float)) and abs(value) < 1e18 else None for value in values
     )
     return Sample(number, t_ns, device, cpu if device == _HOST else util, used, total, power, run)
-
-
-def _whole(*values: object) -> bool:
-    return all(type(value) is int for value in values)

@@ -33,7 +33,16 @@ from dpmon.record.payloads import (
     why_number,
 )
 from dpmon.record.plainjson import load_event
-from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, REST, SETTLING, SETTLING_STEPS, STEP_PHASES
+from dpmon.record.schema import (
+    EVALUATION,
+    PHASES,
+    QUANTITIES,
+    REST,
+    SETTLING,
+    SETTLING_STEPS,
+    STEP_PHASES,
+    device_series,
+)
 from dpmon.record.wire import CALL_PHASES, GRAD, MODES, TRAINING, VIRTUAL, unpack_collective
 from dpmon.store.accounting import LATEST_NS
 from dpmon.store.accounts import Accounts, ns_of
@@ -316,7 +325,7 @@ def _held(number: int, payload: bytes, inner: bytes, head: Sequence[int]) -> _Ca
     named = named or [stage_series(layout, i, *stage[:3]) for i, stage in enumerate(stages)]
     times = part_times(payload)
     known = ((name, times.of(i)) for i, name in enumerate(named))
-    parts += [(f"{name}@device", int(ms * 1e6)) for name, ms in known if ms is not None]
+    parts += [(device_series(name), int(ms * 1e6)) for name, ms in known if ms is not None]
     return _Call(
         number, step, MODES[mode], layout, flags, took, known_times(payload), parts, sizes, why_number(payload)
     )

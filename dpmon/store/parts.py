@@ -3,21 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
-
-_DEVICE = "@device"
-
-
-class Part(NamedTuple):
-    """A replica, or a stage of a model on several devices; numbers refer to the definitions of its process."""
-
-    layout: int
-    number: int
-    stage: int | None
-    """The definition of a stage (device and parts); None for a replica."""
-    inputs: int
-    outputs: int
-    on_device: bool
 
 
 @lru_cache(4096)

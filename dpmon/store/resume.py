@@ -16,7 +16,7 @@ from dpmon.store.accounts import Accounts
 from dpmon.store.batch import Batch
 from dpmon.store.intake import Intake, device_tail
 from dpmon.store.rounds import Joined, SyncStep
-from dpmon.store.tables import LASTING, RingRow
+from dpmon.store.tables import LASTING, RingRow, all_integers
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key, known_keys
 from dpmon.store.writer import History
 
@@ -82,14 +82,10 @@ def resume_rounds(history: History, accounts: Accounts) -> list[Joined]:
                 tail = device_tail(known_times(device))
         key = Key(process, mode, kind, NO_SAMPLES if samples is None else samples)
         key = key if key in keys else key._replace(batch=OTHER_SIZES)
-        if _are_whole(number, process, start, wall, tail, passes, last) and key in keys:
+        if all_integers(number, process, start, wall, tail, passes, last) and key in keys:
             step = SyncStep(number, key, (start + max(wall, 0)) // 1_000_000_000, last, passes, tail)
             found += rounds.step(process, step)
     return found
-
-
-def _are_whole(*values: object) -> bool:
-    return all(type(value) is int for value in values)
 
 
 def resume_intake(history: History, intake: Intake) -> None:

@@ -77,6 +77,7 @@ __all__ = [
     "Bounds",
     "HistoryError",
     "RingRow",
+    "all_integers",
     "check_schema",
     "check_whole",
     "columns_of",
@@ -303,6 +304,11 @@ def check_whole(db: sqlite3.Connection) -> None:
     missing = _TABLES - {row[0] for row in db.execute("SELECT name FROM sqlite_master")}
     if missing:
         raise HistoryError(f"it has no table {min(missing)}")
+
+
+def all_integers(*values: object) -> bool:
+    """Whether columns read from a file, which may be damaged, are integers."""
+    return all(type(value) is int for value in values)
 
 
 def columns_of(db: sqlite3.Connection, table: str) -> frozenset[str]:

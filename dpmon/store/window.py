@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Protocol
 
 from dpmon.rates import Rate
+from dpmon.record.schema import EVALUATION
 from dpmon.store.accounting import ACTIVITIES, union
 from dpmon.store.answers import TimeRow, TimeTogether
 from dpmon.store.figures import Figures, elapsed, figures, merged, modes_of, rate, trains
@@ -91,7 +92,7 @@ class Window:
         """The modes in this window as (mode, evaluation); a mode that trains has a separate pair for its evaluation."""
         there = {(key.mode, key.kind) for key in self.together}
         known = modes_of(self._kinds)
-        now = {(mode, bool(kind & 1) and mode in self._trained) for mode, kind in there}
+        now = {(mode, bool(kind & EVALUATION) and mode in self._trained) for mode, kind in there}
         return [each for each in known if each in now]
 
     def trained(self, mode: str) -> bool:

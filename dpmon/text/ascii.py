@@ -23,7 +23,7 @@ _SIGNS = {
     "─": "-",
     "━": "=",
     "│": "|",
-    # Columns of a history, and bars as tqdm draws them.
+    # The blocks of the history chart and of tqdm's progress bars.
     **dict(zip("▁▂▃▄▅▆▇█", ".:-=+*##", strict=True)),
     "▉": "#",
     "▊": "#",
@@ -36,13 +36,13 @@ _SIGNS = {
 
 
 def knows_only_ascii(environ: Mapping[str, str], encoding: str | None) -> bool:
-    """Whether a terminal shows only ASCII, by its environment and the encoding of the output stream."""
+    """Whether a terminal shows only ASCII, judged by its environment and the encoding of the output stream."""
     utf8 = (encoding or "").lower().replace("-", "").replace("_", "") == "utf8"
     return not utf8 or environ.get("TERM", "").startswith(("linux", "vt1", "vt2", "dumb"))
 
 
 def ascii_for(char: str) -> str:
-    """The replacement of one character, equally wide."""
+    """The ASCII replacement of one character, of the same width."""
     if char.isascii():
         return char
     return _SIGNS.get(char, "?" * (2 if unicodedata.east_asian_width(char) in "WF" else 1))

@@ -1,7 +1,7 @@
 """The width of plain text in terminal cells, and functions to cut and wrap it.
 
-The screen uses it with Textual, which measures with Rich: a test compares the width of every character with Rich's.
-The command line measures without importing Rich. The text must be clean (`dpmon.text.cleaning`).
+The command line measures text with it, without importing Rich. On the screen, its widths must be equal to Rich's, which
+Textual uses; a test compares every character. The text must be clean (`dpmon.text.cleaning`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import unicodedata
 from functools import lru_cache
 
 _KEPT_BELOW = 512
-"""Longer texts are measured each time, because the cache holds the texts themselves."""
+"""Texts of this length or more are not cached, because the cache holds the texts themselves."""
 
 _NO_WIDTH = frozenset((*range(0x1160, 0x1200), *range(0xD7B0, 0xD800), *range(0x1F3FB, 0x1F400)))
 """Hangul vowels and final consonants, and skin tones: drawn in the cells of the character before them."""
@@ -51,7 +51,7 @@ def span_width(text: str) -> int:
 
 
 def cropped(text: str, width: int) -> str:
-    """The first `width` cells of `text`; half of a wide character is a blank."""
+    """The first `width` cells of `text`; a wide character cut in half becomes a blank."""
     if width <= 0:
         return ""
     if text.isascii():
@@ -66,7 +66,7 @@ def cropped(text: str, width: int) -> str:
 
 
 def cut(text: str, width: int, more: str = "…") -> str:
-    """`text` in at most `width` cells; if it is cut, it ends with the sign for more."""
+    """`text` in at most `width` cells; a cut text ends with `more`."""
     if width <= 0:
         return ""
     if span_width(text) <= width:
@@ -76,7 +76,7 @@ def cut(text: str, width: int, more: str = "…") -> str:
 
 
 def wrapped(text: str, width: int, most: int | None = None, more: str = "…") -> list[str]:
-    """`text` in lines of at most `width` cells, broken between words; of more than `most` lines the last is cut."""
+    """`text` in at most `most` lines of `width` cells, broken between words; the last line is cut if text is left."""
     lines: list[str] = []
     line = ""
     for word in text.split():

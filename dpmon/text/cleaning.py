@@ -13,8 +13,8 @@ LIMIT = 4096
 _MARKS_IN_A_ROW = 2
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
-# Letters by category, but drawn as nothing (Hangul fillers, Khmer inherent vowels) or differently by font (variation
-# selectors change the width of the character before them, and terminals disagree how).
+# Visible by category. But fonts draw nothing for them (Hangul fillers, Khmer inherent vowels), or they change the width
+# of the character before them, and terminals disagree how (variation selectors).
 _INVISIBLE = frozenset(
     (
         *(0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 0xFFA0, 0xFFFC),
@@ -45,7 +45,7 @@ def visible(char: str) -> str:
 
 
 def harmless(text: str) -> str:
-    """`text`, of any length, without characters that control the terminal, are hidden or have no width of their own."""
+    """`text`, of any length, with control characters replaced, hidden ones dropped, and at most two marks in a row."""
     if text.isascii() and text.isprintable():
         return text
     kept: list[str] = []
@@ -65,8 +65,9 @@ def harmless(text: str) -> str:
 def clean(text: object, limit: int = LIMIT) -> str:
     """One line of at most `limit` characters that any terminal prints unchanged; cut text ends in an ellipsis.
 
-    Control characters (C0, C1, DEL, so ESC and every sequence it begins), lone surrogates and unassigned code points
-    become U+FFFD; line breaks and tabs become a space; format characters (bidi, zero-width) vanish. Never raises.
+    Control characters (C0, C1 and DEL, so also the ESC of a terminal sequence), lone surrogates and unassigned code
+    points become U+FFFD. Line breaks and tabs become a space. Format characters (bidi, zero-width) are dropped. Never
+    raises.
     """
     line = text if isinstance(text, str) else str(text)
     if len(line) > limit:

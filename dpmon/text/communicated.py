@@ -61,7 +61,7 @@ def bandwidth(bytes_s: float) -> str:
 
 
 def _hidden(found: Communication, one: Wrapper) -> str:
-    """torch's own times."""
+    """The share of communication that the backward pass hid, from torch's own times of one iteration."""
     who = "" if one.rank is None else f", rank {one.rank}"
     return f"{percent(found.hidden_share)} of {duration(one.comm_ns)} (torch: iteration {group(one.iteration)}{who})"
 

@@ -1,4 +1,4 @@
-"""The last words of a script's output: the line that names the exception that ended it."""
+"""Finds the line of a script's output that names the exception which ended the script."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from dpmon.text.cleaning import harmless
 
 READ_BYTES = 1 << 17
-"""Number of bytes at the end of an output that contain the last words."""
+"""Number of bytes to read from the end of an output, enough for a long traceback."""
 ESCAPE = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
 """A terminal sequence, such as a colour."""
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Iteration|Warning|Fault|Timeout)\b(?:: .*)?$")
@@ -15,9 +15,9 @@ _ANY_NAME = re.compile(r"[A-Za-z_][\w.]*(?:: .*)?$")
 
 
 def last_line_of_traceback(end: bytes) -> str | None:
-    """The line of the script's last traceback that names the exception; None if `end` has no such line.
+    """The line that names the exception, from the last traceback or the last lines of `end`; None without one.
 
-    `end`: the end of the output.
+    `end`: the end of a script's output.
     """
     lines = ESCAPE.sub(b"", end).decode("utf-8", "replace").replace("\r", "\n").split("\n")
     header = max((i for i, line in enumerate(lines) if line.startswith("Traceback (most recent")), default=None)
@@ -29,6 +29,6 @@ def last_line_of_traceback(end: bytes) -> str | None:
 
 
 def last_words(end: bytes, most: int = 300) -> str | None:
-    """What `last_line_of_traceback` finds, in at most `most` characters and safe for a terminal."""
+    """The line found by `last_line_of_traceback`, cut to `most` characters and safe for a terminal."""
     found = last_line_of_traceback(end)
     return None if found is None else harmless(found)[:most]

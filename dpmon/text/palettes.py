@@ -1,8 +1,8 @@
 """The colours of each theme, for the screen and the report; data only.
 
-The phases' colours are Okabe and Ito's, as far as they go (every kind of colour vision can tell them apart). The dark
+Most phases have colours from the palette of Okabe and Ito, which people with any colour vision can tell apart. The dark
 and the light theme add green and red for good and bad; the colour-blind theme avoids this pair, also in the script's
-output. Colours never stand alone: phases have a letter and an order, modes and states a word.
+output. Nothing is shown by colour alone: phases also have a letter and an order, and modes and states have a word.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Ansi = tuple[str, str, str, str, str, str, str, str]
 
 @dataclass(frozen=True)
 class Palette:
-    """A theme's colours as "#rrggbb"; `phases` in the order of _COLOURED, `ansi` and `bright` the script's sixteen."""
+    """A theme's colours as "#rrggbb". `phases` has the order of _COLOURED; `ansi` and `bright` colour script output."""
 
     name: str
     background: str
@@ -39,13 +39,13 @@ class Palette:
     single: str
     phases: tuple[str, ...]
     spare: tuple[str, ...]
-    """Colours of phases that are not in _COLOURED, in turn."""
+    """Colours to use in turn for phases that are not in _COLOURED."""
     ansi: Ansi
     bright: Ansi
 
     @property
     def by_phase(self) -> Mapping[str, str]:
-        """The phases' colours by their names."""
+        """The colour of each phase, by the phase's name on the screen."""
         found = dict(zip(_COLOURED, self.phases, strict=True))
         others = (phase.shown for phase in PHASES if phase.shown not in found)
         return found | dict(zip(others, cycle(self.spare), strict=False))
@@ -118,7 +118,7 @@ _HIGH = ("#555555", "#ff5555", "#55ff55", "#ffff55", "#5555ff", "#ff55ff", "#55f
 
 
 def _few(palette: Palette, phases: tuple[int, ...], spare: tuple[int, ...], dp: int, single: int) -> Palette:
-    """A palette for a terminal of sixteen colours; the phases stay distinct, unlike their own colours there."""
+    """`palette` for a terminal of sixteen colours, on which the phases' own colours would not stay distinct."""
     sixteen = (*_LOW, *_HIGH)
     shown, others = (tuple(sixteen[number] for number in numbers) for numbers in (phases, spare))
     name = f"{palette.name}/16"
@@ -136,6 +136,6 @@ FEW: Mapping[str, Palette] = {
 
 
 def named(theme: str, few: bool = False) -> Palette:
-    """The palette of a theme (the dark one's if it has none); `few` for a terminal of sixteen colours."""
+    """The palette of `theme`, or the dark one if `theme` has no palette; `few`: for a terminal of sixteen colours."""
     palette = PALETTES.get(theme, DARK)
     return FEW[f"{palette.name}/16"] if few else palette

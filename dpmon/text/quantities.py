@@ -1,4 +1,4 @@
-"""Bytes, rates, clocks and time ranges as text: units always, few digits, the same width while they change.
+"""Bytes, rates, clocks and time ranges as text, always with units and few digits, so that the width stays steady.
 
 Durations, counts and percentages are in `dpmon.model.numbers`, because findings use them too.
 """
@@ -22,7 +22,7 @@ def compact(number: float | None) -> str:
 
 
 def within_words(rate: Rate | None) -> str:
-    """The rate within steps, if it differs from the rate: " (332 within steps)"; else nothing."""
+    """The rate within steps, as " (332 within steps)", if it differs from the overall rate; else ""."""
     if rate is None or not rate.apart:
         return ""
     return f" ({compact(rate.steps_within if rate.samples_within is None else rate.samples_within)} within steps)"
@@ -35,7 +35,7 @@ def samples_rate(rate: Rate | None) -> str:
 
 
 def rate_words(rate: Rate | None) -> str:
-    """A rate as text: "35.7 samples/s (332 within steps)"; in steps if samples are unknown; "" if there is none."""
+    """A rate as text: "35.7 samples/s (332 within steps)"; in steps/s if samples are unknown; "" without a rate."""
     if rate is None:
         return ""
     unit = f"{compact(rate.steps_per_s)} steps/s" if rate.samples_per_s is None else ""
@@ -53,14 +53,14 @@ def memory(count: float | None) -> str:
 
 
 def memory_of(used: float | None, total: float | None) -> str:
-    """Used of total in one unit: "71.2 / 141 GiB"."""
+    """Used and total bytes; the unit stands once if both have the same: "71.2 / 141 GiB"."""
     whole = memory(total)
     number, _, unit = memory(used).partition(" ")
     return f"{number} / {whole}" if whole.endswith(" " + unit) else f"{memory(used)} / {whole}"
 
 
 def quantity_words(quantity: Quantity, known: Sum, steps: int) -> str:
-    """A quantity of `steps` steps, if one knows it: "copied to GPUs: 1.20 MiB a step, 240 MiB in all"."""
+    """A quantity that at least one of `steps` steps has: "copied to GPUs: 1.20 MiB a step, 240 MiB in all"."""
     mean = known.total / known.count
     if quantity.unit == "bytes":
         texts = memory(mean), memory(known.total)

@@ -27,10 +27,10 @@ _LAST_OUTPUT = 4096
 
 
 def attach(options: argparse.Namespace) -> int:
-    """Show a run again: on a screen, or, without a terminal, its output from now on and its summary."""
+    """Show a run again on a screen; without a terminal, print its newest and further output, then its summary."""
     directory = find_run(options.run) if options.run else newest_run(goes_on)
     if goes_on_elsewhere(directory, load_info(directory), load_exit(directory)):
-        # This machine cannot see the run's processes and its clock, so the run would look finished.
+        # This machine can see neither the run's processes nor its clock, so the run would look finished.
         raise RunError(f"{directory.name} runs on another machine; attach to it there (dpmon report also works here)")
     look_after(directory)
     with looked_after(directory):
@@ -144,7 +144,7 @@ def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _below(run: Mapping[str, Any]) -> tuple[str, ...]:
-    """The lines below a run's row."""
+    """The lines below a run's row: the cause of its end, and where it stalled."""
     return tuple(text for text in (run["cause"], run["standing"]) if text is not None)
 
 
@@ -157,7 +157,7 @@ def keep(options: argparse.Namespace) -> int:
 
 
 def rm(options: argparse.Namespace) -> int:
-    """Delete finished runs; delete nothing if a word is ambiguous, or means a protected run."""
+    """Delete finished runs; delete none of them if an argument is ambiguous or names a protected run."""
     found = dict.fromkeys(find_run(run, only=True) for run in options.runs)
     for directory in found:
         if is_kept(directory):
@@ -175,8 +175,8 @@ def _arguments(info: RunInfo) -> tuple[str, ...]:
 
 
 def _steps(directory: Path) -> int | None:
-    """Steps in the record, None without any. Processes step together, so the highest number counts."""
-    from dpmon.store.opened import open_store  # loads sqlite, which only runs need
+    """The highest number of steps of one process, because processes step together; None if the record has none."""
+    from dpmon.store.opened import open_store  # imported here because it loads sqlite
     from dpmon.store.tables import HistoryError
 
     try:

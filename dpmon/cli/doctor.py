@@ -1,4 +1,4 @@
-"""`dpmon doctor`: checks whether dpmon works here, with the reason and the remedy of each fault."""
+"""`dpmon doctor`: checks whether dpmon works here, and prints the reason and the remedy of each fault."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def doctor(options: argparse.Namespace) -> int:
         for check in _checks(options.python):
             found.append(check)
             print(in_stream("\n".join(_lines(check, coloured=_coloured())), sys.stdout), flush=True)
-        print(_sum(found))
+        print(_counts(found))
     return int(any(check.state == PROBLEM for check in found))
 
 
@@ -53,7 +53,7 @@ def _coloured() -> bool:
 
 
 def _lines(check: Check, *, coloured: bool) -> list[str]:
-    """The check in lines of WIDTH: state, name, result, and the remedy below."""
+    """The check in lines of at most WIDTH cells: state, name and result, then the remedy."""
     state = check.state.ljust(_STATE)
     if coloured:
         state = f"\x1b[{_COLOURS[check.state]}m{state}\x1b[0m"
@@ -65,7 +65,7 @@ def _lines(check: Check, *, coloured: bool) -> list[str]:
     return [f"{state}{check.name:<{_NAME}}{first}", *(" " * (_STATE + _NAME) + line for line in rest)]
 
 
-def _sum(found: list[Check]) -> str:
+def _counts(found: list[Check]) -> str:
     counts = {state: sum(check.state == state for check in found) for state in STATES}
     if counts[OK] == len(found):
         return "all checks passed"

@@ -1,4 +1,4 @@
-"""A run without a screen: passes the script's output through and sometimes prints a line of progress."""
+"""A run without a screen: passes the script's output through and prints a line of progress every few seconds."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Stream:
         self.last = data[-1:]
 
     def skip(self, keep: int) -> None:
-        """Start `keep` bytes before the current end."""
+        """Continue `keep` bytes before the current end of the log."""
         if self._file is not None:
             os.lseek(self._file, max(0, os.fstat(self._file).st_size - keep), os.SEEK_SET)
 
@@ -100,8 +100,8 @@ class Follower:
     ) -> None:
         """Open the run's output: from here on the user may delete the run's directory.
 
-        `keep`: show only this many bytes of the existing output. `lines`: the target of one line of JSON per second; on
-        stderr they replace all messages in words.
+        `keep`: show only this many bytes of the existing output. `lines`: where to write one line of JSON per second;
+        with "stderr", all messages are JSON too.
         """
         self._directory = reader.directory
         self._reader = reader
@@ -126,7 +126,7 @@ class Follower:
 
     @cached_property
     def _progress(self) -> Progress:
-        # Load the store on its first use: until then the output is copied from its beginning.
+        # Import the store on its first use: loading it at the start would delay the first output.
         from dpmon.cli.progress import Progress
 
         return Progress(self._reader)
@@ -134,8 +134,8 @@ class Follower:
     def follow(self, guard: Guard | None = None, early: Sequence[int] = ()) -> ExitInfo | None:
         """Copy and report until the run has ended; return how it ended, None if unknown.
 
-        `guard`: of the supervisor that this process started, None to follow an existing run; `early`: signals that came
-        before this call.
+        `guard` watches the supervisor that this process started; None to follow an existing run. `early`: signals
+        received before this call.
         """
         self._guard = guard
         if guard is None:
@@ -169,7 +169,7 @@ class Follower:
                 self._wait()
 
     def _attempt(self, what: str, do: Callable[..., None], *args: object) -> None:
-        """Run `do`, so that an error in dpmon cannot lose the run's status; report the first failure."""
+        """Run `do`; an error in dpmon is reported once and not raised, because it must not lose the run's status."""
         try:
             do(*args)
         except Exception as error:  # noqa: BLE001 - see above
@@ -181,11 +181,11 @@ class Follower:
         """How the run ended, and whether it is over."""
         guard = self._guard
         if guard is None:
-            # In this order, everything written before the supervisor left is seen.
+            # Check the state first: everything that the supervisor wrote before it left is then visible to `exit`.
             gone = run_state(self._reader.directory, self._reader.refresh())[0] == "lost"
             how = self._reader.exit()
             return how, how is not None or gone
-        for _ in range(len(self._owed)):  # a signal may come, and add one, at any moment
+        for _ in range(len(self._owed)):  # `_forward` may put a signal back, and a new signal may add one
             self._forward(self._owed.popleft())
         supervised = guard.look()
         how = guard.exit()
@@ -210,7 +210,7 @@ class Follower:
     # ------------------------------------------------------------------------------------------ input, signals
 
     def _wait(self) -> None:
-        """Wait a moment, or for a typed line, which goes to the command."""
+        """Wait a moment; if a line is typed meanwhile, send it to the command."""
         if self._guard is None or not _may_read_terminal():
             time.sleep(IDLE_S)
             return
@@ -218,21 +218,21 @@ class Follower:
             if select.select([0], [], [], IDLE_S)[0]:
                 data = os.read(0, 4096)
                 send_input(self._directory, data or b"\x04")
-                if not data:  # a terminal that has gone always reads as ended
+                if not data:  # a closed terminal is always ready, so `select` does not wait
                     time.sleep(IDLE_S)
 
     def _handle_signals(self, early: Sequence[int]) -> None:
         if self._guard is None:
             return
         for number in FORWARDED:
-            # Keep ignored signals ignored (a background job of a shell script).
+            # A shell script starts its background jobs with signals ignored: leave these ignored.
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
         for came_before in early:
             self._on_signal(came_before)
 
     def _on_signal(self, number: int, *_: object) -> None:
-        """Pass a signal on; each further interrupt is more forceful."""
+        """Pass a signal on to the command; each further interrupt is sent as a stronger signal."""
         if number != signal.SIGINT:
             self._forward(number)
             return
@@ -266,12 +266,12 @@ class Follower:
         return self._err.last == b"\n" and (not shared or self._streams[0].last == b"\n")
 
     def _say_status(self) -> None:
-        """Print the line of progress, unless the script is within a line (a bar, a prompt)."""
+        """Print the line of progress, unless the script's last line is incomplete (a bar, a prompt)."""
         if self._speaks_json:
             return
         text = self._progress.line()
         if text and self._begins_line(_same_file(1, 2)):
-            if not self._named:  # the name helps to find the run again if this terminal goes
+            if not self._named:  # the name helps to find the run again if this terminal closes
                 self._named = True
                 text = f"{text}  (run {short_name(self._reader.info)})"
             self.say(text)
@@ -286,7 +286,7 @@ def _same_file(one: int, other: int) -> bool:
 
 
 def _may_read_terminal() -> bool:
-    """Whether stdin is a terminal and this is its foreground job: a background job that reads it is stopped."""
+    """Whether stdin is a terminal and this its foreground job; a background job would be stopped by reading it."""
     try:
         return os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp()
     except OSError:

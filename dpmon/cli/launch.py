@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 REFRESH_S = 1.0
 _START_S = 5.0
-"""Seconds that `--detach` waits for the start of the command; even a slow disk is no reason to wait longer."""
+"""Most seconds that `--detach` waits for the start of the command, even on a slow disk."""
 
 
 def has_screen() -> bool:
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     _check_devices(options.devices)
     headless = not options.detach and (options.headless or options.json is not None or not has_screen())
     lines = json_lines(options.json)
-    # dpmon shares this terminal with other readers of lines, so the command gets its own.
+    # If stdin is a terminal, dpmon or the shell reads it, so the command gets a terminal of its own.
     inherit = (headless or options.detach) and not os.isatty(0)
     directory, info = create_run(_describe(options, command, headless, inherit))
     if "elsewhere" in info.options:
@@ -91,7 +91,7 @@ def _make_logs(reader: RunReader) -> None:
 
 
 def _check_devices(names: str | None) -> None:
-    """Raise RunError if --devices names a missing GPU; ask the driver only if it names one."""
+    """Raise RunError if --devices names a missing GPU. The driver is asked only if --devices names a GPU at all."""
     if names is None or "cuda" not in names:
         return
     from dpmon.gpu.present import missing
@@ -141,7 +141,7 @@ def _describe(options: argparse.Namespace, command: Command, headless: bool, inh
 
 
 def _detached(directory: Path, info: RunInfo, supervisor: Started) -> int:
-    """Print how to return to the run, once the command was started; RunError if it was not."""
+    """Wait for the start of the command and print how to return to the run; RunError if it could not start."""
     until = time.monotonic() + _START_S
     while load_info(directory).command_pid is None and time.monotonic() < until:
         how = load_exit(directory)
@@ -151,7 +151,7 @@ def _detached(directory: Path, info: RunInfo, supervisor: Started) -> int:
             break
         time.sleep(0.01)
     name = short_name(info)
-    print(name, flush=True)  # alone, for `run=$(dpmon --detach ...)`
+    print(name, flush=True)  # nothing else on stdout, for `run=$(dpmon --detach ...)`
     speak(f"attach: dpmon attach {name}   stop: dpmon stop {name}   output: {directory}/output.log")
     return 0
 
@@ -186,12 +186,12 @@ def _screen(guard: Guard, directory: Path, refresh: float, theme: str | None) ->
     over = threading.Event()
     watch = threading.Thread(target=_keep_looking, args=(guard, over), name="dpmon guard", daemon=True)
     watch.start()
-    # The supervisor is starting: the next steps take as long as the command's own start.
+    # The supervisor starts the command meanwhile, which takes about as long as importing the screen.
     try:
         from dpmon.ui.app import run_screen
 
         result = run_screen(directory, refresh=refresh, theme=theme, told=lambda: guard.outcome)
-    except KeyboardInterrupt:  # before the screen read the keyboard
+    except KeyboardInterrupt:  # pressed before the screen could read the keyboard
         result = "left"
     if result == "left":
         over.set()
@@ -203,7 +203,7 @@ def _screen(guard: Guard, directory: Path, refresh: float, theme: str | None) ->
 
 
 def _outcome(guard: Guard) -> ExitInfo | None:
-    """How the run ended. The screen has seen the end, so the record is there now or never will be."""
+    """How the run ended; None if no record of it appears within a few seconds after the screen saw the end."""
     until = time.monotonic() + 10.0
     while time.monotonic() < until and guard.lost is None:
         how = guard.exit()

@@ -1,19 +1,23 @@
 """`--json`: the state of a run as one line of JSON per second, for a pipeline.
 
-    status  run, t_s (s since the run's start), state, step, steps_per_s and samples_per_s (of elapsed training time:
-            dpmon.rates; the same with _within_steps leave out the time between steps), mode, virtual, processes,
-            step_ms, phases and call_phases (median_ms, p95_ms, share of the steps' time): the last two minutes of
-            training steps in the current mode of the first process, ranks where several train (their communication and
-            means over the last 50 steps, 5 s at least, as in dpmon report --json), communication, devices and host as
-            in the record, warnings, dropped, absent: why a value is null. phases are those of a step and add up to
-            it; call_phases are those of its calls (scatter, replicate, parallel_apply, gather), which lie within the
-            step's forward. A phase that did not run is left out. device_median_ms is the time of the slowest device for
-            the same phase: the median of the steps of that time that have device times. It is null if no step has them,
-            and for other, which runs on the host. quantities is what the same steps counted beside samples: sum, and
-            steps, the number of steps with a value. The status of a run that has ended is of the whole run: rates of
-            all modes, times and quantities of its last mode
-    message text: a message of dpmon in words
-    exit    run, t_s, status, signal: the last line
+    status  run, t_s (seconds since the run's start), state, step, mode, virtual, processes, warnings, dropped, and
+            steps_per_s, samples_per_s: the rates over the elapsed training time (dpmon.rates). The same names with
+                _within_steps leave out the time between steps.
+            step_ms, phases, call_phases: median_ms, p95_ms and, for a phase, its share of the steps' time. They cover
+                the last two minutes of training steps in the current mode of the first process. phases are the phases
+                of a step and add up to it. call_phases are the phases of its calls (scatter, replicate, parallel_apply,
+                gather), which lie within the step's forward. A phase that did not run is left out. device_median_ms is
+                the time of the slowest device in that phase: the median over the steps that have device times. It is
+                null if no step has them, and for other, which runs on the host.
+            quantities: what the same steps counted beside samples, as sum and steps (the number of steps with a value).
+            ranks: only if several processes train. Their communication and means cover the last 50 steps, at least 5 s,
+                as in dpmon report --json.
+            communication, devices, host: as in the record.
+            absent: why a value is null.
+            After the end of a run, status covers the whole run: the rates of all modes, the times and quantities of its
+            last mode.
+    message text: a message of dpmon in words.
+    exit    run, t_s, status, signal. It is the last line.
 
 The lines go to standard error, because standard output belongs to the script. `--json=FILE` writes them to a file, a
 named pipe or a descriptor (`--json=/dev/fd/3`) instead, and leaves standard error unchanged. A pipe that nobody reads
@@ -55,12 +59,12 @@ EVERY_S = 1.0
 _RATES = tuple(as_fields(None))
 _FIGURES = ("step_ms", "phases", "call_phases", "quantities")
 _SPAN_S = 120
-"""Seconds of steps behind the figures of a live run, as on a screen that has just opened."""
+"""Seconds that the figures of a live run cover, as on a screen that has just opened."""
 _MAX_RANKS = 64
 
 
 class LineFile:
-    """A file, a pipe or a descriptor for lines; never waits for its reader."""
+    """A file, a pipe or a descriptor for lines; writing never waits for the reader."""
 
     def __init__(self, path: str) -> None:
         """RunError if the file cannot be written or belongs to a run: truncating a ring would end the training."""
@@ -86,7 +90,7 @@ class LineFile:
         return True
 
     def _send(self) -> bool:
-        """Whether everything has been written; if the reader has left, everything counts as written."""
+        """Write the rest of a line; False if some of it is left. If the reader has closed the pipe, drop the rest."""
         while self._rest and self._open:
             try:
                 self._rest = self._rest[os.write(self._fd, self._rest) :]
@@ -112,7 +116,7 @@ class Lines:
         """Write a line if one is due; `now`: monotonic s."""
         if now < self._due:
             return
-        # Keeps in step with the clock, however long a line took; after a delay, one line replaces the missed ones.
+        # Lines stay EVERY_S apart, however long one takes. After a longer delay, one line replaces the missed ones.
         self._due = self._due + EVERY_S if now < self._due + EVERY_S else now + EVERY_S
         self._take()
         self._put(self._status())
@@ -172,7 +176,7 @@ class Lines:
         return said
 
     def _doing(self, focus: Process | None) -> str:
-        """The stage before the first step (the command's start, or the first call's); else "running"."""
+        """What the run does before its first step ends; "running" from then on."""
         if self._reader.info.command_pid is None:
             return "starting"
         if focus is None:
@@ -223,7 +227,7 @@ def _ms(median_ns: float | None, p95_ns: float | None) -> dict[str, float | None
 
 
 def _why_untimed(focus: Process) -> str | None:
-    """Why device times are missing, if the newest step or call says so."""
+    """The reason for missing device times that the newest step or call recorded; None without one."""
     if focus.last_step is not None and focus.last_step.untimed is not None:
         return focus.last_step.untimed
     track = focus.calls.get(focus.newest) if focus.newest is not None else None
@@ -231,7 +235,7 @@ def _why_untimed(focus: Process) -> str | None:
 
 
 def _phases(figures: Figures, *, of_call: bool) -> dict[str, Any]:
-    """The phases that ran: those of a step, with the whole forward, or those of its calls."""
+    """The phases that ran: the phases of the calls if `of_call`, else the phases of the step."""
     found = {}
     for named in PHASES:
         phase = figures.phase(named.name) if named.of_call == of_call else None

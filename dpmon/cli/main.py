@@ -1,4 +1,4 @@
-"""The entry point: passes each command to its module. Heavy imports happen there, not here."""
+"""The entry point: passes each command to its module, which does the expensive imports."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def entry() -> None:
         sys.stdout = None
         print(f"dpmon: the output cannot be written: {error.strerror}", file=sys.stderr)
         status = 2
-    nvml = sys.modules.get("dpmon.gpu.nvml")  # --devices may have loaded it; it may still wait for an answer
+    nvml = sys.modules.get("dpmon.gpu.nvml")  # --devices may have loaded it, and a call to the driver may be in flight
     if nvml is not None:
         nvml.leave(status)
     sys.exit(status)

@@ -1,4 +1,4 @@
-"""The command line: separates dpmon's words from the script's, and parses them."""
+"""Separates dpmon's part of the command line from the script's, and parses dpmon's part."""
 
 from __future__ import annotations
 
@@ -170,16 +170,16 @@ def _command_parser(command: str) -> _Parser:
 
 
 def all_commands() -> argparse.ArgumentParser:
-    """One parser with the options of a run and every command: the man page and the completions are made from it.
+    """A parser with all options and commands, from which the man page and the completions are generated.
 
-    It only describes the command line; `parse` reads it.
+    Do not parse with it: that is the task of `parse`.
     """
     parser = _run_parser()
 
     def made(prog: str) -> _Parser:
         return _command_parser(prog.split()[-1])
 
-    # argparse only calls `parser_class`; its hints want a class.
+    # argparse accepts any callable as `parser_class`; only its type hints require a class.
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", prog="dpmon", parser_class=made)  # type: ignore[call-overload]
     for form, told in usage():
         command = form.split()[1]
@@ -189,7 +189,7 @@ def all_commands() -> argparse.ArgumentParser:
 
 
 def usage() -> list[tuple[str, str]]:
-    """The forms of the command line, each with what it does."""
+    """Each form of the command line with its description."""
     lines = (re.split(" {2,}", line.strip(), maxsplit=1) for line in _USAGE.splitlines())
     return [(form, told) for form, told in lines]
 
@@ -200,9 +200,9 @@ def takes_value(parser: argparse.ArgumentParser) -> set[str]:
 
 
 def _split(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[str], list[str], bool]:
-    """Split dpmon's own words from the command's, at the first that is no option or after `-m MODULE`.
+    """Split `words` into dpmon's own and the command's, at the first word that is no option or after `-m MODULE`.
 
-    The third value: whether `--` separated them, so that a program follows whatever its name.
+    The third value is True if `--` separates them: then a program follows, even if it has the name of a command.
     """
     valued = takes_value(parser)
     own: list[str] = []
@@ -223,14 +223,14 @@ def _split(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[
 
 
 def meant(word: str) -> str | None:
-    """The likely meaning of a misspelled `word`, one of COMMANDS; None if none is similar."""
+    """The command that the misspelled `word` probably means; None if no command is similar."""
     import difflib
 
     return next(iter(difflib.get_close_matches(word, COMMANDS, 1, 0.7)), None)
 
 
 def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
-    """The command (one of COMMANDS, or "help") and its options; for run, `words` holds the command to run.
+    """The command (one of COMMANDS, or "help") and its options; for run, `options.words` is the script's command line.
 
     Raises UsageError; SystemExit(0) after --help and --version have printed.
     """

@@ -1,4 +1,4 @@
-"""The occasional line of progress of a run without a screen."""
+"""The line of progress of a run without a screen."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from dpmon.text.quantities import compact, within_words
 
 _SHOWN_NS = 1_000_000_000
 _LATELY_S = 30
-"""Seconds over which ranks are compared."""
+"""Ranks are compared over this many seconds."""
 _NOTHING = (0, 0)
 
 
 class _Sums(NamedTuple):
-    """Steps of one process, and their time: within and between them, and within them alone (ns)."""
+    """Steps of one process, and two times in ns: with the time between the steps, and without it."""
 
     tally: Tally
     times: tuple[int, int]
@@ -49,18 +49,18 @@ class _Sums(NamedTuple):
 
 
 class Progress:
-    """Compares the store of a run with its state at the last line."""
+    """Writes lines of progress, each about the time since the line before."""
 
     def __init__(self, reader: RunReader) -> None:
         self._reader = reader
         self._steps = 0
-        self._said: dict[tuple[int, bool], _Sums] = {}
-        """By process: training steps, and all steps."""
+        self._before: dict[tuple[int, bool], _Sums] = {}
+        """The sums at the last line, by process and by whether they cover only training steps."""
         self._last_ns = 0
-        """End of the newest step (since the run's start); 0 before the first step."""
+        """End of the newest step (ns since the run's start); 0 before the first step."""
 
     def line(self) -> str:
-        """The run's progress and its speed since the last line; without a new step, the reason."""
+        """The run's progress and its speed since the last line; if there is no new step, the reason."""
         try:
             with open_store(self._reader.directory) as store:
                 return self._stepped(store) or self._waiting()
@@ -68,7 +68,7 @@ class Progress:
             return self._waiting()
 
     def _stepped(self, store: Store) -> str | None:
-        """The line if there were new steps."""
+        """The line about new steps; None if there are none."""
         counts = store.sums()
         steps = sum(tally.steps for tally in counts.values())
         if steps <= self._steps:
@@ -90,7 +90,7 @@ class Progress:
         return "  ".join(parts if slow is None else [*parts, in_short(slow)])
 
     def _straggler(self, store: Store, members: Sequence[Mapping[str, Any]]) -> Straggler | None:
-        """The ranks that the others waited for in the last seconds."""
+        """The rank that the others waited for in the last _LATELY_S seconds."""
         end_s = self._last_ns // SECOND + 1
         ranks = {
             process: whole_in(data, "rank") for data in members if (process := whole_in(data, "process")) is not None
@@ -101,7 +101,7 @@ class Progress:
         return None if found is None else found.straggler()
 
     def _rates(self, store: Store, counts: Mapping[Key, Tally]) -> list[str]:
-        """The rates of training since the last line; of evaluations if a process has not trained yet."""
+        """The rates of training since the last line; a process that has not trained yet counts its evaluations."""
         times = store.time_sums()
         tallies: dict[int, Tally] = {}
         spent: dict[int, tuple[int, int]] = {}
@@ -114,8 +114,8 @@ class Progress:
                     if not training or not key.kind & EVALUATION:
                         whole.merge(tally)
                 now = _Sums(whole, elapsed(times, None, False, training).get(process, _NOTHING))
-                fresh = now.since(self._said.get((process, training)))
-                self._said[process, training] = now
+                fresh = now.since(self._before.get((process, training)))
+                self._before[process, training] = now
                 if training == trained:
                     tallies[process], spent[process] = fresh
         found = rate(tallies, spent)

@@ -15,11 +15,11 @@ from dpmon.text.cleaning import clean
 UNKNOWN_STATUS = 2
 _HEAD = "dpmon: "
 _PROMPTS = 3
-"""Rows for the typed command and the next prompt, which may take two."""
+"""Rows to leave free: one for the typed command, two for the next prompt."""
 
 
 def speak(text: str) -> None:
-    """Print one line of dpmon's own to stderr, without control characters; a closed stderr is ignored."""
+    """Print a message of dpmon to stderr in one line, without control characters; ignore a closed stderr."""
     with contextlib.suppress(OSError, ValueError):
         print(in_stream(f"{_HEAD}{clean(text)}", sys.stderr), file=sys.stderr, flush=True)
 
@@ -32,7 +32,7 @@ def error_words(error: Exception) -> str:
 def closing(directory: Path, how: ExitInfo | None, say: Callable[[str], None] | None, *, brief: bool = False) -> int:
     """Print the run's summary with `say` (None: nothing); return the command's status, or 2 if it is unknown.
 
-    `brief`: print only how it ended, for a run that was over before the user looked.
+    `brief`: print only how the run ended, because it was over before the user looked.
     """
     if say is not None:
         _sum_up(directory, how, say, brief)
@@ -40,7 +40,7 @@ def closing(directory: Path, how: ExitInfo | None, say: Callable[[str], None] | 
 
 
 def _room() -> tuple[int, int] | None:
-    """Rows and columns for lines on stderr's terminal, between the command and the next prompt; None without one."""
+    """Rows and columns for messages on stderr's terminal, without the rows of the prompts; None without a terminal."""
     try:
         columns, rows = os.get_terminal_size(sys.stderr.fileno())
     except (OSError, ValueError, AttributeError):

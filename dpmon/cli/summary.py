@@ -38,7 +38,7 @@ _MAX_REPLICA_LINES = 40
 _MAX_SIZES = 3
 """Most sizes of one replica, the most frequent first."""
 _MAX_ROWS = 2
-"""Most rows of a line if not everything fits, except for the lines about the end and the record."""
+"""If not everything fits, longer lines are cut to this many rows, except for the lines about the end and the record."""
 _MAX_STAGES = 8
 _MAX_WARNINGS = 5
 _MEMORY_RECORDS = 10_000
@@ -48,7 +48,7 @@ _NOT_TRAINING = 0.05
 _TRIFLE = 0.001
 """Smaller parts are omitted."""
 _LARGE = 0.1
-"""A phase of the calls with at least this share of a step stays if space is short."""
+"""If space is short, phases of calls with a smaller share of a step are omitted first."""
 
 
 class Line(NamedTuple):
@@ -65,7 +65,7 @@ _FIRST, _MODE, _STEP, _LACKS, _PHASE, _WHO, _PART = range(7)
 def summary_lines(directory: Path, how: ExitInfo | None) -> list[str]:
     """The summary of the run in `directory`, one text per line, safe for a terminal. RunError if it is not a run.
 
-    Medians and p95 (the smallest value that 95 % do not exceed) are at most 0.4 % off, over every step of the run.
+    Medians and p95 (the smallest value that 95 % do not exceed) cover every step of the run, within 0.4 %.
     """
     return [line.text for line in summary(directory, how)]
 
@@ -145,7 +145,7 @@ class _Summary:
     # ------------------------------------------------------------------------------------------ time and modes
 
     def _time_lines(self) -> list[str]:
-        """The parts of the elapsed time, if a relevant part was not training."""
+        """The parts of the elapsed time, if more than _NOT_TRAINING of it was not training."""
         there = self._window.together.values()
         begins = [tally.first_ns for tally in there if tally.first_ns is not None]
         ends = [tally.last_ns for tally in there if tally.last_ns is not None]
@@ -208,7 +208,7 @@ class _Summary:
         return rank, world
 
     def _rank_lines(self, times: Mapping[int | None, RankTimes]) -> list[str]:
-        """`times`: by rank, for ranks with known waits."""
+        """A line for each rank or process; `times`: the times of the ranks with known waits, by rank."""
         if len(self._processes) < 2:
             return []
         ranks = {process: self._rank(process) for process in self._processes}
@@ -250,11 +250,11 @@ class _Summary:
         replicas = self._layouts.replicas(several=len(self._processes) > 1)
         several = len({one.root for one in replicas}) > 1
         groups = [list(found) for _, found in groupby(replicas, key=lambda one: one[:4])]
-        told = 0
+        shown = 0
         for found in groups:
             if len(lines) >= _MAX_REPLICA_LINES:
                 break
-            told += 1
+            shown += 1
             for one in found[:_MAX_SIZES]:
                 whose = f"{one.root} " if several else ""
                 sizes = f"{one.inputs or 'sizes not seen'} -> {one.outputs or 'sizes not seen'}"
@@ -263,7 +263,7 @@ class _Summary:
                 lines.append(f"  {who}  {sizes}  {many(one.calls, 'call')}")
             if others := found[_MAX_SIZES:]:
                 lines.append(f"    and {many(len(others), 'other size')}, {many(sum(o.calls for o in others), 'call')}")
-        lines += _more(len(groups) - told)
+        lines += _more(len(groups) - shown)
         return ["replicas", *lines] if lines else []
 
 
@@ -272,7 +272,7 @@ def _more(count: int) -> list[str]:
 
 
 def _phase_lines(found: Figures) -> list[Line]:
-    """The steps' times, those of each phase that ran (phases of the calls below forward), and quantities."""
+    """The times of steps and of each phase that ran (the phases of calls below forward), then the quantities."""
     if not found.steps:
         return []
     whole = PhaseFigures(STEP, found.steps, found.median_ns, found.p95_ns, found.mean_ns, 1.0)
@@ -325,7 +325,7 @@ def _ranked(rank: int, texts: Iterable[str]) -> list[Line]:
 def fitted(lines: list[Line], rows: int, columns: int, more: str) -> list[str]:
     """The lines with the lowest ranks that fit into `rows`, in their order.
 
-    If some are omitted, one of the rows gives their number and `more`, before the last line.
+    If lines are omitted, a row before the last line gives their number, and `more`, the command that prints them.
     """
 
     def size(text: str) -> int:
@@ -350,7 +350,7 @@ def fitted(lines: list[Line], rows: int, columns: int, more: str) -> list[str]:
 
 
 def _heads(lines: list[Line], index: int) -> bool:
-    """Whether a line means nothing without the lines below it."""
+    """Whether a line is only the heading of the lines below it."""
     return lines[index].rank >= _WHO and not lines[index].text.startswith(" ")
 
 
@@ -369,7 +369,7 @@ def _outcome(info: RunInfo, how: ExitInfo | None) -> str:
 
 
 def _raised(directory: Path, info: RunInfo, how: ExitInfo | None) -> list[str]:
-    """The last exception of a failed script under a screen: its output disappeared with the screen."""
+    """The exception that ended a script under a screen, because the script's output disappeared with the screen."""
     paths = RunReader(directory).output_paths
     if how is None or not how.status or how.stopped or how.cause or len(paths) > 1:
         return []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 OK, WARNING, PROBLEM = STATES = ("ok", "warning", "problem")
-"""ok; warning: dpmon works, but with limits; problem: it does not work."""
+"""ok: no fault; warning: dpmon works, with limits; problem: dpmon does not work."""
 
 
 class Check(NamedTuple):

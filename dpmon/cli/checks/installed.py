@@ -1,4 +1,4 @@
-"""The installed packages, from their metadata: nothing is imported."""
+"""Checks the versions of the installed packages, from their metadata, without importing them."""
 
 from __future__ import annotations
 

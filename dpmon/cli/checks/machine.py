@@ -1,4 +1,4 @@
-"""The machine: the place of the runs, the limits of processes, and the effect of logging out."""
+"""Checks the machine: the directory of the runs, the limits of processes, and the effect of logging out."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def state_directory() -> Iterator[Check]:
 
 
 def _takes_runs(runs: Path) -> bool:
-    """Whether a replacement for the usual place can store a run."""
+    """Whether `runs`, a substitute for the usual directory, can store runs."""
     place = next(path for path in (runs, *runs.parents) if path.exists())
     return os.access(place, os.W_OK | os.X_OK) and (
         place not in (runs, runs.parent) or os.stat(place).st_uid == os.getuid()
@@ -151,14 +151,14 @@ def logout() -> Iterator[Check]:
 
 
 def _kill_user_processes() -> bool | None:
-    """logind's own setting; None without logind."""
+    """The setting of the running logind, else from its files; None without logind."""
     said = _asked(
         "busctl", "get-property", "org.freedesktop.login1", "/org/freedesktop/login1",
         "org.freedesktop.login1.Manager", "KillUserProcesses",
     )  # fmt: skip
     if said in ("b true", "b false"):
         return said == "b true"
-    if not os.path.isdir("/run/systemd/seats"):  # logind creates it, so without it none runs
+    if not os.path.isdir("/run/systemd/seats"):  # logind creates this directory when it starts
         return None
     return configured(sorted(_configurations()))
 
@@ -178,7 +178,7 @@ def _configurations() -> Iterator[Path]:
 
 
 def configured(paths: Sequence[Path]) -> bool:
-    """KillUserProcesses from the last of these files that sets it; off by default, as distributions build it."""
+    """KillUserProcesses from the last of `paths` that sets it; False, the default of distributions, if none does."""
     kills = False
     for path in paths:
         with contextlib.suppress(OSError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""The terminal: whether it can show the screen, and how well."""
+"""Checks whether the terminal can show the screen, and how well."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def terminal(environ: Mapping[str, str]) -> Iterator[Check]:
         yield _size()
         yield _colours(environ)
     yield _characters()
-    yield from _keeper(environ)
+    yield from _session(environ)
 
 
 def _size() -> Check:
@@ -58,7 +58,7 @@ def _characters() -> Check:
     )
 
 
-def _keeper(environ: Mapping[str, str]) -> Iterator[Check]:
+def _session(environ: Mapping[str, str]) -> Iterator[Check]:
     if environ.get("TMUX"):
         yield ok("session", "inside tmux")
     elif environ.get("STY"):

@@ -1,7 +1,7 @@
-"""Tries Python, torch, the tracer and NVML as a run uses them: traces a child and samples the devices.
+"""Tries Python, torch, the tracer and NVML as a run uses them: traces a child process and samples the devices.
 
-The child gets the environment of a run in its own directory, imports torch and calls a model. The check passes if the
-record has this call with the right sizes.
+The child runs in a temporary directory, with the environment of a run. It imports torch and calls a model twice. The
+check passes if both calls are in the record, with the right sizes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CHILD_S = 120.0
 """Time limit of the child in seconds: importing torch from a cold network file system is slow."""
 NVML_S = 10.0
 _MAX_CALLS = 100
-"""The child calls its model twice."""
+"""Most calls to read; the child makes only two."""
 _OLDEST_TORCH = (2, 4)
 _NOT_YET = "NVML has not answered yet"
 _CHILD = """\

@@ -17,19 +17,19 @@ _COLOUR_SYSTEMS = ("auto", "standard", "256", "truecolor")
 
 
 class ScreenClosed(SystemExit):
-    """The screen closed without its user: by a signal (128+N), with its terminal (129), or by an error (1)."""
+    """The screen closed, but its user did not close it: a signal (128+N), a hang-up (129) or an error (1) did."""
 
 
 def prepare(environ: MutableMapping[str, str]) -> None:
     """Set the environment variables that Textual reads when it is imported."""
     environ.setdefault("TEXTUAL_DISABLE_KITTY_KEY", "1")
-    # Textual looks these up in a table without checking that they are in it.
+    # Textual looks the value up in a table, and fails if it is not there.
     if environ.get("TEXTUAL_COLOR_SYSTEM", "auto") not in _COLOUR_SYSTEMS:
         del environ["TEXTUAL_COLOR_SYSTEM"]
     environ.pop("TEXTUAL_THEME", None)
-    # `dpmon.ui.look.choose` has applied it already; Textual would turn even explicitly chosen colours grey.
+    # `dpmon.ui.look.choose` gets it from a copy; Textual would turn even explicitly chosen colours grey.
     environ.pop("NO_COLOR", None)
-    # Textual would stick to exported values, whatever the terminal's later size.
+    # Textual would keep to exported values even after the terminal is resized.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if all(os.get_terminal_size(sys.__stdout__.fileno())):  # type: ignore[union-attr]
             environ.pop("COLUMNS", None)
@@ -46,11 +46,12 @@ def run_screen(
 ) -> str:
     """Show the run in `directory` until the user leaves; `theme`: a name from `dpmon.config`.
 
-    With `playback`, a finished run can be played back. `told`: how the run ended, if known without a file.
+    With `playback`, a finished run can be played back. `told` returns how the run ended, if the caller knows it without
+    a file.
 
-    Returns "left": the training goes on; "ended": the run is over; "stopped": the user stopped it and it has ended.
-    Raises ScreenClosed, a SystemExit with the status, if the screen closed without a request of its user; raises
-    RunError if the directory is not a run.
+    Returns "left": the training goes on; "ended": the run is over; "stopped": the user stopped the run and it has
+    ended. Raises ScreenClosed, a SystemExit with the status, if the user did not close the screen. Raises RunError if
+    the directory is not a run.
     """
     wishes = dict(os.environ)
     prepare(os.environ)

@@ -49,7 +49,7 @@ def _between(numbers: Summary) -> list[str]:
 
 
 def unevenness(numbers: Summary) -> list[str]:
-    """Note that few steps take most of the time, and in which phase they are longer; empty if they do not."""
+    """A note that a few steps take most of the time, and in which phase they are longer; empty if none do."""
     found = numbers.uneven
     if found is None:
         return []
@@ -69,7 +69,7 @@ def usual(process: Process, phase: str) -> bool:
 
 
 def missing(process: Process, phases: Sequence[PhaseFigures]) -> list[str]:
-    """Each reason for missing phases after their names; phases with the same reason together."""
+    """A note for each reason why phases are missing: the names of these phases, then the reason."""
     call = process.calls[process.newest].last if process.newest is not None else None
     reasons: dict[str, list[str]] = {}
     for phase in phases:

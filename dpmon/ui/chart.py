@@ -13,7 +13,7 @@ _NICE = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 
 
 def bar(share: float | None, width: int, glyphs: Glyphs) -> Row:
-    """A bar of `width` cells, `share` (0 to 1) of it full; dots if unknown. A positive share fills at least a cell."""
+    """A bar of `width` cells, filled up to `share` (0 to 1), but at least one cell if it is positive; dots for None."""
     if share is None:
         return [(glyphs.middot * width, "dim")]
     full = min(max(round(share * width), 1 if share > 0 else 0), width)
@@ -21,7 +21,7 @@ def bar(share: float | None, width: int, glyphs: Glyphs) -> Row:
 
 
 def spark(values: Sequence[float | None], width: int, glyphs: Glyphs, top: float = 100.0) -> str:
-    """The newest `width` values as blocks against `top`, newest at the right; a middle dot for an unknown one."""
+    """The newest `width` values as blocks on a scale up to `top`, newest at the right; unknown values are dots."""
     shown = list(values)[-width:] if width > 0 else []
     steps = len(glyphs.blocks) - 1
     text = "".join(
@@ -34,7 +34,7 @@ def spark(values: Sequence[float | None], width: int, glyphs: Glyphs, top: float
 def resampled(values: Sequence[float | None], count: int, span: int, width: int) -> list[float | None]:
     """The newest `span` of `values` as at most `width` means, newest last; None where all values are unknown.
 
-    `count`: number of values ever seen; it keeps each mean over the same values while it is shown.
+    `count`: number of values ever seen. It fixes which values belong together, so that old means do not change.
     """
     if width <= 0 or not values:
         return []
@@ -51,7 +51,7 @@ def resampled(values: Sequence[float | None], count: int, span: int, width: int)
 
 
 def area(values: Sequence[float | None], width: int, height: int, top: float, glyphs: Glyphs) -> list[str]:
-    """Filled columns of `values` (newest last, at the right) against `top`, in `height` rows of `width` cells.
+    """`values` as filled columns on a scale up to `top`, newest at the right, in `height` rows of `width` cells.
 
     Two values per cell if the glyphs have braille, else one. An unknown value is a dot on the lowest row.
     """
@@ -83,7 +83,7 @@ _RIGHT_DOTS = (0x00, 0x80, 0xA0, 0xB0, 0xB8)
 
 
 def parts_bar(shares: Sequence[float], width: int, glyphs: Glyphs) -> Row:
-    """A bar of `width` cells: the first share full, the second broken, the rest empty."""
+    """A bar of `width` cells: a full line for the first share, a broken line for the second, the rest empty."""
     signs = (("=", "bar"), ("~", "dim")) if glyphs.ascii else (("━", "bar"), ("╍", "bar"))
     row: Row = []
     used, total = 0, 0.0
@@ -96,7 +96,7 @@ def parts_bar(shares: Sequence[float], width: int, glyphs: Glyphs) -> Row:
 
 
 def busy_bar(parts: tuple[float, float, float], top: float, width: int, glyphs: Glyphs) -> Row:
-    """A rank's step against `top`, in `width` cells: busy, communicating, waiting (ns)."""
+    """A rank's step as a bar on a scale up to `top` ns; `parts`: busy, communicating, waiting (ns)."""
     row: Row = []
     used, total = 0, 0.0
     for part, (sign, style) in zip(parts, busy_signs(glyphs), strict=True):
@@ -108,7 +108,7 @@ def busy_bar(parts: tuple[float, float, float], top: float, width: int, glyphs: 
 
 
 def busy_legend(width: int, glyphs: Glyphs) -> Row:
-    """The names of the parts, as many as fit in `width` cells."""
+    """The names of the parts of `busy_bar`, as many as fit in `width` cells."""
     row: Row = []
     for name, (sign, style) in zip(("busy", "exposed", "wait"), busy_signs(glyphs), strict=True):
         row += [(sign, style), (name + " ", "dim")]
@@ -142,7 +142,7 @@ def range_bar(low: float, middle: float, high: float, top: float, width: int, gl
 
 
 def ceiling(value: float) -> float:
-    """The next round number at or above `value` (positive), so that a scale stands still while values change."""
+    """The next round number at or above `value` (positive), so that a scale stays the same while values change."""
     if value <= 0:
         return 1.0
     scale = 1.0
@@ -154,7 +154,7 @@ def ceiling(value: float) -> float:
 
 
 def top_of(columns: Sequence[Column]) -> float:
-    """The scale of a history (ns): a round number above 95 % of the columns; the others are cut and marked."""
+    """The upper end of a history's scale (ns): a round number above 95 % of the columns; the others are cut."""
     totals = sorted(c.wall_ns / c.count for c in columns if c.count)
     return ceiling(totals[max(-(-len(totals) * 95 // 100) - 1, 0)]) if totals else 1.0
 
@@ -198,12 +198,12 @@ def _cell(parts: list[tuple[float, int, str]], mono: bool) -> Span:
         largest = max(parts)
         return (LETTERS[largest[2]], f"phase.{largest[2]}") if filled >= 4 else (" ", "")
     blocks = " ▁▂▃▄▅▆▇█"
-    # One cell can show two colours: the two largest parts, the lower one in front.
+    # One cell can show the two largest parts: the lower one as foreground, the upper one as background.
     two = sorted(sorted(parts, reverse=True)[:2], key=lambda part: part[1])
     if len(two) == 1:
         return (blocks[min(round(filled), 8)], f"phase.{two[0][2]}")
     if filled < 7.5:
-        # The end of the column: the background is the second colour, so the uppermost phase is drawn.
+        # At the top of the column, the background is the second colour, so only the uppermost phase is drawn.
         upper = max((part for part in parts if part[0] >= 1), key=lambda part: part[1], default=max(parts))
         return (blocks[round(filled)], f"phase.{upper[2]}")
     lower = min(max(round(8 * two[0][0] / (two[0][0] + two[1][0])), 1), 7)
@@ -211,11 +211,11 @@ def _cell(parts: list[tuple[float, int, str]], mono: bool) -> Span:
 
 
 def stacked(columns: Sequence[Column], width: int, height: int, top: float, look: Look, cells: int = 1) -> list[Row]:
-    """`columns` from left to right, each `cells` wide, in `height` rows (top row first) against `top` (ns).
+    """`columns` from left to right, each `cells` wide, in `height` rows (top row first) on a scale up to `top` ns.
 
-    Each column is the mean step of its time, its phases stacked from below in the order of PHASES, by colour; without
-    colour or in ASCII by letter. Steps too short for the scale show the lowest block, or the lower-case letter of their
-    largest phase; only a column without steps is blank.
+    Each column is the mean step of its time range. Its phases are stacked from below in the order of PHASES, shown by
+    colour, or by letter without colour or in ASCII. Steps too short for the scale show the lowest block, or the
+    lower-case letter of their largest phase; only a column without steps is blank.
     """
     mono = not look.colour or look.glyphs.ascii
     shown = list(columns)[-(width // cells) :] if width >= cells else []

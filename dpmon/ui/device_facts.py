@@ -51,7 +51,7 @@ _WORDS = {
 
 
 def device_name(data: Data) -> str:
-    """The GPU's name without its maker's."""
+    """The GPU's name without "NVIDIA"."""
     return clean(data.get("name") or "GPU", 60).removeprefix("NVIDIA ")
 
 
@@ -61,7 +61,7 @@ def mine(data: Data) -> bool:
 
 
 def label(index: object, data: Data) -> str:
-    """A GPU's number, and its number in the run's processes if that differs."""
+    """A GPU's number, followed by its name in the run's processes (cuda:N) if that has another number."""
     named = _ordinal(data)
     shown = str(index) if isinstance(index, int) and not isinstance(index, bool) else UNKNOWN
     return shown.rjust(2) if named is None or named == f"cuda:{shown}" else f"{shown.rjust(2)} {named}"
@@ -97,7 +97,7 @@ def reasons(samples: Sequence[Data], only: Sequence[str] | None = None) -> str:
 
 
 def facts(index: int, track: DeviceTrack, width: int, tall: int, span: int, look: Look) -> list[Row]:
-    """The rows of one GPU: name and number, histories `tall` rows high, then every figure."""
+    """The rows of one GPU: name and number, histories of `tall` rows, then every figure."""
     data = track.data
     ours = mine(data)
     head: Row = [
@@ -237,7 +237,7 @@ def _absent(data: Data) -> Data:
 
 
 def _topics(found: Mapping[str, Sequence[tuple[str, str, str]]], width: int) -> list[Row]:
-    """A row per topic, or more if they do not fit; values in fixed widths, so that they stand still."""
+    """One row or more per topic; the values have fixed widths, so that they do not move."""
     rows: list[Row] = []
     for topic, items in found.items():
         row: Row = [("   " + topic.ljust(10), "dim")]

@@ -17,7 +17,7 @@ from dpmon.ui.rows import Row, box, width_of
 from dpmon.ui.view import PanelView
 
 LINE_MOST = 4000
-"""Most bytes of a typed line: one write with its end is atomic (PIPE_BUF), and a terminal accepts it (N_TTY)."""
+"""Most bytes of a typed line: with its newline it fits one atomic write (PIPE_BUF) and one terminal line (N_TTY)."""
 
 
 def key_name(event: events.Key) -> str:
@@ -56,7 +56,7 @@ class Dialog(ModalScreen[str | None]):
             self.pressed(event)
 
     def pressed(self, event: events.Key) -> None:
-        """Do what the key means here."""
+        """Act on a key; sub-classes define which keys work."""
         raise NotImplementedError
 
     def footer_keys(self) -> list[tuple[str, str]]:
@@ -70,10 +70,10 @@ class Dialog(ModalScreen[str | None]):
             self.pressed(events.Key(name, None))
 
     def over(self) -> None:
-        """The run has ended: stop offering what is now impossible."""
+        """Called at the end of the run: stop offering what is impossible from then on."""
 
     def settle(self, answer: str | None) -> None:
-        """Close with the answer, only once: Textual treats a second dismissal as an error."""
+        """Close with the answer; do nothing the second time, because Textual treats a second dismissal as an error."""
         if not self.answered:
             self.answered = True
             self.app.call_later(self.app.post_message, self.Changed())
@@ -84,12 +84,12 @@ class Dialog(ModalScreen[str | None]):
         yield self.box
 
     def on_mount(self) -> None:
-        """Draw it."""
+        """Draw the box and announce the dialog."""
         self.draw()
         self.app.post_message(self.Changed())
 
     def on_resize(self) -> None:
-        """Draw it again in the middle of the new size."""
+        """Draw the box again in the middle of the resized screen."""
         self.draw()
 
     def content(self, width: int, height: int) -> list[Row]:
@@ -132,7 +132,7 @@ class Choice(Dialog):
     ) -> None:
         """`answers`: one key or several, separated by spaces; name; text.
 
-        `moot`: called when the run is over and the question has become pointless. It tells the user; the dialog closes.
+        `moot`: tells the user that the dialog closed because the run is over and the question has become pointless.
         """
         super().__init__(title, look)
         self.moot = moot
@@ -140,7 +140,7 @@ class Choice(Dialog):
         self.answers = [(" or ".join(keys.split()), name, says) for keys, name, says in answers]
         self.keys_width = max(5, *(len(keys) for keys, _, _ in self.answers))
         self.said = ""
-        """The note on the last key, if it was not an answer's."""
+        """A note about the last key, if it was no answer."""
 
     def wanted(self) -> int:
         """As wide as its longest row."""
@@ -171,7 +171,7 @@ class Choice(Dialog):
         return any(name == each for _, each, _ in self.answers)
 
     def pressed(self, event: events.Key) -> None:
-        """Return the answer of the key; escape stays; report any other key."""
+        """Return the answer of the key; note that a key without an answer does nothing."""
         pressed = "esc" if event.key == "escape" else event.key
         for keys, name, _ in self.answers:
             if pressed in keys.split(" or "):
@@ -182,7 +182,7 @@ class Choice(Dialog):
 
 
 class Pages(Dialog):
-    """Rows to read, with scrolling; any other key closes it."""
+    """Rows to read. Arrows and page keys scroll; any other key closes the dialog."""
 
     def __init__(self, title: str, make: Callable[[int], list[Row]], look: Look) -> None:
         """`make` returns the rows for a width in cells."""
@@ -191,7 +191,7 @@ class Pages(Dialog):
         self.room = 1
 
     def wanted(self) -> int:
-        """A comfortable width to read."""
+        """A comfortable width for reading."""
         return 112
 
     def corner(self) -> str:
@@ -225,7 +225,7 @@ class Line(Dialog):
     def __init__(
         self, title: str, note: str, look: Look, typed: str = "", hidden: bool = False, moot: str | None = None
     ) -> None:
-        """`hidden`: show stars instead of the text. `moot`: the note when the run is over; then nothing is sent."""
+        """`hidden`: show stars instead of the text. `moot`: the note after the run's end, when no line can be sent."""
         super().__init__(title, look)
         self.moot = moot
         self.open = True

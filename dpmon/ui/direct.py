@@ -1,7 +1,7 @@
-"""Writes only changed cells, past Textual's compositor, which would send each row again from its left edge.
+"""Writes only the changed cells to the terminal; Textual's compositor would send each changed row from its left edge.
 
-Textual holds the whole picture too (the widgets' rows), so whatever it draws itself, after a resize or under a dialog,
-is right. This is a fast path for a screen on which only numbers change.
+This is a fast path for a screen on which only numbers change. The widgets hold all rows as well, so Textual can draw
+the right picture itself, after a resize or under a dialog.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dpmon.ui.rows import Span, width_of
 Cell = tuple[str, str]
 """The text of one cell and its style's name; the right half of a wide character is empty."""
 _GAP = 5
-"""A gap of up to this many unchanged cells is cheaper to write again than to jump over."""
+"""Up to this many unchanged cells between two changes are written again, because that is cheaper than a jump."""
 
 
 def cells_of(row: Sequence[Span]) -> list[Cell]:
@@ -86,14 +86,14 @@ def _codes(style: Style, system: str | None) -> tuple[str, str, str]:
 
 
 def patch_row(x: int, y: int, before: Sequence[Span], after: Sequence[Span], look: Look, system: str | None) -> str:
-    """Like `patch`, for two rows of the same width; skips the spans that both begin or end with."""
+    """Like `patch`, for two rows of the same width; skips equal spans at the start and at the end."""
     first, last = 0, 0
     most = min(len(before), len(after))
     while first < most and before[first] == after[first]:
         first += 1
     while last < most - first and before[-1 - last] == after[-1 - last]:
         last += 1
-    # A mark without a width belongs to the cell before it, in another span.
+    # A mark without a width belongs to the last cell of the span before it.
     while first and any(_begins_with_mark(row, first) for row in (before, after)):
         first -= 1
     while last and _begins_with_mark(after, len(after) - last):

@@ -57,7 +57,7 @@ class Drawing(App[str]):
         open_store: OpenStore | None = None,
         direct: bool = True,
     ) -> None:
-        """`refresh`: seconds between pictures; `direct` False leaves all drawing to Textual."""
+        """`refresh`: seconds between pictures; `direct`: whether changed cells may bypass Textual's compositor."""
         super().__init__(ansi_color=not look.colour)
         self.look = look
         self.period = refresh
@@ -75,7 +75,7 @@ class Drawing(App[str]):
         self._panels = {name: PanelView(name, look) for name in _PLACES}
 
     def get_driver_class(self) -> type[TextualDriver]:
-        """Our driver where Textual would choose its own for Linux terminals; else Textual's choice."""
+        """Our driver instead of Textual's LinuxDriver; any other driver stays as Textual chose it."""
         from textual.drivers.linux_driver import LinuxDriver
 
         from dpmon.ui.driver import Driver
@@ -84,7 +84,7 @@ class Drawing(App[str]):
         return Driver if found is LinuxDriver else found
 
     def exit(self, result: str | None = None, return_code: int = 0, message: object = None) -> None:
-        """Exit in any case; a deadline ends the process if the terminal takes no more output."""
+        """Exit; a deadline ends the process even if the terminal accepts no more output."""
         ended = self.feed.ended
         over = ended.status if ended is not None and ended.status is not None else 1
         self.leaving.wished(return_code or {"left": 0, "ended": over, "stopped": over}.get(result or "", 1))
@@ -104,7 +104,7 @@ class Drawing(App[str]):
     def _begin(self) -> None:
         try:
             self.feed.start()
-        except Exception as error:  # noqa: BLE001  a directory that is no run: told by whoever started the screen
+        except Exception as error:  # noqa: BLE001  `run_screen` raises it again, for example for a missing run
             self.problem = error
             self.exit(None, return_code=2)
             return
@@ -207,7 +207,7 @@ class Drawing(App[str]):
         self.screen.refresh()
 
     def on_app_focus(self) -> None:
-        """The terminal has become visible again."""
+        """Repaint when the terminal becomes visible again."""
         self._repaint()
 
     def scene(self) -> Scene:
@@ -220,7 +220,7 @@ class Drawing(App[str]):
         return self.feed.scene(view, self._stopping)
 
     def draw(self) -> None:
-        """Draw the pictures and give each panel its rows; only changed rows reach the terminal."""
+        """Draw all panels; only changed rows reach the terminal."""
         width, height = self.size
         if not width or not height:
             return
@@ -257,7 +257,7 @@ class Drawing(App[str]):
         return [plain(row) for row in self.painted_rows()]
 
     def last_scroll(self, panel: str, wanted: int) -> int:
-        """How far a panel can scroll, up to `wanted` rows; beyond that its picture stays the same."""
+        """The scroll position `wanted`, limited to the last one at which the panel still shows more rows."""
         slot = self.slots.get(panel)
         if slot is None:
             return 0

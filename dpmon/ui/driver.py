@@ -1,11 +1,11 @@
 """Textual's driver for a terminal on Linux, with our own keyboard input and our own way to resume after a stop.
 
-Textual 8.2 enters application mode again at every SIGCONT. That is right after ctrl+z, because Textual has left the
-mode. After a SIGSTOP it has not: a second thread would read the keys, only one of the two would ever end, and the
-changed modes would be saved as the original ones.
+Textual 8.2 enters application mode again at every SIGCONT. This is right after ctrl+z, because Textual has left the
+mode. But Textual does not notice a SIGSTOP and is still in the mode: a second thread would read the keys, only one of
+the two would ever end, and the changed modes would be saved as the original ones.
 
-The terminal reports clicks and the wheel, but not every move of the mouse, which nothing here uses. The size comes from
-the kernel; the terminal is not asked to send it among the keys.
+The terminal is asked to report clicks and the wheel, but no moves of the mouse, because nothing uses them. It is not
+asked to send its size among the keys either, because the kernel knows the size.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dpmon.ui.typed import INTERRUPTS
 _MOUSE = ("\x1b[?1000h", "\x1b[?1006h")
 """Report clicks and the wheel, in a format that can express every column."""
 _MODES = f"\x1b[?1049h{''.join(_MOUSE)}\x1b[?25l\x1b[?1004h\x1b[?2004h\x1b[?7l"
-"""What `LinuxDriver.start_application_mode` asks of a terminal, in its order."""
+"""The modes that `LinuxDriver.start_application_mode` sets, in the same order."""
 _CHUNK = 4096
 _LOOK_S = 0.1
 _LOOK_WHILE_WAITING_S = 0.02
@@ -43,12 +43,12 @@ def _interrupts(message: Message) -> bool:
 
 
 class Driver(LinuxDriver):
-    """Reads keys through `Keyboard`. Enters application mode only if it was left; otherwise sets the modes again."""
+    """Reads keys through `Keyboard`. A SIGCONT enters application mode only if it was left, else renews the modes."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self._coming: deque[Message] = deque()
-        """Messages from the thread that reads keys to the application."""
+        """Messages that the input thread sends to the application."""
 
     # ------------------------------------------------------------------------------------------ keys
 
@@ -106,7 +106,7 @@ class Driver(LinuxDriver):
     # ------------------------------------------------------------------------------------------ stopping
 
     def _sigtstp_application(self, *_: object) -> None:
-        # Not within the handler: the main thread may just hold the lock of the queue that it would write to.
+        # Not within the signal handler: it may interrupt code that holds the lock of the queue of writes.
         self._loop.call_soon_threadsafe(super()._sigtstp_application)
 
     def _sigcont_application(self, *_: object) -> None:
@@ -122,13 +122,13 @@ class Driver(LinuxDriver):
             self.send_message(self.SignalResume())
 
     def _set_modes(self) -> bool:
-        """The modes that keys need, which a shell may have changed; False where another job has the terminal."""
+        """Set the modes that keys need, which a shell may have changed; False if another job has the terminal."""
         try:
             modes = termios.tcgetattr(self.fileno)
             modes[tty.LFLAG] = self._patch_lflag(modes[tty.LFLAG])
             modes[tty.IFLAG] = self._patch_iflag(modes[tty.IFLAG])
             modes[tty.CC][termios.VMIN] = 1
-            # In the background this stops the process, and fails when it is continued: then there is a SIGCONT more.
+            # In a background job, this call stops the process, and fails later: then another SIGCONT has come.
             termios.tcsetattr(self.fileno, termios.TCSANOW, modes)
         except termios.error:
             return False

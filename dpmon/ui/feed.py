@@ -32,9 +32,9 @@ OpenStore = Callable[[], "AbstractContextManager[Store]"]
 
 INPUT = "input.fifo"
 _GRACE_NS = 3_000_000_000
-"""Nanoseconds from the disappearance of the command, without a recorded exit, until the screen reports it."""
+"""Nanoseconds to wait for the exit record of a command that is gone; then its status is shown as unknown."""
 _SLOW_S, _RESTS = 0.1, 10
-"""After a look longer than `_SLOW_S` seconds, the next one waits `_RESTS` times as long, so that keys are answered."""
+"""After a read that took over `_SLOW_S` s, the next one waits `_RESTS` times as long, so that keys are answered."""
 _STRIDE = 4
 """Ranks read beyond the visible ones, so that the user can scroll before more are read."""
 FROZEN_RANKS = 2 * MOST_RANKS
@@ -131,7 +131,7 @@ class Feed:
         self._asked_at_change = 0
         self._rests_until = 0.0
         self._seen: object = None
-        """As of the last look."""
+        """The stamp of the last read, which shows whether anything is new."""
 
     def start(self) -> None:
         """Open the run. Raises the reader's error if the directory is not a run."""
@@ -185,7 +185,7 @@ class Feed:
     # ------------------------------------------------------------------------------------------ reading
 
     def tick(self) -> None:
-        """Look at the run again. Ask for its end first, so that everything written before the end is seen."""
+        """Read the run again. Check for its end first, so that everything written before the end is read."""
         reader = self._reader
         if reader is None:
             return
@@ -200,7 +200,7 @@ class Feed:
         self._answer(reader)
 
     def _look(self) -> None:
-        """Read the state as of now. Keep the old one if reading fails."""
+        """Read the state if anything is new; keep the old one if reading fails."""
         wanted = self._wanted._replace(over=self.over, ranks=self._ranks)
         began = time.perf_counter()
         if wanted == self._wanted and (began < self._rests_until or not self._is_new()):
@@ -223,7 +223,7 @@ class Feed:
         return self._seen is None or self._seen != before
 
     def _position_ns(self) -> int | None:
-        """The time of the picture (ns); None for now."""
+        """The time that the picture shows (ns); None for the present."""
         return None
 
     def _taken(self, snapshots: Snapshots, wanted: Wanted, t_ns: int | None) -> State | None:
@@ -268,7 +268,7 @@ class Feed:
     # ------------------------------------------------------------------------------------------ asking
 
     def can_toggle(self) -> bool:
-        """Whether a process could answer a request for a mode, and grant it."""
+        """Whether a process could grant a request for the other mode."""
         return self.toggle_refusal() is None
 
     def toggle_refusal(self) -> str | None:
@@ -347,7 +347,7 @@ class Feed:
             self._reader.request_pause(not self.pausing().wanted)
 
     def sample(self) -> bool:
-        """Ask for the collectives of the next step; False if no process was there."""
+        """Ask for the collectives of the next step; False if there was no process to ask."""
         return self._reader is not None and self._ended is None and self._reader.request_sample() > 0
 
     def can_type(self) -> bool:
@@ -416,7 +416,7 @@ class Feed:
         return self._ranks > self._wanted.ranks
 
     def still(self, scene: Scene, view: View) -> Scene:
-        """A scene of the frozen time with another view."""
+        """The frozen scene with another view; reads more of the same moment if the view needs it."""
         before, wanted = (_wanted(each, Wanted(ranks=FROZEN_RANKS), FROZEN_RANKS // 2) for each in (scene.view, view))
         if before != wanted:
             wanted = wanted._replace(over=scene.over)
@@ -426,5 +426,5 @@ class Feed:
 
 
 def _wanted(view: View, before: Wanted, stride: int = _STRIDE) -> Wanted:
-    """The parts of the state that a view needs; `stride`: ranks to scroll before more are read."""
+    """The parts of the state that a view needs; `stride`: how many ranks the user scrolls before more are read."""
     return before._replace(span_s=view.span_s, first_rank=view.scrolled.get("replicas", 0) // stride * stride)

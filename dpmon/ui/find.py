@@ -1,4 +1,4 @@
-"""Finds text in the script's output: in the stored rows, then in the file, piece by piece, on any thread."""
+"""Finds text in the script's output, on any thread: in the rows in memory, and in the file before them."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ def marked(row: Row, needle: str) -> Row:
 
 @dataclass(frozen=True)
 class Hunt:
-    """One search: text, direction and start. It has all its data, so that it can run beside the screen."""
+    """One search: text, direction and start. It holds all the data it reads, so that it can run on another thread."""
 
     needle: str
     older: bool
     start: int
-    """Serial number at which the search begins (included)."""
+    """Serial number of the first row to search."""
     first: int
     """Serial number of `texts[0]`; older rows are in the file."""
     texts: list[str]
     tail: Tail
     number: int | None
-    """Line of the file with serial number `first`; None while older lines cannot be searched."""
+    """Number of the line in the file that `texts[0]` shows; None while older lines cannot be searched."""
 
     def run(self) -> int | None:
         """Serial number of the nearest hit in this direction; None without one."""
@@ -96,7 +96,7 @@ class Hunt:
                     yield self.first - (self.number - number)
 
     def _candidates(self, data: bytes) -> list[tuple[int, bytes]]:
-        """Lines of a piece that may contain the text, with their places in it."""
+        """Lines of a piece that may contain the text, each with its index in the piece."""
         bare = ESCAPE.sub(b"", data) if b"\x1b" in data else data
         if found_in(bare.decode("utf-8", "replace"), self.needle) < 0:
             return []

@@ -1,4 +1,4 @@
-"""The last row: the keys that work now, or those of the dialog that is open.
+"""The last row: the keys that work now, or the keys of an open dialog.
 
 If there is not enough room, the least useful keys are left out first.
 """
@@ -21,7 +21,7 @@ _ORDER = ("esc", "d", "p", "end", "space", "n", "N", "/", "x", "enter", "1-5", "
 _OVER = ("r", "e")
 """The main keys after the end of a run."""
 _BACK = ("resume", "go on")
-"""Words of states that only their key ends."""
+"""Words of keys that end a state (a pause, a frozen picture) which no other key ends."""
 _ALL = "list"
 """The word of `:` if nothing is left out; as long as "more"."""
 _SHORT = {
@@ -90,7 +90,7 @@ def _taken(pieces: Sequence[_Piece], gap: int) -> int:
 
 
 def _chosen(pieces: Sequence[_Piece], width: int, gap: int) -> list[_Piece]:
-    """The pieces that fit, the most useful first; short words close together, lengthened as far as they fit."""
+    """The pieces that fit, chosen by usefulness. In a narrow row, their words are short; as many as fit stay long."""
     order = sorted(range(len(pieces)), key=lambda index: pieces[index].rank)
     shown: dict[int, _Piece] = {}
     for index in order:
@@ -106,7 +106,7 @@ def _chosen(pieces: Sequence[_Piece], width: int, gap: int) -> list[_Piece]:
 
 
 def at(row: Row, x: int) -> str | None:
-    """The key in column `x`, by its name or word; None between keys."""
+    """The key that has its name or its word in column `x`; None between keys."""
     column = 0
     key: str | None = None
     for text, style in row:

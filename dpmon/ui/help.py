@@ -55,8 +55,8 @@ def _entries(pairs: list[tuple[str, str, str]], label: int, width: int) -> list[
     return rows
 
 
-def _once() -> dict[str, str]:
-    """The effect of each key; a key with several effects has them in one text."""
+def _effects() -> dict[str, str]:
+    """The effect of each key; several effects of one key are joined."""
     found: dict[str, list[str]] = {}
     for command in COMMANDS:
         found.setdefault(command.key, []).append(command.says)
@@ -64,7 +64,7 @@ def _once() -> dict[str, str]:
 
 
 def _signs(look: Look, lettered: bool) -> tuple[str, str]:
-    """More about the columns of panel 3, with the signs of this look."""
+    """Sentences about the signs in the history of panel 3; `lettered`: phases are drawn as letters."""
     little = "A small letter (or a dot)" if lettered else "The lowest block"
     return (
         f"{little} alone: steps too short for one cell of this scale (single beside dp); it shows their longest phase.",
@@ -90,7 +90,7 @@ def help_rows(width: int, look: Look) -> list[Row]:
     rows += _entries(phases, label, width)
     rows += _entries([("", "", text) for text in _signs(look, lettered)], label, width)
     rows += [[], [("Keys", "title")]]
-    rows += _entries([(key, "key", says) for key, says in _once().items()], label, width)
+    rows += _entries([(key, "key", says) for key, says in _effects().items()], label, width)
     rows += _entries([(keys, "key", text) for keys, text in _MOVES], label, width)
     rows += [[], [("Keys of a playback (dpmon attach, once a run is over)", "title")]]
     rows += _entries([(command.key, "key", command.says) for command in PLAYED], label, width)

@@ -1,7 +1,7 @@
 """Slow jobs beside the screen: saving, exporting, reporting. This module has no widgets.
 
 Files get a free name, so nothing is ever overwritten. They go into the current directory or, if that is not writable,
-into the run's.
+into the run's directory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dpmon.errors import DpmonError
 Made = TypeVar("Made")
 
 _TRIES = 100
-# Each runs in its own process at a lower priority: millions of records would block the screen's thread.
+# Both run in a process of their own at a lower priority: millions of records would block the screen's thread.
 _EXPORT = """\
 import os, sys
 from pathlib import Path
@@ -37,7 +37,7 @@ sys.stdout.reconfigure(encoding="utf-8", errors="replace")
 print("\\n".join(report_text(Path(sys.argv[1]), int(sys.argv[2]))))
 """
 ENDINGS = {"jsonl": "jsonl", "csv": "csv", "perfetto": "trace.json"}
-"""The ending of an export's name by its form; csv is a directory of tables."""
+"""The ending of an export's file name, by format; csv is a directory of tables."""
 _HOME = str(Path(__file__).resolve().parent.parent.parent)
 
 
@@ -46,7 +46,7 @@ class JobError(DpmonError):
 
 
 def _new(name: str, ending: str, directory: Path, make: Callable[[Path], Made]) -> tuple[Made, Path]:
-    """The result of `make` for the first free name `NAME-HHMMSS.ENDING`, and that path. Raises JobError."""
+    """Call `make` with the first free path `NAME-HHMMSS.ENDING`; return its result and the path. Raises JobError."""
     stamp = time.strftime("%H%M%S")
     problem = "too many files with this name exist"
     for place in (Path.cwd(), directory.absolute()):
@@ -74,7 +74,7 @@ def shown(path: Path) -> str:
 
 
 def save(text: str, name: str, ending: str, directory: Path) -> str:
-    """Write `text` into a new file; returns its place."""
+    """Write `text` into a new file; returns its path."""
     fd, path = _new(name, ending, directory, _file)
     try:
         with open(fd, "w", encoding="utf-8") as file:
@@ -86,7 +86,7 @@ def save(text: str, name: str, ending: str, directory: Path) -> str:
 
 
 def export(directory: Path, name: str, form: str) -> str:
-    """Write all records of the run in one of the forms of ENDINGS; returns place and size."""
+    """Write all records of the run in one of the formats of ENDINGS; returns path and size."""
     if form == "csv":
         _, path = _new(name, ENDINGS[form], directory, lambda path: path.mkdir(mode=0o700))
     else:

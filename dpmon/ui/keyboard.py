@@ -4,8 +4,9 @@ Textual's own parser stops at a byte that is not UTF-8, waits forever for the en
 of an unknown sequence as keys. This parser reads a sequence to its end as a terminal would (ECMA-48). It drops unknown
 sequences, and after a moment also incomplete ones. Textual's table says which key a sequence means.
 
-Textual treats an escape and the next character as one key (alt and that key; for digits, a sign that some keyboards
-have there). No command uses such keys, and a person who presses esc and then 2 within a tenth of a second means both.
+Textual treats an escape and the next character as one key: alt and that character, or for a digit the sign that some
+keyboards type with alt and the digit. Here they are two keys, because no command uses alt, and a person may press esc
+and then 2 within a tenth of a second.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ _CUT_S = 1.0
 """Seconds without a byte after which an open sequence or paste counts as cut short."""
 _WINDOW_S = 2.0
 _WINDOW_BYTES = 64
-"""With fewer bytes than this in a window, a person is pressing keys: the end of the paste was lost."""
+"""If fewer bytes than this come in `_WINDOW_S` seconds, a person is pressing keys: the end of the paste was lost."""
 _LONGEST = 256
 """Most bytes of a sequence; the rest of a longer one is dropped."""
 _TO_THE_TRAINING = frozenset("dpx")
 """Keys that act on the training. Together with alt they do nothing."""
 _HEARD_ANYWHERE = b"\x03\x1a"
-"""ctrl+c and ctrl+z."""
+"""ctrl+c and ctrl+z, which also work in an unfinished paste."""
 _PASTE = b"\x1b[200~"
 _PASTE_END = b"\x1b[201~"
 
@@ -72,16 +73,16 @@ class Keyboard:
         self._table = XTermParser()
         self._decoder = getincrementaldecoder("utf-8")("replace")
         self._rest = b""
-        """Bytes that are incomplete without the next ones."""
+        """Bytes of a sequence that is still incomplete."""
         self._inside: re.Pattern[bytes] | None = None
-        """The pattern of the bytes in the sequence that is being dropped."""
+        """The pattern of the bytes to drop, while a sequence is being dropped."""
         self._paste: bytearray | None = None
         self._tail = b""
         """The last byte of the paste so far."""
         self._last = 0.0
         """When the last byte came."""
         self._window = (0.0, 0)
-        """The start of the counting window, and the bytes in it."""
+        """The start of the current window of `_WINDOW_S` seconds, and the number of bytes in it."""
 
     @property
     def waiting(self) -> bool:
@@ -173,7 +174,7 @@ class Keyboard:
             self._rest = self._rest[1:] if b"@" <= last <= b"~" else self._rest
         elif last in b"\x07\x18":
             self._rest = self._rest[1:]
-        # Otherwise ST, which means nothing alone; or another sequence; or a key.
+        # Otherwise a key, another sequence, or ST, which means nothing alone: it is parsed like any input.
 
     def _take_paste(self) -> list[Message]:
         assert self._paste is not None
@@ -193,7 +194,7 @@ class Keyboard:
         return [events.Paste(pasted.decode("utf-8", "replace").replace("\x00", ""))]
 
     def _tick_paste(self, now: float, quiet: float) -> list[Message]:
-        """End the paste at a key that a person presses to get out, if no bytes follow it."""
+        """End an unfinished paste: drop it at a final ctrl+c or ctrl+z, or deliver it if its end was lost."""
         if self._tail in _HEARD_ANYWHERE and self._tail and quiet >= self._escape_s:
             self._paste, self._rest = None, b""
             return self._characters(self._tail)
@@ -230,7 +231,7 @@ class Keyboard:
         return [events.Key(key.value, None) for key in known] if isinstance(known, tuple) else []
 
     def _pair(self, char: str) -> list[Message]:
-        """An escape directly followed by a character."""
+        """The messages for an escape that is directly followed by a character."""
         if "\N{REPLACEMENT CHARACTER}" in char:  # not a valid character
             return [events.Key("escape", ESC)]
         if char in _TO_THE_TRAINING:

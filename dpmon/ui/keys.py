@@ -1,6 +1,6 @@
 """Every key with its effect, its word in the footer, and whether it works now. Footer, help and palette use this list.
 
-Also the keys that only change the view, as functions from view to view.
+The functions below the list are for keys that only change the view: they take a view and return the next one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Command(NamedTuple):
     """Textual's names of the keys, separated by commas."""
     action: str
     word: Callable[[Scene], str | None]
-    """The footer's word for it now; None if the key does not work now, "" if the footer omits it."""
+    """The footer's word for the command; None if the key does not work now, "" if the footer omits it."""
     says: str
     """The text in the help and the palette."""
 
@@ -217,7 +217,7 @@ def _bindings() -> list[BindingType]:
     }
     return [
         Binding("ctrl+c,ctrl+q", "leave(True)", priority=True, show=False),
-        # These come before Textual's own keys for a focus, which nothing here has.
+        # Priority, because Textual uses these keys to move a focus between widgets, which no widget here can have.
         Binding("tab", "next_panel(1)", priority=True, show=False),
         Binding("shift+tab", "next_panel(-1)", priority=True, show=False),
         *(Binding(names, action, show=False) for names, action in found.items()),

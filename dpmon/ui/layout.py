@@ -29,7 +29,7 @@ def is_wide(width: int) -> bool:
 def arrange(
     width: int, height: int, *, devices: int = 2, replicas: int = 2, batch: int = 11, zoom: str | None = None
 ) -> dict[str, Slot]:
-    """Places of "status", the panels and "footer", which tile the screen; only "small" if the screen is too small.
+    """Places of "status", "footer" and the panels, which fill the screen; only "small" if the screen is too small.
 
     `devices`, `replicas` and `batch`: rows that the content of these panels needs. Panels without a place are hidden.
     """

@@ -71,7 +71,7 @@ class Leaving:
         self._ask(status)
 
     def wished(self, status: int) -> None:
-        """The user leaves: end the process with `status` in some seconds if the application does not."""
+        """The user leaves: if the application has not ended after a few seconds, end the process with `status`."""
         if self._begun and self._timer is None:
             self._within(_WISHED_PATIENCE_S, status)
 

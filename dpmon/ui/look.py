@@ -1,4 +1,4 @@
-"""The look of one terminal: glyphs (Unicode or ASCII) and a theme's styles by name; a key changes it."""
+"""The look of one terminal: its glyphs (Unicode or ASCII), and the theme's styles by name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Glyphs:
     frame: tuple[str, str, str, str, str, str]
     """Corners (top left, top right, bottom left, bottom right), horizontal and vertical line."""
     blocks: str
-    """From empty to full, lower part filled: nine blocks, or two."""
+    """Nine blocks from empty to full, filled from below."""
     bar: tuple[str, str]
     """A bar's full and empty cell."""
     more: str
@@ -107,7 +107,7 @@ class Look:
     """Whether the terminal has sixteen colours."""
 
     def style(self, name: str) -> Style:
-        """The style of that name; between two phases, "phase.a/b" is the colour of a on that of b."""
+        """The style of that name; "phase.a/b" is the colour of phase a on a background in the colour of phase b."""
         found = self.styles.get(name)
         return found if found is not None else composed(name, self.theme if self.colour else None, self.few)
 

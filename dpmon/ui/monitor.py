@@ -58,7 +58,7 @@ class Monitor(Stopping):
             self.call_next(self._do_key, at(self.panel_rows("footer")[0], event.x))
 
     def on_click(self, event: events.Click) -> None:
-        """Press the key in the footer, which lists the dialog's keys while one is open."""
+        """Press a key of the open dialog at a click on that key in the footer."""
         slot, screen = self.slots.get("footer"), self.screen
         if slot is not None and isinstance(screen, Dialog) and event.screen_y == slot.y:
             screen.press(at(self.panel_rows("footer")[0], event.screen_x - slot.x) or "")
@@ -164,7 +164,7 @@ class Monitor(Stopping):
         )
 
     def action_next(self, by: int) -> None:
-        """Go to the next hit of a search in the output, else to the next root or call; then to the newest."""
+        """Go to the next hit of a search in the output; without a search, to the next root or call in panel 2."""
         if self.view.search and self.view.focus == "output":
             self._search(self.view.search, by)
             return
@@ -281,7 +281,7 @@ class Monitor(Stopping):
         def send(line: str | None) -> None:
             if line is not None:
                 problem = self.feed.type_line(line)
-                # Only the script's own output is in the files of a headless run, so a message has to confirm the line.
+                # The output files of a headless run do not contain typed lines, so a message has to confirm the line.
                 apart = len(self.feed.output.tails) > 1
                 sent = f"sent to the script: {clean(line, 200)}" if apart and not hidden else None
                 self._say(sent if problem is None else f"the line was not sent: {problem}")
@@ -295,7 +295,7 @@ class Monitor(Stopping):
     # ------------------------------------------------------------------------------------------ files
 
     def action_picture(self) -> None:
-        """Save the screen as it is now."""
+        """Save a picture of the current screen (SVG)."""
         text = svg(self.painted_rows(), self.look, f"dpmon {self.scene().facts.script.rpartition('/')[2]}")
         directory, name = self.feed.directory, self.feed.file_name()
         self._beside(lambda: f"picture: {jobs.save(text, name, 'svg', directory)}", self._say)
@@ -350,4 +350,4 @@ class Monitor(Stopping):
                 said = str(error) if told else f"{type(error).__name__}: {error}"
             self.from_thread(then, None if said is None else clean(said, 300))
 
-        threading.Thread(target=run, name="dpmon errand", daemon=True).start()
+        threading.Thread(target=run, name="dpmon job", daemon=True).start()

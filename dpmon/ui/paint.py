@@ -45,7 +45,7 @@ def places(scene: Scene, width: int, height: int) -> dict[str, Slot]:
 
 
 def _pinned(panel: str, scene: Scene) -> int:
-    """Rows of a panel that do not scroll: its column heads, if they come first."""
+    """Number of rows of a panel that do not scroll: its column headings, if they are the first row."""
     return int(panel == "replicas" and not panel_ranks.mapped(scene))
 
 
@@ -57,7 +57,7 @@ def _second(scene: Scene) -> ModuleType:
 
 
 def paint(scene: Scene, output: Output, slots: Mapping[str, Slot], look: Look) -> dict[str, list[Row]]:
-    """The rows of each place, exactly of its size."""
+    """The rows of each place, cut or filled to its size."""
     painted = {panel: _fitted(_one(panel, scene, output, slot, look), slot, look) for panel, slot in slots.items()}
     head = slots.get("status")
     if head is not None:
@@ -95,7 +95,7 @@ def _one(panel: str, scene: Scene, output: Output, slot: Slot, look: Look) -> li
 
 
 def rank_room(scene: Scene, slots: Mapping[str, Slot]) -> int:
-    """The largest number of ranks that a picture can show."""
+    """The largest number of ranks that a picture can show in these slots."""
     table = slots["replicas"].height if "replicas" in slots and panel_ranks.applies(scene) else 0
     last_step = slots["batch"].height - panel_batch.WITHOUT_RANKS if "batch" in slots else 0
     return min(max(table, last_step), MOST_RANKS)
@@ -150,7 +150,7 @@ def whole(scene: Scene, output: Output, width: int, height: int, look: Look) -> 
 
 
 def joined(slots: Mapping[str, Slot], painted: Mapping[str, list[Row]]) -> list[Row]:
-    """The rows of the screen, joined from those of each place."""
+    """The rows of the whole screen, joined from the rows of each place."""
     rows: list[Row] = [[] for _ in range(max((slot.y + slot.height for slot in slots.values()), default=0))]
     for panel, slot in sorted(slots.items(), key=lambda item: item[1].x):
         for index, row in enumerate(painted[panel]):

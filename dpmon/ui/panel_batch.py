@@ -1,4 +1,4 @@
-"""Panel 3: the time of the batch: share, median and p95 of each phase, their history, and the last step."""
+"""Panel 3, where the time of a batch goes: share, median and p95 of each phase, their history, and the last step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WITHOUT_RANKS = 8
 """Rows of the panel that never show a rank: its frame, its table and its history."""
 _RANKS_DRAWN = 64
 _LEAST = 4
-"""Up to this height, the figures and the last step take all rows."""
+"""Up to this height, notes have no row."""
 _TALL = 9
 """From this height on, the table has p95, quantities have a row, and notes have two."""
 
@@ -42,13 +42,13 @@ def wanted_rows(scene: Scene) -> int:
 
 
 def figures(scene: Scene) -> Summary:
-    """Figures over the steps of the current mode in the time range; of the previous mode while it has no step."""
+    """Figures of the current mode in the time range; of the previous mode until the current one has a step there."""
     process = scene.process
     return Summary() if process is None else process.ranged
 
 
 def title(scene: Scene, look: Look, numbers: Summary) -> tuple[Row, Row]:
-    """The panel's title, and the main numbers of the time range, which it names."""
+    """The panel's title with the time range, and the main numbers of that range."""
     process = scene.process
     if not numbers.steps or process is None:
         return [(NAMES["batch"], "title")], []
@@ -123,9 +123,9 @@ def _step_count(numbers: Summary, width: int, look: Look) -> Row:
 
 
 def _name(phase: str, room: int, look: Look, *, rest: bool) -> Row:
-    """The phase's name; if the history uses letters, its letter is marked.
+    """The phase's name, with its letter marked in the phase's style.
 
-    `rest`: the call's phases are shown separately, and forward is only the rest.
+    `rest`: the call's phases are shown separately, so forward is only the rest.
     """
     if rest and phase == "forward":
         text = next((word for word in REST if len(word) < room), REST[-1])[: room - 1]
@@ -187,7 +187,7 @@ def _devices(columns: Sequence[PhaseFigures], width: int) -> Row:
 
 
 def _widths(width: int, columns: int) -> tuple[int, int]:
-    """The width of the label and of a column; one more column is for the step, if it fits."""
+    """The widths of the label and of each column; the step has a column too, if it fits."""
     label = 7 if width >= 100 else 6 if width >= 70 else 0
     return label, min(max((width - label) // (columns + _has_step(width, columns)), 4), 12)
 
@@ -209,7 +209,7 @@ def _value(phase: PhaseFigures, show: str, cell: int) -> str:
 
 
 def _history(scene: Scene, process: Process, width: int, height: int, look: Look) -> list[Row]:
-    """The stacked columns with their scale at the left; under them the start of the range and the modes."""
+    """The stacked columns with their scale at the left, and a row below with the start of the range and the modes."""
     gutter = 8
     room = width - gutter
     picture = pictured(process, scene.view.span_s, room, scene.over)
@@ -228,7 +228,7 @@ def _history(scene: Scene, process: Process, width: int, height: int, look: Look
 
 
 def _modes(picture: Picture, width: int, look: Look, ranks: str | None) -> Row:
-    """The row under the history: each column's mode by word and colour, with a mark where it changed."""
+    """The row under the history: each column's mode by word and colour, with a mark where the mode changed."""
     row: Row = []
     line = look.glyphs.frame[4]
     for index, (mode, run) in enumerate(groupby(picture.columns, key=lambda column: column.mode)):

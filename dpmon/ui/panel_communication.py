@@ -19,7 +19,7 @@ _NOTHING = "no rank has reported yet how it averages its gradients"
 
 
 def applies(scene: Scene) -> bool:
-    """Whether ranks train: alone or several side by side."""
+    """Whether the training process is a rank, alone or beside others."""
     process = scene.process
     if process is None:
         return False
@@ -27,7 +27,7 @@ def applies(scene: Scene) -> bool:
 
 
 def title(scene: Scene, look: Look, folded: bool) -> tuple[Row, Row]:
-    """The panel's title, and the number that counts."""
+    """The panel's title, and its main number."""
     found = scene.state.communication()
     corner: Row = []
     if found is not None and found.exposed_ns is not None:

@@ -29,13 +29,13 @@ _VIRTUAL = "virtual replicas share one processor: this shows how dp behaves, not
 
 
 def figures(scene: Scene) -> Comparison:
-    """Both modes of the process that represents the run; nothing for ranks, which have no mode."""
+    """Both modes of the process that represents the run; empty for ranks, which have no mode."""
     process = scene.process
     return process.compared or Comparison() if process is not None else Comparison()
 
 
 def title(found: Comparison, look: Look, folded: bool) -> tuple[Row, Row]:
-    """The panel's title, and the numbers that count."""
+    """The panel's title, and its main numbers."""
     corner: Row = []
     if found.outcome == "even":
         corner = [("no difference shows", "dim")]
@@ -61,7 +61,7 @@ def compare(scene: Scene, width: int, height: int, found: Comparison, look: Look
     first = [table.head(), table.step(), table.samples(), *table.within()]
     bars = table.bars()
     more: list[Row] = []
-    # The most important rows that fit; their order on the screen stays the same.
+    # Take the most important rows that fit. Their order on the screen is another one, below.
     want = [("bars", bars), ("memory", table.memory()), ("p95", [table.p95()]), ("steps", [table.steps()])]
     want.append(("phases", table.phases()))
     taken: dict[str, list[Row]] = {}
@@ -95,7 +95,7 @@ class _Table:
             for phase in side.phases
             if phase.name != REST
         )
-        """Whether forward is only the rest beside the call's phases."""
+        """Whether the call's phases are shown separately, so that forward is only the rest."""
 
     def line(self, word: str, values: Mapping[str, str], style: str = "", note: Row | None = None) -> Row:
         row: Row = [(cut(word, self.label - 1).ljust(self.label), "dim")]
@@ -135,7 +135,7 @@ class _Table:
         return self.line("samples/s", {m: compact(rate.samples_per_s) for m, rate in rates.items()}, "bold", note)
 
     def within(self) -> list[Row]:
-        """The rates within steps, if they differ from the rates."""
+        """The rates within steps, if they differ from the overall rates."""
         rates = {m: s.rate for m, s in self.found.sides.items() if s.rate is not None}
         if not any(rate.apart for rate in rates.values()):
             return []
@@ -145,7 +145,7 @@ class _Table:
         return self.line("p95 step", {m: duration(s.p95_ns) for m, s in self.found.sides.items()})
 
     def steps(self) -> Row:
-        """How many steps are compared, and their samples; before a comparison, all steps."""
+        """How many steps are compared, and their samples; before a comparison, how many steps were seen."""
         sides, samples = self.found.sides, self.found.samples
         if samples is None:
             return self.line("steps seen", {m: group(side.seen) for m, side in sides.items()}, "dim")
@@ -246,15 +246,16 @@ def _notes(scene: Scene, found: Comparison, width: int, look: Look) -> list[Row]
         if found.virtual:
             short = scene.view.zoom != "compare" and len(_VIRTUAL) > width
             rows += [[(line, "dim")] for line in wrapped(_VIRTUAL_SHORT if short else _VIRTUAL, width)]
-        text = _of(found) if scene.view.zoom == "compare" else "; ".join([*_no_memory(found), *_left_out(found)])
+        omitted = "; ".join([*_no_memory(found), *_left_out(found)])
+        text = _coverage(found) if scene.view.zoom == "compare" else omitted
         rows += [[(line, "dim")] for line in wrapped(text, width) if line]
     return rows
 
 
 def _refused(scene: Scene) -> str:
-    """Which mode was refused, for which roots, and why, while that is the newest answer.
+    """The refused mode with its roots and the reasons, while the refusal is the newest answer.
 
-    A refusal by roots while other roots run in the mode (a model but not its loss) appears only on the full screen.
+    If other roots run in that mode (a model but not its loss), the refusal appears only on the full screen.
     """
     process = scene.process
     if process is None or not process.refusals:
@@ -286,8 +287,8 @@ def _left_out(found: Comparison) -> list[str]:
     return [f"left out: {many(number, 'step')} {what}" for number, what in parts if number]
 
 
-def _of(found: Comparison) -> str:
-    """The compared steps and the omitted ones."""
+def _coverage(found: Comparison) -> str:
+    """Which steps the figures leave out, and why."""
     parts = [*_left_out(found), *_no_memory(found)]
     parts += [
         f"median, p95 and phases without the {SETTLING_STEPS} after each switch",

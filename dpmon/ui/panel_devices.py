@@ -1,7 +1,7 @@
 """Panel 1: the activity of each GPU, the run's own first; without a GPU, the host's activity and the reason.
 
-Each GPU gets three rows, two, or one, as space allows; at worst two GPUs share a row. Zoomed, the panel shows all
-facts of each GPU (`device_facts`).
+Each GPU gets three rows, two or one, as space allows; if even one is too much, two GPUs share a row. Zoomed, the panel
+shows all facts of each GPU (`device_facts`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from dpmon.ui.rows import Row, fit, width_of
 from dpmon.ui.scene import NAMES, Scene
 
 _SHOWN = ("util_pct", "mem_used_bytes", "mem_total_bytes", "temperature_c", "power_w", "sm_clock_mhz", "of_run")
-"""The GPU fields of the small panel; it gives reasons if they are missing."""
+"""The GPU fields of the small panel, which gives the reason if one is missing."""
 _THIRD = (
     *(("sm_active_pct", "SM"), ("tensor_active_pct", "tensor")),
     *(("mem_run_bytes", "run"), ("mem_others_bytes", "others"), ("dram_active_pct", "dram")),
 )
-"""The fields of a GPU's third row; shares only if known."""
+"""The fields of a GPU's third row; percentages only if known."""
 _MEMORY = 15
 _GRID = 52
 """Cells that two GPUs in a row need."""
@@ -57,7 +57,7 @@ def _one_name(tracks: Sequence[tuple[int, DeviceTrack]]) -> str | None:
 
 
 def title(scene: Scene, look: Look) -> tuple[Row, Row]:
-    """The panel's title, and the one number that counts."""
+    """The panel's title, and its main number."""
     tracks = _tracks(scene)
     dot = f" {look.glyphs.middot} "
     if tracks:
@@ -88,10 +88,10 @@ def devices(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     """The panel's rows, inside its frame."""
     tracks = _tracks(scene)
     if not tracks:
-        more = _holds(scene, width)
+        more = _memory_rows(scene, width)
         return [*host(scene, width, max(height - len(more), 3), look), *more]
     said = _below([track for _, track in tracks], width, look)
-    held_rows = _holds(scene, width)
+    held_rows = _memory_rows(scene, width)
     room = height - len(said)
     each = next((each for each in (3, 2) if each * len(tracks) <= room - len(held_rows)), 0)
     each = each or (1 if len(tracks) <= room else 0)
@@ -113,7 +113,7 @@ def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     """The panel at full size: everything that is known of each device."""
     tracks = _tracks(scene)
     span = scene.view.span_s
-    more = _holds(scene, width)
+    more = _memory_rows(scene, width)
     if not tracks:
         return [*host(scene, width, max(height - len(more), 3), look, tall=True), *more]
     rows: list[Row] = [*more, []] if more else []
@@ -130,7 +130,7 @@ def _held(scene: Scene) -> list[Held]:
     return held(process.memory for process in training(scene.state) if process.memory)
 
 
-def _holds(scene: Scene, width: int) -> list[Row]:
+def _memory_rows(scene: Scene, width: int) -> list[Row]:
     """A row for each device with known torch memory: how much models, gradients and optimizers take."""
     rows: list[Row] = []
     found = _held(scene)
@@ -165,7 +165,7 @@ class _Table:
         self.head = max(3, *(span_width(label(index, track.data)) for index, track in tracks)) + 1
         self.name = min(max(map(span_width, names), default=0), 20 if width >= 90 else 10)
         left = width - self.head - (self.name + 1 if self.name else 0) - 6 - 2 - _MEMORY
-        # Figures stand after the memory if they fit; else in their own row.
+        # Power and temperature stand after the memory if they fit, else in the second row.
         self.figures = left >= 11 + 17
         if self.figures:
             left -= 17
@@ -222,7 +222,7 @@ class _Table:
         return [*row, *figures] if width_of(row) + width_of(figures) <= self.width else [*row, *figures[:2]]
 
     def third(self, track: DeviceTrack) -> Row:
-        """Fields more telling than utilisation, if the hardware reports them; and who holds the memory."""
+        """Activity fields that tell more than utilisation, if the hardware reports them; and who holds the memory."""
         data = track.data
         row: Row = [(" " * self.head, "")]
         parts: list[Row] = []
@@ -238,7 +238,7 @@ class _Table:
 
 
 def _memory_bar(data: Mapping[str, Any], width: int, look: Look) -> Row:
-    """The memory in use: this run's part full, the others' broken; all full if the holders are unknown."""
+    """The memory in use: a full line for this run, a broken one for others; all full if the holders are unknown."""
     used, total, ours = (number_in(data, key) for key in ("mem_used_bytes", "mem_total_bytes", "mem_run_bytes"))
     if used is None or not total:
         return bar(None, width, look.glyphs)

@@ -27,7 +27,7 @@ def _of_run(own: float | None, held: float | None) -> Row:
 
 
 def host(scene: Scene, width: int, height: int, look: Look, tall: bool = False) -> list[Row]:
-    """At most `height` rows: use and memory with histories (`tall`: of several rows), the run's part, the reason."""
+    """At most `height` rows: load, memory, the run's part, why there is no GPU; `tall`: histories in several rows."""
     track = scene.state.host
     data = track.data
     if not data:
@@ -67,13 +67,13 @@ def host(scene: Scene, width: int, height: int, look: Look, tall: bool = False) 
     if isinstance(reason, str):
         text = reason if reason.lower().startswith("no gpu") else f"no GPU: {reason}"
         if len(rows) >= height:
-            del rows[2]  # the bar: the figure above it says the same
+            del rows[2]  # the bar, which repeats the figure above it
         rows += _reason(clean(text, 300), width, max(height - len(rows), 1), look)
     rows += _reason(reasons([data]), width, height - len(rows), look)
     return rows
 
 
 def _reason(text: str, width: int, room: int, look: Look) -> list[Row]:
-    """A reason in at most `room` rows; the last one is cut and marked."""
+    """A reason in at most `room` rows; text that does not fit is cut and marked."""
     lines = wrapped(text, width, room, look.glyphs.more) if text and room > 0 else []
     return [[(line, "dim")] for line in lines]

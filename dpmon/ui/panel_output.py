@@ -18,7 +18,7 @@ from dpmon.ui.tail import Tail
 
 @dataclass
 class Output:
-    """The output files and the view of them; `top` (a serial number of rows) is None while the view follows the end."""
+    """The output files and the view of them. `top`: serial number of the first visible row; None follows the end."""
 
     tails: list[Tail] = field(default_factory=list)
     which: int = 0
@@ -56,7 +56,7 @@ class Output:
         if self.top is None:
             return
         if back.epoch != epoch:
-            # The view has skipped part of a flood, so the same line has another serial number now.
+            # The scrollback has skipped part of the output, so the same line has another serial number now.
             self.top = self.top - oldest + back.oldest if back.counted else None
             self.hit = None
         else:
@@ -77,7 +77,7 @@ class Output:
         self.top = None if top >= last_top else top
 
     def visible(self, height: int) -> list[Row]:
-        """The visible lines, interpreted."""
+        """The visible rows, as a terminal would show them."""
         back = self.back
         if back is None or height <= 0:
             return []
@@ -90,9 +90,9 @@ class Output:
     # ------------------------------------------------------------------------------------------ finding
 
     def search(self, needle: str, by: int, height: int) -> Callable[[], str | None] | None:
-        """A search for the next older (`by` 1) or newer (-1) row, for another thread; None without a file.
+        """A job for another thread that searches for the next older (`by` 1) or newer (-1) row; None without a file.
 
-        It returns the message for the user. `show_hit` then goes to the row.
+        The job returns the message for the user. `show_hit` then goes to the row.
         """
         back = self.back
         if back is None:
@@ -158,9 +158,9 @@ _FRAME = re.compile(r'^\s*File "(?P<path>[^"]*/)[^"/]+", line \d+')
 
 
 def narrowed(rows: Sequence[Row], width: int, more: str = "…") -> list[Row]:
-    """The rows; those of a traceback lose their file's directory as far as they exceed `width` cells.
+    """The rows; in rows of a traceback that exceed `width` cells, the directory of the file is shortened.
 
-    A row stays as it is if the directory holds a hit of the search.
+    A row stays as it is if that would hide a hit of the search.
     """
     short = (_without_directory(row, width, more) for row in rows)
     return [less if _found(less) == _found(row) else row for row, less in zip(rows, short, strict=True)]

@@ -36,7 +36,7 @@ _SHORT = ("data", "forw", "back", "expos", "wait")
 
 
 class _Rank(NamedTuple):
-    """A rank and its drawing."""
+    """A rank with its chosen or newest call and its times."""
 
     process: Process
     track: CallTrack | None
@@ -53,7 +53,7 @@ def applies(scene: Scene) -> bool:
 
 
 def _rows(scene: Scene, room: int) -> tuple[list[tuple[Process, CallTrack | None]], int]:
-    """At most `room` processes with their calls of the chosen root, or else the newest; and the number of processes."""
+    """At most `room` processes, each with its chosen or newest call, and the number of all processes."""
     processes = training(scene.state)
     track = shown(scene)
     key = (track.last.root, track.last.via) if track is not None else ("", None)
@@ -84,7 +84,7 @@ def wanted_rows(scene: Scene) -> int:
 
 
 def title(scene: Scene, look: Look) -> tuple[Row, Row]:
-    """The panel's title, and the one number that counts."""
+    """The panel's title, and its main number."""
     processes = training(scene.state)
     dot = f" {look.glyphs.middot} "
     track = shown(scene)
@@ -122,7 +122,7 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
 
 
 def _slow_in_room(ranks: Sequence[_Rank], slow: Straggler, room: int) -> list[int]:
-    """The order of the rows: slow ranks replace the last of the first `room` rows."""
+    """The order of the rows, with the slow ranks among the first `room` rows."""
     marked = [index for index, one in enumerate(ranks) if _is_slow(slow, one)]
     marked.sort(key=lambda index: ranks[index].process.process != slow.process)
     marked = marked[:room]
@@ -135,9 +135,9 @@ def _slow_in_room(ranks: Sequence[_Rank], slow: Straggler, room: int) -> list[in
 
 
 def _notes(scene: Scene, found: Communication, width: int, room: int, ranks: int, look: Look) -> list[Row]:
-    """The lines below the ranks: notes, and who delays the others; leaves one row for a rank.
+    """The lines below the ranks: who delays the others, then notes. One row of `room` is left for a rank.
 
-    They are short if the full ones do not fit below all ranks.
+    The sentence about a slow rank is short if the full one does not fit below all ranks.
     """
     slow = scene.state.straggler()
     most = max(room - 1, 0)
@@ -158,7 +158,7 @@ def _notes(scene: Scene, found: Communication, width: int, room: int, ranks: int
 
 
 def _ranks(scene: Scene, found: Communication) -> list[_Rank]:
-    """The ranks of the table in order: by number, or, of many ranks, the slowest first."""
+    """The ranks of the table: all of them by number, or if they are many, only the slowest, the slowest first."""
     processes, _ = _rows(scene, len(found.ranks))
     times = {one.process: one for one in found.ranks}
     rows = [_Rank(process, track, times[process.process]) for process, track in processes if process.process in times]
@@ -232,7 +232,7 @@ def _row(one: _Rank, slow: Straggler | None, device: int, cell: int, gap: str, l
 
 
 def _time(ns: float | None, gap: str) -> str:
-    """A time; also an exact 0 is shown as a time."""
+    """A time; exactly 0 is "0", without a unit."""
     return "0" if ns == 0 else duration(ns, gap)
 
 

@@ -18,7 +18,7 @@ from dpmon.ui.scene import NAMES, Scene, mode_words
 
 
 class Choice(NamedTuple):
-    """One choice of the panel: a root, or one of the calls that a step makes of it."""
+    """One choice of the panel: a root, or one of several calls of a root in each step."""
 
     track: CallTrack
     nth: int
@@ -27,7 +27,7 @@ class Choice(NamedTuple):
 
 _RANGE = "5 to 95 %"
 _FRESH = 64
-"""After this many steps without it, a call can no longer be chosen."""
+"""A call that was not seen for more than this many steps can no longer be chosen."""
 
 
 def choices(process: Process | None) -> list[Choice]:
@@ -43,7 +43,7 @@ def choices(process: Process | None) -> list[Choice]:
 
 
 def chosen(scene: Scene) -> tuple[Choice | None, int, int]:
-    """The choice, its number from 1 (0: always the root called last), and how many choices there are."""
+    """The current choice, its number from 1 (0: always the root called last), and the number of choices."""
     process = scene.process
     if process is None or process.newest is None:
         return None, 0, 0
@@ -56,7 +56,7 @@ def chosen(scene: Scene) -> tuple[Choice | None, int, int]:
 
 
 def shown(scene: Scene) -> CallTrack | None:
-    """The root that the panel shows: the one called last, or the one the user went on to."""
+    """The root that the panel shows: the one called last, or the one that the user chose."""
     choice = chosen(scene)[0]
     return choice.track if choice is not None else None
 
@@ -68,7 +68,7 @@ def wanted_rows(scene: Scene) -> int:
 
 
 def title(scene: Scene, look: Look) -> tuple[Row, Row]:
-    """The panel's title, and the one number that counts."""
+    """The panel's title, and its main number."""
     choice, which, count = chosen(scene)
     if choice is None:
         return [(NAMES["replicas"], "title")], []
@@ -78,12 +78,12 @@ def title(scene: Scene, look: Look) -> tuple[Row, Row]:
     part = f"{dot}call {choice.nth} of {choice.of} a step" if choice.of > 1 else ""
     many = f"{dot}newest of {count}" if count > 1 and not which else f"{dot}{which} of {count}" if which else ""
     corner: Row = [("call", "dim"), (right(group(call.call), 9), "")]
-    # Names are cut at their end before the number of the choice is.
+    # The names come last, so that they are cut before the number of the choice.
     return [(NAMES["replicas"], "title"), (many + part, ""), *kind(call, look), (name, "")], corner
 
 
 def kind(call: Call, look: Look) -> Row:
-    """Marks a call of an evaluation, or a mixed one; empty for training."""
+    """A mark for a call of an evaluation, without gradients or in eval mode; empty for training."""
     word = "evaluation" if call.evaluates else "no gradients" if not call.grad else "" if call.training else "eval mode"
     return [(f" {look.glyphs.middot} ", ""), (word, "wait")] if word else []
 
@@ -119,7 +119,7 @@ class _Table:
         self.device = min(max([span_width(clean(d, 20)) for d in call.devices] + [6]), 10)
         texts = [size_text(r.inputs) for r in call.replicas] + ["input"]
         outs = [size_text(r.outputs) for r in call.replicas] + ["output"]
-        # Number, device, rows, time and gaps are fixed; sizes take what they need of the rest, drawings what remains.
+        # Number, device, rows, times and gaps have fixed widths. Of the rest, the sizes come before the drawings.
         self.on_device = bool(track.device_ns)
         fixed = 3 + self.device + 2 + 2 + 6 + 10 + (10 if self.on_device else 0)
         room = max(width - fixed, 12)
@@ -229,7 +229,7 @@ def _size_line(size: Size) -> str:
 
 
 def _shape(size: Size, most: int) -> str:
-    """The shape of this rank's tensor, at most `most` dimensions: "[8, 512]"; of a DTensor "[8, 512] of [16, 512]"."""
+    """The shape of this rank's tensor, at most `most` dimensions: "[8, 512]"; for a DTensor "[8, 512] of [16, 512]"."""
     shapes = (size.shape,) if size.global_shape is None else (size.shape, size.global_shape)
     return " of ".join("[" + ", ".join(str(extent) for extent in shape[:most]) + "]" for shape in shapes)
 
@@ -248,13 +248,13 @@ def _idle(call: Call, look: Look) -> list[Row]:
 
 
 def _what_times(track: CallTrack) -> str:
-    """The number of calls behind the medians, and how they differ from a phase's times."""
+    """A sentence about the host times: how many calls they cover, their range, and how they differ from apply."""
     known = [spread for spread in track.times if spread is not None]
     if not known:
         return ""
     calls = max(spread.calls for spread in known)
     low, high = min(spread.low for spread in known), max(spread.high for spread in known)
-    said = f"host time: each replica's own forward, the median of {many(calls, 'call')}; 5 % of all to 95 %:"
+    said = f"host time: each replica's own forward, the median of {many(calls, 'call')}; 5th to 95th percentile:"
     said += f" {duration(low)} to {duration(high)}"
     return said + "; apply, in panels 3 and 4, lasts until the slowest is done" if len(track.times) > 1 else said
 

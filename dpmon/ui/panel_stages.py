@@ -25,13 +25,13 @@ def wanted_rows(scene: Scene) -> int:
 
 
 def title(scene: Scene, look: Look) -> tuple[Row, Row]:
-    """The panel's title, and the one number that counts."""
+    """The panel's title, and its main number."""
     (_, style), *rest = replicas_title(scene, look)[0]
     return [("2 Stages", style), *rest], replicas_title(scene, look)[1]
 
 
 def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
-    """The panel's rows, inside its frame: a header, a row per stage, unmeasured values and why."""
+    """The panel's rows, inside its frame: a header, a row per stage, and why values are missing."""
     track = shown(scene)
     if track is None:
         return []

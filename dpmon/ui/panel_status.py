@@ -68,7 +68,7 @@ def _sign(alive: Life, look: Look) -> tuple[str, str]:
 def _state(scene: Scene, alive: Life, width: int, look: Look) -> Row:
     frozen: Row = [("FROZEN ", "wait")] if scene.view.frozen else []
     row: Row = [*frozen, _sign(alive, look), (" " + alive.word, alive.style)]
-    # In full or not at all: the row below shows whatever does not fit here.
+    # Show the detail in full or not at all: if it does not fit here, the row below shows it.
     detail: Row = [(f" {alive.detail}", "dim")] if alive.detail else []
     return fit([*row, *detail] if width_of(row) + width_of(detail) <= width else row, width, look.glyphs.more)
 
@@ -125,7 +125,7 @@ def _counting(scene: Scene, head: str, width: int) -> Row:
 
 
 def _within(scene: Scene, room: bool) -> Row:
-    """The rate within steps, if it differs from the rate and there is room."""
+    """The rate within steps, if it differs from the overall rate and there is room."""
     return [(within_words(_speed(scene).rate), "dim")] if room else []
 
 
@@ -150,7 +150,7 @@ def _narrow_means(scene: Scene, width: int) -> Row:
 
 
 def _median(scene: Scene) -> Row:
-    """The median of all steps of a finished run; it is of one mode, named if there were several."""
+    """The median step of a finished run in one mode, with the mode's name if there were several."""
     process = scene.process
     whole = process.whole if process is not None else Summary()
     several = process is not None and process.compared is not None and len(process.compared.sides) > 1
@@ -195,7 +195,7 @@ def _missed(scene: Scene) -> Row:
 
 
 def _has_answer(scene: Scene, look: Look) -> bool:
-    """Whether the row of the newest event holds an answer for the user."""
+    """Whether the row of the newest event holds an answer to the user."""
     return (scene.stopping is not None and not scene.over) or bool(answer(scene, look))
 
 

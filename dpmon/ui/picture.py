@@ -1,4 +1,4 @@
-"""The screen as an SVG file: rows in, text out. The file is complete; it loads no font."""
+"""Draws rows as the text of an SVG file. The file is self-contained: it loads no font."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FONTS = "'DejaVu Sans Mono','Menlo','Consolas',monospace"
 
 
 def svg(rows: Sequence[Row], look: Look, title: str = "") -> str:
-    """The rows as one SVG image in the colours of `look`, its cells on a grid whatever the font."""
+    """The rows as one SVG image in the colours of `look`; its cells stay on a grid with any font."""
     page = Page(look)
     columns = max((sum(span_width(text) for text, _ in row) for row in rows), default=0)
     return page.image([piece for y, row in enumerate(rows) for piece in page.row(row, y)], (columns, len(rows)), title)

@@ -82,7 +82,7 @@ class Player:
         self._position = min(max(position_ns, 0), self.length_ns)
 
     def step(self, by: int) -> None:
-        """Go to the end of the training's next step (`by` 1) or of the one before (-1), and stop."""
+        """Go to the end of the training's next step (`by` 1) or previous step (-1), and stop."""
         self.playing = False
         here = self.position_ns
         with suppress(HistoryError), open_store(self.directory) as store:
@@ -111,11 +111,11 @@ class Player:
         return newest_stage(stages(self.directory, self.now_ns()))
 
     def waits_for_input(self) -> int | None:
-        """None: the record does not have it."""
+        """None: a playback shows no waits for input."""
         return None
 
     def activities(self) -> Mapping[int, tuple[str, int]]:
-        """Empty: the record does not have activities."""
+        """Empty: activities are not recorded."""
         return {}
 
     def exit(self) -> ExitInfo | None:
@@ -143,7 +143,7 @@ class Player:
         return "this is a playback"
 
     def paused(self) -> Any:
-        """No request, no pause."""
+        """No pause, and no request for one."""
         return Pause(False, False, None)
 
     def pending(self) -> bool:
@@ -152,7 +152,7 @@ class Player:
 
     @property
     def output_paths(self) -> tuple[Path, ...]:
-        """The script's whole output: the record has no times of its lines."""
+        """The files of the script's whole output, because its lines have no times."""
         return output_paths(self.directory, self.info)
 
 
@@ -176,7 +176,7 @@ class _PlaybackFeed(Feed):
         return None if player is None or player.position_ns >= player.length_ns else player.position_ns
 
     def tick(self) -> None:
-        """Read the state as if the run were live; it has no end before the position of its end."""
+        """Read the state as if the run were live: before the playback reaches its end, the run has not ended."""
         player = self.player
         if player is not None and player.position_ns < player.length_ns:
             self._ended = self._exit = self._gone_ns = None
@@ -184,7 +184,7 @@ class _PlaybackFeed(Feed):
         self._see_end()
 
     def _see_end(self) -> None:
-        """Take the end from the reader: the clock may reach it at any look, and this picture must show it."""
+        """Read again if the clock has reached the end since the last tick, so that this picture shows the end."""
         player = self.player
         if player is not None and self._ended is None and player.exit() is not None:
             super().tick()
@@ -235,7 +235,7 @@ class Playback(Monitor):
         return self._playing_feed.player if not self._dialog_open else None
 
     def _have(self, do: Callable[[Player], None]) -> None:
-        """Let the player do this, and draw at once. Clear the message: it belongs to another time."""
+        """Let the player do this, and draw at once. Clear the message, which belongs to another time."""
         player = self._player
         if player is not None:
             do(player)
@@ -260,7 +260,7 @@ class Playback(Monitor):
         self._have(lambda player: player.play(not player.playing))
 
     def action_step(self, by: int) -> None:
-        """Go to the training's next step, or to the one before."""
+        """Go to the training's next step, or to its previous one."""
         self._have(lambda player: player.step(by))
 
     def action_faster(self, by: int) -> None:
@@ -272,7 +272,7 @@ class Playback(Monitor):
         self._have(lambda player: player.seek(player.position_ns + seconds * SECOND))
 
     def action_seek_to(self, fraction: float) -> None:
-        """Go to a fraction of the whole, from 0.0 to 1.0."""
+        """Go to a fraction of the run, from 0.0 to 1.0."""
         self._have(lambda player: player.seek(int(player.length_ns * fraction)))
 
     def action_freeze(self) -> None:

@@ -1,6 +1,6 @@
 """Rows of styled text, measured in cells: the basis of every picture.
 
-A row is a list of spans (text, style name); the style names are those of `dpmon.ui.look`. Text in a span is clean.
+A row is a list of spans (text, style name). `dpmon.ui.look` has the styles. The text is clean (`dpmon.text.cleaning`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Row = list[Span]
 def width_of(row: Iterable[Span]) -> int:
     """Cells that a row takes."""
     total = 0
-    for text, _ in row:  # called for thousands of spans per picture, so calls only where they are needed
+    for text, _ in row:  # thousands of spans per picture, so ASCII text is measured without a call
         total += len(text) if text.isascii() else span_width(text)
     return total
 
@@ -97,8 +97,8 @@ def box(
 ) -> list[Row]:
     """A frame of exactly `width` x `height` cells around `rows`, its title at the left and `corner` at the right.
 
-    The frame counts the rows that do not fit. `first`: rows to scroll past, at most to the end; `pinned` rows at the
-    top stay.
+    The frame shows how many rows do not fit. `first`: rows to scroll past, at most to the end. `pinned`: rows at the
+    top that do not scroll.
     """
     if height <= 1 or width < 8:
         mark = glyphs.focus if focused else " "

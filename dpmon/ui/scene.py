@@ -81,9 +81,9 @@ class Pausing(NamedTuple):
 
     possible: bool = False
     wanted: bool = False
-    """The last request."""
+    """Whether the last request was to pause."""
     pending: bool = False
-    """Some process has not acted on it yet."""
+    """Whether some process has not yet acted on the last request."""
     since_ns: int | None = None
     """When the last process paused; None while one runs."""
 
@@ -96,7 +96,7 @@ class View:
     zoom: str | None = None
     frozen: bool = False
     root: int = 0
-    """The root (or call of a step) in the replicas panel; 0 is always the one called last."""
+    """Number of the root, or call of a step, that the replicas panel shows; 0: always the one called last."""
     span_s: int = 120
     """Time range of the histories and their figures, one of RANGES; 0 is the whole run."""
     scrolled: Mapping[str, int] = field(default_factory=dict)
@@ -134,9 +134,9 @@ class Scene:
     """Whether the output is scrolled away from its end."""
     stopping: str | None = None
     ending: bool = False
-    """The command is gone, and its exit is not recorded yet."""
+    """Whether the command is gone and its exit is not recorded yet."""
     reading: bool = False
-    """Older records are still being read, so the age of the last step means nothing."""
+    """Whether older records are still being read, so that the age of the last step means nothing."""
     playing: Playing | None = None
     """The position of the playback; None for a live run."""
 
@@ -167,7 +167,7 @@ class Scene:
         return self.ended is not None or self.alive is False
 
     def lack(self, over: str, yet: str) -> str:
-        """Why there is nothing to show: `over` after the end, else `yet`, or that records are still being read."""
+        """Why there is nothing to show: `over` after the end, READING while older records are read, else `yet`."""
         return over if self.over else READING if self.reading else yet
 
     @property
@@ -220,7 +220,7 @@ def life(scene: Scene) -> Life:
         return Life("waiting for data", "wait", f"{spent / 1e9:.0f} s")
     # An evaluation that has ended while the training waits for it does not count as an end.
     if doing == "ended" and at_its_end(scene.state, scene.activities):
-        # Another training is starting, and nothing of it was seen yet.
+        # Another training is starting, and none of its steps was seen yet.
         if scene.stage is not None and scene.stage[1] > max(scene.state.newest_ns, process.seen_ns):
             return _before_first_batch(scene, "", 0)
         return Life("ending", "wait", "the training process is exiting")

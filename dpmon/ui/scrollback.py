@@ -1,6 +1,7 @@
 """The last thousands of rows of a growing log, interpreted like a terminal's and updated as the log grows.
 
-Rows have serial numbers from 0, the first row made. Rows before the stored ones are read from the file, by line.
+Rows have serial numbers; the first row that was interpreted has number 0. Rows before the stored ones are read from the
+file, by line.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _BEHIND = 1 << 19
 _PIECE = 1 << 16
 _SETTLE = HEIGHT + 400
 _LEAD = 50
-"""Lines to read before an old one, for the colours that they leave on."""
+"""Lines to read before an old row, because they may have left a colour on."""
 
 
 class Scrollback:
@@ -62,7 +63,7 @@ class Scrollback:
             self._base = self.tail.before(self._start)
 
     def _jump(self, offset: int) -> None:
-        """Continue after the next end of a line; rows keep their place in the file, if it is known."""
+        """Continue after the first end of a line from `offset` on; serial numbers start again from 0."""
         data = self.tail.read(offset, _PIECE)
         at = data.find(b"\n")
         self._begin(offset + at + 1 if at >= 0 else offset)
@@ -93,7 +94,7 @@ class Scrollback:
 
     @property
     def oldest(self) -> int:
-        """Serial number of the file's first line; of the first stored row while older rows are not counted."""
+        """Serial number of the file's first line; until the older lines are counted, of the first stored row."""
         number = self._first_number()
         return self.first if number is None else self.first - number
 

@@ -1,4 +1,4 @@
-"""Messages to the user, and the questions and actions of leaving the screen or stopping the training."""
+"""Shows messages to the user, and asks before it leaves the screen or stops the training."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ class Stopping(Drawing):
     _told_of_end = False
     _messages = 0
     """Number of messages so far."""
-    _unsaying: Timer | None = None
+    _message_timer: Timer | None = None
     """The timer that removes the last message."""
 
     def _say(self, message: str | None) -> None:
-        if self._unsaying is not None:  # one timer at a time: a held key repeats its message
-            self._unsaying.stop()
-            self._unsaying = None
+        if self._message_timer is not None:  # one timer at a time: a held key repeats its message
+            self._message_timer.stop()
+            self._message_timer = None
         self._messages += 1
         self._see(replace(self.view, message=message, message_ns=self.scene().now_ns))
         if message is not None:
-            self._unsaying = self.set_timer(self.said_s, partial(self._unsay, self._messages))
+            self._message_timer = self.set_timer(self.said_s, partial(self._remove_message, self._messages))
 
-    def _unsay(self, serial: int) -> None:
+    def _remove_message(self, serial: int) -> None:
         """Remove the message unless a newer one has replaced it: a stopped timer may have fired already."""
         if serial == self._messages:
-            self._unsaying = None
+            self._message_timer = None
             self._see(replace(self.view, message=None))
 
     def _see(self, view: View) -> None:
@@ -110,7 +110,7 @@ class Stopping(Drawing):
             threading.Thread(target=self._stop, name="dpmon stop", daemon=True).start()
 
     def _stop(self) -> None:
-        """Stop the whole run on another thread, and report the progress."""
+        """Stop the whole run and report the progress; runs on a thread of its own."""
         from dpmon.run.stop import stop_run
 
         try:

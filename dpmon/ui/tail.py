@@ -1,7 +1,7 @@
 """Reads a log file by line, and only the lines that are needed.
 
-The index holds one number for each 64 KiB of the file (the lines before that block), so a gigabyte of log costs 128 kB.
-Lines are read when they are drawn.
+The index holds one number for each 64 KiB of the file, the number of lines before it, so a gigabyte of log costs 128
+kB. Lines are read when they are drawn.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class Tail:
             budget -= _BLOCK
 
     def read(self, start: int, count: int) -> bytes:
+        """Up to `count` bytes from offset `start` on; empty if they cannot be read."""
         if self._fd < 0 or count <= 0:
             return b""
         try:
@@ -80,12 +81,12 @@ class Tail:
         return self._before[block] + self.read(start, offset - start).count(b"\n")
 
     def end(self) -> bytes:
-        """The last bytes of the file, enough for its last words."""
+        """The last bytes of the file, enough for a long traceback."""
         start = max(self.size - READ_BYTES, 0)
         return self.read(start, self.size - start)
 
     def at(self, first: int, count: int) -> list[bytes]:
-        """Up to `count` lines from number `first` (0 is the first) on."""
+        """Up to `count` lines, starting with number `first` (counted from 0)."""
         found: list[bytes] = []
         offset = self.offset(first)
         while offset is not None and offset < self.size and len(found) < count:
@@ -128,7 +129,7 @@ def _shortened(line: bytes) -> bytes:
 
 
 def _joined(head: bytes, tail: bytes, size: int) -> bytes:
-    """The replacement of an oversized line: its end if it redraws itself (a progress bar), else its beginning."""
+    """A short form of an oversized line: its end if the line redraws itself (a progress bar), else its beginning."""
     if b"\r" in tail[:-1]:
         return tail[tail.index(b"\r") :]
     return head + f" ... ({size:,} bytes)".encode()

@@ -29,7 +29,7 @@ _MARKS = 2
 _TOKEN = re.compile(
     r"(?P<text>[^\x00-\x1f\x7f-\x9f]+)"
     r"|(?P<csi>(?:\x1b\[|\x9b)(?P<args>[0-?]{0,64})(?P<between>[ -/]{0,8})(?P<end>[@-~]))"
-    # Interrupted by a character that belongs to no sequence.
+    # A sequence that is interrupted by a character which cannot belong to one.
     r"|(?:\x1b\[|\x9b)[0-?]{0,64}[ -/]{0,8}(?![ -~])"
     # The start of a terminal's strings (OSC, DCS, SOS, PM, APC).
     r"|(?P<string>\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])"
@@ -125,7 +125,7 @@ class Page:
     """Rows with a cursor. The caller may remove lines at the start of `lines`, except for the last HEIGHT."""
 
     def __init__(self, number: int = 0) -> None:
-        """`number`: the first line of the input."""
+        """`number`: the number of the first input line."""
         self.lines = [Line(number)]
         self.number = number
         self.line = 0
@@ -147,7 +147,7 @@ class Page:
                 text = text[: unfinished.start()]
         at = 0
         while at < len(text):
-            at = self._string(text, at) if self._in_string else self._some(text, at)
+            at = self._string(text, at) if self._in_string else self._interpret(text, at)
 
     def _string(self, text: str, at: int) -> int:
         """Skip a terminal's string; the end of a line, or another sequence, ends it too."""
@@ -157,9 +157,9 @@ class Page:
         self._in_string = False
         return end.end()
 
-    def _some(self, text: str, at: int) -> int:
-        """Interpret text up to the next string, or to its end."""
-        # The usual line, handled in one piece: no controls, on a row of its own.
+    def _interpret(self, text: str, at: int) -> int:
+        """Interpret text from `at` up to the end of a line or the start of a string; returns where it stopped."""
+        # Fast path for the usual line: no controls, and nothing in its row yet.
         if not self.at and not self._style and self.line == len(self.lines) - 1 and not len(self.lines[-1]):
             end = text.find("\n", at)
             whole = text[at:end] if end >= 0 else ""
@@ -229,7 +229,7 @@ class Page:
         return False
 
     def _sequence(self, args: str, end: str) -> None:
-        if args[:1] in ("<", "=", ">", "?"):  # a private one, whatever its last letter
+        if args[:1] in ("<", "=", ">", "?"):  # a private sequence
             return
         if end == "m":
             self._style = self._sgr.change(args)

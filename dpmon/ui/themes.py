@@ -12,7 +12,7 @@ from dpmon.text.palettes import Palette, named
 
 
 def styles_of(palette: Palette) -> dict[str, Style]:
-    """The styles by name, each with its background, so that the terminal's own colours play no part."""
+    """The styles by name, each with a background, so that the terminal's own colours are never seen."""
 
     def on(colour: str, bold: bool = False) -> Style:
         return Style(color=colour, bgcolor=palette.background, bold=bold or None)
@@ -68,7 +68,7 @@ def composed(name: str, theme: str | None, few: bool = False) -> Style:
             return Style.parse(" ".join(_ATTRIBUTES[a] for a in attributes if a in _ATTRIBUTES))
         bg = _rgb(back, palette) if back else palette.background
         fg = _rgb(front, palette) if front else palette.text
-        if not back:  # the script chose its colour for another background than ours
+        if not back:  # the script did not know this background when it chose its colour
             fg = _legible(fg, bg, palette)
         if "d" in attributes:
             fg = _mixed(fg, bg)
@@ -81,7 +81,7 @@ def composed(name: str, theme: str | None, few: bool = False) -> Style:
 
 
 def _rgb(name: str, palette: Palette) -> str:
-    """ "color(9)" from the palette; a true colour stays as it is."""
+    """The colour as "#rrggbb": "color(9)" is looked up in the palette; a true colour stays as it is."""
     if not name.startswith("color("):
         return name
     number = int(name[6:-1])
@@ -100,7 +100,7 @@ def _parts(colour: str) -> tuple[int, int, int]:
 
 
 def _mixed(front: str, back: str) -> str:
-    """Two thirds of one colour and one of the other: looks dim without the terminal's help."""
+    """Two thirds of `front` and one third of `back`; for dim text, it replaces the terminal's own attribute."""
     pairs = zip(_parts(front), _parts(back), strict=True)
     return "#" + "".join(f"{(a * 2 + b) // 3:02x}" for a, b in pairs)
 

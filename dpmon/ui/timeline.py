@@ -1,4 +1,4 @@
-"""The time line of a playback, and its keys: one row."""
+"""One row with the time line of a playback and its keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dpmon.ui.scene import Playing
 _KEYS = (("space", "play"), (", .", "step"), ("b f", "10 s"), ("< >", "speed"), ("g G", "ends"))
 _DONE, _REST = "━", "─"
 _LEAST, _TALL = 7, 20
-"""Least and preferred number of cells of the line; keys make room for it."""
+"""Least and preferred number of cells of the line; keys are left out to make room for it."""
 
 
 def timeline(playing: Playing, width: int, look: Look) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Keys that were typed before their dialog opened."""
+"""Delivers keys in their order, also keys that were typed before the dialog they are meant for opened."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable
 from textual import events
 
 INTERRUPTS = frozenset(("ctrl+c", "ctrl+q"))
-"""Keys that do not wait: they drop the keys typed before them, as a terminal does (termios(3): INTR)."""
+"""Keys that drop all keys waiting before them, as in a terminal (termios(3): INTR)."""
 _MOST = 1000
 """Most keys that may wait, enough for some seconds of typing; later ones are dropped."""
 _LOST_S = 1.0
-"""Seconds that the panels' screen may take for a key; after that the others stop waiting."""
+"""Seconds that the panels' screen may take for a key; after that the next keys are passed on."""
 
 
 class InOrder:
@@ -29,16 +29,16 @@ class InOrder:
         to_panels: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`forward`: passes a key to the top screen; `to_panels`: whether that is the panels' screen now."""
+        """`forward` passes a key to the top screen; `to_panels` returns whether the panels' screen is the top one."""
         self._forward = forward
         self._to_panels = to_panels
         self._clock = clock
         self._waiting: deque[events.Key] = deque()
         self._away: float | None = None
-        """Since when the panels' screen has had a key."""
+        """When the panels' screen got a key that has not come back; None without one."""
 
     async def came(self, event: events.Key) -> None:
-        """A key was pressed."""
+        """Take a pressed key, and pass it on in its turn."""
         if event.key in INTERRUPTS:
             self._waiting.clear()
         if len(self._waiting) < _MOST:
@@ -46,7 +46,7 @@ class InOrder:
         await self._go_on()
 
     async def done(self) -> None:
-        """The application has handled the key that came back from the panels' screen."""
+        """Pass on the next keys, because the application has handled the key from the panels' screen."""
         self._away = None
         await self._go_on()
 

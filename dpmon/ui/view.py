@@ -33,7 +33,7 @@ class PanelView(Widget):
             self.nth = nth
 
     class Wheel(Message):
-        """The wheel was turned over a panel, by this many steps down."""
+        """A turn of the wheel over a panel; `by`: rows to scroll down."""
 
         def __init__(self, panel: str, by: int) -> None:
             super().__init__()
@@ -46,12 +46,12 @@ class PanelView(Widget):
         self.look = look
         self._rows: list[Row] = []
         self._strips: dict[int, Strip] = {}
-        """The current spans of the rows that Textual has drawn."""
+        """The strips of rows that Textual has drawn, by row; cached until the row changes."""
         self.drawn = 0
         """Number of rows drawn so far (for tests and measurements)."""
 
     def place(self, x: int, y: int, width: int, height: int) -> bool:
-        """Place the widget; returns whether it was there already, drawn."""
+        """Place the widget; returns whether Textual has already laid it out in this place."""
         styles = self.styles
         if (styles.offset.x.value, styles.offset.y.value) != (x, y):
             styles.offset = (x, y)
@@ -62,9 +62,9 @@ class PanelView(Widget):
         return self.region == Region(x, y, width, height)
 
     def show(self, rows: Sequence[Row], write: Callable[[str], None] | None = None) -> None:
-        """Draw `rows` from now on: changed rows by Textual, or changed cells through `write`, past it.
+        """Draw `rows` from now on. Textual draws changed rows; with `write`, changed cells go past it to the terminal.
 
-        Pass `write` only if the terminal shows the whole widget, in its place and with its last rows.
+        Pass `write` only if the terminal shows the whole widget, in its place and with the rows of the last call.
         """
         fresh = [in_ascii(row) for row in rows] if self.look.glyphs.ascii else list(rows)
         before = self._rows

@@ -179,7 +179,7 @@ def sample_row(sample: LastSample, label: int, room: int, top: float, look: Look
 def _late(turn: Turn, other: Turn) -> int:
     """How much later (ns) another rank began the same step; the ranks of one machine share a clock.
 
-    0 if it began a whole step later or more: then the two do not run in step.
+    0 if it began earlier. Also 0 if it began a whole step later, because then the two do not run in step.
     """
     late = other.start_ns - turn.start_ns
     return late if other.step == turn.step and 0 < late < turn.wall_ns else 0
@@ -205,7 +205,7 @@ def _lane(lane: Lane, turn: Turn, label: int, room: int, top: float, look: Look)
 
 
 def _condensed(times: Sequence[int], idle: int, label: int, width: int, look: Look) -> Row:
-    """One row for the lanes without their own: their number, and the range of their times (ns)."""
+    """One row for the lanes without a row of their own: their number, and the range of their times (ns)."""
     text = f"{group(len(times) + idle)} more {look.glyphs.down}"
     if times:
         text += f"  {duration(min(times))} to {duration(max(times))}"
@@ -300,7 +300,7 @@ def _cell(pieces: Sequence[Piece], low: float, high: float, blocks: bool, colour
 
 
 def _name(cells: list[Span], blocks: bool, colour: bool) -> None:
-    """Write names over runs of whole cells, as far as they fit; without blocks, instead of the blocks."""
+    """Write names over runs of whole cells, as far as they fit; without blocks, dashes fill the rest of a run."""
     start = 0
     while start < len(cells):
         style = cells[start][1]

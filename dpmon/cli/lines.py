@@ -1,6 +1,6 @@
 """`--json`: the state of a run as one line of JSON per second, for a pipeline.
 
-    status  run, t_s (seconds since the run's start), state, step, mode, virtual, processes, warnings, dropped, and
+    status  run, t_s (seconds since the run's start), state, step, mode, virtual, processes, warnings, dropped.
             steps_per_s, samples_per_s: the rates over the elapsed training time (dpmon.rates). The same names with
                 _within_steps leave out the time between steps.
             step_ms, phases, call_phases: median_ms, p95_ms and, for a phase, its share of the steps' time. They cover

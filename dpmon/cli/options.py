@@ -84,7 +84,7 @@ def _seconds(text: str) -> float:
 
 def _run_name(text: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}", text) or text == "last":
-        raise argparse.ArgumentTypeError(f"a name consists of letters, digits, . _ - (and is not `last`), not {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a name of letters, digits, . _ - (except `last`), not {text!r}")
     return text
 
 

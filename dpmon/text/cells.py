@@ -1,7 +1,7 @@
 """The width of plain text in terminal cells, and functions to cut and wrap it.
 
-The command line measures text with it, without importing Rich. On the screen, its widths must be equal to Rich's, which
-Textual uses; a test compares every character. The text must be clean (`dpmon.text.cleaning`).
+The widths are equal to Rich's, which Textual uses on the screen; a test compares every character. The command line gets
+them without importing Rich. The text must be clean (`dpmon.text.cleaning`).
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ COLOUR_BLIND = replace(
 )
 PALETTES: Mapping[str, Palette] = {palette.name: palette for palette in (DARK, LIGHT, COLOUR_BLIND)}
 
-# The sixteen colours of a limited terminal as Rich defines them: it maps exactly these to themselves.
+# The sixteen colours of a limited terminal, with the values that Rich maps to themselves.
 _LOW = ("#000000", "#aa0000", "#00aa00", "#aa5500", "#0000aa", "#aa00aa", "#00aaaa", "#aaaaaa")
 _HIGH = ("#555555", "#ff5555", "#55ff55", "#ffff55", "#5555ff", "#ff55ff", "#55ffff", "#ffffff")
 

@@ -53,7 +53,7 @@ def memory(count: float | None) -> str:
 
 
 def memory_of(used: float | None, total: float | None) -> str:
-    """Used and total bytes; the unit stands once if both have the same: "71.2 / 141 GiB"."""
+    """Used and total bytes, with one unit if both have the same: "71.2 / 141 GiB"."""
     whole = memory(total)
     number, _, unit = memory(used).partition(" ")
     return f"{number} / {whole}" if whole.endswith(" " + unit) else f"{memory(used)} / {whole}"
@@ -94,7 +94,7 @@ def span_words(span_s: int) -> str:
 
 
 def range_words(seconds: int) -> str:
-    """How long a time range is: "30 s", "2 min", "whole run"."""
+    """The length of a time range: "30 s", "2 min", "whole run"."""
     if seconds <= 0:
         return "whole run"
     return f"{seconds} s" if seconds < 60 else f"{seconds // 60} min"

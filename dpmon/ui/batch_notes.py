@@ -49,7 +49,7 @@ def _between(numbers: Summary) -> list[str]:
 
 
 def unevenness(numbers: Summary) -> list[str]:
-    """A note that a few steps take most of the time, and in which phase they are longer; empty if none do."""
+    """A note that a few steps take most of the time, with the phase that makes them longer; empty for even steps."""
     found = numbers.uneven
     if found is None:
         return []

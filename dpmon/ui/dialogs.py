@@ -171,7 +171,7 @@ class Choice(Dialog):
         return any(name == each for _, each, _ in self.answers)
 
     def pressed(self, event: events.Key) -> None:
-        """Return the answer of the key; note that a key without an answer does nothing."""
+        """Return the answer of the key, or tell the user that the key does nothing here."""
         pressed = "esc" if event.key == "escape" else event.key
         for keys, name, _ in self.answers:
             if pressed in keys.split(" or "):

@@ -121,7 +121,7 @@ class Drawing(App[str]):
         self.draw()
 
     def leaves_lost_terminal(self) -> bool:
-        """Exit if the terminal has gone."""
+        """Exit if the terminal has gone; returns whether it has."""
         gone = not self.is_headless and terminal_gone()
         if gone:
             self.leaving.go(129)
@@ -153,7 +153,7 @@ class Drawing(App[str]):
         return len(self.screen_stack) > 1
 
     async def on_event(self, event: events.Event) -> None:
-        """Handle keys in their order."""
+        """Handle keys one by one, in the order of typing (`InOrder`)."""
         if not isinstance(event, events.Key):
             await super().on_event(event)
         elif event.is_forwarded:
@@ -257,7 +257,7 @@ class Drawing(App[str]):
         return [plain(row) for row in self.painted_rows()]
 
     def last_scroll(self, panel: str, wanted: int) -> int:
-        """The scroll position `wanted`, limited to the last one at which the panel still shows more rows."""
+        """The scroll position `wanted`, limited to the panel's last position."""
         slot = self.slots.get(panel)
         if slot is None:
             return 0

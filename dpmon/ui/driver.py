@@ -128,7 +128,7 @@ class Driver(LinuxDriver):
             modes[tty.LFLAG] = self._patch_lflag(modes[tty.LFLAG])
             modes[tty.IFLAG] = self._patch_iflag(modes[tty.IFLAG])
             modes[tty.CC][termios.VMIN] = 1
-            # In a background job, this call stops the process, and fails later: then another SIGCONT has come.
+            # In a background job, this call stops the process. It fails after the next SIGCONT, which leads here again.
             termios.tcsetattr(self.fileno, termios.TCSANOW, modes)
         except termios.error:
             return False

@@ -68,13 +68,13 @@ class Reader(Protocol):
         """Whether the command runs."""
 
     def request_mode(self, mode: str) -> int:
-        """Ask for a mode."""
+        """Ask for a mode; returns how many processes were asked."""
 
     def pending(self) -> bool:
         """Whether a request has no answer yet."""
 
     def request_pause(self, paused: bool) -> int:
-        """Ask for a pause or its end."""
+        """Ask for a pause or its end; returns how many processes were asked."""
 
     def request_sample(self) -> int:
         """Ask for the collectives of the next step; returns how many processes were asked."""

@@ -43,7 +43,7 @@ def marked(row: Row, needle: str) -> Row:
 
 @dataclass(frozen=True)
 class Hunt:
-    """One search: text, direction and start. It holds all the data it reads, so that it can run on another thread."""
+    """One search: text, direction and start. It uses none of the screen's state, so it can run on another thread."""
 
     needle: str
     older: bool

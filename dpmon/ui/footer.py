@@ -90,7 +90,7 @@ def _taken(pieces: Sequence[_Piece], gap: int) -> int:
 
 
 def _chosen(pieces: Sequence[_Piece], width: int, gap: int) -> list[_Piece]:
-    """The pieces that fit, chosen by usefulness. In a narrow row, their words are short; as many as fit stay long."""
+    """The pieces that fit, the most useful first. A narrow row gets short words, and long ones where there is room."""
     order = sorted(range(len(pieces)), key=lambda index: pieces[index].rank)
     shown: dict[int, _Piece] = {}
     for index in order:

@@ -37,7 +37,7 @@ _PANELS = (
     (NAMES["compare"], "both modes' figures side by side, once both ran; d switches the running job."),
     (
         NAMES["output"],
-        "the script's output. Page keys scroll, end follows again. Its control codes cannot affect this terminal.",
+        "the script's output. Page keys scroll, end follows again. Control codes in it cannot affect this terminal.",
     ),
 )
 _MOVES = (

@@ -5,8 +5,8 @@ of an unknown sequence as keys. This parser reads a sequence to its end as a ter
 sequences, and after a moment also incomplete ones. Textual's table says which key a sequence means.
 
 Textual treats an escape and the next character as one key: alt and that character, or for a digit the sign that some
-keyboards type with alt and the digit. Here they are two keys, because no command uses alt, and a person may press esc
-and then 2 within a tenth of a second.
+keyboards type with alt and the digit. Here they usually count as two keys, because no command uses alt, and a person
+may press esc and then 2 within a tenth of a second.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _HEARD_ANYWHERE = b"\x03\x1a"
 _PASTE = b"\x1b[200~"
 _PASTE_END = b"\x1b[201~"
 
-# Three bytes of any value follow an X10 mouse report. The Linux console begins F1 to F5 with two brackets.
+# An X10 mouse report ends with three bytes of any value. The Linux console begins F1 to F5 with two brackets.
 _SEQUENCE = re.compile(
     rb"\x1b(?:\[M[\x20-\xff]{3}|\[(?!M)\[?[0-?]*[ -/]*[@-Z\\-~]|O[0-9;]*[ @-~]|\\)",
 )

@@ -1,8 +1,8 @@
 """Restores the terminal when a signal or a hang-up ends the screen.
 
-Textual restores the terminal when its application exits, but not on SIGTERM, SIGHUP or SIGQUIT, and it spins when the
-terminal has gone. So these signals ask it to exit, and a thread ends the process a second later. If the user leaves,
-the thread waits longer for a terminal that accepts no output, but not forever.
+Textual restores the terminal when the application exits, but not on SIGTERM, SIGHUP or SIGQUIT, and it spins when the
+terminal has gone. So these signals ask the application to exit, and a thread ends the process a second later. If the
+user leaves, the thread waits longer for a terminal that accepts no output, but not forever.
 """
 
 from __future__ import annotations

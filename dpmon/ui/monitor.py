@@ -58,7 +58,7 @@ class Monitor(Stopping):
             self.call_next(self._do_key, at(self.panel_rows("footer")[0], event.x))
 
     def on_click(self, event: events.Click) -> None:
-        """Press a key of the open dialog at a click on that key in the footer."""
+        """At a click on a key in the footer, press that key in the open dialog."""
         slot, screen = self.slots.get("footer"), self.screen
         if slot is not None and isinstance(screen, Dialog) and event.screen_y == slot.y:
             screen.press(at(self.panel_rows("footer")[0], event.screen_x - slot.x) or "")
@@ -220,7 +220,7 @@ class Monitor(Stopping):
         job = self.feed.output.search(text, by, self._height_of("output"))
         if job is None:
             return
-        self._say("looking")
+        self._say("searching")
         self._beside(job, self._found)
 
     def _found(self, message: str | None) -> None:
@@ -340,7 +340,7 @@ class Monitor(Stopping):
         self._beside(make, show)
 
     def _beside(self, job: Callable[[], str | None], then: Callable[[str | None], None]) -> None:
-        """Run `job` on another thread; pass its result, or the reason it failed, to `then` on this thread."""
+        """Run `job` on another thread; pass its result or its error to `then` on the screen's thread."""
 
         def run() -> None:
             try:

@@ -61,7 +61,7 @@ def compare(scene: Scene, width: int, height: int, found: Comparison, look: Look
     first = [table.head(), table.step(), table.samples(), *table.within()]
     bars = table.bars()
     more: list[Row] = []
-    # Take the most important rows that fit. Their order on the screen is another one, below.
+    # Take the most important rows that fit; the last loop puts them into the order of the screen.
     want = [("bars", bars), ("memory", table.memory()), ("p95", [table.p95()]), ("steps", [table.steps()])]
     want.append(("phases", table.phases()))
     taken: dict[str, list[Row]] = {}

@@ -18,7 +18,7 @@ from dpmon.ui.tail import Tail
 
 @dataclass
 class Output:
-    """The output files and the view of them. `top`: serial number of the first visible row; None follows the end."""
+    """The output files and the view of them; `top`: serial number of the first visible row, None to follow the end."""
 
     tails: list[Tail] = field(default_factory=list)
     which: int = 0

@@ -158,7 +158,7 @@ def _notes(scene: Scene, found: Communication, width: int, room: int, ranks: int
 
 
 def _ranks(scene: Scene, found: Communication) -> list[_Rank]:
-    """The ranks of the table: all of them by number, or if they are many, only the slowest, the slowest first."""
+    """The ranks of the table by number; if there are many, only the slowest ranks, the slowest first."""
     processes, _ = _rows(scene, len(found.ranks))
     times = {one.process: one for one in found.ranks}
     rows = [_Rank(process, track, times[process.process]) for process, track in processes if process.process in times]

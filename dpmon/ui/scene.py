@@ -23,7 +23,7 @@ NAMES = {
     "compare": "4 dp against single",
     "output": "5 Output",
 }
-"""The panels' names, everywhere."""
+"""The panels' names in titles, in the help and in the palette."""
 RANK_NAMES = {"replicas": "2 Ranks", "compare": "4 Communication"}
 """The names of two panels when ranks train."""
 RANGES = (30, 120, 600, 0)
@@ -77,7 +77,7 @@ class Toggle(NamedTuple):
 
 
 class Pausing(NamedTuple):
-    """Whether the training is paused, or asked to be: times in ns since the run's start."""
+    """Whether the training is paused or asked to pause. Times are ns since the run's start."""
 
     possible: bool = False
     wanted: bool = False

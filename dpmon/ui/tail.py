@@ -1,7 +1,7 @@
 """Reads a log file by line, and only the lines that are needed.
 
-The index holds one number for each 64 KiB of the file, the number of lines before it, so a gigabyte of log costs 128
-kB. Lines are read when they are drawn.
+The index holds the number of lines before each 64 KiB of the file, so a gigabyte of log costs 128 kB. Lines are read
+when they are drawn.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Delivers keys in their order, also keys that were typed before the dialog they are meant for opened."""
+"""Delivers keys in order, so that keys typed ahead reach the dialog that an earlier key opens."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ def _late(turn: Turn, other: Turn) -> int:
 
 
 def _chosen(lanes: Sequence[Lane], room: int) -> tuple[list[Lane], list[Lane]]:
-    """The lanes to draw and the lanes without a row. If not all fit: the first ones, then the slowest of the rest."""
+    """The lanes to draw and the lanes without a row. If not all fit: the first lane and the slowest of the others."""
     if len(lanes) <= room or room <= 0:
         return list(lanes[:room]) if room > 0 else [], []
     if room == 1:

@@ -377,4 +377,4 @@ def _raised(directory: Path, info: RunInfo, how: ExitInfo | None) -> list[str]:
         last = last_words(read_tail(paths[0], READ_BYTES))
     except OSError:
         return []
-    return [] if last is None else [f"its last words: {last}  (dpmon report {short_name(info)})"]
+    return [] if last is None else [f"exception: {last}  (dpmon report {short_name(info)})"]

@@ -54,7 +54,7 @@ def unevenness(numbers: Summary) -> list[str]:
     if found is None:
         return []
     if found.phase == INPUT:
-        return [f"{SAID} took {percent(found.time)} of the time: it is in the mean"]
+        return [f"{SAID} took {percent(found.time)} of the time: the mean includes it"]
     by = f", longer by {found.phase}" if found.phase is not None else ""
     return [f"uneven steps: about {percent(found.steps)} take {percent(found.time)} of the time{by}"]
 

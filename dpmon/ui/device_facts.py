@@ -35,7 +35,7 @@ _WORDS = {
     "energy_j": "energy",
     "sm_clock_mhz": "clock",
     "mem_clock_mhz": "memory clock",
-    "throttle": "what holds the clocks down",
+    "throttle": "clock throttling",
     "fan_pct": "fan",
     "sm_active_pct": "SM activity",
     "tensor_active_pct": "tensor activity",

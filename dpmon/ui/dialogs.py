@@ -48,7 +48,7 @@ class Dialog(ModalScreen[str | None]):
         self.answered = False
 
     def on_key(self, event: events.Key) -> None:
-        """Handle a key for this dialog. Keys typed after the one that closes it go to the screen below."""
+        """Handle a key; if the dialog has closed, pass the key to the screen below."""
         event.stop()
         if self.answered:
             self.app.post_message(events.Key(event.key, event.character))
@@ -203,7 +203,7 @@ class Pages(Dialog):
         return [("arrows", "scroll"), ("esc", "close")]
 
     def content(self, width: int, height: int) -> list[Row]:
-        """All rows; the frame shows those at the scroll position and counts the others above and below."""
+        """All rows; the frame shows the rows at the scroll position and counts the rows above and below."""
         rows = self.make(width)
         self.room = height
         self.top = max(min(self.top, len(rows) - height), 0)

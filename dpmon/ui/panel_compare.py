@@ -221,7 +221,7 @@ def _peak(peak: Peak | None) -> str:
 
 
 def _notes(scene: Scene, found: Comparison, width: int, look: Look) -> list[Row]:
-    """The verdict, or what is missing for one, and the caveats."""
+    """The verdict, or why there is none yet, and the caveats."""
     rows: list[Row] = []
     text = sentence(found)
     refused = _refused(scene)
@@ -295,5 +295,5 @@ def _coverage(found: Comparison) -> str:
         "samples/s: all training, without pauses and evaluations",
     ]
     if any(not peak.exact for side in found.sides.values() for peak in side.memory.values()):
-        parts.append("≤: the peak came before this mode, its own is at most that")
+        parts.append("≤: the peak came before this mode, which used at most that")
     return "; ".join(parts)

@@ -213,7 +213,7 @@ def life(scene: Scene) -> Life:
         return Life(READING, "wait", f"{clock(newest)} of {clock(scene.now_ns)}" if newest >= 0 else "")
     reads = scene.input_wait_ns
     if reads is not None:
-        return Life("waiting for input", "wait", f"{reads / 1e9:.0f} s{': i types' if scene.can_type else ''}")
+        return Life("waiting for input", "wait", f"{reads / 1e9:.0f} s{': press i' if scene.can_type else ''}")
     if process is None or process.seen_ns < 0:
         return _before_first_batch(scene, doing, spent)
     if doing == "data" and spent > WAIT_SHOWN_NS:

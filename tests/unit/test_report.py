@@ -549,12 +549,12 @@ def test_what_a_failed_script_has_raised_is_said_where_its_output_went_with_the_
     directory = keep({0: [*training.begin(), *training.run(3)]}, status=1, headless=False)
     (directory / "output.log").write_text(traceback)
     said = summary_lines(directory, load_exit(directory))
-    assert [line for line in said if "last words" in line] == [
-        f"its last words: RuntimeError: of no use  (dpmon report {short_name(load_info(directory))})"
+    assert [line for line in said if "exception" in line] == [
+        f"exception: RuntimeError: of no use  (dpmon report {short_name(load_info(directory))})"
     ]
     headless = keep({0: [*training.begin(), *training.run(3)]}, status=1)
     (headless / "stderr.log").write_text(traceback)
-    assert not any("last words" in line for line in summary_lines(headless, load_exit(headless)))
+    assert not any("exception" in line for line in summary_lines(headless, load_exit(headless)))
 
 
 # ------------------------------------------------------------------------------------------------ what was deleted

@@ -111,7 +111,7 @@ def test_between_two_trainings_the_next_one_is_on_its_way() -> None:
 def test_a_script_that_waits_for_a_line_is_said_to_and_how_to_give_it_one() -> None:
     before = Scene(State(), 5 * SECOND, FACTS, alive=True, stage=("torch imported", SECOND), reads_since_ns=2 * SECOND)
     assert life(before) == ("waiting for input", "wait", "3 s")
-    assert life(replace(before, can_type=True)).detail == "3 s: i types"
+    assert life(replace(before, can_type=True)).detail == "3 s: press i"
     worked = scene_of(Training())
     training = replace(worked, now_ns=worked.now_ns + 3 * SECOND, reads_since_ns=worked.now_ns)
     assert life(training).word == "waiting for input"

@@ -84,7 +84,7 @@ def test_what_has_no_room_in_the_header_is_left_out_in_full() -> None:
         assert not any(word in footer for word in ("d → single", "p pause"))
         asking = replace(still_there, now_ns=scene.now_ns + 9 * SECOND, reads_since_ns=scene.now_ns)
         rows = screen(asking, width)
-        assert any("i types" in row for row in rows[:3])
+        assert any("press i" in row for row in rows[:3])
         assert "i input" in rows[-1], "the command that started the training reads a line"
         assert "i input" not in screen(replace(asking, ending=True), width)[-1]
 

@@ -49,7 +49,7 @@ class _Sums(NamedTuple):
 
 
 class Progress:
-    """Writes lines of progress, each about the time since the line before."""
+    """Makes lines of progress, each about the time since the previous line."""
 
     def __init__(self, reader: RunReader) -> None:
         self._reader = reader

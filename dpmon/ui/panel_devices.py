@@ -165,7 +165,7 @@ class _Table:
         self.head = max(3, *(span_width(label(index, track.data)) for index, track in tracks)) + 1
         self.name = min(max(map(span_width, names), default=0), 20 if width >= 90 else 10)
         left = width - self.head - (self.name + 1 if self.name else 0) - 6 - 2 - _MEMORY
-        # Power and temperature stand after the memory if they fit, else in the second row.
+        # If a GPU has only one row, power, temperature and clock stand after the memory, as far as they fit.
         self.figures = left >= 11 + 17
         if self.figures:
             left -= 17

@@ -133,7 +133,7 @@ def test_panel_3_says_of_how_many_steps_the_devices_times_are(size: tuple[int, i
         known = (1.0, 1.5, 0.7, 0.1) if index % 8 == 3 else (None,) * 4
         payloads += timed(training.run(1), of_step=known, why=Untimed.SAMPLED)
     scene = Scene(state_of(payloads), training.now, FACTS, alive=True)
-    assert "of 8 of the 64 steps (1 in 8)" in text_of(scene, *size)
+    assert "for 8 of the 64 steps (1 in 8)" in text_of(scene, *size)
 
 
 def test_why_a_phase_has_a_dash_is_what_the_record_says() -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from dpmon.tracer.tracebacks import drop_outermost
+
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 OF_CALLS = frozenset(f"{_HERE}{name}.py" for name in ("calls", "split", "byhand", "roots"))
 """Files with functions that are on the stack while a call is traced."""
@@ -44,18 +46,14 @@ def first_argument(frame: FrameType) -> Any:
 def drop_frames(error: BaseException) -> None:
     """Remove our frames from the head of an exception's traceback; the caller raises it again.
 
-    Python 3.11 and later keep the change when the exception is raised again by a bare `raise`.
-
     The remaining frames still refer to ours (`f_back`). `traceback.clear_frames` no longer reaches our frames, so the
     objects in them would live as long as the exception. Therefore this function clears the frames that have ended. The
     caller still runs, so it sets its own variables to None.
     """
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_HERE):
+    while (entry := error.__traceback__) is not None and entry.tb_frame.f_code.co_filename.startswith(_HERE):
         with suppress(RuntimeError):  # the frame of the caller, or of its callers, still runs
-            traceback.tb_frame.clear()
-        traceback = traceback.tb_next
-    error.__traceback__ = traceback
+            entry.tb_frame.clear()
+        drop_outermost(error)
 
 
 def named_like(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

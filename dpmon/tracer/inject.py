@@ -93,11 +93,13 @@ class _Finder:
 
 def _drop_own_frame(error: BaseException) -> None:
     # The import system removes its own frames from a traceback if they form an unbroken chain down to the module's
-    # code. Our frame breaks the chain. Python 3.11 and later keep the change when the exception propagates.
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
-        traceback = traceback.tb_next
-    error.__traceback__ = traceback
+    # code. Our frame breaks the chain.
+    try:
+        from dpmon.tracer.tracebacks import drop_outermost
+    except ImportError:  # a Python without ctypes
+        return
+    while (entry := error.__traceback__) is not None and entry.tb_frame.f_code.co_filename == __file__:
+        drop_outermost(error)
 
 
 def _hide_sitecustomize() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -175,7 +174,6 @@ def tracebacks(run: Traced) -> dict[str, str]:
     return {name: text for name, _, text in (part.partition("\n") for part in parts)}
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 cannot take a frame out of a traceback")
 def test_tracebacks_are_the_scripts_own(failing: tuple[Traced, Traced]) -> None:
     found, expected = map(tracebacks, failing)
     assert len(expected) == 15
@@ -184,7 +182,6 @@ def test_tracebacks_are_the_scripts_own(failing: tuple[Traced, Traced]) -> None:
         assert found[name] == text, name
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 cannot take a frame out of a traceback")
 def test_an_exception_that_nobody_catches(failing: tuple[Traced, Traced]) -> None:
     found, expected = (run.err.replace(str(run.directory.parent), "HERE") for run in failing)
     assert [run.status for run in failing] == [1, 1]

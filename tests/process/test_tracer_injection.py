@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +186,6 @@ def frames(text: str) -> str:
     return "\n".join(line for line in text.splitlines() if "/script.py" not in line)
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 cannot take a frame out of a traceback")
 @pytest.mark.parametrize("text", ["import torch\n", "import torch.nn\n", "from torch import nn\n"])
 def test_a_torch_that_cannot_be_imported(tmp_path: Path, text: str) -> None:
     """As where a CUDA library is missing: the traceback is the user's own, it holds no frame of ours."""
@@ -198,7 +196,6 @@ def test_a_torch_that_cannot_be_imported(tmp_path: Path, text: str) -> None:
     assert frames(found.err) == frames(expected.err)
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 cannot take a frame out of a traceback")
 def test_a_torch_with_a_syntax_error(tmp_path: Path) -> None:
     expected, found = both(tmp_path, "import torch\n", env=package(tmp_path, "torch", "def broken(:\n"))
     assert found.status == expected.status == 1

@@ -38,7 +38,7 @@ _CALL = RecordKind(
         Field(
             "phases",
             "object",
-            "for each phase that ran: host_ms, and device_ms, which is null if the device time is unknown",
+            "for each phase that ran, host_ms and device_ms; device_ms is null if the device time is unknown",
             "ms",
             tuple(f"{phase}_{clock}_ms" for phase in CALL_PHASES for clock in ("host", "device")),
         ),
@@ -47,7 +47,7 @@ _CALL = RecordKind(
         Field(
             "replicas",
             "list",
-            "for each device's share of the batch: replica, device, host_ms, device_ms, inputs, outputs",
+            "one object for the share of each device: replica, device, host_ms, device_ms, inputs, outputs",
             columns=(
                 *("replicas", "replica_devices", "replica_rows", "replica_host_ms", "replica_device_ms"),
                 *("replica_inputs", "replica_outputs"),
@@ -56,8 +56,8 @@ _CALL = RecordKind(
         Field(
             "stages",
             "list",
-            "for each stage of a model on several devices: stage, device, parts, start_ms, host_ms, device_ms,"
-            " from, crossed_bytes, inputs, outputs; missing for other models",
+            "one object for each stage of a model on several devices: stage, device, parts, start_ms, host_ms,"
+            " device_ms, from, crossed_bytes, inputs, outputs; missing for other models",
             columns=(
                 *("stages", "stage_devices", "stage_parts", "stage_host_ms", "stage_device_ms"),
                 "stage_crossed_bytes",
@@ -82,7 +82,7 @@ _STEP = RecordKind(
         Field(
             "phases",
             "object",
-            "the time of each phase that ran, on the host; they add up to the step",
+            "the host time of each phase that ran; these times add up to the step",
             "ms",
             tuple(f"{name}_ms" for name in STEP_PHASES),
         ),
@@ -96,15 +96,15 @@ _STEP = RecordKind(
         Field(
             "spans",
             "list",
-            "each occurrence of a phase on the training thread: phase, start_ms (after the step's start), ms (with"
-            f" nested spans); in order of start, outer spans before nested ones; the first {MAX_SPANS}",
+            f"the first {MAX_SPANS} spans, each a phase on the training thread, in order of start, outer spans before nested"
+            " ones: phase, start_ms (after the step's start), ms (including nested spans)",
             "ms",
         ),
         Field("missing_spans", "integer", f"number of spans after the first {MAX_SPANS}; missing if there are none"),
         Field(
             "buckets_ms",
             "list",
-            "when each bucket of gradients was ready, after the step's start; in order of time; missing if unknown",
+            "time from the step's start until each bucket of gradients was ready, in order of time; missing if unknown",
             "ms",
         ),
         Field(
@@ -133,7 +133,7 @@ _MODE_CHANGE = RecordKind(
         Field("call", "integer", "the first call in this mode"),
         Field("root", "text", "the class of the model", columns=()),
         MODE,
-        Field("requested_by", "text", "user or start"),
+        Field("requested_by", "text", "user, or start for the mode at the start"),
         DEVICES,
         Field("virtual", "boolean", "whether replicas share a device"),
         Field("reason", "text", "the reason for this mode"),
@@ -196,7 +196,7 @@ _DROPPED = RecordKind(
     "the number of lost and deleted records, written before the exit",
     (
         Field("count", "integer", "lost spans and records"),
-        Field("pruned", "integer", "older records deleted to bound the history"),
+        Field("pruned", "integer", "old records that were deleted to limit the history"),
     ),
 )
 _EXIT = RecordKind(
@@ -205,8 +205,8 @@ _EXIT = RecordKind(
     (
         Field("status", "integer", "its exit status; null if unknown"),
         Field("signal", "integer", "the signal that ended it; null if none did"),
-        Field("t_s", "number", "when it happened, since the run's start", "s"),
-        Field("by", "text", "who observed its end"),
+        Field("t_s", "number", "time since the run's start", "s"),
+        Field("by", "text", "the process of dpmon that learned how it ended: supervisor or foreground"),
         Field("cause", "text", "the cause of its end; missing if unknown", columns=()),
         Field("absent", "object", "why the status is null; missing if the status is known", columns=()),
     ),

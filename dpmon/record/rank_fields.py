@@ -25,17 +25,17 @@ COLLECTIVE = RecordKind(
         Field("ranks", "list", "the ranks of the group; null for all ranks, or if unknown"),
         Field("backend", "text", "the backend of the group: gloo, nccl ..."),
         Field("device", "text", "the type of its tensors' device"),
-        Field("start_s", "number", "when it was launched, since the run's start", "s"),
+        Field("start_s", "number", "time of its launch, since the run's start", "s"),
         Field(
             "host_ms",
             "number",
-            "from its launch to its completion; found by polling, up to 5 % or 0.1 ms late",
+            "from its launch to its completion, which dpmon finds by polling, up to 5 % or 0.1 ms late",
             "ms",
         ),
         Field(
             "queue_ms",
             "number",
-            "from its launch to the completion of all collectives launched before it on its group",
+            "from its launch until all collectives launched before it on its group were complete",
             "ms",
         ),
         Field("alg_bytes_s", "number", "algorithm bandwidth: its bytes over the time in which it could run", "bytes/s"),
@@ -51,7 +51,7 @@ COLLECTIVE = RecordKind(
 )
 SAMPLED = RecordKind(
     "sampled",
-    "a sample: a period, usually one step, in which every collective was recorded",
+    "a period, usually one step, in which every collective was recorded",
     (
         *WHO,
         Field("step", "integer", "the step that ran at its middle; null if none did"),
@@ -63,7 +63,7 @@ SAMPLED = RecordKind(
 )
 DDP = RecordKind(
     "ddp",
-    "the facts about a DistributedDataParallel, at first and after each change",
+    "the properties of a DistributedDataParallel, at first and after each change",
     (
         *WHO,
         T,

@@ -12,16 +12,17 @@ from dpmon.record.wire import TIMED_PHASES
 _HEAD = """\
 # Records
 
-`dpmon export` writes these records: as JSON lines, one object each, or as CSV, one table per kind. This page is made
-from `dpmon/record/fields.py` by `python -m dpmon.record.reference > docs/records.md`.
-[Export](reports-and-exports.md#export) describes the command, [Tracing](tracing.md) how the values are measured.
+This page lists every kind of record that `dpmon export` writes, with its fields. In JSON lines, each record is an
+object. In CSV, each kind is a table. [Export](reports-and-exports.md#export) describes the command, and
+[Tracing](tracing.md) describes how dpmon gets the values. The page is generated from `dpmon/record/fields.py` with
+`python -m dpmon.record.reference > docs/records.md`.
 
-- Every object has its `kind`. An unknown field is null, and `absent` has the reason.
-- A time that ends in `_ms` is in milliseconds, one in `_s` in seconds. `t_s` and `start_s` count from the run's start,
-  on the monotonic clock.
-- Rows of CSV have the same columns in every run. An empty cell is unknown or did not run. The last column, `more`, has
-  the fields without a column of their own, as JSON.
-- A metric is a gauge of `--metrics`, under the name `dpmon_...`.
+- Every object has a field `kind`. An unknown field is null, and `absent` has the reason.
+- A field that ends in `_ms` is in milliseconds, and a time that ends in `_s` in seconds. `t_s` and `start_s` count from
+  the run's start, on the monotonic clock.
+- The columns of CSV are the same in every run. An empty cell means that a value is unknown or a phase did not run. The
+  last column, `more`, has all other fields as JSON.
+- The column "metric" names the gauge that `--metrics` writes for a field.
 """
 _PHASES = """\
 ## Phases of a step
@@ -44,7 +45,7 @@ def _kind(kind: RecordKind) -> str:
     gauges = any(each.metric for each in kind.fields)
     head = ("field", "type", "unit", "meaning", "in CSV", *(("metric",) * gauges))
     rows = [(*_field(each), *((_metric(each),) * gauges)) for each in kind.fields]
-    note = "" if kind.row == "record" else f" Each row of CSV describes one {kind.row}."
+    note = "" if kind.row == "record" else f" In CSV, a row describes one {kind.row}."
     return f"## {kind.name}\n\n{kind.meaning[0].upper()}{kind.meaning[1:]}.{note}\n\n{_table(head, rows)}"
 
 
@@ -71,7 +72,7 @@ def _phases() -> str:
         )
         for phase in PHASES
     ]
-    return _table(("phase", "on the screen", "letter", "of", "meaning", "timed on GPUs"), rows)
+    return _table(("phase", "on the screen", "letter", "phase of", "meaning", "timed on GPUs"), rows)
 
 
 def _of_quantities() -> str:

@@ -96,8 +96,8 @@ _STEP = RecordKind(
         Field(
             "spans",
             "list",
-            f"the first {MAX_SPANS} spans, each a phase on the training thread, in order of start, outer spans before nested"
-            " ones: phase, start_ms (after the step's start), ms (including nested spans)",
+            f"the first {MAX_SPANS} spans, each a phase on the training thread, in order of start, outer spans before"
+            " nested ones: phase, start_ms (after the step's start), ms (including nested spans)",
             "ms",
         ),
         Field("missing_spans", "integer", f"number of spans after the first {MAX_SPANS}; missing if there are none"),

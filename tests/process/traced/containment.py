@@ -231,7 +231,9 @@ def breaking(function):
         "    return broken\n",
         space,
     )
-    function.__code__ = space["outer"](*[None] * len(function.__code__.co_freevars)).__code__
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.13 warns of a plain function in place of a generator
+        function.__code__ = space["outer"](*[None] * len(function.__code__.co_freevars)).__code__
 
 
 def begin(at_start, training, halfway):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-BESIDE = 0.03
+SAME_RATE = 0.03
 """Up to this relative difference of the two rates, only the first one is shown."""
 
 
@@ -27,7 +27,7 @@ class Rate(NamedTuple):
     @property
     def apart(self) -> bool:
         """Whether the two rates differ so much that both must be shown."""
-        return abs(self.steps_within / self.steps_per_s - 1) > BESIDE
+        return abs(self.steps_within / self.steps_per_s - 1) > SAME_RATE
 
 
 def span_rate(steps: float, samples: float | None, elapsed_ns: float, step_ns: float, at_once: float = 1.0) -> Rate:

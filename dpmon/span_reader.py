@@ -18,13 +18,13 @@ HOLE_NS = 1_000_000_000
 a thread may be suspended between taking a slot and writing it."""
 MAX_LINES = 1 << 20
 """Bytes of lines in one read, and the length of the longest line."""
-_MOST_LINES = 64 << 20
+_MAX_LINES_PER_CALL = 64 << 20
 """Most bytes of lines in one call of `lines`."""
 _WORD = struct.Struct("=Q")
 _FIRST = 64
-"""Slots in the first read. The number doubles with each further read, up to _MOST."""
-_MOST = 4096
-_MOST_JUMPS = 8
+"""Slots in the first read. The number doubles with each further read, up to _MAX_READ."""
+_MAX_READ = 4096
+_MAX_JUMPS = 8
 """Most jumps ahead in one `read`, because a writer may be faster than the reader."""
 _LAST_NUMBER = 1 << 56
 """Largest plausible span number. A higher one is damage, and would overflow the sum of missed spans."""
@@ -102,12 +102,12 @@ class SpanReader:
         """Whether the process has announced its end."""
         return self._word(Word.ENDED) != 0
 
-    def under_way(self, thread: int | None = None) -> tuple[int, int]:
+    def current_span(self, thread: int | None = None) -> tuple[int, int]:
         """Return kind (0: none) and start (monotonic ns) of a thread's current span; None: training thread.
 
         The start is 0 for a thread that has begun no span.
         """
-        return under_way_in(self.words(), thread)
+        return current_span_in(self.words(), thread)
 
     def request(self, mode: int) -> int:
         """Ask the training process for `mode`. Return the serial of the request, to compare with `acknowledged`."""
@@ -162,10 +162,10 @@ class SpanReader:
         added to `missed`. Raises RingError if the file was truncated.
         """
         found: list[Span] = []
-        count = _MOST if over else _FIRST
+        count = _MAX_READ if over else _FIRST
         self.at_end = False
         overtaken = 0
-        while len(found) < limit and overtaken < _MOST_JUMPS:
+        while len(found) < limit and overtaken < _MAX_JUMPS:
             count = min(count, self.slots)
             marks = self._marks(self.position, count)
             there = _in_a_row(marks, self.position)
@@ -180,7 +180,7 @@ class SpanReader:
             self.position += len(part)
             if there < count and len(part) == there and not self._over_a_hole(marks[there:], now_ns, over):
                 break
-            count = min(2 * count, _MOST)
+            count = min(2 * count, _MAX_READ)
         return found
 
     def _marks(self, number: int, count: int) -> list[int]:
@@ -281,7 +281,7 @@ class SpanReader:
         fd = self._open_lines()
         if fd < 0:
             return
-        end = min(until, self.lines_position + _MOST_LINES)
+        end = min(until, self.lines_position + _MAX_LINES_PER_CALL)
         while self.lines_position < end:
             data = os.pread(fd, min(MAX_LINES, end - self.lines_position), self.lines_position)
             if not data:
@@ -338,12 +338,12 @@ class SpanReader:
         return self._lines_fd
 
 
-def under_way_in(words: memoryview, thread: int | None = None) -> tuple[int, int]:
-    """Return what SpanReader.under_way returns, from header words read earlier."""
+def current_span_in(words: memoryview, thread: int | None = None) -> tuple[int, int]:
+    """Return what SpanReader.current_span returns, from header words read earlier."""
     if thread is None:
-        thread = words[Word.TRAINS]
+        thread = words[Word.TRAINING_THREAD]
     thread = min(thread, THREADS - 1)
-    return words.cast("B")[KINDS_AT + thread], words[Word.UNDER_WAY + thread]
+    return words.cast("B")[KINDS_AT + thread], words[Word.SPAN_START + thread]
 
 
 def _opened(path: str, access: int) -> int:

@@ -45,12 +45,12 @@ KINDS_AT = 3584
 class Word:
     """Indices of the 64-bit words of the header that change while the ring is in use."""
 
-    TRAINS, ENDED, ANSWERED, MODE, PAUSED = range(17, 22)
+    TRAINING_THREAD, ENDED, ANSWERED, MODE, PAUSED = range(17, 22)
     """Training thread; 1 at the process's end; last mode request acted upon; mode in force; last pause acted upon."""
     REQUEST, WANTED, PAUSE, ONE_IN, SAMPLE = range(24, 29)
     """Serial of the last mode request; the requested mode; last pause request (odd: pause, even: resume); device timing
     of one step in this many (0: all steps); serial of the last request to record the collectives of a step."""
-    UNDER_WAY = 64
+    SPAN_START = 64
     """Start of thread 0's current or last span (monotonic ns); the other threads follow."""
 
 

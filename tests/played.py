@@ -86,11 +86,11 @@ class Process:
         self.spans: list[tuple[int, int, int, int]] = []
         self.recorder.put = self.put
         self.me = self.recorder.thread()
-        self.recorder.trains = self.me
+        self.recorder.training_thread = self.me
         self.timing = self.recorder.timing = Timing(
             self.put, self.session.fault, lambda: int(self.recorder.words[Word.ONE_IN]), self.device
         )
-        self.timing.trains = self.me
+        self.timing.training_thread = self.me
         self.timing.random.seed(1)
         self._optimizer = _Optimizer(self.recorder)
         self._assembler = Assembler()

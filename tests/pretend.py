@@ -30,7 +30,7 @@ KINDS = {
     "optimizer": Kind.OPTIMIZER,
     "copy": Kind.COPY,
     "pause": Kind.PAUSE,
-    "look": Kind.LOOK,
+    "look": Kind.MEMORY,
 }
 
 
@@ -109,7 +109,7 @@ class Script:
         self.wait(0.1)
 
     def fetch(self, ms: float = 1.0, over: bool = False, failed: bool = False) -> None:
-        flags = Flag.FAILED | Flag.OVER if over else Flag.FAILED * failed
+        flags = Flag.FAILED | Flag.EXHAUSTED if over else Flag.FAILED * failed
         with self.phase("fetch", ms, flags):
             pass
 
@@ -145,8 +145,8 @@ class Script:
         share, back = self.sizes(rows // replicas), self.sizes(rows // replicas, path="")
         whole, out = self.sizes(rows), self.sizes(rows, path="")
         with self.phase(kind, 1.0, learns | Flag.DP, model, inputs=whole, outputs=out):
-            for verb in ("scatter", "replicate"):
-                with self.phase(verb):
+            for primitive in ("scatter", "replicate"):
+                with self.phase(primitive):
                     pass
             with self.phase("parallel_apply", 2.0):
                 for index in reversed(range(replicas)):
@@ -169,15 +169,13 @@ class Script:
             pass
 
     def gone(self, number: int) -> None:
-        self.write(Kind.GONE, self.now, 0, 0, number)
+        self.write(Kind.OPTIMIZER_FREED, self.now, 0, 0, number)
 
     def times(self, span: Span, device: int, ms: float, of: int = 1, why: int = 0) -> None:
         """A device tells what a span took on it."""
         site = device | of << 8 | why << 16
-        number = span.number
-        self.write(
-            Kind.TIME, self.now, round(ms * MS), 0, site, inside=0, inputs=number & 0xFFFFFFFF, outputs=number >> 32
-        )
+        low, high = span.number & 0xFFFFFFFF, span.number >> 32
+        self.write(Kind.DEVICE_TIME, self.now, round(ms * MS), 0, site, inside=0, inputs=low, outputs=high)
 
     def group(self, operation: str = "all_reduce", name: str = "0", size: int = 4, **more: Any) -> int:
         """The definition of collectives of one operation on a process group."""
@@ -186,7 +184,7 @@ class Script:
 
     def collective(self, group: int, start: int, ms: float, size: int = 1000, inside: int = 0, why: int = 0) -> Span:
         """A collective that began at `start` is over, or, with `why`, will not be waited for."""
-        took, flags = (why, Flag.SKIPPED) if why else (round(ms * MS), 0)
+        took, flags = (why, Flag.UNENDED) if why else (round(ms * MS), 0)
         return self.write(Kind.COLLECTIVE, start, took, flags, group, inside=inside, inputs=size)
 
     def sampled(self, start: int, collectives: int, discarded: bool = False) -> Span:

@@ -76,7 +76,7 @@ class Run:
         self.training.now = max(self.training.now, time.monotonic_ns() - steps * self.training.step_ns)
         for payload in self.training.run(steps):
             self.ring.write(payload)
-        self.control.words[Word.UNDER_WAY] = time.monotonic_ns()
+        self.control.words[Word.SPAN_START] = time.monotonic_ns()
 
     def end(self, status: int, signal_name: str | None = None) -> None:
         """Record how it ended."""

@@ -165,7 +165,7 @@ class Training:
     def phase(self, kind: int, sizes: int = 0, began: int | None = None, **parts: int) -> None:
         """Go through a phase, as the tracer writes it; `began`: earlier, and what was written since lies within it."""
         began = self._clock() if began is None else began
-        self.ring.words[Word.UNDER_WAY] = began
+        self.ring.words[Word.SPAN_START] = began
         self.ring.kinds[0] = kind
         now = self._clock()
         self.ring.put(head(kind, **parts), began, now - began, sizes)

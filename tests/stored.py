@@ -31,11 +31,11 @@ from dpmon.record.wire import (
     with_extras,
 )
 from dpmon.store.accounts import Accounts
-from dpmon.store.as_of import AsOf
 from dpmon.store.batch import Batch
 from dpmon.store.intake import Intake
 from dpmon.store.opened import open_store
 from dpmon.store.queries import Store
+from dpmon.store.store_at import StoreAt
 from dpmon.store.tables import RingRow
 from dpmon.store.writer import History
 
@@ -106,7 +106,7 @@ class Recording:
     def state(self, t_ns: int | None = None, ended: Iterable[int] = (), **wanted: Any) -> State:
         """The state as of now, or as of a time; `wanted`: of Wanted."""
         store = self.store()
-        return self._snapshots.take(AsOf(store, t_ns), store, Wanted(**wanted), frozenset(ended))
+        return self._snapshots.take(StoreAt(store, t_ns), store, Wanted(**wanted), frozenset(ended))
 
 
 def store_of(records: Iterable[bytes | Record] | Mapping[int, Iterable[bytes | Record]], origin_ns: int = 0) -> Store:
@@ -128,7 +128,7 @@ def state_of(
 def state_in(directory: Path, t_ns: int | None = None, **wanted: Any) -> State:
     """The state of the screen of the run in `directory`, as of now or as of a time."""
     with open_store(directory) as store:
-        return Snapshots().take(AsOf(store, t_ns), store, Wanted(**wanted), frozenset())
+        return Snapshots().take(StoreAt(store, t_ns), store, Wanted(**wanted), frozenset())
 
 
 def _recorded(records: Iterable[Any] | Mapping[int, Iterable[Any]], origin_ns: int) -> Recording:

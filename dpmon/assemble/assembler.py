@@ -11,7 +11,7 @@ from typing import Any
 from dpmon.assemble.definitions import Definitions
 from dpmon.assemble.device_waits import DeviceWaits, EventPayload, Pending
 from dpmon.assemble.event_queue import Event, EventQueue
-from dpmon.assemble.nesting import VERBS, Block, block_of
+from dpmon.assemble.nesting import PRIMITIVES, Block, block_of
 from dpmon.assemble.sampled_collectives import SampledCollectives
 from dpmon.assemble.step_mark import Mark
 from dpmon.assemble.step_recorder import Item, Recorder
@@ -19,16 +19,16 @@ from dpmon.assemble.step_rules import StepRules
 from dpmon.record.spans import DOING, Flag, Kind, Span
 from dpmon.record.wire import Untimed
 
-MOST_NESTED = 1 << 14
+MAX_NESTED = 1 << 14
 """Most spans that wait for their enclosing span."""
-MOST_EARLY = 256
+MAX_EARLY = 256
 """Most blocks held before the first call."""
 CAUGHT_UP = 4096
 """A read that returns fewer spans than this has reached the newest span."""
 _LATEST = 1 << 58
 """Longest plausible uptime of a machine (ns)."""
 _NEVER_ENDED = (1 << 64) - 1
-_INNER = (Kind.REPLICA, Kind.STAGE, Kind.AGAIN)
+_INNER = (Kind.REPLICA, Kind.STAGE, Kind.RESTARTED)
 _DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, struct.error)
 
 
@@ -50,14 +50,14 @@ class Assembler:
         """Per thread: the first span below `_caught_up` that a predecessor has not used."""
         self._caught_up = 0
         """Number of the first span that was not fed to a predecessor."""
-        self._heard = 0
+        self._events_before = 0
         """Number of events from earlier calls of `feed`."""
         self._seen: dict[int, Span] = {}
         """Per thread: the last span."""
         self._nested: dict[int, list[Span]] = {}
         self._waiting = 0
         """Number of spans in `_nested`."""
-        self._early: deque[Block] = deque(maxlen=MOST_EARLY)
+        self._early: deque[Block] = deque(maxlen=MAX_EARLY)
         self._uncaught: bool | None = None
         """Whether an exception ended the process; None until the process announces its end."""
 
@@ -80,7 +80,7 @@ class Assembler:
 
     def feed(self, spans: Sequence[Span], lines: Sequence[Mapping[str, Any]]) -> list[bytes]:
         """Take spans in order of number, and the lines read after them. Return payloads in order."""
-        self._hear(lines)
+        self._take_lines(lines)
         for span in spans:
             try:
                 self._span(span)
@@ -88,11 +88,11 @@ class Assembler:
                 self._dropped += 1
         if self._next >= self._caught_up:
             if len(spans) < CAUGHT_UP:  # all spans before these events have been taken
-                self._place(self._events.older(self._heard))
-            self._heard = self._events.heard
+                self._place(self._events.older(self._events_before))
+            self._events_before = self._events.count
         return self._payloads()
 
-    def under_way(self, kind: int, since_ns: int) -> list[bytes]:
+    def take_current_span(self, kind: int, since_ns: int) -> list[bytes]:
         """Take kind and start of the training thread's unfinished span, read before the spans of the last `feed`.
 
         Return payloads.
@@ -107,10 +107,10 @@ class Assembler:
 
     def end(self) -> list[bytes]:
         """Finish, because the process is gone and no more spans come. Return the last payloads."""
-        self._place(self._events.older(self._events.heard))
+        self._place(self._events.older(self._events.count))
         try:
             # A killed process may have been in the middle of a training step.
-            self._rules.end(self._rules.trains if self._uncaught is None else self._uncaught)
+            self._rules.end(self._rules.has_trained if self._uncaught is None else self._uncaught)
             self._recorder.end()
             self._closed(self._rules.mark(), [], False)
         except _DAMAGE:
@@ -118,12 +118,12 @@ class Assembler:
         self._communication.end()
         return self._payloads(Untimed.ENDED)
 
-    def _hear(self, lines: Iterable[Mapping[str, Any]]) -> None:
+    def _take_lines(self, lines: Iterable[Mapping[str, Any]]) -> None:
         for line in lines:
             try:
                 if "end" in line:
                     self._uncaught = line.get("uncaught") is True
-                elif not (self._known.hear(line) or self._events.hear(line)):
+                elif not (self._known.add(line) or self._events.add(line)):
                     self._dropped += 1
             except _DAMAGE:
                 self._dropped += 1
@@ -134,7 +134,7 @@ class Assembler:
             self._dropped += 1
             return
         self._next = number + 1
-        if number < self._caught_up and kind != Kind.TIME and number < self._floors.get(thread, self._caught_up):
+        if number < self._caught_up and kind != Kind.DEVICE_TIME and number < self._floors.get(thread, self._caught_up):
             return  # a predecessor has used it
         if start + took > _LATEST:
             if kind != Kind.STAGE or took != _NEVER_ENDED or start > _LATEST:
@@ -144,7 +144,7 @@ class Assembler:
         if kind not in DOING or (inside and inside not in DOING):
             self._dropped += 1
             return
-        if kind == Kind.TIME:
+        if kind == Kind.DEVICE_TIME:
             self._waits.time(span)
             self._recorder.sampling.time()
             return
@@ -158,13 +158,13 @@ class Assembler:
         self._seen[thread] = span
         if inside or kind in _INNER:
             self._nest(span)
-        elif kind in VERBS and not flags & Flag.HAND:
+        elif kind in PRIMITIVES and not flags & Flag.BY_SCRIPT:
             self._dropped += 1
         else:
             self._block(block_of(span, self._inner(thread, start) if self._waiting else ()))
 
     def _nest(self, span: Span) -> None:
-        if self._waiting >= MOST_NESTED:
+        if self._waiting >= MAX_NESTED:
             self._dropped += self._waiting
             self._nested.clear()
             self._waiting = 0
@@ -184,24 +184,24 @@ class Assembler:
         thread, kind = span[4], span[1]
         if span[6] + span[7] > self._events.due:
             self._place_before(span)
-        if thread == self._recorder.thread or (kind == Kind.GONE and self._recorder.thread >= 0):
+        if thread == self._recorder.thread or (kind == Kind.OPTIMIZER_FREED and self._recorder.thread >= 0):
             self._rules.take(block)
         elif self._recorder.thread < 0:
             self._early.append(block)
             if calls:
                 self._found_thread(thread)
-        elif kind == Kind.BACKWARD and not self._rules.trains:
+        elif kind == Kind.BACKWARD and not self._rules.has_trained:
             self._rules.moves(thread)
             self._rules.take(block)
-        elif calls or kind in VERBS:
+        elif calls or kind in PRIMITIVES:
             self._rules.other(block)
 
     def _found_thread(self, thread: int) -> None:
         """Make the thread of the first call the training thread."""
         self._recorder.thread = thread
-        early, self._early = list(self._early), deque(maxlen=MOST_EARLY)
+        early, self._early = list(self._early), deque(maxlen=MAX_EARLY)
         for block in early:
-            if block[0].thread == thread or block[0].kind == Kind.GONE:
+            if block[0].thread == thread or block[0].kind == Kind.OPTIMIZER_FREED:
                 self._block(block)
 
     def _place_before(self, span: Span) -> None:
@@ -282,8 +282,8 @@ class Assembler:
                 "seen": [span for thread, span in self._seen.items() if thread not in live],
                 "said": self._events.placed,
                 "unsaid": sorted(recorder.unsent),
-                "looks": {str(look): step for look, step in recorder.looks.items()},
-                "heard": self._events.heard,
+                "looks": {str(look): step for look, step in recorder.memory_looks.items()},
+                "heard": self._events.count,
                 "communication": self._communication.state(),
             }
         )
@@ -295,9 +295,9 @@ class Assembler:
         Feed it all spans again. If `step` and `call` give the predecessor's last numbers, feed it only later spans.
         """
         found = cls()
-        found._hear(lines)
-        said = found._events.heard
-        found._events.go_on(said if step or call else 0, (), said, ())
+        found._take_lines(lines)
+        emitted = found._events.count
+        found._events.go_on(emitted if step or call else 0, (), emitted, ())
         found._recorder.number, found._recorder.calls = step, call
         return found
 
@@ -319,16 +319,16 @@ class Assembler:
         self._floors = {int(thread): number for thread, number in state["floors"].items()}
         self._caught_up = state["next"]
         self._next = min(self._floors.values(), default=self._caught_up)
-        self._hear(lines)
+        self._take_lines(lines)
         for span in state["seen"]:
             self._seen[span[4]] = Span(*span)
         recorder = self._recorder
         if "communication" in state:  # absent in states of earlier versions
             self._communication.go_on(state["communication"])
-        recorder.looks = {int(look): step for look, step in state["looks"].items()}
+        recorder.memory_looks = {int(look): step for look, step in state["looks"].items()}
         self._rules.go_on(mark)
-        recorder.nexts = self._events.go_on(mark.placed, mark.nexts, state["said"], state["unsaid"])
-        recorder.unsent.update(event.number for event in recorder.nexts if self._events.is_new(event.number))
+        recorder.awaiting_call = self._events.go_on(mark.placed, mark.awaiting_call, state["said"], state["unsaid"])
+        recorder.unsent.update(event.number for event in recorder.awaiting_call if self._events.is_new(event.number))
 
 
 def _firsts(items: Iterable[Item]) -> dict[int, int]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from dpmon.assemble.definitions import Definitions
 from dpmon.assemble.device_waits import Slots
-from dpmon.assemble.nesting import VERBS
+from dpmon.assemble.nesting import PRIMITIVES
 from dpmon.record.spans import Flag, Kind, Span
 from dpmon.record.wire import CALL_PHASES, Untimed, call_flags, pack_call
 
@@ -22,11 +22,11 @@ WIRE_FLAGS = tuple(
 )
 """Flag byte of a call by the lowest four flags of its span."""
 _LARGEST = (1 << 62) - 1
-_MOST_STAGES = 255
+_MAX_STAGES = 255
 _NO_PHASES = (-1, 0) * len(CALL_PHASES)
 
 
-class Made(NamedTuple):
+class UnnumberedCall(NamedTuple):
     """A call that is ready to be packed, except for its step and call numbers."""
 
     mode: int
@@ -57,13 +57,13 @@ def mode_of(flags: int) -> int:
     return 1 if flags & Flag.DP else 2
 
 
-def pack_made(call: Made, step: int, number: int) -> bytes:
+def pack_numbered(call: UnnumberedCall, step: int, number: int) -> bytes:
     """Return the payload of a call."""
     head = call.mode, call.flags, call.layout, step, number, call.start, call.wall, call.inputs, call.outputs
     return pack_call(*head, call.phases, call.replicas, call.stages)
 
 
-def parts_of(known: Definitions, span: Span, layout: int, parts: Sequence[Span]) -> Made:
+def parts_of(known: Definitions, span: Span, layout: int, parts: Sequence[Span]) -> UnnumberedCall:
     """Build a call from its span and the spans of its parts. `layout` must be known."""
     phases, slots = list(_NO_PHASES), [[] for _ in CALL_PHASES]  # type: list[int], Slots
     shares: dict[int, Span] = {}
@@ -73,20 +73,20 @@ def parts_of(known: Definitions, span: Span, layout: int, parts: Sequence[Span])
         if one.kind == Kind.REPLICA:
             shares.setdefault(one.site, one)
         elif one.kind == Kind.STAGE:
-            if len(of_stages) < _MOST_STAGES and known.is_stage(one.site):
+            if len(of_stages) < _MAX_STAGES and known.is_stage(one.site):
                 stages += _stage(known, one, span.start)
                 of_stages.append(_timed(one))
-        elif one.kind in VERBS:
+        elif one.kind in PRIMITIVES:
             _add_phase(phases, slots, one, span.start)
     inputs, outputs = known.known_sizes(span.inputs), known.known_sizes(span.outputs)
     failed = span.flags & Flag.FAILED
     replicas, of_replicas = _replicas_of(known, shares, layout, span.start)
-    if not (of_replicas or of_stages or phases[2 * VERBS[Kind.PARALLEL_APPLY]] >= 0):
+    if not (of_replicas or of_stages or phases[2 * PRIMITIVES[Kind.PARALLEL_APPLY]] >= 0):
         replicas, of_replicas = _whole(known, span, layout, phases, slots, parts)
-    elif of_replicas == [[]] and phases[2 * VERBS[Kind.PARALLEL_APPLY]] < 0:
+    elif of_replicas == [[]] and phases[2 * PRIMITIVES[Kind.PARALLEL_APPLY]] < 0:
         of_replicas = [_after_scatter(span, slots)]  # the module itself ran as the only replica
-    why = Untimed.SAMPLED if span.flags & Flag.SKIPPED else Untimed.ON_CPU if of_stages else Untimed.NONE
-    return Made(
+    why = Untimed.SAMPLED if span.flags & Flag.UNTIMED else Untimed.ON_CPU if of_stages else Untimed.NONE
+    return UnnumberedCall(
         mode_of(span.flags),
         WIRE_FLAGS[span.flags & 15],
         layout,
@@ -109,7 +109,7 @@ def _timed(span: Span) -> list[tuple[int, int]]:
 
 def _add_phase(phases: list[int], slots: Slots, span: Span, start: int) -> None:
     """Add a phase to a call that began at `start`. A subclass of DataParallel may run a phase twice."""
-    at = VERBS[span.kind]
+    at = PRIMITIVES[span.kind]
     if phases[2 * at] < 0:
         phases[2 * at] = max(span.start - start, 0)
     phases[2 * at + 1] = min(phases[2 * at + 1] + span.took, _LARGEST)

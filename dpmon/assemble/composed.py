@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from dpmon.assemble.call_packing import Made, parts_of
+from dpmon.assemble.call_packing import UnnumberedCall, parts_of
 from dpmon.assemble.definitions import Definitions
 from dpmon.record.spans import Flag, Kind, Span
 
@@ -16,17 +16,17 @@ _NOT_SCATTERED = "the script did not scatter in this step"
 _NO_INPUTS = "the script did not scatter: only the inputs of the replicas are known"
 _NOT_REPLICATED = "the script did not replicate in this step"
 _NOT_GATHERED = "the script did not gather the outputs of the replicas"
-_MOST_LEAVES = 512
+_MAX_LEAVES = 512
 """Most sizes in one call."""
 
 
 class _PartialCall:
     """The unfinished call of one thread."""
 
-    __slots__ = ("apply", "replicas", "verbs")
+    __slots__ = ("apply", "primitives", "replicas")
 
     def __init__(self) -> None:
-        self.verbs: list[Span] = []
+        self.primitives: list[Span] = []
         self.apply: Span | None = None
         self.replicas: Sequence[Span] = ()
 
@@ -34,12 +34,12 @@ class _PartialCall:
 class Composer:
     """Composes the calls of one process and passes each complete call to `finish`."""
 
-    def __init__(self, known: Definitions, finish: Callable[[Made], None]) -> None:
+    def __init__(self, known: Definitions, finish: Callable[[UnnumberedCall], None]) -> None:
         self._known = known
         self._finish = finish
         self._partial: dict[int, _PartialCall] = {}
 
-    def verb(self, span: Span, replicas: Sequence[Span]) -> int:
+    def take(self, span: Span, replicas: Sequence[Span]) -> int:
         """Take the span of a primitive, and the spans of its `replicas` if it is a parallel_apply.
 
         Return the definition of the call's inputs for a parallel_apply, if it is known; else 0.
@@ -49,19 +49,19 @@ class Composer:
         if partial is not None and partial.apply is not None and kind != Kind.GATHER:
             self.flush(thread)
             partial = None
-        if partial is not None and partial.verbs and partial.verbs[0].inside != span.inside:
+        if partial is not None and partial.primitives and partial.primitives[0].inside != span.inside:
             del self._partial[thread]
             partial = None
         failed = span.flags & Flag.FAILED
         if kind == Kind.GATHER:
             if partial is not None and partial.apply is not None and not failed:
-                partial.verbs.append(span)
+                partial.primitives.append(span)
                 self.flush(thread)
             return 0
         if kind == Kind.PARALLEL_APPLY or not failed:
             if partial is None:
                 partial = self._partial[thread] = _PartialCall()
-            partial.verbs.append(span)
+            partial.primitives.append(span)
         if kind != Kind.PARALLEL_APPLY or partial is None:
             return 0
         partial.apply, partial.replicas = span, replicas
@@ -74,7 +74,7 @@ class Composer:
         """Finish the call of a thread, because no gather follows."""
         partial = self._partial.pop(thread, None)
         if partial is not None and partial.apply is not None and partial.apply.site in self._known.layouts:
-            self._finish(self._made(partial, partial.apply))
+            self._finish(self._composed_call(partial, partial.apply))
 
     def flush_all(self) -> None:
         """Finish all calls, because the step is over."""
@@ -83,7 +83,7 @@ class Composer:
 
     def _inputs(self, partial: _PartialCall) -> int:
         """Return the sizes of all scattered inputs. Argument numbers continue from one scatter to the next."""
-        numbers = [self._known.known_sizes(one.inputs) for one in partial.verbs if one.kind == Kind.SCATTER]
+        numbers = [self._known.known_sizes(one.inputs) for one in partial.primitives if one.kind == Kind.SCATTER]
         numbers = [number for number in numbers if number]
         if len(numbers) <= 1:
             return numbers[0] if numbers else 0
@@ -98,22 +98,22 @@ class Composer:
                     path = f"{given + int(argument)}{dot}{below}"
                 leaves.append((path, *rest))
             given += last + 1
-        return self._known.add_sizes(leaves[:_MOST_LEAVES])
+        return self._known.add_sizes(leaves[:_MAX_LEAVES])
 
-    def _made(self, partial: _PartialCall, apply: Span) -> Made:
-        start, last = partial.verbs[0].start, partial.verbs[-1]
+    def _composed_call(self, partial: _PartialCall, apply: Span) -> UnnumberedCall:
+        start, last = partial.primitives[0].start, partial.primitives[-1]
         outputs = self._known.known_sizes(last.outputs) if last.kind == Kind.GATHER else 0
         absent = _absent(partial, bool(outputs), bool(apply.flags & Flag.FAILED))
         layout = self._known.with_absent(apply.site, absent)
         took = max(last.end - start, 0)
         whole = apply._replace(start=start, took=took, inputs=self._inputs(partial), outputs=outputs)
         replicas = [one for one in partial.replicas if one.kind == Kind.REPLICA]
-        return parts_of(self._known, whole, layout, [*partial.verbs, *replicas])
+        return parts_of(self._known, whole, layout, [*partial.primitives, *replicas])
 
 
 def _absent(partial: _PartialCall, gathered: bool, failed: bool) -> dict[str, str]:
     """Return the reasons for missing parts."""
-    kinds = {one.kind for one in partial.verbs}
+    kinds = {one.kind for one in partial.primitives}
     absent = {}
     if Kind.SCATTER not in kinds:
         absent["scatter"] = _NOT_SCATTERED

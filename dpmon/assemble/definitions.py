@@ -15,10 +15,10 @@ from dpmon.record.kinds import collective_in
 from dpmon.record.wire import pack_definition
 
 OWN = 1 << 31
-MOST = 1 << 15
+MAX_DEFINITIONS = 1 << 15
 """Most definitions of each sort: half the limit of a decoder, so that the decoder keeps all of them."""
 _LARGEST = 1 << 53
-_MOST_DEVICES = 4096
+_MAX_DEVICES = 4096
 """Most devices of a layout, because each device takes memory in every call."""
 _KEYS = ("root", "via", "devices", "absent")
 
@@ -42,7 +42,7 @@ class Layout:
         """Number of the module; a bare model and its wrapper have the same number."""
         self.dim, self.first = (_whole(value.get(key, 0)) for key in ("dim", "first"))
         self.devices = len(self.value["devices"])
-        if self.devices > _MOST_DEVICES:
+        if self.devices > _MAX_DEVICES:
             raise ValueError("more devices than a machine has")
 
 
@@ -59,7 +59,7 @@ class Definitions:
         self._sent: set[int] = set()
         """Numbers that already have a payload."""
 
-    def hear(self, line: Mapping[str, Any]) -> bool:
+    def add(self, line: Mapping[str, Any]) -> bool:
         """Take a line; False if it defines nothing or is damaged."""
         if type(line.get("optimizer")) is int:
             self.optimizers += 1
@@ -159,7 +159,7 @@ class Definitions:
 def _keep(table: dict[int, Any], number: int, value: Any) -> None:
     table.pop(number, None)
     table[number] = value
-    if len(table) > MOST:
+    if len(table) > MAX_DEFINITIONS:
         del table[next(iter(table))]
 
 

@@ -16,7 +16,7 @@ from dpmon.record.wire import Untimed, pack_timed
 MAX_STEPS = 64
 MAX_GROUPS = 1 << 13
 """Most waiting groups. MAX_STEPS is not enough, because other threads may make calls while no step ends."""
-MOST = 1 << 16
+MAX_TIMED_SPANS = 1 << 16
 """Most spans with remembered times."""
 _MS = 1e6
 
@@ -74,14 +74,14 @@ class DeviceWaits:
         return [group.mark for group in self._queue]
 
     def time(self, span: Span) -> None:
-        """Take a span of kind TIME: the time of an earlier span on one device."""
+        """Take a span of kind DEVICE_TIME: the time of an earlier span on one device."""
         number, why = span.inputs | span.outputs << 32, span.site >> 16
         times = self._times.setdefault(number, [])
         device, count = span.site & 0xFF, span.site >> 8 & 0xFF
         if not any(known == device for known, _, _ in times):
             times.append((device, None if why else span.took / _MS, why))
         self._expected[number] = count
-        if len(self._times) > MOST:
+        if len(self._times) > MAX_TIMED_SPANS:
             oldest = next(iter(self._times))
             del self._times[oldest], self._expected[oldest]
 

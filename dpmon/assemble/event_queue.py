@@ -69,14 +69,14 @@ class EventQueue:
     def __init__(self) -> None:
         self._queue: deque[Event] = deque()
         self._at = 0
-        self.heard = 0
+        self.count = 0
         """Number of events so far; they are numbered from 0."""
         self.due = NEVER
         """Time of the next event."""
-        self._said_before = 0
-        self._unsaid_before: frozenset[int] = frozenset()
+        self._emitted_before = 0
+        self._unemitted_before: frozenset[int] = frozenset()
 
-    def hear(self, line: Mapping[str, Any]) -> bool:
+    def add(self, line: Mapping[str, Any]) -> bool:
         """Take a line; False if it is not an event."""
         if not isinstance(line.get("kind"), str):
             return False
@@ -84,8 +84,8 @@ class EventQueue:
         at = data.pop("at", None)
         if type(at) is int and self._at < at < NEVER:
             self._at = at
-        self._queue.append(Event(self.heard, self._at, data))
-        self.heard += 1
+        self._queue.append(Event(self.count, self._at, data))
+        self.count += 1
         self.due = self._queue[0].at
         return True
 
@@ -100,7 +100,7 @@ class EventQueue:
     @property
     def placed(self) -> int:
         """Number of events taken out."""
-        return self.heard - len(self._queue)
+        return self.count - len(self._queue)
 
     def older(self, than: int) -> list[Event]:
         """Take out and return the events with a number below `than`."""
@@ -110,16 +110,16 @@ class EventQueue:
         self.due = self._queue[0].at if self._queue else NEVER
         return found
 
-    def go_on(self, placed: int, nexts: Iterable[int], said: int, unsaid: Iterable[int]) -> list[Event]:
-        """Drop the events that a predecessor placed; return the events in `nexts`, which wait for the next call.
+    def go_on(self, placed: int, awaiting_call: Iterable[int], emitted: int, unemitted: Iterable[int]) -> list[Event]:
+        """Drop the events that a predecessor placed; return those in `awaiting_call`, which wait for the next call.
 
-        The predecessor has already returned the events below `said`, except `unsaid`.
+        The predecessor has already returned the events below `emitted`, except `unemitted`.
         """
-        waiting = set(nexts)
+        waiting = set(awaiting_call)
         found = [event for event in self.older(placed) if event.number in waiting]
-        self._said_before, self._unsaid_before = said, frozenset(unsaid)
+        self._emitted_before, self._unemitted_before = emitted, frozenset(unemitted)
         return found
 
     def is_new(self, number: int) -> bool:
         """Whether no predecessor has returned this event."""
-        return number >= self._said_before or number in self._unsaid_before
+        return number >= self._emitted_before or number in self._unemitted_before

@@ -20,7 +20,7 @@ DATA, FORWARD, BACKWARD, OPTIMIZER, COPY, SYNC = range(6)
 QUANTITIES = tuple(name for name in STEP_EXTRAS if name not in SPAN_PHASES)
 """Quantities and numbers of a step that come from spans, in the order of records."""
 SYNCED, UNSYNCED, SYNC_NUMBER_AT = (QUANTITIES.index(name) for name in ("synced", "unsynced", SYNC_NUMBER))
-_PARTS = (Kind.REPLICA, Kind.STAGE, Kind.AGAIN)
+_PARTS = (Kind.REPLICA, Kind.STAGE, Kind.RESTARTED)
 PHASE_OF = tuple(
     SPAN_PHASES.index(DOING[kind]) if DOING.get(kind) in SPAN_PHASES and kind not in _PARTS else -1
     for kind in range(max(DOING) + 1)
@@ -28,12 +28,12 @@ PHASE_OF = tuple(
 """Phase of a step by kind of span; -1 for none."""
 QUANTITY_OF = {kind: QUANTITIES.index(name) for kind, name in COUNTED.items()}
 """Quantity of a step by kind of span."""
-VERBS = {Kind.SCATTER: 0, Kind.REPLICATE: 1, Kind.PARALLEL_APPLY: 2, Kind.GATHER: 3}
+PRIMITIVES = {Kind.SCATTER: 0, Kind.REPLICATE: 1, Kind.PARALLEL_APPLY: 2, Kind.GATHER: 3}
 """Indices in dpmon.record.wire.CALL_PHASES by kind of span."""
 CALLS = (Kind.CALL, Kind.WRAPPED)
 LEARNS = Flag.TRAINING | Flag.GRAD
 """Flags of calls that train or record gradients."""
-EDGE = (Kind.PAUSE, Kind.LOOK)
+EDGE = (Kind.PAUSE, Kind.MEMORY)
 """Kinds of spans that are dpmon's time, not the script's. At the edge of a step, they belong to no step."""
 
 
@@ -44,8 +44,8 @@ class Inner:
     """Sums and lists made from the spans of a block."""
 
     __slots__ = (
-        *("backward", "counts", "first", "hand", "looks", "missing_spans", "parts", "skipped", "spans", "timed"),
-        *("times", "untimed_copies"),
+        *("backward", "by_script", "counts", "first", "memory_looks", "missing_spans", "parts", "skipped", "spans"),
+        *("timed", "times", "untimed_copies"),
     )
 
     def __init__(self, first: int) -> None:
@@ -62,9 +62,9 @@ class Inner:
         self.backward = False
         self.parts: dict[int, list[Span]] = {}
         """Phases, replicas and stages of a call, by its number."""
-        self.hand: list[Span] = []
+        self.by_script: list[Span] = []
         """Primitives that the script calls itself, in order."""
-        self.looks: list[int] = []
+        self.memory_looks: list[int] = []
         self.timed: list[tuple[int, int, int]] = []
         """Spans with device times: number, phase, and phase of the enclosing timed span (-1: none)."""
         self.skipped = False
@@ -82,7 +82,7 @@ def block_of(span: Span, inner: Sequence[Span]) -> Block:
     kind = span[1]
     if inner:
         return _BlockPass(inner[0][0]).read(span, inner)
-    if kind in CALLS or (kind == Kind.PARALLEL_APPLY and span[2] & Flag.HAND):
+    if kind in CALLS or (kind == Kind.PARALLEL_APPLY and span[2] & Flag.BY_SCRIPT):
         return span, (span,), (), None
     if kind == Kind.OPTIMIZER and not span[2] & Flag.FAILED:
         return span, (), (span[5],), None
@@ -122,8 +122,8 @@ class _BlockPass:
         if kind in _PARTS:
             self._parts.append(span)
             return
-        if kind in VERBS:
-            if not flags & Flag.HAND:
+        if kind in PRIMITIVES:
+            if not flags & Flag.BY_SCRIPT:
                 self._parts.append(span)
                 return
             self._primitive(span)
@@ -142,11 +142,11 @@ class _BlockPass:
         elif (quantity := QUANTITY_OF.get(kind)) is not None:
             counts = self.found.counts
             counts[quantity] = max(counts[quantity], 0) + (span.inputs | span.outputs << 32)
-        elif kind == Kind.LOOK:
-            self.found.looks.append(span.site)
+        elif kind == Kind.MEMORY:
+            self.found.memory_looks.append(span.site)
         elif kind == Kind.SYNC:
             self._sync(span)
-            if flags & Flag.SKIPPED:
+            if flags & Flag.UNSYNCED:
                 return
         elif kind == Kind.BUCKETS:
             self._leads += leads_of(span)
@@ -156,7 +156,7 @@ class _BlockPass:
     def _sync(self, span: Span) -> None:
         counts, leads = self.found.counts, self._leads
         self._leads = []
-        if span.flags & Flag.SKIPPED:
+        if span.flags & Flag.UNSYNCED:
             counts[UNSYNCED] = max(counts[UNSYNCED], 0) + 1
             return
         counts[SYNCED] = max(counts[SYNCED], 0) + 1
@@ -166,7 +166,7 @@ class _BlockPass:
         self.found.spans += [(BUCKET, max(span.start - lead, 0), 0) for lead in leads]
 
     def _primitive(self, span: Span) -> None:
-        self.found.hand.append(span)
+        self.found.by_script.append(span)
         if span.kind == Kind.PARALLEL_APPLY:
             self._calls.append(span)
             self.found.parts[span.number] = self._parts_since(span.start)
@@ -183,11 +183,11 @@ class _BlockPass:
             if recorded:  # the data-parallel calls inside replace it
                 self._calls += recorded
                 return
-        hand = self.found.hand
-        while hand and hand[-1].start >= span.start:
-            del hand[-1]
-        again = max((place for place, part in enumerate(parts, 1) if part.kind == Kind.AGAIN), default=0)
-        self.found.parts[span.number] = parts[again:]
+        by_script = self.found.by_script
+        while by_script and by_script[-1].start >= span.start:
+            del by_script[-1]
+        restart = max((place for place, part in enumerate(parts, 1) if part.kind == Kind.RESTARTED), default=0)
+        self.found.parts[span.number] = parts[restart:]
         self._calls.append(span)
 
     def _parts_since(self, start: int) -> list[Span]:
@@ -204,7 +204,7 @@ class _BlockPass:
         start, own, phase = span.start, span.took, PHASE_OF[span.kind]
         within, found = self._within, self.found
         timed = bool(span.flags & Flag.TIMED)
-        if span.flags & Flag.SKIPPED:
+        if span.flags & Flag.UNTIMED:
             found.skipped = True
         while within and within[-1][0] >= start:
             _, took, inner_phase, number = within.pop()

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-_MOST = 4096
+_MAX_OPTIMIZERS = 4096
 
 
 class OptimizerCycle:
     """The order in which optimizers step. When one steps for the second time, the optimizer before it ends a step."""
 
-    __slots__ = ("ends", "once", "since")
+    __slots__ = ("ends", "leading", "since")
 
-    def __init__(self, ends: int = -1, since: Iterable[int] = (), once: Mapping[int, int] | None = None) -> None:
+    def __init__(self, ends: int = -1, since: Iterable[int] = (), leading: Mapping[int, int] | None = None) -> None:
         self.ends = ends
         """Number of the optimizer that ends a step; -1 while unknown."""
         self.since: dict[int, None] = dict.fromkeys(since)
         """The optimizers that have stepped since the last end of a step, in order."""
-        self.once: dict[int, int] = dict(once or {})
+        self.leading: dict[int, int] = dict(leading or {})
         """Optimizers that stepped before the cycle began, each with the last span in which it may end a step."""
 
     def stepped(self, site: int, number: int) -> bool | None:
@@ -28,14 +28,14 @@ class OptimizerCycle:
         if site == self.ends:
             self.since.clear()
             return True
-        if self.once.pop(site, -1) >= number:
+        if self.leading.pop(site, -1) >= number:
             return True
         if site not in self.since:
-            if len(self.since) < _MOST:
+            if len(self.since) < _MAX_OPTIMIZERS:
                 self.since[site] = None
             return False
         order = list(self.since)
-        self.once = dict.fromkeys(order[: order.index(site)], number)
+        self.leading = dict.fromkeys(order[: order.index(site)], number)
         self.ends = order[-1]
         self.since.clear()
         return None

@@ -13,21 +13,21 @@ MAX_PACE = 3_600_000_000_000
 class Patience:
     """Tracks time and number of calls between optimizer steps."""
 
-    __slots__ = ("calls", "ended", "pace", "until")
+    __slots__ = ("calls", "calls_before", "ended", "pace")
 
-    def __init__(self, pace: int = 0, ended: int = 0, calls: int = 0, until: int = 0) -> None:
+    def __init__(self, pace: int = 0, ended: int = 0, calls: int = 0, calls_before: int = 0) -> None:
         self.pace = pace
         """ns between the last two optimizer steps that ended a step of the loop."""
         self.ended = ended
         """End of the last of these steps; 0 for none."""
         self.calls = calls
         """Calls between the last two of these steps, or before the first."""
-        self.until = until
+        self.calls_before = calls_before
         """Calls of the process up to the last of these steps."""
 
     def stepped(self, start: int, end: int, calls: int) -> None:
         """Note that an optimizer ended the step that began at `start`. `calls`: calls of the process so far."""
-        self.calls, self.until = max(calls - self.until, 0), calls
+        self.calls, self.calls_before = max(calls - self.calls_before, 0), calls
         self.pace = min(max(end - (self.ended or start), 0), MAX_PACE)
         self.ended = end
 

@@ -18,13 +18,13 @@ from dpmon.assemble.definitions import Definitions
 from dpmon.record.spans import Flag, Span
 from dpmon.record.wire import Collected, pack_collective
 
-MOST_STEPS = 32
+MAX_STEPS = 32
 """Most remembered steps. A collective that ends more than this many steps later is recorded without a step."""
-MOST_SAMPLES = 64
+MAX_SAMPLES = 64
 """Limit of remembered samples: a collective may end after several later samples."""
-MOST_WAITING = 1 << 14
-MOST_GROUPS = 256
-MOST_BEFORE = 64
+MAX_WAITING = 1 << 14
+MAX_GROUPS = 256
+MAX_EARLIER = 64
 """Most earlier collectives of a group to compare a collective with."""
 
 
@@ -33,11 +33,11 @@ class SampledCollectives:
 
     def __init__(self, known: Definitions) -> None:
         self._known = known
-        self._steps: deque[tuple[int, int, int]] = deque(maxlen=MOST_STEPS)
+        self._steps: deque[tuple[int, int, int]] = deque(maxlen=MAX_STEPS)
         """Start, end and number of the last steps."""
         self._held: list[Collected] = []
         """Collectives of the unfinished sample."""
-        self._sampled: deque[tuple[int, int]] = deque(maxlen=MOST_SAMPLES)
+        self._sampled: deque[tuple[int, int]] = deque(maxlen=MAX_SAMPLES)
         """End of each of the last samples, and a number that is not 0 if the sample was discarded."""
         self._waiting: list[Collected] = []
         """Collectives that wait until a step ends after them."""
@@ -48,7 +48,7 @@ class SampledCollectives:
     def take(self, span: Span) -> bool:
         """Take a span; False if its definition is unknown."""
         quantity = span.inputs | span.outputs << 32
-        unended = span.took if span.flags & Flag.SKIPPED else 0
+        unended = span.took if span.flags & Flag.UNENDED else 0
         took = -1 if unended else span.took
         queued, launched = -1, False
         if span.site:
@@ -76,7 +76,7 @@ class SampledCollectives:
         discarded = next((flags for end, flags in self._sampled if one.start < end), None)
         if discarded is None:
             self._held.append(one)
-            if len(self._held) > MOST_WAITING:
+            if len(self._held) > MAX_WAITING:
                 self._place(self._held.pop(0))
         elif not discarded:
             self._place(one)
@@ -89,8 +89,8 @@ class SampledCollectives:
         before = self._before.setdefault(group, [])
         ends = [end for start, end in before if start <= span.start and span.start < end <= span.end]
         before.append((span.start, span.end))
-        del before[:-MOST_BEFORE]
-        if len(self._before) > MOST_GROUPS:
+        del before[:-MAX_EARLIER]
+        if len(self._before) > MAX_GROUPS:
             del self._before[next(iter(self._before))]
         return max(ends, default=span.start) - span.start
 
@@ -99,7 +99,7 @@ class SampledCollectives:
             self._ready.append(one._replace(step=self._step_at(one.middle)))
         else:
             self._waiting.append(one)
-            if len(self._waiting) > MOST_WAITING:
+            if len(self._waiting) > MAX_WAITING:
                 self._ready.append(self._waiting.pop(0))
 
     def _step_at(self, time: int) -> int:

@@ -9,7 +9,7 @@ from statistics import median
 COST_NS = 12_000
 """Cost of one device time: recording, querying and reading two events (tests/benchmarks/bench_inside.py)."""
 SHARE = 0.01
-MOST = 1024
+MAX_ONE_IN = 1024
 """The training process accepts no higher number."""
 STEPS = 64
 """Steps between two decisions, and steps that a decision considers."""
@@ -42,7 +42,7 @@ class Sampling:
 
     def _decide(self) -> None:
         cost = self._times / self._timed * COST_NS
-        wanted = min(max(ceil(cost / (SHARE * max(median(self._walls), 1))), 1), MOST)
+        wanted = min(max(ceil(cost / (SHARE * max(median(self._walls), 1))), 1), MAX_ONE_IN)
         if not self.one_in / _SMALL_CHANGE <= wanted <= self.one_in * _SMALL_CHANGE:
             self.one_in = wanted
         self._timed /= 2

@@ -11,11 +11,11 @@ class Mark(NamedTuple):
 
     number: int
     calls: int
-    ahead: int
+    unmatched_fetches: int
     placed: int
-    nexts: Sequence[int]
+    awaiting_call: Sequence[int]
     thread: int
-    trains: bool
+    has_trained: bool
     opened: bool
     fetched: bool
     over: bool
@@ -26,10 +26,10 @@ class Mark(NamedTuple):
     pace: int
     paced: int
     paced_calls: int
-    paced_until: int
+    paced_calls_before: int
     learned: Collection[int]
     ends: int
     since: Sequence[int]
-    once: Mapping[int, int]
+    leading: Mapping[int, int]
     part: Sequence[Any] | None
     """`OpenStep.saved` of a step that is recorded in parts."""

@@ -6,12 +6,12 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
-from dpmon.assemble.call_packing import WIRE_FLAGS, Made, mode_of, pack_made, parts_of
+from dpmon.assemble.call_packing import WIRE_FLAGS, UnnumberedCall, mode_of, pack_numbered, parts_of
 from dpmon.assemble.composed import Composer
 from dpmon.assemble.definitions import Definitions
 from dpmon.assemble.device_waits import EventPayload, Payload, Pending
 from dpmon.assemble.event_queue import Event, EventQueue
-from dpmon.assemble.nesting import COPY, EDGE, LEARNS, PHASE_OF, QUANTITY_OF, VERBS, Block, Inner
+from dpmon.assemble.nesting import COPY, EDGE, LEARNS, PHASE_OF, PRIMITIVES, QUANTITY_OF, Block, Inner
 from dpmon.assemble.sampled_collectives import SampledCollectives
 from dpmon.assemble.sampling import Sampling
 from dpmon.assemble.step_mark import Mark
@@ -21,10 +21,10 @@ from dpmon.record.step_spans import MAX_SPANS
 from dpmon.record.wire import PLAIN_TAG, PLAIN_WORDS, Untimed, pack_timed
 
 Item: TypeAlias = "Block | Event"
-_SLOW = Flag.TIMED | Flag.SKIPPED | Flag.FAILED
+_SLOW = Flag.TIMED | Flag.UNTIMED | Flag.FAILED
 _PLAIN = struct.Struct(PLAIN_WORDS)
-_MOST_KNOWN = 1 << 15
-_MOST_LOOKS = 64
+_MAX_KNOWN = 1 << 15
+_MAX_LOOKS = 64
 _NOTHING: Sequence[Any] = ()
 
 
@@ -38,13 +38,13 @@ class Recorder:
         self.number = 0
         """Number of steps that have ended."""
         self.calls = 0
-        self.ahead = 0
+        self.unmatched_fetches = 0
         """Number of batches fetched directly after another fetch; each may have its own call in the same step."""
         self.thread = -1
         """The training thread; -1 while unknown."""
-        self.looks: dict[int, int] = {}
+        self.memory_looks: dict[int, int] = {}
         """Per memory look: the last step that had begun."""
-        self.nexts: list[Event] = []
+        self.awaiting_call: list[Event] = []
         """Events that wait for the next call."""
         self.unsent: set[int] = set()
         """Numbers of events that are placed but not yet returned."""
@@ -54,13 +54,14 @@ class Recorder:
         self._peaks: set[int] = set()
         self._totals = StepTotals()
         self._step = 1
-        self._composer = Composer(known, self._made)
+        self._composer = Composer(known, self._record_call)
         self._known: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
         """Words of the payload, module and rows, by (layout, inputs, outputs) of a plain call."""
 
     def go_on(self, mark: Mark) -> None:
         """Continue from a predecessor's mark."""
-        self.number, self.calls, self.ahead, self.thread = mark.number, mark.calls, mark.ahead, mark.thread
+        self.number, self.calls, self.thread = mark.number, mark.calls, mark.thread
+        self.unmatched_fetches = mark.unmatched_fetches
 
     # ------------------------------------------------------------------------------------------ steps
 
@@ -83,7 +84,7 @@ class Recorder:
                 continue
             span, calls, _, inner = item
             kind = span[1]
-            if span[4] == thread or kind == Kind.GONE:
+            if span[4] == thread or kind == Kind.OPTIMIZER_FREED:
                 if inner is not None:
                     self._add_inner(totals, inner)
                 elif (phase := PHASE_OF[kind]) >= 0:
@@ -94,13 +95,13 @@ class Recorder:
                         totals.count(QUANTITY_OF[kind], span[8] | span[9] << 32)
                     if span[2] & Flag.TIMED:
                         totals.timed.append((span[0], phase, -1))
-                    elif span[2] & Flag.SKIPPED:
+                    elif span[2] & Flag.UNTIMED:
                         totals.skipped = True
                     elif phase == COPY:
                         totals.untimed_copy(-1)
-                elif kind == Kind.LOOK:
-                    self.look(span[5], self.number + 1)
-            if calls or kind in VERBS:
+                elif kind == Kind.MEMORY:
+                    self.note_memory_look(span[5], self.number + 1)
+            if calls or kind in PRIMITIVES:
                 self._calls(span, calls, (), inner)
             if kind == Kind.BACKWARD or (inner is not None and inner.backward):
                 totals.backwards += 1
@@ -122,14 +123,14 @@ class Recorder:
         totals.skipped = totals.skipped or inner.skipped
         for around in inner.untimed_copies:
             totals.untimed_copy(around)
-        for look in inner.looks:
-            self.look(look, self.number + 1)
+        for look in inner.memory_looks:
+            self.note_memory_look(look, self.number + 1)
 
     # ------------------------------------------------------------------------------------------ calls
 
     def of_others(self, block: Block) -> None:
         """Record calls of another thread while no step is open."""
-        if not (block[1] or block[0][1] in VERBS):
+        if not (block[1] or block[0][1] in PRIMITIVES):
             return
         self._step = max(self.number, 1)
         self._calls(*block)
@@ -137,22 +138,22 @@ class Recorder:
 
     def _calls(self, span: Span, calls: Sequence[Span], _: Sequence[int], inner: Inner | None) -> None:
         if inner is None:
-            if span.kind in VERBS:
+            if span.kind in PRIMITIVES:
                 self._primitive(span, None)
             else:
                 self._composer.flush(span.thread)
                 self._call(span, None)
             return
-        hand = inner.hand
+        by_script = inner.by_script
         at = 0
         for call in calls:
-            while at < len(hand) and hand[at].number <= call.number:
-                self._primitive(hand[at], inner)
+            while at < len(by_script) and by_script[at].number <= call.number:
+                self._primitive(by_script[at], inner)
                 at += 1
             if call.kind != Kind.PARALLEL_APPLY:
                 self._composer.flush(span.thread)
                 self._call(call, inner)
-        for primitive in hand[at:]:
+        for primitive in by_script[at:]:
             self._primitive(primitive, inner)
 
     def _call(self, call: Span, inner: Inner | None) -> None:
@@ -168,11 +169,11 @@ class Recorder:
             self._count(flags, module, rows)
         parts = inner.parts.get(call[0]) if inner is not None else None
         if parts or flags & _SLOW or layout < 0:
-            self._made(parts_of(self.known, call, site, parts or ()))
+            self._record_call(parts_of(self.known, call, site, parts or ()))
             return
         self.calls = number = self.calls + 1
-        if self.nexts:
-            self._fill_nexts()
+        if self.awaiting_call:
+            self._emit_awaiting_call()
         tag = PLAIN_TAG | (1 if flags & Flag.DP else 2) << 8 | WIRE_FLAGS[flags & 15] << 16 | layout
         self.out.append(_PLAIN.pack(tag, self._step, number, start, took, sizes))
 
@@ -185,7 +186,7 @@ class Recorder:
         layout = self.known.layouts.get(site)
         if layout is None:
             return None
-        if len(self._known) >= _MOST_KNOWN:
+        if len(self._known) >= _MAX_KNOWN:
             self._known.clear()
         self.out += self.known.payloads(site, inputs, outputs)
         rows = self.known.rows(inputs, layout.dim, layout.first)
@@ -194,12 +195,12 @@ class Recorder:
         self._known[call.site, call.inputs, call.outputs] = known
         return known
 
-    def _made(self, call: Made) -> None:
+    def _record_call(self, call: UnnumberedCall) -> None:
         self.calls += 1
         self.out += self.known.payloads(*call.definitions())
-        if self.nexts:
-            self._fill_nexts()
-        payload = pack_made(call, self._step, self.calls)
+        if self.awaiting_call:
+            self._emit_awaiting_call()
+        payload = pack_numbered(call, self._step, self.calls)
         if call.why == Untimed.SAMPLED:
             self.out.append(pack_timed(payload, [None] * len(call.slots), call.why))
         else:
@@ -208,7 +209,7 @@ class Recorder:
     def _primitive(self, span: Span, inner: Inner | None) -> None:
         """Record a primitive that the script calls itself."""
         parts = inner.parts.get(span.number, _NOTHING) if inner is not None else _NOTHING
-        inputs = self._composer.verb(span, parts)
+        inputs = self._composer.take(span, parts)
         layout = self.known.layouts.get(span.site)
         if span.kind != Kind.PARALLEL_APPLY:
             return
@@ -224,14 +225,14 @@ class Recorder:
             totals.mode = mode_of(flags)
         totals.failed = bool(flags & Flag.FAILED)
         if not flags & LEARNS:
-            totals.looked = max(totals.looked, rows)
+            totals.evaluated_rows = max(totals.evaluated_rows, rows)
             return
-        if self.ahead and totals.is_micro_batch(module):
-            self.ahead -= 1
+        if self.unmatched_fetches and totals.is_micro_batch(module):
+            self.unmatched_fetches -= 1
             if rows >= 0:
-                totals.learned = max(totals.learned, 0) + rows
-        elif rows > totals.learned:
-            totals.learned = rows
+                totals.learned_rows = max(totals.learned_rows, 0) + rows
+        elif rows > totals.learned_rows:
+            totals.learned_rows = rows
         totals.learns = True
         totals.module, totals.passes = module, totals.backwards
 
@@ -240,34 +241,36 @@ class Recorder:
     def event(self, event: Event, step: int) -> None:
         """Take an event that happened here. `step`: the last step that has begun."""
         if event.fill == "next":
-            self.nexts.append(event)
+            self.awaiting_call.append(event)
         else:
             self._emit(event, step, self.calls)
 
-    def _fill_nexts(self) -> None:
-        for event in self.nexts:
+    def _emit_awaiting_call(self) -> None:
+        for event in self.awaiting_call:
             self._emit(event, self._step, self.calls)
-        self.nexts = []
+        self.awaiting_call = []
 
     def end(self) -> None:
         """Emit the waiting events, because there are no more calls."""
         self._step, self.calls = self.number + 1, self.calls + 1
-        self._fill_nexts()
+        self._emit_awaiting_call()
 
     def _emit(self, event: Event, step: int, call: int) -> None:
         if self.events.is_new(event.number):
             self.unsent.add(event.number)
-            self.out.append(EventPayload(event.packed(step, call, self.looks), event.number))
+            self.out.append(EventPayload(event.packed(step, call, self.memory_looks), event.number))
         peaks = event.peaks()
         if peaks:
             self._peaks = set(peaks)
 
-    def look(self, look: int, step: int) -> None:
+    def note_memory_look(self, look: int, step: int) -> None:
         """Note a memory look taken after `step` began."""
-        self.looks[look] = step
-        if len(self.looks) > 2 * _MOST_LOOKS:
-            newest = list(self.looks)[-_MOST_LOOKS:]
-            self.looks = {look: step for look, step in self.looks.items() if look in self._peaks or look in newest}
+        self.memory_looks[look] = step
+        if len(self.memory_looks) > 2 * _MAX_LOOKS:
+            newest = list(self.memory_looks)[-_MAX_LOOKS:]
+            self.memory_looks = {
+                look: step for look, step in self.memory_looks.items() if look in self._peaks or look in newest
+            }
 
 
 def before_edge(items: Sequence[Item], end: int) -> int:

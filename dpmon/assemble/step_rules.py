@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from dpmon.assemble.definitions import Definitions
 from dpmon.assemble.event_queue import Event
-from dpmon.assemble.nesting import EDGE, LEARNS, PHASE_OF, VERBS, Block
+from dpmon.assemble.nesting import EDGE, LEARNS, PHASE_OF, PRIMITIVES, Block
 from dpmon.assemble.open_step import OpenStep
 from dpmon.assemble.optimizer_cycle import OptimizerCycle
 from dpmon.assemble.patience import Patience
@@ -23,12 +23,12 @@ from dpmon.record.spans import Flag, Kind, Span
 
 STALE_STEPS = 64
 """Number of optimizer steps without a fetch after which a loader no longer counts."""
-MOST_HELD = 1 << 14
+MAX_HELD = 1 << 14
 """Most held blocks. A longer step is recorded in parts and cannot be taken again."""
 
 BY_OPTIMIZER, BY_BACKWARD, BY_CALL = range(3)
 _OPENS = (Kind.SCATTER, Kind.REPLICATE)
-MOST_BESIDE = 16
+MAX_CALLS = 16
 """Most calls of a step under BY_CALL; then it ends even if its first module is not called again."""
 
 
@@ -47,7 +47,7 @@ class StepRules:
         self._placed = 0
         """Number of events placed."""
         self._cycle = OptimizerCycle()
-        self.trains = False
+        self.has_trained = False
         """Whether a backward pass or an optimizer step ran on the training thread."""
         self._open = False
         self._fetched = False
@@ -80,11 +80,11 @@ class StepRules:
         return Mark(
             recorder.number,
             recorder.calls,
-            recorder.ahead,
+            recorder.unmatched_fetches,
             self._placed,
-            [event.number for event in recorder.nexts] if recorder.nexts else (),
+            [event.number for event in recorder.awaiting_call] if recorder.awaiting_call else (),
             recorder.thread,
-            self.trains,
+            self.has_trained,
             self._open,
             self._fetched,
             self._over,
@@ -95,11 +95,11 @@ class StepRules:
             self._patience.pace,
             self._patience.ended,
             self._patience.calls,
-            self._patience.until,
+            self._patience.calls_before,
             self._learned,
             cycle.ends,
             tuple(cycle.since) if cycle.since else (),
-            dict(cycle.once) if cycle.once else {},
+            dict(cycle.leading) if cycle.leading else {},
             self._step.saved(),
         )
 
@@ -107,14 +107,14 @@ class StepRules:
         """Continue from a predecessor's mark."""
         self._recorder.go_on(mark)
         self._placed = mark.placed
-        self.trains, self._open, self._fetched, self._over = mark.trains, mark.opened, mark.fetched, mark.over
+        self.has_trained, self._open, self._fetched, self._over = mark.has_trained, mark.opened, mark.fetched, mark.over
         self._start, self._last, self._rule = mark.start, mark.last, mark.rule
         self._since_fetch, self._patience = (
             mark.since_fetch,
-            Patience(mark.pace, mark.paced, mark.paced_calls, mark.paced_until),
+            Patience(mark.pace, mark.paced, mark.paced_calls, mark.paced_calls_before),
         )
         self._learned = frozenset(mark.learned)
-        self._cycle = OptimizerCycle(mark.ends, mark.since, {int(site): last for site, last in mark.once.items()})
+        self._cycle = OptimizerCycle(mark.ends, mark.since, {int(site): last for site, last in mark.leading.items()})
         self._step = OpenStep.restored(mark.part)
 
     def _hold(self, item: Item) -> None:
@@ -193,12 +193,12 @@ class StepRules:
 
     def _fetch(self, block: Block) -> None:
         span = block[0]
-        failed = span.flags & (Flag.FAILED | Flag.OVER)
+        failed = span.flags & (Flag.FAILED | Flag.EXHAUSTED)
         if self._open and self._step.calls:
             self._close_at_fetch(span.start)
         if self._open and self._fetched and not failed:
             self._hold(block)
-            self._recorder.ahead += 1
+            self._recorder.unmatched_fetches += 1
         else:
             self._drop_open()
             if failed:
@@ -206,7 +206,7 @@ class StepRules:
                 return
             self._hold(block)
             if self._over:
-                self._recorder.ahead = min(self._recorder.ahead, 1)
+                self._recorder.unmatched_fetches = min(self._recorder.unmatched_fetches, 1)
             self._open = self._fetched = True
             self._over = False
             self._since_fetch = 0
@@ -237,8 +237,8 @@ class StepRules:
                 recorder.event(item, recorder.number)
             elif item[0].thread != recorder.thread:
                 recorder.of_others(item)
-            elif item[0].kind == Kind.LOOK:
-                recorder.look(item[0].site, recorder.number)
+            elif item[0].kind == Kind.MEMORY:
+                recorder.note_memory_look(item[0].site, recorder.number)
         self._step = OpenStep()
         self._closed(mark, items, False)
 
@@ -247,15 +247,15 @@ class StepRules:
     def _outside(self, block: Block) -> None:
         """Take a block that belongs to no step."""
         span, _, stepped, inner = block
-        if span.kind == Kind.LOOK:
-            self._recorder.look(span.site, self._recorder.number)
-        elif span.kind == Kind.GONE:
+        if span.kind == Kind.MEMORY:
+            self._recorder.note_memory_look(span.site, self._recorder.number)
+        elif span.kind == Kind.OPTIMIZER_FREED:
             self._cycle.gone(span.site)
         if span.kind == Kind.BACKWARD or stepped or (inner is not None and inner.backward):
-            self.trains = True
+            self.has_trained = True
         for site in stepped:
             self._cycle.stepped(site, span.number)
-            self._cycle.once.clear()
+            self._cycle.leading.clear()
             self._rule = BY_OPTIMIZER
 
     def _take(self, block: Block) -> None:
@@ -275,11 +275,11 @@ class StepRules:
         if calls and self._called(calls):
             return
         if kind == Kind.BACKWARD or (inner is not None and inner.backward):
-            self._step.backward = self.trains = True
-            self._step.only_looks = False
+            self._step.backward = self.has_trained = True
+            self._step.only_evaluates = False
             if self._rule == BY_CALL:
                 self._rule = BY_BACKWARD
-        elif kind == Kind.GONE:
+        elif kind == Kind.OPTIMIZER_FREED:
             self._cycle.gone(span.site)
         if stepped:
             self._stepped(stepped, span[0], start + span[7])
@@ -296,7 +296,7 @@ class StepRules:
                 continue
             if module not in self._learned:
                 self._learned |= {module}
-                fresh = fresh or module in step.looked
+                fresh = fresh or module in step.evaluated
         if not fresh or self._fetched or self._anew:
             return False
         self._take_anew()
@@ -306,19 +306,19 @@ class StepRules:
         """End the open step, which has calls, if this block begins another step."""
         learns = any(call.flags & LEARNS for call in block[1])
         at, start = len(self.held), block[0].start
-        if block[0].kind in VERBS:  # the scatters and replicates before it belong to the call
+        if block[0].kind in PRIMITIVES:  # the scatters and replicates before it belong to the call
             while at and isinstance(item := self.held[at - 1], tuple) and item[0].kind in _OPENS:
                 at -= 1
                 start = item[0].start
-        if not (self._step.only_looks and self._step.look in self._learned):
+        if not (self._step.only_evaluates and self._step.last_evaluated in self._learned):
             rule = BY_CALL if self._divides else self._rule
             if rule == BY_OPTIMIZER or (rule == BY_BACKWARD and not self._step.backward):
                 return
-            trains_now = self._step.only_looks and learns
-            others = self._step.calls <= MOST_BESIDE and self._known.module(block[1][0].site) != self._step.module
+            trains_now = self._step.only_evaluates and learns
+            others = self._step.calls <= MAX_CALLS and self._known.module(block[1][0].site) != self._step.module
             if rule == BY_CALL and others and not trains_now:
                 return
-        self._cut(at, self._last if self._step.only_looks and learns else start, start)
+        self._cut(at, self._last if self._step.only_evaluates and learns else start, start)
 
     def _cut(self, at: int, end: int, start: int) -> None:
         """End the open step at `end` with its first `at` items. The others begin the next step at `start`."""
@@ -330,13 +330,13 @@ class StepRules:
 
     def _stepped(self, sites: Sequence[int], number: int, end: int) -> None:
         """Take the optimizer steps of a block with this span number, which ended at `end`."""
-        self._step.only_looks = False
-        self.trains = True
+        self._step.only_evaluates = False
+        self.has_trained = True
         outcomes = [self._cycle.stepped(site, number) for site in sites]
         anew = None in outcomes
         ended = anew or True in outcomes
         if self._fetched:
-            self._cycle.once.clear()
+            self._cycle.leading.clear()
             self._since_fetch += ended
             if self._since_fetch > STALE_STEPS:
                 self._fetched = False
@@ -379,7 +379,7 @@ class StepRules:
         for item in items:
             if isinstance(item, Event):
                 self.place(item)
-            elif item[0].thread != self._recorder.thread and item[0].kind != Kind.GONE:
+            elif item[0].thread != self._recorder.thread and item[0].kind != Kind.OPTIMIZER_FREED:
                 self.other(item)
             else:
                 self._take(item)
@@ -388,7 +388,7 @@ class StepRules:
         """Wait for an optimizer step. At the limit, look for another rule, or end the step if it has too many calls."""
         step, patience = self._step, self._patience
         made = bool(self._known.optimizers) or self._cycle.ends >= 0
-        learns = not (step.only_looks or step.backward)  # a backward pass may follow
+        learns = not (step.only_evaluates or step.backward)  # a backward pass may follow
         too_many = patience.too_many(step.calls, made or learns)
         if not too_many and not patience.too_long(self._last - step.first_call, made):
             return
@@ -402,7 +402,7 @@ class StepRules:
             return
         if self._rule == BY_OPTIMIZER and self._cycle.ends < 0:
             self._look_for_another_rule()
-        if self._rule != BY_CALL and self._step.only_looks:  # all its calls are of models that do not learn
+        if self._rule != BY_CALL and self._step.only_evaluates:  # all its calls are of models that do not learn
             self._divides = True
             self._take_anew()
             self._divides = False
@@ -430,7 +430,7 @@ class StepRules:
 
     def _bound(self) -> None:
         """Record the held items of a step that is too long."""
-        if len(self.held) <= MOST_HELD:
+        if len(self.held) <= MAX_HELD:
             return
         items, self.held = self.held, []
         self._step.part = self._step.part or StepTotals()

@@ -14,10 +14,10 @@ from dpmon.record.wire import BODY_PHASES, Untimed, pack_step, pack_timed, with_
 
 _EXTRAS = (*SPAN_PHASES[len(BODY_PHASES) :], *QUANTITIES)
 _LARGEST = (1 << 62) - 1
-_MOST_TIMED = 4096
+_MAX_TIMED = 4096
 """Most spans with device times in one step."""
 _SAVED = (
-    *("times", "counts", "learned", "looked", "mode", "learns"),
+    *("times", "counts", "learned_rows", "evaluated_rows", "mode", "learns"),
     *("failed", "backwards", "passes", "module", "crowded", "skipped", "spans", "missing_spans"),
 )
 
@@ -32,7 +32,7 @@ class StepTotals:
         """ns of each phase; -1: did not run."""
         self.counts = [-1] * len(QUANTITIES)
         """Value of each quantity; -1: not counted."""
-        self.learned = self.looked = -1
+        self.learned_rows = self.evaluated_rows = -1
         """Rows of the calls that train or record gradients, and rows of the other calls."""
         self.mode = 0
         self.learns = False
@@ -99,7 +99,7 @@ class StepTotals:
     def packed(self, step: int, start: int, wall: int) -> Payload:
         """Return the payload of the step."""
         data, forward, backward, optimizer, *others = self.times
-        samples = self.learned if self.learned >= 0 else self.looked
+        samples = self.learned_rows if self.learned_rows >= 0 else self.evaluated_rows
         spans = span_words(self.spans, start, wall, self.missing_spans)
         phases = data, forward, backward, optimizer
         wall, samples = min(wall, _LARGEST), min(samples, _LARGEST)
@@ -118,7 +118,7 @@ class StepTotals:
     def _slots(self) -> tuple[Slots, int]:
         """Return the spans that add up to the device time of each phase, and the reason for missing times."""
         slots: Slots = [[] for _ in range(self._timed_phases)]
-        if self.crowded or len(self.timed) > _MOST_TIMED:
+        if self.crowded or len(self.timed) > _MAX_TIMED:
             return slots, Untimed.TOO_MANY
         for number, phase, around in self.timed:
             if phase < len(slots):

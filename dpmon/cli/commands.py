@@ -12,15 +12,15 @@ from typing import Any
 from dpmon.cli.launch import has_screen, json_lines
 from dpmon.cli.speak import closing, speak
 from dpmon.run import retention
+from dpmon.run.activities import describe_stall
 from dpmon.run.condition import goes_on, is_paused, run_state
 from dpmon.run.lock import goes_on_elsewhere
 from dpmon.run.lookup import find_run, list_runs, newest_run, short_name
 from dpmon.run.reader import RunReader
 from dpmon.run.retention import is_kept
 from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info
-from dpmon.run.standing import how_it_stands
-from dpmon.supervise.guard import looked_after
-from dpmon.supervise.start import look_after
+from dpmon.supervise.guard import keep_supervised
+from dpmon.supervise.start import ensure_supervisor
 from dpmon.text.cleaning import clean
 
 _LAST_OUTPUT = 4096
@@ -32,8 +32,8 @@ def attach(options: argparse.Namespace) -> int:
     if goes_on_elsewhere(directory, load_info(directory), load_exit(directory)):
         # This machine can see neither the run's processes nor its clock, so the run would look finished.
         raise RunError(f"{directory.name} runs on another machine; attach to it there (dpmon report also works here)")
-    look_after(directory)
-    with looked_after(directory):
+    ensure_supervisor(directory)
+    with keep_supervised(directory):
         return _follow(directory, options)
 
 
@@ -60,7 +60,7 @@ def _follow(directory: Path, options: argparse.Namespace) -> int:
 
 def stop(options: argparse.Namespace) -> int:
     """Stop a run; return 0 when it is over, 1 if it could not be stopped."""
-    from dpmon.run.stop import NOTHING_RUNS, STOPPED_BY, otherwise, stop_run
+    from dpmon.run.stop import NOTHING_RUNS, STOPPED_BY, stop_run, unexpected_end
 
     directory = find_run(options.run, goes_on=goes_on)
     how = load_exit(directory)
@@ -73,8 +73,8 @@ def stop(options: argparse.Namespace) -> int:
             last = line.removeprefix(STOPPED_BY)
             line = f"{line}: {clean(short_name(load_info(directory)))}"
         print(clean(line), flush=True)
-    look_after(directory)
-    if last and how is None and (ended := otherwise(directory, last)) is not None:
+    ensure_supervisor(directory)
+    if last and how is None and (ended := unexpected_end(directory, last)) is not None:
         print(clean(ended), flush=True)
     return 1 if "cannot be stopped" in line else 0
 
@@ -126,7 +126,7 @@ def _describe(directory: Path, info: RunInfo) -> dict[str, Any]:
         "started_unix": info.started_unix,
         "steps": _steps(directory),
         **{name: getattr(how, name, None) for name in ("status", "signal", "unknown", "cause")},
-        "standing": how_it_stands(directory, info, state, how),
+        "standing": describe_stall(directory, info, state, how),
         "command": [info.script, *_arguments(info)],
         "directory": str(directory),
     }

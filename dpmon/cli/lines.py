@@ -35,6 +35,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dpmon.model.active_processes import ended_of
 from dpmon.model.communication_fields import communication_fields, rank_fields
 from dpmon.model.members import finite
 from dpmon.model.pace import speed
@@ -43,16 +44,15 @@ from dpmon.model.ranks import training
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.source import Wanted
 from dpmon.model.state import State
-from dpmon.model.turns import ended_of
 from dpmon.rates import as_fields
 from dpmon.record.schema import PHASES
+from dpmon.run.activities import IDLE
 from dpmon.run.destination import is_stream, open_stream, open_truncated
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunError, is_run_directory
-from dpmon.run.standing import IDLE
-from dpmon.store.as_of import AsOf
 from dpmon.store.figures import Figures, counted_as_fields
 from dpmon.store.opened import open_store
+from dpmon.store.store_at import StoreAt
 from dpmon.store.tables import HistoryError
 
 EVERY_S = 1.0
@@ -139,7 +139,7 @@ class Lines:
     def _take(self, over: bool = False) -> None:
         with suppress(HistoryError, RunError), open_store(self._reader.directory) as store:
             ended = ended_of(self._reader.activities())
-            self._state = self._snapshots.take(AsOf(store), store, Wanted(0 if over else _SPAN_S, over=over), ended)
+            self._state = self._snapshots.take(StoreAt(store), store, Wanted(0 if over else _SPAN_S, over=over), ended)
 
     def _put(self, said: dict[str, Any]) -> None:
         said["skipped"] = self._skipped

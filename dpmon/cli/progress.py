@@ -11,9 +11,9 @@ from dpmon.model.members import SECOND, whole_in
 from dpmon.model.numbers import group
 from dpmon.model.stragglers import Straggler, in_short
 from dpmon.record.schema import EVALUATION
+from dpmon.run.activities import IDLE
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import RunError
-from dpmon.run.standing import IDLE
 from dpmon.store.figures import elapsed, rate
 from dpmon.store.opened import open_store
 from dpmon.store.queries import Store

@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dpmon.model.finding import many, took
+from dpmon.model.finding import count_of, duration_words
 from dpmon.model.layouts import Layouts
 from dpmon.model.memory import held, reasons
 from dpmon.model.numbers import duration, group
@@ -15,15 +15,14 @@ from dpmon.model.stragglers import RankTimes, sentence
 from dpmon.record.schema import EVALUATION, PHASES, STEP
 from dpmon.record.wire import RANK_MODES
 from dpmon.report.pauses import pauses_in
-from dpmon.report.sentences import waited
+from dpmon.report.sentences import ACTIVITY_NAMES, how_it_ended, times_paused, waited
 from dpmon.report.waits import waits_in
 from dpmon.report.whole_communication import communication_of
-from dpmon.report.words import ACTIVITY_NAMES, how_it_ended, times_paused
+from dpmon.run.activities import why_nothing
 from dpmon.run.files import read_tail
 from dpmon.run.lookup import short_name
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info
-from dpmon.run.standing import why_nothing
 from dpmon.store.figures import Figures, PhaseFigures
 from dpmon.store.opened import open_store
 from dpmon.store.queries import Store
@@ -31,8 +30,8 @@ from dpmon.store.tables import HistoryError
 from dpmon.store.window import Window, accounted
 from dpmon.text.cells import cut, span_width
 from dpmon.text.cleaning import clean
-from dpmon.text.last_words import READ_BYTES, last_words
 from dpmon.text.quantities import memory, quantity_words, rate_words
+from dpmon.text.traceback_line import READ_BYTES, clean_traceback_line
 
 _MAX_REPLICA_LINES = 40
 _MAX_SIZES = 3
@@ -51,15 +50,15 @@ _LARGE = 0.1
 """If space is short, phases of calls with a smaller share of a step are omitted first."""
 
 
-class Line(NamedTuple):
-    """A line of the summary; lines with a higher rank are omitted first if not all fit."""
+class SummaryLine(NamedTuple):
+    """A line of the summary; lines with a higher number as priority are omitted first if not all fit."""
 
-    rank: int
+    priority: int
     text: str
 
 
 _FIRST, _MODE, _STEP, _LACKS, _PHASE, _WHO, _PART = range(7)
-"""Ranks: end and record; what was trained; steps; what is missing; phases; replicas or ranks; the rest."""
+"""Priorities: end and record; what was trained; steps; what is missing; phases; replicas or ranks; the rest."""
 
 
 def summary_lines(directory: Path, how: ExitInfo | None) -> list[str]:
@@ -70,23 +69,23 @@ def summary_lines(directory: Path, how: ExitInfo | None) -> list[str]:
     return [line.text for line in summary(directory, how)]
 
 
-def summary(directory: Path, how: ExitInfo | None) -> list[Line]:
-    """The lines of `summary_lines` with their ranks."""
+def summary(directory: Path, how: ExitInfo | None) -> list[SummaryLine]:
+    """The lines of `summary_lines` with their priorities."""
     info = load_info(directory)
-    lines = [Line(_FIRST, _outcome(info, how)), *_ranked(_MODE, _raised(directory, info, how))]
+    lines = [SummaryLine(_FIRST, _outcome(info, how)), *_with_priority(_MODE, _raised(directory, info, how))]
     try:
         with open_store(directory) as store:
             lines += _Summary(store, info, how).lines(directory)
     except HistoryError as error:
         texts = [f"the history cannot be read: {error}"]
-        lines += [_nothing(directory, info, how, texts), *_ranked(_LACKS, _warnings(texts, short_name(info)))]
-    lines.append(Line(_FIRST, f"record: {directory}  (dpmon export {short_name(info)})"))
-    return [Line(rank, clean(text)) for rank, text in lines]
+        lines += [_nothing(directory, info, how, texts), *_with_priority(_LACKS, _warnings(texts, short_name(info)))]
+    lines.append(SummaryLine(_FIRST, f"record: {directory}  (dpmon export {short_name(info)})"))
+    return [SummaryLine(priority, clean(text)) for priority, text in lines]
 
 
-def _nothing(directory: Path, info: RunInfo, how: ExitInfo | None, warnings: Iterable[str]) -> Line:
+def _nothing(directory: Path, info: RunInfo, how: ExitInfo | None, warnings: Iterable[str]) -> SummaryLine:
     why = why_nothing(directory, info, how, warnings)
-    return Line(_MODE, f"nothing was traced: {why}" if why else "nothing was traced")
+    return SummaryLine(_MODE, f"nothing was traced: {why}" if why else "nothing was traced")
 
 
 class _Summary:
@@ -105,11 +104,11 @@ class _Summary:
         }
         """The newest `process` record of each process."""
 
-    def lines(self, directory: Path) -> list[Line]:
+    def lines(self, directory: Path) -> list[SummaryLine]:
         """All lines except how it ended and where the record is."""
         warnings = [] if self._store.damaged is None else [self._store.damaged]
         warnings += [text for event in self._store.events("warning") if isinstance(text := event.data.get("text"), str)]
-        found = _ranked(_STEP, self._time_lines())
+        found = _with_priority(_STEP, self._time_lines())
         kinds = self._store.kinds() | self._layouts.kinds()
         if not kinds:
             found.append(_nothing(directory, self._info, self._how, warnings))
@@ -120,13 +119,13 @@ class _Summary:
         ranks = {process: self._rank(process)[0] for process in self._processes}
         communicated = communication_of(self._store, self._window, ranks)
         slow = None if communicated is None else communicated.straggler()
-        found += [] if slow is None else [Line(_STEP, f"  {sentence(slow, lately=False)}")]
+        found += [] if slow is None else [SummaryLine(_STEP, f"  {sentence(slow, lately=False)}")]
         times = {one.rank: one for one in communicated.known} if communicated is not None else {}
-        found += _ranked(_WHO, self._rank_lines(times))
-        found += _ranked(_PART, self._stage_lines())
-        found += _ranked(_WHO, self._replica_lines())
-        found += _ranked(_PART, _memory_lines(self._store))
-        return found + _ranked(_LACKS, self._lacks(warnings))
+        found += _with_priority(_WHO, self._rank_lines(times))
+        found += _with_priority(_PART, self._stage_lines())
+        found += _with_priority(_WHO, self._replica_lines())
+        found += _with_priority(_PART, _memory_lines(self._store))
+        return found + _with_priority(_LACKS, self._lacks(warnings))
 
     def _lacks(self, warnings: Iterable[str]) -> list[str]:
         """The gaps in the figures, and warnings."""
@@ -157,7 +156,7 @@ class _Summary:
         if (parts["training"] or parts["evaluation"]) >= (1 - _NOT_TRAINING) * whole:
             return []
         texts = [
-            f"{text} {took(parts[name])}{self._longest() if name == 'between' else ''}"
+            f"{text} {duration_words(parts[name])}{self._longest() if name == 'between' else ''}"
             for name, text in ACTIVITY_NAMES.items()
             if parts[name] > _TRIFLE * whole
         ]
@@ -166,7 +165,7 @@ class _Summary:
     def _longest(self) -> str:
         for gap in self._store.gaps(1):
             of = f" of process {gap.process}" if len(self._processes) > 1 else ""
-            return f" (longest {took(gap.ns)} after step {group(gap.after_step)}{of})"
+            return f" (longest {duration_words(gap.ns)} after step {group(gap.after_step)}{of})"
         return ""
 
     def _mode_name(self, mode: str) -> str:
@@ -174,7 +173,7 @@ class _Summary:
         by = self._layouts.distributed
         return RANK_MODES[by] if mode == "single" and by else mode
 
-    def _mode_lines(self, mode: str, evaluation: bool) -> list[Line]:
+    def _mode_lines(self, mode: str, evaluation: bool) -> list[SummaryLine]:
         found = self._window.figures(mode, evaluation)
         title = (
             (self._mode_name(mode) or "mode unknown")
@@ -183,21 +182,21 @@ class _Summary:
         )
         speed = rate_words(found.rate)
         head = f"{title}: {self._steps(found)}"
-        return [Line(_MODE, f"{head}, {speed}" if speed else head), *_phase_lines(found)]
+        return [SummaryLine(_MODE, f"{head}, {speed}" if speed else head), *_phase_lines(found)]
 
     def _steps(self, found: Figures) -> str:
         """Steps, calls and processes. Ranks step together; other processes step independently."""
         mode, evaluation = found.mode, found.evaluation
         tallies = [self._window.tally(mode, evaluation, process) for process in self._store.processes]
         counts = [tally.steps for tally in tallies if tally.steps]
-        calls = many(self._layouts.calls(mode, evaluation, self._window.trained(mode)), "call")
+        calls = count_of(self._layouts.calls(mode, evaluation, self._window.trained(mode)), "call")
         if len(counts) < 2:
-            return f"{many(sum(counts), 'step')}, {calls}"
+            return f"{count_of(sum(counts), 'step')}, {calls}"
         ranks = any(self._rank(process)[0] is not None for process in self._processes)
         if ranks and len(set(counts)) == 1:
-            return f"{many(counts[0], 'step')} of each of {len(counts)} ranks, {calls} in all"
+            return f"{count_of(counts[0], 'step')} of each of {len(counts)} ranks, {calls} in all"
         who = "ranks" if ranks else "processes"
-        return f"{many(sum(counts), 'step')} of {len(counts)} {who} in all, {calls}"
+        return f"{count_of(sum(counts), 'step')} of {len(counts)} {who} in all, {calls}"
 
     # ------------------------------------------------------------------------------------------ replicas, ranks, stages
 
@@ -219,7 +218,7 @@ class _Summary:
             sizes, (tally, speed) = self._layouts.of_process(process), self._window.of_process(process)
             who = f"process {process}" if rank is None else f"rank {rank} of {world or '?'}"
             text = f"  {who} {sizes.device}  {sizes.inputs or 'sizes not seen'} -> {sizes.outputs or 'sizes not seen'}"
-            text += f"  {many(sizes.calls, 'call')}, {many(tally.steps, 'step')}"
+            text += f"  {count_of(sizes.calls, 'call')}, {count_of(tally.steps, 'step')}"
             middle = tally.median(STEP)
             if middle is not None:
                 text += f", step median {duration(middle)}"
@@ -239,7 +238,7 @@ class _Summary:
             parts = stage.parts
             names = ", ".join(parts[:4]) + (f" and {len(parts) - 4} more" if len(parts) > 4 else "")
             text = f"  {stage.root} stage {stage.stage} {stage.device}  {names}  {stage.inputs or 'sizes not seen'} -> "
-            text += f"{stage.outputs or 'not finished'}  {many(stage.calls, 'call')}"
+            text += f"{stage.outputs or 'not finished'}  {count_of(stage.calls, 'call')}"
             middle = stage.time.median
             lines.append(text if middle is None else f"{text}, host time median {duration(middle)}")
         lines += _more(len(found) - len(lines))
@@ -260,9 +259,11 @@ class _Summary:
                 sizes = f"{one.inputs or 'sizes not seen'} -> {one.outputs or 'sizes not seen'}"
                 replica = f"replica {one.replica} " if one.mode == "dp" else ""
                 who = f"{self._mode_name(one.mode) or '?'} {whose}{replica}{one.device}"
-                lines.append(f"  {who}  {sizes}  {many(one.calls, 'call')}")
+                lines.append(f"  {who}  {sizes}  {count_of(one.calls, 'call')}")
             if others := found[_MAX_SIZES:]:
-                lines.append(f"    and {many(len(others), 'other size')}, {many(sum(o.calls for o in others), 'call')}")
+                lines.append(
+                    f"    and {count_of(len(others), 'other size')}, {count_of(sum(o.calls for o in others), 'call')}"
+                )
         lines += _more(len(groups) - shown)
         return ["replicas", *lines] if lines else []
 
@@ -271,7 +272,7 @@ def _more(count: int) -> list[str]:
     return [f"  and {count} more; dpmon export has them all"] if count > 0 else []
 
 
-def _phase_lines(found: Figures) -> list[Line]:
+def _phase_lines(found: Figures) -> list[SummaryLine]:
     """The times of steps and of each phase that ran (the phases of calls below forward), then the quantities."""
     if not found.steps:
         return []
@@ -284,14 +285,19 @@ def _phase_lines(found: Figures) -> list[Line]:
             lines.append(_phase_line(_PHASE, f"  {phase.name}", figures))
         if phase.name == "forward":
             parts = [part for phase in PHASES if phase.of_call and (part := found.phase(phase.name)) is not None]
-            ranks = [_PHASE if (part.share or 0) >= _LARGE else _PART for part in parts]
-            lines += [_phase_line(rank, f"    {part.name}", part) for rank, part in zip(ranks, parts, strict=True)]
-    return lines + [Line(_PART, f"  {quantity_words(*each, found.steps)}") for each in found.counted]
+            priorities = [_PHASE if (part.share or 0) >= _LARGE else _PART for part in parts]
+            lines += [
+                _phase_line(priority, f"    {part.name}", part)
+                for priority, part in zip(priorities, parts, strict=True)
+            ]
+    return lines + [SummaryLine(_PART, f"  {quantity_words(*each, found.steps)}") for each in found.counted]
 
 
-def _phase_line(rank: int, label: str, phase: PhaseFigures) -> Line:
+def _phase_line(priority: int, label: str, phase: PhaseFigures) -> SummaryLine:
     text = f"  {label:<18} median {duration(phase.median_ns):>8}   p95 {duration(phase.p95_ns):>8}"
-    return Line(rank, text if phase.device_ns is None else f"{text}   on device {duration(phase.device_ns):>8}")
+    return SummaryLine(
+        priority, text if phase.device_ns is None else f"{text}   on device {duration(phase.device_ns):>8}"
+    )
 
 
 def _memory_lines(store: Store) -> list[str]:
@@ -314,16 +320,16 @@ def _warnings(warnings: Iterable[str], name: str) -> list[str]:
     texts = list(dict.fromkeys(warnings))
     said = [f"warning: {text}" for text in texts[:_MAX_WARNINGS]]
     if more := len(texts) - len(said):
-        said.append(f"{many(more, 'more warning')}: dpmon export {name} --kind warning lists all {len(texts)}")
+        said.append(f"{count_of(more, 'more warning')}: dpmon export {name} --kind warning lists all {len(texts)}")
     return said
 
 
-def _ranked(rank: int, texts: Iterable[str]) -> list[Line]:
-    return [Line(rank, text) for text in texts]
+def _with_priority(priority: int, texts: Iterable[str]) -> list[SummaryLine]:
+    return [SummaryLine(priority, text) for text in texts]
 
 
-def fitted(lines: list[Line], rows: int, columns: int, more: str) -> list[str]:
-    """The lines with the lowest ranks that fit into `rows`, in their order.
+def fitted(lines: list[SummaryLine], rows: int, columns: int, more: str) -> list[str]:
+    """The lines with the lowest priority numbers that fit into `rows`, in their order.
 
     If lines are omitted, a row before the last line gives their number, and `more`, the command that prints them.
     """
@@ -335,23 +341,23 @@ def fitted(lines: list[Line], rows: int, columns: int, more: str) -> list[str]:
     if sum(sizes) <= rows:
         return [line.text for line in lines]
     # One long line must not displace several shorter ones.
-    lines = [line._replace(text=cut(line.text, _MAX_ROWS * columns)) if line.rank else line for line in lines]
+    lines = [line._replace(text=cut(line.text, _MAX_ROWS * columns)) if line.priority else line for line in lines]
     sizes = [size(line.text) for line in lines]
-    room = rows - size(f"{many(len(lines), 'more line')}: {more}")
+    room = rows - size(f"{count_of(len(lines), 'more line')}: {more}")
     kept: set[int] = set()
-    for index in sorted(range(len(lines)), key=lambda index: lines[index].rank):
-        if lines[index].rank and sizes[index] > room:
+    for index in sorted(range(len(lines)), key=lambda index: lines[index].priority):
+        if lines[index].priority and sizes[index] > room:
             break  # later lines are less important, or continue this one
         room -= sizes[index]
         kept.add(index)
     shown = [i for i in sorted(kept) if not _heads(lines, i) or i + 1 in kept]
-    said = f"{many(len(lines) - len(shown), 'more line')}: {more}"
+    said = f"{count_of(len(lines) - len(shown), 'more line')}: {more}"
     return [*(lines[i].text for i in shown[:-1]), said, lines[shown[-1]].text]
 
 
-def _heads(lines: list[Line], index: int) -> bool:
+def _heads(lines: list[SummaryLine], index: int) -> bool:
     """Whether a line is only the heading of the lines below it."""
-    return lines[index].rank >= _WHO and not lines[index].text.startswith(" ")
+    return lines[index].priority >= _WHO and not lines[index].text.startswith(" ")
 
 
 def ending_line(directory: Path, how: ExitInfo | None) -> str:
@@ -374,7 +380,7 @@ def _raised(directory: Path, info: RunInfo, how: ExitInfo | None) -> list[str]:
     if how is None or not how.status or how.stopped or how.cause or len(paths) > 1:
         return []
     try:
-        last = last_words(read_tail(paths[0], READ_BYTES))
+        last = clean_traceback_line(read_tail(paths[0], READ_BYTES))
     except OSError:
         return []
     return [] if last is None else [f"exception: {last}  (dpmon report {short_name(info)})"]

@@ -15,13 +15,13 @@ from dpmon.gpu.compose import compose
 from dpmon.gpu.device import DeviceSample, without_values
 from dpmon.gpu.failure import GPU_IS_LOST, Failure, Missing
 from dpmon.gpu.questions import Question
-from dpmon.gpu.share import Run, bare
+from dpmon.gpu.share import Run, bare_uuid
 
 RETRY_S = 5.0
 """Time until the next attempt with a lost GPU, or with a library that did not start."""
 SILENT_S = 3.0
 """Longest wait for an answer during which the last values still count as current."""
-MOST_WAYS = 2
+MAX_WAYS = 2
 """Most alternative calls that the first round tries for one question."""
 _LATE = 4
 """Largest age of an answer, in periods of its question, while other questions are answered."""
@@ -74,7 +74,7 @@ class Card:
         with self._lock:
             known = self._values.get("mig_devices")
             found = [self._who.get("uuid"), *(instance.get("uuid") for instance in (known.value if known else ()))]
-        return frozenset(bare(uuid) for uuid in found if uuid)
+        return frozenset(bare_uuid(uuid) for uuid in found if uuid)
 
     # ---------------------------------------------------------------- the handle
 
@@ -222,7 +222,7 @@ class Asker:
             self._opened = opened
             for place in self.places.values():
                 place.memo, place.due_s, place.asked = {}, began, 0
-        for _ in range(MOST_WAYS if first_s else 1):
+        for _ in range(MAX_WAYS if first_s else 1):
             for question in self._overdue(clock()):
                 hurries = clock() - began < first_s
                 if question.calls <= calls or hurries:

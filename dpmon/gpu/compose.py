@@ -6,7 +6,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from dpmon.gpu.device import VALUES, DeviceSample
-from dpmon.gpu.share import Run, bare, of_processes, of_torch
+from dpmon.gpu.share import Run, bare_uuid, of_processes, of_torch
 
 NOT_ASKED = "not asked yet"
 _OF_PROCESSES = ("of_run", "mem_run_bytes", "mem_others_bytes", "processes", "process_count")
@@ -46,7 +46,7 @@ def compose(
 
 
 def _who_sees_it(who: Mapping[str, str], run: Run) -> _Part:
-    visible = run.visible.get(bare(who["uuid"])) if "uuid" in who else None
+    visible = run.visible.get(bare_uuid(who["uuid"])) if "uuid" in who else None
     return {"visible": visible}, {"visible": run.invisible_reason} if visible is None else {}
 
 

@@ -39,7 +39,7 @@ class Nvml:
         self._nvml: Any = None
         self._in_flight = 0
         self._closed = False
-        self.forgot = False
+        self.uninitialised = False
         """Whether the library reports that it is not initialised, so that it must be started again."""
 
     @property
@@ -57,7 +57,7 @@ class Nvml:
         try:
             return call(read)
         except Failure as failure:
-            self.forgot = self.forgot or failure.code == UNINITIALIZED
+            self.uninitialised = self.uninitialised or failure.code == UNINITIALIZED
             raise
         finally:
             with self._lock:
@@ -78,7 +78,7 @@ class Nvml:
         except Failure as failure:
             return NO_START.get(failure.code, f"NVML does not start: {failure.reason}")
         self._nvml = pynvml
-        self.forgot = False
+        self.uninitialised = False
         return None
 
     def count(self) -> int:

@@ -21,7 +21,7 @@ from dpmon.gpu.card import SILENT_S, Card
 from dpmon.gpu.device import pids_are_shared
 from dpmon.gpu.host import HostSampler
 from dpmon.gpu.nvml import Nvml, leave
-from dpmon.gpu.share import Run, TorchUse, bare, uses_of
+from dpmon.gpu.share import Run, TorchUse, bare_uuid, uses_of
 from dpmon.gpu.visible import Gpu, visible_gpus
 from dpmon.gpu.watch import Watch
 from dpmon.record.codec import Decoder
@@ -92,7 +92,7 @@ class DeviceSampler:
             data = {"t_s": (time.monotonic_ns() - self._start_ns) / 1e9, **data}
         self._ring.write(pack_event(kind, data))
 
-    def heard(self, payload: bytes, pid: int) -> None:
+    def take_event(self, payload: bytes, pid: int) -> None:
         """Take a `memory` record of the training process `pid`. It names the GPUs that torch uses there."""
         try:
             record = self._decoder.decode(payload)
@@ -177,7 +177,9 @@ class DeviceSampler:
             gpus = [Gpu(card.uuid, card.uuids()) for card in cards]
             order = self._environment.get("CUDA_DEVICE_ORDER")
             seen = visible_gpus(self._environment.get("CUDA_VISIBLE_DEVICES"), order, gpus)
-            known = {bare(gpu.uuid): see for gpu, see in zip(gpus, seen, strict=True) if gpu.uuid and see is not None}
+            known = {
+                bare_uuid(gpu.uuid): see for gpu, see in zip(gpus, seen, strict=True) if gpu.uuid and see is not None
+            }
             self._visible = key, known
         return self._visible[1]
 

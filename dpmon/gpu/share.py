@@ -36,7 +36,7 @@ class Run:
     invisible_reason: str = "CUDA_VISIBLE_DEVICES does not show it"
 
 
-def bare(uuid: str) -> str:
+def bare_uuid(uuid: str) -> str:
     """Return a UUID without its prefix: NVML writes GPU-8932f937-..., torch writes 8932f937-...."""
     return uuid.removeprefix("GPU-").removeprefix("MIG-").lower()
 
@@ -54,7 +54,7 @@ def uses_of(process: int, devices: Any) -> tuple[TorchUse, ...]:
 
 def of_torch(run: Run, uuids: Set[str]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return torch's values for the GPU (or MIG instances) with these bare UUIDs, and reasons for missing fields."""
-    uses = [use for use in run.uses if bare(use.uuid) in uuids]
+    uses = [use for use in run.uses if bare_uuid(use.uuid) in uuids]
     if not uses:
         if not run.uses or not uuids:
             reason = NOT_SAID if not run.uses else "NVML does not report the GPU's UUID"

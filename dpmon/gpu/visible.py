@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from dpmon.gpu.share import bare
+from dpmon.gpu.share import bare_uuid
 
 _NUMBER = re.compile(r"[+-]?[0-9]+")
 MAX_ENTRIES = 1024
@@ -113,5 +113,5 @@ def _instances(entry: str, gpus: Sequence[Gpu]) -> list[int]:
     if entry.startswith("MIG-GPU-"):
         name = entry.removeprefix("MIG-").partition("/")[0]
         return [i for i, gpu in enumerate(gpus) if gpu.uuid is not None and gpu.uuid.startswith(name)]
-    name = bare(entry)
+    name = bare_uuid(entry)
     return [i for i, gpu in enumerate(gpus) if any(uuid.startswith(name) for uuid in gpu.uuids)]

@@ -74,7 +74,7 @@ class Watch:
     def _keep_open(self) -> None:
         pause = 0.0
         while not self._stop.wait(pause):
-            if not self.cards or self._nvml.forgot:
+            if not self.cards or self._nvml.uninitialised:
                 self._opening_s = time.monotonic()
                 self._absent = self._open()
                 self._opening_s = None
@@ -109,7 +109,7 @@ class Watch:
         pause = 0.0
         while not self._stop.wait(pause):
             began = time.monotonic()
-            if not self._nvml.forgot:
+            if not self._nvml.uninitialised:
                 try:
                     self._round(card, asker, ask, first)
                 except Exception as error:  # noqa: BLE001 - if the thread died, all later samples would be missing

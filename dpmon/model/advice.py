@@ -7,7 +7,7 @@ threads on a machine with room to spare.
 from __future__ import annotations
 
 from dpmon.model.evidence import Evidence, HostFacts, ModeFacts
-from dpmon.model.finding import enough, took
+from dpmon.model.finding import duration_words, measured_modes
 from dpmon.model.numbers import percent
 
 DATA_SHARE = 0.2
@@ -28,13 +28,13 @@ def for_data(mode: ModeFacts, evidence: Evidence) -> str:
     # The fetches of several ranks together have no typical time.
     if mode.distributed is None and median and mean and mean >= FEW_TAKE_MOST * median:
         return (
-            f"a few fetches take most of the time (mean {took(mean)}, median {took(median)}), as the first of an epoch"
-            " does when each epoch starts new workers: persistent_workers=True keeps them"
+            f"a few fetches take most of the time (mean {duration_words(mean)}, median {duration_words(median)}), as"
+            " the first of an epoch does when each epoch starts new workers: persistent_workers=True keeps them"
         )
     if median is not None and median < WORTH_A_WORKER_NS:
         return (
-            f"not more workers: passing a batch between processes costs more than a fetch of {took(median)}; fetch"
-            " larger batches, or index tensors in memory without a DataLoader"
+            "not more workers: passing a batch between processes costs more than a fetch of"
+            f" {duration_words(median)}; fetch larger batches, or index tensors in memory without a DataLoader"
         )
     if evidence.host is not None and room(evidence.host) < ROOM:
         return (
@@ -61,7 +61,7 @@ def for_spread(evidence: Evidence, phase: str) -> str:
 
 def for_low_use(evidence: Evidence) -> str:
     """Advice where a GPU is idle."""
-    waits = max((mode.share("data") for mode in enough(evidence)), default=0.0)
+    waits = max((mode.share("data") for mode in measured_modes(evidence)), default=0.0)
     if waits >= DATA_SHARE:
         return f"the loader first: the steps wait for data for {percent(waits)} of their time"
     return (

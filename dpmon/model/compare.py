@@ -74,7 +74,7 @@ class Side(NamedTuple):
         return parts_of_step(self.phases)
 
 
-class Ground(NamedTuple):
+class Reason(NamedTuple):
     """The reason for a verdict: the phase that changed most, its share of the dp step, its median in each mode (ns)."""
 
     phase: str
@@ -109,8 +109,8 @@ class Comparison:
     """The ratio of the mean step times, if it differs much from the ratio of the medians."""
     uneven: tuple[str, Uneven] | None = None
     """With `by_mean`: the mode with the more uneven steps, and how uneven; None if neither is uneven."""
-    ground: Ground | None = None
-    cost: Ground | None = None
+    reason: Reason | None = None
+    cost: Reason | None = None
     """The copying that takes the largest share of the dp step."""
     missing: str | None = None
 
@@ -325,11 +325,11 @@ def _judged(
     outcome = "faster" if found.low > 1 else "slower" if found.high < 1 else "even"
     each = found.value / len(base.devices) if base.devices and not base.virtual else None
     cost = _cost(base.sides["dp"])
-    ground = _largest(base.sides, outcome)
+    reason = _largest(base.sides, outcome)
     means = _means(found, base.sides)
-    why = _least_alike(taken, longest, waits) if means is not None else None
+    why = _more_uneven_mode(taken, longest, waits) if means is not None else None
     base = replace(base, by_mean=means, uneven=why)
-    return replace(base, speedup=found, efficiency=each, outcome=outcome, ground=ground, cost=cost)
+    return replace(base, speedup=found, efficiency=each, outcome=outcome, reason=reason, cost=cost)
 
 
 def _means(found: Interval, sides: Mapping[str, Side]) -> float | None:
@@ -339,7 +339,7 @@ def _means(found: Interval, sides: Mapping[str, Side]) -> float | None:
     return None if found.low / _APART <= means <= found.high * _APART else means
 
 
-def _least_alike(
+def _more_uneven_mode(
     taken: Mapping[str, Tally], longest: Sequence[LongRow], waits: Sequence[tuple[int, int]]
 ) -> tuple[str, Uneven] | None:
     """The mode with the larger gap between mean and median step; None if both gaps are small."""
@@ -352,13 +352,13 @@ def _least_alike(
     return found
 
 
-def _cost(dp: Side) -> Ground | None:
+def _cost(dp: Side) -> Reason | None:
     copies = [phase for phase in dp.phases if phase.name in COPIES and phase.share is not None]
     most = max(copies, key=lambda phase: phase.share or 0, default=None)
-    return Ground(most.name, most.share, most.median_ns, None) if most is not None else None
+    return Reason(most.name, most.share, most.median_ns, None) if most is not None else None
 
 
-def _largest(sides: Mapping[str, Side], outcome: str) -> Ground | None:
+def _largest(sides: Mapping[str, Side], outcome: str) -> Reason | None:
     """The phase that explains most of the difference; the replicas' forward counts as forward."""
     if outcome == "even":  # the copying, if its share is large enough to mention
         cost = _cost(sides["dp"])
@@ -373,7 +373,7 @@ def _largest(sides: Mapping[str, Side], outcome: str) -> Ground | None:
     if name is None or changes[name] <= 0:
         return None
     shares = _by_phase(sides["dp"], lambda phase: phase.share)
-    return Ground(name, shares.get(name), took["dp"].get(name), took["single"].get(name))
+    return Reason(name, shares.get(name), took["dp"].get(name), took["single"].get(name))
 
 
 def _by_phase(side: Side, figure: Callable[[PhaseFigures], float | None]) -> dict[str, float]:

@@ -28,25 +28,29 @@ class Finding(NamedTuple):
     """Importance, by which findings are sorted: roughly the affected share of the time (0 to 1)."""
 
 
-def enough(evidence: Evidence) -> Iterator[ModeFacts]:
+def measured_modes(evidence: Evidence) -> Iterator[ModeFacts]:
     """The modes with enough steps for findings."""
     yield from (mode for mode in evidence.modes if mode.steps >= MIN_STEPS)
 
 
-def under(mode: ModeFacts, evidence: Evidence) -> str:
+def in_mode(mode: ModeFacts, evidence: Evidence) -> str:
     """The words " in mode dp" if the run has several modes; else empty."""
     return f" in mode {mode.mode}" if len(evidence.modes) > 1 and mode.mode else ""
 
 
-def of(mode: ModeFacts, name: str) -> str:
+def phase_times(mode: ModeFacts, name: str) -> str:
     """Median and p95 of a phase."""
     found = mode.phase(name)
-    return "did not run" if found is None else f"median {took(found.median_ns)}, p95 {took(found.p95_ns)}"
+    return (
+        "did not run"
+        if found is None
+        else f"median {duration_words(found.median_ns)}, p95 {duration_words(found.p95_ns)}"
+    )
 
 
 def basis(mode: ModeFacts) -> str:
     """The median step, to which shares refer, and the number of steps."""
-    return f"step median {took(mode.median_ns)} over {mode.steps:,} steps"
+    return f"step median {duration_words(mode.median_ns)} over {mode.steps:,} steps"
 
 
 def of_process(step: LongStep, evidence: Evidence) -> str:
@@ -54,7 +58,7 @@ def of_process(step: LongStep, evidence: Evidence) -> str:
     return f" of process {step.process}" if evidence.processes > 1 else ""
 
 
-def many(count: int, word: str) -> str:
+def count_of(count: int, word: str) -> str:
     """A count with its noun: "1 row", "2 rows"."""
     return f"{group(count)} {word}{'' if count == 1 else 's'}"
 
@@ -75,7 +79,7 @@ def mib(count: float) -> str:
     return f"{count / (1 << 20):.1f} MiB"
 
 
-def took(ns: float | None) -> str:
+def duration_words(ns: float | None) -> str:
     """A duration with three digits: 412 µs, 12.3 ms, 4.50 s, 3 min 20 s."""
     if ns is None or ns < 99.95e9:
         return duration(ns)

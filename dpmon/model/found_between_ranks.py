@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dpmon.model.communication import Communication, Wrapper
-from dpmon.model.finding import MIN_STEPS, Finding, many, mib, took
+from dpmon.model.finding import MIN_STEPS, Finding, count_of, duration_words, mib
 from dpmon.model.numbers import group, percent
 from dpmon.model.stragglers import held_up, how_often
 
@@ -56,7 +56,7 @@ def _straggler(found: Communication) -> Iterator[Finding]:
     slow = found.straggler()
     if slow is not None and slow.steps >= MIN_STEPS:
         text, often = held_up(slow), how_often(slow, lately=found.lately)
-        mean = f"mean step {took(found.step_ns)} on {len(found.known)} ranks"
+        mean = f"mean step {duration_words(found.step_ns)} on {len(found.known)} ranks"
         yield Finding(
             "straggler",
             f"{text[0].upper()}{text[1:]}.",
@@ -83,8 +83,8 @@ def _exposed(found: Communication) -> Iterator[Finding]:
     yield Finding(
         "exposed",
         f"Communication that nothing hides takes {percent(share)} of the time of the steps.",
-        f"exposed mean {took(found.exposed_ns)}, step mean {took(found.step_ns)} over {many(found.joined, 'step')} of"
-        f" {len(found.known)} ranks",
+        f"exposed mean {duration_words(found.exposed_ns)}, step mean {duration_words(found.step_ns)} over"
+        f" {count_of(found.joined, 'step')} of {len(found.known)} ranks",
         "; ".join(advice),
         min(share, 1.0),
     )
@@ -106,7 +106,8 @@ def _bucket(found: Communication) -> Iterator[Finding]:
         f"The last bucket has {percent(sizes[-1] / whole)} of the gradients, and no computation is left to hide it."
         if len(sizes) > 1
         else "All gradients are in one bucket, and no computation is left to hide it.",
-        f"{many(len(sizes), 'bucket')}: {named}; exposed mean {took(found.exposed_ns)}, {percent(share)} of the step",
+        f"{count_of(len(sizes), 'bucket')}: {named}; exposed mean {duration_words(found.exposed_ns)},"
+        f" {percent(share)} of the step",
         f"a smaller bucket_cap_mb (now {_cap(one)}), so that averaging begins earlier and the last bucket is small",
         share / 2,
     )
@@ -143,8 +144,8 @@ def _unused(found: Communication) -> Iterator[Finding]:
             yield Finding(
                 "unused",
                 f"find_unused_parameters{named} is on, although every parameter is used.",
-                f"0 bytes unused in {many(one.looked, 'iteration')} checked by torch, up to iteration"
-                f" {group(one.iteration)}; {many(found.steps, 'step')}",
+                f"0 bytes unused in {count_of(one.looked, 'iteration')} checked by torch, up to iteration"
+                f" {group(one.iteration)}; {count_of(found.steps, 'step')}",
                 "find_unused_parameters=False, if every step uses them all: it saves a search of the graph in each",
                 _SMALL,
             )

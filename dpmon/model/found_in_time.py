@@ -6,8 +6,19 @@ from collections.abc import Iterator
 
 from dpmon.model.advice import DATA_SHARE, for_data, for_spread
 from dpmon.model.evidence import Evidence, LongStep, ModeFacts
-from dpmon.model.finding import MIN_STEPS, Finding, basis, clock, enough, of, of_process, ratio_words, took, under
-from dpmon.model.inputs import INPUT, SAID, waited_ns
+from dpmon.model.finding import (
+    MIN_STEPS,
+    Finding,
+    basis,
+    clock,
+    duration_words,
+    in_mode,
+    measured_modes,
+    of_process,
+    phase_times,
+    ratio_words,
+)
+from dpmon.model.inputs import INPUT, WAITING_TEXT, waited_ns
 from dpmon.model.numbers import percent
 from dpmon.model.stragglers import Straggler
 from dpmon.model.verdict import sentence
@@ -60,18 +71,18 @@ def data(evidence: Evidence) -> Iterator[Finding]:
     """
     communication = evidence.communication
     slow = None if communication is None else communication.straggler()
-    for mode in enough(evidence):
+    for mode in measured_modes(evidence):
         if slow is not None and _waits_alone(slow, mode):
             continue  # the finding about the slow ranks names the cause
         figures, share, on_device = mode.phase("data"), mode.share("data"), ""
         if figures is not None and figures.device_share is not None and figures.device_count >= MIN_STEPS:
-            share, on_device = figures.device_share, f", on the device median {took(figures.device_ns)}"
+            share, on_device = figures.device_share, f", on the device median {duration_words(figures.device_ns)}"
         if share >= DATA_SHARE:
             who = "GPU" if on_device else "training"
             yield Finding(
                 "data",
-                f"The {who} waits for data{under(mode, evidence)}: {percent(share)} of the time of its steps.",
-                f"data {of(mode, 'data')}{on_device}; {basis(mode)}",
+                f"The {who} waits for data{in_mode(mode, evidence)}: {percent(share)} of the time of its steps.",
+                f"data {phase_times(mode, 'data')}{on_device}; {basis(mode)}",
                 for_data(mode, evidence),
                 share,
             )
@@ -79,15 +90,16 @@ def data(evidence: Evidence) -> Iterator[Finding]:
 
 def transfers(evidence: Evidence) -> Iterator[Finding]:
     """Copying batches to the devices, by device time: on the host, a copy may also wait for other work."""
-    for mode in enough(evidence):
+    for mode in measured_modes(evidence):
         figures = mode.phase("copy")
         share = figures.device_share if figures is not None else None
         if figures is None or share is None or share < COPY_SHARE or figures.device_count < MIN_STEPS:
             continue
         yield Finding(
             "copy",
-            f"Copying to the GPU{under(mode, evidence)} takes {percent(share)} of the time of its steps.",
-            f"copy on the device median {took(figures.device_ns)}, on the host {of(mode, 'copy')}; {basis(mode)}",
+            f"Copying to the GPU{in_mode(mode, evidence)} takes {percent(share)} of the time of its steps.",
+            f"copy on the device median {duration_words(figures.device_ns)}, on the host"
+            f" {phase_times(mode, 'copy')}; {basis(mode)}",
             "pinned memory (DataLoader pin_memory) with .to(..., non_blocking=True); fewer bytes: copy as uint8 or"
             " half precision, and convert on the GPU",
             share,
@@ -113,7 +125,7 @@ def slower(evidence: Evidence) -> Iterator[Finding]:
 
 def copies(evidence: Evidence) -> Iterator[Finding]:
     """The cost of DataParallel itself: replicate; scatter and gather."""
-    for mode in enough(evidence):
+    for mode in measured_modes(evidence):
         if mode.mode != "dp":
             continue
         share = mode.share("replicate")
@@ -122,7 +134,7 @@ def copies(evidence: Evidence) -> Iterator[Finding]:
             yield Finding(
                 "replicate",
                 f"Copying the model to the devices takes {percent(share)} of the time of the steps.{virtual}",
-                f"replicate {of(mode, 'replicate')}; {basis(mode)}",
+                f"replicate {phase_times(mode, 'replicate')}; {basis(mode)}",
                 _ON_GPUS
                 if mode.virtual
                 else "DistributedDataParallel copies nothing in a step; under DataParallel larger batches mean fewer"
@@ -134,7 +146,7 @@ def copies(evidence: Evidence) -> Iterator[Finding]:
             yield Finding(
                 "transfer",
                 f"Scattering inputs and gathering outputs takes {percent(share)} of the time of the steps.{virtual}",
-                f"scatter {of(mode, 'scatter')}; gather {of(mode, 'gather')}; {basis(mode)}",
+                f"scatter {phase_times(mode, 'scatter')}; gather {phase_times(mode, 'gather')}; {basis(mode)}",
                 _ON_GPUS
                 if mode.virtual
                 else "compute the loss inside the forward, so that one number is gathered instead of the outputs;"
@@ -153,11 +165,16 @@ def drift(evidence: Evidence) -> Iterator[Finding]:
             continue
         grown = {name: late - mode.early.get(name, 0) for name, late in mode.late.items() if name != "step"}
         phase = max(grown, key=lambda name: grown[name], default="")
-        where = f"; {phase} grew most: {took(mode.early.get(phase))}, then {took(mode.late[phase])}" if phase else ""
+        where = (
+            f"; {phase} grew most: {duration_words(mode.early.get(phase))}, then {duration_words(mode.late[phase])}"
+            if phase
+            else ""
+        )
         yield Finding(
             "drift",
-            f"Steps became slower{under(mode, evidence)}: at the end {ratio_words(late, early)} as long as at first.",
-            f"median {took(early)} over the first third of {mode.steps:,} steps, {took(late)} over the last{where}",
+            f"Steps became slower{in_mode(mode, evidence)}: at the end {ratio_words(late, early)} as long as at first.",
+            f"median {duration_words(early)} over the first third of {mode.steps:,} steps, {duration_words(late)}"
+            f" over the last{where}",
             "lists or graphs that grow (losses kept with their graph), memory that fills up, heat, a fuller disk, other"
             " work on the machine",
             1 - early / late,
@@ -166,7 +183,9 @@ def drift(evidence: Evidence) -> Iterator[Finding]:
 
 def stalls(evidence: Evidence) -> Iterator[Finding]:
     """Single steps that took very long."""
-    medians = {mode.mode: mode.median_ns for mode in enough(evidence) if mode.median_ns and not _is_spread(mode)}
+    medians = {
+        mode.mode: mode.median_ns for mode in measured_modes(evidence) if mode.median_ns and not _is_spread(mode)
+    }
     total = sum((mode.median_ns or 0) * mode.steps for mode in evidence.modes)
     longest = [step for step in evidence.longest if step.phase != INPUT]  # waiting for a user is no stall
     stalls = [step for step in longest if _is_stall(step, medians.get(step.mode))]
@@ -179,13 +198,13 @@ def stalls(evidence: Evidence) -> Iterator[Finding]:
     count = "one" if len(stalls) == 1 else str(len(stalls))
     count = f"At least {count}" if least else count.capitalize()
     if len(stalls) > 1:
-        text = f"{count} steps took more than {STALL_RATIO} times the median: {took(lost)} together."
+        text = f"{count} steps took more than {STALL_RATIO} times the median: {duration_words(lost)} together."
     else:
-        text = f"{count} step took {took(lost)}, {ratio_words(lost, medians[worst.mode])} the median."
+        text = f"{count} step took {duration_words(lost)}, {ratio_words(lost, medians[worst.mode])} the median."
     yield Finding(
         "stall",
         text,
-        f"the longest: {_where(worst, evidence)}; median {took(medians[worst.mode])}",
+        f"the longest: {_where(worst, evidence)}; median {duration_words(medians[worst.mode])}",
         _stall_advice(worst.phase, evidence),
         lost / (total + lost),
     )
@@ -195,10 +214,10 @@ def _where(step: LongStep, evidence: Evidence) -> str:
     """The step, its time, and the phase that took most of it, as far as they are known."""
     process = of_process(step, evidence)
     if step.step is not None:
-        phase = f", {took(step.phase_ns)} in {step.phase}" if step.phase is not None else ""
-        return f"step {step.step}{process} at {clock(step.start_ns)}, {took(step.wall_ns)}{phase}"
-    phase = f", at least {took(step.phase_ns)} in {step.phase}" if step.phase is not None else ""
-    return f"a step{process} at about {clock(step.start_ns)} (deleted), {took(step.wall_ns)}{phase}"
+        phase = f", {duration_words(step.phase_ns)} in {step.phase}" if step.phase is not None else ""
+        return f"step {step.step}{process} at {clock(step.start_ns)}, {duration_words(step.wall_ns)}{phase}"
+    phase = f", at least {duration_words(step.phase_ns)} in {step.phase}" if step.phase is not None else ""
+    return f"a step{process} at about {clock(step.start_ns)} (deleted), {duration_words(step.wall_ns)}{phase}"
 
 
 def _stall_advice(phase: str | None, evidence: Evidence) -> str:
@@ -213,13 +232,13 @@ def between(evidence: Evidence) -> Iterator[Finding]:
     """Time between the steps: loaders that start, checkpoints, logging."""
     lost = evidence.spent.get("between", 0)
     whole = lost + evidence.spent.get("training", 0)
-    if not evidence.gaps or lost < BETWEEN_NS or lost < BETWEEN_SHARE * whole or not list(enough(evidence)):
+    if not evidence.gaps or lost < BETWEEN_NS or lost < BETWEEN_SHARE * whole or not list(measured_modes(evidence)):
         return
     worst = evidence.gaps[0]
     own = [gap for gap in evidence.gaps if gap.process == worst.process]
     together = sum(gap.ns for gap in own)
     where = f"after step {worst.after_step}"
-    longest = f"{took(worst.ns)} {where}"
+    longest = f"{duration_words(worst.ns)} {where}"
     text = f"one gap of {longest}" if len(own) == 1 else f"{len(own)} gaps, the longest {longest}"
     starts = sum(_starts_workers(evidence, gap) for gap in own)
     share = starts / together if together else 0.0
@@ -227,8 +246,8 @@ def between(evidence: Evidence) -> Iterator[Finding]:
     yield Finding(
         "between",
         f"{percent(lost / whole)} of the time lies between steps: {text}.{by}",
-        f"training {took(evidence.spent.get('training', 0))}, between steps {took(lost)}; the longest gap at"
-        f" {clock(worst.begin_ns)}",
+        f"training {duration_words(evidence.spent.get('training', 0))}, between steps {duration_words(lost)};"
+        f" the longest gap at {clock(worst.begin_ns)}",
         "DataLoader(persistent_workers=True): the workers then start once, not in every epoch"
         if by
         else "the script's own work there: a checkpoint, logging, a loader that starts its workers again"
@@ -252,17 +271,17 @@ def _is_spread(mode: ModeFacts) -> bool:
 
 def spread(evidence: Evidence) -> Iterator[Finding]:
     """Step times that vary widely."""
-    for mode in enough(evidence):
+    for mode in measured_modes(evidence):
         # If one step in twenty waited for input, that alone explains the p95.
         typed = len(evidence.inputs) >= mode.steps / 20
         if _is_spread(mode) and (mode.p95_ns or 0) >= SPREAD_NS and not typed:
             share, phase = max(((phase.share or 0.0, phase.name) for phase in mode.phases), default=(0.0, "none"))
             yield Finding(
                 "spread",
-                f"Step times are spread wide{under(mode, evidence)}: one in twenty takes"
+                f"Step times are spread wide{in_mode(mode, evidence)}: one in twenty takes"
                 f" {ratio_words(mode.p95_ns, mode.median_ns)} the median or more.",
-                f"median {took(mode.median_ns)}, p95 {took(mode.p95_ns)} over {mode.steps:,} steps; {phase} takes"
-                f" most of the time ({percent(share)})",
+                f"median {duration_words(mode.median_ns)}, p95 {duration_words(mode.p95_ns)} over {mode.steps:,}"
+                f" steps; {phase} takes most of the time ({percent(share)})",
                 for_spread(evidence, phase),
                 0.3,
             )
@@ -274,7 +293,7 @@ def _is_stall(step: LongStep, median_ns: float | None) -> bool:
 
 def quiet(evidence: Evidence) -> Iterator[Finding]:
     """A run that continued long after its last step."""
-    if evidence.end_ns is None or evidence.last_step_ns is None or not list(enough(evidence)):
+    if evidence.end_ns is None or evidence.last_step_ns is None or not list(measured_modes(evidence)):
         return
     # Pauses and waits for input do not count as quiet.
     waits = [(begin, end) for _, begin, end in evidence.inputs]
@@ -282,11 +301,11 @@ def quiet(evidence: Evidence) -> Iterator[Finding]:
     quiet = evidence.end_ns - evidence.last_step_ns - evidence.paused_after_ns - waited
     whole = evidence.end_ns - evidence.paused_ns
     if quiet >= max(QUIET_NS, QUIET_SHARE * whole):
-        paused = f", {took(evidence.paused_after_ns)} of it paused" if evidence.paused_after_ns else ""
-        paused += f", {took(waited)} of it {SAID}" if waited else ""
+        paused = f", {duration_words(evidence.paused_after_ns)} of it paused" if evidence.paused_after_ns else ""
+        paused += f", {duration_words(waited)} of it {WAITING_TEXT}" if waited else ""
         yield Finding(
             "quiet",
-            f"No step ended in the last {took(evidence.end_ns - evidence.last_step_ns)} of the run{paused}.",
+            f"No step ended in the last {duration_words(evidence.end_ns - evidence.last_step_ns)} of the run{paused}.",
             f"the last one at {clock(evidence.last_step_ns)}, the end at {clock(evidence.end_ns)}",
             "the end of the script's output says whether it saved, evaluated or hung",
             quiet / whole,

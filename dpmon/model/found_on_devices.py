@@ -7,7 +7,7 @@ from operator import itemgetter
 
 from dpmon.model.advice import for_low_use
 from dpmon.model.evidence import BatchFacts, DeviceFacts, Evidence, HostFacts, ReplicaFacts
-from dpmon.model.finding import MIN_STEPS, Finding, enough, gib, many, ratio_words, took
+from dpmon.model.finding import MIN_STEPS, Finding, count_of, duration_words, gib, measured_modes, ratio_words
 from dpmon.model.numbers import percent
 
 IDLE_CALLS = 0.5
@@ -42,13 +42,13 @@ def idle(evidence: Evidence) -> Iterator[Finding]:
     for batch in evidence.batches:
         if not _is_idle(batch):
             continue
-        ground = f"{many(batch.idle_calls, 'call')} of {batch.calls:,}, {batch.devices} devices"
+        ground = f"{count_of(batch.idle_calls, 'call')} of {batch.calls:,}, {batch.devices} devices"
         weight = batch.idle / batch.devices
         if batch.rows is not None and batch.rows < batch.devices:
             yield Finding(
                 "small batch",
-                f"The batch of {batch.root} ({many(batch.rows, 'row')}) is smaller than the {batch.devices} devices:"
-                f" {batch.idle} of them stay idle.",
+                f"The batch of {batch.root} ({count_of(batch.rows, 'row')}) is smaller than the {batch.devices}"
+                f" devices: {batch.idle} of them stay idle.",
                 ground,
                 f"a batch of {batch.devices} rows or more, or fewer devices",
                 weight,
@@ -90,7 +90,7 @@ def _uneven_rows(root: str, replicas: list[ReplicaFacts], devices: int) -> Itera
         yield Finding(
             "uneven",
             f"The replicas of {root} receive unequal shares: {', '.join(map(str, rows[:16]))} rows.",
-            f"the split most often seen over {many(max(replica.calls for replica in replicas), 'call')}",
+            f"the split most often seen over {count_of(max(replica.calls for replica in replicas), 'call')}",
             f"a batch that {devices} divides: the fullest replica sets the pace",
             (1 - min(rows) / most) / len(replicas),
         )
@@ -114,7 +114,7 @@ def _uneven_times(root: str, replicas: list[ReplicaFacts]) -> Iterator[Finding]:
             "uneven",
             f"Replica {slow.replica} of {root} ({slow.device}) takes {ratio_words(slowest, fastest)} as long"
             f" as replica {fast.replica} ({fast.device}).",
-            f"forward on the {where}, median {took(slowest)} and {took(fastest)}, equal rows",
+            f"forward on the {where}, median {duration_words(slowest)} and {duration_words(fastest)}, equal rows",
             "another process on that GPU, a slower link or model of GPU, lower clocks: compare the devices",
             1 - fastest / slowest,
         )
@@ -193,7 +193,7 @@ def low_use(evidence: Evidence) -> Iterator[Finding]:
 def busy(evidence: Evidence) -> Iterator[Finding]:
     """Processors that are busy with other work, or too few for the run itself."""
     host = evidence.host
-    if host is None or host.samples < HOST_SAMPLES or host.cpu_pct < FULL_PCT or not list(enough(evidence)):
+    if host is None or host.samples < HOST_SAMPLES or host.cpu_pct < FULL_PCT or not list(measured_modes(evidence)):
         return
     share = host.others / host.cpus
     if share >= OTHERS_SHARE:

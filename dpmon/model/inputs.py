@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 INPUT = "input"
 """Named in place of a phase if waits for input took most of the time."""
-SAID = "waiting for input"
+WAITING_TEXT = "waiting for input"
 
 
 def waited_ns(spans: Iterable[tuple[int, int]], start_ns: int, end_ns: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dpmon.model.finding import many, took
+from dpmon.model.finding import count_of, duration_words
 from dpmon.record.schema import STEP_PHASES
 from dpmon.store.figures import PhaseFigures
 
@@ -24,7 +24,7 @@ def host_waits(phases: Iterable[PhaseFigures]) -> list[str]:
         if phase.name not in _WHERE or device is None or phase.median_ns is None or (phase.share or 0) < SHARE:
             continue
         if phase.median_ns >= RATIO * device:
-            own = f"the phase itself takes the GPU {took(device)}"
+            own = f"the phase itself takes the GPU {duration_words(device)}"
             notes.append(f"in {phase.name} the host waits for the GPU's earlier work: {own}")
     return notes
 
@@ -36,4 +36,4 @@ def partly_timed(phases: Iterable[PhaseFigures]) -> list[str]:
     if fewest is None or fewest.device_count >= KNOWN * fewest.ran:
         return []
     count, ran = fewest.device_count, fewest.ran
-    return [f"device times are known for {count:,} of the {many(ran, 'step')} (1 in {ran / count:.3g})"]
+    return [f"device times are known for {count:,} of the {count_of(ran, 'step')} (1 in {ran / count:.3g})"]

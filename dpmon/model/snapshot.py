@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from dpmon.model.active_processes import last_resumption, some_are_silent
 from dpmon.model.announced import Announced
 from dpmon.model.calls_seen import Calls, call_tracks
 from dpmon.model.compare import MODES_COMPARED, Comparison, compare_modes
@@ -22,7 +23,6 @@ from dpmon.model.process import ModeTrack, Process, Recent, Summary
 from dpmon.model.rank_snapshot import rank_figures, together
 from dpmon.model.source import Rows, Tallies, Wanted, figures_end_s
 from dpmon.model.state import State
-from dpmon.model.turns import last_resumption, some_are_silent
 from dpmon.model.uneven import uneven_steps
 from dpmon.record.schema import STEP
 from dpmon.record.wire import RANK_MODES
@@ -33,7 +33,7 @@ from dpmon.store.window import Window
 
 RANK_CALLS_READ = 8
 _SILENT_S = 40
-"""How many seconds back to look for the resumption of a process (dpmon.model.turns)."""
+"""How many seconds back to look for the resumption of a process (dpmon.model.active_processes)."""
 _LONG_READ = 64
 _COMPARED_PART = 60
 """The modes are compared again when the run has become longer by this fraction (1/60)."""
@@ -78,16 +78,18 @@ class Snapshots:
         focus = state.focus()
         if focus is None:
             return state
-        near = _near(state, focus, wanted)
+        others = _other_processes(state, focus, wanted)
         ranks = [one for one in state.training() if one.rank is not None and one.process != focus.process]
-        found = self._focus(rows, tallies, focus, ranks if focus.rank is not None else [], wanted, events)
-        shown = {process.process: process for process in (found, *(_beside(rows, process) for process in near))}
-        if near:
+        found = self._with_figures(rows, tallies, focus, ranks if focus.rank is not None else [], wanted, events)
+        shown = {
+            process.process: process for process in (found, *(_with_last_calls(rows, process) for process in others))
+        }
+        if others:
             shown.update({process.process: process for process in rank_figures(rows, tallies, shown.values())})
         state = replace(state, processes={**known, **shown})
         return together(rows, tallies, state, found, ranks) if ranks else state
 
-    def _focus(
+    def _with_figures(
         self,
         rows: Rows,
         tallies: Tallies,
@@ -103,7 +105,7 @@ class Snapshots:
             return _with_devices(replace(process, calls=tracks, newest=newest))
         end_s = figures_end_s(rows, process)
         begin_s = max(end_s - wanted.span_s, 0) if wanted.span_s else 0
-        own = _OfOne(tallies, process.process)
+        own = _ProcessTallies(tallies, process.process)
         ranged = Window(own, begin_s, end_s)
         mode = process.mode if any(key.mode == process.mode for key in ranged.by_process) else step.mode
         waits = events.waits_of(process.process)
@@ -147,7 +149,7 @@ class Snapshots:
     def _comparison(
         self,
         rows: Rows,
-        own: _OfOne,
+        own: _ProcessTallies,
         process: Process,
         end_s: int,
         wanted: Wanted,
@@ -176,7 +178,7 @@ class Snapshots:
         return replace(found, sides=sides)
 
 
-class _OfOne:
+class _ProcessTallies:
     """The tallies of one process, as the source of a Window."""
 
     def __init__(self, tallies: Tallies, process: int) -> None:
@@ -268,14 +270,14 @@ def _resumed(tallies: Tallies, state: State) -> dict[int, Process]:
     return found
 
 
-def _near(state: State, focus: Process, wanted: Wanted) -> list[Process]:
+def _other_processes(state: State, focus: Process, wanted: Wanted) -> list[Process]:
     """The other training processes that fit in a picture, by rank."""
     training = sorted(state.training(), key=lambda process: (process.rank is None, process.rank or 0))
     shown = [*training[: wanted.ranks], *training[wanted.first_rank : wanted.first_rank + wanted.ranks]]
     return list({process.process: process for process in shown if process.process != focus.process}.values())
 
 
-def _beside(rows: Rows, process: Process) -> Process:
+def _with_last_calls(rows: Rows, process: Process) -> Process:
     """A process that trains beside the one that represents the run."""
     calls = Calls(rows, process.process)
     mode = process.last_step.mode if process.last_step is not None else process.mode

@@ -67,7 +67,7 @@ class Tallies(Source, Protocol):
 
 
 class Rows(Protocol):
-    """The part of dpmon.store.as_of.AsOf that a snapshot uses."""
+    """The part of dpmon.store.store_at.StoreAt that a snapshot uses."""
 
     until_ns: int
     ranks: dict[int, int | None]

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from dpmon.model.active_processes import representative, training_now
 from dpmon.model.communication import Communication, Wrapper, communication
 from dpmon.model.process import Process
 from dpmon.model.stragglers import RankTimes, Straggler
-from dpmon.model.turns import standing_for, taking_turns
 from dpmon.store.answers import Communicated, LastSample
 
 
@@ -105,7 +105,7 @@ class State:
     """The newest facts of each DistributedDataParallel."""
 
     def training(self) -> list[Process]:
-        """The processes that train now (`dpmon.model.turns`)."""
+        """The processes that train now (`dpmon.model.active_processes`)."""
         return self._training
 
     def focus(self) -> Process | None:
@@ -124,7 +124,7 @@ class State:
 
     @cached_property
     def _training(self) -> list[Process]:
-        return taking_turns(self)
+        return training_now(self)
 
     @cached_property
     def _straggler(self) -> Straggler | None:
@@ -139,4 +139,4 @@ class State:
 
     @cached_property
     def _focus(self) -> Process | None:
-        return standing_for(self)
+        return representative(self._training, self.processes)

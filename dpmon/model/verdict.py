@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dpmon.model.compare import COPIES, WORTH, Comparison
-from dpmon.model.inputs import INPUT, SAID
+from dpmon.model.inputs import INPUT, WAITING_TEXT
 from dpmon.model.numbers import duration, percent, times
 
 
@@ -17,7 +17,7 @@ def sentence(found: Comparison) -> str | None:
     if found.outcome == "even":
         low, high = (times(each) for each in found.speedup[1:])
         head = f"DataParallel{over}{virtual} makes no difference that shows ({low} to {high} as fast as one device)"
-    reason = _ground(found)
+    reason = _reason_text(found)
     means = ""
     if found.by_mean is not None:
         means = f" By the mean step it is {times(found.by_mean)}{_why_uneven(found)}."
@@ -28,18 +28,18 @@ def _why_uneven(found: Comparison) -> str:
     if found.uneven is None:
         return ""
     mode, how = found.uneven
-    by = f" ({SAID})" if how.phase == INPUT else ""
+    by = f" ({WAITING_TEXT})" if how.phase == INPUT else ""
     return f": of the steps in {mode}, about {percent(how.steps)} take {percent(how.time)} of the time{by}"
 
 
-def _ground(found: Comparison) -> str:
-    ground, cost = found.ground, found.cost
-    if ground is None:
+def _reason_text(found: Comparison) -> str:
+    reason, cost = found.reason, found.cost
+    if reason is None:
         return ""
-    if ground.phase in COPIES:
-        return f"{ground.phase} takes {percent(ground.share)} of the step"
-    name = "the replicas' forward" if ground.phase == "forward" else _PHRASES.get(ground.phase, ground.phase)
-    text = f"{name} takes {_took(ground.dp_ns)} against {_took(ground.single_ns)} on one device"
+    if reason.phase in COPIES:
+        return f"{reason.phase} takes {percent(reason.share)} of the step"
+    name = "the replicas' forward" if reason.phase == "forward" else _PHRASES.get(reason.phase, reason.phase)
+    text = f"{name} takes {_duration_or_none(reason.dp_ns)} against {_duration_or_none(reason.single_ns)} on one device"
     if found.outcome == "faster" and cost is not None and (cost.share or 0) >= WORTH:
         text += f", {cost.phase} {percent(cost.share)} of the step"
     return text
@@ -48,5 +48,5 @@ def _ground(found: Comparison) -> str:
 _PHRASES = {"data": "waiting for data", "other": "the script's own work"}
 
 
-def _took(ns: float | None) -> str:
+def _duration_or_none(ns: float | None) -> str:
     return "none" if ns is None else duration(ns)

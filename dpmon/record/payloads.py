@@ -84,7 +84,7 @@ def is_timed(payload: bytes) -> bool:
     return payload[0] == TIMED_TAG
 
 
-def bare(payload: bytes) -> bytes:
+def without_times(payload: bytes) -> bytes:
     """Return a call or step without its device times. Raises struct.error if it is damaged."""
     return payload if payload[0] != TIMED_TAG else timed(payload)[0]
 
@@ -140,7 +140,7 @@ def call_head(payload: bytes) -> tuple[int, ...]:
     duration for each of CALL_PHASES (offset -1: did not run). start_ns is on the absolute monotonic clock. Layout,
     inputs and outputs are numbers of definitions.
     """
-    payload = bare(payload)
+    payload = without_times(payload)
     if payload[0] == PLAIN_TAG:
         return (*_PLAIN.unpack(payload)[1:], *_NO_PHASES)
     return _CALL_HEAD.unpack_from(payload)[1:]
@@ -151,7 +151,7 @@ def call_replicas(payload: bytes) -> list[tuple[int, int, int, int]]:
 
     Raises struct.error if the call is cut off.
     """
-    payload = bare(payload)
+    payload = without_times(payload)
     if payload[0] == PLAIN_TAG:
         *_, wall, inputs, outputs = _PLAIN.unpack(payload)
         return [(inputs, outputs, 0, wall)]
@@ -163,7 +163,7 @@ def call_stages(payload: bytes) -> list[tuple[int, int, int, int, int]]:
 
     Raises struct.error if the call is cut off.
     """
-    payload = bare(payload)
+    payload = without_times(payload)
     if payload[0] == PLAIN_TAG or not payload[3]:
         return []
     return list(CALL_STAGE.iter_unpack(memoryview(payload)[_stages_at(payload) :]))
@@ -204,7 +204,7 @@ _NO_EXTRAS = (-1,) * len(STEP_EXTRAS)
 
 def step_fields(payload: bytes) -> StepFields:
     """Return a step's numbers. Raises struct.error if it is damaged."""
-    payload = bare(payload)
+    payload = without_times(payload)
     _, mode, count, words, step, start, wall, *numbers = STEP_BODY.unpack_from(payload)
     after_spans = STEP_BODY.size + 8 * words
     numbers += _extras(payload, after_spans, count) if count or len(payload) != after_spans else _NO_EXTRAS

@@ -33,14 +33,14 @@ class Kind:
     BACKWARD = 10
     OPTIMIZER = 11
     COPY = 12
-    TIME = 13
+    DEVICE_TIME = 13
     """A device time of an earlier span."""
     PAUSE = 14
-    LOOK = 15
+    MEMORY = 15
     """A measurement of the memory by dpmon itself."""
-    GONE = 16
+    OPTIMIZER_FREED = 16
     """An optimizer was freed."""
-    AGAIN = 17
+    RESTARTED = 17
     """A call starts again after dp failed; its earlier parts do not count."""
     SYNC = 18
     BUCKETS = 19
@@ -60,11 +60,11 @@ DOING = {
     Kind.BACKWARD: "backward",
     Kind.OPTIMIZER: "optimizer",
     Kind.COPY: "copy",
-    Kind.TIME: "other",
+    Kind.DEVICE_TIME: "other",
     Kind.PAUSE: "paused",
-    Kind.LOOK: "other",
-    Kind.GONE: "other",
-    Kind.AGAIN: "other",
+    Kind.MEMORY: "other",
+    Kind.OPTIMIZER_FREED: "other",
+    Kind.RESTARTED: "other",
     Kind.SYNC: "sync",
     Kind.BUCKETS: "other",
     Kind.COLLECTIVE: "other",
@@ -75,14 +75,14 @@ COUNTED = {Kind.COPY: "copied_bytes"}
 
 
 class Flag:
-    """Further facts about a span.
+    """Further facts about a span."""
 
-    OVER: the fetch found the loader at its end. HAND: the script calls this primitive itself. SKIPPED: the span is not
-    timed on devices, because sampling skips its step. On a SYNC, it means that the pass averaged nothing; on a
-    COLLECTIVE, that its end is unknown.
-    """
-
-    TRAINING, GRAD, FAILED, VIRTUAL, DP, SINGLE, OVER, TIMED, HAND, SKIPPED = (1 << bit for bit in range(10))
+    TRAINING, GRAD, FAILED, VIRTUAL, DP, SINGLE, EXHAUSTED, TIMED, BY_SCRIPT, UNTIMED = (1 << bit for bit in range(10))
+    """EXHAUSTED: the fetch found the loader at its end. BY_SCRIPT: the script calls this primitive itself. UNTIMED: the
+    span is not timed on devices, because sampling skips its step."""
+    UNSYNCED = UNENDED = UNTIMED
+    """The same bit in spans that are never UNTIMED. UNSYNCED, on a SYNC: the pass averaged nothing. UNENDED, on a
+    COLLECTIVE: its end is unknown."""
 
 
 WRAPPER_AT = 12

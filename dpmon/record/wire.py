@@ -89,7 +89,7 @@ class Untimed:
 class Unended:
     """Why the end of a collective is unknown, as numbers in records: dpmon.record.codec.UNENDED has the texts."""
 
-    NONE, ON_DEVICE, LATE, ENDED, UNTOLD = range(5)
+    NONE, ON_DEVICE, LATE, ENDED, NEVER_REPORTED = range(5)
 
 
 class Collected(NamedTuple):

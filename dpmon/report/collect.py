@@ -25,11 +25,11 @@ from dpmon.report.story import ProcessFacts, RankLine, Story
 from dpmon.report.stretches import stretches
 from dpmon.report.waits import waits_in
 from dpmon.report.whole_communication import communication_of
+from dpmon.run.activities import describe_stall, why_nothing
 from dpmon.run.condition import run_state
 from dpmon.run.files import read_tail
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, load_info, stop_asked_unix
-from dpmon.run.standing import how_it_stands, why_nothing
 from dpmon.run.uncaught import Uncaught, last_lines, uncaught
 from dpmon.store.answers import LongRow
 from dpmon.store.opened import open_store
@@ -38,7 +38,7 @@ from dpmon.store.sums import END
 from dpmon.store.tables import HistoryError
 from dpmon.store.tally import ALL, WIDTHS, Tally
 from dpmon.store.window import Window, accounted
-from dpmon.text.last_words import READ_BYTES, last_words
+from dpmon.text.traceback_line import READ_BYTES, clean_traceback_line
 
 LINES_KEPT = 12
 CHANGES_KEPT = 1000
@@ -72,8 +72,8 @@ def collect(directory: Path) -> Story:
     story.steps = sum(mode.steps for mode in (*story.evidence.modes, *story.evaluations))
     story.warnings = list(dict.fromkeys(story.warnings))
     story.last_output = _last_output(end, raised, reader.info.command_pid)
-    story.raised = last_words(end)
-    story.standing = how_it_stands(directory, info, story.state, how)
+    story.raised = clean_traceback_line(end)
+    story.standing = describe_stall(directory, info, story.state, how)
     if not story.steps and not story.calls:
         story.nothing = why_nothing(directory, info, how, story.warnings) or "the command was not started"
     return story

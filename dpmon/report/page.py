@@ -18,7 +18,7 @@ from dpmon.errors import DpmonError
 from dpmon.extras import how_to_plot
 from dpmon.model.memory import reasons
 from dpmon.model.numbers import UNKNOWN
-from dpmon.report import sentences, words
+from dpmon.report import sentences, table_rows
 from dpmon.report.plots import Plot, plots
 from dpmon.report.story import Story
 from dpmon.report.text import MAX_ROWS
@@ -117,30 +117,32 @@ def _text(text: object) -> str:
 
 def _body(story: Story, figures: Sequence[Plot]) -> Iterable[str]:
     yield f"<h1>{_text(story.info.script)} <span class=soft>{_text(short_name(story.info))}</span></h1>\n"
-    yield f'<p class="outcome {_text(story.state)}">{_text(words.ended(story))}</p>\n'
+    yield f'<p class="outcome {_text(story.state)}">{_text(sentences.ended(story))}</p>\n'
     for fact in sentences.facts(story):
         yield f"<p class=soft>{_text(fact)}</p>\n"
     yield from _findings(story)
-    spent = words.time_spent(story)
+    spent = sentences.time_spent(story)
     if spent:
         yield "<h2>Time</h2>\n" + "".join(f"<p>{_text(line)}</p>\n" for line in spent)
     yield from _steps(story)
     by_name = {plot.name: plot for plot in figures}
     for name in ("step-time", "speed", "phases", "modes"):
         yield from _plot(by_name.get(name))
-    for title, mode in sentences.step_rows(story):
+    for title, mode in table_rows.step_rows(story):
         yield f"<h2>Phases of a step, {_text(title)}</h2>\n"
-        head, *rows = sentences.phase_table(mode)
+        head, *rows = table_rows.phase_table(mode)
         yield from _table(head, rows)
         yield "".join(f"<p class=soft>{_text(note)}</p>\n" for note in sentences.phase_notes(mode))
     if story.evidence.compared is not None:
         yield "<h2>dp against single</h2>\n"
         yield "".join(f"<p>{_text(line)}</p>\n" for line in sentences.comparison(story.evidence.compared))
-    yield from _sized("Replicas", words.replica_rows(story))
+    yield from _sized("Replicas", table_rows.replica_rows(story))
     yield from _plot(by_name.get("replicas"))
-    yield from _sized("Ranks", words.rank_rows(story), ("calls", "steps", "step", "samples/s", words.FORWARD_ON_DEVICE))
+    yield from _sized(
+        "Ranks", table_rows.rank_rows(story), ("calls", "steps", "step", "samples/s", table_rows.FORWARD_ON_DEVICE)
+    )
     yield from _communication(story)
-    yield from _sized("Stages (parts of the model on several devices)", words.stage_rows(story))
+    yield from _sized("Stages (parts of the model on several devices)", table_rows.stage_rows(story))
     yield from _devices(story)
     for name in ("use", "memory"):
         yield from _plot(by_name.get(name))
@@ -188,29 +190,29 @@ def _findings(story: Story) -> Iterable[str]:
 
 
 def _steps(story: Story) -> Iterable[str]:
-    rows = sentences.steps_table(story)
+    rows = table_rows.steps_table(story)
     if rows:
         yield "<h2>Steps</h2>\n"
         yield from _table(rows[0], rows[1:])
 
 
 def _sized(
-    title: str, rows: Sequence[words.Row], names: Sequence[str] = ("calls", "median", "p95", words.ON_DEVICE)
+    title: str, rows: Sequence[table_rows.Row], names: Sequence[str] = ("calls", "median", "p95", table_rows.ON_DEVICE)
 ) -> Iterable[str]:
     if not rows:
         return
     yield f"<h2>{_text(title)}</h2>\n"
-    head, *shown = words.row_table(rows, names, "received → returned", MAX_ROWS)
+    head, *shown = table_rows.row_table(rows, names, "received → returned", MAX_ROWS)
     yield from _table(head, shown, (1, len(head) - 1))
     yield from _more(len(rows))
 
 
 def _communication(story: Story) -> Iterable[str]:
-    times = words.rank_times_table(words.rank_rows(story), MAX_ROWS)
+    times = table_rows.rank_times_table(table_rows.rank_rows(story), MAX_ROWS)
     if times:
         yield "<h3>Where a step of each rank goes</h3>\n"
         yield from _table(times[0], times[1:])
-    rows = words.communication_rows(story)
+    rows = table_rows.communication_rows(story)
     if rows:
         yield "<h2>Communication</h2>\n"
         yield from _table(("", ""), rows, (1,))
@@ -227,14 +229,14 @@ def _devices(story: Story) -> Iterable[str]:
         yield f"<p>{_text(f'no GPU: {story.gpu_absent}' if story.gpu_absent else 'no GPU was seen')}</p>\n"
     else:
         head = ("", "use (median)", "memory at most", "this run", "°C at most", "W at most", "")
-        yield from _table(head, [words.device_cells(device) for device in story.evidence.devices])
+        yield from _table(head, [table_rows.device_cells(device) for device in story.evidence.devices])
 
 
 def _memory(story: Story) -> Iterable[str]:
     held = story.evidence.memory[:MAX_ROWS]
     if held:
         yield "<h2>Memory as torch holds it</h2>\n"
-        head, *rows = words.memory_table(held)
+        head, *rows = table_rows.memory_table(held)
         yield from _table(head, rows)
         for one in held:
             for names, reason in reasons(one):
@@ -258,11 +260,11 @@ def _changes(story: Story) -> Iterable[str]:
 
 
 def _pauses(story: Story) -> Iterable[str]:
-    rows = words.pause_rows(story)
+    rows = table_rows.pause_rows(story)
     if rows:
         yield "<h2>Pauses</h2>\n"
         yield from _table(("time", "where", "how long"), rows[:MAX_ROWS], (1, 2))
         yield from _more(len(rows))
-        lost = words.pauses_lost(story)
+        lost = sentences.pauses_lost(story)
         if lost is not None:
             yield f"<p class=soft>{_text(lost)}</p>\n"

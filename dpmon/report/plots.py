@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from dpmon.record.schema import PHASES
 from dpmon.report.story import PARTS, Bin, Story
-from dpmon.report.words import mode_title
+from dpmon.report.table_rows import mode_title
 from dpmon.text.cleaning import clean
 from dpmon.text.palettes import LIGHT
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from dpmon.model.evidence import ModeFacts
 from dpmon.model.memory import reasons
 from dpmon.model.numbers import UNKNOWN, duration
-from dpmon.report import sentences, words
+from dpmon.report import sentences, table_rows
 from dpmon.report.collect import collect
 from dpmon.report.story import Story
 from dpmon.report.typeset import cut, more, sized_table, table, wrap, wrapped
@@ -41,19 +41,27 @@ def text_lines(story: Story, width: int = 80) -> list[str]:
         _findings(story, width),
         _time(story, width),
         _steps(story, width),
-        *(_phases(title, mode, width) for title, mode in sentences.step_rows(story)),
+        *(_phases(title, mode, width) for title, mode in table_rows.step_rows(story)),
         _compared(story, width),
-        _sized("REPLICAS", words.replica_rows(story), ("calls", "median", "p95", words.ON_DEVICE), _FLOW, width),
+        _sized(
+            "REPLICAS", table_rows.replica_rows(story), ("calls", "median", "p95", table_rows.ON_DEVICE), _FLOW, width
+        ),
         _sized(
             "RANKS",
-            words.rank_rows(story),
-            ("steps", "calls", "step", "samples/s", words.FORWARD_ON_DEVICE),
+            table_rows.rank_rows(story),
+            ("steps", "calls", "step", "samples/s", table_rows.FORWARD_ON_DEVICE),
             _FLOW,
             width,
         ),
         _rank_times(story, width),
         _communication(story, width),
-        _sized(_STAGES, words.stage_rows(story), ("calls", "host time", words.ON_DEVICE), f"parts: {_FLOW}", width),
+        _sized(
+            _STAGES,
+            table_rows.stage_rows(story),
+            ("calls", "host time", table_rows.ON_DEVICE),
+            f"parts: {_FLOW}",
+            width,
+        ),
         _devices(story, width),
         _memory(story, width),
         _changes(story, width),
@@ -72,7 +80,7 @@ def text_lines(story: Story, width: int = 80) -> list[str]:
 
 
 def _head(story: Story, width: int) -> list[str]:
-    lines = wrap(f"{story.info.script} ({short_name(story.info)}): {words.ended(story)}", width, "", "  ")
+    lines = wrap(f"{story.info.script} ({short_name(story.info)}): {sentences.ended(story)}", width, "", "  ")
     return [*lines, *wrapped(sentences.facts(story), width)]
 
 
@@ -87,12 +95,12 @@ def _findings(story: Story, width: int) -> list[str]:
 
 
 def _steps(story: Story, width: int) -> list[str]:
-    rows = sentences.steps_table(story)
+    rows = table_rows.steps_table(story)
     return ["STEPS", *table(rows, width), *_over_time(story, width)] if rows else []
 
 
 def _time(story: Story, width: int) -> list[str]:
-    spent = words.time_spent(story)
+    spent = sentences.time_spent(story)
     return ["TIME", *wrapped(spent, width)] if spent else []
 
 
@@ -121,7 +129,7 @@ def _over_time(story: Story, width: int) -> list[str]:
 def _phases(title: str, mode: ModeFacts, width: int) -> list[str]:
     return [
         f"PHASES of a step, {clean(title)}",
-        *table(sentences.phase_table(mode), width),
+        *table(table_rows.phase_table(mode), width),
         *wrapped(sentences.phase_notes(mode), width),
     ]
 
@@ -131,20 +139,20 @@ def _compared(story: Story, width: int) -> list[str]:
     return [] if found is None else ["DP AGAINST SINGLE", *wrapped(sentences.comparison(found), width)]
 
 
-def _sized(title: str, rows: Sequence[words.Row], names: Sequence[str], sizes: str, width: int) -> list[str]:
+def _sized(title: str, rows: Sequence[table_rows.Row], names: Sequence[str], sizes: str, width: int) -> list[str]:
     """A table of replicas, ranks or stages."""
     if not rows:
         return []
-    return [title, *sized_table(words.row_table(rows, names, sizes, MAX_ROWS), width), *more(len(rows), MAX_ROWS)]
+    return [title, *sized_table(table_rows.row_table(rows, names, sizes, MAX_ROWS), width), *more(len(rows), MAX_ROWS)]
 
 
 def _rank_times(story: Story, width: int) -> list[str]:
-    rows = words.rank_times_table(words.rank_rows(story), MAX_ROWS)
+    rows = table_rows.rank_times_table(table_rows.rank_rows(story), MAX_ROWS)
     return ["RANKS: where a step goes", *table(rows, width), *more(len(story.ranks), MAX_ROWS)] if rows else []
 
 
 def _communication(story: Story, width: int) -> list[str]:
-    rows = words.communication_rows(story)
+    rows = table_rows.communication_rows(story)
     lines = ["COMMUNICATION"]
     for label, text in rows:
         lines += wrap(text, width, f"  {clean(label).ljust(_LABEL)}", " " * (_LABEL + 2))
@@ -157,7 +165,7 @@ def _devices(story: Story, width: int) -> list[str]:
         reason = story.gpu_absent
         return ["DEVICES", *wrap(f"no GPU: {reason}" if reason else "no GPU was seen", width), *_host(story, width)]
     rows: list[tuple[str, ...]] = [("", "use", "memory at most", "this run", "°C", "W", "")]
-    rows += map(words.device_cells, devices)
+    rows += map(table_rows.device_cells, devices)
     lines = ["DEVICES", *table(rows, width)]
     left = " that are left" if story.pruned else ""
     left += ", without samples during pauses" if story.evidence.paused_ns else ""
@@ -179,7 +187,7 @@ def _memory(story: Story, width: int) -> list[str]:
     held = story.evidence.memory[:MAX_ROWS]
     if not held:
         return []
-    lines = ["MEMORY as torch holds it", *table(words.memory_table(held), width)]
+    lines = ["MEMORY as torch holds it", *table(table_rows.memory_table(held), width)]
     for one in held:
         for names, reason in reasons(one):
             lines += wrap(f"{names} of {one.device}: {reason}", width)
@@ -201,13 +209,13 @@ def _changes(story: Story, width: int) -> list[str]:
 
 
 def _pauses(story: Story, width: int) -> list[str]:
-    rows = words.pause_rows(story)
+    rows = table_rows.pause_rows(story)
     if not rows:
         return []
     lines = ["PAUSES"]
     for row in rows[:MAX_CHANGES]:
         lines += wrap("  ".join(row), width, "  ", "      ")
-    lost = words.pauses_lost(story)
+    lost = sentences.pauses_lost(story)
     return [*lines, *more(len(rows), MAX_CHANGES), *(wrap(lost, width) if lost else ())]
 
 

@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 
 from dpmon.run import proc
+from dpmon.run.activities import ring_activities
 from dpmon.run.ending import outcome
 from dpmon.run.lock import goes_on_elsewhere, supervised
 from dpmon.run.rundir import ExitInfo, RunInfo, load_exit
-from dpmon.run.standing import activities
 
 YOUNG_S = 60.0
 """A run younger than this may still start its command, even on a slow machine."""
@@ -51,6 +51,6 @@ def run_state(directory: Path, info: RunInfo) -> tuple[str, ExitInfo | None]:
 
 def is_paused(directory: Path) -> bool:
     """Whether every training process has paused, according to the rings of a run on this machine."""
-    found = [(ring.pid, what) for _, ring, what, _ in activities(directory) if what != "ended"]
+    found = [(ring.pid, what) for _, ring, what, _ in ring_activities(directory) if what != "ended"]
     doing = [what for pid, what in found if proc.alive(pid, None)]
     return bool(doing) and all(what == "paused" for what in doing)

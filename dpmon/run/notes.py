@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from dpmon.run.files import open_file, read_file, read_tail
 
-_MOST_WARNINGS = 1 << 16
+_MAX_WARNINGS = 1 << 16
 """Most bytes of warnings.log to read at once."""
 _NOTE = re.compile(r"([0-9]{1,10}) ([0-9]{1,19}) (.+)")
 
@@ -48,7 +48,7 @@ class WarningsLog:
     def __init__(self, directory: Path) -> None:
         self._path = directory / "warnings.log"
         self._at = 0
-        self.told: Counter[str] = Counter()
+        self.passed_on: Counter[str] = Counter()
         """Texts that an earlier supervisor has already passed on, and how often."""
 
     def new(self) -> list[str]:
@@ -56,16 +56,16 @@ class WarningsLog:
         try:
             with open(open_file(self._path), "rb") as file:
                 file.seek(self._at)
-                data = file.read(_MOST_WARNINGS)
+                data = file.read(_MAX_WARNINGS)
         except OSError:
             return []
         whole = data[: data.rfind(b"\n") + 1]
         # The tracer never writes so long a line. Skip it and read the lines after it.
-        self._at += len(whole) or (len(data) if len(data) == _MOST_WARNINGS else 0)
+        self._at += len(whole) or (len(data) if len(data) == _MAX_WARNINGS else 0)
         return [note.text for note in parse_notes(whole) if not self._known(note.text)]
 
     def _known(self, text: str) -> bool:
-        if self.told[text] <= 0:
+        if self.passed_on[text] <= 0:
             return False
-        self.told[text] -= 1
+        self.passed_on[text] -= 1
         return True

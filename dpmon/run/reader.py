@@ -17,6 +17,7 @@ from dpmon.record.wire import mode_number, pack_event
 from dpmon.ring_file import RingError
 from dpmon.ring_reader import RingReader
 from dpmon.run import proc
+from dpmon.run.activities import newest_stage, stages
 from dpmon.run.condition import command_alive
 from dpmon.run.lock import supervised
 from dpmon.run.rings import ProcessRing
@@ -32,7 +33,6 @@ from dpmon.run.rundir import (
     output_paths,
     ring_paths,
 )
-from dpmon.run.standing import newest_stage, stages
 from dpmon.run.waiting import waits_since
 
 _Answer = TypeVar("_Answer")
@@ -109,13 +109,13 @@ class _Process:
 class RunReader:
     """Watches the processes of the run in `directory`."""
 
-    def __init__(self, directory: Path, *, told: Callable[[], ExitInfo | None] = lambda: None) -> None:
-        """`told` returns how the run ended, if the caller knows it without a file; else None.
+    def __init__(self, directory: Path, *, known_exit: Callable[[], ExitInfo | None] = lambda: None) -> None:
+        """`known_exit` returns how the run ended, if the caller knows it without a file; else None.
 
         RunError if the directory is not a run of this user.
         """
         self.directory = directory
-        self._told = told
+        self._known_exit = known_exit
         self._stamp = 0
         self.info: RunInfo = load_info(directory)
         self._processes: dict[str, _Process] = {}
@@ -162,7 +162,7 @@ class RunReader:
     def exit(self) -> ExitInfo | None:
         """How the run ended; None while it runs."""
         if self._exit is None:
-            self._exit = load_exit(self.directory) or self._exit_from_ring() or self._told()
+            self._exit = load_exit(self.directory) or self._exit_from_ring() or self._known_exit()
         return self._exit
 
     def _exit_from_ring(self) -> ExitInfo | None:

@@ -32,5 +32,5 @@ class ProcessRing:
         One of data, copy, forward, backward, optimizer, paused; "other": in the script; "ended". Raises RingError if
         the file was truncated.
         """
-        kind, since = self._ring.under_way()
+        kind, since = self._ring.current_span()
         return "ended" if self._ring.ended() else DOING.get(kind, "other"), since

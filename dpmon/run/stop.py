@@ -75,7 +75,7 @@ def _started(directory: Path) -> RunInfo:
         time.sleep(_LOOK_S)
 
 
-def otherwise(directory: Path, last: str, limit_s: float = _RECORD_S) -> str | None:
+def unexpected_end(directory: Path, last: str, limit_s: float = _RECORD_S) -> str | None:
     """How a stopped run ended, if by a signal that dpmon did not send; else, or if unknown, None.
 
     `last`: the last signal that dpmon sent. Waits up to `limit_s` seconds for the supervisor to record the end.

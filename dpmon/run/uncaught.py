@@ -10,7 +10,7 @@ from dpmon.record.plainjson import load_json
 from dpmon.run.notes import read_notes
 from dpmon.run.rundir import RunInfo
 
-_MOST_BYTES = 1 << 18
+_MAX_BYTES = 1 << 18
 _UNCAUGHT_STATUS = 1
 """Python's exit status after an uncaught exception."""
 _OF_LAUNCHERS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "SignalException")
@@ -80,7 +80,7 @@ def uncaught(directory: Path, info: RunInfo, status: int | None) -> Uncaught | N
 
 def _begun(directory: Path) -> dict[int, int]:
     """Time of each process's first note (monotonic ns)."""
-    notes = read_notes(directory / "stages.log", _MOST_BYTES)
+    notes = read_notes(directory / "stages.log", _MAX_BYTES)
     return {pid: at_ns for pid, at_ns, _ in reversed(notes)}
 
 
@@ -103,7 +103,7 @@ def last_lines(lines: list[str], raised: Uncaught | None, command: int | None) -
 def every_uncaught(directory: Path) -> list[Uncaught]:
     """The exceptions of all processes, in the order of their notes."""
     found = []
-    for pid, at_ns, text in read_notes(directory / "endings.log", _MOST_BYTES):
+    for pid, at_ns, text in read_notes(directory / "endings.log", _MAX_BYTES):
         kind, _, rest = text.partition(" ")
         found.append(_of(pid, at_ns, kind, rest or "{}"))
     return found

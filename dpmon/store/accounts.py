@@ -16,7 +16,7 @@ from dpmon.store.rounds import Rounds
 class Accounts:
     """The accounts of all processes of a run. Waits for input name a process by its pid."""
 
-    of: dict[int, Account] = field(default_factory=dict)
+    by_process: dict[int, Account] = field(default_factory=dict)
     rounds: Rounds = field(default_factory=Rounds)
     """The synchronised passes of all ranks."""
     _processes: dict[int, int] = field(default_factory=dict)
@@ -26,18 +26,18 @@ class Accounts:
 
     def account(self, process: int) -> Account:
         """The account of a process; a new one begins with the run."""
-        found = self.of.get(process)
+        found = self.by_process.get(process)
         if found is None:
-            found = self.of[process] = Account()
+            found = self.by_process[process] = Account()
         return found
 
     def event(self, batch: Batch, process: int | None, kind: str, data: Mapping[str, Any], at_ns: int | None) -> None:
         """Account for an event. `process`: None for an event of the supervisor."""
         if process is not None:
             if kind in ("process", "pause"):
-                self._heard(process, data, at_ns)
+                self._note_process(process, data, at_ns)
             if kind in ("process", "ddp"):
-                self.rounds.heard(process, kind, data)
+                self.rounds.take_event(process, kind, data)
             if kind == "process" and type(data.get("pid")) is int:
                 self._began(batch, data["pid"])
         elif at_ns is not None and kind == "input":
@@ -47,12 +47,12 @@ class Accounts:
         elif at_ns is not None and kind == "exit":
             self._finish(batch, at_ns)
 
-    def _heard(self, process: int, data: Mapping[str, Any], at_ns: int | None) -> None:
+    def _note_process(self, process: int, data: Mapping[str, Any], at_ns: int | None) -> None:
         """Note that a process began to record, paused or resumed."""
         if type(data.get("pid")) is int:
             self._processes[data["pid"]] = process
-            if process not in self.of:
-                self.of[process] = Account(at_ns or 0)
+            if process not in self.by_process:
+                self.by_process[process] = Account(at_ns or 0)
         elif isinstance(data.get("paused"), bool) and data.get("refused") is None:
             self.account(process).pause(data["paused"], at_ns, ns_of(data.get("paused_s")))
 
@@ -72,7 +72,7 @@ class Accounts:
 
     def _finish(self, batch: Batch, end_ns: int) -> None:
         """End all accounts with the run."""
-        for process, account in self.of.items():
+        for process, account in self.by_process.items():
             batch.spend(process, account.finish(end_ns))
 
 

@@ -54,7 +54,7 @@ _AWAITED = tuple(pack_event(kind, {})[:-1] for kind in ("mode", "pause", "warnin
 """First bytes of events that a user waits for; they are committed at once."""
 
 
-class _Taken:
+class _RingIntake:
     """A ring and the intake of its payloads."""
 
     def __init__(self, path: Path, row: RingRow | None, start_ns: int, accounts: Accounts) -> None:
@@ -107,9 +107,9 @@ class Drain:
         self._history: History | None = None
         self._kept: dict[str, RingRow] = {}
         """The rows of the rings in the history."""
-        self._sources: dict[str, _Taken] = {}
+        self._sources: dict[str, _RingIntake] = {}
         self._refused: set[str] = set()
-        self._taken: list[tuple[_Taken, list[bytes]]] = []
+        self._taken: list[tuple[_RingIntake, list[bytes]]] = []
         """Payloads that were read from rings and are not in the batch yet."""
         self._batch = Batch()
         self._accounts = Accounts()
@@ -125,7 +125,7 @@ class Drain:
         self.failure: Exception | None = None
         """Why the history cannot be written now; None if it can."""
         self._silent_until = 0.0
-        self.heard: Callable[[bytes, int], None] = lambda payload, pid: None
+        self.on_memory_event: Callable[[bytes, int], None] = lambda payload, pid: None
         """Called with payload and pid for each `memory` event of a training process; the event names its GPUs."""
         if history is not None:
             self._go_on_in(history)
@@ -210,7 +210,7 @@ class Drain:
         for _, path in ring_paths(self._directory, self._sources.keys() | self._refused):
             kept = self._kept.get(path.name)
             try:
-                source = _Taken(path, kept and replace(kept), self._info.start_ns, self._accounts)
+                source = _RingIntake(path, kept and replace(kept), self._info.start_ns, self._accounts)
             except (RingError, OSError) as error:
                 # A new ring may be incomplete: its header follows a moment later.
                 if time.time() - _modified(path) > RETRY_S:
@@ -222,7 +222,7 @@ class Drain:
                 with suppress(HistoryError):  # damaged; new records can still be recorded
                     resume_intake(self._history, source.intake)
 
-    def _take(self, source: _Taken, now: float) -> bool:
+    def _take(self, source: _RingIntake, now: float) -> bool:
         """Take the payloads of one ring; return whether it filled faster than it was read."""
         source.look(now)
         ring = source.ring
@@ -246,7 +246,7 @@ class Drain:
                     return True
         return False
 
-    def _add(self, source: _Taken, payloads: list[bytes]) -> None:
+    def _add(self, source: _RingIntake, payloads: list[bytes]) -> None:
         """Note payloads of a ring. Decoding them later, all together before the write, is cheaper."""
         self._taken.append((source, payloads))
         self._records += len(payloads)
@@ -255,7 +255,7 @@ class Drain:
             if payload.startswith(_AWAITED):
                 self._commit_at = 0.0
             elif payload.startswith(_MEMORY):
-                self.heard(payload, source.ring.pid)
+                self.on_memory_event(payload, source.ring.pid)
 
     def _fill_batch(self) -> None:
         """Put all taken payloads into the batch."""

@@ -20,7 +20,6 @@ from dpmon.record.payloads import (
     BACKWARD_AT,
     OPTIMIZER_AT,
     SAMPLES_AT,
-    bare,
     call_head,
     call_replicas,
     call_stages,
@@ -31,6 +30,7 @@ from dpmon.record.payloads import (
     step_fields,
     step_times,
     why_number,
+    without_times,
 )
 from dpmon.record.plainjson import load_event
 from dpmon.record.schema import (
@@ -133,7 +133,7 @@ class Intake:
         self._calls = []
         for number, payload in waiting:
             with suppress(*_DAMAGE):
-                inner = bare(payload)
+                inner = without_times(payload)
                 self._calls.append(_held(number, payload, inner, call_head(inner)))
 
     def add(self, batch: Batch, number: int, payload: bytes) -> bool:
@@ -167,7 +167,7 @@ class Intake:
     # ------------------------------------------------------------------------------------------ calls
 
     def _call(self, batch: Batch, number: int, payload: bytes) -> None:
-        inner = bare(payload)
+        inner = without_times(payload)
         head = call_head(inner)
         _, _, _, _, step, call, start, wall, inputs, *_ = head
         began = start - self._start_ns

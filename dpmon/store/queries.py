@@ -142,7 +142,7 @@ class Store(Sums):
             f" AND process >= 0 AND {only} ORDER BY high_ns DESC LIMIT ?"
         )
         found = []
-        for width, begin, end in self.cover(0, oldest // _SECOND, widest=1):
+        for width, begin, end in self.stretches(0, oldest // _SECOND, widest=1):
             for row in self._rows(query, (width, begin, end, *values, most)):
                 key = key_in(row)
                 with suppress(ValueError):

@@ -135,7 +135,7 @@ class Rounds:
         """Processes with wrappers of different groups."""
         self._groups: dict[Sequence[int], _Group] = {}
 
-    def heard(self, process: int, kind: str, data: Mapping[str, Any]) -> None:
+    def take_event(self, process: int, kind: str, data: Mapping[str, Any]) -> None:
         """Read the rank and world size of a process, or the group of its wrapper, from an event.
 
         A process that reports only its rank gets no group: it may be a child of that rank.

@@ -14,7 +14,7 @@ from dpmon.record.wire import unpack_collective
 from dpmon.ring_file import RingError
 from dpmon.ring_reader import RingReader
 from dpmon.run.proc import alive
-from dpmon.span_reader import SpanReader, holds_spans, under_way_in
+from dpmon.span_reader import SpanReader, current_span_in, holds_spans
 from dpmon.span_ring import Word
 from dpmon.store.tables import RingRow
 
@@ -183,7 +183,7 @@ class SpanSource:
             return [], False  # wait until the empty slot is filled: the assembler takes a short portion for the end
         payloads = self._fed()
         if ring.at_end and self._assembler.thread >= 0:
-            payloads += self._report_under_way(*under_way_in(words, self._assembler.thread))
+            payloads += self._report_under_way(*current_span_in(words, self._assembler.thread))
         payloads = self._new(payloads)
         if self._assembler.one_in not in (0, self._one_in):
             self._one_in = self._assembler.one_in
@@ -210,7 +210,7 @@ class SpanSource:
         if since_ns == 0 or (kind, since_ns) == self._under_way:
             return []
         self._under_way, self._state = (kind, since_ns), None
-        return self._assembler.under_way(kind, since_ns)
+        return self._assembler.take_current_span(kind, since_ns)
 
     def _new(self, payloads: list[bytes]) -> list[bytes]:
         """Return the payloads that are not in the history."""

@@ -60,8 +60,8 @@ class Sums:
         self.origin_ns = origin_ns
         self.damaged = damaged
         """Why the history could not be read to its end; None if all queries so far succeeded."""
-        self._covers: dict[tuple[int, int, int, int], list[tuple[int, int, int]]] = {}
-        """Results of `cover` by its arguments."""
+        self._known_stretches: dict[tuple[int, int, int, int], list[tuple[int, int, int]]] = {}
+        """Results of `stretches` by its arguments."""
         self.rings: dict[str, RingRow] = rings_in(db)
         self._names = dict(self._rows("SELECT number, name FROM series"))
         meta = dict(self._rows("SELECT key, value FROM meta"))
@@ -91,17 +91,19 @@ class Sums:
 
     # ------------------------------------------------------------------------------------------ tallies
 
-    def cover(self, begin_s: int, end_s: int, finest: int = 1, widest: int = WIDTHS[-1]) -> list[tuple[int, int, int]]:
+    def stretches(
+        self, begin_s: int, end_s: int, finest: int = 1, widest: int = WIDTHS[-1]
+    ) -> list[tuple[int, int, int]]:
         """Return the widest tallies that cover the time from `begin_s` to `end_s`, as stretches (width, begin, end).
 
         `finest`, `widest`: limits of the widths. Where narrow tallies were deleted, wider ones replace them, even above
         `widest`; they may extend beyond the two times.
         """
         asked = begin_s, end_s, finest, widest
-        if asked in self._covers:
-            return self._covers[asked]
+        if asked in self._known_stretches:
+            return self._known_stretches[asked]
         end_s = min(end_s, max(self._newest, begin_s) + 1)
-        found = self._covers[asked] = []
+        found = self._known_stretches[asked] = []
         at = begin_s
         while at < end_s:
             width = self._width_at(at, end_s, finest, widest)
@@ -130,7 +132,7 @@ class Sums:
     def _same_until(self, at: int, width: int, end: int, widest: int) -> int:
         """Return the second until which the tallies from `at` on have this width.
 
-        The width changes only a few times, so the loop of `cover` stays short, even in a damaged history.
+        The width changes only a few times, so the loop of `stretches` stays short, even in a damaged history.
         """
         limits = [end, *(second for each, second in self._pruned.items() if each < width and second > at)]
         for wider in WIDTHS:
@@ -164,7 +166,7 @@ class Sums:
         several. `series`: read only these series.
         """
         names = self._named(series)
-        for width, row in self._stretches("tallies", TALLY, begin_s, end_s, process, finest, widest):
+        for width, row in self._rows_between("tallies", TALLY, begin_s, end_s, process, finest, widest):
             key = key_in(row)
             if key is None:
                 continue
@@ -174,7 +176,7 @@ class Sums:
                 continue
             yield row[0], width, key, tally
 
-    def _stretches(
+    def _rows_between(
         self,
         table: str,
         columns: Sequence[str],
@@ -188,7 +190,7 @@ class Sums:
         names = ", ".join(columns)
         if isinstance(process, Collection) and len(process) == 1:
             (process,) = process
-        for width, begin, end in self.cover(begin_s, end_s, finest, widest):
+        for width, begin, end in self.stretches(begin_s, end_s, finest, widest):
             values = {"width": width, "begin": begin, "end": end}
             if not isinstance(process, int):
                 which = ">= 0" if process is None else f"IN ({', '.join(map(str, process))})"
@@ -208,7 +210,7 @@ class Sums:
     def pace_rows(self, begin_s: int, end_s: int, processes: Collection[int]) -> Iterator[PaceRow]:
         """Yield the columns of the one-second tallies that a rate needs, in order of time."""
         number = next((number for number, name in self._names.items() if name == STEP), None)
-        for _, row in self._stretches("tallies", _PACE, begin_s, end_s, processes, widest=1):
+        for _, row in self._rows_between("tallies", _PACE, begin_s, end_s, processes, widest=1):
             start, who, mode, kind, steps, first, last, samples, known, data = row
             whole_numbers = type(start) is type(who) is type(kind) is type(steps) is int
             if whole_numbers and mode in MODES and are_optional((first, last, samples, known)):
@@ -225,7 +227,7 @@ class Sums:
             " AND process >= 0 GROUP BY process"
         )
         found: dict[int, int] = {}
-        for stretch in self.cover(begin_s, end_s, widest=1):
+        for stretch in self.stretches(begin_s, end_s, widest=1):
             for process, steps in self._each(query, stretch):
                 found[process] = found.get(process, 0) + steps
         return found
@@ -235,7 +237,9 @@ class Sums:
     ) -> Iterator[tuple[int, int, int, int]]:
         """Yield (process, start, width, ns): time of training and between steps; `evaluation`: also of evaluation."""
         spent = "training_ns + between_ns" + " + evaluation_ns" * evaluation
-        for width, row in self._stretches("times", ("process", "start_s", spent), begin_s, end_s, processes, 1, widest):
+        for width, row in self._rows_between(
+            "times", ("process", "start_s", spent), begin_s, end_s, processes, 1, widest
+        ):
             who, start, ns = row
             if type(who) is type(start) is type(ns) is int:
                 yield who, start, width, ns
@@ -252,7 +256,7 @@ class Sums:
         """Return one tally per key for the time between two seconds. Parameters as in `tally_rows`."""
         found: dict[Key, Tally] = {}
         names = self._named(series)
-        for _, row in self._stretches("tallies", TALLY, begin_s, end_s, process):
+        for _, row in self._rows_between("tallies", TALLY, begin_s, end_s, process):
             key = key_in(row)
             with suppress(ValueError):
                 if key is not None:
@@ -281,7 +285,7 @@ class Sums:
             " WHERE width = ? AND start_s >= ? AND start_s < ? AND process >= 0 GROUP BY process, mode, kind, batch"
         )
         found: dict[Key, Tally] = {}
-        for stretch in self.cover(begin_s, end_s):
+        for stretch in self.stretches(begin_s, end_s):
             for row in self._each(query, stretch):
                 key = Key(*row[:4])
                 with suppress(ValueError):
@@ -308,7 +312,7 @@ class Sums:
     ) -> list[TimeRow]:
         """Return the activities of each process, or of `process`, between two seconds, in order of time."""
         found = []
-        for width, row in self._stretches("times", _TIME, begin_s, end_s, process, finest, widest):
+        for width, row in self._rows_between("times", _TIME, begin_s, end_s, process, finest, widest):
             start, who, mode, *spent = row
             if mode in MODES and {type(start), type(who), *map(type, spent)} == {int}:
                 found.append(TimeRow(start, width, who, mode, dict(zip(ACTIVITIES, spent, strict=True))))
@@ -322,7 +326,7 @@ class Sums:
         )
         return [
             TimeRow(begin, end - begin, process, mode, dict(zip(ACTIVITIES, spent, strict=True)))
-            for width, begin, end in self.cover(begin_s, end_s)
+            for width, begin, end in self.stretches(begin_s, end_s)
             for process, mode, *spent in self._each(query, (width, begin, end))
             if type(process) is int and mode in MODES and all(type(ns) is int for ns in spent)
         ]
@@ -337,7 +341,7 @@ class Sums:
         )
         return [
             TimeTogether(start, width, longest, dict(zip(ACTIVITIES, spent, strict=True)))
-            for width, begin, end in self.cover(begin_s, end_s)
+            for width, begin, end in self.stretches(begin_s, end_s)
             for start, longest, *spent in self._each(query, (width, begin, end))
             if {type(start), type(longest), *map(type, spent)} == {int}
         ]

@@ -146,13 +146,13 @@ class Sum:
 
 
 class SeriesNames:
-    """Assigns the numbers under which series are stored. `fresh`: names that are not written yet."""
+    """Assigns the numbers under which series are stored. `unwritten`: names that are not written yet."""
 
     def __init__(self, names: Iterable[tuple[int, str]] = ()) -> None:
         self.by_number = {number: name for number, name in names if type(number) is int and isinstance(name, str)}
         self._numbers = {name: number for number, name in self.by_number.items()}
         self._next = max(self.by_number, default=-1) + 1
-        self.fresh: list[tuple[int, str]] = []
+        self.unwritten: list[tuple[int, str]] = []
 
     def number(self, name: str) -> int | None:
         """Return the number of a series, assigned if necessary; None if there are too many series."""
@@ -163,7 +163,7 @@ class SeriesNames:
             found, self._next = self._next, self._next + 1
             self._numbers[name] = found
             self.by_number[found] = name
-            self.fresh.append((found, name))
+            self.unwritten.append((found, name))
         return found
 
 

@@ -95,9 +95,9 @@ class TallyWriter:
         self._put(changed)
         self._add_times(batch.spent)
         self._make_wider(newest)
-        if self._names.fresh:
-            self._db.executemany("INSERT OR IGNORE INTO series VALUES (?, ?)", self._names.fresh)
-            self._names.fresh.clear()
+        if self._names.unwritten:
+            self._db.executemany("INSERT OR IGNORE INTO series VALUES (?, ?)", self._names.unwritten)
+            self._names.unwritten.clear()
 
     def _widths(self, second: int) -> Iterable[int]:
         """Return the widths of the tallies that include a second: 1 s, and the wider ones that already exist."""

@@ -1,6 +1,6 @@
 """The foreground's part in a run: it passes signals on, and records the exit if the supervisor was killed.
 
-A command that only shows a run (`attach`) also makes sure that it has a supervisor: `looked_after`.
+A command that only shows a run (`attach`) also makes sure that it has a supervisor: `keep_supervised`.
 
 The foreground is a subreaper: the command becomes its child when the supervisor dies. So it can still learn how the
 command ended, and write exit.json itself.
@@ -61,7 +61,7 @@ class Successors:
         return self._tries >= SUCCESSORS
 
     @property
-    def hopeful(self) -> bool:
+    def may_recover(self) -> bool:
         """Whether a supervisor started here is alive, or another one may be started soon."""
         return self.at_work or (not self.exhausted and time.monotonic() < self._not_before)
 
@@ -79,10 +79,10 @@ class Successors:
 
 
 @contextlib.contextmanager
-def looked_after(directory: Path) -> Iterator[None]:
+def keep_supervised(directory: Path) -> Iterator[None]:
     """During the block, on another thread, replace the run's supervisor if it is killed, until the run is over."""
     done = threading.Event()
-    watch = threading.Thread(target=_look_after, args=(directory, done), name="dpmon guard", daemon=True)
+    watch = threading.Thread(target=_keep_supervised, args=(directory, done), name="dpmon guard", daemon=True)
     watch.start()
     try:
         yield
@@ -90,7 +90,7 @@ def looked_after(directory: Path) -> Iterator[None]:
         done.set()
 
 
-def _look_after(directory: Path, done: threading.Event) -> None:
+def _keep_supervised(directory: Path, done: threading.Event) -> None:
     successors = Successors(directory)
     while not successors.exhausted:
         with contextlib.suppress(Exception):  # the screen goes on whatever fails here
@@ -113,8 +113,8 @@ class Guard:
         self._found: Process | None = None
         self.outcome: ExitInfo | None = None
         """How the run ended, if no file has it: reported by the supervisor, or found by this process."""
-        self._told: ExitInfo | None = None
-        self._told_at = 0.0
+        self._outcome_read: ExitInfo | None = None
+        self._outcome_read_at = 0.0
         """The outcome read from the supervisor's pipe, which can be read only once, and when it was read."""
         self._dead_since: float | None = None
         self._unstarted_since: float | None = None
@@ -188,7 +188,7 @@ class Guard:
         """
         supervised = self.supervised
         if self.outcome is None and load_exit(self._directory) is None:
-            self._hear()
+            self._read_pipe()
             if supervised:
                 self._reap_orphans()
                 self._look_for_stall()
@@ -196,15 +196,15 @@ class Guard:
                 self._stand_in()
         return supervised
 
-    def _hear(self) -> None:
-        if self._told is None:
-            self._told = read_outcome(self._pipe)
-            self._told_at = time.monotonic()
+    def _read_pipe(self) -> None:
+        if self._outcome_read is None:
+            self._outcome_read = read_outcome(self._pipe)
+            self._outcome_read_at = time.monotonic()
 
     def _stand_in(self) -> None:
         """Do the remaining work of a supervisor that ended early."""
-        if self._told is not None:  # the supervisor could not write exit.json
-            self._record(self._told)
+        if self._outcome_read is not None:  # the supervisor could not write exit.json
+            self._record(self._outcome_read)
             return
         pid = self.command_pid()
         if pid is not None:
@@ -265,9 +265,9 @@ class Guard:
         that the command is dead.
         """
         now = time.monotonic()
-        if self._told is not None:
-            if now - self._told_at > STALLED_S:
-                self._record(replace(self._told, drained=False))
+        if self._outcome_read is not None:
+            if now - self._outcome_read_at > STALLED_S:
+                self._record(replace(self._outcome_read, drained=False))
             return
         info = self.info
         if info.command_pid is None:
@@ -282,7 +282,7 @@ class Guard:
 
     def _give_up(self) -> None:
         """Set `lost`, unless a new supervisor may still find out how the command ended."""
-        if not self._successors.hopeful:
+        if not self._successors.may_recover:
             self.lost = "the supervisor was killed, and the command's exit status with it"
 
     def _reap_orphans(self) -> None:

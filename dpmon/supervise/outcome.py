@@ -22,7 +22,7 @@ def open_pipe() -> tuple[int, int]:
     return os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
 
-def tell_outcome(fd: int, how: ExitInfo) -> None:
+def send_outcome(fd: int, how: ExitInfo) -> None:
     """Write `how` in one piece (it fits into PIPE_BUF) and close the pipe; a missing reader is ignored."""
     texts = {name: text[:_MAX_TEXT] for name in ("error", "cause", "unknown") if (text := getattr(how, name))}
     with contextlib.suppress(OSError):  # Python ignores SIGPIPE

@@ -37,7 +37,7 @@ class OutputRoom:
         """End of the allocated space, as an offset in the file."""
         self._given_up: dict[Path, int] = {}
         self._look_at = 0.0
-        self._told = False
+        self._warned = False
         self._allocate = _fallocate()
 
     def look(self, now: float) -> None:
@@ -68,8 +68,8 @@ class OutputRoom:
             if self._reserve(fd, size, ahead * sixteenths // 16):
                 # This is less than needed, so the next call tries again.
                 break
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             self._warn("the disk is full: the script's oldest output is deleted to make room for the newest")
 
     def _give_up(self, path: Path, fd: int, size: int) -> None:

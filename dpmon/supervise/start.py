@@ -76,7 +76,7 @@ def take_over(directory: Path) -> subprocess.Popen[bytes]:
     return helper
 
 
-def look_after(directory: Path) -> None:
+def ensure_supervisor(directory: Path) -> None:
     """Start a supervisor if the run has none.
 
     If the run is over, the supervisor only reads the rest of its rings. Wait for that, at most FINISH_S.

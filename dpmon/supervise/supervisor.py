@@ -31,7 +31,7 @@ from dpmon.run.terminal import INPUT_FIFO, Terminal
 from dpmon.run.uncaught import uncaught
 from dpmon.run.waiting import InputWatch
 from dpmon.supervise.adopt import Adopted, Child, find_command, last_sign
-from dpmon.supervise.outcome import tell_outcome
+from dpmon.supervise.outcome import send_outcome
 from dpmon.supervise.room import OutputRoom
 from dpmon.supervise.signals import keep_statuses
 from dpmon.supervise.spawn import start_command
@@ -68,7 +68,7 @@ class _Silent:
     def emit(self, kind: str, data: Mapping[str, Any]) -> None:
         _log(f"{kind}: {dict(data)}")
 
-    def heard(self, payload: bytes, pid: int) -> None:
+    def take_event(self, payload: bytes, pid: int) -> None:
         pass
 
 
@@ -244,8 +244,8 @@ class Supervisor:
             if isinstance(elsewhere, str):
                 _warner(sampler)(elsewhere)
         poller = self._poller(command.pid)
-        reads = InputWatch(self._directory, command.pid, lambda *wait: self._tell_wait(sampler, command.pid, *wait))
-        drain.heard = sampler.heard
+        reads = InputWatch(self._directory, command.pid, lambda *wait: self._record_wait(sampler, command.pid, *wait))
+        drain.on_memory_event = sampler.take_event
         ended, look_at = False, 0.0
         while self._leave_at is None or time.monotonic() < self._leave_at:
             now = time.monotonic()
@@ -277,7 +277,7 @@ class Supervisor:
             drain.close()
             sampler.stop()
 
-    def _tell_wait(self, sampler: DeviceSampler | _Silent, pid: int, since_ns: int, seen_ns: int) -> None:
+    def _record_wait(self, sampler: DeviceSampler | _Silent, pid: int, since_ns: int, seen_ns: int) -> None:
         """Record a finished wait of the command for a line of input, so that its step is not called slow."""
         seconds = (since_ns - self._info.start_ns) / 1e9
         sampler.emit("input", {"pid": pid, "t_s": seconds, "waited_s": (seen_ns - since_ns) / 1e9})
@@ -301,7 +301,7 @@ class Supervisor:
     def _catch_up(self, command: Child | Adopted, drain: Any, sampler: DeviceSampler | _Silent) -> None:
         """Read the rest of the rings after the killed supervisor's position, and report the gap."""
         drain.flush()
-        self._warnings.told.update(drain.warnings_kept())
+        self._warnings.passed_on.update(drain.warnings_kept())
         last_ns = drain.last_sample_ns()
         drain.drop_samples(self._samples)
         if command.over():
@@ -339,7 +339,7 @@ class Supervisor:
         how = command.ending(self._info)
         if how.cause is None:
             how = replace(how, cause=self._cause(how))
-        self._tell(replace(how, drained=False))
+        self._send_outcome(replace(how, drained=False))
         command.release()
         return how
 
@@ -362,13 +362,13 @@ class Supervisor:
         for gone in prune_runs(limits(os.environ), self._directory):
             _log(f"deleted {gone.name}: too old, or too large")
 
-    def _tell(self, how: ExitInfo) -> None:
+    def _send_outcome(self, how: ExitInfo) -> None:
         if self._outcome is not None:
-            tell_outcome(self._outcome, how)
+            send_outcome(self._outcome, how)
             self._outcome = None
 
     def _record(self, how: ExitInfo) -> None:
-        self._tell(how)
+        self._send_outcome(how)
         try:
             save(self._directory, how)
         except OSError as error:

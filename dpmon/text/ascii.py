@@ -35,7 +35,7 @@ _SIGNS = {
 }
 
 
-def knows_only_ascii(environ: Mapping[str, str], encoding: str | None) -> bool:
+def needs_ascii(environ: Mapping[str, str], encoding: str | None) -> bool:
     """Whether a terminal shows only ASCII, judged by its environment and the encoding of the output stream."""
     utf8 = (encoding or "").lower().replace("-", "").replace("_", "") == "utf8"
     return not utf8 or environ.get("TERM", "").startswith(("linux", "vt1", "vt2", "dumb"))
@@ -59,4 +59,4 @@ def in_stream(text: str, stream: Any) -> str:
         shown = stream.isatty()
     except (AttributeError, ValueError, OSError):
         return text
-    return ascii_text(text) if shown and knows_only_ascii(os.environ, getattr(stream, "encoding", None)) else text
+    return ascii_text(text) if shown and needs_ascii(os.environ, getattr(stream, "encoding", None)) else text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 
 from dpmon.model.communication import Communication, Wrapper
-from dpmon.model.finding import many
+from dpmon.model.finding import count_of
 from dpmon.model.numbers import duration, group, percent, three
 from dpmon.text.quantities import memory
 
@@ -19,7 +19,7 @@ def communication_facts(found: Communication) -> list[tuple[str, str]]:
     """Labels and texts, the most important first."""
     rows: list[tuple[str, str]] = []
     if found.exposed_ns is not None:
-        steps = f"{'last ' * found.lately}{many(found.joined, 'step')}"
+        steps = f"{'last ' * found.lately}{count_of(found.joined, 'step')}"
         rows.append(("exposed", f"{duration(found.exposed_ns)} a step, {percent(found.exposed_share)} of it; {steps}"))
         ranks = len(found.known)
         rows.append(("wait", f"{duration(found.wait_ns)}, {percent(found.wait_share)}; mean of {ranks} ranks"))
@@ -77,7 +77,7 @@ def buckets(one: Wrapper) -> str:
 
 def _group(one: Wrapper) -> str:
     parts = [
-        "size unknown" if one.group_size is None else many(one.group_size, "rank"),
+        "size unknown" if one.group_size is None else count_of(one.group_size, "rank"),
         one.backend or "backend unknown",
     ]
     if one.comm_hook:

@@ -6,7 +6,8 @@
 - `recorder`: spans, and the wrapper of fetch and backward. `threads`: the state of each thread.
 - `optimizers`, `loaders`, `copies`, `pause`: other parts of the training loop.
 - `calls`: the wrapper of a call. `sites`: the called modules. `roots`: finds bare roots. `sizes`: shapes of tensors.
-- `split`, `verbs`, `replicas`: calls over several devices and their phases. `byhand`: calls composed by the script.
+- `split`, `primitives`, `replicas`: calls over several devices, and their phases. `compositions`: calls that the script
+  composes itself.
 - `stages`: calls of models with parts on several devices.
 - `modes`, `plans`: whether calls run as dp or single. `virtual`, `workers`, `cores`: replicas on a shared device.
 - `gradient_sync`, `collectives` and `collective_*`: communication between ranks.

@@ -18,11 +18,11 @@ from dpmon.record.spans import FLAGS_AT, INSIDE_AT, Flag, Kind
 from dpmon.span_ring import Word
 from dpmon.tracer.frames import drop_frames, named_like, with_own_code
 from dpmon.tracer.modes import Modes
-from dpmon.tracer.module_tables import trains
+from dpmon.tracer.module_tables import in_training_mode
 from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.session import Session
 from dpmon.tracer.sites import Functional, Site, Sites
-from dpmon.tracer.split import Run, Split
+from dpmon.tracer.split import Split, SplitCall
 from dpmon.tracer.threads import Thread
 from dpmon.tracer.timing import Mark
 
@@ -86,14 +86,14 @@ class Calls:
                     site = sites.get(id(module))
                     if inside == 0:
                         recorder.calls = number = recorder.calls + 1
-                        if number > recorder.patience:
+                        if number > recorder.calls_before_step:
                             recorder.called(me)
-                    elif recorder.trains is None:  # for example in the closure of an optimizer
+                    elif recorder.training_thread is None:  # for example in the closure of an optimizer
                         recorder.called(me)
                     if inside != Kind.CALL and recorder.words[REQUEST] != modes.serial and modes.poll():
                         self.sites.forget()
                         site = None
-                    if site is None or (site.moves and not site.holds()):
+                    if site is None or (site.moves and not site.is_current()):
                         site = None if session.off else site_of(module, me, args)
                     if site is not None:
                         if not root and inside and me.split is not None:
@@ -166,7 +166,7 @@ class Calls:
                     if mark is not None:
                         mark.written(number)
                 except BaseException as error:
-                    if recorder.again(head, began, took or clock() - began, inputs | outputs << 32, error):
+                    if recorder.write_again(head, began, took or clock() - began, inputs | outputs << 32, error):
                         raise
                 return result
             except BaseException as error:
@@ -188,7 +188,7 @@ class Calls:
 
     def flags(self, module: Any) -> int:
         """Return the flags for a call's span: whether the module trains, and whether gradients are enabled."""
-        return (Flag.TRAINING * trains(module) | Flag.GRAD * torch.is_grad_enabled()) << FLAGS_AT
+        return (Flag.TRAINING * in_training_mode(module) | Flag.GRAD * torch.is_grad_enabled()) << FLAGS_AT
 
     # ---------------------------------------------------------------- DataParallel
 
@@ -278,10 +278,10 @@ class Calls:
             self.session.fault("functional", error)
             plan = function = None
         try:
-            me.inside = Kind.WRAPPED  # its phases are not calls by hand
+            me.inside = Kind.WRAPPED  # its phases are not composed calls
             if plan is None or function is None:
                 return original(call.module, args, ids, output, dim, kwargs)
-            me.split = Run(Site(call, plan, "data_parallel", lambda _: None), me.split)
+            me.split = SplitCall(Site(call, plan, "data_parallel", lambda _: None), me.split)
             try:
                 return function(call.module, args, list(plan.device_ids or ()), None, dim, kwargs)
             finally:

@@ -133,7 +133,7 @@ class Ends:
         return True
 
     def _write(self, launched: Launched, why: int) -> None:
-        self._recorder.write(launched.head | Flag.SKIPPED << FLAGS_AT, launched.start, why, launched.bytes)
+        self._recorder.write(launched.head | Flag.UNENDED << FLAGS_AT, launched.start, why, launched.bytes)
 
     def stop(self) -> None:
         """End the polling thread and wait briefly for it: it must not run while the interpreter ends."""

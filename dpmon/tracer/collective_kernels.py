@@ -162,9 +162,9 @@ class Kernels:
             size = 0  # its tensor only selects the device
         elif operator.by_ranks:
             size *= group.size
-        if me is not recorder.trains and recorder.trains is not None:
+        if me is not recorder.training_thread and recorder.training_thread is not None:
             # With GPUs, autograd launches the collectives of a backward pass on its own threads.
-            self._shared = self._shared or recorder.kinds[recorder.trains.number] != Kind.BACKWARD
+            self._shared = self._shared or recorder.kinds[recorder.training_thread.number] != Kind.BACKWARD
         self._sample.count += 1
         site = self._site(operator.name, group, device, dtype)
         if not site:
@@ -174,8 +174,8 @@ class Kernels:
         if work is None:  # the operator waits for the result itself
             recorder.write(head, began, now - began, size)
         elif device != "cpu" or (operator.name, group.backend) == ("reduce_scatter", "gloo"):
-            why = Unended.ON_DEVICE if device != "cpu" else Unended.UNTOLD
-            recorder.write(head | Flag.SKIPPED << FLAGS_AT, began, why, size)
+            why = Unended.ON_DEVICE if device != "cpu" else Unended.NEVER_REPORTED
+            recorder.write(head | Flag.UNENDED << FLAGS_AT, began, why, size)
         else:
             work = _distributed().Work.unbox(work)
             if work.is_completed():

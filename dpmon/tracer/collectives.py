@@ -34,7 +34,7 @@ LOOK_NS = 500_000_000
 """Interval between checks whether a reader has requested a sample."""
 FIRST = 8
 """Optimizer steps before the first sample."""
-LEAST, MOST = 4, 1 << 16
+MIN_DISTANCE, MAX_DISTANCE = 4, 1 << 16
 """Limits of the optimizer steps between two samples."""
 SHARE = 0.002
 """Largest share of this process's time that samples may cost. The aim is at most 0.005 in total: ranks wait for each
@@ -45,7 +45,7 @@ TIMED_NS = 2_000_000_000
 """Least time before the first sample in a loop without an optimizer."""
 MAX_LOOKS = 64
 """A sample ends after this many looks, even if no optimizer has stepped."""
-MOST_DISCARDED = 4
+MAX_DISCARDED = 4
 """Most samples discarded in a row. Without this limit, a loop with collectives but no backward pass between two looks
 would have all its samples discarded."""
 RETRY_NS = 50_000_000
@@ -85,7 +85,7 @@ class Collectives:
         """Whether the sample holds collectives that do not belong to one training step."""
         self._discarded = 0
         """Number of samples discarded in a row."""
-        self._again = False
+        self._is_discarded = False
         """Whether this sample or the last one is discarded, so that another follows as soon as possible."""
         self._spent = 0
         """Cost of all samples since the distance was last set (ns)."""
@@ -120,7 +120,7 @@ class Collectives:
                     return now + RETRY_NS
                 self._asked = asked
                 return 0
-            return 0 if self._again and not self._recorder.stepped else now + LOOK_NS
+            return 0 if self._is_discarded and not self._recorder.stepped else now + LOOK_NS
         except Exception as error:  # noqa: BLE001 - the training continues
             self._failed(error)
             return NEVER
@@ -169,8 +169,8 @@ class Collectives:
         """Return whether to take a sample now. Before `_earliest`, move it to the next multiple of the distance."""
         recorder = self._recorder
         if not recorder.stepped:
-            again = recorder.backwards != self._backwards or not self._again
-            return again and now >= max(self._earliest, self._last + TIMED_NS)
+            ready = recorder.backwards != self._backwards or not self._is_discarded
+            return ready and now >= max(self._earliest, self._last + TIMED_NS)
         if recorder.stepped < recorder.sample_at:
             return False
         if now < self._earliest:
@@ -182,7 +182,7 @@ class Collectives:
         """Begin a sample; False if that is not possible now."""
         began = monotonic_ns()
         self._stepped, self._backwards = self._recorder.stepped, self._recorder.backwards
-        self._spoiled = self._again = False
+        self._spoiled = self._is_discarded = False
         self._recorder.sample_at = self._stepped + 1  # check after this step, even after an interrupt
         self._looks = 0
         self._sample.reset()
@@ -203,21 +203,21 @@ class Collectives:
         recorder = self._recorder
         self._looks += 1
         if not self._is_over():
-            trains = not recorder.learns or recorder.backwards != self._backwards
+            trained = not recorder.has_run_backward or recorder.backwards != self._backwards
             self._backwards = recorder.backwards
-            if not trains and not self._sample.count:
+            if not trained and not self._sample.count:
                 self._began, self._looks = now, 0  # it holds nothing yet
                 return 0
-            self._spoiled = self._spoiled or not trains
+            self._spoiled = self._spoiled or not trained
             if not self._discards() and self._looks < MAX_LOOKS:
                 return 0
         recorder.sample_at = recorder.stepped + 1
-        self._again = self._discards()
+        self._is_discarded = self._discards()
         if not self._end(now):
             self._spoiled = True  # it will hold more than a step
             return now + RETRY_NS
         self._spent += self._sample.cost_ns()
-        if self._again:
+        if self._is_discarded:
             self._discarded += 1
             self._earliest = now
             return now + LOOK_NS if recorder.stepped else 0
@@ -233,21 +233,21 @@ class Collectives:
 
     def _discards(self) -> bool:
         """Whether the sample would be discarded if it ended now."""
-        return self._spoiled and self._discarded < MOST_DISCARDED
+        return self._spoiled and self._discarded < MAX_DISCARDED
 
     def _is_over(self) -> bool:
         """Whether the sampled step is over: after an optimizer step or, in a loop without one, a backward pass."""
         recorder = self._recorder
         if recorder.stepped:
             return recorder.stepped != self._stepped
-        return not recorder.learns or recorder.backwards != self._backwards
+        return not recorder.has_run_backward or recorder.backwards != self._backwards
 
     def _end(self, now: int) -> bool:
         """End the sample; False if that is not possible now."""
         if not self._kernels.remove():
             return False
         head = Kind.COLLECTIVE | self._recorder.thread().head
-        if self._again:
+        if self._is_discarded:
             head |= Flag.FAILED << FLAGS_AT
         self._recorder.write(head, self._began, now - self._began, self._sample.count)
         self._sample.on = False
@@ -258,7 +258,7 @@ class Collectives:
     def at_exit(self) -> None:
         """End the current sample and the polling thread, which must not run while the interpreter ends."""
         if self._sample.on:
-            self._again = self._discards() or not self._is_over()  # an unfinished step is discarded, too
+            self._is_discarded = self._discards() or not self._is_over()  # an unfinished step is discarded, too
             self._end(monotonic_ns())
         self._given_up = True
         self._ends.stop()
@@ -271,4 +271,4 @@ def _distance(spent: int, since: int, steps: int) -> int:
     steps since then.
     """
     needed = max(spent / SHARE, APART_NS) * max(steps, 1) / max(since, 1)
-    return min(max(1 << max(int(needed) - 1, 0).bit_length(), LEAST), MOST)
+    return min(max(1 << max(int(needed) - 1, 0).bit_length(), MIN_DISTANCE), MAX_DISTANCE)

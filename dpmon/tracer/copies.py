@@ -55,7 +55,7 @@ class Copies:
         def method(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 me = recorder.threads.get(get_ident())
-                if recorder.timing is None or me is None or me is not recorder.trains or me.inside in _WITHIN:
+                if recorder.timing is None or me is None or me is not recorder.training_thread or me.inside in _WITHIN:
                     return original(tensor, *args, **kwargs)
                 gpu = -1 if session.off else self._gpu(tensor, where, args, kwargs)
                 if gpu < 0:

@@ -277,7 +277,7 @@ class DeviceTimes:
             return None, Untimed.FAULT
         return _Mark(event), Untimed.NONE
 
-    def turn(self) -> None:
+    def end_step(self) -> None:
         """End a step. The next step is timed as a whole or not at all.
 
         If a step were timed until the events run out, the last phases on a device that is far behind would never be

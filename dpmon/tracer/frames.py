@@ -15,7 +15,7 @@ import torch
 from dpmon.tracer.tracebacks import drop_outermost
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-OF_CALLS = frozenset(f"{_HERE}{name}.py" for name in ("calls", "split", "byhand", "roots"))
+OF_CALLS = frozenset(f"{_HERE}{name}.py" for name in ("calls", "split", "compositions", "roots"))
 """Files with functions that are on the stack while a call is traced."""
 
 

@@ -199,7 +199,7 @@ class GradientSync:
         """Write one pass that averaged nothing, because its wrapper is under `no_sync`."""
         for wrapper in self._waiting:
             if not wrapper.averages:
-                self._recorder.put(head | Kind.SYNC | Flag.SKIPPED << FLAGS_AT, ended, 0, 0)
+                self._recorder.put(head | Kind.SYNC | Flag.UNSYNCED << FLAGS_AT, ended, 0, 0)
                 self._is_over(wrapper, wrapper.module(), ended)
                 break
 

@@ -124,7 +124,7 @@ class Memory:
     def opened(self) -> None:
         """Report the number of optimizers to the assembler, once the ring is open or the first optimizer is made."""
         if self._made:
-            self.session.say(optimizer=self._made)
+            self.session.write_line(optimizer=self._made)
 
     def new_model(self) -> None:
         """Measure as soon as the cost limit allows, because a new model is called."""
@@ -169,7 +169,8 @@ class Memory:
         try:
             if self._unstepped.pop(id(optimizer), None) is None or self._due == 0 or self._faults >= MAX_FAULTS:
                 return
-            if self.recorder.trains is not self.recorder.thread():  # not the training thread, or before the first call
+            # Not the training thread, or before the first call.
+            if self.recorder.training_thread is not self.recorder.thread():
                 self._due = min(self._due, self._soonest)
                 return
             self._due = 0 if self._extra > 0 else min(self._due, self._soonest)
@@ -192,7 +193,7 @@ class Memory:
         """Write the span of this look, which began at `began`; return its end (monotonic ns)."""
         ended = monotonic_ns()
         me = self.recorder.thread()
-        head = Kind.LOOK | me.head | me.inside << INSIDE_AT | self._looks << SITE_AT
+        head = Kind.MEMORY | me.head | me.inside << INSIDE_AT | self._looks << SITE_AT
         self.recorder.write(head, began, ended - began)
         return ended
 
@@ -273,7 +274,7 @@ class Memory:
                 does = "does not report its size" if many == 1 else "do not report their size"
                 absent[part] = f"{many:,} of its tensors {does} ({', '.join(names)}); the others hold {known}"
         if self._gradients is None and not walk.total(GRADIENTS):
-            absent.setdefault(_PARTS[GRADIENTS], _NO_BACKWARD if self.recorder.learns else _NO_BACKWARD_YET)
+            absent.setdefault(_PARTS[GRADIENTS], _NO_BACKWARD if self.recorder.has_run_backward else _NO_BACKWARD_YET)
         unstepped = any(ref() is not None for ref in self._unstepped.values())
         if self._forgotten:
             absent[_PARTS[STATES]] = (

@@ -243,7 +243,7 @@ class Modes:
             self._splitting[id(module)] = weakref.ref(module)
         return known is not None and known() is module
 
-    def by_hand(self, root: str, devices: tuple[str, ...], virtual: VirtualDevices | None) -> Plan:
+    def plan_composed(self, root: str, devices: tuple[str, ...], virtual: VirtualDevices | None) -> Plan:
         """Make the plan for calls that a script composes from primitives, over the devices that the script passes."""
         reason = None if virtual is None else "no GPU: replicas share the CPU"
         if self.chosen == SINGLE and not self.locked:
@@ -257,7 +257,7 @@ class Modes:
         self.unannounced.append((root, plan))
         return plan
 
-    def hand_devices(self) -> VirtualDevices | None:
+    def composed_devices(self) -> VirtualDevices | None:
         """Return virtual devices for the script's own calls of primitives without a GPU; None to run as written."""
         if self.locked or torch.cuda.is_available():
             return None

@@ -70,7 +70,7 @@ def wrapped_by(module: Any) -> Any:
     return module
 
 
-def trains(module: Any) -> bool:
+def in_training_mode(module: Any) -> bool:
     """Whether the module inside wrappers is in training mode; the flag of a wrapper may differ.
 
     In torch 2.4, `eval` of a compiled model does not change the flag of its wrapper.
@@ -110,7 +110,7 @@ class Place:
                         self.device = tensor.device
                         return
 
-    def left(self) -> bool:
+    def has_moved(self) -> bool:
         """Whether the module has moved, or the tensor is gone."""
         if self.device is None:
             return False

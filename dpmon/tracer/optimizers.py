@@ -102,11 +102,11 @@ class OptimizerSteps:
                 slot = recorder.put(head, began, took, 0)
                 if mark is not None:
                     mark.written(slot)
-                recorder.loose += 1
+                recorder.steps_since_fetch += 1
                 recorder.stepped += 1
                 if recorder.stepped == recorder.sample_at:
                     recorder.soon()
-                if recorder.loose > STALE or number != self._only:
+                if recorder.steps_since_fetch > STALE or number != self._only:
                     self._stepped(me, optimizer, number)
             except Exception as error:  # noqa: BLE001 - the step is done anyway
                 fault("optimizer", error)
@@ -123,7 +123,7 @@ class OptimizerSteps:
             if number == self._only:
                 self._only = 0
             with suppress(Exception):  # for example, when the interpreter ends
-                recorder.write(Kind.GONE | recorder.thread().head | number << SITE_AT, monotonic_ns(), 0)
+                recorder.write(Kind.OPTIMIZER_FREED | recorder.thread().head | number << SITE_AT, monotonic_ns(), 0)
 
         known[key] = weakref.ref(optimizer, gone), number
         return known[key]
@@ -136,9 +136,9 @@ class OptimizerSteps:
             self._unseen += 1
             if self._unseen == UNSEEN:
                 self.on_unseen()
-        if me.inside or me is not recorder.trains:
+        if me.inside or me is not recorder.training_thread:
             return
-        recorder.patience = MANY_CALLS
+        recorder.calls_before_step = MANY_CALLS
         recorder.idle = 0 if recorder.calls else recorder.idle + 1
         recorder.calls = 0
         if recorder.idle == IDLE:
@@ -149,7 +149,7 @@ class OptimizerSteps:
             self._only = number if len(self._cycle) == 1 else 0
             self._cycle.clear()
         self._cycle.append(number)
-        if recorder.loose > STALE and number == self._boundary:
+        if recorder.steps_since_fetch > STALE and number == self._boundary:
             if recorder.timing is not None:
                 recorder.timing.step_ends()
             if recorder.words[Word.PAUSE] != recorder.paused or monotonic_ns() >= recorder.due:

@@ -2,7 +2,7 @@
 
 | what | why |
 |---|---|
-| the primitives in torch.nn.parallel and where they are defined | phases of a call, virtual replicas, calls by hand |
+| the primitives in torch.nn.parallel and where they are defined | phases of a call, virtual replicas, composed calls |
 | apply of _functions.Scatter, Broadcast, Gather | the same, for code that uses these directly |
 | the function torch.nn.parallel.data_parallel | calls |
 | forward of a subclass of DataParallel that has its own | calls |
@@ -36,9 +36,9 @@ from dpmon.record.spans import Kind
 from dpmon.span_ring import SpanRing
 from dpmon.tracer import oom
 from dpmon.tracer.append import note
-from dpmon.tracer.byhand import ByHand
 from dpmon.tracer.calls import Calls
 from dpmon.tracer.collectives import Collectives
+from dpmon.tracer.compositions import Compositions
 from dpmon.tracer.copies import Copies
 from dpmon.tracer.exceptions import uncaught
 from dpmon.tracer.frames import drop_frames, hide_from_dynamo, named_like
@@ -48,15 +48,15 @@ from dpmon.tracer.memory_looks import Memory
 from dpmon.tracer.modes import Modes
 from dpmon.tracer.optimizers import OptimizerSteps
 from dpmon.tracer.pause import Pause
+from dpmon.tracer.primitives import Primitives
 from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.roots import Roots
 from dpmon.tracer.session import Config, Session, rank_and_world
 from dpmon.tracer.sites import Sites
 from dpmon.tracer.split import Split
 from dpmon.tracer.startup import Startup
-from dpmon.tracer.timing import coming
-from dpmon.tracer.verbs import Verbs
-from dpmon.tracer.virtual import VERBS, Originals
+from dpmon.tracer.timing import cuda_starting
+from dpmon.tracer.virtual import PRIMITIVE_NAMES, Originals
 
 _installed = False
 """Whether the tracer is installed in this process. A second installation would record every call twice."""
@@ -86,8 +86,8 @@ def install() -> None:
     modes = Modes(session, originals)
     sites = Sites(session, modes)
     calls = Calls(session, recorder, modes, sites, Split(session, recorder, modes, sites, originals))
-    by_hand = ByHand(session, recorder, modes, sites)
-    verbs = Verbs(recorder, originals, by_hand)
+    compositions = Compositions(session, recorder, modes, sites)
+    primitives = Primitives(recorder, originals, compositions)
     roots = Roots(session, recorder, calls)
     memory = Memory(session, recorder, sites)
     loaders = Loaders(session)
@@ -113,10 +113,10 @@ def install() -> None:
     sites.on_site = memory.new_model
     sites.on_gpus = recorder.times_devices
 
-    for number, name in enumerate((*VERBS, "scatter")):
-        _everywhere(originals.all[number], name, verbs.traced(number))
+    for number, name in enumerate((*PRIMITIVE_NAMES, "scatter")):
+        _everywhere(originals.all[number], name, primitives.traced(number))
     for number, name in enumerate(("Scatter", "Broadcast", "Gather"), 5):
-        getattr(originals.functions, name).apply = verbs.traced(number)
+        getattr(originals.functions, name).apply = primitives.traced(number)
     _everywhere(originals.data_parallel, "data_parallel", calls.functional(originals.data_parallel))
     torch.nn.DataParallel.__init__ = _constructing(construct, modes, calls)  # type: ignore[method-assign]
     torch.nn.DataParallel.forward = calls.forward(forward)  # type: ignore[method-assign]
@@ -140,8 +140,8 @@ def install() -> None:
     roots.watch()
     queued = getattr(torch.cuda, "_queued_calls", None)  # torch runs these when it initialises CUDA
     if isinstance(queued, list):
-        queued += [(coming.set, []), (sites.all_may_move, [])]
-    parts = (recorder, optimizers, modes, sites, by_hand, memory, loaders, gradients, collectives)
+        queued += [(cuda_starting.set, []), (sites.all_may_move, [])]
+    parts = (recorder, optimizers, modes, sites, compositions, memory, loaders, gradients, collectives)
     _at_the_end(session, recorder, memory, loaders, collectives, [part.reset for part in parts])
     try:
         hide_from_dynamo()

@@ -50,7 +50,7 @@ STALE = 64
 """After this many optimizer steps without a fetch, steps no longer begin at a fetch (the script keeps one batch)."""
 FEW_CALLS = 64
 """A step may begin at a call after this many calls without a fetch or an optimizer step."""
-PAUSE, PAUSED, TRAINS = Word.PAUSE, Word.PAUSED, Word.TRAINS
+PAUSE, PAUSED, TRAINING_THREAD = Word.PAUSE, Word.PAUSED, Word.TRAINING_THREAD
 
 
 class Recorder:
@@ -99,19 +99,19 @@ class Recorder:
         self.kinds: Any = memoryview(bytearray(THREADS))
         """By number of thread: the kind of its open span. In the ring, once there is a ring."""
         self._early: list[tuple[int, int, int, int]] = []
-        self.trains: Thread | None = None
+        self.training_thread: Thread | None = None
         """The training thread; None until it is known."""
-        self.learns = False
+        self.has_run_backward = False
         """Whether the training thread has run a backward pass."""
         self.due = 0
         """When to call `on_look` between two steps (monotonic ns)."""
         self.idle = 0
         """Number of fetches and optimizer steps of the training thread since the last call."""
-        self.loose = STALE
+        self.steps_since_fetch = STALE
         """Number of optimizer steps since the last fetch of the training thread."""
         self.calls = 0
         """Number of calls since the last fetch or optimizer step of the training thread."""
-        self.patience = 0
+        self.calls_before_step = 0
         """If `calls` exceeds this number, a step may begin at a call."""
         self.stepped = 0
         """Number of optimizer steps."""
@@ -129,8 +129,8 @@ class Recorder:
         while self._early:
             ring.put(*self._early[0])
             del self._early[:1]
-        if self.trains is not None:
-            ring.words[TRAINS] = self.trains.number
+        if self.training_thread is not None:
+            ring.words[TRAINING_THREAD] = self.training_thread.number
         self.words, self.kinds, self.put = ring.words, ring.kinds, ring.put
         self.ring = ring
 
@@ -142,7 +142,7 @@ class Recorder:
         """Start device timing, because a call is about to run on a GPU."""
         if self.timing is None and usable():
             self.timing = Timing(self.write, self.session.fault, lambda: self.words[Word.ONE_IN])
-            self.timing.trains = self.trains
+            self.timing.training_thread = self.training_thread
 
     # ---------------------------------------------------------------- threads
 
@@ -155,18 +155,18 @@ class Recorder:
 
     def called(self, me: Thread) -> None:
         """Handle the first call, or a top-level call after many calls without the end of a step."""
-        if self.trains is None:
+        if self.training_thread is None:
             self._found(me)
-        elif me is self.trains:
+        elif me is self.training_thread:
             if self.timing is not None:
                 self.timing.step_ends()
             self.between(me)
 
     def _found(self, me: Thread) -> None:
-        self.trains = me
+        self.training_thread = me
         if self.timing is not None:
-            self.timing.trains = me
-        self.words[TRAINS] = me.number
+            self.timing.training_thread = me
+        self.words[TRAINING_THREAD] = me.number
 
     def heal(self) -> None:
         """Reset this thread's state if an interrupt left a call in it that is no longer running."""
@@ -187,7 +187,7 @@ class Recorder:
             del self._early[:-MAX_EARLY]
         return -1
 
-    def again(self, head: int, start: int, took: int, sizes: int, error: BaseException) -> bool:
+    def write_again(self, head: int, start: int, took: int, sizes: int, error: BaseException) -> bool:
         """Write a span again after an error or a signal; return whether to raise the error."""
         for attempt in (lambda: self.write(head, start, took, sizes), lambda: self._blame(error)):
             try:
@@ -216,7 +216,7 @@ class Recorder:
         """Write the span of a phase that raised. `mark`: its device times. Never raises."""
         flags = Flag.FAILED
         if isinstance(error, StopIteration):
-            flags |= Flag.OVER
+            flags |= Flag.EXHAUSTED
         try:
             now = monotonic_ns()
             self.kinds[me.number] = me.inside
@@ -268,13 +268,13 @@ class Recorder:
             self.kinds[me.number] = inside
             if mark is not None:
                 head |= mark.end()
-            if kind == Kind.BACKWARD and self.on_gradients is not None and me is self.trains:
+            if kind == Kind.BACKWARD and self.on_gradients is not None and me is self.training_thread:
                 self.on_gradients(me.head | kind << INSIDE_AT, began, began + took)
             number = self.put(head, began, took, 0 if sizes is None else sizes(result))
             if mark is not None:
                 mark.written(number)
         except BaseException as error:
-            if self.again(head, began, took or monotonic_ns() - began, 0, error):
+            if self.write_again(head, began, took or monotonic_ns() - began, 0, error):
                 raise
         return result
 
@@ -299,13 +299,13 @@ class Recorder:
                 mark = None
                 try:
                     if fetch:
-                        trains = self.trains
-                        mine = me is trains or trains is None
+                        training_thread = self.training_thread
+                        mine = me is training_thread or training_thread is None
                         if mine:  # a fetch by a prefetching thread does not begin a step
                             self.idle = 0 if self.calls else self.idle + 1
-                            self.loose = self.calls = 0
-                            if trains is not None:
-                                self.patience = self.patience or FEW_CALLS
+                            self.steps_since_fetch = self.calls = 0
+                            if training_thread is not None:
+                                self.calls_before_step = self.calls_before_step or FEW_CALLS
                         if self.ring is None or (
                             mine
                             and (
@@ -316,11 +316,11 @@ class Recorder:
                             )
                         ):
                             self._fetch_begins(me, args[0])
-                    elif not self.learns:
+                    elif not self.has_run_backward:
                         self._goes_backward(me)
                     if self.timing is not None:
                         mark = self.timing.begin(me, kind)
-                    if not fetch and me is self.trains and self.on_backward_begins is not None:
+                    if not fetch and me is self.training_thread and self.on_backward_begins is not None:
                         self.on_backward_begins(me, args)
                 except Exception as error:  # noqa: BLE001 - our fault must not reach the script
                     session.fault("phase", error)
@@ -330,7 +330,7 @@ class Recorder:
                         self._first_fetched(me, None)
                     if not fetch:
                         self.backwards += 1
-                        if self.on_backward is not None and me is self.trains:
+                        if self.on_backward is not None and me is self.training_thread:
                             self.on_backward()
                 except Exception as error:  # noqa: BLE001 - the phase is over anyway
                     session.fault("phase", error)
@@ -349,7 +349,7 @@ class Recorder:
     # ---------------------------------------------------------------- fetch
 
     def _fetch_begins(self, me: Thread, iterator: Any) -> None:
-        if me is self.trains or self.trains is None:
+        if me is self.training_thread or self.training_thread is None:
             if self.idle == IDLE:
                 self.on_idle()
             if self.timing is not None and me.inside == 0:
@@ -367,7 +367,7 @@ class Recorder:
         try:
             if me.noted:
                 self._first_fetched(me, error)
-            if me.inside == 0 and (me is self.trains or self.trains is None):
+            if me.inside == 0 and (me is self.training_thread or self.training_thread is None):
                 self.on_loop_over()
         except Exception as fault:  # noqa: BLE001 - the script's exception must be raised
             self._count_fault(fault)
@@ -376,9 +376,9 @@ class Recorder:
 
     def _goes_backward(self, me: Thread) -> None:
         """Handle the start of a backward pass, if the training thread has not run one before."""
-        if self.trains is not None:
-            self.learns = True
-            if me is not self.trains:  # the supposed training thread never ran a backward pass
+        if self.training_thread is not None:
+            self.has_run_backward = True
+            if me is not self.training_thread:  # the supposed training thread never ran a backward pass
                 self._found(me)
 
     def inside_of(self, me: Thread, fewer: int = 0) -> int:
@@ -400,7 +400,7 @@ class Recorder:
 
     def between(self, me: Thread) -> None:
         """Pause or look between two steps, if it is time to. Raises only exceptions of signal handlers in a pause."""
-        if me.inside or (me is not self.trains and self.trains is not None):
+        if me.inside or (me is not self.training_thread and self.training_thread is not None):
             return
         words = self.words
         if words[PAUSE] != self.paused:
@@ -424,7 +424,7 @@ class Recorder:
                 self.timing.at_exit()
             ring = self.ring
             if ring is not None:
-                self.session.say(end=True, uncaught=_raised())
+                self.session.write_line(end=True, uncaught=_raised())
                 if not _others_run():
                     self.words[Word.ENDED] = 1
         except Exception as error:  # noqa: BLE001 - the interpreter is ending

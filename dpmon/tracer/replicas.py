@@ -41,7 +41,7 @@ class Probe:
         self._memos = memos
         self.index = index
         self.module: Any = None
-        """The callable to run, if this probe stands in for it (see `Watch.over`); None if the replica has our hooks."""
+        """The callable that this probe stands in for (see `Watch.stand_ins`); None if the replica has our hooks."""
         self._inputs = self._began = 0
         self._nested = 0
         """Number of nested calls that are running."""
@@ -145,7 +145,7 @@ class Watch:
         """`me`: the thread that makes the call. `strict`: whether to check for results that gather would change."""
         self.recorder = recorder
         self.site = site
-        self.timing = recorder.timing if me is recorder.trains else None
+        self.timing = recorder.timing if me is recorder.training_thread else None
         self.head = me.head | site.kind << INSIDE_AT
         self.odd: bool | None = False if strict else None
         """Whether a replica returned something that torch's gather would change; None if this is not checked."""
@@ -167,7 +167,7 @@ class Watch:
         self._probes.append(probe)
         return probe
 
-    def over(self, modules: Any) -> Any:
+    def stand_ins(self, modules: Any) -> Any:
         """Return stand-ins that parallel_apply calls in place of `modules`, in the same order.
 
         If the script has hooks on its module, they may change the inputs. In this case, return the replicas themselves,
@@ -175,21 +175,21 @@ class Watch:
         """
         first = getattr(modules[0], "__dict__", {}) if modules else {}
         if "_is_replica" in first and (first["_forward_pre_hooks"] or first["_forward_hooks"]):
-            self.expect(modules)
+            self.hook(modules)
             return modules
         for index, module in enumerate(modules):
             self._probe(index).module = module
         return self._probes
 
-    def around(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def wrapped_arguments(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments of parallel_apply, with stand-ins for its modules."""
         if args and isinstance(args[0], (list, tuple)):
-            return (self.over(args[0]), *args[1:]), kwargs
+            return (self.stand_ins(args[0]), *args[1:]), kwargs
         if isinstance(kwargs.get("modules"), (list, tuple)):
-            return args, {**kwargs, "modules": self.over(kwargs["modules"])}
+            return args, {**kwargs, "modules": self.stand_ins(kwargs["modules"])}
         return args, kwargs
 
-    def expect(self, replicas: list[Any]) -> None:
+    def hook(self, replicas: list[Any]) -> None:
         """Hook these replicas, numbered in this order."""
         for index, replica in enumerate(replicas):
             self._probe(index).hook(replica)

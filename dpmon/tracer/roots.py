@@ -260,7 +260,7 @@ class Roots:
             self._missed = missed
             torch.nn.Module.__call__ = self.watcher  # type: ignore[method-assign]
 
-    def rest(self) -> None:
+    def end_watch(self) -> None:
         """End the watch. Roots that it found stay traced; models that the script may call later are now traced, too."""
         if self._watching and not self._always and torch.nn.Module.__call__ is self.watcher:
             self._know_models()
@@ -288,7 +288,7 @@ class Roots:
             self._left -= 1
             if self._left > 0:
                 return 0
-            self.rest()
+            self.end_watch()
             self._wait_ns = min(2 * self._wait_ns, WATCH_EVERY_NS)
             self._due = now + self._wait_ns
         elif now >= self._due:

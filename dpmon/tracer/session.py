@@ -220,7 +220,7 @@ class Session:
             self._unwritten.append(line)
         return False
 
-    def say(self, **data: Any) -> None:
+    def write_line(self, **data: Any) -> None:
         """Write a line for the assembler only."""
         if self.ring is not None:
             with self._lock:
@@ -333,7 +333,7 @@ _DOING = {
     "success": "noted the end of a call",
     "view": "prepared the model for the replicas",
     "functional": "noted a call of data_parallel",
-    "by hand": "noted a scatter, replicate, parallel_apply or gather",
+    "composed": "noted a scatter, replicate, parallel_apply or gather",
     "fall back": "let a call run on one device after dp had failed",
     "replicas": "timed the replicas",
     "hooks": "noted the inputs and outputs of a replica",

@@ -49,10 +49,10 @@ class Before:
                 buffer.copy_(was)
 
 
-class Run:
+class SplitCall:
     """One call while it runs over several devices."""
 
-    __slots__ = ("around", "before", "head", "plan", "runs", "share", "site", "verbs", "watch", "wrapped")
+    __slots__ = ("around", "before", "head", "plan", "primitives", "running", "share", "site", "watch", "wrapped")
 
     def __init__(self, site: Site, around: Any) -> None:
         self.site = site
@@ -60,15 +60,15 @@ class Run:
         self.head = site.head
         """Layout and flags of its span: see Sites.head."""
         self.around = around
-        """The enclosing run on this thread, None for none."""
+        """The enclosing call of this thread that also runs over several devices; None for none."""
         self.watch: Watch | None = None
         """Hooks on the replicas."""
-        self.verbs: set[int] = set()
+        self.primitives: set[int] = set()
         """Phases that have run, as kinds of spans."""
         self.share: Any = None
         """If torch runs the module itself in place of a lone replica: (args, kwargs, end of scatter); else None."""
         self.before: Before | None = None
-        self.runs: Any = None
+        self.running: Any = None
         """The running DataParallel, or its view."""
         self.wrapped = False
         """Whether a data-parallel call ran inside this call."""
@@ -88,20 +88,20 @@ class Split:
     def run(self, me: Thread, site: Site, original: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
         """Run a call in place of `original(module, *args, **kwargs)`. The caller must call `settle` afterwards."""
         try:
-            run = Run(site, me.split)
+            call = SplitCall(site, me.split)
             if site.plan.mode == DP:
-                run.watch = Watch(self.recorder, me, site, strict=site.via is None)
-            me.split = run
+                call.watch = Watch(self.recorder, me, site, strict=site.via is None)
+            me.split = call
         except Exception as error:  # noqa: BLE001 - the call runs as written
             self.session.fault("begin", error)
             return original(module, *args, **kwargs)
         if isinstance(module, Functional):
-            return self._functional(run, original, module, args, kwargs)
+            return self._functional(call, original, module, args, kwargs)
         if site.kind == Kind.WRAPPED and site.via is not None:
-            return self._wrapper(run, me, original, module, args, kwargs)
+            return self._wrapper(call, me, original, module, args, kwargs)
         if site.plan.mode == DP:
-            return self._root(run, me, original, module, args, kwargs)
-        stages = site.stages if me is self.recorder.trains else None
+            return self._root(call, me, original, module, args, kwargs)
+        stages = site.stages if me is self.recorder.training_thread else None
         if stages is None:
             return original(module, *args, **kwargs)
         stages.begin(self.recorder)
@@ -111,37 +111,37 @@ class Split:
             unclear = stages.end(self.recorder, me)
             if unclear is not None and "stages" not in site.absent:
                 site.absent = {**site.absent, "stages": unclear}
-                site.head = run.head = self.sites.head(site, site.plan)
+                site.head = call.head = self.sites.head(site, site.plan)
 
     def settle(self, me: Thread, site: Site, outputs: int, failed: bool) -> int:
         """Finish a call that `run` has run; return layout and flags of its span (Sites.head). Never raises.
 
         `outputs`: the number of the definition for the sizes of its result.
         """
-        run: Run | None = me.split
-        if run is None or run.site is not site:  # an interrupt came before the run existed
+        call: SplitCall | None = me.split
+        if call is None or call.site is not site:  # an interrupt came before the SplitCall existed
             return site.head
-        me.split = run.around
+        me.split = call.around
         try:
             if me.tried is not None:
                 self.modes.tried(me, failed)
             if self.modes.doubtful and me.inside == 0:
-                self.modes.decide(run.wrapped)
-            if run.share is not None and not failed:
-                self._lone_replica(me, run, outputs)
-            if run.site.own and not failed:
-                self._bypassed(run)
+                self.modes.decide(call.wrapped)
+            if call.share is not None and not failed:
+                self._lone_replica(me, call, outputs)
+            if call.site.own and not failed:
+                self._bypassed(call)
         except Exception as error:  # noqa: BLE001 - the script has its result anyway
             self.session.fault("end", error)
         finally:
-            self._let_go(run.watch)
-        return run.head
+            self._let_go(call.watch)
+        return call.head
 
-    def _lone_replica(self, me: Thread, run: Run, outputs: int) -> None:
+    def _lone_replica(self, me: Thread, call: SplitCall, outputs: int) -> None:
         """Write the span of a lone replica: torch ran the module itself after the scatter."""
-        args, kwargs, began = run.share
-        inputs = self.session.inputs(args, kwargs, run.site.share)
-        head = Kind.REPLICA | me.head | run.site.kind << INSIDE_AT
+        args, kwargs, began = call.share
+        inputs = self.session.inputs(args, kwargs, call.site.share)
+        head = Kind.REPLICA | me.head | call.site.kind << INSIDE_AT
         self.recorder.write(head, began, monotonic_ns() - began, inputs | outputs << 32)
 
     def _let_go(self, watch: Watch | None) -> None:
@@ -152,35 +152,37 @@ class Split:
         except Exception as error:  # noqa: BLE001 - then the garbage collector frees them
             self.session.fault("let go", error, fatal=False)
 
-    def _bypassed(self, run: Run) -> None:
+    def _bypassed(self, call: SplitCall) -> None:
         """Note the phases that are missing because the script's subclass runs them itself."""
-        site, absent = run.site, {}
-        if run.plan.mode == DP:
+        site, absent = call.site, {}
+        if call.plan.mode == DP:
             own = ", ".join(site.own)
             for kind, name in zip(PRIMITIVES, CALL_PHASES, strict=True):
-                if kind not in run.verbs:
+                if kind not in call.primitives:
                     absent[name] = f"{site.via} has its own {own} and does not use torch's {name}"
-            if run.watch is None or not run.watch.ran:
+            if call.watch is None or not call.watch.ran:
                 absent["replicas"] = f"{site.via} has its own {own}: no replica was made or run by torch's functions"
         if absent != site.absent:
             site.absent = absent
             site.head = self.sites.head(site, site.plan)
-            run.head = self.sites.head(site, run.plan)
+            call.head = self.sites.head(site, call.plan)
 
     # ---------------------------------------------------------------- the functional form
 
-    def _functional(self, run: Run, original: Callable[..., Any], call: Functional, args: Any, kwargs: Any) -> Any:
-        plan = run.plan
-        module, (_, output, dim) = call.module, call.given
+    def _functional(
+        self, call: SplitCall, original: Callable[..., Any], functional: Functional, args: Any, kwargs: Any
+    ) -> Any:
+        plan = call.plan
+        module, (_, output, dim) = functional.module, functional.given
         if plan.device_ids is None:
-            return original(call, *args, **kwargs)
+            return original(functional, *args, **kwargs)
         chosen = list(plan.device_ids)
         if plan.virtual is not None:
             try:
                 function = self.functional_for(plan)
             except Exception as error:  # noqa: BLE001 - the call runs as written
                 self.session.fault("functional", error)
-                return original(call, *args, **kwargs)
+                return original(functional, *args, **kwargs)
             return function(module, args, chosen, None, dim, kwargs)
         if plan.mode == DP:
             return self.originals.data_parallel(module, args, chosen, output, dim, kwargs)
@@ -201,14 +203,16 @@ class Split:
 
     # ---------------------------------------------------------------- DataParallel
 
-    def _wrapper(self, run: Run, me: Thread, original: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
-        plan = run.plan
-        run.runs = module
+    def _wrapper(
+        self, call: SplitCall, me: Thread, original: Callable[..., Any], module: Any, args: Any, kwargs: Any
+    ) -> Any:
+        plan = call.plan
+        call.running = module
         if plan.device_ids is None:
             return original(module, *args, **kwargs)
         try:
-            view = run.runs = _view(module, plan, run.site.dim)
-            self._remember(run, module)
+            view = call.running = _view(module, plan, call.site.dim)
+            self._remember(call, module)
         except Exception as error:  # noqa: BLE001 - the call runs as written
             self.session.fault("view", error)
             return original(module, *args, **kwargs)
@@ -221,32 +225,32 @@ class Split:
         try:
             result = original(view, *args, **kwargs)
         except Exception as error:  # noqa: BLE001 - without us this call would not have been data parallel
-            self._fall_back(run, me, module, error, False)
+            self._fall_back(call, me, module, error, False)
         else:
             self._take_back(module, view)
-            if "forward" in run.site.own and not run.verbs:
+            if "forward" in call.site.own and not call.primitives:
                 # It ran as a whole: the script's forward is not data parallel.
-                run.before = None
-                reason = f"{run.site.via} has its own forward, which uses none of DataParallel's functions"
-                self._fall_back(run, me, module, reason, True)
+                call.before = None
+                reason = f"{call.site.via} has its own forward, which uses none of DataParallel's functions"
+                self._fall_back(call, me, module, reason, True)
             else:
-                self._worked(run, module)
+                self._worked(call, module)
             return result
         return original(module, *args, **kwargs)
 
-    def _remember(self, run: Run, module: Any) -> None:
+    def _remember(self, call: SplitCall, module: Any) -> None:
         """Save the state that a first attempt at dp may change, in case it fails. Never raises."""
-        if run.site.proven or run.plan.virtual is None:
+        if call.site.proven or call.plan.virtual is None:
             return
         try:
-            run.before = Before(module, run.plan.virtual.base)
+            call.before = Before(module, call.plan.virtual.base)
         except Exception as error:  # noqa: BLE001 - then the attempt cannot be undone
             self.session.fault("before", error)
 
-    def _worked(self, run: Run, module: Any) -> None:
+    def _worked(self, call: SplitCall, module: Any) -> None:
         """Forget earlier failures, because dp worked. Never raises."""
         try:
-            run.site.proven = True
+            call.site.proven = True
             self.modes.succeeded(module)
         except Exception as error:  # noqa: BLE001 - the result is there anyway
             self.session.fault("success", error)
@@ -265,38 +269,40 @@ class Split:
 
     # ---------------------------------------------------------------- bare roots
 
-    def _root(self, run: Run, me: Thread, original: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
-        plan = run.plan
-        self._remember(run, module)
+    def _root(
+        self, call: SplitCall, me: Thread, original: Callable[..., Any], module: Any, args: Any, kwargs: Any
+    ) -> Any:
+        plan = call.plan
+        self._remember(call, module)
         try:
             result = self.functional_for(plan)(module, args, plan.device_ids, None, 0, kwargs)
-            reason = changed_meaning(result, args, kwargs, 0 if run.watch is None else run.watch.ran)
+            reason = changed_meaning(result, args, kwargs, 0 if call.watch is None else call.watch.ran)
         except Exception as error:  # noqa: BLE001 - without us this call would not have been data parallel
-            self._fall_back(run, me, module, error, isinstance(error, Unsuited))
+            self._fall_back(call, me, module, error, isinstance(error, Unsuited))
         else:
             if reason is None:
-                self._worked(run, module)
+                self._worked(call, module)
                 return result
-            self._fall_back(run, me, module, reason, True)
+            self._fall_back(call, me, module, reason, True)
         return original(module, *args, **kwargs)
 
     # ---------------------------------------------------------------- what failed
 
-    def _fall_back(self, run: Run, me: Thread, module: Any, why: Exception | str, final: bool) -> None:
+    def _fall_back(self, call: SplitCall, me: Thread, module: Any, why: Exception | str, final: bool) -> None:
         """Note why dp failed for this call, and prepare to run it as it would run without dpmon. Never raises."""
-        watch, run.watch, run.share, run.verbs = run.watch, None, None, set()
-        me.inside = run.site.kind  # not reset yet, if a lone replica ran on this thread
+        watch, call.watch, call.share, call.primitives = call.watch, None, None, set()
+        me.inside = call.site.kind  # not reset yet, if a lone replica ran on this thread
         try:
-            self.recorder.write(Kind.AGAIN | me.head | run.site.kind << INSIDE_AT, monotonic_ns(), 0)
-            if run.before is not None:
-                run.before.restore()
+            self.recorder.write(Kind.RESTARTED | me.head | call.site.kind << INSIDE_AT, monotonic_ns(), 0)
+            if call.before is not None:
+                call.before.restore()
             reason = str(why) if isinstance(why, (str, Unsuited)) else f"the model raised {in_a_line(why)}"
             plan = self.modes.failed(me, module, reason, final)
             if plan is None:
-                plan = self._planned_anew(run.site, module).plan
+                plan = self._planned_anew(call.site, module).plan
                 self.modes.announce()
-            run.plan = plan
-            run.head = self.sites.head(run.site, plan)
+            call.plan = plan
+            call.head = self.sites.head(call.site, plan)
         except Exception as error:  # noqa: BLE001 - the call runs as written
             self.session.fault("fall back", error)
         finally:

@@ -11,13 +11,13 @@ from dpmon.span_ring import Word
 class Thread:
     """The state of one thread."""
 
-    __slots__ = ("hand", "head", "inside", "noted", "number", "root", "split", "steps", "tried", "word")
+    __slots__ = ("head", "inside", "noted", "number", "passed_devices", "root", "split", "steps", "tried", "word")
 
     def __init__(self, number: int) -> None:
         self.head = number << THREAD_AT
         """The number of the thread, as a part of a span's first word."""
         self.number = number
-        self.word = Word.UNDER_WAY + number
+        self.word = Word.SPAN_START + number
         """Index in the ring's header of the start of the thread's current span."""
         self.inside = 0
         """Kind of the current span, 0 for none."""
@@ -27,8 +27,8 @@ class Thread:
         """The call over several devices that this thread runs."""
         self.steps: list[tuple[int, int, int, Any, int]] = []
         """Unfinished optimizer steps: enclosing kind, first word of the span, start, device times, number."""
-        self.hand: Any = None
-        """The devices that the script passed to primitives it calls itself: see dpmon.tracer.byhand."""
+        self.passed_devices: Any = None
+        """The devices that the script passed to primitives it calls itself: see dpmon.tracer.compositions."""
         self.tried: Any = None
         """The failed attempt at dp for the current call: see dpmon.tracer.modes."""
         self.noted = False

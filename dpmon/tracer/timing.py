@@ -24,10 +24,10 @@ MAX_STEPS = 64
 MAX_COPIES = 16
 """Most timed copies in one step, so that enough events are left for the phases."""
 MAX_ONE_IN = 1024
-_TIMED, _SKIPPED = Flag.TIMED << FLAGS_AT, Flag.SKIPPED << FLAGS_AT
+_TIMED, _UNTIMED = Flag.TIMED << FLAGS_AT, Flag.UNTIMED << FLAGS_AT
 _COUNT_ANYWAY = frozenset((Kind.FETCH, Kind.CALL, Kind.WRAPPED, Kind.BACKWARD, Kind.COPY))
 """Phases that keep their device times even if they raise."""
-_VERBS = frozenset((Kind.SCATTER, Kind.REPLICATE, Kind.PARALLEL_APPLY, Kind.GATHER))
+_PRIMITIVES = frozenset((Kind.SCATTER, Kind.REPLICATE, Kind.PARALLEL_APPLY, Kind.GATHER))
 
 
 def gpu_of(device: str) -> int:
@@ -78,7 +78,7 @@ class Mark:
             return self.end()
         for span in self.spans:
             self._timing.times.abandon(span)
-        return 0 if self._kind in _VERBS else _TIMED
+        return 0 if self._kind in _PRIMITIVES else _TIMED
 
     def written(self, number: int) -> None:
         """Remember the number of the phase's written span; -1 if it was not written."""
@@ -87,7 +87,7 @@ class Mark:
             self._timing.wait_for(self)
 
 
-class _Skipped(Mark):
+class _UntimedMark(Mark):
     """Stands for a phase in a step that is not timed."""
 
     __slots__ = ()
@@ -95,17 +95,17 @@ class _Skipped(Mark):
     def __init__(self) -> None: ...
 
     def end(self) -> int:
-        return _SKIPPED
+        return _UNTIMED
 
     def lap(self) -> None: ...
 
     def raised(self) -> int:
-        return _SKIPPED
+        return _UNTIMED
 
     def written(self, number: int) -> None: ...
 
 
-_LEFT_OUT = _Skipped()
+_NOT_TIMED = _UntimedMark()
 
 
 class Timing:
@@ -125,7 +125,7 @@ class Timing:
         self._write_span = write
         self._fault = fault
         self._one_in = one_in
-        self.trains: Thread | None = None
+        self.training_thread: Thread | None = None
         """The training thread."""
         self.times = DeviceTimes(events or TorchEvents(), self._failed)
         self.gpus: tuple[int, ...] = ()
@@ -159,7 +159,7 @@ class Timing:
 
     def call_begins(self, me: Thread, gpus: tuple[int, ...]) -> Mark | None:
         """Begin a call on the GPUs of its model."""
-        if me is not self.trains:
+        if me is not self.training_thread:
             return None
         if me.inside not in (Kind.CALL, Kind.WRAPPED):
             if not (self._called or gpus):
@@ -171,7 +171,7 @@ class Timing:
         self.last.clear()
         return self._begin(me, Kind.CALL, gpus)
 
-    def verb_begins(self, me: Thread, gpus: tuple[int, ...], kind: int) -> Mark | None:
+    def primitive_begins(self, me: Thread, gpus: tuple[int, ...], kind: int) -> Mark | None:
         """Begin a phase of a call: on each device, at the end of the previous phase."""
         return self._begin(me, kind, gpus, shares=True)
 
@@ -184,7 +184,7 @@ class Timing:
         if gpu < 0:
             return None
         if self._skips:
-            return _LEFT_OUT
+            return _NOT_TIMED
         return Mark(self, kind, [self.times.begin(gpu)])
 
     def copy_begins(self, me: Thread, gpu: int) -> Mark | None:
@@ -193,10 +193,10 @@ class Timing:
         return self._begin(me, Kind.COPY, (gpu,)) if self._copies <= MAX_COPIES or self._skips else None
 
     def _begin(self, me: Thread, kind: int, gpus: Sequence[int], shares: bool = False) -> Mark | None:
-        if not gpus or me is not self.trains:
+        if not gpus or me is not self.training_thread:
             return None
         if self._skips:
-            return _LEFT_OUT
+            return _NOT_TIMED
         begin = self.times.begin
         last = self.last if shares else {}
         return Mark(self, kind, [begin(gpu, last.get(gpu)) for gpu in gpus], shares)
@@ -220,7 +220,7 @@ class Timing:
             self._used, self._called = (), False
             self._choose()
         self.read()
-        self.times.turn()
+        self.times.end_step()
 
     def _choose(self) -> None:
         """Decide whether the next step is timed."""
@@ -255,7 +255,7 @@ class Timing:
             why = Untimed.NONE if span.ms is not None else span.why or late
             site = span.device & 0xFF | min(len(mark.spans), 0xFF) << 8 | why << 16
             took = 0 if span.ms is None else int(span.ms * 1e6)
-            self._write_span(Kind.TIME | site << SITE_AT, 0, took, mark.number)
+            self._write_span(Kind.DEVICE_TIME | site << SITE_AT, 0, took, mark.number)
 
     def at_exit(self) -> None:
         """Write all times at the end of the process; unfinished times stay unknown."""
@@ -269,13 +269,13 @@ def _mixed(number: int) -> int:
     return number ^ number >> 16
 
 
-coming = Event()
+cuda_starting = Event()
 """Set when CUDA is about to be initialised; another thread may then use CUDA before it counts as initialised."""
 
 
 def may_be_used() -> bool:
     """Whether CUDA is initialised, or about to be."""
-    return coming.is_set() or usable()
+    return cuda_starting.is_set() or usable()
 
 
 def usable() -> bool:

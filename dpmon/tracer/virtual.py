@@ -32,12 +32,12 @@ from dpmon.record.spans import Kind
 from dpmon.tracer.cores import available_cores
 from dpmon.tracer.workers import ReplicaThread
 
-VERBS = ("scatter_kwargs", "replicate", "parallel_apply", "gather")
+PRIMITIVE_NAMES = ("scatter_kwargs", "replicate", "parallel_apply", "gather")
 """Names of DataParallel's phases in the module that defines it."""
 PRIMITIVES = (Kind.SCATTER, Kind.REPLICATE, Kind.PARALLEL_APPLY, Kind.GATHER)
 """Kinds of these phases' spans."""
 SCATTER_KWARGS, REPLICATE, PARALLEL_APPLY, GATHER, SCATTER, SCATTER_APPLY, BROADCAST_APPLY, GATHER_APPLY = range(8)
-"""Indices of the functions in `Originals.all` and `VirtualDevices.verbs`."""
+"""Indices of the functions in `Originals.all` and `VirtualDevices.primitives`."""
 
 _NOWHERE = nullcontext()
 
@@ -221,29 +221,30 @@ def with_globals(function: Callable[..., Any], **changed: Any) -> Callable[..., 
 class VirtualDevices:
     """`count` virtual devices on the real device `base`, with torch's primitives for them."""
 
-    def __init__(self, count: int, base: torch.device, verbs: Originals) -> None:
+    def __init__(self, count: int, base: torch.device, originals: Originals) -> None:
         self.count = count
         self.base = base
         cut: Any = _Scatter
         join: Any = _Gather
         if base.type == "cuda":
-            cut, join = _on_gpu(base, verbs.all[SCATTER_APPLY], _Scatter), _gather_on(base, verbs.all[GATHER_APPLY])
-        scatter = with_globals(verbs.scatter, Scatter=cut)
-        replicate = with_globals(verbs.replicate, _broadcast_coalesced_reshape=_broadcast, _get_device_index=_index)
+            cut = _on_gpu(base, originals.all[SCATTER_APPLY], _Scatter)
+            join = _gather_on(base, originals.all[GATHER_APPLY])
+        scatter = with_globals(originals.scatter, Scatter=cut)
+        replicate = with_globals(originals.replicate, _broadcast_coalesced_reshape=_broadcast, _get_device_index=_index)
         apply_globals: dict[str, Any] = {"torch": _Torch(base), "_get_device_index": _index}
-        if "autocast" in verbs.parallel_apply.__globals__:  # torch 2.4
+        if "autocast" in originals.parallel_apply.__globals__:  # torch 2.4
             apply_globals["autocast"] = _autocast_on(base)
         if base.type == "cpu":
             share = max(1, available_cores() // count)
             apply_globals["threading"] = SimpleNamespace(Thread=partial(ReplicaThread, share), Lock=threading.Lock)
-        verbs_here = (
-            with_globals(verbs.scatter_kwargs, scatter=scatter),
+        of_phases = (
+            with_globals(originals.scatter_kwargs, scatter=scatter),
             replicate,
-            with_globals(verbs.parallel_apply, **apply_globals),
-            with_globals(verbs.gather, Gather=join),
+            with_globals(originals.parallel_apply, **apply_globals),
+            with_globals(originals.gather, Gather=join),
         )
-        self.verbs: tuple[Callable[..., Any], ...] = (
-            *verbs_here,
+        self.primitives: tuple[Callable[..., Any], ...] = (
+            *of_phases,
             scatter,
             cut.apply,
             _Broadcast.apply,

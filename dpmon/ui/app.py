@@ -64,7 +64,7 @@ def run_screen(
     if playback:
         monitor: Monitor = Playback(directory, look, refresh=refresh)
     else:
-        monitor = Monitor(directory, look, refresh=refresh, open_reader=lambda: RunReader(directory, told=told))
+        monitor = Monitor(directory, look, refresh=refresh, open_reader=lambda: RunReader(directory, known_exit=told))
     monitor.leaving.begin()
     try:
         result = monitor.run()

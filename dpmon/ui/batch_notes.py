@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dpmon.model.inputs import INPUT, SAID
+from dpmon.model.inputs import INPUT, WAITING_TEXT
 from dpmon.model.numbers import group, percent
 from dpmon.model.phase_notes import host_waits, partly_timed
 from dpmon.model.process import PHASES, Process, Summary
 from dpmon.model.ranks import distributed
-from dpmon.model.turn import Turn
+from dpmon.model.step_timeline import StepTimeline
 from dpmon.record.kinds import Call
 from dpmon.record.schema import NO_SPANS, phase_shown
 from dpmon.record.step_spans import MAX_SPANS
@@ -23,7 +23,7 @@ from dpmon.ui.scene import Scene
 
 
 def notes(
-    scene: Scene, process: Process, numbers: Summary, turn: Turn | None, width: int, most: int, look: Look
+    scene: Scene, process: Process, numbers: Summary, timeline: StepTimeline | None, width: int, most: int, look: Look
 ) -> list[Row]:
     """At most `most` rows of notes on the figures and the last step."""
     said = [
@@ -32,7 +32,7 @@ def notes(
         *host_waits(numbers.phases),
         *partly_timed(numbers.phases),
         *missing(process, numbers.phases),
-        *(_not_drawn(turn) if turn is not None else ()),
+        *(_not_drawn(timeline) if timeline is not None else ()),
     ]
     if not said or not most:
         return []
@@ -54,7 +54,7 @@ def unevenness(numbers: Summary) -> list[str]:
     if found is None:
         return []
     if found.phase == INPUT:
-        return [f"{SAID} took {percent(found.time)} of the time: the mean includes it"]
+        return [f"{WAITING_TEXT} took {percent(found.time)} of the time: the mean includes it"]
     by = f", longer by {found.phase}" if found.phase is not None else ""
     return [f"uneven steps: about {percent(found.steps)} take {percent(found.time)} of the time{by}"]
 
@@ -78,13 +78,13 @@ def missing(process: Process, phases: Sequence[PhaseFigures]) -> list[str]:
     return [f"no {_names(names)}: {reason}" for reason, names in reasons.items()]
 
 
-def _not_drawn(turn: Turn) -> list[str]:
+def _not_drawn(timeline: StepTimeline) -> list[str]:
     """Why parts of the last step are not drawn."""
     said = []
-    if turn.unplaced:
-        said.append(f"when {' and '.join(turn.unplaced)} ran is unknown: {NO_SPANS}")
-    if turn.missing_spans:
-        more = group(turn.missing_spans)
+    if timeline.unplaced:
+        said.append(f"when {' and '.join(timeline.unplaced)} ran is unknown: {NO_SPANS}")
+    if timeline.missing_spans:
+        more = group(timeline.missing_spans)
         said.append(f"{more} spans of the last step are not drawn: only the first {MAX_SPANS} of a step are recorded")
     return said
 

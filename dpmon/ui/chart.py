@@ -153,7 +153,7 @@ def ceiling(value: float) -> float:
     return next(n * scale for n in _NICE if value <= n * scale * 1.000001)
 
 
-def top_of(columns: Sequence[Column]) -> float:
+def scale_top(columns: Sequence[Column]) -> float:
     """The upper end of a history's scale (ns): a round number above 95 % of the columns; the others are cut."""
     totals = sorted(c.wall_ns / c.count for c in columns if c.count)
     return ceiling(totals[max(-(-len(totals) * 95 // 100) - 1, 0)]) if totals else 1.0

@@ -128,43 +128,43 @@ class Choice(Dialog):
         text: Sequence[str],
         answers: Sequence[tuple[str, str, str]],
         look: Look,
-        moot: Callable[[], None] | None = None,
+        on_pointless: Callable[[], None] | None = None,
     ) -> None:
         """`answers`: one key or several, separated by spaces; name; text.
 
-        `moot`: tells the user that the dialog closed because the run is over and the question has become pointless.
+        `on_pointless`: tells the user that the dialog closed because the question is pointless after the run's end.
         """
         super().__init__(title, look)
-        self.moot = moot
+        self.on_pointless = on_pointless
         self.lines = text
-        self.answers = [(" or ".join(keys.split()), name, says) for keys, name, says in answers]
+        self.answers = [(" or ".join(keys.split()), name, text) for keys, name, text in answers]
         self.keys_width = max(5, *(len(keys) for keys, _, _ in self.answers))
         self.said = ""
         """A note about the last key, if it was no answer."""
 
     def wanted(self) -> int:
         """As wide as its longest row."""
-        longest = max(len(says) for _, _, says in self.answers) + self.keys_width + 3
+        longest = max(len(text) for _, _, text in self.answers) + self.keys_width + 3
         return max(*(len(line) for line in self.lines), longest, 30)
 
     def content(self, width: int, height: int) -> list[Row]:
         """The text, then a row per answer."""
         rows: list[Row] = [[(cut(line, width), "")] for line in self.lines]
         rows.append([(cut(self.said, width), "dim")])
-        for keys, _, says in self.answers:
-            says = cut(says, width - self.keys_width - 3)
-            rows.append([("  ", ""), (keys.ljust(self.keys_width), "key"), (" " + says, "")])
+        for keys, _, text in self.answers:
+            text = cut(text, width - self.keys_width - 3)
+            rows.append([("  ", ""), (keys.ljust(self.keys_width), "key"), (" " + text, "")])
         return rows
 
     def footer_keys(self) -> list[tuple[str, str]]:
         """The answers, each with the first part of its text."""
-        return [(keys, re.split("[:;,]", says)[0]) for keys, _, says in self.answers]
+        return [(keys, re.split("[:;,]", text)[0]) for keys, _, text in self.answers]
 
     def over(self) -> None:
         """Close if the question is now pointless."""
-        if self.moot is not None and not self.answered:
+        if self.on_pointless is not None and not self.answered:
             self.settle(None)
-            self.moot()
+            self.on_pointless()
 
     def offers(self, name: str) -> bool:
         """Whether `name` is one of the answers."""
@@ -219,15 +219,15 @@ class Pages(Dialog):
             self.settle(None)
 
 
-class Line(Dialog):
+class LineDialog(Dialog):
     """One line to type; returns it, or None."""
 
     def __init__(
-        self, title: str, note: str, look: Look, typed: str = "", hidden: bool = False, moot: str | None = None
+        self, title: str, note: str, look: Look, typed: str = "", hidden: bool = False, over_note: str | None = None
     ) -> None:
-        """`hidden`: show stars instead of the text. `moot`: the note after the run's end, when no line can be sent."""
+        """`hidden`: show stars instead of the text. `over_note`: the note after the run's end."""
         super().__init__(title, look)
-        self.moot = moot
+        self.over_note = over_note
         self.open = True
         self.note = note
         self.typed = typed
@@ -239,8 +239,8 @@ class Line(Dialog):
 
     def over(self) -> None:
         """Keep the typed text visible, but do not send it."""
-        if self.moot is not None:
-            self.note, self.open = self.moot, False
+        if self.over_note is not None:
+            self.note, self.open = self.over_note, False
             self.draw()
             self.app.post_message(self.Changed())
 
@@ -295,7 +295,7 @@ class Commands(Dialog):
 
     def wanted(self) -> int:
         """As wide as its longest row, whatever is typed."""
-        return max(span_width(says) for _, says, _ in self.commands) + 10
+        return max(span_width(text) for _, text, _ in self.commands) + 10
 
     def corner(self) -> str:
         """The keys to choose with."""
@@ -327,10 +327,10 @@ class Commands(Dialog):
         rows: list[Row] = [[("> ", "key"), (self.typed, ""), (cursor, "key")]]
         room = max(height - 1, 1)
         self.top = max(self.at - room + 1, 0)
-        for index, (key, says, _) in enumerate(found):
+        for index, (key, text, _) in enumerate(found):
             mark = self.look.glyphs.focus if index == self.at else " "
             style = "bold" if index == self.at else ""
-            rows.append([(mark + " ", "key"), (key.ljust(6), "key"), (cut(says, width - 8), style)])
+            rows.append([(mark + " ", "key"), (key.ljust(6), "key"), (cut(text, width - 8), style)])
         if not found:
             rows.append([("  no command matches now", "dim")])
         return [*rows, *[[]] * (min(len(self.commands), room) - len(found))][: max(len(found), room) + 1]

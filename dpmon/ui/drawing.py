@@ -17,13 +17,13 @@ from textual.timer import Timer
 
 from dpmon.ui.dialogs import Dialog
 from dpmon.ui.feed import Feed, OpenStore, Reader
+from dpmon.ui.key_queue import KeyQueue
 from dpmon.ui.layout import Slot
 from dpmon.ui.leaving import Leaving, terminal_gone
 from dpmon.ui.look import Look
 from dpmon.ui.paint import joined, paint, places, rank_room, scroll_room
 from dpmon.ui.rows import Row, plain
 from dpmon.ui.scene import PANELS, Scene, View
-from dpmon.ui.typed import InOrder
 from dpmon.ui.view import PanelView
 
 _PLACES = ("status", *PANELS, "footer", "timeline", "small")
@@ -71,7 +71,7 @@ class Drawing(App[str]):
         self._still: Scene | None = None
         self._stopping: str | None = None
         self._ticking: Timer | None = None
-        self._typed = InOrder(super().on_event, lambda: not self._dialog_open)
+        self._keys = KeyQueue(super().on_event, lambda: not self._dialog_open)
         self._panels = {name: PanelView(name, look) for name in _PLACES}
 
     def get_driver_class(self) -> type[TextualDriver]:
@@ -87,7 +87,7 @@ class Drawing(App[str]):
         """Exit; a deadline ends the process even if the terminal accepts no more output."""
         ended = self.feed.ended
         over = ended.status if ended is not None and ended.status is not None else 1
-        self.leaving.wished(return_code or {"left": 0, "ended": over, "stopped": over}.get(result or "", 1))
+        self.leaving.start_deadline(return_code or {"left": 0, "ended": over, "stopped": over}.get(result or "", 1))
         super().exit(result, return_code, message)  # type: ignore[arg-type]
 
     def compose(self) -> ComposeResult:
@@ -153,14 +153,14 @@ class Drawing(App[str]):
         return len(self.screen_stack) > 1
 
     async def on_event(self, event: events.Event) -> None:
-        """Handle keys one by one, in the order of typing (`InOrder`)."""
+        """Handle keys one by one, in the order of typing (`KeyQueue`)."""
         if not isinstance(event, events.Key):
             await super().on_event(event)
         elif event.is_forwarded:
             await super().on_event(event)
-            await self._typed.done()
+            await self._keys.release()
         else:
-            await self._typed.came(event)
+            await self._keys.add(event)
 
     def _look_at_size(self) -> None:
         """Adopt the terminal's size if no signal announced it, or the signal came too early."""
@@ -181,13 +181,13 @@ class Drawing(App[str]):
             self._ticking.stop()
             self._ticking = self.set_interval(period, self._tick)
 
-    def relook(self, look: Look) -> None:
+    def set_look(self, look: Look) -> None:
         """Draw with another look from now on."""
         self.look = look
         self.ansi_color = not look.colour
         self.screen.styles.background = look.background
         for panel in self._panels.values():
-            panel.relook(look)
+            panel.set_look(look)
         self.draw()
 
     def _queued(self) -> int:
@@ -226,7 +226,7 @@ class Drawing(App[str]):
             return
         scene = self.scene()
         slots = places(scene, width, height)
-        if self._still is None and self.feed.has_room_for(rank_room(scene, slots)):
+        if self._still is None and self.feed.set_rank_room(rank_room(scene, slots)):
             scene = self.scene()
         painted = paint(scene, self.feed.output, slots, self.look)
         # Bypass the compositor only while every panel keeps its place and nothing covers it.

@@ -21,8 +21,8 @@ from textual import events
 from textual.drivers.linux_driver import LinuxDriver
 from textual.message import Message
 
+from dpmon.ui.key_queue import INTERRUPTS
 from dpmon.ui.keyboard import Keyboard
-from dpmon.ui.typed import INTERRUPTS
 
 _MOUSE = ("\x1b[?1000h", "\x1b[?1006h")
 """Report clicks and the wheel, in a format that can express every column."""

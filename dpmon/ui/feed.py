@@ -12,15 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dpmon.model.active_processes import ended_of
 from dpmon.model.ranks import toggle_refusal
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.source import MOST_RANKS, Wanted
 from dpmon.model.state import State
-from dpmon.model.turns import ended_of
 from dpmon.text.cleaning import clean
-from dpmon.text.last_words import last_line_of_traceback
+from dpmon.text.traceback_line import traceback_line
 from dpmon.ui.panel_output import Output
-from dpmon.ui.scene import Ended, Facts, Pausing, Scene, Toggle, View, at_its_end
+from dpmon.ui.scene import Ended, Facts, Pausing, Scene, Toggle, View, all_finished
 from dpmon.ui.tail import Tail
 
 if TYPE_CHECKING:
@@ -228,11 +228,11 @@ class Feed:
 
     def _taken(self, snapshots: Snapshots, wanted: Wanted, t_ns: int | None) -> State | None:
         from dpmon.run.rundir import RunError
-        from dpmon.store.as_of import AsOf
+        from dpmon.store.store_at import StoreAt
         from dpmon.store.tables import HistoryError
 
         with suppress(HistoryError, RunError), self._recorded() as store:
-            return snapshots.take(AsOf(store, t_ns), store, wanted, ended_of(self._activities))
+            return snapshots.take(StoreAt(store, t_ns), store, wanted, ended_of(self._activities))
         return None
 
     def _recorded(self) -> AbstractContextManager[Store]:
@@ -260,7 +260,7 @@ class Feed:
         if ended.status is None and ended.unknown:
             last = clean(ended.unknown, 500)
         elif ended.status and not ended.stopped:
-            lines = [line for tail in reversed(self.output.tails) if (line := last_line_of_traceback(tail.end()))]
+            lines = [line for tail in reversed(self.output.tails) if (line := traceback_line(tail.end()))]
             said = ended.error or ended.cause or (lines[0] if lines else None)
             last = clean(said, 500) if said else None
         self._ended = Ended(ended.status, ended.signal, int(ended.seconds * 1e9), last, ended.stopped)
@@ -285,7 +285,7 @@ class Feed:
 
     def _idle(self) -> bool:
         """Whether every process that has trained is finished; the command may start another one."""
-        return at_its_end(self.state, self._activities)
+        return all_finished(self.state, self._activities)
 
     def toggle(self) -> None:
         """Ask for the other mode; the request is pending from now on."""
@@ -410,7 +410,7 @@ class Feed:
             reading=self._reads,
         )
 
-    def has_room_for(self, ranks: int) -> bool:
+    def set_rank_room(self, ranks: int) -> bool:
         """Set how many ranks fit on the screen; returns whether the state lacks some of them."""
         self._ranks = ranks + _STRIDE
         return self._ranks > self._wanted.ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dpmon.text.last_words import ESCAPE
+from dpmon.text.traceback_line import ESCAPE
 from dpmon.ui.rows import Row, merged, plain
 from dpmon.ui.tail import Tail
 from dpmon.ui.terminal_text import interpret

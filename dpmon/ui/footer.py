@@ -45,10 +45,11 @@ _ROOMY = 100
 class _Piece(NamedTuple):
     key: str
     word: str
-    rank: int
+    priority: int
+    """Pieces with higher numbers are left out first."""
 
 
-def _rank(command: Command, word: str, scene: Scene) -> int:
+def _priority(command: Command, word: str, scene: Scene) -> int:
     if command.key in _LAST:
         return -3
     if word in _BACK or (command.key == "i" and scene.input_wait_ns is not None):
@@ -61,8 +62,8 @@ def _rank(command: Command, word: str, scene: Scene) -> int:
 def _pieces(scene: Scene) -> list[_Piece]:
     if scene.view.dialog:
         return [_Piece(key, word, -3) for key, word in scene.view.dialog]
-    possible = ((command, command.word(scene)) for command in COMMANDS)
-    return [_Piece(command.key, word, _rank(command, word, scene)) for command, word in possible if word]
+    possible = ((command, command.footer_word(scene)) for command in COMMANDS)
+    return [_Piece(command.key, word, _priority(command, word, scene)) for command, word in possible if word]
 
 
 def keys(scene: Scene) -> list[tuple[str, str]]:
@@ -91,7 +92,7 @@ def _taken(pieces: Sequence[_Piece], gap: int) -> int:
 
 def _chosen(pieces: Sequence[_Piece], width: int, gap: int) -> list[_Piece]:
     """The pieces that fit, the most useful first. A narrow row gets short words, and long ones where there is room."""
-    order = sorted(range(len(pieces)), key=lambda index: pieces[index].rank)
+    order = sorted(range(len(pieces)), key=lambda index: pieces[index].priority)
     shown: dict[int, _Piece] = {}
     for index in order:
         word = pieces[index].word
@@ -105,7 +106,7 @@ def _chosen(pieces: Sequence[_Piece], width: int, gap: int) -> list[_Piece]:
     return [shown[index] for index in sorted(shown)]
 
 
-def at(row: Row, x: int) -> str | None:
+def key_at(row: Row, x: int) -> str | None:
     """The key that has its name or its word in column `x`; None between keys."""
     column = 0
     key: str | None = None

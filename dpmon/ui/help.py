@@ -59,8 +59,8 @@ def _effects() -> dict[str, str]:
     """The effect of each key; several effects of one key are joined."""
     found: dict[str, list[str]] = {}
     for command in COMMANDS:
-        found.setdefault(command.key, []).append(command.says)
-    return {key: "; ".join(says) for key, says in found.items()}
+        found.setdefault(command.key, []).append(command.description)
+    return {key: "; ".join(effects) for key, effects in found.items()}
 
 
 def _signs(look: Look, lettered: bool) -> tuple[str, str]:
@@ -90,8 +90,8 @@ def help_rows(width: int, look: Look) -> list[Row]:
     rows += _entries(phases, label, width)
     rows += _entries([("", "", text) for text in _signs(look, lettered)], label, width)
     rows += [[], [("Keys", "title")]]
-    rows += _entries([(key, "key", says) for key, says in _effects().items()], label, width)
+    rows += _entries([(key, "key", effect) for key, effect in _effects().items()], label, width)
     rows += _entries([(keys, "key", text) for keys, text in _MOVES], label, width)
     rows += [[], [("Keys of a playback (dpmon attach, once a run is over)", "title")]]
-    rows += _entries([(command.key, "key", command.says) for command in PLAYED], label, width)
+    rows += _entries([(command.key, "key", command.description) for command in PLAYED], label, width)
     return rows

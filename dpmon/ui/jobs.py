@@ -93,7 +93,7 @@ def export(directory: Path, name: str, form: str) -> str:
         fd, path = _new(name, ENDINGS[form], directory, _file)
         os.close(fd)
     try:
-        _beside(_EXPORT, "the export", str(directory.absolute()), form, str(path))
+        _in_subprocess(_EXPORT, "the export", str(directory.absolute()), form, str(path))
     except JobError:
         with contextlib.suppress(OSError):
             path.rmdir() if form == "csv" else path.unlink()
@@ -105,10 +105,10 @@ def export(directory: Path, name: str, form: str) -> str:
 
 def report(directory: Path, width: int) -> list[str]:
     """The report on the run so far, in lines of at most `width` cells."""
-    return _beside(_REPORT, "the report", str(directory.absolute()), str(width)).splitlines()
+    return _in_subprocess(_REPORT, "the report", str(directory.absolute()), str(width)).splitlines()
 
 
-def _beside(code: str, what: str, *arguments: str) -> str:
+def _in_subprocess(code: str, what: str, *arguments: str) -> str:
     """Run `code` in its own process; returns its output."""
     try:
         done = subprocess.run(

@@ -46,9 +46,9 @@ class Command(NamedTuple):
     names: str
     """Textual's names of the keys, separated by commas."""
     action: str
-    word: Callable[[Scene], str | None]
-    """The footer's word for the command; None if the key does not work now, "" if the footer omits it."""
-    says: str
+    footer_word: Callable[[Scene], str | None]
+    """The word for the command in the footer; None if the key does not work now, "" if the footer omits it."""
+    description: str
     """The text in the help and the palette."""
 
 
@@ -174,8 +174,8 @@ COMMANDS: tuple[Command, ...] = (
 )
 
 
-def _played(key: str, names: str, action: str, says: str) -> Command:
-    return Command(key, names, action, lambda scene: None if scene.playing is None else "", says)
+def _played(key: str, names: str, action: str, description: str) -> Command:
+    return Command(key, names, action, lambda scene: None if scene.playing is None else "", description)
 
 
 PLAYED: tuple[Command, ...] = (
@@ -186,8 +186,8 @@ PLAYED: tuple[Command, ...] = (
     _played("b", "b", "seek(-10)", "10 seconds back"),
     _played("F", "F", "seek(60)", "a minute on"),
     _played("B", "B", "seek(-60)", "a minute back"),
-    _played(">", "greater_than_sign", "faster(1)", "play faster, up to 100 times"),
-    _played("<", "less_than_sign", "faster(-1)", "play slower, down to 0.1 times"),
+    _played(">", "greater_than_sign", "change_speed(1)", "play faster, up to 100 times"),
+    _played("<", "less_than_sign", "change_speed(-1)", "play slower, down to 0.1 times"),
     _played("g", "g", "seek_to(0.0)", "to the beginning"),
     _played("G", "G", "seek_to(1.0)", "to the end"),
 )
@@ -230,11 +230,11 @@ BINDINGS: list[BindingType] = _bindings()
 def possible(scene: Scene) -> list[tuple[str, str, str]]:
     """Key, sentence and action for everything that can be done now, for the palette."""
     found = [
-        (d.key, "close this screen" if word == "close" else d.says, d.action)
+        (d.key, "close this screen" if word == "close" else d.description, d.action)
         for d in (*PLAYED, *COMMANDS)
-        if d.names and d.action != "palette" and (word := d.word(scene)) is not None
+        if d.names and d.action != "palette" and (word := d.footer_word(scene)) is not None
     ]
-    found += [(key, says, action) for key, _, action, says in _PAIRS]
+    found += [(key, description, action) for key, _, action, description in _PAIRS]
     return found + [(key, f"go to panel {panel_name(scene, name)}", action) for key, action, name in _PANEL_KEYS]
 
 

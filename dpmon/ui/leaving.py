@@ -19,8 +19,8 @@ from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_PATIENCE_S = 1.0
-_WISHED_PATIENCE_S = 5.0
+_SIGNAL_PATIENCE_S = 1.0
+_LEAVE_PATIENCE_S = 5.0
 _RESTORE = (
     b"\x1b[?2026l\x1b[?1000l\x1b[?1002l\x1b[?1003l\x1b[?1006l\x1b[?1015l\x1b[?1004l\x1b[?2004l\x1b[<u"
     b"\x1b[m\x1b[?1049l\x1b[?25h"
@@ -67,13 +67,13 @@ class Leaving:
         """Exit with `status`: ask first, and end the process a second later in any case."""
         if not self.status:
             self.status = status
-            self._within(_PATIENCE_S, status)
+            self._within(_SIGNAL_PATIENCE_S, status)
         self._ask(status)
 
-    def wished(self, status: int) -> None:
+    def start_deadline(self, status: int) -> None:
         """The user leaves: if the application has not ended after a few seconds, end the process with `status`."""
         if self._begun and self._timer is None:
-            self._within(_WISHED_PATIENCE_S, status)
+            self._within(_LEAVE_PATIENCE_S, status)
 
     def _within(self, seconds: float, status: int) -> None:
         if self._timer is not None:

@@ -9,7 +9,7 @@ from rich.style import Style
 
 from dpmon.config import THEMES
 from dpmon.record.schema import PHASES
-from dpmon.text.ascii import knows_only_ascii
+from dpmon.text.ascii import needs_ascii
 from dpmon.text.palettes import PALETTES, named
 from dpmon.ui.themes import MONO_STYLES, composed, styles_of
 
@@ -142,7 +142,7 @@ def choose(environ: Mapping[str, str], encoding: str | None, theme: str | None =
     a setting of their own.
     """
     terminal = environ.get("TERM", "")
-    only_ascii = knows_only_ascii(environ, encoding)
+    only_ascii = needs_ascii(environ, encoding)
     only_mono = terminal.startswith(("vt1", "vt2", "dumb"))
     if theme is None:
         theme = "mono" if environ.get("NO_COLOR") or only_mono else "dark"

@@ -14,8 +14,8 @@ from dpmon.text.cells import wrapped
 from dpmon.text.cleaning import clean
 from dpmon.text.quantities import clock
 from dpmon.ui import jobs, keys
-from dpmon.ui.dialogs import Choice, Commands, Dialog, Line, Pages, key_name
-from dpmon.ui.footer import at
+from dpmon.ui.dialogs import Choice, Commands, Dialog, LineDialog, Pages, key_name
+from dpmon.ui.footer import key_at
 from dpmon.ui.help import help_rows
 from dpmon.ui.panel_replicas import choices
 from dpmon.ui.picture import svg
@@ -55,17 +55,19 @@ class Monitor(Stopping):
             # Use the view before the first click, which may have moved everything under the mouse.
             self._see(replace(self.view, focus=self._clicked.focus, zoom=keys.zoomed(self._clicked).zoom))
         elif event.panel == "footer":
-            self.call_next(self._do_key, at(self.panel_rows("footer")[0], event.x))
+            self.call_next(self._do_key, key_at(self.panel_rows("footer")[0], event.x))
 
     def on_click(self, event: events.Click) -> None:
         """At a click on a key in the footer, press that key in the open dialog."""
         slot, screen = self.slots.get("footer"), self.screen
         if slot is not None and isinstance(screen, Dialog) and event.screen_y == slot.y:
-            screen.press(at(self.panel_rows("footer")[0], event.screen_x - slot.x) or "")
+            screen.press(key_at(self.panel_rows("footer")[0], event.screen_x - slot.x) or "")
 
     async def _do_key(self, key: str | None) -> None:
         scene = self.scene()
-        action = next((command.action for command in keys.COMMANDS if command.key == key and command.word(scene)), "")
+        action = next(
+            (command.action for command in keys.COMMANDS if command.key == key and command.footer_word(scene)), ""
+        )
         if action and not self._dialog_open:
             await self.run_action(action)
 
@@ -189,7 +191,7 @@ class Monitor(Stopping):
 
     def action_theme(self) -> None:
         """Choose the next theme."""
-        self.relook(self.look.next())
+        self.set_look(self.look.next())
         self._say(f"theme {self.look.theme}; DPMON_THEME={self.look.theme} makes it the default")
 
     def action_next_output(self) -> None:
@@ -213,7 +215,7 @@ class Monitor(Stopping):
                 self._search(text, 1)
 
         note = "enter searches from the newest line; capitals match exactly if you type any"
-        self.push_screen(Line("Find in the output", note, self.look, self.view.search), begin)
+        self.push_screen(LineDialog("Find in the output", note, self.look, self.view.search), begin)
 
     def _search(self, text: str, by: int) -> None:
         """Search on another thread for the next older (1) or newer (-1) line with `text`."""
@@ -221,7 +223,7 @@ class Monitor(Stopping):
         if job is None:
             return
         self._say("searching")
-        self._beside(job, self._found)
+        self._in_thread(job, self._found)
 
     def _found(self, message: str | None) -> None:
         self.feed.output.show_hit(self._height_of("output"), self._width_of("output"))
@@ -289,8 +291,8 @@ class Monitor(Stopping):
         hidden = self.feed.hides_input()
         note = "enter sends the line to the script, esc does not"
         note += "; the script asked not to show it" if hidden else ""
-        moot = "the run is over: this line cannot be sent; esc closes"
-        self.push_screen(Line("Input", note, self.look, hidden=hidden, moot=moot), send)
+        over_note = "the run is over: this line cannot be sent; esc closes"
+        self.push_screen(LineDialog("Input", note, self.look, hidden=hidden, over_note=over_note), send)
 
     # ------------------------------------------------------------------------------------------ files
 
@@ -298,7 +300,7 @@ class Monitor(Stopping):
         """Save a picture of the current screen (SVG)."""
         text = svg(self.painted_rows(), self.look, f"dpmon {self.scene().facts.script.rpartition('/')[2]}")
         directory, name = self.feed.directory, self.feed.file_name()
-        self._beside(lambda: f"picture: {jobs.save(text, name, 'svg', directory)}", self._say)
+        self._in_thread(lambda: f"picture: {jobs.save(text, name, 'svg', directory)}", self._say)
 
     def action_export(self) -> None:
         """Export all records in the background, after asking for the format."""
@@ -310,7 +312,7 @@ class Monitor(Stopping):
         if form in jobs.ENDINGS:
             self._say("exporting in the background")
             directory, name = self.feed.directory, self.feed.file_name()
-            self._beside(lambda: f"exported: {jobs.export(directory, name, form)}", self._say)
+            self._in_thread(lambda: f"exported: {jobs.export(directory, name, form)}", self._say)
 
     def action_report(self) -> None:
         """Show the report on the run so far."""
@@ -337,9 +339,9 @@ class Monitor(Stopping):
             pages.draw()
 
         self.push_screen(pages)
-        self._beside(make, show)
+        self._in_thread(make, show)
 
-    def _beside(self, job: Callable[[], str | None], then: Callable[[str | None], None]) -> None:
+    def _in_thread(self, job: Callable[[], str | None], then: Callable[[str | None], None]) -> None:
         """Run `job` on another thread; pass its result or its error to `then` on the screen's thread."""
 
         def run() -> None:

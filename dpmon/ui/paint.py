@@ -127,7 +127,7 @@ def _content(panel: str, scene: Scene, output: Output, slot: Slot, look: Look) -
         return title, corner, panel_batch.batch(scene, width, height, look, numbers)
     if panel == "compare" and panel_communication.applies(scene):
         title, corner = panel_communication.title(scene, look, slot.folded)
-        return title, corner, panel_communication.story(scene, width, height, look)
+        return title, corner, panel_communication.communication(scene, width, height, look)
     if panel == "compare":
         found = panel_compare.figures(scene)
         title, corner = panel_compare.title(found, look, slot.folded)

@@ -9,14 +9,14 @@ from dpmon.model.history import Picture, pictured
 from dpmon.model.numbers import duration, group, percent
 from dpmon.model.process import Process, Summary
 from dpmon.model.ranks import distributed, training
-from dpmon.model.turn import last_turn
+from dpmon.model.step_timeline import last_step_timeline
 from dpmon.record.schema import phase_shown
 from dpmon.record.wire import RANK_MODES
 from dpmon.store.figures import PhaseFigures
 from dpmon.text.cells import cut, right
 from dpmon.text.quantities import clock, quantity_words, span_words
 from dpmon.ui.batch_notes import notes, usual
-from dpmon.ui.chart import stacked, top_of
+from dpmon.ui.chart import scale_top, stacked
 from dpmon.ui.look import LETTERS, Look, letter_in
 from dpmon.ui.rows import Row, width_of
 from dpmon.ui.scene import NAMES, SECOND, Scene, mode_words
@@ -33,12 +33,12 @@ _TALL = 9
 
 def wanted_rows(scene: Scene) -> int:
     """Rows that the whole content needs: figures, a history, the last step."""
-    turn = last_turn(scene.process) if scene.process is not None else None
-    if turn is None:
+    timeline = last_step_timeline(scene.process) if scene.process is not None else None
+    if timeline is None:
         return 4 + 5 + 3
     ranks = sum(process.rank is not None for process in training(scene.state)) - 1
     sampled = scene.state.last_sample is not None
-    return 4 + 5 + 1 + bool(turn.buckets) + sampled + min(max(len(turn.lanes), ranks), 8)
+    return 4 + 5 + 1 + bool(timeline.buckets) + sampled + min(max(len(timeline.lanes), ranks), 8)
 
 
 def figures(scene: Scene) -> Summary:
@@ -76,11 +76,11 @@ def batch(scene: Scene, width: int, height: int, look: Look, numbers: Summary) -
     """The panel's rows, inside its frame: figures, history, the last step, and notes at the end."""
     process = scene.process
     if process is None or not numbers.steps:
-        return [[(scene.lack("no step was traced", "no step has ended yet"), "dim")]]
+        return [[(scene.empty_reason("no step was traced", "no step has ended yet"), "dim")]]
     # If not all fit, the order of importance is: shares, medians, the last step, the history, the notes.
-    turn = last_turn(process)
+    timeline = last_step_timeline(process)
     most = 0 if height <= _LEAST else 1 if height < _TALL else 2
-    said = notes(scene, process, numbers, turn, width, most, look)
+    said = notes(scene, process, numbers, timeline, width, most, look)
     height -= len(said)
     columns = _with_column(process, numbers)
     table = _table(columns, numbers, width, look, with_median=height >= 3, with_tail=height >= _TALL - 1)
@@ -93,12 +93,12 @@ def batch(scene: Scene, width: int, height: int, look: Look, numbers: Summary) -
         table.append(_step_count(numbers, width, look))
     room = height - len(table)
     below: list[Row] = []
-    if turn is not None and room >= 1 and room != 2:
+    if timeline is not None and room >= 1 and room != 2:
         others = _others(scene)
         most = 1 if room < 6 else max(room // 2, room - 4 if scene.view.zoom is None else 0)
         sample = scene.state.last_sample
-        wanted = min(1 + bool(turn.buckets) + (sample is not None) + (len(others) or len(turn.lanes)), most)
-        below = waterfall(turn, width, wanted, look, numbers.p95_ns, others, sample)
+        wanted = min(1 + bool(timeline.buckets) + (sample is not None) + (len(others) or len(timeline.lanes)), most)
+        below = waterfall(timeline, width, wanted, look, numbers.p95_ns, others, sample)
     above = room - len(below)
     history = _history(scene, process, width, above, look) if above >= 2 else []
     blank: list[Row] = [[]] * (height - len(table) - len(history) - len(below)) if said else []
@@ -215,7 +215,7 @@ def _history(scene: Scene, process: Process, width: int, height: int, look: Look
     picture = pictured(process, scene.view.span_s, room, scene.over)
     axis = height >= 3
     bars = height - 1 if axis else height
-    top = top_of(picture.columns)
+    top = scale_top(picture.columns)
     rows = stacked(picture.columns, room, bars, top, look, picture.cells)
     out: list[Row] = []
     for index, row in enumerate(rows):

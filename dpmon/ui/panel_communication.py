@@ -36,11 +36,11 @@ def title(scene: Scene, look: Look, folded: bool) -> tuple[Row, Row]:
     return [(RANK_NAMES["compare"], "title")], corner
 
 
-def story(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
+def communication(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     """The panel's rows, inside its frame: figures, facts, and below them what to try."""
     found = scene.state.communication()
     if found is None:
-        return [[(line, "dim")] for line in wrapped(scene.lack(_NOTHING, _NOTHING), width)]
+        return [[(line, "dim")] for line in wrapped(scene.empty_reason(_NOTHING, _NOTHING), width)]
     zoomed = scene.view.zoom == "compare"
     above = _facts(found, width, look)
     room = max(height - len(above), 2)

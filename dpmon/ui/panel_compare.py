@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dpmon.model.compare import Comparison, Side
-from dpmon.model.finding import many
+from dpmon.model.finding import count_of
 from dpmon.model.memory import HOST, Peak
 from dpmon.model.numbers import UNKNOWN, duration, group, percent, times
 from dpmon.model.process import PHASES
-from dpmon.model.turn import Piece
+from dpmon.model.step_timeline import Piece
 from dpmon.model.verdict import sentence
 from dpmon.record.schema import REST, SETTLING_STEPS, phase_named, phase_shown
 from dpmon.text.cells import cut, right, wrapped
@@ -54,7 +54,7 @@ def title(found: Comparison, look: Look, folded: bool) -> tuple[Row, Row]:
 def compare(scene: Scene, width: int, height: int, found: Comparison, look: Look) -> list[Row]:
     """The panel's rows, inside its frame. The conclusion comes last and always fits."""
     if not found.sides:
-        return [[(scene.lack("no step was traced", "no step has ended yet"), "dim")]]
+        return [[(scene.empty_reason("no step was traced", "no step has ended yet"), "dim")]]
     below = _notes(scene, found, width, look)
     table = _Table(found, width, look)
     room = max(height - len(below), 3)
@@ -284,7 +284,7 @@ def _left_out(found: Comparison) -> list[str]:
     passes, sizes = found.left_backward, found.left_out - found.left_backward
     which = "without" if found.trained else "with"
     parts = [(sizes, "of another batch size"), (passes, f"{which} a backward pass")]
-    return [f"left out: {many(number, 'step')} {what}" for number, what in parts if number]
+    return [f"left out: {count_of(number, 'step')} {what}" for number, what in parts if number]
 
 
 def _coverage(found: Comparison) -> str:

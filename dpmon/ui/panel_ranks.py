@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dpmon.model.communication import Communication
-from dpmon.model.finding import many
+from dpmon.model.finding import count_of
 from dpmon.model.numbers import UNKNOWN, duration, group
 from dpmon.model.process import CallTrack, Process
 from dpmon.model.ranks import training, world
@@ -148,7 +148,7 @@ def _notes(scene: Scene, found: Communication, width: int, room: int, ranks: int
             lines = wrapped(in_short(slow), width, max(most, 1), look.glyphs.more)
         rows += [[(line, "wait")] for line in lines]
     else:
-        text = f"no rank holds the others up (last {many(found.joined, 'step')})"
+        text = f"no rank holds the others up (last {count_of(found.joined, 'step')})"
         rows += [[(line, "dim")] for line in wrapped(text, width)]
     in_forward = found.waits_in_forward()
     if in_forward is not None:

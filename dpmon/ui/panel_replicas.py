@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dpmon.model.finding import many
+from dpmon.model.finding import count_of
 from dpmon.model.numbers import UNKNOWN, duration, group
 from dpmon.model.process import CallTrack, Process
 from dpmon.record.kinds import Call, Replica, Size, rows_of
@@ -17,7 +17,7 @@ from dpmon.ui.rows import Row, fit
 from dpmon.ui.scene import NAMES, Scene, mode_words
 
 
-class Choice(NamedTuple):
+class CallChoice(NamedTuple):
     """One choice of the panel: a root, or one of several calls of a root in each step."""
 
     track: CallTrack
@@ -30,19 +30,19 @@ _FRESH = 64
 """A call that was not seen for more than this many steps can no longer be chosen."""
 
 
-def choices(process: Process | None) -> list[Choice]:
+def choices(process: Process | None) -> list[CallChoice]:
     """All choices, in an order that stays the same while roots take turns."""
-    found: list[Choice] = []
+    found: list[CallChoice] = []
     for _, track in sorted(process.calls.items(), key=lambda item: (item[0][0], item[0][1] or "")) if process else ():
         parts = [part for part in track.parts if part.last.step >= track.last.step - _FRESH]
         if len(parts) > 1:
-            found += [Choice(part, nth, len(parts)) for nth, part in enumerate(parts, 1)]
+            found += [CallChoice(part, nth, len(parts)) for nth, part in enumerate(parts, 1)]
         else:
-            found.append(Choice(track, 1, 1))
+            found.append(CallChoice(track, 1, 1))
     return found
 
 
-def chosen(scene: Scene) -> tuple[Choice | None, int, int]:
+def chosen(scene: Scene) -> tuple[CallChoice | None, int, int]:
     """The current choice, its number from 1 (0: always the root called last), and the number of choices."""
     process = scene.process
     if process is None or process.newest is None:
@@ -52,7 +52,7 @@ def chosen(scene: Scene) -> tuple[Choice | None, int, int]:
     if scene.view.root and count > 1:
         index = (scene.view.root - 1) % count
         return all_of_them[index], index + 1, count
-    return Choice(process.calls[process.newest], 1, 1), 0, count
+    return CallChoice(process.calls[process.newest], 1, 1), 0, count
 
 
 def shown(scene: Scene) -> CallTrack | None:
@@ -92,7 +92,7 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     """The panel's rows, inside its frame: a header, a row per replica, idle devices, missing values and why."""
     track = shown(scene)
     if track is None:
-        return [[(scene.lack("no call was traced", "no call yet"), "dim")]]
+        return [[(scene.empty_reason("no call was traced", "no call yet"), "dim")]]
     call = track.last
     drawn = _Table(track, width, look)
     rows: list[Row] = [drawn.header()] if height > 1 else []
@@ -254,7 +254,7 @@ def _what_times(track: CallTrack) -> str:
         return ""
     calls = max(spread.calls for spread in known)
     low, high = min(spread.low for spread in known), max(spread.high for spread in known)
-    said = f"host time: each replica's own forward, the median of {many(calls, 'call')}; 5th to 95th percentile:"
+    said = f"host time: each replica's own forward, the median of {count_of(calls, 'call')}; 5th to 95th percentile:"
     said += f" {duration(low)} to {duration(high)}"
     return said + "; apply, in panels 3 and 4, lasts until the slowest is done" if len(track.times) > 1 else said
 

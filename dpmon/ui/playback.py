@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 from textual.binding import Binding, BindingType
 
+from dpmon.run.activities import newest_stage, stages
 from dpmon.run.reader import Pause
 from dpmon.run.rundir import ExitInfo, RunError, RunInfo, load_exit, load_info, output_paths
-from dpmon.run.standing import newest_stage, stages
-from dpmon.store.as_of import AsOf
 from dpmon.store.opened import open_store
+from dpmon.store.store_at import StoreAt
 from dpmon.store.tables import HistoryError
 from dpmon.ui.dialogs import Dialog
 from dpmon.ui.feed import Feed, Reader
@@ -86,12 +86,12 @@ class Player:
         self.playing = False
         here = self.position_ns
         with suppress(HistoryError), open_store(self.directory) as store:
-            rows = AsOf(store, here if by > 0 else here - 1)
+            rows = StoreAt(store, here if by > 0 else here - 1)
             ends = [end for each in store.processes if (end := rows.step_end(each, forward=by > 0)) is not None]
             if ends:
                 self.seek(min(ends) if by > 0 else max(ends))
 
-    def faster(self, by: int) -> None:
+    def change_speed(self, by: int) -> None:
         """Choose the next higher or lower of SPEEDS."""
         at = min(range(len(SPEEDS)), key=lambda index: abs(SPEEDS[index] - self.speed))
         _ = self.position_ns  # the time until now passed at the old speed
@@ -234,7 +234,7 @@ class Playback(Monitor):
     def _player(self) -> Player | None:
         return self._playing_feed.player if not self._dialog_open else None
 
-    def _have(self, do: Callable[[Player], None]) -> None:
+    def _control(self, do: Callable[[Player], None]) -> None:
         """Let the player do this, and draw at once. Clear the message, which belongs to another time."""
         player = self._player
         if player is not None:
@@ -257,23 +257,23 @@ class Playback(Monitor):
 
     def action_play(self) -> None:
         """Play, or stop; at the end, start again."""
-        self._have(lambda player: player.play(not player.playing))
+        self._control(lambda player: player.play(not player.playing))
 
     def action_step(self, by: int) -> None:
         """Go to the training's next step, or to its previous one."""
-        self._have(lambda player: player.step(by))
+        self._control(lambda player: player.step(by))
 
-    def action_faster(self, by: int) -> None:
+    def action_change_speed(self, by: int) -> None:
         """Play faster or slower."""
-        self._have(lambda player: player.faster(by))
+        self._control(lambda player: player.change_speed(by))
 
     def action_seek(self, seconds: int) -> None:
         """Go this many seconds forward, or back."""
-        self._have(lambda player: player.seek(player.position_ns + seconds * SECOND))
+        self._control(lambda player: player.seek(player.position_ns + seconds * SECOND))
 
     def action_seek_to(self, fraction: float) -> None:
         """Go to a fraction of the run, from 0.0 to 1.0."""
-        self._have(lambda player: player.seek(int(player.length_ns * fraction)))
+        self._control(lambda player: player.seek(int(player.length_ns * fraction)))
 
     def action_freeze(self) -> None:
         """Do nothing: a playback needs no frozen picture."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dpmon.model.finding import many
+from dpmon.model.finding import count_of
 from dpmon.model.stragglers import RankTimes, Straggler
 from dpmon.text.cells import right
 from dpmon.ui.look import Look
@@ -37,7 +37,7 @@ def rank_map(ranks: Sequence[RankTimes], slow: Straggler | None, width: int, loo
             row.append(_cell(by_rank.get(rank), slow, look))
         rows.append(row)
     left_out = sum(rank >= drawn[-1] + each for rank in by_rank) if drawn else 0
-    return [*rows, [(f"and {many(left_out, 'rank')} more", "dim")]] if left_out else rows
+    return [*rows, [(f"and {count_of(left_out, 'rank')} more", "dim")]] if left_out else rows
 
 
 def _cell(one: RankTimes | None, slow: Straggler | None, look: Look) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from dpmon.model.process import Process
 from dpmon.model.ranks import distributed, world
 from dpmon.model.state import State
 from dpmon.record.wire import RANK_MODES
-from dpmon.run.standing import IDLE
+from dpmon.run.activities import IDLE
 from dpmon.text.cleaning import clean
 from dpmon.text.quantities import clock
 
@@ -42,7 +42,6 @@ class Facts(NamedTuple):
     start_ns: int = 0
     mode_option: str = "auto"
     python: str = ""
-    log: str = ""
 
 
 class Ended(NamedTuple):
@@ -159,14 +158,14 @@ class Scene:
 
         The command may still read a line: it may be a launcher, or a script that starts another training.
         """
-        return self.ending or at_its_end(self.state, self.activities)
+        return self.ending or all_finished(self.state, self.activities)
 
     @property
     def over(self) -> bool:
         """Whether nothing more will come."""
         return self.ended is not None or self.alive is False
 
-    def lack(self, over: str, yet: str) -> str:
+    def empty_reason(self, over: str, yet: str) -> str:
         """Why there is nothing to show: `over` after the end, READING while older records are read, else `yet`."""
         return over if self.over else READING if self.reading else yet
 
@@ -180,7 +179,7 @@ class Scene:
         return self.now_ns
 
 
-def at_its_end(state: State, activities: Mapping[int, tuple[str, int]]) -> bool:
+def all_finished(state: State, activities: Mapping[int, tuple[str, int]]) -> bool:
     """Whether every process that has trained reports that it is finished."""
     trained = [number for number, each in state.processes.items() if each.seen_ns >= 0]
     return bool(trained) and all(activities.get(number, ("", 0))[0] == "ended" for number in trained)
@@ -219,7 +218,7 @@ def life(scene: Scene) -> Life:
     if doing == "data" and spent > WAIT_SHOWN_NS:
         return Life("waiting for data", "wait", f"{spent / 1e9:.0f} s")
     # An evaluation that has ended while the training waits for it does not count as an end.
-    if doing == "ended" and at_its_end(scene.state, scene.activities):
+    if doing == "ended" and all_finished(scene.state, scene.activities):
         # Another training is starting, and none of its steps was seen yet.
         if scene.stage is not None and scene.stage[1] > max(scene.state.newest_ns, process.seen_ns):
             return _before_first_batch(scene, "", 0)

@@ -54,7 +54,7 @@ class Stopping(Drawing):
             self._say("there is nothing to freeze: the run is over")
             return
         if self._still is None:
-            self.feed.has_room_for(FROZEN_RANKS)
+            self.feed.set_rank_room(FROZEN_RANKS)
             self._still = self.feed.scene(self.view)
         else:
             self._still = None
@@ -80,7 +80,7 @@ class Stopping(Drawing):
             answers.append(("s", "stop", _STOPS))
         answers.append(("esc", "stay", "stay here"))
         text = ["The training does not need this screen."]
-        self.push_screen(Choice("Stopping", text, answers, self.look, self._moot), self._left)
+        self.push_screen(Choice("Stopping", text, answers, self.look, self._say_nothing_to_stop), self._left)
 
     def action_stop(self) -> None:
         """Stop the training after a confirmation."""
@@ -92,9 +92,9 @@ class Stopping(Drawing):
             return
         answers = [("s y", "stop", _STOPS), ("esc", "stay", "let it go on")]
         text = ["Everything computed since the last checkpoint is lost."]
-        self.push_screen(Choice("Stop the training?", text, answers, self.look, self._moot), self._left)
+        self.push_screen(Choice("Stop the training?", text, answers, self.look, self._say_nothing_to_stop), self._left)
 
-    def _moot(self) -> None:
+    def _say_nothing_to_stop(self) -> None:
         self._say("the run is over: there is nothing left to stop; q closes this screen")
 
     def _left(self, answer: str | None) -> None:
@@ -102,7 +102,7 @@ class Stopping(Drawing):
         if answer == "left":
             self.exit("ended" if over else "left")
         elif answer == "stop" and over:
-            self._moot()
+            self._say_nothing_to_stop()
         elif answer == "stop":
             self._let_go()
             self._stopping = "the training is asked to stop"

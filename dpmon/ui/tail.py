@@ -12,7 +12,7 @@ from bisect import bisect_left
 from pathlib import Path
 
 from dpmon.run.files import open_file
-from dpmon.text.last_words import READ_BYTES
+from dpmon.text.traceback_line import READ_BYTES
 
 _BLOCK = 1 << 16
 _LONG = 1 << 16

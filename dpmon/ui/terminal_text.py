@@ -41,7 +41,7 @@ _UNFINISHED = re.compile(r"(?:\x1b[ -/]{0,8}|(?:\x1b\[|\x9b)[0-?]{0,64}[ -/]{0,8
 _UNFINISHED_LENGTH = 80
 
 
-class Line:
+class TerminalLine:
     """One row: plain text until something overwrites it, then cells with their styles."""
 
     __slots__ = ("_plain", "_row", "_styles", "cells", "cut", "number")
@@ -126,7 +126,7 @@ class Page:
 
     def __init__(self, number: int = 0) -> None:
         """`number`: the number of the first input line."""
-        self.lines = [Line(number)]
+        self.lines = [TerminalLine(number)]
         self.number = number
         self.line = 0
         self.at = 0
@@ -186,7 +186,7 @@ class Page:
         self.line += 1
         self.at = 0
         if self.line == len(self.lines):
-            self.lines.append(Line(self.number))
+            self.lines.append(TerminalLine(self.number))
 
     def _put(self, text: str) -> None:
         line = self.lines[self.line]
@@ -199,7 +199,7 @@ class Page:
             line.put(self.at, cells, self._style)
             self.at += len(cells)
 
-    def _cells(self, text: str, line: Line) -> list[str]:
+    def _cells(self, text: str, line: TerminalLine) -> list[str]:
         cells: list[str] = []
         for char in text:
             shown = visible(char)

@@ -35,8 +35,8 @@ def timeline(playing: Playing, width: int, look: Look) -> list[Row]:
 def _keys(playing: Playing, width: int, gap: int) -> Row:
     """The keys that fit in `width` cells, each with its word."""
     row: Row = []
-    for key, says in _KEYS:
-        text = "stop" if says == "play" and playing.playing else says
+    for key, word in _KEYS:
+        text = "stop" if word == "play" and playing.playing else word
         piece: Row = [(" " * gap, ""), (key, "key"), (" " + text, "dim")]
         if width_of(row) + width_of(piece) > width:
             break

@@ -84,7 +84,7 @@ class PanelView(Widget):
         width = max(self.size.width, max(map(width_of, fresh), default=0))
         self.refresh(*(Region(0, y, width, 1) for y in changed or range(len(fresh), len(before))))
 
-    def relook(self, look: Look) -> None:
+    def set_look(self, look: Look) -> None:
         """Draw everything again, with another look, at the next `show`."""
         self.look = look
         self._rows, self._strips = [], {}

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
-from dpmon.model.finding import many
+from dpmon.model.finding import count_of
 from dpmon.model.numbers import duration, group
 from dpmon.model.process import Process
-from dpmon.model.turn import Lane, Piece, Turn, last_turn
+from dpmon.model.step_timeline import Lane, Piece, StepTimeline, last_step_timeline
 from dpmon.record.schema import phase_shown
 from dpmon.store.answers import LastSample
 from dpmon.text.cells import cut, right, span_width
@@ -29,7 +29,7 @@ _TOOK = 9
 
 
 def waterfall(
-    turn: Turn,
+    timeline: StepTimeline,
     width: int,
     height: int,
     look: Look,
@@ -44,40 +44,40 @@ def waterfall(
     if height <= 0:
         return []
     if others and height > 1:
-        return _ranks(turn, others, width, height, look, usual_ns, sample)
+        return _ranks(timeline, others, width, height, look, usual_ns, sample)
     below = height - 1
-    several = turn.calls > 1
-    label = min(max(10, *(5 + span_width(clean(lane.device, 12)) for lane in turn.lanes), 0), 14)
+    several = timeline.calls > 1
+    label = min(max(10, *(5 + span_width(clean(lane.device, 12)) for lane in timeline.lanes), 0), 14)
     room = width - label - _TOOK
     if room < 8:
         return []
-    top = ceiling(max(turn.wall_ns, usual_ns or 0))
-    name = "last step" if height > 1 or not several else f"last of {turn.calls}"
-    rows = [_main(name, turn, label, room, top, look)]
-    if turn.buckets and below > 0:
-        rows.append(bucket_row(turn, label, room, top, look))
+    top = ceiling(max(timeline.wall_ns, usual_ns or 0))
+    name = "last step" if height > 1 or not several else f"last of {timeline.calls}"
+    rows = [_main(name, timeline, label, room, top, look)]
+    if timeline.buckets and below > 0:
+        rows.append(bucket_row(timeline, label, room, top, look))
         below -= 1
-    shown, hidden = _chosen(turn.lanes, below)
+    shown, hidden = _chosen(timeline.lanes, below)
     for lane in shown:
-        rows.append(_lane(lane, turn, label, room, top, look))
+        rows.append(_lane(lane, timeline, label, room, top, look))
     if hidden:
         times = [lane.took_ns for lane in hidden if lane.pieces]
         rows.append(_condensed(times, len(hidden) - len(times), label, width, look))
     return rows
 
 
-def _main(name: str, turn: Turn, label: int, room: int, top: float, look: Look, late: int = 0) -> Row:
+def _main(name: str, timeline: StepTimeline, label: int, room: int, top: float, look: Look, late: int = 0) -> Row:
     """The row of a main thread. Its step begins `late` ns after the start of the scale."""
-    pieces = [piece._replace(start_ns=piece.start_ns + late, end_ns=piece.end_ns + late) for piece in turn.main]
+    pieces = [piece._replace(start_ns=piece.start_ns + late, end_ns=piece.end_ns + late) for piece in timeline.main]
     return [
         *fit([(name, "dim")], label, look.glyphs.more),
-        *main_row(pieces, room, top, look, 0 if late else turn.wall_ns),
-        (right(duration(turn.wall_ns), _TOOK), "bold"),
+        *main_row(pieces, room, top, look, 0 if late else timeline.wall_ns),
+        (right(duration(timeline.wall_ns), _TOOK), "bold"),
     ]
 
 
 def _ranks(
-    turn: Turn,
+    timeline: StepTimeline,
     others: Sequence[Process],
     width: int,
     height: int,
@@ -85,23 +85,23 @@ def _ranks(
     usual_ns: float | None,
     sample: LastSample | None,
 ) -> list[Row]:
-    """A row per rank, `turn` first; the last row counts the ranks that do not fit."""
+    """A row per rank, `timeline` first; the last row counts the ranks that do not fit."""
     label = 10
     room = width - label - _TOOK
     if room < 8:
         return []
-    with_buckets = bool(turn.buckets) and height > 2
+    with_buckets = bool(timeline.buckets) and height > 2
     height -= with_buckets
     with_sample = sample is not None and height > 2
     height -= with_sample
     fit_in = len(others) if len(others) < height else max(height - 2, 0)
-    shown = [("last step", turn)]
-    shown += [(f"rank {one.rank}", found) for one in others[:fit_in] if (found := last_turn(one)) is not None]
-    late = {name: _late(turn, other) for name, other in shown}
+    shown = [("last step", timeline)]
+    shown += [(f"rank {one.rank}", found) for one in others[:fit_in] if (found := last_step_timeline(one)) is not None]
+    late = {name: _late(timeline, other) for name, other in shown}
     top = ceiling(max(usual_ns or 0, *(late[name] + other.wall_ns for name, other in shown)))
     rows = [_main(name, other, label, room, top, look, late[name]) for name, other in shown]
     if with_buckets:
-        rows.insert(1, bucket_row(turn, label, room, top, look))
+        rows.insert(1, bucket_row(timeline, label, room, top, look))
     if sample is not None and with_sample:
         rows.insert(1 + with_buckets, sample_row(sample, label, room, top, look))
     times = [one.last_step.wall_ns for one in others[fit_in:] if one.last_step is not None]
@@ -110,18 +110,18 @@ def _ranks(
     return rows
 
 
-def bucket_row(turn: Turn, label: int, room: int, top: float, look: Look) -> Row:
+def bucket_row(timeline: StepTimeline, label: int, room: int, top: float, look: Look) -> Row:
     """When each bucket of gradients was ready, and how long the averaging lasted after the last one.
 
     A digit counts several buckets in one cell. Exposed communication lies at the end of a wait.
     """
     scale = room / top
-    marks = Counter(min(int(at * scale), room - 1) for at in turn.buckets)
+    marks = Counter(min(int(at * scale), room - 1) for at in timeline.buckets)
     cells: list[Span] = [(" ", "")] * room
-    syncs = [piece for piece in turn.main if piece.phase == "sync"]
-    left = turn.exposed_ns or 0
+    syncs = [piece for piece in timeline.main if piece.phase == "sync"]
+    left = timeline.exposed_ns or 0
     (_, exposed, wait) = busy_signs(look.glyphs)
-    if turn.exposed_ns is None:
+    if timeline.exposed_ns is None:
         wait = (look.glyphs.bar[1], "dim")  # unknown split between wait and exposed communication
     for piece in reversed(syncs):
         took = min(left, piece.end_ns - piece.start_ns)
@@ -134,11 +134,11 @@ def bucket_row(turn: Turn, label: int, room: int, top: float, look: Look) -> Row
             cells[first : round(end * scale)] = [sign] * (min(round(end * scale), room) - first)
     for at, count in marks.items():
         cells[at] = (look.glyphs.down if count == 1 else str(min(count, 9)), "bold")
-    waited = sum(piece.end_ns - piece.start_ns for piece in syncs) - (turn.exposed_ns or 0)
-    said = [(f"{many(len(turn.buckets), 'bucket')} ready ", "dim"), (look.glyphs.down, "bold")]
-    if turn.exposed_ns is not None:
+    waited = sum(piece.end_ns - piece.start_ns for piece in syncs) - (timeline.exposed_ns or 0)
+    said = [(f"{count_of(len(timeline.buckets), 'bucket')} ready ", "dim"), (look.glyphs.down, "bold")]
+    if timeline.exposed_ns is not None:
         said += [("  wait ", "dim"), wait, (f" {duration(waited)}  exposed ", "dim"), exposed]
-        said.append((f" {duration(turn.exposed_ns)}", "dim"))
+        said.append((f" {duration(timeline.exposed_ns)}", "dim"))
     before = min(marks, default=0)
     for text in (said, said[:2]):
         if width_of(text) < before:
@@ -176,13 +176,13 @@ def sample_row(sample: LastSample, label: int, room: int, top: float, look: Look
     return [*fit([("sampled", "dim")], label, look.glyphs.more), *merged(cells), (took, "dim")]
 
 
-def _late(turn: Turn, other: Turn) -> int:
+def _late(timeline: StepTimeline, other: StepTimeline) -> int:
     """How much later (ns) another rank began the same step; the ranks of one machine share a clock.
 
     0 if it began earlier. Also 0 if it began a whole step later, because then the two do not run in step.
     """
-    late = other.start_ns - turn.start_ns
-    return late if other.step == turn.step and 0 < late < turn.wall_ns else 0
+    late = other.start_ns - timeline.start_ns
+    return late if other.step == timeline.step and 0 < late < timeline.wall_ns else 0
 
 
 def _chosen(lanes: Sequence[Lane], room: int) -> tuple[list[Lane], list[Lane]]:
@@ -196,8 +196,8 @@ def _chosen(lanes: Sequence[Lane], room: int) -> tuple[list[Lane], list[Lane]]:
     return [lane for lane in lanes if lane.number in numbers], [lane for lane in lanes if lane.number not in numbers]
 
 
-def _lane(lane: Lane, turn: Turn, label: int, room: int, top: float, look: Look) -> Row:
-    word = f"{'s' if turn.staged else 'r'}{lane.number}"
+def _lane(lane: Lane, timeline: StepTimeline, label: int, room: int, top: float, look: Look) -> Row:
+    word = f"{'s' if timeline.staged else 'r'}{lane.number}"
     head = fit([(word.ljust(4), "bold"), (clean(lane.device, 20), "dim")], label - 1, look.glyphs.more)
     if not lane.pieces:
         return [*head, (" ", ""), *fit([("idle", "wait")], room + _TOOK)]

@@ -67,7 +67,7 @@ from dpmon.ring import Ring
 from dpmon.store.drain import Drain
 from dpmon.store.opened import open_store
 from dpmon.run.rundir import RunInfo, save
-from dpmon.store.as_of import AsOf
+from dpmon.store.store_at import StoreAt
 from dpmon.ui.look import look
 from dpmon.ui.paint import whole
 from dpmon.ui.panel_output import Output
@@ -97,7 +97,7 @@ while training.steps < int(sys.argv[3]):
         drain.flush()
         output.refresh()
         with open_store(place) as store:
-            state = snapshots.take(AsOf(store), store, Wanted(0))
+            state = snapshots.take(StoreAt(store), store, Wanted(0))
         whole(Scene(state, training.now, Facts(), alive=True), output, 120, 40, dark)
         if training.steps % (int(sys.argv[3]) // 10) == 0:
             print(training.steps * 10 // int(sys.argv[3]), f"{resident():.1f}", flush=True)

@@ -41,10 +41,10 @@ from dpmon.ring import Ring  # noqa: E402
 from dpmon.run import proc  # noqa: E402
 from dpmon.run.rundir import RunInfo, save  # noqa: E402
 from dpmon.store.accounting import Spent  # noqa: E402
-from dpmon.store.as_of import AsOf  # noqa: E402
 from dpmon.store.batch import Batch, Ended  # noqa: E402
 from dpmon.store.drain import Drain  # noqa: E402
 from dpmon.store.opened import open_store  # noqa: E402
+from dpmon.store.store_at import StoreAt  # noqa: E402
 from dpmon.store.tally import Key, StepFacts  # noqa: E402
 from dpmon.store.writer import History  # noqa: E402
 
@@ -217,7 +217,7 @@ class Live:
         """Processor time of taking its state."""
         began = time.process_time()
         with open_store(self.directory) as store:
-            rows = AsOf(store, None if t_s is None else t_s * SECOND)
+            rows = StoreAt(store, None if t_s is None else t_s * SECOND)
             state = snapshots.take(rows, store, wanted)
         took = (time.process_time() - began) * 1e3
         assert state.focus() is not None

@@ -83,13 +83,13 @@ def untraced_data_parallel(replicas: int) -> Callable[[Any, Any], Any]:
 
     import torch
 
-    from dpmon.tracer.virtual import VERBS, Originals, VirtualDevices, with_globals
+    from dpmon.tracer.virtual import PRIMITIVE_NAMES, Originals, VirtualDevices, with_globals
 
     module = importlib.import_module("torch.nn.parallel.data_parallel")
     originals = Originals(module, importlib.import_module("torch.nn.parallel.scatter_gather"))
     virtual = VirtualDevices(replicas, torch.device("cpu"), originals)
     function = with_globals(
-        virtual.functional(originals.data_parallel), **dict(zip(VERBS, virtual.verbs, strict=False))
+        virtual.functional(originals.data_parallel), **dict(zip(PRIMITIVE_NAMES, virtual.primitives, strict=False))
     )
     ids = list(range(replicas))
     return lambda model, batch: function(model, (batch,), ids)

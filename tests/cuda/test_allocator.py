@@ -11,7 +11,7 @@ from running import Dpmon
 from simulated import Simulated
 from tracing import traced
 
-from dpmon.gpu.share import bare
+from dpmon.gpu.share import bare_uuid
 
 pytestmark = pytest.mark.simulated
 
@@ -104,7 +104,7 @@ def test_which_gpu_is_which(dpmon: Dpmon, tmp_path: Path, gpus: Simulated, chose
     ring.until(lambda: {i: ring.device(i).get("ordinals") for i in range(4)} == wanted, "what torch says")
     held = [ring.device(i)["mem_torch_bytes"] for i in range(4)]
     assert [number for number, size in enumerate(held) if size] == sorted((first, 2))
-    assert [bare(ring.device(i)["uuid"])[-4:] for i in range(4)] == [f"000{i}" for i in range(4)]
+    assert [bare_uuid(ring.device(i)["uuid"])[-4:] for i in range(4)] == [f"000{i}" for i in range(4)]
     (dpmon.cwd / "stop").touch()
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err

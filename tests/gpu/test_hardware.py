@@ -21,7 +21,7 @@ from fake_nvml import GpuRing
 from running import Dpmon, wait_for
 from tracing import Script, Traced, traced
 
-from dpmon.gpu.share import bare
+from dpmon.gpu.share import bare_uuid
 from dpmon.record.wire import mode_number
 from dpmon.tracer.events import DeviceTimes, Span, TorchEvents
 
@@ -122,13 +122,13 @@ def test_the_gpu_of_the_run_is_known_by_uuid(dpmon: Dpmon, gpu: str) -> None:
     script = dpmon.script(TRAINING)
     process = dpmon.start("--headless", script, gpu, 20_000, "bare", "losses")
     ring = GpuRing.of(dpmon.last)
-    uuid = bare(str(torch.cuda.get_device_properties(0).uuid))
+    uuid = bare_uuid(str(torch.cuda.get_device_properties(0).uuid))
 
     def ours() -> dict[str, Any]:
         return next((d for d in reversed(ring.of_kind("device")) if d["of_run"] and d["ordinals"]), {})
 
     found = ring.until(ours, "the GPU of the run")
-    assert bare(found["uuid"]) == uuid
+    assert bare_uuid(found["uuid"]) == uuid
     assert found["ordinals"] == [{"process": 0, "device": "cuda:0"}]
     assert found["mem_torch_bytes"] > 0
     process.wait(300)
@@ -143,7 +143,7 @@ def test_memory_is_torchs_own(tmp_path: Path, gpu: str, row: Any) -> None:
     row("reserved by torch's allocator", one["reserved_bytes"] / MIB, reserved / MIB, "MiB", 0.01)
     assert one["rest_bytes"] is not None
     assert (one["alloc_retries"], one["ooms"]) == (0, 0)
-    assert bare(one["uuid"]) == bare(str(torch.cuda.get_device_properties(0).uuid))
+    assert bare_uuid(one["uuid"]) == bare_uuid(str(torch.cuda.get_device_properties(0).uuid))
 
 
 def test_an_oom_is_told_with_the_state_before_it(tmp_path: Path, gpu: str) -> None:

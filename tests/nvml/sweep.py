@@ -86,7 +86,7 @@ def watched(nvml: Nvml, index: int, seconds: int = 40) -> Any:
                 asker.round(nvml.module, ask, lambda: now[0], asker.calls)
             except Failure as failure:
                 card.lose(failure.reason, now[0])
-                nvml.forgot = False
+                nvml.uninitialised = False
     return card.sample(Run(same_pids=True), now[0])
 
 

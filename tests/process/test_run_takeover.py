@@ -25,7 +25,7 @@ from test_run_records import WRITER, expected, of_training, tailed
 from dpmon.record.kinds import Event
 from dpmon.run import proc
 from dpmon.run.rundir import load_exit
-from dpmon.supervise.start import look_after
+from dpmon.supervise.start import ensure_supervisor
 
 pytestmark = pytest.mark.slow
 
@@ -339,7 +339,7 @@ def test_a_run_of_another_machine_is_left_to_it(dpmon: Dpmon) -> None:
     assert attached.status == 2
     assert "another machine" in attached.errors
     assert "on another machine" in dpmon.run("report").text.splitlines()[0]
-    look_after(dpmon.last())
+    ensure_supervisor(dpmon.last())
     assert not (dpmon.last() / "exit.json").exists()
     assert json.loads((dpmon.last() / "run.json").read_text()) == info
 
@@ -349,7 +349,7 @@ def test_no_warning_about_a_supervisor_that_is_slow(state: Path, monkeypatch: py
     directory = keep({0: Training().run(3)}, status=None, command_pid=4_000_000)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        look_after(directory)
+        ensure_supervisor(directory)
         gc.collect()
     assert [str(one.message) for one in said] == []
     assert wait_for(lambda: load_exit(directory), what="the supervisor has taken over").status is None

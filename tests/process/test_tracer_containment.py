@@ -17,11 +17,11 @@ FEW = 8
 """Warnings that one broken function may cause, those of calls that could not be split included."""
 
 GUARDS = {
-    "tracer.byhand.ByHand.verb",
+    "tracer.compositions.Compositions.run",
     "tracer.calls.Calls._bound",
     "tracer.frames.drop_frames",
     "tracer.loaders.Loaders.at_exit",
-    "tracer.modes.Modes.hand_devices",
+    "tracer.modes.Modes.composed_devices",
     "tracer.recorder.Recorder._fetch_raised",
     "tracer.recorder.Recorder.failed",
     "tracer.recorder.Recorder.inside_of",
@@ -136,7 +136,7 @@ def test_that_it_was_tried(runs: dict[str, Traced]) -> None:
     assert len(run.warnings) + len(run.events("warning")) > 50
     by_hand_broken = {function(name) for name in by_hand.said}
     assert not any(math.isnan(number) for number in by_hand.said["nothing"][1])
-    for module in ("byhand", "memory_looks", "pause", "stages", "storages"):
+    for module in ("compositions", "memory_looks", "pause", "stages", "storages"):
         assert sum(name.startswith(f"tracer.{module}.") for name in by_hand_broken) >= 3
     assert broken | by_hand_broken >= GUARDS
 

@@ -12,7 +12,7 @@ from tracing import Script, Traced, traced
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Call
 
-VERBS = ["scatter", "replicate", "parallel_apply", "gather"]
+PRIMITIVES = ["scatter", "replicate", "parallel_apply", "gather"]
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +70,10 @@ def test_whole_calls(steered: Any, root: str, via: str, shares: list[int], toggl
         if call.mode == "single":
             assert (call.virtual, rows(call), len(call.devices)) == (False, [30], 1)
             continue
-        assert (call.virtual, rows(call), list(call.phases)) == (True, shares, VERBS)
+        assert (call.virtual, rows(call), list(call.phases)) == (True, shares, PRIMITIVES)
         assert call.devices == tuple(f"cpu:{i}" for i in range(len(shares)))
         assert [r.outputs[0].shape for r in call.replicas if r.outputs] == [(share, 2) for share in shares]
-        assert all(call.phases[verb].host_ns > 0 for verb in VERBS)
+        assert all(call.phases[name].host_ns > 0 for name in PRIMITIVES)
         ends = [phase.offset_ns + phase.host_ns for phase in call.phases.values()]
         assert max(ends) <= call.wall_ns
         assert set(call.absent) == {"device_ms"}
@@ -87,7 +87,7 @@ def test_what_is_inside_a_forward_stands_for_the_whole(steered: Any) -> None:
 def test_what_a_subclass_bypasses_is_absent_with_the_reason(steered: Any) -> None:
     run, _, _ = steered
     dealt = first(run, "OverGraphs", "Listed")[0]
-    assert list(dealt.phases) == VERBS[1:]
+    assert list(dealt.phases) == PRIMITIVES[1:]
     assert "its own forward, scatter" in dealt.absent["scatter"]
     assert [[size.path for size in r.inputs or ()] for r in dealt.replicas] == [
         ["0.0.x", "0.1.x", "0.2.x"],
@@ -106,7 +106,7 @@ def test_what_a_subclass_bypasses_is_absent_with_the_reason(steered: Any) -> Non
 def test_without_a_gather_the_result_as_a_whole_is_not_known(steered: Any) -> None:
     run, _, _ = steered
     for call in first(run, "Lone", "data_parallel"):
-        assert (list(call.phases), rows(call), call.outputs) == (VERBS[:3], [15, 15], None)
+        assert (list(call.phases), rows(call), call.outputs) == (PRIMITIVES[:3], [15, 15], None)
         assert "did not gather" in call.absent["gather"]
         assert as_json(call)["outputs"] is None
         assert "did not gather" in as_json(call)["absent"]["outputs"]
@@ -134,8 +134,8 @@ def test_time_of_hand_made_calls_is_forward(steered: Any) -> None:
         assert len(inside) == 10
         assert {"forward", "backward", "optimizer"} <= set(step.phases)
         assert step.samples == 30
-        verbs = sum(phase.host_ns for call in inside for phase in call.phases.values())
-        assert 0 < verbs <= step.phases["forward"]
+        primitives_ns = sum(phase.host_ns for call in inside for phase in call.phases.values())
+        assert 0 < primitives_ns <= step.phases["forward"]
 
 
 INSIDE = """
@@ -292,7 +292,7 @@ def test_the_examples(tmp_path: Path) -> None:
         call
         for step in range(1, 5)
         for call in (
-            (step, "Linear", "DataParallel", [15, 15], VERBS),
-            (step, "Head", "Attributes", [15, 15], VERBS),
+            (step, "Linear", "DataParallel", [15, 15], PRIMITIVES),
+            (step, "Head", "Attributes", [15, 15], PRIMITIVES),
         )
     ]

@@ -134,7 +134,7 @@ for number, x in enumerate(torch.utils.data.DataLoader(torch.randn(40, 4), batch
 """
 
 
-def test_an_interrupt_in_gather_has_no_frame_of_a_timed_verb(tmp_path: Path, form: str) -> None:
+def test_an_interrupt_in_gather_has_no_frame_of_a_timed_primitive(tmp_path: Path, form: str) -> None:
     run = traced(tmp_path, INTERRUPTED, form, replicas=2)
     assert any(name.endswith("scatter_gather.py") for name in run.said), "it was in gather"
     assert [name for name in run.said if name.endswith("lane.py")] == []

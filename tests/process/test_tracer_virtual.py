@@ -91,8 +91,8 @@ def test_the_tutorials_tables(tutorials: dict[tuple[int, bool], Traced], count: 
         assert [spelt(replica.outputs) for replica in call.replicas] == [sizes(rows, 2, "") for rows in table]
         assert spelt(call.inputs) == sizes(sum(table), 5, "0")
         assert spelt(call.outputs) == sizes(sum(table), 2, "")
-        verbs = ["scatter"] if count == 1 else ["scatter", "replicate", "parallel_apply", "gather"]
-        assert list(call.phases) == verbs
+        primitives = ["scatter"] if count == 1 else ["scatter", "replicate", "parallel_apply", "gather"]
+        assert list(call.phases) == primitives
         assert 0 < sum(phase.host_ns for phase in call.phases.values()) <= call.wall_ns
     assert [step.samples for step in run.steps()] == [30, 30, 30, 10]
     assert run.complaints == []

@@ -101,7 +101,7 @@ def test_a_failed_attempt_leaves_nothing() -> None:
         with script.phase("scatter", 2.0):
             script.copy()
         script.write(Kind.REPLICA, script.now, 1000, Flag.FAILED, 1)
-        script.write(Kind.AGAIN, script.now, 0)
+        script.write(Kind.RESTARTED, script.now, 0)
         script.backward(3.0)
     result = assembled(script)
     (call,), (step,) = result.calls, result.steps
@@ -197,7 +197,7 @@ def compose(script: Script, names: str, site: int, failed: bool = False) -> None
             rows += 1
         elif letter == "g":
             more["outputs"] = script.sizes(9, path="")
-        flags = Flag.HAND | (LEARNS | Flag.DP | Flag.FAILED * failed if letter == "p" else 0)
+        flags = Flag.BY_SCRIPT | (LEARNS | Flag.DP | Flag.FAILED * failed if letter == "p" else 0)
         with script.phase(name, 1.0, flags, site if letter == "p" else 0, **more):
             if letter == "p":
                 for index in range(2):

@@ -141,7 +141,7 @@ class Chance:
             learns = Flag.TRAINING | Flag.GRAD if name == "parallel_apply" else 0
             size = script.sizes(4)
             site = self.models[3] if name == "parallel_apply" else 0
-            with script.phase(name, 1.0, Flag.HAND | Flag.DP | learns, site, inputs=size, outputs=size):
+            with script.phase(name, 1.0, Flag.BY_SCRIPT | Flag.DP | learns, site, inputs=size, outputs=size):
                 if name == "parallel_apply":
                     for index in (1, 0):
                         script.write(Kind.REPLICA, script.now, 1000, 0, index, inputs=size, outputs=size)
@@ -155,7 +155,7 @@ SEEDS = range(25)
 def bound(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that are held until they end, and steps that are recorded in parts."""
     if request.param == "in parts":
-        monkeypatch.setattr(step_rules, "MOST_HELD", 3)
+        monkeypatch.setattr(step_rules, "MAX_HELD", 3)
 
 
 @pytest.mark.usefixtures("bound")
@@ -311,7 +311,7 @@ def test_damaged_spans_raise_nothing(seed: int) -> None:
     for at in range(0, len(spans), 50):
         payloads += assembler.feed(spans[at : at + 50], lines if at == 0 else [])
         assert 0 <= assembler.position <= len(spans)
-        payloads += assembler.under_way(draw.randrange(20), draw.getrandbits(64))
+        payloads += assembler.take_current_span(draw.randrange(20), draw.getrandbits(64))
         assert Assembler.resumed(assembler.state(), lines).position == assembler.position
     payloads += assembler.end()
     decoder = Decoder(0)

@@ -8,7 +8,7 @@ import pytest
 from pretend import Script, decoded
 
 from dpmon.assemble import Assembler
-from dpmon.assemble.sampling import MOST, STEPS, Sampling
+from dpmon.assemble.sampling import MAX_ONE_IN, STEPS, Sampling
 from dpmon.record.payloads import UNTIMED
 from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Span
 from dpmon.record.wire import Untimed, packed_json
@@ -38,8 +38,8 @@ def decided(wall_ns: int, times: int, steps: int = STEPS, sampling: Sampling | N
         (4 * MS, 4, 2),
         (1 * MS, 5, 6),
         (1 * MS, 40, 48),
-        (1_000, 40, MOST),
-        (0, 4, MOST),
+        (1_000, 40, MAX_ONE_IN),
+        (0, 4, MAX_ONE_IN),
     ],
 )
 def test_timing_costs_at_most_one_per_cent(wall_ns: int, times: int, one_in: int) -> None:
@@ -123,7 +123,7 @@ def test_a_step_that_is_left_out_is_not_waited_for() -> None:
     script.parallel(net)
     with script.phase("backward"):
         script.copy()
-    script.spans = [span._replace(flags=span.flags | Flag.SKIPPED) for span in script.spans]
+    script.spans = [span._replace(flags=span.flags | Flag.UNTIMED) for span in script.spans]
     script.fetch()
     (call,), (step,), *_ = decoded(Assembler().feed(script.spans, script.told(0, len(script.lines))))
     assert call.absent["device_ms"] == step.untimed == UNTIMED[Untimed.SAMPLED]

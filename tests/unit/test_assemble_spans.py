@@ -105,7 +105,7 @@ def test_primitives_by_hand_are_forward_also_within_a_call() -> None:
     def by_hand() -> None:
         for name in ("scatter", "parallel_apply", "gather"):
             learns = (Flag.TRAINING | Flag.GRAD) * (name == "parallel_apply")
-            with script.phase(name, 1.0, Flag.HAND | Flag.DP | learns, hand if learns else 0):
+            with script.phase(name, 1.0, Flag.BY_SCRIPT | Flag.DP | learns, hand if learns else 0):
                 pass
 
     with script.phase("call", 1.0, *script.called(net, True, 8)):
@@ -157,9 +157,9 @@ def test_a_long_step() -> None:
 
 
 @pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("held", [3, step_rules.MOST_HELD])
+@pytest.mark.parametrize("held", [3, step_rules.MAX_HELD])
 def test_the_first_ones_of_many(monkeypatch: pytest.MonkeyPatch, held: int, nested: bool) -> None:
-    monkeypatch.setattr(step_rules, "MOST_HELD", held)
+    monkeypatch.setattr(step_rules, "MAX_HELD", held)
     script = Script()
     net = script.model()
     script.fetch()
@@ -181,10 +181,10 @@ def test_the_first_ones_of_many(monkeypatch: pytest.MonkeyPatch, held: int, nest
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("held", [3, step_rules.MOST_HELD])
+@pytest.mark.parametrize("held", [3, step_rules.MAX_HELD])
 def test_whatever_the_loop(monkeypatch: pytest.MonkeyPatch, held: int, seed: int) -> None:
     """They are in order, in whatever portions the spans come, and after a predecessor."""
-    monkeypatch.setattr(step_rules, "MOST_HELD", held)
+    monkeypatch.setattr(step_rules, "MAX_HELD", held)
     script = Chance(seed).run(8)
     whole = in_portions(script, [])
     assert decoded(whole).steps

@@ -965,9 +965,9 @@ def test_a_fetch_that_has_begun_ends_the_step() -> None:
     assembler = Assembler()
     out = assembler.feed(script.spans[:-1], script.told(0, len(script.lines)))
     assert len(decoded(out).steps) == 1
-    assert assembler.under_way(Kind.BACKWARD, script.spans[-1].start) == []
-    assert assembler.under_way(Kind.FETCH, script.spans[-2].start) == []
-    out += assembler.under_way(Kind.FETCH, script.spans[-1].start)
+    assert assembler.take_current_span(Kind.BACKWARD, script.spans[-1].start) == []
+    assert assembler.take_current_span(Kind.FETCH, script.spans[-2].start) == []
+    out += assembler.take_current_span(Kind.FETCH, script.spans[-1].start)
     assert decoded(out).steps == whole
     out += assembler.feed(script.spans[-1:], [])
     out += assembler.end()

@@ -16,7 +16,7 @@ from synthetic import SECOND, Training
 from test_run_playback import a_run
 
 from dpmon.cli.speak import closing, speak
-from dpmon.cli.summary import Line, fitted, summary, summary_lines
+from dpmon.cli.summary import SummaryLine, fitted, summary, summary_lines
 from dpmon.record.wire import pack_event
 from dpmon.run.rundir import load_exit
 from dpmon.text.cells import cut
@@ -34,26 +34,36 @@ def test_all_of_it_where_there_is_room(state: Path) -> None:
     assert fitted(lines, 100, 100, MORE) == summary_lines(directory, load_exit(directory)) == [t for _, t in lines]
 
 
-def a_summary() -> list[Line]:
+def a_summary() -> list[SummaryLine]:
     """As of a run in two modes: about forty lines, some of them wide."""
-    lines = [Line(0, "examples/linear.py (linear-7f3a): finished in 3 min 41 s")]
+    lines = [SummaryLine(0, "examples/linear.py (linear-7f3a): finished in 3 min 41 s")]
     for mode in ("dp", "single"):
-        lines += [Line(1, f"{mode}: 12,000 steps, 12,000 calls, 14.2k samples/s"), Line(2, f"  step {mode}")]
+        lines += [
+            SummaryLine(1, f"{mode}: 12,000 steps, 12,000 calls, 14.2k samples/s"),
+            SummaryLine(2, f"  step {mode}"),
+        ]
         for phase in ("data", "forward", "backward", "optimizer", "other"):
-            lines.append(Line(4, f"    {phase}  {mode}"))
-            lines += [Line(6, f"      {part} {mode}") for part in ("scatter", "gather") if phase == "forward"]
-    lines += [Line(5, "replicas"), *(Line(5, f"  dp replica {i} cpu:{i} " + "[8, 5] " * 9) for i in range(8))]
-    lines += [Line(6, "memory"), Line(6, "  cuda:0 " + "model 3 GiB, " * 9)]
-    return [*lines, Line(3, "warning: lost"), Line(0, "record: /state/dpmon/runs/x  (dpmon export linear-7f3a)")]
+            lines.append(SummaryLine(4, f"    {phase}  {mode}"))
+            lines += [SummaryLine(6, f"      {part} {mode}") for part in ("scatter", "gather") if phase == "forward"]
+    lines += [
+        SummaryLine(5, "replicas"),
+        *(SummaryLine(5, f"  dp replica {i} cpu:{i} " + "[8, 5] " * 9) for i in range(8)),
+    ]
+    lines += [SummaryLine(6, "memory"), SummaryLine(6, "  cuda:0 " + "model 3 GiB, " * 9)]
+    return [
+        *lines,
+        SummaryLine(3, "warning: lost"),
+        SummaryLine(0, "record: /state/dpmon/runs/x  (dpmon export linear-7f3a)"),
+    ]
 
 
 @pytest.mark.parametrize("columns", [40, 73, 113])
 def test_the_most_telling_lines_stay_in_their_order(columns: int) -> None:
     lines = a_summary()
     # A long one is cut, all the same however many rows there are.
-    lines = [Line(rank, cut(text, 2 * columns) if rank else text) for rank, text in lines]
+    lines = [SummaryLine(priority, cut(text, 2 * columns) if priority else text) for priority, text in lines]
     everything = [text for _, text in lines]
-    ranks = {text: rank for rank, text in lines}
+    priorities = {text: priority for priority, text in lines}
     before: set[str] = set()
     for rows in range(8, rows_of(everything, columns)):
         shown = fitted(lines, rows, columns, MORE)
@@ -65,13 +75,14 @@ def test_the_most_telling_lines_stay_in_their_order(columns: int) -> None:
         assert [text for text in everything if text in shown] == shown
         assert before <= set(shown), "with more room there is more"
         before = set(shown)
-        gone = [ranks[text] for text in everything if text not in before and text not in ("replicas", "memory")]
-        assert max(ranks[text] for text in shown) <= min(gone), "nothing stays for what is worth more"
+        gone = [priorities[text] for text in everything if text not in before and text not in ("replicas", "memory")]
+        assert max(priorities[text] for text in shown) <= min(gone), "nothing stays for what is worth more"
 
 
 def test_a_long_line_does_not_end_the_search_for_room() -> None:
-    lines = [Line(0, "ended"), Line(1, "dp"), Line(3, "warning: " + "lost " * 100), Line(4, "  data"), Line(5, "who"),
-             Line(5, "  0"), *[Line(6, f"    {number}") for number in range(9)], Line(0, "record")]  # fmt: skip
+    lines = [SummaryLine(0, "ended"), SummaryLine(1, "dp"), SummaryLine(3, "warning: " + "lost " * 100)]
+    lines += [SummaryLine(4, "  data"), SummaryLine(5, "who"), SummaryLine(5, "  0")]
+    lines += [*(SummaryLine(6, f"    {number}") for number in range(9)), SummaryLine(0, "record")]
     shown = fitted(lines, 9, 40, "x")
     assert [line.strip()[:6] for line in shown] == ["ended", "dp", "warnin", "data", "who", "0", "9 more", "record"]
     assert rows_of(shown, 40) == 9
@@ -161,18 +172,30 @@ def test_a_file_is_told_as_ever(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 def test_no_heading_stays_without_what_is_under_it() -> None:
-    lines = [Line(0, "ended"), Line(1, "dp"), Line(5, "replicas"), Line(5, "  0"), Line(5, "  1"), Line(0, "record")]
+    lines = [
+        SummaryLine(0, "ended"),
+        SummaryLine(1, "dp"),
+        SummaryLine(5, "replicas"),
+        SummaryLine(5, "  0"),
+        SummaryLine(5, "  1"),
+        SummaryLine(0, "record"),
+    ]
     assert fitted(lines, 4, 80, "more") == ["ended", "dp", "3 more lines: more", "record"]
     assert fitted(lines, 5, 80, "more") == ["ended", "dp", "3 more lines: more", "record"]
     assert fitted(lines, 6, 80, "more") == [text for _, text in lines]
 
 
 def test_a_warning_is_worth_more_than_a_phase() -> None:
-    lines = [Line(0, "ended"), Line(4, "  data"), Line(3, "warning: lost"), Line(0, "record")]
+    lines = [
+        SummaryLine(0, "ended"),
+        SummaryLine(4, "  data"),
+        SummaryLine(3, "warning: lost"),
+        SummaryLine(0, "record"),
+    ]
     assert fitted(lines, 4, 80, "x") == [text for _, text in lines]
-    lines.insert(1, Line(1, "dp"))
+    lines.insert(1, SummaryLine(1, "dp"))
     assert fitted(lines, 4, 80, "x") == ["ended", "dp", "2 more lines: x", "record"]
-    assert fitted([*lines[:-1], Line(5, " r"), lines[-1]], 5, 80, "x")[1:3] == ["dp", "warning: lost"]
+    assert fitted([*lines[:-1], SummaryLine(5, " r"), lines[-1]], 5, 80, "x")[1:3] == ["dp", "warning: lost"]
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(24, 80), (12, 60)])

@@ -23,9 +23,9 @@ SIZES = (Size("0", (4, 8), "float32", 128, (8, 8)), Size("mask", (8,), "bool", 8
 
 def test_a_definition_keeps_it() -> None:
     definitions = Definitions()
-    assert definitions.hear({"define": 7, "value": WRITTEN})
+    assert definitions.add({"define": 7, "value": WRITTEN})
     assert [list(size) for size in definitions.sizes(7)] == WRITTEN
-    assert not Definitions().hear({"define": 7, "value": [["0", [4], "float32", 16, ["4"]]]})
+    assert not Definitions().add({"define": 7, "value": [["0", [4], "float32", 16, ["4"]]]})
     decoder = Decoder(0)
     for payload in definitions.payloads(7):
         decoder.decode(payload)

@@ -48,7 +48,7 @@ class FakeNvml(Nvml):
 
     def open(self) -> str | None:
         if self.absent is None:
-            self.forgot = False
+            self.uninitialised = False
             self._nvml = SimpleNamespace(
                 nvmlDeviceGetCount=lambda: 2,
                 nvmlShutdown=self._shutdown,
@@ -270,7 +270,7 @@ def test_what_torch_says_in_a_training_process_is_believed(make: Any) -> None:
     sampler, watch = make(nvml)
 
     def say(process: Any, devices: Any) -> None:
-        sampler.heard(pack_event("memory", {"process": process, "devices": devices}), os.getpid())
+        sampler.take_event(pack_event("memory", {"process": process, "devices": devices}), os.getpid())
 
     say(3, [{"device": "cuda:0", "uuid": "1", "reserved_bytes": 500}, {"device": "cpu"}, "junk"])
     watch.until(lambda e: [d for d in of_kind(e, "device") if d["index"] == 1 and d["of_run"]], "the GPU of the run")
@@ -280,7 +280,7 @@ def test_what_torch_says_in_a_training_process_is_believed(make: Any) -> None:
     for junk in (None, {}, [{"uuid": 5}], [{"uuid": "x", "reserved_bytes": True}]):
         say(4, junk)
     say("x", [])
-    sampler.heard(b"\x04{", os.getpid())
+    sampler.take_event(b"\x04{", os.getpid())
 
 
 def test_what_a_process_held_that_has_ended_is_held_no_more(make: Any) -> None:
@@ -288,7 +288,7 @@ def test_what_a_process_held_that_has_ended_is_held_no_more(make: Any) -> None:
     ended = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     for process, pid in ((0, os.getpid()), (1, ended.pid)):
         devices = [{"device": "cuda:0", "uuid": "1", "reserved_bytes": 500 + process}]
-        sampler.heard(pack_event("memory", {"process": process, "devices": devices}), pid)
+        sampler.take_event(pack_event("memory", {"process": process, "devices": devices}), pid)
 
     def last(events: Any) -> Any:
         return next((e.data for e in reversed(events) if e.kind == "device" and e.data["index"] == 1), {})

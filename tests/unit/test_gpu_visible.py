@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dpmon.gpu.share import bare
+from dpmon.gpu.share import bare_uuid
 from dpmon.gpu.visible import Gpu, cuda_order, visible_gpus
 
 A, B, C, D = (
@@ -13,10 +13,10 @@ A, B, C, D = (
     "GPU-abcdef01-d72c-4106-c12f-20bd9faed9f6",
     "GPU-5a5a5a5a-d72c-4106-c12f-20bd9faed9f6",
 )
-FOUR = [Gpu(uuid, frozenset({bare(uuid)})) for uuid in (A, B, C, D)]
+FOUR = [Gpu(uuid, frozenset({bare_uuid(uuid)})) for uuid in (A, B, C, D)]
 M = "MIG-11111111-d72c-4106-c12f-20bd9faed9f6"
 N = "MIG-22222222-d72c-4106-c12f-20bd9faed9f6"
-DIVIDED = [FOUR[0], Gpu(B, frozenset({bare(B), bare(M), bare(N)})), FOUR[2], FOUR[3]]
+DIVIDED = [FOUR[0], Gpu(B, frozenset({bare_uuid(B), bare_uuid(M), bare_uuid(N)})), FOUR[2], FOUR[3]]
 
 # Under CUDA_DEVICE_ORDER=PCI_BUS_ID, on a machine with four GPUs.
 PLAIN: dict[str | None, list[int]] = {

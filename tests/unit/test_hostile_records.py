@@ -21,7 +21,7 @@ def test_every_reader_survives(
     drained: bool,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("dpmon.cli.commands.look_after", lambda directory: None)
+    monkeypatch.setattr("dpmon.cli.commands.ensure_supervisor", lambda directory: None)
     training = Training()
     own = [host_event(1.0), device_event(1.0, 0), *spoiled(DAMAGE[what])]
     records = [*training.begin(), *training.run(5), *spoiled(DAMAGE[what]), *training.run(5)]

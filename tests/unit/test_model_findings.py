@@ -9,7 +9,7 @@ import pytest
 
 from dpmon.model.compare import Comparison, Interval
 from dpmon.model.evidence import BatchFacts, DeviceFacts, Evidence, HostFacts, LongStep, ModeFacts, ReplicaFacts
-from dpmon.model.finding import MIN_STEPS, took
+from dpmon.model.finding import MIN_STEPS, duration_words
 from dpmon.model.findings import findings
 from dpmon.model.memory import Held
 from dpmon.store.figures import PhaseFigures
@@ -371,4 +371,4 @@ def test_stalls_among_deleted_steps_are_told_as_the_least_there_were() -> None:
     ],
 )  # fmt: skip
 def test_durations_have_three_digits(ns: float | None, text: str) -> None:
-    assert took(ns) == text
+    assert duration_words(ns) == text

@@ -19,7 +19,7 @@ from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, create_run, load_exit
 from dpmon.supervise import guard as guards
 from dpmon.supervise.guard import Guard, Successors
-from dpmon.supervise.outcome import open_pipe, tell_outcome
+from dpmon.supervise.outcome import open_pipe, send_outcome
 from dpmon.supervise.start import Started
 
 COMMAND = """
@@ -149,7 +149,7 @@ def test_a_supervisor_that_ends_between_two_looks_was_not_killed(state: Path, mo
     """And could not write exit.json, so that only its pipe says how the run ended."""
     directory, _ = create_run(RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True))
     ours, theirs = open_pipe()
-    supervisor = Ends(lambda: tell_outcome(theirs, ended(5)))
+    supervisor = Ends(lambda: send_outcome(theirs, ended(5)))
     reader = RunReader(directory)
     follower = Follower(reader)
     said: list[str] = []
@@ -166,7 +166,7 @@ def test_what_a_supervisor_has_told_holds_if_it_stalls_then(state: Path, monkeyp
     """It was stopped when it had reaped the command and not yet written exit.json."""
     directory, _ = create_run(RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True))
     ours, theirs = open_pipe()
-    tell_outcome(theirs, ended(5))
+    send_outcome(theirs, ended(5))
     guard = Guard(RunReader(directory), Started(Ends(lambda: None, lives=1 << 30), ours))  # type: ignore[arg-type]
     guard.look()
     assert guard.exit() is None, "it may be about to write exit.json"
@@ -197,7 +197,7 @@ def test_what_was_told_while_it_lived_holds_once_it_has_gone(state: Path, monkey
     directory, _ = create_run(RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True))
     monkeypatch.setattr(Successors, "start_if_needed", lambda *_: None)
     ours, theirs = open_pipe()
-    tell_outcome(theirs, ended(5))
+    send_outcome(theirs, ended(5))
     guard = Guard(RunReader(directory), Started(Ends(lambda: None, lives=2), ours))  # type: ignore[arg-type]
     wait_for(lambda: not guard.look(), 10)
     assert guard.outcome is not None

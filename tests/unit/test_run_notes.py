@@ -11,8 +11,8 @@ from test_cli_progress import FakeReader
 
 from dpmon.cli.checks.trial import _warnings
 from dpmon.cli.progress import Progress
+from dpmon.run.activities import newest_stage, stages
 from dpmon.run.notes import Note, WarningsLog, parse_notes
-from dpmon.run.standing import newest_stage, stages
 from dpmon.run.uncaught import every_uncaught
 
 DAMAGE = {

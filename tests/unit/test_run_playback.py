@@ -11,9 +11,9 @@ from dpmon.model.state import State
 from dpmon.record.wire import pack_event, pack_step
 from dpmon.ring import Ring
 from dpmon.run.rundir import ExitInfo, RunInfo, create_run, save
-from dpmon.store.as_of import AsOf
 from dpmon.store.drain import Drain
 from dpmon.store.opened import open_store
+from dpmon.store.store_at import StoreAt
 from dpmon.ui.playback import Player
 
 SECOND = 1_000_000_000
@@ -73,7 +73,7 @@ def player(state: Path, clock: Clock) -> Player:
 def shown(player: Player) -> State:
     """The state as of where the playback is."""
     with open_store(player.directory) as store:
-        return Snapshots().take(AsOf(store, player.position_ns), store)
+        return Snapshots().take(StoreAt(store, player.position_ns), store)
 
 
 def last_step(state: State) -> int:
@@ -108,7 +108,7 @@ def test_from_the_beginning_in_real_time(player: Player, clock: Clock) -> None:
 def test_speeds(player: Player, clock: Clock, speed_steps: int) -> None:
     player.play()
     for _ in range(abs(speed_steps)):
-        player.faster(1 if speed_steps > 0 else -1)
+        player.change_speed(1 if speed_steps > 0 else -1)
     clock.pass_s(2)
     wanted = min(int(2 * player.speed * SECOND), player.length_ns)
     assert player.position_ns == pytest.approx(wanted, abs=2)

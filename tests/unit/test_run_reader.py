@@ -19,9 +19,9 @@ from dpmon.record.spans import DOING
 from dpmon.record.wire import pack_event
 from dpmon.ring import Ring
 from dpmon.run import proc
+from dpmon.run.activities import ProcessActivity, process_activities
 from dpmon.run.reader import Pause, RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, create_run, save
-from dpmon.run.standing import Standing, standings
 from dpmon.span_ring import SpanRing, Word
 from dpmon.supervise.adopt import last_sign
 
@@ -54,13 +54,13 @@ class Process:
         path = str(directory / f"process-{process}.ring")
         ring = SpanRing(path, process=process, rank=rank, world=world, start_ns=START, slots=64)
         self.words, self.kinds = ring.words, ring.kinds
-        self.words[Word.TRAINS] = 3
+        self.words[Word.TRAINING_THREAD] = 3
 
     def does(self, what: str, since_ns: int) -> None:
         """Say that the training thread has begun this."""
         self.words[Word.ENDED] = what == "ended"
         kind = 0 if what in ("other", "ended") else next(kind for kind, name in DOING.items() if name == what)
-        self.words[Word.UNDER_WAY + 3] = since_ns
+        self.words[Word.SPAN_START + 3] = since_ns
         self.kinds[3] = kind
 
     def asked(self) -> tuple[int, int]:
@@ -143,8 +143,8 @@ def test_what_a_process_does(run: tuple[Path, RunInfo], reader: RunReader, what:
     writer.does(what, 77_000)
     assert reader.activities() == {0: (what, 0 if what == "ended" else 77_000)}
     said = {"other": "in the script", "data": "waiting for data", "paused": "paused", "ended": "at its end"}
-    expected = Standing(0, 1, os.getpid(), said.get(what, f"in {what}"), 77_000)
-    assert standings(run[0], over=False) == standings(run[0], over=True) == [expected]
+    expected = ProcessActivity(0, 1, os.getpid(), said.get(what, f"in {what}"), 77_000)
+    assert process_activities(run[0], over=False) == process_activities(run[0], over=True) == [expected]
     assert last_sign(run[0], run[1]) == (START, what == "ended", None)
 
 

@@ -289,16 +289,16 @@ def test_a_request_for_a_pause_and_its_answer(ring: SpanRing, reader: SpanReader
 
 
 def test_what_each_thread_is_in(ring: SpanRing, reader: SpanReader) -> None:
-    assert reader.under_way() == (0, 0)
-    ring.words[Word.UNDER_WAY + 5] = 99
+    assert reader.current_span() == (0, 0)
+    ring.words[Word.SPAN_START + 5] = 99
     ring.kinds[5] = Kind.BACKWARD
-    ring.words[Word.UNDER_WAY] = 55
-    assert reader.under_way(5) == (Kind.BACKWARD, 99)
-    assert reader.under_way() == (0, 55)
-    ring.words[Word.TRAINS] = 5
-    assert reader.under_way() == (Kind.BACKWARD, 99)
-    ring.words[Word.TRAINS] = (1 << 64) - 1  # damage
-    assert reader.under_way() == (0, 0)
+    ring.words[Word.SPAN_START] = 55
+    assert reader.current_span(5) == (Kind.BACKWARD, 99)
+    assert reader.current_span() == (0, 55)
+    ring.words[Word.TRAINING_THREAD] = 5
+    assert reader.current_span() == (Kind.BACKWARD, 99)
+    ring.words[Word.TRAINING_THREAD] = (1 << 64) - 1  # damage
+    assert reader.current_span() == (0, 0)
     assert not reader.ended()
     ring.words[Word.ENDED] = 1
     assert reader.ended()
@@ -370,7 +370,7 @@ def test_a_ring_that_is_truncated_under_its_reader(ring: SpanRing, reader: SpanR
         with pytest.raises(RingError, match="truncated"):
             action()
     os.truncate(path, 100)
-    for action in (reader.words, reader.under_way, lambda: reader.request(1), reader.ended):
+    for action in (reader.words, reader.current_span, lambda: reader.request(1), reader.ended):
         with pytest.raises(RingError, match="truncated"):
             action()
     assert os.stat(path).st_size == 100, "a request does not make the file grow again"
@@ -419,7 +419,7 @@ def test_a_damaged_ring_ends_and_counts(path: str, seed: int) -> None:
         found: list[Span] = []
         for _ in range(10):
             found += reader.read(0, over=chance.random() < 0.5)
-            reader.under_way(), reader.has_more(), reader.acknowledged()
+            reader.current_span(), reader.has_more(), reader.acknowledged()
         found += reader.read(0, over=True)
         assert len(found) <= 64
         assert reader.at_end

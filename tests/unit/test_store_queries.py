@@ -59,7 +59,7 @@ def test_any_time_is_covered_exactly_by_the_fewest_tallies(tmp_path: Path, seed:
         for _ in range(300):
             begin = chance.randrange(newest + 1)
             end = min(begin + int(chance.lognormvariate(6, 3)), 1 << 40)
-            found = store.cover(begin, end)
+            found = store.stretches(begin, end)
             at = begin
             for width, first, last in found:
                 assert first == at < last
@@ -84,7 +84,7 @@ def test_no_deleted_tally_is_asked_for(tmp_path: Path, seed: int) -> None:
         for _ in range(300):
             begin = chance.randrange(newest + 1)
             end = begin + 1 + int(chance.lognormvariate(6, 3))
-            found = store.cover(begin, end)
+            found = store.stretches(begin, end)
             for width, first, _ in found:
                 assert first >= pruned.get(width, 0)
             for (_, _, last), (_, first, _) in itertools.pairwise(found):

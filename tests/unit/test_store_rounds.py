@@ -16,10 +16,10 @@ def of_ranks(count: int, *groups: list[int]) -> Rounds:
     """The rounds of processes 0, 1, ... with the same ranks; `groups`: their process groups."""
     rounds = Rounds()
     for rank in range(count):
-        rounds.heard(rank, "process", {"rank": rank, "world": count})
+        rounds.take_event(rank, "process", {"rank": rank, "world": count})
     for group in groups:
         for rank in group:
-            rounds.heard(rank, "ddp", {"rank": rank, "group": group})
+            rounds.take_event(rank, "ddp", {"rank": rank, "group": group})
     return rounds
 
 
@@ -106,7 +106,7 @@ def test_a_job_that_was_started_again_is_not_joined_with_its_earlier_processes()
     rounds = of_ranks(2)
     rounds.step(0, step(0, 1, 10))
     for rank in range(2):
-        rounds.heard(2 + rank, "ddp", {"rank": rank, "group": [0, 1]})
+        rounds.take_event(2 + rank, "ddp", {"rank": rank, "group": [0, 1]})
     assert rounds.step(3, step(3, 1, 10)) == []  # rank 1 of the new job does not meet rank 0 of the old one
     assert told(rounds.step(2, step(2, 1, 15))) == {2: (10, 5, None), 3: (10, 0, 5)}
     assert rounds.step(0, step(0, 2, 10)) == []
@@ -115,7 +115,7 @@ def test_a_job_that_was_started_again_is_not_joined_with_its_earlier_processes()
 def test_a_child_that_only_has_the_rank_of_its_parent_changes_nothing() -> None:
     rounds = of_ranks(2, [0, 1])
     rounds.step(0, step(0, 1, 10))
-    rounds.heard(2, "process", {"rank": 0, "world": 2})
+    rounds.take_event(2, "process", {"rank": 0, "world": 2})
     assert rounds.ended(2) == []
     assert len(rounds.step(1, step(1, 1, 15))) == 2
     rounds.step(0, step(0, 2, 10))
@@ -131,8 +131,8 @@ def test_wrappers_of_different_groups_are_not_joined() -> None:
 def test_processes_without_ranks_are_left_alone() -> None:
     rounds = Rounds()
     assert rounds.step(0, step(0, 1, 10)) == []
-    rounds.heard(1, "process", {"rank": 0, "world": 1})
+    rounds.take_event(1, "process", {"rank": 0, "world": 1})
     assert rounds.step(1, step(1, 1, 10)) == []
     for damaged in ({"rank": "0"}, {"rank": 0, "world": -2}, {"rank": 0, "group": ["x"]}, {"rank": 5, "group": [0]}):
-        rounds.heard(2, "process" if "world" in damaged else "ddp", damaged)
+        rounds.take_event(2, "process" if "world" in damaged else "ddp", damaged)
     assert rounds.step(2, step(2, 1, 10)) == []

@@ -224,7 +224,7 @@ def varied(training: Training, chance: random.Random) -> Iterator[None]:
                 training.phase(Kind.FETCH)
                 training.call(Flag.SINGLE)
                 yield
-            training.phase(Kind.FETCH, flags=Flag.OVER | Flag.FAILED)
+            training.phase(Kind.FETCH, flags=Flag.EXHAUSTED | Flag.FAILED)
         elif what < 0.3:  # without a loader
             for _ in range(chance.randrange(1, 3)):
                 training.call()
@@ -251,11 +251,11 @@ def varied(training: Training, chance: random.Random) -> Iterator[None]:
     training.end()
 
 
-@pytest.mark.parametrize("held", [3, step_rules.MOST_HELD])
+@pytest.mark.parametrize("held", [3, step_rules.MAX_HELD])
 @pytest.mark.parametrize("seed", range(size(4, 40)))
 def test_takeovers_leave_no_trace(state: Path, monkeypatch: pytest.MonkeyPatch, seed: int, held: int) -> None:
     """Also where steps are recorded in parts."""
-    monkeypatch.setattr(step_rules, "MOST_HELD", held)
+    monkeypatch.setattr(step_rules, "MAX_HELD", held)
     chance = random.Random(seed)
     runs = Run(), Run()
 
@@ -301,7 +301,7 @@ def test_a_step_is_there_as_soon_as_the_next_one_fetches(run: Run) -> None:
         training.step()
     run.look()
     assert run.steps() == [1, 2], "the third may go on"
-    training.ring.words[Word.UNDER_WAY] = time.monotonic_ns()
+    training.ring.words[Word.SPAN_START] = time.monotonic_ns()
     training.ring.kinds[0] = Kind.FETCH
     run.look()
     assert run.steps() == [1, 2, 3]

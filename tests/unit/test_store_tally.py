@@ -114,4 +114,4 @@ def test_series_beyond_the_numbers_that_there_are_have_none() -> None:
     numbers = [names.number(str(index)) for index in range(70_000)]
     assert numbers[:65_536] == list(range(65_536))
     assert set(numbers[65_536:]) == {None}
-    assert len(names.fresh) == 65_536
+    assert len(names.unwritten) == 65_536

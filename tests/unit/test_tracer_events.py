@@ -273,7 +273,7 @@ def test_a_device_that_is_far_behind_has_whole_turns_timed_or_none() -> None:
         timed.append([span.why == Untimed.NONE for span in spans])
         bench.device.reached = bench.device.now - 30.0  # ten turns behind
         bench.times.collect()
-        bench.times.turn()
+        bench.times.end_step()
         assert len(spans) == 3, number
     assert {tuple(one) for one in timed[1:]} == {(True,) * 3, (False,) * 3}
     assert sum(all(one) for one in timed) >= 4, "those that it comes to make room for others"
@@ -285,7 +285,7 @@ def test_a_turn_that_took_many_events_is_forgotten_in_some_turns() -> None:
         bench.phase(1.0)
     bench.device.reached = bench.device.now
     bench.times.collect()
-    bench.times.turn()
+    bench.times.end_step()
     held: list[Span] = []
     known = 0
     for _ in range(30):
@@ -296,5 +296,5 @@ def test_a_turn_that_took_many_events_is_forgotten_in_some_turns() -> None:
             bench.times.end(held.pop(0))
         bench.device.reached = bench.device.now
         bench.times.collect()
-        bench.times.turn()
+        bench.times.end_step()
     assert known > 10

@@ -20,11 +20,11 @@ SAMPLED = UNTIMED[Untimed.SAMPLED]
 def times(process: Process) -> list[int]:
     """Numbers of the spans whose times have been written."""
     spans = [unpacked(number, *words) for number, words in enumerate(process.spans)]
-    return [span.inputs | span.outputs << 32 for span in spans if span.kind == Kind.TIME]
+    return [span.inputs | span.outputs << 32 for span in spans if span.kind == Kind.DEVICE_TIME]
 
 
 def flags(process: Process) -> list[int]:
-    return [head >> FLAGS_AT & 0x3FF for head, *_ in process.spans if head & 0xFF != Kind.TIME]
+    return [head >> FLAGS_AT & 0x3FF for head, *_ in process.spans if head & 0xFF != Kind.DEVICE_TIME]
 
 
 def test_every_phase_of_a_step_is_timed_from_the_first_call_on() -> None:
@@ -48,7 +48,7 @@ def test_a_time_is_written_in_a_later_step_and_never_waited_for() -> None:
     assert times(process) == [1]
     process.device.reached = process.device.now
     process.phase(Kind.FETCH)
-    spans = [number for number, (head, *_) in enumerate(process.spans) if head & 0xFF != Kind.TIME]
+    spans = [number for number, (head, *_) in enumerate(process.spans) if head & 0xFF != Kind.DEVICE_TIME]
     assert times(process) == [number for number in spans[1:] if number < len(process.spans) - 1]
 
 
@@ -155,7 +155,7 @@ def test_a_part_is_timed_on_its_own_device_and_told_when_it_raised() -> None:
     mark.written(5)
     (word,) = process.spans
     span = unpacked(0, *word)
-    assert (span.kind, span.inputs, span.site & 0xFF, span.site >> 8 & 0xFF) == (Kind.TIME, 5, 1, 1)
+    assert (span.kind, span.inputs, span.site & 0xFF, span.site >> 8 & 0xFF) == (Kind.DEVICE_TIME, 5, 1, 1)
     assert span.site >> 16 == Untimed.RAISED
 
 
@@ -169,7 +169,7 @@ def test_phases_of_a_call_that_touch_share_an_event() -> None:
                 copy = timing.copy_begins(process.me, 0)
                 assert copy is not None
                 copy.end()
-                mark = timing.verb_begins(process.me, (0,), kind)
+                mark = timing.primitive_begins(process.me, (0,), kind)
                 assert mark is not None
                 device.now += 1.0
                 mark.end()
@@ -202,7 +202,7 @@ def test_after_64_steps_a_time_is_late() -> None:
     process = Process()
     for _ in range(68):
         process.step(0)
-    told = [unpacked(0, *words) for words in process.spans if words[0] & 0xFF == Kind.TIME]
+    told = [unpacked(0, *words) for words in process.spans if words[0] & 0xFF == Kind.DEVICE_TIME]
     late = [one.inputs for one in told if one.site >> 16 == Untimed.LATE]
     heads = [head & 0xFF for head, *_ in process.spans]
     assert [heads[number] for number in late[:7]] == [
@@ -256,11 +256,11 @@ def timed_steps(process: Process, count: int) -> list[bool]:
         process.step(0)
         process.device.reached = process.device.now
         of_step = [
-            head >> FLAGS_AT & (Flag.TIMED | Flag.SKIPPED)
+            head >> FLAGS_AT & (Flag.TIMED | Flag.UNTIMED)
             for head, *_ in process.spans[before:]
-            if head & 0xFF != Kind.TIME
+            if head & 0xFF != Kind.DEVICE_TIME
         ]
-        assert set(of_step) in ({Flag.TIMED}, {Flag.SKIPPED})
+        assert set(of_step) in ({Flag.TIMED}, {Flag.UNTIMED})
         found.append(of_step[0] == Flag.TIMED)
     return found
 
@@ -303,7 +303,9 @@ def test_a_fetch_without_a_call_is_no_step_of_a_block() -> None:
         process.phase(Kind.FETCH)
         process.step(0)
         left_out = {
-            bool(head >> FLAGS_AT & Flag.SKIPPED) for head, *_ in process.spans[before:] if head & 0xFF != Kind.TIME
+            bool(head >> FLAGS_AT & Flag.UNTIMED)
+            for head, *_ in process.spans[before:]
+            if head & 0xFF != Kind.DEVICE_TIME
         }
         assert len(left_out) == 1, "the two batches are of one step"
 
@@ -331,12 +333,12 @@ def test_copies_parts_and_phases_that_raise_are_left_out_too() -> None:
     process.phase(Kind.FETCH, 0.5)
     with pytest.raises(ZeroDivisionError):
         process.phase(Kind.FETCH, 1.0, raises)
-    assert flags(process)[-1] == Flag.SKIPPED | Flag.FAILED
+    assert flags(process)[-1] == Flag.UNTIMED | Flag.FAILED
     marks: list[Any] = [process.timing.copy_begins(process.me, 0) for _ in range(100)]
     marks.append(process.timing.replica_begins(("cuda:0",), 0))
     for mark in marks:
         mark.lap()
-        assert mark.end() == mark.raised() == Flag.SKIPPED << FLAGS_AT
+        assert mark.end() == mark.raised() == Flag.UNTIMED << FLAGS_AT
         mark.written(3)
     assert len(process.device.recorded) == 6
     assert times(process) == []

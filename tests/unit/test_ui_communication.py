@@ -10,7 +10,7 @@ import pytest
 from joined import joined_ranks
 from synthetic import SECOND
 
-from dpmon.model.turn import last_turn
+from dpmon.model.step_timeline import last_step_timeline
 from dpmon.record.kinds import Collective
 from dpmon.store.answers import LastSample
 from dpmon.ui import panel_batch, panel_communication, panel_ranks
@@ -167,7 +167,7 @@ def test_every_picture_has_its_size(size: tuple[int, int], count: int, zoom: str
     assert {width_of(row) for row in rows} == {size[0]}
     assert len(rows) == size[1]
     if look is BARE:
-        panels = [*panel_ranks.table(scene, 76, 12, look), *panel_communication.story(scene, 76, 12, look)]
+        panels = [*panel_ranks.table(scene, 76, 12, look), *panel_communication.communication(scene, 76, 12, look)]
         assert not {char for row in panels for char in plain(row)} & set("▇▤░▸↓")
 
 
@@ -193,7 +193,7 @@ def test_where_waits_are_not_known_the_reason_stands_there(how: dict[str, Any], 
     text = texts(panel_ranks.table(scene, 76, 12, LOOK))
     assert text[0].split() == ["rank", "device", "input", "output", "rows", "forward", "backward", "step"]
     assert any(reason in line for line in text)
-    assert reason in " ".join(line.strip() for line in texts(panel_communication.story(scene, 120, 12, LOOK)))
+    assert reason in " ".join(line.strip() for line in texts(panel_communication.communication(scene, 120, 12, LOOK)))
 
 
 def test_waits_in_the_forward_are_said() -> None:
@@ -204,7 +204,7 @@ def test_waits_in_the_forward_are_said() -> None:
 
 def test_the_communication_panel_tells_the_story() -> None:
     scene = scene_of(4, slow=2, passes=((0, 1), (1, 0)), wrapper={"comm_hook": "bf16_compress_hook"})
-    text = texts(panel_communication.story(scene, 116, 30, LOOK))
+    text = texts(panel_communication.communication(scene, 116, 30, LOOK))
     found = {line.split()[0]: line for line in text}
     assert found["exposed"].startswith("exposed  1.06 ms a step, "), "half of the steps average nothing"
     assert found["hidden"] == "hidden   74 % of 8.00 ms (torch: iteration 300, rank 0)"
@@ -219,7 +219,7 @@ def test_the_communication_panel_tells_the_story() -> None:
 def test_what_to_try_stands_below_and_has_room() -> None:
     scene = scene_of(8, slow=2, phase="data")
     for height in (5, 9, 11):
-        text = texts(panel_communication.story(scene, 56, height, LOOK))
+        text = texts(panel_communication.communication(scene, 56, height, LOOK))
         assert len(text) <= height
         assert any(line.startswith("try: more loader workers") for line in text)
 
@@ -227,7 +227,7 @@ def test_what_to_try_stands_below_and_has_room() -> None:
 def test_a_rank_alone_has_its_buckets() -> None:
     scene = scene_of(1)
     assert panel_communication.applies(scene)
-    text = " ".join(texts(panel_communication.story(scene, 76, 12, LOOK)))
+    text = " ".join(texts(panel_communication.communication(scene, 76, 12, LOOK)))
     assert "there is only one rank" in text
     assert "6: 1.00 MiB" in text
 
@@ -236,19 +236,19 @@ def test_the_last_step_shows_when_buckets_were_ready_and_what_was_exposed() -> N
     scene = scene_of(2, slow=1)
     process = scene.process
     assert process is not None
-    turn = last_turn(process)
-    assert turn is not None
-    row = plain(bucket_row(turn, 10, 100, 20e6, LOOK))
+    timeline = last_step_timeline(process)
+    assert timeline is not None
+    row = plain(bucket_row(timeline, 10, 100, 20e6, LOOK))
     assert row.startswith("buckets   2 buckets ready ↓")
     line = row[10:]
-    sync = next(piece for piece in turn.main if piece.phase == "sync")
+    sync = next(piece for piece in timeline.main if piece.phase == "sync")
     assert line.rindex("↓") == int(sync.start_ns / 20e6 * 100)
     assert line.rindex("▤") == round(sync.end_ns / 20e6 * 100) - 1
     assert line.count("▤") - ("exposed ▤" in line) == pytest.approx(10.5, abs=1), "2.1 of 20 ms"
-    unknown = plain(bucket_row(turn._replace(exposed_ns=None), 10, 100, 20e6, LOOK))
+    unknown = plain(bucket_row(timeline._replace(exposed_ns=None), 10, 100, 20e6, LOOK))
     assert "░" not in unknown
     assert "▤" not in unknown
-    several = plain(bucket_row(turn._replace(buckets=(1_000_000, 1_000_001, 5_000_000)), 10, 100, 20e6, LOOK))
+    several = plain(bucket_row(timeline._replace(buckets=(1_000_000, 1_000_001, 5_000_000)), 10, 100, 20e6, LOOK))
     assert "2" in several[10:20], "two buckets in one cell"
     drawn = texts(panel_batch.batch(scene, 116, 16, LOOK, panel_batch.figures(scene)))
     assert sum(line.startswith("buckets ") for line in drawn) == 1
@@ -292,6 +292,6 @@ def test_panel_3_says_whose_times_it_has() -> None:
 
 
 def test_the_keys_name_the_panels_of_ranks() -> None:
-    sentences = [says for _, says, _ in possible(scene_of(2, slow=1))]
-    assert "go to panel 2 Ranks" in sentences
-    assert "go to panel 4 Communication" in sentences
+    descriptions = [text for _, text, _ in possible(scene_of(2, slow=1))]
+    assert "go to panel 2 Ranks" in descriptions
+    assert "go to panel 4 Communication" in descriptions

@@ -9,9 +9,17 @@ from pathlib import Path
 import pytest
 from stage import Stage, stage
 
-from dpmon.ui.dialogs import Choice, Commands, Dialog, Line, Pages
+from dpmon.ui.dialogs import Choice, Commands, Dialog, LineDialog, Pages
 
-OPENERS = {"q": Choice, "x": Choice, "e": Choice, "i": Line, "slash": Line, "colon": Commands, "question_mark": Pages}
+OPENERS = {
+    "q": Choice,
+    "x": Choice,
+    "e": Choice,
+    "i": LineDialog,
+    "slash": LineDialog,
+    "colon": Commands,
+    "question_mark": Pages,
+}
 
 
 def footer(on: Stage) -> str:
@@ -81,7 +89,7 @@ async def test_a_line_that_is_being_typed_stays_and_is_not_sent(directory: Path)
         await on.press("i", "y", "e")
         on.end(0)
         dialog = on.app.screen
-        assert isinstance(dialog, Line)
+        assert isinstance(dialog, LineDialog)
         await on.until(lambda: any("this line cannot be sent" in row for row in dialog.box.text()), "the note")
         await on.until(lambda: " esc close" in footer(on) and "enter" not in footer(on), "the footer")
         await on.press("s", "e")

@@ -21,13 +21,13 @@ from dpmon.ring import Ring
 from dpmon.ui import jobs
 from dpmon.ui.dialogs import LINE_MOST, Choice, Commands, Pages
 from dpmon.ui.help import help_rows
+from dpmon.ui.key_queue import KeyQueue
 from dpmon.ui.keys import BINDINGS, COMMANDS, neighbour, other_period, other_range
 from dpmon.ui.layout import arrange
 from dpmon.ui.look import look
 from dpmon.ui.rows import plain
 from dpmon.ui.scene import PANELS, RANGES, View
 from dpmon.ui.tail import Tail
-from dpmon.ui.typed import InOrder
 
 
 @pytest.fixture(autouse=True)
@@ -296,16 +296,16 @@ async def test_too_many_waiting_keys_are_dropped_and_ctrl_c_comes_first() -> Non
         sent.append(event.key)
         event._set_forwarded()
 
-    keys = InOrder(forward, lambda: True, lambda: 0.0)
+    keys = KeyQueue(forward, lambda: True, lambda: 0.0)
     for _ in range(5000):
-        await keys.came(events.Key("d", "d"))
-    await keys.came(events.Key("ctrl+c", None))
-    await keys.came(events.Key("a", "a"))
+        await keys.add(events.Key("d", "d"))
+    await keys.add(events.Key("ctrl+c", None))
+    await keys.add(events.Key("a", "a"))
     for _ in range(5000):
-        await keys.done()
+        await keys.release()
     assert sent == ["d", "ctrl+c", "a"]
     for _ in range(5000):
-        await keys.came(events.Key("d", "d"))
+        await keys.add(events.Key("d", "d"))
         assert len(keys._waiting) <= 1000
 
 
@@ -338,16 +338,16 @@ async def test_a_key_that_never_comes_back_holds_the_others_up_for_a_moment_only
         sent.append(event.key)
         event._set_forwarded()
 
-    keys = InOrder(forward, lambda: True, lambda: now)
+    keys = KeyQueue(forward, lambda: True, lambda: now)
     for key in "abc":
-        await keys.came(events.Key(key, key))
+        await keys.add(events.Key(key, key))
     assert sent == ["a"]
-    await keys.done()
+    await keys.release()
     assert sent == ["a", "b"]
     now = 2.0
-    await keys.came(events.Key("d", "d"))
+    await keys.add(events.Key("d", "d"))
     assert sent == ["a", "b", "c"], "b is lost"
-    await keys.done()
+    await keys.release()
     assert sent == ["a", "b", "c", "d"]
 
 

@@ -76,7 +76,7 @@ def test_no_ratio_is_shown_without_a_verdict() -> None:
     scene = Scene(state_of(payloads), training.now, FACTS, alive=True)
     found = panel_compare.figures(scene)
     assert found.speedup is not None
-    found = replace(found, outcome="even", speedup=Interval(0.34, 0.2, 1.2), ground=None, cost=None)
+    found = replace(found, outcome="even", speedup=Interval(0.34, 0.2, 1.2), reason=None, cost=None)
     rows = rows_text(panel_compare.compare(scene, 60, 12, found, LOOK))
     title, corner = panel_compare.title(found, LOOK, folded=False)
     assert plain(title) == "4 dp against single"

@@ -10,12 +10,12 @@ from rich.console import Console
 from stored import state_of
 from synthetic import Training
 
-from dpmon.model.turn import Piece
+from dpmon.model.step_timeline import Piece
 from dpmon.text.cells import cut
 from dpmon.text.palettes import FEW, PALETTES, Palette
 from dpmon.ui.chart import area, bar, ceiling, parts_bar, range_bar, resampled, spark
-from dpmon.ui.dialogs import Line
-from dpmon.ui.footer import at, footer, keys
+from dpmon.ui.dialogs import LineDialog
+from dpmon.ui.footer import footer, key_at, keys
 from dpmon.ui.help import help_rows
 from dpmon.ui.look import ASCII, COLOUR, LETTERS, MONO, UNICODE, Look, choose
 from dpmon.ui.panel_output import shifted
@@ -60,7 +60,7 @@ def test_the_footer_leaves_out_what_matters_least_and_says_so(over: bool) -> Non
         assert "…" not in text, "nothing is cut"
         least = min(least, len(named))
         for key in named:
-            assert at(row, text.index(f" {key} ") + 1) == key
+            assert key_at(row, text.index(f" {key} ") + 1) == key
     assert least >= 4
     wanted = "r report e export" if over else "d →single p pause space hold 1-5 panel enter zoom x stop"
     assert set(wanted.split()) <= set(plain(footer(scene, 80, LOOK)[0]).split())
@@ -300,7 +300,7 @@ def test_a_bar_of_parts() -> None:
 
 
 def test_a_line_that_is_not_to_be_seen_is_typed_unseen() -> None:
-    line = Line("Input", "", LOOK, hidden=True)
+    line = LineDialog("Input", "", LOOK, hidden=True)
     line.typed = "hunter2"
     text = "".join(part for row in line.content(40, 5) for part, _ in row)
     assert "hunter2" not in text

@@ -47,7 +47,7 @@ async def test_keys_play_stop_step_and_set_the_clock(state: Path) -> None:
         assert "playing" in app.text()[-1]
         assert "2×" in app.text()[-1]
         clock.pass_s(5)
-        app._have(lambda player: None)
+        app._control(lambda player: None)
         assert "00:00:10" in app.text()[-1]
         assert app.feed.state.newest_ns == 10 * SECOND
         await pilot.press("space")

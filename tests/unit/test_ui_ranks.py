@@ -17,7 +17,7 @@ from dpmon.model.state import State
 from dpmon.record.payloads import kind_of
 from dpmon.record.plainjson import load_event
 from dpmon.record.wire import mode_number, pack_event, pack_step
-from dpmon.store.as_of import AsOf
+from dpmon.store.store_at import StoreAt
 from dpmon.store.window import Window
 from dpmon.ui import panel_batch, panel_communication, panel_ranks
 from dpmon.ui.look import COLOUR, UNICODE, Look
@@ -141,7 +141,7 @@ def test_the_rate_of_ranks_is_the_same_whatever_was_read_before() -> None:
                 late[rank] = []
         for t_ns in (None, None, chance.randrange(1, max(one.now for one in ranks))):
             shown = run.state(t_ns).focus()
-            with_nothing = Snapshots().take(AsOf(run.store(), t_ns), run.store()).focus()
+            with_nothing = Snapshots().take(StoreAt(run.store(), t_ns), run.store()).focus()
             assert shown is not None
             assert with_nothing is not None
             assert shown.recent == with_nothing.recent

@@ -227,12 +227,12 @@ async def test_beside_a_dialog_all_is_blank_and_a_long_list_says_what_is_below(t
 
 def test_a_panel_has_one_name() -> None:
     scene = trained(3)
-    sentences = [says for _, says, _ in possible(scene)]
+    descriptions = [text for _, text, _ in possible(scene)]
     for name in NAMES.values():
-        assert f"go to panel {name}" in sentences
+        assert f"go to panel {name}" in descriptions
         assert any(name in row for row in screen(scene, 120, 40))
     assert "4 dp against single" in "\n".join(screen(scene)), "folded, too"
-    assert not any("compare" in command.says for command in COMMANDS)
+    assert not any("compare" in command.description for command in COMMANDS)
 
 
 # ------------------------------------------------------------------------------------------------ panel 4

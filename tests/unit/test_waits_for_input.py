@@ -27,8 +27,8 @@ from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
 from dpmon.report.sentences import waited
 from dpmon.report.waits import KEPT, waits_in
-from dpmon.store.as_of import AsOf
 from dpmon.store.batch import Batch
+from dpmon.store.store_at import StoreAt
 from dpmon.store.writer import History
 from dpmon.ui.paint import whole
 from dpmon.ui.panel_output import Output
@@ -206,7 +206,7 @@ def test_what_makes_no_sense_is_no_wait(values: tuple[object, ...]) -> None:
     data = dict(zip(NAMES, values, strict=False))
     assert [who for who, _, _ in waits_in([Event("input", data)]) if who is not None] == []
     recording = Recording().add(with_waits()[1]).add([Event("input", data)], -1)
-    assert Announced.read(AsOf(recording.store())).waits_of(0) == ()
+    assert Announced.read(StoreAt(recording.store())).waits_of(0) == ()
 
 
 def test_most_of_a_step_is_more_than_half_of_it() -> None:

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 
 from dpmon.cli.checks.check import Check, ok, warning
 
-SMALLEST = (80, 24)
+FULL_SIZE = (80, 24)
+"""Fewest columns and rows that show all panels."""
 
 
 def terminal(environ: Mapping[str, str]) -> Iterator[Check]:
@@ -29,7 +30,7 @@ def terminal(environ: Mapping[str, str]) -> Iterator[Check]:
 def _size() -> Check:
     size = shutil.get_terminal_size((0, 0))
     found = f"{size.columns}x{size.lines}"
-    if size.columns < SMALLEST[0] or size.lines < SMALLEST[1]:
+    if size.columns < FULL_SIZE[0] or size.lines < FULL_SIZE[1]:
         return warning("terminal", f"{found} is small: some panels are hidden", "80x24 or more shows all of them")
     return ok("terminal", found)
 

@@ -15,7 +15,7 @@ if sys.argv[1] == "replaced":
 
     torch.version.cuda = "13.0"
     original = torch.Tensor.to
-    Copies(SimpleNamespace(off=False), SimpleNamespace(timing=None, threads={}, trains=None)).install()
+    Copies(SimpleNamespace(off=False), SimpleNamespace(timing=None, threads={}, training_thread=None)).install()
     assert torch.Tensor.to is not original
     assert torch.Tensor.to == original
 

@@ -15,7 +15,7 @@ from tracing import Script
 from dpmon.cli.commands import ls
 from dpmon.cli.progress import Progress
 from dpmon.report import report_text
-from dpmon.run import standing
+from dpmon.run import activities
 from dpmon.run.reader import RunReader
 
 pytestmark = pytest.mark.slow
@@ -77,7 +77,7 @@ for x in torch.utils.data.DataLoader(torch.ones(40, 3), batch_size=2):
 @pytest.fixture
 def at_once(dpmon: Dpmon, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Report a hang after a moment, and let commands that run in this process find the run."""
-    monkeypatch.setattr(standing, "QUIET_NS", 0)
+    monkeypatch.setattr(activities, "QUIET_NS", 0)
     monkeypatch.setenv("XDG_STATE_HOME", str(dpmon.state))
     yield
     (dpmon.cwd / "go on").touch()

@@ -1,4 +1,4 @@
-"""Which process stands for a run of several: the one that trains now; of those that train together always the same."""
+"""Which process represents a run of several: the one that trains now; of those that train together always the same."""
 
 from __future__ import annotations
 

@@ -21,14 +21,14 @@ QUIET_NS = 10_000_000_000
 IMPORTING, IMPORTED, IN_SCRIPT = "importing torch", "torch imported", "in the script"
 IDLE = (IMPORTED, IN_SCRIPT)
 """Stages without a known operation in progress."""
-_MOST_BYTES = 1 << 16
-_MOST_NAMED = 16
+_MAX_BYTES = 1 << 16
+_MAX_NAMED = 16
 _WORDS = {"data": "waiting for data", "other": IN_SCRIPT, "ended": "at its end", "paused": "paused"}
 
 Stage = tuple[str, int]
 
 
-class Standing(NamedTuple):
+class ProcessActivity(NamedTuple):
     """A process: number (None before its first call), rank, pid, activity, start of the activity (monotonic ns)."""
 
     process: int | None
@@ -47,7 +47,7 @@ class Standing(NamedTuple):
 
 def stages(directory: Path, until_ns: int | None = None) -> dict[int, Stage]:
     """The last stage that each process noted (up to `until_ns`) and its time (monotonic ns), by process id."""
-    notes = read_notes(directory / "stages.log", _MOST_BYTES, newest=True)
+    notes = read_notes(directory / "stages.log", _MAX_BYTES, newest=True)
     return {pid: (text, at_ns) for pid, at_ns, text in notes if until_ns is None or at_ns <= until_ns}
 
 
@@ -62,7 +62,7 @@ def newest_stage(found: Mapping[int, Stage], alive: Callable[[int], bool] = lamb
     return max(busy, key=lambda stage: stage[1], default=None)
 
 
-def activities(directory: Path) -> Iterator[tuple[int, ProcessRing, str, int]]:
+def ring_activities(directory: Path) -> Iterator[tuple[int, ProcessRing, str, int]]:
     """Yield number and ring of each training process, its activity, and the activity's start (monotonic ns).
 
     The ring is open until the next item is requested.
@@ -74,22 +74,22 @@ def activities(directory: Path) -> Iterator[tuple[int, ProcessRing, str, int]]:
             yield process, ring, *ring.activity()
 
 
-def standings(directory: Path, *, over: bool) -> list[Standing]:
+def process_activities(directory: Path, *, over: bool) -> list[ProcessActivity]:
     """All training processes, then processes that have not called a model yet. `over`: whether the run has ended."""
     found = []
-    for process, ring, name, since in activities(directory):
+    for process, ring, name, since in ring_activities(directory):
         doing = _WORDS.get(name, f"in {name}")
         if not over and name != "ended" and not proc.alive(ring.pid, None):
             doing = "gone"
-        found.append(Standing(process, ring.rank, ring.pid, doing, since))
+        found.append(ProcessActivity(process, ring.rank, ring.pid, doing, since))
     known = {one.pid for one in found}
     for pid, (text, since) in stages(directory).items():
         if pid not in known and text not in IDLE and (over or proc.alive(pid, None)):
-            found.append(Standing(None, None, pid, text, since))
+            found.append(ProcessActivity(None, None, pid, text, since))
     return found
 
 
-def standing(found: Iterable[Standing], now_ns: int) -> str | None:
+def stall_text(found: Iterable[ProcessActivity], now_ns: int) -> str | None:
     """How long nothing has moved, and where each process is; None if something moves or all processes ended."""
     there = [one for one in found if one.doing != _WORDS["ended"]]
     moving = [one for one in there if one.doing != "gone" and one.since_ns > 0]
@@ -99,23 +99,23 @@ def standing(found: Iterable[Standing], now_ns: int) -> str | None:
     if quiet < QUIET_NS:
         return None
     what = "nothing has moved" if all(one.process is None for one in moving) else "no step has begun"
-    named = [one.doing if len(there) == 1 else f"{one.name} {one.doing}" for one in there[:_MOST_NAMED]]
-    more = f" and {len(there) - _MOST_NAMED} more" if len(there) > _MOST_NAMED else ""
+    named = [one.doing if len(there) == 1 else f"{one.name} {one.doing}" for one in there[:_MAX_NAMED]]
+    more = f" and {len(there) - _MAX_NAMED} more" if len(there) > _MAX_NAMED else ""
     return f"{what} for {quiet / 1e9:.0f} s: {', '.join(named)}{more}"
 
 
-def how_it_stands(directory: Path, info: RunInfo, state: str, how: ExitInfo | None) -> str | None:
+def describe_stall(directory: Path, info: RunInfo, state: str, how: ExitInfo | None) -> str | None:
     """Where a stalled run is, or where it was when a signal ended it; None for other runs."""
     if state in ("running", "unsupervised"):
         now = time.monotonic_ns()
         waits = waits_since(directory)
         if waits is not None and now - waits >= QUIET_NS:
             return f"waiting for a line of input for {(now - waits) / 1e9:.0f} s"
-        found = standings(directory, over=False)
-        return standing(found, now) if found else _before_any_call(stages(directory), now)
+        found = process_activities(directory, over=False)
+        return stall_text(found, now) if found else _before_any_call(stages(directory), now)
     if how is not None and (how.signal is not None or how.stopped):
-        found = standings(directory, over=True)
-        known = (standing(found, how.end_ns), _interrupted(directory, info, found))
+        found = process_activities(directory, over=True)
+        known = (stall_text(found, how.end_ns), _interrupted(directory, info, found))
         texts = [text for text in known if text is not None]
         return f"when it ended: {'; '.join(texts)}" if texts else None
     return None
@@ -141,11 +141,11 @@ def why_nothing(directory: Path, info: RunInfo, how: ExitInfo | None, warnings: 
     return f"no model was called; {process} {stage[0]}, for {max(end_ns - stage[1], 0) / 1e9:.0f} s"
 
 
-def _interrupted(directory: Path, info: RunInfo, found: Iterable[Standing]) -> str | None:
+def _interrupted(directory: Path, info: RunInfo, found: Iterable[ProcessActivity]) -> str | None:
     """The line of the script at which each process was interrupted."""
     names = {one.pid: one.name for one in found}
     places = [(one.pid, one.place(info.cwd)) for one in every_uncaught(directory) if one.kind == "KeyboardInterrupt"]
-    known = [(names.get(pid, f"pid {pid}"), place) for pid, place in places[:_MOST_NAMED] if place is not None]
+    known = [(names.get(pid, f"pid {pid}"), place) for pid, place in places[:_MAX_NAMED] if place is not None]
     if len(known) == 1:
         return f"interrupted at {known[0][1]}"
     return ", ".join(f"{name} interrupted at {place}" for name, place in sorted(known)) or None

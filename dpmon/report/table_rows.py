@@ -1,38 +1,30 @@
-"""Wording that the text and the page share: how the run ended, what ran, and rows of tables."""
+"""The tables that the text and the page share."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dpmon.model.evidence import DeviceFacts, ModeFacts
-from dpmon.model.finding import many, took
+from dpmon.model.finding import duration_words
 from dpmon.model.memory import Held
 from dpmon.model.numbers import UNKNOWN, duration, percent
-from dpmon.model.state import ModeChange
 from dpmon.model.stragglers import RankTimes, sentence
 from dpmon.rates import Rate
 from dpmon.record.schema import EXPOSED, WAIT
-from dpmon.record.wire import RANK_MODES
-from dpmon.report.pauses import Paused, PauseTotals
+from dpmon.record.wire import CALL_PHASES, RANK_MODES
+from dpmon.report.pauses import Paused
+from dpmon.report.sentences import is_over
 from dpmon.report.story import Story
-from dpmon.run.rundir import ExitInfo
-from dpmon.store.accounting import ACTIVITIES
+from dpmon.store.figures import PhaseFigures
 from dpmon.text.communicated import communication_facts
-from dpmon.text.quantities import clock, memory, memory_of, run_time, samples_rate
+from dpmon.text.quantities import clock, memory, memory_of, samples_rate
 
 ON_DEVICE, FORWARD_ON_DEVICE = "on device", "forward on device"
 """Titles of columns."""
 
 _NOT_SEEN = "sizes not seen"
 _PARTS_NAMED = 4
-_GAPS_NAMED = 3
-_LEAST_SHOWN_NS = 5_000_000
-"""Shorter times would read "0.00 s"."""
-_ROOTS_NAMED = 8
-_STARTS_NAMED = 4
-_NO_END = "without an end in the record"
 
 
 class Row(NamedTuple):
@@ -52,83 +44,52 @@ class Row(NamedTuple):
     """Mean times of a rank's steps, if its waits are known."""
 
 
-_NOT_OVER = {
-    "running": "still running",
-    "unsupervised": "still running, without a supervisor",
-    "starting": "not started yet",
-    "ending": "ending",
-    "elsewhere": "on another machine; whether it still runs is unknown here",
-}
-
-
-def ended(story: Story) -> str:
-    """How the run ended, or its state while it runs."""
-    how = story.exit
-    if how is None:
-        return _NOT_OVER.get(story.state, "how it ended is unknown")
-    cause = how.cause or (story.raised if how.signal is None else None)
-    return how_it_ended(how, f": {cause}" if cause else "")
-
-
-def how_it_ended(how: ExitInfo, why: str) -> str:
-    """How a run ended, and how long it took; `why` follows a failure."""
-    if how.error is not None:
-        return how.error
-    took = run_time(how.seconds)
-    if how.stopped:
-        return f"stopped by you after {took}"
-    if how.status is None:
-        return f"ended after {took}, status unknown: {how.unknown or 'nobody recorded it'}"
-    if how.signal is not None:
-        return f"killed by {how.signal} after {took}{why}"
-    return f"finished in {took}" if how.status == 0 else f"exit status {how.status} after {took}{why}"
-
-
-def what_ran(story: Story) -> str:
-    """Processes, steps by mode if there were several, and the initial mode with its reason."""
-    count = story.evidence.processes
-    modes: Counter[str] = Counter()
-    for facts in (*story.evidence.modes, *story.evaluations):
-        modes[RANK_MODES[facts.distributed] if facts.distributed else facts.mode] += facts.steps
-    several_modes = len(+modes) > 1
-    counted = f"{many(story.steps, 'step')}, {many(story.calls, 'call')}{' in all' if count > 1 else ''}"
-    if several_modes:
-        counted += f" ({', '.join(f'{steps:,} in {mode}' for mode, steps in modes.items() if steps)})"
-    who = f"{count} training processes" if count > 1 else "one training process" if count else "no training process"
-    groups: dict[str, list[str]] = {}
-    for change in story.changes:
-        if change.requested_by == "start" and change.refused is None and change.mode:
-            groups.setdefault(_began(change, story.distributed), []).append(change.root or "?")
-    several = len(groups) > 1
-    began = "began as " if several_modes else ""
-    texts = [
-        f"{began}{text}: {', '.join(dict.fromkeys(roots[:_ROOTS_NAMED]))}" if several else f"{began}{text}"
-        for text, roots in list(groups.items())[:_STARTS_NAMED]
-    ]
-    return "; ".join([f"{who}, {counted}", *texts])
-
-
-def _began(change: ModeChange, distributed: str | None) -> str:
-    devices = " ".join(change.devices[:8]) + (" ..." if len(change.devices) > 8 else "")
-    virtual = "virtual replicas " if change.virtual and change.mode == "dp" else ""
-    reason = f" ({change.reason})" if change.reason else ""
-    mode = RANK_MODES[distributed] if distributed and change.mode == "single" else change.mode
-    return f"{mode} on {virtual}{devices or 'devices unknown'}{reason}"
-
-
-def machine(story: Story) -> str:
-    """The versions of Python, torch and dpmon."""
-    process = story.processes[0] if story.processes else None
-    python = process.python if process is not None else None
-    torch = process.torch if process is not None else None
-    return f"Python {python or 'unknown'}, torch {torch or 'unknown'}, dpmon {story.info.versions.get('dpmon', '?')}"
-
-
 def mode_title(mode: ModeFacts) -> str:
     """A mode's name, with a note for virtual replicas; "ddp" or "fsdp" for ranks, as on the screen."""
     if mode.distributed:
         return RANK_MODES[mode.distributed]
     return f"{mode.mode} (virtual)" if mode.virtual else mode.mode or "mode unknown"
+
+
+def step_rows(story: Story) -> list[tuple[str, ModeFacts]]:
+    """The figures of each mode with a label: first without evaluations, then the evaluations."""
+    rows = [(mode_title(mode), mode) for mode in story.evidence.modes if mode.steps]
+    return [*rows, *((f"{mode_title(mode)}, evaluation", mode) for mode in story.evaluations)]
+
+
+def steps_table(story: Story) -> list[tuple[str, ...]]:
+    """A row of names, then one row for each of `step_rows`; empty without steps."""
+    rows: list[tuple[str, ...]] = [("mode", "steps", "median", "p95", "samples/s")]
+    for title, mode in step_rows(story):
+        times = duration(mode.median_ns), duration(mode.p95_ns)
+        rows.append((title, f"{mode.steps:,}", *times, samples_rate(mode.rate)))
+    return rows if len(rows) > 1 else []
+
+
+def phase_rows(mode: ModeFacts) -> list[tuple[str, PhaseFigures]]:
+    """The phases with their labels in a table; phases of the calls are indented below forward."""
+    found = {figures.name: figures for figures in mode.phases}
+    rows: list[tuple[str, PhaseFigures]] = []
+    for name, figures in found.items():
+        if name in CALL_PHASES:
+            continue
+        rows.append((name, figures))
+        if name == "forward":
+            rows += [(f"  {part}", found[part]) for part in CALL_PHASES if part in found]
+    if "forward" not in found:
+        rows += [(part, found[part]) for part in CALL_PHASES if part in found]
+    return rows
+
+
+def phase_table(mode: ModeFacts) -> list[tuple[str, ...]]:
+    """One row per phase with its host time, and its device time if any is known, below a row of names."""
+    found = phase_rows(mode)
+    timed = any(figures.device_ns is not None for _, figures in found)
+    rows: list[tuple[str, ...]] = [("phase", "share", "median", "p95", *(("on device",) if timed else ()))]
+    for label, figures in found:
+        device = (duration(figures.device_ns),) if timed else ()
+        rows.append((label, percent(figures.share), duration(figures.median_ns), duration(figures.p95_ns), *device))
+    return rows
 
 
 def _flow(inputs: object, outputs: object) -> str:
@@ -247,71 +208,6 @@ def memory_table(rows: Iterable[Held]) -> list[tuple[str, ...]]:
     return [head, *((one.device, *(memory(part) for part in one[1:6])) for one in rows)]
 
 
-def paused(story: Story) -> str | None:
-    """The number and time of pauses in a sentence, and where that time counts; None without pauses."""
-    total = story.paused
-    if not total.times:
-        return None
-    nowhere = "that time is in no step, no phase and no figure"
-    if story.paused_alone_ns:
-        nowhere = (
-            f"that time is in no step and no phase; for {took(story.paused_alone_ns)} of it another process was not"
-            " paused, and the figures of devices include that part"
-        )
-    elif total.unplaced:
-        nowhere = (
-            "that time is in no step and no phase; some pauses have no known start or end, so the figures of devices"
-            " may include a part of it"
-        )
-    return f"{times_paused(total, _is_over(story))}: {nowhere}"
-
-
-def times_paused(total: PauseTotals, over: bool) -> str:
-    """The number and time of pauses. `over`: whether the run is over."""
-    times = "once" if total.times == 1 else f"{total.times:,} times"
-    several = total.times > 1
-    parts = [f"for {took(total.ns)}{' in all' if several else ''}"] if total.ns else []
-    if total.unended:
-        parts.append(f"{total.unended:,} of them without an end in the record" if several else _NO_END)
-    if total.on:
-        parts.append("and was paused when it ended" if over else "and is paused now")
-    return f"paused {', '.join([times, *parts])}"
-
-
-def _is_over(story: Story) -> bool:
-    return story.exit is not None or story.state not in _NOT_OVER
-
-
-ACTIVITY_NAMES = {
-    **{name: name for name in ACTIVITIES},
-    "startup": "start-up",
-    "between": "between steps",
-    "input": "waiting for input",
-    "missed": "not recorded",
-    "ending": "end",
-}
-"""Words for the activities of dpmon.store.accounting."""
-
-
-def time_spent(story: Story) -> list[str]:
-    """The run's time by activity and its longest gaps between steps, in sentences; empty without steps."""
-    spent = story.evidence.spent
-    parts = [f"{ACTIVITY_NAMES[name]} {took(ns)}" for name, ns in spent.items() if ns >= _LEAST_SHOWN_NS]
-    if not parts:
-        return []
-    said = [f"elapsed {took(sum(spent.values()))}: {', '.join(parts)}"]
-    gaps = story.evidence.gaps[:_GAPS_NAMED]
-    if gaps and spent["between"] >= _LEAST_SHOWN_NS:
-        several = len(story.processes) > 1
-        named = [
-            f"{took(gap.ns)} after step {gap.after_step:,}{f' of process {gap.process}' if several else ''}"
-            f" ({clock(gap.begin_ns)})"
-            for gap in gaps
-        ]
-        said.append(f"the longest gaps between steps: {', '.join(named)}")
-    return said
-
-
 def pause_rows(story: Story) -> list[tuple[str, str, str]]:
     """Time, step before it and duration of each pause; with the process if there are several."""
     several = len(story.processes) > 1
@@ -323,23 +219,16 @@ def pause_rows(story: Story) -> list[tuple[str, str, str]]:
     return rows
 
 
-def pauses_lost(story: Story) -> str | None:
-    """The number of pauses and refusals that `pause_rows` omits; None if it omits none."""
-    left = [(story.pauses_left_out, "pause"), (story.refusals_left_out, "refusal")]
-    said = " and ".join(many(count, what) for count, what in left if count)
-    return f"not listed here: {said}" if said else None
-
-
 def _how_long(story: Story, pause: Paused) -> str:
     if pause.refused is not None:
         return f"refused: {pause.refused}"
     if pause.on:
-        return "the run ended in it" if _is_over(story) else "paused now"
+        return "the run ended in it" if is_over(story) else "paused now"
     if pause.took_ns is None:
         return "its end was not recorded" + (
             f"; a step began at {clock(pause.end_ns)}" if pause.end_ns is not None else ""
         )
-    return f"for {took(pause.took_ns)}" + (f", went on by itself: {pause.reason}" if pause.reason else "")
+    return f"for {duration_words(pause.took_ns)}" + (f", went on by itself: {pause.reason}" if pause.reason else "")
 
 
 def device_cells(device: DeviceFacts) -> tuple[str, ...]:

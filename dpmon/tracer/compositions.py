@@ -1,7 +1,7 @@
 """Traces calls that a script composes from scatter, replicate, parallel_apply and gather.
 
-Each of these functions writes a span with the flag HAND, and dpmon.assemble joins these spans into calls. A replica may
-be any callable passed to parallel_apply, not only one of torch's replicas.
+Each of these functions writes a span with the flag BY_SCRIPT, and dpmon.assemble joins these spans into calls. A
+replica may be any callable passed to parallel_apply, not only one of torch's replicas.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from dpmon.record.spans import FLAGS_AT, INSIDE_AT, Flag, Kind
 from dpmon.span_ring import Word
 from dpmon.tracer.modes import Modes
-from dpmon.tracer.module_tables import trains
+from dpmon.tracer.module_tables import in_training_mode
 from dpmon.tracer.names import name_of
 from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.replicas import Watch
@@ -34,7 +34,7 @@ class _Composed:
     """Stands in for the module of a site, because a composed call belongs to no single module."""
 
 
-class ByHand:
+class Compositions:
     """Traces composed calls on every thread of one process."""
 
     def __init__(self, session: Session, recorder: Recorder, modes: Modes, sites: Sites) -> None:
@@ -49,7 +49,7 @@ class ByHand:
         """Set the initial state, also in a forked child."""
         self._sites.clear()
 
-    def verb(self, me: Thread, number: int, kind: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(self, me: Thread, number: int, kind: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a primitive that the script calls itself. The caller removes our frames from a traceback."""
         session, recorder = self.session, self.recorder
         inside = me.inside
@@ -60,13 +60,13 @@ class ByHand:
         ):
             return original(*args, **kwargs)
         function, watch, mark = original, None, None
-        head = kind | me.head | inside << INSIDE_AT | Flag.HAND << FLAGS_AT
+        head = kind | me.head | inside << INSIDE_AT | Flag.BY_SCRIPT << FLAGS_AT
         records = not session.off
         try:
             # Needed even after the tracer has given up, because the script depends on the virtual devices.
-            virtual = self.modes.hand_devices()
+            virtual = self.modes.composed_devices()
             if virtual is not None:
-                function = virtual.verbs[number]
+                function = virtual.primitives[number]
             if records and kind == Kind.PARALLEL_APPLY:
                 records = False
                 found = self._begins(me, virtual, args, kwargs) if session.ready() else None
@@ -74,12 +74,12 @@ class ByHand:
                     records = True
                     watch, more = found
                     head |= more
-                    args, kwargs = watch.around(args, kwargs)
+                    args, kwargs = watch.wrapped_arguments(args, kwargs)
             timing = recorder.timing
             if records and timing is not None:
                 mark = timing.begin(me, kind) if watch is None else timing.call_begins(me, watch.site.gpus)
         except Exception as error:  # noqa: BLE001 - the script's function runs anyway
-            session.fault("by hand", error)
+            session.fault("composed", error)
         try:
             if records:
                 sizes = partial(self._sizes, me, number, kind, args, kwargs)
@@ -92,16 +92,16 @@ class ByHand:
                 watch.close()
 
     def _sizes(self, me: Thread, number: int, kind: int, args: Any, kwargs: Any, result: Any) -> int:
-        """Return the sizes for a primitive's span; store the devices passed to the primitive in `me.hand`."""
+        """Return the sizes for a primitive's span; store the devices passed to the primitive in `me.passed_devices`."""
         if kind == Kind.GATHER:
             return self.session.outputs(result, Memo()) << 32
         if kind == Kind.SCATTER:
-            given, me.hand = _scattered(number, args, kwargs)
+            given, me.passed_devices = _scattered(number, args, kwargs)
             return self.session.sizes("0", tuple(given))
-        if kind == Kind.REPLICATE and me.hand is None:
+        if kind == Kind.REPLICATE and me.passed_devices is None:
             # Broadcast.apply(devices, *tensors); replicate(module, devices)
             position = 0 if number == BROADCAST_APPLY else 1
-            me.hand = _several(args[position] if len(args) > position else kwargs.get("devices"))
+            me.passed_devices = _several(args[position] if len(args) > position else kwargs.get("devices"))
         return 0
 
     def _begins(self, me: Thread, virtual: Any, args: Any, kwargs: Any) -> tuple[Watch, int] | None:
@@ -112,18 +112,18 @@ class ByHand:
             return None
         if me.inside == 0:
             recorder.calls += 1
-            if recorder.calls > recorder.patience:
+            if recorder.calls > recorder.calls_before_step:
                 recorder.called(me)
             if recorder.words[Word.REQUEST] != modes.serial and modes.poll():
                 self.sites.forget()
         elif me.inside == Kind.CALL and me.root is not None:
             self.sites.splits_itself(me.root)
-        devices, me.hand = me.hand, None
+        devices, me.passed_devices = me.passed_devices, None
         site = self._site(modules, devices, virtual)
         if modes.unannounced:
             modes.announce()
         grad = torch.is_grad_enabled()  # a function has no training mode: enabled gradients count as training
-        training = trains(modules[0]) if hasattr(modules[0], "training") else grad
+        training = in_training_mode(modules[0]) if hasattr(modules[0], "training") else grad
         head = site.head | (Flag.TRAINING * training | Flag.GRAD * grad) << FLAGS_AT
         return Watch(recorder, me, site, strict=False), head
 
@@ -144,7 +144,7 @@ class ByHand:
         if len(self._sites) >= MAX_SITES:
             self._sites.clear()
         owner = _Composed()
-        site = Site(owner, modes.by_hand(root, devices, virtual), "data_parallel", lambda _: None)
+        site = Site(owner, modes.plan_composed(root, devices, virtual), "data_parallel", lambda _: None)
         site.root, site.kind = root, Kind.PARALLEL_APPLY
         site.number = self.sites.number(owner)
         if site.gpus:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dpmon.text.last_words import last_line_of_traceback, last_words
+from dpmon.text.traceback_line import clean_traceback_line, traceback_line
 
 
 @pytest.mark.parametrize(
@@ -23,13 +23,13 @@ from dpmon.text.last_words import last_line_of_traceback, last_words
     ],
 )
 def test_the_last_line_of_the_traceback(log: bytes, expected: str | None) -> None:
-    assert last_line_of_traceback(log) == expected
-    assert last_words(log) == expected
+    assert traceback_line(log) == expected
+    assert clean_traceback_line(log) == expected
 
 
-def test_last_words_are_short_and_harmless() -> None:
+def test_the_clean_line_is_short_and_harmless() -> None:
     log = b"Traceback (most recent call last):\n  x\nKeyError: \x1b]0;title\x07" + b"x" * 1000 + b"\n"
-    said = last_words(log)
+    said = clean_traceback_line(log)
     assert said is not None
     assert said.startswith("KeyError: \N{REPLACEMENT CHARACTER}]0;title")
     assert len(said) == 300

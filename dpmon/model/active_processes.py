@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from dpmon.model.process import Process
 
 _LATELY_NS = 30_000_000_000
-_TURN_NS, _TURN_STEPS = 2_000_000_000, 3
+_SILENCE_NS, _SILENCE_STEPS = 2_000_000_000, 3
 """After this silence (ns, and number of its own steps), a process gives way to one that began or resumed since."""
 
 
@@ -52,7 +52,7 @@ def ended_of(activities: Mapping[int, tuple[str, int]]) -> frozenset[int]:
 def some_are_silent(state: Seen) -> bool:
     """Whether one of several recent trainings is silent, so that another may have taken over."""
     lately = _lately(state)
-    return len(lately) > 1 and any(state.newest_ns - process.seen_ns >= _TURN_NS for process in lately)
+    return len(lately) > 1 and any(state.newest_ns - process.seen_ns >= _SILENCE_NS for process in lately)
 
 
 def last_resumption(process: Process, since_ns: int, spans: Iterable[tuple[int | None, int | None]]) -> int:
@@ -70,7 +70,7 @@ def last_resumption(process: Process, since_ns: int, spans: Iterable[tuple[int |
     return process.seen_ns if process.seen_ns - seen >= silence else found
 
 
-def taking_turns(state: Seen) -> list[Process]:
+def training_now(state: Seen) -> list[Process]:
     """The processes that train now: seen within half a minute of the newest, and not silent since another took over.
 
     A process that has ended counts only if no other one does: it is shown until another resumes.
@@ -92,10 +92,13 @@ def taking_turns(state: Seen) -> list[Process]:
     return [process for process in found if process.process not in state.ended] or found or lately
 
 
-def standing_for(state: Seen) -> Process | None:
-    """The process that represents the run: among the processes that train now, the one with the lowest rank."""
-    return min(taking_turns(state), key=lambda p: (p.rank is None, p.rank or 0, p.process), default=None) or (
-        next(iter(state.processes.values()), None)
+def representative(training: Iterable[Process], processes: Mapping[int, Process]) -> Process | None:
+    """The process that represents the run: among those that train now, the one with the lowest rank.
+
+    Before any of `processes` trains, it is the first of them.
+    """
+    return min(training, key=lambda p: (p.rank is None, p.rank or 0, p.process), default=None) or (
+        next(iter(processes.values()), None)
     )
 
 
@@ -106,7 +109,7 @@ def _lately(state: Seen) -> list[Process]:
 def _silence(process: Process) -> int:
     """The shortest silence (ns) of a process that counts: some seconds, and the time of some of its steps."""
     usual = process.last_step.wall_ns if process.last_step is not None else 0
-    return max(_TURN_NS, _TURN_STEPS * usual)
+    return max(_SILENCE_NS, _SILENCE_STEPS * usual)
 
 
 def _newest(processes: Sequence[Process], of_ns: int) -> _Rivals:

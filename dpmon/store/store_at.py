@@ -31,11 +31,11 @@ _HOST = -1
 """Device number of the host."""
 _LOOKED_AT = 20_000
 """A search for single steps reads only this many of the newest ids."""
-_NEAR = 4096
+_MAX_DISORDER = 4096
 """How far (in ids, roughly) rows of different processes can be out of order, because the rings are read in turn."""
 
 
-class AsOf:
+class StoreAt:
     """The contents of a store up to a time (ns since the run's start); None: up to now."""
 
     def __init__(self, store: Store, t_ns: int | None = None) -> None:
@@ -218,7 +218,7 @@ class AsOf:
             query = "SELECT max(t_ns) FROM (SELECT t_ns FROM events ORDER BY id DESC LIMIT 100)"
             newest = next((at for (at,) in self.store.query(query) if type(at) is int), 0)
             begin = min(newest, self.until_ns) - span_ns
-            first = max(self._event_at(begin) - _NEAR, 0)
+            first = max(self._event_at(begin) - _MAX_DISORDER, 0)
         # SQLite parses the JSON ten times as fast as Python.
         query = (
             f"SELECT id, t_ns, kind, {_SAMPLED} FROM events"

@@ -14,7 +14,7 @@ from dpmon.model.process import Process
 from dpmon.record.kinds import Call, PhaseSpan, Step
 from dpmon.record.schema import STEP_PHASES, phase_named
 
-__all__ = ["Lane", "Piece", "Turn", "last_turn"]
+__all__ = ["Lane", "Piece", "StepTimeline", "last_step_timeline"]
 
 
 class Piece(NamedTuple):
@@ -39,7 +39,7 @@ class Lane(NamedTuple):
         return sum(piece.end_ns - piece.start_ns for piece in self.pieces)
 
 
-class Turn(NamedTuple):
+class StepTimeline(NamedTuple):
     """One step. `main` has no overlaps and is in order of time; the script's own work fills its gaps."""
 
     step: int
@@ -61,7 +61,7 @@ class Turn(NamedTuple):
     """Exposed communication: the last part of phase `sync`. Before it, the rank waited for others."""
 
 
-def last_turn(process: Process) -> Turn | None:
+def last_step_timeline(process: Process) -> StepTimeline | None:
     """The newest step of `process`; None before its first."""
     step = process.last_step
     if step is None:
@@ -70,7 +70,7 @@ def last_turn(process: Process) -> Turn | None:
     spans = _known(step, calls) if step.spans is None else step.spans
     ran = _innermost((Piece(name, start, start + took) for name, start, took in spans), step.wall_ns)
     lanes, staged = _lanes(calls, step)
-    return Turn(
+    return StepTimeline(
         step.step,
         step.mode,
         step.start_ns,

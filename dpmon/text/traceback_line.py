@@ -14,7 +14,7 @@ _RAISED = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Iteratio
 _ANY_NAME = re.compile(r"[A-Za-z_][\w.]*(?:: .*)?$")
 
 
-def last_line_of_traceback(end: bytes) -> str | None:
+def traceback_line(end: bytes) -> str | None:
     """The line that names the exception, from the last traceback or the last lines of `end`; None without one.
 
     `end`: the end of a script's output.
@@ -28,7 +28,7 @@ def last_line_of_traceback(end: bytes) -> str | None:
     return next((line.strip() for line in reversed(lines[-50:]) if _RAISED.match(line)), None)
 
 
-def last_words(end: bytes, most: int = 300) -> str | None:
-    """The line found by `last_line_of_traceback`, cut to `most` characters and safe for a terminal."""
-    found = last_line_of_traceback(end)
+def clean_traceback_line(end: bytes, most: int = 300) -> str | None:
+    """The line found by `traceback_line`, cut to `most` characters and safe for a terminal."""
+    found = traceback_line(end)
     return None if found is None else harmless(found)[:most]

@@ -16,7 +16,7 @@ _LOST_S = 1.0
 """Seconds that the panels' screen may take for a key; after that the next keys are passed on."""
 
 
-class InOrder:
+class KeyQueue:
     """Passes keys on one by one, because the first may open a dialog and the others are meant for that dialog.
 
     A key for the panels goes to their screen, and comes back from there to the application, which runs its action; a
@@ -37,20 +37,20 @@ class InOrder:
         self._away: float | None = None
         """When the panels' screen got a key that has not come back; None without one."""
 
-    async def came(self, event: events.Key) -> None:
-        """Take a pressed key, and pass it on in its turn."""
+    async def add(self, event: events.Key) -> None:
+        """Queue a pressed key; pass it on when the keys before it are handled."""
         if event.key in INTERRUPTS:
             self._waiting.clear()
         if len(self._waiting) < _MOST:
             self._waiting.append(event)
-        await self._go_on()
+        await self._pass_on()
 
-    async def done(self) -> None:
+    async def release(self) -> None:
         """Pass on the next keys, because the application has handled the key from the panels' screen."""
         self._away = None
-        await self._go_on()
+        await self._pass_on()
 
-    async def _go_on(self) -> None:
+    async def _pass_on(self) -> None:
         while self._waiting and (self._away is None or self._clock() - self._away > _LOST_S):
             event, panels = self._waiting.popleft(), self._to_panels()
             self._away = None

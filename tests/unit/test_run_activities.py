@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dpmon.model.state import State
-from dpmon.run.standing import QUIET_NS, Standing, newest_stage, stages, standing
+from dpmon.run.activities import QUIET_NS, ProcessActivity, newest_stage, stages, stall_text
 from dpmon.ui.scene import Scene, life
 
 SECOND = 1_000_000_000
@@ -56,8 +56,8 @@ def test_a_process_that_has_gone_counts_only_if_all_have() -> None:
     assert newest_stage(found, set().__contains__) == (JOINING, 5)
 
 
-def of(process: int | None, doing: str, since_s: float, rank: int | None = None) -> Standing:
-    return Standing(process, rank, 70 + (process or 0), doing, int(since_s * SECOND))
+def of(process: int | None, doing: str, since_s: float, rank: int | None = None) -> ProcessActivity:
+    return ProcessActivity(process, rank, 70 + (process or 0), doing, int(since_s * SECOND))
 
 
 @pytest.mark.parametrize(
@@ -78,13 +78,13 @@ def of(process: int | None, doing: str, since_s: float, rank: int | None = None)
         ([of(None, FETCHING, 66)], f"nothing has moved for 34 s: {FETCHING}"),
     ],
 )  # fmt: skip
-def test_for_how_long_nothing_moves_and_where_each_process_is(found: list[Standing], said: str | None) -> None:
+def test_for_how_long_nothing_moves_and_where_each_process_is(found: list[ProcessActivity], said: str | None) -> None:
     assert QUIET_NS == 10 * SECOND
-    assert standing(found, NOW) == said
+    assert stall_text(found, NOW) == said
 
 
 def test_of_many_processes_some_are_named() -> None:
-    said = standing([of(i, "in forward", 66) for i in range(40)], NOW)
+    said = stall_text([of(i, "in forward", 66) for i in range(40)], NOW)
     assert said is not None
     assert said.endswith("process 15 in forward and 24 more")
 

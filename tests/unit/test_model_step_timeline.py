@@ -10,7 +10,7 @@ from stored import state_of
 from synthetic import Training
 
 from dpmon.model.calls_seen import STEP_CALLS_READ
-from dpmon.model.turn import Piece, Turn, last_turn
+from dpmon.model.step_timeline import Piece, StepTimeline, last_step_timeline
 from dpmon.record.kinds import Call, Phase, PhaseSpan, Record, Replica, Stage, Step
 
 TOOK = {"data": 10, "forward": 60, "backward": 50, "optimizer": 20, "other": 60}
@@ -37,17 +37,17 @@ def a_call(**changes: object) -> Call:
     return replace(call, **changes)  # type: ignore[arg-type]
 
 
-def turn_of(*records: Record) -> Turn:
+def timeline_of(*records: Record) -> StepTimeline:
     process = state_of(records).focus()
     assert process is not None
-    turn = last_turn(process)
-    assert turn is not None
-    return turn
+    timeline = last_step_timeline(process)
+    assert timeline is not None
+    return timeline
 
 
 def test_a_call_s_phases_lie_where_they_were_recorded_and_forward_has_the_rest() -> None:
-    turn = turn_of(a_call(), STEP)
-    assert turn.main == (
+    timeline = timeline_of(a_call(), STEP)
+    assert timeline.main == (
         Piece("data", 0, 10),
         Piece("scatter", 12, 17),
         Piece("replicate", 17, 32),
@@ -58,12 +58,12 @@ def test_a_call_s_phases_lie_where_they_were_recorded_and_forward_has_the_rest()
         Piece("backward", 80, 130),
         Piece("optimizer", 140, 160),
     )
-    assert [(lane.number, lane.device, lane.pieces) for lane in turn.lanes] == [
+    assert [(lane.number, lane.device, lane.pieces) for lane in timeline.lanes] == [
         (0, "cuda:0", (Piece("apply", 33, 53),)),
         (1, "cuda:1", (Piece("apply", 35, 61),)),
         (2, "cuda:2", ()),
     ]
-    assert (turn.step, turn.wall_ns, turn.calls) == (7, 200, 1)
+    assert (timeline.step, timeline.wall_ns, timeline.calls) == (7, 200, 1)
 
 
 def spans_of(*spans: tuple[str, int, int]) -> Step:
@@ -79,10 +79,10 @@ def test_several_calls_share_the_lanes() -> None:
         *(Piece("data", 0, 10), Piece("forward", 10, 50), Piece("backward", 55, 100), Piece("forward", 110, 150)),
         *(Piece("backward", 151, 170), Piece("optimizer", 180, 200)),
     )
-    turn = turn_of(first, second, spans_of(*pieces))
-    assert turn.calls == 2
-    assert turn.main == pieces
-    (lane,) = turn.lanes
+    timeline = timeline_of(first, second, spans_of(*pieces))
+    assert timeline.calls == 2
+    assert timeline.main == pieces
+    (lane,) = timeline.lanes
     assert [(piece.start_ns, piece.end_ns) for piece in lane.pieces] == [(10, 50), (110, 150)]
 
 
@@ -92,7 +92,7 @@ def test_what_lies_within_another_phase_is_drawn_over_it() -> None:
         *(("optimizer", 10, 190), ("forward", 20, 100), ("copy", 30, 40), ("backward", 50, 70), ("backward", 60, 65)),
         *(("backward", 100, 150), ("forward", 160, 170), ("forward", 160, 170)),
     )
-    assert turn_of(step).main == (
+    assert timeline_of(step).main == (
         *(Piece("optimizer", 10, 20), Piece("forward", 20, 30), Piece("copy", 30, 40), Piece("forward", 40, 50)),
         *(Piece("backward", 50, 70), Piece("forward", 70, 100), Piece("backward", 100, 150)),
         *(Piece("optimizer", 150, 160), Piece("forward", 160, 170), Piece("optimizer", 170, 190)),
@@ -102,7 +102,7 @@ def test_what_lies_within_another_phase_is_drawn_over_it() -> None:
 def test_phases_of_a_call_are_drawn_over_its_forward_only() -> None:
     """A lone replica runs on the thread that trains, and so do a copy and a gradient in it."""
     step = spans_of(("data", 0, 10), ("forward", 12, 72), ("copy", 35, 40), ("backward", 50, 66))
-    assert turn_of(a_call(), step).main == (
+    assert timeline_of(a_call(), step).main == (
         *(Piece("data", 0, 10), Piece("scatter", 12, 17), Piece("replicate", 17, 32), Piece("apply", 32, 35)),
         *(Piece("copy", 35, 40), Piece("apply", 40, 50), Piece("backward", 50, 66), Piece("gather", 66, 68)),
         Piece("forward", 68, 72),
@@ -113,51 +113,51 @@ def test_a_call_composed_by_hand_has_its_phases() -> None:
     """Each primitive is a forward of the step; what the script does between them is its own."""
     step = spans_of(("forward", 12, 17), ("forward", 20, 32), ("forward", 40, 60), ("backward", 61, 90))
     phases = {"scatter": Phase(0, 5), "replicate": Phase(8, 12), "parallel_apply": Phase(28, 20)}
-    assert turn_of(a_call(phases=phases, wall_ns=48), step).main == (
+    assert timeline_of(a_call(phases=phases, wall_ns=48), step).main == (
         *(Piece("scatter", 12, 17), Piece("replicate", 20, 32), Piece("apply", 40, 60), Piece("backward", 61, 90)),
     )
 
 
 def test_calls_of_other_threads_are_not_in_the_main_row() -> None:
     beside = a_call(start_ns=1020, call=8)
-    alone, both = turn_of(a_call(), STEP), turn_of(a_call(), beside, STEP)
+    alone, both = timeline_of(a_call(), STEP), timeline_of(a_call(), beside, STEP)
     assert both.main == alone.main
     assert [len(lane.pieces) for lane in both.lanes] == [2, 2, 0]
 
 
 def test_of_a_step_of_an_earlier_version_its_data_and_its_calls_are_known() -> None:
-    turn = turn_of(a_call(), replace(EARLIER, phases={**TOOK, "copy": 3}))
-    assert turn.main == (
+    timeline = timeline_of(a_call(), replace(EARLIER, phases={**TOOK, "copy": 3}))
+    assert timeline.main == (
         *(Piece("data", 0, 10), Piece("scatter", 12, 17), Piece("replicate", 17, 32), Piece("apply", 32, 62)),
         *(Piece("forward", 62, 64), Piece("gather", 64, 68), Piece("forward", 68, 72)),
     )
-    assert turn.unplaced == ("copy", "backward", "optimizer")
-    assert turn_of(a_call(), STEP).unplaced == ()
+    assert timeline.unplaced == ("copy", "backward", "optimizer")
+    assert timeline_of(a_call(), STEP).unplaced == ()
 
 
 def test_how_much_is_missing_is_said() -> None:
-    assert turn_of(replace(STEP, missing_spans=9)).missing_spans == 9
+    assert timeline_of(replace(STEP, missing_spans=9)).missing_spans == 9
 
 
 def test_the_stages_of_a_spread_model_have_lanes() -> None:
     stages = (Stage(0, "cpu", ("a",), 5, 10, None, None), Stage(1, "cuda:0", ("b",), 20, None, None, None))
-    turn = turn_of(a_call(stages=stages, replicas=(), phases={}, mode="single"), STEP)
-    assert turn.staged
-    assert [lane.pieces for lane in turn.lanes] == [(Piece("apply", 17, 27),), ()]
+    timeline = timeline_of(a_call(stages=stages, replicas=(), phases={}, mode="single"), STEP)
+    assert timeline.staged
+    assert [lane.pieces for lane in timeline.lanes] == [(Piece("apply", 17, 27),), ()]
 
 
 def test_calls_of_other_steps_are_not_in_it() -> None:
-    turn = turn_of(a_call(step=6), STEP)
-    assert turn.calls == 0
-    assert [piece.phase for piece in turn.main] == ["data", "forward", "backward", "optimizer"]
-    assert turn.lanes == ()
+    timeline = timeline_of(a_call(step=6), STEP)
+    assert timeline.calls == 0
+    assert [piece.phase for piece in timeline.main] == ["data", "forward", "backward", "optimizer"]
+    assert timeline.lanes == ()
 
 
 def test_before_the_first_step_there_is_none() -> None:
     state = state_of([a_call()])
     process = state.focus()
     assert process is not None
-    assert last_turn(process) is None
+    assert last_step_timeline(process) is None
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -183,14 +183,14 @@ def test_whatever_the_numbers_nothing_overlaps_or_leaves_the_step(seed: int) -> 
     process = state_of([*calls, STEP]).focus()
     assert process is not None
     step = replace(STEP, phases=phases, spans=spans if seed % 4 else None)
-    turn = last_turn(replace(process, last_step=step))
-    assert turn is not None
+    timeline = last_step_timeline(replace(process, last_step=step))
+    assert timeline is not None
     at = 0
-    for piece in turn.main:
-        assert at <= piece.start_ns < piece.end_ns <= turn.wall_ns
+    for piece in timeline.main:
+        assert at <= piece.start_ns < piece.end_ns <= timeline.wall_ns
         at = piece.end_ns
-    for lane in turn.lanes:
-        assert all(0 <= piece.start_ns < piece.end_ns <= turn.wall_ns for piece in lane.pieces)
+    for lane in timeline.lanes:
+        assert all(0 <= piece.start_ns < piece.end_ns <= timeline.wall_ns for piece in lane.pieces)
 
 
 def test_of_a_step_of_many_calls_the_last_ones_are_read() -> None:
@@ -204,7 +204,7 @@ def test_the_last_step_is_the_newest() -> None:
     training = Training()
     process = state_of([*training.begin(), *training.run(500)]).focus()
     assert process is not None
-    turn = last_turn(process)
-    assert turn is not None
-    assert turn.step == 500
-    assert [len(lane.pieces) for lane in turn.lanes] == [1, 1]
+    timeline = last_step_timeline(process)
+    assert timeline is not None
+    assert timeline.step == 500
+    assert [len(lane.pieces) for lane in timeline.lanes] == [1, 1]

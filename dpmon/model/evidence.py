@@ -170,6 +170,10 @@ class Evidence:
     last_step_ns: int | None = None
     end_ns: int | None = None
     """When the run ended; None while it runs."""
+    newest_ns: int = 0
+    """The newest record of a live run."""
+    stall: str | None = None
+    """Where each process is, or was at the end, if no step has begun for long."""
     raised: str | None = None
     """The exception that ended the run, with the rank and the line of the script."""
     paused_ns: int = 0

@@ -43,6 +43,8 @@ WORKERS_SHARE = 0.5
 """Smallest share of starting workers in the time of the gaps for the finding to name them."""
 QUIET_NS, QUIET_SHARE = 30_000_000_000, 0.1
 """Shortest time without a step at the end, and its smallest share of the run: saving and evaluating take some time."""
+_LONG_STEPS = 3
+"""A live run is quiet after the time of this many median steps."""
 
 _ON_GPUS = "measure on GPUs first: virtual replicas share the processors of this machine"
 _STALL_ADVICE = {
@@ -292,21 +294,37 @@ def _is_stall(step: LongStep, median_ns: float | None) -> bool:
 
 
 def quiet(evidence: Evidence) -> Iterator[Finding]:
-    """A run that continued long after its last step."""
-    if evidence.end_ns is None or evidence.last_step_ns is None or not list(measured_modes(evidence)):
+    """A run that continued, or continues, long after its last step."""
+    measured = list(measured_modes(evidence))
+    if evidence.last_step_ns is None or not measured:
         return
+    until = evidence.newest_ns if evidence.end_ns is None else evidence.end_ns
     # Pauses and waits for input do not count as quiet.
     waits = [(begin, end) for _, begin, end in evidence.inputs]
-    waited = waited_ns(waits, evidence.last_step_ns, evidence.end_ns)
-    quiet = evidence.end_ns - evidence.last_step_ns - evidence.paused_after_ns - waited
+    waited = waited_ns(waits, evidence.last_step_ns, until)
+    quiet = until - evidence.last_step_ns - evidence.paused_after_ns - waited
+    paused = f", {duration_words(evidence.paused_after_ns)} of it paused" if evidence.paused_after_ns else ""
+    paused += f", {duration_words(waited)} of it {WAITING_TEXT}" if waited else ""
+    last = f"the last one at {clock(evidence.last_step_ns)}"
+    if evidence.end_ns is None:
+        usual = max(mode.median_ns or 0 for mode in measured)
+        if evidence.stall is not None and quiet >= max(QUIET_NS, _LONG_STEPS * usual):
+            yield Finding(
+                "quiet",
+                f"No step has ended for {duration_words(until - evidence.last_step_ns)}{paused}.",
+                f"{last}; {evidence.stall}",
+                "py-spy dump --pid PID shows the line at which each process is; look first at a process that is not"
+                " where the others are",
+                1.0,
+            )
+        return
     whole = evidence.end_ns - evidence.paused_ns
     if quiet >= max(QUIET_NS, QUIET_SHARE * whole):
-        paused = f", {duration_words(evidence.paused_after_ns)} of it paused" if evidence.paused_after_ns else ""
-        paused += f", {duration_words(waited)} of it {WAITING_TEXT}" if waited else ""
+        where = "" if evidence.stall is None else f"; {evidence.stall}"
         yield Finding(
             "quiet",
-            f"No step ended in the last {duration_words(evidence.end_ns - evidence.last_step_ns)} of the run{paused}.",
-            f"the last one at {clock(evidence.last_step_ns)}, the end at {clock(evidence.end_ns)}",
+            f"No step ended in the last {duration_words(until - evidence.last_step_ns)} of the run{paused}.",
+            f"{last}, the end at {clock(evidence.end_ns)}{where}",
             "the end of the script's output says whether it saved, evaluated or hung",
             quiet / whole,
         )

@@ -66,14 +66,15 @@ def collect(directory: Path) -> Story:
     failed = how is not None and how.status and how.signal is None and not how.stopped
     raised = uncaught(directory, info, how.status) if how is not None and failed else None
     end = _output_end(reader) if how is not None and how.status else b""
+    story.standing = describe_stall(directory, info, story.state, how)
     if raised is not None:
         story.evidence = replace(story.evidence, raised=raised.sentence(info.cwd))
+    story.evidence = replace(story.evidence, stall=story.standing)
     story.findings = tuple(findings(story.evidence))
     story.steps = sum(mode.steps for mode in (*story.evidence.modes, *story.evaluations))
     story.warnings = list(dict.fromkeys(story.warnings))
     story.last_output = _last_output(end, raised, reader.info.command_pid)
     story.raised = clean_traceback_line(end)
-    story.standing = describe_stall(directory, info, story.state, how)
     if not story.steps and not story.calls:
         story.nothing = why_nothing(directory, info, how, story.warnings) or "the command was not started"
     return story
@@ -240,6 +241,7 @@ class _StoryBuilder:
             spent=accounted(story.evidence.spent, until, self._begin_ns) if self._spans else {},
             last_step_ns=self._last_ns,
             end_ns=end,
+            newest_ns=until,
             paused_ns=waited_ns(paused, 0, last),
             paused_after_ns=waited_ns(paused, self._last_ns or 0, last),
         )

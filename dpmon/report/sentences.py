@@ -191,7 +191,8 @@ ACTIVITY_NAMES = {
 def time_spent(story: Story) -> list[str]:
     """The run's time by activity and its longest gaps between steps, in sentences; empty without steps."""
     spent = story.evidence.spent
-    parts = [f"{ACTIVITY_NAMES[name]} {duration_words(ns)}" for name, ns in spent.items() if ns >= _LEAST_SHOWN_NS]
+    names = ACTIVITY_NAMES if is_over(story) else {**ACTIVITY_NAMES, "ending": "since the last step"}
+    parts = [f"{names[name]} {duration_words(ns)}" for name, ns in spent.items() if ns >= _LEAST_SHOWN_NS]
     if not parts:
         return []
     said = [f"elapsed {duration_words(sum(spent.values()))}: {', '.join(parts)}"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,11 +38,16 @@ class ProcessActivity(NamedTuple):
     since_ns: int
 
     @property
+    def number(self) -> tuple[str, int]:
+        """The process's number in a list of several, and its kind: rank, process or pid."""
+        if self.rank is not None:
+            return "rank", self.rank
+        return ("process", self.process) if self.process is not None else ("pid", self.pid)
+
+    @property
     def name(self) -> str:
         """The process's name in a list of several."""
-        if self.rank is not None:
-            return f"rank {self.rank}"
-        return f"process {self.process}" if self.process is not None else f"pid {self.pid}"
+        return "{} {}".format(*self.number)
 
 
 def stages(directory: Path, until_ns: int | None = None) -> dict[int, Stage]:
@@ -99,9 +104,39 @@ def stall_text(found: Iterable[ProcessActivity], now_ns: int) -> str | None:
     if quiet < QUIET_NS:
         return None
     what = "nothing has moved" if all(one.process is None for one in moving) else "no step has begun"
-    named = [one.doing if len(there) == 1 else f"{one.name} {one.doing}" for one in there[:_MAX_NAMED]]
-    more = f" and {len(there) - _MAX_NAMED} more" if len(there) > _MAX_NAMED else ""
-    return f"{what} for {quiet / 1e9:.0f} s: {', '.join(named)}{more}"
+    return f"{what} for {quiet / 1e9:.0f} s: {there[0].doing if len(there) == 1 else _where(there)}"
+
+
+def _where(found: Sequence[ProcessActivity]) -> str:
+    """What the processes are doing, in groups that do the same. The smallest group is the odd one, and comes first."""
+    groups: dict[str, list[ProcessActivity]] = {}
+    for one in found:
+        groups.setdefault(one.doing, []).append(one)
+    named = [f"{_names(group)} {doing}" for doing, group in sorted(groups.items(), key=lambda item: len(item[1]))]
+    return (", " if len(groups) == len(found) else "; ").join(named)
+
+
+def _names(found: Sequence[ProcessActivity]) -> str:
+    """Processes with one kind of number: "rank 3", "ranks 0-2, 5, process 7"."""
+    kinds: dict[str, list[int]] = {}
+    for one in found:
+        kind, number = one.number
+        kinds.setdefault(kind, []).append(number)
+    return ", ".join(_numbered(kind, sorted(numbers)) for kind, numbers in kinds.items())
+
+
+def _numbered(kind: str, numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return f"{kind} {numbers[0]}"
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    texts = [", ".join(map(str, run)) if len(run) < 3 else f"{run[0]}-{run[-1]}" for run in runs]
+    more = f" and {sum(map(len, runs[_MAX_NAMED:]))} more" if len(runs) > _MAX_NAMED else ""
+    return f"{kind}{'es' if kind == 'process' else 's'} {', '.join(texts[:_MAX_NAMED])}{more}"
 
 
 def describe_stall(directory: Path, info: RunInfo, state: str, how: ExitInfo | None) -> str | None:

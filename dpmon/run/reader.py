@@ -17,7 +17,7 @@ from dpmon.record.wire import mode_number, pack_event
 from dpmon.ring_file import RingError
 from dpmon.ring_reader import RingReader
 from dpmon.run import proc
-from dpmon.run.activities import newest_stage, stages
+from dpmon.run.activities import newest_stage, process_activities, stages, stall_text
 from dpmon.run.condition import command_alive
 from dpmon.run.lock import supervised
 from dpmon.run.rings import ProcessRing
@@ -153,6 +153,13 @@ class RunReader:
     def waits_for_input(self) -> int | None:
         """When the command began to wait for input (monotonic ns); None if it does not, or if this is unknown."""
         return waits_since(self.directory)
+
+    def stall(self) -> str | None:
+        """How long no step has begun, and where each process is; None if something moves.
+
+        Opens the ring of every process: for use when `activities` have not changed for long.
+        """
+        return stall_text(process_activities(self.directory, over=False), time.monotonic_ns())
 
     def activities(self) -> dict[int, tuple[str, int]]:
         """Each training process's activity and its start (monotonic ns); "ended" also for a killed one."""

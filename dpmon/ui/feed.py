@@ -58,6 +58,9 @@ class Reader(Protocol):
     def waits_for_input(self) -> int | None:
         """When the command began to wait for input (monotonic ns); None if it does not, or if this is unknown."""
 
+    def stall(self) -> str | None:
+        """How long no step has begun, and where each process is; None if something moves."""
+
     def activities(self) -> Mapping[int, tuple[str, int]]:
         """Each process's current activity and its start (monotonic ns)."""
 
@@ -123,6 +126,8 @@ class Feed:
         self._ending = False
         self._activities: Mapping[int, tuple[str, int]] = {}
         """Each process's activity at the last look, and its start (monotonic ns)."""
+        self._stall: str | None = None
+        """Where each process is, if no step has begun for long."""
         self._ranks = self._wanted.ranks
         """Number of ranks that fit on the screen."""
         self._reads = any(directory.glob("process-*.ring"))
@@ -191,6 +196,7 @@ class Feed:
             return
         reader.refresh()
         self._activities = reader.activities()
+        self._stall = reader.stall() if self._is_quiet() else None
         if self._ended is None and self._exit is None:
             self._exit = reader.exit()
         self._look_alive(reader)
@@ -198,6 +204,13 @@ class Feed:
             self._end(self._exit)
         self._look()
         self._answer(reader)
+
+    def _is_quiet(self) -> bool:
+        """Whether no process has begun anything for long."""
+        from dpmon.run.activities import QUIET_NS
+
+        newest = max((since for name, since in self._activities.values() if name != "ended"), default=0)
+        return newest > 0 and self._clock() - newest >= QUIET_NS
 
     def _look(self) -> None:
         """Read the state if anything is new; keep the old one if reading fails."""
@@ -397,6 +410,7 @@ class Feed:
             stage=None if stage is None else (stage[0], max(stage[1] - start, 0)),
             reads_since_ns=None if reads is None else max(reads - start, 0),
             activities={p: (what, since - start if since else 0) for p, (what, since) in self._activities.items()},
+            stalled=self._stall,
             alive=self._alive,
             ended=self._ended,
             toggle=self._toggle,

@@ -142,7 +142,9 @@ def _notes(scene: Scene, found: Communication, width: int, room: int, ranks: int
     slow = scene.state.straggler()
     most = max(room - 1, 0)
     rows: list[Row] = []
-    if slow is not None:
+    if scene.stall is not None:
+        rows += [[(line, "wait")] for line in wrapped(clean(scene.stall, 400), width, max(most, 1), look.glyphs.more)]
+    elif slow is not None:
         lines = wrapped(sentence(slow, lately=True), width)
         if len(lines) + ranks > room:
             lines = wrapped(in_short(slow), width, max(most, 1), look.glyphs.more)

@@ -211,6 +211,8 @@ def _message(scene: Scene, look: Look, width: int) -> Row:
     warned = _warning(scene)
     if warned:
         return warned
+    if scene.stall is not None:
+        return [(f"{look.glyphs.focus} ", "wait"), (clean(scene.stall, 400), "")]
     slow = scene.state.straggler()
     if slow is not None:
         return [(f"{look.glyphs.focus} ", "wait"), (in_short(slow), "")]

@@ -110,6 +110,10 @@ class Player:
         """The run's stage at the position, before its first call, and its start (monotonic ns)."""
         return newest_stage(stages(self.directory, self.now_ns()))
 
+    def stall(self) -> str | None:
+        """None: only the processes themselves know."""
+        return None
+
     def waits_for_input(self) -> int | None:
         """None: a playback shows no waits for input."""
         return None

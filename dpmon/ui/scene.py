@@ -121,6 +121,8 @@ class Scene:
     reads_since_ns: int | None = None
     """When the command began to wait for a line of input (ns); None if it was not seen waiting."""
     activities: Mapping[int, tuple[str, int]] = field(default_factory=dict)
+    stalled: str | None = None
+    """How long no step has begun, and where each process is; None if something moves."""
     alive: bool | None = None
     ended: Ended | None = None
     toggle: Toggle | None = None
@@ -151,6 +153,13 @@ class Scene:
         if since is None or self.reading or self.now_ns - since <= WAIT_SHOWN_NS:
             return None
         return None if any(each.seen_ns > since for each in self.state.processes.values()) else self.now_ns - since
+
+    @property
+    def stall(self) -> str | None:
+        """`stalled`, if the training should move: not after its end, in a wait for input, or in usual long steps."""
+        last = self.process.last_step if self.process is not None else None
+        usual = last is not None and self.now_ns - last.start_ns <= 4 * last.wall_ns
+        return None if self.over or usual or self.input_wait_ns is not None else self.stalled
 
     @property
     def closing(self) -> bool:

@@ -6,6 +6,7 @@ import json
 import re
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,8 @@ def test_processes_that_hang_within_a_step(dpmon: Dpmon, capsys: pytest.CaptureF
     either = [f"no step has begun for N s: process 0 in {one}, process 1 in {other}"
               for one, other in (("forward", "backward"), ("backward", "forward"))]  # fmt: skip
     assert plain(entry["standing"]) in either
+    with closing(RunReader(dpmon.last())) as reader:
+        assert plain(reader.stall() or "") == plain(entry["standing"]), "the screen says the same"
     report = plain("\n".join(report_text(dpmon.last())))
     assert any(said in report for said in either), report
     assert dpmon.run("stop", "last").status == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -185,6 +186,41 @@ def test_a_run_that_shows_it(kind: str) -> None:
     assert any(char.isdigit() for char in found.ground), "a ground is figures"
     assert found.advice
     assert 0 < found.weight <= 1
+
+
+STALL = "no step has begun for 34 s: rank 0 in backward, rank 1 in the script"
+
+
+def live(newest_s: int, stall: str | None = STALL, **more: Any) -> Evidence:
+    """A live run; its last step ended at 100 s."""
+    return replace(HEALTHY, end_ns=None, newest_ns=newest_s * SECOND, stall=stall, **more)
+
+
+def test_a_live_run_that_hangs_says_so_first() -> None:
+    (found,) = findings(live(134))
+    assert (found.kind, found.weight) == ("quiet", 1.0)
+    assert found.text == "No step has ended for 34.0 s."
+    assert found.ground == f"the last one at 00:01:40; {STALL}"
+
+
+@pytest.mark.parametrize(
+    "evidence",
+    [
+        live(129),
+        live(134, stall=None),
+        live(134, modes=(GOOD._replace(median_ns=12.0 * SECOND),)),
+        live(134, inputs=((None, 101 * SECOND, 133 * SECOND),)),
+        live(134, paused_ns=30 * SECOND, paused_after_ns=30 * SECOND),
+    ],
+    ids=["not for long", "something moves", "its steps are long", "it waits for input", "it was paused"],
+)
+def test_a_live_run_is_not_called_quiet(evidence: Evidence) -> None:
+    assert findings(evidence) == []
+
+
+def test_the_place_of_each_process_is_said_of_a_run_that_ended_quietly() -> None:
+    (found,) = findings(replace(SHOWN["quiet"], stall=f"when it ended: {STALL}"))
+    assert found.ground.endswith(f"; when it ended: {STALL}")
 
 
 @pytest.mark.parametrize("kind", ["data", "replicate", "transfer", "drift", "stall", "spread", "quiet"])

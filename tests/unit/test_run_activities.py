@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -83,10 +84,26 @@ def test_for_how_long_nothing_moves_and_where_each_process_is(found: list[Proces
     assert stall_text(found, NOW) == said
 
 
-def test_of_many_processes_some_are_named() -> None:
-    said = stall_text([of(i, "in forward", 66) for i in range(40)], NOW)
-    assert said is not None
-    assert said.endswith("process 15 in forward and 24 more")
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ({"in forward": range(40)}, "ranks 0-39 in forward"),
+        ({"in forward": (0, 1)}, "ranks 0, 1 in forward"),
+        ({"in backward": (*range(5), *range(6, 64)), "in the script": (5,)},
+         "rank 5 in the script; ranks 0-4, 6-63 in backward"),
+        ({"in backward": range(0, 64, 2), "gone": range(1, 64, 2)},
+         f"ranks {', '.join(map(str, range(0, 32, 2)))} and 16 more in backward;"
+         f" ranks {', '.join(map(str, range(1, 32, 2)))} and 16 more gone"),
+    ],
+)  # fmt: skip
+def test_many_processes_are_named_in_groups_the_odd_ones_first(where: dict[str, Sequence[int]], said: str) -> None:
+    found = [of(rank, doing, 66, rank) for doing, ranks in where.items() for rank in ranks]
+    assert stall_text(found, NOW) == f"no step has begun for 34 s: {said}"
+
+
+def test_processes_without_a_rank_are_named_by_their_number() -> None:
+    found = [of(0, "in forward", 66), of(1, "in forward", 66), of(2, "in forward", 66), of(None, FETCHING, 60)]
+    assert stall_text(found, NOW) == f"no step has begun for 34 s: pid 70 {FETCHING}; processes 0-2 in forward"
 
 
 @pytest.mark.parametrize(

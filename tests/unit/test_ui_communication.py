@@ -21,7 +21,7 @@ from dpmon.ui.panel_output import Output
 from dpmon.ui.panel_status import status
 from dpmon.ui.rank_map import rank_map
 from dpmon.ui.rows import plain, width_of
-from dpmon.ui.scene import Facts, Scene, View
+from dpmon.ui.scene import Ended, Facts, Scene, View
 from dpmon.ui.waterfall import bucket_row, sample_row
 
 LOOK = Look(UNICODE, COLOUR, True)
@@ -84,6 +84,24 @@ def test_ranks_that_are_alike_are_said_to_be() -> None:
     assert said[-1] == "no rank holds the others up (last 115 steps)"
     assert not any("▸" in line for line in said)
     assert "others wait" not in plain(status(scene, 120, 2, LOOK)[1])
+
+
+STALL = "no step has begun for 34 s: rank 1 in the script; ranks 0, 2 in backward"
+
+
+def test_of_a_run_that_hangs_panel_and_status_say_where_its_ranks_are() -> None:
+    """A straggler of the last steps is not why it hangs."""
+    scene = replace(scene_of(3, slow=1), stalled=STALL)
+    assert scene.stall is None, "the last step has just ended"
+    scene = replace(scene, now_ns=scene.now_ns + 34_000_000_000)
+    assert " ".join(texts(panel_ranks.table(scene, 76, 12, LOOK))[4:]) == STALL
+    assert STALL in plain(status(scene, 120, 2, LOOK)[1])
+    for other in (
+        replace(scene, ended=Ended(0, None, 1, None)),
+        replace(scene, reads_since_ns=scene.now_ns - 30 * 10**9),
+    ):
+        assert other.stall is None
+        assert STALL not in plain(status(other, 120, 2, LOOK)[1])
 
 
 def test_where_little_has_room_the_slow_rank_and_the_cause_stay() -> None:

@@ -108,14 +108,14 @@ def busy_bar(parts: tuple[float, float, float], top: float, width: int, glyphs: 
 
 
 def busy_legend(width: int, glyphs: Glyphs) -> Row:
-    """The names of the parts of `busy_bar`, as many as fit in `width` cells."""
-    row: Row = []
-    for name, (sign, style) in zip(("busy", "exposed", "wait"), busy_signs(glyphs), strict=True):
-        row += [(sign, style), (name + " ", "dim")]
-    if width_of(row) > width:
-        (busy, _, wait) = busy_signs(glyphs)
-        row = [busy, ("busy ", "dim"), wait, ("wait", "dim")]
-    return row if width_of(row) <= width else [("step".ljust(width), "dim")]
+    """The names of the parts of `busy_bar`, shortened to fit in `width` cells; "step" if they do not."""
+    for names in (("busy ", "exposed ", "wait"), ("busy ", "exp ", "wait"), ("busy ", "", "wait")):
+        row: Row = []
+        for name, sign in zip(names, busy_signs(glyphs), strict=True):
+            row += [sign, (name, "dim")] if name else []
+        if width_of(row) <= width:
+            return row
+    return [("step".ljust(width), "dim")]
 
 
 def busy_signs(glyphs: Glyphs) -> tuple[Span, Span, Span]:

@@ -296,6 +296,8 @@ def test_paused_for_whoever_comes_late_and_resumed_by_them(dpmon: Dpmon) -> None
     assert 0 < since <= time.monotonic_ns() - late.info.start_ns
     assert late.request_pause(False) == 1
     wait_for(lambda: not known() and not late.paused().pending, what="its end")
+    # A step after the pause shows its end, too, and may be written before the record of the end.
+    wait_for(lambda: len(state_in(late.directory).pauses) > 1, what="the record of its end")
     pauses = state_in(late.directory).pauses
     assert [change.paused for change in pauses] == [True, False]
     assert (pauses[1].paused_ns or 0) > 0

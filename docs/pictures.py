@@ -5,8 +5,8 @@
 
 A run is started in the background and its screen is opened without a terminal (Textual's pilot). The keys are pressed,
 and the rows on the screen become SVG, as with the key `s`. A film is several screens in one SVG, shown one after the
-other by CSS; it needs no script, so it also plays as an image on a web page. Take the pictures on an idle machine: its
-figures are in them.
+other by CSS; it needs no script, so it also plays as an image on a web page. Take the pictures on an idle machine,
+because they show its figures.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ Act = Callable[[Stage], Awaitable[None]]
 
 
 class Picture(NamedTuple):
-    """A picture: the command behind it, and what is done on its screen; a film if that takes frames."""
+    """A picture: the command to run, and the actions on its screen. If they take several frames, it is a film."""
 
     name: str
     title: str
@@ -116,7 +116,7 @@ async def _toggle(stage: Stage) -> None:
 
 
 async def _slow_rank(stage: Stage) -> None:
-    """Until the slow rank is named; then the collectives of one step are recorded."""
+    """Wait until the slow rank is named, then record the collectives of one step."""
     await stage.shows("● running", "holds the others up")
     await asyncio.sleep(20)
     await stage.pilot.press("c")
@@ -152,8 +152,8 @@ async def _take(picture: Picture, directory: Path) -> str:
 def film(frames: Sequence[Sequence[Row]], look: Look, title: str) -> str:
     """One SVG that shows `frames` one after the other, each for FRAME_S seconds, for ever.
 
-    A row that stays the same from one frame to the next is in it once. Where nothing moves (the reader wants no
-    motion, or the program does not know CSS animation), the last frame is seen.
+    A row that stays the same from one frame to the next is in it once. Without animation (the reader prefers reduced
+    motion, or the viewer does not support CSS animation), the last frame is shown.
     """
     if len(frames) == 1:
         return svg(frames[0], look, title)
@@ -224,7 +224,7 @@ def make(picture: Picture) -> Path:
 
 
 def main() -> None:
-    """Make the pictures that are named; all of them if none is."""
+    """Make the named pictures, or all of them."""
     parser = argparse.ArgumentParser(description="Make the pictures of the documentation from real runs.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(picture.name for picture in PICTURES))
     names = parser.parse_args().names

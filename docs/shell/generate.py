@@ -34,19 +34,19 @@ The runs, a directory each
 if XDG_STATE_HOME is not set).
 .TP
 .I $XDG_CONFIG_HOME/dpmon/config.toml
-What is set once: theme, refresh, keep_runs, keep_bytes
+Permanent settings: theme, refresh, keep_runs, keep_bytes
 .RI ( ~/.config
 if XDG_CONFIG_HOME is not set).""",
     "environment": """\
 .TP
 .BR DPMON_THEME ", " DPMON_REFRESH ", " DPMON_KEEP_RUNS ", " DPMON_KEEP_BYTES
-The settings of config.toml. Variables come before the file, options before both.
+The settings of config.toml. A variable overrides the file, and an option overrides both.
 .TP
 .B DPMON_METRICS
-As \\-\\-metrics FILE.""",
+The same as \\-\\-metrics FILE.""",
 }
 
-# Below, shtab's completion is asked only for what stands before the script's name.
+# These functions use shtab's completion only for the words before the script's name.
 _BASH = Template("""
 _dpmon_runs() {
     local names=$$(command ls -- "$${XDG_STATE_HOME:-$$HOME/.local/state}/dpmon/runs" 2>/dev/null)
@@ -178,7 +178,7 @@ complete -c dpmon -n _dpmon_script -F
 
 
 def _completed(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """`parser` with what its words are, for shtab."""
+    """Return `parser`, with the completion of each argument set for shtab."""
     runs = dict.fromkeys(("bash", "zsh"), "_dpmon_runs") | {"fish": "(_dpmon_runs)"}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

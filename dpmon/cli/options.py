@@ -24,7 +24,7 @@ dpmon [OPTIONS] SCRIPT.py [ARGS...]     run a script and watch it
        dpmon report [RUN] [--json | --html]    summarize a run
        dpmon export [RUN] [--format FORMAT]    write the records: jsonl, csv, perfetto
        dpmon doctor                            check whether dpmon works here
-       dpmon keep [--not] [RUN]                protect a run from automatic deletion; --not: end that
+       dpmon keep [--not] [RUN]                protect a run from automatic deletion; --not: unprotect it
        dpmon rm RUN [RUN ...]                  delete runs"""
 _EPILOG = """\
 Everything after the script's name belongs to the script. RUN is an id, its unique start, a name, or `last`.

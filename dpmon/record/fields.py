@@ -18,7 +18,7 @@ _CALL = RecordKind(
         *WHO,
         Field("step", "integer", "the step of the call"),
         Field("call", "integer", "its number in the process, from 1"),
-        Field("root", "text", "the class of the model, as the script wrote it"),
+        Field("root", "text", "the class of the model without its wrapper; under FSDP2, the script's own class"),
         Field(
             "via",
             "text",

@@ -27,7 +27,7 @@ dpmon [OPTIONS] SCRIPT.py [ARGS...]     run a script and watch it
        dpmon keep [--not] [RUN]                protect a run from automatic deletion; --not: unprotect it
        dpmon rm RUN [RUN ...]                  delete runs"""
 _EPILOG = """\
-Everything after the script's name belongs to the script. RUN is an id, its unique start, a name, or `last`.
+Everything after the script's name belongs to the script. RUN is a name, an id, the unique start of either, or `last`.
 The exit status is the script's own, 128+N for a signal; 2 for a wrong command line.
 """
 
@@ -130,14 +130,17 @@ def _command_parser(command: str) -> _Parser:
         parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
         parser.add_argument("--python", metavar="PYTHON", help="the Python that would run the script")
     elif command == "rm":
-        parser.add_argument("runs", metavar="RUN", nargs="+", help="an id, its unique start, or a name of one run")
+        parser.add_argument(
+            "runs", metavar="RUN", nargs="+", help="an id, the unique start of one, or a name of one run"
+        )
     elif command == "ls":
         parser.add_argument("--json", action="store_true", help="one JSON object per line")
     else:
         # Without a RUN, attach shows a live one.
         default = None if command == "attach" else "last"
         optional = {"nargs": None} if command == "stop" else {"nargs": "?", "default": default}
-        parser.add_argument("run", metavar="RUN", help="an id, its unique start, a name, or `last`", **optional)
+        meaning = "a name, an id, the unique start of either, or `last`"
+        parser.add_argument("run", metavar="RUN", help=meaning, **optional)
     if command == "attach":
         parser.add_argument("--refresh", type=_seconds, metavar="SECONDS", help="seconds between pictures")
         parser.add_argument("--headless", action="store_true", help="follow the run without a screen")

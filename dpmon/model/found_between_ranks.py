@@ -31,15 +31,14 @@ _SLOW_DEVICE = (
     " others, or busy with another process"
 )
 _SLOW_PHASE = {
-    "data": "more loader workers on that rank, or the same amount of work for each rank's samples; a slower disk or"
-    " network there",
-    "copy": "pinned memory (DataLoader pin_memory); the link of that rank's GPU (nvidia-smi topo -m)",
+    "data": "more loader workers on that rank; samples that need equal work on all ranks; check its disk and network",
+    "copy": "pinned memory (DataLoader pin_memory); check the link of its GPU (nvidia-smi topo -m)",
     "forward": _SLOW_DEVICE,
     "backward": _SLOW_DEVICE,
-    "optimizer": "an optimizer state of the same size on every rank; a host with busy processors",
-    "other": "work that only one rank does, such as logging, a checkpoint or an evaluation: less often, or in a thread",
+    "optimizer": "an optimizer state of the same size on every rank; check whether the processors of its host are busy",
+    "other": "if only this rank logs, saves checkpoints or evaluates: do this less often, or in a thread",
 }
-_NO_PHASE = "what differs on that rank: its GPU and its clocks, other processes on its host, its share of the data"
+_NO_PHASE = "look for a difference on that rank: its GPU, clocks, other processes on its host, its share of the data"
 
 
 def between_ranks(found: Communication | None) -> Iterator[Finding]:

@@ -29,18 +29,19 @@ COPY_SHARE = 0.2
 two are the cost of DataParallel itself, and DDP mostly avoids them."""
 DRIFT_RATIO, DRIFT_STEPS = 1.2, 150
 """Smallest ratio of the medians of the last and the first third, and fewest steps (50 per third): well above the noise
-of a median. Also, three quarters of the last third must exceed three quarters of the first, which noise rarely does."""
+of a median. Also, the first quartile of the last third must reach the third quartile of the first. Noise rarely
+does that."""
 STALL_RATIO, STALL_NS = 10, 500_000_000
 """Smallest ratio of a step to the median, and shortest step: ten times a millisecond does not matter."""
 SPREAD_RATIO, SPREAD_NS = 10, 50_000_000
 """Smallest ratio of p95 to median, and shortest p95: if one step in twenty takes that long, it is no single stall."""
 STALLS_SHARE, STALLS_NS = 0.02, 5_000_000_000
-"""Total of all stalls, as a share of the time of steps or in ns, from which on they are worth a line."""
+"""Smallest total of all stalls to report: as a share of the time of steps, or in ns."""
 BETWEEN_SHARE, BETWEEN_NS = 0.1, 1_000_000_000
 """Smallest share of the time, and shortest total, between steps. The end of an epoch or a checkpoint costs some per
 cent; a tenth matters as much as a tenth of every step."""
 WORKERS_SHARE = 0.5
-"""Smallest share of starting workers in the time of the gaps for the finding to name them."""
+"""If starting workers takes at least this share of the gaps, the finding names it."""
 QUIET_NS, QUIET_SHARE = 30_000_000_000, 0.1
 """Shortest time without a step at the end, and its smallest share of the run: saving and evaluating take some time."""
 _LONG_STEPS = 3
@@ -48,14 +49,16 @@ _LONG_STEPS = 3
 
 _ON_GPUS = "measure on GPUs first: virtual replicas share the processors of this machine"
 _STALL_ADVICE = {
-    "data": "the loader stood still: a new epoch that starts its workers again (persistent_workers), a cold cache, a"
-    " slow disk or network",
-    "copy": "the host waited in a copy for the device's other work, or for memory to be pinned",
-    "forward": "a shape seen for the first time (compilation, kernel choice), or another process on the device",
-    "backward": "a shape seen for the first time (compilation, kernel choice), or another process on the device",
-    "sync": "a rank that the others waited for, or a slow network between them",
-    "optimizer": "a synchronisation in the optimizer or its scheduler",
-    "other": "the script's own work between the phases: a checkpoint, an evaluation, logging, .item() on a GPU",
+    "data": "look for what held up the loader: a new epoch that starts its workers again (persistent_workers), a cold"
+    " cache, a slow disk or network",
+    "copy": "look at what the copy waited for: the device's other work, or memory to be pinned",
+    "forward": "look for a shape seen for the first time (compilation, kernel choice), or for another process on the"
+    " device",
+    "backward": "look for a shape seen for the first time (compilation, kernel choice), or for another process on the"
+    " device",
+    "sync": "look for a rank that the others waited for, or a slow network between them",
+    "optimizer": "look for a synchronisation in the optimizer or its scheduler",
+    "other": "look at the script's own work between the phases: a checkpoint, an evaluation, logging, .item() on a GPU",
 }
 
 
@@ -177,8 +180,8 @@ def drift(evidence: Evidence) -> Iterator[Finding]:
             f"Steps became slower{in_mode(mode, evidence)}: at the end {ratio_words(late, early)} as long as at first.",
             f"median {duration_words(early)} over the first third of {mode.steps:,} steps, {duration_words(late)}"
             f" over the last{where}",
-            "lists or graphs that grow (losses kept with their graph), memory that fills up, heat, a fuller disk, other"
-            " work on the machine",
+            "look for lists or graphs that grow (losses kept with their graph), memory that fills up, heat, a fuller"
+            " disk, other work on the machine",
             1 - early / late,
         )
 
@@ -224,7 +227,7 @@ def _where(step: LongStep, evidence: Evidence) -> str:
 
 def _stall_advice(phase: str | None, evidence: Evidence) -> str:
     if phase is None:
-        return "the script's output of that time: a checkpoint, an evaluation, a loader that started again"
+        return "read the script's output of that time: a checkpoint, an evaluation, a loader that started again"
     if phase == "backward" and evidence.processes > 1:
         return _STALL_ADVICE[phase] + ", or a rank that the others waited for"
     return _STALL_ADVICE.get(phase, _STALL_ADVICE["other"])
@@ -252,7 +255,7 @@ def between(evidence: Evidence) -> Iterator[Finding]:
         f" the longest gap at {clock(worst.begin_ns)}",
         "DataLoader(persistent_workers=True): the workers then start once, not in every epoch"
         if by
-        else "the script's own work there: a checkpoint, logging, a loader that starts its workers again"
+        else "look at the script's own work there: a checkpoint, logging, a loader that starts its workers again"
         " (persistent_workers=True keeps them)",
         lost / whole,
     )

@@ -11,7 +11,8 @@ from dpmon.model.finding import MIN_STEPS, Finding, count_of, duration_words, gi
 from dpmon.model.numbers import percent
 
 IDLE_CALLS = 0.5
-"""Smallest share of calls under dp. The last batch of an epoch is often short; every other batch is no accident."""
+"""Smallest share of the calls under dp in which devices are idle. The last batch of an epoch is often too small; half
+of all batches are not."""
 ROWS_RATIO = 0.75
 """Smallest ratio of fewest to most rows without a finding. torch.chunk leaves one row less on large batches."""
 TIME_RATIO = 1.5
@@ -115,7 +116,7 @@ def _uneven_times(root: str, replicas: list[ReplicaFacts]) -> Iterator[Finding]:
             f"Replica {slow.replica} of {root} ({slow.device}) takes {ratio_words(slowest, fastest)} as long"
             f" as replica {fast.replica} ({fast.device}).",
             f"forward on the {where}, median {duration_words(slowest)} and {duration_words(fastest)}, equal rows",
-            "another process on that GPU, a slower link or model of GPU, lower clocks: compare the devices",
+            "compare the devices: another process on that GPU, a slower link or model of GPU, lower clocks",
             1 - fastest / slowest,
         )
 

@@ -226,7 +226,7 @@ def _replicas(story: Story) -> Plot | None:
         "error_y": error,
         "marker": {"color": _COLOURS["parallel_apply"]},
     }
-    traces, note = [trace], "median, the whisker to the 95th percentile"
+    traces, note = [trace], "median, with a whisker up to the 95th percentile"
     layout = _axes("ms (host)", x="", showlegend=False)
     layout["xaxis"] = {"automargin": True, "type": "category"}
     on_device = [None if fact.device_ns is None else fact.device_ns / 1e6 for fact in facts]

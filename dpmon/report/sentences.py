@@ -236,7 +236,7 @@ def comparison(found: Comparison) -> list[str]:
     value, low, high = found.speedup
     text = f"speed-up {value:.2f} (95 %: {low:.2f} to {high:.2f})"
     if found.efficiency is not None:
-        text += f", {percent(found.efficiency)}  per device"
-    steps = " and ".join(f"{side.steps:,} in {mode}" for mode, side in found.sides.items())
+        text += f", {percent(found.efficiency)} per device"
+    steps = " and ".join(f"{count_of(side.steps, 'step')} in {mode}" for mode, side in found.sides.items())
     without = "not counting the first steps after a change of mode, and steps of another batch size or kind"
-    return [sentence(found) or "", f"{text}; of {steps}, {without}"]
+    return [sentence(found) or "", f"{text}; from {steps}, {without}"]

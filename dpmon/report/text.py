@@ -121,7 +121,7 @@ def _over_time(story: Story, width: int) -> list[str]:
     top = max(mean for mean in means if mean is not None)
     bars = "".join(" " if mean is None else _BARS[min(int(mean / top * 8), 7)] for mean in means)
     scale = f"time of a step, mean over each {duration((last - first) / cells)}; the highest bar is {duration(top)}"
-    scale += "; none where no step ran" if None in means else ""
+    scale += "; no bar where no step ran" if None in means else ""
     ends = clock(first) + clock(last).rjust(max(cells - 8, 9))
     return [*wrap(scale, width), "  " + bars, "  " + ends]
 

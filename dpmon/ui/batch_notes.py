@@ -55,7 +55,7 @@ def unevenness(numbers: Summary) -> list[str]:
         return []
     if found.phase == INPUT:
         return [f"{WAITING_TEXT} took {percent(found.time)} of the time: the mean includes it"]
-    by = f", longer by {found.phase}" if found.phase is not None else ""
+    by = f", slower in {found.phase}" if found.phase is not None else ""
     return [f"uneven steps: about {percent(found.steps)} take {percent(found.time)} of the time{by}"]
 
 

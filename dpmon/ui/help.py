@@ -67,7 +67,7 @@ def _signs(look: Look, lettered: bool) -> tuple[str, str]:
     """Sentences about the signs in the history of panel 3; `lettered`: phases are drawn as letters."""
     little = "A small letter (or a dot)" if lettered else "The lowest block"
     return (
-        f"{little} alone: steps too short for one cell of this scale (single beside dp); it shows their longest phase.",
+        f"{little} alone: steps too short for one cell, such as single beside dp; it shows their longest phase.",
         f"{look.glyphs.cut_top} on top: longer than the scale, which covers 95 % of the columns.",
     )
 

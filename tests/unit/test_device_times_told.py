@@ -186,5 +186,5 @@ def test_without_times_of_devices_nothing_is_said_of_them(state: Path) -> None:
     assert "on device" not in "\n".join(report_text(directory, 200))
     (plot,) = [plot for plot in plots(story) if plot.name == "replicas"]
     assert (len(plot.traces), "name" in plot.traces[0], plot.layout["showlegend"]) == (1, False, False)
-    assert plot.note == "median, the whisker to the 95th percentile"
+    assert plot.note == "median, with a whisker up to the 95th percentile"
     assert json.loads(json.dumps(said)) == said

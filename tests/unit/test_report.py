@@ -376,7 +376,7 @@ def test_time_without_steps_is_a_gap_and_a_long_step_is_none(state: Path) -> Non
     assert step_time.traces[0]["x"].count(None) == 1
     bars = next(line for line in report_text(keep({0: payloads}), 100) if "█" in line)
     assert re.search(r"▁ {8,10}▁", bars)
-    assert "none where no step ran" in " ".join(report_text(keep({0: payloads}), 100))
+    assert "no bar where no step ran" in " ".join(report_text(keep({0: payloads}), 100))
 
 
 def evaluated(train: int, evaluate: int, rounds: int = 1, via: str | None = None) -> list[bytes]:

@@ -76,10 +76,10 @@ def drawn(state: State) -> str:
 def test_the_batch_panel_names_a_wait_and_not_the_phase_it_fell_into() -> None:
     _, payloads, waits = with_waits(12.0, 8.0)
     assert re.search(r"waiting for input took 7\d % of the time", drawn(recorded(payloads, waits)))
-    assert "longer by backward" in drawn(recorded(payloads, []))
-    assert "longer by backward" in drawn(recorded(payloads, waits, pid=PID + 1)), "a launcher's own"
+    assert "slower in backward" in drawn(recorded(payloads, []))
+    assert "slower in backward" in drawn(recorded(payloads, waits, pid=PID + 1)), "a launcher's own"
     short = [(waits[0][0], 2.0)]
-    assert "longer by backward" in drawn(recorded(payloads, short)), "most of it was something else"
+    assert "slower in backward" in drawn(recorded(payloads, short)), "most of it was something else"
 
 
 def test_a_wait_is_named_among_many_short_steps() -> None:

@@ -27,7 +27,7 @@ _LAST_OUTPUT = 4096
 
 
 def attach(options: argparse.Namespace) -> int:
-    """Show a run again on a screen; without a terminal, print its newest and further output, then its summary."""
+    """Show a run again on a screen; without a terminal, print its output from near its end on, then its summary."""
     directory = find_run(options.run) if options.run else newest_run(goes_on)
     if goes_on_elsewhere(directory, load_info(directory), load_exit(directory)):
         # This machine can see neither the run's processes nor its clock, so the run would look finished.

@@ -14,7 +14,8 @@ from dpmon.model.process import Process
 
 _LATELY_NS = 30_000_000_000
 _SILENCE_NS, _SILENCE_STEPS = 2_000_000_000, 3
-"""After this silence (ns, and number of its own steps), a process gives way to one that began or resumed since."""
+"""A process gives way to one that began or resumed since, once it is silent for this many ns and for the time of
+this many of its own steps."""
 
 
 class Seen(Protocol):
@@ -107,7 +108,7 @@ def _lately(state: Seen) -> list[Process]:
 
 
 def _silence(process: Process) -> int:
-    """The shortest silence (ns) of a process that counts: some seconds, and the time of some of its steps."""
+    """The shortest time (ns) without a step that counts as a silence: some seconds, or longer if its steps are long."""
     usual = process.last_step.wall_ns if process.last_step is not None else 0
     return max(_SILENCE_NS, _SILENCE_STEPS * usual)
 
@@ -118,7 +119,7 @@ def _newest(processes: Sequence[Process], of_ns: int) -> _Rivals:
 
 
 def _gave_way(process: Process, rivals: _Rivals, now_ns: int) -> bool:
-    """Whether one of `rivals` began or resumed after the newest step or call of `process`, which was silent for long.
+    """Whether `process` is silent, and one of `rivals` began or resumed after its newest step or call.
 
     After a resumption, the silence counts from then: processes that train together may resume one after the other.
     """
@@ -133,7 +134,7 @@ def _gave_way(process: Process, rivals: _Rivals, now_ns: int) -> bool:
 def _started_again(lately: Sequence[Process]) -> _Rivals:
     """The newest start and resumption among processes that replaced an earlier process of the same rank.
 
-    All processes from before the restart give way, even ranks without a successor: three of four ranks may go on.
+    All earlier processes give way, even ranks without a successor: a restarted job may have fewer ranks.
     """
     by_rank: dict[int, list[Process]] = {}
     for process in lately:

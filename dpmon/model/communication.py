@@ -192,7 +192,7 @@ def communication(
 
 
 def _most_unused(wrappers: Iterable[Wrapper], number: int) -> int | None:
-    """The most unused bytes of a wrapper on any rank, because one rank that leaves a parameter out needs the search.
+    """The most unused bytes of a wrapper on any rank. If even one rank leaves out a parameter, the search is needed.
 
     None if they are unknown on some rank.
     """

@@ -3,8 +3,9 @@
 Only steps of one kind are compared: the same number of samples, and all training or all evaluation. The first steps
 after a change of mode are left out (caches fill, algorithms are chosen). The speed-up is the ratio of the median step
 times. Its interval comes from the order statistics of each mode's steps (the usual interval of a median, for any
-distribution). It is widened if steps depend on earlier ones: batch means, over the tallies in order of time, measure
-this by the share of steps above the median. MOVER on the logarithms (Zou and Donner, 2008) combines the two intervals.
+distribution). If steps depend on earlier ones, it is widened by the method of batch means: the tallies, in order of
+time, form batches, and the shares of steps above the median vary more between batches than they would by chance. MOVER
+on the logarithms (Zou and Donner, 2008) combines the two intervals.
 """
 
 from __future__ import annotations
@@ -145,8 +146,8 @@ def _at(counts: Counts, rank: int) -> int:
 def _dependence(counts: Counts, parts: Sequence[Counts]) -> float:
     """The factor (at least 1) by which the dependence of values on earlier ones increases the variance of a median.
 
-    Joins parts into batches of at least the square root of the number of values. Compares how much the batches' shares
-    above the median vary with the variation in random batches of the same sizes.
+    Joins parts into batches of at least the square root of the number of values. Divides the variance of
+    the batches' shares above the median by the variance in random batches of the same sizes.
     """
     centre, count = median(counts), sum(counts.values())
     if centre is None:
@@ -377,7 +378,7 @@ def _largest(sides: Mapping[str, Side], outcome: str) -> Reason | None:
 
 
 def _by_phase(side: Side, figure: Callable[[PhaseFigures], float | None]) -> dict[str, float]:
-    """A figure of each phase that ran. `forward` adds the replicas' forward and the rest outside the calls' phases."""
+    """A figure of each phase that ran. `forward` is the replicas' forward plus the rest of the forward."""
     found: dict[str, float] = {}
     for phase in side.phases:
         value = figure(phase)

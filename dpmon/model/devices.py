@@ -155,7 +155,7 @@ class HostPeaks:
     _until_ns: int = -1
 
     def read(self, source: Rows, samples: Samples, process: int, visits: Sequence[Visit]) -> dict[str, Peak]:
-        """The peaks up to the newest of the samples. Memory before the oldest one is known per minute."""
+        """The peaks up to the newest of the samples. Before the oldest sample, one peak per minute is known."""
         if not samples.host:
             return {}
         if self._of != (process, samples.began):
@@ -195,7 +195,7 @@ def _modes_between(visits: Sequence[Visit], begin_ns: int, end_ns: int) -> list[
 
 
 def _keep_peak(peaks: dict[str, Peak], mode: str, used: int, sure: bool = True) -> None:
-    """Raise a mode's peak. It is exact only above the other modes' peaks: their memory often stays allocated."""
+    """Raise a mode's peak. It is exact only if it exceeds the others': memory of other modes often stays allocated."""
     before = peaks.get(mode)
     others = [peak.bytes for other, peak in peaks.items() if other != mode]
     exact = sure and used > max(others, default=-1)

@@ -9,7 +9,7 @@ HOST = "host"
 """The key in a mode's peaks for the sampled memory of all processes of the run."""
 MAX_DEVICES = 256
 TRIFLE_BYTES = 1 << 20
-"""Beside the rows of GPUs, the host gets a row only from this size on."""
+"""If GPUs have rows, the host gets a row only with at least this many bytes."""
 
 
 class Peak(NamedTuple):

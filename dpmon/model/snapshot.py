@@ -278,7 +278,7 @@ def _other_processes(state: State, focus: Process, wanted: Wanted) -> list[Proce
 
 
 def _with_last_calls(rows: Rows, process: Process) -> Process:
-    """A process that trains beside the one that represents the run."""
+    """`process`, which trains beside the one that represents the run, with its newest calls."""
     calls = Calls(rows, process.process)
     mode = process.last_step.mode if process.last_step is not None else process.mode
     tracks, newest = call_tracks(calls, {}, (), mode, most=RANK_CALLS_READ, timed=False)

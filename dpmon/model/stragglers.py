@@ -226,7 +226,7 @@ def _wait(one: RankTimes) -> float:
 
 
 def _by_chance(steps: int, expected: float) -> float:
-    """Most steps in which chance may make one of the slow ranks the slowest. `expected`: their share of all ranks."""
+    """The most steps in which a slow rank may be the slowest by chance. `expected`: the share of slow ranks."""
     return steps * expected + _SIGMAS * math.sqrt(steps * expected * (1 - expected))
 
 

@@ -29,7 +29,7 @@ _PIECE_NS = 20_000_000
 """Shortest piece that is kept. A wait lies within one long step, or between two steps."""
 _SECOND = 1_000_000_000
 _MISSED = -2
-"""Stands for the last step number after missing steps: no step has the next number."""
+"""Replaces the number of the last step if steps are missing. No step has the number after it, -1."""
 _LONG = (86_400 * _SECOND, 3600 * _SECOND, 60 * _SECOND)
 _LONG_NS = 600 * _SECOND
 LATEST_NS = 10 * 365 * 86_400 * _SECOND
@@ -48,8 +48,8 @@ class Spent(NamedTuple):
     def by_second(self) -> Iterator[tuple[int, int]]:
         """Yield each second from `begin` to `end`, and the time spent in that second (ns, negative if subtracted).
 
-        From ten minutes on, a whole minute, hour or day is yielded once, with its first second. This limits the number
-        of rows: all ranks of a job may pause for a night, and a damaged record may claim a century.
+        In a span of ten minutes or more, a whole minute, hour or day is yielded once, with its first second. This
+        limits the number of rows: all ranks of a job may pause for a night, and a damaged record may claim a century.
         """
         at = self.begin
         widths = _LONG if self.end - at >= _LONG_NS else ()

@@ -30,7 +30,7 @@ MANY_RINGS = 16
 TAKE_S = 0.2
 """Seconds between two reads with more than MANY_RINGS rings, unless one fills faster than it is read."""
 _AFTER_S = 0.1
-"""Delay of such a commit after the end of a second, so that the records of that second have arrived."""
+"""With more than MANY_RINGS rings, a commit waits this long after the end of a second for its records."""
 FIND_S = 0.2
 """Time between two searches for new rings."""
 GONE_S = 1.0

@@ -70,7 +70,7 @@ def merge(counts: Counts, other: Mapping[int, int]) -> None:
 
 
 def between(counts: Mapping[int, int], limits: Sequence[float]) -> list[int]:
-    """Return the number of values in each range that ends at a limit, and above all limits; limits are 0.4 % off."""
+    """Return the number of values up to each limit (above the one before), and above the last. Limits are 0.4 % off."""
     found = [0] * (len(limits) + 1)
     for number, count in counts.items():
         found[bisect_left(limits, middle(number))] += count

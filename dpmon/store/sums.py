@@ -117,7 +117,10 @@ class Sums:
         return found
 
     def _width_at(self, at: int, end: int, finest: int, widest: int) -> int:
-        """Return the width of the widest tally that begins at `at` and ends by `end`, else of the narrowest left."""
+        """Return the width of the widest tally that begins at `at` and ends by `end`.
+
+        If there is none, return the narrowest width that was not deleted there.
+        """
         for width in WIDTHS[:0:-1]:
             there = at + width <= min(end, self._whole[width]) and at >= self._pruned.get(width, 0)
             if width <= widest and there and at % width == 0:

@@ -45,7 +45,7 @@ def visible(char: str) -> str:
 
 
 def harmless(text: str) -> str:
-    """`text`, of any length, with control characters replaced, hidden ones dropped, few combining marks in a row."""
+    """`text`, of any length: control characters replaced, invisible ones dropped, at most two marks on a character."""
     if text.isascii() and text.isprintable():
         return text
     kept: list[str] = []

@@ -203,7 +203,7 @@ def _cell(parts: list[tuple[float, int, str]], mono: bool) -> Span:
     if len(two) == 1:
         return (blocks[min(round(filled), 8)], f"phase.{two[0][2]}")
     if filled < 7.5:
-        # At the top of the column, the background is the second colour, so only the uppermost phase is drawn.
+        # This cell is not full, so its upper part needs the background: only one phase is drawn, the uppermost.
         upper = max((part for part in parts if part[0] >= 1), key=lambda part: part[1], default=max(parts))
         return (blocks[round(filled)], f"phase.{upper[2]}")
     lower = min(max(round(8 * two[0][0] / (two[0][0] + two[1][0])), 1), 7)

@@ -156,7 +156,7 @@ class Scene:
 
     @property
     def stall(self) -> str | None:
-        """`stalled`, if the training should move: not after its end, in a wait for input, or in usual long steps."""
+        """`stalled`; None after the end, during a wait for input, or soon after the last step began."""
         last = self.process.last_step if self.process is not None else None
         usual = last is not None and self.now_ns - last.start_ns <= 4 * last.wall_ns
         return None if self.over or usual or self.input_wait_ns is not None else self.stalled

@@ -1,4 +1,4 @@
-"""The last thousands of rows of a growing log, interpreted like a terminal's and updated as the log grows.
+"""The last few thousand rows of a growing log, interpreted as a terminal would, and updated as the log grows.
 
 Rows have serial numbers; the first row that was interpreted has number 0. Rows before the stored ones are read from the
 file, by line.

@@ -21,7 +21,7 @@ _PANELS = (
         NAMES["batch"],
         "where a step's time goes. Median: half the steps are faster. p95: 95 of 100 are. Share: of the whole time.",
     ),
-    ("", "Each column is one second, with its phases stacked in the order below."),
+    ("", "Each column is one second or more (a note says how many), its phases stacked in the order below."),
     ("", "Host times: time of the script's thread. A GPU may still be working when the thread goes on."),
     ("", "Device: time of the slowest GPU between two events of its stream: its work, and its waits for the host."),
     (

@@ -51,7 +51,7 @@ class Ended(NamedTuple):
     signal: str | None
     end_ns: int | None
     last_line: str | None = None
-    """The last line of the script's traceback, clean; None if it printed none."""
+    """Why it ended: the last line of the script's traceback, or another cause; None if unknown."""
     stopped: bool = False
     """Whether the user stopped the run."""
 

@@ -1,10 +1,11 @@
 """`--json`: the state of a run as one line of JSON per second, for a pipeline.
 
     status  run, t_s (seconds since the run's start), state, step, mode, virtual, processes, warnings, dropped.
+            process, rank: the process that step, mode, virtual and the figures below except the rates describe.
             steps_per_s, samples_per_s: the rates over the elapsed training time (dpmon.rates). The same names with
                 _within_steps leave out the time between steps.
             step_ms, phases, call_phases: median_ms, p95_ms and, for a phase, its share of the steps' time. They cover
-                the last two minutes of training steps in the current mode of the first process. phases are the phases
+                the last two minutes of training steps in the current mode of this process. phases are the phases
                 of a step and add up to it. call_phases are the phases of its calls (scatter, replicate, parallel_apply,
                 gather), which lie within the step's forward. A phase that did not run is left out. device_median_ms is
                 the time of the slowest device in that phase: the median over the steps that have device times. It is
@@ -191,7 +192,7 @@ def _progress(focus: Process | None, state: State, now_ns: int) -> tuple[dict[st
     """Step, rates and times of the process that represents the run; and the reasons for null values, by name."""
     absent: dict[str, str] = {}
     if focus is None or focus.last_step is None:
-        names = ("step", *_RATES, "mode", "virtual", *_FIGURES)
+        names = ("process", "rank", "step", *_RATES, "mode", "virtual", *_FIGURES)
         absent.update(dict.fromkeys(names, "no step has ended yet"))
         return dict.fromkeys(names), absent
     fast = speed(focus, state, now_ns)
@@ -207,6 +208,8 @@ def _progress(focus: Process | None, state: State, now_ns: int) -> tuple[dict[st
         reason = _why_untimed(focus)
         absent |= {} if reason is None else {"device_median_ms": reason}
     said = {
+        "process": focus.process,
+        "rank": focus.rank,
         "step": focus.last_step.step,
         **as_fields(fast.rate),
         "mode": focus.mode or None,

@@ -16,6 +16,7 @@ from dpmon.record.schema import EVALUATION, PHASES, STEP
 from dpmon.record.wire import RANK_MODES
 from dpmon.report.pauses import pauses_in
 from dpmon.report.sentences import ACTIVITY_NAMES, how_it_ended, times_paused, waited
+from dpmon.report.shown import Shown
 from dpmon.report.waits import waits_in
 from dpmon.report.whole_communication import communication_of
 from dpmon.run.activities import why_nothing
@@ -64,7 +65,8 @@ _FIRST, _MODE, _STEP, _LACKS, _PHASE, _WHO, _PART = range(7)
 def summary_lines(directory: Path, how: ExitInfo | None) -> list[str]:
     """The summary of the run in `directory`, one text per line, safe for a terminal. RunError if it is not a run.
 
-    Medians and p95 (the smallest value that 95 % do not exceed) cover every step of the run and are at most 0.4 % off.
+    Medians and p95 (the smallest value that 95 % do not exceed) cover every step of a process, the one that the screen
+    shows, and are at most 0.4 % off.
     """
     return [line.text for line in summary(directory, how)]
 
@@ -75,7 +77,7 @@ def summary(directory: Path, how: ExitInfo | None) -> list[SummaryLine]:
     lines = [SummaryLine(_FIRST, _outcome(info, how)), *_with_priority(_MODE, _raised(directory, info, how))]
     try:
         with open_store(directory) as store:
-            lines += _Summary(store, info, how).lines(directory)
+            lines += _Summary(store, info, how, RunReader(directory)).lines(directory)
     except HistoryError as error:
         texts = [f"the history cannot be read: {error}"]
         lines += [_nothing(directory, info, how, texts), *_with_priority(_LACKS, _warnings(texts, short_name(info)))]
@@ -91,9 +93,10 @@ def _nothing(directory: Path, info: RunInfo, how: ExitInfo | None, warnings: Ite
 class _Summary:
     """The lines from the store of a run."""
 
-    def __init__(self, store: Store, info: RunInfo, how: ExitInfo | None) -> None:
+    def __init__(self, store: Store, info: RunInfo, how: ExitInfo | None, reader: RunReader) -> None:
         self._store, self._info, self._how = store, info, how
         self._window = Window(store)
+        self._shown = Shown(store, self._window, reader)
         shapes = store.shapes()
         self._layouts = Layouts(shapes, {shape.process: store.definitions(shape.process) for shape in shapes})
         self._processes = sorted({*store.processes, *self._layouts.processes})
@@ -174,7 +177,8 @@ class _Summary:
         return RANK_MODES[by] if mode == "single" and by else mode
 
     def _mode_lines(self, mode: str, evaluation: bool) -> list[SummaryLine]:
-        found = self._window.figures(mode, evaluation)
+        found = self._shown.figures(mode, evaluation)
+        who = self._shown.name(self._shown.process(mode, evaluation))
         title = (
             (self._mode_name(mode) or "mode unknown")
             + (" (virtual replicas)" if mode == "dp" and self._layouts.virtual else "")
@@ -182,7 +186,7 @@ class _Summary:
         )
         speed = rate_words(found.rate)
         head = f"{title}: {self._steps(found)}"
-        return [SummaryLine(_MODE, f"{head}, {speed}" if speed else head), *_phase_lines(found)]
+        return [SummaryLine(_MODE, f"{head}, {speed}" if speed else head), *_phase_lines(found, who)]
 
     def _steps(self, found: Figures) -> str:
         """Steps, calls and processes. Ranks step together; other processes step independently."""
@@ -272,12 +276,15 @@ def _more(count: int) -> list[str]:
     return [f"  and {count} more; dpmon export has them all"] if count > 0 else []
 
 
-def _phase_lines(found: Figures) -> list[SummaryLine]:
-    """The times of steps and of each phase that ran (the phases of calls below forward), then the quantities."""
+def _phase_lines(found: Figures, who: str | None) -> list[SummaryLine]:
+    """The times of steps and of each phase that ran (the phases of calls below forward), then the quantities.
+
+    `who`: the process with these steps, if there are several.
+    """
     if not found.steps:
         return []
     whole = PhaseFigures(STEP, found.steps, found.median_ns, found.p95_ns, found.mean_ns, 1.0)
-    lines = [_phase_line(_STEP, "step", whole)]
+    lines = [_phase_line(_STEP, "step" if who is None else f"step of {who}", whole)]
     for phase in PHASES:
         if phase.of_call:
             continue

@@ -7,8 +7,9 @@ threads on a machine with room to spare.
 from __future__ import annotations
 
 from dpmon.model.evidence import Evidence, HostFacts, ModeFacts
-from dpmon.model.finding import duration_words, measured_modes
+from dpmon.model.finding import MIN_STEPS, duration_words, most_affected, of_whom
 from dpmon.model.numbers import percent
+from dpmon.store.figures import PhaseFigures
 
 DATA_SHARE = 0.2
 """Smallest share of the step. A loader that keeps up takes a few per cent (a queue's get); a fifth needs a worker."""
@@ -20,13 +21,25 @@ FEW_TAKE_MOST = 3.0
 """Smallest ratio of mean to median fetch at which a few fetches (the first of each epoch) take most of the time."""
 
 
+def is_timed(phase: PhaseFigures) -> bool:
+    """Whether the device times of a phase are known in enough steps."""
+    return phase.device_share is not None and phase.device_count >= MIN_STEPS
+
+
+def data_share(mode: ModeFacts) -> float:
+    """The share of waiting for data in the time of the steps; of the device if its times are known."""
+    figures = mode.phase("data")
+    if figures is None or not is_timed(figures):
+        return mode.share("data")
+    return figures.device_share or 0.0
+
+
 def for_data(mode: ModeFacts, evidence: Evidence) -> str:
     """Advice where the training waits for its loader."""
     fetch = mode.phase("data")
     median = None if fetch is None else fetch.median_ns
     mean = None if fetch is None or fetch.share is None or mode.mean_ns is None else fetch.share * mode.mean_ns
-    # The fetches of several ranks together have no typical time.
-    if mode.distributed is None and median and mean and mean >= FEW_TAKE_MOST * median:
+    if median and mean and mean >= FEW_TAKE_MOST * median:
         return (
             f"a few fetches take most of the time (mean {duration_words(mean)}, median {duration_words(median)}), as"
             " the first of an epoch does when each epoch starts new workers: persistent_workers=True keeps them"
@@ -61,9 +74,10 @@ def for_spread(evidence: Evidence, phase: str) -> str:
 
 def for_low_use(evidence: Evidence) -> str:
     """Advice where a GPU is idle."""
-    waits = max((mode.share("data") for mode in measured_modes(evidence)), default=0.0)
-    if waits >= DATA_SHARE:
-        return f"the loader first: the steps wait for data for {percent(waits)} of their time"
+    waits = max(most_affected(evidence, data_share, DATA_SHARE), key=data_share, default=None)
+    if waits is not None:
+        share = percent(data_share(waits))
+        return f"the loader first: the steps{of_whom(waits)} wait for data for {share} of their time"
     return (
         "fewer and larger kernels, if the host is the limit: torch.compile, CUDA graphs; larger batches change the"
         " training itself (learning rate)"

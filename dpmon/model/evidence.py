@@ -15,14 +15,16 @@ from dpmon.store.figures import Counted, PhaseFigures
 
 
 class ModeFacts(NamedTuple):
-    """The steps of one mode, over all processes; times in ns. `phases` includes phases of calls (part of forward)."""
+    """The steps of one process in one mode; times in ns. `phases` includes phases of calls (part of forward)."""
 
     mode: str
     virtual: bool
     steps: int
+    """Number of its steps, which all figures except `rate` cover."""
     median_ns: float | None
     p95_ns: float | None
     rate: Rate | None
+    """Of all processes."""
     phases: tuple[PhaseFigures, ...]
     early: Mapping[str, float]
     """Medians over the first third of the steps, by phase; `step`: of the whole step. Empty with too few steps."""
@@ -36,6 +38,17 @@ class ModeFacts(NamedTuple):
     distributed: str | None = None
     """How its ranks trained one model together (a key of RANK_MODES), which is neither dp nor single."""
     counted: Counted = ()
+    process: int = 0
+    who: str | None = None
+    """The name of the process, such as "rank 0"; None if it is the only one."""
+    rank: int | None = None
+    other_steps: int = 0
+    """Number of steps of the other processes in this mode."""
+
+    @property
+    def all_steps(self) -> int:
+        """Number of steps of all processes in this mode."""
+        return self.steps + self.other_steps
 
     def share(self, *names: str) -> float:
         """The share of all step time that phases took together (0 to 1)."""
@@ -150,6 +163,9 @@ class Evidence:
     """The facts of a run that findings need. Times in ns since its start."""
 
     modes: tuple[ModeFacts, ...] = ()
+    """Each mode, by the process that the screen and the report show."""
+    others: tuple[ModeFacts, ...] = ()
+    """The same modes by each other process, without `early` and `late`."""
     batches: tuple[BatchFacts, ...] = ()
     replicas: tuple[ReplicaFacts, ...] = ()
     devices: tuple[DeviceFacts, ...] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from dpmon.model.evidence import Evidence, LongStep, ModeFacts
@@ -29,8 +29,22 @@ class Finding(NamedTuple):
 
 
 def measured_modes(evidence: Evidence) -> Iterator[ModeFacts]:
-    """The modes with enough steps for findings."""
-    yield from (mode for mode in evidence.modes if mode.steps >= MIN_STEPS)
+    """The modes of each process with enough steps for findings; the shown processes come first."""
+    yield from (mode for mode in (*evidence.modes, *evidence.others) if mode.steps >= MIN_STEPS)
+
+
+def most_affected(evidence: Evidence, share: Callable[[ModeFacts], float], least: float) -> Iterator[ModeFacts]:
+    """For each mode, the process with the largest share of a kind of time, if that is `least` or more."""
+    found: dict[str, ModeFacts] = {}
+    for mode in measured_modes(evidence):
+        if share(mode) >= least and (mode.mode not in found or share(mode) > share(found[mode.mode])):
+            found[mode.mode] = mode
+    yield from found.values()
+
+
+def of_whom(mode: ModeFacts) -> str:
+    """The words " of rank 1" if the run has several processes; else empty."""
+    return "" if mode.who is None else f" of {mode.who}"
 
 
 def in_mode(mode: ModeFacts, evidence: Evidence) -> str:
@@ -49,8 +63,8 @@ def phase_times(mode: ModeFacts, name: str) -> str:
 
 
 def basis(mode: ModeFacts) -> str:
-    """The median step, to which shares refer, and the number of steps."""
-    return f"step median {duration_words(mode.median_ns)} over {mode.steps:,} steps"
+    """The median step, to which shares refer, and the number and the process of the steps."""
+    return f"step median {duration_words(mode.median_ns)} over {mode.steps:,} steps{of_whom(mode)}"
 
 
 def of_process(step: LongStep, evidence: Evidence) -> str:

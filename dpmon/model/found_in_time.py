@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dpmon.model.advice import DATA_SHARE, for_data, for_spread
+from dpmon.model.advice import DATA_SHARE, data_share, for_data, for_spread, is_timed
 from dpmon.model.evidence import Evidence, LongStep, ModeFacts
 from dpmon.model.finding import (
     MIN_STEPS,
@@ -14,7 +14,9 @@ from dpmon.model.finding import (
     duration_words,
     in_mode,
     measured_modes,
+    most_affected,
     of_process,
+    of_whom,
     phase_times,
     ratio_words,
 )
@@ -76,33 +78,50 @@ def data(evidence: Evidence) -> Iterator[Finding]:
     """
     communication = evidence.communication
     slow = None if communication is None else communication.straggler()
-    for mode in measured_modes(evidence):
+    for mode in most_affected(evidence, data_share, DATA_SHARE):
         if slow is not None and _waits_alone(slow, mode):
             continue  # the finding about the slow ranks names the cause
-        figures, share, on_device = mode.phase("data"), mode.share("data"), ""
-        if figures is not None and figures.device_share is not None and figures.device_count >= MIN_STEPS:
-            share, on_device = figures.device_share, f", on the device median {duration_words(figures.device_ns)}"
-        if share >= DATA_SHARE:
-            who = "GPU" if on_device else "training"
-            yield Finding(
-                "data",
-                f"The {who} waits for data{in_mode(mode, evidence)}: {percent(share)} of the time of its steps.",
-                f"data {phase_times(mode, 'data')}{on_device}; {basis(mode)}",
-                for_data(mode, evidence),
-                share,
-            )
+        figures, share, on_device = mode.phase("data"), data_share(mode), ""
+        if figures is not None and is_timed(figures):
+            on_device = f", on the device median {duration_words(figures.device_ns)}"
+        who = f"The GPU{of_whom(mode)}" if on_device else _subject(mode)
+        yield Finding(
+            "data",
+            f"{who} waits for data{in_mode(mode, evidence)}: {percent(share)} of the time of its steps.",
+            f"data {phase_times(mode, 'data')}{on_device}; {basis(mode)}{_in_how_many(mode, evidence)}",
+            for_data(mode, evidence),
+            share,
+        )
+
+
+def _subject(mode: ModeFacts) -> str:
+    """The training, or its process if there are several, as the subject of a sentence."""
+    return "The training" if mode.who is None else mode.who[0].upper() + mode.who[1:]
+
+
+def _in_how_many(mode: ModeFacts, evidence: Evidence) -> str:
+    """In how many of several processes the wait for data is as serious as this finding."""
+    if mode.who is None:
+        return ""
+    alike = [one for one in (*evidence.modes, *evidence.others) if one.mode == mode.mode]
+    many = sum(data_share(one) >= DATA_SHARE for one in alike)
+    return f"; {percent(DATA_SHARE)} or more in {many:,} of {len(alike):,} processes"
 
 
 def transfers(evidence: Evidence) -> Iterator[Finding]:
     """Copying batches to the devices, by device time: on the host, a copy may also wait for other work."""
-    for mode in measured_modes(evidence):
+
+    def copied(mode: ModeFacts) -> float:
         figures = mode.phase("copy")
-        share = figures.device_share if figures is not None else None
-        if figures is None or share is None or share < COPY_SHARE or figures.device_count < MIN_STEPS:
-            continue
+        return (figures.device_share or 0.0) if figures is not None and is_timed(figures) else 0.0
+
+    for mode in most_affected(evidence, copied, COPY_SHARE):
+        figures, share = mode.phase("copy"), copied(mode)
+        assert figures is not None
         yield Finding(
             "copy",
-            f"Copying to the GPU{in_mode(mode, evidence)} takes {percent(share)} of the time of its steps.",
+            f"Copying to the GPU{of_whom(mode)}{in_mode(mode, evidence)} takes {percent(share)} of the time of its"
+            " steps.",
             f"copy on the device median {duration_words(figures.device_ns)}, on the host"
             f" {phase_times(mode, 'copy')}; {basis(mode)}",
             "pinned memory (DataLoader pin_memory) with .to(..., non_blocking=True); fewer bytes: copy as uint8 or"
@@ -130,8 +149,8 @@ def slower(evidence: Evidence) -> Iterator[Finding]:
 
 def copies(evidence: Evidence) -> Iterator[Finding]:
     """The cost of DataParallel itself: replicate; scatter and gather."""
-    for mode in measured_modes(evidence):
-        if mode.mode != "dp":
+    for mode in evidence.modes:
+        if mode.mode != "dp" or mode.steps < MIN_STEPS:
             continue
         share = mode.share("replicate")
         virtual = "  These replicas are virtual: on GPUs the share differs." if mode.virtual else ""
@@ -177,7 +196,8 @@ def drift(evidence: Evidence) -> Iterator[Finding]:
         )
         yield Finding(
             "drift",
-            f"Steps became slower{in_mode(mode, evidence)}: at the end {ratio_words(late, early)} as long as at first.",
+            f"Steps{of_whom(mode)} became slower{in_mode(mode, evidence)}: at the end {ratio_words(late, early)} as"
+            " long as at first.",
             f"median {duration_words(early)} over the first third of {mode.steps:,} steps, {duration_words(late)}"
             f" over the last{where}",
             "look for lists or graphs that grow (losses kept with their graph), memory that fills up, heat, a fuller"
@@ -189,15 +209,18 @@ def drift(evidence: Evidence) -> Iterator[Finding]:
 def stalls(evidence: Evidence) -> Iterator[Finding]:
     """Single steps that took very long."""
     medians = {
-        mode.mode: mode.median_ns for mode in measured_modes(evidence) if mode.median_ns and not _is_spread(mode)
+        (mode.process, mode.mode): mode.median_ns
+        for mode in measured_modes(evidence)
+        if mode.median_ns and _spread_ratio(mode) < SPREAD_RATIO
     }
-    total = sum((mode.median_ns or 0) * mode.steps for mode in evidence.modes)
+    total = sum((mode.median_ns or 0) * mode.steps for mode in (*evidence.modes, *evidence.others))
     longest = [step for step in evidence.longest if step.phase != INPUT]  # waiting for a user is no stall
-    stalls = [step for step in longest if _is_stall(step, medians.get(step.mode))]
+    stalls = [step for step in longest if _is_stall(step, medians.get((step.process, step.mode)))]
     lost = sum(step.wall_ns for step in stalls)
     if not stalls or (lost < STALLS_SHARE * (total + lost) and lost < STALLS_NS):
         return
     worst = stalls[0]
+    median = medians[worst.process, worst.mode]
     # A lower bound if steps were deleted (a tally has only its longest step), or if all steps read are stalls.
     least = len(stalls) == len(longest) > 1 or any(step.step is None for step in stalls)
     count = "one" if len(stalls) == 1 else str(len(stalls))
@@ -205,11 +228,11 @@ def stalls(evidence: Evidence) -> Iterator[Finding]:
     if len(stalls) > 1:
         text = f"{count} steps took more than {STALL_RATIO} times the median: {duration_words(lost)} together."
     else:
-        text = f"{count} step took {duration_words(lost)}, {ratio_words(lost, medians[worst.mode])} the median."
+        text = f"{count} step took {duration_words(lost)}, {ratio_words(lost, median)} the median."
     yield Finding(
         "stall",
         text,
-        f"the longest: {_where(worst, evidence)}; median {duration_words(medians[worst.mode])}",
+        f"the longest: {_where(worst, evidence)}; median {duration_words(median)}",
         _stall_advice(worst.phase, evidence),
         lost / (total + lost),
     )
@@ -270,23 +293,23 @@ def _starts_workers(evidence: Evidence, gap: GapRow) -> int:
     )
 
 
-def _is_spread(mode: ModeFacts) -> bool:
-    return bool(mode.median_ns and mode.p95_ns and mode.p95_ns >= SPREAD_RATIO * mode.median_ns)
+def _spread_ratio(mode: ModeFacts) -> float:
+    return (mode.p95_ns or 0.0) / mode.median_ns if mode.median_ns else 0.0
 
 
 def spread(evidence: Evidence) -> Iterator[Finding]:
     """Step times that vary widely."""
-    for mode in measured_modes(evidence):
+    for mode in most_affected(evidence, _spread_ratio, SPREAD_RATIO):
         # If one step in twenty waited for input, that alone explains the p95.
         typed = len(evidence.inputs) >= mode.steps / 20
-        if _is_spread(mode) and (mode.p95_ns or 0) >= SPREAD_NS and not typed:
+        if (mode.p95_ns or 0) >= SPREAD_NS and not typed:
             share, phase = max(((phase.share or 0.0, phase.name) for phase in mode.phases), default=(0.0, "none"))
             yield Finding(
                 "spread",
-                f"Step times are spread wide{in_mode(mode, evidence)}: one in twenty takes"
+                f"Step times{of_whom(mode)} are spread wide{in_mode(mode, evidence)}: one in twenty takes"
                 f" {ratio_words(mode.p95_ns, mode.median_ns)} the median or more.",
                 f"median {duration_words(mode.median_ns)}, p95 {duration_words(mode.p95_ns)} over {mode.steps:,}"
-                f" steps; {phase} takes most of the time ({percent(share)})",
+                f" steps{of_whom(mode)}; {phase} takes most of the time ({percent(share)})",
                 for_spread(evidence, phase),
                 0.3,
             )

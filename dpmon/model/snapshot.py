@@ -56,11 +56,9 @@ class Snapshots:
     def take(self, rows: Rows, tallies: Tallies, wanted: Wanted = _USUAL, ended: frozenset[int] = frozenset()) -> State:
         """The state as of the time of `rows`. `ended`: processes that are known to have ended."""
         events = Announced.read(rows)
-        numbers = {**dict.fromkeys(events.info), **rows.ranks}
-        known = {number: _seen(rows, number, events) for number in sorted(numbers)}
         self._samples.read(rows)
-        state = State(
-            processes=known,
+        state = replace(
+            _processes(rows, tallies, events, ended),
             devices=dict(sorted(self._samples.devices().items())),
             host=self._samples.of_host(),
             mode_changes=events.changes,
@@ -70,11 +68,8 @@ class Snapshots:
             wrappers=events.wrappers,
             warning_count=rows.count("warning"),
             missed=rows.missed,
-            newest_ns=max((process.seen_ns for process in known.values()), default=-1),
-            ended=ended,
             over=wanted.over,
         )
-        state = replace(state, processes=_resumed(tallies, state))
         focus = state.focus()
         if focus is None:
             return state
@@ -86,7 +81,7 @@ class Snapshots:
         }
         if others:
             shown.update({process.process: process for process in rank_figures(rows, tallies, shown.values())})
-        state = replace(state, processes={**known, **shown})
+        state = replace(state, processes={**state.processes, **shown})
         return together(rows, tallies, state, found, ranks) if ranks else state
 
     def _with_figures(
@@ -178,6 +173,11 @@ class Snapshots:
         return replace(found, sides=sides)
 
 
+def processes_in(rows: Rows, tallies: Tallies, ended: frozenset[int] = frozenset()) -> State:
+    """A state with only the processes, without their figures; parameters as in `Snapshots.take`."""
+    return _processes(rows, tallies, Announced.read(rows), ended)
+
+
 class _ProcessTallies:
     """The tallies of one process, as the source of a Window."""
 
@@ -224,6 +224,15 @@ class _ProcessTallies:
 
 
 # ------------------------------------------------------------------------------------------------ each process
+
+
+def _processes(rows: Rows, tallies: Tallies, events: Announced, ended: frozenset[int]) -> State:
+    """A state with only the processes, without their figures."""
+    numbers = {**dict.fromkeys(events.info), **rows.ranks}
+    known = {number: _seen(rows, number, events) for number in sorted(numbers)}
+    newest_ns = max((process.seen_ns for process in known.values()), default=-1)
+    state = State(processes=known, newest_ns=newest_ns, ended=ended)
+    return replace(state, processes=_resumed(tallies, state))
 
 
 def _seen(rows: Rows, number: int, events: Announced) -> Process:

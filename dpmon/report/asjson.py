@@ -7,10 +7,11 @@ processes     process, rank, world, pid, python, torch
 steps, calls  numbers, including deleted ones; dropped, pruned: numbers of lost and deleted records
 nothing       why there is no step and no call, or null
 standing      how long nothing has moved, and where each process is, or null
-modes         mode, virtual, steps, median_ms, p95_ms, steps_per_s, samples_per_s (of elapsed training time:
-              dpmon.rates), steps_per_s_within_steps, samples_per_s_within_steps, phases: {name: share, median_ms,
-              p95_ms, count, device_median_ms, device_count (number of known device times)}, quantities: {name:
-              sum, steps (with a value)}. Evaluations are not included
+modes         mode, virtual, steps, steps_per_s, samples_per_s (of elapsed training time: dpmon.rates),
+              steps_per_s_within_steps, samples_per_s_within_steps: of all processes. The rest is of one process, as on
+              the screen: process, rank, process_steps, median_ms, p95_ms, phases: {name: share, median_ms, p95_ms,
+              count, device_median_ms, device_count (number of known device times)}, quantities: {name: sum, steps
+              (with a value)}. Evaluations are not included
 evaluations   the same for evaluations: steps without backward and optimizer, if other steps of their mode have them
 elapsed       startup_s, training_s, evaluation_s, between_s, paused_s, input_s, missed_s (not recorded), ending_s: they
               add up to the run's time; gaps: the longest times between two steps: process, after_step, t_s,
@@ -49,9 +50,9 @@ paused        totals of all pauses, listed or not: times, seconds (of pauses wit
 inputs        process (null: one that does not train), t_s, seconds: waits for a line of input; step times
               include these waits, rates do not
 warnings      texts
-time          width_s; stretches: start_s, end_s, mode, evaluation, steps (that ended in it), mean_ms, elapsed_ms
-              (of training; samples divided by it is the rate), longest_ms, samples, parts_ms: {name: sum}. No
-              stretch covers time without steps
+time          of the processes in modes and evaluations: width_s; stretches: start_s, end_s, mode, evaluation, steps
+              (that ended in it), mean_ms, elapsed_ms (of training; samples divided by it is the rate), longest_ms,
+              samples, parts_ms: {name: sum}. No stretch covers time without steps
 """
 
 from __future__ import annotations
@@ -128,10 +129,13 @@ def _mode(mode: ModeFacts) -> dict[str, Any]:
     return {
         "mode": mode.mode or None,
         "virtual": mode.virtual,
-        "steps": mode.steps,
+        "steps": mode.all_steps,
+        **as_fields(mode.rate),
+        "process": mode.process,
+        "rank": mode.rank,
+        "process_steps": mode.steps,
         "median_ms": _ms(mode.median_ns),
         "p95_ms": _ms(mode.p95_ns),
-        **as_fields(mode.rate),
         "phases": {
             phase.name: {
                 "share": phase.share,

@@ -21,6 +21,7 @@ from dpmon.record.schema import EVALUATION, SETTLING, STEP, device_series
 from dpmon.report.device_totals import Devices
 from dpmon.report.mode_facts import mode_facts
 from dpmon.report.pauses import Pauses, Span, any_of, pauses_in, together
+from dpmon.report.shown import Shown
 from dpmon.report.story import ProcessFacts, RankLine, Story
 from dpmon.report.stretches import stretches
 from dpmon.report.waits import waits_in
@@ -32,11 +33,12 @@ from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, load_info, stop_asked_unix
 from dpmon.run.uncaught import Uncaught, last_lines, uncaught
 from dpmon.store.answers import LongRow
+from dpmon.store.figures import Figures
 from dpmon.store.opened import open_store
 from dpmon.store.queries import Store
 from dpmon.store.sums import END
 from dpmon.store.tables import HistoryError
-from dpmon.store.tally import ALL, WIDTHS, Tally
+from dpmon.store.tally import WIDTHS, Tally
 from dpmon.store.window import Window, accounted
 from dpmon.text.traceback_line import READ_BYTES, clean_traceback_line
 
@@ -56,7 +58,7 @@ def collect(directory: Path) -> Story:
     builder = _StoryBuilder(story, stop_asked_unix(directory))
     try:
         with open_store(directory) as store:
-            builder.read(store)
+            builder.read(store, RunReader(directory))
     except HistoryError as error:
         story.warnings.append(f"the history cannot be read to its end: {error}")
     story.state, story.exit = run_state(directory, story.info)
@@ -71,7 +73,7 @@ def collect(directory: Path) -> Story:
         story.evidence = replace(story.evidence, raised=raised.sentence(info.cwd))
     story.evidence = replace(story.evidence, stall=story.standing)
     story.findings = tuple(findings(story.evidence))
-    story.steps = sum(mode.steps for mode in (*story.evidence.modes, *story.evaluations))
+    story.steps = sum(mode.all_steps for mode in (*story.evidence.modes, *story.evaluations))
     story.warnings = list(dict.fromkeys(story.warnings))
     story.last_output = _last_output(end, raised, reader.info.command_pid)
     story.raised = clean_traceback_line(end)
@@ -92,7 +94,7 @@ class _StoryBuilder:
         self._spans: dict[int, Span] = {}
         """By process: the time from its first step to its last."""
 
-    def read(self, store: Store) -> None:
+    def read(self, store: Store, reader: RunReader) -> None:
         """Read everything that comes from `store`."""
         story = self._story
         if store.damaged is not None:
@@ -110,12 +112,16 @@ class _StoryBuilder:
             if tally.first_ns is not None and tally.last_ns is not None:
                 first, last = self._spans.get(key.process, (tally.first_ns, tally.last_ns))
                 self._spans[key.process] = min(first, tally.first_ns), max(last, tally.last_ns)
-        modes = self._modes(store, window)
-        gaps = tuple(store.gaps(GAPS))
-        story.evidence = replace(story.evidence, modes=modes, processes=len(processes), spent=window.spent, gaps=gaps)
+        shown = Shown(store, window, reader)
+        modes, others = self._modes(store, window, shown)
+        gaps, spent = tuple(store.gaps(GAPS)), window.spent
+        story.evidence = replace(
+            story.evidence, modes=modes, others=others, processes=len(processes), spent=spent, gaps=gaps
+        )
         medians = [mode.median_ns for mode in modes if mode.median_ns is not None]
         if self._last_ns is not None:
-            story.bin_ns, story.bins = stretches(store, self._begin_ns, self._last_ns, max(medians, default=0))
+            of = {(mode, evaluation): shown.process(mode, evaluation) for mode, evaluation in window.modes}
+            story.bin_ns, story.bins = stretches(store, self._begin_ns, self._last_ns, max(medians, default=0), of)
         story.replicas = layouts.replicas(several)
         story.stages = layouts.stages(window.by_process)
         communicated = communication_of(store, window, {one.process: one.rank for one in story.processes})
@@ -170,19 +176,35 @@ class _StoryBuilder:
         for event in store.each_event("device", "host"):
             self._devices.sample(event.kind, event.data)
 
-    def _modes(self, store: Store, window: Window) -> tuple[ModeFacts, ...]:
-        """The figures of the modes without evaluations; figures of evaluations go into the story."""
-        rows = _rows_in_time(store, self._begin_ns, self._last_ns or 0)
-        modes = []
+    def _modes(self, store: Store, window: Window, shown: Shown) -> tuple[tuple[ModeFacts, ...], tuple[ModeFacts, ...]]:
+        """The figures of the modes without evaluations: of the shown processes, and of the others.
+
+        Figures of evaluations go into the story.
+        """
+        modes, others = [], []
+
+        def facts(found: Figures, process: int, rows: Sequence[tuple[int, Tally]] = ()) -> ModeFacts:
+            whole = sum(window.tally(found.mode, found.evaluation, each).steps for each in store.processes)
+            return mode_facts(found, self._virtual, self._story.distributed, rows)._replace(
+                process=process,
+                who=shown.name(process),
+                rank=shown.rank(process),
+                other_steps=whole - found.steps,
+            )
+
         for mode, evaluation in window.modes:
-            found = window.figures(mode, evaluation)
+            found, process = shown.figures(mode, evaluation), shown.process(mode, evaluation)
             if evaluation:
-                self._story.evaluations.append(mode_facts(found, self._virtual, self._story.distributed))
-            else:
-                trained = window.trained(mode)
-                own = [(at, tally) for at, name, evaluates, tally in rows if name == mode and evaluates != trained]
-                modes.append(mode_facts(found, self._virtual, self._story.distributed, own))
-        return tuple(modes)
+                self._story.evaluations.append(facts(found, process))
+                continue
+            trained = window.trained(mode)
+            rows = _rows_in_time(store, process, self._begin_ns, self._last_ns or 0)
+            own = [(at, tally) for at, name, evaluates, tally in rows if name == mode and evaluates != trained]
+            modes.append(facts(found, process, own))
+            for each in store.processes:
+                if each != process and (other := window.figures(mode, evaluation, each)).steps:
+                    others.append(facts(other._replace(rate=found.rate), each))
+        return tuple(modes), tuple(others)
 
     @property
     def _begin_ns(self) -> int:
@@ -266,12 +288,11 @@ def _loader_start(data: Mapping[str, Any]) -> LoaderStart | None:
     return LoaderStart(process, at, took, whole_in(data, "workers"), data.get("persistent") is True)
 
 
-def _rows_in_time(store: Store, begin_ns: int, end_ns: int) -> list[tuple[int, str, bool, Tally]]:
-    """The settled steps by stretch of time, in order: start, mode, whether they are evaluations, tally."""
+def _rows_in_time(store: Store, process: int, begin_ns: int, end_ns: int) -> list[tuple[int, str, bool, Tally]]:
+    """The settled steps of a process by stretch of time, in order: start, mode, whether they are evaluations, tally."""
     seconds = (end_ns - begin_ns) / SECOND
     width = max((width for width in WIDTHS if width * THIRDS <= seconds), default=1)
-    everybody = ALL if len(store.processes) > 1 else None
-    rows = store.tally_rows(0, END, process=everybody, finest=width, widest=width)
+    rows = store.tally_rows(0, END, process=process, finest=width, widest=width)
     return [(at, key.mode, bool(key.kind & EVALUATION), tally) for at, _, key, tally in rows if not key.kind & SETTLING]
 
 

@@ -128,7 +128,7 @@ def _body(story: Story, figures: Sequence[Plot]) -> Iterable[str]:
     by_name = {plot.name: plot for plot in figures}
     for name in ("step-time", "speed", "phases", "modes"):
         yield from _plot(by_name.get(name))
-    for title, mode in table_rows.step_rows(story):
+    for title, mode in table_rows.phase_titles(story):
         yield f"<h2>Phases of a step, {_text(title)}</h2>\n"
         head, *rows = table_rows.phase_table(mode)
         yield from _table(head, rows)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from dpmon.record.schema import PHASES
+from dpmon.report import sentences
 from dpmon.report.story import PARTS, Bin, Story
 from dpmon.report.table_rows import mode_title
 from dpmon.text.cleaning import clean
@@ -123,7 +124,8 @@ def _step_time(story: Story) -> Plot | None:
         traces.append({**dots, "name": f"{_text(title)}: longest", "x": x, "y": y, "visible": "legendonly"})
     width = story.bin_ns / 1e9
     layout = _with_pauses(story, _axes("ms a step"))
-    return Plot("step-time", "Step time", f"mean over stretches of {width:g} s", traces, layout)
+    note = f"mean over stretches of {width:g} s{sentences.of_whom(story)}"
+    return Plot("step-time", "Step time", note, traces, layout)
 
 
 def _speed(story: Story) -> Plot | None:
@@ -135,7 +137,7 @@ def _speed(story: Story) -> Plot | None:
         # A stretch's value holds until the next one begins, so a long step is drawn at its full length.
         line = {"type": "scatter", "mode": "lines", "line": {"color": _mode_colour(mode, bins, number), "shape": "hv"}}
         traces.append({**line, "name": _text(title), "x": x, "y": y})
-    note = "samples per second of elapsed training time" + (", of one process" if story.evidence.processes > 1 else "")
+    note = f"samples per second of elapsed training time{sentences.of_whom(story)}"
     return Plot("speed", "Speed", note, traces, _with_pauses(story, _axes("samples a second")))
 
 
@@ -177,7 +179,7 @@ def _parts_over_time(story: Story) -> Plot | None:
         }
         for name in names
     ]
-    note = f"mean of all steps of a stretch, over stretches of {story.bin_ns / 1e9:g} s"
+    note = f"mean of all steps of a stretch{sentences.of_whom(story)}, over stretches of {story.bin_ns / 1e9:g} s"
     layout = _with_pauses(story, _axes("ms a step", barmode="stack", bargap=0))
     return Plot("phases", "Where a step's time goes", note, traces, layout)
 
@@ -208,7 +210,7 @@ def _parts_of_modes(story: Story) -> Plot | None:
         "height": 230 + 50 * len(modes),
         "legend": {"orientation": "h", "y": -1.1 / len(modes), "yanchor": "top", "traceorder": "normal"},
     }
-    return Plot("modes", "The step by mode", "mean over all steps of a mode", traces, layout)
+    return Plot("modes", "The step by mode", f"mean over all steps of a mode{sentences.of_whom(story)}", traces, layout)
 
 
 def _replicas(story: Story) -> Plot | None:

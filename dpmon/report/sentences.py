@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from dpmon.model.compare import Comparison
 from dpmon.model.evidence import ModeFacts
-from dpmon.model.finding import count_of, duration_words
-from dpmon.model.findings import MIN_STEPS
+from dpmon.model.finding import MIN_STEPS, count_of, duration_words, measured_modes
 from dpmon.model.numbers import percent
 from dpmon.model.phase_notes import host_waits, partly_timed
 from dpmon.model.state import ModeChange
@@ -91,7 +90,7 @@ def what_ran(story: Story) -> str:
     count = story.evidence.processes
     modes: Counter[str] = Counter()
     for facts in (*story.evidence.modes, *story.evaluations):
-        modes[RANK_MODES[facts.distributed] if facts.distributed else facts.mode] += facts.steps
+        modes[RANK_MODES[facts.distributed] if facts.distributed else facts.mode] += facts.all_steps
     several_modes = len(+modes) > 1
     counted = f"{count_of(story.steps, 'step')}, {count_of(story.calls, 'call')}{' in all' if count > 1 else ''}"
     if several_modes:
@@ -217,16 +216,22 @@ def pauses_lost(story: Story) -> str | None:
 
 def findings_note(story: Story) -> str:
     """The text in place of findings."""
-    if any(mode.steps >= MIN_STEPS for mode in story.evidence.modes):
+    if any(measured_modes(story.evidence)):
         return "nothing stands out"
     return f"too few steps for findings ({MIN_STEPS} in one mode are needed)"
 
 
 def phase_notes(mode: ModeFacts) -> list[str]:
     """Notes below the table of phases: about their times, and the quantities of the steps."""
-    said = [] if mode.distributed is None else ["the steps of all ranks together"]
+    said = [] if mode.who is None else [f"{count_of(mode.steps, 'step')} of {mode.who}; the others have rows below"]
     said += [*host_waits(mode.phases), *partly_timed(mode.phases)]
     return said + [quantity_words(*each, mode.steps) for each in mode.counted]
+
+
+def of_whom(story: Story) -> str:
+    """The words " of rank 0" for times over the run, if the run has several processes; else empty."""
+    names = dict.fromkeys(mode.who for mode in story.evidence.modes if mode.who is not None)
+    return f" of {' and '.join(names)}" if names else ""
 
 
 def comparison(found: Comparison) -> list[str]:

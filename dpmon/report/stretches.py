@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dpmon.model.members import SECOND
@@ -11,7 +12,7 @@ from dpmon.record.wire import CALL_PHASES
 from dpmon.report.story import PARTS, Bin
 from dpmon.store.queries import Store
 from dpmon.store.sums import END
-from dpmon.store.tally import ALL, WIDTHS, Tally
+from dpmon.store.tally import WIDTHS, Tally
 
 BINS = 400
 _SECONDS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600)
@@ -31,14 +32,17 @@ class _Sum:
     between_ns: int = 0
 
 
-def stretches(store: Store, first_ns: int, last_ns: int, median_ns: float) -> tuple[int, tuple[Bin, ...]]:
+def stretches(
+    store: Store, first_ns: int, last_ns: int, median_ns: float, shown: Mapping[tuple[str, bool], int]
+) -> tuple[int, tuple[Bin, ...]]:
     """The width in ns and the stretches with steps, in order.
 
-    `median_ns`: the median step, which is the least width of a stretch. A stretch includes the time before it in which
-    a step of its kind was running. All other time without steps is a gap.
+    `shown`: by (mode, evaluation), the process with the steps that the stretches cover. `median_ns`: the
+    median step, which is the least width of a stretch. A stretch includes the time before it in which a step of its
+    kind was running. All other time without steps is a gap.
     """
     seconds = _width(max(last_ns - first_ns, 0) / SECOND, median_ns / SECOND)
-    sums = _sums(store, seconds)
+    sums = _sums(store, seconds, shown)
     found = []
     for (mode, evaluation), slots in sums.items():
         for slot, one in sorted(slots.items()):
@@ -59,24 +63,27 @@ def _width(span_s: float, step_s: float) -> int:
     return next((seconds for seconds in _SECONDS if seconds >= least), int(hours) * 3600)
 
 
-def _sums(store: Store, seconds: int) -> dict[tuple[str, bool], dict[int, _Sum]]:
+def _sums(store: Store, seconds: int, shown: Mapping[tuple[str, bool], int]) -> dict[tuple[str, bool], dict[int, _Sum]]:
     """The sums by (mode, evaluation), then by number of the stretch. A mode that never trains has no evaluations."""
     trained = {mode for mode, kind in store.kinds() if not kind & EVALUATION}
     width = max(width for width in WIDTHS if seconds % width == 0)
     found: dict[tuple[str, bool], dict[int, _Sum]] = defaultdict(lambda: defaultdict(_Sum))
-    everybody = ALL if len(store.processes) > 1 else None
-    rows = store.tally_rows(0, END, process=everybody, sketches=False, finest=width, widest=width)
-    for start, wide, key, tally in rows:
-        one = found[key.mode, bool(key.kind & EVALUATION) and key.mode in trained][start // seconds]
-        one.tally.merge(tally)
-        one.end_s = max(one.end_s, start + wide)
-    for row in store.time_rows(0, END, finest=width, widest=width):
+    there = sorted(set(shown.values()))
+    for start, wide, key, tally in store.tally_rows(0, END, process=there, sketches=False, finest=width, widest=width):
+        kind = key.mode, bool(key.kind & EVALUATION) and key.mode in trained
+        if shown.get(kind) == key.process:
+            one = found[kind][start // seconds]
+            one.tally.merge(tally)
+            one.end_s = max(one.end_s, start + wide)
+    for row in store.time_rows(0, END, finest=width, widest=width, process=there):
         slot, spent = row.start_s // seconds, row.spent
-        training = found[row.mode, False][slot]
-        training.within_ns += max(spent["training"], 0)
-        training.between_ns += max(spent["between"], 0)
-        evaluation = found[row.mode, row.mode in trained][slot]
-        evaluation.within_ns += max(spent["evaluation"], 0)
+        if shown.get((row.mode, False)) == row.process:
+            training = found[row.mode, False][slot]
+            training.within_ns += max(spent["training"], 0)
+            training.between_ns += max(spent["between"], 0)
+        kind = row.mode, row.mode in trained
+        if shown.get(kind) == row.process:
+            found[kind][slot].within_ns += max(spent["evaluation"], 0)
     return {kind: dict(slots) for kind, slots in found.items()}
 
 

@@ -57,12 +57,24 @@ def step_rows(story: Story) -> list[tuple[str, ModeFacts]]:
     return [*rows, *((f"{mode_title(mode)}, evaluation", mode) for mode in story.evaluations)]
 
 
+def phase_titles(story: Story) -> list[tuple[str, ModeFacts]]:
+    """`step_rows` with the process in each label, if there are several."""
+    return [(title if mode.who is None else f"{title}, {mode.who}", mode) for title, mode in step_rows(story)]
+
+
 def steps_table(story: Story) -> list[tuple[str, ...]]:
-    """A row of names, then one row for each of `step_rows`; empty without steps."""
-    rows: list[tuple[str, ...]] = [("mode", "steps", "median", "p95", "samples/s")]
-    for title, mode in step_rows(story):
+    """A row of names, then one row for each of `step_rows`; empty without steps.
+
+    If there are several processes, the times are those of one, and the other columns cover all.
+    """
+    found = step_rows(story)
+    named = any(mode.who is not None for _, mode in found)
+    head = ("mode", "steps", *(("times of",) if named else ()), "median", "p95", "samples/s")
+    rows: list[tuple[str, ...]] = [head]
+    for title, mode in found:
+        who = (mode.who or "",) if named else ()
         times = duration(mode.median_ns), duration(mode.p95_ns)
-        rows.append((title, f"{mode.steps:,}", *times, samples_rate(mode.rate)))
+        rows.append((title, f"{mode.all_steps:,}", *who, *times, samples_rate(mode.rate)))
     return rows if len(rows) > 1 else []
 
 

@@ -41,7 +41,7 @@ def text_lines(story: Story, width: int = 80) -> list[str]:
         _findings(story, width),
         _time(story, width),
         _steps(story, width),
-        *(_phases(title, mode, width) for title, mode in table_rows.step_rows(story)),
+        *(_phases(title, mode, width) for title, mode in table_rows.phase_titles(story)),
         _compared(story, width),
         _sized(
             "REPLICAS", table_rows.replica_rows(story), ("calls", "median", "p95", table_rows.ON_DEVICE), _FLOW, width
@@ -120,7 +120,10 @@ def _over_time(story: Story, width: int) -> list[str]:
     means = [wall / steps if steps else None for wall, steps in sums]
     top = max(mean for mean in means if mean is not None)
     bars = "".join(" " if mean is None else _BARS[min(int(mean / top * 8), 7)] for mean in means)
-    scale = f"time of a step, mean over each {duration((last - first) / cells)}; the highest bar is {duration(top)}"
+    name = sentences.of_whom(story)
+    scale = (
+        f"time of a step{name}, mean over each {duration((last - first) / cells)}; the highest bar is {duration(top)}"
+    )
     scale += "; no bar where no step ran" if None in means else ""
     ends = clock(first) + clock(last).rjust(max(cells - 8, 9))
     return [*wrap(scale, width), "  " + bars, "  " + ends]

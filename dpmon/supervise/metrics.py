@@ -150,7 +150,7 @@ class Metrics:
     def _record_lines(self, store: Store, run: _Labels) -> list[str]:
         window = Window(store)
         ranks = {ring.process: ring.rank for ring in store.rings.values()}
-        lines = [*self._step_lines(window, ranks, run), *_figure_lines(window, run)]
+        lines = [*self._step_lines(window, ranks, run), *_figure_lines(window, ranks, run)]
         lines += self._time_lines(window, ranks, run)
         lines += self._counter(
             "records_dropped_total", "Records that were lost before they were read.", [(run, store.dropped)]
@@ -313,12 +313,18 @@ def _by_mode(
     ]
 
 
-def _figure_lines(window: Window, run: _Labels) -> list[str]:
-    """The figures of each mode over the whole run, as in the summary and the report."""
-    found = []
+def _figure_lines(window: Window, ranks: Mapping[int, int | None], run: _Labels) -> list[str]:
+    """The figures of each mode over the whole run, as in the summary and the report: times by process, common rates."""
+    found, rates = [], []
     for mode, evaluation in window.modes:
         kind = "evaluation" if evaluation or not window.trained(mode) else "training"
-        found.append(({**run, "mode": mode or "unknown", "kind": kind}, window.figures(mode, evaluation)))
+        labels = {"mode": mode or "unknown", "kind": kind}
+        if (rate := window.rate(mode, evaluation)) is not None:
+            rates.append(({**run, **labels}, rate))
+        for process in window.processes[:MAX_PROCESSES]:
+            figures = window.figures(mode, evaluation, process)
+            if figures.steps:
+                found.append(({**run, **_process_labels(process, ranks.get(process)), **labels}, figures))
     steps = [(labels, figures.median_ns, figures.p95_ns, figures.mean_ns) for labels, figures in found]
     phases = [
         ({**labels, "phase": phase.name}, part.median_ns, part.p95_ns, part.mean_ns)
@@ -326,7 +332,6 @@ def _figure_lines(window: Window, run: _Labels) -> list[str]:
         for phase in PHASES
         if (part := figures.phase(phase.name)) is not None
     ]
-    rates = [(labels, figures.rate) for labels, figures in found if figures.rate is not None]
     samples = [(labels, rate.samples_per_s) for labels, rate in rates if rate.samples_per_s is not None]
     return [
         *metric("step_quantile_seconds", "gauge", "Quantiles of step times over the whole run.", _quantiles(steps)),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from joined import joined_payloads
 from kept import keep
 from stage import LOOK
 from synthetic import SECOND, Training
@@ -280,6 +281,58 @@ def test_a_figure_is_the_same_wherever_it_is_shown(run: Path, name: str) -> None
     assert {key[3] for key in expected if key[2] == STEP} == set(place.of_step)
     assert {key[3] for key in expected if key[2] != STEP} == set(place.of_phase)
     assert place.read(run) == expected
+
+
+def test_the_times_of_ranks_are_those_of_one_rank_everywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    made, end = joined_payloads(2, slow=1, phase="data", extra_ms=38.0)
+    directory = keep(made, seconds=end / SECOND + 1)
+    with open_store(directory) as store:
+        window = Window(store)
+        each = [window.figures("single", process=process) for process in (0, 1)]
+        rate = window.rate("single")
+    took = [figures.phase("data") for figures in each]
+    assert took[0] is not None
+    assert took[1] is not None
+    median, steps = took[0].median_ns, each[0].steps
+    assert median is not None
+    assert took[1].median_ns is not None
+    assert took[1].median_ns > 10 * median
+
+    lines = summary_lines(directory, load_exit(directory))
+    at = next(number for number, line in enumerate(lines) if "step of rank 0" in line)
+    assert lines[at - 1].endswith(rate_words(rate))
+    assert lines[at].split()[4:7] == ["median", *duration(each[0].median_ns).split()]
+    assert lines[at + 1].split()[:4] == ["data", "median", *duration(median).split()]
+    text = report_text(directory, 120)
+    at = text.index("PHASES of a step, ddp, rank 0")
+    assert duration(median) in text[at + 2]
+    (row,) = (line.split() for line in text if line.startswith("  ddp"))
+    assert row[:4] == ["ddp", str(2 * steps), "rank", "0"]
+    assert any(line.startswith("  time of a step of rank 0, mean over each") for line in text)
+    said = as_object(collect(directory))
+    (mode,) = said["modes"]
+    assert (mode["steps"], mode["process"], mode["rank"], mode["process_steps"]) == (2 * steps, 0, 0, steps)
+    assert mode["phases"]["data"]["median_ms"] == median / 1e6
+    assert mode["samples_per_s"] == as_fields(rate)["samples_per_s"]
+    assert sum(one["steps"] for one in said["time"]["stretches"]) == steps
+    last = last_line(directory)
+    assert (last["process"], last["rank"], last["phases"]["data"]["median_ms"]) == (0, 0, median / 1e6)
+    feed = Feed(directory, lambda: RunReader(directory))
+    feed.start()
+    feed.tick()
+    scene = feed.scene(View(zoom="batch", span_s=0))
+    numbers = panel_batch.figures(scene)
+    assert "rank 0" in plain(panel_batch.title(scene, LOOK, numbers)[0])
+    assert numbers.phases[0].median_ns == median
+    feed.close()
+    in_metrics(directory)
+    gauges = (directory / "run.prom").read_text()
+    for process, one in enumerate(took):
+        assert one is not None
+        assert one.median_ns is not None
+        labels = f'process="{process}",rank="",mode="single",kind="training",phase="data",quantile="0.5"'
+        assert f"{labels}}} {one.median_ns / 1e9}\n" in gauges
 
 
 def test_rates_of_all_modes_and_of_each(run: Path) -> None:

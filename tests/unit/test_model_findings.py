@@ -408,3 +408,19 @@ def test_stalls_among_deleted_steps_are_told_as_the_least_there_were() -> None:
 )  # fmt: skip
 def test_durations_have_three_digits(ns: float | None, text: str) -> None:
     assert duration_words(ns) == text
+
+
+def test_the_process_that_waits_most_for_data_is_named() -> None:
+    each = [
+        mode(data=share)._replace(process=number, who=f"rank {number}") for number, share in enumerate((0.05, 0.7, 0.3))
+    ]
+    (found,) = findings(Evidence(modes=(each[0],), others=tuple(each[1:]), processes=3))
+    assert found.text == "Rank 1 waits for data: 70 % of the time of its steps."
+    assert found.ground.endswith("step median 20.0 ms over 1,000 steps of rank 1; 20 % or more in 2 of 3 processes")
+
+
+def test_a_stall_is_judged_by_the_median_of_its_own_process() -> None:
+    fast = GOOD._replace(who="process 0")
+    slow = mode(median_ms=300.0, data=0.05)._replace(process=1, who="process 1")
+    steps = (long_step(1500.0)._replace(process=1),) * 20
+    assert not findings(Evidence(modes=(fast,), others=(slow,), longest=steps, processes=2))

@@ -124,7 +124,7 @@ def _describe(directory: Path, info: RunInfo) -> dict[str, Any]:
         "state": state,
         "kept": is_kept(directory),
         "started_unix": info.started_unix,
-        "steps": _steps(directory),
+        **_steps(directory),
         **{name: getattr(how, name, None) for name in ("status", "signal", "unknown", "cause")},
         "standing": describe_stall(directory, info, state, how),
         "command": [info.script, *_arguments(info)],
@@ -137,7 +137,7 @@ def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
         clean(run["name"]),
         run["state"] + (", kept" if run["kept"] else ""),
         _age(time.time() - run["started_unix"]),
-        "-" if run["steps"] is None else f"{run['steps']}",
+        _steps_text(run),
         "-" if run["status"] is None else clean(run["signal"] or run["status"]),
         clean(" ".join(run["command"]))[:60],
     )
@@ -174,16 +174,31 @@ def _arguments(info: RunInfo) -> tuple[str, ...]:
     return info.command[skip:]
 
 
-def _steps(directory: Path) -> int | None:
-    """The highest number of steps of one process, because processes step together; None if the record has none."""
+def _steps(directory: Path) -> dict[str, int | None]:
+    """The highest number of steps of one process, because processes step together, and the evaluations among them.
+
+    None if the record has no steps.
+    """
     from dpmon.store.opened import open_store  # imported here because it loads sqlite
     from dpmon.store.tables import HistoryError
+    from dpmon.store.window import Window
 
     try:
         with open_store(directory) as store:
-            return max((row.steps for row in store.rings.values()), default=None)
+            most = max(store.rings.values(), key=lambda row: row.steps, default=None)
+            if most is None:
+                return {"steps": None, "evaluation_steps": None}
+            evaluations = Window(store).evaluation_steps(most.process)
+            return {"steps": most.steps, "evaluation_steps": evaluations}
     except HistoryError:
-        return None
+        return {"steps": None, "evaluation_steps": None}
+
+
+def _steps_text(run: Mapping[str, Any]) -> str:
+    evaluations = run["evaluation_steps"]
+    if run["steps"] is None:
+        return "-"
+    return f"{run['steps']}{f' ({evaluations} evaluation)' if evaluations else ''}"
 
 
 def _age(seconds: float) -> str:

@@ -263,7 +263,8 @@ class _Summary:
                 sizes = f"{one.inputs or 'sizes not seen'} -> {one.outputs or 'sizes not seen'}"
                 replica = f"replica {one.replica} " if one.mode == "dp" else ""
                 who = f"{self._mode_name(one.mode) or '?'} {whose}{replica}{one.device}"
-                lines.append(f"  {who}  {sizes}  {count_of(one.calls, 'call')}")
+                evaluated = f", {one.evaluations:,} in evaluation" if one.evaluations else ""
+                lines.append(f"  {who}  {sizes}  {count_of(one.calls, 'call')}{evaluated}")
             if others := found[_MAX_SIZES:]:
                 lines.append(
                     f"    and {count_of(len(others), 'other size')}, {count_of(sum(o.calls for o in others), 'call')}"

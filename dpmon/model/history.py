@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from dpmon.model.members import SECOND
 from dpmon.model.process import Column, Process
 from dpmon.model.source import Tallies
-from dpmon.record.schema import PHASES, REST, STEP
+from dpmon.record.schema import EVALUATION, PHASES, REST, STEP
+from dpmon.store.figures import trains
 from dpmon.store.tally import WIDTHS, Tally
 
 COLUMNS = 640
@@ -39,6 +40,8 @@ class Columns:
     _of: tuple[int, int, int] = (-1, 0, 0)
     """Process, width, and the first second."""
     _closed: list[Column] = field(default_factory=list)
+    _trained: frozenset[str] = frozenset()
+    """The modes that trained when the columns were read."""
     _until: int = 0
     """All columns before this second are complete."""
 
@@ -46,32 +49,37 @@ class Columns:
         """The columns from `begin_s` to `end_s` (the second after the newest step), oldest first."""
         begin_s -= begin_s % width
         kept_process, kept_width, kept_begin = self._of
+        trained = frozenset(trains(tallies.kinds()))
+        if trained != self._trained:
+            self._trained, kept_process = trained, -1
         if (kept_process, kept_width) != (process, width) or begin_s < kept_begin or end_s < self._until:
             self._of, self._closed, self._until = (process, width, begin_s), [], begin_s
         self._of = process, width, begin_s
         self._closed = [column for column in self._closed if column.second >= begin_s]
-        fresh = _added(tallies, process, max(self._until, begin_s), end_s, width)
+        fresh = _added(tallies, process, max(self._until, begin_s), end_s, width, trained)
         until = max((end_s - _OPEN_S) // width * width, self._until)
         self._closed += [column for column in fresh if column.second < until]
         self._until = until
         return (*self._closed, *(column for column in fresh if column.second >= until))
 
 
-def _added(tallies: Tallies, process: int, begin_s: int, end_s: int, width: int) -> list[Column]:
+def _added(
+    tallies: Tallies, process: int, begin_s: int, end_s: int, width: int, trained: Collection[str]
+) -> list[Column]:
     widest = max(stored for stored in WIDTHS if width % stored == 0)
-    found: dict[tuple[int, str], Column] = {}
+    found: dict[tuple[int, str, bool], Column] = {}
     for start, _, key, tally in tallies.tally_rows(begin_s, end_s, process=process, sketches=False, widest=widest):
         if start >= begin_s and tally.steps:
-            place = start // width * width, key.mode
-            column = _column(place[0], key.mode, tally)
+            place = start // width * width, key.mode, bool(key.kind & EVALUATION) and key.mode in trained
+            column = _column(*place, tally)
             found[place] = _both(found[place], column) if place in found else column
     return [found[place] for place in sorted(found)]
 
 
-def _column(second: int, mode: str, tally: Tally) -> Column:
+def _column(second: int, mode: str, evaluation: bool, tally: Tally) -> Column:
     phases = tuple(tally.stat(name).total for name in _SERIES)
     first = second * SECOND if tally.first_ns is None else tally.first_ns
-    return Column(second, mode, tally.steps, tally.stat(STEP).total, first, phases)
+    return Column(second, mode, tally.steps, tally.stat(STEP).total, first, phases, evaluation)
 
 
 def _both(one: Column, other: Column) -> Column:
@@ -136,7 +144,8 @@ def _begin(column: Column) -> int:
 def _placed(columns: Iterable[Column], seconds: int, first: int) -> list[Column]:
     """One column per slot of `seconds`, starting at slot `first`.
 
-    If a slot has steps of several modes, the column shows another mode than the previous column, so that every change
+    If a slot has training steps and evaluations of a mode, the column shows the training steps, as the figures do. If a
+    slot has steps of several modes, the column shows another mode than the previous column, so that every change
     of mode stays visible.
     """
     slots: dict[int, dict[str, Column]] = {}
@@ -144,7 +153,11 @@ def _placed(columns: Iterable[Column], seconds: int, first: int) -> list[Column]
         slot = column.second // seconds
         if slot >= first:
             modes = slots.setdefault(slot, {})
-            modes[column.mode] = _both(modes[column.mode], column) if column.mode in modes else column
+            known = modes.get(column.mode)
+            if known is not None and known.evaluation == column.evaluation:
+                modes[column.mode] = _both(known, column)
+            elif known is None or known.evaluation:
+                modes[column.mode] = column
     found: list[Column] = []
     for slot in sorted(slots):
         mode = found[-1].mode if found else ""
@@ -154,7 +167,8 @@ def _placed(columns: Iterable[Column], seconds: int, first: int) -> list[Column]
             if (place + 1) * seconds * SECOND > drawn.begin_ns:  # the column's first step was under way
                 found.append(replace(drawn, second=place * seconds))
             else:
-                found.append(Column(place * seconds, mode or drawn.mode))
+                before = found[-1] if found else drawn  # an empty column continues what was before it
+                found.append(Column(place * seconds, before.mode, evaluation=before.evaluation))
         found.append(drawn)
     return found
 

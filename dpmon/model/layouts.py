@@ -26,6 +26,8 @@ class ReplicaSizes(NamedTuple):
     inputs: str | None
     outputs: str | None
     calls: int
+    evaluations: int = 0
+    """Part of `calls`: those in evaluations, of a model that also trains in this mode."""
 
 
 class ProcessSizes(NamedTuple):
@@ -99,6 +101,7 @@ class Layouts:
     def replicas(self, several: bool) -> list[ReplicaSizes]:
         """The inputs and outputs of each replica, most calls first; without ranks if `several` processes train."""
         found: Counter[ReplicaSizes] = Counter()
+        evaluations: Counter[ReplicaSizes] = Counter()
         for shape in self._shapes:
             layout = self._layout(shape)
             if not layout or (several and _by_ranks(layout)):
@@ -107,9 +110,12 @@ class Layouts:
             for index, (got, gave) in enumerate(shape.replicas):
                 device = str(devices[index]) if index < len(devices) else "?"
                 sizes = self._text(shape.process, got), self._text(shape.process, gave)
-                found[ReplicaSizes(shape.mode, str(layout.get("root")), index, device, *sizes, 0)] += shape.calls
+                key = ReplicaSizes(shape.mode, str(layout.get("root")), index, device, *sizes, 0)
+                found[key] += shape.calls
+                if shape.kind & EVALUATION and (shape.process, shape.layout, shape.mode) in self.trained:
+                    evaluations[key] += shape.calls
         return sorted(
-            (each._replace(calls=calls) for each, calls in found.items()),
+            (each._replace(calls=calls, evaluations=evaluations[each]) for each, calls in found.items()),
             key=lambda one: (*one[:4], -one.calls, one.inputs or "", one.outputs or ""),
         )
 

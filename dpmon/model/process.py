@@ -37,6 +37,8 @@ class Column:
     """Start of its first step."""
     phases: tuple[int, ...] = (0,) * len(PHASES)
     """Sums in the order of PHASES."""
+    evaluation: bool = False
+    """Whether its steps are evaluations, in a mode that also trains."""
 
 
 @dataclass(frozen=True, slots=True)

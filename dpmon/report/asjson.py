@@ -19,7 +19,8 @@ elapsed       startup_s, training_s, evaluation_s, between_s, paused_s, input_s,
 findings      kind, text, ground, advice, weight; the most important first
 replicas      mode, root, replica, device, calls, rows, median_ms, p95_ms, device_median_ms (over the device_calls
               with a known time), virtual, absent (why no call has a device time). Evaluations are not included
-sizes         mode, root, replica, device, inputs, outputs, calls: every size of a replica
+sizes         mode, root, replica, device, inputs, outputs, calls, evaluations (calls in evaluations, part of calls):
+              every size of a replica
 ranks         process, rank, world, device, calls (all), steps, median_ms, the rates (as in modes), inputs, outputs,
               forward_device_median_ms (of a step, on the slowest device), absent; steps, times and rates without
               evaluations

@@ -93,6 +93,8 @@ def what_ran(story: Story) -> str:
         modes[RANK_MODES[facts.distributed] if facts.distributed else facts.mode] += facts.all_steps
     several_modes = len(+modes) > 1
     counted = f"{count_of(story.steps, 'step')}, {count_of(story.calls, 'call')}{' in all' if count > 1 else ''}"
+    if evaluations := sum(facts.all_steps for facts in story.evaluations):
+        counted += f", {story.steps - evaluations:,} training and {evaluations:,} evaluation steps"
     if several_modes:
         counted += f" ({', '.join(f'{steps:,} in {mode}' for mode, steps in modes.items() if steps)})"
     who = f"{count} training processes" if count > 1 else "one training process" if count else "no training process"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -111,9 +112,11 @@ def _flow(inputs: object, outputs: object) -> str:
 def replica_rows(story: Story) -> list[Row]:
     """One row per replica and mode: its most frequent sizes, and the number of others."""
     groups: dict[tuple[str, str, int, str], list[tuple[int, str]]] = {}
+    evaluated: Counter[tuple[str, str, int, str]] = Counter()
     for line in story.replicas:
         key = (line.mode, line.root, line.replica, line.device)
-        groups.setdefault(key, []).append((line.calls, _flow(line.inputs, line.outputs)))
+        groups.setdefault(key, []).append((line.calls - line.evaluations, _flow(line.inputs, line.outputs)))
+        evaluated[key] += line.evaluations == line.calls
     timed = {(fact.mode, fact.root, fact.replica, fact.device): fact for fact in story.evidence.replicas}
     rows = []
     for (mode, root, replica, device), sizes in groups.items():
@@ -128,17 +131,20 @@ def replica_rows(story: Story) -> list[Row]:
                 fact.median_ns if fact is not None else None,
                 fact.p95_ns if fact is not None else None,
                 None,
-                _most(sizes),
+                _most(sizes, evaluated[mode, root, replica, device]),
                 fact.device_ns if fact is not None else None,
             )
         )
     return rows
 
 
-def _most(sizes: Iterable[tuple[int, str]]) -> str:
+def _most(sizes: Iterable[tuple[int, str]], evaluated: int) -> str:
+    """The most frequent size, and the number of others; `evaluated`: of sizes that only evaluations have."""
     ordered = sorted(sizes, key=lambda one: -one[0])
-    others = len(ordered) - 1
-    return ordered[0][1] + (f" (+{others} other{'s' if others > 1 else ''})" if others else "")
+    others = max(len(ordered) - evaluated, 1) - 1
+    more = [f"+{others} other{'s' if others > 1 else ''}"] if others else []
+    more += [f"+{evaluated} in evaluation"] if 0 < evaluated < len(ordered) else []
+    return ordered[0][1] + (f" ({', '.join(more)})" if more else "")
 
 
 def rank_rows(story: Story) -> list[Row]:

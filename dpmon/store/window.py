@@ -151,6 +151,16 @@ class Window:
                 times[each] = whole + more, within + inside
         return rate(tallies, times)
 
+    def evaluation_steps(self, process: int) -> int:
+        """Return the number of evaluation steps of a process, in modes that also train."""
+        if not any(kind & EVALUATION and mode in self._trained for mode, kind in self._kinds):
+            return 0
+        return sum(
+            tally.steps
+            for key, tally in self._sums.items()
+            if key.process == process and key.kind & EVALUATION and key.mode in self._trained
+        )
+
     @cached_property
     def spent(self) -> dict[str, int]:
         """The time of this window by activity (ns). The sum is the time with at least one process."""

@@ -154,8 +154,12 @@ def ceiling(value: float) -> float:
 
 
 def scale_top(columns: Sequence[Column]) -> float:
-    """The upper end of a history's scale (ns): a round number above 95 % of the columns; the others are cut."""
-    totals = sorted(c.wall_ns / c.count for c in columns if c.count)
+    """The upper end of a history's scale (ns): a round number above 95 % of the columns; the others are cut.
+
+    Columns of evaluations count only if there are no others: the figures beside the history are of training steps.
+    """
+    there = [column for column in columns if column.count]
+    totals = sorted(c.wall_ns / c.count for c in [c for c in there if not c.evaluation] or there)
     return ceiling(totals[max(-(-len(totals) * 95 // 100) - 1, 0)]) if totals else 1.0
 
 

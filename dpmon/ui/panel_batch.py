@@ -228,16 +228,20 @@ def _history(scene: Scene, process: Process, width: int, height: int, look: Look
 
 
 def _modes(picture: Picture, width: int, look: Look, ranks: str | None) -> Row:
-    """The row under the history: each column's mode by word and colour, with a mark where the mode changed."""
+    """The row under the history: each column's mode by word and colour, with a mark where the mode changed.
+
+    Columns of evaluations have the word "evaluation".
+    """
     row: Row = []
     line = look.glyphs.frame[4]
-    for index, (mode, run) in enumerate(groupby(picture.columns, key=lambda column: column.mode)):
+    kinds = groupby(picture.columns, key=lambda column: (column.mode, column.evaluation))
+    for index, ((mode, evaluation), run) in enumerate(kinds):
         count = sum(1 for _ in run) * picture.cells
         mark = look.glyphs.frame[5] if index else ""
-        name = RANK_MODES[ranks] if ranks else mode
+        name = "evaluation" if evaluation else RANK_MODES[ranks] if ranks else mode
         word = name if len(mark) + len(name) <= count else name[: max(min(1, count - len(mark)), 0)]
         text = (mark + word + " ")[:count]
-        row.append((text + line * (count - len(text)), f"mode.{mode}"))
+        row.append((text + line * (count - len(text)), "wait" if evaluation else f"mode.{mode}"))
     left = width - width_of(row)
     seconds = f"{picture.seconds} s a column"
     if left > len(seconds) and picture.seconds > 1:

@@ -14,6 +14,7 @@ from kept import keep
 from stage import LOOK
 from synthetic import SECOND, Training
 
+from dpmon.cli.commands import _describe, _row
 from dpmon.cli.lines import Lines
 from dpmon.cli.summary import summary_lines
 from dpmon.model.numbers import duration, percent
@@ -23,9 +24,10 @@ from dpmon.record.schema import PHASES, REST, STEP
 from dpmon.record.wire import mode_number, pack_step
 from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
+from dpmon.report.table_rows import _most
 from dpmon.report.text import report_text
 from dpmon.run.reader import RunReader
-from dpmon.run.rundir import load_exit
+from dpmon.run.rundir import load_exit, load_info
 from dpmon.store.figures import Figures
 from dpmon.store.opened import open_store
 from dpmon.store.window import Window
@@ -352,3 +354,34 @@ def test_rates_of_all_modes_and_of_each(run: Path) -> None:
         )
         (shown,) = re.findall(r"^samples/s +(\S+) +(\S+)", text, re.M)
         assert shown == tuple(compact(rate.samples_per_s) for rate in each.values() if rate is not None)
+
+
+def test_evaluations_are_told_apart_wherever_steps_are_counted(run: Path) -> None:
+    feed = Feed(run, lambda: RunReader(run))
+    feed.start()
+    feed.tick()
+    scene = feed.scene(View(zoom="batch", span_s=0))
+    assert scene.process is not None
+    columns = scene.process.columns
+    with open_store(run) as store:
+        window = Window(store)
+        training = sum(window.figures(mode).steps for mode in ("dp", "single"))
+        evaluations = sum(window.figures(mode, True).steps for mode in ("dp", "single"))
+    assert sum(one.count for one in columns if not one.evaluation) == training
+    assert sum(one.count for one in columns if one.evaluation) == evaluations > 0
+    numbers = panel_batch.figures(scene)
+    drawn = "\n".join(plain(row) for row in panel_batch.batch(scene, 600, 40, LOOK, numbers))
+    feed.close()
+    assert "evaluation \u2500" in drawn
+    assert f"{training} training and {evaluations} evaluation steps" in " ".join(
+        " ".join(report_text(run, 120)).split()
+    )
+    listed = _describe(run, load_info(run))
+    assert (listed["steps"], listed["evaluation_steps"]) == (training + evaluations, evaluations)
+    assert f"{training + evaluations} ({evaluations} evaluation)" in _row(listed)
+
+
+def test_sizes_of_evaluations_are_no_other_sizes_of_the_training() -> None:
+    assert _most([(120, "a"), (4, "b"), (0, "c")], 1) == "a (+1 other, +1 in evaluation)"
+    assert _most([(120, "a"), (4, "b")], 0) == "a (+1 other)"
+    assert _most([(0, "c")], 1) == "c"

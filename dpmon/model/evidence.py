@@ -190,8 +190,10 @@ class Evidence:
     """The newest record of a live run."""
     stall: str | None = None
     """Where each process is, or was at the end, if no step has begun for long."""
-    raised: str | None = None
-    """The exception that ended the run, with the rank and the line of the script."""
+    failure: str | None = None
+    """The first failure that ended the run: an exception with its rank and line of the script, or a rank's status."""
+    silent: bool = False
+    """Whether this failure is the end of a rank that noted no exception."""
     paused_ns: int = 0
     """Time in which all processes were paused; it belongs to no step."""
     inputs: tuple[tuple[int | None, int, int], ...] = ()

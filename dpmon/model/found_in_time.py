@@ -357,11 +357,22 @@ def quiet(evidence: Evidence) -> Iterator[Finding]:
 
 
 def failed(evidence: Evidence) -> Iterator[Finding]:
-    """An exception that ended the run."""
-    if evidence.raised is not None:
+    """The first failure that ended the run."""
+    if evidence.failure is None:
+        return
+    if evidence.silent:
         yield Finding(
             "failed",
-            f"An exception ended the run: {evidence.raised}",
+            f"A rank ended without an exception: {evidence.failure}",
+            "the status that the kernel gave; another rank's exception at that time is mostly a consequence",
+            "read what this rank wrote before its end: gloo, NCCL and CUDA give a reason before they abort a process;"
+            " after SIGKILL, look for a lack of memory (dmesg)",
+            1.0,
+        )
+    else:
+        yield Finding(
+            "failed",
+            f"An exception ended the run: {evidence.failure}",
             "the first exception that a process did not catch; a launcher's own exception about it does not count",
             "read its traceback in the output",
             1.0,

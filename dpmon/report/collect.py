@@ -28,10 +28,11 @@ from dpmon.report.waits import waits_in
 from dpmon.report.whole_communication import communication_of
 from dpmon.run.activities import describe_stall, why_nothing
 from dpmon.run.condition import run_state
+from dpmon.run.failure import failure
 from dpmon.run.files import read_tail
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, load_info, stop_asked_unix
-from dpmon.run.uncaught import Uncaught, last_lines, uncaught
+from dpmon.run.uncaught import Uncaught, last_lines
 from dpmon.store.answers import LongRow
 from dpmon.store.figures import Figures
 from dpmon.store.opened import open_store
@@ -66,12 +67,13 @@ def collect(directory: Path) -> Story:
     info, how = story.info, story.exit
     reader = RunReader(directory)
     failed = how is not None and how.status and how.signal is None and not how.stopped
-    raised = uncaught(directory, info, how.status) if how is not None and failed else None
+    why = failure(directory, info, how.status) if how is not None and failed else None
+    raised = None if why is None else why.raised
     end = _output_end(reader) if how is not None and how.status else b""
     story.standing = describe_stall(directory, info, story.state, how)
-    if raised is not None:
-        story.evidence = replace(story.evidence, raised=raised.sentence(info.cwd))
     story.evidence = replace(story.evidence, stall=story.standing)
+    if why is not None:
+        story.evidence = replace(story.evidence, failure=why.sentence(info.cwd), silent=why.death is not None)
     story.findings = tuple(findings(story.evidence))
     story.steps = sum(mode.all_steps for mode in (*story.evidence.modes, *story.evaluations))
     story.warnings = list(dict.fromkeys(story.warnings))

@@ -1,4 +1,4 @@
-"""The exception that ended a run, as the tracer of each process noted it in endings.log."""
+"""The exceptions that ended processes, as the tracer of each process noted them in endings.log."""
 
 from __future__ import annotations
 
@@ -8,15 +8,8 @@ from typing import NamedTuple
 
 from dpmon.record.plainjson import load_json
 from dpmon.run.notes import read_notes
-from dpmon.run.rundir import RunInfo
 
 _MAX_BYTES = 1 << 18
-_UNCAUGHT_STATUS = 1
-"""Python's exit status after an uncaught exception."""
-_OF_LAUNCHERS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "SignalException")
-"""Exceptions that torchrun and mp.spawn raise because one of their processes has ended."""
-_MAYBE_OF_LAUNCHERS = (*_OF_LAUNCHERS, "CalledProcessError")
-"""`accelerate launch` raises CalledProcessError; a script may raise it too."""
 
 
 class Uncaught(NamedTuple):
@@ -50,38 +43,6 @@ class Uncaught(NamedTuple):
             return None
         inside = cwd and self.file.startswith(cwd.rstrip(os.sep) + os.sep)
         return f"{os.path.relpath(self.file, cwd) if inside else self.file}:{self.line}"
-
-
-def uncaught(directory: Path, info: RunInfo, status: int | None) -> Uncaught | None:
-    """The exception that ended a run with `status`; None if none did.
-
-    This is the exception of the command itself, unless it only reports that another process ended. The command's note
-    counts only if the status is 1: the tracer notes Python's last exception, and `code` or IPython may have handled it
-    long before the script called sys.exit.
-    """
-    found = sorted(every_uncaught(directory), key=lambda one: one.at_ns)
-    own = next((one for one in found if one.pid == info.command_pid), None)
-    if own is not None and status != _UNCAUGHT_STATUS:
-        return None
-    if own is not None and own.kind not in _MAYBE_OF_LAUNCHERS:
-        return own
-    begun = _begun(directory)
-    others = [
-        one for one in found if one.kind not in _OF_LAUNCHERS and one is not own and one.kind != "KeyboardInterrupt"
-    ]
-    if own is None and info.command_pid in begun:
-        # The command ended by sys.exit. It may have handled the failure of a child, but a failed rank ends a launcher.
-        others = [one for one in others if one.rank is not None]
-    # A launcher that restarts its ranks reports the last attempt. Take the first exception of that attempt, because
-    # later ones are mostly consequences.
-    attempt = begun.get(others[-1].pid, 0) if others else 0
-    return next((one for one in others if one.at_ns >= attempt), own)
-
-
-def _begun(directory: Path) -> dict[int, int]:
-    """Time of each process's first note (monotonic ns)."""
-    notes = read_notes(directory / "stages.log", _MAX_BYTES)
-    return {pid: at_ns for pid, at_ns, _ in reversed(notes)}
 
 
 def uncaught_in(directory: Path, pid: int | None) -> str | None:

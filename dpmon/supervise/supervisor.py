@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from dpmon.run import proc
 from dpmon.run.condition import YOUNG_S
 from dpmon.run.ending import exit_info, unknown_exit
+from dpmon.run.failure import failure
 from dpmon.run.files import open_file, remove_file
 from dpmon.run.lock import needs_supervisor, take_lock
 from dpmon.run.notes import WarningsLog
@@ -28,10 +29,10 @@ from dpmon.run.out_of_memory import OomWatch
 from dpmon.run.pidfd import open_pidfd
 from dpmon.run.rundir import ExitInfo, load_exit, load_info, output_paths, save
 from dpmon.run.terminal import INPUT_FIFO, Terminal
-from dpmon.run.uncaught import uncaught
 from dpmon.run.waiting import InputWatch
 from dpmon.supervise.adopt import Adopted, Child, find_command, last_sign
 from dpmon.supervise.outcome import send_outcome
+from dpmon.supervise.process_ends import ProcessEnds
 from dpmon.supervise.room import OutputRoom
 from dpmon.supervise.signals import keep_statuses
 from dpmon.supervise.spawn import start_command
@@ -245,6 +246,7 @@ class Supervisor:
                 _warner(sampler)(elsewhere)
         poller = self._poller(command.pid)
         reads = InputWatch(self._directory, command.pid, lambda *wait: self._record_wait(sampler, command.pid, *wait))
+        ends = ProcessEnds(self._directory, command.pid, poller)
         drain.on_memory_event = sampler.take_event
         ended, look_at = False, 0.0
         while self._leave_at is None or time.monotonic() < self._leave_at:
@@ -257,6 +259,7 @@ class Supervisor:
             busy = drain.drain(now)
             room.look(now)
             reads.look(now)
+            ends.look(now)
             if metrics is not None:
                 metrics.tick(now)
             if ended:
@@ -265,8 +268,10 @@ class Supervisor:
                 self._terminal.register(poller)
             if poller.poll(0 if busy else DRAIN_S * 1000):
                 look_at = 0.0  # the command may have ended
+                ends.look(time.monotonic())  # at once, because the order of ends and exceptions matters
                 if self._terminal is not None:
                     self._terminal.serve()
+        ends.close()
         how = self._learn(command) if command.over() else None
         reads.close()
         room.close(nobody_writes=how is not None and not proc.tree(command.pid))
@@ -383,11 +388,11 @@ class Supervisor:
             return None
 
     def _raised(self, how: ExitInfo) -> str | None:
-        """The exception that ended the command, from any of its processes."""
+        """The first failure of any of its processes."""
         if not how.status or how.signal is not None:
             return None
-        raised = uncaught(self._directory, self._info, how.status)
-        return None if raised is None else raised.sentence(self._info.cwd)
+        found = failure(self._directory, self._info, how.status)
+        return None if found is None else found.sentence(self._info.cwd)
 
 
 def _descriptors() -> list[int]:

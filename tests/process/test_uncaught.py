@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from running import Dpmon
 
-from dpmon.run.uncaught import Uncaught, last_lines, uncaught
+from dpmon.run.failure import STATUSES, failure
+from dpmon.run.uncaught import Uncaught, last_lines
 
 pytestmark = pytest.mark.slow
 
@@ -59,6 +60,48 @@ def test_a_rank_that_raises_before_any_call(dpmon: Dpmon) -> None:
     assert "s: rank 1: ValueError: no data (train.py:3)\n" in run.errors
 
 
+ABORTED = """\
+import os, time, torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.Linear(3, 1)
+for step in range(5):
+    model(torch.ones(2, 3)).sum().backward()
+if dist.get_rank() == 1:
+    END
+dist.all_reduce(torch.ones(3))
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "first"),
+    [("os.abort()", "rank 1 was ended by SIGABRT"), ("os._exit(3)", "rank 1 exited with status 3")],
+)
+def test_a_rank_that_ends_without_an_exception_comes_first(dpmon: Dpmon, end: str, first: str) -> None:
+    """Not the exception of the other rank, which lost its connection."""
+    script = dpmon.script(ABORTED.replace("END", end), "train.py")
+    run = dpmon.run("--headless", *TORCHRUN, "--nproc-per-node", "2", script)
+    cause = dpmon.exit()["cause"]
+    assert cause.startswith(first), "the launcher may end rank 0 before its exception"
+    assert f"s: {first}" in run.errors
+    assert f"\n    {first}" in dpmon.run("ls").text
+    report = json.loads(dpmon.run("report", "--json").text)
+    assert report["findings"][0]["text"] == f"A rank ended without an exception: {cause}"
+
+
+def test_a_rank_that_the_launcher_ends_later_does_not_come_first(dpmon: Dpmon) -> None:
+    script = dpmon.script(
+        ABORTED.replace("END", "raise ValueError('no data')").replace(
+            "dist.all_reduce(torch.ones(3))", "time.sleep(60)"
+        ),
+        "train.py",
+    )
+    run = dpmon.run("--headless", *TORCHRUN, "--nproc-per-node", "2", script)
+    assert run.status == 1
+    assert dpmon.exit()["cause"] == "rank 1: ValueError: no data (train.py:8)"
+    assert " -15\n" in (dpmon.last() / STATUSES).read_text(), "the launcher ended rank 0"
+
+
 def test_the_line_is_the_scripts_own(dpmon: Dpmon) -> None:
     """Not the line in torch where the exception was raised."""
     script = dpmon.script("import torch\n\ntorch.ones(2) @ torch.ones(3)\n", "train.py")
@@ -92,7 +135,7 @@ def of(rank: int, message: str = "") -> str:
 )  # fmt: skip
 def test_which_exception_ended_the_run(tmp_path: Path, lines: tuple[str, ...], sentence: str | None) -> None:
     noted(tmp_path, *lines)
-    found = uncaught(tmp_path, _Info(), 1)  # type: ignore[arg-type]
+    found = failure(tmp_path, _Info(), 1)  # type: ignore[arg-type]
     assert (None if found is None else found.sentence("/work")) == sentence
 
 
@@ -108,8 +151,8 @@ def test_what_the_command_noted_counts_only_with_the_status_of_an_exception(
     tmp_path: Path, lines: tuple[str, ...], kind: str | None
 ) -> None:
     noted(tmp_path, *lines)
-    found = uncaught(tmp_path, _Info(), 3)  # type: ignore[arg-type]
-    assert (None if found is None else found.kind) == kind
+    found = failure(tmp_path, _Info(), 3)  # type: ignore[arg-type]
+    assert (None if found is None or found.raised is None else found.raised.kind) == kind
 
 
 def test_an_exception_that_was_dealt_with_did_not_end_the_run(dpmon: Dpmon) -> None:
@@ -134,9 +177,44 @@ def test_of_a_launcher_that_starts_its_ranks_again_the_last_attempt_counts(tmp_p
           "7 30 ChildFailedError {}")  # fmt: skip
     stages = ["7 1 importing torch", "8 2 importing torch", "9 11 importing torch", "10 12 importing torch"]
     (tmp_path / "stages.log").write_text("".join(f"{line}\n" for line in stages))
-    found = uncaught(tmp_path, _Info(), 1)  # type: ignore[arg-type]
+    found = failure(tmp_path, _Info(), 1)  # type: ignore[arg-type]
     assert found is not None
     assert found.sentence("/work") == "rank 1: KeyError: a (train.py:3)"
+
+
+@pytest.mark.parametrize(
+    ("statuses", "raised", "sentence"),
+    [
+        (("8 5 -6", "9 7 -15"), None, "rank 1 was ended by SIGABRT"),
+        (("8 5 3",), None, "rank 1 exited with status 3"),
+        (("7 5 -6", "10 5 -6", "8 5 nonsense", "8 5 -1000"), None, "ChildFailedError"),
+        (("8 5 -6", "9 8 1"), 6, "rank 1 was ended by SIGABRT; rank 0: OSError: reset (train.py:3)"),
+        # The supervisor is a little late, but it sees the two ends in their order.
+        (("8 5 -6", "9 8 1"), 4, "rank 1 was ended by SIGABRT; rank 0: OSError: reset (train.py:3)"),
+        (("9 5 1", "8 7 -15"), 4, "rank 0: OSError: reset (train.py:3)"),
+        (("8 90000000 -6", "9 99000000 1"), 4, "rank 0: OSError: reset (train.py:3)"),
+    ],
+)
+def test_a_rank_that_ended_without_a_note(
+    tmp_path: Path, statuses: tuple[str, ...], raised: int | None, sentence: str
+) -> None:
+    """Process 8 is rank 1, process 9 is rank 0, which may have noted an exception."""
+    noted(tmp_path, "7 9 ChildFailedError {}", *([] if raised is None else [f"9 {raised} OSError {of(0, 'reset')}"]))
+    joined = [f"{pid} 2 joining the process group: gloo, rank {9 - pid} of 2" for pid in (8, 9)]
+    (tmp_path / "stages.log").write_text("".join(f"{line}\n" for line in ["7 1 importing torch", *joined]))
+    (tmp_path / STATUSES).write_text("".join(f"{line}\n" for line in statuses))
+    found = failure(tmp_path, _Info(), 1)  # type: ignore[arg-type]
+    assert found is not None
+    assert found.sentence("/work") == sentence
+
+
+def test_a_signal_that_the_launcher_passes_on_is_its_own(tmp_path: Path) -> None:
+    noted(tmp_path, "7 9 SignalException {}")
+    (tmp_path / "stages.log").write_text("8 2 joining the process group: gloo, rank 1 of 2\n")
+    (tmp_path / STATUSES).write_text("8 5 -15\n")
+    found = failure(tmp_path, _Info(), 1)  # type: ignore[arg-type]
+    assert found is not None
+    assert found.sentence("/work") == "SignalException"
 
 
 def test_a_child_that_failed_and_was_handled_did_not_end_the_run(dpmon: Dpmon) -> None:

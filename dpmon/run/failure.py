@@ -1,0 +1,122 @@
+"""Why a run failed: the first of its processes that failed, and the first exception."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+from typing import NamedTuple
+
+from dpmon.run.activities import ring_activities
+from dpmon.run.notes import Note, read_notes
+from dpmon.run.rundir import RunInfo
+from dpmon.run.uncaught import Uncaught, every_uncaught
+
+STATUSES = "statuses.log"
+"""Notes of the supervisor: how each process ended that it saw ending with a status other than 0, as in subprocess."""
+_MAX_BYTES = 1 << 18
+_UNCAUGHT_STATUS = 1
+"""Python's exit status after an uncaught exception."""
+_SIGNALLED = "SignalException"
+"""torchrun raises it after a signal; it then passes the signal on to its ranks."""
+_OF_LAUNCHERS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", _SIGNALLED)
+"""Exceptions that torchrun and mp.spawn raise because one of their processes has ended."""
+_MAYBE_OF_LAUNCHERS = (*_OF_LAUNCHERS, "CalledProcessError")
+"""`accelerate launch` raises CalledProcessError; a script may raise it too."""
+_RANK = re.compile(r"\brank ([0-9]{1,6}) of [0-9]+")
+"""In the stage "joining the process group"."""
+_SEEN_LATE_NS = 50_000_000
+"""Latest that the supervisor sees the end of a process, if it is busy or the machine is: a rank that lost its
+connection notes its exception within milliseconds, so the two times alone do not show which came first."""
+_STATUS = re.compile(r"-?[0-9]{1,3}")
+
+
+class Death(NamedTuple):
+    """The end of a rank with a status other than 0."""
+
+    pid: int
+    at_ns: int
+    """Monotonic time in ns at which the supervisor saw that it had ended."""
+    status: int
+    """As in subprocess: negative for the number of a signal."""
+    rank: int
+
+    @property
+    def text(self) -> str:
+        """Rank and status: "rank 1 was ended by SIGABRT"."""
+        if self.status >= 0:
+            return f"rank {self.rank} exited with status {self.status}"
+        try:
+            name = signal.Signals(-self.status).name
+        except ValueError:  # a real-time signal
+            name = f"signal {-self.status}"
+        return f"rank {self.rank} was ended by {name}"
+
+
+class Failure(NamedTuple):
+    """Why a run failed; at least one of both is known."""
+
+    death: Death | None
+    """The end of a rank, unless it came after the first exception."""
+    raised: Uncaught | None
+    """The first exception."""
+
+    def sentence(self, cwd: str) -> str:
+        """The end of the rank and the exception, as far as they are known."""
+        raised = "" if self.raised is None else self.raised.sentence(cwd)
+        if self.death is None:
+            return raised
+        return f"{self.death.text}; {raised}" if raised else self.death.text
+
+
+def failure(directory: Path, info: RunInfo, status: int | None) -> Failure | None:
+    """Why a run that ended with `status` failed; None if no exception and no status of a rank explains it.
+
+    This is the exception of the command itself, unless it only reports that another process ended. The command's note
+    counts only if the status is 1: the tracer notes Python's last exception, and `code` or IPython may have handled it
+    long before the script called sys.exit.
+    """
+    found = sorted(every_uncaught(directory), key=lambda one: one.at_ns)
+    own = next((one for one in found if one.pid == info.command_pid), None)
+    if own is not None and status != _UNCAUGHT_STATUS:
+        return None
+    if own is not None and own.kind not in _MAYBE_OF_LAUNCHERS:
+        return Failure(None, own)
+    stages = read_notes(directory / "stages.log", _MAX_BYTES)
+    begun = {note.pid: note.at_ns for note in reversed(stages)}
+    others = [
+        one for one in found if one.kind not in _OF_LAUNCHERS and one is not own and one.kind != "KeyboardInterrupt"
+    ]
+    if own is None and info.command_pid in begun:
+        # The command ended by sys.exit. It may have handled the failure of a child, but a failed rank ends a launcher.
+        others = [one for one in others if one.rank is not None]
+    deaths = [] if own is not None and own.kind == _SIGNALLED else _deaths(directory, stages)
+    told = {one.pid for one in found}
+    silent = [one for one in deaths if one.pid not in told]
+    # A launcher that restarts its ranks reports the last attempt. Take the first failure of that attempt, because
+    # later ones are mostly consequences.
+    times = [*((one.at_ns, one.pid) for one in others), *((one.at_ns, one.pid) for one in silent)]
+    _, newest = max(times, default=(0, 0))
+    attempt = begun.get(newest, 0)
+    raised = next((one for one in others if one.at_ns >= attempt), None)
+    death = next((one for one in silent if one.at_ns >= attempt), None)
+    if death is not None and (raised is None or _came_first(death, raised, deaths)):
+        return Failure(death, raised)
+    raised = raised or own
+    return None if raised is None else Failure(None, raised)
+
+
+def _came_first(death: Death, raised: Uncaught, deaths: list[Death]) -> bool:
+    """Whether the death is no consequence of the exception: a launcher ends the other ranks once one has ended."""
+    ended = min((one.at_ns for one in deaths if one.pid == raised.pid), default=death.at_ns + 1)
+    return death.at_ns < ended and death.at_ns < raised.at_ns + _SEEN_LATE_NS
+
+
+def _deaths(directory: Path, stages: list[Note]) -> list[Death]:
+    """The ranks that the supervisor saw end with a status other than 0, in this order."""
+    notes = [note for note in read_notes(directory / STATUSES, _MAX_BYTES) if _STATUS.fullmatch(note.text)]
+    if not notes:
+        return []
+    ranks = {note.pid: int(match[1]) for note in stages if (match := _RANK.search(note.text)) is not None}
+    ranks |= {ring.pid: ring.rank for _, ring, _, _ in ring_activities(directory) if ring.rank is not None}
+    return [Death(note.pid, note.at_ns, int(note.text), ranks[note.pid]) for note in notes if note.pid in ranks]

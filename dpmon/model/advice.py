@@ -16,7 +16,10 @@ DATA_SHARE = 0.2
 WORTH_A_WORKER_NS = 1_000_000
 """Shortest fetch that justifies a worker: passing a batch between processes takes some hundreds of microseconds."""
 ROOM = 0.5
-"""Fewest idle processors (median) for another worker. With fewer, it slows the training down."""
+"""Fewest idle processors (median) for another worker. With fewer, a worker that computes takes from the training."""
+WORKING = 0.5
+"""Fetches that compute keep a processor busy. If the whole run uses less than this share of the time of its fetches,
+they mostly wait, and other workers can wait at the same time."""
 FEW_TAKE_MOST = 3.0
 """Smallest ratio of mean to median fetch at which a few fetches (the first of each epoch) take most of the time."""
 
@@ -49,10 +52,18 @@ def for_data(mode: ModeFacts, evidence: Evidence) -> str:
             "not more workers: passing a batch between processes costs more than a fetch of"
             f" {duration_words(median)}; fetch larger batches, or index tensors in memory without a DataLoader"
         )
-    if evidence.host is not None and room(evidence.host) < ROOM:
+    host = evidence.host
+    if host is not None and room(host) < ROOM:
+        if host.own < WORKING * mode.share("data") * max(evidence.processes, 1):
+            return (
+                "more workers (DataLoader num_workers), with persistent_workers=True, if the fetches wait for a disk or"
+                f" network: the run uses only {host.own:.1f} of {host.cpus} processors, so they mostly wait; or they"
+                f" wait for the processors, which are {percent(host.cpu_pct / 100)} in use: end other work"
+            )
         return (
             "less work for each sample (decoding, augmentation), or data prepared beforehand: the processors are"
-            f" {percent(evidence.host.cpu_pct / 100)} in use, so more workers would slow the training down"
+            f" {percent(host.cpu_pct / 100)} in use, so more workers help only if the fetches wait for a disk or"
+            " network"
         )
     unknown = "" if evidence.host is not None else ", if the processors have room"
     return (

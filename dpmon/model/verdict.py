@@ -38,8 +38,12 @@ def _reason_text(found: Comparison) -> str:
         return ""
     if reason.phase in COPIES:
         return f"{reason.phase} takes {percent(reason.share)} of the step"
-    name = "the replicas' forward" if reason.phase == "forward" else _PHRASES.get(reason.phase, reason.phase)
-    text = f"{name} takes {_duration_or_none(reason.dp_ns)} against {_duration_or_none(reason.single_ns)} on one device"
+    dp, single = _duration_or_none(reason.dp_ns), _duration_or_none(reason.single_ns)
+    if reason.phase == "forward":
+        # The names in panel 3. This includes starting the threads, so it is more than the forward of any replica.
+        text = f"parallel_apply and the forward rest take {dp} against {single} of forward on one device"
+    else:
+        text = f"{_PHRASES.get(reason.phase, reason.phase)} takes {dp} against {single} on one device"
     if found.outcome == "faster" and cost is not None and (cost.share or 0) >= WORTH:
         text += f", {cost.phase} {percent(cost.share)} of the step"
     return text

@@ -124,6 +124,14 @@ def test_faster_with_what_it_saves_and_what_still_costs() -> None:
     assert "backward takes 2.60 ms against 5.00 ms on one device, replicate 12 % of the step." in text
 
 
+def test_the_forward_is_named_as_panel_3_names_its_parts() -> None:
+    """parallel_apply includes starting the threads, so it is not the forward of a replica in panel 2."""
+    dp = steps(100, replicate=0.1, apply=7.0, forward=1.0)
+    found = compare({"single": steps(100, seed=2), "dp": dp}, devices=TWO)
+    text = sentence(found) or ""
+    assert re.search(r": parallel_apply and the forward rest take 8\.\d+ ms against \d\.\d+ ms of forward on one", text)
+
+
 def test_no_difference_is_told_from_noise() -> None:
     found = compare({"single": steps(60, 0.2), "dp": steps(60, 0.2, seed=2)}, devices=TWO)
     assert found.outcome == "even"

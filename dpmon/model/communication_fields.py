@@ -68,7 +68,8 @@ def _straggler(slow: Straggler | None, lately: bool) -> dict[str, Any] | None:
 def _operation(one: Operation) -> dict[str, Any]:
     bandwidths = {"alg_bytes_s": one.alg_bytes_s, "bus_bytes_s": one.bus_bytes_s}
     names = ("name", "size", "collectives", "bytes", "ended")
-    return {**{name: getattr(one, name) for name in names}, **bandwidths}
+    absent = {} if one.no_bandwidth is None else dict.fromkeys(bandwidths, one.no_bandwidth)
+    return {**{name: getattr(one, name) for name in names}, **bandwidths, "absent": absent}
 
 
 def _torch(one: Wrapper | None) -> dict[str, Any] | None:

@@ -139,8 +139,8 @@ def _collective_json(collective: Collective) -> dict[str, Any]:
         absent["backend"] = "the group has no backend for this type of device"
     if collective.took_ns is None:
         absent |= dict.fromkeys(("host_ms", "queue_ms", "alg_bytes_s", "bus_bytes_s"), collective.unended or "unknown")
-    elif collective.alg_bytes_s is None:
-        absent |= dict.fromkeys(("alg_bytes_s", "bus_bytes_s"), "it moved no tensor, or took no time")
+    elif collective.no_bandwidth is not None:
+        absent |= dict.fromkeys(("alg_bytes_s", "bus_bytes_s"), collective.no_bandwidth)
     return {
         "kind": "collective",
         "process": collective.process,

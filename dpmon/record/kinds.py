@@ -210,6 +210,21 @@ def bus_factor(operation: str, size: int) -> float:
     return (size - 1) / size if operation in _KEEP_OWN_PART else 1.0
 
 
+END_NS = 100_000
+"""Resolution of the end of a collective, which the tracer finds by polling."""
+
+
+def unknown_bandwidth(ended: int, timed_bytes: int, ran_ns: int) -> str | None:
+    """Why the bandwidth of collectives is unknown; None if it is known. `ended`: number of those with a known end."""
+    if not ended:
+        return "no end seen"
+    if not timed_bytes:
+        return "it moved no tensor"
+    if ran_ns < ended * END_NS:
+        return "too short to time: dpmon finds the end to 0.1 ms"
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Collective:
     """A collective of a sampled step; start_ns counts from the run's start."""
@@ -238,12 +253,19 @@ class Collective:
     """Why its end is unknown."""
 
     @property
+    def _ran_ns(self) -> int:
+        """Time in which it could run; 0 if its end is unknown."""
+        return 0 if self.took_ns is None else self.took_ns - (self.queued_ns or 0)
+
+    @property
+    def no_bandwidth(self) -> str | None:
+        """Why its bandwidth is unknown; None if it is known."""
+        return unknown_bandwidth(int(self.took_ns is not None), self.bytes, self._ran_ns)
+
+    @property
     def alg_bytes_s(self) -> float | None:
         """Algorithm bandwidth; None if it is unknown."""
-        if self.took_ns is None or not self.bytes:
-            return None
-        ran = self.took_ns - (self.queued_ns or 0)
-        return self.bytes / ran * 1e9 if ran > 0 else None
+        return self.bytes / self._ran_ns * 1e9 if self.no_bandwidth is None else None
 
     @property
     def bus_bytes_s(self) -> float | None:

@@ -38,7 +38,12 @@ COLLECTIVE = RecordKind(
             "from its launch until all collectives launched before it on its group were complete",
             "ms",
         ),
-        Field("alg_bytes_s", "number", "algorithm bandwidth: its bytes over the time in which it could run", "bytes/s"),
+        Field(
+            "alg_bytes_s",
+            "number",
+            "algorithm bandwidth: its bytes over the time in which it could run; null if that is below 0.1 ms",
+            "bytes/s",
+        ),
         Field(
             "bus_bytes_s",
             "number",

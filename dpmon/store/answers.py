@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from dpmon.record.kinds import Collective, bus_factor
+from dpmon.record.kinds import Collective, bus_factor, unknown_bandwidth
 from dpmon.record.wire import FAILED, GRAD, TRAINING
 
 
@@ -120,9 +120,14 @@ class Operation(NamedTuple):
     """Total time of the collectives, each from when it could start to its end."""
 
     @property
+    def no_bandwidth(self) -> str | None:
+        """Why the bandwidth is unknown; None if it is known."""
+        return unknown_bandwidth(self.ended, self.timed_bytes, self.ran_ns)
+
+    @property
     def alg_bytes_s(self) -> float | None:
         """Algorithm bandwidth: all timed bytes per second of running time; None if unknown."""
-        return self.timed_bytes / self.ran_ns * 1e9 if self.ran_ns and self.timed_bytes else None
+        return self.timed_bytes / self.ran_ns * 1e9 if self.no_bandwidth is None else None
 
     @property
     def bus_bytes_s(self) -> float | None:

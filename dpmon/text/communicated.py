@@ -50,7 +50,8 @@ def operations(found: Communication) -> list[str]:
         count = three(one.collectives / collectives.samples) if collectives.samples else group(one.collectives)
         size = f" of {memory(one.bytes / one.collectives)}" if one.bytes else ""
         bus = one.bus_bytes_s
-        fast = f", {bandwidth(bus)} bus" if bus is not None else "" if one.ended else ", no end seen"
+        why = one.no_bandwidth if one.bytes or not one.ended else None  # a barrier has none
+        fast = f", {bandwidth(bus)} bus" if bus is not None else "" if why is None else f", {why.partition(':')[0]}"
         lines.append(f"{one.name} {count} a step{size}{fast}{of}")
     return lines
 

@@ -99,6 +99,18 @@ def test_a_barrier_has_no_bandwidth() -> None:
     assert "no tensor" in said["absent"]["alg_bytes_s"]
 
 
+def test_one_that_ran_for_less_than_its_end_is_known_has_no_bandwidth() -> None:
+    script = Script()
+    (start,) = trained(script)
+    mine = script.group(size=4)
+    script.collective(mine, start, 1.0, size=1_000_000)
+    script.collective(mine, start, 1.0035, size=43_008)
+    first, second = (as_json(one) for one in assembled(script).collectives)
+    assert first["alg_bytes_s"] == 1_000_000 / 0.001
+    assert (second["alg_bytes_s"], second["bus_bytes_s"]) == (None, None)
+    assert second["absent"]["alg_bytes_s"] == "too short to time: dpmon finds the end to 0.1 ms"
+
+
 def test_a_sample_belongs_to_the_step_at_its_middle() -> None:
     script = Script()
     before = script.now - MS // 100

@@ -94,6 +94,12 @@ def test_by_operation() -> None:
     assert gather.alg_bytes_s is gather.bus_bytes_s is None
 
 
+def test_sums_of_collectives_that_are_too_short_to_time_have_no_bandwidth() -> None:
+    short = Operation("all_reduce", 2, 10, 1000, 10, 1000, 999_999)
+    assert (short.bus_bytes_s, short.no_bandwidth) == (None, "too short to time: dpmon finds the end to 0.1 ms")
+    assert Operation("all_reduce", 2, 10, 1000, 10, 1000, 1_000_000).bus_bytes_s == 1e6
+
+
 def test_of_a_window_and_of_some_processes() -> None:
     store = recorded(script())
     steps = sorted(store.steps(100), key=lambda step: step.step)

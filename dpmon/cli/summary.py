@@ -167,7 +167,8 @@ class _Summary:
 
     def _longest(self) -> str:
         for gap in self._store.gaps(1):
-            of = f" of process {gap.process}" if len(self._processes) > 1 else ""
+            who = self._shown.name(gap.process)
+            of = "" if who is None else f" of {who}"
             return f" (longest {duration_words(gap.ns)} after step {group(gap.after_step)}{of})"
         return ""
 

@@ -183,6 +183,9 @@ class Evidence:
     communication: Communication | None = None
     """The communication of ranks; None for one process without a DistributedDataParallel."""
     processes: int = 0
+    """Number of processes that have called a model."""
+    names: Mapping[int, str] = field(default_factory=dict)
+    """The name of each process with steps, such as "rank 0"; empty if there is only one."""
     last_step_ns: int | None = None
     end_ns: int | None = None
     """When the run ended; None while it runs."""

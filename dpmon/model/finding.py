@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from dpmon.model.evidence import Evidence, LongStep, ModeFacts
+from dpmon.model.evidence import Evidence, ModeFacts
 from dpmon.model.numbers import duration, group, minutes
 
 MIN_STEPS = 30
@@ -67,9 +67,9 @@ def basis(mode: ModeFacts) -> str:
     return f"step median {duration_words(mode.median_ns)} over {mode.steps:,} steps{of_whom(mode)}"
 
 
-def of_process(step: LongStep, evidence: Evidence) -> str:
-    """The words " of process 1" if the run has several processes; else empty."""
-    return f" of process {step.process}" if evidence.processes > 1 else ""
+def of_process(process: int, evidence: Evidence) -> str:
+    """The words " of rank 1" if the run has several processes; else empty."""
+    return f" of {evidence.names.get(process, f'process {process}')}" if evidence.names else ""
 
 
 def count_of(count: int, word: str) -> str:

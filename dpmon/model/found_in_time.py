@@ -240,7 +240,7 @@ def stalls(evidence: Evidence) -> Iterator[Finding]:
 
 def _where(step: LongStep, evidence: Evidence) -> str:
     """The step, its time, and the phase that took most of it, as far as they are known."""
-    process = of_process(step, evidence)
+    process = of_process(step.process, evidence)
     if step.step is not None:
         phase = f", {duration_words(step.phase_ns)} in {step.phase}" if step.phase is not None else ""
         return f"step {step.step}{process} at {clock(step.start_ns)}, {duration_words(step.wall_ns)}{phase}"
@@ -251,7 +251,7 @@ def _where(step: LongStep, evidence: Evidence) -> str:
 def _stall_advice(phase: str | None, evidence: Evidence) -> str:
     if phase is None:
         return "read the script's output of that time: a checkpoint, an evaluation, a loader that started again"
-    if phase == "backward" and evidence.processes > 1:
+    if phase == "backward" and evidence.names:
         return _STALL_ADVICE[phase] + ", or a rank that the others waited for"
     return _STALL_ADVICE.get(phase, _STALL_ADVICE["other"])
 

@@ -118,7 +118,13 @@ class _StoryBuilder:
         modes, others = self._modes(store, window, shown)
         gaps, spent = tuple(store.gaps(GAPS)), window.spent
         story.evidence = replace(
-            story.evidence, modes=modes, others=others, processes=len(processes), spent=spent, gaps=gaps
+            story.evidence,
+            modes=modes,
+            others=others,
+            processes=len(processes),
+            names=shown.names,
+            spent=spent,
+            gaps=gaps,
         )
         medians = [mode.median_ns for mode in modes if mode.median_ns is not None]
         if self._last_ns is not None:

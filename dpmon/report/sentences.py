@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from dpmon.model.compare import Comparison
 from dpmon.model.evidence import ModeFacts
-from dpmon.model.finding import MIN_STEPS, count_of, duration_words, measured_modes
+from dpmon.model.finding import MIN_STEPS, count_of, duration_words, measured_modes, of_process
 from dpmon.model.numbers import percent
 from dpmon.model.phase_notes import host_waits, partly_timed
 from dpmon.model.state import ModeChange
@@ -199,9 +199,8 @@ def time_spent(story: Story) -> list[str]:
     said = [f"elapsed {duration_words(sum(spent.values()))}: {', '.join(parts)}"]
     gaps = story.evidence.gaps[:_GAPS_NAMED]
     if gaps and spent["between"] >= _LEAST_SHOWN_NS:
-        several = len(story.processes) > 1
         named = [
-            f"{duration_words(gap.ns)} after step {gap.after_step:,}{f' of process {gap.process}' if several else ''}"
+            f"{duration_words(gap.ns)} after step {gap.after_step:,}{of_process(gap.process, story.evidence)}"
             f" ({clock(gap.begin_ns)})"
             for gap in gaps
         ]

@@ -43,10 +43,17 @@ class Shown:
         found = self._window.figures(mode, evaluation, self.process(mode, evaluation))
         return found._replace(rate=self._window.rate(mode, evaluation))
 
+    @property
+    def names(self) -> dict[int, str]:
+        """The names of the processes with steps; empty if there is only one."""
+        there = self._store.processes
+        return {process: self._name(process) for process in there} if len(there) > 1 else {}
+
     def name(self, process: int) -> str | None:
-        """Its name, such as "rank 0"; None if it is the only process with steps."""
-        if len(self._store.processes) < 2:
-            return None
+        """The name of a process, such as "rank 0"; None if it is the only process with steps."""
+        return self.names.get(process)
+
+    def _name(self, process: int) -> str:
         rank = self.rank(process)
         if rank is None:
             return f"process {process}"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dpmon.model.evidence import DeviceFacts, ModeFacts
-from dpmon.model.finding import duration_words
+from dpmon.model.finding import duration_words, of_process
 from dpmon.model.memory import Held
 from dpmon.model.numbers import UNKNOWN, duration, percent
 from dpmon.model.stragglers import RankTimes, sentence
@@ -228,11 +228,10 @@ def memory_table(rows: Iterable[Held]) -> list[tuple[str, ...]]:
 
 def pause_rows(story: Story) -> list[tuple[str, str, str]]:
     """Time, step before it and duration of each pause; with the process if there are several."""
-    several = len(story.processes) > 1
     rows = []
     for pause in story.pauses:
         step = UNKNOWN if pause.step is None else f"{pause.step:,}"
-        after = f"after step {step}" + (f" (process {pause.process})" if several else "")
+        after = f"after step {step}{of_process(pause.process, story.evidence)}"
         rows.append((clock(pause.start_ns), after, _how_long(story, pause)))
     return rows
 

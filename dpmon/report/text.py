@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dpmon.model.evidence import ModeFacts
+from dpmon.model.finding import of_process
 from dpmon.model.memory import reasons
 from dpmon.model.numbers import UNKNOWN, duration
 from dpmon.report import sentences, table_rows
@@ -204,10 +205,11 @@ def _changes(story: Story, width: int) -> list[str]:
         return []
     lines = ["MODE CHANGES"]
     for change in asked[:MAX_CHANGES]:
-        where = f"{clock(change.t_ns)}  step {UNKNOWN if change.step is None else f'{change.step:,}'}"
+        step = (
+            f"step {UNKNOWN if change.step is None else f'{change.step:,}'}{of_process(change.process, story.evidence)}"
+        )
         what = f"to {change.mode}" if change.refused is None else f"refused: {change.refused}"
-        who = f" (process {change.process})" if len(story.processes) > 1 else ""
-        lines += wrap(f"{where}  {what}{who}", width, "  ", "      ")
+        lines += wrap(f"{clock(change.t_ns)}  {step}  {what}", width, "  ", "      ")
     return [*lines, *more(len(asked), MAX_CHANGES)]
 
 

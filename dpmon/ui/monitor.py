@@ -258,12 +258,16 @@ class Monitor(Stopping):
         def rows(width: int) -> list[Row]:
             found: list[Row] = []
             for warning in reversed(self.feed.state.warnings):
-                who = "dpmon" if warning.process is None else f"process {warning.process}"
+                who = "dpmon" if warning.process is None else self._process_name(warning.process)
                 found.append([(f"{clock(warning.t_ns)}  ", "dim"), (who, "bold")])
                 found += [[("  " + line, "")] for line in wrapped(clean(warning.text), width - 2)]
             return found
 
         self.push_screen(Pages(f"Warnings ({self.feed.state.warning_count})", rows, self.look))
+
+    def _process_name(self, number: int) -> str:
+        process = self.feed.state.processes.get(number)
+        return f"process {number}" if process is None or process.rank is None else f"rank {process.rank}"
 
     def action_type_line(self) -> None:
         """Type a line for the script's standard input."""

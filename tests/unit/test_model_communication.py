@@ -279,7 +279,7 @@ def test_waits_for_data_of_all_ranks_are_found_beside_a_slow_one(others_ms: floa
     slow = slow._replace(phases={**slow.phases, "data": (others_ms + 5) * MS})
     figures = PhaseFigures("data", 400, others_ms * MS, others_ms * MS, None, 0.5)
     mode = ModeFacts("single", False, 400, 20.0 * MS, 26.0 * MS, 1000.0, (figures,), {}, {}, mean_ns=20.0 * MS)
-    found = findings(Evidence(modes=(mode,), processes=2, communication=of([fast, slow])))
+    found = findings(Evidence(modes=(mode,), names={0: "rank 0", 1: "rank 1"}, communication=of([fast, slow])))
     assert {finding.kind for finding in found} & {"straggler", "data"} == kinds
 
 

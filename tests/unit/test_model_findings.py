@@ -190,6 +190,13 @@ def test_a_run_that_shows_it(kind: str) -> None:
     assert 0 < found.weight <= 1
 
 
+def test_a_long_step_is_that_of_a_rank_if_there_are_several_processes() -> None:
+    (alone,) = findings(SHOWN["stall"])
+    (found,) = findings(replace(SHOWN["stall"], names={0: "rank 3", 1: "rank 0"}))
+    assert " of rank 3" in found.ground
+    assert found.ground.replace(" of rank 3", "") == alone.ground
+
+
 STALL = "no step has begun for 34 s: rank 0 in backward, rank 1 in the script"
 
 
@@ -416,7 +423,9 @@ def test_the_process_that_waits_most_for_data_is_named() -> None:
     each = [
         mode(data=share)._replace(process=number, who=f"rank {number}") for number, share in enumerate((0.05, 0.7, 0.3))
     ]
-    (found,) = findings(Evidence(modes=(each[0],), others=tuple(each[1:]), processes=3))
+    (found,) = findings(
+        Evidence(modes=(each[0],), others=tuple(each[1:]), names={number: f"rank {number}" for number in range(3)})
+    )
     assert found.text == "Rank 1 waits for data: 70 % of the time of its steps."
     assert found.ground.endswith("step median 20.0 ms over 1,000 steps of rank 1; 20 % or more in 2 of 3 processes")
 
@@ -425,4 +434,4 @@ def test_a_stall_is_judged_by_the_median_of_its_own_process() -> None:
     fast = GOOD._replace(who="process 0")
     slow = mode(median_ms=300.0, data=0.05)._replace(process=1, who="process 1")
     steps = (long_step(1500.0)._replace(process=1),) * 20
-    assert not findings(Evidence(modes=(fast,), others=(slow,), longest=steps, processes=2))
+    assert not findings(Evidence(modes=(fast,), others=(slow,), longest=steps, names={0: "rank 0", 1: "rank 1"}))

@@ -44,7 +44,7 @@ MAX_DEVICES = 256
 _OF_RANKS = (
     (EXPOSED, "step_exposed_seconds_total", "Communication of the steps that no computation hid."),
     (WAIT, "step_wait_seconds_total", "Time of the steps in which a rank waited for the slowest one."),
-    (HELD, "step_held_seconds_total", "How much later the slowest rank was than the next one."),
+    (HELD, "step_held_seconds_total", "Delay of the slowest rank relative to the second slowest."),
 )
 _COUNTED = {
     WAIT: ("step_wait_known_total", "Steps in which the exposed communication and the wait of a rank are known."),
@@ -94,7 +94,7 @@ class Metrics:
         self._recorded: list[str] = []
         """The lines of the record when it was last readable."""
         self._highest: dict[tuple[str, ...], float] = {}
-        """Counters as last written. A wait for input found late can reduce a time, but a counter must not decrease."""
+        """Counters as last written. A time shrinks when dpmon learns of a wait for input in it; a counter must not."""
 
     def tick(self, now: float) -> None:
         """Write the file if it is due. `now`: monotonic s. Never raises."""
@@ -225,7 +225,7 @@ class Metrics:
             ),
             *self._counter(
                 f"{what}_phase_device_known_total",
-                f"Steps in which the time on the device of the {whose} is known, by phase.",
+                f"Steps in which the device time of a phase of the {whose} is known.",
                 [(labels, stat.count) for labels, stat in known],
             ),
         ]  # fmt: skip

@@ -117,9 +117,9 @@ def choose_python(asked: str | None, environ: Mapping[str, str]) -> str:
         if reason is None:
             return candidate
         looked_at.append(f"{candidate} ({reason})" if reason else candidate)
-    where = "" if len(candidates) == 1 else "install it in one of them, "
+    where = "" if len(candidates) == 1 else " in one of them"
     raise CommandError(
-        f"torch was not found in {' or '.join(looked_at)}: {where}{candidates[0]} -m pip install torch,"
+        f"torch was not found in {' or '.join(looked_at)}: install it{where} ({candidates[0]} -m pip install torch),"
         " or choose another Python with --python"
     )
 

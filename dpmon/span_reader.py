@@ -213,8 +213,8 @@ class SpanReader:
     def _overtaken(self, mark: int, copied: bool, over: bool) -> bool:
         """Skip ahead if the writer has overwritten the next span, or is about to. Return whether it skipped.
 
-        `mark`: the mark in the slot of that span. `copied`: whether spans from there on were copied. A writer that is
-        more than a sixteenth of the ring behind cannot have touched them.
+        `mark`: the mark in the slot of that span. `copied`: whether spans from there on were copied. They are
+        intact if the writer still has more than a sixteenth of the ring to write before it reaches them.
         """
         lapped = self._is_lapped(self.position, mark)
         if copied and not lapped and not over:
@@ -312,7 +312,8 @@ class SpanReader:
             del lines[0]
             self._in_long_line = False
         found = []
-        for line in filter(None, lines):  # a line is empty if the writer ended a possibly torn line again
+        # The writer ends a line that may be torn with a line break. If the line was whole, an empty line follows it.
+        for line in filter(None, lines):
             try:
                 value = load_json(line)
             except (ValueError, RecursionError):

@@ -13,9 +13,10 @@ Layout of a ring file (native byte order; a run never leaves its machine)::
 
 A slot's number comes from one counter, so threads need no lock. The number is the last word to be written, and the lap
 is in the first word. So a reader recognises an unwritten slot by its number, and a slot that is being overwritten by
-its lap. A file of JSON
-lines beside the ring holds long or rare data: definitions, which spans refer to by number, and events. Lines are never
-overwritten.
+its lap.
+
+A file of JSON lines beside the ring holds long or rare data: definitions, which spans refer to by number, and events.
+Lines are never overwritten.
 
 The writer maps the ring, so a span costs no system call and survives the death of its process. The numbering of slots
 needs the GIL.

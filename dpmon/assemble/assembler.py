@@ -33,7 +33,10 @@ _DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, 
 
 
 class Assembler:
-    """Turns the spans of one process into steps and calls. Damaged input is dropped and counted; it never raises."""
+    """Turns the spans of one process into steps and calls. Damaged input is dropped and counted; it never raises.
+
+    If a supervisor takes over from another one, its assembler is the successor of the other's, the predecessor.
+    """
 
     def __init__(self) -> None:
         self._dropped = 0
@@ -292,7 +295,8 @@ class Assembler:
     def without_state(cls, lines: Iterable[Mapping[str, Any]], step: int = 0, call: int = 0) -> Assembler:
         """Make a successor of an assembler if its state is lost. `lines`: all lines that the predecessor was fed.
 
-        Feed it all spans again. If `step` and `call` give the predecessor's last numbers, feed it only later spans.
+        Feed it all spans again. Or pass the predecessor's last numbers as `step` and `call`; then feed it only later
+        spans.
         """
         found = cls()
         found._take_lines(lines)

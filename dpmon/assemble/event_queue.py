@@ -23,7 +23,7 @@ class Event:
         self.at = at
         """Monotonic ns."""
         self.fill = data.pop("fill", None)
-        """Which step and call numbers to fill in: for the "next" call, the "last" ones so far, or none (None)."""
+        """Whether it gets the step and call numbers of the "next" or the "last" call; None for neither."""
         self.data = data
 
     @property
@@ -32,7 +32,7 @@ class Event:
         return self.data["kind"] == "pause" and self.data.get("paused") is True
 
     def packed(self, step: int, call: int, looks: Mapping[int, int]) -> bytes:
-        """Return its payload. `looks`: for each memory look, the last step that had begun."""
+        """Return its payload. `looks`: for each look at the memory, by its number, the last step begun before it."""
         data = dict(self.data)
         kind = data.pop("kind")
         if self.fill in ("next", "last"):

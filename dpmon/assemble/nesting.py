@@ -61,7 +61,7 @@ class Inner:
         """Number of spans after the first MAX_SPANS."""
         self.backward = False
         self.parts: dict[int, list[Span]] = {}
-        """Phases, replicas and stages of a call, by its number."""
+        """Phases, replicas and stages of each call, by the number of its span."""
         self.by_script: list[Span] = []
         """Primitives that the script calls itself, in order."""
         self.memory_looks: list[int] = []

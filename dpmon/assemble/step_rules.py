@@ -125,7 +125,7 @@ class StepRules:
     # ------------------------------------------------------------------------------------------ input
 
     def take(self, block: Block) -> None:
-        """Take a block of the training thread, or the end of an optimizer."""
+        """Take a block of the training thread, or the block of a freed optimizer."""
         kind = block[0][1]
         if kind == Kind.FETCH:
             self._fetch(block)

@@ -19,7 +19,7 @@ FIRST = Missing("needs two readings")
 
 
 def gpm(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
-    """Return GPM_FIELDS averaged since the last reading, with two calls (three at first). Each metric may be Missing.
+    """Return GPM_FIELDS averaged since the last reading, with two calls (four at first). Each metric may be Missing.
 
     The two sample buffers are never freed: freeing them is unsafe while the driver has lost the GPU.
     """

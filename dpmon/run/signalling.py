@@ -47,7 +47,7 @@ def command_of(info: RunInfo) -> Process | None:
 
 
 def unproven(directory: Path, info: RunInfo) -> int | None:
-    """The command's process number in run.json, if a process not proven to be the command has it now; else None."""
+    """The command's number in run.json, if it now belongs to a process not proven to be the command; else None."""
     pid = info.command_pid
     if pid is None or info.boot_id != proc.boot_id():
         return None

@@ -76,7 +76,7 @@ def _started(directory: Path) -> RunInfo:
 
 
 def unexpected_end(directory: Path, last: str, limit_s: float = _RECORD_S) -> str | None:
-    """How a stopped run ended, if by a signal that dpmon did not send; else, or if unknown, None.
+    """Describe the end of a stopped run if a signal that dpmon did not send ended it; None if not, or if unknown.
 
     `last`: the last signal that dpmon sent. Waits up to `limit_s` seconds for the supervisor to record the end.
     """

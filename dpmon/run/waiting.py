@@ -26,7 +26,7 @@ CLOSE_S = 0.05
 _REPORTED_NS = 1_000_000_000
 """Shortest wait that is reported, once it is over."""
 _VALID_NS = 10_000_000_000
-"""How long the file's contents are valid, because a stopped or killed supervisor leaves the file behind."""
+"""How long the file's contents are valid. They expire because a stopped or killed supervisor leaves the file behind."""
 
 
 def reads_input(pid: int) -> bool | None:

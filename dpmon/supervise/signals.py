@@ -1,4 +1,4 @@
-"""Signals of the foreground and of the supervisor before a command runs. Imports little: the command waits for it.
+"""Handles signals in the foreground and the supervisor. Imports little, because the command starts only afterwards.
 
 If dpmon was started with SIGCHLD ignored, the kernel reaps children itself, and their status is lost. A handler that
 does nothing makes the kernel keep the status. The command gets the signal ignored again, as it would without dpmon.

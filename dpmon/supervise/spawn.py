@@ -1,4 +1,4 @@
-"""Starts the user's command as without dpmon: with the same arguments, directory, environment, descriptors, signals."""
+"""Starts the user's command with the arguments, directory, descriptors and signals that it has without dpmon."""
 
 from __future__ import annotations
 

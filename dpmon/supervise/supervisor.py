@@ -52,7 +52,7 @@ LITTLE_HISTORY = 32 << 20
 """Limit of a history that is not in its usual place, because the other place may be in memory."""
 DRAIN_S = 0.05
 """Longest wait between two reads of the rings. With dpmon.store.drain.COMMIT_S, it limits how long a record takes
-to reach the history. A ring of 4 MiB is full in 0.4 s at 100,000 records a second, so it must be read more often."""
+to reach the history. A ring is full in 0.3 s at 100,000 spans a second, so it must be read more often."""
 LOOK_S = 0.2
 """Time between two checks of everything that changes rarely."""
 
@@ -334,8 +334,8 @@ class Supervisor:
 
         path = metrics_path(asked, self._info)
         if self._info.boot_id != proc.boot_id() and not is_of_run(path, self._info):
-            # The directory may come from another machine. Then it must not replace a file of this machine, except a
-            # metrics file that this run wrote.
+            # The directory may come from another machine. Then the run must not replace a file of this machine,
+            # except a metrics file that this run wrote.
             return None
         return Metrics(path, self._directory, _warner(sampler))
 

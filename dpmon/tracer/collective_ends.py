@@ -83,7 +83,7 @@ class Ends:
         self._new.append(launched)
         if self._polling:
             self.rouse()
-        else:  # the thread itself sets `_polling`: after an interrupt here, it could be true without a thread
+        else:  # the thread sets `_polling`: if it were set here, an interrupt could leave it true without a thread
             start_new_thread(self._poll, (self._life,))
 
     def rouse(self) -> None:

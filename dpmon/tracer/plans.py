@@ -49,7 +49,7 @@ def refused(device: object, reason: str) -> Plan:
 
 
 def on_one(module: Any, own: tuple[str, ...], reason: str | None = None) -> Plan:
-    """Make the plan for a DataParallel of several devices on its first one. `reason`: why, if not requested."""
+    """Make the plan that runs a DataParallel on the first of its devices; `reason` is None if that was requested."""
     unfit = uncopyable(module)
     if unfit is not None:
         return Plan(DP, own, None, None, unfit, True)

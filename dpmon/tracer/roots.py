@@ -42,7 +42,7 @@ that class, and some steps are slower.
 MAX_MADE = 1 << 14
 """Most modules remembered (weakly) between two watches; the oldest are forgotten first."""
 MAX_LATE = 8
-"""Most warnings that earlier calls of a class may be missing."""
+"""Limit of the number of warnings that say that earlier calls of a class may be missing."""
 WRAPPED = frozenset(("module", "_orig_mod"))
 """Attributes in which wrappers hold their model: DataParallel, AveragedModel and others; torch.compile."""
 EXPECTED, EXPECT_NS = 64, 250_000_000

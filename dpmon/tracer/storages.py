@@ -152,7 +152,7 @@ def _entries(kind: int, owner: Any) -> list[Any]:
 
 
 def _shards(module: Any) -> list[Any]:
-    """Return fully_shard's parameters of a module and its parts. Each has a sharded form, and an unsharded one in use.
+    """Return fully_shard's parameters of a module and its parts. While in use, each also has an unsharded form.
 
     The modules' own tables contain one form of each parameter; the other form may hold memory or a gradient, too. The
     private names of torch that are used here may change; then only the tables are counted.

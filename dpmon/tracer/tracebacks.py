@@ -40,7 +40,7 @@ class _Entry(ctypes.Structure):
 def _overwrite(entry: TracebackType, following: TracebackType) -> None:
     """Make `entry` a copy of `following`, which comes after it."""
     old, new = entry.tb_frame, following.tb_frame
-    # The references are counted so that a frame never has fewer than the traceback objects hold.
+    # In this order, a frame's reference count is never lower than the number of traceback objects that refer to it.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(new))
     target, source = _Entry.from_address(id(entry)), _Entry.from_address(id(following))
     target.tb_frame, target.tb_lasti, target.tb_lineno = source.tb_frame, source.tb_lasti, source.tb_lineno

@@ -45,7 +45,7 @@ class ReplicaThread:
 
     def start(self) -> None:
         """Start the thread. Raises RuntimeError if no thread can be started."""
-        # Debuggers and coverage set trace functions for new threads, which only threads of `threading` call.
+        # Only threads of `threading` call the trace functions that debuggers and coverage set for new threads.
         if threading.gettrace() is None and threading.getprofile() is None and _crew.is_open():
             _crew.worker().hand(self)
         else:

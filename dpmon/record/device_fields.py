@@ -90,8 +90,8 @@ HOST = RecordKind(
         Field(
             "run_cpu_pct",
             "number",
-            "processors that the run's processes use",
-            "% of one",
+            "use of processors by the run's processes: 200 % is two processors",
+            "%",
             metric="run_cpu_cores",
             scale=0.01,
         ),

@@ -133,7 +133,7 @@ _MODE_CHANGE = RecordKind(
         Field("call", "integer", "the first call in this mode"),
         Field("root", "text", "the class of the model", columns=()),
         MODE,
-        Field("requested_by", "text", "user, or start for the mode at the start"),
+        Field("requested_by", "text", "user; start for the mode in which the run began"),
         DEVICES,
         Field("virtual", "boolean", "whether replicas share a device"),
         Field("reason", "text", "the reason for this mode"),

@@ -68,7 +68,7 @@ SAMPLED = RecordKind(
 )
 DDP = RecordKind(
     "ddp",
-    "the properties of a DistributedDataParallel, at first and after each change",
+    "the properties of a DistributedDataParallel, recorded once, and again after each change",
     (
         *WHO,
         T,
@@ -76,7 +76,7 @@ DDP = RecordKind(
         Field("root", "text", "the class of its model"),
         Field("backend", "text", "the backend of its process group"),
         Field("group_size", "integer", "number of ranks that average their gradients", metric="ddp_group_size"),
-        Field("group", "list", "their ranks"),
+        Field("group", "list", "the ranks that average their gradients"),
         Field("parameters", "integer", "number of parameters with averaged gradients"),
         Field(
             "parameter_bytes",

@@ -101,7 +101,7 @@ class Quantity:
 PHASES = (
     Phase("data", "D", "waiting until the loader hands over the next batch", absent="no DataLoader"),
     Phase("copy", "C", "the script copies tensors from the host to a GPU (.to, .cuda)", optional=True),
-    Phase("scatter", "S", "the batch is cut into one chunk per device, and sent there", of_call=True, short="scat"),
+    Phase("scatter", "S", "the batch is cut into chunks, one per device, and sent there", of_call=True, short="scat"),
     Phase(
         "replicate",
         "R",

@@ -158,8 +158,8 @@ def describe_stall(directory: Path, info: RunInfo, state: str, how: ExitInfo | N
 
 def why_nothing(directory: Path, info: RunInfo, how: ExitInfo | None, warnings: Iterable[str]) -> str | None:
     """Why a run has no steps and no calls; None if its command was not started."""
-    # The warning about the place of the run is not a reason.
-    for text in warnings:
+    # A warning that no ring could take is only in the log. The warning about the place of the run is not a reason.
+    for text in (*warnings, *(note.text for note in read_notes(directory / "warnings.log", _MAX_BYTES))):
         if text != info.options.get("elsewhere"):
             return text
     if info.command_pid is None:

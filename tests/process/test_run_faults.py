@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from functools import partial
@@ -257,6 +258,15 @@ def test_a_full_disk_costs_the_record_not_the_run(dpmon: Dpmon, tmp_path: Path) 
     out, err = process.communicate(timeout=100)
     assert process.returncode == 3, err
     assert out == b"end of the training\n"
+
+
+def test_a_limit_on_files_below_a_ring_is_named_as_the_reason_for_no_record(dpmon: Dpmon) -> None:
+    """The supervisor's own ring cannot be made either, so the warning is only in the log."""
+    dpmon.script("import torch; torch.nn.Linear(2, 1)(torch.ones(3, 2)); print('trained')")
+    process = dpmon.start("--headless", "script.py", before="ulimit -S -f 1024")
+    out, err = process.communicate(timeout=100)
+    assert (process.returncode, out) == (0, b"trained\n"), err
+    assert re.search(rb"nothing was traced: no record of process \d+: .*File too large", err), err
 
 
 def test_exit_is_known_when_it_comes(dpmon: Dpmon) -> None:

@@ -186,6 +186,8 @@ class Evidence:
     """Number of processes that have called a model."""
     names: Mapping[int, str] = field(default_factory=dict)
     """The name of each process with steps, such as "rank 0"; empty if there is only one."""
+    pids: Mapping[int, int] = field(default_factory=dict)
+    """The process id of each process that has called a model, if known."""
     last_step_ns: int | None = None
     end_ns: int | None = None
     """When the run ended; None while it runs."""

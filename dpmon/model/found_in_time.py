@@ -46,6 +46,7 @@ WORKERS_SHARE = 0.5
 """If starting workers takes at least this share of the gaps, the finding names it."""
 QUIET_NS, QUIET_SHARE = 30_000_000_000, 0.1
 """Shortest time without a step at the end, and its smallest share of the run: saving and evaluating take some time."""
+_MAX_PIDS = 8
 _LONG_STEPS = 3
 """A live run is quiet after the time of this many median steps."""
 
@@ -339,8 +340,8 @@ def quiet(evidence: Evidence) -> Iterator[Finding]:
                 "quiet",
                 f"No step has ended for {duration_words(until - evidence.last_step_ns)}{paused}.",
                 f"{last}; {evidence.stall}",
-                "py-spy dump --pid PID shows the line at which each process is; look first at a process that is not"
-                " where the others are",
+                f"py-spy dump --pid PID shows the line at which each process is{_pids(evidence)}; look first at a"
+                " process that is not where the others are",
                 1.0,
             )
         return
@@ -354,6 +355,14 @@ def quiet(evidence: Evidence) -> Iterator[Finding]:
             "the end of the script's output says whether it saved, evaluated or hung",
             quiet / whole,
         )
+
+
+def _pids(evidence: Evidence) -> str:
+    """The process ids in parentheses; empty if none is known."""
+    known = list(evidence.pids.items())
+    named = [f"{evidence.names.get(number, f'process {number}')}: {pid}" for number, pid in known[:_MAX_PIDS]]
+    more = f" and {len(known) - _MAX_PIDS} more" if len(known) > _MAX_PIDS else ""
+    return f" ({', '.join(named)}{more})" if named else ""
 
 
 def failed(evidence: Evidence) -> Iterator[Finding]:

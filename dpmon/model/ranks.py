@@ -40,4 +40,6 @@ def toggle_refusal(state: State) -> str | None:
     by = distributed(process)
     if by is not None:
         return f"the ranks train by {by}: one rank cannot switch its mode alone"
+    if process.rank is not None and (world(process) or 1) > 1:
+        return "several ranks train, each on its own device"
     return None

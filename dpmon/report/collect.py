@@ -74,6 +74,8 @@ def collect(directory: Path) -> Story:
     story.evidence = replace(story.evidence, stall=story.standing)
     if why is not None:
         story.evidence = replace(story.evidence, failure=why.sentence(info.cwd), silent=why.death is not None)
+    pids = {process.process: process.pid for process in story.processes if process.pid is not None}
+    story.evidence = replace(story.evidence, pids=pids)
     story.findings = tuple(findings(story.evidence))
     story.steps = sum(mode.all_steps for mode in (*story.evidence.modes, *story.evaluations))
     story.warnings = list(dict.fromkeys(story.warnings))

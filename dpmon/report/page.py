@@ -184,7 +184,7 @@ def _findings(story: Story) -> Iterable[str]:
         return
     yield "<ol>\n"
     for finding in story.findings:
-        yield f"<li><b>{_text(finding.text)}</b><br><span class=soft>Ground: {_text(finding.ground)}.</span><br>"
+        yield f"<li><b>{_text(finding.text)}</b><br><span class=soft>Evidence: {_text(finding.ground)}.</span><br>"
         yield f"Try: {_text(finding.advice)}.</li>\n"
     yield "</ol>\n"
 

@@ -90,7 +90,7 @@ def _findings(story: Story, width: int) -> list[str]:
     for number, finding in enumerate(story.findings, start=1):
         head = f"{number:>3} "
         lines += wrap(finding.text, width, head, "    ")
-        lines += wrap(f"ground: {finding.ground}", width, "    ", "      ")
+        lines += wrap(f"evidence: {finding.ground}", width, "    ", "      ")
         lines += wrap(f"try: {finding.advice}", width, "    ", "      ")
     return lines if story.findings else [*lines, *wrap(sentences.findings_note(story), width)]
 

@@ -21,7 +21,7 @@ from dpmon.ui.panel_output import Output
 from dpmon.ui.panel_status import status
 from dpmon.ui.rank_map import rank_map
 from dpmon.ui.rows import plain, width_of
-from dpmon.ui.scene import Ended, Facts, Scene, View
+from dpmon.ui.scene import Ended, Facts, Scene, Toggle, View
 from dpmon.ui.waterfall import bucket_row, sample_row
 
 LOOK = Look(UNICODE, COLOUR, True)
@@ -96,6 +96,8 @@ def test_of_a_run_that_hangs_panel_and_status_say_where_its_ranks_are() -> None:
     scene = replace(scene, now_ns=scene.now_ns + 34_000_000_000)
     assert " ".join(texts(panel_ranks.table(scene, 76, 12, LOOK))[4:]) == STALL
     assert STALL in plain(status(scene, 120, 2, LOOK)[1])
+    pending = replace(scene, toggle=Toggle("dp", "pending", scene.now_ns - SECOND))
+    assert STALL in plain(status(pending, 120, 2, LOOK)[1]), "nobody answers while it hangs"
     for other in (
         replace(scene, ended=Ended(0, None, 1, None)),
         replace(scene, reads_since_ns=scene.now_ns - 30 * 10**9),

@@ -78,6 +78,12 @@ def test_ranks_are_not_switched_and_their_mode_is_their_own() -> None:
     assert toggle_refusal(State()) is not None
 
 
+def test_ranks_that_average_by_hand_are_not_switched_either() -> None:
+    """Each has a device of its own, whatever it calls."""
+    assert "several ranks train" in (toggle_refusal(scene_of(2, world=2, via="DataParallel").state) or "")
+    assert toggle_refusal(scene_of(1, world=1, via="DataParallel").state) is None
+
+
 def test_a_process_without_a_rank_is_numbered_and_not_counted() -> None:
     scene = scene_of(2)
     processes = {number: replace(one, rank=None, info={}) for number, one in scene.state.processes.items()}

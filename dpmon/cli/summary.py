@@ -77,7 +77,7 @@ def summary(directory: Path, how: ExitInfo | None) -> list[SummaryLine]:
     lines = [SummaryLine(_FIRST, _outcome(info, how)), *_with_priority(_MODE, _raised(directory, info, how))]
     try:
         with open_store(directory) as store:
-            lines += _Summary(store, info, how, RunReader(directory)).lines(directory)
+            lines += _Summary(store, info, how, directory).lines(directory)
     except HistoryError as error:
         texts = [f"the history cannot be read: {error}"]
         lines += [_nothing(directory, info, how, texts), *_with_priority(_LACKS, _warnings(texts, short_name(info)))]
@@ -93,10 +93,10 @@ def _nothing(directory: Path, info: RunInfo, how: ExitInfo | None, warnings: Ite
 class _Summary:
     """The lines from the store of a run."""
 
-    def __init__(self, store: Store, info: RunInfo, how: ExitInfo | None, reader: RunReader) -> None:
+    def __init__(self, store: Store, info: RunInfo, how: ExitInfo | None, directory: Path) -> None:
         self._store, self._info, self._how = store, info, how
         self._window = Window(store)
-        self._shown = Shown(store, self._window, reader)
+        self._shown = Shown(store, self._window, directory)
         shapes = store.shapes()
         self._layouts = Layouts(shapes, {shape.process: store.definitions(shape.process) for shape in shapes})
         self._processes = sorted({*store.processes, *self._layouts.processes})

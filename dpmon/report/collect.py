@@ -59,7 +59,7 @@ def collect(directory: Path) -> Story:
     builder = _StoryBuilder(story, stop_asked_unix(directory))
     try:
         with open_store(directory) as store:
-            builder.read(store, RunReader(directory))
+            builder.read(store, directory)
     except HistoryError as error:
         story.warnings.append(f"the history cannot be read to its end: {error}")
     story.state, story.exit = run_state(directory, story.info)
@@ -98,7 +98,7 @@ class _StoryBuilder:
         self._spans: dict[int, Span] = {}
         """By process: the time from its first step to its last."""
 
-    def read(self, store: Store, reader: RunReader) -> None:
+    def read(self, store: Store, directory: Path) -> None:
         """Read everything that comes from `store`."""
         story = self._story
         if store.damaged is not None:
@@ -116,7 +116,7 @@ class _StoryBuilder:
             if tally.first_ns is not None and tally.last_ns is not None:
                 first, last = self._spans.get(key.process, (tally.first_ns, tally.last_ns))
                 self._spans[key.process] = min(first, tally.first_ns), max(last, tally.last_ns)
-        shown = Shown(store, window, reader)
+        shown = Shown(store, window, directory)
         modes, others = self._modes(store, window, shown)
         gaps, spent = tuple(store.gaps(GAPS)), window.spent
         story.evidence = replace(

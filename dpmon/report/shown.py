@@ -6,6 +6,9 @@ all processes.
 
 from __future__ import annotations
 
+from contextlib import closing
+from pathlib import Path
+
 from dpmon.model.active_processes import ended_of
 from dpmon.model.snapshot import processes_in
 from dpmon.run.reader import RunReader
@@ -18,9 +21,11 @@ from dpmon.store.window import Window
 class Shown:
     """The shown process of each mode, its figures and its name."""
 
-    def __init__(self, store: Store, window: Window, reader: RunReader) -> None:
+    def __init__(self, store: Store, window: Window, directory: Path) -> None:
         self._store, self._window = store, window
-        state = processes_in(StoreAt(store), store, ended_of(reader.activities()))
+        with closing(RunReader(directory)) as reader:
+            ended = ended_of(reader.activities())
+        state = processes_in(StoreAt(store), store, ended)
         self._ranks = {number: process.rank for number, process in state.processes.items()}
         found = state.focus()
         self._first = 0 if found is None else found.process

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from dpmon.report.page import page
 from dpmon.report.text import text_lines
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import load_exit, load_info
+from dpmon.span_ring import SpanRing
 from dpmon.store.opened import open_store
 from dpmon.supervise.metrics import Metrics
 
@@ -37,6 +39,18 @@ def a_run(status: int | None = 0, **how: Any) -> Path:
     """Three ranks, of which the second is slow in its data."""
     made, _ = joined_payloads(3, **{"slow": 1, "phase": "data", "steps": STEPS, "noise": 0.0, **how})
     return keep(made, status=status)
+
+
+def test_reports_and_summaries_leave_no_file_open(state: Path) -> None:
+    directory = a_run()
+    ring = SpanRing(str(directory / "process-9.ring"), process=9)
+    collect(directory)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        collect(directory)
+        summary_lines(directory, None)
+    assert len(os.listdir("/proc/self/fd")) == before
+    del ring
 
 
 def test_the_report_tells_it_in_text_page_and_json(state: Path) -> None:

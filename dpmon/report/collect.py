@@ -28,8 +28,8 @@ from dpmon.report.waits import waits_in
 from dpmon.report.whole_communication import communication_of
 from dpmon.run.activities import describe_stall, why_nothing
 from dpmon.run.condition import run_state
-from dpmon.run.failure import failure
 from dpmon.run.files import read_tail
+from dpmon.run.first_failure import failure
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, load_info, stop_asked_unix
 from dpmon.run.uncaught import Uncaught, last_lines
@@ -71,11 +71,10 @@ def collect(directory: Path) -> Story:
     raised = None if why is None else why.raised
     end = _output_end(reader) if how is not None and how.status else b""
     story.standing = describe_stall(directory, info, story.state, how)
-    story.evidence = replace(story.evidence, stall=story.standing)
+    pids = {process.process: process.pid for process in story.processes if process.pid is not None}
+    story.evidence = replace(story.evidence, stall=story.standing, pids=pids)
     if why is not None:
         story.evidence = replace(story.evidence, failure=why.sentence(info.cwd), silent=why.death is not None)
-    pids = {process.process: process.pid for process in story.processes if process.pid is not None}
-    story.evidence = replace(story.evidence, pids=pids)
     story.findings = tuple(findings(story.evidence))
     story.steps = sum(mode.all_steps for mode in (*story.evidence.modes, *story.evaluations))
     story.warnings = list(dict.fromkeys(story.warnings))

@@ -29,6 +29,9 @@ class Shown:
         self._ranks = {number: process.rank for number, process in state.processes.items()}
         found = state.focus()
         self._first = 0 if found is None else found.process
+        there = store.processes
+        self.names = {process: self._name(process) for process in there} if len(there) > 1 else {}
+        """The names of the processes with steps; empty if there is only one."""
 
     def process(self, mode: str, evaluation: bool) -> int:
         """The process that represents the run; if it has no such step, the lowest rank that has one."""
@@ -47,12 +50,6 @@ class Shown:
         """The steps of the shown process in a mode; the rate is that of all processes."""
         found = self._window.figures(mode, evaluation, self.process(mode, evaluation))
         return found._replace(rate=self._window.rate(mode, evaluation))
-
-    @property
-    def names(self) -> dict[int, str]:
-        """The names of the processes with steps; empty if there is only one."""
-        there = self._store.processes
-        return {process: self._name(process) for process in there} if len(there) > 1 else {}
 
     def name(self, process: int) -> str | None:
         """The name of a process, such as "rank 0"; None if it is the only process with steps."""

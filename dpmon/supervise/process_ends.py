@@ -14,8 +14,8 @@ from pathlib import Path
 
 from dpmon.run import proc
 from dpmon.run.activities import stages
-from dpmon.run.failure import STATUSES
 from dpmon.run.files import open_file
+from dpmon.run.first_failure import STATUSES
 from dpmon.run.pidfd import open_pidfd, wait_status
 from dpmon.run.signalling import is_named
 

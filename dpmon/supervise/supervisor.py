@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from dpmon.run import proc
 from dpmon.run.condition import YOUNG_S
 from dpmon.run.ending import exit_info, unknown_exit
-from dpmon.run.failure import failure
 from dpmon.run.files import open_file, remove_file
+from dpmon.run.first_failure import failure
 from dpmon.run.lock import needs_supervisor, take_lock
 from dpmon.run.notes import WarningsLog
 from dpmon.run.out_of_memory import OomWatch

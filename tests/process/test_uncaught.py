@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from running import Dpmon
 
-from dpmon.run.failure import STATUSES, failure
+from dpmon.run.first_failure import STATUSES, failure
 from dpmon.run.uncaught import Uncaught, last_lines
 
 pytestmark = pytest.mark.slow

@@ -128,6 +128,7 @@ def _describe(options: argparse.Namespace, command: Command, headless: bool, inh
         boot_id=proc.boot_id(),
         headless=headless,
         options={
+            "name": options.name,
             "mode": options.mode,
             "replicas": options.replicas,
             "devices": options.devices,

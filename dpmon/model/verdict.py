@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dpmon.model.compare import COPIES, WORTH, Comparison
+from dpmon.model.compare import COPIES, WORTH, Comparison, Reason
 from dpmon.model.inputs import INPUT, WAITING_TEXT
 from dpmon.model.numbers import duration, percent, times
 
@@ -37,7 +37,7 @@ def _reason_text(found: Comparison) -> str:
     if reason is None:
         return ""
     if reason.phase in COPIES:
-        return f"{reason.phase} takes {percent(reason.share)} of the step"
+        return f"{reason.phase} takes {_of_step(found, reason)}"
     dp, single = _duration_or_none(reason.dp_ns), _duration_or_none(reason.single_ns)
     if reason.phase == "forward":
         # The names in panel 3. This includes starting the threads, so it is more than the forward of any replica.
@@ -45,8 +45,16 @@ def _reason_text(found: Comparison) -> str:
     else:
         text = f"{_PHRASES.get(reason.phase, reason.phase)} takes {dp} against {single} on one device"
     if found.outcome == "faster" and cost is not None and (cost.share or 0) >= WORTH:
-        text += f", {cost.phase} {percent(cost.share)} of the step"
+        text += f", {cost.phase} {_of_step(found, cost)}"
     return text
+
+
+def _of_step(found: Comparison, reason: Reason) -> str:
+    """A phase's time in dp: by medians, as all of the verdict. Its share is of the mean step, and would not fit."""
+    step = found.sides["dp"].median_ns
+    if step is None or reason.dp_ns is None:
+        return f"{percent(reason.share)} of the time"
+    return f"{duration(reason.dp_ns)} of a {duration(step)} step"
 
 
 _PHRASES = {"data": "waiting for data", "other": "the script's own work"}

@@ -142,7 +142,7 @@ def _most(sizes: Iterable[tuple[int, str]], evaluated: int) -> str:
     """The most frequent size, and the number of others; `evaluated`: of sizes that only evaluations have."""
     ordered = sorted(sizes, key=lambda one: -one[0])
     others = max(len(ordered) - evaluated, 1) - 1
-    more = [f"+{others} other{'s' if others > 1 else ''}"] if others else []
+    more = [f"+{others} other size{'s' if others > 1 else ''}"] if others else []
     more += [f"+{evaluated} in evaluation"] if 0 < evaluated < len(ordered) else []
     return ordered[0][1] + (f" ({', '.join(more)})" if more else "")
 

@@ -154,10 +154,12 @@ class Feed:
 
     def _facts_of(self, reader: Reader) -> Facts:
         info = reader.info
-        mode = info.options.get("mode") if isinstance(info.options, Mapping) else None
+        options = info.options if isinstance(info.options, Mapping) else {}
+        mode, name = options.get("mode"), options.get("name")
         return Facts(
             run=clean(info.id, 120),
             script=clean(info.script, 200),
+            name=clean(name, 40) if isinstance(name, str) else "",
             start_ns=info.start_ns,
             mode_option=mode if isinstance(mode, str) else "auto",
             python=clean(info.python, 200) if info.python else "",

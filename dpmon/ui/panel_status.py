@@ -46,11 +46,6 @@ def status(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     return [*(fit(row, width, look.glyphs.more) for row in rows), *[blank] * height][:height]
 
 
-def _name(scene: Scene) -> str:
-    """The script without its directories."""
-    return scene.facts.script.rsplit("/", 1)[-1] or scene.facts.script
-
-
 def _speed(scene: Scene) -> Speed:
     process = scene.process
     if scene.reading and not scene.over:  # the newest steps read so far are old ones
@@ -93,7 +88,7 @@ def _wide(scene: Scene, alive: Life, width: int, look: Look) -> Row:
     brand = " dpmon  " if width >= _WIDE else " "
     rest = width - width_of(numbers) - span_width(clock_text) - len(brand) - 4
     said = span_width(alive.word) + span_width(alive.detail) + 3
-    name = cut(_name(scene), max(rest - max(said, 18), 10), look.glyphs.more)
+    name = cut(scene.facts.title, max(rest - max(said, 18), 10), look.glyphs.more)
     return [
         (brand, "dim"),
         (name + "  ", "title"),
@@ -169,7 +164,7 @@ def _narrow(scene: Scene, alive: Life, width: int, look: Look) -> list[Row]:
     if room < said:
         mode, clock_text = [], ""
         room = width - 1
-    name = cut(_name(scene), max(room // 3, 8), look.glyphs.more)
+    name = cut(scene.facts.title, max(room // 3, 8), look.glyphs.more)
     first: Row = [
         (" ", ""),
         (name + "  ", "title"),

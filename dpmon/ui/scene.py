@@ -39,9 +39,16 @@ class Facts(NamedTuple):
 
     run: str = ""
     script: str = ""
+    name: str = ""
+    """The run's name, if the user gave it one."""
     start_ns: int = 0
     mode_option: str = "auto"
     python: str = ""
+
+    @property
+    def title(self) -> str:
+        """The name that the user gave the run, else the script without its directories."""
+        return self.name or self.script.rsplit("/", 1)[-1] or self.script
 
 
 class Ended(NamedTuple):

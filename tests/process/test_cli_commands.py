@@ -83,6 +83,7 @@ def test_detach_returns_at_once_and_everything_finds_the_run(dpmon: Dpmon) -> No
     assert re.fullmatch("mine-[0-9a-f]{4}", name)
     assert result.errors.startswith(f"dpmon: attach: dpmon attach {name} ")
     info = dpmon.info()
+    assert info["options"]["name"] == "mine"
     wait_for((dpmon.cwd / "began").exists)
     row = dpmon.run("ls").text.splitlines()[1].split()
     assert row[:2] == [name, "running"]

@@ -382,6 +382,6 @@ def test_evaluations_are_told_apart_wherever_steps_are_counted(run: Path) -> Non
 
 
 def test_sizes_of_evaluations_are_no_other_sizes_of_the_training() -> None:
-    assert _most([(120, "a"), (4, "b"), (0, "c")], 1) == "a (+1 other, +1 in evaluation)"
-    assert _most([(120, "a"), (4, "b")], 0) == "a (+1 other)"
+    assert _most([(120, "a"), (4, "b"), (0, "c")], 1) == "a (+1 other size, +1 in evaluation)"
+    assert _most([(120, "a"), (4, "b")], 0) == "a (+1 other size)"
     assert _most([(0, "c")], 1) == "c"

@@ -109,7 +109,7 @@ def test_slower_with_the_phase_that_makes_it_so() -> None:
     assert found.speedup.low < found.speedup.value < found.speedup.high < 1
     assert found.efficiency == pytest.approx(found.speedup.value / 2)
     assert re.fullmatch(
-        r"DataParallel over 2 is 0\.6[01]× as fast as one device: replicate takes 48 % of the step\.",
+        r"DataParallel over 2 is 0\.6[01]× as fast as one device: replicate takes 7\.\d\d ms of a 16\.\d ms step\.",
         sentence(found) or "",
     )
 
@@ -121,7 +121,7 @@ def test_faster_with_what_it_saves_and_what_still_costs() -> None:
     text = sentence(found)
     assert text is not None
     assert text.startswith("DataParallel over 2 is 1.5")
-    assert "backward takes 2.60 ms against 5.00 ms on one device, replicate 12 % of the step." in text
+    assert "backward takes 2.60 ms against 5.00 ms on one device, replicate 801 µs of a 6.50 ms step." in text
 
 
 def test_the_forward_is_named_as_panel_3_names_its_parts() -> None:

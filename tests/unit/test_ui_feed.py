@@ -91,6 +91,19 @@ def test_no_silence_is_claimed_of_what_was_not_read_yet(tmp_path: Path, size: tu
     assert "quiet 67 s" in drawn(feed, *size)
 
 
+@pytest.mark.parametrize(("name", "title"), [(None, "torchrun"), ("slow", "slow"), (7, "torchrun")])
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+def test_the_title_is_the_name_that_the_user_gave(
+    tmp_path: Path, size: tuple[int, int], name: object, title: str
+) -> None:
+    reader = FakeReader(tmp_path)
+    reader.info.script, reader.info.options["name"] = "/opt/bin/torchrun", name
+    feed = feed_of(tmp_path, reader)
+    feed.start()
+    feed.tick()
+    assert drawn(feed, *size).split()[0] == title
+
+
 def test_another_time_range_is_asked_for_at_once(tmp_path: Path) -> None:
     training = Training(step_ns=SECOND)
     reader = FakeReader(tmp_path)

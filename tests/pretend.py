@@ -156,8 +156,8 @@ class Script:
             with self.phase("gather"):
                 pass
 
-    def backward(self, ms: float = 1.0) -> None:
-        with self.phase("backward", ms):
+    def backward(self, ms: float = 1.0, failed: bool = False) -> None:
+        with self.phase("backward", ms, Flag.FAILED * failed):
             pass
 
     def optimizer(self, number: int = 1, ms: float = 1.0, failed: bool = False) -> None:

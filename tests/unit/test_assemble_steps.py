@@ -12,7 +12,7 @@ from dpmon.assemble import Assembler
 from dpmon.assemble.device_waits import MAX_GROUPS
 from dpmon.record.kinds import Step
 from dpmon.record.payloads import kind_of
-from dpmon.record.spans import Kind
+from dpmon.record.spans import Flag, Kind
 
 LEARN, FETCHED, LOOK = "fbo", "dfbo", "f"
 Loop = Callable[[Script], None]
@@ -901,6 +901,38 @@ def test_a_call_that_failed_last_is_no_step() -> None:
     result = assembled(script)
     assert len(result.steps) == 2
     assert [call.failed for call in result.calls] == [False, False, True]
+
+
+@pytest.mark.parametrize("failed", [True, False])
+@pytest.mark.parametrize("closure", [True, False])
+def test_a_backward_pass_that_failed_last_is_no_step(closure: bool, failed: bool) -> None:
+    """An interrupted pass may have waited for other ranks for long: its time would distort every mean."""
+    script = Script()
+    net = script.model()
+    for _ in range(2):
+        script.fetch()
+        script.learn(net)
+    script.fetch()
+    script.call(net)
+    if closure:
+        with script.phase("optimizer", flags=Flag.FAILED * failed, site=1):
+            script.backward(900.0, failed=failed)
+    else:
+        script.backward(900.0, failed=failed)
+    script.line(end=True, uncaught=failed)
+    assert len(assembled(script).steps) == 3 - failed
+
+
+def test_a_backward_pass_that_failed_is_a_step_if_training_goes_on() -> None:
+    script = Script()
+    net = script.model()
+    for at in range(3):
+        script.fetch()
+        script.call(net)
+        script.backward(failed=at == 1)
+        if at != 1:
+            script.optimizer()
+    assert len(assembled(script).steps) == 3
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """A memory-mapped ring of records for a supervisor's samples: one process writes, any number of processes read.
 
-Layout of a ring file (native byte order; a run never leaves its machine)::
+Layout of a ring file (header in native byte order, frames little-endian)::
 
     0      magic, version, sizes, pid, process, rank, world size, start           written once (dpmon.ring_file)
     128    head, claim, lost                                                      written by the writer

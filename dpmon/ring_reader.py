@@ -47,10 +47,10 @@ class RingReader:
         return self.position < self._words()[HEAD - 16]
 
     def read(self, limit: int = 1 << 20) -> list[bytes]:
-        """Return the payloads of the next records, oldest first, from at most `limit` bytes; empty if there are none.
+        """Return the payloads of the next records, oldest first; empty if there are none.
 
-        Records that were overwritten before they were read are added to `missed`. Raises RingError if the file was
-        truncated.
+        Reads at most `limit` bytes, but at least a block. Records that were overwritten before they were read are added
+        to `missed`. Raises RingError if the file was truncated.
         """
         words = self._words()
         head, claim = words[HEAD - 16], max(words[CLAIM - 16], words[HEAD - 16])

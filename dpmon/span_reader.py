@@ -103,9 +103,9 @@ class SpanReader:
         return self._word(Word.ENDED) != 0
 
     def current_span(self, thread: int | None = None) -> tuple[int, int]:
-        """Return kind (0: none) and start (monotonic ns) of a thread's current span; None: training thread.
+        """Return kind (0: none) and start (monotonic ns) of a thread's current span.
 
-        The start is 0 for a thread that has begun no span.
+        `thread`: its number; None for the training thread. The start is 0 for a thread that has begun no span.
         """
         return current_span_in(self.words(), thread)
 

@@ -3,7 +3,7 @@
 Layout of a ring file (native byte order; a run never leaves its machine)::
 
     0      magic, version, sizes, pid, process, rank, world size, start           written once (dpmon.ring_file)
-    128    lost, training thread, whether the process has ended,
+    136    training thread, whether the process has ended,
            acknowledged serial, mode in force, pause acted upon                   written by the process
     192    requested serial, mode and pause; sampling of device timing;
            serial of the request to record collectives                            written by readers

@@ -35,7 +35,8 @@ _DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, 
 class Assembler:
     """Turns the spans of one process into steps and calls. Damaged input is dropped and counted; it never raises.
 
-    If a supervisor takes over from another one, its assembler is the successor of the other's, the predecessor.
+    When a supervisor takes over from another one, its assembler (the successor) continues where the assembler of the
+    other supervisor (the predecessor) stopped.
     """
 
     def __init__(self) -> None:

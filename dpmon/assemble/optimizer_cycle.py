@@ -1,4 +1,4 @@
-"""Finds the optimizer that ends a step without a loader: the last one in the loop's body."""
+"""Finds the optimizer that ends the steps of a loop without a loader: the last one in the loop's body."""
 
 from __future__ import annotations
 

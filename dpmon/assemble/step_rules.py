@@ -172,7 +172,7 @@ class StepRules:
         self._recorder.thread = thread
 
     def end(self, cut_off: bool) -> None:
-        """End the open step with its last phase, because no more items come.
+        """End the open step where its last phase ended, because no more items come.
 
         `cut_off`: drop the step if it should learn but has no backward pass and no optimizer step.
         """

@@ -24,7 +24,8 @@ SILENT_S = 3.0
 MAX_WAYS = 2
 """Most alternative calls that the first round tries for one question."""
 _LATE = 4
-"""Largest age of an answer, in periods of its question, while other questions are answered."""
+"""While other questions are answered, an answer is used for this many periods of its question (at least SILENT_S) and
+RETRY_S longer."""
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from dpmon.gpu.gpm import GPM_FIELDS, gpm, nvlink
 CHEAP_CALLS, EXPENSIVE_CALLS = 5, 3
 """Most library calls per GPU and second by each of its two threads; 8 in total.
 
-In the first second, all questions in CHEAP are asked, so that the first sample is complete."""
+When a GPU is found, all questions in CHEAP are asked at once, so that the first sample is complete."""
 OPENING_CALLS = 3
 """Calls to open a GPU: handle, UUID, name."""
 
@@ -27,8 +27,8 @@ Way = Callable[[Any, Any, dict[str, Any]], tuple[Any, ...]]
 class Question:
     """Fields that come from one answer, with the period of the question and its largest number of library calls.
 
-    If a way is not supported, the next one is tried. `instead_of`: ask only if that question has left the first field
-    unanswered. `only_if`: ask only while that field is known to be true.
+    The first answer of `gpm` takes one call more. If a way is not supported, the next one is tried. `instead_of`: ask
+    only if that question has left the first field unanswered. `only_if`: ask only while that field is known to be true.
     """
 
     fields: tuple[str, ...]

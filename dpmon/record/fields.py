@@ -206,7 +206,7 @@ _EXIT = RecordKind(
         Field("status", "integer", "its exit status; null if unknown"),
         Field("signal", "integer", "the signal that ended it; null if none did"),
         Field("t_s", "number", "time since the run's start", "s"),
-        Field("by", "text", "the process of dpmon that learned how it ended: supervisor or foreground"),
+        Field("by", "text", "the part of dpmon that learned how it ended: supervisor, foreground or tracer"),
         Field("cause", "text", "the cause of its end; missing if unknown", columns=()),
         Field("absent", "object", "why the status is null; missing if the status is known", columns=()),
     ),

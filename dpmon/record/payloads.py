@@ -90,7 +90,7 @@ def without_times(payload: bytes) -> bytes:
 
 
 def known_ms(time: float) -> float | None:
-    """Return a time from a record, rounded to the precision of a 32-bit float; None if it is implausible."""
+    """Return a time from a record (ms), rounded to six decimals; None if it is unknown (NaN) or implausible."""
     return round(time, 6) if 0 <= time < 1e9 else None
 
 

@@ -17,7 +17,7 @@ _LARGEST = 1 << 63
 
 
 def load_json(text: str | bytes) -> Any:
-    """Return the value in `text`. Numbers that are not finite or need more than 64 bits become None (unknown).
+    """Return the value in `text`. NaN, and numbers of 2**63 or more (or -2**63 or less), become None (unknown).
 
     Raises ValueError if the text is not JSON, is not UTF-8 or is nested too deeply.
     """

@@ -239,6 +239,3 @@ def device_series(name: str) -> str:
 def is_device_series(name: str) -> bool:
     """Whether a series has device times."""
     return name.endswith(_ON_DEVICE)
-
-
-# ------------------------------------------------------------------------------------------------ kinds of records

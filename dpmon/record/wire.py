@@ -70,7 +70,8 @@ BODY_PHASES = ("data", "forward", "backward", "optimizer")
 STEP_EXTRAS = ("copy", "copied_bytes", "sync", "synced", "unsynced", "sync_number")
 """Phases, quantities and numbers that few steps have, in order of their number in a record; append new ones."""
 TIMED_PHASES = (*BODY_PHASES, "copy", "sync")
-"""Phases of a step that have device times, in the order of a record. A record ends with the last one that ran."""
+"""Phases of a step that have device times, in the order of a record. A record has no `sync` if it did not run, and no
+`copy` if neither ran."""
 
 DEFINE_TAG, CALL_TAG, STEP_TAG, EVENT_TAG, PLAIN_TAG, TIMED_TAG, COLLECTIVE_TAG = 1, 2, 3, 4, 5, 6, 7
 VIRTUAL, TRAINING, GRAD, FAILED = 1, 2, 4, 8

@@ -1,8 +1,9 @@
 """Opens the files of a run without waiting and without following links, because other programs may have replaced them.
 
 A run's directory may come from another person, or change during the run. A FIFO in the place of a log would block its
-reader; a link would lead out of the directory. So every file of a run is opened here. The tracer imports nothing from
-this package and has the same check in `dpmon.tracer.append` and in its rings.
+reader; a link would lead out of the directory. So the files of a run are opened here. Three kinds of access have checks
+of their own: rings (`dpmon.ring_file`, `dpmon.span_reader`), the tracer's lines (`dpmon.tracer.append`), and the
+database, which SQLite opens (`check_database`).
 """
 
 import contextlib

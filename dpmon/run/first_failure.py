@@ -13,7 +13,7 @@ from dpmon.run.rundir import RunInfo
 from dpmon.run.uncaught import Uncaught, every_uncaught
 
 STATUSES = "statuses.log"
-"""Notes of the supervisor: how each process ended that it saw ending with a status other than 0, as in subprocess."""
+"""Notes of the supervisor: the status (as in subprocess) of each process that it saw end with a status other than 0."""
 _MAX_BYTES = 1 << 18
 _UNCAUGHT_STATUS = 1
 """Python's exit status after an uncaught exception."""
@@ -26,7 +26,7 @@ _MAYBE_OF_LAUNCHERS = (*_OF_LAUNCHERS, "CalledProcessError")
 _RANK = re.compile(r"\brank ([0-9]{1,6}) of [0-9]+")
 """In the stage "joining the process group"."""
 _SEEN_LATE_NS = 50_000_000
-"""Latest that the supervisor sees the end of a process, if it is busy or the machine is: a rank that lost its
+"""Longest delay until the supervisor sees the end of a process, if it or the machine is busy. A rank that lost its
 connection notes its exception within milliseconds, so the two times alone do not show which came first."""
 _STATUS = re.compile(r"-?[0-9]{1,3}")
 
@@ -54,7 +54,7 @@ class Death(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Why a run failed; at least one of both is known."""
+    """Why a run failed; at least one of the two is known."""
 
     death: Death | None
     """The end of a rank, unless it came after the first exception."""
@@ -88,7 +88,8 @@ def failure(directory: Path, info: RunInfo, status: int | None) -> Failure | Non
         one for one in found if one.kind not in _OF_LAUNCHERS and one is not own and one.kind != "KeyboardInterrupt"
     ]
     if own is None and info.command_pid in begun:
-        # The command ended by sys.exit. It may have handled the failure of a child, but a failed rank ends a launcher.
+        # The command ended by sys.exit, so it may have handled the exception of a child. Only an exception of a rank
+        # counts, because a failed rank ends its launcher.
         others = [one for one in others if one.rank is not None]
     deaths = [] if own is not None and own.kind == _SIGNALLED else _deaths(directory, stages)
     told = {one.pid for one in found}
@@ -107,7 +108,7 @@ def failure(directory: Path, info: RunInfo, status: int | None) -> Failure | Non
 
 
 def _came_first(death: Death, raised: Uncaught, deaths: list[Death]) -> bool:
-    """Whether the death is no consequence of the exception: a launcher ends the other ranks once one has ended."""
+    """Whether the exception did not cause the death. (A launcher ends the other ranks once one has ended.)"""
     ended = min((one.at_ns for one in deaths if one.pid == raised.pid), default=death.at_ns + 1)
     return death.at_ns < ended and death.at_ns < raised.at_ns + _SEEN_LATE_NS
 

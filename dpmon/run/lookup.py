@@ -47,7 +47,7 @@ def newest_run(goes_on: Callable[[RunInfo], bool]) -> Path:
 
 
 def find_run(what: str = "last", *, only: bool = False, goes_on: Callable[[RunInfo], bool] | None = None) -> Path:
-    """The run named `what`: `last`, an id, a short name, a name (its latest run), or a unique start of one.
+    """The run named `what`: `last`, an id, a short name, a name (its latest run), or a unique prefix of one.
 
     RunError if no run or several runs match. `only`: RunError also if several runs have that name. With `goes_on`, a
     name means its live run; RunError if several are live.

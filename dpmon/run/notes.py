@@ -1,7 +1,8 @@
 """The notes of a run: lines of process id, monotonic time in ns, and text, as `dpmon.tracer.append.note` writes them.
 
-stages.log, endings.log and warnings.log consist of them. A note may be damaged, so the length of its numbers is
-limited: Python refuses to read numbers of thousands of digits, and cannot divide numbers of hundreds of digits.
+stages.log, endings.log and warnings.log consist of them. The supervisor writes statuses.log in the same form. A note
+may be damaged, so the length of its numbers is limited: Python refuses to read numbers of thousands of digits, and
+cannot divide numbers of hundreds of digits.
 """
 
 from __future__ import annotations

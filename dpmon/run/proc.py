@@ -67,7 +67,7 @@ def alive(pid: int, since: float | None) -> bool:
 
 
 def same_start(process: Process, since: float | None) -> bool:
-    """Whether the process started at `since`, within one kernel clock tick; False if `since` was not recorded."""
+    """Whether the process started at `since`, in the same kernel clock tick; False if `since` was not recorded."""
     return since is not None and abs(process.started - since) < 0.5 / _TICKS
 
 

@@ -74,7 +74,7 @@ class Adopted:
         self._seen_alive = same_boot and proc.is_running(self.pid, self._started)
         self._pidfd = open_pidfd(self.pid) if self._seen_alive else None
         self._same_boot = same_boot
-        # Read the time of the last sign before dpmon writes to these files again.
+        # Read the time of the last sign of life before dpmon writes to these files again.
         self._last_ns = last_sign(directory, info).end_ns
 
     def over(self) -> bool:
@@ -105,7 +105,7 @@ class Adopted:
         return proc.status_of_dead(self.pid, self._started) if status is None else status
 
     def _from_record(self, info: RunInfo, now: int) -> ExitInfo:
-        """How the command ended by its own last record: whether Python ended normally, and with which exception."""
+        """How the command ended, according to its own last record: normally, or with which exception."""
         if not self._same_boot:
             return unknown_exit(info, "supervisor", "the machine was restarted", self._last_ns)
         sign = last_sign(self._directory, info)
@@ -121,7 +121,7 @@ class Adopted:
 
 
 class Sign(NamedTuple):
-    """The last trace of the training in the run's own files."""
+    """The last sign of life of the training in the run's own files."""
 
     end_ns: int
     ended: bool | None
@@ -131,7 +131,7 @@ class Sign(NamedTuple):
 
 
 def last_sign(directory: Path, info: RunInfo) -> Sign:
-    """The last sign of the run. `end_ns` is on the monotonic clock of the boot in which the run began."""
+    """The last sign of life of the run. `end_ns` is on the monotonic clock of the boot in which the run began."""
     ended: bool | None = None
     end = info.start_ns + int(_last_output(directory, info) * 1e9)
     for process, path in ring_paths(directory):

@@ -1,6 +1,6 @@
 """The foreground's part in a run: it passes signals on, and records the exit if the supervisor was killed.
 
-A command that only shows a run (`attach`) also makes sure that it has a supervisor: `keep_supervised`.
+`dpmon attach`, which only shows a run, also makes sure that the run has a supervisor: `keep_supervised`.
 
 The foreground is a subreaper: the command becomes its child when the supervisor dies. So it can still learn how the
 command ended, and write exit.json itself.

@@ -26,7 +26,7 @@ _MOST = 256
 
 
 class ProcessEnds:
-    """Watches each process of the run that has noted a stage, which every process does that imports torch."""
+    """Watches each process of the run that has noted a stage. Every process that imports torch notes one."""
 
     def __init__(self, directory: Path, command: int, poller: select.poll) -> None:
         """`poller`: wakes the supervisor as soon as a watched process ends."""

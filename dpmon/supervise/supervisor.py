@@ -181,7 +181,10 @@ class Supervisor:
             self._leave_at = time.monotonic() + LEAVE_S
 
     def _let_go(self, inherited: list[int]) -> None:
-        """Close descriptors that only the command needs: an open pipe end here would keep its reader waiting."""
+        """Detach from the caller, and close descriptors that only the command needs.
+
+        An open end of a pipe here would keep its reader waiting.
+        """
         for fd in inherited:
             with contextlib.suppress(OSError):
                 os.close(fd)

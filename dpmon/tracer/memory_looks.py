@@ -2,10 +2,11 @@
 
 The first measurement follows the first steps. Later ones follow every few seconds, or less often if they are expensive.
 Gradients are measured after a backward pass, because many scripts clear them before the step ends. The rest is measured
-between two steps. A measurement that takes longer than a few milliseconds continues in the next step; each part is a
-look. The time of a look belongs to no step, but the time to measure gradients is in the step's `other`. A storage that
-belongs to several parts counts once, for the first of them in the order above. The statistics of torch's allocator are
-read and never reset: the peak is the highest value since the start, or since the script reset it.
+between two steps. A measurement that takes longer than 10 ms continues in the next step; each slice of it is a look.
+The time of a look belongs to no step, but the time to measure gradients is in the step's `other`. A storage that holds,
+for example, both a parameter and an optimizer state counts once, for the first of them in the order above. The
+statistics of torch's allocator are read and never reset: the peak is the highest value since the start, or since the
+script reset it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Installs the tracer: the one place where torch is patched.
+"""Installs the tracer. This table lists every patched function of torch.
 
 | what | why |
 |---|---|
@@ -6,7 +6,7 @@
 | apply of _functions.Scatter, Broadcast, Gather | the same, for code that uses these directly |
 | the function torch.nn.parallel.data_parallel | calls |
 | forward of a subclass of DataParallel that has its own | calls |
-| DataParallel.forward, DataParallel.__init__ | calls; the dim and devices, which torch drops without GPUs |
+| DataParallel.forward, DataParallel.__init__ | calls; the dim, which torch drops without GPUs |
 | Module.__call__, temporarily | bare root modules |
 | the global hooks on the registration of parameters and modules | creation of models |
 | _BaseDataLoaderIter.__next__ | steps, waits for data |
@@ -19,6 +19,7 @@
 | DistributedDataParallel._post_forward | synchronised backward passes |
 | Tensor.to, Tensor.cuda, if torch was built for GPUs | copies to GPUs |
 | the operators of c10d, during sampled steps | collectives |
+| capture_begin, capture_end of CUDAGraph, before the first timed phase | no events while a graph is captured |
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def spell_out(signature: Any, lone_path: str) -> list[tuple[Any, ...]]:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in a value, at most those among MAX_CHECKED values. Do not keep them beyond the call."""
+    """Return the tensors among the first MAX_CHECKED values in a value. Do not keep them beyond the call."""
     found: list[Tensor] = []
     _collect(value, found, [MAX_CHECKED], 0)
     return found

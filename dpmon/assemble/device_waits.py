@@ -48,12 +48,13 @@ Payload: TypeAlias = "bytes | Pending | EventPayload"
 class _Group:
     """Payloads that were recorded together."""
 
-    __slots__ = ("mark", "payloads", "step", "turn")
+    __slots__ = ("ends_step", "mark", "payloads", "steps")
 
-    def __init__(self, payloads: Sequence[Payload], turn: int, mark: Any, step: bool) -> None:
+    def __init__(self, payloads: Sequence[Payload], steps: int, mark: Any, ends_step: bool) -> None:
         self.payloads = payloads
-        self.turn = turn
-        self.step = step
+        self.steps = steps
+        """Number of steps so far."""
+        self.ends_step = ends_step
         """Whether a step ends with it; if not, a later group may refer to the same spans."""
         self.mark = mark
 
@@ -67,7 +68,7 @@ class DeviceWaits:
         self._expected: dict[int, int] = {}
         """By span: number of devices that will report a time."""
         self._queue: deque[_Group] = deque()
-        self._turn = 0
+        self._steps = 0
 
     def marks(self) -> list[Any]:
         """Return the marks of the waiting groups, oldest first."""
@@ -87,8 +88,8 @@ class DeviceWaits:
 
     def add(self, payloads: Sequence[Payload], mark: Any, step: bool) -> None:
         """Queue payloads. A successor begins at `mark` while they are in the queue."""
-        self._turn += step
-        self._queue.append(_Group(payloads, self._turn, mark, step))
+        self._steps += step
+        self._queue.append(_Group(payloads, self._steps, mark, step))
 
     @property
     def idle(self) -> bool:
@@ -102,13 +103,13 @@ class DeviceWaits:
             group = self._queue[0]
             why = unread
             if not (unread or self._settled(group)):
-                if self._turn - group.turn < MAX_STEPS and len(self._queue) <= MAX_GROUPS:
+                if self._steps - group.steps < MAX_STEPS and len(self._queue) <= MAX_GROUPS:
                     break
                 why = Untimed.LATE
             self._queue.popleft()
             for one in group.payloads:
                 found.append(self._packed(one, why) if isinstance(one, Pending) else one)
-            for number in _numbers(group) if group.step else ():
+            for number in _numbers(group) if group.ends_step else ():
                 self._times.pop(number, None)
                 self._expected.pop(number, None)
         return found

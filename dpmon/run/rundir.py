@@ -256,7 +256,7 @@ def _make_private(directory: Path) -> None:
         os.chmod(directory, 0o700)
 
 
-def _prepared(runs: Path) -> None:
+def _prepare(runs: Path) -> None:
     """Create a directory of runs if it is missing, and make it private; RunError if that fails."""
     try:
         state_home = runs.parent.parent
@@ -292,7 +292,7 @@ def create_run(draft: RunInfo) -> tuple[Path, RunInfo]:
     """
     usual = runs_directory()
     try:
-        _prepared(usual)
+        _prepare(usual)
         free = _free_bytes(usual)
         if free >= ROOM_BYTES:
             return _make(usual, draft)
@@ -301,7 +301,7 @@ def create_run(draft: RunInfo) -> tuple[Path, RunInfo]:
         problem = error
     for runs in stand_ins():
         try:
-            _prepared(runs)
+            _prepare(runs)
             if _free_bytes(runs) < ROOM_BYTES:
                 continue
             text = f"{str(problem).partition(';')[0]}: this run is kept in {runs}"
@@ -309,7 +309,7 @@ def create_run(draft: RunInfo) -> tuple[Path, RunInfo]:
         except RunError:
             continue
     # No place has enough space: use what is left in the usual place, or raise its error.
-    _prepared(usual)
+    _prepare(usual)
     return _make(usual, replace(draft, options={**draft.options, "elsewhere": str(problem)}))
 
 

@@ -35,7 +35,7 @@ class OutputRoom:
         self._files: dict[Path, int] = {}
         self._until: dict[Path, int] = {}
         """End of the allocated space, as an offset in the file."""
-        self._given_up: dict[Path, int] = {}
+        self._deleted_until: dict[Path, int] = {}
         self._look_at = 0.0
         self._warned = False
         self._allocate = _fallocate()
@@ -63,7 +63,7 @@ class OutputRoom:
         if self._reserve(fd, size, ahead):
             self._until[path] = size + ahead
             return
-        self._give_up(path, fd, size)
+        self._delete_output(path, fd, size)
         for sixteenths in (16, 12, 8, 6, 4, 3, 2, 1):  # the history may have taken the rest
             if self._reserve(fd, size, ahead * sixteenths // 16):
                 # This is less than needed, so the next call tries again.
@@ -72,11 +72,11 @@ class OutputRoom:
             self._warned = True
             self._warn("the disk is full: the script's oldest output is deleted to make room for the newest")
 
-    def _give_up(self, path: Path, fd: int, size: int) -> None:
-        begin = self._given_up.get(path, 0)
+    def _delete_output(self, path: Path, fd: int, size: int) -> None:
+        begin = self._deleted_until.get(path, 0)
         end = (size - self._keep_last) // _PAGE * _PAGE
         if end > begin and self._call(fd, _KEEP_SIZE | _PUNCH_HOLE, begin, end - begin) == 0:
-            self._given_up[path] = end
+            self._deleted_until[path] = end
 
     def _reserve(self, fd: int, size: int, ahead: int) -> bool:
         """Allocate space; False if the disk is full. Raises OSError if it fails for another reason."""

@@ -120,7 +120,7 @@ class Supervisor:
             _log(text)
             self._record(exit_info(self._info, 2, "supervisor", text))
             return 2
-        self._let_go(inherited)
+        self._detach(inherited)
         self._announce(command.pid, proc.started(command.pid))
         self._watch(command)
         return 0
@@ -133,7 +133,7 @@ class Supervisor:
         if not needs_supervisor(self._directory, self._info, load_exit(self._directory)):
             return 0
         self._handle_signals()
-        self._let_go([])
+        self._detach([])
         pid, started = self._info.command_pid, self._info.command_started
         if pid is None:
             found = find_command(self._directory)
@@ -180,7 +180,7 @@ class Supervisor:
         if self._leave_at is None:
             self._leave_at = time.monotonic() + LEAVE_S
 
-    def _let_go(self, inherited: list[int]) -> None:
+    def _detach(self, inherited: list[int]) -> None:
         """Detach from the caller, and close descriptors that only the command needs.
 
         An open end of a pipe here would keep its reader waiting.

@@ -77,7 +77,7 @@ class Calls:
                 me = threads.get(get_ident()) or new()
                 inside, around = me.inside, me.split
                 if inside == Kind.OPTIMIZER:
-                    inside = recorder.inside_of(me)
+                    inside = recorder.still_inside(me)
                 if inside in hiding or tracing() is not None or graph_task() != -1:
                     return original(module, *args, **kwargs)
                 site = None

@@ -185,13 +185,13 @@ class GradientSync:
             if module is None:
                 self._waiting.remove(wrapper)
             elif not wrapper.notes:
-                self._is_over(wrapper, module, ended)
+                self._finish(wrapper, module, ended)
             elif wrapper.averages and (ready := wrapper.ready(_notes(module))):
                 found.append((wrapper, module, ready))
                 last = max(last, wrapper.base + max(ready))
         for wrapper, module, ready in found:
             self._write(wrapper, ready, min(last, ended), head, ended)
-            self._is_over(wrapper, module, ended)
+            self._finish(wrapper, module, ended)
         if not found:
             self._write_unsynced(head, ended)
 
@@ -200,10 +200,10 @@ class GradientSync:
         for wrapper in self._waiting:
             if not wrapper.averages:
                 self._recorder.put(head | Kind.SYNC | Flag.UNSYNCED << FLAGS_AT, ended, 0, 0)
-                self._is_over(wrapper, wrapper.module(), ended)
+                self._finish(wrapper, wrapper.module(), ended)
                 break
 
-    def _is_over(self, wrapper: _Wrapper, module: Any, ended: int) -> None:
+    def _finish(self, wrapper: _Wrapper, module: Any, ended: int) -> None:
         """Count the finished backward pass of a wrapper, and record the wrapper's facts when they are due."""
         wrapper.waits = False
         self._waiting.remove(wrapper)

@@ -54,7 +54,7 @@ class OptimizerSteps:
     def hooks(self) -> tuple[Callable[..., None], Callable[..., None]]:
         """Return the hooks that torch calls before and after every optimizer step.
 
-        If a step raises, torch does not call the second hook; `inside_of` detects that. (A wrapper would see the
+        If a step raises, torch does not call the second hook; `still_inside` detects that. (A wrapper would see the
         exception, but torch.compile would compile it with the step.)
         """
         recorder, known_optimizers = self._recorder, self._known
@@ -68,7 +68,7 @@ class OptimizerSteps:
             try:
                 me = threads.get(get_ident()) or new()
                 if me.steps:
-                    recorder.inside_of(me, 1)
+                    recorder.still_inside(me, 1)
                 inside = me.inside
                 known = known_optimizers.get(id(optimizer))
                 if known is None or known[0]() is not optimizer:
@@ -91,7 +91,7 @@ class OptimizerSteps:
                 if me is None or not me.steps:
                     return
                 if len(me.steps) > 1:
-                    recorder.inside_of(me)
+                    recorder.still_inside(me)
                 took = clock()
                 inside, head, began, mark, number = me.steps.pop()
                 me.inside = inside

@@ -293,7 +293,7 @@ class Recorder:
                 me = threads.get(get_ident()) or new()
                 inside = me.inside
                 if inside == Kind.OPTIMIZER:
-                    inside = self.inside_of(me)
+                    inside = self.still_inside(me)
                 if inside == Kind.BACKWARD or (not fetch and graph_task() != -1):  # recomputation belongs to the pass
                     return original(*args, **kwargs)
                 mark = None
@@ -381,7 +381,7 @@ class Recorder:
             if me is not self.training_thread:  # the supposed training thread never ran a backward pass
                 self._found(me)
 
-    def inside_of(self, me: Thread, fewer: int = 0) -> int:
+    def still_inside(self, me: Thread, fewer: int = 0) -> int:
         """Remove the optimizer steps that have raised, and return the kind of this thread's open span.
 
         `fewer`: number of optimizer steps on the stack that `me.steps` does not contain yet.

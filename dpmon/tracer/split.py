@@ -135,7 +135,7 @@ class Split:
         except Exception as error:  # noqa: BLE001 - the script has its result anyway
             self.session.fault("end", error)
         finally:
-            self._let_go(call.watch)
+            self._drop_replicas(call.watch)
         return call.head
 
     def _lone_replica(self, me: Thread, call: SplitCall, outputs: int) -> None:
@@ -145,7 +145,7 @@ class Split:
         head = Kind.REPLICA | me.head | call.site.kind << INSIDE_AT
         self.recorder.write(head, began, monotonic_ns() - began, inputs | outputs << 32)
 
-    def _let_go(self, watch: Watch | None) -> None:
+    def _drop_replicas(self, watch: Watch | None) -> None:
         """Drop all references to a finished call's replicas. Never raises."""
         try:
             if watch is not None:
@@ -307,7 +307,7 @@ class Split:
         except Exception as error:  # noqa: BLE001 - the call runs as written
             self.session.fault("fall back", error)
         finally:
-            self._let_go(watch)
+            self._drop_replicas(watch)
             if isinstance(why, Exception):
                 # A frame in the error's traceback has a local variable that refers to the error. This cycle would keep
                 # the call's arguments alive until the next garbage collection.

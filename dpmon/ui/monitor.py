@@ -144,7 +144,7 @@ class Monitor(Stopping):
         if refusal is not None:
             self._say(f"the mode cannot be switched: {refusal}")
             return
-        self._let_go()
+        self._thaw()
         self.feed.toggle()
         self._say(None)  # clear older messages before the answer
 
@@ -154,7 +154,7 @@ class Monitor(Stopping):
         if refusal is not None:
             self._say(f"no pause: {refusal}")
             return
-        self._let_go()
+        self._thaw()
         self.feed.pause()
         self._say(None)
 

@@ -60,7 +60,7 @@ class Stopping(Drawing):
             self._still = None
         self._see(replace(self.view, frozen=self._still is not None))
 
-    def _let_go(self) -> None:
+    def _thaw(self) -> None:
         if self._still is not None:
             self.action_freeze()
 
@@ -104,7 +104,7 @@ class Stopping(Drawing):
         elif answer == "stop" and over:
             self._say_nothing_to_stop()
         elif answer == "stop":
-            self._let_go()
+            self._thaw()
             self._stopping = "the training is asked to stop"
             self.draw()
             threading.Thread(target=self._stop, name="dpmon stop", daemon=True).start()

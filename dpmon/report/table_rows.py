@@ -258,5 +258,5 @@ def device_cells(device: DeviceFacts) -> tuple[str, ...]:
         memory(device.mem_run_max),
         UNKNOWN if device.temperature_max is None else f"{device.temperature_max:.0f}",
         UNKNOWN if device.power_max is None else f"{device.power_max:.0f}",
-        "not of this run" if device.of_run is False else "",
+        "not used by this run" if device.of_run is False else "",
     )

@@ -173,7 +173,8 @@ def _devices(story: Story, width: int) -> list[str]:
     lines = ["DEVICES", *table(rows, width)]
     left = " that are left" if story.pruned else ""
     left += ", without samples during pauses" if story.evidence.paused_ns else ""
-    lines += wrap(f"use (any kernel ran): median of the samples{left}; memory, °C and W: the highest", width)
+    use = f"use (share of time in which a kernel ran): median of the samples{left}"
+    lines += wrap(f"{use}; memory, °C and W: the highest", width)
     return [*lines, *_host(story, width)]
 
 

@@ -214,7 +214,7 @@ class Monitor(Stopping):
                 self.view = replace(self.view, focus="output", zoom=self.view.zoom and "output", search=text)
                 self._search(text, 1)
 
-        note = "enter searches from the newest line; capitals match exactly if you type any"
+        note = "enter searches from the newest line; case matters only if you type a capital"
         self.push_screen(LineDialog("Find in the output", note, self.look, self.view.search), begin)
 
     def _search(self, text: str, by: int) -> None:

@@ -81,7 +81,7 @@ def compare(scene: Scene, width: int, height: int, found: Comparison, look: Look
 
 
 class _Table:
-    """Columns: label, single, dp, and the result. Their widths depend only on the panel's."""
+    """Columns: label, single, dp, and the result. Rows of rates within steps widen the label."""
 
     def __init__(self, found: Comparison, width: int, look: Look) -> None:
         self.found, self.width, self.look = found, width, look
@@ -119,7 +119,7 @@ class _Table:
         if found.speedup is not None:
             value = times(found.speedup.value, look.glyphs.times)
             low, high = (times(each, "") for each in found.speedup[1:])
-            if found.outcome == "even":  # without a verdict only the range is known, not a ratio
+            if found.outcome == "even":  # no difference shows: give only the range, not a ratio
                 return self.line("median step", steps, "bold", [(f"{low} to {high}{look.glyphs.times}", "dim")])
             note = [(value, "bold"), (f" ({low} to {high})", "dim")]
             if width_of(note) > self.room:
@@ -291,7 +291,7 @@ def _coverage(found: Comparison) -> str:
     """Which steps the figures leave out, and why."""
     parts = [*_left_out(found), *_no_memory(found)]
     parts += [
-        f"median, p95 and phases without the {SETTLING_STEPS} after each switch",
+        f"median, p95 and phases without the first {SETTLING_STEPS} steps and the {SETTLING_STEPS} after each switch",
         "samples/s: all training, without pauses and evaluations",
     ]
     if any(not peak.exact for side in found.sides.values() for peak in side.memory.values()):

@@ -80,7 +80,7 @@ class Stopping(Drawing):
             answers.append(("s", "stop", _STOPS))
         answers.append(("esc", "stay", "stay here"))
         text = ["The training does not need this screen."]
-        self.push_screen(Choice("Stopping", text, answers, self.look, self._say_nothing_to_stop), self._left)
+        self.push_screen(Choice("Leave this screen?", text, answers, self.look, self._say_nothing_to_stop), self._left)
 
     def action_stop(self) -> None:
         """Stop the training after a confirmation."""

@@ -97,7 +97,7 @@ def test_virtual_replicas_are_no_measure_of_speed() -> None:
     assert "virtual replicas show behaviour, not speed" in text
     zoomed = " ".join(compare_text(replace(scene, view=View(zoom="compare")), 76, 20))
     assert "this shows how dp behaves, not how fast it would be" in zoomed
-    assert "without the 5 after each switch" in zoomed
+    assert "without the first 5 steps and the 5 after each switch" in zoomed
     assert "efficiency" not in text
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dpmon.cli.checks.check import Check, ok, warning
 
 FULL_SIZE = (80, 24)
-"""Fewest columns and rows that show all panels."""
+"""Columns and rows for which the screen is made; a smaller one cuts or hides more."""
 
 
 def terminal(environ: Mapping[str, str]) -> Iterator[Check]:
@@ -31,7 +31,7 @@ def _size() -> Check:
     size = shutil.get_terminal_size((0, 0))
     found = f"{size.columns}x{size.lines}"
     if size.columns < FULL_SIZE[0] or size.lines < FULL_SIZE[1]:
-        return warning("terminal", f"{found} is small: some panels are hidden", "80x24 or more shows all of them")
+        return warning("terminal", f"{found} is small: panels are cut or hidden", "use 80x24 or more, best 110x27")
     return ok("terminal", found)
 
 

@@ -1,7 +1,7 @@
 """`--json`: the state of a run as one line of JSON per second, for a pipeline.
 
     status  run, t_s (seconds since the run's start), state, step, mode, virtual, processes, warnings, dropped.
-            process, rank: the process that step, mode, virtual and the figures below except the rates describe.
+            process, rank: the process to which step, mode, virtual and the figures below belong, except the rates.
             steps_per_s, samples_per_s: the rates over the elapsed training time (dpmon.rates). The same names with
                 _within_steps leave out the time between steps.
             step_ms, phases, call_phases: median_ms, p95_ms and, for a phase, its share of the steps' time. They cover
@@ -13,7 +13,7 @@
             quantities: what the same steps counted beside samples, as sum and steps (the number of steps with a value).
             ranks: only if several processes train. Their communication and means cover the last 50 steps, at least 5 s,
                 as in dpmon report --json.
-            communication, devices, host: as in the record.
+            communication: as in dpmon report --json. devices, host: as in the record.
             absent: why a value is null.
             After the end of a run, status covers the whole run: the rates of all modes, the times and quantities of its
             last mode.

@@ -65,8 +65,8 @@ _FIRST, _MODE, _STEP, _LACKS, _PHASE, _WHO, _PART = range(7)
 def summary_lines(directory: Path, how: ExitInfo | None) -> list[str]:
     """The summary of the run in `directory`, one text per line, safe for a terminal. RunError if it is not a run.
 
-    Medians and p95 (the smallest value that 95 % do not exceed) cover every step of a process, the one that the screen
-    shows, and are at most 0.4 % off.
+    Medians and p95 (the smallest value that 95 % do not exceed) cover every step of the process that the screen shows,
+    and are at most 0.4 % off.
     """
     return [line.text for line in summary(directory, how)]
 

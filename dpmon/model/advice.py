@@ -30,7 +30,7 @@ def is_timed(phase: PhaseFigures) -> bool:
 
 
 def data_share(mode: ModeFacts) -> float:
-    """The share of waiting for data in the time of the steps; of the device if its times are known."""
+    """The share of the steps' time spent waiting for data; by device times if they are known."""
     figures = mode.phase("data")
     if figures is None or not is_timed(figures):
         return mode.share("data")

@@ -76,7 +76,7 @@ class Communication(NamedTuple):
     wrappers: tuple[Wrapper, ...]
     """The wrappers of one rank, by number."""
     sampled: Wrapper | None
-    """The wrapper with torch's times of the newest iteration, on the rank that the others waited for."""
+    """The wrapper of the slowest rank, with torch's own times of the newest iteration."""
     lately: bool
     """Whether the times cover only the last steps, instead of the whole run."""
     missing: str | None

@@ -3,9 +3,9 @@
 Only steps of one kind are compared: the same number of samples, and all training or all evaluation. The first steps
 after a change of mode are left out (caches fill, algorithms are chosen). The speed-up is the ratio of the median step
 times. Its interval comes from the order statistics of each mode's steps (the usual interval of a median, for any
-distribution). If steps depend on earlier ones, it is widened by the method of batch means: the tallies, in order of
-time, form batches, and the shares of steps above the median vary more between batches than they would by chance. MOVER
-on the logarithms (Zou and Donner, 2008) combines the two intervals.
+distribution). If steps depend on earlier ones, the interval is widened by the method of batch means: consecutive
+tallies form batches, and the factor follows from how much more the share of steps above the median varies between the
+batches than it would by chance. MOVER on the logarithms (Zou and Donner, 2008) combines the two intervals.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ QUIET_NS, QUIET_SHARE = 30_000_000_000, 0.1
 """Shortest time without a step at the end, and its smallest share of the run: saving and evaluating take some time."""
 _MAX_PIDS = 8
 _LONG_STEPS = 3
-"""A live run is quiet after the time of this many median steps."""
+"""A live run is quiet only after the time of this many median steps, and after QUIET_NS."""
 
 _ON_GPUS = "measure on GPUs first: virtual replicas share the processors of this machine"
 _STALL_ADVICE = {

@@ -14,7 +14,8 @@ IDLE_CALLS = 0.5
 """Smallest share of the calls under dp in which devices are idle. The last batch of an epoch is often too small; half
 of all batches are not."""
 ROWS_RATIO = 0.75
-"""Smallest ratio of fewest to most rows without a finding. torch.chunk leaves one row less on large batches."""
+"""Smallest ratio of fewest to most rows without a finding. On a large batch, the last chunk of torch.chunk has
+only a few rows fewer."""
 TIME_RATIO = 1.5
 """Smallest ratio of the slowest to the fastest replica's median, with equal rows: above the spread of equal GPUs.
 Device times are used if all are known."""
@@ -22,7 +23,8 @@ HOST_BOUND = 1.2
 """Up to this ratio of device to host time, a device counts as waiting for the host to queue work. Its time then
 includes idle time, because it is measured between two events."""
 FULLER_RATIO, FULLER_BYTES = 1.25, 512 << 20
-"""Smallest ratio of the first GPU's memory to the largest of the others, and smallest excess (a context: 100 MiB)."""
+"""Smallest ratio of the first GPU's memory to the largest of the others, and smallest excess: a CUDA context alone
+takes 100 MiB or more."""
 THROTTLED = 0.05
 """Smallest share of the samples: short dips after a burst are usual."""
 THROTTLE_SAMPLES = 10

@@ -1,4 +1,4 @@
-"""Waits for a line of input within steps, which do not make a step slow.
+"""Waits for a line of input within steps. A step that is long because of such a wait does not count as slow.
 
 The supervisor measures their starts and ends to a fraction of a second. Pure.
 """

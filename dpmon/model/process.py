@@ -148,7 +148,7 @@ class RankFigures(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One training process of the run. The fields after `memory` are known only if the picture shows it."""
+    """One training process of the run. The fields after `memory` are known only if the picture shows the process."""
 
     process: int
     rank: int | None = None

@@ -87,7 +87,7 @@ def last_step_timeline(process: Process) -> StepTimeline | None:
 
 
 def _known(step: Step, calls: Sequence[Call]) -> list[PhaseSpan]:
-    """The known spans of a step without recorded spans: it begins with its data, and calls have their own times."""
+    """What is known of a step without recorded spans: it begins with phase `data`, and its calls have times."""
     forward = [PhaseSpan("forward", call.start_ns - step.start_ns, call.wall_ns) for call in calls]
     return [PhaseSpan("data", 0, step.phases.get("data", 0)), *forward]
 

@@ -29,8 +29,10 @@ ranks         process, rank, world, device, calls (all), steps, median_ms, the r
 communication exposed_ms, exposed_share, wait_ms, wait_share (per step, mean of the ranks; null if unknown, with the
               reason in missing), joined_steps, synced and unsynced (backward passes per step), straggler (process and
               rank of the slowest, ranks: all ranks that are as slow, excess_ms, share, slowest, steps, phase, own_ms,
-              others_ms, sentence) or null, torch (process, iteration, comm_ms, overlap_ms: torch's own times),
-              wrappers (of one rank, as in the record `ddp`); null if no ranks train together
+              others_ms, sentence) or null, torch (process, iteration, comm_ms, overlap_ms: torch's own times), sampled
+              (collectives of sampled steps: samples, one_in (the interval in steps), absent, operations: name, size
+              (ranks), collectives, bytes, ended, alg_bytes_s, bus_bytes_s, absent), wrappers (of one rank, as in the
+              record `ddp`); null if no ranks train together
 stages        root, stage, device, parts, calls, median_ms, device_median_ms, device_calls, inputs, outputs, absent
 devices       index, name, uuid, called, of_run, samples, util_median_pct, mem_used_max_bytes, mem_run_max_bytes,
               mem_total_bytes, temperature_max_c, power_max_w, throttled: {reason: samples}; gpu_absent: the reason
@@ -51,9 +53,9 @@ paused        totals of all pauses, listed or not: times, seconds (of pauses wit
 inputs        process (null: one that does not train), t_s, seconds: waits for a line of input; step times
               include these waits, rates do not
 warnings      texts
-time          of the processes in modes and evaluations: width_s; stretches: start_s, end_s, mode, evaluation, steps
-              (that ended in it), mean_ms, elapsed_ms (of training; samples divided by it is the rate), longest_ms,
-              samples, parts_ms: {name: sum}. No stretch covers time without steps
+time          steps over time, of the processes that modes and evaluations name: width_s; stretches: start_s, end_s,
+              mode, evaluation, steps (that ended in it), mean_ms, elapsed_ms (of training; samples divided by it is the
+              rate), longest_ms, samples, parts_ms: {name: sum}. No stretch covers time without steps
 """
 
 from __future__ import annotations

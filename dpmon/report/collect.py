@@ -49,7 +49,7 @@ LONGEST = 64
 """Most long steps to read per mode, and most to pass to the findings."""
 GAPS = 10_000
 THIRDS = 60
-"""Number of stretches into which a run is cut to find its first and its last third."""
+"""Fewest stretches into which a run of a minute or more is cut to find its first and its last third."""
 _TAIL_BYTES = 16384
 
 

@@ -18,7 +18,7 @@ _LEAST = 30
 def mode_facts(
     found: Figures, virtual: bool, distributed: str | None, rows: Sequence[tuple[int, Tally]] = ()
 ) -> ModeFacts:
-    """Medians, tails and shares of a process in a mode, and the difference between its first and last third.
+    """Medians, tails and shares of a process in a mode, and the medians of its first and last third of steps.
 
     `rows`: tallies of its settled steps in order of time, with their start.
     """

@@ -52,7 +52,7 @@ def stretches(
             while (before := slots.get(first - 1)) is not None and not before.tally.steps and before.within_ns > 0:
                 first -= 1
                 elapsed += before.within_ns
-            begin = max(first * seconds, first_ns // SECOND)  # tallies of deleted narrow stretches reach back too far
+            begin = max(first * seconds, first_ns // SECOND)  # a wide tally in place of deleted ones may begin earlier
             found.append(_bin(begin, max((slot + 1) * seconds, one.end_s), mode, evaluation, one, elapsed))
     return seconds * SECOND, tuple(sorted(found, key=lambda one: (one.end_ns, one.mode, one.evaluation)))
 

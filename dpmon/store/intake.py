@@ -201,7 +201,7 @@ class Intake:
             batch.shapes[shape] += 1
 
     def flush(self, batch: Batch) -> None:
-        """Take the end of the process: count its last calls, which are in no finished step, and close its rounds."""
+        """Handle the end of the process: count its last calls, which are in no finished step, and close its rounds."""
         self._count(batch, self._calls, None)
         self._calls.clear()
         self._note_held()

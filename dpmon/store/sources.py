@@ -180,7 +180,8 @@ class SpanSource:
                 raise
             return self._new(self._fed()) + self._ended(), False
         if not ring.at_end and len(self._spans) < CAUGHT_UP:
-            return [], False  # wait until the empty slot is filled: the assembler takes a short portion as the end
+            # Wait until the empty slot is filled: so few spans would tell the assembler that it has caught up.
+            return [], False
         payloads = self._fed()
         if ring.at_end and self._assembler.thread >= 0:
             payloads += self._report_under_way(*current_span_in(words, self._assembler.thread))

@@ -1,4 +1,4 @@
-"""The schema of history.sqlite, which keeps a run for good. One writer (the supervisor), any number of readers.
+"""The schema of history.sqlite, the lasting record of a run. One writer (the supervisor), any number of readers.
 
     meta         key, value: schema, run, start_ns, limit_bytes, pruned (rows deleted to stay below it)
     rings        one row per ring: the reading position (position, sequence, lines), the counts of missed and other

@@ -242,7 +242,7 @@ class History:
         """Replace the sums of all minutes before a second by one sum per device and name."""
         query = "SELECT t_ns FROM events WHERE kind IN ('host', 'device') AND t_ns IS NOT NULL ORDER BY id LIMIT 1"
         sample = self._db.execute(query).fetchone()
-        # Minutes with rows of samples must stay apart: readers use their rows, not their sums.
+        # Keep each minute whose samples still have rows: readers use these rows instead of its sums.
         before = before if sample is None else min(before, sample[0] // 60_000_000_000 * 60)
         minutes = "FROM device_rollups WHERE start_s > ? AND start_s < ?"
         sums = f"SELECT ?, device, name, sum(count), total(total), min(low), max(high) {minutes} GROUP BY device, name"

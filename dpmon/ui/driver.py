@@ -1,6 +1,6 @@
 """Textual's driver for a terminal on Linux, with our own keyboard input and our own way to resume after a stop.
 
-Textual 8.2 enters application mode again at every SIGCONT. This is right after ctrl+z, because Textual has left the
+Textual 8.2 enters application mode again at every SIGCONT. After ctrl+z this is correct, because Textual has left the
 mode. But Textual does not notice a SIGSTOP and is still in the mode: a second thread would read the keys, only one of
 the two would ever end, and the changed modes would be saved as the original ones.
 
@@ -78,7 +78,7 @@ class Driver(LinuxDriver):
             return b""
 
     def send_message(self, message: Message) -> None:
-        """Send a message to the application, which takes a few at a time; an interrupt overtakes earlier keys."""
+        """Send a message to the application, which takes a few at a time; an interrupt drops the keys before it."""
         if len(self._coming) < _MOST or _interrupts(message):
             self._coming.append(message)
             if len(self._coming) == 1 or _interrupts(message):

@@ -4,9 +4,9 @@ Textual's own parser stops at a byte that is not UTF-8, waits forever for the en
 of an unknown sequence as keys. This parser reads a sequence to its end as a terminal would (ECMA-48). It drops unknown
 sequences, and after a moment also incomplete ones. Textual's table says which key a sequence means.
 
-Textual treats an escape and the next character as one key: alt and that character, or for a digit the sign that some
-keyboards type with alt and the digit. Here they usually count as two keys, because no command uses alt, and a person
-may press esc and then 2 within a tenth of a second.
+Textual treats an escape and the next character as one key: alt with that character or, if it is a digit, the special
+character that some keyboards type with alt and this digit. Here the two usually count as two keys, because no command
+uses alt, and a person may press esc and then 2 within a tenth of a second.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WINDOW_BYTES = 64
 _LONGEST = 256
 """Most bytes of a sequence; the rest of a longer one is dropped."""
 _TO_THE_TRAINING = frozenset("dpx")
-"""Keys that act on the training. Together with alt they do nothing."""
+"""Keys that switch, pause or stop the training. Together with alt they do nothing."""
 _HEARD_ANYWHERE = b"\x03\x1a"
 """ctrl+c and ctrl+z, which also work in an unfinished paste."""
 _PASTE = b"\x1b[200~"

@@ -150,7 +150,7 @@ def choose(environ: Mapping[str, str], encoding: str | None, theme: str | None =
 
 
 def _few(environ: Mapping[str, str]) -> bool:
-    """Whether the terminal will get at most sixteen colours, as Rich 13 and Textual 8 decide it."""
+    """Whether the terminal will get at most sixteen colours, as Rich and Textual 8 decide it."""
     system = environ.get("TEXTUAL_COLOR_SYSTEM", "auto")
     if system in ("standard", "256", "truecolor"):
         return system == "standard"

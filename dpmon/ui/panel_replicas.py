@@ -111,7 +111,7 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
 
 
 class _Table:
-    """Columns. Their widths depend only on the panel's width and on the sizes of the last call."""
+    """Columns. Their widths depend on the panel's width, on the last call, and on which times are known."""
 
     def __init__(self, track: CallTrack, width: int, look: Look) -> None:
         self.track, self.look, self.width = track, look, width

@@ -75,7 +75,7 @@ class Communication(NamedTuple):
     """The ranks, each with its process group if known."""
     wrappers: tuple[Wrapper, ...]
     """The wrappers of one rank, by number."""
-    sampled: Wrapper | None
+    torch_times: Wrapper | None
     """The wrapper of the slowest rank, with torch's own times of the newest iteration."""
     lately: bool
     """Whether the times cover only the last steps, instead of the whole run."""
@@ -130,7 +130,7 @@ class Communication(NamedTuple):
     @property
     def hidden_share(self) -> float | None:
         """The part of torch's communication time in which the backward pass still computed (0 to 1)."""
-        return None if self.sampled is None else _share(self.sampled.overlap_ns, self.sampled.comm_ns)
+        return None if self.torch_times is None else _share(self.torch_times.overlap_ns, self.torch_times.comm_ns)
 
     @property
     def steps(self) -> int:
@@ -188,7 +188,7 @@ def communication(
     groups = _groups(wrappers)
     missing = None if any(one.joined for one in ranks) else _missing(ranks, own, groups)
     times = _grouped(ranks, wrappers, groups)
-    return Communication(times, tuple(own), _sampled(wrappers), lately, missing, collectives, sampled_of)
+    return Communication(times, tuple(own), _torch_times(wrappers), lately, missing, collectives, sampled_of)
 
 
 def _most_unused(wrappers: Iterable[Wrapper], number: int) -> int | None:
@@ -249,7 +249,7 @@ def _missing(
     return _NOT_YET
 
 
-def _sampled(wrappers: Iterable[Wrapper]) -> Wrapper | None:
+def _torch_times(wrappers: Iterable[Wrapper]) -> Wrapper | None:
     """The wrapper on the slowest rank, where the least communication remains after the computation."""
     timed = [one for one in wrappers if one.comm_ns and one.iteration is not None]
     newest = max((one.iteration or 0 for one in timed), default=0)

@@ -41,7 +41,7 @@ def communication_fields(found: Communication | None) -> dict[str, Any] | None:
         "synced": found.synced,
         "unsynced": found.unsynced,
         "straggler": _straggler(found.straggler(), found.lately),
-        "torch": _torch(found.sampled),
+        "torch": _torch(found.torch_times),
         "sampled": {
             "samples": found.collectives.samples,
             "one_in": found.one_in,

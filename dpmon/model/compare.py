@@ -97,7 +97,7 @@ class Comparison:
     """Samples in each compared step; None if unknown, or if nothing is compared."""
     left_out: int = 0
     """Omitted steps: another number of samples, or evaluation instead of training (or the reverse)."""
-    left_backward: int = 0
+    left_other_kind: int = 0
     """Part of `left_out`: evaluation instead of training, or the reverse."""
     trained: bool = True
     """Whether the compared steps train."""
@@ -250,7 +250,7 @@ def compare_modes(
         base,
         samples=None if kind.batch == NO_SAMPLES else kind.batch,
         left_out=sum(each.total() - each[kind] for each in kinds.values()),
-        left_backward=passes,
+        left_other_kind=passes,
         trained=kind.trains,
     )
     parts: dict[str, list[Tally]] = {mode: [] for mode in there}

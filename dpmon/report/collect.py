@@ -48,7 +48,7 @@ CHANGES_KEPT = 1000
 LONGEST = 64
 """Most long steps to read per mode, and most to pass to the findings."""
 GAPS = 10_000
-THIRDS = 60
+LEAST_STRETCHES = 60
 """Fewest stretches into which a run of a minute or more is cut to find its first and its last third."""
 _TAIL_BYTES = 16384
 
@@ -300,7 +300,7 @@ def _loader_start(data: Mapping[str, Any]) -> LoaderStart | None:
 def _rows_in_time(store: Store, process: int, begin_ns: int, end_ns: int) -> list[tuple[int, str, bool, Tally]]:
     """The settled steps of a process by stretch of time, in order: start, mode, whether they are evaluations, tally."""
     seconds = (end_ns - begin_ns) / SECOND
-    width = max((width for width in WIDTHS if width * THIRDS <= seconds), default=1)
+    width = max((width for width in WIDTHS if width * LEAST_STRETCHES <= seconds), default=1)
     rows = store.tally_rows(0, END, process=process, finest=width, widest=width)
     return [(at, key.mode, bool(key.kind & EVALUATION), tally) for at, _, key, tally in rows if not key.kind & SETTLING]
 

@@ -25,8 +25,8 @@ def communication_facts(found: Communication) -> list[tuple[str, str]]:
         rows.append(("wait", f"{duration(found.wait_ns)}, {percent(found.wait_share)}; mean of {ranks} ranks"))
     if found.missing is not None:
         rows.append(("wait", f"unknown: {found.missing}"))
-    if found.sampled is not None:
-        rows.append(("hidden", _hidden(found, found.sampled)))
+    if found.torch_times is not None:
+        rows.append(("hidden", _hidden(found, found.torch_times)))
     rows += [("" if row else "sampled", text) for row, text in enumerate(operations(found))]
     several = len(found.wrappers) > 1
     for one in found.wrappers:

@@ -281,7 +281,7 @@ def _no_memory(found: Comparison) -> list[str]:
 
 def _left_out(found: Comparison) -> list[str]:
     """Which steps are not compared, and why."""
-    passes, sizes = found.left_backward, found.left_out - found.left_backward
+    passes, sizes = found.left_other_kind, found.left_out - found.left_other_kind
     which = "without" if found.trained else "with"
     parts = [(sizes, "of another batch size"), (passes, f"{which} a backward pass")]
     return [f"left out: {count_of(number, 'step')} {what}" for number, what in parts if number]

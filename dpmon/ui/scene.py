@@ -39,11 +39,11 @@ class Facts(NamedTuple):
 
     run: str = ""
     script: str = ""
-    name: str = ""
-    """The run's name, if the user gave it one."""
     start_ns: int = 0
     mode_option: str = "auto"
     python: str = ""
+    name: str = ""
+    """The run's name, if the user gave it one."""
 
     @property
     def title(self) -> str:

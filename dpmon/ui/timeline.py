@@ -10,7 +10,7 @@ from dpmon.ui.scene import Playing
 
 _KEYS = (("space", "play"), (", .", "step"), ("b f", "10 s"), ("< >", "speed"), ("g G", "ends"))
 _DONE, _REST = "━", "─"
-_LEAST, _TALL = 7, 20
+_SHORT, _LONG = 7, 20
 """Least and preferred number of cells of the line; keys are left out to make room for it."""
 
 
@@ -23,9 +23,9 @@ def timeline(playing: Playing, width: int, look: Look) -> list[Row]:
     head.append((f"{here} ", "bold"))
     end: Row = [(f" {whole}", "dim")]
     room = width - width_of(head) - width_of(end) - 1
-    keys = _keys(playing, room - _TALL, 2)
+    keys = _keys(playing, room - _LONG, 2)
     if len(keys) < 3 * len(_KEYS):  # more keys are better than a long line
-        keys = _keys(playing, room - _LEAST, 1)
+        keys = _keys(playing, room - _SHORT, 1)
     room = max(width - width_of(head) - width_of(end) - width_of(keys) - 1, 1)
     done = round((room - 1) * min(max(playing.position_ns / max(playing.length_ns, 1), 0.0), 1.0))
     line: Row = [(_DONE * done, "good"), (look.glyphs.dot, "title"), (_REST * (room - 1 - done), "dim")]

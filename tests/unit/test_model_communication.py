@@ -235,15 +235,15 @@ def test_the_state_knows_the_newest_of_each_wrapper() -> None:
     found = run.state().communication()
     assert found is not None
     assert [one.process for one in found.wrappers] == [0], "those of one rank"
-    assert found.sampled is not None
-    assert found.sampled.iteration == 400
+    assert found.torch_times is not None
+    assert found.torch_times.iteration == 400
     assert found.hidden_share == pytest.approx(5.9 / 3.0)
 
 
 def test_of_torchs_own_times_those_of_the_rank_that_the_others_wait_for_count() -> None:
     fast, slow = wrapped(0, comm_ms=35.0, overlap_ms=4.0), wrapped(1, comm_ms=44.0, overlap_ms=39.0)
-    assert of(EVEN, fast, slow).sampled == slow
-    assert of(EVEN, wrapped(0, comm_ms=0.0)).sampled is None
+    assert of(EVEN, fast, slow).torch_times == slow
+    assert of(EVEN, wrapped(0, comm_ms=0.0)).torch_times is None
 
 
 @pytest.mark.parametrize(

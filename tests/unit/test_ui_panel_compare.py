@@ -35,7 +35,7 @@ def test_both_modes_stand_side_by_side_with_what_dp_is_worth() -> None:
     assert rows[2].endswith("% efficiency")
     text = " ".join(rows)
     assert "DataParallel over 2 is 0.6" in text
-    assert "× as fast as one device: replicate takes 3" in text
+    assert "× as fast as one device: replicate takes 5.10 ms of a 16.4 ms step." in text
     title, corner = panel_compare.title(panel_compare.figures(scene), LOOK, folded=False)
     assert plain(title) == "4 dp against single"
     assert plain(corner).split()[1:] == ["as", "fast", "as", "one", "device"]

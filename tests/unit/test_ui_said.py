@@ -249,7 +249,7 @@ def test_what_is_left_out_of_a_comparison_is_said_by_kind() -> None:
     steps += [step("dp", n, 2_000_000 + n) for n in range(68, 133)]
     found = focused(Scene(state_of(steps), 0)).compared
     assert found is not None
-    assert (found.left_out, found.left_backward) == (2, 1)
+    assert (found.left_out, found.left_other_kind) == (2, 1)
     assert (sentence(found) or "").startswith("DataParallel is 0.50× as fast as one device")
     rows = [plain(row).strip() for row in compare_rows(trained(3), 60, 12, found, LOOK)]
     text = " ".join(rows)

@@ -49,6 +49,8 @@ class Driver(LinuxDriver):
         super().__init__(*arguments, **more)
         self._coming: deque[Message] = deque()
         """Messages that the input thread sends to the application."""
+        self._left = False
+        """Whether application mode was left for good: Textual then still closes its widgets, and signals may come."""
 
     # ------------------------------------------------------------------------------------------ keys
 
@@ -105,6 +107,17 @@ class Driver(LinuxDriver):
 
     # ------------------------------------------------------------------------------------------ stopping
 
+    def stop_application_mode(self) -> None:
+        """Restore the terminal. No signal sets it up again, except after `suspend_application_mode`."""
+        self._left = True
+        super().stop_application_mode()
+
+    def suspend_application_mode(self) -> None:
+        """Restore the terminal until the process is continued."""
+        if not self._left:
+            super().suspend_application_mode()
+            self._left = False
+
     def _sigtstp_application(self, *_: object) -> None:
         # Not within the signal handler: it may interrupt code that holds the lock of the queue of writes.
         self._loop.call_soon_threadsafe(super()._sigtstp_application)
@@ -113,7 +126,7 @@ class Driver(LinuxDriver):
         self._loop.call_soon_threadsafe(self._go_on)
 
     def _go_on(self) -> None:
-        if not self._auto_restart:
+        if self._left or not self._auto_restart:
             return
         if self._key_thread is None or not self._key_thread.is_alive():
             self.resume_application_mode()

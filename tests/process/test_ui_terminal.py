@@ -141,6 +141,34 @@ def test_stopped_unasked_it_goes_on_with_one_reader_of_the_keys(run: Run, termin
     seen.sane()
 
 
+@pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGTSTP])
+def test_a_signal_after_the_terminal_is_restored_changes_it_no_more(run: Run, terminal: Start, number: int) -> None:
+    """Textual still closes its widgets then, for some milliseconds, and a signal used to set the terminal up again."""
+    run.train(50)
+    seen = terminal(
+        f"""
+import os
+from dpmon.ui.driver import Driver
+stop = Driver.stop_application_mode
+def stop_and_signal(self):
+    Driver.stop_application_mode = stop
+    stop(self)
+    os.kill(os.getpid(), {number:d})
+Driver.stop_application_mode = stop_and_signal
+"""
+        + SHOW
+    )
+    seen.shows("● running")
+    seen.press("q")
+    seen.shows("leave it running")
+    seen.press("l")
+    if number == signal.SIGTSTP:
+        seen.until(lambda: getattr(proc.read(seen.pid), "state", "") == "T", "the process to stop")
+        os.kill(seen.pid, signal.SIGCONT)
+    assert seen.ended() == 0
+    seen.sane()
+
+
 def test_leaving_does_not_wait_for_ever_for_a_terminal_that_takes_nothing(run: Run, terminal: Start) -> None:
     run.train(50)
     seen = terminal()

@@ -5,8 +5,8 @@ The file is `$XDG_CONFIG_HOME/dpmon/config.toml` (`~/.config` if that is not set
     theme = "light"         # DPMON_THEME: dark, light, colour-blind, mono, ascii
     refresh = 0.5           # DPMON_REFRESH: seconds between pictures
     keep_runs = 200         # DPMON_KEEP_RUNS: number of runs to keep
-    keep_bytes = "5 GiB"    # DPMON_KEEP_BYTES: limit of their total size (dpmon does not delete the newest five
-                            # runs, nor runs of at most keep_bytes / keep_runs, because of this limit)
+    keep_bytes = "5 GiB"    # DPMON_KEEP_BYTES: limit of their total size (this limit never deletes the newest five
+                            # runs, nor runs of at most keep_bytes / keep_runs)
 
 Options on the command line take precedence over both.
 """

@@ -29,7 +29,7 @@ MAX_HELD = 1 << 14
 BY_OPTIMIZER, BY_BACKWARD, BY_CALL = range(3)
 _OPENS = (Kind.SCATTER, Kind.REPLICATE)
 MAX_CALLS = 16
-"""Most calls of a step under BY_CALL; then it ends even if its first module is not called again."""
+"""Under BY_CALL, a step with more calls than this ends at the next call, whichever module that calls."""
 
 
 class StepRules:

@@ -166,7 +166,7 @@ class Card:
             if known.by in asker.places and asker.silence(now_s) >= SILENT_S <= age >= known.by.every_s:
                 return asker.complaint(now_s)
         if age > max(SILENT_S, _LATE * known.by.every_s) + RETRY_S:
-            return f"NVML answers slowly: this is {age:.0f} s old"
+            return f"NVML answers slowly: the last answer is {age:.0f} s old"
         return ""
 
 

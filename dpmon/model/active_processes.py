@@ -14,8 +14,8 @@ from dpmon.model.process import Process
 
 _LATELY_NS = 30_000_000_000
 _SILENCE_NS, _SILENCE_STEPS = 2_000_000_000, 3
-"""A process gives way to one that began or resumed since, once it is silent for this many ns and for the time of
-this many of its own steps."""
+"""A process gives way to one that began or resumed after its newest step, once it has been silent for this many ns and
+for the time of this many of its own steps."""
 
 
 class Seen(Protocol):
@@ -72,7 +72,7 @@ def last_resumption(process: Process, since_ns: int, spans: Iterable[tuple[int |
 
 
 def training_now(state: Seen) -> list[Process]:
-    """The processes that train now: seen within half a minute of the newest, and not silent since another took over.
+    """The processes that train now: with a step or call in the last half minute, unless another took over.
 
     A process that has ended counts only if no other one does: it is shown until another resumes.
     """

@@ -12,14 +12,14 @@ from dpmon.model.numbers import percent
 from dpmon.store.figures import PhaseFigures
 
 DATA_SHARE = 0.2
-"""Smallest share of the step. A loader that keeps up takes a few per cent (a queue's get); a fifth needs a worker."""
+"""Smallest share of the step to report. A loader that keeps up takes a few per cent (a queue's get)."""
 WORTH_A_WORKER_NS = 1_000_000
 """Shortest fetch that justifies a worker: passing a batch between processes takes some hundreds of microseconds."""
 ROOM = 0.5
-"""Fewest idle processors (median) for another worker. With fewer, a worker that computes takes from the training."""
+"""Fewest idle processors (median) for another worker. With fewer, a worker that computes slows the training."""
 WORKING = 0.5
-"""Fetches that compute keep a processor busy. If the whole run uses less than this share of the time of its fetches,
-they mostly wait, and other workers can wait at the same time."""
+"""Fetches that compute keep processors busy. If the whole run uses less processor time than this share of its time in
+fetches, the fetches mostly wait. More workers can then wait at the same time."""
 FEW_TAKE_MOST = 3.0
 """Smallest ratio of mean to median fetch at which a few fetches (the first of each epoch) take most of the time."""
 
@@ -56,9 +56,9 @@ def for_data(mode: ModeFacts, evidence: Evidence) -> str:
     if host is not None and room(host) < ROOM:
         if host.own < WORKING * mode.share("data") * max(evidence.processes, 1):
             return (
-                "more workers (DataLoader num_workers), with persistent_workers=True, if the fetches wait for a disk or"
-                f" network: the run uses only {host.own:.1f} of {host.cpus} processors, so they mostly wait; or they"
-                f" wait for the processors, which are {percent(host.cpu_pct / 100)} in use: end other work"
+                f"the run uses only {host.own:.1f} of {host.cpus} processors, so its fetches mostly wait: if for a disk"
+                " or network, more workers (DataLoader num_workers), with persistent_workers=True; if for the"
+                f" processors, which are {percent(host.cpu_pct / 100)} in use, end other work"
             )
         return (
             "less work for each sample (decoding, augmentation), or data prepared beforehand: the processors are"

@@ -131,7 +131,7 @@ class Wanted(NamedTuple):
     first_rank: int = 0
     """The first of the visible ranks."""
     ranks: int = MOST_RANKS
-    """Number of visible ranks. As many of the run's first ranks are read in addition."""
+    """Number of visible ranks. The run's first ranks, up to the same number, are also read."""
     over: bool = False
     """Whether the run is over."""
 

@@ -50,7 +50,7 @@ def _reason_text(found: Comparison) -> str:
 
 
 def _of_step(found: Comparison, reason: Reason) -> str:
-    """A phase's time in dp: by medians, as all of the verdict. Its share is of the mean step, and would not fit."""
+    """A phase's median time in a median dp step: the verdict compares medians, but a share refers to the mean step."""
     step = found.sides["dp"].median_ns
     if step is None or reason.dp_ns is None:
         return f"{percent(reason.share)} of the time"

@@ -38,7 +38,7 @@ class Bin(NamedTuple):
     evaluation: bool = False
     """Whether they are evaluations: neither backward pass nor optimizer, in a mode that otherwise trains."""
     elapsed_ns: int = 0
-    """Time (ns) within these steps, and between steps inside this stretch; summed over processes."""
+    """Time (ns) within steps of this kind and between steps, in this stretch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,8 +38,8 @@ def stretches(
     """The width in ns and the stretches with steps, in order.
 
     `shown`: by (mode, evaluation), the process with the steps that the stretches cover. `median_ns`: the
-    median step, which is the least width of a stretch. A stretch includes the time before it in which a step of its
-    kind was running. All other time without steps is a gap.
+    median step, which is the least width of a stretch. A stretch begins earlier if a step of its kind was already
+    running and no other one ended. All other time without steps is a gap.
     """
     seconds = _width(max(last_ns - first_ns, 0) / SECOND, median_ns / SECOND)
     sums = _sums(store, seconds, shown)

@@ -95,7 +95,7 @@ def process_activities(directory: Path, *, over: bool) -> list[ProcessActivity]:
 
 
 def stall_text(found: Iterable[ProcessActivity], now_ns: int) -> str | None:
-    """How long nothing has moved, and where each process is; None if something moves or all processes ended."""
+    """How long nothing has moved, and where each process is; None if something moves or all ended or paused."""
     there = [one for one in found if one.doing != _WORDS["ended"]]
     moving = [one for one in there if one.doing != "gone" and one.since_ns > 0]
     if not moving or all(one.doing == _WORDS["paused"] for one in moving):

@@ -136,7 +136,7 @@ def _delete(directory: Path, info: RunInfo) -> str | None:
 
 
 def _sweep(runs: Path) -> None:
-    """Delete the remains that a killed deletion left behind."""
+    """Delete the directories that an interrupted deletion left behind."""
     with contextlib.suppress(OSError):
         for entry in runs.glob(_GONE + "*"):
             if not entry.is_symlink():

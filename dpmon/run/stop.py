@@ -59,7 +59,8 @@ def stop_run(directory: Path, last_known: RunInfo | None = None, grace_s: float 
         if not known:
             yield f"{STOPPED_BY}{number.name}"
             return
-    yield f"{len(known)} processes cannot be stopped: {', '.join(map(str, sorted(known)))}"
+    left = f"{len(known)} process{'es' if len(known) != 1 else ''}"
+    yield f"{left} cannot be stopped: {', '.join(map(str, sorted(known)))}"
 
 
 def _started(directory: Path) -> RunInfo:

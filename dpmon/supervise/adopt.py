@@ -116,8 +116,8 @@ class Adopted:
         if sign.ended is None:
             return unknown_exit(info, "supervisor", _LOST, end)
         if sign.ended:
-            return unknown_exit(info, "supervisor", f"{_LOST}; its Python ended normally", end)
-        return unknown_exit(info, "supervisor", f"{_LOST}; its Python was killed or left by os._exit", end)
+            return unknown_exit(info, "supervisor", f"{_LOST}; the command's Python ended normally", end)
+        return unknown_exit(info, "supervisor", f"{_LOST}; the command's Python was killed or called os._exit", end)
 
 
 class Sign(NamedTuple):

@@ -283,7 +283,7 @@ class Guard:
     def _give_up(self) -> None:
         """Set `lost`, unless a new supervisor may still find out how the command ended."""
         if not self._successors.may_recover:
-            self.lost = "the supervisor was killed, and the command's exit status with it"
+            self.lost = "the supervisor was killed, so the command's exit status is lost"
 
     def _reap_orphans(self) -> None:
         """Reap the processes that the command left behind, but not this process's own children (its own session)."""

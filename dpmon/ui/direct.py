@@ -23,7 +23,7 @@ _GAP = 5
 
 
 def cells_of(row: Sequence[Span]) -> list[Cell]:
-    """The row cell by cell; a mark without a width stays with its character."""
+    """The row cell by cell; a combining mark, which has no width, stays with its character."""
     cells: list[Cell] = []
     for text, style in row:
         if text.isascii():
@@ -93,7 +93,7 @@ def patch_row(x: int, y: int, before: Sequence[Span], after: Sequence[Span], loo
         first += 1
     while last < most - first and before[-1 - last] == after[-1 - last]:
         last += 1
-    # A mark without a width belongs to the last cell of the span before it.
+    # A combining mark belongs to the last cell of the span before it.
     while first and any(_begins_with_mark(row, first) for row in (before, after)):
         first -= 1
     while last and _begins_with_mark(after, len(after) - last):

@@ -80,7 +80,7 @@ class Reader(Protocol):
         """Ask for a pause or its end; returns how many processes were asked."""
 
     def request_sample(self) -> int:
-        """Ask for the collectives of the next step; returns how many processes were asked."""
+        """Ask for the collectives of one of the next steps; returns how many processes were asked."""
 
     def pause_refusal(self) -> str | None:
         """Why a pause is impossible; None if it is possible."""
@@ -362,7 +362,7 @@ class Feed:
             self._reader.request_pause(not self.pausing().wanted)
 
     def sample(self) -> bool:
-        """Ask for the collectives of the next step; False if there was no process to ask."""
+        """Ask for the collectives of one of the next steps; False if there was no process to ask."""
         return self._reader is not None and self._ended is None and self._reader.request_sample() > 0
 
     def can_type(self) -> bool:

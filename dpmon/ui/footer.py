@@ -107,7 +107,7 @@ def _chosen(pieces: Sequence[_Piece], width: int, gap: int) -> list[_Piece]:
 
 
 def key_at(row: Row, x: int) -> str | None:
-    """The key that has its name or its word in column `x`; None between keys."""
+    """The key at column `x`, by its name or its word; None between keys."""
     column = 0
     key: str | None = None
     for text, style in row:

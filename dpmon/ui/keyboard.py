@@ -39,7 +39,7 @@ _HEARD_ANYWHERE = b"\x03\x1a"
 _PASTE = b"\x1b[200~"
 _PASTE_END = b"\x1b[201~"
 
-# An X10 mouse report ends with three bytes of any value. The Linux console begins F1 to F5 with two brackets.
+# An X10 mouse report ends with three bytes, each 0x20 or more. The Linux console begins F1 to F5 with two brackets.
 _SEQUENCE = re.compile(
     rb"\x1b(?:\[M[\x20-\xff]{3}|\[(?!M)\[?[0-?]*[ -/]*[@-Z\\-~]|O[0-9;]*[ @-~]|\\)",
 )

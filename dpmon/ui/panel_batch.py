@@ -28,7 +28,8 @@ _RANKS_DRAWN = 64
 _LEAST = 4
 """Up to this height, notes have no row."""
 _TALL = 9
-"""From this height on, the table has p95, quantities have a row, and notes have two."""
+"""From this height on, notes have two rows. Without the rows of the notes, quantities need this height, and p95 one row
+less."""
 
 
 def wanted_rows(scene: Scene) -> int:

@@ -25,7 +25,7 @@ _MODES = ("single", "dp")
 _REFUSED_ROWS = 3
 """Most rows for refusals, unless the panel is on the full screen."""
 _VIRTUAL_SHORT = "virtual replicas show behaviour, not speed"
-_VIRTUAL = "virtual replicas share one processor: this shows how dp behaves, not how fast it would be"
+_VIRTUAL = "virtual replicas share one device: this shows how dp behaves, not how fast it would be"
 
 
 def figures(scene: Scene) -> Comparison:
@@ -274,7 +274,7 @@ def _refused(scene: Scene) -> str:
 
 
 def _no_memory(found: Comparison) -> list[str]:
-    """Why only one mode has a memory figure: the other was short, or ended long before the screen opened."""
+    """A note if only one mode has a memory figure, for example because the other was short."""
     without = [side.mode for side in found.sides.values() if not side.memory]
     return [f"{mode}: no sample of its memory was read" for mode in without if len(without) == 1]
 

@@ -106,7 +106,8 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
         rows.append([(cut(clean(reason, 300), width, look.glyphs.more), "dim")])
     process = scene.process
     if process is not None and call.virtual and len(rows) < height:
-        rows.append([("virtual: the replicas share this machine's processor", "dim")] if process.mode == "dp" else [])
+        shared = "one GPU" if any(device.startswith("cuda") for device in call.devices) else "this machine's processor"
+        rows.append([(f"virtual: the replicas share {shared}", "dim")] if process.mode == "dp" else [])
     return rows
 
 

@@ -220,7 +220,7 @@ def test_ended_while_nobody_looked(dpmon: Dpmon) -> None:
     [
         ("raise ValueError('no')", 1, None),
         ("import sys; sys.exit(3)", None, "ended normally"),
-        ("import os; os._exit(3)", None, "killed or left by os._exit"),
+        ("import os; os._exit(3)", None, "killed or called os._exit"),
     ],
 )
 @pytest.mark.usefixtures("reaper")

@@ -256,7 +256,7 @@ def test_a_value_that_nobody_comes_to_renew_is_not_shown_for_ever() -> None:
     bench.clock.now += 9.0
     assert bench.sample().util_pct == 40
     bench.clock.now += 1.0
-    assert bench.sample().absent["util_pct"] == "NVML answers slowly: this is 10 s old"
+    assert bench.sample().absent["util_pct"] == "NVML answers slowly: the last answer is 10 s old"
 
 
 @pytest.mark.parametrize(

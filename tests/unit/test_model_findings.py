@@ -118,7 +118,7 @@ STARTING = mode(data=0.1, forward=0.3)._replace(
             "the processors are 97 % in use, so more workers help only if the fetches wait for a disk or network",
             "num_workers",
         ),
-        (WAITING, host(own=0.1), "the run uses only 0.1 of 8 processors, so they mostly wait", "less work"),
+        (WAITING, host(own=0.1), "the run uses only 0.1 of 8 processors, so its fetches mostly wait", "less work"),
         (WAITING, host(own=0.3), "less work for each sample", "num_workers"),
         (FAST, host(cpu_pct=40.0), "passing a batch between processes costs more than a fetch of 129 µs", "num_"),
         (STARTING, host(cpu_pct=40.0), "a few fetches take most of the time (mean 36.0 ms", "more workers"),

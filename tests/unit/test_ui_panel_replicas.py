@@ -36,6 +36,13 @@ def test_idle_devices_are_shown_idle_with_the_reason() -> None:
     assert rows[6:9] == [f" {i} cpu:{i}  idle: a batch of 10 makes 5 chunks" for i in (5, 6, 7)]
 
 
+def test_virtual_replicas_name_what_they_share() -> None:
+    for devices, shared in ((("cpu:0", "cpu:1"), "this machine's processor"), (("cuda:0/0", "cuda:0/1"), "one GPU")):
+        scene = scene_of(Training(devices=devices, virtual=True), 1)
+        rows = rows_text(panel_replicas.table(scene, 70, 9, LOOK))
+        assert rows[3].rstrip() == f"virtual: the replicas share {shared}"
+
+
 def test_a_replica_whose_sizes_were_not_seen_has_dashes() -> None:
     scene = scene_of(Training(), 1)
     (track,) = focused(scene).calls.values()

@@ -307,7 +307,7 @@ def _unlike(kinds: Mapping[str, Counter[_Kind]]) -> str:
     if len(set(trains.values())) > 1:
         which = next(mode for mode, trained in trains.items() if not trained)
         return f"no verdict: the steps in {which} have no backward pass, the others do"
-    names = {NO_SAMPLES: "unknown", OTHER_SIZES: "changing numbers of"}
+    names = {NO_SAMPLES: "an unknown number of", OTHER_SIZES: "changing numbers of"}
     sizes = ", ".join(f"{names.get(kind.batch, kind.batch)} samples a step in {mode}" for mode, kind in usual.items())
     return f"no verdict: the batches are not of the same size ({sizes})"
 

@@ -51,7 +51,7 @@ def idle(evidence: Evidence) -> Iterator[Finding]:
             yield Finding(
                 "small batch",
                 f"The batch of {batch.root} ({count_of(batch.rows, 'row')}) is smaller than the {batch.devices}"
-                f" devices: {batch.idle} of them stay idle.",
+                f" devices: {batch.idle} of them {'stays' if batch.idle == 1 else 'stay'} idle.",
                 ground,
                 f"a batch of {batch.devices} rows or more, or fewer devices",
                 weight,
@@ -60,7 +60,8 @@ def idle(evidence: Evidence) -> Iterator[Finding]:
         rows = "" if batch.rows is None else f": {batch.rows} rows do not make {batch.devices} chunks of one size"
         yield Finding(
             "idle",
-            f"{batch.idle} of {batch.devices} devices receive no rows of {batch.root}{rows}.",
+            f"{batch.idle} of {batch.devices} devices {'receives' if batch.idle == 1 else 'receive'} no rows of"
+            f" {batch.root}{rows}.",
             ground,
             f"a batch that {batch.devices} divides (torch.chunk makes chunks of one size, rounded up)",
             weight,

@@ -108,7 +108,7 @@ def _run_parser() -> _Parser:
         default="auto",
         help="initial mode; script: leave the computation exactly as written; auto: follow the script and the options",
     )
-    add("--headless", action="store_true", help="no screen (the default if stdout is no terminal)")
+    add("--headless", action="store_true", help="no screen (the default without a terminal)")
     add("--detach", action="store_true", help="start in the background and return at once")
     add(
         "--json",
@@ -118,7 +118,7 @@ def _run_parser() -> _Parser:
         help="without a screen: one JSON line per second on stderr, or in FILE (--json=/dev/fd/3)",
     )
     add("--metrics", metavar="FILE", help="write figures for Prometheus to FILE (node_exporter's textfile format)")
-    add("--refresh", type=_seconds, metavar="SECONDS", help="seconds between pictures (1)")
+    add("--refresh", type=_seconds, metavar="SECONDS", help="seconds between updates of the screen (1)")
     add("--name", type=_run_name, help="the run's name (default: the script's)")
     add("--python", metavar="PYTHON", help="the Python that runs the script (default: the environment's)")
     return parser
@@ -142,7 +142,7 @@ def _command_parser(command: str) -> _Parser:
         meaning = "a name, an id, the unique start of either, or `last`"
         parser.add_argument("run", metavar="RUN", help=meaning, **optional)
     if command == "attach":
-        parser.add_argument("--refresh", type=_seconds, metavar="SECONDS", help="seconds between pictures")
+        parser.add_argument("--refresh", type=_seconds, metavar="SECONDS", help="seconds between updates of the screen")
         parser.add_argument("--headless", action="store_true", help="follow the run without a screen")
         parser.add_argument(
             "--json", nargs="?", const="-", metavar="=FILE", help="one JSON line per second, on stderr or in FILE"

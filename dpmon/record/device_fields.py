@@ -74,7 +74,7 @@ DEVICE = RecordKind(
         Field("sm_active_pct", "number", "share of its multiprocessors that were busy (Hopper and later)", "%"),
         Field("tensor_active_pct", "number", "share of the time in which its tensor cores worked", "%"),
         Field("dram_active_pct", "number", "share of the time in which its memory was read or written", "%"),
-        Field("processes", "list", "processes with the most memory, the run's first: pid, mem_bytes, of_run"),
+        Field("processes", "list", "processes with the most memory, those of the run first: pid, mem_bytes, of_run"),
         Field("process_count", "integer", "number of processes that use it"),
         ABSENT,
     ),

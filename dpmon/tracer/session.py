@@ -355,7 +355,7 @@ _DOING = {
     "modules": "noted which models the script makes",
     "let go": "forgot the replicas of a call",
     "ending": "noted the exception that ends the process",
-    "exit": "wrote the last step at the end of the process",
+    "exit": "finished the record at the end of the process",
 }
 """Description of what the tracer did, for each place that reports a fault."""
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dpmon.cli.checks.check import Check, ok, warning
 
 FULL_SIZE = (80, 24)
-"""Columns and rows for which the screen is made; a smaller one cuts or hides more."""
+"""Columns and rows for which the screen is made. A smaller terminal cuts or hides panels."""
 
 
 def terminal(environ: Mapping[str, str]) -> Iterator[Check]:
@@ -19,7 +19,9 @@ def terminal(environ: Mapping[str, str]) -> Iterator[Check]:
     if missing:
         yield ok("terminal", f"none at {', '.join(missing)}: dpmon runs without a screen (headless)")
     elif environ.get("TERM", "dumb") in ("", "dumb"):
-        yield warning("terminal", "TERM is dumb: no screen can be drawn", "set TERM, for example to xterm-256color")
+        yield warning(
+            "terminal", "TERM is dumb or not set: no screen can be drawn", "set TERM, for example to xterm-256color"
+        )
     else:
         yield _size()
         yield _colours(environ)

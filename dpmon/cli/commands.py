@@ -27,7 +27,7 @@ _LAST_OUTPUT = 4096
 
 
 def attach(options: argparse.Namespace) -> int:
-    """Show a run again on a screen; without a terminal, print its output from near its end on, then its summary."""
+    """Show a run again on a screen; without a terminal, follow its output and print its summary."""
     directory = find_run(options.run) if options.run else newest_run(goes_on)
     if goes_on_elsewhere(directory, load_info(directory), load_exit(directory)):
         # This machine can see neither the run's processes nor its clock, so the run would look finished.
@@ -175,9 +175,9 @@ def _arguments(info: RunInfo) -> tuple[str, ...]:
 
 
 def _steps(directory: Path) -> dict[str, int | None]:
-    """The highest number of steps of one process, because processes step together, and the evaluations among them.
+    """The number of steps of the process with the most steps, and the number of evaluation steps among them.
 
-    None if the record has no steps.
+    Steps of several processes are not added up, because ranks step together. None if the record has no steps.
     """
     from dpmon.store.opened import open_store  # imported here because it loads sqlite
     from dpmon.store.tables import HistoryError

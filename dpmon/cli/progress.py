@@ -35,7 +35,7 @@ class _Sums(NamedTuple):
     times: tuple[int, int]
 
     def since(self, then: _Sums | None) -> _Sums:
-        """The difference to an earlier state."""
+        """The steps and times since an earlier state."""
         if then is None:
             return self
         samples, before = self.tally.sum("samples"), then.tally.sum("samples")

@@ -9,8 +9,8 @@ events so far.
 - the phases of a step are slices below it; an instant among them marks a bucket of gradients that is ready. Counters
   show the phases' device times, and the quantities that only some steps have.
 - the collectives of sampled steps are slices on separate tracks, from launch to end. The samples have a track, too.
-- a GPU and the host are processes with counters only. An instant marks a value that becomes unknown, because the
-  counter would keep its last value.
+- a GPU and the host are processes with counters. An instant marks a value that becomes unknown, because the counter
+  would keep its last value.
 - modes, warnings and the exit are instants.
 
 Times are µs since the run's start, to the nanosecond. Perfetto multiplies them by 1000 and drops the fraction. If a

@@ -1,4 +1,4 @@
-"""CSV: one table per kind, one row per record, the same columns for every run.
+"""CSV: one table per kind, one row per record (of memory: per device), the same columns for every run.
 
 An empty cell is unknown or did not run (`absent` says which). A list takes one cell. Spaces separate names and
 numbers, and ` | ` separates replicas and stages. A size is `path:30x5:float32:600` (path, shape, dtype, bytes; a

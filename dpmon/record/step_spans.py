@@ -1,4 +1,4 @@
-"""Packs the start and end of a step's phases into words, which the history keeps unchanged, and reads them."""
+"""Packs start and duration of a step's phases into words, which the history keeps unchanged, and reads them."""
 
 from __future__ import annotations
 

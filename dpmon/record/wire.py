@@ -110,13 +110,13 @@ class Collected(NamedTuple):
     took: int
     """ns from the launch to its end; -1 if unknown."""
     queued: int
-    """ns from the launch to the end of all collectives launched before it; -1 if unknown."""
+    """ns from the launch to the end of the collectives launched earlier on its group; -1 if unknown."""
     quantity: int
     """Bytes of a collective, or number of collectives of a sample."""
 
     @property
     def middle(self) -> int:
-        """The time by which its step is found: the launch of a collective, the middle of a sample."""
+        """The time that decides to which step it belongs: the launch of a collective, the middle of a sample."""
         return self.start if self.definition else self.start + self.took // 2
 
 

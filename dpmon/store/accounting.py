@@ -9,7 +9,7 @@ input       the script waited for a line of input
 missed      steps that were not recorded, and the time between them
 
 After its last step, a process accounts only for pauses and waits: it may end long before the others. Time without any
-activity is the run's end (dpmon.store.window.accounted).
+activity counts as startup before the first step, and as the run's end after it (dpmon.store.window.accounted).
 
 Steps come in order. Pauses and waits for input are reported after their end; they are subtracted from the activity in
 which they lie.

@@ -76,7 +76,7 @@ class LongRow(NamedTuple):
 
 
 class MinuteRow(NamedTuple):
-    """One figure of a device (-1: the host) over one minute or (`start_s` -1) over all time before the kept minutes."""
+    """One figure of a device (-1: the host) in one minute; `start_s` -1: in all time before the kept minutes."""
 
     start_s: int
     device: int

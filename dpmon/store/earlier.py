@@ -1,7 +1,7 @@
 """Reads a history that an earlier version of dpmon wrote (schema 1 to 6), without changing its file.
 
-Each row becomes the payload that the ring held, and goes through the intake into a new history. So all figures are as
-if this version had recorded the run. Rows that the earlier version deleted are missing.
+Each row becomes a payload again, and goes through the intake into a new history. So all figures are as if this version
+had recorded the run. Rows that the earlier version deleted are missing.
 """
 
 from __future__ import annotations

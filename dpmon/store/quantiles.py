@@ -1,6 +1,6 @@
 """Sketches of durations, for quantiles that are at most 0.4 % off. Sketches can be merged.
 
-A sketch counts values by bucket. A bucket is an integer: the value itself up to 256, then 128 buckets per power of two.
+A sketch counts values by bucket. A bucket is an integer: the value itself below 256, then 128 buckets per power of two.
 So the middle of a bucket is within 1/256 of every value in it. HdrHistogram and DDSketch use the same idea.
 """
 
@@ -70,7 +70,10 @@ def merge(counts: Counts, other: Mapping[int, int]) -> None:
 
 
 def between(counts: Mapping[int, int], limits: Sequence[float]) -> list[int]:
-    """Return the number of values up to each limit (above the one before), and above the last. Limits are 0.4 % off."""
+    """Return the number of values up to the first limit, between adjacent limits, and above the last limit.
+
+    Limits are at most 0.4 % off.
+    """
     found = [0] * (len(limits) + 1)
     for number, count in counts.items():
         found[bisect_left(limits, middle(number))] += count

@@ -5,12 +5,12 @@
                  records, the first and the last id of its calls and steps, the id of the first call that waits for its
                  step, the numbers of its last step and call, and the state of the assembler of its spans
     definitions  process, number, value (JSON): layouts and sizes that calls refer to
-    calls        id, process, call, step, mode, start_ns, wall_ns, rows, payload (as in the ring: dpmon.record.codec)
+    calls        id, process, call, step, mode, start_ns, wall_ns, rows, payload (dpmon.record.codec), ns of each phase
     steps        id, process, step, mode, start_ns, wall_ns, kind (dpmon.record.schema.KINDS), calls, each quantity,
                  the ns of each phase (NULL: did not run; phases of its calls are sums), rest_ns (its forward without
                  the phases of its calls), device (NULL, or its device times: dpmon.record.payloads.step_times), spans
-                 (start and end of its phases: dpmon.record.step_spans.kept_spans; NULL: recorded by an earlier
-                 version), sync_number (number of its last synchronised backward pass), exposed_ns and wait_ns
+                 (start and duration of its phases: dpmon.record.step_spans.kept_spans; NULL: recorded by an
+                 earlier version), sync_number (number of its last synchronised backward pass), exposed_ns and wait_ns
                  (dpmon.store.rounds; NULL: the other ranks' steps are not known)
     events       id, process (NULL: the supervisor), kind, t_ns, json
     collectives  id, process, number (of its span), definition (0: a sample, with the collectives of one step), phase,
@@ -93,7 +93,7 @@ BEFORE_S = -1
 HISTORY_FILE = "history.sqlite"
 SCHEMA_VERSION = 7
 LASTING_KINDS = ("process", "mode", "exit", "warning", "pause", "input", "loader", "ddp")
-"""Events kept when older rows are deleted, because later steps depend on them; of some kinds only the newest."""
+"""Events kept when older rows are deleted, because they concern the whole run; of some kinds only the newest."""
 LASTING = f"kind IN ({', '.join(repr(kind) for kind in LASTING_KINDS)})"
 STEP_COLUMNS: Mapping[str, str] = {
     "id": "INTEGER PRIMARY KEY",

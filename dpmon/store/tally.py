@@ -370,7 +370,7 @@ def total_in(data: object, series: int | None) -> int:
 PLAIN = ("steps", "calls", "last_step", "low_ns", "high_ns", "first_ns", "last_ns")
 """Members of Tally with a column of the same name."""
 COLUMNS = (*PLAIN, *(f"{quantity.name}_{part}" for quantity in QUANTITIES for part in ("sum", "n")), "sketches")
-"""The columns of the table `tallies` beside its key; all but the last are whole numbers."""
+"""The columns of the table `tallies` without its key; all but the last are whole numbers."""
 _plain_in = attrgetter(*PLAIN)
 _OPTIONAL = {int, type(None)}
 """SQLite stores values of any type in a column."""

@@ -1,7 +1,7 @@
 """Traces calls of models: wraps Module.__call__ of a root, DataParallel.forward and data_parallel.
 
-The wrapper always runs torch's own code, even if the tracer fails. It removes its own frame from tracebacks (Python
-3.11 and later keep that change when the exception is raised again).
+The wrapper always runs torch's own code, even if the tracer fails. It removes its own frame from tracebacks
+(dpmon.tracer.frames).
 """
 
 from __future__ import annotations

@@ -33,9 +33,9 @@ from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.session import Session
 
 MAX_RANKS = 1024
-"""Size of the largest group with a list of its ranks in its definition."""
+"""Larger groups have no list of ranks in their definition."""
 _SWITCH_INTERVAL_S = 1.0
-"""Python's thread switch interval during `_switch`. It takes 0.1 ms, so no other thread runs Python code meanwhile."""
+"""Python's thread switch interval during `_switch`, which takes 0.1 ms: so no other thread runs Python code then."""
 _DISTRIBUTED = os.path.dirname(os.path.abspath(torch.distributed.__file__)) + os.sep
 _KEY: Any = torch._C.DispatchKey.BackendSelect
 
@@ -62,7 +62,7 @@ class Kernels:
         self.reset()
 
     def reset(self) -> None:
-        """Set the initial state, also in a forked child. The parent's kernels stay there, and only forward calls."""
+        """Set the initial state, also in a forked child, where the parent's kernels stay but only forward calls."""
         self.inherited: Any = getattr(self, "_library", None) or getattr(self, "inherited", None)
         """The library with the parent's kernels, kept alive because deleting it would remove them; or None."""
         self._library: Any = None

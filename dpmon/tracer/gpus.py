@@ -18,7 +18,8 @@ _COUNTS = {"alloc_retries": "num_alloc_retries", "ooms": "num_ooms"}
 def uuid_of(index: int) -> str | None:
     """Return the UUID of torch's cuda:<index> or of its MIG instance, without prefix; None if unknown.
 
-    The driver is asked first (cuDeviceGetUuid_v2): only newer versions of torch report a UUID, never a MIG instance's.
+    The driver is asked first (cuDeviceGetUuid_v2): only newer versions of torch report a UUID, and none reports that
+    of a MIG instance.
     """
     if index not in _uuids:
         _uuids[index] = _by_driver(index) or _by_torch(index)

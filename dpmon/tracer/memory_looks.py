@@ -74,7 +74,7 @@ class Memory:
         """Set the initial state, also in a forked child."""
         self._due = self._soonest = 0
         self._steps = 0
-        """Number of steps that have ended, as far as this process knows; not counted further than FIRST_STEPS."""
+        """Number of calls of `look` (between two steps), counted up to FIRST_STEPS."""
         self._faults = 0
         self._reported: Any = None
         self._reported_ns = 0

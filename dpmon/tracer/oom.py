@@ -1,7 +1,7 @@
 """Records the state just before torch raises an out-of-memory error on a GPU.
 
-torch calls an observer before it raises the error; its memory snapshots use this, too. Until then, the observer costs
-nothing.
+torch calls an observer before it raises the error; torch's memory snapshots use such an observer, too. Until then, the
+observer costs nothing.
 """
 
 from __future__ import annotations

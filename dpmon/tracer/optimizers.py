@@ -129,7 +129,7 @@ class OptimizerSteps:
         return known[key]
 
     def _stepped(self, me: Thread, optimizer: Any, number: int) -> None:
-        """Handle an optimizer step that may end a training step, or a step of one of several optimizers."""
+        """Handle an optimizer step that may end a training step, or that shows which optimizers the loop has."""
         recorder = self._recorder
         self.on_step(optimizer)
         if recorder.ring is None:

@@ -7,7 +7,7 @@
 | the function torch.nn.parallel.data_parallel | calls |
 | forward of a subclass of DataParallel that has its own | calls |
 | DataParallel.forward, DataParallel.__init__ | calls; the dim, which torch drops without GPUs |
-| Module.__call__, temporarily | bare root modules |
+| Module.__call__, temporarily; `__call__` of the classes of bare roots | bare root modules |
 | the global hooks on the registration of parameters and modules | creation of models |
 | _BaseDataLoaderIter.__next__ | steps, waits for data |
 | DataLoader.__iter__ | the start of a loader |

@@ -33,10 +33,10 @@ Module = torch.nn.Module
 WATCH_STEPS = 16
 """Steps without a new root after which the watch ends."""
 WATCH_SOON_NS, WATCH_EVERY_NS = 20_000_000, 2_000_000_000
-"""Shortest and longest wait between two short watches of one step each, which find roots that appear later.
+"""Waits between short watches of one step each, which find roots that appear later.
 
-Each wait is twice as long as the one before. A watch changes torch's class Module, so Python discards its caches for
-that class, and some steps are slower.
+The first wait is 2 * WATCH_SOON_NS. Each wait is twice as long as the one before, up to WATCH_EVERY_NS. A watch changes
+torch's class Module, so Python discards its caches for that class, and some steps are slower.
 """
 
 MAX_MADE = 1 << 14
@@ -44,10 +44,11 @@ MAX_MADE = 1 << 14
 MAX_LATE = 8
 """Limit of the number of warnings that say that earlier calls of a class may be missing."""
 WRAPPED = frozenset(("module", "_orig_mod"))
-"""Attributes in which wrappers hold their model: DataParallel, AveragedModel and others; torch.compile."""
+"""Attributes in which wrappers hold their model: `module` in DataParallel, AveragedModel and others, `_orig_mod` in the
+wrapper of torch.compile."""
 EXPECTED, EXPECT_NS = 64, 250_000_000
-"""Limits of the watches that begin at the end of each loop: the first EXPECTED watches are unlimited, later ones are at
-least EXPECT_NS apart. Epochs may be very short."""
+"""Limits of the watches that `expect` begins, for example at the end of each loop: the first EXPECTED are unlimited,
+later ones are at least EXPECT_NS apart. Epochs may be very short."""
 
 
 class _RootCall:

@@ -1,7 +1,7 @@
 """This process's record: its ring of spans, the lines beside it, and the handling of our faults.
 
 There is one `Session` per process. The ring is opened at the first traced call, so processes that never make one
-(DataLoader workers, compile workers, launchers) leave no trace. A forked child begins a new record.
+(DataLoader workers, compile workers, launchers) have no record. A forked child begins a new record.
 """
 
 from __future__ import annotations

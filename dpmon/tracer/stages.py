@@ -89,7 +89,7 @@ class Stages:
         """The running parts, outermost first, each with the exception that was being handled when the part began."""
         self._thread = 0
         self._elsewhere = False
-        """Whether a part has run on another thread, so that the times would mix."""
+        """Whether a part has run on another thread. Such a part is in no stage."""
         self._open = False
         self._timing: Timing | None = None
         for part in parts:

@@ -129,7 +129,7 @@ class Timing:
         """The training thread."""
         self.times = DeviceTimes(events or TorchEvents(), self._failed)
         self.gpus: tuple[int, ...] = ()
-        """GPUs for the phases of this step: the GPUs of its calls; before its first call, the GPUs of the last step."""
+        """GPUs for the phases of this step: the GPUs of the last step's calls and of its own calls so far."""
         self._used: tuple[int, ...] = ()
         """GPUs of the calls of this step so far."""
         self._called = False

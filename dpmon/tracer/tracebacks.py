@@ -7,7 +7,7 @@ import sys
 from types import TracebackType
 
 _KEEPS_TRACEBACK = sys.version_info < (3, 11)
-"""Whether a bare `raise` raises with the traceback that was caught, whatever `__traceback__` has become since."""
+"""Whether a bare `raise` restores the traceback that was caught, and so undoes a change of `__traceback__`."""
 
 
 def drop_outermost(error: BaseException) -> None:

@@ -112,7 +112,7 @@ class _Crew:
         """Number of forks; threads do not survive a fork."""
 
     def is_open(self) -> bool:
-        """Whether workers can be used: Python can wait for them at its end, and its end has not begun."""
+        """Whether workers can be used: Python can wait for them when it exits, and is not exiting yet."""
         if self._open is None:
             # At its end Python waits for threads of `threading`. It must also wait for replicas that still run: a
             # thread that returns from torch after the interpreter has gone aborts the process.

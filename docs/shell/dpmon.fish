@@ -75,7 +75,7 @@ complete -c dpmon -n _shtab_dpmon_using -l json -d 'without a screen: one JSON l
 complete -c dpmon -n _shtab_dpmon_using -l metrics -xka "(__fish_complete_path (commandline -ct))" -d 'write figures for Prometheus to FILE (node_exporter'"'"'s textfile format)'
 complete -c dpmon -n _shtab_dpmon_using -l refresh -x -d 'seconds between updates of the screen (1)'
 complete -c dpmon -n _shtab_dpmon_using -l name -x -d 'the run'"'"'s name (default: the script'"'"'s)'
-complete -c dpmon -n _shtab_dpmon_using -l python -xka "(__fish_complete_path (commandline -ct))" -d 'the Python that runs the script (default: the environment'"'"'s)'
+complete -c dpmon -n _shtab_dpmon_using -l python -xka "(__fish_complete_path (commandline -ct))" -d 'the Python that runs the script (default: the first that has torch)'
 complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a attach -d 'Show a run again, live or finished. Without RUN: the newest live run, else the newest one.'
 complete -c dpmon -n '_shtab_dpmon_using attach' -s h -l help -d 'show this help message and exit'
 complete -c dpmon -n '_shtab_dpmon_using attach' -l refresh -x -d 'seconds between updates of the screen'
@@ -110,7 +110,7 @@ complete -c dpmon -n '_shtab_dpmon_using keep' -l not -d 'end the protection'
 complete -c dpmon -n '_shtab_dpmon_using keep; and test $_shtab_dpmon_npos -eq 0' -ka "(_dpmon_runs)" -d 'a name, an id, the unique start of either, or `last`'
 complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a rm -d 'Delete finished runs that are not protected by `dpmon keep`.'
 complete -c dpmon -n '_shtab_dpmon_using rm' -s h -l help -d 'show this help message and exit'
-complete -c dpmon -n '_shtab_dpmon_using rm; and test $_shtab_dpmon_npos -ge 0' -ka "(_dpmon_runs)" -d 'an id, the unique start of one, or a name of one run'
+complete -c dpmon -n '_shtab_dpmon_using rm; and test $_shtab_dpmon_npos -ge 0' -ka "(_dpmon_runs)" -d 'an id, the unique start of an id, or a name that only one run has'
 
 # What follows the script's name belongs to the script.
 function _shtab_dpmon_using

@@ -120,7 +120,7 @@ def _run_parser() -> _Parser:
     add("--metrics", metavar="FILE", help="write figures for Prometheus to FILE (node_exporter's textfile format)")
     add("--refresh", type=_seconds, metavar="SECONDS", help="seconds between updates of the screen (1)")
     add("--name", type=_run_name, help="the run's name (default: the script's)")
-    add("--python", metavar="PYTHON", help="the Python that runs the script (default: the environment's)")
+    add("--python", metavar="PYTHON", help="the Python that runs the script (default: the first that has torch)")
     return parser
 
 
@@ -131,7 +131,7 @@ def _command_parser(command: str) -> _Parser:
         parser.add_argument("--python", metavar="PYTHON", help="the Python that would run the script")
     elif command == "rm":
         parser.add_argument(
-            "runs", metavar="RUN", nargs="+", help="an id, the unique start of one, or a name of one run"
+            "runs", metavar="RUN", nargs="+", help="an id, the unique start of an id, or a name that only one run has"
         )
     elif command == "ls":
         parser.add_argument("--json", action="store_true", help="one JSON object per line")

@@ -89,7 +89,8 @@ _STEP = RecordKind(
         Field(
             "device_ms",
             "object",
-            "the time of each phase on the slowest device; missing if no device was timed",
+            "the time of each phase on the slowest device, but of data on the device that waits least; missing if no"
+            " device was timed",
             "ms",
             tuple(f"{name}_device_ms" for name in STEP_PHASES if name in TIMED_PHASES),
         ),
@@ -133,11 +134,13 @@ _MODE_CHANGE = RecordKind(
         Field("call", "integer", "the first call in this mode"),
         Field("root", "text", "the class of the model", columns=()),
         MODE,
-        Field("requested_by", "text", "user; start for the mode in which the run began"),
+        Field("requested_by", "text", "user, or start if the mode was set when the run began"),
         DEVICES,
         Field("virtual", "boolean", "whether replicas share a device"),
         Field("reason", "text", "the reason for this mode"),
-        Field("refused", "text", "why the requested mode was refused; null if it was not"),
+        Field(
+            "refused", "text", "why the requested mode was refused (`mode` is the one that stays); null if it was not"
+        ),
         ABSENT,
     ),
 )
@@ -204,7 +207,7 @@ _EXIT = RecordKind(
     "how the command ended",
     (
         Field("status", "integer", "its exit status; null if unknown"),
-        Field("signal", "integer", "the signal that ended it; null if none did"),
+        Field("signal", "text", "the name of the signal that ended it, such as SIGTERM; null if none did"),
         Field("t_s", "number", "time since the run's start", "s"),
         Field("by", "text", "the part of dpmon that learned how it ended: supervisor, foreground or tracer"),
         Field("cause", "text", "the cause of its end; missing if unknown", columns=()),

@@ -194,7 +194,7 @@ class Evidence:
     newest_ns: int = 0
     """The newest record of a live run."""
     stall: str | None = None
-    """Where each process is, or was at the end, if no step has begun for long."""
+    """Where each process is, or was at the end, if no new phase has begun for long."""
     failure: str | None = None
     """The first failure that ended the run: an exception with its rank and line of the script, or a rank's status."""
     silent: bool = False

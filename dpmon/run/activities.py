@@ -103,7 +103,7 @@ def stall_text(found: Iterable[ProcessActivity], now_ns: int) -> str | None:
     quiet = now_ns - max(one.since_ns for one in moving)
     if quiet < QUIET_NS:
         return None
-    what = "nothing has moved" if all(one.process is None for one in moving) else "no step has begun"
+    what = "nothing has moved" if all(one.process is None for one in moving) else "no new phase"
     return f"{what} for {quiet / 1e9:.0f} s: {there[0].doing if len(there) == 1 else _where(there)}"
 
 

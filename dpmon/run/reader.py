@@ -155,7 +155,7 @@ class RunReader:
         return waits_since(self.directory)
 
     def stall(self) -> str | None:
-        """How long no step has begun, and where each process is; None if something moves.
+        """How long no new phase has begun, and where each process is; None if something moves.
 
         Opens the ring of every process: for use when `activities` have not changed for long.
         """

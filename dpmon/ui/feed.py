@@ -59,7 +59,7 @@ class Reader(Protocol):
         """When the command began to wait for input (monotonic ns); None if it does not, or if this is unknown."""
 
     def stall(self) -> str | None:
-        """How long no step has begun, and where each process is; None if something moves."""
+        """How long no new phase has begun, and where each process is; None if something moves."""
 
     def activities(self) -> Mapping[int, tuple[str, int]]:
         """Each process's current activity and its start (monotonic ns)."""
@@ -127,7 +127,7 @@ class Feed:
         self._activities: Mapping[int, tuple[str, int]] = {}
         """Each process's activity at the last look, and its start (monotonic ns)."""
         self._stall: str | None = None
-        """Where each process is, if no step has begun for long."""
+        """Where each process is, if no new phase has begun for long."""
         self._ranks = self._wanted.ranks
         """Number of ranks that fit on the screen."""
         self._reads = any(directory.glob("process-*.ring"))

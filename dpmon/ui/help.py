@@ -23,7 +23,8 @@ _PANELS = (
     ),
     ("", "Each column is one second or more (a note says how many), its phases stacked in the order below."),
     ("", "Host times: time of the script's thread. A GPU may still be working when the thread goes on."),
-    ("", "Device: time of the slowest GPU between two events of its stream: its work, and its waits for the host."),
+    ("", "Device: time of the slowest GPU (data: of the one that waits least) between two events of its stream."),
+    ("", "It includes the GPU's waits for the host."),
     (
         RANK_NAMES["replicas"],
         "the mean step of each rank: the last 50 steps, at least 5 s. Straggler: the rank that the others wait for.",

@@ -179,7 +179,10 @@ def _table(
 
 
 def _devices(columns: Sequence[PhaseFigures], width: int) -> Row:
-    """The slowest device's time for each phase: medians over the steps with known device times."""
+    """The time of each phase on the slowest device, and of data on the device that waits least.
+
+    Medians over the steps with known device times.
+    """
     label, cell = _widths(width, len(columns))
     row: Row = [("device"[:label].ljust(label), "dim")]
     for phase in columns:

@@ -129,7 +129,7 @@ class Scene:
     """When the command began to wait for a line of input (ns); None if it was not seen waiting."""
     activities: Mapping[int, tuple[str, int]] = field(default_factory=dict)
     stalled: str | None = None
-    """How long no step has begun, and where each process is; None if something moves."""
+    """How long no new phase has begun, and where each process is; None if something moves."""
     alive: bool | None = None
     ended: Ended | None = None
     toggle: Toggle | None = None

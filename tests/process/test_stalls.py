@@ -128,7 +128,7 @@ def test_processes_that_hang_within_a_step(dpmon: Dpmon, capsys: pytest.CaptureF
     capsys.readouterr()
     ls(Namespace(json=True))
     (entry,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    either = [f"no step has begun for N s: process 0 in {one}, process 1 in {other}"
+    either = [f"no new phase for N s: process 0 in {one}, process 1 in {other}"
               for one, other in (("forward", "backward"), ("backward", "forward"))]  # fmt: skip
     assert plain(entry["standing"]) in either
     with closing(RunReader(dpmon.last())) as reader:

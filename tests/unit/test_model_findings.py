@@ -197,7 +197,7 @@ def test_a_long_step_is_that_of_a_rank_if_there_are_several_processes() -> None:
     assert found.ground.replace(" of rank 3", "") == alone.ground
 
 
-STALL = "no step has begun for 34 s: rank 0 in backward, rank 1 in the script"
+STALL = "no new phase for 34 s: rank 0 in backward, rank 1 in the script"
 
 
 def live(newest_s: int, stall: str | None = STALL, **more: Any) -> Evidence:

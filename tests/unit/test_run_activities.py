@@ -65,17 +65,17 @@ def of(process: int | None, doing: str, since_s: float, rank: int | None = None)
     ("found", "said"),
     [
         ([], None),
-        ([of(0, "in forward", 66)], "no step has begun for 34 s: in forward"),
+        ([of(0, "in forward", 66)], "no new phase for 34 s: in forward"),
         ([of(0, "in forward", 95)], None),
         ([of(0, "in forward", 0)], None),
         ([of(0, "paused", 10)], None),
         ([of(0, "at its end", 10)], None),
         ([of(0, "in backward", 66, 0), of(1, "waiting for data", 60, 1)],
-         "no step has begun for 34 s: rank 0 in backward, rank 1 waiting for data"),
+         "no new phase for 34 s: rank 0 in backward, rank 1 waiting for data"),
         ([of(0, "in backward", 66, 0), of(1, "gone", 60, 1)],
-         "no step has begun for 34 s: rank 0 in backward, rank 1 gone"),
+         "no new phase for 34 s: rank 0 in backward, rank 1 gone"),
         ([of(0, "in backward", 10), of(1, "in forward", 99)], None),
-        ([of(0, "at its end", 10), of(1, "in forward", 66)], "no step has begun for 34 s: in forward"),
+        ([of(0, "at its end", 10), of(1, "in forward", 66)], "no new phase for 34 s: in forward"),
         ([of(None, FETCHING, 66)], f"nothing has moved for 34 s: {FETCHING}"),
     ],
 )  # fmt: skip
@@ -98,12 +98,12 @@ def test_for_how_long_nothing_moves_and_where_each_process_is(found: list[Proces
 )  # fmt: skip
 def test_many_processes_are_named_in_groups_the_odd_ones_first(where: dict[str, Sequence[int]], said: str) -> None:
     found = [of(rank, doing, 66, rank) for doing, ranks in where.items() for rank in ranks]
-    assert stall_text(found, NOW) == f"no step has begun for 34 s: {said}"
+    assert stall_text(found, NOW) == f"no new phase for 34 s: {said}"
 
 
 def test_processes_without_a_rank_are_named_by_their_number() -> None:
     found = [of(0, "in forward", 66), of(1, "in forward", 66), of(2, "in forward", 66), of(None, FETCHING, 60)]
-    assert stall_text(found, NOW) == f"no step has begun for 34 s: pid 70 {FETCHING}; processes 0-2 in forward"
+    assert stall_text(found, NOW) == f"no new phase for 34 s: pid 70 {FETCHING}; processes 0-2 in forward"
 
 
 @pytest.mark.parametrize(

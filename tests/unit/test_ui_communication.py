@@ -86,7 +86,7 @@ def test_ranks_that_are_alike_are_said_to_be() -> None:
     assert "others wait" not in plain(status(scene, 120, 2, LOOK)[1])
 
 
-STALL = "no step has begun for 34 s: rank 1 in the script; ranks 0, 2 in backward"
+STALL = "no new phase for 34 s: rank 1 in the script; ranks 0, 2 in backward"
 
 
 def test_of_a_run_that_hangs_panel_and_status_say_where_its_ranks_are() -> None:

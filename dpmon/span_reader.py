@@ -16,9 +16,9 @@ from dpmon.span_ring import FORMAT, KINDS_AT, SLOT, SLOT_BYTES, THREADS, Word
 HOLE_NS = 1_000_000_000
 """Longest wait for an empty slot before written ones. An interrupt may leave a slot empty for good. On a busy machine,
 a thread may be suspended between taking a slot and writing it."""
-MAX_LINES = 1 << 20
+READ_BYTES = 1 << 20
 """Bytes of lines in one read, and the length of the longest line."""
-_MAX_LINES_PER_CALL = 64 << 20
+_MAX_BYTES_PER_CALL = 64 << 20
 """Most bytes of lines in one call of `lines`."""
 _WORD = struct.Struct("=Q")
 _FIRST = 64
@@ -270,7 +270,7 @@ class SpanReader:
     def has_lines(self) -> bool:
         """Whether the file holds an unread complete line."""
         fd = self._open_lines()
-        return fd >= 0 and b"\n" in os.pread(fd, MAX_LINES, self.lines_position)
+        return fd >= 0 and b"\n" in os.pread(fd, READ_BYTES, self.lines_position)
 
     def lines(self, until: int = _LAST_NUMBER) -> Iterator[list[dict[str, Any]]]:
         """Yield the new lines, in portions, up to byte `until` of their file.
@@ -281,9 +281,9 @@ class SpanReader:
         fd = self._open_lines()
         if fd < 0:
             return
-        end = min(until, self.lines_position + _MAX_LINES_PER_CALL)
+        end = min(until, self.lines_position + _MAX_BYTES_PER_CALL)
         while self.lines_position < end:
-            data = os.pread(fd, min(MAX_LINES, end - self.lines_position), self.lines_position)
+            data = os.pread(fd, min(READ_BYTES, end - self.lines_position), self.lines_position)
             if not data:
                 size = os.fstat(fd).st_size
                 if size < self.lines_position:  # the file was truncated, perhaps within a line
@@ -292,7 +292,7 @@ class SpanReader:
                 return
             whole = data.rfind(b"\n") + 1
             if not whole:
-                if len(data) < MAX_LINES:
+                if len(data) < READ_BYTES:
                     return
                 whole = len(data)
                 if not self._in_long_line:

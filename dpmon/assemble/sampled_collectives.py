@@ -95,8 +95,8 @@ class SampledCollectives:
         return max(ends, default=span.start) - span.start
 
     def _place(self, one: Collected) -> None:
-        if self._steps and self._steps[-1][1] > one.middle:
-            self._ready.append(one._replace(step=self._step_at(one.middle)))
+        if self._steps and self._steps[-1][1] > one.time_of_step:
+            self._ready.append(one._replace(step=self._step_at(one.time_of_step)))
         else:
             self._waiting.append(one)
             if len(self._waiting) > MAX_WAITING:

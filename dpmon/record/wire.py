@@ -115,7 +115,7 @@ class Collected(NamedTuple):
     """Bytes of a collective, or number of collectives of a sample."""
 
     @property
-    def middle(self) -> int:
+    def time_of_step(self) -> int:
         """The time that decides to which step it belongs: the launch of a collective, the middle of a sample."""
         return self.start if self.definition else self.start + self.took // 2
 

@@ -33,8 +33,8 @@ SOON_NS = 500_000_000
 """Shortest wait after a look before a new model is measured."""
 SAME_NS = 60_000_000_000
 """Interval between events while nothing changes."""
-MAX_SHARE = 1000
-"""After a measurement that took time t, the next waits MAX_SHARE * t. So they take at most a thousandth of the time."""
+WAIT_FACTOR = 1000
+"""A measurement that took t is followed by a wait of WAIT_FACTOR * t, so all take at most a thousandth of the time."""
 SLICE_NS = 10_000_000
 """Time after which a measurement pauses until the next step."""
 MAX_OPTIMIZERS = 256
@@ -236,8 +236,8 @@ class Memory:
         ended = self._took(now)
         self._spent += ended - now
         if over:
-            self._due = ended + max(EVERY_NS, self._spent * MAX_SHARE)
-            self._soonest = ended + max(SOON_NS, self._spent * MAX_SHARE)
+            self._due = ended + max(EVERY_NS, self._spent * WAIT_FACTOR)
+            self._soonest = ended + max(SOON_NS, self._spent * WAIT_FACTOR)
             self._spent = self._slices = 0
             self._gradients = None
 

@@ -31,7 +31,7 @@ Tensor = torch.Tensor
 
 MAX_FAULTS = 3
 MAX_KNOWN = 1 << 14
-MAX_LINES = 1 << 26
+MAX_BYTES_OF_LINES = 1 << 26
 """Most bytes of lines of one process. Beyond this limit, new sizes and events are lost."""
 MAX_UNWRITTEN = 64
 RETRY_NS = 1_000_000_000
@@ -209,7 +209,7 @@ class Session:
             data = (b"\n" if self._torn else b"") + b"".join(self._unwritten) + line
             self._torn = True  # until the line is known to be complete
             try:
-                if append(self.config.directory, f"process-{self.process}.jsonl", data, MAX_LINES):
+                if append(self.config.directory, f"process-{self.process}.jsonl", data, MAX_BYTES_OF_LINES):
                     self._torn = False
                     self._unwritten.clear()
                     return True

@@ -522,7 +522,7 @@ def test_lines_that_are_damaged_cost_only_themselves(reader: SpanReader, path: s
 def test_lines_longer_than_any_are_passed_over(
     reader: SpanReader, path: str, monkeypatch: pytest.MonkeyPatch, length: int, ends: bool
 ) -> None:
-    monkeypatch.setattr(dpmon.span_reader, "MAX_LINES", 64)
+    monkeypatch.setattr(dpmon.span_reader, "READ_BYTES", 64)
     file = Path(lines_path(path))
     first = b'{"a":1}\n'
     file.write_bytes(first + b'"' + b"x" * length + (b'"\n{"a":2}\n' if ends else b""))
@@ -536,7 +536,7 @@ def test_lines_longer_than_any_are_passed_over(
 
 
 def test_more_lines_than_are_read_at_once(reader: SpanReader, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dpmon.span_reader, "MAX_LINES", 1000)
+    monkeypatch.setattr(dpmon.span_reader, "READ_BYTES", 1000)
     file = Path(lines_path(path))
     file.write_bytes(b"".join(json.dumps({"n": n}).encode() + b"\n" for n in range(5000)))
     assert heard(reader) == [{"n": n} for n in range(5000)]

@@ -31,7 +31,7 @@ from dpmon.run.lookup import find_run
 from dpmon.text.cells import span_width
 from dpmon.ui.look import Look, look
 from dpmon.ui.monitor import Monitor
-from dpmon.ui.picture import Page, svg
+from dpmon.ui.picture import SvgPage, svg
 from dpmon.ui.rows import Row
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -157,7 +157,7 @@ def film(frames: Sequence[Sequence[Row]], look: Look, title: str) -> str:
     """
     if len(frames) == 1:
         return svg(frames[0], look, title)
-    page = Page(look)
+    page = SvgPage(look)
     body, spans = [], set()
     for y in range(max(len(frame) for frame in frames)):
         rows = [list(frame[y]) if y < len(frame) else [] for frame in frames]

@@ -17,7 +17,7 @@ from dpmon.ui.look import ASCII, COLOUR, MONO, UNICODE, Look
 from dpmon.ui.paint import whole
 from dpmon.ui.panel_output import Output
 from dpmon.ui.rows import plain
-from dpmon.ui.scene import Ended, Facts, Scene, Toggle, View
+from dpmon.ui.scene import Facts, RunEnd, Scene, Toggle, View
 
 __all__ = [
     "FACTS",
@@ -106,8 +106,8 @@ def situations() -> dict[str, Scene]:
         "pending": replace(dp, toggle=Toggle("single", "pending", dp.now_ns - SECOND)),
         "refused": replace(dp, toggle=Toggle("single", "refused", dp.now_ns, reason="spread over devices " * 20)),
         "frozen": replace(dp, view=View(frozen=True)),
-        "failed": replace(dp, ended=Ended(1, None, dp.now_ns, "RuntimeError: " + "no " * 100), can_toggle=False),
-        "killed": replace(dp, ended=Ended(137, "SIGKILL", dp.now_ns), can_toggle=False),
+        "failed": replace(dp, ended=RunEnd(1, None, dp.now_ns, "RuntimeError: " + "no " * 100), can_toggle=False),
+        "killed": replace(dp, ended=RunEnd(137, "SIGKILL", dp.now_ns), can_toggle=False),
         "16 GPUs": gpu_scene(16, throttle=["power cap\x1b[2J", "too hot"]),
         "zoom 8 GPUs": replace(gpu_scene(8, name="漢字" * 30 + "\x07"), view=View("devices", "devices")),
         "hostile": scene_of(hostile, 20, facts=FACTS._replace(script="a\x1b[31m/" + "漢" * 100)),

@@ -10,11 +10,11 @@ from typing import Any
 
 from dpmon.assemble.definitions import Definitions
 from dpmon.assemble.device_waits import DeviceWaits, EventPayload, Pending
-from dpmon.assemble.event_queue import Event, EventQueue
+from dpmon.assemble.event_queue import EventQueue, QueuedEvent
 from dpmon.assemble.nesting import PRIMITIVES, Block, block_of
 from dpmon.assemble.sampled_collectives import SampledCollectives
-from dpmon.assemble.step_mark import Mark
-from dpmon.assemble.step_recorder import Item, Recorder
+from dpmon.assemble.step_mark import StepMark
+from dpmon.assemble.step_recorder import Item, StepRecorder
 from dpmon.assemble.step_rules import StepRules
 from dpmon.record.spans import DOING, Flag, Kind, Span
 from dpmon.record.wire import Untimed
@@ -44,7 +44,7 @@ class Assembler:
         self._known = Definitions()
         self._events = EventQueue()
         self._communication = SampledCollectives(self._known)
-        self._recorder = Recorder(self._known, self._events, self._communication)
+        self._recorder = StepRecorder(self._known, self._events, self._communication)
         self._rules = StepRules(self._known, self._recorder, self._closed)
         self._waits = DeviceWaits()
         self._out: list[bytes] = []
@@ -215,7 +215,7 @@ class Assembler:
             self._rules.fetches(span.start)
         self._place(self._events.taken(span.end - 1))
 
-    def _place(self, events: Iterable[Event]) -> None:
+    def _place(self, events: Iterable[QueuedEvent]) -> None:
         for event in events:
             if self._events.is_new(event.number):
                 self._recorder.unsent.add(event.number)
@@ -226,7 +226,7 @@ class Assembler:
 
     # ------------------------------------------------------------------------------------------ output
 
-    def _closed(self, mark: Mark, items: list[Item], step: bool) -> None:
+    def _closed(self, mark: StepMark, items: list[Item], step: bool) -> None:
         """Take the payloads recorded from `items`. `step`: whether a step ended with them."""
         recorder = self._recorder
         out, recorder.out = recorder.out, []
@@ -320,7 +320,7 @@ class Assembler:
         return found
 
     def _go_on(self, state: Any, lines: Iterable[Mapping[str, Any]]) -> None:
-        mark = Mark(*state["mark"])
+        mark = StepMark(*state["mark"])
         self._floors = {int(thread): number for thread, number in state["floors"].items()}
         self._caught_up = state["next"]
         self._next = min(self._floors.values(), default=self._caught_up)
@@ -340,7 +340,7 @@ def _firsts(items: Iterable[Item]) -> dict[int, int]:
     """Return the lowest span number in these blocks, per thread."""
     found: dict[int, int] = {}
     for item in items:
-        if not isinstance(item, Event):
+        if not isinstance(item, QueuedEvent):
             span, _, _, inner = item
             found.setdefault(span[4], span[0] if inner is None else inner.first)
     return found

@@ -45,7 +45,7 @@ class EventPayload(NamedTuple):
 Payload: TypeAlias = "bytes | Pending | EventPayload"
 
 
-class _Group:
+class _PayloadGroup:
     """Payloads that were recorded together."""
 
     __slots__ = ("ends_step", "mark", "payloads", "steps")
@@ -67,7 +67,7 @@ class DeviceWaits:
         """By span: device, ms (None: unknown) and the reason for an unknown time."""
         self._expected: dict[int, int] = {}
         """By span: number of devices that will report a time."""
-        self._queue: deque[_Group] = deque()
+        self._queue: deque[_PayloadGroup] = deque()
         self._steps = 0
 
     def marks(self) -> list[Any]:
@@ -89,7 +89,7 @@ class DeviceWaits:
     def add(self, payloads: Sequence[Payload], mark: Any, step: bool) -> None:
         """Queue payloads. A successor begins at `mark` while they are in the queue."""
         self._steps += step
-        self._queue.append(_Group(payloads, self._steps, mark, step))
+        self._queue.append(_PayloadGroup(payloads, self._steps, mark, step))
 
     @property
     def idle(self) -> bool:
@@ -114,7 +114,7 @@ class DeviceWaits:
                 self._expected.pop(number, None)
         return found
 
-    def _settled(self, group: _Group) -> bool:
+    def _settled(self, group: _PayloadGroup) -> bool:
         return all(len(self._times.get(number, ())) >= self._expected.get(number, 1) for number in _numbers(group))
 
     def _packed(self, one: Pending, unread: int) -> bytes:
@@ -137,7 +137,7 @@ class DeviceWaits:
         return pack_timed(one.payload, times, min(why or one.why, 0xFF))
 
 
-def _numbers(group: _Group) -> Iterator[int]:
+def _numbers(group: _PayloadGroup) -> Iterator[int]:
     """Yield the numbers of the spans that the times of a group consist of."""
     for one in group.payloads:
         if isinstance(one, Pending):

@@ -13,7 +13,7 @@ NEVER = 1 << 64
 _TEXTS = ("text", "reason")
 
 
-class Event:
+class QueuedEvent:
     """One event."""
 
     __slots__ = ("at", "data", "fill", "number")
@@ -67,7 +67,7 @@ class EventQueue:
     """The events of one process, in the order of their lines."""
 
     def __init__(self) -> None:
-        self._queue: deque[Event] = deque()
+        self._queue: deque[QueuedEvent] = deque()
         self._at = 0
         self.count = 0
         """Number of events so far; they are numbered from 0."""
@@ -84,12 +84,12 @@ class EventQueue:
         at = data.pop("at", None)
         if type(at) is int and self._at < at < NEVER:
             self._at = at
-        self._queue.append(Event(self.count, self._at, data))
+        self._queue.append(QueuedEvent(self.count, self._at, data))
         self.count += 1
         self.due = self._queue[0].at
         return True
 
-    def taken(self, until: int) -> list[Event]:
+    def taken(self, until: int) -> list[QueuedEvent]:
         """Take out and return the events up to this time."""
         found = []
         while self._queue and self._queue[0].at <= until:
@@ -102,7 +102,7 @@ class EventQueue:
         """Number of events taken out."""
         return self.count - len(self._queue)
 
-    def older(self, than: int) -> list[Event]:
+    def older(self, than: int) -> list[QueuedEvent]:
         """Take out and return the events with a number below `than`."""
         found = []
         while self._queue and self._queue[0].number < than:
@@ -110,7 +110,9 @@ class EventQueue:
         self.due = self._queue[0].at if self._queue else NEVER
         return found
 
-    def go_on(self, placed: int, awaiting_call: Iterable[int], emitted: int, unemitted: Iterable[int]) -> list[Event]:
+    def go_on(
+        self, placed: int, awaiting_call: Iterable[int], emitted: int, unemitted: Iterable[int]
+    ) -> list[QueuedEvent]:
         """Drop the events that a predecessor placed; return those in `awaiting_call`, which wait for the next call.
 
         The predecessor has already returned the events below `emitted`, except `unemitted`.

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 
-class Mark(NamedTuple):
-    """The state of Recorder, StepRules, Patience and OptimizerCycle before that block."""
+class StepMark(NamedTuple):
+    """The state of StepRecorder, StepRules, Patience and OptimizerCycle before that block."""
 
     number: int
     calls: int

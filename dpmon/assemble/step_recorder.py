@@ -10,17 +10,17 @@ from dpmon.assemble.call_packing import WIRE_FLAGS, UnnumberedCall, mode_of, pac
 from dpmon.assemble.composed import Composer
 from dpmon.assemble.definitions import Definitions
 from dpmon.assemble.device_waits import EventPayload, Payload, Pending
-from dpmon.assemble.event_queue import Event, EventQueue
+from dpmon.assemble.event_queue import EventQueue, QueuedEvent
 from dpmon.assemble.nesting import COPY, EDGE, LEARNS, PHASE_OF, PRIMITIVES, QUANTITY_OF, Block, Inner
 from dpmon.assemble.sampled_collectives import SampledCollectives
 from dpmon.assemble.sampling import Sampling
-from dpmon.assemble.step_mark import Mark
+from dpmon.assemble.step_mark import StepMark
 from dpmon.assemble.step_totals import StepTotals
 from dpmon.record.spans import Flag, Kind, Span
 from dpmon.record.step_spans import MAX_SPANS
 from dpmon.record.wire import PLAIN_TAG, PLAIN_WORDS, Untimed, pack_timed
 
-Item: TypeAlias = "Block | Event"
+Item: TypeAlias = "Block | QueuedEvent"
 _SLOW = Flag.TIMED | Flag.UNTIMED | Flag.FAILED
 _PLAIN = struct.Struct(PLAIN_WORDS)
 _MAX_KNOWN = 1 << 15
@@ -28,7 +28,7 @@ _MAX_LOOKS = 64
 _NOTHING: Sequence[Any] = ()
 
 
-class Recorder:
+class StepRecorder:
     """Makes and numbers the payloads of one process."""
 
     def __init__(self, known: Definitions, events: EventQueue, communication: SampledCollectives) -> None:
@@ -44,7 +44,7 @@ class Recorder:
         """The training thread; -1 while unknown."""
         self.memory_looks: dict[int, int] = {}
         """Per memory look: the last step that had begun."""
-        self.awaiting_call: list[Event] = []
+        self.awaiting_call: list[QueuedEvent] = []
         """Events that wait for the next call."""
         self.unsent: set[int] = set()
         """Numbers of events that are placed but not yet returned."""
@@ -58,7 +58,7 @@ class Recorder:
         self._known: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
         """Words of the payload, module and rows, by (layout, inputs, outputs) of a plain call."""
 
-    def go_on(self, mark: Mark) -> None:
+    def go_on(self, mark: StepMark) -> None:
         """Continue from a predecessor's mark."""
         self.number, self.calls, self.thread = mark.number, mark.calls, mark.thread
         self.unmatched_fetches = mark.unmatched_fetches
@@ -79,7 +79,7 @@ class Recorder:
         self._totals, self._step = totals, self.number + 1
         times, spans, thread = totals.times, totals.spans, self.thread
         for item in items:
-            if isinstance(item, Event):
+            if isinstance(item, QueuedEvent):
                 self.event(item, self.number + 1)
                 continue
             span, calls, _, inner = item
@@ -239,7 +239,7 @@ class Recorder:
 
     # ------------------------------------------------------------------------------------------ events
 
-    def event(self, event: Event, step: int) -> None:
+    def event(self, event: QueuedEvent, step: int) -> None:
         """Take an event that happened here. `step`: the last step that has begun."""
         if event.fill == "next":
             self.awaiting_call.append(event)
@@ -256,7 +256,7 @@ class Recorder:
         self._step, self.calls = self.number + 1, self.calls + 1
         self._emit_awaiting_call()
 
-    def _emit(self, event: Event, step: int, call: int) -> None:
+    def _emit(self, event: QueuedEvent, step: int, call: int) -> None:
         if self.events.is_new(event.number):
             self.unsent.add(event.number)
             self.out.append(EventPayload(event.packed(step, call, self.memory_looks), event.number))
@@ -277,7 +277,7 @@ class Recorder:
 def before_edge(items: Sequence[Item], end: int) -> int:
     """Return the end of a step, without dpmon's own spans just before `end`."""
     for item in reversed(items):
-        if isinstance(item, Event):
+        if isinstance(item, QueuedEvent):
             continue
         span = item[0]
         if span.kind not in EDGE:

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from dpmon.assemble.definitions import Definitions
-from dpmon.assemble.event_queue import Event
+from dpmon.assemble.event_queue import QueuedEvent
 from dpmon.assemble.nesting import EDGE, LEARNS, PHASE_OF, PRIMITIVES, Block
 from dpmon.assemble.open_step import OpenStep
 from dpmon.assemble.optimizer_cycle import OptimizerCycle
 from dpmon.assemble.patience import Patience
-from dpmon.assemble.step_mark import Mark
-from dpmon.assemble.step_recorder import Item, Recorder, before_edge
+from dpmon.assemble.step_mark import StepMark
+from dpmon.assemble.step_recorder import Item, StepRecorder, before_edge
 from dpmon.assemble.step_totals import StepTotals
 from dpmon.record.spans import Flag, Kind, Span
 
@@ -36,14 +36,14 @@ class StepRules:
     """Divides the blocks of one process into steps."""
 
     def __init__(
-        self, known: Definitions, recorder: Recorder, closed: Callable[[Mark, list[Item], bool], None]
+        self, known: Definitions, recorder: StepRecorder, closed: Callable[[StepMark, list[Item], bool], None]
     ) -> None:
         """`closed(mark, items, step)` is called after `items` are recorded. `step`: whether a step ended."""
         self._known = known
         self._recorder = recorder
         self._closed = closed
         self.held: list[Item] = []
-        self._mark: Mark | None = None
+        self._mark: StepMark | None = None
         self._placed = 0
         """Number of events placed."""
         self._cycle = OptimizerCycle()
@@ -71,13 +71,13 @@ class StepRules:
 
     # ------------------------------------------------------------------------------------------ marks
 
-    def mark(self) -> Mark:
+    def mark(self) -> StepMark:
         """Return the mark before the first held item; if none is held, the current state."""
         return self._mark if self.held and self._mark is not None else self._snapshot()
 
-    def _snapshot(self) -> Mark:
+    def _snapshot(self) -> StepMark:
         recorder, cycle = self._recorder, self._cycle
-        return Mark(
+        return StepMark(
             recorder.number,
             recorder.calls,
             recorder.unmatched_fetches,
@@ -103,7 +103,7 @@ class StepRules:
             self._step.saved(),
         )
 
-    def go_on(self, mark: Mark) -> None:
+    def go_on(self, mark: StepMark) -> None:
         """Continue from a predecessor's mark."""
         self._recorder.go_on(mark)
         self._placed = mark.placed
@@ -144,7 +144,7 @@ class StepRules:
             self._recorder.of_others(block)
             self._closed(mark, [block], False)
 
-    def place(self, event: Event) -> None:
+    def place(self, event: QueuedEvent) -> None:
         """Take an event that happened after all items taken so far."""
         self._placed = event.number + 1
         if event.pauses and self._step.calls:
@@ -233,7 +233,7 @@ class StepRules:
         mark, items, self.held = self.mark(), self.held, []
         recorder = self._recorder
         for item in items:
-            if isinstance(item, Event):
+            if isinstance(item, QueuedEvent):
                 recorder.event(item, recorder.number)
             elif item[0].thread != recorder.thread:
                 recorder.of_others(item)
@@ -377,7 +377,7 @@ class StepRules:
 
     def _take_again(self, items: Sequence[Item]) -> None:
         for item in items:
-            if isinstance(item, Event):
+            if isinstance(item, QueuedEvent):
                 self.place(item)
             elif item[0].thread != self._recorder.thread and item[0].kind != Kind.OPTIMIZER_FREED:
                 self.other(item)

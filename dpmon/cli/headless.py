@@ -28,7 +28,7 @@ from dpmon.text.cleaning import clean
 
 if TYPE_CHECKING:
     from dpmon.cli.lines import LineFile, Lines
-    from dpmon.cli.progress import Progress
+    from dpmon.cli.progress import ProgressLines
     from dpmon.run.reader import RunReader
     from dpmon.supervise.guard import Guard
 
@@ -125,11 +125,11 @@ class Follower:
         """Outputs that failed because of an error in dpmon; each was reported once."""
 
     @cached_property
-    def _progress(self) -> Progress:
+    def _progress(self) -> ProgressLines:
         # Import the store on its first use: loading it at the start would delay the first output.
-        from dpmon.cli.progress import Progress
+        from dpmon.cli.progress import ProgressLines
 
-        return Progress(self._reader)
+        return ProgressLines(self._reader)
 
     def follow(self, guard: Guard | None = None, early: Sequence[int] = ()) -> ExitInfo | None:
         """Copy and report until the run has ended; return how it ended, None if unknown.

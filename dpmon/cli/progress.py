@@ -28,13 +28,13 @@ _LATELY_S = 30
 _NOTHING = (0, 0)
 
 
-class _Sums(NamedTuple):
+class _StepSums(NamedTuple):
     """Steps of one process, and two times in ns: with the time between the steps, and without it."""
 
     tally: Tally
     times: tuple[int, int]
 
-    def since(self, then: _Sums | None) -> _Sums:
+    def since(self, then: _StepSums | None) -> _StepSums:
         """The steps and times since an earlier state."""
         if then is None:
             return self
@@ -45,16 +45,16 @@ class _Sums(NamedTuple):
             last_ns=self.tally.last_ns,
             sums={"samples": Sum(samples.count - before.count, samples.total - before.total)},
         )
-        return _Sums(fresh, (self.times[0] - then.times[0], self.times[1] - then.times[1]))
+        return _StepSums(fresh, (self.times[0] - then.times[0], self.times[1] - then.times[1]))
 
 
-class Progress:
+class ProgressLines:
     """Makes lines of progress, each about the time since the previous line."""
 
     def __init__(self, reader: RunReader) -> None:
         self._reader = reader
         self._steps = 0
-        self._before: dict[tuple[int, bool], _Sums] = {}
+        self._before: dict[tuple[int, bool], _StepSums] = {}
         """The sums at the last line, by process and by whether they cover only training steps."""
         self._last_ns = 0
         """End of the newest step (ns since the run's start); 0 before the first step."""
@@ -113,7 +113,7 @@ class Progress:
                 for key, tally in own.items():
                     if not training or not key.kind & EVALUATION:
                         whole.merge(tally)
-                now = _Sums(whole, elapsed(times, None, False, training).get(process, _NOTHING))
+                now = _StepSums(whole, elapsed(times, None, False, training).get(process, _NOTHING))
                 fresh = now.since(self._before.get((process, training)))
                 self._before[process, training] = now
                 if training == trained:

@@ -77,7 +77,7 @@ def summary(directory: Path, how: ExitInfo | None) -> list[SummaryLine]:
     lines = [SummaryLine(_FIRST, _outcome(info, how)), *_with_priority(_MODE, _raised(directory, info, how))]
     try:
         with open_store(directory) as store:
-            lines += _Summary(store, info, how, directory).lines(directory)
+            lines += _SummaryLines(store, info, how, directory).lines(directory)
     except HistoryError as error:
         texts = [f"the history cannot be read: {error}"]
         lines += [_nothing(directory, info, how, texts), *_with_priority(_LACKS, _warnings(texts, short_name(info)))]
@@ -90,7 +90,7 @@ def _nothing(directory: Path, info: RunInfo, how: ExitInfo | None, warnings: Ite
     return SummaryLine(_MODE, f"nothing was traced: {why}" if why else "nothing was traced")
 
 
-class _Summary:
+class _SummaryLines:
     """The lines from the store of a run."""
 
     def __init__(self, store: Store, info: RunInfo, how: ExitInfo | None, directory: Path) -> None:

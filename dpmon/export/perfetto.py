@@ -53,7 +53,7 @@ def _us(ns: int) -> float:
     return us if int(us * 1000.0) >= ns else math.nextafter(us, math.inf)
 
 
-class _Process:
+class _TraceProcess:
     """One process of the trace: its id there, and its tracks."""
 
     def __init__(self, pid: int) -> None:
@@ -68,7 +68,7 @@ class _Process:
 class _Trace:
     def __init__(self, file: TextIO) -> None:
         self._file = file
-        self._processes: dict[Any, _Process] = {}
+        self._processes: dict[Any, _TraceProcess] = {}
         self._tracks = 0
         self._newest_us = 0.0
         self._first = True
@@ -80,17 +80,19 @@ class _Trace:
         self._file.write(("[\n" if self._first else ",\n") + text)
         self._first = False
 
-    def _slice(self, process: _Process, tid: int, name: str, start_ns: int, took_ns: int, args: Any = None) -> None:
+    def _slice(
+        self, process: _TraceProcess, tid: int, name: str, start_ns: int, took_ns: int, args: Any = None
+    ) -> None:
         if start_ns >= 0 and took_ns >= 0:
             self._newest_us = max(self._newest_us, (start_ns + took_ns) / 1e3)
             began, dur = _us(start_ns), _us(took_ns)
             self._put(ph="X", name=name, ts=began, dur=dur, pid=process.pid, tid=tid, args=args or {})
 
-    def _counter(self, process: _Process, name: str, at_us: float, values: Mapping[str, float]) -> None:
+    def _counter(self, process: _TraceProcess, name: str, at_us: float, values: Mapping[str, float]) -> None:
         if values:
             self._put(ph="C", name=name, ts=at_us, pid=process.pid, tid=0, args=dict(values))
 
-    def _instant(self, process: _Process, name: str, at_us: float, scope: str, args: Any) -> None:
+    def _instant(self, process: _TraceProcess, name: str, at_us: float, scope: str, args: Any) -> None:
         tid = self._track(process, ("marks",), "marks", 0)
         self._put(ph="i", s=scope, name=name, ts=at_us, pid=process.pid, tid=tid, args=args)
 
@@ -104,18 +106,18 @@ class _Trace:
 
     # ------------------------------------------------------------------------------------------ tracks
 
-    def _process(self, key: Any, name: str) -> _Process:
+    def _process(self, key: Any, name: str) -> _TraceProcess:
         found = self._processes.get(key)
         if found is None:
-            found = self._processes[key] = _Process(len(self._processes) + 1)
+            found = self._processes[key] = _TraceProcess(len(self._processes) + 1)
             self._put(ph="M", name="process_name", pid=found.pid, tid=0, args={"name": name})
             self._put(ph="M", name="process_sort_index", pid=found.pid, tid=0, args={"sort_index": found.pid})
         return found
 
-    def _training(self, process: int, rank: int | None) -> _Process:
+    def _training(self, process: int, rank: int | None) -> _TraceProcess:
         return self._process(process, f"process {process}" if rank is None else f"rank {rank} (process {process})")
 
-    def _track(self, process: _Process, key: tuple[Any, ...], name: str, order: int) -> int:
+    def _track(self, process: _TraceProcess, key: tuple[Any, ...], name: str, order: int) -> int:
         """The thread id of a track. Ids are unique in the trace: shared ones would confuse Perfetto."""
         tid = process.tracks.get(key)
         if tid is None:
@@ -127,7 +129,7 @@ class _Trace:
             self._put(ph="M", name="thread_sort_index", pid=process.pid, tid=tid, args={"sort_index": order})
         return tid
 
-    def _lane(self, process: _Process, what: str, start_ns: int, end_ns: int) -> int:
+    def _lane(self, process: _TraceProcess, what: str, start_ns: int, end_ns: int) -> int:
         """The first track that is free from `start_ns` on, because slices must not overlap; -1 if all are taken."""
         lanes = process.lanes.setdefault(what, [])
         lane = next((lane for lane, busy_ns in enumerate(lanes) if busy_ns <= start_ns), len(lanes))
@@ -188,7 +190,7 @@ class _Trace:
             for name, count in step.quantities.items():
                 self._counter(process, f"step {name}", at, {"value": count})
 
-    def _spans(self, process: _Process, tid: int, step: Step) -> None:
+    def _spans(self, process: _TraceProcess, tid: int, step: Step) -> None:
         """Write a slice for each time that a phase ran.
 
         A slice that ends after the slice around it, or is out of order, is damaged and would break the track.
@@ -256,7 +258,7 @@ class _Trace:
         self._slice(process, tid, "sampled", one.start_ns, one.wall_ns, args)
 
     def _part(
-        self, process: _Process, tid: int, call: Call, name: str, offset_ns: int, took_ns: int, args: Any
+        self, process: _TraceProcess, tid: int, call: Call, name: str, offset_ns: int, took_ns: int, args: Any
     ) -> None:
         """Write a slice within a call. A slice beyond the call is damaged and would break the track."""
         if 0 <= offset_ns <= offset_ns + took_ns <= call.wall_ns and took_ns >= 0:
@@ -299,7 +301,7 @@ class _Trace:
                 reason = absent.get(key) if isinstance(absent, Mapping) else None
                 self._instant(process, f"{key} is unknown from here on", at, "p", {"reason": reason})
 
-    def _memory(self, process: _Process, data: Mapping[str, Any], at: float) -> None:
+    def _memory(self, process: _TraceProcess, data: Mapping[str, Any], at: float) -> None:
         devices = data.get("devices")
         for one in devices if isinstance(devices, list) else ():
             if isinstance(one, Mapping):

@@ -13,7 +13,7 @@ from typing import Any
 
 from dpmon.gpu.compose import compose
 from dpmon.gpu.device import DeviceSample, without_values
-from dpmon.gpu.failure import GPU_IS_LOST, Failure, Missing
+from dpmon.gpu.failure import GPU_IS_LOST, CallFailed, Missing
 from dpmon.gpu.questions import Question
 from dpmon.gpu.share import Run, bare_uuid
 
@@ -38,7 +38,7 @@ class _Known:
 
 
 @dataclass(slots=True)
-class _Progress:
+class _QuestionProgress:
     """An asker's progress with one question: when it is due, and which of its ways is in use."""
 
     due_s: float = 0.0
@@ -83,7 +83,7 @@ class Card:
         """Find the GPU by its index. Its UUID and name may be missing. Raises Failure."""
         handle = guard(lambda: nvml.nvmlDeviceGetHandleByIndex(self.index))
         if not handle:  # some drivers crash with a null handle
-            raise Failure("NVML gave no handle for this GPU", GPU_IS_LOST)
+            raise CallFailed("NVML gave no handle for this GPU", GPU_IS_LOST)
         who, absent = {}, {}
         for name, ask in (
             ("uuid", lambda: nvml.nvmlDeviceGetUUID(handle)),
@@ -92,7 +92,7 @@ class Card:
             try:
                 text = guard(ask)
                 who[name] = text.decode("utf-8", "replace") if isinstance(text, bytes) else str(text)
-            except Failure as failure:
+            except CallFailed as failure:
                 absent[name] = failure.reason
         with self._lock:
             self._who, self._who_absent = who, absent
@@ -176,7 +176,7 @@ class Asker:
     def __init__(self, card: Card, questions: tuple[Question, ...], calls: int) -> None:
         self.card = card
         self.calls = calls
-        self.places = {question: _Progress() for question in questions}
+        self.places = {question: _QuestionProgress() for question in questions}
         self._opened = 0
         self._waiting_s: float | None = None
         """Start of the wait for an answer; None while not waiting."""
@@ -262,7 +262,7 @@ class Asker:
         place.asked += 1
         try:
             values = ask(lambda: question.ways[place.way](nvml, handle, place.memo))
-        except Failure as failure:
+        except CallFailed as failure:
             if failure.gone:
                 raise
             if failure.never:

@@ -58,7 +58,7 @@ class Missing:
     reason: str
 
 
-class Failure(Exception):
+class CallFailed(Exception):
     """A failed call, with the reason in words, and NVML's error number if NVML failed."""
 
     def __init__(self, reason: str, code: int | None = None, *, never: bool = False) -> None:
@@ -78,10 +78,10 @@ def call(read: Callable[[], Any]) -> Any:
     """Return the result of `read`. Raises Failure. NVML's errors are compared by number: they are not hashable."""
     try:
         return read()
-    except Failure:
+    except CallFailed:
         raise
     except AttributeError:
-        raise Failure("the installed nvidia-ml-py does not know it", never=True) from None
+        raise CallFailed("the installed nvidia-ml-py does not know it", never=True) from None
     except Exception as error:  # noqa: BLE001 - ctypes and pynvml may raise anything; only one field is lost
         code = getattr(error, "value", None)
         if not isinstance(code, int):
@@ -89,5 +89,5 @@ def call(read: Callable[[], Any]) -> Any:
             if type(error).__name__ == "NVMLLibraryMismatchError":
                 code = _FUNCTION_NOT_FOUND
             else:
-                raise Failure(f"NVML: {type(error).__name__}: {error}") from None
-        raise Failure(words_of(code), code) from None
+                raise CallFailed(f"NVML: {type(error).__name__}: {error}") from None
+        raise CallFailed(words_of(code), code) from None

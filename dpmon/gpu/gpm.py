@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from dpmon.gpu.failure import Failure, Missing, words_of
+from dpmon.gpu.failure import CallFailed, Missing, words_of
 
 # By NVML's metric numbers (nvmlGpmMetricId_t): percent, then MiB/s.
 _PERCENT = {"sm_active_pct": 2, "tensor_active_pct": 5, "dram_active_pct": 10}
@@ -25,7 +25,7 @@ def gpm(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
     """
     if "now" not in memo:
         if not nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
-            raise Failure("not supported", never=True)
+            raise CallFailed("not supported", never=True)
         memo["now"], memo["before"] = nvml.nvmlGpmSampleAlloc(), nvml.nvmlGpmSampleAlloc()
         memo["first"] = True
         nvml.nvmlGpmSampleGet(handle, memo["now"])
@@ -60,7 +60,7 @@ def nvlink(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
     codes = [int(value.nvmlReturn) for value in values]
     if any(codes):
         code = next(code for code in codes if code)
-        raise Failure(words_of(code), code)
+        raise CallFailed(words_of(code), code)
     counts = [int(value.value.ullVal) for value in values]
     before, memo["at"] = memo.get("at"), (now, counts)
     if before is None:

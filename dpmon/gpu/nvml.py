@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from dpmon.gpu.failure import NO_START, UNINITIALIZED, Failure, call
+from dpmon.gpu.failure import NO_START, UNINITIALIZED, CallFailed, call
 
 NO_GPU = "the NVIDIA driver is loaded but sees no GPU"
 
@@ -51,12 +51,12 @@ class Nvml:
         """Return the result of `read`. The library is not shut down meanwhile. Raises Failure, also after `close`."""
         with self._lock:
             if self._closed:
-                raise Failure("NVML was shut down", UNINITIALIZED)
+                raise CallFailed("NVML was shut down", UNINITIALIZED)
             self._in_flight += 1
             _waiting.add(self)
         try:
             return call(read)
-        except Failure as failure:
+        except CallFailed as failure:
             self.uninitialised = self.uninitialised or failure.code == UNINITIALIZED
             raise
         finally:
@@ -75,7 +75,7 @@ class Nvml:
             return f"the Python package nvidia-ml-py does not load: {type(error).__name__}: {error}"
         try:
             self.guard(pynvml.nvmlInit)
-        except Failure as failure:
+        except CallFailed as failure:
             return NO_START.get(failure.code, f"NVML does not start: {failure.reason}")
         self._nvml = pynvml
         self.uninitialised = False
@@ -92,6 +92,6 @@ class Nvml:
                 return False
             started, self._closed = self._nvml is not None and not self._closed, True
         if started:
-            with contextlib.suppress(Failure):  # then it is already shut down
+            with contextlib.suppress(CallFailed):  # then it is already shut down
                 call(self._nvml.nvmlShutdown)
         return True

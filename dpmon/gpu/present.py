@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
-from dpmon.gpu.failure import NO_START, Failure
+from dpmon.gpu.failure import NO_START, CallFailed
 from dpmon.gpu.nvml import NO_GPU, Nvml
 
 WAIT_S = 3.0
@@ -43,7 +43,7 @@ def _count() -> tuple[int, str | None]:
     try:
         reason = nvml.open()
         count = nvml.count() if reason is None else 0
-    except Failure as failure:
+    except CallFailed as failure:
         count, reason = 0, f"NVML cannot count the GPUs: {failure.reason}"
     nvml.close()
     return count, reason if reason or count else NO_GPU

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dpmon.gpu.failure import Failure, Missing, call
+from dpmon.gpu.failure import CallFailed, Missing, call
 from dpmon.gpu.gpm import GPM_FIELDS, gpm, nvlink
 
 CHEAP_CALLS, EXPENSIVE_CALLS = 5, 3
@@ -150,7 +150,7 @@ def _xid(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
     try:
         event = call(lambda: nvml.nvmlEventSetWait_v2(memo["set"], 0))
         memo["xid"] = int(event.eventData)
-    except Failure as failure:
+    except CallFailed as failure:
         if failure.code != 10:  # no new event
             raise
     return (memo["xid"],)
@@ -170,8 +170,8 @@ def _look_at_instance(nvml: Any, handle: Any, memo: dict[str, Any], index: int, 
         try:
             found = call(lambda: nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
             if not found:
-                raise Failure("no handle")
-        except Failure as failure:
+                raise CallFailed("no handle")
+        except CallFailed as failure:
             if failure.gone:
                 raise
             known.pop(index, None)

@@ -23,7 +23,7 @@ from dpmon.gpu.host import HostSampler
 from dpmon.gpu.nvml import Nvml, leave
 from dpmon.gpu.share import Run, TorchUse, bare_uuid, uses_of
 from dpmon.gpu.visible import Gpu, visible_gpus
-from dpmon.gpu.watch import Watch
+from dpmon.gpu.watch import GpuWatch
 from dpmon.record.codec import Decoder
 from dpmon.record.kinds import Event, RecordError
 from dpmon.record.wire import pack_event
@@ -68,7 +68,7 @@ class DeviceSampler:
         self._said: dict[str, float] = {}
         self._said_lock = threading.Lock()
         self._silent: set[int] = set()
-        self._watch = Watch(nvml(), interval_s, self._emit_device, self.warn)
+        self._watch = GpuWatch(nvml(), interval_s, self._emit_device, self.warn)
         self._host = threading.Thread(target=self._watch_host, name="dpmon host", daemon=True)
 
     def start(self) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from dpmon.gpu.card import RETRY_S, SILENT_S, Asker, Card
-from dpmon.gpu.failure import Failure
+from dpmon.gpu.failure import CallFailed
 from dpmon.gpu.nvml import NO_GPU, Nvml
 from dpmon.gpu.questions import CHEAP, CHEAP_CALLS, EXPENSIVE, EXPENSIVE_CALLS, OPENING_CALLS
 
@@ -25,7 +25,7 @@ _STACK_BYTES = 1 << 20
 _NO_ANSWER_YET = "NVML has not answered yet"
 
 
-class Watch:
+class GpuWatch:
     """All GPUs of this machine. `tell` is called with a card after each round of cheap questions."""
 
     def __init__(
@@ -87,7 +87,7 @@ class Watch:
             if absent is not None:
                 return absent
             count = min(self._nvml.count(), MAX_GPUS)
-        except Failure as failure:
+        except CallFailed as failure:
             return f"NVML cannot count the GPUs: {failure.reason}"
         except Exception as error:  # noqa: BLE001 - if the thread died, all later samples would be missing
             return f"NVML failed: {type(error).__name__}: {error}"
@@ -135,7 +135,7 @@ class Watch:
                 if was:
                     self._warn(f"GPU {card.index} is back")
             asker.round(self._nvml.module, ask, time.monotonic, calls, first_s)
-        except Failure as failure:
+        except CallFailed as failure:
             if self._stop.is_set():
                 return
             if card.lost != failure.reason:

@@ -18,7 +18,7 @@ _SILENCE_NS, _SILENCE_STEPS = 2_000_000_000, 3
 for the time of this many of its own steps."""
 
 
-class Seen(Protocol):
+class StateView(Protocol):
     """The part of dpmon.model.state.State that this module needs."""
 
     @property
@@ -50,7 +50,7 @@ def ended_of(activities: Mapping[int, tuple[str, int]]) -> frozenset[int]:
     return frozenset(number for number, (what, _) in activities.items() if what == "ended")
 
 
-def some_are_silent(state: Seen) -> bool:
+def some_are_silent(state: StateView) -> bool:
     """Whether one of several recent trainings is silent, so that another may have taken over."""
     lately = _lately(state)
     return len(lately) > 1 and any(state.newest_ns - process.seen_ns >= _SILENCE_NS for process in lately)
@@ -71,7 +71,7 @@ def last_resumption(process: Process, since_ns: int, spans: Iterable[tuple[int |
     return process.seen_ns if process.seen_ns - seen >= silence else found
 
 
-def training_now(state: Seen) -> list[Process]:
+def training_now(state: StateView) -> list[Process]:
     """The processes that train now: with a step or call in the last half minute, unless another took over.
 
     A process that has ended counts only if no other one does: it is shown until another resumes.
@@ -103,7 +103,7 @@ def representative(training: Iterable[Process], processes: Mapping[int, Process]
     )
 
 
-def _lately(state: Seen) -> list[Process]:
+def _lately(state: StateView) -> list[Process]:
     return [p for p in state.processes.values() if p.seen_ns >= max(state.newest_ns - _LATELY_NS, 0)]
 
 

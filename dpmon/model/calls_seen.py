@@ -31,7 +31,7 @@ _MOST_PARTS = 256
 
 
 @dataclass(slots=True)
-class Calls:
+class SeenCalls:
     """Reads calls of one process, each once."""
 
     source: Rows
@@ -51,7 +51,7 @@ class Calls:
 
 
 def call_tracks(
-    calls: Calls,
+    calls: SeenCalls,
     tallies: Mapping[Key, Tally],
     trained: Collection[str],
     mode: str,
@@ -115,7 +115,7 @@ def _parts(heads: Sequence[CallHead], roots: Mapping[int, Root], *, whole: bool)
     return found
 
 
-def _of_heads(calls: Calls, heads: Sequence[CallHead]) -> CallTrack | None:
+def _of_heads(calls: SeenCalls, heads: Sequence[CallHead]) -> CallTrack | None:
     """The newest of `heads`, with the times of the similar ones among them."""
     last = calls.call(heads[0])
     if last is None:

@@ -194,13 +194,13 @@ def ratio(above: Interval, below: Interval) -> Interval | None:
 # ------------------------------------------------------------------------------------------------ comparing
 
 
-class _Kind(NamedTuple):
+class _StepKind(NamedTuple):
     batch: int
     trains: bool
 
 
-def _kind(key: Key) -> _Kind:
-    return _Kind(key.batch, not key.kind & EVALUATION)
+def _kind(key: Key) -> _StepKind:
+    return _StepKind(key.batch, not key.kind & EVALUATION)
 
 
 def _is_settled(key: Key) -> bool:
@@ -224,7 +224,7 @@ def compare_modes(
     who = first_with_both(window) if process is None else process
     tallies = {key: tally for key, tally in window.by_process.items() if key.process == who and tally.steps}
     there = [mode for mode in MODES_COMPARED if any(key.mode == mode for key in tallies)]
-    kinds: dict[str, Counter[_Kind]] = {mode: Counter() for mode in there}
+    kinds: dict[str, Counter[_StepKind]] = {mode: Counter() for mode in there}
     for key, tally in tallies.items():
         if key.mode in kinds and _is_settled(key):
             kinds[key.mode][_kind(key)] += tally.steps
@@ -271,7 +271,7 @@ def first_with_both(window: Window) -> int:
     return next(both, min(modes, default=0))
 
 
-def _taken(tallies: Mapping[Key, Tally], mode: str, kind: _Kind) -> Tally:
+def _taken(tallies: Mapping[Key, Tally], mode: str, kind: _StepKind) -> Tally:
     """The settled steps of a mode and a kind."""
     found = Tally()
     for key, tally in tallies.items():
@@ -280,7 +280,7 @@ def _taken(tallies: Mapping[Key, Tally], mode: str, kind: _Kind) -> Tally:
     return found
 
 
-def _common(kinds: Mapping[str, Counter[_Kind]]) -> _Kind | None:
+def _common(kinds: Mapping[str, Counter[_StepKind]]) -> _StepKind | None:
     """The most frequent kind of step in both modes, preferably a training step; None if they share none."""
     one, other = kinds.values()
     both = {kind: min(count, other[kind]) for kind, count in one.items() if other[kind] and kind.batch != OTHER_SIZES}
@@ -288,7 +288,7 @@ def _common(kinds: Mapping[str, Counter[_Kind]]) -> _Kind | None:
         return max(both, key=lambda kind: (both[kind] >= MIN_STEPS, kind.trains, both[kind], kind.batch))
     if one and other:
         return None
-    return next(iter((one or other).most_common(1)), (_Kind(NO_SAMPLES, True), 0))[0]
+    return next(iter((one or other).most_common(1)), (_StepKind(NO_SAMPLES, True), 0))[0]
 
 
 def _lacking(there: Sequence[str], lacking: Mapping[str, int]) -> str:
@@ -300,7 +300,7 @@ def _lacking(there: Sequence[str], lacking: Mapping[str, int]) -> str:
     return f"no verdict yet: it needs {' and '.join(parts)}"
 
 
-def _unlike(kinds: Mapping[str, Counter[_Kind]]) -> str:
+def _unlike(kinds: Mapping[str, Counter[_StepKind]]) -> str:
     """Why no step of one mode can be compared with a step of the other."""
     usual = {mode: max(found, key=lambda kind: found[kind]) for mode, found in kinds.items()}
     trains = {mode: kind.trains for mode, kind in usual.items()}

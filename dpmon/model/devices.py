@@ -12,7 +12,7 @@ from dpmon.model.members import SECOND, text_in, whole_in
 from dpmon.model.memory import Peak
 from dpmon.model.source import Rows
 from dpmon.model.state import DeviceTrack, ModeChange
-from dpmon.store.answers import Sample
+from dpmon.store.answers import ChartSample
 
 HISTORY_S = 640
 """Seconds of samples that the charts need."""
@@ -28,7 +28,7 @@ _Values = tuple[float | None, float | None, float | None]
 
 
 @dataclass(slots=True)
-class _Track:
+class _SampleTrack:
     """The newest sample of one device and its values, one per second."""
 
     id: int = 0
@@ -36,7 +36,7 @@ class _Track:
     data: Mapping[str, Any] = field(default_factory=dict)
     values: deque[_Values] = field(default_factory=lambda: deque(maxlen=HISTORY_S))
 
-    def add(self, sample: Sample) -> None:
+    def add(self, sample: ChartSample) -> None:
         if sample.t_ns < self.t_ns:
             return
         used, total = sample.mem_used, sample.mem_total
@@ -59,7 +59,7 @@ class _Track:
 class Samples:
     """Reads the samples of the last minutes and caches them: each is read once."""
 
-    _tracks: dict[int, _Track] = field(default_factory=dict)
+    _tracks: dict[int, _SampleTrack] = field(default_factory=dict)
     _last_id: int = 0
     _until_ns: int = -1
     began: int = 0
@@ -76,7 +76,7 @@ class Samples:
         for sample in source.samples(HISTORY_S * SECOND, self._last_id):
             self._last_id = max(self._last_id, sample.id)
             if sample.device in self._tracks or len(self._tracks) <= _DEVICES:
-                self._tracks.setdefault(sample.device, _Track()).add(sample)
+                self._tracks.setdefault(sample.device, _SampleTrack()).add(sample)
             if sample.device == _HOST and sample.run_mem is not None and sample.run_mem >= 0:
                 self.host.append((sample.t_ns, int(sample.run_mem)))
         for track in self._tracks.values():

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from dpmon.model.active_processes import last_resumption, some_are_silent
 from dpmon.model.announced import Announced
-from dpmon.model.calls_seen import Calls, call_tracks
+from dpmon.model.calls_seen import SeenCalls, call_tracks
 from dpmon.model.compare import MODES_COMPARED, Comparison, compare_modes
 from dpmon.model.devices import HostPeaks, Samples, Visit, device_peaks, visits_of
 from dpmon.model.history import COLUMNS, Columns, width_of_columns
@@ -96,7 +96,7 @@ class Snapshots:
         """The process that represents the run, with its figures and its history; `others`: the other ranks."""
         step = process.last_step
         if step is None:
-            tracks, newest = call_tracks(Calls(rows, process.process), {}, (), process.mode)
+            tracks, newest = call_tracks(SeenCalls(rows, process.process), {}, (), process.mode)
             return _with_devices(replace(process, calls=tracks, newest=newest))
         end_s = figures_end_s(rows, process)
         begin_s = max(end_s - wanted.span_s, 0) if wanted.span_s else 0
@@ -288,7 +288,7 @@ def _other_processes(state: State, focus: Process, wanted: Wanted) -> list[Proce
 
 def _with_last_calls(rows: Rows, process: Process) -> Process:
     """`process`, which trains beside the one that represents the run, with its newest calls."""
-    calls = Calls(rows, process.process)
+    calls = SeenCalls(rows, process.process)
     mode = process.last_step.mode if process.last_step is not None else process.mode
     tracks, newest = call_tracks(calls, {}, (), mode, most=RANK_CALLS_READ, timed=False)
     return _with_devices(replace(process, calls=tracks, newest=newest, last_calls=calls.of_last_step()))
@@ -296,7 +296,7 @@ def _with_last_calls(rows: Rows, process: Process) -> Process:
 
 def _called(rows: Rows, process: Process, ranged: Window, mode: str) -> Process:
     """`process` with its calls, and their times in a time range."""
-    calls = Calls(rows, process.process)
+    calls = SeenCalls(rows, process.process)
     trained = {key.mode for key in ranged.by_process if ranged.trained(key.mode)}
     tracks, newest = call_tracks(calls, ranged.by_process, trained, mode)
     return _with_devices(replace(process, calls=tracks, newest=newest, last_calls=calls.of_last_step()))

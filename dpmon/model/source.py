@@ -8,15 +8,15 @@ from typing import NamedTuple, Protocol
 from dpmon.model.members import SECOND
 from dpmon.model.process import Process
 from dpmon.record.kinds import Call, Event, Step
-from dpmon.store.answers import CallHead, Communicated, LastSample, LongRow, PaceRow, Sample, TimeRow
+from dpmon.store.answers import CallHead, ChartSample, Communicated, LastSample, LongRow, PaceRow, TimeRow
 from dpmon.store.tally import Key, Tally
-from dpmon.store.window import Source
+from dpmon.store.window import TallySource
 
 MOST_RANKS = 64
 """Most ranks in a picture without scrolling."""
 
 
-class Tallies(Source, Protocol):
+class Tallies(TallySource, Protocol):
     """The part of dpmon.store.queries.Store that a snapshot uses."""
 
     def tally_rows(
@@ -94,7 +94,7 @@ class Rows(Protocol):
     def last_sample(self, process: int, begin_ns: int) -> LastSample | None:
         """The newest step of a process with sampled collectives, if it began after a time."""
 
-    def samples(self, span_ns: int, after_id: int = 0) -> list[Sample]:
+    def samples(self, span_ns: int, after_id: int = 0) -> list[ChartSample]:
         """Samples of devices and host, in their order."""
 
     def sample(self, number: int) -> Event | None:

@@ -13,9 +13,9 @@ from typing import Any
 
 from dpmon.record.kinds import (
     Call,
+    CallPhase,
     Collective,
     Event,
-    Phase,
     Record,
     RecordError,
     Replica,
@@ -89,15 +89,15 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class _CallLayout:
     root: str
     via: str | None
     devices: tuple[str, ...]
     absent: dict[str, str]
 
 
-def _layout(value: dict[str, Any]) -> _Layout:
-    return _Layout(
+def _layout(value: dict[str, Any]) -> _CallLayout:
+    return _CallLayout(
         str(value["root"]),
         None if value["via"] is None else str(value["via"]),
         tuple(str(name) for name in value["devices"]),
@@ -119,7 +119,7 @@ class Decoder:
         self.process = process
         self.rank = rank
         self.origin_ns = origin_ns
-        self._layouts: dict[int, _Layout] = {}
+        self._layouts: dict[int, _CallLayout] = {}
         self._sizes: dict[int, tuple[Size, ...]] = {}
         self._stages: dict[int, tuple[str, tuple[str, ...]]] = {}
         self._collectives: dict[int, dict[str, Any]] = {}
@@ -201,7 +201,7 @@ class Decoder:
             wall_ns=wall,
             devices=devices,
             phases={
-                name: _made(Phase, (offset, took, None))
+                name: _made(CallPhase, (offset, took, None))
                 for name, offset, took in zip(CALL_PHASES, phases[::2], phases[1::2], strict=True)
                 if offset >= 0
             },

@@ -10,10 +10,10 @@ from dpmon.errors import DpmonError
 
 __all__ = [
     "Call",
+    "CallPhase",
     "Collective",
     "Event",
     "PartTimes",
-    "Phase",
     "PhaseSpan",
     "Record",
     "RecordError",
@@ -48,7 +48,7 @@ class Size:
     """Global shape of a DTensor; None for any other tensor."""
 
 
-class Phase(NamedTuple):
+class CallPhase(NamedTuple):
     """A phase of a call: offset from the call's start and duration in ns; device time in ms or None."""
 
     offset_ns: int
@@ -116,7 +116,7 @@ class Call:
     start_ns: int
     wall_ns: int
     devices: tuple[str, ...]
-    phases: Mapping[str, Phase]
+    phases: Mapping[str, CallPhase]
     replicas: tuple[Replica, ...]
     inputs: tuple[Size, ...] | None
     outputs: tuple[Size, ...] | None

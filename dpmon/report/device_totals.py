@@ -29,7 +29,7 @@ _HIGHEST = ("mem_used_bytes", "mem_run_bytes", "mem_total_bytes", "temperature_c
 
 
 @dataclass(slots=True)
-class _Track:
+class _TotalsTrack:
     name: str | None = None
     uuid: str | None = None
     called: str | None = None
@@ -50,7 +50,7 @@ class Devices:
     """Collects samples in the order of their time."""
 
     def __init__(self) -> None:
-        self._tracks: dict[int, _Track] = {}
+        self._tracks: dict[int, _TotalsTrack] = {}
         self.paused: Sequence[Span] = ()
         """Pauses of the run, known only at its end. Utilisation during a pause does not count."""
         self.last_ns = 0
@@ -67,7 +67,7 @@ class Devices:
             return
         if kind == "host" and isinstance(data.get("gpu_absent"), (str, type(None))):
             self.gpu_absent = data.get("gpu_absent")
-        track = self._tracks.setdefault(index, _Track())
+        track = self._tracks.setdefault(index, _TotalsTrack())
         track.samples += 1
         util = _number(data.get("util_pct" if kind == "device" else "cpu_pct"))
         used = _number(data.get("mem_used_bytes"))
@@ -96,7 +96,7 @@ class Devices:
             or (index not in self._tracks and len(self._tracks) > MAX_DEVICES)
         ):
             return
-        track = self._tracks.setdefault(index, _Track())
+        track = self._tracks.setdefault(index, _TotalsTrack())
         if row.name in _HIGHEST and abs(row.high) < 1e300:
             track.highest[row.name] = max(track.highest.get(row.name, row.high), row.high)
         if row.start_s == BEFORE_S:  # the minute is no longer known
@@ -176,7 +176,7 @@ class Devices:
         return tuple(found)
 
 
-def _identify(track: _Track, data: Mapping[str, Any]) -> None:
+def _identify(track: _TotalsTrack, data: Mapping[str, Any]) -> None:
     for key in ("name", "uuid"):
         if isinstance(data.get(key), str):
             setattr(track, key, data[key])
@@ -194,7 +194,7 @@ def _identify(track: _Track, data: Mapping[str, Any]) -> None:
                 track.throttled[reason] += 1
 
 
-def _place(track: _Track, seconds: float, util: tuple[float, int] | None, used: tuple[float, int] | None) -> None:
+def _place(track: _TotalsTrack, seconds: float, util: tuple[float, int] | None, used: tuple[float, int] | None) -> None:
     """Add sums of utilisation and memory, with their numbers of samples, to the stretch of their time."""
     sums = track.sums.setdefault(int(seconds / track.width), [0.0, 0.0, 0.0, 0.0])
     if util is not None:

@@ -22,7 +22,7 @@ assert set(PARTS) == {*STEP_PHASES, *CALL_PHASES}
 
 
 @dataclass(slots=True)
-class _Sum:
+class _StretchSum:
     """Steps of one kind that ended in one stretch, and their time."""
 
     tally: Tally = field(default_factory=Tally)
@@ -63,11 +63,13 @@ def _width(span_s: float, step_s: float) -> int:
     return next((seconds for seconds in _SECONDS if seconds >= least), int(hours) * 3600)
 
 
-def _sums(store: Store, seconds: int, shown: Mapping[tuple[str, bool], int]) -> dict[tuple[str, bool], dict[int, _Sum]]:
+def _sums(
+    store: Store, seconds: int, shown: Mapping[tuple[str, bool], int]
+) -> dict[tuple[str, bool], dict[int, _StretchSum]]:
     """The sums by (mode, evaluation), then by number of the stretch. A mode that never trains has no evaluations."""
     trained = {mode for mode, kind in store.kinds() if not kind & EVALUATION}
     width = max(width for width in WIDTHS if seconds % width == 0)
-    found: dict[tuple[str, bool], dict[int, _Sum]] = defaultdict(lambda: defaultdict(_Sum))
+    found: dict[tuple[str, bool], dict[int, _StretchSum]] = defaultdict(lambda: defaultdict(_StretchSum))
     there = sorted(set(shown.values()))
     for start, wide, key, tally in store.tally_rows(0, END, process=there, sketches=False, finest=width, widest=width):
         kind = key.mode, bool(key.kind & EVALUATION) and key.mode in trained
@@ -87,7 +89,7 @@ def _sums(store: Store, seconds: int, shown: Mapping[tuple[str, bool], int]) -> 
     return {kind: dict(slots) for kind, slots in found.items()}
 
 
-def _bin(start_s: int, end_s: int, mode: str, evaluation: bool, one: _Sum, elapsed_ns: int) -> Bin:
+def _bin(start_s: int, end_s: int, mode: str, evaluation: bool, one: _StretchSum, elapsed_ns: int) -> Bin:
     tally = one.tally
     samples = tally.sum("samples")
     return Bin(

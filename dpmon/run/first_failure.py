@@ -53,7 +53,7 @@ class Death(NamedTuple):
         return f"rank {self.rank} was ended by {name}"
 
 
-class Failure(NamedTuple):
+class FirstFailure(NamedTuple):
     """Why a run failed; at least one of the two is known."""
 
     death: Death | None
@@ -69,7 +69,7 @@ class Failure(NamedTuple):
         return f"{self.death.text}; {raised}" if raised else self.death.text
 
 
-def failure(directory: Path, info: RunInfo, status: int | None) -> Failure | None:
+def failure(directory: Path, info: RunInfo, status: int | None) -> FirstFailure | None:
     """Why a run that ended with `status` failed; None if no exception and no status of a rank explains it.
 
     This is the exception of the command itself, unless it only reports that another process ended. The command's note
@@ -81,7 +81,7 @@ def failure(directory: Path, info: RunInfo, status: int | None) -> Failure | Non
     if own is not None and status != _UNCAUGHT_STATUS:
         return None
     if own is not None and own.kind not in _MAYBE_OF_LAUNCHERS:
-        return Failure(None, own)
+        return FirstFailure(None, own)
     stages = read_notes(directory / "stages.log", _MAX_BYTES)
     begun = {note.pid: note.at_ns for note in reversed(stages)}
     others = [
@@ -102,9 +102,9 @@ def failure(directory: Path, info: RunInfo, status: int | None) -> Failure | Non
     raised = next((one for one in others if one.at_ns >= attempt), None)
     death = next((one for one in silent if one.at_ns >= attempt), None)
     if death is not None and (raised is None or _came_first(death, raised, deaths)):
-        return Failure(death, raised)
+        return FirstFailure(death, raised)
     raised = raised or own
-    return None if raised is None else Failure(None, raised)
+    return None if raised is None else FirstFailure(None, raised)
 
 
 def _came_first(death: Death, raised: Uncaught, deaths: list[Death]) -> bool:

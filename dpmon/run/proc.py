@@ -19,7 +19,7 @@ _MAX_ENVIRON_BYTES = 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class ProcessEntry:
     """One line of the process table; `started` in seconds since boot."""
 
     pid: int
@@ -37,7 +37,7 @@ class Process:
         return self.state in "ZXx"
 
 
-def read(pid: int) -> Process | None:
+def read(pid: int) -> ProcessEntry | None:
     """The process with this number, even a zombie; None if it does not exist."""
     try:
         raw = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
@@ -49,7 +49,7 @@ def read(pid: int) -> Process | None:
         return None
     state = fields[0]
     code = int(fields[49]) if state in "ZXx" and len(fields) > 49 else None
-    return Process(pid, state, int(fields[1]), int(fields[2]), int(fields[3]), int(fields[19]) / _TICKS, code)
+    return ProcessEntry(pid, state, int(fields[1]), int(fields[2]), int(fields[3]), int(fields[19]) / _TICKS, code)
 
 
 def started(pid: int) -> float | None:
@@ -66,7 +66,7 @@ def alive(pid: int, since: float | None) -> bool:
     return since is None or same_start(process, since)
 
 
-def same_start(process: Process, since: float | None) -> bool:
+def same_start(process: ProcessEntry, since: float | None) -> bool:
     """Whether the process started at `since`, in the same kernel clock tick; False if `since` was not recorded."""
     return since is not None and abs(process.started - since) < 0.5 / _TICKS
 
@@ -94,7 +94,7 @@ def status_of_dead(pid: int, since: float | None) -> int | None:
     return process.exit_code
 
 
-def every_process() -> dict[int, Process]:
+def every_process() -> dict[int, ProcessEntry]:
     """The process table, by number."""
     found = {}
     for name in os.listdir("/proc"):
@@ -105,14 +105,14 @@ def every_process() -> dict[int, Process]:
     return found
 
 
-def tree(root: int) -> dict[int, Process]:
+def tree(root: int) -> dict[int, ProcessEntry]:
     """The living processes that belong to `root`: its descendants, group and session, and their descendants."""
     table = every_process()
     mine = {pid for pid, p in table.items() if pid == root or root in (p.group, p.session)}
     return {pid: table[pid] for pid in with_descendants(mine, table) if not table[pid].dead}
 
 
-def with_descendants(pids: set[int], table: Mapping[int, Process]) -> set[int]:
+def with_descendants(pids: set[int], table: Mapping[int, ProcessEntry]) -> set[int]:
     """`pids` and all their descendants."""
     found = set(pids)
     while more := {pid for pid, process in table.items() if process.parent in found and pid not in found}:

@@ -45,7 +45,7 @@ _EXIT = pack_event("exit", {})[:-1]
 _RANKS = "the ranks of a distributed training wait for each other: pausing would let their collectives time out"
 
 
-class Pause(NamedTuple):
+class PauseState(NamedTuple):
     """The last request for a pause, and whether the training is paused."""
 
     wanted: bool
@@ -56,7 +56,7 @@ class Pause(NamedTuple):
     """When the last training process paused (monotonic); None while one runs."""
 
 
-class _Process:
+class _LiveProcess:
     """The ring of a training process: its activity, and requests to it."""
 
     def __init__(self, ring: ProcessRing) -> None:
@@ -118,7 +118,7 @@ class RunReader:
         self._known_exit = known_exit
         self._stamp = 0
         self.info: RunInfo = load_info(directory)
-        self._processes: dict[str, _Process] = {}
+        self._processes: dict[str, _LiveProcess] = {}
         """Training processes by the name of their ring."""
         self._exit: ExitInfo | None = None
         self._endings: dict[str, RingReader] = {}
@@ -245,19 +245,19 @@ class RunReader:
             return "no training process is running"
         return _RANKS if any((process.ring.world or 1) > 1 for process in training) else None
 
-    def paused(self) -> Pause:
+    def paused(self) -> PauseState:
         """The last request for a pause, whether it is in force, and the start of the pause."""
         training = self._training()
         requests = [process.pause_requests() for process in training]
         doing = [process.activity() for process in training]
         paused = bool(doing) and all(what == "paused" for what, _ in doing)
-        return Pause(
+        return PauseState(
             wanted=any(asked & 1 for asked, _ in requests),
             pending=any(asked != answered for asked, answered in requests),
             since_ns=max(since for _, since in doing) if paused else None,
         )
 
-    def _training(self) -> list[_Process]:
+    def _training(self) -> list[_LiveProcess]:
         self._find_processes()
         return [process for process in self._processes.values() if process.alive()]
 
@@ -265,7 +265,7 @@ class RunReader:
         for number, path in ring_paths(self.directory, self._processes):
             if number >= 0:
                 with contextlib.suppress(RingError, OSError):  # its header will be complete in a moment
-                    self._processes[path.name] = _Process(ProcessRing(str(path)))
+                    self._processes[path.name] = _LiveProcess(ProcessRing(str(path)))
 
     @property
     def output_paths(self) -> tuple[Path, ...]:

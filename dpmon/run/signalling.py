@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dpmon.run import proc
-from dpmon.run.proc import Process
+from dpmon.run.proc import ProcessEntry
 from dpmon.run.rundir import RunInfo
 
 _PROCESS_GROUP = 1 << 2
@@ -37,7 +37,7 @@ def is_named(pid: int, directory: Path) -> bool:
     )
 
 
-def command_of(info: RunInfo) -> Process | None:
+def command_of(info: RunInfo) -> ProcessEntry | None:
     """The command, alive or not yet reaped, if its start is the recorded one."""
     pid = info.command_pid
     if pid is None or pid <= 1 or info.boot_id != proc.boot_id():
@@ -58,8 +58,8 @@ def unproven(directory: Path, info: RunInfo) -> int | None:
 
 
 def find_members(
-    directory: Path, info: RunInfo, *, over: bool, known: Mapping[int, Process] | None = None
-) -> dict[int, Process]:
+    directory: Path, info: RunInfo, *, over: bool, known: Mapping[int, ProcessEntry] | None = None
+) -> dict[int, ProcessEntry]:
     """The living processes that are proven to be the run's, except the caller and the run's supervisor.
 
     `over`: the run has ended, so its recorded command no longer proves anything. `known`: members found earlier.
@@ -93,17 +93,17 @@ def _earliest(info: RunInfo) -> float:
     return info.command_started - proc.TICK_S
 
 
-def send(process: Process, number: int) -> bool:
+def send(process: ProcessEntry, number: int) -> bool:
     """Send a signal to this very process; False if it has gone or may not be signalled."""
     return _deliver(process, number, group=False)
 
 
-def send_to_group(leader: Process, number: int) -> bool:
+def send_to_group(leader: ProcessEntry, number: int) -> bool:
     """Send a signal to the group that `leader` leads, in one call as a terminal does; False as for `send`."""
     return leader.group == leader.pid and _deliver(leader, number, group=True)
 
 
-def send_to_all(members: Mapping[int, Process], root: int | None, number: int) -> None:
+def send_to_all(members: Mapping[int, ProcessEntry], root: int | None, number: int) -> None:
     """Send a signal to the group of the command `root` in one call, then to the other members, parents first."""
     leader = members.get(root or 0)
     # The caller may be in that group: the training can call `dpmon stop`.
@@ -113,7 +113,7 @@ def send_to_all(members: Mapping[int, Process], root: int | None, number: int) -
             send(process, number)
 
 
-def _deliver(process: Process, number: int, *, group: bool) -> bool:
+def _deliver(process: ProcessEntry, number: int, *, group: bool) -> bool:
     if process.pid <= 1:
         return False
     fd = None

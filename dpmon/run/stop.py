@@ -10,7 +10,7 @@ from pathlib import Path
 from dpmon.run import proc
 from dpmon.run.condition import YOUNG_S
 from dpmon.run.lock import goes_on_elsewhere, supervised
-from dpmon.run.proc import Process
+from dpmon.run.proc import ProcessEntry
 from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info, mark_stop
 from dpmon.run.signalling import find_members, send_to_all, unproven
 
@@ -93,7 +93,7 @@ def unexpected_end(directory: Path, last: str, limit_s: float = _RECORD_S) -> st
     return f"it ended with {how.signal}{why}"
 
 
-def _wait(directory: Path, info: RunInfo, known: dict[int, Process], grace_s: float) -> dict[int, Process]:
+def _wait(directory: Path, info: RunInfo, known: dict[int, ProcessEntry], grace_s: float) -> dict[int, ProcessEntry]:
     """Wait until all have ended; return those alive after `grace_s` seconds, including new children."""
     until = time.monotonic() + grace_s
     search_at = 0.0

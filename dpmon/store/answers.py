@@ -181,7 +181,7 @@ class CallHead(NamedTuple):
         return bool(self.flags & FAILED)
 
 
-class Sample(NamedTuple):
+class ChartSample(NamedTuple):
     """The values of one sample of a device (-1: the host) for the charts; None for unknown values."""
 
     id: int

@@ -23,7 +23,7 @@ ShapeKey = tuple[int, str, int, int, int, str, int]
 
 
 @dataclass(slots=True)
-class Ended:
+class EndedSteps:
     """Steps of one tally that ended in one second; start of the first and end of the last one (ns)."""
 
     steps: list[StepFacts]
@@ -52,7 +52,7 @@ class Batch:
     """Values of COLLECTIVE_SUMS by second, process and definition."""
     events: list[tuple[Any, ...]] = field(default_factory=list)
     rings: list[RingRow] = field(default_factory=list)
-    tallied: dict[tuple[int, Key], Ended] = field(default_factory=dict)
+    tallied: dict[tuple[int, Key], EndedSteps] = field(default_factory=dict)
     """Steps by the second they ended in and their tally."""
     spent: dict[tuple[int, int, str, str], int] = field(default_factory=dict)
     """Time (ns) by second, process, mode and activity; negative values subtract."""
@@ -97,7 +97,7 @@ class Batch:
         at = end // 1_000_000_000, key
         found = self.tallied.get(at)
         if found is None:
-            self.tallied[at] = Ended([facts], start_ns, end)
+            self.tallied[at] = EndedSteps([facts], start_ns, end)
         else:
             found.add((facts,), start_ns, end)
 

@@ -70,7 +70,7 @@ _phases_of = itemgetter(
 _DAMAGE = (RecordError, LookupError, ValueError, TypeError, AttributeError, struct.error, RecursionError)
 
 
-class _Call(NamedTuple):
+class _HeldCall(NamedTuple):
     """The parts of a call that are held until its step arrives."""
 
     number: int
@@ -98,7 +98,7 @@ class Intake:
         """Number of rows in a batch by the definition of its sizes, for the newest definitions."""
         self._shapes: set[ShapeKey] = set()
         """Shapes that are kept with their sizes."""
-        self._calls: list[_Call] = []
+        self._calls: list[_HeldCall] = []
         self._sizes: set[int] = set()
         """Batch sizes with their own tallies."""
         self._mode: str | None = None
@@ -187,7 +187,7 @@ class Intake:
     def _note_held(self) -> None:
         self.row.held_id = self._calls[0].number if self._calls else None
 
-    def _count(self, batch: Batch, calls: Sequence[_Call], kind: int | None) -> None:
+    def _count(self, batch: Batch, calls: Sequence[_HeldCall], kind: int | None) -> None:
         """Count the sizes of calls. `kind`: kind of their step; None if they are in no step."""
         for call in calls:
             of_call = kind if kind is not None else EVALUATION * (call.flags & (TRAINING | GRAD) == 0)
@@ -247,7 +247,7 @@ class Intake:
         self.row.steps += 1
         self.row.last_step = step
 
-    def _of_step(self, batch: Batch, step: int, kind: int) -> list[_Call]:
+    def _of_step(self, batch: Batch, step: int, kind: int) -> list[_HeldCall]:
         """Return the held calls of a step. Release them, and the calls of earlier steps that were not recorded."""
         held = self._calls
         self._calls = []
@@ -310,7 +310,7 @@ class Intake:
         return (number, process, kind, t_ns, text)
 
 
-def _held(number: int, payload: bytes, inner: bytes, head: Sequence[int]) -> _Call:
+def _held(number: int, payload: bytes, inner: bytes, head: Sequence[int]) -> _HeldCall:
     """Return the parts of a call to hold. `inner`: payload without device times. `head`: its numbers
     (dpmon.record.payloads)."""
     mode, flags, _, layout, step, _, _, _, inputs, outputs, *phases = head
@@ -320,13 +320,13 @@ def _held(number: int, payload: bytes, inner: bytes, head: Sequence[int]) -> _Ca
     parts += [(stage_series(layout, i, *stage[:3]), stage[4]) for i, stage in enumerate(stages) if stage[4] >= 0]
     sizes = _sizes_text(inputs, outputs, *[part[:2] for part in replicas], *[part[:3] for part in stages])
     if inner is payload:
-        return _Call(number, step, MODES[mode], layout, flags, took, None, parts, sizes, 0)
+        return _HeldCall(number, step, MODES[mode], layout, flags, took, None, parts, sizes, 0)
     named = [replica_series(layout, i) for i in range(len(replicas))]
     named = named or [stage_series(layout, i, *stage[:3]) for i, stage in enumerate(stages)]
     times = part_times(payload)
     known = ((name, times.of(i)) for i, name in enumerate(named))
     parts += [(device_series(name), int(ms * 1e6)) for name, ms in known if ms is not None]
-    return _Call(
+    return _HeldCall(
         number, step, MODES[mode], layout, flags, took, known_times(payload), parts, sizes, why_number(payload)
     )
 
@@ -343,7 +343,7 @@ def _without_sizes(text: str) -> str:
     return _sizes_text(0, 0, *((0, 0) if len(part) == 2 else (part[0], 0, 0) for part in parts))
 
 
-def _of_calls(own: Sequence[int], calls: Sequence[_Call]) -> tuple[list[int], int | None]:
+def _of_calls(own: Sequence[int], calls: Sequence[_HeldCall]) -> tuple[list[int], int | None]:
     """Return the summed phases of a step's calls (-1: did not run), and the rest of its forward.
 
     `own`: the step's phases in the order of STEP_PHASES. Calls of other threads, or calls repeated in the backward
@@ -368,7 +368,7 @@ def _of_calls(own: Sequence[int], calls: Sequence[_Call]) -> tuple[list[int], in
     return sums, forward - inside
 
 
-def _device_times(times: bytes | None, calls: Sequence[_Call], by_call: Sequence[int]) -> dict[str, int]:
+def _device_times(times: bytes | None, calls: Sequence[_HeldCall], by_call: Sequence[int]) -> dict[str, int]:
     """Return device times (ns) by phase: of the step, of its calls if all of them are timed, and of the REST."""
     timed = [call for call in calls if call.device_ms]
     if times is None and not timed:

@@ -49,7 +49,7 @@ class Joined(NamedTuple):
         return found if self.held_ns is None else {**found, HELD: self.held_ns}
 
 
-class _Group:
+class _RankGroup:
     """The processes that average their gradients together, one per rank."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -133,7 +133,7 @@ class Rounds:
         """Processes with wrappers that have named their ranks."""
         self._several: set[int] = set()
         """Processes with wrappers of different groups."""
-        self._groups: dict[Sequence[int], _Group] = {}
+        self._groups: dict[Sequence[int], _RankGroup] = {}
 
     def take_event(self, process: int, kind: str, data: Mapping[str, Any]) -> None:
         """Read the rank and world size of a process, or the group of its wrapper, from an event.
@@ -155,14 +155,14 @@ class Rounds:
             self._ranks[process] = group_of
             self._group(process)
 
-    def _group(self, process: int) -> _Group | None:
+    def _group(self, process: int) -> _RankGroup | None:
         """Return the group of a process; None if it has no group or is from before a restart of the job."""
         ranks, rank = self._ranks.get(process), self._rank_of.get(process)
         if ranks is None or rank is None or len(ranks) < 2 or rank not in ranks or process in self._several:
             return None
         group = self._groups.get(ranks)
         if group is None:
-            group = self._groups[ranks] = _Group(ranks)
+            group = self._groups[ranks] = _RankGroup(ranks)
         return group if group.take_over(rank, process) else None
 
     def step(self, process: int, step: SyncStep) -> list[Joined]:

@@ -26,7 +26,7 @@ _CALL_AT = 5
 """Index of a call's number in its head."""
 
 
-class Source(Protocol):
+class RingSource(Protocol):
     """One ring and the position of its reader."""
 
     pid: int
@@ -259,7 +259,7 @@ class SpanSource:
         self._ring.close()
 
 
-def open_source(path: Path, row: RingRow | None) -> Source:
+def open_source(path: Path, row: RingRow | None) -> RingSource:
     """Open the ring at `path` where `row` left off; raises RingError or OSError.
 
     If the row has another process id, it belongs to an earlier, deleted ring: this ring is read from its start.

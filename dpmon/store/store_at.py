@@ -16,7 +16,7 @@ from dpmon.record.kinds import Call, Event, RecordError, Step
 from dpmon.record.payloads import call_head, call_replicas, call_stages
 from dpmon.record.schema import EVALUATION, SETTLING
 from dpmon.record.wire import MODES
-from dpmon.store.answers import CallHead, Communicated, LastSample, LongRow, Sample
+from dpmon.store.answers import CallHead, ChartSample, Communicated, LastSample, LongRow
 from dpmon.store.collective_queries import communicated, last_sample
 from dpmon.store.queries import LONG_COLUMNS, Store, event_in, long_row
 from dpmon.store.tables import LASTING, all_integers
@@ -208,7 +208,7 @@ class StoreAt:
         """Return the newest step of a process with sampled collectives, if it began at or after `begin_ns`."""
         return last_sample(self.store, process, begin_ns, self.until_ns)
 
-    def samples(self, span_ns: int, after_id: int = 0) -> list[Sample]:
+    def samples(self, span_ns: int, after_id: int = 0) -> list[ChartSample]:
         """Return the samples of devices and host in the `span_ns` before the newest event, in order.
 
         `after_id`: return all samples after this id instead.
@@ -282,11 +282,11 @@ def _numbers(payload: bytes) -> set[int]:
     return found
 
 
-def _sample(number: int, t_ns: int, kind: str, index: object, *values: object) -> Sample | None:
+def _sample(number: int, t_ns: int, kind: str, index: object, *values: object) -> ChartSample | None:
     device = _HOST if kind == "host" else index
     if type(device) is not int or device < _HOST or type(t_ns) is not int:
         return None
     util, cpu, used, total, power, run = (
         float(value) if isinstance(value, (int, float)) and abs(value) < 1e18 else None for value in values
     )
-    return Sample(number, t_ns, device, cpu if device == _HOST else util, used, total, power, run)
+    return ChartSample(number, t_ns, device, cpu if device == _HOST else util, used, total, power, run)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from dpmon.store.accounting import ACTIVITIES
-from dpmon.store.batch import Batch, Ended
+from dpmon.store.batch import Batch, EndedSteps
 from dpmon.store.rounds import Joined
 from dpmon.store.tables import ACTIVITY_COLUMNS
 from dpmon.store.tally import ALL, COLUMNS, WIDTHS, Key, SeriesNames, Tally, known_keys
@@ -115,9 +115,9 @@ class TallyWriter:
         self._keys.add(key)
         self._processes.add(key.process)
 
-    def _together(self, tallied: Mapping[tuple[int, Key], Ended]) -> dict[tuple[int, Key], Ended]:
+    def _together(self, tallied: Mapping[tuple[int, Key], EndedSteps]) -> dict[tuple[int, Key], EndedSteps]:
         """Return the steps of all processes together; empty if there is only one process."""
-        found: dict[tuple[int, Key], Ended] = {}
+        found: dict[tuple[int, Key], EndedSteps] = {}
         for (second, key), ended in tallied.items() if len(self._processes) > 1 else ():
             place = second, key._replace(process=ALL)
             known = found.get(place)

@@ -21,7 +21,7 @@ from dpmon.store.tally import Key, Tally
 _SECOND = 1_000_000_000
 
 
-class Source(Protocol):
+class TallySource(Protocol):
     """The methods of dpmon.store.queries.Store that a window needs."""
 
     processes: list[int]
@@ -51,7 +51,7 @@ class Source(Protocol):
 class Window:
     """All figures of the time between two seconds."""
 
-    def __init__(self, source: Source, begin_s: int = 0, end_s: int = 1 << 40) -> None:
+    def __init__(self, source: TallySource, begin_s: int = 0, end_s: int = 1 << 40) -> None:
         self._source = source
         self._begin_s, self._end_s = begin_s, end_s
         self._kinds = source.kinds()

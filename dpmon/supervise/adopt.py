@@ -154,7 +154,7 @@ def _last_output(directory: Path, info: RunInfo) -> float:
     return found
 
 
-def find_command(directory: Path) -> proc.Process | None:
+def find_command(directory: Path) -> proc.ProcessEntry | None:
     """Search for the command of a run. Its killed supervisor may have started it without recording the process."""
     leaders = (process for pid, process in proc.every_process().items() if process.session == pid and not process.dead)
     return min(

@@ -21,7 +21,7 @@ from pathlib import Path
 from dpmon.run import proc
 from dpmon.run.ending import exit_info
 from dpmon.run.lock import needs_supervisor
-from dpmon.run.proc import Process
+from dpmon.run.proc import ProcessEntry
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, load_info, save
 from dpmon.run.signalling import command_of, find_members, send, send_to_all, send_to_group
@@ -110,7 +110,7 @@ class Guard:
         self._supervisor = started.process
         self._pipe = started.outcome
         self._reader = reader
-        self._found: Process | None = None
+        self._found: ProcessEntry | None = None
         self.outcome: ExitInfo | None = None
         """How the run ended, if no file has it: reported by the supervisor, or found by this process."""
         self._outcome_read: ExitInfo | None = None

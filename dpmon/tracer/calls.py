@@ -32,7 +32,7 @@ _HIDING = frozenset(kind for kind in range(32) if kind not in (0, Kind.FETCH, Ki
 """Kinds of spans inside which a call of a module is not recorded as a call."""
 
 
-class Calls:
+class CallTracer:
     """Traces the calls of one process."""
 
     def __init__(self, session: Session, recorder: Recorder, modes: Modes, sites: Sites, split: Split) -> None:

@@ -28,7 +28,7 @@ _DRAIN_S = 0.05
 """Longest wait for the polling thread at the end of the process."""
 
 
-class Sample:
+class CollectiveSample:
     """The number of collectives in the current sample, and the cost of the sample."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Launched(NamedTuple):
 class Ends:
     """Waits for the ends of the collectives of one process, and writes their spans."""
 
-    def __init__(self, session: Session, recorder: Recorder, sample: Sample) -> None:
+    def __init__(self, session: Session, recorder: Recorder, sample: CollectiveSample) -> None:
         self._session = session
         self._recorder = recorder
         self._sample = sample

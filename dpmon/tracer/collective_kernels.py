@@ -26,7 +26,7 @@ import torch
 
 from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind
 from dpmon.record.wire import Unended
-from dpmon.tracer.collective_ends import Ends, Launched, Sample
+from dpmon.tracer.collective_ends import CollectiveSample, Ends, Launched
 from dpmon.tracer.collective_operators import OPERATORS, Operator
 from dpmon.tracer.frames import drop_frames, outwards
 from dpmon.tracer.recorder import Recorder
@@ -40,7 +40,7 @@ _DISTRIBUTED = os.path.dirname(os.path.abspath(torch.distributed.__file__)) + os
 _KEY: Any = torch._C.DispatchKey.BackendSelect
 
 
-class _Group(NamedTuple):
+class _ProcessGroup(NamedTuple):
     """Facts about a process group."""
 
     name: str
@@ -54,7 +54,7 @@ class _Group(NamedTuple):
 class Kernels:
     """The kernels of one process; they record each collective that is launched during a sample."""
 
-    def __init__(self, session: Session, recorder: Recorder, ends: Ends, sample: Sample) -> None:
+    def __init__(self, session: Session, recorder: Recorder, ends: Ends, sample: CollectiveSample) -> None:
         self._session = session
         self._recorder = recorder
         self._ends = ends
@@ -71,7 +71,7 @@ class Kernels:
         """Whether other threads launch collectives, so that the kernels must stay."""
         self._within = 0
         """Number of kernels that are running."""
-        self._groups: dict[tuple[Any, str], _Group] = {}
+        self._groups: dict[tuple[Any, str], _ProcessGroup] = {}
         """By process group and type of the device, for one sample."""
 
     def register(self) -> bool:
@@ -183,7 +183,7 @@ class Kernels:
             else:
                 self._ends.wait_for(Launched(work, head, began, size))
 
-    def _group(self, boxed: Any, device: str) -> _Group:
+    def _group(self, boxed: Any, device: str) -> _ProcessGroup:
         group = _distributed().ProcessGroup.unbox(boxed)
         found = self._groups.get((group, device))
         if found is None:
@@ -194,10 +194,10 @@ class Kernels:
                     ranks = tuple(torch.distributed.get_process_group_ranks(group))
             with suppress(RuntimeError):
                 backend = str(group._get_backend(torch.device(device)).name())
-            found = self._groups[group, device] = _Group(str(group.group_name), size, ranks, backend)
+            found = self._groups[group, device] = _ProcessGroup(str(group.group_name), size, ranks, backend)
         return found
 
-    def _site(self, operation: str, group: _Group, device: str, dtype: Any) -> int:
+    def _site(self, operation: str, group: _ProcessGroup, device: str, dtype: Any) -> int:
         key = "collective", operation, group, device, dtype
 
         def spell() -> dict[str, Any]:

@@ -22,7 +22,7 @@ import torch
 
 from dpmon.record.spans import FLAGS_AT, SITE_AT, Flag, Kind
 from dpmon.span_ring import Word
-from dpmon.tracer.collective_ends import Ends, Sample
+from dpmon.tracer.collective_ends import CollectiveSample, Ends
 from dpmon.tracer.collective_kernels import Kernels, missing
 from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.session import Session, raise_from_signal
@@ -61,7 +61,7 @@ class Collectives:
     def __init__(self, session: Session, recorder: Recorder) -> None:
         self._session = session
         self._recorder = recorder
-        self._sample = Sample()
+        self._sample = CollectiveSample()
         self._ends = Ends(session, recorder, self._sample)
         self._kernels = Kernels(session, recorder, self._ends, self._sample)
         self.reset()

@@ -18,7 +18,7 @@ from dpmon.tracer.modes import Modes
 from dpmon.tracer.module_tables import in_training_mode
 from dpmon.tracer.names import name_of
 from dpmon.tracer.recorder import Recorder
-from dpmon.tracer.replicas import Watch
+from dpmon.tracer.replicas import ReplicaWatch
 from dpmon.tracer.session import Memo, Session
 from dpmon.tracer.sites import Site, Sites
 from dpmon.tracer.sizes import leaves
@@ -104,7 +104,7 @@ class Compositions:
             me.passed_devices = _several(args[position] if len(args) > position else kwargs.get("devices"))
         return 0
 
-    def _begins(self, me: Thread, virtual: Any, args: Any, kwargs: Any) -> tuple[Watch, int] | None:
+    def _begins(self, me: Thread, virtual: Any, args: Any, kwargs: Any) -> tuple[ReplicaWatch, int] | None:
         """Return the watch of a new parallel_apply and the flags for its span; None if it is not recorded."""
         recorder, modes = self.recorder, self.modes
         modules = args[0] if args else kwargs.get("modules")
@@ -125,7 +125,7 @@ class Compositions:
         grad = torch.is_grad_enabled()  # a function has no training mode: enabled gradients count as training
         training = in_training_mode(modules[0]) if hasattr(modules[0], "training") else grad
         head = site.head | (Flag.TRAINING * training | Flag.GRAD * grad) << FLAGS_AT
-        return Watch(recorder, me, site, strict=False), head
+        return ReplicaWatch(recorder, me, site, strict=False), head
 
     def _site(self, modules: Any, offered: tuple[Any, ...] | None, virtual: Any) -> Site:
         modes = self.modes

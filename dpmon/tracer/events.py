@@ -107,7 +107,7 @@ class TorchEvents:
         return float(self._elapsed(first, last))
 
 
-class _Mark:
+class _RecordedEvent:
     """A recorded event, the number of spans that still need it, and whether the device has reached it."""
 
     __slots__ = ("event", "reached", "users")
@@ -118,15 +118,15 @@ class _Mark:
         self.reached = False
 
 
-class Span:
+class DeviceSpan:
     """A phase on one device: its time once it is known, or the reason why it stays unknown."""
 
     __slots__ = ("device", "first", "last", "ms", "why")
 
     def __init__(self, device: int) -> None:
         self.device = device
-        self.first: _Mark | None = None
-        self.last: _Mark | None = None
+        self.first: _RecordedEvent | None = None
+        self.last: _RecordedEvent | None = None
         self.ms: float | None = None
         self.why = Untimed.NONE
 
@@ -155,7 +155,7 @@ class DeviceTimes:
         """Highest recent number of events in a step, by device."""
         self._skips = False
         """Whether this step is not timed."""
-        self._pending: dict[int, deque[Span]] = {}
+        self._pending: dict[int, deque[DeviceSpan]] = {}
         self._faults = 0
         self.untimed = 0
         """Number of phases without a free event."""
@@ -165,9 +165,9 @@ class DeviceTimes:
         """Whether timing has given up."""
         return self._faults >= MAX_FAULTS
 
-    def begin(self, device: int, after: Span | None = None) -> Span:
+    def begin(self, device: int, after: DeviceSpan | None = None) -> DeviceSpan:
         """Begin a phase on a device: at the end of `after` if that is on the same device, else now."""
-        span = Span(device)
+        span = DeviceSpan(device)
         shared = after.last if after is not None and after.device == device else None
         if shared is not None and not self.off:
             shared.users += 1
@@ -176,7 +176,7 @@ class DeviceTimes:
             span.first, span.why = self._mark(device)
         return span
 
-    def end(self, span: Span) -> None:
+    def end(self, span: DeviceSpan) -> None:
         """End a phase at its last lap, or now if it has none."""
         if span.first is None:
             return
@@ -191,7 +191,7 @@ class DeviceTimes:
             pending = self._pending.setdefault(span.device, deque())
         pending.append(span)
 
-    def lap(self, span: Span) -> None:
+    def lap(self, span: DeviceSpan) -> None:
         """Mark a possible end of a phase; it counts if no later lap follows."""
         if span.first is None:
             return
@@ -202,7 +202,7 @@ class DeviceTimes:
         if mark is None:
             self.abandon(span, why)
 
-    def abandon(self, span: Span, why: int = Untimed.RAISED) -> None:
+    def abandon(self, span: DeviceSpan, why: int = Untimed.RAISED) -> None:
         """Abandon a phase that will never end, because its work failed."""
         for mark in (span.first, span.last):
             if mark is not None:
@@ -223,7 +223,7 @@ class DeviceTimes:
             while pending and self._read(pending[0]):
                 del pending[0]
 
-    def _read(self, span: Span) -> bool:
+    def _read(self, span: DeviceSpan) -> bool:
         """Read one time. Return False if the device has not reached the end of the phase."""
         first, last = span.first, span.last
         assert first is not None
@@ -245,7 +245,7 @@ class DeviceTimes:
         span.first = span.last = None
         return True
 
-    def _is_reached(self, mark: _Mark) -> bool:
+    def _is_reached(self, mark: _RecordedEvent) -> bool:
         mark.reached = mark.reached or self._events.done(mark.event)  # consecutive phases share an event
         return mark.reached
 
@@ -253,7 +253,7 @@ class DeviceTimes:
         """Number of phases with unread times."""
         return sum(len(pending) for pending in self._pending.values())
 
-    def _mark(self, device: int) -> tuple[_Mark | None, int]:
+    def _mark(self, device: int) -> tuple[_RecordedEvent | None, int]:
         """Record an event now. Return it and Untimed.NONE, or None and the reason."""
         if self._faults >= MAX_FAULTS:
             return None, Untimed.FAULT
@@ -275,7 +275,7 @@ class DeviceTimes:
                 self._free.setdefault(device, []).append(event)
             self._failed(error)
             return None, Untimed.FAULT
-        return _Mark(event), Untimed.NONE
+        return _RecordedEvent(event), Untimed.NONE
 
     def end_step(self) -> None:
         """End a step. The next step is timed as a whole or not at all.
@@ -308,7 +308,7 @@ class DeviceTimes:
         self._made[device] = number + 1
         return self._events.make()
 
-    def _release(self, device: int, mark: _Mark) -> None:
+    def _release(self, device: int, mark: _RecordedEvent) -> None:
         mark.users -= 1
         if mark.users == 0:
             self._free.setdefault(device, []).append(mark.event)

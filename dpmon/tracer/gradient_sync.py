@@ -55,10 +55,10 @@ class GradientSync:
     def __init__(self, session: Session, recorder: Recorder) -> None:
         self._session = session
         self._recorder = recorder
-        self._wrappers: dict[int, _Wrapper] = {}
+        self._wrappers: dict[int, _TracedWrapper] = {}
         """By id of the DistributedDataParallel. The traced function refers to this dict and to `_waiting`: never
         replace them."""
-        self._waiting: list[_Wrapper] = []
+        self._waiting: list[_TracedWrapper] = []
         """Wrappers with a forward since their last backward pass."""
         self.reset()
 
@@ -114,10 +114,10 @@ class GradientSync:
 
         return named_like(_post_forward, original)
 
-    def _known(self, module: Any) -> _Wrapper:
+    def _known(self, module: Any) -> _TracedWrapper:
         """Remember a wrapper while it lives."""
         key, wrappers = id(module), self._wrappers
-        wrapper = wrappers[key] = _Wrapper(module, next(self._made), lambda _: wrappers.pop(key, None))
+        wrapper = wrappers[key] = _TracedWrapper(module, next(self._made), lambda _: wrappers.pop(key, None))
         return wrapper
 
     # ---------------------------------------------------------------- the end of the computation
@@ -203,7 +203,7 @@ class GradientSync:
                 self._finish(wrapper, wrapper.module(), ended)
                 break
 
-    def _finish(self, wrapper: _Wrapper, module: Any, ended: int) -> None:
+    def _finish(self, wrapper: _TracedWrapper, module: Any, ended: int) -> None:
         """Count the finished backward pass of a wrapper, and record the wrapper's facts when they are due."""
         wrapper.waits = False
         self._waiting.remove(wrapper)
@@ -212,7 +212,7 @@ class GradientSync:
             wrapper.due = ended + FACTS_EVERY_NS
             self._record_facts(wrapper, module)
 
-    def _write(self, wrapper: _Wrapper, ready: Sequence[int], at: int, head: int, ended: int) -> None:
+    def _write(self, wrapper: _TracedWrapper, ready: Sequence[int], at: int, head: int, ended: int) -> None:
         """Write a synchronised pass. `at`: when all gradients were ready. `ready`: by bucket (ns after forward)."""
         head |= (wrapper.number & _WRAPPER_MASK) << WRAPPER_AT + SITE_AT
         if wrapper.several:
@@ -235,7 +235,7 @@ class GradientSync:
 
     # ---------------------------------------------------------------- facts
 
-    def _record_facts(self, wrapper: _Wrapper, module: Any) -> None:
+    def _record_facts(self, wrapper: _TracedWrapper, module: Any) -> None:
         """Record the facts of a wrapper if they have changed."""
         data = module._get_ddp_logging_data()
         wrapper.divide(data)
@@ -245,7 +245,7 @@ class GradientSync:
             self._session.event("ddp", fill="last", **facts)
 
 
-class _Wrapper:
+class _TracedWrapper:
     """A DistributedDataParallel, and when the gradients of its last backward pass were ready."""
 
     __slots__ = (
@@ -331,7 +331,7 @@ def _notes(module: Any) -> list[int]:
     return notes[0] if notes and isinstance(notes[0], list) else notes
 
 
-def _facts(wrapper: _Wrapper, module: Any, data: Any) -> dict[str, Any]:
+def _facts(wrapper: _TracedWrapper, module: Any, data: Any) -> dict[str, Any]:
     group = module.process_group
     ranks = torch.distributed.get_process_group_ranks(group)
     buffers = bool(data.get("broadcast_buffers")) and any(True for _ in module.module.buffers())
@@ -365,7 +365,7 @@ def _is_sum(data: Any) -> bool:
     return not newer and bool(data.get("unused_parameter_size")) and (data.get("iteration") or 0) > 1
 
 
-def _times(wrapper: _Wrapper, data: Any) -> dict[str, Any]:
+def _times(wrapper: _TracedWrapper, data: Any) -> dict[str, Any]:
     """Return torch's times of the communication and its overlap with the computation, and reasons for absent values.
 
     torch samples these times; they are from the last sampled iteration.

@@ -37,7 +37,7 @@ from dpmon.record.spans import Kind
 from dpmon.span_ring import SpanRing
 from dpmon.tracer import oom
 from dpmon.tracer.append import note
-from dpmon.tracer.calls import Calls
+from dpmon.tracer.calls import CallTracer
 from dpmon.tracer.collectives import Collectives
 from dpmon.tracer.compositions import Compositions
 from dpmon.tracer.copies import Copies
@@ -48,7 +48,7 @@ from dpmon.tracer.loaders import Loaders
 from dpmon.tracer.memory_looks import Memory
 from dpmon.tracer.modes import Modes
 from dpmon.tracer.optimizers import OptimizerSteps
-from dpmon.tracer.pause import Pause
+from dpmon.tracer.pause import Pauser
 from dpmon.tracer.primitives import Primitives
 from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.roots import Roots
@@ -86,7 +86,7 @@ def install() -> None:
     optimizers = OptimizerSteps(recorder)
     modes = Modes(session, originals)
     sites = Sites(session, modes)
-    calls = Calls(session, recorder, modes, sites, Split(session, recorder, modes, sites, originals))
+    calls = CallTracer(session, recorder, modes, sites, Split(session, recorder, modes, sites, originals))
     compositions = Compositions(session, recorder, modes, sites)
     primitives = Primitives(recorder, originals, compositions)
     roots = Roots(session, recorder, calls)
@@ -110,7 +110,7 @@ def install() -> None:
     recorder.on_loop_over = memory.on_optimizer = roots.on_made = expect_model
     recorder.on_look = lambda now: min(roots.look(now), memory.look(now), collectives.look(now))
     optimizers.on_step, optimizers.on_another = memory.stepped, lambda: expect_model(missed=True)
-    recorder.on_pause = Pause(session, recorder).wait
+    recorder.on_pause = Pauser(session, recorder).wait
     sites.on_site = memory.new_model
     sites.on_gpus = recorder.times_devices
 
@@ -158,7 +158,7 @@ def _everywhere(original: Any, name: str, traced: Any) -> None:
             setattr(module, name, traced)
 
 
-def _constructing(original: Callable[..., Any], modes: Modes, calls: Calls) -> Callable[..., Any]:
+def _constructing(original: Callable[..., Any], modes: Modes, calls: CallTracer) -> Callable[..., Any]:
     """Return the traced form of DataParallel.__init__, which notes `dim`: torch does not store it without GPUs."""
 
     def __init__(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, dim: int = 0) -> None:

@@ -30,7 +30,7 @@ _RANKS = (
 )
 
 
-class Pause:
+class Pauser:
     """Pauses the training of one process."""
 
     def __init__(self, session: Session, recorder: Recorder) -> None:

@@ -36,12 +36,12 @@ class Probe:
 
     __slots__ = ("_around", "_began", "_inputs", "_mark", "_memos", "_nested", "_watch", "index", "module")
 
-    def __init__(self, watch: Watch, index: int, memos: tuple[Memo, Memo]) -> None:
+    def __init__(self, watch: ReplicaWatch, index: int, memos: tuple[Memo, Memo]) -> None:
         self._watch = watch
         self._memos = memos
         self.index = index
         self.module: Any = None
-        """The callable that this probe stands in for (see `Watch.stand_ins`); None if the replica has our hooks."""
+        """The callable that it stands in for (see `ReplicaWatch.stand_ins`); None if the replica has our hooks."""
         self._inputs = self._began = 0
         self._nested = 0
         """Number of nested calls that are running."""
@@ -136,7 +136,7 @@ class Probe:
             self._watch.recorder.session.fault("hooks", error, fatal=False)
 
 
-class Watch:
+class ReplicaWatch:
     """The replicas of one call."""
 
     __slots__ = ("_memos", "_probes", "head", "odd", "ran", "recorder", "site", "timing")

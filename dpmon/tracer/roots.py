@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from dpmon.record.spans import Kind
-from dpmon.tracer.calls import Calls
+from dpmon.tracer.calls import CallTracer
 from dpmon.tracer.frames import first_argument
 from dpmon.tracer.module_tables import MODULES, modules_of, parameters_of, values_of
 from dpmon.tracer.names import class_name
@@ -75,7 +75,7 @@ class _RootCall:
 class Roots:
     """Watches the modules of one process."""
 
-    def __init__(self, session: Session, recorder: Recorder, calls: Calls) -> None:
+    def __init__(self, session: Session, recorder: Recorder, calls: CallTracer) -> None:
         self.session = session
         self.recorder = recorder
         self.calls = calls

@@ -22,7 +22,7 @@ from dpmon.tracer.modes import Modes
 from dpmon.tracer.module_tables import buffers_of
 from dpmon.tracer.plans import DP, SINGLE, Plan
 from dpmon.tracer.recorder import Recorder
-from dpmon.tracer.replicas import ROWS, Unsuited, Watch
+from dpmon.tracer.replicas import ROWS, ReplicaWatch, Unsuited
 from dpmon.tracer.session import Session
 from dpmon.tracer.sites import Functional, Site, Sites
 from dpmon.tracer.threads import Thread
@@ -62,7 +62,7 @@ class SplitCall:
         """Layout and flags of its span: see Sites.head."""
         self.around = around
         """The enclosing call of this thread that also runs over several devices; None for none."""
-        self.watch: Watch | None = None
+        self.watch: ReplicaWatch | None = None
         """Hooks on the replicas."""
         self.primitives: set[int] = set()
         """Phases that have run, as kinds of spans."""
@@ -91,7 +91,7 @@ class Split:
         try:
             call = SplitCall(site, me.split)
             if site.plan.mode == DP:
-                call.watch = Watch(self.recorder, me, site, strict=site.via is None)
+                call.watch = ReplicaWatch(self.recorder, me, site, strict=site.via is None)
             me.split = call
         except Exception as error:  # noqa: BLE001 - the call runs as written
             self.session.fault("begin", error)
@@ -145,7 +145,7 @@ class Split:
         head = Kind.REPLICA | me.head | call.site.kind << INSIDE_AT
         self.recorder.write(head, began, monotonic_ns() - began, inputs | outputs << 32)
 
-    def _drop_replicas(self, watch: Watch | None) -> None:
+    def _drop_replicas(self, watch: ReplicaWatch | None) -> None:
         """Drop all references to a finished call's replicas. Never raises."""
         try:
             if watch is not None:

@@ -55,7 +55,7 @@ class Part:
         self.leave: Callable[..., None]
 
 
-class Stage:
+class TracedStage:
     """One stage of the current call.
 
     `inputs`, `outputs`: definitions of its sizes (0 if unknown). `began`, `ended`: monotonic ns (`ended` is 0 if it has
@@ -82,8 +82,8 @@ class Stages:
         self.devices = devices
         self.parts = parts
         self._absent = absent
-        self._ran: list[Stage] = []
-        self._current: Stage | None = None
+        self._ran: list[TracedStage] = []
+        self._current: TracedStage | None = None
         """Stage of the running part; None if it is beyond the limit."""
         self._running: list[tuple[Part, Any]] = []
         """The running parts, outermost first, each with the exception that was being handled when the part began."""
@@ -120,7 +120,7 @@ class Stages:
                 if last is None or last.device != device:
                     if len(self._ran) >= MAX_STAGES:
                         return
-                    last = Stage(device, session.inputs(args, kwargs, got))
+                    last = TracedStage(device, session.inputs(args, kwargs, got))
                     self._ran.append(last)
                     if self._timing is not None:
                         last.mark = self._timing.part_begins(Kind.STAGE, gpu_of(device))
@@ -202,7 +202,7 @@ class Stages:
 
         return _THREADS if self._elsewhere else None
 
-    def _write(self, recorder: Recorder, me: Thread, stage: Stage) -> None:
+    def _write(self, recorder: Recorder, me: Thread, stage: TracedStage) -> None:
         names, device = tuple(stage.names), stage.device
         number = self.session.define(("stage", device, names), lambda: {"device": device, "parts": list(names)})
         head = Kind.STAGE | me.head | Kind.CALL << INSIDE_AT | number << SITE_AT

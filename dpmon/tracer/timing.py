@@ -16,7 +16,7 @@ import torch
 
 from dpmon.record.spans import FLAGS_AT, SITE_AT, Flag, Kind
 from dpmon.record.wire import Untimed
-from dpmon.tracer.events import DeviceTimes, Events, Span, TorchEvents
+from dpmon.tracer.events import DeviceSpan, DeviceTimes, Events, TorchEvents
 from dpmon.tracer.threads import Thread
 
 MAX_STEPS = 64
@@ -47,7 +47,7 @@ class Mark:
 
     __slots__ = ("_kind", "_shares", "_timing", "number", "spans", "step")
 
-    def __init__(self, timing: Timing, kind: int, spans: list[Span], shares: bool = False) -> None:
+    def __init__(self, timing: Timing, kind: int, spans: list[DeviceSpan], shares: bool = False) -> None:
         """`shares`: the next phase of the call may begin at the event that ends this one."""
         self._timing = timing
         self._kind = kind
@@ -145,7 +145,7 @@ class Timing:
         self._waiting: deque[Mark] = deque()
         self._steps = 0
         self._copies = 0
-        self.last: dict[int, Span] = {}
+        self.last: dict[int, DeviceSpan] = {}
         """Per device: the last finished phase of the current call."""
 
     def _failed(self, error: BaseException) -> None:

@@ -20,7 +20,7 @@ from dpmon.model.state import State
 from dpmon.text.cleaning import clean
 from dpmon.text.traceback_line import traceback_line
 from dpmon.ui.panel_output import Output
-from dpmon.ui.scene import Ended, Facts, Pausing, Scene, Toggle, View, all_finished
+from dpmon.ui.scene import Facts, Pausing, RunEnd, Scene, Toggle, View, all_finished
 from dpmon.ui.tail import Tail
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Feed:
         self._still = Snapshots()
         """Takes snapshots for a frozen picture."""
         self._facts = Facts(script=clean(directory.name, 100))
-        self._ended: Ended | None = None
+        self._ended: RunEnd | None = None
         self._exit: Any = None
         self._alive: bool | None = None
         self._gone_ns: int | None = None
@@ -171,7 +171,7 @@ class Feed:
         return None if self._reader is None else self._reader.info
 
     @property
-    def ended(self) -> Ended | None:
+    def ended(self) -> RunEnd | None:
         """How the run ended; None while it runs or while its end is unknown."""
         return self._ended
 
@@ -278,7 +278,7 @@ class Feed:
             lines = [line for tail in reversed(self.output.tails) if (line := traceback_line(tail.end()))]
             said = ended.error or ended.cause or (lines[0] if lines else None)
             last = clean(said, 500) if said else None
-        self._ended = Ended(ended.status, ended.signal, int(ended.seconds * 1e9), last, ended.stopped)
+        self._ended = RunEnd(ended.status, ended.signal, int(ended.seconds * 1e9), last, ended.stopped)
 
     # ------------------------------------------------------------------------------------------ asking
 

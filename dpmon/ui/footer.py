@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dpmon.text.cells import span_width
-from dpmon.ui.keys import COMMANDS, Command
+from dpmon.ui.keys import COMMANDS, KeyCommand
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, fit
 from dpmon.ui.scene import Scene
@@ -42,14 +42,14 @@ _ROOMY = 100
 """From this many cells on, keys stand two cells apart."""
 
 
-class _Piece(NamedTuple):
+class _KeyHint(NamedTuple):
     key: str
     word: str
     priority: int
     """Pieces with higher numbers are left out first."""
 
 
-def _priority(command: Command, word: str, scene: Scene) -> int:
+def _priority(command: KeyCommand, word: str, scene: Scene) -> int:
     if command.key in _LAST:
         return -3
     if word in _BACK or (command.key == "i" and scene.input_wait_ns is not None):
@@ -59,11 +59,11 @@ def _priority(command: Command, word: str, scene: Scene) -> int:
     return _ORDER.index(command.key) if command.key in _ORDER else len(_ORDER)
 
 
-def _pieces(scene: Scene) -> list[_Piece]:
+def _pieces(scene: Scene) -> list[_KeyHint]:
     if scene.view.dialog:
-        return [_Piece(key, word, -3) for key, word in scene.view.dialog]
+        return [_KeyHint(key, word, -3) for key, word in scene.view.dialog]
     possible = ((command, command.footer_word(scene)) for command in COMMANDS)
-    return [_Piece(command.key, word, _priority(command, word, scene)) for command, word in possible if word]
+    return [_KeyHint(command.key, word, _priority(command, word, scene)) for command, word in possible if word]
 
 
 def keys(scene: Scene) -> list[tuple[str, str]]:
@@ -85,15 +85,15 @@ def footer(scene: Scene, width: int, look: Look) -> list[Row]:
     return [fit(row, width, look.glyphs.more)]
 
 
-def _taken(pieces: Sequence[_Piece], gap: int) -> int:
+def _taken(pieces: Sequence[_KeyHint], gap: int) -> int:
     """Number of cells that these pieces take."""
     return sum(gap + span_width(piece.key) + 1 + span_width(piece.word) for piece in pieces) - (gap - 1)
 
 
-def _chosen(pieces: Sequence[_Piece], width: int, gap: int) -> list[_Piece]:
+def _chosen(pieces: Sequence[_KeyHint], width: int, gap: int) -> list[_KeyHint]:
     """The pieces that fit, the most useful first. A narrow row gets short words, and long ones where there is room."""
     order = sorted(range(len(pieces)), key=lambda index: pieces[index].priority)
-    shown: dict[int, _Piece] = {}
+    shown: dict[int, _KeyHint] = {}
     for index in order:
         word = pieces[index].word
         more = {**shown, index: pieces[index]._replace(word=_SHORT.get(word, word) if gap == 1 else word)}

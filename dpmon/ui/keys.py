@@ -22,7 +22,7 @@ __all__ = [
     "COMMANDS",
     "PERIODS",
     "PLAYED",
-    "Command",
+    "KeyCommand",
     "neighbour",
     "next_panel",
     "other_period",
@@ -38,7 +38,7 @@ PERIODS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Seconds between pictures to choose from."""
 
 
-class Command(NamedTuple):
+class KeyCommand(NamedTuple):
     """A command of the user."""
 
     key: str
@@ -103,68 +103,70 @@ def _behind(scene: Scene) -> str | None:
     return "to the end" if scene.over else "follow"
 
 
-COMMANDS: tuple[Command, ...] = (
-    Command("d", "d", "toggle_mode", _other_mode, "data parallel or single device, from the next batch on"),
-    Command("p", "p", "pause", _pause, "pause the training between two steps, or resume it"),
-    Command("space", "space", "freeze", _freeze, "freeze the picture; the training goes on"),
-    Command(
+COMMANDS: tuple[KeyCommand, ...] = (
+    KeyCommand("d", "d", "toggle_mode", _other_mode, "data parallel or single device, from the next batch on"),
+    KeyCommand("p", "p", "pause", _pause, "pause the training between two steps, or resume it"),
+    KeyCommand("space", "space", "freeze", _freeze, "freeze the picture; the training goes on"),
+    KeyCommand(
         "esc",
         "escape",
         "unzoom",
         lambda scene: "all panels" if scene.view.zoom else "end search" if _finding(scene) else None,
         "back to all panels; end a search",
     ),
-    Command("n", "n", "next(1)", _when(_finding, "older"), "during a search: the next older line"),
-    Command("N", "N", "next(-1)", _when(_finding, "newer"), "during a search: the next newer line"),
-    Command("end", "end", f"scroll({FAR})", _behind, "to the end of the output, and follow it"),
-    Command(
+    KeyCommand("n", "n", "next(1)", _when(_finding, "older"), "during a search: the next older line"),
+    KeyCommand("N", "N", "next(-1)", _when(_finding, "newer"), "during a search: the next newer line"),
+    KeyCommand("end", "end", f"scroll({FAR})", _behind, "to the end of the output, and follow it"),
+    KeyCommand(
         "1-5",
         "",
         "",
         lambda scene: None if scene.view.zoom else "panel",
         "go to a panel; press again for full screen and back. tab, arrows and the mouse work too",
     ),
-    Command(
+    KeyCommand(
         "enter",
         "enter",
         "zoom",
         lambda scene: None if scene.view.zoom else "zoom",
         "show the panel in focus on the full screen; a double click does the same",
     ),
-    Command(
+    KeyCommand(
         "/",
         "slash",
         "find",
         lambda scene: "find" if "output" in (scene.view.focus, scene.view.zoom) else "",
         "find a word in the script's output, the newest line first",
     ),
-    Command("n", "n", "next(1)", _when(_several_roots, "next call"), "in panel 2: the next root or call of a step"),
-    Command(
+    KeyCommand("n", "n", "next(1)", _when(_several_roots, "next call"), "in panel 2: the next root or call of a step"),
+    KeyCommand(
         "i",
         "i",
         "type_line",
         _when(lambda s: s.can_type and not s.over and not s.ending, "input"),
         "send a line to the script",
     ),
-    Command("c", "c", "sample", _when(_communicates, "collectives"), "record the collectives of one of the next steps"),
-    Command("w", "w", "warnings", _when(lambda s: bool(s.state.warnings), "warnings"), "show all stored warnings"),
-    Command("[ ]", "", "", _always("range"), "a shorter or longer time range for histories and figures"),
-    Command("s", "s", "picture", _always("picture"), "save a picture of the screen (SVG)"),
-    Command("e", "e", "export", _always("export"), "export all records: JSON, CSV, Perfetto; in the background"),
-    Command("r", "r", "report", _always("report"), "the report: what happened in the run so far"),
-    Command("x", "x", "stop", _when(_stoppable, "stop"), "stop the training; asks first"),
-    Command("t", "t", "theme", _always("theme"), "the next theme: dark, light, colour-blind, mono, ASCII"),
-    Command("+ -", "", "", _always("refresh"), "draw the screen more or less often"),
-    Command(
+    KeyCommand(
+        "c", "c", "sample", _when(_communicates, "collectives"), "record the collectives of one of the next steps"
+    ),
+    KeyCommand("w", "w", "warnings", _when(lambda s: bool(s.state.warnings), "warnings"), "show all stored warnings"),
+    KeyCommand("[ ]", "", "", _always("range"), "a shorter or longer time range for histories and figures"),
+    KeyCommand("s", "s", "picture", _always("picture"), "save a picture of the screen (SVG)"),
+    KeyCommand("e", "e", "export", _always("export"), "export all records: JSON, CSV, Perfetto; in the background"),
+    KeyCommand("r", "r", "report", _always("report"), "the report: what happened in the run so far"),
+    KeyCommand("x", "x", "stop", _when(_stoppable, "stop"), "stop the training; asks first"),
+    KeyCommand("t", "t", "theme", _always("theme"), "the next theme: dark, light, colour-blind, mono, ASCII"),
+    KeyCommand("+ -", "", "", _always("refresh"), "draw the screen more or less often"),
+    KeyCommand(
         "o",
         "o",
         "next_output",
         _when(lambda s: s.outputs > 1, "output file"),
         "show the other output file",
     ),
-    Command(":", "colon,ctrl+p", "palette", _always("more"), "list everything that can be done now; type to filter"),
-    Command("?", "question_mark,h,f1", "help", _always("help"), "show what the words and keys mean"),
-    Command(
+    KeyCommand(":", "colon,ctrl+p", "palette", _always("more"), "list everything that can be done now; type to filter"),
+    KeyCommand("?", "question_mark,h,f1", "help", _always("help"), "show what the words and keys mean"),
+    KeyCommand(
         "q",
         "q",
         "leave",
@@ -174,11 +176,11 @@ COMMANDS: tuple[Command, ...] = (
 )
 
 
-def _played(key: str, names: str, action: str, description: str) -> Command:
-    return Command(key, names, action, lambda scene: None if scene.playing is None else "", description)
+def _played(key: str, names: str, action: str, description: str) -> KeyCommand:
+    return KeyCommand(key, names, action, lambda scene: None if scene.playing is None else "", description)
 
 
-PLAYED: tuple[Command, ...] = (
+PLAYED: tuple[KeyCommand, ...] = (
     _played("space", "space", "play", "play or stop; at the end, start again"),
     _played(".", "full_stop", "step(1)", "to the next step"),
     _played(",", "comma", "step(-1)", "to the step before"),

@@ -56,7 +56,7 @@ def compare(scene: Scene, width: int, height: int, found: Comparison, look: Look
     if not found.sides:
         return [[(scene.empty_reason("no step was traced", "no step has ended yet"), "dim")]]
     below = _notes(scene, found, width, look)
-    table = _Table(found, width, look)
+    table = _CompareTable(found, width, look)
     room = max(height - len(below), 3)
     first = [table.head(), table.step(), table.samples(), *table.within()]
     bars = table.bars()
@@ -80,7 +80,7 @@ def compare(scene: Scene, width: int, height: int, found: Comparison, look: Look
     return [*first, *more, *below]
 
 
-class _Table:
+class _CompareTable:
     """Columns: label, single, dp, and the result. Rows of rates within steps widen the label."""
 
     def __init__(self, found: Comparison, width: int, look: Look) -> None:

@@ -98,7 +98,7 @@ def devices(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     if each == 0 and width >= _GRID:
         rows = _grid(tracks, width, scene, look)
     else:
-        table = _Table(tracks, width, scene, look)
+        table = _DeviceTable(tracks, width, scene, look)
         rows = [row for index, track in tracks for row in table.rows(index, track, max(each, 1))]
     left = height - len(rows) - len(said)
     if held_rows and left > 0:
@@ -156,7 +156,7 @@ def _memory_rows(scene: Scene, width: int) -> list[Row]:
 # ------------------------------------------------------------------------------------------------ GPUs
 
 
-class _Table:
+class _DeviceTable:
     """Columns of a row per GPU. Their widths depend only on the panel's width and the GPUs' names."""
 
     def __init__(self, tracks: Sequence[tuple[int, DeviceTrack]], width: int, scene: Scene, look: Look) -> None:

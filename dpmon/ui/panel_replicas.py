@@ -94,7 +94,7 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     if track is None:
         return [[(scene.empty_reason("no call was traced", "no call yet"), "dim")]]
     call = track.last
-    drawn = _Table(track, width, look)
+    drawn = _ReplicaTable(track, width, look)
     rows: list[Row] = [drawn.header()] if height > 1 else []
     rows += [drawn.row(replica) for replica in call.replicas]
     rows += _idle(call, look)
@@ -111,7 +111,7 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     return rows
 
 
-class _Table:
+class _ReplicaTable:
     """Columns. Their widths depend on the panel's width, on the last call, and on which times are known."""
 
     def __init__(self, track: CallTrack, width: int, look: Look) -> None:

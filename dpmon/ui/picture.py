@@ -26,12 +26,12 @@ _FONTS = "'DejaVu Sans Mono','Menlo','Consolas',monospace"
 
 def svg(rows: Sequence[Row], look: Look, title: str = "") -> str:
     """The rows as one SVG image in the colours of `look`; its cells stay on a grid with any font."""
-    page = Page(look)
+    page = SvgPage(look)
     columns = max((sum(span_width(text) for text, _ in row) for row in rows), default=0)
     return page.image([piece for y, row in enumerate(rows) for piece in page.row(row, y)], (columns, len(rows)), title)
 
 
-class Page:
+class SvgPage:
     """Draws rows for one image, and collects the style rules they need."""
 
     def __init__(self, look: Look) -> None:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from textual.binding import Binding, BindingType
 
 from dpmon.run.activities import newest_stage, stages
-from dpmon.run.reader import Pause
+from dpmon.run.reader import PauseState
 from dpmon.run.rundir import ExitInfo, RunError, RunInfo, load_exit, load_info, output_paths
 from dpmon.store.opened import open_store
 from dpmon.store.store_at import StoreAt
@@ -148,7 +148,7 @@ class Player:
 
     def paused(self) -> Any:
         """No pause, and no request for one."""
-        return Pause(False, False, None)
+        return PauseState(False, False, None)
 
     def pending(self) -> bool:
         """False: a playback has no requests."""

@@ -51,7 +51,7 @@ class Facts(NamedTuple):
         return self.name or self.script.rsplit("/", 1)[-1] or self.script
 
 
-class Ended(NamedTuple):
+class RunEnd(NamedTuple):
     """How the run ended: status 0 to 255 (128+N for a signal), None if unknown; the signal's name; when (ns)."""
 
     status: int | None
@@ -131,7 +131,7 @@ class Scene:
     stalled: str | None = None
     """How long no new phase has begun, and where each process is; None if something moves."""
     alive: bool | None = None
-    ended: Ended | None = None
+    ended: RunEnd | None = None
     toggle: Toggle | None = None
     pausing: Pausing = field(default_factory=Pausing)
     can_toggle: bool = False
@@ -268,7 +268,7 @@ def _before_first_batch(scene: Scene, doing: str, spent: int) -> Life:
     return Life(word, "wait", f"{more}{', ' if more else ''}{max(scene.now_ns - since, 0) / 1e9:.0f} s")
 
 
-def _outcome(ended: Ended) -> Life:
+def _outcome(ended: RunEnd) -> Life:
     if ended.stopped:
         return Life("stopped", "wait", "by you" + (f", status {ended.status}" if ended.status else ""))
     if ended.signal == "SIGINT":

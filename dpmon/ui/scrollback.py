@@ -10,7 +10,7 @@ from collections import deque
 
 from dpmon.ui.rows import Row, plain
 from dpmon.ui.tail import Tail
-from dpmon.ui.terminal_text import HEIGHT, Page, interpret
+from dpmon.ui.terminal_text import HEIGHT, TerminalPage, interpret
 
 ROWS = 5000
 _CHARACTERS = 4_000_000
@@ -39,7 +39,7 @@ class Scrollback:
         self._offset = offset
         self._start = offset
         self._base: int | None = 0 if not offset else None
-        self._page = Page()
+        self._page = TerminalPage()
         self._settled: deque[tuple[int, Row, int]] = deque()
         self._characters = 0
         self.first = 0

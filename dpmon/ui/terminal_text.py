@@ -121,7 +121,7 @@ class TerminalLine:
         return self._row
 
 
-class Page:
+class TerminalPage:
     """Rows with a cursor. The caller may remove lines at the start of `lines`, except for the last HEIGHT."""
 
     def __init__(self, number: int = 0) -> None:
@@ -260,7 +260,7 @@ class Page:
 
 def interpret(lines: Sequence[bytes]) -> list[Row]:
     """The rows that the lines finally show; styles are "" or "sgr:..." for `dpmon.ui.themes`."""
-    page = Page()
+    page = TerminalPage()
     for index, line in enumerate(lines):
         page.feed(b"\n" + line if index else line)
     page.feed(b"", final=True)

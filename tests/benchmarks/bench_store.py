@@ -41,7 +41,7 @@ from dpmon.ring import Ring  # noqa: E402
 from dpmon.run import proc  # noqa: E402
 from dpmon.run.rundir import RunInfo, save  # noqa: E402
 from dpmon.store.accounting import Spent  # noqa: E402
-from dpmon.store.batch import Batch, Ended  # noqa: E402
+from dpmon.store.batch import Batch, EndedSteps  # noqa: E402
 from dpmon.store.drain import Drain  # noqa: E402
 from dpmon.store.opened import open_store  # noqa: E402
 from dpmon.store.store_at import StoreAt  # noqa: E402
@@ -183,7 +183,7 @@ def a_day(directory: Path, ranks: int) -> None:
                 first = (second * 7 + process) % (len(source) - PER_SECOND)
                 steps = source[first : first + PER_SECOND] if fine else source[:: 1 if ranks == 1 else 5]
                 begin, end = second * SECOND, (second + width) * SECOND
-                batch.tallied[second, Key(process, "single", 0, 64)] = Ended(steps, begin, end - 1)
+                batch.tallied[second, Key(process, "single", 0, 64)] = EndedSteps(steps, begin, end - 1)
                 middle = begin + (end - begin) * 98 // 100
                 spent = Spent("training", "single", begin, middle), Spent("between", "single", middle, end)
                 batch.spend(process, spent)

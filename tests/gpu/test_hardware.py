@@ -23,7 +23,7 @@ from tracing import Script, Traced, traced
 
 from dpmon.gpu.share import bare_uuid
 from dpmon.record.wire import mode_number
-from dpmon.tracer.events import DeviceTimes, Span, TorchEvents
+from dpmon.tracer.events import DeviceSpan, DeviceTimes, TorchEvents
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -194,7 +194,7 @@ def test_events_give_the_devices_own_time(gpu: str, row: Any) -> None:
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     first.record()
-    spans: list[Span] = []
+    spans: list[DeviceSpan] = []
     for _ in range(60):
         spans.append(times.begin(0, spans[-1] if spans else None))
         for _ in range(4):

@@ -14,7 +14,7 @@ from typing import Any
 
 from dpmon.gpu.card import Asker, Card
 from dpmon.gpu.device import VALUES
-from dpmon.gpu.failure import Failure
+from dpmon.gpu.failure import CallFailed
 from dpmon.gpu.nvml import Nvml
 from dpmon.gpu.questions import CHEAP, CHEAP_CALLS, EXPENSIVE, EXPENSIVE_CALLS
 from dpmon.gpu.share import Run
@@ -84,7 +84,7 @@ def watched(nvml: Nvml, index: int, seconds: int = 40) -> Any:
                 if card.handle is None:
                     card.open(nvml.module, ask)
                 asker.round(nvml.module, ask, lambda: now[0], asker.calls)
-            except Failure as failure:
+            except CallFailed as failure:
                 card.lose(failure.reason, now[0])
                 nvml.uninitialised = False
     return card.sample(Run(same_pids=True), now[0])

@@ -19,7 +19,7 @@ from dpmon.record.kinds import Step
 from dpmon.run import proc
 from dpmon.run.reader import RunReader
 from dpmon.run.rings import ProcessRing
-from dpmon.tracer.pause import Pause
+from dpmon.tracer.pause import Pauser
 from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.session import Config, Session
 
@@ -329,6 +329,6 @@ def test_an_interrupt_ends_a_pause_that_was_asked_for_anew_meanwhile(
     monkeypatch.setattr("dpmon.tracer.pause.sleep", sleep)
     reader.request_pause(True)
     with pytest.raises(KeyboardInterrupt):
-        Pause(session, Recorder(session)).wait()
+        Pauser(session, Recorder(session)).wait()
     assert answered(reader)
     reader.close()

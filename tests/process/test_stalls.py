@@ -14,7 +14,7 @@ from running import Dpmon, wait_for
 from tracing import Script
 
 from dpmon.cli.commands import ls
-from dpmon.cli.progress import Progress
+from dpmon.cli.progress import ProgressLines
 from dpmon.report import report_text
 from dpmon.run import activities
 from dpmon.run.reader import RunReader
@@ -110,7 +110,7 @@ def test_a_run_that_hangs_before_its_first_step(
 ) -> None:
     process = dpmon.start(*dpmon.warm(), "--headless", dpmon.script(text))
     reader = until_stage(dpmon, under_way)
-    assert plain(Progress(reader).line()) == f"{under_way} (N s)"
+    assert plain(ProgressLines(reader).line()) == f"{under_way} (N s)"
     capsys.readouterr()
     assert ls(Namespace(json=False)) == 0
     assert plain(capsys.readouterr().out).endswith(f"nothing has moved for N s: {under_way}")

@@ -18,7 +18,7 @@ FEW = 8
 
 GUARDS = {
     "tracer.compositions.Compositions.run",
-    "tracer.calls.Calls._bound",
+    "tracer.calls.CallTracer._bound",
     "tracer.frames.drop_frames",
     "tracer.loaders.Loaders.at_exit",
     "tracer.modes.Modes.composed_devices",

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 from kept import keep
 
-from dpmon.cli.progress import Progress
+from dpmon.cli.progress import ProgressLines
 from dpmon.record.wire import mode_number, pack_event, pack_step
 from dpmon.ring import Ring
 from dpmon.run.rundir import load_info
@@ -51,7 +51,7 @@ def step(
 def line(*processes: Iterable[bytes]) -> str:
     """What Progress says of the payloads of each process."""
     directory = keep(dict(enumerate(processes)), status=None)
-    return Progress(FakeReader(directory)).line()  # type: ignore[arg-type]
+    return ProgressLines(FakeReader(directory)).line()  # type: ignore[arg-type]
 
 
 def test_step_speed_and_mode(state: Path) -> None:
@@ -95,7 +95,7 @@ class Going:
 
 def test_each_line_has_the_rate_since_the_last_one(state: Path) -> None:
     run = Going()
-    progress = Progress(FakeReader(run.directory, {0: ("data", time.monotonic_ns())}))  # type: ignore[arg-type]
+    progress = ProgressLines(FakeReader(run.directory, {0: ("data", time.monotonic_ns())}))  # type: ignore[arg-type]
     run.take(*[step(n) for n in range(1, 11)])
     assert progress.line().startswith("step 10  10.0 steps/s")
     assert progress.line() == "no step for 0 s, in data"
@@ -105,7 +105,7 @@ def test_each_line_has_the_rate_since_the_last_one(state: Path) -> None:
 
 def test_the_time_of_a_long_gap_is_in_the_line_after_it(state: Path) -> None:
     run = Going()
-    progress = Progress(FakeReader(run.directory, {0: ("other", 0)}))  # type: ignore[arg-type]
+    progress = ProgressLines(FakeReader(run.directory, {0: ("other", 0)}))  # type: ignore[arg-type]
     run.take(*[step(n) for n in range(1, 11)])
     progress.line()
     run.take(step(11, start_ns=21 * _SECOND + _SECOND // 10, every_ms=900))
@@ -114,7 +114,7 @@ def test_the_time_of_a_long_gap_is_in_the_line_after_it(state: Path) -> None:
 
 def test_a_line_after_an_evaluation_has_the_rate_of_the_training(state: Path) -> None:
     run = Going()
-    progress = Progress(FakeReader(run.directory))  # type: ignore[arg-type]
+    progress = ProgressLines(FakeReader(run.directory))  # type: ignore[arg-type]
     at = number = 0
     lines = []
     for count, wall, trains in (
@@ -134,7 +134,7 @@ def test_a_line_after_an_evaluation_has_the_rate_of_the_training(state: Path) ->
 def test_without_steps_it_says_what_is_waited_for(state: Path) -> None:
     assert line() == "waiting for the first step"
     reader = FakeReader(keep({}, status=None, drained=False))
-    progress = Progress(reader)  # type: ignore[arg-type]
+    progress = ProgressLines(reader)  # type: ignore[arg-type]
     reader.reached = ("importing torch", time.monotonic_ns() - 3 * 10**9)
     assert progress.line() == "importing torch (3 s)"
     reader.reached = ("torch imported", time.monotonic_ns())
@@ -142,7 +142,7 @@ def test_without_steps_it_says_what_is_waited_for(state: Path) -> None:
     since = time.monotonic_ns() - 12 * 10**9
     for name, said in (("data", "no step for 12 s, in data"), ("paused", "paused for 12 s")):
         doing = FakeReader(reader.directory, {0: (name, since)})
-        assert Progress(doing).line() == said  # type: ignore[arg-type]
+        assert ProgressLines(doing).line() == said  # type: ignore[arg-type]
 
 
 def test_the_line_after_the_last_step_does_not_wait_for_a_first_step(state: Path) -> None:
@@ -151,7 +151,7 @@ def test_the_line_after_the_last_step_does_not_wait_for_a_first_step(state: Path
     reader = FakeReader(keep({0: [last]}, status=None), {0: ("ended", 0), 1: ("ended", 0)})
     reader.info.start_ns = now - 12 * _SECOND
     reader.reached = ("torch imported", now - 60 * 10**9)
-    progress = Progress(reader)  # type: ignore[arg-type]
+    progress = ProgressLines(reader)  # type: ignore[arg-type]
     assert progress.line().startswith("step 96")
     assert progress.line() == "no step for 5 s, the training process has ended"
     reader.reached = ("importing torch", now)  # the next training of the same command
@@ -168,4 +168,4 @@ def test_a_pause_is_no_part_of_the_speed(state: Path) -> None:
 def test_a_wait_for_input_is_said(state: Path) -> None:
     reader = FakeReader(keep({}, status=None), {0: ("backward", time.monotonic_ns() - 12 * 10**9)})
     reader.waits = time.monotonic_ns() - 11 * 10**9
-    assert Progress(reader).line() == "waiting for input for 11 s"  # type: ignore[arg-type]
+    assert ProgressLines(reader).line() == "waiting for input for 11 s"  # type: ignore[arg-type]

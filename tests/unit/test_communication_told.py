@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from traceformat import read
 
 from dpmon.cli.lines import Lines
-from dpmon.cli.progress import Progress
+from dpmon.cli.progress import ProgressLines
 from dpmon.cli.summary import summary_lines
 from dpmon.export.perfetto import write_trace
 from dpmon.report.asjson import as_object
@@ -134,9 +134,11 @@ def test_the_summary_names_the_slow_rank_and_the_waits(state: Path) -> None:
 
 def test_the_line_of_progress_names_the_slow_rank(state: Path) -> None:
     reader: Any = SimpleNamespace(directory=a_run(None), info=SimpleNamespace(start_ns=0))
-    assert Progress(reader).line().endswith("  others wait for rank 1: 6.00 ms (34 %), data 6.40 ms against 400 µs")
+    assert (
+        ProgressLines(reader).line().endswith("  others wait for rank 1: 6.00 ms (34 %), data 6.40 ms against 400 µs")
+    )
     reader.directory = a_run(None, slow=None, noise=0.02)
-    assert "others wait" not in Progress(reader).line()
+    assert "others wait" not in ProgressLines(reader).line()
 
 
 def test_the_line_of_progress_compares_ranks_of_one_process_group_only(state: Path) -> None:
@@ -144,7 +146,7 @@ def test_the_line_of_progress_compares_ranks_of_one_process_group_only(state: Pa
     fast, _ = joined_payloads(2, steps=STEPS, noise=0.0)
     moved = {2 + rank: [_of(rank, payload, moved_rank=True) for payload in own] for rank, own in fast.items()}
     reader: Any = SimpleNamespace(directory=keep({**made, **moved}, status=None), info=SimpleNamespace(start_ns=0))
-    assert "  others wait for rank 1: 6.00 ms (34 %), data" in (Progress(reader).line() or "")
+    assert "  others wait for rank 1: 6.00 ms (34 %), data" in (ProgressLines(reader).line() or "")
 
 
 def test_the_lines_of_json_have_it(state: Path) -> None:

@@ -156,16 +156,16 @@ def test_the_last_file_of_logind_counts(tmp_path: Path) -> None:
     ("seen", "state", "words"),
     [
         (
-            trial._Seen(absent="no NVIDIA driver on this machine: libnvidia-ml.so.1 was not found"),
+            trial._TrialResults(absent="no NVIDIA driver on this machine: libnvidia-ml.so.1 was not found"),
             "warning",
             "--gpus all",
         ),
-        (trial._Seen(absent="the NVIDIA driver is installed but not loaded"), "warning", "modprobe"),
-        (trial._Seen(absent="NVML has not answered yet"), "warning", "stuck"),
-        (trial._Seen(absent=None, devices={1: "B", 0: "A"}), "ok", ""),
+        (trial._TrialResults(absent="the NVIDIA driver is installed but not loaded"), "warning", "modprobe"),
+        (trial._TrialResults(absent="NVML has not answered yet"), "warning", "stuck"),
+        (trial._TrialResults(absent=None, devices={1: "B", 0: "A"}), "ok", ""),
     ],
 )
-def test_nvml_is_told_with_its_remedy(seen: trial._Seen, state: str, words: str) -> None:
+def test_nvml_is_told_with_its_remedy(seen: trial._TrialResults, state: str, words: str) -> None:
     found = trial._gpu(seen)
     assert found.state == state
     assert words in (found.remedy or "")
@@ -185,26 +185,28 @@ def test_nvml_is_told_with_its_remedy(seen: trial._Seen, state: str, words: str)
 def test_torch_and_the_gpus_are_compared(
     facts: dict[str, object], devices: dict[int, str], state: str, words: str
 ) -> None:
-    (found,) = trial._cuda(trial._Seen(facts=facts, devices=devices))
+    (found,) = trial._cuda(trial._TrialResults(facts=facts, devices=devices))
     assert (found.state, words in found.found) == (state, True)
 
 
 @pytest.mark.parametrize(
     ("seen", "words"),
     [
-        (trial._Seen(facts={"torch": "2.13"}), "sitecustomize did not run"),
-        (trial._Seen(facts={"torch": "2.13"}, stage="torch imported"), "not in the record"),
-        (trial._Seen(facts={"torch": "2.13"}, warnings=["this torch cannot be traced"]), "cannot be traced"),
-        (trial._Seen(failure="it ended with status 1: boom"), "boom"),
+        (trial._TrialResults(facts={"torch": "2.13"}), "sitecustomize did not run"),
+        (trial._TrialResults(facts={"torch": "2.13"}, stage="torch imported"), "not in the record"),
+        (trial._TrialResults(facts={"torch": "2.13"}, warnings=["this torch cannot be traced"]), "cannot be traced"),
+        (trial._TrialResults(failure="it ended with status 1: boom"), "boom"),
     ],
 )
-def test_a_child_that_was_not_traced_is_a_problem(seen: trial._Seen, words: str) -> None:
+def test_a_child_that_was_not_traced_is_a_problem(seen: trial._TrialResults, words: str) -> None:
     found = list(trial._python("/usr/bin/python3", seen))[-1]
     assert (found.state, words in found.found) == ("problem", True)
 
 
 def test_an_old_torch_is_a_warning() -> None:
-    states = {v: list(trial._python("p", trial._Seen(facts={"torch": v})))[1].state for v in ("2.3.1", "2.4.0+cu121")}
+    states = {
+        v: list(trial._python("p", trial._TrialResults(facts={"torch": v})))[1].state for v in ("2.3.1", "2.4.0+cu121")
+    }
     assert states == {"2.3.1": "warning", "2.4.0+cu121": "ok"}
 
 

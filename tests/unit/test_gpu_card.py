@@ -10,7 +10,7 @@ from pynvml import NVMLError  # noqa: TID251 - the real error class: unhashable,
 
 from dpmon.gpu.card import SILENT_S, Asker, Card
 from dpmon.gpu.device import VALUES
-from dpmon.gpu.failure import Failure, Missing, call
+from dpmon.gpu.failure import CallFailed, Missing, call
 from dpmon.gpu.questions import CHEAP, EXPENSIVE, Question, throttle_words
 from dpmon.gpu.share import Run
 
@@ -194,7 +194,7 @@ def test_a_lost_gpu_is_blank_and_forgets() -> None:
     bench = Bench(Question(("util_pct",), 1, 1, (way,)))
     bench.round()
     way.code = GPU_IS_LOST
-    with pytest.raises(Failure) as failure:
+    with pytest.raises(CallFailed) as failure:
         bench.round()
     bench.card.lose(failure.value.reason, bench.clock.now)
     sample = bench.sample()
@@ -224,7 +224,7 @@ def test_a_null_handle_is_never_used() -> None:
     bench = Bench()
     bench.module.handle = None
     card = Card(1)
-    with pytest.raises(Failure, match="no handle"):
+    with pytest.raises(CallFailed, match="no handle"):
         card.open(bench.module, bench.ask)
     assert card.handle is None
 

@@ -179,3 +179,19 @@ def test_pynvml_has_one_doorway() -> None:
 
 def test_what_cleans_text_from_outside_needs_nothing() -> None:
     assert tops(added_by("import dpmon.text.cleaning")) <= {"dpmon", *sys.stdlib_module_names}
+
+
+def test_a_class_name_means_one_thing_in_the_whole_tree() -> None:
+    places: dict[str, list[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name.lstrip("_"), []).append(str(path.relative_to(PACKAGE)))
+    assert len(places) > 100
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+
+
+def test_a_file_name_occurs_once_in_the_whole_tree() -> None:
+    names = [path.name for path in PACKAGE.rglob("*.py") if not path.name.startswith("__")]
+    assert len(names) > 100
+    assert sorted(names) == sorted(set(names))

@@ -18,7 +18,7 @@ from dpmon.model.pace import speed
 from dpmon.model.process import PHASES, Process
 from dpmon.model.state import State
 from dpmon.model.stats import percentile
-from dpmon.record.kinds import Call, Event, Phase, Record, Replica, Step
+from dpmon.record.kinds import Call, CallPhase, Event, Record, Replica, Step
 
 NOT_RUN = None
 
@@ -48,11 +48,11 @@ def a_call(**changes: object) -> Call:
     return replace(call, **changes)  # type: ignore[arg-type]
 
 
-def took(**phases: int) -> dict[str, Phase]:
+def took(**phases: int) -> dict[str, CallPhase]:
     """Phases of a call by what they took, µs."""
     found, now = {}, 0
     for name, us in phases.items():
-        found[name] = Phase(now, us * 1000)
+        found[name] = CallPhase(now, us * 1000)
         now += us * 1000
     return found
 

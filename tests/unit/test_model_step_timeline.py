@@ -11,7 +11,7 @@ from synthetic import Training
 
 from dpmon.model.calls_seen import STEP_CALLS_READ
 from dpmon.model.step_timeline import Piece, StepTimeline, last_step_timeline
-from dpmon.record.kinds import Call, Phase, PhaseSpan, Record, Replica, Stage, Step
+from dpmon.record.kinds import Call, CallPhase, PhaseSpan, Record, Replica, Stage, Step
 
 TOOK = {"data": 10, "forward": 60, "backward": 50, "optimizer": 20, "other": 60}
 EARLIER = Step(0, None, 7, "dp", 1000, 200, 8, TOOK)
@@ -22,10 +22,10 @@ SPANS = (
 )
 STEP = replace(EARLIER, spans=SPANS)
 PHASES = {
-    "scatter": Phase(0, 5),
-    "replicate": Phase(5, 15),
-    "parallel_apply": Phase(20, 30),
-    "gather": Phase(52, 4),
+    "scatter": CallPhase(0, 5),
+    "replicate": CallPhase(5, 15),
+    "parallel_apply": CallPhase(20, 30),
+    "gather": CallPhase(52, 4),
 }
 
 
@@ -112,7 +112,7 @@ def test_phases_of_a_call_are_drawn_over_its_forward_only() -> None:
 def test_a_call_composed_by_hand_has_its_phases() -> None:
     """Each primitive is a forward of the step; what the script does between them is its own."""
     step = spans_of(("forward", 12, 17), ("forward", 20, 32), ("forward", 40, 60), ("backward", 61, 90))
-    phases = {"scatter": Phase(0, 5), "replicate": Phase(8, 12), "parallel_apply": Phase(28, 20)}
+    phases = {"scatter": CallPhase(0, 5), "replicate": CallPhase(8, 12), "parallel_apply": CallPhase(28, 20)}
     assert timeline_of(a_call(phases=phases, wall_ns=48), step).main == (
         *(Piece("scatter", 12, 17), Piece("replicate", 20, 32), Piece("apply", 40, 60), Piece("backward", 61, 90)),
     )
@@ -172,7 +172,7 @@ def test_whatever_the_numbers_nothing_overlaps_or_leaves_the_step(seed: int) -> 
             call=index,
             start_ns=max(1000 + number(), 0),
             wall_ns=max(number(), 0),
-            phases={name: Phase(number(), number()) for name in PHASES},
+            phases={name: CallPhase(number(), number()) for name in PHASES},
             replicas=tuple(Replica(i, "cpu", number(), number(), None, None) for i in range(3)),
         )
         for index in range(chance.randint(0, 4))

@@ -10,7 +10,7 @@ from kept import keep
 from stored import state_in, state_of
 from synthetic import SECOND, Training, decoded
 
-from dpmon.cli.progress import Progress
+from dpmon.cli.progress import ProgressLines
 from dpmon.cli.summary import summary_lines
 from dpmon.model.history import pictured
 from dpmon.model.pace import speed
@@ -97,7 +97,7 @@ def test_epochs_with_gaps_have_one_rate_everywhere(state: Path) -> None:
     found = {line.split("{")[0]: float(line.split()[-1]) for line in text.splitlines() if line.startswith("dpmon_tr")}
     assert found["dpmon_training_samples_total"] / found["dpmon_training_seconds_total"] == pytest.approx(true)
 
-    status = Progress(RunReader(directory)).line()
+    status = ProgressLines(RunReader(directory)).line()
     assert f"{true:.0f} samples/s ({within / 1000:.2f}k within steps)" in status
 
 

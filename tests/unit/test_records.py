@@ -14,7 +14,7 @@ import pytest
 
 from dpmon.record.codec import STEP_PHASES, Decoder, kept_step_times
 from dpmon.record.jsonl import as_json
-from dpmon.record.kinds import Call, Event, Phase, PhaseSpan, Record, RecordError, Replica, Size, Step
+from dpmon.record.kinds import Call, CallPhase, Event, PhaseSpan, Record, RecordError, Replica, Size, Step
 from dpmon.record.payloads import call_head, call_replicas, definition, kind_of, known_times, step_fields, step_times
 from dpmon.record.schema import NO_SPANS, SPAN_PHASES
 from dpmon.record.step_spans import MAX_SPANS, SPAN_HEAD_WIDE, SPAN_PHASE, kept_spans, span_words
@@ -119,10 +119,10 @@ def test_a_call() -> None:
         wall_ns=5_000_000,
         devices=("cpu:0", "cpu:1", "cpu:2"),
         phases={
-            "scatter": Phase(5, 100),
-            "replicate": Phase(110, 200),
-            "parallel_apply": Phase(320, 4000),
-            "gather": Phase(4330, 50),
+            "scatter": CallPhase(5, 100),
+            "replicate": CallPhase(110, 200),
+            "parallel_apply": CallPhase(320, 4000),
+            "gather": CallPhase(4330, 50),
         },
         replicas=(
             Replica(0, "cpu:0", 330, 3000, sizes(SHARE), sizes(OUT)),

@@ -10,7 +10,7 @@ import pytest
 from test_cli_progress import FakeReader
 
 from dpmon.cli.checks.trial import _warnings
-from dpmon.cli.progress import Progress
+from dpmon.cli.progress import ProgressLines
 from dpmon.run.activities import newest_stage, stages
 from dpmon.run.notes import Note, WarningsLog, parse_notes
 from dpmon.run.uncaught import every_uncaught
@@ -37,7 +37,7 @@ def test_a_line_that_is_no_note_hides_no_other(tmp_path: Path, damage: str) -> N
     assert _warnings(tmp_path) == WarningsLog(tmp_path).new() == ["First {}", "Second {}"]
     reader = FakeReader(tmp_path)
     reader.reached = newest_stage(stages(tmp_path))
-    assert Progress(reader).line() == "Second {} (0 s)"  # type: ignore[arg-type]
+    assert ProgressLines(reader).line() == "Second {} (0 s)"  # type: ignore[arg-type]
 
 
 def test_a_note_is_of_three_parts() -> None:

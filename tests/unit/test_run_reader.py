@@ -20,7 +20,7 @@ from dpmon.record.wire import pack_event
 from dpmon.ring import Ring
 from dpmon.run import proc
 from dpmon.run.activities import ProcessActivity, process_activities
-from dpmon.run.reader import Pause, RunReader
+from dpmon.run.reader import PauseState, RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, create_run, save
 from dpmon.span_ring import SpanRing, Word
 from dpmon.supervise.adopt import last_sign
@@ -101,19 +101,19 @@ def test_an_ended_process_is_not_waited_for(run: tuple[Path, RunInfo], reader: R
 def test_a_pause_holds_once_all_that_train_have_paused(run: tuple[Path, RunInfo], reader: RunReader) -> None:
     assert reader.request_pause(True) == 0
     assert reader.pause_refusal() == "no training process is running"
-    assert reader.paused() == Pause(False, False, None)
+    assert reader.paused() == PauseState(False, False, None)
     one, two = Process(run[0], 0), Process(run[0], 1)
     assert reader.request_pause(True) == 2
-    assert reader.paused() == Pause(True, True, None)
+    assert reader.paused() == PauseState(True, True, None)
     for number, writer in enumerate((one, two), 1):
         writer.does("paused", number * 1000)
         writer.answer(0)
-    assert reader.paused() == Pause(True, False, 2000)
+    assert reader.paused() == PauseState(True, False, 2000)
     assert reader.request_pause(False) == 2
-    assert reader.paused() == Pause(False, True, 2000)
+    assert reader.paused() == PauseState(False, True, 2000)
     for writer in (one, two):
         writer.does("ended", 3000)
-    assert reader.paused() == Pause(False, False, None)
+    assert reader.paused() == PauseState(False, False, None)
 
 
 def test_ranks_are_not_asked_to_pause(run: tuple[Path, RunInfo], reader: RunReader) -> None:

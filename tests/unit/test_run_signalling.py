@@ -53,7 +53,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
     return calls
 
 
-def own(process: subprocess.Popen[bytes]) -> proc.Process:
+def own(process: subprocess.Popen[bytes]) -> proc.ProcessEntry:
     found = proc.read(process.pid)
     assert found is not None
     return found
@@ -87,7 +87,7 @@ def test_numbers_that_no_command_has(
 
 @pytest.mark.parametrize("number", [-1, 0, 1])
 def test_numbers_that_mean_more_than_one_process_are_never_sent_to(sent: list[object], number: int) -> None:
-    everybody = proc.Process(number, "S", 0, number, number, proc.started(number) or 0.0, None)
+    everybody = proc.ProcessEntry(number, "S", 0, number, number, proc.started(number) or 0.0, None)
     assert not signalling.send(everybody, signal.SIGTERM)
     assert not signalling.send_to_group(everybody, signal.SIGTERM)
     assert sent == []

@@ -10,7 +10,7 @@ from played import Device
 
 from dpmon.record.wire import Untimed
 from dpmon.tracer.captures import Captures
-from dpmon.tracer.events import MAX_FAULTS, DeviceTimes, Span, TorchEvents
+from dpmon.tracer.events import MAX_FAULTS, DeviceSpan, DeviceTimes, TorchEvents
 
 
 class Bench:
@@ -19,14 +19,14 @@ class Bench:
         self.faults: list[BaseException] = []
         self.times = DeviceTimes(self.device, self.faults.append, pool_events)
 
-        self.spans: list[Span] = []
+        self.spans: list[DeviceSpan] = []
 
-    def begin(self, device: int = 0, after: Span | None = None) -> Span:
+    def begin(self, device: int = 0, after: DeviceSpan | None = None) -> DeviceSpan:
         span = self.times.begin(device, after)
         self.spans.append(span)
         return span
 
-    def phase(self, took: float, device: int = 0) -> Span:
+    def phase(self, took: float, device: int = 0) -> DeviceSpan:
         span = self.begin(device)
         self.device.now += took
         self.times.end(span)
@@ -286,7 +286,7 @@ def test_a_turn_that_took_many_events_is_forgotten_in_some_turns() -> None:
     bench.device.reached = bench.device.now
     bench.times.collect()
     bench.times.end_step()
-    held: list[Span] = []
+    held: list[DeviceSpan] = []
     known = 0
     for _ in range(30):
         held.append(bench.begin())  # one event is always under way

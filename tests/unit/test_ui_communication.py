@@ -21,7 +21,7 @@ from dpmon.ui.panel_output import Output
 from dpmon.ui.panel_status import status
 from dpmon.ui.rank_map import rank_map
 from dpmon.ui.rows import plain, width_of
-from dpmon.ui.scene import Ended, Facts, Scene, Toggle, View
+from dpmon.ui.scene import Facts, RunEnd, Scene, Toggle, View
 from dpmon.ui.waterfall import bucket_row, sample_row
 
 LOOK = Look(UNICODE, COLOUR, True)
@@ -99,7 +99,7 @@ def test_of_a_run_that_hangs_panel_and_status_say_where_its_ranks_are() -> None:
     pending = replace(scene, toggle=Toggle("dp", "pending", scene.now_ns - SECOND))
     assert STALL in plain(status(pending, 120, 2, LOOK)[1]), "nobody answers while it hangs"
     for other in (
-        replace(scene, ended=Ended(0, None, 1, None)),
+        replace(scene, ended=RunEnd(0, None, 1, None)),
         replace(scene, reads_since_ns=scene.now_ns - 30 * 10**9),
     ):
         assert other.stall is None

@@ -27,7 +27,7 @@ from dpmon.ui.look import ASCII, COLOUR, MONO, UNICODE, Look
 from dpmon.ui.paint import paint, places
 from dpmon.ui.panel_output import Output
 from dpmon.ui.rows import Row, plain
-from dpmon.ui.scene import Ended, Facts, Scene, View
+from dpmon.ui.scene import Facts, RunEnd, Scene, View
 from dpmon.ui.view import in_ascii
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -128,7 +128,7 @@ SITUATIONS: dict[str, tuple[Callable[[], Scene], int, int, Look]] = {
     "no GPU 120x40 ascii": (lambda: recorded(1.0), 120, 40, BARE),
     "batch zoomed 120x40": (lambda: replace(recorded(1.0, 0), view=View("batch", "batch", span_s=0)), 120, 40, DARK),
     "failed 120x40": (
-        lambda: replace(recorded(0.3), ended=Ended(1, None, 9 * SECOND, "RuntimeError: no"), can_toggle=False),
+        lambda: replace(recorded(0.3), ended=RunEnd(1, None, 9 * SECOND, "RuntimeError: no"), can_toggle=False),
         120, 40, DARK,
     ),
     "16 GPUs 120x40": (lambda: gpus(16, replicas=8), 120, 40, DARK),

@@ -22,7 +22,7 @@ from dpmon.ui.look import LETTERS, UNICODE, Look
 from dpmon.ui.look import MONO as MONO_STYLES
 from dpmon.ui.paint import places
 from dpmon.ui.rows import plain
-from dpmon.ui.scene import Ended, Scene, View
+from dpmon.ui.scene import RunEnd, Scene, View
 
 MONO = Look(UNICODE, MONO_STYLES, False)
 
@@ -55,7 +55,7 @@ def test_panel_3_keeps_its_steps_until_the_first_of_another_mode() -> None:
     training = Training()
     payloads = [*training.begin(), *training.run(100), *training.switch("single")]
     scene = Scene(state_of(payloads), training.now, FACTS, alive=True)
-    for seen in (scene, replace(scene, ended=Ended(1, None, training.now, "RuntimeError: no"))):
+    for seen in (scene, replace(scene, ended=RunEnd(1, None, training.now, "RuntimeError: no"))):
         text = text_of(seen, 120, 40)
         assert "3 Batch · dp ×2 · last 2 min" in text
         assert "no step" not in text

@@ -15,7 +15,7 @@ from dpmon.record.kinds import Event
 from dpmon.record.wire import pack_event
 from dpmon.ui import panel_compare
 from dpmon.ui.rows import plain
-from dpmon.ui.scene import Ended, Playing, Scene, View
+from dpmon.ui.scene import Playing, RunEnd, Scene, View
 
 
 def compare_text(scene: Scene, width: int, height: int) -> list[str]:
@@ -57,7 +57,7 @@ def test_a_comparison_says_what_it_lacks() -> None:
     only = compare_text(one, 60, 12)
     assert only[1].split()[2] == "–"
     assert only[-1] == "single was not seen yet: d switches the running job"
-    over = replace(one, ended=Ended(0, None, 9), can_toggle=False)
+    over = replace(one, ended=RunEnd(0, None, 9), can_toggle=False)
     assert compare_text(over, 60, 12)[-1] == "single was not seen"
     played = replace(over, playing=Playing(5, 9, False, 1.0))
     assert compare_text(played, 62, 12)[-1] == "single was not seen until then"
@@ -116,7 +116,7 @@ def test_why_a_mode_was_refused_stays_to_be_read() -> None:
     assert lines[-1].endswith(LOOK.glyphs.more)
     assert "not seen yet" not in " ".join(lines), "the refusal says why"
     assert " ".join(picture(view=View(zoom="compare"))).count("BatchNorm") == 9
-    over = picture(ended=Ended(0, None, 9), can_toggle=False)
+    over = picture(ended=RunEnd(0, None, 9), can_toggle=False)
     assert over[-3].startswith("dp refused: ")
     assert "refused" not in " ".join(picture(training.mode_event("user")))
     granted = [*training.switch("dp"), *training.run(60)]

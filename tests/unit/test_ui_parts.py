@@ -20,7 +20,7 @@ from dpmon.ui.help import help_rows
 from dpmon.ui.look import ASCII, COLOUR, LETTERS, MONO, UNICODE, Look, choose
 from dpmon.ui.panel_output import shifted
 from dpmon.ui.rows import box, fit, plain, width_of
-from dpmon.ui.scene import Ended, Facts, Pausing, Scene, View
+from dpmon.ui.scene import Facts, Pausing, RunEnd, Scene, View
 from dpmon.ui.waterfall import lane_row, main_row
 
 LOOK = Look(UNICODE, COLOUR, True)
@@ -37,7 +37,7 @@ def test_the_footer_offers_only_what_works() -> None:
     scene = a_scene()
     said = "d → single space freeze 1-5 panel enter zoom i input [ ] range s picture e export r report x stop t theme"
     assert " ".join(plain(footer(scene, 200, LOOK)[0]).split()) == said + " + - refresh : list ? help q leave"
-    nothing = replace(scene, can_toggle=False, can_type=False, ended=Ended(0, None, 1))
+    nothing = replace(scene, can_toggle=False, can_type=False, ended=RunEnd(0, None, 1))
     said = "1-5 panel enter zoom [ ] range s picture e export r report t theme + - refresh : list ? help q close"
     assert " ".join(plain(footer(nothing, 200, LOOK)[0]).split()) == said
 
@@ -46,7 +46,7 @@ def test_the_footer_offers_only_what_works() -> None:
 def test_the_footer_leaves_out_what_matters_least_and_says_so(over: bool) -> None:
     scene = replace(a_scene(), pausing=Pausing(possible=True))
     if over:
-        scene = replace(a_scene(), can_toggle=False, can_type=False, ended=Ended(1, None, 1))
+        scene = replace(a_scene(), can_toggle=False, can_type=False, ended=RunEnd(1, None, 1))
     everything = {f"{key} {word}" for key, word in keys(scene)}
     least = len(everything)
     for width in range(200, 39, -1):

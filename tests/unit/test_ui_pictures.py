@@ -18,7 +18,7 @@ from dpmon.ui.paint import whole
 from dpmon.ui.panel_output import Output
 from dpmon.ui.panel_status import status
 from dpmon.ui.rows import cropped, plain, width_of
-from dpmon.ui.scene import Ended, Pausing, Scene, Toggle, View, devices_in_short, life
+from dpmon.ui.scene import Pausing, RunEnd, Scene, Toggle, View, devices_in_short, life
 from dpmon.ui.tail import Tail
 
 SIZES = [
@@ -141,16 +141,16 @@ def test_waiting_for_data_is_said_after_a_second_only() -> None:
 @pytest.mark.parametrize(
     ("ended", "said"),
     [
-        (Ended(0, None, 9), "finished status 0"),
-        (Ended(3, None, 9), "failed status 3"),
-        (Ended(137, "SIGKILL", 9), "killed by SIGKILL perhaps out of memory"),
-        (Ended(139, "SIGSEGV", 9), "killed by SIGSEGV"),
-        (Ended(130, "SIGINT", 9), "interrupted SIGINT"),
-        (Ended(130, "SIGINT", 9, stopped=True), "stopped by you"),
-        (Ended(1, None, 9, stopped=True), "stopped by you"),
+        (RunEnd(0, None, 9), "finished status 0"),
+        (RunEnd(3, None, 9), "failed status 3"),
+        (RunEnd(137, "SIGKILL", 9), "killed by SIGKILL perhaps out of memory"),
+        (RunEnd(139, "SIGSEGV", 9), "killed by SIGSEGV"),
+        (RunEnd(130, "SIGINT", 9), "interrupted SIGINT"),
+        (RunEnd(130, "SIGINT", 9, stopped=True), "stopped by you"),
+        (RunEnd(1, None, 9, stopped=True), "stopped by you"),
     ],
 )
-def test_the_end_stays_with_its_outcome(ended: Ended, said: str) -> None:
+def test_the_end_stays_with_its_outcome(ended: RunEnd, said: str) -> None:
     scene = replace(scene_of(Training()), ended=ended)
     text = text_of(scene, 160, 50)
     assert said in text
@@ -162,11 +162,11 @@ def test_the_end_stays_with_its_outcome(ended: Ended, said: str) -> None:
 def test_of_a_run_that_is_over_the_host_panel_has_no_dashes() -> None:
     scene = scene_of(Training(), more=[host_event(31.0, run_cpu_pct=None, run_mem_bytes=None)])
     assert "has ended" not in text_of(scene, 120, 40)
-    assert "this run has ended" in text_of(replace(scene, ended=Ended(0, None, 5)), 120, 40)
+    assert "this run has ended" in text_of(replace(scene, ended=RunEnd(0, None, 5)), 120, 40)
 
 
 def test_a_failure_shows_the_last_line_of_the_traceback() -> None:
-    scene = replace(scene_of(Training()), ended=Ended(1, None, 5, "RuntimeError: no"))
+    scene = replace(scene_of(Training()), ended=RunEnd(1, None, 5, "RuntimeError: no"))
     assert "RuntimeError: no" in text_of(scene, 80, 24)
 
 

@@ -30,7 +30,7 @@ from dpmon.ui.panel_compare import compare as compare_rows
 from dpmon.ui.panel_output import Output, narrowed
 from dpmon.ui.panel_output import title as output_title
 from dpmon.ui.rows import plain, width_of
-from dpmon.ui.scene import NAMES, Ended, Facts, Pausing, Playing, Scene, View
+from dpmon.ui.scene import NAMES, Facts, Pausing, Playing, RunEnd, Scene, View
 from dpmon.ui.tail import Tail
 from dpmon.ui.timeline import timeline
 
@@ -191,7 +191,7 @@ def test_the_output_of_a_playback_is_not_called_following(tmp_path: Path) -> Non
     output.refresh()
     live = trained(3)
     assert plain(output_title(output, live, 60, LOOK)[1]) == "following"
-    assert plain(output_title(output, replace(live, ended=Ended(0, None, 1)), 60, LOOK)[1]) == "the end"
+    assert plain(output_title(output, replace(live, ended=RunEnd(0, None, 1)), 60, LOOK)[1]) == "the end"
     played = replace(live, playing=Playing(1, 9, False, 1.0))
     assert plain(output_title(output, played, 80, LOOK)[1]) == "of the whole run, not only up to this time"
     assert plain(output_title(output, played, 50, LOOK)[1]) == "of the whole run"
@@ -268,7 +268,7 @@ def test_a_run_that_is_over_has_its_mean_speed_and_no_room_for_what_will_not_com
     walls = 400 * process.whole.mean_ns / 1e9
     assert mean.steps_per_s == pytest.approx(400 / walls)
     assert mean.samples_per_s == pytest.approx(400 * 30 / walls)
-    over = replace(over, ended=Ended(0, None, scene.now_ns), can_toggle=False)
+    over = replace(over, ended=RunEnd(0, None, scene.now_ns), can_toggle=False)
     for width, height in ((80, 24), (120, 40)):
         assert "mean" in " ".join(screen(over, width, height)[:2])
         assert "mean" not in " ".join(screen(scene, width, height)[:2])
@@ -289,7 +289,7 @@ def test_after_the_end_the_narrow_header_has_a_median_of_all_steps_or_none() -> 
     def over(payloads: list[bytes], seconds: int = 120) -> Scene:
         state = state_of(payloads, span_s=seconds, over=True)
         view = View(span_s=seconds)
-        return Scene(state, training.now, Facts("r", "x.py"), view, ended=Ended(0, None, training.now))
+        return Scene(state, training.now, Facts("r", "x.py"), view, ended=RunEnd(0, None, training.now))
 
     scene = over(payloads, 10)
     of_all, of_the_last = focused(scene).whole.median_ns or 0, focused(scene).ranged.median_ns or 0
@@ -304,7 +304,7 @@ def test_after_the_end_the_narrow_header_has_a_median_of_all_steps_or_none() -> 
 
 
 def test_a_stopped_run_says_its_status() -> None:
-    scene = replace(trained(5), ended=Ended(134, "SIGABRT", 9 * SECOND, stopped=True), can_toggle=False)
+    scene = replace(trained(5), ended=RunEnd(134, "SIGABRT", 9 * SECOND, stopped=True), can_toggle=False)
     assert "stopped by you, status 134" in screen(scene)[0]
 
 

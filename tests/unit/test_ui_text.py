@@ -13,7 +13,7 @@ import pytest
 
 from dpmon.text.cleaning import LIMIT, clean, harmless
 from dpmon.ui.rows import Row, plain
-from dpmon.ui.terminal_text import COLUMNS, HEIGHT, Page, interpret
+from dpmon.ui.terminal_text import COLUMNS, HEIGHT, TerminalPage, interpret
 
 STEERING = [
     "\x1b]52;c;ZXZpbA==\x07",
@@ -221,13 +221,13 @@ def test_random_play_over_several_lines_agrees_with_a_terminal_emulator() -> Non
 # ------------------------------------------------------------------------------------------------ growing output
 
 
-def shown_by(page: Page) -> list[Row]:
+def shown_by(page: TerminalPage) -> list[Row]:
     return [line.row() for line in page.lines]
 
 
 def fed(raw: bytes, cuts: list[int]) -> list[Row]:
     """The rows of `raw`, handed over in pieces that end at `cuts`."""
-    page = Page()
+    page = TerminalPage()
     for start, end in pairwise([0, *cuts, len(raw)]):
         page.feed(raw[start:end])
     return shown_by(page)
@@ -265,7 +265,7 @@ def test_a_growing_log_agrees_with_a_terminal_emulator() -> None:
         pyte.Stream(screen).feed(raw)
         history = ["".join(line[x].data for x in range(80)).rstrip() for line in screen.history.top]
         expected = [*history, *(line.rstrip() for line in screen.display)]
-        page = Page()
+        page = TerminalPage()
         for start in range(0, len(raw), 37):
             page.feed(raw[start : start + 37].encode())
         found = [plain(row).rstrip() for row in shown_by(page)]

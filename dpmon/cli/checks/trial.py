@@ -58,7 +58,7 @@ _REMEDIES = (
 
 
 @dataclass
-class _Seen:
+class _TrialResults:
     """The results of the child and the sampler."""
 
     facts: dict[str, Any] = field(default_factory=dict)
@@ -92,7 +92,7 @@ def trial(python: str | None, environ: Mapping[str, str]) -> Iterator[Check]:
         yield from _cuda(seen)
 
 
-def _try(directory: Path, python: str | None, environ: Mapping[str, str]) -> _Seen:
+def _try(directory: Path, python: str | None, environ: Mapping[str, str]) -> _TrialResults:
     info = RunInfo(
         id=directory.name, name="doctor", command=(python or "",), script="doctor", cwd="/", python=python,
         started_unix=time.time(), start_ns=time.monotonic_ns(), boot_id=proc.boot_id(), headless=True,
@@ -101,7 +101,7 @@ def _try(directory: Path, python: str | None, environ: Mapping[str, str]) -> _Se
     save(directory, info)
     from dpmon.gpu.sampler import DeviceSampler
 
-    seen = _Seen()
+    seen = _TrialResults()
     sampler = DeviceSampler(directory / "gpu.ring", info.start_ns, lambda: None)
     sampler.start()
     until = time.monotonic() + NVML_S
@@ -121,7 +121,7 @@ def _try(directory: Path, python: str | None, environ: Mapping[str, str]) -> _Se
     return seen
 
 
-def _run_child(seen: _Seen, python: str, directory: Path, info: RunInfo, environ: Mapping[str, str]) -> None:
+def _run_child(seen: _TrialResults, python: str, directory: Path, info: RunInfo, environ: Mapping[str, str]) -> None:
     script = directory / "child.py"
     script.write_text(_CHILD)
     began = time.monotonic()
@@ -151,7 +151,7 @@ def _run_child(seen: _Seen, python: str, directory: Path, info: RunInfo, environ
         seen.failure = "its output contains other text: something in this Python prints at startup"
 
 
-def _read(seen: _Seen, directory: Path) -> None:
+def _read(seen: _TrialResults, directory: Path) -> None:
     with suppress(HistoryError), open_store(directory) as store:
         processes = {ring.process for ring in store.rings.values() if ring.process >= 0}
         seen.calls = [call for process in processes for call in store.calls(_MAX_CALLS, process=process)]
@@ -171,7 +171,7 @@ def _warnings(directory: Path) -> list[str]:
 # ------------------------------------------------------------------------------------------------ results
 
 
-def _python(chosen: str, seen: _Seen) -> Iterator[Check]:
+def _python(chosen: str, seen: _TrialResults) -> Iterator[Check]:
     if seen.failure:
         yield problem("Python", f"{chosen}: {seen.failure}", "try it by hand: PYTHON -c 'import torch'")
         return
@@ -205,7 +205,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in numbers if part.isdecimal())
 
 
-def _gpu(seen: _Seen) -> Check:
+def _gpu(seen: _TrialResults) -> Check:
     if seen.devices:
         names = ", ".join(f"{index}: {name}" for index, name in sorted(seen.devices.items())[:8])
         more = f" and {len(seen.devices) - 8} more" if len(seen.devices) > 8 else ""
@@ -217,7 +217,7 @@ def _gpu(seen: _Seen) -> Check:
     return warning("NVML", f"no GPU to watch: {reason}", remedy)
 
 
-def _cuda(seen: _Seen) -> Iterator[Check]:
+def _cuda(seen: _TrialResults) -> Iterator[Check]:
     facts = seen.facts
     count = facts.get("count") or 0
     if count:

@@ -7,10 +7,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dpmon.model.finding import count_of, duration_words
+from dpmon.model.finding import duration_words
 from dpmon.model.layouts import Layouts
 from dpmon.model.memory import held, reasons
-from dpmon.model.numbers import duration, group
+from dpmon.model.numbers import count_of, duration, group
 from dpmon.model.stragglers import RankTimes, sentence
 from dpmon.record.schema import EVALUATION, PHASES, STEP
 from dpmon.record.wire import RANK_MODES

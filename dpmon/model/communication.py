@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from dpmon.model.members import number_in, text_in, whole_in
+from dpmon.model.own_waits import OwnWait, names_of, own_wait
 from dpmon.model.stragglers import RankTimes, Straggler, rank_times, straggler
 from dpmon.store.answers import Communicated
 from dpmon.store.tally import Tally
@@ -151,8 +152,22 @@ class Communication(NamedTuple):
         """The ranks that the others wait for; None if no rank stands out."""
         return straggler(self.ranks)
 
-    def waits_in_forward(self) -> str | None:
-        """Why ranks wait for each other in the forward, too; None if they do not."""
+    def own_wait(self) -> OwnWait | None:
+        """The rank that the others wait for in the script's own collectives; None if no rank stands out."""
+        return own_wait(self.ranks, self.collectives.own)
+
+    def other_waits(self) -> tuple[str, ...]:
+        """Sentences about waits between ranks that are not at the end of the backward pass."""
+        found = []
+        in_forward = self._waits_in_forward()
+        if in_forward is not None:
+            found.append(in_forward)
+        own = names_of(self.collectives.own)
+        if own and self.own_wait() is None:
+            found.append(f"the script's own {own} may make the ranks wait for each other, too: see `other`")
+        return tuple(found)
+
+    def _waits_in_forward(self) -> str | None:
         causes = []
         if any(one.sync_batch_norm for one in self.wrappers):
             causes.append("SyncBatchNorm")

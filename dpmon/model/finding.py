@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from dpmon.model.evidence import Evidence, ModeFacts
-from dpmon.model.numbers import duration, group, minutes
+from dpmon.model.numbers import duration, minutes
 
 MIN_STEPS = 30
 """Fewest steps for a median; in fewer, start-up (caches, allocator, loader workers) weighs too much."""
@@ -70,11 +70,6 @@ def basis(mode: ModeFacts) -> str:
 def of_process(process: int, evidence: Evidence) -> str:
     """The words " of rank 1" if the run has several processes; else empty."""
     return f" of {evidence.names.get(process, f'process {process}')}" if evidence.names else ""
-
-
-def count_of(count: int, word: str) -> str:
-    """A count with its noun: "1 row", "2 rows"."""
-    return f"{group(count)} {word}{'' if count == 1 else 's'}"
 
 
 def ratio_words(one: float | None, other: float | None) -> str:

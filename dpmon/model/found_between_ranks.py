@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dpmon.model.communication import Communication, Wrapper
-from dpmon.model.finding import MIN_STEPS, Finding, count_of, duration_words, mib
-from dpmon.model.numbers import group, percent
+from dpmon.model.finding import MIN_STEPS, Finding, duration_words, mib
+from dpmon.model.numbers import count_of, group, percent
 from dpmon.model.stragglers import held_up, how_often
 
 EXPOSED_SHARE = 0.2
@@ -45,6 +45,7 @@ def between_ranks(found: Communication | None) -> Iterator[Finding]:
     """All findings about ranks."""
     if found is not None:
         yield from _straggler(found)
+        yield from _own_collectives(found)
         yield from _exposed(found)
         yield from _bucket(found)
         yield from _accumulation(found)
@@ -63,6 +64,26 @@ def _straggler(found: Communication) -> Iterator[Finding]:
             _NO_PHASE if slow.phase is None else _SLOW_PHASE.get(slow.phase, _NO_PHASE),
             min(slow.share, 1.0),
         )
+
+
+def _own_collectives(found: Communication) -> Iterator[Finding]:
+    wait = found.own_wait()
+    if wait is None:
+        return
+    yield Finding(
+        "own collectives",
+        f"{wait.sentence[0].upper()}{wait.sentence[1:]}.",
+        f"time in it per sampled step: {duration_words(wait.late_ns)} on {wait.rank}, a median of"
+        f" {duration_words(wait.others_ns)} on the others; mean step {duration_words(wait.step_ns)}",
+        f"see why {wait.rank} comes late: what it does before that collective, in its phases and its own work"
+        + (
+            "; or call the collective less often, or after the optimizer's step: then `wait` shows the delay, and which"
+            " phase causes it"
+            if found.known
+            else ""
+        ),
+        wait.share,
+    )
 
 
 def _exposed(found: Communication) -> Iterator[Finding]:

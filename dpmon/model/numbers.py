@@ -43,3 +43,8 @@ def percent(part: float | None) -> str:
 def times(value: float, sign: str = "×") -> str:
     """A ratio: "0.61×", "12.5×"."""
     return (f"{value:.2f}" if value < 9.995 else f"{value:.1f}") + sign
+
+
+def count_of(count: int, word: str) -> str:
+    """A count with its noun: "1 row", "2 rows"."""
+    return f"{group(count)} {word}{'' if count == 1 else 's'}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dpmon.model.finding import count_of, duration_words
+from dpmon.model.finding import duration_words
+from dpmon.model.numbers import count_of
 from dpmon.record.schema import STEP_PHASES
 from dpmon.store.figures import PhaseFigures
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from dpmon.model.compare import Comparison
 from dpmon.model.evidence import ModeFacts
-from dpmon.model.finding import MIN_STEPS, count_of, duration_words, measured_modes, of_process
-from dpmon.model.numbers import percent
+from dpmon.model.finding import MIN_STEPS, duration_words, measured_modes, of_process
+from dpmon.model.numbers import count_of, percent
 from dpmon.model.phase_notes import host_waits, partly_timed
 from dpmon.model.state import ModeChange
 from dpmon.model.verdict import sentence

@@ -180,10 +180,7 @@ def communication_rows(story: Story) -> list[tuple[str, str]]:
     slow = found.straggler()
     if slow is not None:
         rows.append(("straggler", sentence(slow, lately=False)))
-    in_forward = found.waits_in_forward()
-    if in_forward is not None:
-        rows.append(("note", in_forward))
-    return rows
+    return [*rows, *(("note", note) for note in found.other_waits())]
 
 
 def stage_rows(story: Story) -> list[Row]:

@@ -8,12 +8,14 @@ from contextlib import suppress
 from math import isfinite
 
 from dpmon.record.kinds import Collective, RecordError, Sampled
-from dpmon.store.answers import Communicated, LastSample, Operation
+from dpmon.store.answers import Communicated, LastSample, Operation, OwnCollectives
 from dpmon.store.queries import COLLECTED, Store
 from dpmon.store.tables import BEFORE_S, COLLECTIVE_SUMS
 
 MOST_DRAWN = 128
 """Most collectives of a sample that are read for drawing."""
+MOST_OWN = 1000
+"""Most of the script's own collectives to read."""
 _SECOND = 1_000_000_000
 _LAST_NS = (1 << 63) - 1
 
@@ -92,4 +94,30 @@ def communicated(
             for at, number in enumerate(numbers):
                 whole[at] += number
     operations = [Operation(*key, *whole) for key, whole in sums.items()]
-    return Communicated(tuple(sorted(operations, key=lambda operation: -operation.bytes)), samples, launched, why)
+    operations.sort(key=lambda operation: -operation.bytes)
+    return Communicated(tuple(operations), samples, launched, why, _own(store, begin_ns, end_ns, processes))
+
+
+def _own(store: Store, begin_ns: int, end_ns: int, processes: Collection[int] | None) -> tuple[OwnCollectives, ...]:
+    only, values = "", [begin_ns, end_ns]
+    if processes is not None:
+        only = f" AND process IN ({', '.join('?' * len(processes))})"
+        values += processes
+    query = (
+        f"SELECT {COLLECTED} FROM collectives WHERE start_ns >= ? AND start_ns < ? AND definition > 0 AND phase = 0"
+        f" AND step > 0{only} ORDER BY start_ns DESC LIMIT ?"
+    )
+    found: dict[int, list[Collective]] = defaultdict(list)
+    for one in _decoded(store, query, (*values, MOST_OWN)):
+        if isinstance(one, Collective):
+            found[one.process].append(one)
+    return tuple(_own_of(process, own) for process, own in sorted(found.items()))
+
+
+def _own_of(process: int, own: Sequence[Collective]) -> OwnCollectives:
+    took: dict[int, int] = defaultdict(int)
+    unknown = {one.step for one in own if one.took_ns is None}
+    for one in own:
+        if one.step is not None and one.step not in unknown:
+            took[one.step] += one.took_ns or 0
+    return OwnCollectives(process, tuple(sorted({one.operation for one in own})), took)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 
 from dpmon.model.communication import Communication, Wrapper
-from dpmon.model.finding import count_of
-from dpmon.model.numbers import duration, group, percent, three
+from dpmon.model.numbers import count_of, duration, group, percent, three
 from dpmon.text.quantities import memory
 
 _OPERATIONS = 4
@@ -24,7 +23,8 @@ def communication_facts(found: Communication) -> list[tuple[str, str]]:
         ranks = len(found.known)
         rows.append(("wait", f"{duration(found.wait_ns)}, {percent(found.wait_share)}; mean of {ranks} ranks"))
     if found.missing is not None:
-        rows.append(("wait", f"unknown: {found.missing}"))
+        own = found.own_wait()
+        rows.append(("wait", f"unknown: {found.missing}" if own is None else own.sentence))
     if found.torch_times is not None:
         rows.append(("hidden", _hidden(found, found.torch_times)))
     rows += [("" if row else "sampled", text) for row, text in enumerate(operations(found))]

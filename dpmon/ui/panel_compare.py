@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dpmon.model.compare import Comparison, Side
-from dpmon.model.finding import count_of
 from dpmon.model.memory import HOST, Peak
-from dpmon.model.numbers import UNKNOWN, duration, group, percent, times
+from dpmon.model.numbers import UNKNOWN, count_of, duration, group, percent, times
 from dpmon.model.process import PHASES
 from dpmon.model.step_timeline import Piece
 from dpmon.model.verdict import sentence

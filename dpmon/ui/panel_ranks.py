@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dpmon.model.communication import Communication
-from dpmon.model.finding import count_of
-from dpmon.model.numbers import UNKNOWN, duration, group
+from dpmon.model.numbers import UNKNOWN, count_of, duration, group
 from dpmon.model.process import CallTrack, Process
 from dpmon.model.ranks import training, world
 from dpmon.model.stragglers import RankTimes, Straggler, in_short, sentence
@@ -149,12 +148,12 @@ def _notes(scene: Scene, found: Communication, width: int, room: int, ranks: int
         if len(lines) + ranks > room:
             lines = wrapped(in_short(slow), width, max(most, 1), look.glyphs.more)
         rows += [[(line, "wait")] for line in lines]
+    elif (own := found.own_wait()) is not None:
+        rows += [[(line, "wait")] for line in wrapped(own.sentence, width)]
     else:
         text = f"no rank holds the others up (last {count_of(found.joined, 'step')})"
         rows += [[(line, "dim")] for line in wrapped(text, width)]
-    in_forward = found.waits_in_forward()
-    if in_forward is not None:
-        rows += [[(line, "dim")] for line in wrapped(in_forward, width)]
+    rows += [[(line, "dim")] for note in found.other_waits() for line in wrapped(note, width)]
     rows += _missing([process for process, _ in _rows(scene, len(found.ranks))[0]], len(training(scene.state)))
     return rows[:most]
 
@@ -304,7 +303,9 @@ def _sizes_table(scene: Scene, width: int, height: int, look: Look) -> list[Row]
     drawn += [[] for _ in range(count - len(rows))]  # not drawn, but counted by the frame
     drawn += _missing([process for process, _ in rows], count)
     found = scene.state.communication()
-    if found is not None and found.missing is not None:
+    if found is not None and (own := found.own_wait()) is not None:
+        drawn += [[(line, "wait")] for line in wrapped(own.sentence, width)]
+    elif found is not None and found.missing is not None:
         drawn += [[(line, "dim")] for line in wrapped(found.missing, width)]
     return drawn
 

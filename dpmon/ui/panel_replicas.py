@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dpmon.model.finding import count_of
-from dpmon.model.numbers import UNKNOWN, duration, group
+from dpmon.model.numbers import UNKNOWN, count_of, duration, group
 from dpmon.model.process import CallTrack, Process
 from dpmon.record.kinds import Call, Replica, Size, rows_of
 from dpmon.text.cells import cut, right, span_width, wrapped

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dpmon.model.finding import count_of
+from dpmon.model.numbers import count_of
 from dpmon.model.stragglers import RankTimes, Straggler
 from dpmon.text.cells import right
 from dpmon.ui.look import Look

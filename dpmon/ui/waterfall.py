@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
-from dpmon.model.finding import count_of
-from dpmon.model.numbers import duration, group
+from dpmon.model.numbers import count_of, duration, group
 from dpmon.model.process import Process
 from dpmon.model.step_timeline import Lane, Piece, StepTimeline, last_step_timeline
 from dpmon.record.schema import phase_shown

@@ -112,7 +112,7 @@ async def _toggle(stage: Stage) -> None:
     await stage.pilot.press("escape", "3", "3")
     await stage.film(2, 2.0, "3 3", "panel 3 on the whole screen: where each step spends its time")
     await stage.pilot.press("escape")
-    await stage.film(2, 2.0, "q", "leaves the screen: the training goes on, `dpmon attach` comes back")
+    await stage.film(2, 2.0, "q l", "closes the screen; the training goes on, and `dpmon attach` shows it again")
 
 
 async def _slow_rank(stage: Stage) -> None:

@@ -100,7 +100,7 @@ def _run_parser() -> _Parser:
     add = parser.add_argument
     add("--version", action="version", version=f"dpmon {dpmon.__version__}")
     add("-m", dest="module", metavar="MODULE", help="run a module instead of a script")
-    add("--replicas", type=_replicas, metavar="N", help="use N GPUs, or N virtual replicas")
+    add("--replicas", type=_replicas, metavar="N", help="use N GPUs, or N virtual replicas if there are fewer")
     add("--devices", type=_devices, metavar="LIST", help="the replicas' devices: cuda:0,cuda:1 or cpu,cpu")
     add(
         "--mode",
@@ -118,7 +118,7 @@ def _run_parser() -> _Parser:
         help="without a screen: one JSON line per second on stderr, or in FILE (--json=/dev/fd/3)",
     )
     add("--metrics", metavar="FILE", help="write figures for Prometheus to FILE (node_exporter's textfile format)")
-    add("--refresh", type=_seconds, metavar="SECONDS", help="seconds between updates of the screen (1)")
+    add("--refresh", type=_seconds, metavar="SECONDS", help="seconds between updates of the screen (default: 1)")
     add("--name", type=_run_name, help="the run's name (default: the script's)")
     add("--python", metavar="PYTHON", help="the Python that runs the script (default: the first that has torch)")
     return parser

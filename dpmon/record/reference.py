@@ -22,7 +22,7 @@ object. In CSV, each kind is a table. [Export](reports-and-exports.md#export) de
   the run's start, on the monotonic clock.
 - The columns of CSV are the same in every run. An empty cell means that a value is unknown or a phase did not run. The
   last column, `more`, has all other fields as JSON.
-- The column "metric" names the gauge that `--metrics` writes for a field.
+- The column "metric" names what `--metrics` writes: a gauge for a field, a counter for a quantity of a step.
 """
 _PHASES = """\
 ## Phases of a step

@@ -10,7 +10,7 @@ from math import isfinite
 from dpmon.record.kinds import Collective, RecordError, Sampled
 from dpmon.store.answers import Communicated, LastSample, Operation, OwnCollectives
 from dpmon.store.queries import COLLECTED, Store
-from dpmon.store.tables import BEFORE_S, COLLECTIVE_SUMS
+from dpmon.store.tables import BEFORE_S, COLLECTIVE_SUMS, OWN
 
 MOST_DRAWN = 128
 """Most collectives of a sample that are read for drawing."""
@@ -104,8 +104,8 @@ def _own(store: Store, begin_ns: int, end_ns: int, processes: Collection[int] | 
         only = f" AND process IN ({', '.join('?' * len(processes))})"
         values += processes
     query = (
-        f"SELECT {COLLECTED} FROM collectives WHERE start_ns >= ? AND start_ns < ? AND definition > 0 AND phase = 0"
-        f" AND step > 0{only} ORDER BY start_ns DESC LIMIT ?"
+        f"SELECT {COLLECTED} FROM collectives WHERE {OWN} AND start_ns >= ? AND start_ns < ?{only}"
+        " ORDER BY start_ns DESC LIMIT ?"
     )
     found: dict[int, list[Collective]] = defaultdict(list)
     for one in _decoded(store, query, (*values, MOST_OWN)):

@@ -71,6 +71,7 @@ __all__ = [
     "LARGEST",
     "LASTING",
     "LASTING_KINDS",
+    "OWN",
     "SCHEMA",
     "SCHEMA_VERSION",
     "STEP_COLUMNS",
@@ -123,6 +124,8 @@ COLLECTIVE_COLUMNS: Mapping[str, str] = {
     **dict.fromkeys(("start_ns", "wall_ns", "queued_ns", "quantity"), "INTEGER"),
 }
 """The columns of collectives and their types."""
+OWN = "definition > 0 AND phase = 0 AND step > 0"
+"""Collectives that the script launched in a step, outside the phases."""
 COLLECTIVE_SUMS = ("count", "bytes", "ended", "timed_bytes", "ran_ns")
 """The sums of collectives."""
 ACTIVITY_COLUMNS = tuple(f"{name}_ns" for name in ACTIVITIES)
@@ -169,9 +172,11 @@ CREATE TABLE IF NOT EXISTS device_rollups (
 CREATE INDEX IF NOT EXISTS lasting ON events (id) WHERE {lasting};
 CREATE INDEX IF NOT EXISTS collected ON collectives (start_ns);
 CREATE INDEX IF NOT EXISTS sampled ON collectives (process, start_ns) WHERE definition = 0;
+CREATE INDEX IF NOT EXISTS own ON collectives (start_ns) WHERE {own};
 CREATE INDEX IF NOT EXISTS memory ON events (process, t_ns) WHERE kind = 'memory';
 """.format(
     lasting=LASTING,
+    own=OWN,
     step_columns=", ".join(f"{name} {kind}" for name, kind in STEP_COLUMNS.items()),
     call_columns=", ".join(f"{name} {kind}" for name, kind in CALL_COLUMNS.items()),
     collective_columns=", ".join(f"{name} {kind}" for name, kind in COLLECTIVE_COLUMNS.items()),

@@ -281,7 +281,7 @@ def test_a_killed_supervisor_loses_and_doubles_nothing(state: Path, cut: int, da
     expected = sorted(map(repr, both(recorded(found).records())))
     left = sorted(map(repr, both(history(directory))))
     with open_store(directory) as store:
-        assert communicated(store) == summed(both(store.records()))
+        assert communicated(store)._replace(own=()) == summed(both(store.records()))
     if damaged:
         assert len(set(left)) == len(left)
         assert set(left) <= set(expected)

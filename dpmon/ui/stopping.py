@@ -23,6 +23,7 @@ class Stopping(Drawing):
     said_s = 15.0
     """Seconds that a message stays, also while the picture is frozen."""
     _stop_done = False
+    _leaves_when_stopped = False
     _told_of_end = False
     _messages = 0
     """Number of messages so far."""
@@ -77,7 +78,7 @@ class Stopping(Drawing):
             return
         answers = [("l", "left", "leave it running; this screen closes (ctrl+c too)")]
         if self._stopping is None:
-            answers.append(("s", "stop", _STOPS))
+            answers.append(("s", "stop and leave", f"{_STOPS}; then this screen closes"))
         answers.append(("esc", "stay", "stay here"))
         text = ["The training does not need this screen."]
         self.push_screen(Choice("Leave this screen?", text, answers, self.look, self._say_nothing_to_stop), self._left)
@@ -101,9 +102,10 @@ class Stopping(Drawing):
         over = self.feed.scene(self.view).over
         if answer == "left":
             self.exit("ended" if over else "left")
-        elif answer == "stop" and over:
+        elif answer in ("stop", "stop and leave") and over:
             self._say_nothing_to_stop()
-        elif answer == "stop":
+        elif answer in ("stop", "stop and leave"):
+            self._leaves_when_stopped = answer == "stop and leave"
             self._thaw()
             self._stopping = "the training is asked to stop"
             self.draw()
@@ -138,7 +140,9 @@ class Stopping(Drawing):
         if not self._stop_done:
             return
         if over:
-            self.exit("stopped")
+            self._stop_done, self._stopping = False, None
+            if self._leaves_when_stopped:
+                self.exit("stopped")
         elif not self.feed.ending:
             self._stop_done = False
             self._stop_failed(self._stopping or "it still runs")

@@ -376,9 +376,12 @@ async def test_stop_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         await on.until(lambda: len(on.app.screen_stack) == 1, "the dialog to close")
         assert stopped == []
         await on.press("x", key)
-        await on.until(lambda: on.app.return_value == "stopped", "the end of the screen")
-        assert stopped == [tmp_path]
         await on.shows("by you, status 130")
+        assert stopped == [tmp_path]
+        await on.shows("this picture stays")
+        assert on.app.return_value is None
+        await on.press("q")
+        await on.until(lambda: on.app.return_value == "ended", "the end of the screen")
 
 
 @pytest.mark.parametrize("opener", ["question_mark", "x", "q", "e", "slash", "colon"])

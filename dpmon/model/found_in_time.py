@@ -340,8 +340,8 @@ def quiet(evidence: Evidence) -> Iterator[Finding]:
                 "quiet",
                 f"No step has ended for {duration_words(until - evidence.last_step_ns)}{paused}.",
                 f"{last}; {evidence.stall}",
-                f"py-spy dump --pid PID shows the line at which each process is{_pids(evidence)}; look first at a"
-                " process that is not where the others are",
+                f"py-spy dump --pid PID shows the line at which each process is{_pids(evidence)}; if one process is not"
+                " where the others are, look at it first",
                 1.0,
             )
         return

@@ -68,7 +68,7 @@ _CALL = RecordKind(
 )
 _STEP = RecordKind(
     "step",
-    "one step of the training loop",
+    "one step of the training loop; an evaluation step has neither `backward` nor `optimizer` in `phases`",
     (
         *WHO,
         Field("step", "integer", "its number in the process, from 1"),

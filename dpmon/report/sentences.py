@@ -184,7 +184,7 @@ ACTIVITY_NAMES = {
     "between": "between steps",
     "input": "waiting for input",
     "missed": "not recorded",
-    "ending": "end",
+    "ending": "after the last step",
 }
 """Words for the activities of dpmon.store.accounting."""
 

@@ -58,5 +58,5 @@ def _answer(scene: Scene, look: Look) -> Row:
     if toggle.status == "refused":
         why = clean(toggle.reason, 300) if toggle.reason else "no reason was given"
         return [(toggle.mode, style), (" refused: ", "bad"), (why, "")]
-    at = f" since step {group(toggle.step)}" if toggle.step is not None else ""
-    return [(toggle.mode, style), (" done", "good"), (at, "dim")]
+    at = " done" if toggle.step is None else f" from step {group(toggle.step)} on"
+    return [(toggle.mode, style), (at, "good")]

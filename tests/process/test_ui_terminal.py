@@ -71,7 +71,7 @@ def test_a_toggle_travels_through_the_ring_and_back(run: Run, terminal: Start) -
         run.ring.write(payload)
     run.train(5)
     run.control.words[Word.MODE], run.control.words[Word.ANSWERED] = 2, 1
-    seen.shows("single done since step 51")
+    seen.shows("single from step 51 on")
 
 
 def test_leaving_leaves_the_training_running(run: Run, terminal: Start) -> None:

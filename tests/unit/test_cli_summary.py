@@ -138,7 +138,7 @@ def test_the_parts_of_the_elapsed_time_stand_there_if_not_nearly_all_was_trainin
     directory = keep({0: payloads, -1: [pack_event("exit", {"status": 0, "t_s": seconds})]}, seconds=seconds)
     line = summary_lines(directory, load_exit(directory))[1]
     between = f"between steps 4.00 s (longest 4.00 s after step {gap_after})"
-    assert line == f"time: start-up 3.00 s, training {seconds - 8:.2f} s, {between}, end 1.00 s"
+    assert line == f"time: start-up 3.00 s, training {seconds - 8:.2f} s, {between}, after the last step 1.00 s"
 
 
 def test_nearly_nothing_but_training_needs_no_parts(state: Path) -> None:

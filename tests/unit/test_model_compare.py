@@ -124,6 +124,15 @@ def test_faster_with_what_it_saves_and_what_still_costs() -> None:
     assert "backward takes 2.60 ms against 5.00 ms on one device, replicate 801 µs of a 6.50 ms step." in text
 
 
+def test_a_wide_interval_is_no_verdict() -> None:
+    found = compare({"single": steps(25, seed=2, wobble=0.95), "dp": steps(25, wobble=0.95)}, devices=TWO)
+    assert found.outcome == "even"
+    assert re.fullmatch(
+        r"DataParallel over 2 is 0\.\d\d× to [1-9]\.\d\d× as fast as one device: too uncertain for a verdict\.",
+        sentence(found) or "",
+    )
+
+
 def test_the_forward_is_named_as_panel_3_names_its_parts() -> None:
     """parallel_apply includes starting the threads, so it is not the forward of a replica in panel 2."""
     dp = steps(100, replicate=0.1, apply=7.0, forward=1.0)

@@ -211,7 +211,7 @@ def test_a_live_run_that_hangs_says_so_first() -> None:
     assert found.text == "No step has ended for 34.0 s."
     assert found.ground == f"the last one at 00:01:40; {STALL}"
     (named,) = findings(live(134, names={0: "rank 0", 1: "rank 1"}, pids={0: 70, 1: 71}))
-    assert "each process is (rank 0: 70, rank 1: 71); look" in named.advice
+    assert "each process is (rank 0: 70, rank 1: 71); if" in named.advice
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ async def test_toggle_is_pending_at_once_and_done_when_answered(tmp_path: Path) 
         await on.until(lambda: on.app.feed.state.mode_change_count == 2, "the mode event")
         assert "single pending" in on.text(), "the event alone is no acknowledgement by every process"
         on.reader.unanswered = False
-        await on.shows("single done since step 201")
+        await on.shows("single from step 201 on")
         await on.shows("d → dp")
         await on.press("d")
         assert on.reader.asked == ["single", "dp"]

@@ -140,7 +140,7 @@ def _charts(track: DeviceTrack, width: int, tall: int, span: int, look: Look) ->
     blocks = []
     for word, values, top, figure in charts:
         dots = graph * (2 if look.glyphs.braille else 1)
-        drawn = area(resampled(values, track.second + 1, span or 600, dots), graph, tall, top or 1.0, look.glyphs)
+        drawn = area(resampled(values, track.second + 1, span, dots), graph, tall, top or 1.0, look.glyphs)
         heads = [word, figure] if tall > 1 else [figure]
         blocks.append([(heads[i] if i < len(heads) else "", line) for i, line in enumerate(drawn)])
     return [[("   ", "")] + [span for block in blocks for span in _with_head(*block[row])] for row in range(tall)]

@@ -112,7 +112,7 @@ def devices(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
 def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     """The panel at full size: everything that is known of each device."""
     tracks = _tracks(scene)
-    span = scene.view.span_s
+    span = scene.device_span_s
     more = _memory_rows(scene, width)
     if not tracks:
         return [*host(scene, width, max(height - len(more), 3), look, tall=True), *more]
@@ -160,7 +160,7 @@ class _DeviceTable:
     """Columns of a row per GPU. Their widths depend only on the panel's width and the GPUs' names."""
 
     def __init__(self, tracks: Sequence[tuple[int, DeviceTrack]], width: int, scene: Scene, look: Look) -> None:
-        self.width, self.look, self.span = width, look, scene.view.span_s
+        self.width, self.look, self.span = width, look, scene.device_span_s
         names = [] if _one_name(tracks) else [device_name(track.data) for _, track in tracks]
         self.head = max(3, *(span_width(label(index, track.data)) for index, track in tracks)) + 1
         self.name = min(max(map(span_width, names), default=0), 20 if width >= 90 else 10)
@@ -184,7 +184,7 @@ class _DeviceTable:
         return rows
 
     def _history(self, values: Sequence[float | None], count: int) -> str:
-        shown = resampled(values, count, self.span or 600, self.graph)
+        shown = resampled(values, count, self.span, self.graph)
         return spark(shown, self.graph, self.look.glyphs)
 
     def first(self, index: int, track: DeviceTrack, each: int) -> Row:
@@ -273,7 +273,7 @@ def _grid(tracks: Sequence[tuple[int, DeviceTrack]], width: int, scene: Scene, l
         style = "" if mine(track.data) else "dim"
         util = number_in(track.data, "util_pct")
         share = track.mem[-1] if track.mem else None
-        shown = resampled(track.util, track.second + 1, scene.view.span_s or 600, graph)
+        shown = resampled(track.util, track.second + 1, scene.device_span_s, graph)
         return [
             (label(index, track.data).ljust(head), style or "bold"),
             (spark(shown, graph, look.glyphs), style or "bar"),

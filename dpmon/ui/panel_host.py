@@ -34,7 +34,7 @@ def host(scene: Scene, width: int, height: int, look: Look, tall: bool = False) 
         return [[("no sample yet", "dim")]]
     cpu, used, total = (number_in(data, key) for key in ("cpu_pct", "mem_used_bytes", "mem_total_bytes"))
     own, held = number_in(data, "run_cpu_pct"), number_in(data, "run_mem_bytes")
-    span = scene.view.span_s or 600
+    span = scene.device_span_s
     figures = 23
     graph = max(min(width - 9 - figures, 120 if tall else 60), 6)
     rows: list[Row] = []

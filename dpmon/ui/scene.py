@@ -186,6 +186,11 @@ class Scene:
         return over if self.over else READING if self.reading else yet
 
     @property
+    def device_span_s(self) -> int:
+        """Seconds that histories of devices cover: of the whole run, at most the last ten minutes."""
+        return self.view.span_s or min(max(self.elapsed_ns // SECOND, RANGES[0]), max(RANGES))
+
+    @property
     def elapsed_ns(self) -> int:
         """The run's duration until now or its end (ns); in a playback, until its position."""
         if self.playing is not None:

@@ -120,7 +120,7 @@ class Training:
         return int(ns * self.random.uniform(0.85, 1.2))
 
     def step(self, rows: int | None = None, failed: bool = False) -> list[bytes]:
-        """One turn of the loop: the definitions that are new, one call, the step."""
+        """One step: new definitions, one call, the step itself."""
         rows = self.batch if rows is None else rows
         self.steps += 1
         out: list[bytes] = []
@@ -181,7 +181,7 @@ class Training:
         return out
 
     def run(self, steps: int) -> list[bytes]:
-        """Several turns."""
+        """Several steps."""
         return [payload for _ in range(steps) for payload in self.step()]
 
 

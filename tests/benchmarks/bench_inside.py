@@ -11,7 +11,7 @@ the import, and memory.
 
 The budget is a figure for one machine. The yardstick tells how this one compares: the bare step of the first case,
 which took YARDSTICK_US there, is measured beside every case; the cost is printed as measured, and divided by that. What
-the tracer takes for a short turn is as much longer here.
+the tracer takes for a short step is as much longer here.
 
 The cases `gpu` and `gpu2` copy each batch to a GPU, and train there; the second over two GPUs, under DataParallel. The
 case `ddp` is the case `deep` under DistributedDataParallel, in a group of one: what both cost more than each other is

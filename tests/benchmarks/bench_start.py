@@ -2,7 +2,7 @@
 
     python tests/benchmarks/bench_start.py [--rounds 15]
 
-The ways are taken in turn, in random order within a round; "alone" twice, so that their difference states the noise.
+Each round runs all ways in random order; "alone" runs twice, and the difference between its two results is the noise.
 On a machine that others use too only processor time says something ("its processor"), and how many times as long as a
 bare Python ("alone") the rest took.
 Median and 95th percentile over the rounds, in ms; as measured, and scaled to the reference (yardstick.py).

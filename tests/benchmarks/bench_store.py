@@ -1,6 +1,6 @@
 """What the store costs: the supervisor's share of a core, and the queries of a refresh of the screen.
 
-    python tests/benchmarks/bench_store.py [--seconds 60] [--turns 15] [--only writing reading]
+    python tests/benchmarks/bench_store.py [--seconds 60] [--refreshes 15] [--only writing reading]
 
 Writing: processes record into rings at a given rate of the run's clock, and a drain takes the records and writes them,
 as in the supervisor (bench_supervisor.py measures that as a whole, with its samplers).
@@ -243,7 +243,7 @@ class Busy:
         self._drain.flush()
 
 
-def reading(turns: int) -> None:
+def reading(refreshes: int) -> None:
     """Print a table."""
     print("\nthe queries of a refresh, ms: median and longest")
     for ranks, budget in READING.items():
@@ -254,7 +254,7 @@ def reading(turns: int) -> None:
                 wanted, snapshots = Wanted(seconds), Snapshots()
                 first = live.milliseconds(snapshots, wanted)
                 took = []
-                for _ in range(turns):
+                for _ in range(refreshes):
                     live.go_on()
                     took.append(live.milliseconds(snapshots, wanted))
                 back = live.milliseconds(Snapshots(), wanted, DAY_S - LIVE_S // 2)
@@ -267,14 +267,14 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=int, default=60, help="of the run's clock, in each case of writing")
-    parser.add_argument("--turns", type=int, default=15, help="refreshes of each kind")
+    parser.add_argument("--refreshes", type=int, default=15, help="number of refreshes of each kind")
     parser.add_argument("--only", nargs="*", choices=("writing", "reading"), default=("writing", "reading"))
     options = parser.parse_args()
     print(Yardstick().state())
     if "writing" in options.only:
         writing(options.seconds)
     if "reading" in options.only:
-        reading(options.turns)
+        reading(options.refreshes)
 
 
 if __name__ == "__main__":

@@ -25,14 +25,14 @@ model = torch.nn.Linear(1024, 512).cuda()
 optimizer = torch.optim.Adam(model.parameters())
 
 
-def turn():
+def train_step():
     optimizer.zero_grad()
     model(torch.ones(64, 1024, device="cuda")).sum().backward()
     optimizer.step()
 
 
 for _ in range(3):
-    turn()
+    train_step()
 """
 FULL = """
 kept = [torch.empty(100 << 20, dtype=torch.uint8, device="cuda") for _ in range(4)]

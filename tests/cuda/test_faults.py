@@ -24,7 +24,7 @@ given, on_gpu = torch.ones(4, 8), torch.nn.Linear(8, 2).cuda()
 said = []
 
 
-def turns(net, count, device):
+def train(net, count, device):
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     for _ in range(count):
         optimizer.zero_grad()
@@ -32,14 +32,14 @@ def turns(net, count, device):
         optimizer.step()
 
 
-turns(on_gpu, 10, "cuda")
+train(on_gpu, 10, "cuda")
 simulation.fake_cudart_lose()
 for _ in range(10):
     try:
-        turns(on_gpu, 1, "cuda")
+        train(on_gpu, 1, "cuda")
     except RuntimeError as error:
         said.append(str(error).splitlines()[0])
-turns(net, 10, "cpu")
+train(net, 10, "cpu")
 print(json.dumps(said))
 """
 

@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.utils.data import DataLoader
 
-TURNS = 30
+STEPS = 30
 kept = []
 
 
@@ -29,7 +29,7 @@ def train(rank, place):
     dist.init_process_group("gloo", init_method=f"file://{place}/meet", rank=rank, world_size=2)
     net = nn.parallel.DistributedDataParallel(nn.Linear(8, 2).cuda(), device_ids=[rank])
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    for (x,) in DataLoader(torch.ones(TURNS, 1, 6, 8), batch_size=None):
+    for (x,) in DataLoader(torch.ones(STEPS, 1, 6, 8), batch_size=None):
         optimizer.zero_grad()
         net(x.cuda()).sum().backward()
         optimizer.step()
@@ -40,20 +40,20 @@ def train(rank, place):
 
 if __name__ == "__main__":
     mp.start_processes(train, (os.getcwd(),), nprocs=2, start_method="fork")  # CUDA is not up yet
-    print(TURNS)
+    print(STEPS)
 """
 
 
 def test_each_rank_has_its_own_gpu(tmp_path: Path, gpus: Simulated) -> None:
     """Its gradients are averaged by gloo: over the hosts, since NCCL is simulated within one process only."""
     run = traced(tmp_path, TEXT, env=gpus.environment(2, kernel_us=200), mode="script")
-    turns = run.said
+    expected = run.said
     assert run.complaints == []
     ranks = {event.data["process"]: event.data["rank"] for event in run.events("process")}
     assert sorted(ranks.values()) == [0, 1]
     for process, rank in ranks.items():
         calls, steps = run.calls(process=process), run.steps(process)
-        assert len(calls) == len(steps) == turns
+        assert len(calls) == len(steps) == expected
         assert {call.devices for call in calls} == {(f"cuda:{rank}",)}
         assert {call.via for call in calls} == {"DistributedDataParallel"}
         assert all(call.replicas[0].device_ms for call in calls[2:])

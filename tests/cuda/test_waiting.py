@@ -71,7 +71,7 @@ for _ in range(400):
 def test_a_device_that_is_far_behind(tmp_path: Path, gpus: Simulated) -> None:
     """It comes to the first step's end when all have been queued: the pool is empty, and stays as it is."""
     run, ours, theirs = with_and_without(tmp_path, gpus, BEHIND, (), 1, kernel_us=30_000_000, queue=100_000)
-    # No turn is timed for which there may be too few.
+    # A step is not timed if it may need more events than are free.
     assert 240 < ours["cudaEventCreateWithFlags"] - theirs.get("cudaEventCreateWithFlags", 0) <= 256
     for function in WAITING:
         assert ours.get(function, 0) == theirs.get(function, 0), function

@@ -108,8 +108,8 @@ def main() -> None:
         found.append(f"without any failure: {missing(watched(nvml, 0))}")
     tried = 0
     every = int(sys.argv[2])
-    for turn, (function, cost) in enumerate(COST.items()):
-        for code in [code for at, code in enumerate(CODES) if (at + turn) % every == 0 or code in ALWAYS]:
+    for index, (function, cost) in enumerate(COST.items()):
+        for code in [code for at, code in enumerate(CODES) if (at + index) % every == 0 or code in ALWAYS]:
             tell(*FINE, f"rule {function} 0 {code}", f"rule {function} - {code}")
             lost = missing(watched(nvml, 0))
             tried += 1

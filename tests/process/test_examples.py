@@ -94,20 +94,20 @@ def test_the_main_job(place: SideBySide) -> None:
     assert outcome.stdout.decode().splitlines()[-1] == f"final loss {losses[-1]:.5f}"
 
     records = place.dpmon.records()
-    calls, turns = of_kind(records, "call"), of_kind(records, "step")
+    calls, step_records = of_kind(records, "call"), of_kind(records, "step")
     assert [call["call"] for call in calls] == list(range(1, steps + 1))
-    assert [turn["step"] for turn in turns] == list(range(1, steps + 1))
+    assert [each["step"] for each in step_records] == list(range(1, steps + 1))
     assert [call["step"] for call in calls] == list(range(1, steps + 1))
-    assert [turn["samples"] for turn in turns] == [30] * 666 + [20] + [30] * 33
+    assert [each["samples"] for each in step_records] == [30] * 666 + [20] + [30] * 33
     for call in calls:
         assert (call["root"], call["via"], call["mode"], call["virtual"]) == ("Model", "DataParallel", "dp", True)
         assert (call["training"], call["grad"]) == (True, True)
         assert set(call["phases"]) == {"scatter", "replicate", "parallel_apply", "gather"}
         assert len(call["replicas"]) == 2
-    for turn in turns:
-        assert set(turn["phases"]) == {"data", "forward", "backward", "optimizer", "other"}
-        assert all(took >= 0 for took in turn["phases"].values())
-        assert sum(turn["phases"].values()) == pytest.approx(turn["wall_ms"], rel=1e-6)
+    for each in step_records:
+        assert set(each["phases"]) == {"data", "forward", "backward", "optimizer", "other"}
+        assert all(took >= 0 for took in each["phases"].values())
+        assert sum(each["phases"].values()) == pytest.approx(each["wall_ms"], rel=1e-6)
     (mode,) = of_kind(records, "mode")
     assert (mode["mode"], mode["virtual"], mode["requested_by"]) == ("dp", True, "start")
     assert "no GPU" in mode["reason"]

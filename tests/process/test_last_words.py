@@ -1,4 +1,4 @@
-"""A process that is killed in the middle of a turn: its last call was finished, so it is in the record."""
+"""A process is killed in the middle of a step: its last call had finished, so the record has it."""
 
 from __future__ import annotations
 

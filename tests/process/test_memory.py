@@ -1,4 +1,4 @@
-"""What the memory of each device holds: the tracer's sums against the script's own."""
+"""Memory by device and use: the tracer's sums are equal to the script's own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_sums_are_those_the_script_makes_itself(dpmon: Dpmon, tmp_path: Path) ->
     assert not result.events("warning")
     assert result.unreadable == ()
     events = result.events("memory")
-    assert events, "the first look is after the first turns"
+    assert events, "the memory is first measured after the first steps"
     newest = events[-1].data
     assert newest["step"] >= 2
     assert newest["took_ms"] > 0
@@ -59,37 +59,37 @@ def test_the_summary_says_it_and_why_the_rest_is_not_known(dpmon: Dpmon) -> None
 
 
 def test_a_model_that_is_called_later_is_looked_at_soon_unless_looks_are_dear() -> None:
-    """Without a process of its own: how soon depends on what a look takes, which depends on the machine."""
+    """In this process, because how soon depends on how long a measurement takes, and so on the machine."""
     asked: list[int] = []
     recorder = SimpleNamespace(soon=lambda: asked.append(memory._due))
     memory = Memory(SimpleNamespace(), recorder, SimpleNamespace())  # type: ignore[arg-type]
     memory.new_model()
-    assert asked == [], "before the first look, which is due anyway"
+    assert asked == [], "before the first measurement, which is due anyway"
     memory._due, memory._soonest = 9_000, 4_000
     memory.new_model()
     assert (memory._due, asked) == (4_000, [4_000])
     memory.new_model()
-    assert (memory._due, asked) == (4_000, [4_000]), "models that are planned anew again and again change nothing"
+    assert (memory._due, asked) == (4_000, [4_000]), "models that are replaced again and again change nothing"
 
 
-# ------------------------------------------------------------------------------------------------ one look
+# ------------------------------------------------------------------------------------------------ one measurement
 
 
 class Own(torch.nn.Module):
-    """Parameters in a list, and methods of its own where torch has others."""
+    """A module with a list of parameters that overrides methods of torch.nn.Module."""
 
     def __init__(self, count: int, size: int = 1) -> None:
         super().__init__()
         self.many = torch.nn.ParameterList(torch.nn.Parameter(torch.ones(size)) for _ in range(count))
 
     def parameters(self, *_: Any) -> Any:
-        raise AssertionError("the script's own, which wants other arguments")
+        raise AssertionError("a method of the script, with other arguments")
 
     buffers = modules = named_parameters = named_buffers = named_modules = children = parameters
 
 
 def in_slices(walk: Walk) -> int:
-    """Take the look as slowly as may be; in how many slices."""
+    """Measure in the smallest slices possible; return their number."""
     slices = 1
     while not walk.go_on(0):
         slices += 1
@@ -110,7 +110,7 @@ def test_a_look_in_slices_finds_what_one_at_once_does() -> None:
 
 
 def test_what_is_freed_between_two_slices_gives_its_place_to_nobody() -> None:
-    """Each gradient is made anew after each slice, as a training does; torch would give it the old one's address."""
+    """Each gradient is replaced after each slice, as in a training; torch would reuse the address of the old one."""
     model = Own(4 * AT_ONCE, 3)
     walk = Walk([model], [])
     while True:
@@ -133,7 +133,7 @@ def test_what_is_gone_is_not_waited_for() -> None:
 
 
 class Wrapper(torch.Tensor):
-    """A tensor that stands for a million numbers and holds ten, as a shard or a quantized weight does."""
+    """A tensor with the shape of a million numbers that holds only ten, like a shard or a quantized weight."""
 
     inner: torch.Tensor
 
@@ -146,11 +146,11 @@ class Wrapper(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, *_: Any, **__: Any) -> Any:
-        raise AssertionError("a look runs no operation")
+        raise AssertionError("a measurement runs no operation")
 
 
 class Open(Wrapper):
-    """One that tells what it holds."""
+    """A wrapper that lists the tensors that it holds."""
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["inner"], None
@@ -175,7 +175,7 @@ def test_of_one_that_does_not_tell_nothing_is_counted() -> None:
 @pytest.mark.parametrize("more", [0, 1])
 def test_too_many_tensors(more: int) -> None:
     model = Own(MAX_TENSORS + more)
-    model.many[0].grad = None  # none is no tensor
+    model.many[0].grad = None  # no gradient
     walk = Walk([model], [])
     in_slices(walk)
     assert walk.more == ({MODEL} if more else set())
@@ -217,12 +217,12 @@ def test_a_long_look_takes_several_turns_and_is_in_none_of_them(tmp_path: Path) 
         for before, after in pairwise(steps)
         if after.start_ns != before.start_ns + before.wall_ns
     }
-    begun = found["step"] - found["turns"]  # the last step before the look
+    begun = found["step"] - found["turns"]  # the last step before the measurement
     assert begun >= 1
-    turns = range(begun + 1, found["step"] + 1)
-    between = [step for step in turns if step in gaps]
+    measured = range(begun + 1, found["step"] + 1)
+    between = [step for step in measured if step in gaps]
     # The gradients come first, after the backward pass of a step; on a slow machine in more than one.
     assert between == list(range(between[0], found["step"] + 1))
     of_gradients = sum(step.phases["other"] for step in steps if begun < step.step <= between[0])
     assert sum(gaps.pop(step) for step in between) + of_gradients >= 0.99e6 * found["took_ms"] > 0
-    assert len(gaps) <= 2 + sum(step.wall_ns for step in steps) // 5_000_000_000  # of a later look
+    assert len(gaps) <= 2 + sum(step.wall_ns for step in steps) // 5_000_000_000  # of a later measurement

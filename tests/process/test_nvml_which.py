@@ -39,7 +39,7 @@ def test_gpus_are_matched_by_uuid_and_never_by_index(dpmon: Dpmon, tmp_path: Pat
 def test_what_torchs_allocator_says_and_an_oom_with_the_state_before_it(dpmon: Dpmon, tmp_path: Path) -> None:
     directory = library(tmp_path, source=CUDA)
     (dpmon.cwd / "stop").touch()
-    script = dpmon.script(SCRIPT.read_text().replace('while not os.path.exists("stop"):', "while turn < 40:"))
+    script = dpmon.script(SCRIPT.read_text().replace('while not os.path.exists("stop"):', "while steps < 40:"))
     assert dpmon.run("--headless", script, env={"LD_LIBRARY_PATH": str(directory)}).status == 0
     records = dpmon.records()
     (one,) = [one for one in next(r for r in records if r["kind"] == "memory")["devices"] if one["device"] == "cuda:1"]

@@ -106,7 +106,7 @@ def test_a_pause_lies_between_two_steps_and_in_none(both: tuple[Traced, Traced])
     assert len(steps) == 3 * 12
     found = pauses(run)
     assert [event["paused"] for event in found] == [True, False] * 3
-    # Without loader and optimizer a turn ends where the next call begins: that was asked before the sixth.
+    # Without loader and optimizer, a step ends where the next call begins: the pause was requested before the sixth.
     assert [event["step"] for event in found] == [5, 5, 18, 18, 30, 30]
     assert all(event["reason"] is None and event["refused"] is None for event in found)
     for end in found[1::2]:

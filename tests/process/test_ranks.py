@@ -62,10 +62,10 @@ def check_ranks(records: list[dict[str, Any]], steps: int, rows: dict[int, int],
     assert len({process["pid"] for process in processes}) == len({process["process"] for process in processes})
     for process in processes:
         mine = [r for r in records if r.get("process") == process["process"]]
-        calls, turns = of_kind(mine, "call"), of_kind(mine, "step")
+        calls, steps_of_rank = of_kind(mine, "call"), of_kind(mine, "step")
         assert {record["rank"] for record in mine} == {process["rank"]}
         assert [call["call"] for call in calls] == [call["step"] for call in calls] == list(range(1, steps + 1))
-        assert [turn["step"] for turn in turns] == list(range(1, steps + 1))
+        assert [each["step"] for each in steps_of_rank] == list(range(1, steps + 1))
         batch = rows[process["rank"]]
         for call in calls:
             assert (call["via"], call["mode"], call["virtual"]) == ("DistributedDataParallel", "single", False)
@@ -76,9 +76,9 @@ def check_ranks(records: list[dict[str, Any]], steps: int, rows: dict[int, int],
                 (given,), (gave,) = part["inputs"], part["outputs"]
                 assert (given["shape"], given["bytes"]) == ([batch, widths[0]], batch * widths[0] * 4)
                 assert (gave["shape"], gave["bytes"]) == ([batch, widths[1]], batch * widths[1] * 4)
-        for turn in turns:
-            assert {"forward", "backward", "optimizer"} <= set(turn["phases"])
-            assert turn["samples"] == batch
+        for each in steps_of_rank:
+            assert {"forward", "backward", "optimizer"} <= set(each["phases"])
+            assert each["samples"] == batch
 
 
 def test_torchrun(dpmon: Dpmon) -> None:

@@ -292,11 +292,11 @@ import os, sys
 from dpmon.span_ring import SpanRing
 place = sys.argv[1]
 ring = SpanRing(place + "/process-0.ring", process=0)
-def turn():
+def fill():
     for _ in range(20000):
         ring.put(1, 2, 3, 4)
     ring.map.flush()
-turn()
+fill()
 hog = os.open(place + "/hog", os.O_WRONLY | os.O_CREAT)
 try:
     while True:
@@ -304,7 +304,7 @@ try:
 except OSError:
     os.sync()
 for _ in range(10):
-    turn()
+    fill()
 """
 
 

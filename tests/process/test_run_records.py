@@ -195,7 +195,7 @@ def test_a_damaged_history_costs_no_more_than_itself(dpmon: Dpmon, recorded: Pat
 
 
 def test_the_history_is_bounded_and_says_what_it_left_out(dpmon: Dpmon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bound is made small here; this process plays the supervisor and the training, in turns."""
+    """With a small bound; this process is supervisor and training alternately."""
     dpmon.run("--detach", "sleep", 60)
     dpmon.info()
     directory = dpmon.last()

@@ -17,7 +17,7 @@ from dpmon.record.wire import mode_number
 pytestmark = pytest.mark.slow
 
 KINDS = ("Half", "inside", "a_part", "in_place", "outside", "bare", "bare_in_place")
-TURNS = 4
+STEPS = 4
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +32,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Traced, di
     for name, script in scripts.items():
         told = {}
         for kind in KINDS:
-            for turn in range(TURNS):
-                if (name, kind, turn) == ("traced", "Half", 2):
+            for number in range(STEPS):
+                if (name, kind, number) == ("traced", "Half", 2):
                     reader = script.ring()
                     reader.request(mode_number("dp"))
                     reader.close()
                 script.go_on()
-                assert script.line() == str(turn + 1), script.end().err
+                assert script.line() == str(number + 1), script.end().err
             told[kind] = json.loads(script.line())
         found[name] = (script.end(), told)
     return found
@@ -59,7 +59,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Traced, di
 def test_a_compiled_model(runs: dict[str, tuple[Traced, dict[str, Any]]], kind: str) -> None:
     """Results, how often it was compiled, and its parameters are as without us."""
     expected, found = runs["alone"][1][kind], runs["traced"][1][kind]
-    assert expected[0] == [[6, 3]] * TURNS
+    assert expected[0] == [[6, 3]] * STEPS
     assert found == expected
 
 
@@ -67,9 +67,9 @@ def test_what_is_recorded_of_it(runs: dict[str, tuple[Traced, dict[str, Any]]]) 
     run, _ = runs["traced"]
     assert run.complaints == []
     assert [(call.via, call.mode, call.failed) for call in run.calls()] == [
-        *[(None, "single", False)] * TURNS,
-        *[("DataParallel", "single", False)] * 3 * TURNS,
-        *[(None, "single", False)] * 3 * TURNS,
+        *[(None, "single", False)] * STEPS,
+        *[("DataParallel", "single", False)] * 3 * STEPS,
+        *[(None, "single", False)] * 3 * STEPS,
     ]
     refused = [event.data["refused"] for event in run.events("mode") if event.data["refused"]]
     assert all("compile" in reason for reason in refused)

@@ -1,4 +1,4 @@
-"""However a training ends, what was finished is in the record, and the script ends as it does alone."""
+"""However a training ends, the record has all that was finished, and the script ends as without dpmon."""
 
 from __future__ import annotations
 
@@ -15,21 +15,18 @@ from dpmon.span_reader import SpanReader
 
 pytestmark = pytest.mark.slow
 
-FIRST_TURNS, MAX_HELD = 64, 32
-"""Of dpmon.tracer.steps, which cannot be imported without torch."""
-
 
 @pytest.fixture(scope="module")
 def endings(tmp_path_factory: pytest.TempPathFactory) -> Traced:
-    """Some forty children, six ways to end and thirty kills at any time."""
+    """About 40 children: six ways to end, and 30 kills at random times."""
     return traced(tmp_path_factory.mktemp("endings"), text_of("endings"))
 
 
 def check(run: Traced, pid: int, finished: int) -> None:
-    """The calls that were finished, without gaps, each but the last with its turn."""
+    """Check that all finished calls are recorded without gaps, and all their steps except perhaps the last."""
     process = run.process_of(pid)
     calls, steps = run.calls(process=process), run.steps(process)
-    assert finished <= len(calls) <= finished + 1  # killed between the call and what it told of it
+    assert finished <= len(calls) <= finished + 1  # it may be killed between the call and its own report of it
     numbers = list(range(1, len(calls) + 1))
     assert [call.call for call in calls] == [call.step for call in calls] == numbers
     assert [step.step for step in steps] in (numbers, numbers[:-1])
@@ -110,14 +107,14 @@ for number, x in enumerate(DataLoader(torch.randn(4000, 4), batch_size=8), 1):
 
 
 def test_calls_over_replicas_are_there_to_the_last(tmp_path: Path) -> None:
-    """With others between them, in their order, whole and counted."""
+    """With other calls between them: in order, complete, and with the right numbers."""
     run = traced(tmp_path, MIXED)
     assert run.status == -signal.SIGKILL
     found = run.calls()
-    turns = [
+    in_step = [
         ("DataParallel", None, "DataParallel") if number % 3 else (None, "DataParallel") for number in range(1, 302)
     ]
-    whole = [(number, via) for number, vias in enumerate(turns, 1) for via in vias]
+    whole = [(number, via) for number, vias in enumerate(in_step, 1) for via in vias]
     assert [(call.step, call.via) for call in found] == whole
     assert [call.call for call in found] == list(range(1, len(found) + 1))
     for call in found:
@@ -225,7 +222,7 @@ if __name__ == "__main__":
 
 
 def test_a_spawned_child_and_its_spawned_worker(tmp_path: Path) -> None:
-    """The child trains and has its last turn; the worker, which calls a model of its own, has no record."""
+    """The child's record has its last step; the worker, which calls a model of its own, has no record."""
     run = traced(tmp_path, SPAWNS)
     assert (run.status, run.out) == (0, "parent None\n"), run.err
     assert run.processes == [0]

@@ -17,13 +17,13 @@ PRIMITIVES = ["scatter", "replicate", "parallel_apply", "gather"]
 
 @pytest.fixture(scope="module")
 def steered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traced, list[Any], list[tuple[int, int]]]:
-    """Two turns as it starts, two after single was asked for, two after dp was."""
+    """Run each form for two steps at first, two after a request for single, and two after a request for dp."""
     forms = Steered(tmp_path_factory.mktemp("forms"), "forms")
-    said = forms.turn(2)
+    said = forms.step(2)
     answers = []
     for mode in (SINGLE, DP):
         forms.ask(mode)
-        said += forms.turn(2)
+        said += forms.step(2)
         answers.append(forms.answer())
     return forms.script.end(), said, answers
 
@@ -33,7 +33,7 @@ def rows(call: Call) -> list[int]:
 
 
 def first(run: Traced, root: str, via: str) -> list[Call]:
-    """A form's calls, one a turn."""
+    """Return a form's calls, one per step."""
     found = [call for call in run.calls(root) if call.via == via]
     assert [call.step for call in found] == list(range(1, 7))
     return found

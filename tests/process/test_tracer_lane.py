@@ -26,7 +26,7 @@ def form(request: pytest.FixtureRequest) -> str:
 
 def test_the_script_sees_nothing_of_it(runs: dict[tuple[str, bool], Traced], form: str) -> None:
     run, alone = runs[form, True].said, runs[form, False].said
-    assert run.pop("asked", None) in (None, [3, 3, 3])  # its own method, called for each of its turns
+    assert run.pop("asked", None) in (None, [3, 3, 3])  # its own method, called in each step
     alone.pop("asked", None)
     assert run["lines of ours"] == 0
     assert run.pop("interrupted", []) == []

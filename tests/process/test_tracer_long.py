@@ -49,7 +49,7 @@ def test_a_reader_that_reads_along_sees_everything(tailed: tuple[Traced, list[Re
     assert [call.call for call in calls] == list(range(1, CALLS + 1))
     assert [call.rows for call in calls] == [*range(17_000), *[3] * 40_000]
     assert [step.step for step in steps] == list(range(1, len(steps) + 1))
-    # Nothing ends the last turn, so what the script calls after it belongs to it.
+    # Nothing ends the last step, so later calls of the script belong to it.
     assert [step.samples for step in steps[: CALLS - 1]] == [call.rows for call in calls[:-1]]
 
 

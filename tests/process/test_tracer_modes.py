@@ -17,14 +17,14 @@ DP, SINGLE = mode_number("dp"), mode_number("single")
 
 
 class Steered:
-    """A script that does one turn for every line of its input."""
+    """A script that runs one step for every line of its input."""
 
     def __init__(self, place: Path, name: str, **options: Any) -> None:
         self.script = Script(place, text_of(name), **options)
         self.acknowledged: list[tuple[int, int]] = []
 
-    def turn(self, times: int = 1) -> list[Any]:
-        """What it printed."""
+    def step(self, times: int = 1) -> list[Any]:
+        """Run `times` steps; return what the script printed for each."""
         found = []
         for _ in range(times):
             self.script.go_on()
@@ -36,14 +36,14 @@ class Steered:
         return found
 
     def ask(self, mode: int) -> int:
-        """Ask for a mode, as a screen does."""
+        """Request a mode, as a screen does."""
         reader = self.script.ring()
         serial = reader.request(mode)
         reader.close()
         return serial
 
     def answer(self) -> tuple[int, int]:
-        """The last request that was acted upon, and the mode in force."""
+        """Return the last request that was answered, and the mode in force."""
         reader = self.script.ring()
         found = reader.acknowledged()
         reader.close()
@@ -87,7 +87,7 @@ def test_a_script_without_dataparallel_is_never_changed(exact: dict[str, Traced]
 def test_every_batch_of_it_is_recorded(exact: dict[str, Traced], name: str) -> None:
     run = exact[name]
     assert (run.complaints, run.missed) == ([], 0)
-    assert [step.step for step in run.steps()] == list(range(1, 221))  # the evaluations are turns of their own
+    assert [step.step for step in run.steps()] == list(range(1, 221))  # each evaluation is a step
     assert {step.samples for step in run.steps()} == {16}
     assert [call.step for call in run.calls()] == list(range(1, 221))
     assert [call.via for call in run.calls()] == [None] * 110 + ["DataParallel"] * 110
@@ -100,21 +100,21 @@ def test_every_batch_of_it_is_recorded(exact: dict[str, Traced], name: str) -> N
 
 @pytest.fixture(scope="module")
 def toggled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traced, dict[str, Any]]:
-    """A bare and a wrapped model, asked for single, dp, nonsense and single, five turns each; what came back."""
+    """Five steps of a bare and a wrapped model after each request: single, dp, nonsense, single; return the answers."""
     steered = Steered(tmp_path_factory.mktemp("toggled"), "toggled")
-    noted: dict[str, Any] = {"losses": steered.turn(5)}
+    noted: dict[str, Any] = {"losses": steered.step(5)}
     for name, mode in (("single", SINGLE), ("dp", DP), ("nonsense", 77), ("single again", SINGLE)):
         before = steered.answer()
         serial = steered.ask(mode)
         pending = steered.answer()
-        noted["losses"] += steered.turn(5)
+        noted["losses"] += steered.step(5)
         noted[name] = (serial, before == pending, steered.answer())
-    noted["losses"] += steered.turn(40)
+    noted["losses"] += steered.step(40)
     return steered.script.end(), noted
 
 
 EXPECTED = (("dp", 5), ("single", 5), ("dp", 5), ("dp", 5), ("single", 45))
-"""The wrapped model's modes; the bare one differs in the first five turns, when nothing has been asked for."""
+"""Modes of the wrapped model. Those of the bare one differ in the first five steps, before any request."""
 
 
 def test_a_request_changes_the_mode_between_two_calls(toggled: tuple[Traced, dict[str, Any]]) -> None:
@@ -137,7 +137,7 @@ def test_no_turn_is_lost_by_it(toggled: tuple[Traced, dict[str, Any]]) -> None:
     assert run.missed == 0
     assert run.complaints == []
     modes = [step.mode for step in run.steps()]
-    assert modes == [call.mode for call in run.calls("Bare")]  # a turn's mode is its first call's
+    assert modes == [call.mode for call in run.calls("Bare")]  # the mode of a step is that of its first call
 
 
 def test_the_loss_goes_on_falling(toggled: tuple[Traced, dict[str, Any]]) -> None:
@@ -189,9 +189,9 @@ def test_it_is_in_the_record_with_who_asked_for_it(toggled: tuple[Traced, dict[s
 def refusing(tmp_path_factory: pytest.TempPathFactory) -> Traced:
     """Models that cannot be split, asked to be."""
     steered = Steered(tmp_path_factory.mktemp("refusing"), "refusing")
-    before = steered.turn()
+    before = steered.step()
     steered.ask(DP)
-    after = steered.turn(4)
+    after = steered.step(4)
     assert after == before * 4  # the script sees what it saw
     assert steered.answer()[0] == 1
     return steered.script.end()
@@ -247,10 +247,10 @@ def test_a_rank_is_in_the_record(refusing: Traced) -> None:
 
 def test_with_mode_script_requests_are_refused(tmp_path: Path) -> None:
     steered = Steered(tmp_path, "toggled", mode="script")
-    steered.turn(2)
+    steered.step(2)
     assert steered.ask(SINGLE) == 1
     assert steered.ask(DP) == 2
-    steered.turn(2)
+    steered.step(2)
     assert steered.answer() == (2, 0)
     run = steered.script.end()
     assert {call.mode for call in run.calls()} == {"single"}

@@ -24,7 +24,7 @@ WAYS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
-    """All loops alone, with --mode script, and with dp asked for in the second turn and single in the fourth."""
+    """All loops alone, with --mode script, and with dp asked for in the second step and single in the fourth."""
     place = tmp_path_factory.mktemp("practice")
     scripts = {name: Script(place, text_of("practice"), *words, **more) for name, (words, more) in WAYS.items()}
     found = {name: script.end() for name, script in scripts.items()}
@@ -75,7 +75,7 @@ LOOPS: dict[str, list[tuple[int, set[str], int]] | None] = {
     "checkpoints_reentrant": EVERY,
     "checkpoints_wrapped": EVERY,
     "checkpoints_wrapped_reentrant": EVERY,
-    "evaluation_within_a_turn": [(30, FETCH, 1), (30, FETCH, 2)] * 2,
+    "evaluation_within_a_step": [(30, FETCH, 1), (30, FETCH, 2)] * 2,
     "evaluation_without_a_loader": ([(12, TRAIN, 1)] * 3 + [(50, {"forward", "other"}, 1)] * 5) * 2,
     "evaluation_in_a_loop_within_the_loop": [
         *[(30, FETCH, 1)] * 2,
@@ -95,7 +95,7 @@ LOOPS: dict[str, list[tuple[int, set[str], int]] | None] = {
     "saved_and_copied": [(30, FETCH, 3)] * 8,
     "devices_hidden_late": EVERY,
 }
-"""Of each turn: samples, the phases that ran, calls; None where nothing can be seen."""
+"""Per step: samples, the phases that ran, number of calls; None where dpmon can see nothing."""
 
 
 def test_every_loop_is_looked_at(runs: dict[str, Traced]) -> None:
@@ -117,7 +117,7 @@ def test_it_computes_what_it_computes_alone(runs: dict[str, Traced], name: str, 
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_its_turns(runs: dict[str, Traced], name: str) -> None:
+def test_steps_of_each_loop(runs: dict[str, Traced], name: str) -> None:
     expected = LOOPS[name]
     for way in ("script", "toggle"):
         if expected is None:
@@ -137,9 +137,9 @@ UNTOGGLED = {"devices_hidden_late"}
 """Loops that ask for no mode."""
 
 
-@pytest.mark.parametrize("name", [name for name, turns in LOOPS.items() if turns and name not in UNTOGGLED])
+@pytest.mark.parametrize("name", [name for name, steps in LOOPS.items() if steps and name not in UNTOGGLED])
 def test_the_toggle_works_in_it(runs: dict[str, Traced], name: str) -> None:
-    """The second and third turns are dp, and so is all that is called in them."""
+    """The second and third steps have mode dp, and so do all calls in them."""
     steps, calls = recorded(runs["toggle"], name)
     process = process_of(runs["toggle"], name)
     asked = [e.data for e in runs["toggle"].events("mode", process) if e.data["requested_by"] == "user"]
@@ -196,7 +196,7 @@ def test_what_a_checkpoint_computes_again_is_not_called_again(runs: dict[str, Tr
 
 def test_an_evaluation_does_not_count_in_the_samples_of_a_training_step(runs: dict[str, Traced]) -> None:
     """Its calls are there, with their rows, and say what they are."""
-    for name, rows in (("evaluation_within_a_turn", 100), ("teacher", 60)):
+    for name, rows in (("evaluation_within_a_step", 100), ("teacher", 60)):
         _, calls = recorded(runs["script"], name)
         looks = [call for call in calls if not call.training and not call.grad]
         assert {call.rows for call in looks} == {rows}
@@ -211,7 +211,7 @@ def test_of_a_forward_called_directly_the_parts_are_recorded(runs: dict[str, Tra
 
 
 def test_two_threads_at_once(runs: dict[str, Traced]) -> None:
-    """The first to call is the training thread; the other's calls are recorded, and its turns are not told apart."""
+    """The thread with the first call is the training thread; the other's calls are recorded, but not its steps."""
     steps, calls = recorded(runs["toggle"], "two_threads")
     assert [call.root for call in calls] == ["Net", "Critic"] * 4
     for step in steps:

@@ -1,4 +1,4 @@
-"""Turns of the loop, cut where a person would cut them, in loops of many shapes; processes that fork."""
+"""Steps of loops of many shapes begin and end where a person would say; processes that fork."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOOK = {"data", "forward", "other"}
 
 
 class Loop:
-    """What one of the loops left behind."""
+    """The record of one loop."""
 
     def __init__(self, run: Traced, name: str) -> None:
         pid, self.status, self.told = run.said[name]
@@ -31,7 +31,7 @@ class Loop:
         self.warnings = [event.data["text"] for event in run.events("warning", self.process)] if processes else []
 
     def child(self) -> tuple[list[Call], list[Step]]:
-        """Calls and steps of the process whose id it told."""
+        """Return calls and steps of the child whose process id the loop reported."""
         process = self.run.process_of(self.told)
         assert process != self.process
         return self.run.calls(process=process), self.run.steps(process)
@@ -51,7 +51,7 @@ def loop(run: Traced) -> Callable[[str], Loop]:
 
 
 def check(steps: list[Step], calls: list[Call]) -> None:
-    """Numbers without gaps; phases that add up; turns that do not overlap; every call within its turn."""
+    """Check: no gaps in numbers, phases that add up, steps that do not overlap, every call within its step."""
     assert [step.step for step in steps] == list(range(1, len(steps) + 1))
     assert [call.call for call in calls] == list(range(1, len(calls) + 1))
     for step in steps:
@@ -59,11 +59,11 @@ def check(steps: list[Step], calls: list[Call]) -> None:
         assert all(took > 0 for name, took in step.phases.items() if name != "other")
     for before, after in pairwise(steps):
         assert before.start_ns + before.wall_ns <= after.start_ns
-    turns = {step.step: step for step in steps}
+    by_number = {step.step: step for step in steps}
     for call in calls:
-        turn = turns[call.step]
-        assert turn.start_ns <= call.start_ns
-        assert call.start_ns + call.wall_ns <= turn.start_ns + turn.wall_ns
+        around = by_number[call.step]
+        assert around.start_ns <= call.start_ns
+        assert call.start_ns + call.wall_ns <= around.start_ns + around.wall_ns
     for step in steps:
         mine = [call for call in calls if call.step == step.step]
         assert step.mode == mine[0].mode
@@ -71,7 +71,7 @@ def check(steps: list[Step], calls: list[Call]) -> None:
 
 
 def shape(loop: Loop, *, checked: bool = True) -> list[tuple[int | None, set[str], int]]:
-    """Of each turn: samples, the phases that ran, the number of calls."""
+    """Return, per step: samples, the phases that ran, the number of calls."""
     assert loop.status == 0
     if checked:
         check(loop.steps, loop.calls)
@@ -93,7 +93,7 @@ BATCHES = (30, 30, 30, 10)
         ("optimizer_only", [(12, LEARN, 1)] * 6),
         ("taught_without_a_loader", [(12, LEARN, 2)] * 5),
         ("accumulation_without_a_loader", [(12, LEARN, 3)] * 4),
-        # Two batches in the one turn whose optimizer raised.
+        # A step whose optimizer raised has two batches.
         ("optimizers_that_raise", [(12, LEARN, 1), (12, LEARN, 2)] + [(12, LEARN, 1)] * 6),
         ("optimizers_within_each_other", [(12, LEARN, 1)] * 6),
         ("calls_only", [(rows, {"forward", "other"}, 1) for rows in (3, 5, 7, 9)]),
@@ -114,7 +114,7 @@ BATCHES = (30, 30, 30, 10)
         ),
     ],
 )
-def test_turns(loop: Callable[[str], Loop], name: str, expected: list[Any]) -> None:
+def test_samples_phases_and_calls_of_each_step(loop: Callable[[str], Loop], name: str, expected: list[Any]) -> None:
     found = loop(name)
     assert shape(found) == expected
     assert found.warnings == []
@@ -141,14 +141,14 @@ def test_micro_batches_that_were_fetched_together_are_added_up(loop: Callable[[s
     assert [samples for samples, _, _ in shape(loop("gan_fetched_one_ahead"))] == [10] * 4
 
 
-def test_a_call_before_the_loader_is_a_turn_of_its_own(loop: Callable[[str], Loop]) -> None:
+def test_a_call_before_the_loader_is_a_separate_step(loop: Callable[[str], Loop]) -> None:
     """The time between them (a sleep of 0.3 s) belongs to no step."""
     found = loop("a_call_before_the_loader")
     assert shape(found) == [(3, {"forward", "other"}, 1), *[(rows, FETCH, 1) for rows in BATCHES]]
     assert [step.step for step in found.steps if step.wall_ns > 300_000_000] == []
 
 
-def test_a_call_that_steps_is_one_turn(loop: Callable[[str], Loop]) -> None:
+def test_a_call_that_contains_backward_and_optimizer_is_one_step(loop: Callable[[str], Loop]) -> None:
     found = loop("steps_within_a_call")
     assert shape(found, checked=False) == [(12, LEARN, 1)] * 4
     assert [call.step for call in found.calls] == [step.step for step in found.steps] == [1, 2, 3, 4]
@@ -160,52 +160,54 @@ def test_a_call_that_steps_is_one_turn(loop: Callable[[str], Loop]) -> None:
         assert learns <= call.wall_ns
 
 
-def test_turns_follow_each_other(loop: Callable[[str], Loop]) -> None:
-    """Within an epoch one turn begins where the last one ended: nothing of the time is lost, but to a look of ours."""
+def test_steps_of_an_epoch_follow_each_other_without_gaps(loop: Callable[[str], Loop]) -> None:
+    """In an epoch, each step begins where the previous one ended, except after a memory measurement."""
     for name in ("wrapped", "bare", "gan", "optimizer_only", "calls_only"):
         found = loop(name)
-        steps, looked = found.steps, found.run.events("memory", found.process)
+        steps, measured = found.steps, found.run.events("memory", found.process)
         gaps = [after.start_ns - before.start_ns - before.wall_ns for before, after in pairwise(steps)]
         assert min(gaps) == 0
-        looks = 1 + sum(step.wall_ns for step in steps) // 5_000_000_000
-        slices = sum(event.data["turns"] for event in looked)  # on a busy machine one look may take several turns
-        assert sum(gap > 0 for gap in gaps) <= max(looks, slices)
+        measurements = 1 + sum(step.wall_ns for step in steps) // 5_000_000_000
+        slices = sum(
+            event.data["turns"] for event in measured
+        )  # on a busy machine, one measurement may take several steps
+        assert sum(gap > 0 for gap in gaps) <= max(measurements, slices)
 
 
-def test_turns_of_two_models_without_a_loader(loop: Callable[[str], Loop]) -> None:
-    """A step ends with the last of the optimizers that take turns; the first step waits until they repeat."""
+def test_steps_of_two_models_without_a_loader(loop: Callable[[str], Loop]) -> None:
+    """A step ends with the last of the alternating optimizers; the first step waits until they repeat."""
     found = loop("gan_without_a_loader")
     assert [calls for _, _, calls in shape(found)] == [3] * 5
     assert found.told == len(found.steps)
 
 
-def test_turns_of_three_optimizers_without_a_loader(loop: Callable[[str], Loop]) -> None:
+def test_steps_of_three_optimizers_without_a_loader(loop: Callable[[str], Loop]) -> None:
     found = loop("three_optimizers_without_a_loader")
     assert [calls for _, _, calls in shape(found)] == [3] * 4
     assert found.told == len(found.steps)
 
 
-def test_turns_of_a_critic_that_steps_more_often(loop: Callable[[str], Loop]) -> None:
-    """Each of the critic's steps ends a step, as before the generator's first step."""
+def test_steps_of_a_critic_whose_optimizer_runs_more_often(loop: Callable[[str], Loop]) -> None:
+    """Each step of the critic's optimizer ends a step, as it does before the generator's first one."""
     found = loop("critic_steps_more_often")
     assert [calls for _, _, calls in shape(found)] == [1, 1, 1, 2, 1, 1, 2, 1, 1, 1]
 
 
 def test_the_first_calls_of_a_model_that_comes_later_are_seen(loop: Callable[[str], Loop]) -> None:
-    """A loader has come to its end: another loop may be over another model."""
+    """After the end of a loader, the next loop may train another model."""
     roots = [call.root for call in loop("one_model_after_another").calls]
     assert roots == ["Small"] * 40 + ["Big"] * (3 + 4)
 
 
-def test_calls_within_calls_end_no_turn(loop: Callable[[str], Loop]) -> None:
-    """A step of an optimizer may be a long time coming."""
+def test_nested_calls_end_no_step(loop: Callable[[str], Loop]) -> None:
+    """The step of the optimizer may come only after many calls."""
     found = loop("long_accumulation_without_a_loader")
     assert [(step.samples, set(step.phases)) for step in found.steps] == [(2, LEARN)] * 3
     assert [call.root for call in found.calls] == ["Linear"] * 360
 
 
-def test_turns_of_a_closure(loop: Callable[[str], Loop]) -> None:
-    """LBFGS calls the model in the middle of its step, which counts as forward and backward, not as optimizer too."""
+def test_steps_of_an_optimizer_with_a_closure(loop: Callable[[str], Loop]) -> None:
+    """LBFGS calls the model in its step; these times are forward and backward, and are not part of the optimizer."""
     found = loop("closure")
     assert [calls for _, _, calls in shape(found)] == [3, 3, 3]
     assert sum(calls for _, _, calls in shape(found)) == found.told
@@ -237,7 +239,7 @@ def test_losses_are_no_calls(loop: Callable[[str], Loop]) -> None:
 def test_a_model_of_another_kind_is_seen_from_its_first_call(
     loop: Callable[[str], Loop], name: str, count: int
 ) -> None:
-    """By then the watch over all modules has ended."""
+    """When it is first called, the tracer no longer watches all modules."""
     found = loop(name)
     shape(found)
     assert Counter(call.root for call in found.calls) == {"Net": count, "Later": count}
@@ -291,13 +293,13 @@ def test_a_warning_comes_soon_if_forwards_are_called_directly(loop: Callable[[st
 
 
 def test_by_hand_nothing_is_lost(loop: Callable[[str], Loop]) -> None:
-    """Gradients but no optimizer: where a turn ends is anybody's guess, but every call is in one."""
+    """With gradients but no optimizer, the ends of steps are a guess, but every call is in a step."""
     found = loop("by_hand")
     assert sum(calls for _, _, calls in shape(found)) == 10
 
 
 def test_threads_beside_the_training(loop: Callable[[str], Loop]) -> None:
-    """Their calls are recorded, and change nothing about the turns."""
+    """Their calls are recorded and do not change the steps."""
     found = loop("a_thread_beside_it")
     mine = [call for call in found.calls if call.root == "Net"]
     others = [call for call in found.calls if call.root == "Critic"]
@@ -326,7 +328,7 @@ def test_parts_that_fail(loop: Callable[[str], Loop]) -> None:
 
 def test_a_forward_that_fails(loop: Callable[[str], Loop]) -> None:
     found = loop("forward_fails")
-    assert found.told == [0, 0]  # lines of the traceback that speak of us
+    assert found.told == [0, 0]  # lines of the traceback that name dpmon
     failed = [call for call in found.calls if call.failed]
     assert {call.step for call in failed} == {4, 8}
     assert [step.samples for step in found.steps] == [*BATCHES, *BATCHES]
@@ -369,7 +371,7 @@ def test_a_wrapper_made_before_the_fork(loop: Callable[[str], Loop]) -> None:
 
 
 def test_a_child_of_multiprocessing(loop: Callable[[str], Loop]) -> None:
-    """It ends by os._exit, and its last turn is there all the same."""
+    """It ends with os._exit, but its last step is recorded."""
     found = loop("multiprocessing_child")
     assert found.status == 0
     assert found.process is None

@@ -253,12 +253,14 @@ def test_the_short_cut_shows_what_textual_would_show(run: Run, terminal: Start) 
     fast, slow = terminal(), terminal(stock)
     for seen in (fast, slow):
         seen.shows("starting python")
-    for turn in range(12):
+    for number in range(12):
         run.train(40)
-        run.log.write(b"\x1b[3%dmturn\x1b[0m %d \xe6\xbc\xa2\xe5\xad\x97 \x1b[2mdim\x1b[0m\rTURN\n" % (turn % 8, turn))
+        run.log.write(
+            b"\x1b[3%dmstep\x1b[0m %d \xe6\xbc\xa2\xe5\xad\x97 \x1b[2mdim\x1b[0m\rSTEP\n" % (number % 8, number)
+        )
         for seen in (fast, slow):
-            seen.shows(f"{40 * (turn + 1):>9}")
-        if turn == 1:
+            seen.shows(f"{40 * (number + 1):>9}")
+        if number == 1:
             # A dialog comes and goes, and the terminal comes into sight again: Textual draws everything itself.
             for seen in (fast, slow):
                 seen.press("q")
@@ -266,12 +268,12 @@ def test_the_short_cut_shows_what_textual_would_show(run: Run, terminal: Start) 
                 seen.press("\x1b")
                 seen.until(lambda s=seen: "leave it running" not in s.text(), "the dialog to go")
                 seen.press("\x1b[I")
-        if turn == 3:
+        if number == 3:
             before = len(fast.raw), len(slow.raw)
     run.end(0)
     for seen in (fast, slow):
         seen.shows("finished")
-        seen.until(lambda s=seen: f"TURN {turn}" in s.text(), "the last line")
+        seen.until(lambda s=seen: f"STEP {number}" in s.text(), "the last line")
         for _ in range(10):
             seen.pump()
     assert cells(fast.screen) == cells(slow.screen)

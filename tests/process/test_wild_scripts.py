@@ -172,7 +172,7 @@ def test_every_ending_is_the_scripts_own(place: SideBySide, how: str, status: in
     (ended,) = of_kind(records, "exit")
     assert ended["status"] == status
     assert ended["signal"] == {137: "SIGKILL", 130: "SIGINT"}.get(status)
-    # Every call that was finished is in the record, and every turn of the loop but perhaps the one it ended in.
+    # The record has every finished call, and every step except perhaps the last.
     wrapped = [call["call"] for call in of_kind(records, "call") if call["via"] == "DataParallel"]
     assert wrapped == list(range(1, (7 if status == 0 else 5)))
     assert [step["step"] for step in of_kind(records, "step")][:3] == [1, 2, 3]

@@ -266,7 +266,7 @@ def test_what_is_lost_costs_no_other_step() -> None:
     assembler = Assembler()
     out = assembler.feed(script.spans, script.told(0, len(script.lines))) + assembler.end()
     result = decoded(out)
-    # Without a call its turn is no step of its own.
+    # A step without a call is not recorded.
     assert [call.step for call in result.calls] == [1, 2, 3]
     assert all(len(call.phases) == 4 and len(call.replicas) == 2 for call in result.calls)
     assert assembler.dropped == 0  # an interrupt leaves such parts, too

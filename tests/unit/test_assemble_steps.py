@@ -329,7 +329,7 @@ def a_teacher_and_an_evaluation(script: Script) -> None:
 
 
 def evaluation_first(script: Script) -> None:
-    """Nothing is known then: that the model learns turns out later."""
+    """At that time it is not known yet that the model learns."""
     net = script.model()
     script.makes_optimizer()
     script.look(net)
@@ -340,7 +340,7 @@ def evaluation_first(script: Script) -> None:
 
 
 def one_model_after_the_other(script: Script) -> None:
-    """Nothing is trained: that the first one is not called any more turns out after some calls of the second."""
+    """Nothing is trained: only some calls of the second model show that the first one is no longer called."""
     first, second = script.model(), script.model()
     for _ in range(3):
         script.look(first)
@@ -851,7 +851,7 @@ def test_training_in_a_thread() -> None:
     assert assembled(script).shape() == [(8, FETCHED, 1)] * 3
 
 
-def test_another_thread_turns_out_to_train() -> None:
+def test_another_thread_than_the_first_is_found_to_train() -> None:
     script = Script()
     net, shown = script.model(), script.model("Shown")
     script.fetch()

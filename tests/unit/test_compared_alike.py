@@ -19,7 +19,7 @@ from dpmon.ui.playback import Player, _PlaybackFeed
 from dpmon.ui.rows import plain
 from dpmon.ui.scene import View
 
-TURNS = ((500, "single"), (5000, "dp"), (3000, "single"), (4500, ""))
+STRETCHES = ((500, "single"), (5000, "dp"), (3000, "single"), (4500, ""))
 """Steps after which the mode changes, and to which mode."""
 
 
@@ -29,7 +29,7 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         training = Training(step_ns=SECOND // 200)
         payloads = training.begin()
-        for steps, then in TURNS:
+        for steps, then in STRETCHES:
             training.step_ns = SECOND // (200 if training.mode == "dp" else 330)
             payloads += training.run(steps)
             payloads += training.switch(then) if then else []

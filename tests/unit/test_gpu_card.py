@@ -87,7 +87,7 @@ def test_each_question_is_asked_in_its_own_time() -> None:
     assert (sample.util_pct, sample.power_limit_w, sample.name) == (40, 700.0, "Fake �")
 
 
-def test_what_does_not_fit_waits_and_everything_has_its_turn() -> None:
+def test_questions_beyond_the_budget_wait_and_all_are_asked_equally_often() -> None:
     ways = [Told(i) for i in range(6)]
     names = ("util_pct", "power_w", "energy_j", "fan_pct", "xid", "sm_clock_mhz")
     bench = Bench(*(Question((n,), 5, 2, (w,)) for n, w in zip(names, ways, strict=True)), calls=3)

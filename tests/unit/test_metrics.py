@@ -156,14 +156,14 @@ def test_a_late_wait_for_input_makes_no_counter_decrease(state: Path, tmp_path: 
     drain = Drain(directory, info, print)
     metrics = Metrics(tmp_path / "it.prom", directory, print)
     written_before: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
-    for turn in range(4):
-        for payload in [*(training.begin() if not turn else ()), *training.run(20)]:
+    for number in range(4):
+        for payload in [*(training.begin() if not number else ()), *training.run(20)]:
             process.write(payload)
-        if turn == 2:
+        if number == 2:
             began = training.now / SECOND - 1.5
             own.write(pack_event("input", {"pid": 4242, "t_s": began, "waited_s": 1.0}))
         drain.flush()
-        metrics.tick(turn * 100.0)
+        metrics.tick(number * 100.0)
         found = samples(tmp_path / "it.prom")
         counters = {
             key: value for key, value in found.items() if key[0].endswith(("_total", "_bucket", "_sum", "_count"))

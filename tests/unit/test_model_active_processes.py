@@ -77,7 +77,7 @@ def test_the_third_of_three_is_followed_too() -> None:
     assert seen == [0, 1, 2]
 
 
-def test_processes_that_train_together_do_not_take_turns() -> None:
+def test_processes_that_train_together_stay_active_together() -> None:
     """Ranks, and processes without a rank; one of them slow, one of them late, and with steps of many seconds."""
     for ranks, step_ns in ((True, SECOND // 100), (False, SECOND // 100), (True, 9 * SECOND), (False, 9 * SECOND)):
         runs = []

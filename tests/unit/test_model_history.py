@@ -63,12 +63,12 @@ def test_columns_that_are_over_are_read_once_and_are_the_same() -> None:
     training = Training(step_ns=SECOND // 5)
     recording = Recording().add(training.begin())
     kept = Columns()
-    for turn in range(40):
+    for number in range(40):
         recording.add(training.run(20))
-        if turn % 9 == 8:
+        if number % 9 == 8:
             recording.add(training.switch("single" if training.mode == "dp" else "dp"))
         store, end = recording.store(), training.now // SECOND
-        for end_s in (end + 1, end - 7 if turn % 5 == 4 else end + 1):
+        for end_s in (end + 1, end - 7 if number % 5 == 4 else end + 1):
             for width in (1, 10):
                 begin = max(end_s - 60, 0) if width == 1 else 0
                 fresh = Columns().read(store, 0, begin, end_s, width)

@@ -148,7 +148,7 @@ def test_only_what_all_processes_paused_together_is_no_time_of_the_run() -> None
 
 
 def test_who_is_not_there_yet_or_any_more_holds_no_pause_up() -> None:
-    """Two trainings in turn, the second of them paused; and one that begins in another's pause."""
+    """One training after another, the second paused; and a training that begins while another is paused."""
     pauses = paused_ones((1, 200, 800))
     assert in_s(together(pauses, there((0, 100), (110, 900)), None)) == [(200, 800)]
     assert in_s(together(pauses, there((300, 400), (110, 900)), None)) == [(200, 300), (400, 800)]
@@ -220,8 +220,8 @@ def test_refusals_are_no_pauses_however_many_there_were(state: Path) -> None:
     assert "not listed here: 5 refusals" in page(story)
 
 
-def in_turn(second_s: int = 110, first_ends_s: int = 100) -> tuple[Path, str]:
-    """A launcher's two trainings, the second paused from 200 to 800 s; its report. A GPU that is busy but then."""
+def one_after_another(second_s: int = 110, first_ends_s: int = 100) -> tuple[Path, str]:
+    """Record two trainings of a launcher, the second paused from 200 to 800 s, and a GPU that is idle only then."""
     payloads: dict[int, list[bytes]] = {}
     for process, (begin, end) in enumerate(((2, first_ends_s), (second_s, 900))):
         training = Training(process=process, mode="single", step_ns=SECOND, start_ns=begin * SECOND)
@@ -238,8 +238,8 @@ def in_turn(second_s: int = 110, first_ends_s: int = 100) -> tuple[Path, str]:
     return directory, " ".join(" ".join(report_text(directory, 120)).split())
 
 
-def test_the_pause_of_one_of_two_trainings_in_turn_is_in_no_figure(state: Path) -> None:
-    directory, text = in_turn()
+def test_a_pause_of_the_second_of_two_successive_trainings_is_in_no_figure(state: Path) -> None:
+    directory, text = one_after_another()
     story = collect(directory)
     assert story.evidence.devices[0].util_median == 80.0
     assert story.evidence.paused_ns == pytest.approx(600 * SECOND, rel=0.01)
@@ -247,7 +247,7 @@ def test_the_pause_of_one_of_two_trainings_in_turn_is_in_no_figure(state: Path) 
 
 
 def test_where_another_trained_in_a_pause_it_is_said_that_figures_have_its_time(state: Path) -> None:
-    directory, text = in_turn(first_ends_s=900)
+    directory, text = one_after_another(first_ends_s=900)
     story = collect(directory)
     assert story.evidence.paused_ns == 0
     assert "no figure" not in text

@@ -58,7 +58,7 @@ class Setting:
             ring.write(pack_call(1, 0, 1, self.step, self.step, now, 5, 2, 0, (-1, 0) * 4, (2, 0, 0, 5)))
             ring.write(pack_step(1, self.step, now, 900, -1, (1, 2, -1, -1)))
 
-    def turn(self, seconds: float = 1.1) -> None:
+    def advance(self, seconds: float = 1.1) -> None:
         """Let time pass, then drain until there is nothing more at once."""
         self.now += seconds
         while self.drain.drain(self.now):
@@ -91,7 +91,7 @@ FIRST_COLUMNS = (
 def test_rows_hold_what_the_records_say(setting: Setting) -> None:
     setting.steps(2)
     setting.ring.write(pack_event("warning", {"process": 0, "t_s": 0.5, "text": "hm"}))
-    setting.turn()
+    setting.advance()
     assert setting.rows("SELECT id, process, call, step, mode, start_ns, wall_ns, rows FROM calls") == [
         (1, 0, 1, 1, "dp", 1000, 5, 4),
         (3, 0, 2, 2, "dp", 2000, 5, 4),
@@ -111,12 +111,12 @@ def test_rows_hold_what_the_records_say(setting: Setting) -> None:
 def test_a_successor_goes_on_where_the_last_one_stopped(setting: Setting) -> None:
     """As after a kill: the first drain is dropped as it is, records taken but not yet written with it."""
     setting.steps(10)
-    setting.turn()
+    setting.advance()
     setting.steps(10)
     setting.drain.drain(setting.now + 0.1)
     setting.steps(10)
     killed, setting.drain = setting.drain, setting.new_drain()
-    setting.turn()
+    setting.advance()
     assert [step for (step,) in setting.rows("SELECT step FROM steps ORDER BY id")] == list(range(1, 31))
     assert setting.rows("SELECT calls, steps, missed FROM rings") == [(30, 30, 0)]
     killed.close()
@@ -148,92 +148,92 @@ def test_the_third_supervisor_makes_the_ring_of_the_first_anew(
 
 def test_records_are_committed_soon_and_nothing_when_nothing_happens(setting: Setting) -> None:
     setting.steps(1)
-    setting.turn(0.05)
+    setting.advance(0.05)
     assert setting.rows("SELECT count(*) FROM steps") == [(1,)], "the first after a silence, at once"
     setting.steps(1)
-    setting.turn(0.05)
+    setting.advance(0.05)
     assert setting.rows("SELECT count(*) FROM steps") == [(1,)]
-    setting.turn(drain_module.COMMIT_S)
+    setting.advance(drain_module.COMMIT_S)
     assert setting.rows("SELECT count(*) FROM steps") == [(2,)]
     changes = setting.drain._history._db.total_changes
     for _ in range(10):
-        setting.turn()
+        setting.advance()
     assert setting.drain._history._db.total_changes == changes
 
 
 def test_many_rings_are_committed_when_a_second_is_over(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drain_module, "MANY_RINGS", 0)
     second = START / 1e9 + 1000
-    setting.turn(second + 0.2 - setting.now)
+    setting.advance(second + 0.2 - setting.now)
     setting.steps(1)
     for at, committed in ((0.3, 0), (1.0, 0), (1.09, 0), (1.11, 1)):
-        setting.turn(second + at - setting.now)
+        setting.advance(second + at - setting.now)
         assert setting.rows("SELECT count(*) FROM steps") == [(committed,)], at
 
 
 @pytest.mark.parametrize("kind", ["mode", "pause", "warning"])
 def test_an_answer_that_somebody_waits_for_is_committed_at_once(setting: Setting, kind: str) -> None:
     setting.steps(1)
-    setting.turn()
+    setting.advance()
     setting.steps(1)
     setting.ring.write(pack_event(kind, {"process": 0, "t_s": 0.5}))
-    setting.turn(0.01)
+    setting.advance(0.01)
     assert setting.rows("SELECT kind FROM events") == [(kind,)]
 
 
 def test_a_full_disk_is_one_warning_and_nothing_lost_when_there_is_room_again(setting: Setting) -> None:
     setting.steps(5)
-    setting.turn()
+    setting.advance()
     db = setting.drain._history._db
     (pages,) = db.execute("PRAGMA page_count").fetchone()
     db.execute(f"PRAGMA max_page_count = {pages}")
     for _ in range(8):
         setting.steps(50)
-        setting.turn()
+        setting.advance()
     assert len(setting.warnings) == 1
     assert "disk is full" in setting.warnings[0]
     db.execute("PRAGMA max_page_count = 100000")
-    setting.turn(RETRY_S + 1)
+    setting.advance(RETRY_S + 1)
     assert [step for (step,) in setting.rows("SELECT step FROM steps ORDER BY id")] == list(range(1, 406))
     assert setting.rows("SELECT calls, steps, missed FROM rings") == [(405, 405, 0)]
     assert len(setting.warnings) == 1
 
 
 def test_a_disk_that_has_room_now_and_then_is_one_warning(setting: Setting) -> None:
-    setting.turn()
+    setting.advance()
     db = setting.drain._history._db
     for _ in range(5):
         (pages,) = db.execute("PRAGMA page_count").fetchone()
         db.execute(f"PRAGMA max_page_count = {pages}")
         setting.steps(400)
-        setting.turn(RETRY_S + 1)
+        setting.advance(RETRY_S + 1)
         db.execute("PRAGMA max_page_count = 100000")
-        setting.turn(RETRY_S + 1)
+        setting.advance(RETRY_S + 1)
     assert setting.rows("SELECT count(*) FROM steps") == [(2000,)]
     assert len(setting.warnings) == 1
     setting.now += drain_module.WARN_AGAIN_S
     (pages,) = db.execute("PRAGMA page_count").fetchone()
     db.execute(f"PRAGMA max_page_count = {pages}")
     setting.steps(400)
-    setting.turn()
+    setting.advance()
     assert len(setting.warnings) == 2, "much later it is news again"
 
 
 def test_while_the_disk_is_full_memory_is_bounded(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drain_module, "HOLD_BYTES", 100_000)
-    setting.turn()
+    setting.advance()
     db = setting.drain._history._db
     (pages,) = db.execute("PRAGMA page_count").fetchone()
     db.execute(f"PRAGMA max_page_count = {pages}")
     for _ in range(60):
         setting.steps(400)
-        setting.turn()
+        setting.advance()
         held = sum(len(value) for row in setting.drain._batch.calls for value in row if isinstance(value, bytes))
         held += sum(map(len, (payload for _, payloads in setting.drain._taken for payload in payloads)))
         assert held < 100_000 + (1 << 20)
     db.execute("PRAGMA max_page_count = 100000")
     for _ in range(8):
-        setting.turn(RETRY_S + 1)
+        setting.advance(RETRY_S + 1)
     ((calls, steps, missed, sequence),) = setting.rows("SELECT calls, steps, missed, sequence FROM rings")
     assert sequence == 2 + 2 * 24_000
     assert calls + steps + missed == 2 * 24_000
@@ -244,14 +244,14 @@ def test_while_the_disk_is_full_memory_is_bounded(setting: Setting, monkeypatch:
 def test_what_is_held_is_counted_as_it_lies_in_memory(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     """A record takes ten times its payload once it has been taken apart."""
     monkeypatch.setattr(drain_module, "HOLD_BYTES", 4 << 20)
-    setting.turn()
+    setting.advance()
     db = setting.drain._history._db
     db.execute(f"PRAGMA max_page_count = {db.execute('PRAGMA page_count').fetchone()[0]}")
     tracemalloc.start()
     try:
         for _ in range(40):
             setting.steps(400)
-            setting.turn()
+            setting.advance()
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -263,17 +263,17 @@ def test_a_history_that_cannot_be_opened_is_tried_again(setting: Setting) -> Non
     path.mkdir()
     setting.steps(20)
     for _ in range(4):
-        setting.turn()
+        setting.advance()
     assert len(setting.warnings) == 1
     path.rmdir()
-    setting.turn(RETRY_S + 1)
+    setting.advance(RETRY_S + 1)
     assert setting.rows("SELECT count(*) FROM steps") == [(20,)]
 
 
 def test_rings_that_come_later_are_taken_too(setting: Setting) -> None:
-    setting.turn()
+    setting.advance()
     setting.steps(3, setting.new_ring(7))
-    setting.turn()
+    setting.advance()
     assert setting.rows("SELECT DISTINCT process FROM calls") == [(7,)]
 
 
@@ -282,7 +282,7 @@ def test_a_foreign_ring_is_one_warning(setting: Setting) -> None:
     path.write_bytes(b"nonsense" * 10_000)
     os.utime(path, (1, 1))
     for _ in range(5):
-        setting.turn()
+        setting.advance()
     assert len(setting.warnings) == 1
     assert "process-5.ring" in setting.warnings[0]
 
@@ -297,7 +297,7 @@ def test_a_foreign_ring_is_one_warning(setting: Setting) -> None:
 def test_payloads_that_are_no_records_are_counted(setting: Setting, payload: bytes) -> None:
     setting.ring.write(payload)
     setting.steps(2)
-    setting.turn()
+    setting.advance()
     assert setting.rows("SELECT missed, calls, steps FROM rings") == [(1, 2, 2)]
     records = list(history(setting.directory))
     assert [r.data["count"] for r in records if getattr(r, "kind", "") == "dropped"] == [1]
@@ -309,27 +309,27 @@ def test_rows_that_no_batch_has_are_not_known(setting: Setting, rows: str) -> No
     """A flipped bit in a definition: the supervisor goes on, and a number nobody knows is none."""
     setting.ring.write(pack_definition(3, ["rows"]).replace(b'"rows"', b'["x",[%s],"float32",4]' % rows.encode()))
     setting.ring.write(pack_call(1, 0, 1, 1, 1, START, 5, 3, 0, (-1, 0) * 4, (3, 0, 0, 5)))
-    setting.turn()
+    setting.advance()
     assert setting.rows("SELECT rows FROM calls") == [(None,)]
 
 
 def test_sums_beyond_reason_are_cut(setting: Setting) -> None:
     for _ in range(3):
         setting.ring.write(pack_call(1, 0, 1, 1, 1, START, 5, 2, 0, (0, 1 - (1 << 63)) * 4, (2, 0, 0, 5)))
-        setting.turn()
+        setting.advance()
     assert setting.rows("SELECT count(*) FROM calls") == [(3,)]
 
 
 def test_damaged_counts_of_a_ring_do_not_end_the_recording(setting: Setting) -> None:
     setting.steps(3)
-    setting.turn()
+    setting.advance()
     with closing(sqlite3.connect(setting.directory / "history.sqlite")) as db:
         db.execute("UPDATE rings SET calls = ?, steps = ?", ((1 << 63) - 1, (1 << 63) - 1))
         db.commit()
     setting.drain.close()
     setting.drain = setting.new_drain()
     setting.steps(3)
-    setting.turn()
+    setting.advance()
     assert setting.warnings == []
     assert setting.rows("SELECT max(step) FROM steps") == [(6,)]
 
@@ -337,7 +337,7 @@ def test_damaged_counts_of_a_ring_do_not_end_the_recording(setting: Setting) -> 
 def test_calls_whose_definition_was_lost_are_kept_and_counted_as_unreadable(setting: Setting) -> None:
     setting.ring.write(pack_call(1, 0, 99, 1, 1, START, 5, 98, 0, (-1, 0) * 4, (98, 0, 0, 5)))
     setting.steps(1)
-    setting.turn()
+    setting.advance()
     assert setting.rows("SELECT rows FROM calls") == [(None,), (4,)]
     records = list(history(setting.directory))
     assert [r.data["count"] for r in records if getattr(r, "kind", "") == "dropped"] == [1]
@@ -346,7 +346,7 @@ def test_calls_whose_definition_was_lost_are_kept_and_counted_as_unreadable(sett
 def test_export_before_any_drain_is_the_same_as_after(setting: Setting) -> None:
     setting.steps(30)
     before = list(history(setting.directory))
-    setting.turn()
+    setting.advance()
     assert list(history(setting.directory)) == before
     setting.steps(2)
     both = list(history(setting.directory))
@@ -356,11 +356,11 @@ def test_export_before_any_drain_is_the_same_as_after(setting: Setting) -> None:
 
 def test_a_reader_of_the_history_does_not_hold_the_writer_up(setting: Setting) -> None:
     setting.steps(50)
-    setting.turn()
+    setting.advance()
     reading = history(setting.directory)
     first = next(reading)
     setting.steps(50)
-    setting.turn()
+    setting.advance()
     assert setting.warnings == []
     assert setting.rows("SELECT count(*) FROM steps") == [(100,)]
     rest = list(reading)
@@ -378,15 +378,15 @@ def test_jsonl_is_one_object_a_line(setting: Setting, tmp_path: Path) -> None:
     assert [json.loads(line)["kind"] for line in lines] == ["call", "step", "call", "step", "warning", "dropped"]
 
 
-def test_a_second_drain_over_a_locked_history_waits_its_turn(setting: Setting) -> None:
-    setting.turn()
+def test_a_second_drain_waits_while_the_history_is_locked(setting: Setting) -> None:
+    setting.advance()
     with closing(sqlite3.connect(setting.directory / "history.sqlite", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         setting.steps(5)
-        setting.turn()
+        setting.advance()
         assert len(setting.warnings) == 1
         other.execute("ROLLBACK")
-    setting.turn(RETRY_S + 1)
+    setting.advance(RETRY_S + 1)
     assert setting.rows("SELECT count(*) FROM steps") == [(5,)]
 
 

@@ -101,8 +101,8 @@ def test_changed_at_random(whole: Path, tmp_path: Path, seed: int) -> None:
     untouched = len(list(history(whole)))
     assert untouched == 1 + 240 + 1 + 40 + 2
     readable = 0
-    for turn in range(40):
-        directory = tmp_path / f"turn-{turn}"
+    for number in range(40):
+        directory = tmp_path / f"number-{number}"
         shutil.copytree(whole, directory)
         path = directory / chance.choice(names)
         path.write_bytes(changed(path.read_bytes(), chance))

@@ -19,7 +19,7 @@ from dpmon.ui.playback import Player
 SECOND = 1_000_000_000
 START = 50 * SECOND
 STEPS = 600
-"""Two a second, by two processes in turn."""
+"""Two steps a second, by two processes alternately."""
 
 
 class Clock:
@@ -139,7 +139,7 @@ def test_the_figures_of_a_time_are_those_of_the_seconds_before_it(player: Player
     for at_s in (10.0, 150.7, 299.0):
         player.seek(int(at_s * SECOND))
         process = shown(player).processes[0]
-        # Two steps a second, by two processes in turn.
+        # Two steps a second, by two processes alternately.
         assert process.ranged.steps == pytest.approx(min(at_s, 120), abs=2)
         assert max(column.second for column in process.columns) <= at_s
 

@@ -264,22 +264,22 @@ def test_captures_are_known_of_from_their_beginning_to_their_end() -> None:
     assert (Kind.capture_begin.__name__, Kind.capture_end.__name__) == ("capture_begin", "capture_end")
 
 
-def test_a_device_that_is_far_behind_has_whole_turns_timed_or_none() -> None:
-    """Else the first phases of a turn would take all the events there are, and its last never have one."""
+def test_a_device_that_is_far_behind_has_all_or_no_phases_of_a_step_timed() -> None:
+    """Otherwise the first phases of a step would use up the events, and its last phases would never have one."""
     bench = Bench(pool_events=8)
     timed: list[list[bool]] = []
     for number in range(40):
         spans = [bench.phase(1.0) for _ in range(3)]
         timed.append([span.why == Untimed.NONE for span in spans])
-        bench.device.reached = bench.device.now - 30.0  # ten turns behind
+        bench.device.reached = bench.device.now - 30.0  # ten steps behind
         bench.times.collect()
         bench.times.end_step()
         assert len(spans) == 3, number
     assert {tuple(one) for one in timed[1:]} == {(True,) * 3, (False,) * 3}
-    assert sum(all(one) for one in timed) >= 4, "those that it comes to make room for others"
+    assert sum(all(one) for one in timed) >= 4, "events that are read make room for others"
 
 
-def test_a_turn_that_took_many_events_is_forgotten_in_some_turns() -> None:
+def test_a_step_with_many_events_stops_limiting_later_steps() -> None:
     bench = Bench(pool_events=8)
     for _ in range(4):  # as an evaluation of many calls
         bench.phase(1.0)

@@ -105,7 +105,7 @@ async def test_the_time_range_and_the_refresh_change_and_say_so(tmp_path: Path) 
         await on.shows("the screen is drawn every 0.1 s")
 
 
-async def test_themes_take_turns_and_come_back(tmp_path: Path) -> None:
+async def test_a_key_goes_through_all_themes(tmp_path: Path) -> None:
     async with stage(tmp_path) as on:
         colours = []
         for theme in ("light", "colour-blind", "mono", "ascii", "dark"):

@@ -335,7 +335,7 @@ async def test_a_line_reaches_the_scripts_input(tmp_path: Path) -> None:
         await on.shows("the line was not sent")
 
 
-async def test_several_roots_take_turns(tmp_path: Path) -> None:
+async def test_a_key_chooses_among_several_roots(tmp_path: Path) -> None:
     async with stage(tmp_path) as on:
         other = Training(root="Critic", via=None, mode="single")
         on.reader.new = decoded(other.run(3), origin_ns=SECOND)

@@ -144,16 +144,16 @@ def test_a_theme_that_was_asked_for_comes_before_no_color() -> None:
 
 
 @pytest.mark.parametrize(
-    ("terminal", "encoding", "turns"),
+    ("terminal", "encoding", "themes"),
     [
         ("xterm", "utf-8", ["light", "colour-blind", "mono", "ascii", "dark"]),
         ("xterm", "ascii", ["light", "colour-blind", "mono", "dark"]),
         ("vt100", "utf-8", ["mono"]),
     ],
 )
-def test_themes_take_turns_as_far_as_the_terminal_can(terminal: str, encoding: str, turns: list[str]) -> None:
+def test_the_next_theme_is_one_that_the_terminal_can_show(terminal: str, encoding: str, themes: list[str]) -> None:
     look = choose({"TERM": terminal}, encoding)
-    for theme in turns:
+    for theme in themes:
         look = look.next()
         assert look.theme == theme
 

@@ -30,7 +30,7 @@ optimizer = torch.optim.SGD(model.parameters(), 0.1)
 x = torch.ones(4, 8, device="cuda")
 
 
-def turn(net=model):
+def train_step(net=model):
     optimizer.zero_grad(set_to_none=False)
     net(x).sum().backward()
     optimizer.step()
@@ -77,23 +77,23 @@ def capture_beside():
 
 
 if which == "step":
-    warm_up(turn)
+    warm_up(train_step)
     for _ in range(4):
-        turn()
-    graph = capture(turn)
+        train_step()
+    graph = capture(train_step)
     for _ in range(20):
         graph.replay()
     for _ in range(4):
-        turn()
+        train_step()
 elif which == "callables":
     graphed = torch.cuda.make_graphed_callables(Net().cuda(), (x.clone().requires_grad_(),))
     optimizer = torch.optim.SGD(graphed.parameters(), 0.1)
     captured += 1
     for _ in range(20):
-        turn(graphed)
+        train_step(graphed)
 else:
     for _ in range(4):
-        turn()
+        train_step()
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     failed, meet = [], threading.Barrier(2, timeout=60)
@@ -104,7 +104,7 @@ else:
         meet.wait()
         meet.wait()
         for _ in range(3):
-            turn()
+            train_step()
         if which == "asks":
             try:
                 event.query()
@@ -116,6 +116,6 @@ else:
     if failed:
         raise RuntimeError(failed[0])
     for _ in range(4):
-        turn()
+        train_step()
 torch.cuda.synchronize()
 print(json.dumps(captured))

@@ -36,7 +36,7 @@ optimizer = (
 )
 scaler = torch.amp.GradScaler("cuda", enabled=which == "amp")
 x = torch.ones(6, 8, device=home)
-TURNS = 12
+STEPS = 12
 
 
 def forward(x):
@@ -53,7 +53,7 @@ def backward(loss):
     mark("backward >")
 
 
-def turn(x):
+def train_step(x):
     if which == "closure":
 
         def closure():
@@ -84,11 +84,11 @@ over = threading.Event()
 thread = threading.Thread(target=beside)
 if which == "threads":
     thread.start()
-for number in range(TURNS):
-    if which == "moved" and number == TURNS // 2:
+for number in range(STEPS):
+    if which == "moved" and number == STEPS // 2:
         net.to("cuda:1")
         x = x.to("cuda:1")
-    turn(x)
+    train_step(x)
     if which == "evaluated" and number % 5 == 4:
         net.eval()
         with torch.no_grad():

@@ -36,11 +36,11 @@ own = {t.data_ptr() for t in (*model.parameters(), *model.buffers())}
 net = nn.DataParallel(model) if sys.argv[1] == "dp" else model
 optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 x = torch.ones(30, 8, device="cuda")
-turns = 0
+steps = 0
 mark = ctypes.CDLL(None).fake_cudart_mark
 while not os.path.exists("stop"):
-    turns += 1
-    if turns == 8:
+    steps += 1
+    if steps == 8:
         mark(b"settled")
         print("begun", flush=True)
     of_call.clear()

@@ -40,7 +40,7 @@ def main():
     data = TensorDataset(torch.randn(64 * 8, 64), torch.randn(64 * 8, 1))
     loader = DataLoader(data, 64, num_workers=2 if which == "workers" else 0, pin_memory=on_gpu and which == "workers")
 
-    def turn(x, y):
+    def train_step(x, y):
         optimizer.zero_grad(set_to_none=which != "captured")
         loss = (net(x) - y).pow(2).mean()
         loss.backward()
@@ -60,27 +60,27 @@ def main():
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):
-                losses.append(turn(x, y))
+                losses.append(train_step(x, y))
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            loss = turn(x, y)
+            loss = train_step(x, y)
         for _ in range(steps):
             for kept, new in zip((x, y), next(source), strict=True):
                 kept.copy_(new)
             graph.replay()
             losses.append(loss.clone())
         for _ in range(5):  # and on without
-            losses.append(turn(*next(source)))
+            losses.append(train_step(*next(source)))
     elif which == "side" and on_gpu:
         with torch.cuda.stream(torch.cuda.Stream()):
-            losses = [turn(*next(source)) for _ in range(steps)]
+            losses = [train_step(*next(source)) for _ in range(steps)]
     else:
         for _ in range(steps):
             x, y = next(source)
             y = y.to(device)
             try:
-                losses.append(turn(x, y))
+                losses.append(train_step(x, y))
             except (ValueError, torch.cuda.OutOfMemoryError):
                 continue
     if on_gpu:

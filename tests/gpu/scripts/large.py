@@ -34,7 +34,7 @@ def endless():
         yield from DataLoader(batches, batch_size=None)
 
 
-def turn(batch):
+def train_step(batch):
     with record_function("copy"):
         x, y = (part.to(device, non_blocking=True) for part in batch)
     optimizer.zero_grad()
@@ -82,22 +82,22 @@ def of_trace(events):
 
 
 source = endless()
-losses = [turn(next(source)) for _ in range(WARM_UP)]
+losses = [train_step(next(source)) for _ in range(WARM_UP)]
 if wanted == "profile":
     if on_gpu:
         torch.cuda.synchronize()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as seen:
         for _ in range(steps):
-            losses.append(turn(next(source)))
+            losses.append(train_step(next(source)))
         print("the last loss", losses[-1].item(), flush=True)
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         seen.export_chrome_trace(file.name)
         with open(file.name) as trace:
             spent, waits = of_trace(json.load(trace)["traceEvents"])
-    # So that dpmon has its turns, too, after which it reads what the device has done by now.
-    losses += [turn(next(source)) for _ in range(2)]
+    # Two more steps: dpmon reads the device times of a step in a later one.
+    losses += [train_step(next(source)) for _ in range(2)]
     print(json.dumps({"device_ms": spent, "waits": waits}))
 else:
-    losses += [turn(next(source)) for _ in range(steps)]
+    losses += [train_step(next(source)) for _ in range(steps)]
     print(json.dumps([loss.item() for loss in losses]))

@@ -40,7 +40,7 @@ def wait():
         torch.cuda.synchronize()
 
 
-def turn(batch):
+def train_step(batch):
     x, y = (part.to(device, non_blocking=True) for part in batch)
     optimizer.zero_grad()
     with record_function("forward"):
@@ -54,13 +54,13 @@ def turn(batch):
 
 
 source = batches()
-losses = [turn(next(source)) for _ in range(WARM_UP)]
+losses = [train_step(next(source)) for _ in range(WARM_UP)]
 wait()
 if wanted == "profile":
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as seen:
         for _ in range(steps):
-            turn(next(source))
+            train_step(next(source))
     wait()
     spent = {name: [] for name in ("forward", "backward", "optimizer")}
     # From the first operation's start to the last one's end, on any thread; torch's own record_functions are none.
@@ -77,9 +77,9 @@ if wanted == "profile":
 elif wanted == "time":
     began = time.perf_counter()
     for _ in range(steps):
-        turn(next(source))
+        train_step(next(source))
     wait()
     print(json.dumps({"us": (time.perf_counter() - began) / steps * 1e6}))
 else:
-    losses += [turn(next(source)) for _ in range(steps)]
+    losses += [train_step(next(source)) for _ in range(steps)]
     print(json.dumps([loss.item() for loss in losses]))

@@ -29,15 +29,15 @@ torch._C._cuda_attach_out_of_memory_observer = observers.append
 
 model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
-turn = 0
+steps = 0
 while not os.path.exists("stop"):
     optimizer.zero_grad()
     model(torch.ones(3, 4)).sum().backward()
     optimizer.step()
-    turn += 1
-    if turn == 10:
+    steps += 1
+    if steps == 10:
         for _ in range(100):
             for observer in observers:
                 observer(1, 2 << 30, 80 << 30, 1 << 30)
-    if turn > 100:
+    if steps > 100:
         time.sleep(0.01)

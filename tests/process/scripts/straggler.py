@@ -149,9 +149,9 @@ class Schedule:
         after = step - 1 - options.balanced_steps
         if options.phase == "none" or after < 0:
             return None
-        turn = after // options.switch_every if options.switch_every else 0
-        phase = PHASES[(PHASES.index(options.phase) + turn) % len(PHASES)]
-        return (options.rank + turn) % self.world, phase
+        switches = after // options.switch_every if options.switch_every else 0
+        phase = PHASES[(PHASES.index(options.phase) + switches) % len(PHASES)]
+        return (options.rank + switches) % self.world, phase
 
 
 def agreed(value):

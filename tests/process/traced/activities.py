@@ -1,4 +1,4 @@
-"""Stops in every phase of a turn until it is given a line of input, and says where it is."""
+"""Stops in each phase of a step until it receives a line of input, and prints where it is."""
 
 import sys
 

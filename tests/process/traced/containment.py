@@ -156,10 +156,10 @@ def train_by_hand(halfway):
     model, spread = Bare(), Spread()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     found = []
-    for turn in range(10):
-        if turn == 4:
+    for number in range(10):
+        if number == 4:
             halfway()
-        if turn == 6:
+        if number == 6:
             ask(3, at=208)  # a pause
         x = torch.randn(6, 4)
         for split in (composed, functional):

@@ -241,17 +241,17 @@ def a_target_network(count):
     model, target = count.watch(Net(), Other())
     target.eval()
     optimizer = sgd(model)
-    for turn in range(40):
+    for number in range(40):
         for _ in range(4):
             with torch.no_grad():
                 model(torch.randn(1, 4))
-        if turn < 20:  # only collects
+        if number < 20:  # only collects
             continue
         x, _ = data(32)
         with torch.no_grad():
             y = target(x)
         learn(count, model, optimizer, x, y)
-        if turn % 10 == 0:
+        if number % 10 == 0:
             target.load_state_dict(model.state_dict())
 
 
@@ -365,10 +365,10 @@ def by_hand_with_two_calls(count):
 @loop
 def by_hand_with_an_evaluation_between(count):
     model = count.watch(Net())
-    for turn in range(30):
+    for number in range(30):
         count.back(model(data()[0]).mean())
         count.end()
-        if turn % 10 == 9:
+        if number % 10 == 9:
             for _ in range(3):
                 look(count, model, torch.randn(7, 4))
 
@@ -583,7 +583,7 @@ def a_second_optimizer_beside_the_first(count):
 
 
 @loop
-def three_models_in_turn(count):
+def three_models_one_after_another(count):
     """Each learns, and is evaluated; the last one's optimizer dies; the first goes on learning."""
     first, second, third = count.watch(Net(), Other(), Cell())
     one, two = sgd(first), sgd(second)
@@ -784,11 +784,11 @@ def mixed_precision(count):
     model = count.watch(Net())
     optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=4.0)
     skipped = 0
-    for turn in range(8):
+    for number in range(8):
         x, y = data()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = (model(x) - y).pow(2).mean()
-        if scaled(count, optimizer, scaler, loss * (float("inf") if turn == 2 else 1.0)):
+        if scaled(count, optimizer, scaler, loss * (float("inf") if number == 2 else 1.0)):
             count.end()
         else:
             skipped += 1
@@ -799,10 +799,10 @@ def mixed_precision(count):
 def mixed_precision_from_a_loader(count):
     model = count.watch(Net())
     optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=4.0)
-    for turn, (x, y) in enumerate(count.batches(loader(rows=60, batch=10))):
+    for number, (x, y) in enumerate(count.batches(loader(rows=60, batch=10))):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = (model(x) - y).pow(2).mean()
-        scaled(count, optimizer, scaler, loss * (float("inf") if turn == 2 else 1.0))
+        scaled(count, optimizer, scaler, loss * (float("inf") if number == 2 else 1.0))
 
 
 @loop
@@ -955,13 +955,13 @@ def exceptions_without_a_loader(count):
     """What failed belongs to the step that comes to its end."""
     model = count.watch(Net())
     optimizer = sgd(model)
-    for turn in range(9):
+    for number in range(9):
         with contextlib.suppress(KeyError):
             loss = model(data()[0]).mean()
-            if turn in (0, 4):
+            if number in (0, 4):
                 raise KeyError("after the call")
             count.back(loss)
-            if turn == 6:
+            if number == 6:
                 raise KeyError("after the backward pass")
             count.step(optimizer)
 
@@ -1008,9 +1008,9 @@ def called(count, module, x):
 def compiled(count):
     model = torch.compile(Net(), backend="eager")
     optimizer = sgd(model)
-    for turn in range(8):
+    for number in range(8):
         x, y = data()
-        if turn % 3 == 2:
+        if number % 3 == 2:
             model.eval()
             with torch.no_grad():
                 called(count, model, x)

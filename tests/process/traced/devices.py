@@ -48,7 +48,7 @@ def batches():
 
 
 source = batches()
-turns = 0
+steps = 0
 composed = False
 
 
@@ -60,9 +60,9 @@ def by_hand(batch):
     return nn.parallel.gather(made, 0)
 
 
-def turn(closure=False):
-    global turns
-    turns += 1
+def train_step(closure=False):
+    global steps
+    steps += 1
 
     def work():
         optimizer.zero_grad()
@@ -79,10 +79,10 @@ def turn(closure=False):
 
 
 def part(name, count, **options):
-    first = turns + 1
+    first = steps + 1
     for _ in range(count):
-        turn(**options)
-    said[name] = first, turns
+        train_step(**options)
+    said[name] = first, steps
 
 
 def plain():
@@ -102,12 +102,12 @@ def plain():
     graph.capture_end()
     part("after that one", 3)
     model.raises = True
-    first = turns + 1
+    first = steps + 1
     for _ in range(3):
         with contextlib.suppress(ValueError):
-            turn()
+            train_step()
     model.raises = False
-    said["raising"] = first, turns
+    said["raising"] = first, steps
     part("after that", 3)
     device.hang()
     part("hanging", 90)

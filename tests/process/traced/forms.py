@@ -1,4 +1,4 @@
-"""Forms of data parallelism: functional, by hand, subclasses; a turn for every line of its input."""
+"""Forms of data parallelism: functional, by hand, subclasses; a step for every line of its input."""
 
 import functools
 import inspect

@@ -1,4 +1,4 @@
-"""Interrupts the tracer before every line of its code in turn, as a signal may, and looks whether the training minds.
+"""Interrupts the tracer before each line of its code, as a signal may, and checks that the training is not affected.
 
 The argument says what comes in: a signal handler that calls another model, or one that raises, as Ctrl-C does.
 """

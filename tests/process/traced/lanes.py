@@ -29,8 +29,8 @@ class Net(nn.Module):
         return self.layer(x) * scale
 
 
-def turns(model, count=6, rows=8, **more):
-    """Losses and the gradients' sum of some turns over the same batch."""
+def train(model, count=6, rows=8, **more):
+    """Train for `count` steps on one batch; return the losses."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     batch = torch.linspace(0, 1, rows * 3).reshape(rows, 3)
     losses = []
@@ -53,22 +53,22 @@ def inner(model):
 
 
 usual = made("Usual")
-told["usual"] = turns(usual)
-told["other rows"] = turns(usual, 3, 5)
-told["one row"] = turns(usual, 3, 1)
-told["keyword"] = turns(usual, 3, 8, scale=2.0)
+told["usual"] = train(usual)
+told["other rows"] = train(usual, 3, 5)
+told["one row"] = train(usual, 3, 1)
+told["keyword"] = train(usual, 3, 8, scale=2.0)
 usual.eval()
 with torch.no_grad():
     told["looked at"] = round(usual(torch.ones(4, 3)).sum().item(), 4)
 usual.train()
 
 hooked = made("Hooked")
-turns(hooked, 3)
+train(hooked, 3)
 seen = []
 handle = inner(hooked).register_forward_hook(lambda module, args, result: seen.append(list(args[0].shape)))
-turns(hooked, 3)
+train(hooked, 3)
 handle.remove()
-turns(hooked, 3)
+train(hooked, 3)
 told["hooks of the module's own"] = [len(inner(hooked)._forward_hooks), len(inner(hooked)._forward_pre_hooks)]
 told["seen by them"] = sum(rows for rows, _ in seen)
 
@@ -81,24 +81,24 @@ class Again(Net):
 
 
 again = nn.DataParallel(Again()) if WRAPPED else Again()
-told["calls itself"] = turns(again, 4)
+told["calls itself"] = train(again, 4)
 handle = inner(again).register_forward_hook(lambda module, args, result: None)
-told["calls itself and has a hook"] = turns(again, 4)
+told["calls itself and has a hook"] = train(again, 4)
 handle.remove()
 
 failing = made("Failing")
-turns(failing, 4)
+train(failing, 4)
 inner(failing).refuse = ValueError("not today")
 try:
-    turns(failing, 1)
+    train(failing, 1)
 except ValueError as error:
     told["raised"] = [type(error).__name__, type(error.__context__).__name__]
     told["lines of ours"] = sum(OURS in line for line in traceback.format_exc().splitlines())
 inner(failing).refuse = None
-told["after it"] = turns(failing, 3)
+told["after it"] = train(failing, 3)
 
 stopped = made("Stopped")
-turns(stopped, 4)
+train(stopped, 4)
 if WRAPPED:
     # In the training thread, and no error: torch hands on to the script only what is an Exception.
     original = nn.DataParallel.gather
@@ -108,17 +108,17 @@ if WRAPPED:
 
     stopped.gather = interrupted.__get__(stopped)
     try:
-        turns(stopped, 1)
+        train(stopped, 1)
     except KeyboardInterrupt as error:
         told["interrupted"] = [
             frame.name for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(OURS)
         ]
     del stopped.gather
-turns(stopped, 3)
+train(stopped, 3)
 
 if WRAPPED:
     patched = made("Patched")
-    turns(patched, 3)
+    train(patched, 3)
     asked = []
 
     def scatter(self, inputs, kwargs, device_ids):
@@ -127,14 +127,14 @@ if WRAPPED:
 
     original_scatter = nn.DataParallel.scatter
     nn.DataParallel.scatter = scatter
-    turns(patched, 3)
+    train(patched, 3)
     nn.DataParallel.scatter = original_scatter
-    turns(patched, 2)
+    train(patched, 2)
     told["asked"] = asked
 else:
     scalars = made("Changing")
-    turns(scalars, 3)
+    train(scalars, 3)
     inner(scalars).layer = nn.Sequential(nn.Linear(3, 2), nn.Flatten(0))
-    told["another meaning"] = turns(scalars, 3)
+    told["another meaning"] = train(scalars, 3)
 
 print(json.dumps(told))

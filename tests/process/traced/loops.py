@@ -401,9 +401,9 @@ def optimizers_that_raise():
     optimizer = Stops(model.parameters(), lr=0.01)
     spare = Stops(other.parameters(), lr=0.01)
     spare.fails = True
-    for turn in range(9):
-        optimizer.fails = turn == 1
-        if turn == 4:
+    for number in range(9):
+        optimizer.fails = number == 1
+        if number == 4:
             with contextlib.suppress(ArithmeticError):
                 spare.step()
         with contextlib.suppress(ArithmeticError):

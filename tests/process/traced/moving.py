@@ -16,7 +16,7 @@ class Net(nn.Module):
         return self.layer(x)
 
 
-def turns(count):
+def train(count):
     for _, x in zip(range(count), DataLoader(torch.ones(count, 4), batch_size=None), strict=False):
         loss = model(x.to(model.layer.weight.device)).sum()
         optimizer.zero_grad()
@@ -29,13 +29,13 @@ with torch.device("meta"):
 model(torch.empty(3, 4, device="meta"))
 model.to_empty(device="cpu")
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
-turns(100)
+train(100)
 # CUDA comes up, as it does when a model is first moved there; here the only other device is "meta".
 for call, _ in torch.cuda._queued_calls:
     call()
 torch.cuda.is_initialized = lambda: True
 torch.cuda.memory_stats = lambda index: {}
-turns(3)
+train(3)
 model.to("meta")
-turns(5)
+train(5)
 print(json.dumps({"meta": 1, "cpu": 103, "meta again": 5}))

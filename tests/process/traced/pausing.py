@@ -1,4 +1,4 @@
-"""Trains in three loops that end their turns differently; waits for a line of input within one step of each."""
+"""Trains in three loops that end their steps differently; waits for a line of input within one step of each."""
 
 import json
 import sys

@@ -1,6 +1,6 @@
 """Training loops as people write them, each in a forked child, which is a process of its own to the tracer.
 
-With the argument "toggle" every loop asks for dp before its second turn and for single before its fourth, as somebody
+With the argument "toggle" every loop asks for dp before its second step and for single before its fourth, as somebody
 at the screen would. Prints the children's process ids, how each ended and what it computed, as JSON.
 """
 
@@ -76,8 +76,8 @@ def learn(model, optimizer, x, y, call=None):
     return loss.item()
 
 
-def turn(number):
-    """Before a turn of the loop."""
+def before_step(number):
+    """Called before each step of a loop."""
     if toggling and number in (1, 3):
         ask(1 if number == 1 else 2)
 
@@ -106,7 +106,7 @@ def mixed_precision():
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     found = []
     for number, (x, y) in enumerate(loader()):
-        turn(number)
+        before_step(number)
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = mse(model(x).float(), y)
@@ -126,7 +126,7 @@ def closures():
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
     times = []
     for number, (x, y) in enumerate(loader()):
-        turn(number)
+        before_step(number)
         times.append(0)
 
         def closure(x=x, y=y):
@@ -146,7 +146,7 @@ def two_optimizers():
     one, two = sgd(critic), sgd(maker)
     found = []
     for number, (x, _) in enumerate(loader()):
-        turn(number)
+        before_step(number)
         fake = maker(x)
         one.zero_grad()
         (critic(fake.detach()).mean() - critic(x).mean()).backward()
@@ -166,7 +166,7 @@ def accumulation():
     optimizer = sgd(model)
     found = []
     for number, (x, y) in enumerate(loader()):
-        turn(number)
+        before_step(number)
         optimizer.zero_grad()
         for part, goal in zip(x.split(10), y.split(10), strict=True):
             loss = mse(model(part), goal) / 3
@@ -183,7 +183,7 @@ def no_loader_no_end():
     optimizer = sgd(model)
     found = []
     while True:
-        turn(len(found))
+        before_step(len(found))
         found.append(learn(model, optimizer, x, y))
         if len(found) == 5:
             return found
@@ -197,7 +197,7 @@ def two_loaders():
     second = iter(loader(rows=40, batch=20))
     found = []
     for number, (x, y) in enumerate(loader()):
-        turn(number)
+        before_step(number)
         try:
             more, _ = next(second)
         except StopIteration:
@@ -217,7 +217,7 @@ def no_optimizer():
     model = Net()
     found = []
     for number, (x, y) in enumerate(loader()):
-        turn(number)
+        before_step(number)
         model.zero_grad()
         loss = mse(model(x), y)
         loss.backward()
@@ -245,7 +245,7 @@ def checkpoints(wrap, reentrant):
     optimizer = sgd(model)
     found = []
     for number, (x, _) in enumerate(loader()):
-        turn(number)
+        before_step(number)
         optimizer.zero_grad()
         loss = model(x.requires_grad_()).pow(2).mean()
         loss.backward()
@@ -272,13 +272,13 @@ def look(model, x):
 
 
 @loop
-def evaluation_within_a_turn():
+def evaluation_within_a_step():
     """Every second batch is followed by a look at a hundred held-out rows, from no loader."""
     model, held_out = Net(), torch.randn(100, 4)
     optimizer = sgd(model)
     found = []
     for number, (x, y) in enumerate(loader()):
-        turn(number)
+        before_step(number)
         found.append(learn(model, optimizer, x, y))
         if number % 2:
             found.append(look(model, held_out))
@@ -293,7 +293,7 @@ def evaluation_without_a_loader():
     found = []
     for epoch in range(2):
         for number in range(3):
-            turn(3 * epoch + number)
+            before_step(3 * epoch + number)
             found.append(learn(model, optimizer, x, y))
         found += [look(model, torch.randn(50, 4)) for _ in range(5)]
     return found
@@ -305,7 +305,7 @@ def evaluation_in_a_loop_within_the_loop():
     optimizer = sgd(model)
     found = []
     for number, (x, y) in enumerate(loader()):
-        turn(number)
+        before_step(number)
         found.append(learn(model, optimizer, x, y))
         if number == 1:
             found += [look(model, more) for more, _ in loader(rows=40, batch=20)]
@@ -320,7 +320,7 @@ def teacher():
     master.eval()
     found = []
     for number, (x, _) in enumerate(loader()):
-        turn(number)
+        before_step(number)
         with torch.no_grad():
             goal = master(torch.cat([x, x]))[: len(x)]
         found.append(learn(student, optimizer, x, goal))
@@ -336,7 +336,7 @@ def forward_called():
     optimizer = sgd(model)
     found = []
     for number, (x, y) in enumerate(loader()):
-        turn(number)
+        before_step(number)
         found.append(learn(model, optimizer, x, y, model.forward))
     return found
 
@@ -347,7 +347,7 @@ def forward_called_of_a_module_without_parts():
     optimizer = sgd(model)
     found = []
     for number, (x, y) in enumerate(loader(rows=1000, batch=20)):
-        turn(number)
+        before_step(number)
         found.append(learn(model, optimizer, x, y, model.forward))
     return found
 
@@ -358,7 +358,7 @@ def forward_called_without_a_loader():
     optimizer = sgd(model)
     found = []
     for number in range(50):
-        turn(number)
+        before_step(number)
         found.append(learn(model, optimizer, x, y, model.forward))
     return found
 
@@ -369,7 +369,7 @@ def forward_called_of_a_wrapper():
     optimizer = sgd(model)
     found = []
     for number, (x, y) in enumerate(loader()):
-        turn(number)
+        before_step(number)
         found.append(learn(model, optimizer, x, y, model.forward))
     return found
 
@@ -384,7 +384,7 @@ def another_directory():
     found = []
     with tempfile.TemporaryDirectory() as place:
         for number in range(5):
-            turn(number)
+            before_step(number)
             if number == 0:
                 os.chdir(place)
             found.append(learn(model, optimizer, x, y))
@@ -409,7 +409,7 @@ def another_stdout():
     model, x, y = Net(), torch.randn(12, 4), torch.randn(12, 1)
     optimizer = sgd(model)
     for number in range(5):
-        turn(number)
+        before_step(number)
         print(learn(model, optimizer, x, y), end="")
     return [float(text) for text in sys.stdout.texts if text]
 
@@ -431,7 +431,7 @@ def everything_swallowed():
         rows[20 * number, 0] = value
     found = []
     for number, x in enumerate(rows.split(20)):
-        turn(number)
+        before_step(number)
         try:
             found.append(learn(model, optimizer, x, x.sum(1, keepdim=True)))
         except:  # noqa: E722 - as people write it
@@ -441,7 +441,7 @@ def everything_swallowed():
 
 @loop
 def two_threads():
-    """Each trains a model of its own, one batch at a time in turns, so that the numbers are the same each time."""
+    """Each trains a model of its own, one batch at a time, alternating, so that the numbers are the same each time."""
     batches = [list(loader()) for _ in range(2)]
     models = [Net(), Critic()]
     gates = [threading.Semaphore(1), threading.Semaphore(0)]
@@ -452,7 +452,7 @@ def two_threads():
         for number, (x, y) in enumerate(batches[me]):
             gates[me].acquire()
             if not me:
-                turn(number)
+                before_step(number)
             found[me].append(learn(models[me], optimizer, x, y))
             gates[1 - me].release()
 
@@ -478,7 +478,7 @@ def saved_and_copied():
         optimizer = sgd(model)
         for number, (x, y) in enumerate(loader()):
             if isinstance(model, Critic):
-                turn(number)
+                before_step(number)
             found.append(learn(model, optimizer, x, y))
             saved, twin = whole(model), copy.deepcopy(model)
             again = torch.load(io.BytesIO(saved), weights_only=False)

@@ -15,7 +15,7 @@ import torch._dynamo
 from torch import nn
 from torch._dynamo.utils import counters, guard_failures
 
-TURNS = 330
+STEPS = 330
 warnings.filterwarnings("ignore", message=".*multi-threaded.*", category=DeprecationWarning)
 torch.set_num_threads(1)
 toggling = sys.argv[1:] == ["toggle"]
@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 
 class Later(nn.Module):
-    """A root that turns up when the others are compiled, and begins a new look at all calls."""
+    """A root that appears when the others are compiled, and begins a new look at all calls."""
 
     def __init__(self):
         super().__init__()
@@ -185,7 +185,7 @@ def train(make):
     optimizer = torch.optim.SGD([*model.parameters(), *later.parameters()], lr=0.01)
     x, y = torch.randn(12, 4), torch.randn(12, 1)
     losses = []
-    for number in range(TURNS):
+    for number in range(STEPS):
         if toggling and number in (40, 80):
             ask(1 + (number == 80))
         optimizer.zero_grad()
@@ -196,7 +196,7 @@ def train(make):
         optimizer.step()
         losses.append(loss.item())
     return {
-        "losses": losses[:: TURNS // 10],
+        "losses": losses[:: STEPS // 10],
         "graphs": compiled_with,
         "breaks": dict(counters["graph_break"]),
         "stats": dict(counters["stats"]),

@@ -119,7 +119,7 @@ def test_replicas_that_are_missing_or_too_many() -> None:
     assert [one.host_ns for one in call.replicas] == [1000, 0, 1002]
 
 
-def test_one_device_that_is_given_all() -> None:
+def test_a_wrapper_over_one_device_gets_the_whole_batch() -> None:
     script = Script()
     net = script.model(via="DataParallel", devices=["cuda:0"])
     size = script.sizes(8)
@@ -310,7 +310,7 @@ def test_device_times_of_a_data_parallel_call() -> None:
     assert [one.device_ms for one in call.replicas] == [4.0, 3.0]
 
 
-def test_a_step_waits_for_its_times_and_all_that_follows_waits_with_it() -> None:
+def test_a_step_without_its_device_times_holds_back_all_later_steps() -> None:
     script = Script()
     net = script.model()
     for _ in range(70):
@@ -411,7 +411,7 @@ def test_a_pause_ends_the_open_step() -> None:
     assert max(step.wall_ns for step in result.steps) < 10 * MS
 
 
-def test_peaks_by_looks() -> None:
+def test_peaks_are_assigned_to_the_steps_between_measurements() -> None:
     script = Script()
     net = script.model()
     for look in range(1, 4):

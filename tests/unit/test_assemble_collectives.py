@@ -54,7 +54,7 @@ def test_a_collective_that_began_in_the_open_step_waits_for_its_end() -> None:
     assert assembled(script).collectives[0].step == 1
 
 
-def test_it_can_begin_when_those_before_it_on_its_group_are_over() -> None:
+def test_a_collective_can_begin_when_earlier_ones_of_its_group_are_over() -> None:
     script = Script()
     (start,) = trained(script)
     mine, others = script.group(size=4), script.group(name="1")
@@ -68,7 +68,7 @@ def test_it_can_begin_when_those_before_it_on_its_group_are_over() -> None:
     assert second.bus_bytes_s == second.alg_bytes_s * 1.5
 
 
-def test_one_that_was_launched_later_or_ended_later_keeps_none_waiting() -> None:
+def test_a_collective_does_not_wait_for_one_that_was_launched_or_ended_later() -> None:
     script = Script()
     (start,) = trained(script)
     group = script.group()
@@ -99,7 +99,7 @@ def test_a_barrier_has_no_bandwidth() -> None:
     assert "no tensor" in said["absent"]["alg_bytes_s"]
 
 
-def test_one_that_ran_for_less_than_its_end_is_known_has_no_bandwidth() -> None:
+def test_a_collective_shorter_than_the_precision_of_its_end_has_no_bandwidth() -> None:
     script = Script()
     (start,) = trained(script)
     mine = script.group(size=4)
@@ -144,7 +144,7 @@ def test_nothing_of_a_discarded_sample_is_recorded() -> None:
     assert [one.step for one in result.samples] == [1, 3]
 
 
-def test_why_none_can_be_recorded() -> None:
+def test_reasons_why_no_collective_can_be_recorded() -> None:
     script = Script()
     (start,) = trained(script)
     script.collective(script.define({"operation": None, "why": "this torch is too old"}), start, 0.0)

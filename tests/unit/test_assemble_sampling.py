@@ -47,7 +47,7 @@ def test_timing_costs_at_most_one_per_cent(wall_ns: int, times: int, one_in: int
     assert decided(wall_ns, times, 20 * STEPS) == one_in, "it stays so when only some steps are timed"
 
 
-def test_nothing_is_asked_for_before_it_is_known() -> None:
+def test_no_sampling_rate_is_requested_before_costs_are_known() -> None:
     assert decided(1 * MS, 5, STEPS - 1) == 0
     sampling = Sampling()
     for _ in range(10 * STEPS):
@@ -55,7 +55,7 @@ def test_nothing_is_asked_for_before_it_is_known() -> None:
     assert sampling.one_in == 0
 
 
-def test_a_small_change_is_none() -> None:
+def test_a_small_change_of_the_rate_is_not_requested() -> None:
     sampling = Sampling()
     assert decided(1 * MS, 40, sampling=sampling) == 48
     assert decided(1_100_000, 40, 2 * STEPS, sampling) == 48
@@ -63,7 +63,7 @@ def test_a_small_change_is_none() -> None:
     assert decided(1_000 * MS, 40, 20 * STEPS, sampling) == 1
 
 
-def test_one_long_step_changes_nothing() -> None:
+def test_one_long_step_does_not_change_the_rate() -> None:
     sampling = Sampling()
     for number in range(3 * STEPS):
         for _ in range(5):
@@ -83,7 +83,7 @@ def script_on_a_gpu(steps: int, wall_ms: float) -> Script:
     return script
 
 
-def test_steps_without_devices_ask_for_nothing() -> None:
+def test_steps_without_devices_request_no_sampling() -> None:
     script = Script()
     net = script.model()
     for _ in range(3 * STEPS):

@@ -98,7 +98,7 @@ def test_of_spans_of_the_same_time_the_enclosing_one_comes_first() -> None:
     assert ran(only(script)) == [("forward", 0, 1), ("optimizer", 1.1, 2.1), ("backward", 1.1, 2.1)]
 
 
-def test_primitives_by_hand_are_forward_also_within_a_call() -> None:
+def test_primitives_called_by_the_script_are_forward_even_inside_a_call() -> None:
     script = Script()
     net, hand = script.model(), script.model("Hand", "data_parallel", ["cpu:0", "cpu:1"])
 
@@ -122,7 +122,7 @@ def test_primitives_by_hand_are_forward_also_within_a_call() -> None:
     check(step)
 
 
-def test_other_threads_are_not_in_it() -> None:
+def test_spans_of_other_threads_are_not_in_the_step() -> None:
     script = Script()
     net, beside = script.model(), script.model("Beside")
     script.fetch()
@@ -158,7 +158,7 @@ def test_a_long_step() -> None:
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("held", [3, step_rules.MAX_HELD])
-def test_the_first_ones_of_many(monkeypatch: pytest.MonkeyPatch, held: int, nested: bool) -> None:
+def test_a_step_keeps_the_first_of_too_many_spans(monkeypatch: pytest.MonkeyPatch, held: int, nested: bool) -> None:
     monkeypatch.setattr(step_rules, "MAX_HELD", held)
     script = Script()
     net = script.model()
@@ -182,7 +182,7 @@ def test_the_first_ones_of_many(monkeypatch: pytest.MonkeyPatch, held: int, nest
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("held", [3, step_rules.MAX_HELD])
-def test_whatever_the_loop(monkeypatch: pytest.MonkeyPatch, held: int, seed: int) -> None:
+def test_spans_of_random_loops_are_in_order(monkeypatch: pytest.MonkeyPatch, held: int, seed: int) -> None:
     """They are in order, in whatever portions the spans come, and after a predecessor."""
     monkeypatch.setattr(step_rules, "MAX_HELD", held)
     script = Chance(seed).run(8)

@@ -605,7 +605,7 @@ def test_phases_are_exclusive() -> None:
     assert step.quantities == {"copied_bytes": (1 << 33) + 1024}
 
 
-def test_what_is_ours_within_a_phase_is_not_its_time() -> None:
+def test_a_measurement_inside_a_phase_is_subtracted_from_it() -> None:
     script = Script()
     net = script.model()
     script.fetch()
@@ -618,7 +618,7 @@ def test_what_is_ours_within_a_phase_is_not_its_time() -> None:
     assert step.phases["other"] > 50 * MS
 
 
-def test_pauses_and_looks_at_the_edge_are_in_no_step() -> None:
+def test_pauses_and_measurements_between_steps_are_in_no_step() -> None:
     script = Script()
     net = script.model()
     for _ in range(3):
@@ -630,7 +630,7 @@ def test_pauses_and_looks_at_the_edge_are_in_no_step() -> None:
     assert max(walls(assembled(script).steps)) < 10
 
 
-def test_pauses_and_looks_at_the_edge_without_a_loader() -> None:
+def test_without_a_loader_pauses_and_measurements_between_steps_are_in_no_step() -> None:
     script = Script()
     net = script.model()
     script.makes_optimizer()
@@ -644,7 +644,7 @@ def test_pauses_and_looks_at_the_edge_without_a_loader() -> None:
     assert max(walls(result.steps)) < 10
 
 
-def test_a_look_in_the_middle_is_in_the_step() -> None:
+def test_a_measurement_inside_a_step_is_part_of_it() -> None:
     script = Script()
     net = script.model()
     for _ in range(2):
@@ -698,7 +698,7 @@ def emitted_at(script: Script) -> list[int]:
     return found
 
 
-def test_a_step_is_known_at_once_when_the_rule_is() -> None:
+def test_once_the_rule_is_known_steps_are_emitted_immediately() -> None:
     script = Script()
     net = script.model()
     script.makes_optimizer()
@@ -751,7 +751,7 @@ def test_a_loop_that_stops_stepping_its_optimizer() -> None:
     assert shape == [(8, LEARN, 1)] * 3 + [(8, "fb", 1)] * 200 + [(8, LEARN, 1)] * 3
 
 
-def test_steps_that_take_longer_than_what_is_waited_for() -> None:
+def test_steps_that_take_longer_than_the_limit_of_the_wait() -> None:
     """How long they take is known from the second one on."""
     script = Script()
     net = script.model()
@@ -874,7 +874,7 @@ def test_another_thread_than_the_first_is_found_to_train() -> None:
     assert [call.root for call in result.calls] == ["Shown", "Net", "Net", "Net", "Shown", "Net"]
 
 
-def test_a_thread_that_has_learned_stays_the_one_that_trains() -> None:
+def test_a_thread_that_has_trained_stays_the_training_thread() -> None:
     script = Script()
     net, other = script.model(), script.model("Other")
     script.makes_optimizer()
@@ -1006,7 +1006,7 @@ def test_a_fetch_that_has_begun_ends_the_step() -> None:
     assert decoded(out).steps == whole
 
 
-def test_a_loop_of_more_calls_than_are_waited_for_keeps_its_steps_once_they_are_known() -> None:
+def test_a_loop_beyond_the_limit_of_the_wait_keeps_its_steps_once_they_are_known() -> None:
     script = Script()
     net = script.model()
     script.makes_optimizer()
@@ -1018,7 +1018,7 @@ def test_a_loop_of_more_calls_than_are_waited_for_keeps_its_steps_once_they_are_
     assert [calls for _, _, calls in assembled(script).shape()[-2:]] == [5000, 5000]
 
 
-def test_rows_that_are_not_known_take_nothing_from_the_samples() -> None:
+def test_calls_with_unknown_rows_do_not_reduce_the_samples() -> None:
     """Two batches are fetched together, then called one after the other."""
     script = Script()
     net = script.model()
@@ -1035,7 +1035,7 @@ def test_rows_that_are_not_known_take_nothing_from_the_samples() -> None:
     assert [step.samples for step in assembled(script).steps] == [10, 10]
 
 
-def test_a_layout_of_more_devices_than_a_machine_has_is_none() -> None:
+def test_a_layout_with_too_many_devices_is_refused() -> None:
     script = Script()
     net = script.model(devices=["cuda:0"] * 5000)
     script.fetch()

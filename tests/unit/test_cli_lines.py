@@ -97,13 +97,13 @@ def test_several_calls_of_a_step_count_together_as_on_the_host(state: Path) -> N
 
 
 @pytest.mark.parametrize(("took", "reason"), [(None, HOST_ONLY), (lambda number: (None, None), UNTIMED[Untimed.LATE])])
-def test_a_line_that_knows_no_device_says_why(state: Path, took: Any, reason: str) -> None:
+def test_a_line_without_device_times_says_why(state: Path, took: Any, reason: str) -> None:
     said = line_of(staged(9, took))
     assert on_device(said["phases"]) == {"forward": None, "other": None}
     assert said["absent"]["device_median_ms"] == reason
 
 
-def test_why_something_is_null_is_given_back_and_changes_nothing_of_the_callers() -> None:
+def test_the_reasons_for_nulls_are_returned_separately() -> None:
     progress, absent = _progress(None, State(), 0)
     assert progress.keys() == absent.keys()
     assert set(absent.values()) == {"no step has ended yet"}

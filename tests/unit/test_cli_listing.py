@@ -76,7 +76,7 @@ def test_a_run_that_begins_in_the_future_has_no_age(state: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("words", [["ls"], ["report"], ["report", "--json"], ["export"]])
-def test_where_there_is_no_room_one_sentence_says_so(
+def test_a_terminal_without_room_gets_one_sentence(
     state: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a_run()
@@ -94,7 +94,7 @@ def test_where_there_is_no_room_one_sentence_says_so(
     assert said.endswith("No space left on device")
 
 
-def test_the_history_of_a_later_version_is_not_read_as_if_it_were_ours(state: Path) -> None:
+def test_a_history_of_a_later_version_is_refused(state: Path) -> None:
     directory = a_run()
     with closing(sqlite3.connect(directory / "history.sqlite", isolation_level=None)) as db:
         db.execute("UPDATE meta SET value = ? WHERE key = 'schema'", (SCHEMA_VERSION + 1,))
@@ -110,7 +110,7 @@ def test_the_history_of_a_later_version_is_not_read_as_if_it_were_ours(state: Pa
     assert any(isinstance(record, Event) and "later version" in str(record.data.get("text")) for record in records)
 
 
-def test_a_run_that_is_deleted_or_pruned_while_it_is_exported_is_told_to_the_end(state: Path, tmp_path: Path) -> None:
+def test_an_export_is_complete_although_the_run_is_deleted_meanwhile(state: Path, tmp_path: Path) -> None:
     training = Training()
     directory = keep({0: [*training.begin(), *training.run(400)]})
     whole = [record for record in history(directory) if isinstance(record, Step)]

@@ -27,7 +27,7 @@ from dpmon.cli.options import UsageError, parse
         (["torchrun", "--nproc-per-node=2", "a.py"], None, ["torchrun", "--nproc-per-node=2", "a.py"]),
     ],
 )
-def test_what_comes_after_the_script_is_the_scripts(words: list[str], module: str | None, rest: list[str]) -> None:
+def test_options_after_the_script_belong_to_the_script(words: list[str], module: str | None, rest: list[str]) -> None:
     command, options = parse(words)
     assert command == "run"
     assert options.module == module
@@ -40,7 +40,7 @@ def test_options_before_and_after_run_add_up() -> None:
 
 
 @pytest.mark.parametrize("words", [["--replicas=0", "a.py"], ["--mode", "dp"], ["-z", "a.py"], ["stop"], ["run"]])
-def test_what_means_nothing_is_one_sentence(words: list[str]) -> None:
+def test_an_option_that_makes_no_sense_gives_one_sentence(words: list[str]) -> None:
     with pytest.raises(UsageError) as caught:
         parse(words)
     assert "\n" not in str(caught.value)

@@ -28,7 +28,7 @@ def rows_of(lines: list[str], columns: int) -> int:
     return sum(max(-(-len(line) // columns), 1) for line in lines)
 
 
-def test_all_of_it_where_there_is_room(state: Path) -> None:
+def test_a_tall_terminal_gets_the_complete_summary(state: Path) -> None:
     directory = a_run()
     lines = summary(directory, load_exit(directory))
     assert fitted(lines, 100, 100, MORE) == summary_lines(directory, load_exit(directory)) == [t for _, t in lines]
@@ -58,7 +58,7 @@ def a_summary() -> list[SummaryLine]:
 
 
 @pytest.mark.parametrize("columns", [40, 73, 113])
-def test_the_most_telling_lines_stay_in_their_order(columns: int) -> None:
+def test_the_most_important_lines_stay_in_their_order(columns: int) -> None:
     lines = a_summary()
     # A long one is cut, all the same however many rows there are.
     lines = [SummaryLine(priority, cut(text, 2 * columns) if priority else text) for priority, text in lines]
@@ -97,7 +97,7 @@ def replicas_of(*calls: list[bytes], state: Path) -> list[str]:
     return [line for line in lines[first:] if line.startswith("  ") and ("replica" in line or "other size" in line)]
 
 
-def test_of_many_sizes_the_most_frequent_are_told_and_the_others_counted(state: Path) -> None:
+def test_of_many_sizes_the_most_frequent_are_listed_and_the_others_counted(state: Path) -> None:
     training = Training()
     payloads = [*training.begin(), *training.run(20)]
     for rows in range(2, 30, 2):
@@ -151,7 +151,7 @@ def test_nearly_nothing_but_training_needs_no_parts(state: Path) -> None:
     ("term", "encoding", "plain"),
     [("xterm", "utf-8", False), ("vt100", "utf-8", True), ("xterm", "latin-1", True), ("linux", "utf-8", True)],
 )
-def test_a_terminal_is_told_in_what_it_knows(
+def test_a_terminal_gets_only_characters_that_it_can_show(
     monkeypatch: pytest.MonkeyPatch, term: str, encoding: str, plain: bool
 ) -> None:
     master, slave = pty.openpty()
@@ -165,7 +165,7 @@ def test_a_terminal_is_told_in_what_it_knows(
     assert printed == ("dpmon: median 120 us, rest -" if plain else "dpmon: median 120 µs, rest –").encode() + b"\r\n"
 
 
-def test_a_file_is_told_as_ever(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_gets_unchanged_characters(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("TERM", "vt100")
     speak("median 120 µs")
     assert capsys.readouterr().err == "dpmon: median 120 µs\n"
@@ -199,7 +199,7 @@ def test_a_warning_is_worth_more_than_a_phase() -> None:
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(24, 80), (12, 60)])
-def test_the_prompt_and_the_headline_have_room_on_the_terminal(
+def test_a_summary_leaves_room_for_the_prompt_and_its_headline(
     state: Path, monkeypatch: pytest.MonkeyPatch, rows: int, columns: int
 ) -> None:
     directory = a_run()
@@ -244,7 +244,7 @@ def test_further_warnings_are_counted_and_the_command_that_lists_them_is_named(s
         ((None,), (32,), "32 steps, 32 calls"),
     ],
 )
-def test_a_summary_says_whose_steps_they_are(
+def test_a_summary_names_the_processes_that_steps_belong_to(
     state: Path, ranks: tuple[int | None, ...], steps: tuple[int, ...], said: str
 ) -> None:
     processes = {}

@@ -53,7 +53,7 @@ def test_reports_and_summaries_leave_no_file_open(state: Path) -> None:
     del ring
 
 
-def test_the_report_tells_it_in_text_page_and_json(state: Path) -> None:
+def test_text_page_and_json_of_the_report_have_the_communication(state: Path) -> None:
     story = collect(a_run())
     text = text_lines(story, 200)
     assert f"  straggler {HELD_UP}; slowest in {KNOWN} of {KNOWN} steps" in text
@@ -93,7 +93,7 @@ def test_data_of_a_slow_rank_is_one_finding(state: Path) -> None:
     assert "  100 steps of rank 0; the others have rows below" in text_lines(slow, 200)
 
 
-def test_a_run_without_ranks_has_none_of_it(state: Path) -> None:
+def test_a_run_without_ranks_has_no_communication(state: Path) -> None:
     made, _ = joined_payloads(1, steps=40)
     story = collect(keep({0: made[0][:1] + made[0][3:]}))
     text = text_lines(story, 100)
@@ -107,7 +107,7 @@ def test_where_waits_are_not_known_the_report_says_why(state: Path) -> None:
     assert "RANKS: where a step goes" not in text
 
 
-def test_ranks_of_a_job_that_was_started_again_are_told_together(state: Path) -> None:
+def test_restarted_ranks_are_reported_together(state: Path) -> None:
     first, end = joined_payloads(2, slow=1, steps=60, noise=0.0)
     second, _ = joined_payloads(2, slow=1, steps=60, noise=0.0)
     moved = {2 + rank: [_of(rank, payload) for payload in own] for rank, own in second.items()}
@@ -149,7 +149,7 @@ def test_the_line_of_progress_compares_ranks_of_one_process_group_only(state: Pa
     assert "  others wait for rank 1: 6.00 ms (34 %), data" in (ProgressLines(reader).line() or "")
 
 
-def test_the_lines_of_json_have_it(state: Path) -> None:
+def test_json_lines_have_the_communication(state: Path) -> None:
     said: list[bytes] = []
     lines = Lines(RunReader(a_run(None)), lambda line: bool(said.append(line)) or True)
     lines.tick(1e9)
@@ -160,7 +160,7 @@ def test_the_lines_of_json_have_it(state: Path) -> None:
     assert [rank["wait_ms"] for rank in found["ranks"]] == pytest.approx([6.0, 0.0, 6.0], abs=0.01)
 
 
-def test_metrics_count_it(state: Path, tmp_path: Path) -> None:
+def test_metrics_have_the_communication(state: Path, tmp_path: Path) -> None:
     target = tmp_path / "it.prom"
     Metrics(target, a_run(None), print).tick(100.0)
     found = {

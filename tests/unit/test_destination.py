@@ -146,7 +146,9 @@ def test_a_path_that_is_no_longer_the_metrics_file_stays(directory: Path, tmp_pa
     assert not list(tmp_path.glob(".it*"))
 
 
-def test_what_killed_supervisors_left_beside_the_metrics_file_is_removed(directory: Path, tmp_path: Path) -> None:
+def test_temporary_files_of_killed_supervisors_beside_the_metrics_file_are_removed(
+    directory: Path, tmp_path: Path
+) -> None:
     left = [f".it.prom.{number:08x}.part" for number in range(3)]
     others = [
         ".it.prom.0123456.part",

@@ -71,7 +71,7 @@ def test_a_record_is_read_as_it_was_packed() -> None:
 
 
 @pytest.mark.parametrize("why", range(1, len(UNTIMED)))
-def test_what_is_not_known_has_its_reason(why: int) -> None:
+def test_an_unknown_device_time_has_a_reason(why: int) -> None:
     made = Training(devices=("cuda:0", "cuda:1"), virtual=False)
     records = decoded([*made.begin(), *timed(made.run(2), why)])
     for record in records:
@@ -81,7 +81,7 @@ def test_what_is_not_known_has_its_reason(why: int) -> None:
     assert len(UNTIMED) == len([name for name in vars(Untimed) if name.isupper()])
 
 
-def test_what_lies_inside_is_read_by_those_who_look_lightly() -> None:
+def test_quick_readers_find_the_record_inside_device_times() -> None:
     made = Training()
     payloads = [payload for payload in made.run(2) if kind_of(payload) in ("call", "step")]
     assert {kind_of(payload) for payload in payloads} == {"call", "step"}
@@ -123,7 +123,7 @@ def test_damaged_times_are_refused_or_unknown() -> None:
 
 
 @pytest.mark.parametrize("drained", [True, False])
-def test_history_exports_and_report_have_them(state: Path, drained: bool) -> None:
+def test_history_exports_and_report_have_device_times(state: Path, drained: bool) -> None:
     directory = keep({0: training()}, drained=drained)
     records = list(history(directory))
     calls = [record for record in records if isinstance(record, Call)]
@@ -155,7 +155,7 @@ def test_history_exports_and_report_have_them(state: Path, drained: bool) -> Non
     assert "on device  3.01 ms" in said, "at most 0.4 % off"
 
 
-def test_a_damaged_column_is_a_damaged_row(state: Path) -> None:
+def test_a_damaged_column_of_device_times_makes_the_row_damaged(state: Path) -> None:
     directory = keep({0: training(5)})
     with closing(sqlite3.connect(directory / "history.sqlite")) as db, db:
         db.execute("UPDATE steps SET device = ? WHERE step = 2", (b"\6",))

@@ -34,7 +34,7 @@ def cells(lines: Sequence[str], title: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("drained", [True, False])
-def test_a_replica_has_the_median_of_its_device_beside_that_of_the_host(state: Path, drained: bool) -> None:
+def test_a_replica_has_medians_of_device_and_host_times(state: Path, drained: bool) -> None:
     directory = keep({0: trained()}, drained=drained)
     first, second = as_object(collect(directory))["replicas"]
     assert (first["device_median_ms"], first["device_calls"], first["calls"], first["absent"]) == (NEAR(5.0), 9, 9, {})
@@ -48,7 +48,7 @@ def test_a_replica_has_the_median_of_its_device_beside_that_of_the_host(state: P
     assert wide[0].endswith("9.99 ms  [15, 5] -> [15, 2]"), "before the sizes"
 
 
-def test_a_replica_whose_device_is_known_in_some_calls_says_in_how_many(state: Path) -> None:
+def test_the_report_says_in_how_many_calls_a_replicas_device_time_is_known(state: Path) -> None:
     directory = keep({0: trained(replicas=lambda n: (float(n) if n > 6 else None, None), why=Untimed.CAPTURED)})
     first, second = as_object(collect(directory))["replicas"]
     assert (first["device_median_ms"], first["device_calls"], first["absent"]) == (NEAR(8.0), 3, {})
@@ -115,7 +115,7 @@ def test_stages_without_times_of_devices_have_no_column_but_the_reason(state: Pa
     assert "on device" not in "\n".join(report_text(directory, 120))
 
 
-def test_a_rank_has_what_its_device_took_for_the_forward(state: Path) -> None:
+def test_a_rank_has_the_device_time_of_its_forward(state: Path) -> None:
     ranks = {}
     for number in range(3):
         made = Training(process=number, rank=number, devices=(f"cuda:{number}",), virtual=False, mode="single",
@@ -139,7 +139,7 @@ def test_a_rank_without_times_of_devices_has_the_reason_of_its_calls(state: Path
     assert [one["absent"] for one in ranks] == [{"forward_device_median_ms": HOST_ONLY}] * 2
 
 
-def test_findings_are_of_the_devices_where_their_times_are_known(state: Path) -> None:
+def test_findings_use_device_times_where_they_are_known(state: Path) -> None:
     """The host waits for the loader a quarter of its time; the devices have work meanwhile, and one of them is slow."""
     found = {}
     for name, of_step in (("busy", (0.01, 1.5, 0.7, 0.1)), ("idle", (None, 1.5, 0.7, 0.1))):
@@ -159,7 +159,7 @@ def test_findings_are_of_the_devices_where_their_times_are_known(state: Path) ->
     assert "The training waits" in found["idle"]["data"]["text"]
 
 
-def test_the_share_that_a_device_waits_is_of_all_steps(state: Path) -> None:
+def test_the_share_of_device_waits_is_extrapolated_to_all_steps(state: Path) -> None:
     """Known of half of the steps, 1 ms each; there were eighty of them, of about 2.4 ms."""
     made = Training(devices=GPUS, virtual=False)
     payloads = timed(made.run(40), of_step=(1.0, 1.5, 0.7, 0.1))
@@ -174,7 +174,7 @@ def test_the_share_that_a_device_waits_is_of_all_steps(state: Path) -> None:
     assert finding.text.startswith(f"The GPU waits for data: {80e6 / walls * 100:.0f} %")
 
 
-def test_without_times_of_devices_nothing_is_said_of_them(state: Path) -> None:
+def test_without_device_times_the_report_does_not_mention_them(state: Path) -> None:
     made = Training()
     directory = keep({0: [*made.begin(), *made.run(40)], 1: Training(process=1).run(40)})
     story = collect(directory)

@@ -166,7 +166,7 @@ def keys_in(cell: str) -> set[str]:
     return {key for span in spans for key in written(span)}
 
 
-def test_what_a_span_of_code_names() -> None:
+def test_keys_in_spans_of_code_are_recognised() -> None:
     assert keys_in("`1`-`5`, `tab`, arrows") == {"1", "2", "3", "4", "5", "tab"}
     assert keys_in("`[` `]`, `+ -`, `n`/`N`, `Esc`") == {"[", "]", "+", "-", "n", "N", "esc"}
     assert keys_in("`ctrl+c`, `,` and `.`, `PgUp`, `y`") == {"ctrl+c", ",", ".", "pageup", "y"}

@@ -25,7 +25,7 @@ def by_name(checks: object) -> dict[str, Check]:
     return {check.name: check for check in checks}  # type: ignore[attr-defined]
 
 
-def test_what_is_wrong_has_a_remedy_and_what_is_well_has_none() -> None:
+def test_a_check_that_is_well_has_no_remedy() -> None:
     assert ok("x", "y").remedy is None
     assert [check.state for check in (ok("x", "y"), warning("x", "y", "z"), problem("x", "y", "z"))] == list(STATES)
 
@@ -91,7 +91,7 @@ def test_a_state_directory_open_to_others_is_a_warning(state: Path) -> None:
     assert os.listdir(runs) == []
 
 
-def test_a_state_directory_that_cannot_be_written_is_a_problem_where_nothing_stands_in(
+def test_an_unwritable_state_directory_is_a_problem_only_without_a_fallback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/proc/self/nowhere")
@@ -105,7 +105,7 @@ def test_a_state_directory_that_cannot_be_written_is_a_problem_where_nothing_sta
     assert "XDG_STATE_HOME" in str(found.remedy)
 
 
-def test_little_room_is_told(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_room_is_reported(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for free, how in ((100 << 20, "problem"), (1 << 30, "warning"), (9 << 30, "ok")):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: Usage(99 << 30, 0, free))
         assert by_name(machine.state_directory())["disk"].state == how
@@ -118,7 +118,7 @@ def test_the_file_system_of_a_place_is_found() -> None:
     assert machine._file_system(Path("/")) is not None
 
 
-def test_low_limits_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_low_limits_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 256))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(64 << 20, 0, 60 << 20))
     found = by_name(machine.limits())
@@ -165,7 +165,7 @@ def test_the_last_file_of_logind_counts(tmp_path: Path) -> None:
         (trial._TrialResults(absent=None, devices={1: "B", 0: "A"}), "ok", ""),
     ],
 )
-def test_nvml_is_told_with_its_remedy(seen: trial._TrialResults, state: str, words: str) -> None:
+def test_nvml_is_reported_with_a_remedy(seen: trial._TrialResults, state: str, words: str) -> None:
     found = trial._gpu(seen)
     assert found.state == state
     assert words in (found.remedy or "")
@@ -210,7 +210,7 @@ def test_an_old_torch_is_a_warning() -> None:
     assert states == {"2.3.1": "warning", "2.4.0+cu121": "ok"}
 
 
-def test_what_is_installed_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_installed_libraries_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(installed, "_version", lambda package: {"textual": "9.0.0"}.get(package))
     found = by_name(installed.installed())
     assert (found["textual"].state, found["plotly"].state) == ("warning", "warning")

@@ -61,7 +61,7 @@ def without_spans(step: Step) -> Step:
 
 
 @pytest.mark.parametrize("version", range(1, SCHEMA_VERSION))
-def test_all_is_read_and_nothing_is_written(state: Path, version: int) -> None:
+def test_an_earlier_history_is_read_completely_and_not_changed(state: Path, version: int) -> None:
     directory = keep(payloads(100, timed=version > 1))
     whole, records = read(directory), list(history(directory))
     if version < 6:
@@ -108,7 +108,7 @@ def test_a_history_without_spans_says_why_a_step_has_none(state: Path, version: 
         assert (said["spans"], said["absent"]["spans"]) == (None, NO_SPANS)
 
 
-def test_a_supervisor_leaves_it_alone_and_it_is_read_all_the_same(state: Path) -> None:
+def test_a_supervisor_does_not_change_an_earlier_history_and_it_is_still_read(state: Path) -> None:
     training = Training()
     directory = keep({0: [*training.begin(), *training.run(50)]}, status=None)
     as_earlier(directory / HISTORY_FILE)

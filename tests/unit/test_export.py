@@ -116,7 +116,7 @@ def test_csv_is_a_table_a_kind_with_a_row_a_record(directory: Path, tmp_path: Pa
     assert table(directory, "exit", where)[0]["status"] == "3"
 
 
-def test_a_member_that_nobody_knew_of_is_kept_in_the_last_column() -> None:
+def test_an_unknown_member_is_kept_in_the_last_column() -> None:
     (cells,) = row(Event("host", {"t_s": 1.0, "new_thing": [1, {"x": None}]}))
     assert cells[0] == "1.0"
     assert json.loads(cells[-1]) == {"new_thing": [1, {"x": None}]}
@@ -125,7 +125,7 @@ def test_a_member_that_nobody_knew_of_is_kept_in_the_last_column() -> None:
     assert file.getvalue() == 'kind,more\nnovel,"{""a"":1}"\n'
 
 
-def test_idle_devices_and_missing_sizes_are_told() -> None:
+def test_idle_devices_and_missing_sizes_are_in_csv() -> None:
     training = Training(devices=("cpu:0", "cpu:1", "cpu:2"), batch=2)
     (call,) = (record for record in decoded(training.step()) if isinstance(record, Call))
     cells = dict(zip(COLUMNS["call"], row(call)[0], strict=False))

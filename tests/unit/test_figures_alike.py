@@ -356,7 +356,7 @@ def test_rates_of_all_modes_and_of_each(run: Path) -> None:
         assert shown == tuple(compact(rate.samples_per_s) for rate in each.values() if rate is not None)
 
 
-def test_evaluations_are_told_apart_wherever_steps_are_counted(run: Path) -> None:
+def test_evaluations_are_counted_separately_everywhere(run: Path) -> None:
     feed = Feed(run, lambda: RunReader(run))
     feed.start()
     feed.tick()
@@ -381,7 +381,7 @@ def test_evaluations_are_told_apart_wherever_steps_are_counted(run: Path) -> Non
     assert f"{training + evaluations} ({evaluations} evaluation)" in _row(listed)
 
 
-def test_sizes_of_evaluations_are_no_other_sizes_of_the_training() -> None:
+def test_sizes_of_evaluations_do_not_count_as_sizes_of_the_training() -> None:
     assert _most([(120, "a"), (4, "b"), (0, "c")], 1) == "a (+1 other size, +1 in evaluation)"
     assert _most([(120, "a"), (4, "b")], 0) == "a (+1 other size)"
     assert _most([(0, "c")], 1) == "c"

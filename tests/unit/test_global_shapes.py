@@ -21,7 +21,7 @@ WRITTEN = [["0", [4, 8], "float32", 128, [8, 8]], ["mask", [8], "bool", 8]]
 SIZES = (Size("0", (4, 8), "float32", 128, (8, 8)), Size("mask", (8,), "bool", 8))
 
 
-def test_a_definition_keeps_it() -> None:
+def test_a_definition_keeps_the_global_shape() -> None:
     definitions = Definitions()
     assert definitions.add({"define": 7, "value": WRITTEN})
     assert [list(size) for size in definitions.sizes(7)] == WRITTEN

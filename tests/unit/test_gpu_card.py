@@ -131,7 +131,7 @@ def test_a_slow_gpu_is_not_asked_everything_at_once() -> None:
 
 
 @pytest.mark.parametrize("code", [NOT_SUPPORTED, FUNCTION_NOT_FOUND])
-def test_what_is_not_supported_gives_place_to_the_next_way_and_is_not_asked_again(code: int) -> None:
+def test_an_unsupported_call_is_replaced_by_the_next_one_and_not_repeated(code: int) -> None:
     new, old = Told(1), Told(2)
     new.code = code
     bench = Bench(Question(("util_pct",), 1, 1, (new, old)))
@@ -158,14 +158,14 @@ def test_a_failure_that_passes_is_asked_again() -> None:
     assert "util_pct" not in sample.absent
 
 
-def test_one_value_of_an_answer_may_be_missing_alone() -> None:
+def test_one_value_of_an_answer_can_be_missing() -> None:
     bench = Bench(Question(("mem_used_bytes", "mem_reserved_bytes"), 1, 1, (Told(5, Missing("counted as used")),)))
     sample = bench.round()
     assert sample.mem_used_bytes == 5
     assert sample.absent["mem_reserved_bytes"] == "counted as used"
 
 
-def test_a_substitute_is_asked_only_for_what_the_first_question_left_open() -> None:
+def test_a_substitute_is_asked_only_for_missing_values() -> None:
     first, second = Told(Missing("not here"), 3), Told(9)
     whole = Question(("pcie_rx_bytes_s", "pcie_tx_bytes_s"), 1, 1, (first,))
     sub = Question(("pcie_rx_bytes_s",), 1, 1, (second,), instead_of=whole)
@@ -189,7 +189,7 @@ def test_a_question_that_depends_on_a_field() -> None:
     assert bench.round().mig_devices == [{"uuid": "MIG-1"}]
 
 
-def test_a_lost_gpu_is_blank_and_forgets() -> None:
+def test_a_lost_gpu_shows_no_values_and_drops_old_ones() -> None:
     way = Told(7)
     bench = Bench(Question(("util_pct",), 1, 1, (way,)))
     bench.round()
@@ -229,7 +229,7 @@ def test_a_null_handle_is_never_used() -> None:
     assert card.handle is None
 
 
-def test_values_are_not_shown_once_nobody_has_answered_for_long() -> None:
+def test_values_are_hidden_when_nvml_has_not_answered_for_long() -> None:
     quick, rare = Told(40), Told(700.0)
     bench = Bench(Question(("util_pct",), 1, 1, (quick,)), Question(("power_limit_w",), 30, 1, (rare,)))
     bench.round()
@@ -250,7 +250,7 @@ def test_values_are_not_shown_once_nobody_has_answered_for_long() -> None:
     assert bench.round().util_pct == 40
 
 
-def test_a_value_that_nobody_comes_to_renew_is_not_shown_for_ever() -> None:
+def test_a_value_that_is_not_renewed_is_hidden_after_10_seconds() -> None:
     bench = Bench(Question(("util_pct",), 1, 1, (Told(40),)))
     bench.round()
     bench.clock.now += 9.0

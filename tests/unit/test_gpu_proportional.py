@@ -34,7 +34,7 @@ class Kernel:
         return self.memory.total({(pid, 1.0): size * MIB for pid, size in enumerate(resident)})
 
 
-def test_shared_pages_count_once_and_growth_is_seen_between_readings() -> None:
+def test_shared_pages_count_once_and_growth_between_readings_is_seen() -> None:
     kernel = Kernel()
     kernel.answers = {0: 60 * MIB, 1: 50 * MIB}
     assert kernel.total(100, 90) == (110 * MIB, None)
@@ -62,7 +62,7 @@ def test_a_process_that_has_gone_is_forgotten() -> None:
         (OSError(errno.EIO, "I/O error"), "the memory of process 1 cannot be read: I/O error"),
     ],
 )
-def test_what_cannot_be_read_is_unknown_with_the_reason(error: OSError, reason: str) -> None:
+def test_memory_that_cannot_be_read_is_unknown_with_a_reason(error: OSError, reason: str) -> None:
     kernel = Kernel()
     kernel.answers = {0: 60 * MIB, 1: error}
     assert kernel.total(100, 90) == (None, reason)
@@ -94,7 +94,7 @@ def test_reading_keeps_to_its_budget_in_the_long_run() -> None:
     assert 0 < len(kernel.asked) * kernel.takes_s < 1000 * BUDGET_SHARE + 2
 
 
-def test_workers_that_start_anew_are_estimated_by_their_siblings() -> None:
+def test_new_workers_are_estimated_from_their_siblings() -> None:
     """Sixteen workers, restarted every minute: more than the budget can read in that time."""
     kernel = Kernel(takes_s=0.1)
     kernel.answers = dict.fromkeys(range(17), 10 * MIB)

@@ -162,7 +162,7 @@ def test_why_there_is_no_gpu(make: Any) -> None:
     assert of_kind(events, "device") == []
 
 
-def test_to_ask_rarely_is_no_silence(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rare_retries_do_not_count_as_silence(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_module, "RETRY_S", LIMIT_S)
     monkeypatch.setattr(watch_module, "SILENT_S", 0.5)
     _, watch = make(FakeNvml(absent="no driver here"))
@@ -243,7 +243,7 @@ def test_an_exception_in_nvml_is_a_reason_and_passes(make: Any) -> None:
     watch.until(lambda e: of_kind(e, "device")[-1]["util_pct"] is not None, "values")
 
 
-def test_a_library_that_forgot_us_is_started_again(make: Any) -> None:
+def test_nvml_is_initialised_again_when_it_reports_that_it_is_not(make: Any) -> None:
     nvml = FakeNvml()
     _, watch = make(nvml)
     watch.until(lambda e: [d for d in of_kind(e, "device") if d["util_pct"] is not None], "devices")
@@ -265,7 +265,7 @@ def test_the_processes_of_the_run_are_told_from_others(make: Any) -> None:
     assert host["run_cpu_pct"] >= 0
 
 
-def test_what_torch_says_in_a_training_process_is_believed(make: Any) -> None:
+def test_gpus_reported_by_torch_in_a_training_process_are_used(make: Any) -> None:
     nvml = FakeNvml()
     sampler, watch = make(nvml)
 
@@ -283,7 +283,7 @@ def test_what_torch_says_in_a_training_process_is_believed(make: Any) -> None:
     sampler.take_event(b"\x04{", os.getpid())
 
 
-def test_what_a_process_held_that_has_ended_is_held_no_more(make: Any) -> None:
+def test_memory_of_a_process_that_has_ended_no_longer_counts(make: Any) -> None:
     sampler, watch = make(FakeNvml())
     ended = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     for process, pid in ((0, os.getpid()), (1, ended.pid)):
@@ -299,7 +299,7 @@ def test_what_a_process_held_that_has_ended_is_held_no_more(make: Any) -> None:
     assert device["ordinals"] == [{"process": 0, "device": "cuda:0"}]
 
 
-def test_what_keeps_going_wrong_is_said_once_a_minute(make: Any) -> None:
+def test_a_lasting_failure_is_reported_once_a_minute(make: Any) -> None:
     sampler, watch = make(FakeNvml())
     for i in range(2000):
         sampler.warn("the same")

@@ -48,7 +48,7 @@ def test_in_a_container_an_id_may_be_anybodys(held: Any) -> None:
     assert "container" in found.absent["of_run"]
 
 
-def test_torchs_word_counts_where_the_ids_do_not() -> None:
+def test_torchs_uuid_decides_where_process_ids_cannot() -> None:
     found = sample(torch("8932F937-d72c-4106-c12f-20bd9faed9f6"))
     assert found.of_run is True
     assert found.ordinals == [{"process": 0, "device": "cuda:1"}]
@@ -96,7 +96,7 @@ def test_a_process_in_both_lists_holds_its_memory_once() -> None:
     assert (found.mem_run_bytes, found.mem_others_bytes) == (100, 7)
 
 
-def test_a_list_that_failed_leaves_the_whole_unknown() -> None:
+def test_a_failed_process_list_leaves_the_sum_unknown() -> None:
     found = compose(0, WHO, {"compute": {1: 100}}, {"graphics": "no permission"}, Run(frozenset({1})), UUIDS)
     assert (found.of_run, found.mem_run_bytes) == (None, None)
     assert found.absent["mem_run_bytes"] == "no permission"

@@ -109,7 +109,7 @@ def test_torch_reads_it_the_same_way(text: str | None, monkeypatch: pytest.Monke
         (f"{C},{A}", [2, 0], [True, False, True, False]),  # a name is a name in every order
     ],
 )
-def test_in_an_order_that_is_not_told(
+def test_in_an_unknown_order(
     order: str | None, text: str | None, expected: list[int | None], visible: list[bool | None]
 ) -> None:
     assert cuda_order(text, order, FOUR) == expected
@@ -142,9 +142,9 @@ def test_with_mig(text: str | None, expected: list[int | None] | None, visible: 
     assert visible_gpus(text, "PCI_BUS_ID", DIVIDED) == visible
 
 
-def test_an_instance_that_was_not_looked_at_may_be_anywhere() -> None:
+def test_an_instance_that_nvml_did_not_list_can_be_on_any_gpu() -> None:
     assert visible_gpus(M, "PCI_BUS_ID", FOUR) == [None] * 4
 
 
-def test_a_uuid_that_nvml_does_not_tell() -> None:
+def test_a_uuid_that_nvml_does_not_know() -> None:
     assert visible_gpus(A, "PCI_BUS_ID", [FOUR[0], Gpu(None)]) == [None, None]

@@ -196,7 +196,7 @@ DAMAGE = {
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("what", DAMAGE)
 @pytest.mark.parametrize("name", ["run.json", "exit.json"])
-def test_what_no_run_has_written_in_its_json(
+def test_commands_survive_unexpected_members_in_json_files(
     runs: list[Path], capfd: pytest.CaptureFixture[str], name: str, what: str
 ) -> None:
     spoiled, _ = runs

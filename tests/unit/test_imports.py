@@ -57,7 +57,7 @@ except SystemExit as end:
 @pytest.mark.parametrize(
     "words", [["--help"], ["--version"], ["ls"], ["attach", "--help"], ["report", "--help"], ["doctor", "--help"]]
 )
-def test_a_plain_question_loads_nothing_heavy(
+def test_a_simple_command_loads_no_heavy_library(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
@@ -93,7 +93,7 @@ def test_the_tracer_loads_of_dpmon_only_itself_its_ring_and_records() -> None:
         ), name
 
 
-def test_a_process_that_never_imports_torch_pays_for_next_to_nothing(tmp_path: Path) -> None:
+def test_a_process_without_torch_loads_almost_nothing(tmp_path: Path) -> None:
     """What the sitecustomize loads into every Python the program starts."""
     site = PACKAGE / "tracer" / "site"
     program = "import sys; print(*sorted(sys.modules))"
@@ -177,7 +177,7 @@ def test_pynvml_has_one_doorway() -> None:
     assert importers == {"gpu/nvml.py"}
 
 
-def test_what_cleans_text_from_outside_needs_nothing() -> None:
+def test_cleaning_of_foreign_text_needs_only_the_standard_library() -> None:
     assert tops(added_by("import dpmon.text.cleaning")) <= {"dpmon", *sys.stdlib_module_names}
 
 

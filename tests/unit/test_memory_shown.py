@@ -44,7 +44,7 @@ def test_a_device_of_several_processes_is_added_up() -> None:
     assert (unknown.rest, unknown.absent["rest_bytes"]) == (None, WHY)
 
 
-def test_what_makes_no_sense_is_not_shown() -> None:
+def test_implausible_memory_is_not_shown() -> None:
     assert held([{}, {"devices": 3}, {"devices": [1, {}, {"device": 4}]}]) == []
     (row,) = held([{"devices": [{"device": "cpu", "model_bytes": -1, "rest_bytes": True, "absent": 5}]}])
     assert row[1:6] == (None,) * 5
@@ -74,7 +74,7 @@ def test_in_a_narrow_panel_what_is_known_comes_first() -> None:
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (40, 10), (200, 60)])
-def test_the_screen_stays_whole(size: tuple[int, int]) -> None:
+def test_memory_does_not_break_the_layout_of_the_screen(size: tuple[int, int]) -> None:
     for gpus in (0, 2, 8):
         scene = scene_of(*(one(f"cuda:{i}", 1 << 30, 1 << 30, 2 << 30, 5 << 30, 9 << 30) for i in range(8)), gpus=gpus)
         for zoom in (None, "devices"):

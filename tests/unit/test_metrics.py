@@ -50,7 +50,7 @@ def written(
     return samples(target)
 
 
-def test_what_the_record_says_stands_in_the_file(state: Path, tmp_path: Path) -> None:
+def test_the_metrics_file_has_the_figures_of_the_record(state: Path, tmp_path: Path) -> None:
     training = Training()
     own = [host_event(1.0, cpu=50.0), device_event(1.0, 0), device_event(2.0, 0, util_pct=40, power_w=None)]
     own.append(pack_event("warning", {"process": None, "t_s": 1.0, "text": "x"}))
@@ -81,7 +81,7 @@ def test_what_the_record_says_stands_in_the_file(state: Path, tmp_path: Path) ->
     assert not [name for name, _ in found if "phase_device" in name], "no device's time was looked at"
 
 
-def test_time_on_the_device_is_counted_with_of_how_many_it_is_known(state: Path, tmp_path: Path) -> None:
+def test_device_time_is_counted_with_the_number_of_steps_that_have_it(state: Path, tmp_path: Path) -> None:
     """Of ten steps all but the first are timed, of their data all but three: every mean is of those that are."""
     training = Training(devices=("cuda:0", "cuda:1"), virtual=False)
     payloads, number = [], 0
@@ -175,7 +175,7 @@ def test_a_late_wait_for_input_makes_no_counter_decrease(state: Path, tmp_path: 
     assert found["time_seconds_total", waited] == pytest.approx(1.0)
 
 
-def test_the_end_is_told(state: Path, tmp_path: Path) -> None:
+def test_metrics_report_the_end_of_the_run(state: Path, tmp_path: Path) -> None:
     directory = keep({0: Training().run(2)}, status=None)
     found = written(directory, tmp_path / "it.prom", ExitInfo(137, "SIGKILL", 1.7e9, 1, 1.0, "supervisor"))
     assert (found["run_running", ()], found["run_exit_status", ()]) == (0, 137)
@@ -207,7 +207,7 @@ def test_the_file_is_replaced_and_may_be_read(state: Path, tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["it.prom"]
 
 
-def test_what_cannot_be_written_is_said_once(state: Path, tmp_path: Path) -> None:
+def test_a_failure_to_write_is_reported_once(state: Path, tmp_path: Path) -> None:
     directory = keep({0: Training().run(2)}, status=None)
     said: list[str] = []
     metrics = Metrics(tmp_path / "no" / "it.prom", directory, said.append)

@@ -49,7 +49,7 @@ EVEN = [rank(0, 0.1), rank(1, 0.1)]
 # ------------------------------------------------------------------------------------------------ words
 
 
-def test_a_straggler_is_told_in_one_sentence() -> None:
+def test_a_straggler_is_described_in_one_sentence() -> None:
     slow = Straggler(5, 5, (5,), (5,), 6.0 * MS, 0.38, 97, 100, "data", 6.3 * MS, 0.4 * MS)
     assert sentence(slow, lately=True) == (
         "rank 5 holds the others up by 6.00 ms a step (38 %): its data takes 6.30 ms against 400 µs; slowest in 97 of"
@@ -121,7 +121,7 @@ def test_slow_ranks_share_a_cause_or_have_none() -> None:
     assert (found.ranks, found.phase) == ((1, 2), None)
 
 
-def test_a_rank_that_waits_more_than_a_fifth_of_the_way_is_not_as_slow() -> None:
+def test_a_rank_that_waits_for_more_than_a_fifth_of_the_gap_is_not_equally_slow() -> None:
     found = straggler(waiting(30.0, 0.0, 6.1, 30.0, slowest={1: 50}))
     assert found is not None
     assert found.ranks == (1,)
@@ -130,13 +130,13 @@ def test_a_rank_that_waits_more_than_a_fifth_of_the_way_is_not_as_slow() -> None
     assert found.ranks == (1, 2)
 
 
-def test_the_limit_of_chance_is_that_of_all_slow_ranks() -> None:
+def test_the_chance_level_counts_all_slow_ranks() -> None:
     assert straggler(waiting(30.0, 0.0, 0.1, 30.0, slowest={1: 20, 2: 19})) is None, "two of four: 25 of 50 by chance"
     assert straggler(waiting(30.0, 0.0, 0.1, 30.0, slowest={1: 20, 2: 20})) is not None
     assert straggler(waiting(30.0, 0.0, 30.0, 30.0, slowest={1: 39})) is not None
 
 
-def test_ranks_that_most_are_as_slow_as_are_not_named() -> None:
+def test_no_rank_is_named_if_most_are_equally_slow() -> None:
     assert straggler(waiting(30.0, 0.0, 0.1, 0.1, slowest={1: 30, 2: 10, 3: 10})) is None
     assert straggler(waiting(0.0, 0.0, slowest={0: 50})) is None
 
@@ -166,7 +166,7 @@ def test_only_ranks_of_one_process_group_are_compared() -> None:
     assert slow.excess_ns == pytest.approx(30.0 * MS)
 
 
-def test_of_several_groups_the_one_that_waits_longest_counts() -> None:
+def test_among_several_groups_the_one_with_the_longest_waits_counts() -> None:
     ranks = in_groups(20.0)
     ranks[1::2] = [
         one._replace(wait_ns=0.0 if one.rank == 5 else 40.0 * MS, slowest=50 if one.rank == 5 else 0)
@@ -205,7 +205,7 @@ def test_wrappers_with_different_groups_are_the_reason_for_missing_waits() -> No
 # ------------------------------------------------------------------------------------------------ times
 
 
-def test_times_of_steps_that_average_nothing_count_so_that_all_columns_add_up() -> None:
+def test_columns_add_up_if_some_steps_do_not_synchronise() -> None:
     run, _ = joined_ranks(2, slow=1, phase="forward", extra_ms=1.0, passes=((0, 1), (0, 1), (0, 1), (1, 0)), noise=0.0)
     fast, slow = run.state().ranks
     assert slow.synced + slow.unsynced == slow.steps
@@ -240,7 +240,7 @@ def test_the_state_knows_the_newest_of_each_wrapper() -> None:
     assert found.hidden_share == pytest.approx(5.9 / 3.0)
 
 
-def test_of_torchs_own_times_those_of_the_rank_that_the_others_wait_for_count() -> None:
+def test_torchs_own_times_are_taken_from_the_slowest_rank() -> None:
     fast, slow = wrapped(0, comm_ms=35.0, overlap_ms=4.0), wrapped(1, comm_ms=44.0, overlap_ms=39.0)
     assert of(EVEN, fast, slow).torch_times == slow
     assert of(EVEN, wrapped(0, comm_ms=0.0)).torch_times is None
@@ -273,7 +273,7 @@ def test_one_process_that_averages_nothing_has_no_communication() -> None:
 
 
 @pytest.mark.parametrize(("others_ms", "kinds"), [(1.0, {"straggler"}), (8.0, {"straggler", "data"})])
-def test_waits_for_data_of_all_ranks_are_found_beside_a_slow_one(others_ms: float, kinds: set[str]) -> None:
+def test_data_waits_of_all_ranks_are_found_in_addition_to_a_straggler(others_ms: float, kinds: set[str]) -> None:
     fast, slow = rank(0, 5.0), rank(1, 0.0, slowest=180)
     fast = fast._replace(phases={**fast.phases, "data": others_ms * MS})
     slow = slow._replace(phases={**slow.phases, "data": (others_ms + 5) * MS})
@@ -283,7 +283,7 @@ def test_waits_for_data_of_all_ranks_are_found_beside_a_slow_one(others_ms: floa
     assert {finding.kind for finding in found} & {"straggler", "data"} == kinds
 
 
-def test_nothing_is_found_where_all_is_well() -> None:
+def test_a_healthy_job_has_no_finding_about_communication() -> None:
     assert found_in(EVEN) == []
 
 
@@ -321,7 +321,7 @@ def test_exposed_communication_is_found_with_what_the_wrapper_does_not_do_yet() 
         assert word not in found.advice
 
 
-def test_a_last_bucket_that_is_most_of_all_is_found_where_it_costs() -> None:
+def test_a_large_last_bucket_is_found_if_it_is_exposed() -> None:
     ranks = [rank(0, 0.1, exposed_ms=3.0), rank(1, 0.1, exposed_ms=3.0)]
     (found,) = found_in(ranks, wrapped(bucket_bytes=[8 << 20, 24 << 20]))
     assert found.kind == "bucket"

@@ -100,7 +100,7 @@ def test_intervals_of_little_and_of_nothing() -> None:
     assert ratio(Interval(4, 4, 4), Interval(2, 2, 2)) == pytest.approx((2, 2, 2))
 
 
-def test_slower_with_the_phase_that_makes_it_so() -> None:
+def test_a_slow_down_names_its_phase() -> None:
     dp = steps(100, scatter=0.5, replicate=7.9, apply=2.0, gather=0.3, forward=0.1, backward=4.9, optimizer=0.8)
     found = compare({"single": steps(100, seed=2), "dp": dp}, devices=TWO)
     assert found.outcome == "slower"
@@ -114,7 +114,7 @@ def test_slower_with_the_phase_that_makes_it_so() -> None:
     )
 
 
-def test_faster_with_what_it_saves_and_what_still_costs() -> None:
+def test_a_speed_up_names_what_it_saves_and_what_still_costs() -> None:
     dp = steps(100, replicate=0.8, apply=2.0, forward=0.1, backward=2.6)
     found = compare({"single": steps(100, seed=2), "dp": dp}, devices=TWO)
     assert found.outcome == "faster"
@@ -141,7 +141,7 @@ def test_the_forward_is_named_as_panel_3_names_its_parts() -> None:
     assert re.search(r": parallel_apply and the forward rest take 8\.\d+ ms against \d\.\d+ ms of forward on one", text)
 
 
-def test_no_difference_is_told_from_noise() -> None:
+def test_a_small_difference_is_not_distinguished_from_noise() -> None:
     found = compare({"single": steps(60, 0.2), "dp": steps(60, 0.2, seed=2)}, devices=TWO)
     assert found.outcome == "even"
     text = sentence(found)
@@ -307,7 +307,7 @@ def memory(step: int, **peaks: tuple[int, int]) -> Event:
     return Event("memory", {"process": 0, "rank": None, "t_s": at, "step": step, "devices": devices})
 
 
-def test_a_peak_that_another_mode_made_is_a_bound_only() -> None:
+def test_a_peak_of_another_mode_is_only_an_upper_bound() -> None:
     training = Training(step_ns=100 * MS, devices=TWO, virtual=False, mode="single")
     records = [*decoded([*training.begin(), *training.run(50)]), memory(50, cuda_0=(400, 0))]
     training.defined.clear()
@@ -319,7 +319,7 @@ def test_a_peak_that_another_mode_made_is_a_bound_only() -> None:
     assert found.sides["dp"].memory["cuda:1"] == Peak(130, True)
 
 
-def test_memory_that_stays_resident_is_a_bound_only() -> None:
+def test_memory_that_stays_resident_is_only_an_upper_bound() -> None:
     training = Training(step_ns=100 * MS)
     records = decoded([*training.begin(), *training.run(20), host_event(3.0, run_mem_bytes=900)])
     training.defined.clear()
@@ -368,7 +368,7 @@ def test_where_most_steps_are_the_long_ones_the_verdict_says_so() -> None:
     assert said.endswith("By the mean step it is 1.32×: of the steps in dp, about 60 % take 95 % of the time.")
 
 
-def test_where_neither_modes_steps_are_very_unlike_the_means_stand_alone() -> None:
+def test_where_steps_of_both_modes_are_even_only_means_are_compared() -> None:
     """Each mean is within a quarter of its median, one above and one below: their ratio is not."""
     lasting = {"single": (10.0, 14.4), "dp": (10.0, 5.6)}
     found = compare(

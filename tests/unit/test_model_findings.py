@@ -181,7 +181,7 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("kind", SHOWN)
-def test_a_run_that_shows_it(kind: str) -> None:
+def test_a_run_with_a_problem_has_its_finding(kind: str) -> None:
     (found,) = findings(SHOWN[kind])
     assert found.kind == kind
     assert found.text.endswith(".")
@@ -229,7 +229,7 @@ def test_a_live_run_is_not_called_quiet(evidence: Evidence) -> None:
     assert findings(evidence) == []
 
 
-def test_the_place_of_each_process_is_said_of_a_run_that_ended_quietly() -> None:
+def test_the_finding_about_a_quiet_end_names_the_place_of_each_process() -> None:
     (found,) = findings(replace(SHOWN["quiet"], stall=f"when it ended: {STALL}"))
     assert found.ground.endswith(f"; when it ended: {STALL}")
 
@@ -271,7 +271,7 @@ def test_no_finding_from_too_few_steps(kind: str) -> None:
         replace(HEALTHY, compared=Comparison(speedup=Interval(1.7, 1.6, 1.8))),
     ],
 )
-def test_a_run_that_does_not_show_it(evidence: Evidence) -> None:
+def test_a_run_below_the_thresholds_has_no_finding(evidence: Evidence) -> None:
     assert findings(evidence) == []
 
 
@@ -292,7 +292,7 @@ def test_virtual_replicas_are_called_virtual() -> None:
     assert "virtual" in findings(evidence)[0].text
 
 
-def test_what_torch_holds_stands_in_for_the_driver() -> None:
+def test_memory_reserved_by_torch_stands_in_for_unknown_driver_figures() -> None:
     held = (
         Held("cuda:0", 8 * GIB, GIB, 8 * GIB, GIB, None, {}),
         Held("cuda:1", 8 * GIB, GIB, 0, GIB, None, {}),
@@ -354,7 +354,7 @@ def waiting(host: float, device: float | None, count: int = 1000) -> Evidence:
     return replace(HEALTHY, modes=(found._replace(phases=tuple(phases)),))
 
 
-def test_who_waits_for_data_is_the_gpu_where_that_is_known() -> None:
+def test_the_finding_about_data_uses_device_waits_where_they_are_known() -> None:
     assert findings(waiting(0.4, 0.01)) == [], "it has work while the host waits"
     (found,) = findings(waiting(0.4, 0.35))
     assert found.text == "The GPU waits for data: 35 % of the time of its steps."
@@ -382,7 +382,7 @@ def test_copies_are_judged_by_the_devices_own_time() -> None:
             assert "on the device median 6.00 ms, on the host median 8.00 ms" in said[0].ground
 
 
-def test_of_an_idle_device_and_unequal_rows_one_is_told() -> None:
+def test_of_idle_devices_and_unequal_rows_only_one_is_found() -> None:
     uneven = (replica(0, rows=2), replica(1, rows=1))
     assert kinds(replace(HEALTHY, replicas=uneven)) == ["uneven"]
     assert "a batch that 2 divides" in findings(replace(HEALTHY, replicas=uneven))[0].advice
@@ -399,7 +399,7 @@ def test_many_stalls_are_counted_and_the_longest_is_placed() -> None:
     assert findings(every)[0].text.startswith("At least 64 steps")
 
 
-def test_stalls_among_deleted_steps_are_told_as_the_least_there_were() -> None:
+def test_stalls_among_deleted_steps_are_reported_as_a_minimum() -> None:
     """Only the longest step of each sum is known."""
     deleted = long_step(8000)._replace(step=None)
     (one,) = findings(replace(HEALTHY, longest=(deleted, long_step(25))))

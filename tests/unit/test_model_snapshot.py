@@ -141,7 +141,7 @@ def test_speed_is_that_of_the_steps_own_clock() -> None:
     assert now.samples_per_s == pytest.approx((now.steps_per_s or 0) * 30)
 
 
-def test_speed_goes_away_with_the_reason_when_nothing_ends_any_more() -> None:
+def test_without_new_steps_the_speed_is_replaced_by_a_reason() -> None:
     training = Training(step_ns=10_000_000)
     payloads = [*training.begin(), *training.run(500)]
     state = state_of(payloads)
@@ -238,7 +238,7 @@ def test_devices_and_host_keep_absence_apart_from_nothing() -> None:
         ),
     ],
 )  # fmt: skip
-def test_nonsense_changes_nothing(record: Record) -> None:
+def test_records_that_make_no_sense_change_nothing(record: Record) -> None:
     training = Training()
     payloads = [*training.begin(), *training.run(3)]
     before, state = (
@@ -287,7 +287,7 @@ def test_a_state_as_of_a_time_is_that_of_the_records_before_it() -> None:
         assert then.newest_ns == live.newest_ns
 
 
-def test_a_snapshot_asks_no_clock_and_opens_nothing() -> None:
+def test_a_snapshot_reads_no_clock_and_opens_no_file() -> None:
     """The import contract says it of the package; this says it of what is loaded with it."""
     code = (
         "import sys; before = set(sys.modules); import dpmon.model.snapshot; print(sorted(set(sys.modules) - before))"
@@ -370,7 +370,7 @@ def test_a_refusal_keeps_what_is_in_force() -> None:
     assert state.mode_change_count == 2
 
 
-def test_a_bare_root_beside_one_that_is_split_does_not_make_the_mode_single() -> None:
+def test_a_bare_root_beside_a_split_one_does_not_make_the_mode_single() -> None:
     """A head, a teacher: each announces its own mode, and is called in each step."""
     announced = [mode_event("Net", "dp", 0), mode_event("Head", "single", 0)]
     run, modes = Recording().add(announced), []
@@ -399,7 +399,7 @@ def test_an_evaluation_has_neither_training_nor_gradients(training: bool, grad: 
     assert a_call(training=training, grad=grad).evaluates == (not training and not grad)
 
 
-def test_times_of_an_evaluation_are_apart_from_those_of_the_training() -> None:
+def test_times_of_evaluation_and_training_are_separate() -> None:
     def part(number: int, took_ns: int, evaluates: bool) -> list[Record]:
         replica = Replica(0, "cuda:0", 0, took_ns, (), ())
         more = {"training": False, "grad": False} if evaluates else {}

@@ -86,7 +86,7 @@ def test_several_calls_share_the_lanes() -> None:
     assert [(piece.start_ns, piece.end_ns) for piece in lane.pieces] == [(10, 50), (110, 150)]
 
 
-def test_what_lies_within_another_phase_is_drawn_over_it() -> None:
+def test_a_nested_phase_is_drawn_over_the_outer_one() -> None:
     """An optimizer with a closure, a forward with a copy and a gradient in it."""
     step = spans_of(
         *(("optimizer", 10, 190), ("forward", 20, 100), ("copy", 30, 40), ("backward", 50, 70), ("backward", 60, 65)),
@@ -135,7 +135,7 @@ def test_of_a_step_of_an_earlier_version_its_data_and_its_calls_are_known() -> N
     assert timeline_of(a_call(), STEP).unplaced == ()
 
 
-def test_how_much_is_missing_is_said() -> None:
+def test_the_timeline_says_how_much_is_missing() -> None:
     assert timeline_of(replace(STEP, missing_spans=9)).missing_spans == 9
 
 
@@ -161,7 +161,7 @@ def test_before_the_first_step_there_is_none() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_whatever_the_numbers_nothing_overlaps_or_leaves_the_step(seed: int) -> None:
+def test_with_any_numbers_no_piece_overlaps_another_or_leaves_the_step(seed: int) -> None:
     chance = random.Random(seed)
 
     def number() -> int:

@@ -17,7 +17,7 @@ def phase(name: str, ms: float | None, share: float | None, device_ms: float | N
     return PhaseFigures(name, 100, middle, None, None, share, on_device)
 
 
-def test_a_copy_that_waits_for_the_gpu_is_told_with_its_own_time() -> None:
+def test_a_copy_that_waits_for_the_gpu_is_noted_with_its_own_time() -> None:
     found = host_waits([phase("data", 1, 0.3, 0.0), phase("copy", 13.4, 0.7, 0.342)])
     assert found == ["in copy the host waits for the GPU's earlier work: the phase itself takes the GPU 342 µs"]
 
@@ -34,7 +34,7 @@ def test_a_copy_that_waits_for_the_gpu_is_told_with_its_own_time() -> None:
         ("forward", 5.0, 0.7, 20.0),
     ],
 )
-def test_what_is_no_wait_is_not_told(name: str, ms: float, share: float, device_ms: float | None) -> None:
+def test_a_copy_that_does_not_wait_has_no_note(name: str, ms: float, share: float, device_ms: float | None) -> None:
     assert host_waits([phase(name, ms, share, device_ms)]) == []
 
 
@@ -48,7 +48,7 @@ def test_what_is_no_wait_is_not_told(name: str, ms: float, share: float, device_
         (0, []),
     ],
 )
-def test_of_how_many_steps_the_devices_are_known_is_said_where_it_is_few(known: int, said: list[str]) -> None:
+def test_a_note_says_how_many_steps_have_device_times_if_they_are_few(known: int, said: list[str]) -> None:
     phases = tuple(
         phase(name, 1, 0.1)._replace(device_ns=MS, device_count=count)
         for name, count in (("forward", 100), ("backward", known))

@@ -231,7 +231,7 @@ def test_a_step_with_damaged_extras_is_no_record(payload: bytes) -> None:
             Decoder(7).decode(damaged)
 
 
-def test_a_step_that_has_copied_nothing_says_nothing_of_copies() -> None:
+def test_a_step_without_copies_has_no_copy_fields() -> None:
     step = read(pack_step(DP, 12, ORIGIN, 1000, 30, (100, 200, 300, 50)))
     assert isinstance(step, Step)
     assert (step.quantities, "copy" in step.phases, "copied_bytes" in as_json(step)) == ({}, False, False)
@@ -270,7 +270,7 @@ def test_the_spans_of_a_step(spans: tuple[tuple[int, int, int], ...], more: dict
     assert len(kept) == 8 * (len(spans) * (1 if narrow else 2) + (not narrow or missing > 0 or not spans))
 
 
-def test_spans_at_the_edge_of_what_a_word_holds() -> None:
+def test_spans_at_the_limits_of_their_packed_fields() -> None:
     for at in (0, (1 << 30) - 1, 1 << 30, 1 << 57):
         for took in (0, (1 << 30) - 1, 1 << 30, 1 << 57):
             step = read(with_spans([(4, at, took)], 1 << 58, start=0))
@@ -440,7 +440,7 @@ def test_the_json_of_a_step() -> None:
     assert found["absent"] == {}
 
 
-def test_spans_that_are_missing_are_counted_and_said() -> None:
+def test_missing_spans_are_counted_and_reported() -> None:
     found = as_json(read(with_spans(SHORT, 1000, 44)))
     assert (len(found["spans"]), found["missing_spans"]) == (len(SHORT), 44)
     assert found["absent"] == {"spans": f"only the first {len(SHORT)} of a step are recorded"}
@@ -485,14 +485,14 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("payload", HOSTILE, ids=lambda payload: repr(payload[:40]))
-def test_bytes_that_are_no_record(payload: bytes) -> None:
+def test_bytes_that_do_not_form_a_record(payload: bytes) -> None:
     with pytest.raises(RecordError):
         decoder().decode(payload)
 
 
 @pytest.mark.parametrize("text", [b"1e999", b"Infinity", b"-Infinity"])
 @pytest.mark.parametrize("where", [b'[["0",[%s],"float32",4]]', b'[["0",[1],"float32",%s]]'])
-def test_sizes_without_end(text: bytes, where: bytes) -> None:
+def test_sizes_that_are_nested_or_too_large_are_refused(text: bytes, where: bytes) -> None:
     with pytest.raises(RecordError):
         decoder().decode(b"\x01\0\0\0\1\0\0\0" + where % text)
 

@@ -66,7 +66,7 @@ def section(lines: list[str], title: str) -> list[str]:
 # ------------------------------------------------------------------------------------------------ what it says
 
 
-def test_a_report_tells_what_ran_and_where_the_time_went(both: Path) -> None:
+def test_a_report_shows_the_command_and_where_the_time_went(both: Path) -> None:
     lines = report_text(both, 80)
     assert re.fullmatch(r"linear\.py \(linear-[0-9a-f]{4}\): finished in 5\.00 s", lines[0])
     head = " ".join(lines[1:8])
@@ -118,7 +118,7 @@ def test_a_run_that_goes_on_that_is_lost_and_that_trained_nothing(state: Path) -
     assert "no Python process of the run imported torch" in "\n".join(lines)
 
 
-def test_where_a_run_is_kept_is_no_reason_for_it_to_have_traced_nothing(state: Path) -> None:
+def test_a_warning_about_the_runs_directory_does_not_explain_that_nothing_was_traced(state: Path) -> None:
     where = "no run can be kept in /x: this run is kept in /tmp/x"
     warning = pack_event("warning", {"process": None, "t_s": 0.0, "text": where})
     directory = keep({-1: [warning]}, options={"elsewhere": where})
@@ -175,7 +175,7 @@ def test_a_step_that_a_stop_cut_off_is_not_called_long(state: Path) -> None:
     assert collect(directory).evidence.longest[0].step == 41, "it began after the request"
 
 
-def test_devices_are_told_with_their_highest_and_their_middle(state: Path) -> None:
+def test_devices_are_reported_with_maximum_and_median(state: Path) -> None:
     own = [device_event(float(t), index, mem_run_bytes=(60 + t) << 30) for t in range(40) for index in (0, 1)]
     own += [device_event(40.0, 0, util_pct=None, mem_run_bytes=None, throttle=["power limit"])]
     own += [device_event(41.0 + t, 1, throttle=["power limit"] if t % 2 else [], ordinals=[{"device": "cuda:0"}])
@@ -191,7 +191,7 @@ def test_devices_are_told_with_their_highest_and_their_middle(state: Path) -> No
     assert {plot.name for plot in plots(story)} >= {"use", "memory", "replicas"}
 
 
-def test_a_machine_that_is_busy_with_others_is_told(state: Path) -> None:
+def test_a_machine_busy_with_other_work_is_reported(state: Path) -> None:
     own = [host_event(float(t), cpu=95.0, cpus=4, run_cpu_pct=120.0, load_1m=7.5) for t in range(30)]
     story = collect(keep({0: toggled(), -1: own}))
     (found,) = (finding for finding in story.findings if finding.kind == "busy")
@@ -206,7 +206,7 @@ def test_a_machine_with_half_a_processor_is_not_known(state: Path) -> None:
     assert [finding.kind for finding in story.findings if finding.kind in ("busy", "crowded")] == []
 
 
-def test_of_samples_that_were_deleted_extremes_and_means_are_left(state: Path) -> None:
+def test_maxima_and_means_of_deleted_samples_remain(state: Path) -> None:
     hot = [device_event(float(t), 0, temperature_c=80 if t == 100 else 60, util_pct=50) for t in range(1, 2401)]
     payloads = {-1: hot, 0: Training(devices=("cuda:0",), virtual=False).run(40)}
     whole, directory = collect(keep(payloads)), keep(payloads, limit_bytes=1 << 18)
@@ -221,7 +221,7 @@ def test_of_samples_that_were_deleted_extremes_and_means_are_left(state: Path) -
     assert "median of the samples that are left" in " ".join(report_text(directory, 200))
 
 
-def test_samples_are_not_held_all_at_once(state: Path) -> None:
+def test_a_report_does_not_hold_all_samples_in_memory(state: Path) -> None:
     directory = keep({0: toggled(10), -1: [device_event(float(t), t % 8) for t in range(8000)]})
     report_text(directory, 80)
     tracemalloc.start()
@@ -233,7 +233,7 @@ def test_samples_are_not_held_all_at_once(state: Path) -> None:
     assert peak < 8_000_000, "all of them take twice as much"
 
 
-def test_ranks_stand_beside_each_other(state: Path) -> None:
+def test_ranks_are_listed_side_by_side(state: Path) -> None:
     made = {}
     for number in range(2):
         how = {"process": number, "rank": number, "devices": ("cpu",), "via": "DistributedDataParallel"}
@@ -310,7 +310,7 @@ def test_nothing_from_outside_steers_the_terminal_or_the_page(state: Path) -> No
     assert made.count("</script>") == 3, "the data, the library, what draws"
 
 
-def test_a_mode_that_is_none_steers_no_terminal(both: Path) -> None:
+def test_an_invalid_mode_cannot_control_the_terminal(both: Path) -> None:
     story = collect(both)
     modes = tuple(mode._replace(mode=HOSTILE) for mode in story.evidence.modes)
     text = "\n".join(text_lines(replace(story, evidence=replace(story.evidence, modes=modes))))
@@ -337,7 +337,7 @@ def test_records_that_make_no_sense_are_survived(state: Path) -> None:
     assert plots(story) == []
 
 
-def test_a_history_that_does_not_know_what_it_lacks_is_told(state: Path) -> None:
+def test_a_history_that_cannot_count_its_losses_is_reported(state: Path) -> None:
     directory = keep({0: Training().run(40)})
     with closing(sqlite3.connect(directory / "history.sqlite", isolation_level=None)) as db:
         db.execute("UPDATE meta SET value = 9e999 WHERE key = 'pruned'")
@@ -348,7 +348,7 @@ def test_a_history_that_does_not_know_what_it_lacks_is_told(state: Path) -> None
 # ------------------------------------------------------------------------------------------------ over time
 
 
-def test_stretches_stay_few_and_lose_nothing(state: Path) -> None:
+def test_the_number_of_stretches_is_bounded_and_no_step_is_lost(state: Path) -> None:
     payloads, at = [*Training(mode="single").begin()], 0
     for number in range(1, 3001):
         at += 900_000_000 if number == 1500 else 300_000_000
@@ -419,7 +419,7 @@ def test_evaluations_are_kept_apart_from_the_steps_that_train(state: Path) -> No
     assert any(line.startswith("single, evaluation: 200 steps, 200 calls") for line in summary)
 
 
-def test_ranks_are_of_the_steps_that_train_too(state: Path) -> None:
+def test_figures_of_ranks_leave_out_evaluations(state: Path) -> None:
     said = as_object(collect(keep({number: evaluated(60, 200, via="DistributedDataParallel") for number in range(2)})))
     assert [(one["steps"], one["median_ms"]) for one in said["ranks"]] == [(60, 10.0)] * 2
     assert sum(one["samples_per_s"] for one in said["ranks"]) == said["modes"][0]["samples_per_s"] == 800
@@ -432,7 +432,7 @@ def test_where_nothing_trains_there_is_no_evaluation(state: Path) -> None:
     assert "data" in {finding["kind"] for finding in said["findings"]}
 
 
-def test_what_was_deleted_changes_no_figure(state: Path) -> None:
+def test_deleted_rows_change_no_figure(state: Path) -> None:
     training = Training(mode="single", step_ns=50_000_000)
     payloads = [*training.begin(), *training.run(1500), *training.switch("dp"), *training.run(4500)]
     whole, directory = as_object(collect(keep({0: payloads}))), keep({0: payloads}, limit_bytes=1 << 20)
@@ -543,7 +543,7 @@ def test_a_first_forward_that_failed_has_no_speed(state: Path, monkeypatch: pyte
     assert not any("samples/s" in line for line in lines)
 
 
-def test_what_a_failed_script_has_raised_is_said_where_its_output_went_with_the_screen(state: Path) -> None:
+def test_the_summary_names_the_exception_when_the_output_closed_with_the_screen(state: Path) -> None:
     training = Training()
     traceback = "Traceback (most recent call last):\n  File 'a.py'\nRuntimeError: of \x1b[31mno\x1b[0m use\nbye\n"
     directory = keep({0: [*training.begin(), *training.run(3)]}, status=1, headless=False)
@@ -586,7 +586,7 @@ def test_a_stall_among_deleted_steps_is_found_by_its_sums(state: Path) -> None:
     assert "stall" not in {one.kind for one in first.findings}, "a process's first steps are none, deleted or not"
 
 
-def test_modes_and_evaluations_are_told_apart_in_the_course_of_time(state: Path) -> None:
+def test_stretches_separate_modes_and_evaluations(state: Path) -> None:
     story = collect(keep({0: long_training(slow=0, evaluations=True)}, limit_bytes=1 << 18))
     assert {(one.mode, one.evaluation) for one in story.bins} == {
         (mode, evaluation) for mode in ("single", "dp") for evaluation in (False, True)
@@ -624,7 +624,7 @@ def test_phases_and_modes_have_the_colours_that_they_have_on_the_screen(state: P
     assert len({colour for _, colour in lines}) == len(lines) == 4, "evaluations have their own"
 
 
-def test_of_minutes_of_devices_that_are_sums_the_highest_is_left() -> None:
+def test_the_maximum_of_summed_device_minutes_remains() -> None:
     devices = Devices()
     devices.rollup(MinuteRow(BEFORE_S, 0, "temperature_c", 10, 600.0, 91.0))
     devices.rollup(MinuteRow(BEFORE_S, 0, "util_pct", 10, 600.0, 91.0))

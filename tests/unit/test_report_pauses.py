@@ -56,7 +56,7 @@ def paused_run(took_s: float = 600.0, at_the_end_s: float = 0.0) -> Path:
     return keep({0: payloads, -1: gpu}, seconds=training.now / SECOND + 5)
 
 
-def test_pauses_are_told_and_no_figure_takes_them_for_steps(state: Path) -> None:
+def test_pauses_are_reported_and_are_in_no_figure_of_steps(state: Path) -> None:
     directory = paused_run(at_the_end_s=120.0)
     story = collect(directory)
     assert [(pause.step, round((pause.took_ns or 0) / SECOND)) for pause in story.pauses] == [(100, 600), (200, 120)]
@@ -82,7 +82,7 @@ def test_pauses_are_told_and_no_figure_takes_them_for_steps(state: Path) -> None
             assert first["x1"] - first["x0"] == pytest.approx(600.0, abs=0.01), plot.name
 
 
-def test_silence_is_told_all_the_same_where_there_was_a_pause(state: Path) -> None:
+def test_silence_is_reported_in_addition_to_a_pause(state: Path) -> None:
     """A run that hangs for a minute after twenty seconds of steps and ten minutes of pause."""
     training = Training(mode="single", step_ns=SECOND // 10)
     payloads = [*training.begin(), *training.run(100), pause_event(training.now / SECOND, 100)]
@@ -138,7 +138,7 @@ def in_s(spans: list[Span]) -> list[tuple[float, float]]:
     return [(begin / SECOND, end / SECOND) for begin, end in spans]
 
 
-def test_only_what_all_processes_paused_together_is_no_time_of_the_run() -> None:
+def test_only_pauses_of_all_processes_together_are_subtracted_from_the_time_of_the_run() -> None:
     pauses = paused_ones((0, 10, 30), (1, 20, 50), (0, 60, 61))
     both = there((0, 100), (0, 100))
     assert in_s(together(pauses, both, None)) == [(20, 30)]
@@ -147,7 +147,7 @@ def test_only_what_all_processes_paused_together_is_no_time_of_the_run() -> None
     assert waited_ns(together(pauses, both, None), 25 * SECOND, 100 * SECOND) == 5 * SECOND
 
 
-def test_who_is_not_there_yet_or_any_more_holds_no_pause_up() -> None:
+def test_a_process_that_has_not_started_or_has_ended_does_not_shorten_a_pause() -> None:
     """One training after another, the second paused; and a training that begins while another is paused."""
     pauses = paused_ones((1, 200, 800))
     assert in_s(together(pauses, there((0, 100), (110, 900)), None)) == [(200, 800)]
@@ -166,7 +166,7 @@ def test_a_pause_whose_end_was_lost_is_over_when_the_next_begins() -> None:
     assert in_s(together(two, there((0, 900), (0, 900)), 1000 * SECOND)) == [], "the other never paused"
 
 
-def test_an_end_whose_begin_was_lost_is_not_that_of_the_pause_before() -> None:
+def test_an_end_without_a_begin_does_not_end_the_pause_before() -> None:
     pauses = pauses_of([changed(0, 10), changed(0, 60, 10)], lambda process, after_ns: None)
     assert [(one.start_ns, one.took_ns) for one in pauses.found] == [(10 * SECOND, None), (50 * SECOND, 10 * SECOND)]
     assert in_s(any_of(pauses, 1000 * SECOND)) == [(10, 60)]
@@ -189,13 +189,13 @@ def test_a_process_that_was_killed_in_a_pause_does_not_pause_those_that_come_aft
         ([(0, 90, None), (1, 90.5, None)], PauseTotals(1, 10 * SECOND, on=True)),
     ],
 )
-def test_what_several_pause_at_once_is_one_pause(
+def test_simultaneous_pauses_of_several_processes_are_one_pause(
     pauses: list[tuple[int, float, float | None]], total: PauseTotals
 ) -> None:
     assert paused_ones(*pauses).total(100 * SECOND) == total
 
 
-def test_more_pauses_than_are_kept_are_added_up_all_the_same() -> None:
+def test_pauses_beyond_the_limit_still_count_in_the_sum() -> None:
     many = [(0, 100 + number, 100.5 + number) for number in range(2000)]
     pauses = paused_ones(*many, (0, 5000, None), steps=[(0, 5007)])
     assert (len(pauses.found), pauses.left_out, pauses.refusals_left_out) == (1000, 1001, 0)
@@ -246,7 +246,7 @@ def test_a_pause_of_the_second_of_two_successive_trainings_is_in_no_figure(state
     assert re.search(r"paused once, for \d+ min \d\d s: that time is in no step, no phase and no figure", text)
 
 
-def test_where_another_trained_in_a_pause_it_is_said_that_figures_have_its_time(state: Path) -> None:
+def test_the_report_says_that_figures_include_a_pause_during_another_training(state: Path) -> None:
     directory, text = one_after_another(first_ends_s=900)
     story = collect(directory)
     assert story.evidence.paused_ns == 0
@@ -281,7 +281,7 @@ def test_the_summary_of_a_run_that_was_killed_in_a_pause_says_so(state: Path) ->
     assert "  paused once, and is paused now: that time" in "\n".join(report_text(goes_on, 120))
 
 
-def test_a_gpu_that_was_only_seen_in_pauses_has_no_use() -> None:
+def test_a_gpu_sampled_only_in_pauses_has_no_utilisation() -> None:
     """What it did then is none of the training's."""
     devices = Devices()
     for second in (10, 20):

@@ -41,7 +41,7 @@ def reader(ring: Ring, path: str) -> Iterator[RingReader]:
 # ------------------------------------------------------------------------------------------------ writing and reading
 
 
-def test_who_wrote_it(ring: Ring, reader: RingReader, path: str) -> None:
+def test_the_header_names_the_writer(ring: Ring, reader: RingReader, path: str) -> None:
     assert (reader.pid, reader.process, reader.rank, reader.world) == (os.getpid(), 3, 1, 4)
     assert (reader.start_ns, reader.capacity) == (77, SMALL)
     assert everything(reader) == []
@@ -80,7 +80,7 @@ def test_a_reader_that_keeps_up_sees_all(ring: Ring, reader: RingReader, largest
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_reader_that_is_lapped_knows_what_it_missed(ring: Ring, reader: RingReader, seed: int) -> None:
+def test_a_reader_that_is_lapped_counts_what_it_missed(ring: Ring, reader: RingReader, seed: int) -> None:
     chance = random.Random(seed)
     largest = chance.choice([100, 1000, 10_000])
     written, seen = 0, []
@@ -96,7 +96,7 @@ def test_a_reader_that_is_lapped_knows_what_it_missed(ring: Ring, reader: RingRe
     assert 0 < reader.missed < written
 
 
-def test_a_process_that_writes_faster_than_it_is_read(tmp_path: Path) -> None:
+def test_a_writer_that_is_faster_than_its_reader(tmp_path: Path) -> None:
     """What is copied while it is overwritten is not taken for a record."""
     path = str(tmp_path / "fast.ring")
     program = (

@@ -17,7 +17,7 @@ IMPORTING, IMPORTED, IN_SCRIPT = "importing torch", "torch imported", "in the sc
 JOINING, FETCHING = "joining the process group: gloo, rank 1 of 2", "waiting for data: the first batch of Images"
 
 
-def test_the_last_finished_line_of_each_process_counts(tmp_path: Path) -> None:
+def test_the_last_complete_line_of_each_process_counts(tmp_path: Path) -> None:
     assert stages(tmp_path) == {}
     lines = [
         f"7 100 {IMPORTING}",
@@ -47,7 +47,9 @@ def test_the_last_finished_line_of_each_process_counts(tmp_path: Path) -> None:
         ({7: (IN_SCRIPT, 9), 8: (JOINING, 2)}, (JOINING, 2)),
     ],
 )
-def test_which_stage_stands_for_the_run(found: dict[int, tuple[str, int]], expected: tuple[str, int] | None) -> None:
+def test_the_stage_of_a_run_is_chosen_among_those_of_its_processes(
+    found: dict[int, tuple[str, int]], expected: tuple[str, int] | None
+) -> None:
     assert newest_stage(found) == expected
 
 
@@ -79,7 +81,9 @@ def of(process: int | None, doing: str, since_s: float, rank: int | None = None)
         ([of(None, FETCHING, 66)], f"nothing has moved for 34 s: {FETCHING}"),
     ],
 )  # fmt: skip
-def test_for_how_long_nothing_moves_and_where_each_process_is(found: list[ProcessActivity], said: str | None) -> None:
+def test_a_stall_names_its_duration_and_the_place_of_each_process(
+    found: list[ProcessActivity], said: str | None
+) -> None:
     assert QUIET_NS == 10 * SECOND
     assert stall_text(found, NOW) == said
 

@@ -41,7 +41,7 @@ def torch_in(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return having
 
 
-def test_a_script_gets_the_python_and_its_words_unchanged(here: Path, torch_in: set[str]) -> None:
+def test_a_script_gets_the_python_and_its_arguments_unchanged(here: Path, torch_in: set[str]) -> None:
     torch_in.add(sys.executable)
     (here / "a b.py").write_text("")
     found = resolve(["a b.py", "--", "-m", ""], None, None, {"PATH": ""})

@@ -172,7 +172,7 @@ def test_many_rings_are_committed_when_a_second_is_over(setting: Setting, monkey
 
 
 @pytest.mark.parametrize("kind", ["mode", "pause", "warning"])
-def test_an_answer_that_somebody_waits_for_is_committed_at_once(setting: Setting, kind: str) -> None:
+def test_an_awaited_answer_is_committed_immediately(setting: Setting, kind: str) -> None:
     setting.steps(1)
     setting.advance()
     setting.steps(1)
@@ -241,7 +241,7 @@ def test_while_the_disk_is_full_memory_is_bounded(setting: Setting, monkeypatch:
     assert len(setting.warnings) == 1
 
 
-def test_what_is_held_is_counted_as_it_lies_in_memory(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_records_are_counted_by_their_size_in_memory(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     """A record takes ten times its payload once it has been taken apart."""
     monkeypatch.setattr(drain_module, "HOLD_BYTES", 4 << 20)
     setting.advance()
@@ -390,5 +390,5 @@ def test_a_second_drain_waits_while_the_history_is_locked(setting: Setting) -> N
     assert setting.rows("SELECT count(*) FROM steps") == [(5,)]
 
 
-def test_nothing_of_sqlite_escapes(state: Path, tmp_path: Path) -> None:
+def test_no_sqlite_error_escapes(state: Path, tmp_path: Path) -> None:
     (tmp_path / "history.sqlite").write_bytes(b"x" * 100)

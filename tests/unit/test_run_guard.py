@@ -56,7 +56,7 @@ def run(state: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Guard, P
         yield Guard(RunReader(directory), Started(supervisor, -1)), directory
 
 
-def test_a_command_that_was_only_forked_is_waited_for(run: tuple[Guard, Path], tmp_path: Path) -> None:
+def test_a_forked_command_is_waited_for_until_it_executes(run: tuple[Guard, Path], tmp_path: Path) -> None:
     guard, directory = run
     command = subprocess.Popen([sys.executable, "-c", COMMAND], cwd=tmp_path)
     try:
@@ -113,7 +113,7 @@ def test_a_child_that_has_not_made_its_session_is_waited_for_however_long(
         assert guard.outcome.status == 2
 
 
-def test_one_that_was_never_started_is_told_after_a_while(
+def test_a_command_that_never_started_is_reported_after_a_while(
     run: tuple[Guard, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guard, directory = run
@@ -145,7 +145,7 @@ def ended(status: int) -> ExitInfo:
     return exit_info(RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True), status, "supervisor")
 
 
-def test_a_supervisor_that_ends_between_two_looks_was_not_killed(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_supervisor_that_ends_between_two_checks_was_not_killed(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And could not write exit.json, so that only its pipe says how the run ended."""
     directory, _ = create_run(RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True))
     ours, theirs = open_pipe()
@@ -162,7 +162,7 @@ def test_a_supervisor_that_ends_between_two_looks_was_not_killed(state: Path, mo
     os.close(ours)
 
 
-def test_what_a_supervisor_has_told_holds_if_it_stalls_then(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outcome_sent_by_a_supervisor_counts_if_it_then_stalls(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was stopped when it had reaped the command and not yet written exit.json."""
     directory, _ = create_run(RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True))
     ours, theirs = open_pipe()
@@ -178,7 +178,7 @@ def test_what_a_supervisor_has_told_holds_if_it_stalls_then(state: Path, monkeyp
     os.close(ours)
 
 
-def test_an_end_that_only_the_ring_has_is_written_down(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_that_only_the_ring_has_is_written_to_exit_json(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was killed between the foreground's look and its question how the run ended."""
     directory, _ = create_run(RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True))
     monkeypatch.setattr(Successors, "start_if_needed", lambda *_: None)
@@ -192,7 +192,9 @@ def test_an_end_that_only_the_ring_has_is_written_down(state: Path, monkeypatch:
     sampler.stop()
 
 
-def test_what_was_told_while_it_lived_holds_once_it_has_gone(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outcome_read_from_the_pipe_counts_after_the_supervisor_has_ended(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The pipe can be read only once."""
     directory, _ = create_run(RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True))
     monkeypatch.setattr(Successors, "start_if_needed", lambda *_: None)

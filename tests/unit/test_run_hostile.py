@@ -95,7 +95,7 @@ def play_back(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(size(5, 1200)))
-def test_changed_at_random(whole: Path, tmp_path: Path, seed: int) -> None:
+def test_a_run_with_randomly_damaged_files_can_be_read(whole: Path, tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     names = ("run.json", "exit.json", "history.sqlite", "stages.log", *RINGS)
     untouched = len(list(history(whole)))

@@ -43,12 +43,12 @@ def whole(state: Path) -> dict[str, Any]:
     return read(keep(payloads()))
 
 
-def test_a_history_that_is_complete_is_asked_in_its_file(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_complete_history_is_queried_in_its_file(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opened_module, "_with_rings", lambda *_: pytest.fail("copied"))
     assert read(keep(payloads()))["tallies"]
 
 
-def test_without_a_history_the_rings_say_it_all(whole: dict[str, Any]) -> None:
+def test_without_a_history_everything_is_read_from_the_rings(whole: dict[str, Any]) -> None:
     alike(read(keep(payloads(), drained=False)), whole)
 
 
@@ -76,7 +76,7 @@ def append(directory: Path) -> None:
         fill(path, process, records)
 
 
-def test_a_supervisor_that_writes_is_believed(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_active_supervisor_is_trusted_until_it_stops_writing(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = keep({0: payloads()[0][:100]}, status=None, boot_id=proc.boot_id())
     append(directory)
     us = {"supervisor_pid": os.getpid(), "supervisor_started": proc.started(os.getpid())}
@@ -89,7 +89,7 @@ def test_a_supervisor_that_writes_is_believed(state: Path, monkeypatch: pytest.M
     assert len(read(directory)["steps"][0]) == 300, "it is stuck, or the disk is full"
 
 
-def test_a_supervisor_that_has_not_taken_the_rings_after_the_end_is_not_believed(state: Path) -> None:
+def test_a_supervisor_that_has_not_read_the_rings_after_the_end_is_not_trusted(state: Path) -> None:
     """It replaced one that was killed; the foreground has recorded the end of the command."""
     directory = keep({0: payloads()[0][:100]}, status=None, boot_id=proc.boot_id())
     append(directory)
@@ -105,7 +105,7 @@ def test_a_supervisor_that_has_not_taken_the_rings_after_the_end_is_not_believed
 
 
 @pytest.mark.parametrize("damage", ["no database", "cut off", "a directory", "a later version", "another schema"])
-def test_a_damaged_history_is_told_and_the_rings_are_read(whole: dict[str, Any], damage: str) -> None:
+def test_a_damaged_history_is_reported_and_the_rings_are_read(whole: dict[str, Any], damage: str) -> None:
     directory = keep(payloads())
     path = directory / HISTORY_FILE
     if damage == "no database":
@@ -147,7 +147,7 @@ def test_an_earlier_history_of_a_run_that_is_over_is_read_once(state: Path, monk
     alike(read(directory), first)
 
 
-def test_who_writes_the_history_makes_no_copy_of_it(state: Path) -> None:
+def test_the_writer_of_the_history_opens_it_without_a_copy(state: Path) -> None:
     directory = keep({process: records[:100] for process, records in payloads().items()})
     append(directory)
     with open_store(directory, as_written=True) as store:

@@ -81,7 +81,7 @@ def last_step(state: State) -> int:
     return max((step.step for step in steps if step is not None), default=0)
 
 
-def test_it_stands_at_the_end(player: Player) -> None:
+def test_a_playback_opens_at_the_end(player: Player) -> None:
     assert not player.playing
     assert player.position_ns == player.length_ns == 301 * SECOND
     assert last_step(shown(player)) == STEPS
@@ -175,6 +175,6 @@ def test_stages_of_the_time_before_the_first_batch(player: Player) -> None:
     assert player.stage() == ("torch imported", START + SECOND)
 
 
-def test_nothing_can_be_asked_of_what_has_been(player: Player) -> None:
+def test_a_playback_accepts_no_requests(player: Player) -> None:
     assert (player.request_mode("dp"), player.request_pause(True), player.pending()) == (0, 0, False)
     assert player.pause_refusal()

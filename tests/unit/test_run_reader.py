@@ -148,9 +148,7 @@ def test_what_a_process_does(run: tuple[Path, RunInfo], reader: RunReader, what:
     assert last_sign(run[0], run[1]) == (START, what == "ended", None)
 
 
-def test_a_process_that_was_killed_has_ended_though_it_could_not_say_so(
-    run: tuple[Path, RunInfo], reader: RunReader
-) -> None:
+def test_a_killed_process_counts_as_ended(run: tuple[Path, RunInfo], reader: RunReader) -> None:
     Process(run[0]).does("backward", 77_000)
     assert reader.activities()[0][0] == "backward"
     gone = subprocess.Popen([sys.executable, "-c", ""])
@@ -198,7 +196,7 @@ def test_run_json_is_read_again_when_it_was_replaced(run: tuple[Path, RunInfo], 
 
 
 @pytest.mark.parametrize("content", [b"", b"DPMONRNG", b"DPMSPANS", b"DPMSPANS" * 999, bytes(8192), b"x" * 300_000])
-def test_what_is_no_ring_is_skipped(run: tuple[Path, RunInfo], reader: RunReader, content: bytes) -> None:
+def test_files_that_are_not_rings_are_skipped(run: tuple[Path, RunInfo], reader: RunReader, content: bytes) -> None:
     (run[0] / "process-3.ring").write_bytes(content)
     (run[0] / "process-x.ring").write_bytes(content)
     for number in range(2):

@@ -43,7 +43,7 @@ def sleeper() -> Iterator[int]:
 
 
 @pytest.mark.usefixtures("state")
-def test_the_oldest_go_when_there_are_too_many() -> None:
+def test_the_oldest_runs_are_deleted_when_there_are_too_many() -> None:
     runs = [a_run(number) for number in range(8)]
     assert prune_runs(Limits(5, 1 << 40), runs[-1]) == runs[:3]
     assert names() == ["n3", "n4", "n5", "n6", "n7"]
@@ -51,7 +51,7 @@ def test_the_oldest_go_when_there_are_too_many() -> None:
 
 
 @pytest.mark.usefixtures("state")
-def test_the_oldest_go_when_they_take_too_much() -> None:
+def test_the_oldest_runs_are_deleted_when_they_take_too_much_room() -> None:
     runs = [a_run(number, size=100_000) for number in range(12)]
     prune_runs(Limits(100, 850_000), runs[-1])
     assert names() == [f"n{number}" for number in range(5, 12)]
@@ -92,7 +92,7 @@ def test_running_kept_and_current_ones_stay(sleeper: int) -> None:
 
 
 @pytest.mark.usefixtures("state")
-def test_one_that_is_about_to_start_stays() -> None:
+def test_a_run_that_is_about_to_start_stays() -> None:
     current, young = a_run(0), a_run(1, started=time.time())
     (young / "exit.json").unlink()  # made a moment ago: no supervisor yet, and no lock
     assert prune_runs(Limits(0, 0), current) == []
@@ -101,7 +101,7 @@ def test_one_that_is_about_to_start_stays() -> None:
 
 
 @pytest.mark.usefixtures("state")
-def test_one_that_another_machine_is_at_stays() -> None:
+def test_a_run_of_another_machine_stays() -> None:
     current, other = a_run(0), a_run(1)
     ended = (other / "exit.json").read_text()
     (other / "exit.json").unlink()
@@ -114,7 +114,7 @@ def test_one_that_another_machine_is_at_stays() -> None:
 
 
 @pytest.mark.usefixtures("state")
-def test_one_that_another_machine_has_left_alone_for_days_goes() -> None:
+def test_a_run_that_another_machine_left_days_ago_is_deleted() -> None:
     current, other = a_run(0), a_run(1)
     (other / "exit.json").unlink()
     save(other, replace(load_info(other), host="elsewhere", boot_id="another", command_pid=1, supervisor_pid=1))
@@ -125,7 +125,7 @@ def test_one_that_another_machine_has_left_alone_for_days_goes() -> None:
 
 
 @pytest.mark.usefixtures("state")
-def test_two_that_delete_at_once_delete_no_more_than_one_would(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_concurrent_prunes_delete_no_more_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [a_run(number) for number in range(6)]
     listed = list_runs()
     prune_runs(Limits(4, 1 << 40), runs[-1])
@@ -137,7 +137,7 @@ def test_two_that_delete_at_once_delete_no_more_than_one_would(monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("state")
-def test_what_runs_is_not_removed_by_hand_either(sleeper: int) -> None:
+def test_a_live_run_cannot_be_removed_by_a_command_either(sleeper: int) -> None:
     directory = a_run(1, pid=sleeper)
     with pytest.raises(RunError, match="is running"):
         remove(directory, load_info(directory))

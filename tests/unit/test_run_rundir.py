@@ -25,7 +25,7 @@ def draft(name: str = "linear", started: float = 1_795_170_672.5) -> RunInfo:
     )  # fmt: skip
 
 
-def test_what_is_written_is_read_back(state: Path) -> None:
+def test_a_saved_run_is_read_back_unchanged(state: Path) -> None:
     directory, info = create_run(draft())
     assert load_info(directory) == info
     assert directory.name == info.id
@@ -48,9 +48,7 @@ def test_the_directory_is_below_the_state_home_and_closed(state: Path) -> None:
     assert (directory / "run.json").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_temporary_directory_that_depends_on_where_one_stands_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_temporary_directory_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     monkeypatch.setenv("TMPDIR", "here")
@@ -95,7 +93,7 @@ def test_runs_are_found_by_all_their_names(state: Path) -> None:
             find_run(unknown)
 
 
-def test_of_several_with_a_name_the_one_that_goes_on_is_stopped(state: Path) -> None:
+def test_among_runs_of_one_name_the_live_one_is_chosen(state: Path) -> None:
     runs = [create_run(draft("a", 1000.0 + number)) for number in range(3)]
     going = {runs[0][1].id}
     assert find_run("a") == runs[2][0]
@@ -107,7 +105,7 @@ def test_of_several_with_a_name_the_one_that_goes_on_is_stopped(state: Path) -> 
     assert find_run(runs[0][1].id, goes_on=lambda info: info.id in going) == runs[0][0]
 
 
-def test_of_two_in_one_second_the_later_is_the_last(state: Path) -> None:
+def test_of_two_runs_of_one_second_the_later_one_is_the_last(state: Path) -> None:
     for round_ in range(20):
         create_run(draft("a", 5000.0 + round_ + 0.1))
         later, _ = create_run(draft("a", 5000.0 + round_ + 0.2))
@@ -169,7 +167,7 @@ def test_every_member_is_checked_for_its_type(state: Path, member: str, value: o
 
 
 @pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "1e300"])
-def test_numbers_that_are_none_are_damage(state: Path, number: str) -> None:
+def test_numbers_out_of_range_are_damage(state: Path, number: str) -> None:
     directory, _ = create_run(draft())
     save(directory, ExitInfo(0, None, 1.7e9, 5, 5.0, "supervisor"))
     assert load_exit(directory) is not None

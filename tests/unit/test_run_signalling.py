@@ -105,7 +105,7 @@ def test_another_start_is_another_process(one: subprocess.Popen[bytes]) -> None:
     assert not signalling.send(found, signal.SIGKILL)
 
 
-def test_only_the_leader_proves_a_group() -> None:
+def test_a_group_is_signalled_only_through_its_leader() -> None:
     leader = sleeper(preexec_fn=lambda: os.setpgid(0, 0))
     member = sleeper(preexec_fn=lambda: os.setpgid(0, leader.pid))
     try:
@@ -185,7 +185,7 @@ def test_the_foreground_signals_no_stranger_that_run_json_names(
         wait_for(lambda: one.poll() == -signal.SIGTERM)
 
 
-def test_what_is_older_than_the_command_is_not_looked_at(
+def test_processes_older_than_the_command_are_ignored(
     run: tuple[Path, RunInfo], one: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To read an environment can be slow where its owner holds the lock, and the machine may have thousands."""

@@ -63,14 +63,14 @@ def echo(terminal: Terminal, on: bool) -> None:
     termios.tcsetattr(terminal.slave, termios.TCSADRAIN, attributes)
 
 
-def test_what_is_typed_stands_where_a_terminal_would_have_it(terminal: Terminal, log: Path) -> None:
+def test_typed_text_is_logged_where_a_terminal_would_show_it(terminal: Terminal, log: Path) -> None:
     assert given(terminal, "Zoë\n".encode()) == "Zoë\n".encode()
     with log.open("ab") as file:
         file.write(b"hello\n")
     assert log.read_bytes() == "name? Zoë\nhello\n".encode()
 
 
-def test_what_the_script_does_not_let_be_echoed_is_nowhere(terminal: Terminal, log: Path) -> None:
+def test_input_is_not_logged_when_the_script_turns_echo_off(terminal: Terminal, log: Path) -> None:
     echo(terminal, False)
     assert given(terminal, b"secret\n") == b"secret\n"
     echo(terminal, True)
@@ -106,7 +106,7 @@ def test_a_password_is_read_by_getpass_without_a_trace(terminal: Terminal, log: 
     assert said.endswith(b"pass: \nmore\nme 7 more\n"), "what it prints comes after what it read"
 
 
-def test_what_the_command_writes_into_its_own_input_is_not_in_the_log(terminal: Terminal, log: Path) -> None:
+def test_text_that_the_command_writes_to_its_terminal_input_is_not_logged(terminal: Terminal, log: Path) -> None:
     os.write(terminal.slave, b"flood" * 200)
     assert given(terminal, b"x\n") == b"x\n"
     os.write(terminal.slave, b"flood" * 200)
@@ -120,14 +120,14 @@ def test_controls_are_shown_and_do_nothing(terminal: Terminal, log: Path) -> Non
 
 
 @pytest.mark.parametrize("lines", [1, 500])
-def test_a_log_that_cannot_be_written_costs_the_echo_only(terminal: Terminal, log: Path, lines: int) -> None:
+def test_a_log_that_cannot_be_written_loses_only_the_echo(terminal: Terminal, log: Path, lines: int) -> None:
     log.unlink()
     for _ in range(lines):
         assert given(terminal, b"go\n") == b"go\n"
     assert not log.exists()
 
 
-def test_without_a_log_nothing_is_noted_and_only_what_the_script_hides_is_hidden(tmp_path: Path) -> None:
+def test_without_a_log_nothing_is_logged_and_hidden_input_is_still_detected(tmp_path: Path) -> None:
     """As of a headless run: a screen that is attached to it shows what is typed there."""
     terminal = Terminal(tmp_path, 30, 90)
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=terminal.slave, stdout=subprocess.DEVNULL)

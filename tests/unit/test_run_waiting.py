@@ -38,7 +38,7 @@ def answer(process: subprocess.Popen[bytes]) -> None:
     assert process.stdout.readline() == b"yes\n"
 
 
-def test_a_read_of_standard_input_is_seen_and_its_end_too(asking: subprocess.Popen[bytes]) -> None:
+def test_begin_and_end_of_a_read_of_standard_input_are_seen(asking: subprocess.Popen[bytes]) -> None:
     wait_for(lambda: reads_input(asking.pid), what="the wait for a line")
     answer(asking)
     wait_for(lambda: reads_input(asking.pid) is False, what="the end of the wait")
@@ -69,7 +69,7 @@ def test_the_file_is_there_while_it_waits(asking: subprocess.Popen[bytes], tmp_p
     assert waits_since(tmp_path) is None
 
 
-def test_a_second_wait_between_two_looks_is_not_the_first_that_goes_on(tmp_path: Path) -> None:
+def test_a_new_wait_is_not_taken_for_the_previous_one(tmp_path: Path) -> None:
     command = [sys.executable, "-c", TWICE]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as asking:
         watch = InputWatch(tmp_path, asking.pid)
@@ -87,7 +87,7 @@ def test_a_second_wait_between_two_looks_is_not_the_first_that_goes_on(tmp_path:
     assert first < answered < second
 
 
-def test_what_a_stopped_supervisor_said_does_not_hold_for_ever(tmp_path: Path) -> None:
+def test_an_old_note_of_a_wait_expires(tmp_path: Path) -> None:
     now, second = time.monotonic_ns(), 1_000_000_000
     for since, seen, expected in (
         (now - 99 * second, now - second, now - 99 * second),
@@ -120,7 +120,9 @@ def a_directory(path: Path) -> None:
 
 
 @pytest.mark.parametrize("made", [a_fifo, a_link, a_directory])
-def test_what_is_no_regular_file_is_no_wait_and_holds_nobody_up(tmp_path: Path, made: Callable[[Path], None]) -> None:
+def test_a_note_that_is_not_a_regular_file_is_ignored_without_blocking(
+    tmp_path: Path, made: Callable[[Path], None]
+) -> None:
     made(tmp_path / FILE)
     asked = "import sys; from pathlib import Path; from dpmon.run.waiting import waits_since"
     asked += "; print(waits_since(Path(sys.argv[1])))"
@@ -128,7 +130,7 @@ def test_what_is_no_regular_file_is_no_wait_and_holds_nobody_up(tmp_path: Path, 
     assert answered.stdout == "None\n", answered.stderr
 
 
-def test_a_wait_is_told_once_it_is_over_and_was_not_short(
+def test_a_wait_is_reported_once_at_its_end_unless_it_was_short(
     asking: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[tuple[int, int]] = []
@@ -149,7 +151,7 @@ def test_a_wait_is_told_once_it_is_over_and_was_not_short(
     )
 
 
-def test_a_short_wait_is_not_told_and_one_that_the_end_cuts_off_is(
+def test_a_short_wait_is_not_reported_but_one_cut_off_by_the_end_is(
     asking: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[tuple[int, int]] = []

@@ -71,7 +71,7 @@ def slot(path: str, at: int, *words: int) -> None:
 # ------------------------------------------------------------------------------------------------ what is written
 
 
-def test_who_wrote_it(ring: SpanRing, reader: SpanReader, path: str) -> None:
+def test_the_header_names_the_writer(ring: SpanRing, reader: SpanReader, path: str) -> None:
     assert (reader.pid, reader.process, reader.rank, reader.world) == (os.getpid(), 0, 1, 4)
     assert (reader.start_ns, reader.slots) == (77, FEW)
     with pytest.raises(FileExistsError):
@@ -100,7 +100,7 @@ def test_a_reader_that_keeps_up_sees_all(ring: SpanRing, reader: SpanReader, por
     assert reader.missed == 0
 
 
-def test_no_more_than_asked_for(ring: SpanRing, reader: SpanReader) -> None:
+def test_a_read_returns_at_most_the_given_number(ring: SpanRing, reader: SpanReader) -> None:
     write(ring, 100)
     assert len(reader.read(0, 70)) == 70
     assert not reader.at_end
@@ -108,7 +108,7 @@ def test_no_more_than_asked_for(ring: SpanRing, reader: SpanReader) -> None:
     assert reader.at_end
 
 
-def test_laps_beyond_what_a_span_can_say_of_them(path: str) -> None:
+def test_a_ring_that_is_lapped_more_often_than_a_span_can_count(path: str) -> None:
     ring = SpanRing(path, process=0, slots=16)
     with opened(path) as reader:
         for first in range(0, 16 * 300, 8):
@@ -134,7 +134,7 @@ def test_a_reader_that_comes_late_knows_what_it_missed(ring: SpanRing, path: str
         assert behind <= reader.missed <= behind + FEW // 8
 
 
-def test_what_is_about_to_be_overwritten_is_left_alone(ring: SpanRing, reader: SpanReader) -> None:
+def test_slots_about_to_be_overwritten_are_not_read(ring: SpanRing, reader: SpanReader) -> None:
     """A slot is not whole for ever: a writer that is just behind may have touched it while it was copied."""
     write(ring, FEW)
     assert reader.read(0)[0].number == FEW // 8
@@ -208,7 +208,7 @@ def test_a_slot_that_is_being_overwritten_is_not_read(ring: SpanRing, reader: Sp
 
 
 @pytest.mark.parametrize("holes", [1, 3, 20])
-def test_a_hole_is_waited_for_and_then_passed_over(ring: SpanRing, reader: SpanReader, holes: int) -> None:
+def test_a_hole_is_waited_for_and_then_skipped(ring: SpanRing, reader: SpanReader, holes: int) -> None:
     write(ring, 5)
     handed_out = [ring.next() for _ in range(holes)]
     write(ring, 5, 5 + holes)
@@ -233,7 +233,7 @@ def test_a_slot_that_is_written_late_is_seen(ring: SpanRing, reader: SpanReader)
 
 
 @pytest.mark.parametrize("at", [FEW - 1, FEW, FEW + 1])
-def test_a_hole_where_the_ring_begins_anew(ring: SpanRing, reader: SpanReader, at: int) -> None:
+def test_a_hole_where_the_ring_wraps_around(ring: SpanRing, reader: SpanReader, at: int) -> None:
     for first in (0, FEW // 2):
         write(ring, at // 2, first * (at // 2) * 2 // FEW)
         reader.read(0)
@@ -288,7 +288,7 @@ def test_a_request_for_a_pause_and_its_answer(ring: SpanRing, reader: SpanReader
     assert reader.pause_requests() == (4, 3)
 
 
-def test_what_each_thread_is_in(ring: SpanRing, reader: SpanReader) -> None:
+def test_the_current_phase_of_each_thread(ring: SpanRing, reader: SpanReader) -> None:
     assert reader.current_span() == (0, 0)
     ring.words[Word.SPAN_START + 5] = 99
     ring.kinds[5] = Kind.BACKWARD
@@ -574,7 +574,7 @@ def test_lines_that_are_cut_and_grow_again(reader: SpanReader, path: str, left: 
     assert heard(reader) == [{"line": number} for number in ((10, 11) if whole else (11,))]
 
 
-def test_no_lines_but_other_things(path: str, reader: SpanReader) -> None:
+def test_a_file_of_lines_that_is_not_a_regular_file(path: str, reader: SpanReader) -> None:
     for make in (os.mkdir, os.mkfifo):
         make(lines_path(path))
         assert heard(reader) == []

@@ -82,9 +82,7 @@ def test_only_the_user_can_read_what_is_made_in_a_temporary_directory(
 
 
 @pytest.mark.parametrize("trap", ["link", "file", "foreign"])
-def test_what_another_user_has_put_there_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trap: str
-) -> None:
+def test_a_directory_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trap: str) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "tmp").mkdir()
     (tmp_path / "theirs").mkdir(mode=0o755)

@@ -152,7 +152,7 @@ def test_the_oldest_sums_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wanted.samples == 60
 
 
-def test_what_is_asked_each_second_costs_little() -> None:
+def test_the_queries_of_each_second_are_cheap() -> None:
     """Samples of 64 ranks in five minutes, each of 200 collectives."""
     db = sqlite3.connect(":memory:", isolation_level=None)
     history = History(db, {"run": "a", "start_ns": 0}, 1 << 40)

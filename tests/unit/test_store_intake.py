@@ -153,7 +153,7 @@ def test_a_phase_that_only_one_of_the_calls_had(ring: Ring) -> None:
     assert [ring.last[f"{name}_ns"] for name in CALL_PHASES] == [1 * MS, None, 10 * MS, None]
 
 
-def test_calls_of_other_threads_are_not_told_apart(ring: Ring) -> None:
+def test_phases_of_calls_are_unknown_if_other_threads_call(ring: Ring) -> None:
     for _ in range(3):
         ring.call()
     ring.step()  # its forward took 20 ms, the calls 27 ms
@@ -313,7 +313,7 @@ def test_pauses_and_refused_ones(ring: Ring) -> None:
     assert [gap[-1] for gap in ring.batch.gaps] == [200 * MS]
 
 
-def test_a_wait_is_taken_out_of_its_gap_in_the_database(tmp_path: Path, ring: Ring) -> None:
+def test_a_wait_is_subtracted_from_its_gap_in_the_database(tmp_path: Path, ring: Ring) -> None:
     supervisor = Ring(-1, ring.accounts)
     supervisor.ids = 100
     ring.add(event("process", process=0, pid=77, t_s=1.0))
@@ -333,7 +333,7 @@ def test_a_wait_is_taken_out_of_its_gap_in_the_database(tmp_path: Path, ring: Ri
 # ---------------------------------------------------------------------------------------- another supervisor
 
 
-def test_another_supervisor_goes_on(tmp_path: Path) -> None:
+def test_a_successor_continues_the_tallies(tmp_path: Path) -> None:
     """Cut anywhere, between any two records, the steps, tallies, times and shapes are those of one supervisor."""
     whole = Ring()
     payloads = list(records(whole))

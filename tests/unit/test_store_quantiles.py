@@ -48,7 +48,7 @@ def sketch(values: list[int]) -> Counts:
     return counts
 
 
-def test_the_middle_of_a_bucket_is_close_to_each_of_its_values() -> None:
+def test_the_middle_of_a_bucket_is_close_to_all_its_values() -> None:
     chance = random.Random(1)
     edges = {edge + off for shift in range(63) for edge in (1 << shift,) for off in (-1, 0, 1)}
     before = -1
@@ -74,7 +74,7 @@ def test_quantiles_are_those_of_the_values(seed: int) -> None:
     assert median(counts) == pytest.approx(statistics.median(values), rel=ERROR)
 
 
-def test_of_no_values_there_are_none() -> None:
+def test_without_values_there_are_no_quantiles() -> None:
     assert median({}) is None
     assert quantiles({}, (0.5, 0.9)) == [None, None]
 

@@ -71,7 +71,7 @@ def test_any_time_is_covered_exactly_by_the_fewest_tallies(tmp_path: Path, seed:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_deleted_tally_is_asked_for(tmp_path: Path, seed: int) -> None:
+def test_deleted_tallies_are_not_queried(tmp_path: Path, seed: int) -> None:
     """Wider ones reach beyond the time asked for, as little as there is."""
     chance = random.Random(seed)
     newest = chance.choice((5000, 200_000))
@@ -218,7 +218,7 @@ def test_processes_that_begin_within_a_second_share_the_time_that_they_were_ther
     assert spent == {**dict.fromkeys(ACTIVITIES, 0), "training": end - begin, "missed": SECOND // 4}
 
 
-def test_what_the_database_adds_up_is_what_the_rows_add_up_to(tmp_path: Path) -> None:
+def test_sums_by_the_database_equal_sums_of_rows(tmp_path: Path) -> None:
     chance = random.Random(11)
     written(tmp_path, some_steps(chance, 900, 9000, (0, 1, 2)))
     with asked(tmp_path) as store:

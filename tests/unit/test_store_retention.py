@@ -95,7 +95,7 @@ def test_figures_of_the_whole_run_outlive_its_rows(tmp_path: Path, ranks: int, l
         assert after[name] == figure, name
 
 
-def test_each_width_can_be_deleted_without_changing_the_whole(tmp_path: Path) -> None:
+def test_tallies_of_each_width_can_be_deleted_without_changing_the_totals(tmp_path: Path) -> None:
     """All but the days, step by step."""
     write(tmp_path, batches(2, DAY + 4000, 120, 2), 1 << 40)
     before = figures(tmp_path)

@@ -28,7 +28,7 @@ def told(found: list[Joined]) -> dict[int, tuple[int, int, int | None]]:
     return {one.step.key.process: (one.exposed_ns, one.wait_ns, one.held_ns) for one in found}
 
 
-def test_the_least_tail_is_exposed_and_the_rest_is_wait() -> None:
+def test_the_shortest_tail_is_exposed_time_and_the_rest_is_wait() -> None:
     rounds = of_ranks(3)
     assert rounds.step(0, step(0, 1, 90)) == []
     assert rounds.step(2, step(2, 1, 30)) == []
@@ -56,7 +56,7 @@ def test_steps_with_other_passes_are_not_joined() -> None:
     assert rounds.step(1, step(1, 2, 10, passes=1)) == []
 
 
-def test_a_rank_that_nobody_sees_leaves_the_others_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_records_leaves_the_waits_of_the_others_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dpmon.store.rounds.MAX_WAITING", 100)
     rounds = of_ranks(3)
     for number in range(1, 1000):

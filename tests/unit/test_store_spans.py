@@ -332,7 +332,7 @@ def test_a_successor_goes_on_within_a_step(run: Run) -> None:
     assert run.rows("SELECT kind FROM events") == [("process",), ("warning",)]
 
 
-def test_a_process_that_says_that_it_ends_is_ended(run: Run) -> None:
+def test_a_process_that_reports_its_end_has_ended(run: Run) -> None:
     training = Training(run.ring())
     training.step()
     training.end()
@@ -359,7 +359,7 @@ def test_a_rank_that_died_is_ended_while_the_run_goes_on(run: Run, children: Chi
     assert run.rows("SELECT steps FROM rings WHERE process = 0") == [(1,)]
 
 
-def test_what_was_never_written_is_counted_once(run: Run) -> None:
+def test_spans_that_were_never_written_are_counted_once(run: Run) -> None:
     training = Training(run.ring())
     training.step()
     training.ring.next()
@@ -377,7 +377,7 @@ def test_what_was_never_written_is_counted_once(run: Run) -> None:
     assert run.rows("SELECT missed FROM rings") == [(1,)]
 
 
-def test_what_was_overwritten_is_counted(run: Run) -> None:
+def test_overwritten_spans_are_counted(run: Run) -> None:
     training = Training(run.ring(), slots=64)
     for _ in range(1000):
         training.step()
@@ -415,7 +415,7 @@ def test_a_ring_that_is_truncated_gives_what_was_read(run: Run, children: Childr
 
 
 @pytest.mark.parametrize("state_text", ["{", "[]", '{"mark": 7}', None])
-def test_a_damaged_state_costs_nothing_that_is_still_in_the_ring(run: Run, state_text: str | None) -> None:
+def test_a_damaged_state_loses_nothing_that_is_still_in_the_ring(run: Run, state_text: str | None) -> None:
     training = Training(run.ring())
     for _ in range(5):
         training.step()
@@ -432,7 +432,7 @@ def test_a_damaged_state_costs_nothing_that_is_still_in_the_ring(run: Run, state
     assert [call for (call,) in run.rows("SELECT call FROM calls ORDER BY id")] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_state_that_is_lost_costs_the_open_step_at_most(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_state_loses_at_most_the_open_step(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ring has long gone round: numbers go on, and no event comes twice."""
     training = Training(run.ring(), slots=256)
     training.warn()

@@ -63,7 +63,7 @@ def test_a_row_comes_back_as_it_was(seed: int) -> None:
     }
 
 
-def test_what_was_merged_does_not_change_with_the_whole() -> None:
+def test_merging_does_not_change_the_merged_tally() -> None:
     steps = some_steps(random.Random(1), 20, 10)
     part, names = of_steps(steps), SeriesNames()
     stored = Tally.of_row(part.row(names), names.by_number)
@@ -109,7 +109,7 @@ def test_sums_beyond_reason_are_cut() -> None:
     assert below.total == -largest
 
 
-def test_series_beyond_the_numbers_that_there_are_have_none() -> None:
+def test_series_beyond_the_largest_number_have_no_number() -> None:
     names = SeriesNames()
     numbers = [names.number(str(index)) for index in range(70_000)]
     assert numbers[:65_536] == list(range(65_536))

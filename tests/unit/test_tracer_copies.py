@@ -136,7 +136,7 @@ def test_what_stays_on_the_host_or_comes_from_a_gpu_does_not(setting: Setting) -
         (torch.zeros(2).expand(5, 2), 40),
     ],
 )
-def test_bytes_are_those_that_there_are(setting: Setting, tensor: torch.Tensor, size: int) -> None:
+def test_copied_bytes_are_those_of_the_tensors_data(setting: Setting, tensor: torch.Tensor, size: int) -> None:
     setting.to(tensor, "cuda:0")
     assert setting.over().quantity("copied_bytes") == size
 
@@ -147,7 +147,7 @@ def test_the_host_converts_before_it_copies(setting: Setting) -> None:
     assert setting.over().quantity("copied_bytes") == 20
 
 
-def test_what_is_traced_with_is_not_copied(setting: Setting) -> None:
+def test_fake_tensors_are_not_copied(setting: Setting) -> None:
     """A size that torch.compile has made a variable of stays one: else there is a compilation for each."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -178,7 +178,7 @@ def test_a_tracer_that_has_given_up_times_nothing(setting: Setting) -> None:
     assert (len(setting.seen), setting.device.recorded, len(setting.spans)) == (1, [], 1)
 
 
-def test_our_own_fault_stops_no_copy(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_dpmon_stops_no_copy(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> int:
         raise ZeroDivisionError
 
@@ -231,7 +231,7 @@ def test_a_copy_within_a_forward_has_its_place_there(setting: Setting) -> None:
     assert copy.offset_ns + copy.host_ns <= forward.offset_ns + forward.host_ns
 
 
-def test_a_copy_within_a_phase_is_taken_off_it(setting: Setting) -> None:
+def test_a_copy_inside_a_phase_is_subtracted_from_it(setting: Setting) -> None:
     with setting.call(0, ms=2.0):
         setting.to(torch.zeros(1), "cuda:0")
         setting.device.now += 4.0
@@ -289,7 +289,7 @@ def test_other_threads_and_times_without_devices_are_left_alone(setting: Setting
     assert setting.device.recorded == []
 
 
-def test_nobodys_subclass_or_mode_sees_that_somebody_looks(setting: Setting) -> None:
+def test_tensor_subclasses_and_modes_see_only_the_scripts_own_calls(setting: Setting) -> None:
     seen: list[str] = []
 
     class Watching(torch.Tensor):
@@ -312,7 +312,7 @@ def test_nobodys_subclass_or_mode_sees_that_somebody_looks(setting: Setting) -> 
 
 
 @pytest.mark.slow
-def test_the_methods_are_torchs_own_to_all_who_know_them() -> None:
+def test_the_patched_methods_are_recognised_as_torchs_own() -> None:
     """Lazy modules, subclasses, torch.overrides, pickle, torch.compile without a break, fx, vmap, tracebacks."""
     said = [
         subprocess.run([sys.executable, SCRIPT, how], capture_output=True, text=True, timeout=300, check=True).stdout

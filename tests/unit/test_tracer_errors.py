@@ -21,12 +21,12 @@ class AcceleratorError(RuntimeError):
     """As torch's."""
 
 
-def test_what_has_happened_comes_first() -> None:
+def test_an_error_is_quoted_by_its_first_line() -> None:
     error = AcceleratorError("CUDA error: invalid device ordinal\nGPU device may be out of range\nFor more, look there")
     assert in_a_line(error) == "AcceleratorError: CUDA error: invalid device ordinal"
 
 
-def test_a_replicas_error_is_told_as_it_was_raised() -> None:
+def test_an_error_of_a_replica_is_quoted_as_raised() -> None:
     raised = "ValueError: as it pleases\nand as it goes on"
     assert in_a_line(ValueError(RETOLD.format(kind="ValueError", raised=raised))) == "ValueError: as it pleases"
     raised = "torch.AcceleratorError: CUDA error: no room\nFor more, look there"
@@ -49,7 +49,7 @@ def test_a_replica_without_parameters_is_explained() -> None:
     )
 
 
-def test_every_place_that_may_fault_says_what_dpmon_was_doing() -> None:
+def test_every_guarded_place_names_what_dpmon_was_doing() -> None:
     """The warning about a fault names what dpmon was doing, not a place in its code."""
     places = {
         match

@@ -98,7 +98,7 @@ def test_the_last_lap_is_the_end() -> None:
     assert bench.times.waiting() == 0
 
 
-def test_the_pool_is_used_again_and_again() -> None:
+def test_events_of_the_pool_are_reused() -> None:
     bench = Bench()
     for _ in range(10_000):
         bench.phase(1.0)
@@ -129,7 +129,7 @@ def test_an_end_that_finds_no_event_gives_the_first_back() -> None:
     assert not bench.begin().settled
 
 
-def test_nothing_is_recorded_or_asked_while_a_graph_is_captured() -> None:
+def test_no_event_is_recorded_or_queried_during_graph_capture() -> None:
     bench = Bench()
     waiting = bench.phase(1.0)
     bench.device.graph = True
@@ -154,7 +154,7 @@ def test_nothing_is_recorded_or_asked_while_a_graph_is_captured() -> None:
     assert bench.times.untimed == 0
 
 
-def test_to_collect_costs_one_question_a_device_that_is_behind() -> None:
+def test_collecting_asks_a_slow_device_only_once() -> None:
     bench = Bench()
     for _ in range(100):
         bench.phase(1.0)
@@ -163,7 +163,7 @@ def test_to_collect_costs_one_question_a_device_that_is_behind() -> None:
     assert bench.device.asked == 1
 
 
-def test_what_was_abandoned_is_free_again() -> None:
+def test_events_of_an_abandoned_span_are_free_again() -> None:
     bench = Bench()
     for _ in range(1000):
         bench.times.abandon(bench.begin())
@@ -171,7 +171,7 @@ def test_what_was_abandoned_is_free_again() -> None:
 
 
 @pytest.mark.parametrize("where", ["record", "between_ms", "done", "capturing"])
-def test_after_some_faults_it_leaves_off(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_some_faults_timing_stops(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when a device is lost: every call to the driver raises."""
     bench = Bench()
     bench.device.reached = 1e9
@@ -240,7 +240,7 @@ class Graph:
         return how
 
 
-def test_captures_are_known_of_from_their_beginning_to_their_end() -> None:
+def test_a_capture_is_known_from_begin_to_end() -> None:
     class Kind(Graph):
         pass
 

@@ -74,7 +74,7 @@ def test_the_length_of_torchs_own_loaders(loader: DataLoader[Any]) -> None:
         (DataLoader(ROWS, batch_sampler=iter([[0, 1]])), "list_iterator"),  # type: ignore[arg-type]
     ],
 )
-def test_what_would_run_the_scripts_code_is_not_asked(loader: DataLoader[Any], name: str) -> None:
+def test_a_length_that_would_run_code_of_the_script_is_not_read(loader: DataLoader[Any], name: str) -> None:
     assert batches(loader) == f"the length of {name} is computed by the script's code, which dpmon does not run"
 
 

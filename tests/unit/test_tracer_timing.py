@@ -38,7 +38,7 @@ def test_every_phase_of_a_step_is_timed_from_the_first_call_on() -> None:
     assert process.faults == []
 
 
-def test_a_time_is_written_in_a_later_step_and_never_waited_for() -> None:
+def test_a_device_time_is_written_in_a_later_step_without_waiting() -> None:
     process = Process()
     process.step(0)
     process.step(0)
@@ -62,7 +62,7 @@ def test_the_times_of_one_device_keep_their_order() -> None:
     assert times(process) == sorted(set(times(process)))
 
 
-def test_what_runs_on_the_host_after_a_gpu_is_not_the_gpus() -> None:
+def test_host_work_after_gpu_work_has_no_device_time() -> None:
     """The calls of some steps are on a GPU, those that follow on none: the events between stop, too."""
     process = Process()
     for number in range(1, 7):
@@ -116,7 +116,7 @@ def test_a_call_that_raises_has_taken_its_time() -> None:
     assert (result.calls[1].failed, result.calls[1].replicas[0].device_ms) == (True, 2.0)
 
 
-def test_an_optimizer_that_raises_has_none() -> None:
+def test_an_optimizer_that_raises_has_no_device_time() -> None:
     process = Process()
     process.step(0)
     process.phase(Kind.FETCH, 0.5)
@@ -130,7 +130,7 @@ def test_an_optimizer_that_raises_has_none() -> None:
     assert process.timing.times.waiting() == 0
 
 
-def test_what_runs_inside_a_phase_is_taken_off_it() -> None:
+def test_nested_work_is_subtracted_from_a_phase() -> None:
     process = Process()
     process.step(0)
 
@@ -145,7 +145,7 @@ def test_what_runs_inside_a_phase_is_taken_off_it() -> None:
     assert process.said().steps[1].device_ms == WHOLE
 
 
-def test_a_part_is_timed_on_its_own_device_and_told_when_it_raised() -> None:
+def test_a_part_is_timed_on_its_own_device_and_marked_if_it_raised() -> None:
     process = Process()
     assert process.timing.replica_begins(("cpu", "cuda:1"), 0) is None
     assert process.timing.replica_begins(("cpu",), 1) is None
@@ -198,7 +198,7 @@ def test_a_span_that_was_not_written_is_not_waited_for() -> None:
     assert process.spans == []
 
 
-def test_after_64_steps_a_time_is_late() -> None:
+def test_a_device_time_that_is_missing_after_64_steps_is_late() -> None:
     process = Process()
     for _ in range(68):
         process.step(0)
@@ -213,7 +213,7 @@ def test_after_64_steps_a_time_is_late() -> None:
     assert steps[0].untimed == steps[1].untimed == UNTIMED[Untimed.LATE]
 
 
-def test_a_process_that_ends_says_what_it_waited_for() -> None:
+def test_device_times_pending_at_the_end_have_a_reason() -> None:
     process = Process()
     process.step(0)
     process.step(0)
@@ -233,7 +233,7 @@ def test_captures_have_a_reason() -> None:
     assert result.calls[1].absent["device_ms"] == UNTIMED[Untimed.CAPTURED]
 
 
-def test_a_device_that_is_lost_is_told_and_nothing_waits_for_it() -> None:
+def test_a_lost_device_is_reported_and_nothing_waits_for_it() -> None:
     process = Process()
     process.step(0)
     process.device.failure = RuntimeError("lost")
@@ -265,7 +265,7 @@ def timed_steps(process: Process, count: int) -> list[bool]:
     return found
 
 
-def test_one_step_in_each_block_is_timed_and_which_is_drawn() -> None:
+def test_one_random_step_in_each_block_is_timed() -> None:
     process = Process()
     process.step(0)
     assert timed_steps(process, 20) == [True] * 20

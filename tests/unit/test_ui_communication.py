@@ -222,7 +222,7 @@ def test_waits_in_the_forward_are_said() -> None:
     assert "SyncBatchNorm and broadcast_buffers make the ranks wait for each other in the forward, too" in text
 
 
-def test_the_communication_panel_tells_the_story() -> None:
+def test_the_communication_panel_shows_times_buckets_and_passes() -> None:
     scene = scene_of(4, slow=2, passes=((0, 1), (1, 0)), wrapper={"comm_hook": "bf16_compress_hook"})
     text = texts(panel_communication.communication(scene, 116, 30, LOOK))
     found = {line.split()[0]: line for line in text}
@@ -236,7 +236,7 @@ def test_the_communication_panel_tells_the_story() -> None:
     assert plain(corner).startswith("exposed 1.06 ms")
 
 
-def test_what_to_try_stands_below_and_has_room() -> None:
+def test_advice_is_below_and_has_room() -> None:
     scene = scene_of(8, slow=2, phase="data")
     for height in (5, 9, 11):
         text = texts(panel_communication.communication(scene, 56, height, LOOK))

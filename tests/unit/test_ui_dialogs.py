@@ -67,7 +67,9 @@ async def test_a_click_on_the_footer_presses_the_key_of_the_dialog(directory: Pa
 
 @pytest.mark.parametrize("opener", ["q", "x", "ctrl+c"])
 @pytest.mark.parametrize("unsupervised", [False, True])
-async def test_nothing_is_left_to_ask_once_the_run_is_over(directory: Path, opener: str, unsupervised: bool) -> None:
+async def test_dialogs_that_need_a_live_run_close_when_it_ends(
+    directory: Path, opener: str, unsupervised: bool
+) -> None:
     async with stage(directory) as on:
         await on.press(opener)
         assert isinstance(on.app.screen, Choice)

@@ -75,7 +75,7 @@ def drawn(feed: Feed, width: int, height: int) -> str:
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
-def test_no_silence_is_claimed_of_what_was_not_read_yet(tmp_path: Path, size: tuple[int, int]) -> None:
+def test_unread_records_do_not_count_as_silence(tmp_path: Path, size: tuple[int, int]) -> None:
     training = Training(start_ns=5 * SECOND)
     (tmp_path / "process-0.ring").touch()
     reader = FakeReader(tmp_path)
@@ -104,7 +104,7 @@ def test_the_title_is_the_name_that_the_user_gave(
     assert drawn(feed, *size).split()[0] == title
 
 
-def test_another_time_range_is_asked_for_at_once(tmp_path: Path) -> None:
+def test_a_new_time_range_is_read_immediately(tmp_path: Path) -> None:
     training = Training(step_ns=SECOND)
     reader = FakeReader(tmp_path)
     reader.new = decoded([*training.begin(), *training.run(100)])
@@ -130,7 +130,7 @@ def test_another_time_range_is_asked_for_at_once(tmp_path: Path) -> None:
     assert still.process.last_step.step < 110
 
 
-def test_nothing_recorded_is_caught_up_at_once(tmp_path: Path) -> None:
+def test_an_empty_record_is_caught_up_immediately(tmp_path: Path) -> None:
     reader = FakeReader(tmp_path)
     feed = feed_of(tmp_path, reader, lambda: 9 * SECOND)
     feed.start()

@@ -169,7 +169,7 @@ def picture(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", list(SITUATIONS))
-def test_a_situation_looks_as_it_did(name: str) -> None:
+def test_each_situation_matches_its_golden_picture(name: str) -> None:
     path = GOLDEN / (name.replace(" ", "-") + ".txt")
     found = picture(name)
     if os.environ.get("DPMON_GOLDEN") == "write":

@@ -126,7 +126,7 @@ MEANINGS = [
 
 
 @pytest.mark.parametrize(("typed", "means"), MEANINGS, ids=lambda value: repr(value)[:40] if value else "nothing")
-def test_what_bytes_mean(typed: bytes, means: list[str]) -> None:
+def test_keys_of_byte_sequences(typed: bytes, means: list[str]) -> None:
     assert Typist().type(typed).wait(SOON_S + CUT_S).names() == means
     slow = Typist()
     for byte in typed:
@@ -138,7 +138,7 @@ CUT = [b"\x1b]11;d", b"\x1bPd", b"\x1b_d", b"\x1b^d", b"\x1bXd", b"\x1b[1;", b"\
 
 
 @pytest.mark.parametrize("begun", CUT, ids=repr)
-def test_what_is_cut_short_is_dropped(begun: bytes) -> None:
+def test_an_incomplete_sequence_is_dropped(begun: bytes) -> None:
     assert Typist().type(begun).wait(CUT_S).type(b"q").wait(SOON_S).keys() == ["q"]
     assert Typist().type(begun).type(b"\x03").wait(SOON_S).keys()[-1:] == ["ctrl+c"] or begun.startswith(b"\x1b[M")
 

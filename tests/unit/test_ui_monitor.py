@@ -93,7 +93,7 @@ async def test_no_toggle_where_nothing_may_be_changed(tmp_path: Path) -> None:
         assert "d → single" not in on.text()
 
 
-async def test_what_the_ranks_do_not_allow_is_told(tmp_path: Path) -> None:
+async def test_a_toggle_that_ranks_do_not_allow_is_refused_with_a_reason(tmp_path: Path) -> None:
     async with stage(tmp_path) as on:
         await on.shows("● running")
         on.training.defined.clear()
@@ -114,7 +114,7 @@ async def test_what_the_ranks_do_not_allow_is_told(tmp_path: Path) -> None:
         assert "no pause" not in on.text()
 
 
-async def test_that_there_are_no_warnings_is_told(tmp_path: Path) -> None:
+async def test_the_warnings_key_says_that_there_are_none(tmp_path: Path) -> None:
     async with stage(tmp_path) as on:
         await on.shows("● running")
         assert "w warnings" not in on.text()

@@ -136,7 +136,7 @@ def test_panel_3_says_of_how_many_steps_the_devices_times_are(size: tuple[int, i
     assert "for 8 of the 64 steps (1 in 8)" in text_of(scene, *size)
 
 
-def test_why_a_phase_has_a_dash_is_what_the_record_says() -> None:
+def test_the_reason_for_a_dash_is_that_of_the_record() -> None:
     scene = scene_of(Training(), 40)
     process = scene.process
     assert process is not None
@@ -160,7 +160,7 @@ def test_why_a_phase_has_a_dash_is_what_the_record_says() -> None:
     assert "\x1b" not in text
 
 
-def test_what_the_last_step_lacks_is_said() -> None:
+def test_the_panel_says_which_parts_the_last_step_lacks() -> None:
     scene = scene_of(Training(), 40)
     step = focused(scene).last_step
     assert step is not None

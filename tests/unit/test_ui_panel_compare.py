@@ -22,7 +22,7 @@ def compare_text(scene: Scene, width: int, height: int) -> list[str]:
     return rows_text(panel_compare.compare(scene, width, height, panel_compare.figures(scene), LOOK))
 
 
-def test_both_modes_stand_side_by_side_with_what_dp_is_worth() -> None:
+def test_both_modes_are_side_by_side_with_the_speed_up() -> None:
     training = Training(devices=("cuda:0", "cuda:1"), virtual=False, step_ns=16_000_000)
     payloads = [*training.begin(), *training.run(400)]
     training.step_ns = 10_000_000
@@ -101,7 +101,7 @@ def test_virtual_replicas_are_no_measure_of_speed() -> None:
     assert "efficiency" not in text
 
 
-def test_why_a_mode_was_refused_stays_to_be_read() -> None:
+def test_the_reason_of_a_refusal_stays_on_the_panel() -> None:
     """As long as it is the last answer: the message in the status row goes after some seconds."""
     training = Training(mode="single", devices=("cpu:0",))
     reason = "BatchNorm over a chunk of one row " * 9
@@ -137,7 +137,7 @@ def test_a_refusal_names_its_root_where_there_are_several() -> None:
     assert "dp refused for Loss" in " ".join(compare_text(replace(scene, view=View(zoom="compare")), 60, 20))
 
 
-def test_refusals_by_roots_without_number_stay_bounded() -> None:
+def test_the_number_of_shown_refusals_is_bounded() -> None:
     refused = [
         Event("mode", {"process": 0, "mode": "single", "refused": "no", "root": f"Net{number}"})
         for number in range(500)

@@ -65,7 +65,7 @@ def test_the_gpus_of_the_run_come_first_and_others_are_dim() -> None:
     assert {style for text, style in rows[2] if "%" in text or "GiB" in text} == {"dim"}
 
 
-def test_what_holds_the_clocks_down_is_said_for_which_gpu() -> None:
+def test_a_throttle_reason_names_its_gpu() -> None:
     scene = gpu_scene(2, throttle=["power cap", "too\x1b hot"])
     rows = rows_text(panel_devices.devices(scene, 76, 9, LOOK))
     assert any(row.startswith("clocks held down power cap:  0  1; too") for row in rows)
@@ -77,7 +77,7 @@ def test_a_gpu_is_called_what_the_run_calls_it_where_that_differs() -> None:
     assert rows_text(panel_devices.devices(scene, 76, 9, LOOK))[0].startswith(" 0 cuda:3 ")
 
 
-def test_zoomed_a_gpu_tells_everything_and_every_dash_its_reason() -> None:
+def test_zoomed_a_gpu_shows_all_fields_and_a_reason_for_each_dash() -> None:
     scene = gpu_scene(2, throttle=["power cap"])
     text = "\n".join(rows_text(panel_devices.zoomed(scene, 116, 35, LOOK)))
     for said in ("SM      83 %", "tensor      41 %", "PCIe in", "NVLink in", "ECC corrected", "this run  66.0 GiB"):
@@ -99,7 +99,7 @@ def test_zoomed_a_gpu_tells_everything_and_every_dash_its_reason() -> None:
         ({"xid": "not supported"}, "–"),
     ],
 )
-def test_no_xid_is_none_and_an_unknown_one_a_dash(absent: dict[str, str], shown: str) -> None:
+def test_without_an_xid_the_panel_says_none_and_an_unknown_one_is_a_dash(absent: dict[str, str], shown: str) -> None:
     scene = gpu_scene(1, xid=None, absent=absent)
     text = "\n".join(rows_text(panel_devices.zoomed(scene, 116, 35, LOOK)))
     found = re.search(r"newest XID +(none|–)", text)

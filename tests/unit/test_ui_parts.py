@@ -66,7 +66,7 @@ def test_the_footer_leaves_out_what_matters_least_and_says_so(over: bool) -> Non
     assert set(wanted.split()) <= set(plain(footer(scene, 80, LOOK)[0]).split())
 
 
-def test_what_is_held_up_has_its_key_in_the_narrowest_footer() -> None:
+def test_the_narrowest_footer_keeps_the_keys_that_resume() -> None:
     scene = replace(a_scene(), pausing=Pausing(possible=True, wanted=True), view=View(frozen=True))
     assert "p resume" in plain(footer(scene, 40, LOOK)[0])
     assert "space go on" in plain(footer(replace(scene, pausing=Pausing()), 42, LOOK)[0])
@@ -181,7 +181,7 @@ def test_phases_stay_apart_on_a_terminal_of_sixteen_colours(theme: str) -> None:
 
 @pytest.mark.parametrize("term", ["xterm", "screen", "linux", "xterm-16color", "tmux-256color", "xterm-kitty", ""])
 @pytest.mark.parametrize("more", [{}, {"COLORTERM": "truecolor"}, {"COLORTERM": " 24bit"}, {"COLORTERM": "yes"}])
-def test_how_many_colours_there_are_is_known_as_rich_knows_it(term: str, more: dict[str, str]) -> None:
+def test_the_number_of_colours_is_the_one_that_rich_finds(term: str, more: dict[str, str]) -> None:
     environ = {"TERM": term, **more}
     rich = Console(force_terminal=True, _environ=environ).color_system
     assert choose(environ, "utf-8", "dark").few == (rich == "standard")
@@ -299,7 +299,7 @@ def test_a_bar_of_parts() -> None:
     assert width_of(parts_bar((0.0, 0.0), 5, UNICODE)) == 5
 
 
-def test_a_line_that_is_not_to_be_seen_is_typed_unseen() -> None:
+def test_a_hidden_line_is_typed_without_echo() -> None:
     line = LineDialog("Input", "", LOOK, hidden=True)
     line.typed = "hunter2"
     text = "".join(part for row in line.content(40, 5) for part, _ in row)

@@ -34,7 +34,7 @@ def said(app: Playback, text: str) -> bool:
     return any(text in row for row in app.text())
 
 
-async def test_keys_play_stop_step_and_set_the_clock(state: Path) -> None:
+async def test_keys_play_stop_step_and_seek(state: Path) -> None:
     clock = Clock()
     async with shown(a_run(), clock) as (app, pilot):
         assert said(app, "finished")
@@ -62,7 +62,7 @@ async def test_keys_play_stop_step_and_set_the_clock(state: Path) -> None:
         assert said(app, "finished")
 
 
-async def test_nothing_is_asked_of_what_has_been(state: Path) -> None:
+async def test_keys_of_a_live_run_do_nothing_in_a_playback(state: Path) -> None:
     async with shown(a_run(), Clock()) as (app, pilot):
         await pilot.press("g", "f", "d", "p", "x", "i")
         assert len(app.screen_stack) == 1
@@ -87,7 +87,7 @@ async def test_a_click_on_the_line(state: Path) -> None:
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
 @pytest.mark.parametrize("part", [0.0, 0.3, 1.0])
-def test_the_line_has_its_width_and_tells_where_it_is(width: int, part: float) -> None:
+def test_the_time_line_has_its_width_and_marks_the_position(width: int, part: float) -> None:
     length = 3600 * SECOND
     (row,) = timeline(Playing(int(length * part), length, True, 0.25), width, LOOK)
     assert width_of(row) == width

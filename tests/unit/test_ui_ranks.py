@@ -163,7 +163,7 @@ def test_the_status_says_ddp_and_adds_the_samples_of_all_ranks() -> None:
 
 
 @pytest.mark.parametrize("step_ns", [100_000_000, 8 * SECOND])
-def test_what_one_rank_evaluates_is_in_no_rate_of_training(step_ns: int) -> None:
+def test_an_evaluation_by_one_rank_is_in_no_training_rate(step_ns: int) -> None:
     """While rank 0 evaluates with larger batches, the others wait: that is time between their steps."""
     run = Recording()
     ranks = [
@@ -251,7 +251,7 @@ def test_no_time_of_a_rank_is_cut_at_120_columns() -> None:
     assert text[5].startswith("no DistributedDataParallel averages")
 
 
-def test_a_rank_that_came_late_or_takes_longer_is_seen_in_the_last_step() -> None:
+def test_the_last_step_shows_a_late_or_slow_rank() -> None:
     scene = scene_of(3)
     rows = [plain(row) for row in panel_batch.batch(scene, 116, 14, LOOK, panel_batch.figures(scene))]
     lines = [row for row in rows if row.startswith(("last step", "rank"))]

@@ -152,7 +152,7 @@ class Strikes:
         self.stopped = True
 
 
-async def test_the_same_words_again_stay_their_time_while_the_clock_stands_still(
+async def test_a_repeated_message_stays_its_full_time_in_a_stopped_playback(
     state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with shown(a_run(), Clock()) as (app, pilot):
@@ -173,7 +173,7 @@ async def test_the_same_words_again_stay_their_time_while_the_clock_stands_still
         assert not said(app, "z does nothing here")
 
 
-async def test_the_end_of_a_playback_is_one_picture(state: Path) -> None:
+async def test_at_the_end_of_a_playback_all_parts_show_the_same_time(state: Path) -> None:
     clock = Clock()
     async with shown(a_run(), clock) as (app, pilot):
         await pilot.press("g", "space")
@@ -200,7 +200,7 @@ def test_the_output_of_a_playback_is_not_called_following(tmp_path: Path) -> Non
 # ------------------------------------------------------------------------------------------------ dialogs
 
 
-async def test_beside_a_dialog_all_is_blank_and_a_long_list_says_what_is_below(tmp_path: Path) -> None:
+async def test_beside_a_dialog_the_screen_is_blank_and_a_long_list_says_that_more_follows(tmp_path: Path) -> None:
     async with stage(tmp_path, (80, 16)) as on:
         await on.shows("● running")
         await on.press("colon")
@@ -260,7 +260,7 @@ def test_what_is_left_out_of_a_comparison_is_said_by_kind() -> None:
 # ------------------------------------------------------------------------------------------------ the end
 
 
-def test_a_run_that_is_over_has_its_mean_speed_and_no_room_for_what_will_not_come() -> None:
+def test_a_run_that_is_over_shows_its_mean_speed_and_uses_the_full_width() -> None:
     scene, over = (trained(400, step_ns=1_000_000_000, over=over) for over in (False, True))
     process = focused(over)
     mean = speed(process, over.state, over.now_ns)
@@ -280,7 +280,7 @@ def test_a_run_that_is_over_has_its_mean_speed_and_no_room_for_what_will_not_com
     assert True in sizes
 
 
-def test_after_the_end_the_narrow_header_has_a_median_of_all_steps_or_none() -> None:
+def test_after_the_end_a_median_in_the_narrow_header_covers_all_steps() -> None:
     training = Training(devices=("cpu:0", "cpu:1"), step_ns=900_000_000)
     payloads = [*training.begin(), *training.run(200)]
     training.step_ns = 100_000_000
@@ -308,7 +308,7 @@ def test_a_stopped_run_says_its_status() -> None:
     assert "stopped by you, status 134" in screen(scene)[0]
 
 
-def test_the_first_line_is_all_that_a_run_of_yesterday_leaves(state: Path) -> None:
+def test_a_brief_summary_has_only_the_first_line(state: Path) -> None:
     directory = a_run()
     spoken: list[str] = []
     assert closing(directory, load_exit(directory), spoken.append, brief=True) == 0
@@ -333,7 +333,7 @@ def test_a_traceback_keeps_its_file_and_line(styled: bool) -> None:
 
 
 @pytest.mark.parametrize(("needle", "stays"), [("somebody", True), ("vision/train", True), ("loop.py", False)])
-def test_a_word_that_was_found_in_a_directory_stays_in_sight(tmp_path: Path, needle: str, stays: bool) -> None:
+def test_a_search_hit_in_a_directory_name_stays_visible(tmp_path: Path, needle: str, stays: bool) -> None:
     line = '  File "/home/somebody/projects/vision/train/loop.py", line 123, in step'
     (tmp_path / "log").write_text(line + "\n")
     output = Output([Tail(tmp_path / "log")])

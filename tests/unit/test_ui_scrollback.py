@@ -55,7 +55,7 @@ def numbered(first: int, end: int) -> bytes:
     return b"".join(b"line %d\n" % i for i in range(first, end))
 
 
-def test_bars_stay_what_they_are_for_hours(log: Log) -> None:
+def test_progress_bars_stay_correct_for_hours(log: Log) -> None:
     """An outer bar that is drawn seldom, an inner one that is drawn again and again, and what was printed before."""
     log.add(b"epoch 1 begins\n\router 0/2")
     for start in range(0, 20_000, 1000):
@@ -101,7 +101,7 @@ def test_a_place_stays_while_the_log_grows_even_in_a_flood(log: Log) -> None:
     assert log.shown()[-1] == "line 199999"
 
 
-def test_what_is_there_already_is_read_from_near_its_end(tmp_path: Path) -> None:
+def test_an_existing_log_is_read_from_near_its_end(tmp_path: Path) -> None:
     (tmp_path / "output.log").write_bytes(numbered(0, 500_000))
     log = Log(tmp_path)
     log.output.refresh()

@@ -85,7 +85,7 @@ def test_a_line_of_output_cannot_steer(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", STEERING)
-def test_what_is_around_stays(text: str) -> None:
+def test_text_around_a_removed_sequence_stays(text: str) -> None:
     cleaned = clean("before " + text + " after")
     assert cleaned.startswith("before ")
     assert cleaned.endswith(" after")
@@ -288,7 +288,7 @@ def test_private_sequences_and_those_with_more_in_them_change_nothing() -> None:
     assert row == [("plain text", "")]
 
 
-def test_what_goes_beyond_the_last_column_leaves_a_sign() -> None:
+def test_text_beyond_the_last_column_leaves_a_mark() -> None:
     for text in ("x" * (COLUMNS + 10), "é" * (COLUMNS + 10)):
         (row,) = interpret([text.encode()])
         assert plain(row).endswith("…")

@@ -184,7 +184,7 @@ def test_a_script_that_waits_all_day_does_not_fill_its_history(
     assert 50 <= len(ids) < 1500
 
 
-def test_of_very_many_waits_the_longest_are_known_and_there_were_at_least_so_many() -> None:
+def test_of_very_many_waits_only_the_longest_are_kept() -> None:
     events = [Event("process", {"process": 3, "pid": PID})]
     for number in range(2 * KEPT):
         events.append(Event("input", {"pid": PID, "t_s": 2.0 * number, "waited_s": 1.0 + number % 2 / 2}))
@@ -202,14 +202,14 @@ NAMES = ("pid", "t_s", "waited_s")
 @pytest.mark.parametrize(
     "values", [("x", 1, 1), (PID, "x", 1), (PID, 1, None), (PID, 1, -1), (PID, math.nan, 1), (PID, 1, math.inf), ()]
 )
-def test_what_makes_no_sense_is_no_wait(values: tuple[object, ...]) -> None:
+def test_an_implausible_wait_is_ignored(values: tuple[object, ...]) -> None:
     data = dict(zip(NAMES, values, strict=False))
     assert [who for who, _, _ in waits_in([Event("input", data)]) if who is not None] == []
     recording = Recording().add(with_waits()[1]).add([Event("input", data)], -1)
     assert Announced.read(StoreAt(recording.store())).waits_of(0) == ()
 
 
-def test_most_of_a_step_is_more_than_half_of_it() -> None:
+def test_a_step_is_a_wait_if_it_waits_for_more_than_half_of_it() -> None:
     assert is_wait([(10, 30), (40, 60)], 0, 79)
     assert not is_wait([(10, 30), (40, 60)], 0, 80)
     assert not is_wait([], 0, 80)

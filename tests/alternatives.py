@@ -16,9 +16,9 @@ T = TypeVar("T")
 
 
 def as_alone(found: T, alone: T, again: Callable[[], T], tries: int = TRIES) -> T:
-    """A result without dpmon to compare with `found`: `alone`, or one of up to `tries` runs of `again` that equals it.
+    """Return a result without dpmon to compare with `found`: `alone`, or one of up to `tries` runs of `again`.
 
-    If none equals `found`, this is `alone`, so that the test shows the difference.
+    Prefer one that equals `found`. If none does, return `alone`, so that the test shows the difference.
     """
     if found == alone:
         return alone

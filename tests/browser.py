@@ -1,4 +1,4 @@
-"""A real browser without a window, steered over its own pipe (Chrome's DevTools protocol), for tests of pages."""
+"""Controls a real browser without a window over a pipe (Chrome's DevTools protocol), for tests of pages."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable
 
 
 def find() -> str | None:
-    """The browser's program, None if there is none."""
+    """Return the path of a browser, or None."""
     return next((path for name in _NAMES if (path := shutil.which(name))), None)
 
 
 class Browser:
-    """One page of a browser; `events` is all that was heard of it."""
+    """One page of a browser; `events` are all events that it has sent."""
 
     def __init__(self, program: str, profile: Path) -> None:
         ours, theirs = os.pipe()
@@ -34,7 +34,7 @@ class Browser:
         self.events: list[dict[str, Any]] = []
 
         def descriptors() -> None:
-            # The browser reads from 3 and writes to 4; what is below may be in the way.
+            # The browser reads from 3 and writes to 4. Move our descriptors to higher numbers first.
             high = [os.dup(ours), os.dup(their_out)]
             while min(high) < 10:
                 high = [os.dup(fd) for fd in high]
@@ -61,37 +61,37 @@ class Browser:
     _session: str | None = None
 
     def ask(self, method: str, limit: float = 100.0, **parameters: Any) -> dict[str, Any]:
-        """The result of one command."""
+        """Send a command; return its result."""
         self._next += 1
         number = self._next
-        message: dict[str, Any] = {"id": number, "method": method, "params": parameters}
+        command: dict[str, Any] = {"id": number, "method": method, "params": parameters}
         if self._session is not None:
-            message["sessionId"] = self._session
-        data = json.dumps(message).encode() + b"\0"
+            command["sessionId"] = self._session
+        data = json.dumps(command).encode() + b"\0"
         while data:
             data = data[os.write(self._out, data) :]
         until = time.monotonic() + limit
         while True:
-            for heard in self._hear(until):
-                if heard.get("id") == number:
-                    assert "result" in heard, heard
-                    found: dict[str, Any] = heard["result"]
+            for message in self._receive(until):
+                if message.get("id") == number:
+                    assert "result" in message, message
+                    found: dict[str, Any] = message["result"]
                     return found
-                self.events.append(heard)
+                self.events.append(message)
 
-    def _hear(self, until: float) -> list[dict[str, Any]]:
+    def _receive(self, until: float) -> list[dict[str, Any]]:
         while b"\0" not in self._data:
             left = until - time.monotonic()
             assert left > 0, "the browser does not answer"
             if select.select([self._in], [], [], left)[0]:
                 new = os.read(self._in, 1 << 20)
-                assert new, "the browser has gone"
+                assert new, "the browser has ended"
                 self._data += new
         *whole, self._data = self._data.split(b"\0")
         return [json.loads(part) for part in whole]
 
     def value(self, script: str) -> Any:
-        """What a script evaluates to in the page; AssertionError if it raises."""
+        """Evaluate a script in the page; return its value. AssertionError if it raises."""
         found = self.ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
@@ -106,17 +106,17 @@ class Browser:
             time.sleep(0.05)
 
     def complaints(self) -> list[Any]:
-        """What the console, the log and uncaught errors say."""
+        """Return messages of the console and the log, and uncaught errors."""
         kinds = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")
         return [event["params"] for event in self.events if event.get("method") in kinds]
 
     def requests(self) -> list[str]:
-        """Addresses that were asked for."""
+        """Return the requested addresses."""
         sent = (event for event in self.events if event.get("method") == "Network.requestWillBeSent")
         return [event["params"]["request"]["url"] for event in sent]
 
     def picture(self) -> bytes:
-        """The whole page as PNG."""
+        """Return the full page as PNG."""
         found = self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         return base64.b64decode(found["data"])
 
@@ -125,7 +125,7 @@ class Browser:
         for fd in (self._out, self._in):
             os.close(fd)
         try:
-            self.process.wait(10)  # its pipe's end ends it
+            self.process.wait(10)  # it ends when its pipe is closed
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

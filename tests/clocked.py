@@ -1,4 +1,4 @@
-"""Drives the script that counts and times itself: process/scripts/clocked.py."""
+"""Controls process/scripts/clocked.py, a script that measures its own counts and times."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ __all__ = [
 
 SCRIPT = Path(__file__).resolve().parent / "process" / "scripts" / "clocked.py"
 CLOSE = 0.02
-"""How far a rate may lie from the script's own."""
+"""Largest relative difference between a rate and the script's own."""
 only_where_waits_show = pytest.mark.skipif(
     reads_input(os.getpid()) is None, reason="this kernel does not say in which system call a process is"
 )
 
 
 def pass_time(seconds: float) -> None:
-    """Wait for as long as this."""
+    """Wait for `seconds`."""
     until = time.monotonic() + seconds
     wait_for(lambda: time.monotonic() > until)
 
 
 def reader_of(dpmon: Dpmon) -> RunReader:
-    """What can ask the script's run, once the script trains."""
+    """Return a reader of the script's run, after waiting until the script trains."""
     wait_for((dpmon.cwd / "began").exists, what="the training")
     reader = RunReader(dpmon.last())
     reader.refresh()
@@ -55,7 +55,7 @@ def switch(reader: RunReader, *modes: str, seconds: float) -> None:
 
 
 def pause(reader: RunReader, seconds: float) -> None:
-    """Pause the script."""
+    """Pause the script for `seconds`."""
     reader.request_pause(True)
     wait_for(lambda: reader.paused().since_ns, what="the pause")
     pass_time(seconds)
@@ -64,7 +64,7 @@ def pause(reader: RunReader, seconds: float) -> None:
 
 
 def end(dpmon: Dpmon, reader: RunReader, process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
-    """Ask the script to end: what it and dpmon wrote."""
+    """Make the script end; return its output and that of dpmon."""
     (dpmon.cwd / "stop").touch()
     written = process.communicate(timeout=60)
     reader.close()
@@ -72,7 +72,7 @@ def end(dpmon: Dpmon, reader: RunReader, process: subprocess.Popen[bytes]) -> tu
 
 
 def answer_twice(dpmon: Dpmon, process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
-    """Answer the two questions of the script, two seconds after each: what it and dpmon wrote."""
+    """Answer the two questions of the script, each after two seconds; return its output and that of dpmon."""
     assert process.stdin is not None
     for _ in range(2):
         wait_for((dpmon.cwd / "asked").exists, what="the question")

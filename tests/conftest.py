@@ -1,4 +1,4 @@
-"""Fixtures for every test. Its place makes what lies beside it (synthetic, running) importable from all of them."""
+"""Fixtures for all tests. Because of its place, all tests can import the modules beside it (synthetic, running)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import dpmon as package
 
 FIRST = (
     *("test_wild_scripts", "test_tracer_containment", "test_tracer_compiled", "test_run_records", "test_examples"),
-    *("test_nvml_faults", "test_ranks", "test_ui_terminal", "test_run_past", "test_promise_kill", "test_run_takeover"),
+    *("test_nvml_faults", "test_ranks", "test_ui_terminal", "test_promise_kill", "test_run_takeover"),
     *("test_run_headless", "test_cli_commands", "test_tracer_endings", "test_promise_end", "test_tracer_interrupts"),
     *("test_nvml_which", "test_run_faults", "test_cli_report", "test_promise_scale", "test_promise_shapes"),
     *("test_run_hostile", "test_tracer_injection", "test_tracer_long", "test_tracer_practice", "test_memory"),
 )
-"""Files that take ten seconds or more, as measured: at the end of a run nobody should wait for a worker's last file."""
+"""Files that took ten seconds or more; they run first, so that no worker starts a long file at the end."""
 
 
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A state directory of the test's own, for this process and those it starts."""
+    """A state directory for this test, used by this process and those that it starts."""
     directory = tmp_path / "state"
     monkeypatch.setenv("XDG_STATE_HOME", str(directory))
     return directory
@@ -33,7 +33,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def dpmon(state: Path, tmp_path: Path) -> Iterator[Dpmon]:
-    """The real command line, in a working directory of its own."""
+    """The real command line, in its own working directory."""
     cwd = tmp_path / "work"
     cwd.mkdir()
     runner = Dpmon(state, cwd)
@@ -45,34 +45,33 @@ OF_PLUGINS = {
     "pytest_asyncio": ("asyncio_mode", "asyncio_default_fixture_loop_scope"),
     "pytest_timeout": ("timeout",),
 }
-"""What pyproject.toml sets for them."""
+"""Settings of each plugin in pyproject.toml."""
 MISSING = [name for name in ("textual", "pyte", *OF_PLUGINS) if importlib.util.find_spec(name) is None]
-"""On a GPU box, where nothing was installed for the tests, what trains on a GPU can be tested all the same."""
+"""Without these packages, tests that train on a GPU can still run."""
 collect_ignore_glob = ["unit/*", "process/*"] if MISSING else []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let a pytest without the plugin pass over what pyproject.toml sets for it."""
+    """Make pytest accept the settings of plugins that are missing."""
     for plugin, names in OF_PLUGINS.items():
         for name in names if plugin in MISSING else ():
             parser.addini(name, f"of {plugin}, which is not installed")
 
 
 def pytest_report_header() -> list[str]:
-    """What is not tested, and why."""
+    """Say what is not tested, and why."""
     return [f"only tests/gpu: {', '.join(MISSING)} not installed"] if MISSING else []
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What holds for this process and those it starts.
+    """Compile dpmon, and restore the handling of signals, for this process and those that it starts.
 
-    They start many a Python with dpmon in it, and need not each compile it where PYTHONDONTWRITEBYTECODE is set. A
-    shell that runs the tests in the background has them, and all that they start, ignore interrupts and quits; nohup
-    has them ignore hang-ups.
+    Tests start many Pythons with PYTHONDONTWRITEBYTECODE set, and each would compile dpmon again. Processes ignore
+    interrupts and quits if a shell started the tests in the background, and hang-ups under nohup.
     """
     if hasattr(config.option, "loadscopereorder"):
-        config.option.loadscopereorder = False  # pytest-xdist would begin with the files that have the most tests
-    if not hasattr(config, "workerinput"):  # once, before there are workers of pytest-xdist
+        config.option.loadscopereorder = False  # else pytest-xdist begins with the files with the most tests
+    if not hasattr(config, "workerinput"):  # once, before pytest-xdist starts its workers
         compileall.compile_dir(Path(package.__file__).parent, quiet=2)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -83,6 +82,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files that take long come first, the others as they are found."""
+    """Put the files in FIRST before the others."""
     places = {name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(FIRST)))

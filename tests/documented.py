@@ -1,4 +1,4 @@
-"""Reads the documentation: README.md and the pages of docs/, as far as tests compare them with the code."""
+"""Reads README.md and the pages of docs/, for tests that compare them with the code."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _REFERENCE = re.compile(r"^ {0,3}\[[^\]]+\]:\s+<?(\S+?)>?\s*$", re.M)
 
 
 def pages() -> list[Path]:
-    """README.md and every page of docs/."""
+    """Return README.md and every page of docs/."""
     return [README, *sorted(DOCS.rglob("*.md"))]
 
 
 @lru_cache(maxsize=64)
 def _parts(page: Path) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """The prose of a page, and its blocks of code with their languages ("" for indented ones)."""
+    """Return the prose of a page, and its blocks of code with their languages ("" for indented blocks)."""
     prose: list[str] = []
     blocks: list[tuple[str, str]] = []
     fence, language, held = "", "", [""]
@@ -48,30 +48,30 @@ def _parts(page: Path) -> tuple[str, tuple[tuple[str, str], ...]]:
 
 
 def _opens(prose: list[str]) -> bool:
-    """Whether an indented line is code here: after an empty line, or after other code."""
+    """Return whether an indented line is code: it is, after an empty line or other code."""
     return not prose or not prose[-1].strip()
 
 
 def prose(page: Path) -> str:
-    """A page without its blocks of code."""
+    """Return a page without its blocks of code."""
     return _parts(page)[0]
 
 
 def code(page: Path) -> list[str]:
-    """Everything in a page that is written as code: spans within lines, and lines of blocks."""
+    """Return all code in a page: spans in lines, and lines of blocks."""
     text, blocks = _parts(page)
     spans = [" ".join(found[2].split()) for found in _INLINE.finditer(text)]
     return [*spans, *(line for _, block in blocks for line in block.split("\n"))]
 
 
 def links(page: Path) -> list[str]:
-    """The targets of all links and images of a page."""
+    """Return the targets of all links and images of a page."""
     text = _INLINE.sub("", prose(page))
     return [*_LINK.findall(text), *_REFERENCE.findall(text)]
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     found: set[str] = set()
     for line in prose(page).split("\n"):
         heading = _HEADING.match(line)
@@ -84,7 +84,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def tables(page: Path) -> Iterator[tuple[list[str], list[list[str]]]]:
-    """The tables of a page: the cells of the head, and of each row."""
+    """Return the tables of a page: the cells of the head, and of each row."""
     lines = prose(page).split("\n")
     at = 0
     while at < len(lines):
@@ -105,7 +105,7 @@ def _cells(line: str) -> list[str]:
 
 
 def patches(page: Path) -> list[tuple[str, str]]:
-    """The patches of a page: path of the file, and the hunks."""
+    """Return the patches of a page: path of the file, and hunks."""
     found = []
     for language, block in _parts(page)[1]:
         if language == "diff":
@@ -117,7 +117,7 @@ def patches(page: Path) -> list[tuple[str, str]]:
 
 
 def patched(text: str, hunks: str) -> str:
-    """A text with all hunks of a patch. AssertionError if the old lines of a hunk are not there exactly once."""
+    """Apply all hunks of a patch. AssertionError if the old lines of a hunk do not occur exactly once."""
     for hunk in re.split(r"(?m)^@@ .*\n", hunks)[1:]:
         lines = hunk.removesuffix("\n").split("\n")
         assert {line[:1] for line in lines} <= {" ", "+", "-", ""}, hunk

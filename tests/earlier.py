@@ -1,4 +1,4 @@
-"""Makes the history of a run into one that an earlier version of dpmon would have written."""
+"""Converts the history of a run to the schema of an earlier version of dpmon."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ LATER = {
     3: {"steps": ("copy_ns", "copied_bytes")},
     2: {"steps": ("device",), "rings": ("first_id", "last_id")},
 }
-"""Columns that came with a version."""
+"""Columns added in each version."""
 
 
 def as_earlier(path: Path, version: int = 6, *, rows_from: int = 0) -> None:
-    """Make the history at `path` into one of `version`, without the rows below an id."""
+    """Convert the history at `path` to `version`, without the rows below an id."""
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute("BEGIN")
         for table in ("tallies", "times", "gaps", "shapes", "series", "keys", "collectives", "collective_sums"):
@@ -53,4 +53,4 @@ def as_earlier(path: Path, version: int = 6, *, rows_from: int = 0) -> None:
         db.executemany("INSERT INTO meta VALUES (?, ?)", [("pruned", gone)])
         db.execute("UPDATE meta SET value = ? WHERE key = 'schema'", (version,))
         db.execute("COMMIT")
-        db.execute("VACUUM")  # no free pages of what was dropped
+        db.execute("VACUUM")  # leave no free pages

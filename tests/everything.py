@@ -1,4 +1,4 @@
-"""All that a store says, in a form that can be compared."""
+"""Reads everything from a store, in a form that can be compared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ALL = 1 << 40
 
 
 def everything(store: Store) -> dict[str, Any]:
-    """By what was asked. Rows are in the order of each process: how rings lie to each other is chance."""
+    """Return the rows of each query. Rows of different processes may interleave in any order, so they are sorted."""
     kinds = ("process", "mode", "pause", "input", "host", "device", "warning", "exit")
     everybody = sorted({ring.process for ring in store.rings.values()})
     return {
@@ -39,6 +39,6 @@ def _sorted(rows: Any) -> list[str]:
 
 
 def alike(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Assert that both are the same, part by part."""
+    """Assert that the answers of all queries are equal."""
     for name in wanted:
         assert found[name] == wanted[name], name

@@ -1,4 +1,4 @@
-"""Compiles the stand-in for libnvidia-ml.so.1 (nvml/fake_nvml.c), tells it what to do, reads what it was asked."""
+"""Compiles a fake libnvidia-ml.so.1 (nvml/fake_nvml.c), controls it, and reads its log of calls."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ FOREVER = -1.0
 
 @cache
 def compiler() -> str | None:
-    """A C compiler, or None."""
+    """Return a C compiler, or None."""
     return next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
 
 
 def library(directory: Path, without: Sequence[str] = (), source: Path = NVML) -> Path:
-    """The directory of a compiled stand-in that lacks the symbols in `without`; skips the test without a compiler."""
+    """Compile a fake library that lacks the symbols in `without`; return its directory. Skip the test if impossible."""
     found = compiler()
     if found is None:
-        pytest.skip("there is no C compiler to make the stand-in with")
+        pytest.skip("there is no C compiler for the fake library")
     into, soname = directory / "libraries", SONAMES[source]
     into.mkdir(exist_ok=True)
     words = [found, "-std=gnu11", "-O1", "-fPIC", "-shared", f"-Wl,-soname,{soname}", str(source)]
@@ -50,7 +50,7 @@ def library(directory: Path, without: Sequence[str] = (), source: Path = NVML) -
 
 @dataclass(frozen=True)
 class Asked:
-    """One call: seconds (monotonic), thread, function, device (-1: none), the code it was answered with."""
+    """One call: seconds (monotonic), thread, function, device (-1: none), returned code."""
 
     began_s: float
     thread: int
@@ -62,13 +62,13 @@ class Asked:
 
 @dataclass
 class FakeNvml:
-    """One stand-in in use: its control file and its log."""
+    """A fake library in use: its control file and its log."""
 
     directory: Path
     libraries: Path
 
     def environment(self) -> dict[str, str]:
-        """What a process needs to load it in the place of a real one."""
+        """Return variables with which a process loads the fake library."""
         return {
             "LD_LIBRARY_PATH": str(self.libraries),
             "FAKE_NVML_CONTROL": str(self.directory / "control"),
@@ -76,24 +76,24 @@ class FakeNvml:
         }
 
     def tell(self, *lines: str) -> None:
-        """What it is to do from now on, in place of all that it was told before."""
+        """Replace all instructions to the library by `lines`."""
         made = self.directory / "control.new"
         made.write_text("".join(f"{line}\n" for line in lines))
         os.replace(made, self.directory / "control")
 
     def log(self) -> list[str]:
-        """The lines of its log."""
+        """Return the lines of its log."""
         try:
             return (self.directory / "log").read_text().splitlines()
         except FileNotFoundError:
             return []
 
     def fatal(self) -> list[str]:
-        """What would have crashed a real driver."""
+        """Return calls that would have crashed a real driver."""
         return [line for line in self.log() if line.startswith("FATAL")]
 
     def asked(self, function: str = "", device: int | None = None) -> list[Asked]:
-        """The calls so far, in the order of their starts."""
+        """Return the calls so far, in the order of their starts."""
         found: list[list[object]] = []
         waiting: dict[tuple[str, str, str], int] = {}
         for line in self.log():
@@ -115,7 +115,7 @@ class FakeNvml:
 
 
 class GpuRing:
-    """Reads what a supervisor says in its gpu.ring, as it comes."""
+    """Reads the gpu.ring of a supervisor while it is written."""
 
     def __init__(self, path: Path) -> None:
         self._reader = RingReader(str(path))
@@ -124,18 +124,18 @@ class GpuRing:
 
     @classmethod
     def of(cls, run: Callable[[], Path], limit: float = 60.0) -> GpuRing:
-        """The ring of the run whose directory `run` gives, once it has been made."""
+        """Open the ring of the run in the directory `run()`, after waiting for it."""
         deadline = time.monotonic() + limit
         while True:
             try:
                 return cls(run() / "gpu.ring")
-            except (RingError, OSError, AssertionError):  # it is being made
+            except (RingError, OSError, AssertionError):  # not there yet, or being created
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.02)
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
-        """The events of one kind so far."""
+        """Return the events of one kind so far."""
         for payload in self._reader.read():
             event = self._decoder.decode(payload)
             assert isinstance(event, Event)
@@ -143,15 +143,15 @@ class GpuRing:
         return [dict(event.data) for event in self.events if event.kind == kind]
 
     def device(self, index: int) -> dict[str, Any]:
-        """The newest sample of one GPU; empty if there is none."""
+        """Return the newest sample of one GPU, or an empty dict."""
         return next((one for one in reversed(self.of_kind("device")) if one["index"] == index), {})
 
     def warnings(self) -> list[str]:
-        """The texts of all warnings."""
+        """Return the texts of all warnings."""
         return [str(one["text"]) for one in self.of_kind("warning")]
 
     def until(self, holds: Callable[[], Any], what: str, limit: float = 90.0) -> Any:
-        """The first true value of `holds`; fails after `limit` seconds."""
+        """Return the first true value of `holds()`; fail after `limit` seconds."""
         deadline = time.monotonic() + limit
         while True:
             found = holds()

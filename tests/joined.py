@@ -1,4 +1,4 @@
-"""Ranks of DistributedDataParallel that never were: each waits for the slowest at the end of its backward pass."""
+"""Makes records of simulated DistributedDataParallel ranks, which wait for the slowest in each backward pass."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["MS", "USUAL", "ddp_event", "joined_payloads", "joined_ranks"]
 
 MS = 1_000_000
 USUAL: Mapping[str, float] = {"data": 0.4, "forward": 3.1, "backward": 5.0, "optimizer": 1.0}
-"""Phases of a step in ms, without what follows the last gradient."""
+"""Phases of a step in ms, up to the last gradient of the backward pass."""
 EXPOSED_MS = 2.1
 
 
 class _Rank(Training):
-    """One rank; `times` are what its next step takes, in ns by phase."""
+    """One rank; `times`: duration of each phase of its next step, ns."""
 
     times: Mapping[str, int] = {}
 
@@ -32,7 +32,7 @@ class _Rank(Training):
         return int(ns)
 
     def joined(self, number: int, sync_ns: int, passes: tuple[int, int]) -> list[bytes]:
-        """A step whose backward pass ends `sync_ns` after its last gradient; no sync without synchronised passes."""
+        """Return a step whose backward pass ends `sync_ns` after its last gradient, if it has synchronised passes."""
         start, took, (synced, unsynced) = self.now, dict(self.times), passes
         self.shares = {"single": {"rest" if name == "forward" else name: ns for name, ns in took.items()}}
         sync_ns = sync_ns if synced else 0
@@ -59,7 +59,7 @@ class _Rank(Training):
 
 
 def joined_ranks(count: int, **how: Any) -> tuple[Recording, int]:
-    """A run of ranks and its end; `how`: as in `joined_payloads`."""
+    """Return a run of ranks and its end (ns); `how`: arguments of `joined_payloads`."""
     run = Recording()
     payloads, end = joined_payloads(count, **how)
     for rank, own in payloads.items():
@@ -81,10 +81,10 @@ def joined_payloads(
     exposed_ms: float = EXPOSED_MS,
     noise: float = 0.02,
 ) -> tuple[dict[int, list[bytes]], int]:
-    """What each rank records, and when they end; `slow`, a rank or several, needs `extra_ms` more for a phase
-    of each step.
+    """Return the payloads of each rank, and the end (ns).
 
-    `passes`: synchronised and other backward passes of each step, in turn. `wrapper`: more of the `ddp` record.
+    `slow`: the rank or ranks that need `extra_ms` more for `phase` in each step. `passes`: numbers of synchronised and
+    other backward passes of a step, repeated over the steps. `wrapper`: fields of the `ddp` record.
     """
     chance = random.Random(count)
     slow_ones = (slow,) if isinstance(slow, int) else slow or ()
@@ -108,7 +108,7 @@ def joined_payloads(
 
 
 def ddp_event(rank: int, size: int, **more: Any) -> bytes:
-    """What a DistributedDataParallel says of itself."""
+    """Return a `ddp` record."""
     usual = {
         "process": rank,
         "rank": rank,
@@ -138,7 +138,7 @@ def ddp_event(rank: int, size: int, **more: Any) -> bytes:
 
 
 def _in_world(payload: bytes, world: int) -> bytes:
-    """The same record, of a process that is one of `world` ranks."""
+    """Return a payload; in the record of the process, set the number of ranks."""
     if kind_of(payload) != "event":
         return payload
     kind, data = load_event(payload[1:].decode())

@@ -1,4 +1,4 @@
-"""Makes the directory of a run that never was: payloads in rings, a history of them, an end."""
+"""Makes the directory of a run without running anything: rings with payloads, their history, the exit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["fill", "keep"]
 
 
 def fill(path: Path, process: int, payloads: Iterable[bytes]) -> None:
-    """Make a ring with these payloads."""
+    """Make a ring that holds `payloads`."""
     ring = Ring(str(path), process=process, start_ns=0, capacity=1 << 22)
     for payload in payloads:
         ring.write(payload)
@@ -30,11 +30,10 @@ def keep(
     limit_bytes: int = LIMIT_BYTES,
     **about: Any,
 ) -> Path:
-    """A run with the payloads of each process in its ring (-1: the supervisor's), whose clock began at 0.
+    """Make a run that started at clock 0, with the payloads of each process (-1: the supervisor); return its directory.
 
-    `status` None: it has not ended; `drained` False: there is no history, all is in the rings; `limit_bytes`: of the
-    history, which is written in sixty-four parts then; `about`: of RunInfo.
-    The state directory must have been set (the fixture `state`).
+    `status` None: the run has not ended. `drained` False: without a history, only rings. `limit_bytes`: limit of the
+    history, which is then written in 64 parts. `about`: fields of RunInfo. The test must use the fixture `state`.
     """
     facts = {
         "id": "", "name": "linear", "command": ("python", "linear.py"), "script": "linear.py", "cwd": "/home/me",

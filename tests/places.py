@@ -14,7 +14,7 @@ __all__ = ["PLACES", "identity", "put"]
 
 
 def _device(path: Path) -> None:
-    # A device node of our own, so that a broken check does not replace the machine's null device.
+    # A new device node, so that a faulty check does not replace the machine's null device.
     try:
         os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 3))
         os.close(os.open(path, os.O_WRONLY))
@@ -57,12 +57,12 @@ PLACES: dict[str, Callable[[Path], None]] = {
 
 
 def put(kind: str, path: Path) -> None:
-    """Put one of PLACES at `path`, in place of what is there."""
+    """Replace `path` by one of PLACES."""
     path.unlink(missing_ok=True)
     PLACES[kind](path)
 
 
 def identity(path: Path) -> tuple[int, ...]:
-    """Values that differ between a file and any other file in its place."""
+    """Return values that change if another file replaces the file."""
     info = os.lstat(path)
     return info.st_dev, info.st_ino, info.st_mode, info.st_rdev

@@ -6,7 +6,7 @@ __all__ = ["plain_training"]
 
 
 def plain_training(steps: int) -> str:
-    """The text of a script that trains for this number of steps."""
+    """Return the text of a script that trains for `steps` steps."""
     return f"""
 import torch
 model = torch.nn.Linear(4, 2)

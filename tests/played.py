@@ -1,4 +1,4 @@
-"""Plays devices for unit tests: events that get the time of a pretended device, and a process that is timed by them."""
+"""Simulates devices for unit tests: a clock for events, and a process whose device times come from them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CALL = Kind.CALL | LAYOUT << SITE_AT | (Flag.TRAINING | Flag.GRAD | Flag.SINGLE
 
 
 class Device:
-    """Events get the time at which they were queued; the device has come as far as `reached`."""
+    """A device whose events get the time `now`; those up to `reached` have occurred."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -47,7 +47,7 @@ class Device:
     def record(self, event: dict[str, Any], device: int) -> None:
         if self.failure is not None:
             raise self.failure
-        assert not self.graph, "it would become a part of the graph"
+        assert not self.graph, "it would become part of the graph"
         assert event.setdefault("device", device) == device, "an event belongs to one device"
         event["at"] = self.now
         self.recorded.append((device, self.now))
@@ -63,7 +63,7 @@ class Device:
 
 
 class _Optimizer(torch.optim.Optimizer):
-    """One that does what it is given."""
+    """An optimizer with a step that calls the closure."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__([torch.zeros(1)], {})
@@ -76,7 +76,7 @@ class _Optimizer(torch.optim.Optimizer):
 
 
 class Process:
-    """A process whose training is played, phase by phase, on this thread; its spans go to an assembler."""
+    """A process whose training the test performs phase by phase, on this thread; an assembler reads its spans."""
 
     def __init__(self) -> None:
         self.device = Device()
@@ -99,16 +99,16 @@ class Process:
         self._fed = 0
 
     def put(self, head: int, start: int, took: int, sizes: int) -> int:
-        """As SpanRing.put."""
+        """Take the place of SpanRing.put."""
         self.spans.append((head, start, took, sizes))
         return len(self.spans) - 1
 
     def one_in(self, count: int) -> None:
-        """Ask for device times of one step in `count`."""
+        """Request device times for one step in `count`."""
         self.recorder.words[Word.ONE_IN] = count
 
     def phase(self, kind: int, ms: float = 1.0, work: Any = None) -> None:
-        """A fetch, a backward pass, or a step of the one optimizer: `ms` on the device, then `work`."""
+        """Run a fetch, a backward pass, or a step of the optimizer: `ms` on the device, then `work`."""
 
         def original(*_: Any) -> None:
             self.device.now += ms
@@ -122,7 +122,7 @@ class Process:
 
     @contextmanager
     def call(self, *gpus: int, ms: float = 1.0) -> Iterator[None]:
-        """A call of the one model; what runs in the block lies within it, and what it raises goes no further."""
+        """Call the model; phases in the block are nested in the call, and exceptions end there."""
         me, recorder = self.me, self.recorder
         mark = self.timing.call_begins(me, gpus)
         head = _CALL | me.head | me.inside << INSIDE_AT
@@ -143,7 +143,7 @@ class Process:
             mark.written(number)
 
     def step(self, *gpus: int) -> None:
-        """What most loops do with a batch."""
+        """Run fetch, call, backward pass and optimizer."""
         self.phase(Kind.FETCH, 0.5)
         with self.call(*gpus, ms=2.0):
             pass
@@ -151,7 +151,7 @@ class Process:
         self.phase(Kind.OPTIMIZER, 1.0)
 
     def said(self, *, devices: tuple[str, ...] = ("cuda:0",), end: bool = True) -> Result:
-        """The records of the new spans. With `end`, the devices have finished and the process is over."""
+        """Return the records of the new spans. With `end`, the devices have finished and the process has ended."""
         if end:
             self.device.reached = self.device.now
             self.timing.read(Untimed.ENDED)

@@ -1,4 +1,4 @@
-"""A pretend script: writes what a training does as spans and lines, as the tracer would, and what became of them."""
+"""Simulates a training script: writes its spans and lines as the tracer would, and decodes the resulting records."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ KINDS = {
 
 
 class Script:
-    """Runs in pretended time: each phase takes 1 ms unless it is told otherwise, and 0.1 ms of its own code follow."""
+    """A simulated script: each phase takes 1 ms by default, followed by 0.1 ms of other code."""
 
     def __init__(self) -> None:
         self.now = START
         self.spans: list[Span] = []
         self.lines: list[tuple[int, dict[str, Any]]] = []
-        """With the number of spans that were written before."""
+        """Each with the number of spans written before it."""
         self._thread = 0
         self._around: dict[int, list[int]] = {}
         self._defined: dict[Any, int] = {}
@@ -69,7 +69,7 @@ class Script:
         return self.define(parts)
 
     def model(self, root: str = "Net", via: str | None = None, devices: Sequence[str] = ("cpu",), **more: Any) -> int:
-        """The layout of a new module; `module=` for another layout of the same one."""
+        """Define the layout of a new module; with `module=`, another layout of that module."""
         self._modules += 1
         more.setdefault("module", self._modules)
         more.setdefault("absent", {})
@@ -96,7 +96,7 @@ class Script:
 
     @contextmanager
     def phase(self, name: str, ms: float = 1.0, flags: int = 0, site: int = 0, **more: int) -> Iterator[None]:
-        """A phase that takes `ms` of its own; what runs in the block lies within it."""
+        """Write a phase that takes `ms` itself; phases written in the block are nested in it."""
         kind = KINDS[name]
         around = self._around.setdefault(self._thread, [])
         start = self.now
@@ -134,13 +134,13 @@ class Script:
     def called(
         self, model: int, train: bool, rows: int, grad: bool | None = None, failed: bool = False, timed: bool = False
     ) -> tuple[int, int]:
-        """Flags and site of a call."""
+        """Return flags and site of a call."""
         self.sizes(rows), self.sizes(rows, path="")
         learns = Flag.TRAINING * train | Flag.GRAD * (train if grad is None else grad)
         return learns | Flag.SINGLE | Flag.FAILED * failed | Flag.TIMED * timed, model
 
     def parallel(self, model: int, rows: int = 8, train: bool = True, replicas: int = 2, kind: str = "wrapped") -> None:
-        """A call that is data parallel."""
+        """Write a data-parallel call."""
         learns = (Flag.TRAINING | Flag.GRAD) * train
         share, back = self.sizes(rows // replicas), self.sizes(rows // replicas, path="")
         whole, out = self.sizes(rows), self.sizes(rows, path="")
@@ -172,34 +172,34 @@ class Script:
         self.write(Kind.OPTIMIZER_FREED, self.now, 0, 0, number)
 
     def times(self, span: Span, device: int, ms: float, of: int = 1, why: int = 0) -> None:
-        """A device tells what a span took on it."""
+        """Write the device time of a span."""
         site = device | of << 8 | why << 16
         low, high = span.number & 0xFFFFFFFF, span.number >> 32
         self.write(Kind.DEVICE_TIME, self.now, round(ms * MS), 0, site, inside=0, inputs=low, outputs=high)
 
     def group(self, operation: str = "all_reduce", name: str = "0", size: int = 4, **more: Any) -> int:
-        """The definition of collectives of one operation on a process group."""
+        """Define the collectives of one operation on a process group."""
         facts = {"operation": operation, "group": name, "size": size, "ranks": None, "dtype": "float32"}
         return self.define({**facts, "backend": "gloo", "device": "cpu", **more})
 
     def collective(self, group: int, start: int, ms: float, size: int = 1000, inside: int = 0, why: int = 0) -> Span:
-        """A collective that began at `start` is over, or, with `why`, will not be waited for."""
+        """Write a collective that began at `start`. With `why`, its end is unknown for this reason."""
         took, flags = (why, Flag.UNENDED) if why else (round(ms * MS), 0)
         return self.write(Kind.COLLECTIVE, start, took, flags, group, inside=inside, inputs=size)
 
     def sampled(self, start: int, collectives: int, discarded: bool = False) -> Span:
-        """A time is over in which all collectives were recorded."""
+        """Write the end of a sample that began at `start`."""
         flags = Flag.FAILED if discarded else 0
         return self.write(Kind.COLLECTIVE, start, self.now - start, flags, inside=0, inputs=collectives)
 
     def learn(self, model: int, optimizer: int = 1, rows: int = 8) -> None:
-        """What most loops do with a batch."""
+        """Write call, backward pass and optimizer step."""
         self.call(model, rows=rows)
         self.backward()
         self.optimizer(optimizer)
 
     def look(self, model: int, rows: int = 8) -> None:
-        """A call of an evaluation."""
+        """Write a call of an evaluation."""
         self.call(model, train=False, rows=rows)
 
     @contextmanager
@@ -211,15 +211,15 @@ class Script:
     # -------------------------------------------------------------------------------------------- reading
 
     def needed(self, spans: int) -> int:
-        """Number of lines that a reader of this many spans has certainly seen."""
+        """Return the number of lines that a reader of this many spans has certainly read."""
         return sum(1 for before, _ in self.lines if before < spans)
 
-    def told(self, first: int, last: int) -> list[dict[str, Any]]:
+    def lines_between(self, first: int, last: int) -> list[dict[str, Any]]:
         return [line for _, line in self.lines[first:last]]
 
 
 class Result(NamedTuple):
-    """What payloads say."""
+    """The records in payloads, by kind."""
 
     calls: list[Call]
     steps: list[Step]
@@ -228,7 +228,7 @@ class Result(NamedTuple):
     samples: list[Sampled]
 
     def shape(self) -> list[tuple[int | None, str, int]]:
-        """For each step: samples, the first letters of its phases, the number of its calls."""
+        """Return, per step: samples, first letters of its phases, number of calls."""
         counted = {step.step: 0 for step in self.steps}
         for call in self.calls:
             counted[call.step] = counted.get(call.step, 0) + 1
@@ -236,7 +236,7 @@ class Result(NamedTuple):
 
 
 def letters(step: Step) -> str:
-    """The phases that ran, but for other: d(ata) c(opy) f(orward) b(ackward) o(ptimizer)."""
+    """Return the phases that ran, except other: d(ata) c(opy) f(orward) b(ackward) o(ptimizer)."""
     return "".join(name[0] for name in ("data", "copy", "forward", "backward", "optimizer") if name in step.phases)
 
 
@@ -259,28 +259,28 @@ def decoded(payloads: Sequence[bytes]) -> Result:
 
 
 def apart(payloads: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
-    """Those in the order of the steps, and those of collectives, whose place among them depends on the portions."""
+    """Separate payloads of steps from those of collectives, which can be anywhere among them if read in portions."""
     free = [one for one in payloads if kind_of(one) == "collective" or (one[0] == DEFINE_TAG and b"operation" in one)]
     return [one for one in payloads if one not in free], sorted(free)
 
 
 def in_portions(script: Script, cuts: Sequence[int], lines: Sequence[int] | None = None) -> list[bytes]:
-    """The payloads if a reader has read up to each of these spans; `lines`: as many lines by then."""
+    """Return the payloads if a reader stops at each span in `cuts`, with as many lines read as `lines` says."""
     assembler = Assembler()
     out: list[bytes] = []
-    before = heard = 0
+    before = lines_read = 0
     for at, cut in enumerate([*cuts, len(script.spans)]):
         until = script.needed(cut) if lines is None else max(lines[at], script.needed(cut))
-        until = len(script.lines) if cut == len(script.spans) else max(until, heard)
-        out += assembler.feed(script.spans[before:cut], script.told(heard, until))
-        before, heard = cut, until
+        until = len(script.lines) if cut == len(script.spans) else max(until, lines_read)
+        out += assembler.feed(script.spans[before:cut], script.lines_between(lines_read, until))
+        before, lines_read = cut, until
     out += assembler.end()
     assert assembler.dropped == 0
     return out
 
 
 def assembled(script: Script) -> Result:
-    """What becomes of a script whose spans are read at once, which is what becomes of it in any portions."""
+    """Return the records of a script, after a check that spans read in any portions give the same."""
     whole = in_portions(script, [])
     assert apart(in_portions(script, range(1, len(script.spans)))) == apart(whole)
     draw = random.Random(len(script.spans))
@@ -291,22 +291,22 @@ def assembled(script: Script) -> Result:
 
 
 def numbered(payloads: Sequence[bytes]) -> list[bytes]:
-    """Without definitions, which a successor gives again."""
+    """Leave out definitions, which a successor writes again."""
     return [payload for payload in payloads if kind_of(payload) != "definition"]
 
 
 def resumed_at(script: Script, cut: int) -> tuple[list[bytes], list[bytes]]:
-    """The payloads of an assembler that has read the spans up to `cut`, and those of its successor."""
+    """Return the payloads of an assembler that stops at span `cut`, and those of its successor."""
     first = Assembler()
     lines = script.needed(cut)
-    out = first.feed(script.spans[:cut], script.told(0, lines))
-    second = Assembler.resumed(first.state(), script.told(0, lines))
+    out = first.feed(script.spans[:cut], script.lines_between(0, lines))
+    second = Assembler.resumed(first.state(), script.lines_between(0, lines))
     more = []
     at = first.position
     while at < len(script.spans):
         until = min(at + 3, len(script.spans))
         known, lines = lines, max(lines, script.needed(until))
-        more += second.feed(script.spans[at:until], script.told(known, lines))
+        more += second.feed(script.spans[at:until], script.lines_between(known, lines))
         at = until
-    more += second.feed([], script.told(lines, len(script.lines)))
+    more += second.feed([], script.lines_between(lines, len(script.lines)))
     return out, more + second.end()

@@ -1,8 +1,8 @@
-"""A run that was: the records of 190 steps of examples/linear.py over two virtual replicas, with two switches of mode.
+"""Reads a real run: 190 steps of examples/linear.py over two virtual replicas, with two switches of mode.
 
-`--hidden 1024 --batch-size 2048` on a busy machine without a GPU, so the steps are slow: up to two seconds. The file
-holds the run's start (monotonic ns), then, compressed, for each payload its source (0 the training, 1 the supervisor),
-its length and its bytes.
+It was run with `--hidden 1024 --batch-size 2048` on a busy machine without a GPU, so steps take up to two seconds. The
+file has the start of the run (monotonic ns), then, compressed, the source (0: training, 1: supervisor), length and
+bytes of each payload.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FILE = Path(__file__).parent / "data" / "linear.records"
 
 
 def linear_run() -> list[Record]:
-    """Its records in the order in which a screen would have seen them."""
+    """Return its records in the order in which a screen would have read them."""
     data = _FILE.read_bytes()
     (start_ns,) = struct.unpack_from("<Q", data)
     body = zlib.decompress(data[8:])
@@ -37,7 +37,7 @@ def linear_run() -> list[Record]:
 
 
 def _with_spans(step: Step, call: Call) -> Step:
-    """The step as it is recorded today: backward and optimizer follow the call."""
+    """Add the spans that steps have today: backward and optimizer follow the call."""
     at = call.start_ns - step.start_ns
     spans = [PhaseSpan("data", 0, step.phases["data"])]
     for name in ("forward", "backward", "optimizer"):

@@ -1,4 +1,4 @@
-"""Readers of a ring to their end, and payloads that show whether they are whole."""
+"""Reads all of a ring, and makes payloads that show any damage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dpmon.ring_reader import RingReader
 __all__ = ["SMALL", "everything", "number_of", "numbered", "opened"]
 
 SMALL = 2 * BLOCK_BYTES
-"""The capacity of the smallest ring there is."""
+"""The smallest capacity of a ring."""
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def opened(path: str, **options: Any) -> Iterator[RingReader]:
 
 
 def everything(reader: RingReader) -> list[bytes]:
-    """All that can be read, whatever lies between."""
+    """Return all that can be read, past any damage."""
     found: list[bytes] = []
     before = -1
     while reader.position != before:
@@ -35,13 +35,13 @@ def everything(reader: RingReader) -> list[bytes]:
 
 
 def numbered(number: int, size: int = 0) -> bytes:
-    """A payload that says which one it is, and shows if a byte of it is wrong."""
+    """Return payload `number`, in which `number_of` finds any wrong byte."""
     text = f"{number}:".encode()
     return text + bytes((number + i) & 0xFF for i in range(max(0, size - len(text))))
 
 
 def number_of(payload: bytes) -> int:
-    """The number of a payload made by `numbered`, which must be whole."""
+    """Return the number of a payload made by `numbered`, after a check of all its bytes."""
     number = int(payload.partition(b":")[0])
     assert payload == numbered(number, len(payload))
     return number

@@ -1,4 +1,4 @@
-"""Runs the real command line in processes of its own, for tests that need a whole run."""
+"""Runs the real command line in separate processes, for tests that need a complete run."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from warm import python
 __all__ = ["Dpmon", "Result", "Terminal", "wait_for"]
 
 Value = TypeVar("Value")
-LOOK_S = 0.02
+POLL_S = 0.02
 
 
 def wait_for(condition: Callable[[], Value], limit: float = 60.0, what: str = "") -> Value:
-    """The first true value of `condition`; fails with the last value once `limit` seconds have passed."""
+    """Return the first true value of `condition`; fail with its last value after `limit` seconds."""
     until = time.monotonic() + limit
     while True:
         value = condition()
@@ -37,12 +37,12 @@ def wait_for(condition: Callable[[], Value], limit: float = 60.0, what: str = ""
             return value
         if time.monotonic() > until:
             raise AssertionError(f"not within {limit} s: {what or condition} (it is {value!r})")
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a command ended and what it wrote."""
+    """Exit status and output of a command."""
 
     status: int
     out: bytes
@@ -50,18 +50,18 @@ class Result:
 
     @property
     def text(self) -> str:
-        """Its standard output as text."""
+        """Return its standard output as text."""
         return self.out.decode()
 
     @property
     def errors(self) -> str:
-        """Its standard error as text."""
+        """Return its standard error as text."""
         return self.err.decode("utf-8", "replace")
 
 
 @dataclass
 class Dpmon:
-    """Starts dpmon in `cwd` with a state directory of its own; ends what is left of its runs in `clean_up`."""
+    """Starts dpmon in `cwd` with its own state directory; `clean_up` kills remaining processes of its runs."""
 
     state: Path
     cwd: Path
@@ -69,7 +69,7 @@ class Dpmon:
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-        """The test's own environment with the state directory; no terminal's size, no wish for colour."""
+        """Return the environment of the test with the state directory, without terminal size and colour settings."""
         left_out = (
             *("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE"),
             *("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONUNBUFFERED"),
@@ -78,17 +78,16 @@ class Dpmon:
         return {**env, "XDG_STATE_HOME": str(self.state), **(extra or {})}
 
     def warm(self, env: Mapping[str, str] | None = None) -> tuple[str, ...]:
-        """Options with which a script runs in a fork of a Python that has torch (see `warm`); none in a long run.
+        """Return options that run a script in a fork of a Python with torch (see `warm`); none in a long run.
 
-        For a script that only has to leave a record, since the import takes longer than what most of them do. `env`:
-        what else it is to come up with.
+        Importing torch takes longer than most scripts. `env`: additional variables of that Python.
         """
         if LONG or self.python != sys.executable:
             return ()
         return "--python", python({**self.environment(env), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"})
 
     def words(self, *words: object) -> list[str]:
-        """The command line that runs dpmon."""
+        """Return the command line that runs dpmon."""
         script = shutil.which("dpmon", path=os.path.dirname(self.python))
         return [*([script] if script else [self.python, "-m", "dpmon"]), *map(str, words)]
 
@@ -103,10 +102,10 @@ class Dpmon:
         argv: list[str] | None = None,
         **more: Any,
     ) -> subprocess.Popen[bytes]:
-        """Start it; in a session of its own, so that signals to the test's group do not reach it.
+        """Start dpmon in its own session, so that signals to the test's group do not reach it.
 
-        `before`: what a shell (bash) does before it becomes dpmon, such as a trap or a limit. `argv`: something else
-        in its place.
+        `before`: commands that bash runs before it executes dpmon, such as a trap or a limit. `argv`: another command
+        to run.
         """
         argv = argv or self.words(*words)
         process = subprocess.Popen(
@@ -123,7 +122,7 @@ class Dpmon:
         return process
 
     def run(self, *words: object, limit: float = 100.0, input: bytes | None = None, **more: Any) -> Result:
-        """Run it to its end, which must come within `limit` seconds."""
+        """Run dpmon; fail if it does not end within `limit` seconds."""
         if input is not None:
             more["stdin"] = subprocess.PIPE
         process = self.start(*words, **more)
@@ -142,24 +141,24 @@ class Dpmon:
         return path
 
     def runs(self) -> list[Path]:
-        """The directories of all runs in the order of their starts (a name tells only the second)."""
+        """Return the directories of all runs by start time (names have only seconds)."""
 
         def start(directory: Path) -> tuple[str, float]:
             try:
                 return directory.name[:15], float(json.loads((directory / "run.json").read_text())["started_unix"])
-            except OSError:  # it is being made
+            except OSError:  # the run is being created
                 return directory.name[:15], float("inf")
 
         return sorted((self.state / "dpmon" / "runs").glob("*"), key=start)
 
     def last(self) -> Path:
-        """The directory of the run that was started last."""
+        """Return the directory of the newest run."""
         runs = self.runs()
         assert runs, "there is no run"
         return runs[-1]
 
     def info(self, directory: Path | None = None) -> dict[str, Any]:
-        """run.json once the command has been started."""
+        """Return run.json, after waiting for the start of the command."""
 
         def started() -> dict[str, Any] | None:
             runs = [directory] if directory is not None else self.runs()
@@ -173,7 +172,7 @@ class Dpmon:
         return found
 
     def exit(self, limit: float = 60.0) -> dict[str, Any]:
-        """exit.json of the last run, once it is there."""
+        """Return exit.json of the newest run, after waiting for it."""
 
         def ended() -> dict[str, Any] | None:
             path = self.last() / "exit.json"
@@ -184,13 +183,13 @@ class Dpmon:
         return found
 
     def records(self, run: str = "last") -> list[dict[str, Any]]:
-        """What `dpmon export` gives."""
+        """Return the records that `dpmon export` writes."""
         result = self.run("export", run)
         assert result.status == 0, result.errors
         return [json.loads(line) for line in result.out.splitlines()]
 
     def clean_up(self) -> None:
-        """End whatever is left: the foregrounds that were started, supervisors, commands and their groups."""
+        """Kill all remaining processes: foregrounds, supervisors and commands."""
         for process in self.started:
             if process.poll() is None:
                 process.kill()
@@ -203,7 +202,7 @@ class Dpmon:
                 os.kill(pid, signal.SIGKILL)
 
     def _leftovers(self) -> Iterator[int]:
-        """Processes whose command line or environment names this test's state directory."""
+        """Yield processes with this test's state directory in their command line or environment."""
         needle = str(self.state).encode()
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal() and int(entry.name) != os.getpid():
@@ -212,7 +211,7 @@ class Dpmon:
                         yield int(entry.name)
 
 
-# Makes the terminal that it has as its input the controlling one of a new session, then becomes the program.
+# Makes the terminal on its standard input the controlling terminal of a new session, then executes the program.
 _IN_TERMINAL = """\
 import fcntl, os, sys, termios
 os.setsid()
@@ -222,7 +221,7 @@ os.execvp(sys.argv[1], sys.argv[1:])
 
 
 class Terminal:
-    """A program in a terminal of its own, as the foreground job of its session; `dpmon` unless `argv` is given."""
+    """A program in its own terminal, as the foreground job of a session; dpmon, unless `argv` is given."""
 
     def __init__(
         self,
@@ -242,8 +241,8 @@ class Terminal:
         os.close(slave)
         dpmon.started.append(self.process)
         self.seen = b""
-        """Everything that was written to the terminal."""
-        import pyte  # here: what runs without a screen runs without it
+        """Everything written to the terminal so far."""
+        import pyte  # imported here, so that tests without a terminal do not need it
 
         self._screen = pyte.Screen(size[1], size[0])
         self._stream = pyte.ByteStream(self._screen)
@@ -254,41 +253,41 @@ class Terminal:
         os.write(self._master, text.encode())
 
     def take(self) -> bytes:
-        """All that has come so far."""
+        """Read new output; return everything written so far."""
         while self._master >= 0 and select.select([self._master], [], [], 0)[0]:
             try:
                 data = os.read(self._master, 65536)
-            except OSError:  # nobody has the other end any more
+            except OSError:  # the other end is closed
                 break
             self.seen += data
-            # What pyte does not know (private modes of newer terminals) it would show as text.
+            # pyte fails on some sequences that it does not know (private modes of newer terminals).
             with contextlib.suppress(Exception):
                 self._stream.feed(data)
         return self.seen
 
     def picture(self) -> str:
-        """What the terminal shows now."""
+        """Return the visible text."""
         self.take()
-        if self._screen.dirty:  # put together anew only then, for that takes pyte milliseconds
+        if self._screen.dirty:  # only after a change, because it takes pyte milliseconds
             self._shown = "\n".join(line.rstrip() for line in self._screen.display)
             self._screen.dirty.clear()
         return self._shown
 
     def until(self, text: str, limit: float = 60.0) -> None:
-        """Wait until `text` was written."""
+        """Wait until `text` has been written."""
         wait_for(lambda: text.encode() in self.take(), limit, f"{text!r} in {self.seen!r}")
 
     def shows(self, text: str, limit: float = 60.0) -> None:
-        """Wait until `text` stands on the screen."""
+        """Wait until `text` is visible."""
         wait_for(lambda: text in self.picture(), limit, f"{text!r} on the screen")
 
     def hang_up(self) -> None:
-        """Close the terminal under the program."""
+        """Close the terminal of the running program."""
         os.close(self._master)
         self._master = -1
 
     def wait(self, limit: float = 60.0) -> int:
-        """The exit status; the terminal is closed."""
+        """Wait for the end, close the terminal and return the exit status."""
 
         def ended() -> bool:
             self.take()

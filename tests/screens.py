@@ -1,4 +1,4 @@
-"""A run's directory that the test writes itself, and a pseudo-terminal with the screen over it."""
+"""A run's directory written by the test, and a pseudo-terminal with the screen of that run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ print("RESULT", result)
 
 
 class Run:
-    """A run's directory as a training and a supervisor would leave it, written by this process."""
+    """A run's directory, written by this process in place of a training and a supervisor."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -64,10 +64,10 @@ class Run:
         self.training = Training(devices=("cpu:0", "cpu:1", "cpu:2"), start_ns=time.monotonic_ns())
         self.ring: Ring | None = None
         self.control: SpanRing | None = None
-        """The ring in which the training process is asked for something; its records come in another one."""
+        """The ring with requests to the training process; its records are in another one."""
 
     def train(self, steps: int) -> None:
-        """Record `steps` steps, as if they had just ended."""
+        """Record `steps` steps that end about now."""
         if self.ring is None or self.control is None:
             self.control = SpanRing(str(self.directory / "process-0.ring"), process=0, start_ns=self.start_ns, slots=64)
             self.ring = Ring(str(self.directory / "process-1.ring"), process=0, start_ns=self.start_ns)
@@ -79,7 +79,7 @@ class Run:
         self.control.words[Word.SPAN_START] = time.monotonic_ns()
 
     def end(self, status: int, signal_name: str | None = None) -> None:
-        """Record how it ended."""
+        """Write exit.json."""
         now = time.monotonic_ns()
         ended = {"status": status, "signal": signal_name, "ended_unix": time.time(), "end_ns": now, "by": "supervisor"}
         ended["seconds"] = (now - self.start_ns) / 1e9
@@ -88,7 +88,7 @@ class Run:
 
 @dataclass
 class Terminal:
-    """A pseudo-terminal with the screen in it, and an emulator that shows what a person would see."""
+    """A pseudo-terminal with the screen, and an emulator with the visible text."""
 
     pid: int
     fd: int
@@ -141,7 +141,7 @@ class Terminal:
             self.pump(0 if data else 0.001)
 
     def resize(self, columns: int, rows: int) -> None:
-        """Give the terminal another size."""
+        """Resize the terminal."""
         self.screen.resize(rows, columns)
         fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
@@ -169,7 +169,7 @@ Start = Callable[..., Terminal]
 
 
 def terminals(run: Run) -> Iterator[Start]:
-    """Start terminals that show `run`; at the end no screen is left in them."""
+    """Yield a function that starts a terminal showing `run`; end all of them afterwards."""
     open_ones: list[Terminal] = []
 
     def start(

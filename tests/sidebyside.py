@@ -1,4 +1,4 @@
-"""Runs a script alone and under dpmon, in the same place, and keeps what can be compared."""
+"""Runs a script with and without dpmon in the same directory, for comparison."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["ROOT", "Outcome", "SideBySide", "of_kind"]
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 250.0
-# How many threads add up a sum is torch's choice: the last bit must not hang on that. dpmon switches buffering off.
+# With several threads, the last bit of a sum may vary. Unbuffered, because dpmon switches buffering off.
 SAME = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended (128 + N for a signal), what it printed, and the files it left, by name."""
+    """Exit status of a command (128 + N for a signal), its output, and the files that it made, by name."""
 
     status: int
     stdout: bytes
@@ -35,7 +35,7 @@ class Outcome:
 
 
 class SideBySide:
-    """The working directory is made anew from `source` for each run, always under the same name."""
+    """Runs scripts in a working directory that is copied from `source` for each run, always with the same name."""
 
     def __init__(self, dpmon: Dpmon, source: Path | None = None, env: Mapping[str, str] | None = None) -> None:
         self.dpmon = dpmon
@@ -43,16 +43,16 @@ class SideBySide:
         self.env = {**SAME, **(env or {})}
 
     def alone(self, *words: object, stdin: int = subprocess.DEVNULL, fresh: bool = False) -> Outcome:
-        """The Python command `words` without dpmon.
+        """Run the Python command `words` without dpmon.
 
-        A script's is a fork of a Python that has torch (see `warm`), or a fresh one where asked for.
+        A script runs in a fork of a Python with torch (see `warm`), or with `fresh`, in a fresh interpreter.
         """
         before = self._renew()
         outcome = self.plainly(*words, stdin=stdin, fresh=fresh)
         return replace(outcome, files=self._made(before))
 
     def plainly(self, *words: object, stdin: int = subprocess.DEVNULL, fresh: bool = False) -> Outcome:
-        """The same in the directory as it is, without a look at the files."""
+        """Run the same in the present directory, without comparing files."""
         argv, env = [str(word) for word in words], self.dpmon.environment(self.env)
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, open("/dev/null") as null:
             process: subprocess.Popen[bytes] | Forked
@@ -73,7 +73,7 @@ class SideBySide:
             return Outcome(status if status >= 0 else 128 - status, out.read(), err.read())
 
     def under(self, *words: object, options: tuple[object, ...] = (), fresh: bool = False, **more: Any) -> Outcome:
-        """The same under `dpmon --headless`; stderr is the script's own, without dpmon's lines."""
+        """Run the same under `dpmon --headless`; leave out dpmon's own lines on stderr."""
         python = ("--python", self.dpmon.python) if fresh else self.dpmon.warm() or ("--python", self.dpmon.python)
         for run in self.dpmon.runs():
             shutil.rmtree(run)
@@ -111,5 +111,5 @@ class SideBySide:
 
 
 def of_kind(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    """The records of one kind."""
+    """Return the records of one kind."""
     return [record for record in records if record["kind"] == kind]

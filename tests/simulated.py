@@ -1,6 +1,6 @@
-"""Compiles the simulated CUDA runtime (cuda/fake_cudart.h), says where it is, and reads what it has written.
+"""Compiles the simulated CUDA runtime (cuda/fake_cudart.h), and reads its trace and counts.
 
-torch's own CUDA build runs over it on a machine without a GPU. No time that is measured so is a GPU's.
+A torch built for CUDA runs over it on a machine without a GPU. Times measured this way say nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ WAITING = (
     *("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaMemset"),
     *("cudaFree", "cudaFreeHost", "cudaStreamQuery"),
 )
-"""Functions that wait for a device, or may. (How often torch's allocator asks for memory hangs on how threads meet.)"""
+"""Functions that wait for a device, or may wait; without cudaMalloc, because its count depends on threads."""
 
 WORK = (
     *("__cudaLaunchKernel", "cudaLaunchKernel", "cublasSgemm_v2", "cublasGemmEx", "cublasLtMatmul"),
     *("cudaMemcpyAsync", "cudaMemsetAsync", "ncclBcast", "ncclReduce"),
 )
-"""Functions that give a device something to do."""
+"""Functions that queue work on a device."""
 NO_CUDNN = "import torch; torch.backends.cudnn.enabled = False\n"
-"""What a script with recurrent, convolutional or normalising layers begins with here: cuDNN is not simulated."""
+"""First lines of a script with recurrent, convolutional or normalising layers, because cuDNN is not simulated."""
 
 
 def _headers() -> Path | None:
-    """Those of the wheel that torch's CUDA build comes with."""
+    """Return the CUDA headers that come with torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -45,7 +45,7 @@ def _headers() -> Path | None:
 
 
 def _version() -> str | None:
-    """torch's CUDA version, without importing it."""
+    """Return the CUDA version of torch, without importing torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -58,7 +58,7 @@ def _version() -> str | None:
 
 
 def why_not() -> str | None:
-    """Why nothing can be simulated here; None where it can."""
+    """Return why CUDA cannot be simulated here, or None."""
     version, headers = _version(), _headers()
     if version is None or not version.startswith("13."):
         return "needs torch built for CUDA 13 (no GPU): this one is for " + (version or "CPUs")
@@ -70,9 +70,9 @@ def why_not() -> str | None:
 
 
 def built(directory: Path) -> Path:
-    """The compiled library, in `directory`."""
+    """Compile the library in `directory`; return its path."""
     directory.mkdir(exist_ok=True)
-    # By this name it is found, too, by whoever asks for the driver.
+    # With this name, it is also found by code that loads the driver.
     path, sources = directory / "libcuda.so.1", sorted(map(str, SOURCES.glob("*.c")))
     words = [compiler() or "cc", "-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
     words += [f"-Wl,-soname,{path.name}", f"-I{SOURCES}", "-isystem", str(_headers()), *sources]
@@ -83,7 +83,7 @@ def built(directory: Path) -> Path:
 
 @dataclass(frozen=True)
 class Op:
-    """One line of the trace: what a stream did and when, or when a script or the host did something (ns, monotonic)."""
+    """One line of the trace: an operation of a stream, a script or the host, with times (ns, monotonic)."""
 
     kind: str
     device: int
@@ -98,7 +98,7 @@ class Op:
 
 @dataclass
 class Truth:
-    """What the devices did, as the simulation itself has written it down."""
+    """What the devices did, according to the trace of the simulation."""
 
     ops: list[Op]
     _streams: dict[int, int] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class Truth:
 
     @classmethod
     def read(cls, path: Path) -> Truth:
-        """From the file that FAKE_CUDART_TRACE named."""
+        """Read the file named by FAKE_CUDART_TRACE."""
         found = []
         for line in path.read_text().splitlines():
             words = line.split("\t")
@@ -114,20 +114,20 @@ class Truth:
         return cls(found)
 
     def of(self, *kinds: str) -> list[Op]:
-        """Those of these kinds, as they were queued."""
+        """Return operations of these kinds in the order in which they were queued."""
         return [op for op in self.ops if op.kind in kinds]
 
     def marks(self) -> list[tuple[str, int]]:
-        """What the script marked, and when."""
+        """Return names and times of the marks that the script set."""
         return [(op.name, op.host) for op in self.of("mark")]
 
     def stream(self, device: int) -> int:
-        """The stream of a device that most of its kernels ran on."""
+        """Return the stream of a device with most kernels."""
         counted = Counter(op.stream for op in self.of("kernel") if op.device == device)
         return counted.most_common(1)[0][0]
 
     def clock(self, host: int, device: int) -> int:
-        """When an event would come about that is recorded at this time of the host, on the device's busiest stream."""
+        """Return when an event on the device's busiest stream would occur, if the host recorded it at time `host`."""
         if device not in self._streams:
             self._streams[device] = self.stream(device)
         key = device, self._streams[device]
@@ -141,24 +141,24 @@ class Truth:
         return max(host, ends[place - 1] if place else 0)
 
     def behind(self, host: int, devices: Iterable[int]) -> bool:
-        """Whether all of these have work left at this time of the host, so that it has no share in what they take."""
+        """Return whether all these devices still have work at time `host`, so that the host does not delay them."""
         return all(self.clock(host, one) > host for one in devices)
 
     def spent_ms(self, first: int, last: int, devices: Iterable[int]) -> float:
-        """What passes on the slowest of these devices between two times of the host."""
+        """Return the time that passes on the slowest of these devices between two times of the host."""
         return max(self.clock(last, one) - self.clock(first, one) for one in devices) / 1e6
 
 
 @dataclass
 class Simulated:
-    """The library, and the directory into which a process that runs over it writes."""
+    """The library, and the directory for the files of processes that use it."""
 
     library: Path
     directory: Path
     made: int = 0
 
     def environment(self, gpus: int = 1, **settings: Any) -> dict[str, str]:
-        """For a process with so many GPUs, which `truth` and `counts` are of; settings: FAKE_CUDART_* in lower case."""
+        """Return variables for the next process, with `gpus` GPUs; `settings`: FAKE_CUDART_* in lower case."""
         self.made += 1
         env = {f"FAKE_CUDART_{name.upper()}": str(value) for name, value in settings.items()}
         return {
@@ -170,9 +170,9 @@ class Simulated:
         }
 
     def truth(self, of: int | None = None) -> Truth:
-        """What the last process (or another one) has had its devices do."""
+        """Return the trace of the newest process, or of process `of`."""
         return Truth.read(self.directory / f"trace-{of or self.made}")
 
     def counts(self, of: int | None = None) -> dict[str, int]:
-        """How often it called what."""
+        """Return the number of calls of each function."""
         return dict(json.loads((self.directory / f"counts-{of or self.made}").read_text()))

@@ -1,4 +1,4 @@
-"""Situations of a run and the pictures of them as strings, for the tests of the screen."""
+"""Situations of a run, and their pictures as text, for tests of the screen."""
 
 from __future__ import annotations
 
@@ -62,20 +62,20 @@ def gpu_scene(count: int, *, width_of_names: bool = False, **more: Any) -> Scene
 
 
 def focused(scene: Scene) -> Process:
-    """The process that stands for the run."""
+    """Return the process that the scene shows."""
     process = scene.process
     assert process is not None
     return process
 
 
 def with_process(scene: Scene, **changes: Any) -> Scene:
-    """The scene with another process that stands for the run."""
+    """Return the scene with changes of the process that it shows."""
     process = replace(focused(scene), **changes)
     return replace(scene, state=replace(scene.state, processes={**scene.state.processes, process.process: process}))
 
 
 def with_call(scene: Scene, **changes: Any) -> Scene:
-    """The scene with another last call."""
+    """Return the scene with changes of the last call."""
     process = focused(scene)
     assert process.newest is not None
     track = process.calls[process.newest]
@@ -85,7 +85,7 @@ def with_call(scene: Scene, **changes: Any) -> Scene:
 
 @cache
 def situations() -> dict[str, Scene]:
-    """Named situations, as many as the screen has to be right in; made once, for a picture changes nothing."""
+    """Return the named situations. They are made once, because a picture changes nothing."""
     dp = scene_of(Training(devices=[f"cpu:{i}" for i in range(4)]))
     lacking: dict[str, Any] = {"power_w": None, "absent": {"power_w": "not supported"}}
     samples = [device_event(float(t), i, **lacking) for t in range(20) for i in range(8)]

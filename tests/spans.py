@@ -2,12 +2,12 @@
 
     python spans.py RING THREADS RATE [SPANS]
 
-THREADS threads write spans that show whether they are whole, RATE a second together (0: as fast as they can), SPANS
-each (0: until it is killed), and print how many there were in all.
+THREADS threads write spans that show any damage, RATE a second together (0: as fast as possible), SPANS each (0: until
+the process is killed). Prints the number of all spans.
 
     python spans.py RING
 
-One thread writes what a usual training does, with an event every few steps, until it is killed.
+One thread writes the spans of a typical training, with an event every 20 steps, until the process is killed.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _MASK = (1 << 64) - 1
 
 
 def head(kind: int, *, flags: int = 0, inside: int = 0, thread: int = 0, site: int = 0) -> int:
-    """The first word of a span."""
+    """Return the first word of a span."""
     return kind | flags << FLAGS_AT | inside << INSIDE_AT | thread << THREAD_AT | site << SITE_AT
 
 
 def numbered(number: int, thread: int = 0) -> tuple[int, int, int, int]:
-    """The words of a span that says which one of its thread it is, and shows if one of them is wrong."""
+    """Return the words of span `number` of a thread, in which `own_number` finds any wrong word."""
     return head(Kind.CALL, thread=thread), number, number * _PRIME & _MASK, (number + 1) * _PRIME & _MASK
 
 
 def own_number(span: Span) -> int:
-    """The number of a span made by `numbered`, which must be whole."""
+    """Return the number of a span made by `numbered`, after a check of all its words."""
     words = (head(span.kind, thread=span.thread), span.start, span.took, span.inputs | span.outputs << 32)
     assert words == numbered(span.start, span.thread)
     return span.start
@@ -54,7 +54,7 @@ def own_number(span: Span) -> int:
 
 @contextmanager
 def opened(path: Path | str, **place: int) -> Iterator[SpanReader]:
-    """A reader that goes on at a place."""
+    """Open a reader that continues at a position."""
     reader = SpanReader(str(path))
     for name, value in place.items():
         setattr(reader, name, value)
@@ -65,7 +65,7 @@ def opened(path: Path | str, **place: int) -> Iterator[SpanReader]:
 
 
 def everything(reader: SpanReader, **options: Any) -> list[Span]:
-    """All spans that can be read now."""
+    """Return all spans that can be read now."""
     found: list[Span] = []
     while not reader.at_end:
         part = reader.read(0, **options)
@@ -76,7 +76,7 @@ def everything(reader: SpanReader, **options: Any) -> list[Span]:
 
 
 class Lines:
-    """The lines beside a ring."""
+    """The file of lines beside a ring."""
 
     def __init__(self, ring: Path | str) -> None:
         self._fd = os.open(lines_path(str(ring)), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -94,13 +94,13 @@ class Lines:
 
 
 class Children:
-    """Processes that a test starts; all of them end with it."""
+    """Processes started by a test; `end` kills all of them."""
 
     def __init__(self) -> None:
         self._started: list[subprocess.Popen[str]] = []
 
     def start(self, *words: object) -> subprocess.Popen[str]:
-        """A Python that runs this, once it has said that it is ready."""
+        """Start a Python with these arguments, and wait until it prints "ready"."""
         child = subprocess.Popen([sys.executable, *map(str, words)], stdout=subprocess.PIPE, text=True)
         self._started.append(child)
         assert child.stdout is not None
@@ -108,7 +108,7 @@ class Children:
         return child
 
     def kill(self, child: subprocess.Popen[str]) -> None:
-        """With SIGKILL, if it runs."""
+        """Kill a process, if it still runs."""
         if child.returncode is None:
             child.kill()
             child.communicate()
@@ -140,7 +140,7 @@ def main(path: str, threads: int, rate: float, spans: int) -> None:
 
 
 class Training:
-    """A usual loop: fetch, call, backward, optimizer."""
+    """A typical loop: fetch, call, backward, optimizer."""
 
     def __init__(
         self, path: str, process: int = 0, slots: int = SLOTS, clock: Callable[[], int] = time.monotonic_ns
@@ -163,7 +163,7 @@ class Training:
         return self._clock()
 
     def phase(self, kind: int, sizes: int = 0, began: int | None = None, **parts: int) -> None:
-        """Go through a phase, as the tracer writes it; `began`: earlier, and what was written since lies within it."""
+        """Write a phase. With `began`, it began then, and contains the phases written since."""
         began = self._clock() if began is None else began
         self.ring.words[Word.SPAN_START] = began
         self.ring.kinds[0] = kind
@@ -189,7 +189,7 @@ class Training:
         self.lines.put(kind="warning", at=now, fill=fill, **data)
 
     def end(self) -> None:
-        """The process ends in order."""
+        """Write the normal end of the process."""
         self.lines.put(end=True, uncaught=False)
         self.ring.words[Word.ENDED] = 1
 

@@ -47,7 +47,7 @@ DAMAGE = {
 
 
 def spoiled(damage: str) -> list[bytes]:
-    """Each event with each of its members damaged, and each definition with each of its parts damaged."""
+    """Yield each event with one damaged member, and each definition with one damaged part."""
     found = []
     for kind, data in EVENTS.items():
         for member in ("kind", *data):

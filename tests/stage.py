@@ -1,4 +1,4 @@
-"""The screen's application under Textual's pilot, over a reader that the test conducts."""
+"""The screen's application under Textual's pilot, with a fake reader that the test controls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOOK = Look(UNICODE, COLOUR, True)
 
 
 class FakeReader:
-    """A run that the test conducts: what it appends to `new` is recorded when the screen looks the next time."""
+    """A run that the test controls: the screen reads records appended to `new` at its next update."""
 
     def __init__(self, directory: Path, mode_option: str = "auto") -> None:
         self.info = types.SimpleNamespace(
@@ -106,7 +106,7 @@ def _process_of(record: Record) -> int:
 
 
 class Stage:
-    """An application under test, its pilot and the run it looks at."""
+    """An application under test, its pilot and the run that it shows."""
 
     def __init__(self, app: Monitor, pilot: Pilot[str], reader: FakeReader, training: Training) -> None:
         self.app, self.pilot, self.reader, self.training = app, pilot, reader, training
@@ -115,7 +115,7 @@ class Stage:
         return "\n".join(self.app.text())
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait for a condition, with a limit."""
+        """Wait up to 30 seconds for a condition."""
         for _ in range(3000):
             if condition():
                 return

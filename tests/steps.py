@@ -1,4 +1,4 @@
-"""Steps as tests of comparisons write them, and the tallies that `dpmon.model.compare` compares."""
+"""Makes tallies for `dpmon.model.compare` from steps that a test lists."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TRAINS = [PHASES.index(name) for name in ("backward", "optimizer")]
 
 
 class StepSample(NamedTuple):
-    """One step: its number, when it ended, how long it took, samples or None, ns for each of PHASES or NOT_RUN."""
+    """One step; `phases`: ns of each of PHASES, or NOT_RUN."""
 
     step: int
     end_ns: int
@@ -34,7 +34,7 @@ class StepSample(NamedTuple):
 
 
 class _Steps:
-    """Steps by mode, oldest first, as a source of a window; `seen`: how many of each mode there were in all."""
+    """A source of a window, from steps by mode, oldest first; `seen`: number of all steps of each mode."""
 
     def __init__(self, process: int, steps: Mapping[str, Sequence[StepSample]], seen: Mapping[str, int]) -> None:
         self.processes = [process]
@@ -95,7 +95,7 @@ def _facts(sample: StepSample) -> StepFacts:
 
 
 def quantities(**known: int | None) -> tuple[int | None, ...]:
-    """The quantities of a step in the order of the schema."""
+    """Return the quantities of a step in the order of the schema."""
     return tuple(known.get(quantity.name) for quantity in QUANTITIES)
 
 
@@ -114,7 +114,7 @@ def compare_steps(
     virtual: bool = False,
     waits: Sequence[tuple[int, int]] = (),
 ) -> Comparison:
-    """Compare the steps of "dp" with those of "single", as in `compare_modes`; `seen`: all steps by mode."""
+    """Compare the steps of "dp" with those of "single", as in `compare_modes`; `seen`: number of all steps by mode."""
     longest = [_long(0, mode, sample) for mode, samples in steps.items() for sample in samples]
     window = Window(_Steps(0, steps, seen or {}))
     return compare_modes(window, 0, devices=devices, virtual=virtual, longest=longest, waits=waits)

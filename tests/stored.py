@@ -1,4 +1,4 @@
-"""Writes records into a history in memory, as a supervisor does, and takes the state of the screen from it."""
+"""Writes records into a history in memory, as a supervisor does, and reads the state of the screen from it."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ _BATCH = 2000
 
 
 class Recording:
-    """A run that a test writes: payloads of rings, or records."""
+    """A run written by a test, from payloads or records."""
 
     def __init__(self, origin_ns: int = 0) -> None:
-        """`origin_ns`: the run's start on the clock of the payloads."""
+        """`origin_ns`: start of the run on the clock of the payloads."""
         self.origin_ns = origin_ns
         self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         self._history = History(self._db, {"run": "test", "start_ns": origin_ns})
@@ -61,7 +61,7 @@ class Recording:
         self._snapshots = Snapshots()
 
     def add(self, records: Iterable[bytes | Record], process: int = 0, rank: int | None = None) -> Recording:
-        """Write what a process recorded; samples, waits and the exit are the supervisor's."""
+        """Write the records of a process. Samples, waits for input and the exit are stored as the supervisor's."""
         batch = Batch()
         for count, record in enumerate(records, start=1):
             for payload in [record] if isinstance(record, bytes) else self._packer(process).pack(record):
@@ -74,12 +74,12 @@ class Recording:
         return self
 
     def try_to_add(self, record: Record, process: int = 0) -> None:
-        """The same of one record that may be refused, as a supervisor does."""
+        """Write one record, or ignore it if it is refused, as a supervisor does."""
         with suppress(RecordError):
             self.add([record], process)
 
     def missed(self, count: int) -> None:
-        """Records that were overwritten before they could be read."""
+        """Set how many records were overwritten before they could be read."""
         self._intake(0, None).row.missed = count
         self._write(Batch())
 
@@ -100,17 +100,17 @@ class Recording:
         return self._packers.setdefault(process, _Packer())
 
     def store(self) -> Store:
-        """What was recorded so far."""
+        """Return the store with all records so far."""
         return Store(self._db, self._history.bounds, self.origin_ns)
 
     def state(self, t_ns: int | None = None, ended: Iterable[int] = (), **wanted: Any) -> State:
-        """The state as of now, or as of a time; `wanted`: of Wanted."""
+        """Return the state at the end, or at time `t_ns`; `wanted`: fields of Wanted."""
         store = self.store()
         return self._snapshots.take(StoreAt(store, t_ns), store, Wanted(**wanted), frozenset(ended))
 
 
 def store_of(records: Iterable[bytes | Record] | Mapping[int, Iterable[bytes | Record]], origin_ns: int = 0) -> Store:
-    """The store of a run of one process, or of several."""
+    """Return the store of a run of one process, or of several."""
     return _recorded(records, origin_ns).store()
 
 
@@ -121,12 +121,12 @@ def state_of(
     origin_ns: int = 0,
     **wanted: Any,
 ) -> State:
-    """The state of the screen after the records of one process, or of several, as of a time."""
+    """Return the state of the screen at the end, or at time `t_ns`, from records of one process or of several."""
     return _recorded(records, origin_ns).state(t_ns, **wanted)
 
 
 def state_in(directory: Path, t_ns: int | None = None, **wanted: Any) -> State:
-    """The state of the screen of the run in `directory`, as of now or as of a time."""
+    """Return the state of the screen of the run in `directory`, at the end or at time `t_ns`."""
     with open_store(directory) as store:
         return Snapshots().take(StoreAt(store, t_ns), store, Wanted(**wanted), frozenset())
 
@@ -150,19 +150,19 @@ def _source(payload: bytes, process: int) -> int:
 
 
 def packed(records: Iterable[Record]) -> list[bytes]:
-    """The payloads of records, with the definitions that they need."""
+    """Return the payloads of records, with the definitions that they need."""
     packer = _Packer()
     return [payload for record in records for payload in packer.pack(record)]
 
 
 class _Packer:
-    """Makes payloads of records of one process."""
+    """Makes payloads from records of one process."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
 
     def pack(self, record: Record) -> list[bytes]:
-        """The definitions that are new, and the record."""
+        """Return new definitions, then the record."""
         if isinstance(record, Call):
             return self._call(record)
         return [_step(record) if isinstance(record, Step) else pack_event(record.kind, record.data)]
@@ -170,7 +170,7 @@ class _Packer:
     def _define(self, out: list[bytes], value: Any) -> int:
         key = repr(value)
         if key not in self._numbers:
-            # Above those of payloads that the same test may have written.
+            # Larger than the numbers in payloads that the same test may have written.
             self._numbers[key] = 1000 + len(self._numbers)
             out.append(pack_definition(self._numbers[key], value))
         return self._numbers[key]

@@ -1,4 +1,4 @@
-"""A training that never was: real payloads, packed with dpmon.record.wire, for tests of everything that reads them."""
+"""Makes the payloads of a training without a training, for tests of code that reads them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ SECOND = 1_000_000_000
 
 
 def decoded(payloads: Iterable[bytes], process: int = 0, rank: int | None = None, origin_ns: int = 0) -> list[Record]:
-    """The records in `payloads`, as a reader of one ring would see them."""
+    """Return the records in `payloads`, as a reader of one ring sees them."""
     decoder = Decoder(process, rank, origin_ns)
     return [record for payload in payloads if (record := decoder.decode(payload)) is not None]
 
 
 def chunks(rows: int, devices: int) -> list[int]:
-    """Rows a replica as torch.chunk cuts them."""
+    """Return the rows of each replica, divided like torch.chunk."""
     size = -(-rows // devices)
     return [min(size, rows - start) for start in range(0, rows, size)]
 
 
 def one_after_the_other(start_ns: int, took: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """The spans of a step whose phases (as `pack_step` takes them) follow each other directly."""
+    """Yield the spans of a step whose phases (in the order of `pack_step`) follow each other directly."""
     for phase, ns in enumerate(took):
         if ns >= 0:
             yield phase, start_ns, ns
@@ -35,7 +35,7 @@ def one_after_the_other(start_ns: int, took: Sequence[int]) -> Iterator[tuple[in
 
 
 class Training:
-    """Makes the payloads of one process, step by step, with times that wobble around given ones."""
+    """Makes the payloads of one process step by step, with random variations of given times."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Training:
         self.batch, self.features = batch, features
         self.step_ns = step_ns
         self.now = start_ns
-        """Monotonic clock of the next step's start."""
+        """Monotonic clock at the start of the next step."""
         self.mode = mode
         self.steps = 0
         self.random = random.Random(seed)
@@ -79,13 +79,13 @@ class Training:
         }
 
     def begin(self) -> list[bytes]:
-        """What a process writes first: who it is, and the mode it starts in."""
+        """Return what a process writes first: the records of the process and of its first mode."""
         who = {"process": self.process, "rank": self.rank, "t_s": self.now / SECOND}
         facts = {"world": None, "pid": 4242, "argv": ["linear.py"], "python": "3.11.2", "torch": "2.13.0"}
         return [pack_event("process", {**who, **facts, "device_kind": "cpu"}), self.mode_event("start")]
 
     def mode_event(self, requested_by: str, refused: str | None = None) -> bytes:
-        """The mode in force, as the tracer announces it."""
+        """Return the record of the mode in force, as the tracer writes it."""
         data = {
             "process": self.process,
             "rank": self.rank,
@@ -102,7 +102,7 @@ class Training:
         return pack_event("mode", data)
 
     def switch(self, mode: str) -> list[bytes]:
-        """The answer to a request."""
+        """Change the mode; return its record, as after a request of the user."""
         self.mode = mode
         return [self.mode_event("user")]
 
@@ -120,7 +120,7 @@ class Training:
         return int(ns * self.random.uniform(0.85, 1.2))
 
     def step(self, rows: int | None = None, failed: bool = False) -> list[bytes]:
-        """One step: new definitions, one call, the step itself."""
+        """Return the payloads of one step: new definitions, one call, the step."""
         rows = self.batch if rows is None else rows
         self.steps += 1
         out: list[bytes] = []
@@ -181,14 +181,14 @@ class Training:
         return out
 
     def run(self, steps: int) -> list[bytes]:
-        """Several steps."""
+        """Return the payloads of several steps."""
         return [payload for _ in range(steps) for payload in self.step()]
 
 
 def host_event(
     t_s: float, cpu: float | None = 43.0, gpu_absent: str | None = "NVML library not found", **more: Any
 ) -> bytes:
-    """A sample of the host, as the supervisor writes it."""
+    """Return a sample of the host, as the supervisor writes it."""
     data = {
         "t_s": t_s,
         "cpu_pct": cpu,
@@ -203,7 +203,7 @@ def host_event(
 
 
 def device_event(t_s: float, index: int, **more: Any) -> bytes:
-    """A sample of one GPU, as the supervisor writes it."""
+    """Return a sample of one GPU, as the supervisor writes it."""
     data = {
         "t_s": t_s,
         "index": index,
@@ -224,7 +224,7 @@ def device_event(t_s: float, index: int, **more: Any) -> bytes:
 
 
 def whole_device_event(t_s: float, index: int, **more: Any) -> bytes:
-    """A sample of one GPU on which everything that NVML can tell is known."""
+    """Return a sample of one GPU with values in all fields that NVML can fill."""
     known = {
         "visible": True,
         "ordinals": [{"process": 0, "device": f"cuda:{index}"}],

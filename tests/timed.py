@@ -1,4 +1,4 @@
-"""Records of a training whose devices are timed: those of `synthetic`, with times as the tracer adds them."""
+"""Adds device times to records of `synthetic`, as the tracer does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def timed(
     of_step: Sequence[float | None] = OF_STEP,
     of_call: Sequence[float | None] = OF_CALL,
 ) -> list[bytes]:
-    """The records of a process whose devices are timed; `replicas`: what each took in the call of this number."""
+    """Return the records with device times; `replicas`: times of the replicas in call `number`, ms."""
     found, number = [], 0
     for payload in payloads:
         kind = kind_of(payload)
@@ -37,7 +37,7 @@ def timed(
 
 
 def growing(number: int) -> tuple[float, float]:
-    """1, 2, 3 ... ms for the first replica, twice that for the second."""
+    """Return 1, 2, 3 ... ms for the first replica, and twice that for the second."""
     return float(number), 2.0 * number
 
 
@@ -47,7 +47,7 @@ def trained(steps: int = 9, replicas: Any = growing, **how: Any) -> list[bytes]:
 
 
 def staged(calls: int, took: Callable[[int], Sequence[float | None]] | None) -> list[bytes]:
-    """Calls of a model of two stages; those of an even number met another size."""
+    """Return calls of a model with two stages; calls with an even number have another size."""
     absent = {"device_ms": HOST_ONLY}
     layout = {"root": "Toy", "via": None, "virtual": False, "devices": list(GPUS), "absent": absent}
     found = [

@@ -1,6 +1,6 @@
-"""A strict reader of Chrome's trace event format: what Perfetto drops or mends silently is an error here.
+"""A strict reader of Chrome's trace event format. It rejects what Perfetto silently drops or repairs.
 
-Perfetto's own trace processor is a program that its Python package downloads, so it is not there without a network.
+Perfetto's own trace processor is not used, because its Python package downloads it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _META = {"process_name": "name", "process_sort_index": "sort_index", "thread_nam
 
 
 class Trace:
-    """What a trace shows: slices by track name, counters by process and name, instants."""
+    """Contents of a trace: slices by track name, counters by process and name, instants."""
 
     def __init__(self) -> None:
         self.processes: dict[int, str] = {}
@@ -29,12 +29,12 @@ class Trace:
         self.instants: list[dict[str, Any]] = []
 
     def tracks(self, process: str) -> list[str]:
-        """Names of the tracks of one process that hold slices."""
+        """Return the names of the tracks of one process with slices."""
         return sorted(track for name, track in self.slices if name == process)
 
 
 def read(text: str) -> Trace:
-    """The trace in `text`; AssertionError for anything that the format does not allow or a viewer could not place."""
+    """Return the trace in `text`. AssertionError if it violates the format, or a viewer could not place an event."""
 
     def refuse(word: str) -> float:
         raise AssertionError(f"{word} is not JSON")
@@ -102,14 +102,14 @@ def _meta(trace: Trace, event: dict[str, Any]) -> None:
 
 
 def _ns(us: float) -> int:
-    """As Perfetto reads it: what is behind the point is cut off (CoerceToTs in its json_utils.cc)."""
+    """Convert µs to ns as Perfetto does: cut off the fraction (CoerceToTs in its json_utils.cc)."""
     return int(us * 1000.0)
 
 
 def _nested(slices: list[dict[str, Any]]) -> None:
-    """Slices of one track lie within one another or apart; of those that begin together the outer one comes first.
+    """Check that slices of a track are nested or separate, and that of slices with one start the outer comes first.
 
-    Perfetto drops what reaches out of another, by however little (slice_drop_overlapping_complete_event).
+    Perfetto drops a slice that ends after its outer one (slice_drop_overlapping_complete_event).
     """
     open_until: list[int] = []
     for event in sorted(slices, key=lambda event: _ns(event["ts"])):

@@ -1,11 +1,11 @@
-"""A Python that has torch already: a script is started in a fork of it, and not made to wait for the import again.
+"""A Python with torch already imported: each script runs in a fork of it, so it need not import torch again.
 
-What the script sees is what a fresh interpreter shows it: `__main__`, sys.argv, sys.path, the environment, no torch in
-sys.modules until it is imported (which then goes through all finders, the tracer's among them), its own standard
-streams. What a fork cannot show is how an interpreter comes up: that is for fresh ones (`tracing.Script`, fresh=True).
+The script sees the same as in a fresh interpreter: `__main__`, sys.argv, sys.path, the environment, its own standard
+streams, and no torch in sys.modules until it imports torch (through all finders, including the tracer's). Only tests of
+the start of an interpreter need a fresh one (`tracing.Script`, fresh=True).
 
-    python warm.py FD FD     serves what comes over the first socket, and who connects to the second; ends when the
-                             other end of the first is closed
+    python warm.py FD FD     serve requests over the first socket, and from clients that connect to the second, until
+                             the other end of the first is closed
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LARGEST = 1 << 20
 
 
 class Forked:
-    """A script in a fork that has `fds` as its standard streams, with what a test needs of subprocess.Popen."""
+    """A script in a fork with standard streams `fds`; offers the methods of subprocess.Popen that tests need."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Forked:
         self.pid = int(self._connection.recv(100))
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its status, minus the number of the signal that killed it; subprocess.TimeoutExpired."""
+        """Return its status, or minus the signal that killed it; raise subprocess.TimeoutExpired after `timeout`."""
         if self.returncode is None:
             self._connection.settimeout(timeout)
             try:
@@ -70,18 +70,18 @@ class Forked:
         return self.returncode
 
     def poll(self) -> int | None:
-        """Its status, or None while it runs."""
+        """Return its status, or None while it runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.wait(0)
         return None
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless it is known to have ended."""
+        """Send a signal, unless the script has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End it at once."""
+        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def __del__(self) -> None:
@@ -89,12 +89,12 @@ class Forked:
 
 
 class Piped(Forked):
-    """One with pipes, for text."""
+    """A script with text pipes as standard streams."""
 
     def __init__(self, argv: Sequence[str], cwd: Path, env: Mapping[str, str]) -> None:
         pipes = [os.pipe() for _ in range(3)]
         inside = [pipes[0][0], pipes[1][1], pipes[2][1]]
-        self.stdin: IO[str] = open(pipes[0][1], "w")  # noqa: SIM115 - closed by whoever uses it, as Popen's are
+        self.stdin: IO[str] = open(pipes[0][1], "w")  # noqa: SIM115 - closed by the test, as with Popen
         self.stdout: IO[str] = open(pipes[1][0])  # noqa: SIM115
         self.stderr: IO[str] = open(pipes[2][0])  # noqa: SIM115
         self._said = ["", ""]
@@ -106,7 +106,7 @@ class Piped(Forked):
                 os.close(fd)
 
     def communicate(self, timeout: float) -> tuple[str, str]:
-        """Close its input and read the rest of what it says, until it has ended; subprocess.TimeoutExpired."""
+        """Close its input and return its output at the end; raise subprocess.TimeoutExpired after `timeout`."""
         with contextlib.suppress(BrokenPipeError):
             self.stdin.close()
         if not self._readers:
@@ -155,15 +155,15 @@ if status < 0:
     signal.raise_signal(-status)
 os._exit(status)
 """
-"""A Python for scripts, in a process that is not theirs: it asks for a fork, hands signals on, and ends as that did.
+"""A program in place of Python: it requests a fork that runs the script, forwards signals to it, and ends like it.
 
-Signals are blocked from the start and taken one by one: a handler that is set later, or that runs between two system
-calls, would miss one that comes at once.
+Signals are blocked from the start and taken with sigwait: a handler that is installed later, or that runs between two
+system calls, could miss an early signal.
 """
 
 
 class _Server:
-    """A process that has torch, the way to it, and the directory with its socket and what stands in for Python."""
+    """A process that has imported torch, its connection, and the directory with its socket and stand-in for Python."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -172,11 +172,11 @@ class _Server:
         self.python = self.place / "python"
         path = str(self.place / "socket")
         interpreter = f"#!{sys.executable} -IS"
-        if " " in interpreter.removesuffix(" -IS"):  # which the kernel takes for the end of the path
+        if " " in interpreter.removesuffix(" -IS"):  # the kernel ends the path at a space
             interpreter = f"#!/bin/sh\n'''exec' '{sys.executable}' -IS \"$0\" \"$@\"\n' '''"
         self.python.write_text(_STAND_IN.format(interpreter=interpreter, python=sys.executable, path=path))
         self.python.chmod(0o700)
-        # It outlasts the test that is the first to ask; what the tests end with their state directory it must not name.
+        # It outlives the first test that needs it. Without XDG_ variables, clean_up of a test does not kill it.
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("DPMON_", "PYTHON", "CUDA_", "XDG_"))}
         with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
             door.bind(path)
@@ -184,13 +184,13 @@ class _Server:
             self.process = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno()), str(door.fileno())],
                 env={**kept, **variables, "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.PIPE,  # streams of the kind that the scripts get
+                stdin=subprocess.PIPE,  # the same kind of streams as those of scripts
                 stdout=subprocess.PIPE,
                 pass_fds=[theirs.fileno(), door.fileno()],
             )
 
     def wait(self) -> None:
-        """Until it has torch: on a busy machine that takes longer than some would wait for a script."""
+        """Wait until it has imported torch, which on a busy machine takes longer than the time limits of some tests."""
         if not self.ready:
             self.ready = bool(self.control.recv(1))
             assert self.ready, "the server of scripts has gone"
@@ -205,13 +205,13 @@ _servers: dict[tuple[tuple[str, str], ...], _Server] = {}
 
 
 def _server(env: Mapping[str, str]) -> _Server:
-    """The server whose interpreter came up with these variables for Python and the linker; started when first asked.
+    """Return the server with these variables for Python and the linker, started on first use.
 
-    Not what a fork makes up for: paths, and whether streams have buffers.
+    Variables that a fork can apply itself do not count: paths, and unbuffered streams.
     """
-    made_up = ("PYTHONPATH", "PYTHONUNBUFFERED")
+    by_fork = ("PYTHONPATH", "PYTHONUNBUFFERED")
     own = {
-        name: value for name, value in env.items() if name.startswith(("PYTHON", "LD_PRELOAD")) and name not in made_up
+        name: value for name, value in env.items() if name.startswith(("PYTHON", "LD_PRELOAD")) and name not in by_fork
     }
     key = tuple(sorted(own.items()))
     if key in _servers and _servers[key].process.poll() is not None:
@@ -229,10 +229,10 @@ def _end() -> None:
 
 
 def python(env: Mapping[str, str]) -> str:
-    """The path of what runs a script as a Python with these variables would, but in a fork; for `dpmon --python`.
+    """Return the path of a program for `dpmon --python` that runs a script in a fork, as Python with these variables.
 
-    dpmon itself is as ever: it starts a process, and knows of that one when it has ended and how. The script is not
-    that process: its process id, its place in the tree and its session are others.
+    dpmon starts this program and waits for it as usual. The script is another process, with its own process id, parent
+    and session.
     """
     server = _server(env)
     server.wait()
@@ -243,7 +243,7 @@ def python(env: Mapping[str, str]) -> str:
 
 
 def serve(control: socket.socket, door: socket.socket) -> Callable[[], None] | None:
-    """Fork for every request; in a fork: what it is to do. None when nobody can ask any more."""
+    """Fork for every request. Return in a fork the function that runs the script, and in the server None."""
     running = selectors.DefaultSelector()
     running.register(control, selectors.EVENT_READ)
     running.register(door, selectors.EVENT_READ)
@@ -253,7 +253,7 @@ def serve(control: socket.socket, door: socket.socket) -> Callable[[], None] | N
             if key.fileobj is control or key.fileobj is door:
                 asking = key.fileobj if key.fileobj is control else door.accept()[0]
                 message, fds = b"", []
-                with contextlib.suppress(ConnectionError):  # whoever asked was killed meanwhile
+                with contextlib.suppress(ConnectionError):  # the client was killed meanwhile
                     message, fds, _, _ = socket.recv_fds(asking, LARGEST, 4)
                 if not message:
                     if asking is control:
@@ -268,11 +268,11 @@ def serve(control: socket.socket, door: socket.socket) -> Callable[[], None] | N
                     return lambda: become(request, fds, path)
                 for fd in fds:
                     os.close(fd)
-                with contextlib.suppress(OSError):  # it has gone, which is seen below
+                with contextlib.suppress(OSError):  # the client has ended; handled below
                     connection.send(str(pid).encode())
                 child = _Child(pid, connection)
                 running.register(os.pidfd_open(pid), selectors.EVENT_READ, child)
-                if connection is asking:  # what stands in for the script: should it be killed, so is the script
+                if connection is asking:  # if the stand-in is killed, the script is killed, too
                     running.register(connection, selectors.EVENT_READ, child)
             elif key.fileobj is key.data.connection:
                 running.unregister(key.fileobj)
@@ -285,21 +285,21 @@ def serve(control: socket.socket, door: socket.socket) -> Callable[[], None] | N
                 connection = key.data.connection
                 with contextlib.suppress(KeyError):
                     running.unregister(connection)
-                with contextlib.suppress(OSError):  # nobody wants to know
+                with contextlib.suppress(OSError):  # the client has ended
                     connection.send(str(status).encode())
                 connection.close()
-                break  # what else was ready may be of the same script
+                break  # other ready events may belong to the same script
 
 
 class _Child(NamedTuple):
-    """A fork that is alive, and who waits for its end."""
+    """A running fork, and the connection to its client."""
 
     pid: int
     connection: socket.socket
 
 
 def _close(running: selectors.BaseSelector, *sockets: socket.socket) -> None:
-    """Of the server a fork keeps nothing but the modules."""
+    """Close the server's files in a fork."""
     for key in list(running.get_map().values()):
         if isinstance(key.fileobj, int):
             os.close(key.fileobj)
@@ -316,7 +316,7 @@ def _close(running: selectors.BaseSelector, *sockets: socket.socket) -> None:
 
 
 def become(request: dict[str, Any], fds: list[int], path: list[str]) -> None:
-    """Be the script, as far as the end of its module; what it raises is reported as Python reports it."""
+    """Run the script to the end of its module; report exceptions as Python does."""
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
         os.close(fd)
@@ -327,7 +327,7 @@ def become(request: dict[str, Any], fds: list[int], path: list[str]) -> None:
     os.environ.clear()
     os.environ.update(env)
     random.seed()
-    sys.modules["numpy"].random.seed()  # as at its import, from the system
+    sys.modules["numpy"].random.seed()  # from the system, as at its import
     sys.argv[:] = request["argv"]
     sys.orig_argv[:] = [sys.executable, *sys.argv]
     sys.path[:] = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry] + path
@@ -336,7 +336,7 @@ def become(request: dict[str, Any], fds: list[int], path: list[str]) -> None:
         _unbuffered("stdout")
         _unbuffered("stderr")
     _Torch().hide()
-    site.execsitecustomize()  # type: ignore[attr-defined]  # what `site` calls when Python comes up
+    site.execsitecustomize()  # type: ignore[attr-defined]  # called by `site` when Python starts
     name = os.path.join(os.getcwd(), sys.argv[0])
     sys.path.insert(0, os.path.dirname(name))
     main = sys.modules["__main__"]
@@ -359,9 +359,9 @@ def become(request: dict[str, Any], fds: list[int], path: list[str]) -> None:
 
 
 def _unbuffered(name: str) -> None:
-    """Give a standard stream no buffer, as Python does when it comes up so."""
+    """Replace a standard stream by an unbuffered one, as in a Python started with -u."""
     old = getattr(sys, name)
-    raw = open(old.fileno(), "wb", buffering=0, closefd=False)  # noqa: SIM115 - it is there to the end
+    raw = open(old.fileno(), "wb", buffering=0, closefd=False)  # noqa: SIM115 - open until the end
     raw.name = f"<{name}>"  # type: ignore[misc]
     new = io.TextIOWrapper(raw, old.encoding, old.errors, "\n", write_through=True)  # type: ignore[type-var]
     new.mode = "w"  # type: ignore[misc]
@@ -370,7 +370,7 @@ def _unbuffered(name: str) -> None:
 
 
 def _report(error: BaseException) -> None:
-    """Tell of an exception as the interpreter does, without frames of this file; it is not told again at the top."""
+    """Print an exception as the interpreter does, without frames of this file; prevent a second report."""
     traceback = error.__traceback__
     assert traceback is not None
     error.__traceback__ = traceback.tb_next
@@ -378,14 +378,14 @@ def _report(error: BaseException) -> None:
     hook = sys.excepthook
     hook(type(error), error, traceback.tb_next)
 
-    def told(*_: object) -> None:
+    def already_printed(*_: object) -> None:
         sys.excepthook = hook
 
-    sys.excepthook = told
+    sys.excepthook = already_printed
 
 
 class _Torch:
-    """torch, taken out of sys.modules and given back to whoever imports it."""
+    """torch, removed from sys.modules and put back when a script imports it."""
 
     def __init__(self) -> None:
         self._modules: dict[str, ModuleType] = {}
@@ -393,7 +393,7 @@ class _Torch:
     def hide(self) -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
             self._modules[name] = sys.modules.pop(name)
-        sys.meta_path.insert(0, self)  # type: ignore[arg-type]  # all that the import system asks of one
+        sys.meta_path.insert(0, self)  # type: ignore[arg-type]  # has all that the import system needs
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name != "torch":
@@ -412,7 +412,7 @@ class _Torch:
 
 
 class _Given:
-    """The loader of a module that is there."""
+    """A loader that returns the module already loaded."""
 
     def __init__(self, loader: Any, torch: _Torch) -> None:
         self._loader = loader
@@ -432,18 +432,18 @@ class _Given:
 
 
 def main() -> None:
-    """Import torch and serve; returns in a fork too, when its script is over."""
-    import numpy  # noqa: F401 - torch does, where it is installed
+    """Import torch and serve; also returns in a fork, after the end of its script."""
+    import numpy  # noqa: F401 - torch imports it if it is installed
     import torch
     import torch._dynamo  # noqa: F401 - the first optimizer of every script imports it
 
     control, door = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:])
     gc.collect()
-    gc.freeze()  # what is shared with the forks is not looked at again and again
+    gc.freeze()  # the collector need not visit objects shared with forks
     control.send(b"!")
     try:
         script = serve(control, door)
-    except KeyboardInterrupt:  # of the tests; its forks get one of their own
+    except KeyboardInterrupt:  # ctrl+c of the tests; forks get their own
         os._exit(130)
     if script is not None:
         script()

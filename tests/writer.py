@@ -1,9 +1,9 @@
-"""A training process that does nothing but record: writes spans into a ring of the run it is in.
+"""Simulates a training process: writes spans into a ring of its run.
 
     python writer.py RECORDS PER_SECOND [REPLICAS]
 
-RECORDS calls and steps become of them, in turn. PER_SECOND 0: as fast as it can. Prints how many spans it wrote, so
-that a test can compare what was sent with what was seen.
+The spans result in RECORDS calls and steps, alternately, PER_SECOND of them a second (0: as fast as possible). Prints
+the number of spans, so that a test can compare it with the number that was read.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = ["SPANS", "main"]
 
 BURST_S = 0.01
 SPANS = 4
-"""Of each step: of a fetch, in which the number of the step stands, a call, a backward pass and an optimizer."""
+"""Spans of a step: fetch (with the number of the step), call, backward pass and optimizer."""
 
 
 def _open() -> tuple[SpanRing, Lines]:
-    """A new ring of the run."""
+    """Make a new ring in the run."""
     directory, start = os.environ["DPMON_RUN"], int(os.environ["DPMON_START_NS"])
     for process in range(64):
         path = f"{directory}/process-{process}.ring"
@@ -54,7 +54,7 @@ def _define(lines: Lines, replicas: int) -> None:
 
 
 def main(records: int, rate: float, replicas: int, after: Callable[[int], object] = int) -> None:
-    """Write what becomes `records` calls and steps, `rate` a second; `after` is called with the number of each."""
+    """Write spans for `records` calls and steps, `rate` a second; call `after` with the number of each."""
     ring, lines = _open()
     _define(lines, replicas)
     put, written = ring.put, 0
@@ -78,7 +78,7 @@ def main(records: int, rate: float, replicas: int, after: Callable[[int], object
         after(number)
     lines.put(end=True, uncaught=False)
     ring.words[Word.ENDED] = 1
-    # In one write: other threads of the tests' scripts print, too.
+    # In one write, because other threads of the script also print.
     print(f"sent {written + 1}", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Makes steps as the store takes them, and what the store should say of them, for tests of dpmon.store."""
+"""Makes steps for tests of dpmon.store, and the answers that the store should give."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SECOND = 1_000_000_000
 
 
 class OneStep(NamedTuple):
-    """A step, when it began (ns), and which tally it belongs to."""
+    """A step, its start (ns), and the key of its tally."""
 
     key: Key
     start: int
@@ -31,12 +31,12 @@ class OneStep(NamedTuple):
 
     @property
     def end(self) -> int:
-        """When it ended, ns."""
+        """Return the end, ns."""
         return self.start + self.facts.wall
 
 
 def some_facts(chance: random.Random, number: int, wall: int, samples: int | None = 8) -> StepFacts:
-    """A step with some of the phases, and some device times and replicas."""
+    """Return a step with random phases, device times and replicas."""
     phases = [None if chance.random() < 0.2 else int(wall * chance.random()) for _ in PHASES]
     parts = [(f"replica 1 {index}", int(wall * chance.random())) for index in range(chance.randrange(3))]
     device = {"forward": int(wall * chance.random())} if chance.random() < 0.5 else {}
@@ -49,7 +49,7 @@ def some_facts(chance: random.Random, number: int, wall: int, samples: int | Non
 def some_steps(
     chance: random.Random, count: int, seconds: float, processes: Sequence[int] = (0,), begin: float = 0.0
 ) -> list[OneStep]:
-    """Steps of some processes between two times, in order of their numbers, which is that of time in each process."""
+    """Return random steps of some processes between two times, ordered by number and time."""
     found = []
     ends = sorted(int((begin + chance.random() * (seconds - begin)) * SECOND) for _ in range(count))
     for number, end in enumerate(ends, start=1):
@@ -62,7 +62,7 @@ def some_steps(
 
 
 def expected(steps: Iterable[OneStep]) -> dict[int, dict[tuple[int, Key], Tally]]:
-    """By width, the tally of each start and key; those of all processes too, if there are several."""
+    """Return, by width, the tally of each start and key, also for all processes together if there are several."""
     found: dict[int, dict[tuple[int, Key], Tally]] = {width: defaultdict(Tally) for width in WIDTHS}
     steps = list(steps)
     several = len({step.key.process for step in steps}) > 1
@@ -75,13 +75,13 @@ def expected(steps: Iterable[OneStep]) -> dict[int, dict[tuple[int, Key], Tally]
 
 
 def store_of(db: sqlite3.Connection) -> Store:
-    """The store of a history, which is read without a bound."""
+    """Return the store of a history without a limit on reading."""
     return Store(db, Bounds(db, LARGEST))
 
 
 @contextmanager
 def asked(directory: Path) -> Iterator[Store]:
-    """The store of a history."""
+    """Open the store of a history."""
     with closing(sqlite3.connect(directory / HISTORY_FILE, isolation_level=None)) as db:
         db.execute("BEGIN")
         yield store_of(db)

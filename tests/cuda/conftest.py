@@ -1,4 +1,4 @@
-"""For tests over a simulated CUDA runtime: torch's own CUDA build is needed, a GPU is not."""
+"""Fixtures for tests over a simulated CUDA runtime, which need torch built for CUDA, but no GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).parents[1] / "process"))  # tracing.py
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The simulated runtime, compiled; skips the test where that cannot be done."""
+    """The compiled simulated runtime; skip the test if it cannot be compiled."""
     reason = why_not()
     if reason:
         pytest.skip(reason)

@@ -2,11 +2,10 @@
 
     python tests/gpu/check.py [--rehearse] [--quick] [-k EXPRESSION]
 
-Runs the tests marked `gpu` and the tracer's benchmark, and prints what was measured beside what it was compared with,
-with the GPU's name, the driver and the versions: the table that belongs into docs/gpus.md. `--rehearse` trains on the
-CPU where there is no GPU and skips what needs one; `--quick` leaves the benchmark out, `-k` takes some of the tests.
-Where OUT names a directory, all that was printed and the table as JSON lines are left there. Status 1 if anything
-failed.
+Runs the tests marked `gpu` and the tracer's benchmark, and prints a table for docs/gpus.md: each measured figure beside
+its reference, with the GPU's name, the driver and the versions. `--rehearse` runs without a GPU, on the CPU, and skips
+tests that need a GPU; `--quick` leaves out the benchmark; `-k` selects tests. If OUT names a directory, the output and
+the table (as JSON lines) are also written there. Exits with 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ HEAD = ("what", "dpmon", "reference", "apart", "may be", "")
 
 
 def machine() -> list[str]:
-    """What the figures were measured on."""
+    """Return lines that describe this machine."""
     import torch
 
     gpus = (
@@ -50,7 +49,7 @@ def machine() -> list[str]:
 
 
 def table(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The rows as text in columns: what, our figure, the other one, how far apart, how far they may be."""
+    """Return the rows as text in columns: name, figure of dpmon, reference, difference, limit, verdict."""
     lines = [HEAD]
     for row in rows:
         ours, theirs, unit, limit = row["dpmon"], row["reference"], row["unit"], row["limit"]
@@ -64,39 +63,39 @@ def table(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows that the tests have written."""
+    """Return the rows that the tests have written."""
     try:
         return [json.loads(line) for line in path.read_text().splitlines()]
     except FileNotFoundError:
         return []
 
 
-_said: list[str] = []
+_printed: list[str] = []
 
 
 def say(text: str) -> None:
-    """Print it, and keep it for OUT."""
+    """Print text, and keep it for OUT."""
     print(text, flush=True)
-    _said.append(text)
+    _printed.append(text)
 
 
-def told(command: list[str], env: Mapping[str, str]) -> int:
-    """Run a command, say what it says as it says it, and return its status."""
-    heard = b""
+def passed_on(command: list[str], env: Mapping[str, str]) -> int:
+    """Run a command, pass on its output, and return its status."""
+    output = b""
     with subprocess.Popen(
         command, cwd=ROOT, env=dict(env), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as process:
         assert process.stdout is not None
         while some := os.read(process.stdout.fileno(), 1 << 16):
-            heard += some
+            output += some
             sys.stdout.buffer.write(some)
             sys.stdout.flush()
-    _said.append(heard.decode("utf-8", "replace"))
+    _printed.append(output.decode("utf-8", "replace"))
     return process.returncode
 
 
 def main() -> int:
-    """Run it all and print the table."""
+    """Run the tests and the benchmark, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, where there is no GPU")
     parser.add_argument("--quick", action="store_true", help="without the benchmark")
@@ -122,21 +121,21 @@ def main() -> int:
         }
         if options.rehearse:
             env["DPMON_CHECK_DEVICE"] = "cpu"
-        # Warnings of a torch that these tests do not know are no failures of ours.
+        # Warnings of another version of torch are no failures of dpmon.
         tests = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "-rfEs", "-p", "no:cacheprovider", "-W", "default"]
         tests += ["--durations=12", *(["-k", options.k] if options.k else [])]
         if importlib.util.find_spec("pytest_timeout") is not None:
             tests.append("--timeout=300")
-        status = told([*tests, str(ROOT / "tests" / "gpu")], env)
+        status = passed_on([*tests, str(ROOT / "tests" / "gpu")], env)
         rows = read(path)
     if not options.quick:
         say("\nthe tracer's cost on the CPU of this machine:")
         bench = [sys.executable, str(ROOT / "tests" / "benchmarks" / "bench_tracer.py"), "--replicas", "0", "2"]
-        status = told(bench, env) or status
+        status = passed_on(bench, env) or status
     say("\n".join(["", *machine(), "", *table(rows)]))
     if os.environ.get("OUT"):
         out = Path(os.environ["OUT"])
-        (out / "check.txt").write_text("\n".join(_said) + "\n")
+        (out / "check.txt").write_text("\n".join(_printed) + "\n")
         (out / "table.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return 1 if status else 0
 

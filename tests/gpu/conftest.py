@@ -1,7 +1,7 @@
-"""For tests on real hardware: on which device, and the table of what was measured.
+"""Fixtures for tests on real hardware: the device, and the table of measurements.
 
-`DPMON_CHECK_DEVICE=cpu` rehearses on a machine without a GPU what can be rehearsed there; tests that need the real
-thing are skipped then too. `DPMON_CHECK_TABLE` names a file that takes a line of JSON for each row of the table.
+`DPMON_CHECK_DEVICE=cpu` runs the tests on a machine without a GPU, and skips those that need one. `DPMON_CHECK_TABLE`
+names a file to which each row of the table is added as a line of JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Row = Callable[..., None]
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """The device to train on; skips the test where there is none."""
+    """The device to train on; skip the test if there is none."""
     name = os.environ.get("DPMON_CHECK_DEVICE", "cuda:0")
     if name.startswith("cuda") and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
@@ -31,7 +31,7 @@ def device() -> str:
 
 @pytest.fixture
 def gpu(device: str) -> str:
-    """The same, where only a GPU will do."""
+    """The device, for tests that need a GPU."""
     if not device.startswith("cuda"):
         pytest.skip("needs a GPU, not a rehearsal")
     return device
@@ -39,7 +39,7 @@ def gpu(device: str) -> str:
 
 @pytest.fixture
 def row() -> Row:
-    """Adds a row to the table, then fails the test if the two figures are further apart than they may be."""
+    """A function that adds a row to the table, and fails if the two figures differ too much."""
 
     def add(what: str, ours: float, theirs: float, unit: str, within: float | None = None, share: bool = True) -> None:
         apart = abs(ours - theirs) / abs(theirs) if share and theirs else abs(ours - theirs)

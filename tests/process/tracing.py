@@ -1,7 +1,7 @@
-"""Runs a script in a Python with the tracer in it, as the supervisor would start it, and reads what it recorded.
+"""Runs a script in a Python with the tracer, as the supervisor starts it, and reads its records.
 
-No command line, no supervisor: the environment is all there is between them and the tracer. The Python is a fork of one
-that has torch already (`warm`), for the import takes longer than what most scripts do; a fresh one where asked for.
+There is no command line and no supervisor, only the environment variables that they set. The script runs in a fork of a
+Python with torch (`warm`), because the import takes longer than most scripts; or, with `fresh`, in a fresh interpreter.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ __all__ = ["SITE", "Script", "Traced", "alone", "read_run", "text_of", "traced"]
 PACKAGE = Path(dpmon.__file__).resolve().parent
 SITE = PACKAGE / "tracer" / "site"
 LIMIT_S = 250.0
-# One thread, so that the last bit of a sum hangs on nothing; no byte code beside scripts that live for a second.
-# OURS: how the path of each file of dpmon begins. Its name alone does not tell: it may be that of the clone, too.
+# One thread, because with several the last bit of a sum may vary; no byte code beside scripts that run once.
+# OURS: the first part of the path of each file of dpmon (the name dpmon may also be that of the clone).
 SAME = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "OURS": f"{PACKAGE}{os.sep}"}
 
 
 @dataclass(frozen=True)
 class Traced:
-    """How a script ended, what it wrote, and what the tracer recorded of it (nothing if it ran alone)."""
+    """Exit status and output of a script, and its records (none if it ran without the tracer)."""
 
     status: int
-    """As subprocess has it: minus the signal's number, if it was killed."""
+    """As in subprocess: minus the signal's number if a signal ended it."""
     out: str
     err: str
     records: tuple[Record, ...]
-    """Of all processes, ring by ring."""
+    """Records of all processes, ring by ring."""
     missed: int
     unreadable: tuple[str, ...]
-    """What is wrong with payloads that no decoder understands."""
+    """Errors of the decoder, one per payload that it refused."""
     warnings: tuple[str, ...]
     """Lines of warnings.log, without process and time."""
     stages: tuple[str, ...]
@@ -59,22 +59,22 @@ class Traced:
 
     @property
     def said(self) -> Any:
-        """The JSON that the script printed as its last line."""
+        """Return the JSON in the last line of its output."""
         assert self.status == 0, self.err
         return json.loads(self.out.splitlines()[-1])
 
     @property
     def processes(self) -> list[int]:
-        """The processes that have a ring."""
+        """Return the numbers of the processes with a ring."""
         return sorted({event.data["process"] for event in self.events("process")})
 
     def process_of(self, pid: int) -> int:
-        """The number of the process that had `pid`."""
+        """Return the number of the process with `pid`."""
         (event,) = [event for event in self.events("process") if event.data["pid"] == pid]
         return int(event.data["process"])
 
     def calls(self, root: str | None = None, process: int | None = None) -> list[Call]:
-        """Calls in their order, of one root's class or one process only."""
+        """Return the calls in order, or only those of one root or process."""
         return [
             record
             for record in self.records
@@ -82,11 +82,11 @@ class Traced:
         ]
 
     def steps(self, process: int | None = None) -> list[Step]:
-        """Steps in their order."""
+        """Return the steps in order."""
         return [r for r in self.records if isinstance(r, Step) and process in (None, r.process)]
 
     def events(self, kind: str, process: int | None = None) -> list[Event]:
-        """Events of one kind in their order."""
+        """Return the events of one kind in order."""
         return [
             record
             for record in self.records
@@ -95,7 +95,7 @@ class Traced:
 
     @property
     def complaints(self) -> list[str]:
-        """Every warning of ours, wherever it was written, and every record that cannot be read."""
+        """Return all warnings of dpmon, wherever they were written, and errors of unreadable records."""
         return [*self.unreadable, *self.warnings, *(str(event.data["text"]) for event in self.events("warning"))]
 
 
@@ -116,9 +116,9 @@ class Script:
         name: str = "script.py",
         fresh: bool = False,
     ) -> None:
-        """Start `text` in a directory of its own under `place`; without `run`, as if there were no dpmon.
+        """Start `text` in a new directory under `place`; without `run`, without dpmon.
 
-        `fresh`: in an interpreter that has imported nothing, as in a long run all are; for what hangs on that.
+        `fresh`: in a fresh interpreter, as all scripts are in a long run, for tests of the start of an interpreter.
         """
         self.cwd = Path(tempfile.mkdtemp(dir=place))
         self.directory = self.cwd / "run"
@@ -143,7 +143,7 @@ class Script:
         )
 
     def __del__(self) -> None:
-        """A test that fails half-way leaves nothing running."""
+        """End the script if a test failed before its end."""
         process: subprocess.Popen[str] | Piped | None = self.__dict__.get("process")
         if process is None:
             return
@@ -168,18 +168,18 @@ class Script:
         return {**env, **extra}
 
     def line(self) -> str:
-        """The next line of its output; "" at the end."""
+        """Return the next line of its output; "" at the end."""
         assert self.process.stdout is not None
         return self.process.stdout.readline().rstrip("\n")
 
     def go_on(self, line: str = "") -> None:
-        """Give it a line of input."""
+        """Write a line to its standard input."""
         assert self.process.stdin is not None
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
 
     def ring(self, process: int = 0) -> ScriptRing:
-        """The ring of a process, which is waited for."""
+        """Wait for the ring of a process, and open it."""
         until = time.monotonic() + LIMIT_S
         while True:
             try:
@@ -190,7 +190,7 @@ class Script:
                 time.sleep(0.001)
 
     def end(self, limit: float = LIMIT_S) -> Traced:
-        """Wait for its end, which must come within `limit` seconds."""
+        """Wait for its end; fail after `limit` seconds."""
         try:
             out, err = self.process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
@@ -212,7 +212,7 @@ class Script:
 
 
 def text_of(name: str) -> str:
-    """The text of a script kept in `traced/`."""
+    """Return the text of a script in `traced/`."""
     return (Path(__file__).resolve().parent / "traced" / f"{name}.py").read_text()
 
 
@@ -223,7 +223,7 @@ def _lines(path: Path) -> tuple[str, ...]:
 
 
 class ScriptRing(ProcessRing):
-    """The ring of a script, from which its payloads are taken, too."""
+    """The ring of a script, with its payloads."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))
@@ -231,7 +231,7 @@ class ScriptRing(ProcessRing):
         self._row = RingRow(path.name, self.process, self.rank, self.pid)
 
     def read(self, *, gone: bool = False) -> list[bytes]:
-        """The payloads that are new; `gone`: its process is not there any more."""
+        """Return the new payloads; `gone`: the process has ended."""
         found: list[bytes] = []
         more = True
         while more:
@@ -240,18 +240,18 @@ class ScriptRing(ProcessRing):
         return found
 
     def rest(self) -> list[bytes]:
-        """All that is left of a process that is gone."""
+        """Return the remaining payloads of a process that has ended."""
         found: list[bytes] = []
         while not self._source.over:
             found += self.read(gone=True)
         return found
 
     def missed(self) -> int:
-        """Records or spans that were not read."""
+        """Return the number of records or spans that were not read."""
         return self._source.note(self._row)
 
     def laps(self) -> float:
-        """How often the ring went round until what was read last."""
+        """Return how often the ring has wrapped around, up to the last span that was read."""
         self._source.note(self._row)
         return self._row.position / self._ring.slots
 
@@ -261,7 +261,7 @@ class ScriptRing(ProcessRing):
 
 
 def read_run(directory: Path, origin_ns: int = 0) -> tuple[list[Record], int, list[str]]:
-    """All records of a run's rings, how many were missed or lost, and why some could not be read."""
+    """Return the records in a run's rings, the number of missed ones, and the errors of unreadable ones."""
     found: list[Record] = []
     missed = 0
     unreadable: list[str] = []
@@ -281,11 +281,11 @@ def read_run(directory: Path, origin_ns: int = 0) -> tuple[list[Record], int, li
 
 
 def traced(place: Path, text: str, *words: object, **options: Any) -> Traced:
-    """Run a script under the tracer to its end; options as `Script` takes them, and `limit`."""
+    """Run a script under the tracer to its end; options: those of `Script`, and `limit`."""
     limit = options.pop("limit", LIMIT_S)
     return Script(place, text, *words, **options).end(limit)
 
 
 def alone(place: Path, text: str, *words: object, **options: Any) -> Traced:
-    """The same without the tracer."""
+    """Run a script without the tracer."""
     return traced(place, text, *words, run=False, **options)

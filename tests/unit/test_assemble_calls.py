@@ -317,7 +317,7 @@ def test_a_step_without_its_device_times_holds_back_all_later_steps() -> None:
         script.fetch()
         script.call(net, timed=True)
     assembler = Assembler()
-    out = assembler.feed(script.spans, script.told(0, len(script.lines)))
+    out = assembler.feed(script.spans, script.lines_between(0, len(script.lines)))
     assert len(decoded(out).steps) == 5
     late = decoded(out)
     assert {step.untimed for step in late.steps} == {UNTIMED[Untimed.LATE]}
@@ -396,7 +396,7 @@ def test_a_pause_ends_the_open_step() -> None:
     at = script.now
     script.event("pause", "last", paused=True, step=0)
     assembler = Assembler()
-    out = assembler.feed(script.spans, script.told(0, len(script.lines)))
+    out = assembler.feed(script.spans, script.lines_between(0, len(script.lines)))
     assert decoded(out).events == []
     out += assembler.feed([], [])
     result = decoded(out)

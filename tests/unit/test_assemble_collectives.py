@@ -44,7 +44,7 @@ def test_a_collective_that_began_in_the_open_step_waits_for_its_end() -> None:
     script.collective(group, script.now, 0.1)
     script.learn(net)
     assembler = Assembler()
-    lines = script.told(0, len(script.lines))
+    lines = script.lines_between(0, len(script.lines))
     out = assembler.feed(script.spans, lines)
     assert out == []
     count = len(script.spans)

@@ -204,7 +204,7 @@ def test_a_successor_of_one_that_began_nothing() -> None:
     first = Assembler()
     second = Assembler.resumed(first.state(), [])
     assert (first.position, second.position) == (0, 0)
-    out = second.feed(script.spans, script.told(0, len(script.lines)))
+    out = second.feed(script.spans, script.lines_between(0, len(script.lines)))
     assert apart(out + second.end()) == apart(in_portions(script, []))
 
 
@@ -215,7 +215,7 @@ def test_a_state_is_small() -> None:
     for _ in range(4000):
         script.look(net)
     assembler = Assembler()
-    assembler.feed(script.spans, script.told(0, len(script.lines)))
+    assembler.feed(script.spans, script.lines_between(0, len(script.lines)))
     assert assembler.position == 0
     assert len(assembler.state()) < 1000
 
@@ -227,7 +227,7 @@ def test_the_position_follows_the_steps() -> None:
         script.fetch()
         script.learn(net)
     assembler = Assembler()
-    assembler.feed(script.spans, script.told(0, len(script.lines)))
+    assembler.feed(script.spans, script.lines_between(0, len(script.lines)))
     assert assembler.position == 36
     assert assembler.thread == 0
 
@@ -264,7 +264,7 @@ def test_what_is_lost_costs_no_other_step() -> None:
     wrapped = [span for span in script.spans if span.kind == Kind.WRAPPED]
     script.spans.remove(wrapped[1])
     assembler = Assembler()
-    out = assembler.feed(script.spans, script.told(0, len(script.lines))) + assembler.end()
+    out = assembler.feed(script.spans, script.lines_between(0, len(script.lines))) + assembler.end()
     result = decoded(out)
     # A step without a call is not recorded.
     assert [call.step for call in result.calls] == [1, 2, 3]
@@ -365,7 +365,7 @@ def test_calls_of_an_unknown_layout_are_counted_and_their_time_is_kept() -> None
     script.call(999)
     script.backward()
     assembler = Assembler()
-    assembler.feed(script.spans, script.told(0, len(script.lines)))
+    assembler.feed(script.spans, script.lines_between(0, len(script.lines)))
     result = decoded(assembler.end())
     assert assembler.dropped == 1
     assert [call.root for call in result.calls] == ["Net"]

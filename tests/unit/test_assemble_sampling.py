@@ -90,7 +90,7 @@ def test_steps_without_devices_request_no_sampling() -> None:
         script.fetch()
         script.learn(net)
     assembler = Assembler()
-    assembler.feed(script.spans, script.told(0, len(script.lines)))
+    assembler.feed(script.spans, script.lines_between(0, len(script.lines)))
     assert assembler.one_in == 0
 
 
@@ -125,6 +125,6 @@ def test_a_step_that_is_left_out_is_not_waited_for() -> None:
         script.copy()
     script.spans = [span._replace(flags=span.flags | Flag.UNTIMED) for span in script.spans]
     script.fetch()
-    (call,), (step,), *_ = decoded(Assembler().feed(script.spans, script.told(0, len(script.lines))))
+    (call,), (step,), *_ = decoded(Assembler().feed(script.spans, script.lines_between(0, len(script.lines))))
     assert call.absent["device_ms"] == step.untimed == UNTIMED[Untimed.SAMPLED]
     assert step.device_ms == dict.fromkeys(("data", "copy", "forward", "backward"))

@@ -688,12 +688,12 @@ def test_a_loader_with_64_steps_for_a_batch() -> None:
 
 
 def emitted_at(script: Script) -> list[int]:
-    """How many steps are known after each span, before the end."""
-    assembler, found, heard = Assembler(), [0], 0
+    """Return the number of steps that are known after each span, before the end."""
+    assembler, found, lines_read = Assembler(), [0], 0
     for at, span in enumerate(script.spans):
         until = script.needed(at + 1)
-        payloads = assembler.feed([span], script.told(heard, until))
-        heard = until
+        payloads = assembler.feed([span], script.lines_between(lines_read, until))
+        lines_read = until
         found.append(found[-1] + sum(kind_of(payload) == "step" for payload in payloads))
     return found
 
@@ -995,7 +995,7 @@ def test_a_fetch_that_has_begun_ends_the_step() -> None:
     script.fetch(ms=5000)
     whole = assembled(script).steps
     assembler = Assembler()
-    out = assembler.feed(script.spans[:-1], script.told(0, len(script.lines)))
+    out = assembler.feed(script.spans[:-1], script.lines_between(0, len(script.lines)))
     assert len(decoded(out).steps) == 1
     assert assembler.take_current_span(Kind.BACKWARD, script.spans[-1].start) == []
     assert assembler.take_current_span(Kind.FETCH, script.spans[-2].start) == []
@@ -1041,7 +1041,7 @@ def test_a_layout_with_too_many_devices_is_refused() -> None:
     script.fetch()
     script.learn(net)
     assembler = Assembler()
-    found = assembler.feed(script.spans, script.told(0, len(script.lines))) + assembler.end()
+    found = assembler.feed(script.spans, script.lines_between(0, len(script.lines))) + assembler.end()
     assert [payload for payload in found if kind_of(payload) == "call"] == []
     assert assembler.dropped >= 2  # the layout and the call
 
@@ -1057,5 +1057,5 @@ def test_calls_of_other_threads_do_not_wait_for_ever_behind_a_step_without_devic
     with script.on_thread(3):
         for _ in range(3 * MAX_GROUPS):
             script.look(net)
-    found = Assembler().feed(script.spans, script.told(0, len(script.lines)))
+    found = Assembler().feed(script.spans, script.lines_between(0, len(script.lines)))
     assert sum(kind_of(payload) == "call" for payload in found) >= 2 * MAX_GROUPS

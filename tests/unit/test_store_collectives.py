@@ -251,8 +251,7 @@ def head(span: Span) -> int:
 
 
 def written(ring: SpanRing, lines: Lines, found: Script, first: int, last: int) -> None:
-    told = found.needed(first), found.needed(last)
-    for line in found.told(*told):
+    for line in found.lines_between(found.needed(first), found.needed(last)):
         lines.put(**line)
     for span in found.spans[first:last]:
         ring.put(head(span), span.start, span.took, span.inputs | span.outputs << 32)

@@ -48,7 +48,7 @@ stats = torch.cuda.memory_stats()
 """
 
 
-def test_what_the_allocator_says_is_said(tmp_path: Path, gpus: Simulated) -> None:
+def test_figures_of_the_allocator_are_recorded(tmp_path: Path, gpus: Simulated) -> None:
     text = TRAINS + "\nprint(json.dumps(torch.cuda.memory_stats()))\n"
     run = traced(tmp_path, text, env=gpus.environment(2), mode="script")
     assert run.complaints == []
@@ -65,7 +65,7 @@ def test_what_the_allocator_says_is_said(tmp_path: Path, gpus: Simulated) -> Non
     assert (one["alloc_retries"], one["ooms"]) == (0, 0)
 
 
-def test_an_oom_that_torch_finds_is_told_with_the_state_before_it(tmp_path: Path, gpus: Simulated) -> None:
+def test_an_oom_is_recorded_with_the_memory_before_it(tmp_path: Path, gpus: Simulated) -> None:
     text = TRAINS + FULL + "print(json.dumps([text, before, stats]))\n"
     run = traced(tmp_path, text, env=gpus.environment(1), mode="script")
     said, before, after = run.said
@@ -82,7 +82,7 @@ def test_an_oom_that_torch_finds_is_told_with_the_state_before_it(tmp_path: Path
 
 
 @pytest.mark.parametrize("chosen", ["3,1", "GPU-00000000-0000-0000-0000-000000000003,1"])
-def test_which_gpu_is_which(dpmon: Dpmon, tmp_path: Path, gpus: Simulated, chosen: str) -> None:
+def test_gpus_are_identified_by_uuid_in_any_order(dpmon: Dpmon, tmp_path: Path, gpus: Simulated, chosen: str) -> None:
     """CUDA numbers them the other way round than NVML does, and the command chooses two of them."""
     fake = FakeNvml(tmp_path, nvml(tmp_path))
     fake.tell("gpus 4")

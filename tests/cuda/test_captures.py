@@ -17,7 +17,7 @@ TEXT = (Path(__file__).parent / "scripts" / "captures.py").read_text()
 
 
 @pytest.mark.parametrize("which", ["step", "callables", "thread"])
-def test_captures_are_those_without_us(tmp_path: Path, gpus: Simulated, which: str) -> None:
+def test_captures_are_the_same_as_without_dpmon(tmp_path: Path, gpus: Simulated, which: str) -> None:
     without = alone(tmp_path, TEXT, which, env=gpus.environment(1))
     theirs, waited = gpus.truth(), gpus.counts()
     run = traced(tmp_path, TEXT, which, env=gpus.environment(1), mode="script")

@@ -30,7 +30,7 @@ def test_the_exposed_part_is_what_the_computing_stream_waits_for(tmp_path: Path,
     assert median([ms for ms in backward if ms is not None]) == pytest.approx(19 * KERNEL_MS, rel=0.1)
 
 
-def test_nothing_waits_for_the_device(tmp_path: Path, gpus: Simulated) -> None:
+def test_no_function_waits_for_the_device(tmp_path: Path, gpus: Simulated) -> None:
     counts = []
     for run in (traced, alone):
         env = gpus.environment(1, kernel_us=1000 * KERNEL_MS)

@@ -44,7 +44,7 @@ print(json.dumps(said))
 """
 
 
-def test_a_fault_that_stays_is_the_scripts_and_told_once(tmp_path: Path, gpus: Simulated) -> None:
+def test_a_lasting_fault_reaches_the_script_and_is_reported_once(tmp_path: Path, gpus: Simulated) -> None:
     without = alone(tmp_path, LOST, env=gpus.environment(1))
     run = traced(tmp_path, LOST, env=gpus.environment(1), mode="script")
     assert run.said == without.said == ["CUDA error: an illegal memory access was encountered"] * 10
@@ -68,7 +68,7 @@ print(torch.cuda.memory_allocated() >> 20)
 """
 
 
-def test_replicas_that_find_no_memory(tmp_path: Path, gpus: Simulated) -> None:
+def test_replicas_that_run_out_of_memory(tmp_path: Path, gpus: Simulated) -> None:
     """The module takes 64 MiB, and so do its gradients; for seven more of it there is no room."""
     run = traced(tmp_path, LARGE, env=gpus.environment(1, memory_mib=400), replicas=8)
     assert run.status == 0, run.err

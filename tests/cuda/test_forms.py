@@ -24,7 +24,7 @@ def forwards(truth: Truth, device: int) -> list[float]:
 
 
 @pytest.mark.parametrize("which", FORMS)
-def test_each_form_is_as_without_us(tmp_path: Path, gpus: Simulated, which: str) -> None:
+def test_each_form_gives_the_same_as_without_dpmon(tmp_path: Path, gpus: Simulated, which: str) -> None:
     without = alone(tmp_path, TEXT, which, env=gpus.environment(2, kernel_us=1500))
     theirs = gpus.counts()
     run = traced(tmp_path, TEXT, which, env=gpus.environment(2, kernel_us=1500), mode="script")

@@ -31,7 +31,7 @@ SHARES = {2: [15, 15], 4: [8, 8, 8, 6]}
     ],
     ids=["written over 2", "written over 4", "bare over 2", "4 virtual", "written, 2 virtual"],
 )
-def test_there_and_back(
+def test_a_toggle_to_single_and_back_to_dp(
     tmp_path: Path, gpus: Simulated, form: str, count: int, replicas: int, asked: dict[str, Any]
 ) -> None:
     script = Script(tmp_path, TEXT, form, env=gpus.environment(count, kernel_us=5), **asked)
@@ -113,7 +113,7 @@ print(sorted(seen))
         ("cpu,cpu", "--devices names cpu, but the module is on cuda:0"),
     ],
 )
-def test_devices_that_cannot_be_had(tmp_path: Path, gpus: Simulated, devices: str, reason: str, form: str) -> None:
+def test_devices_that_are_not_available(tmp_path: Path, gpus: Simulated, devices: str, reason: str, form: str) -> None:
     """It runs on one device then, and is not called so while it runs on those that it was written for."""
     run = traced(tmp_path, REFUSED, form, env=gpus.environment(2), devices=devices)
     assert run.out.splitlines()[-1:] == ["[(8, 0)]"], run.err

@@ -41,7 +41,7 @@ def with_and_without(
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("name", STEPS)
-def test_examples_wait_no_more_than_without(tmp_path: Path, gpus: Simulated, name: str, count: int) -> None:
+def test_examples_wait_no_more_than_without_dpmon(tmp_path: Path, gpus: Simulated, name: str, count: int) -> None:
     text = (NO_CUDNN if name == "model_parallel" else "") + (EXAMPLES / f"{name}.py").read_text()
     run, ours, theirs = with_and_without(tmp_path, gpus, text, STEPS[name], count, kernel_us=5)
     for function in (*WAITING, *WORK):

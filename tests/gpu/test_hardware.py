@@ -55,7 +55,7 @@ def number(text: str) -> float | None:
 # ---------------------------------------------------------------------------------------- NVML
 
 
-def test_nvml_says_what_nvidia_smi_says(dpmon: Dpmon, gpu: str, row: Any) -> None:
+def test_figures_of_nvml_equal_those_of_nvidia_smi(dpmon: Dpmon, gpu: str, row: Any) -> None:
     fields = ("index", "uuid", "name", "memory.total", "memory.reserved", "memory.used", "power.limit", "power.draw")
     fields += ("temperature.gpu", "clocks.mem", "persistence_mode", "ecc.errors.uncorrected.volatile.total")
     script = dpmon.script("import time, torch\nx = torch.ones(1, device='cuda')\ntime.sleep(25)\n")
@@ -98,7 +98,7 @@ def test_nvml_says_what_nvidia_smi_says(dpmon: Dpmon, gpu: str, row: Any) -> Non
     process.wait(100)
 
 
-def test_asking_nvml_is_cheap(dpmon: Dpmon, gpu: str, row: Any) -> None:
+def test_queries_of_nvml_are_cheap(dpmon: Dpmon, gpu: str, row: Any) -> None:
     """The supervisor's share of a core with these GPUs, over half a minute."""
     import psutil
 
@@ -134,7 +134,7 @@ def test_the_gpu_of_the_run_is_known_by_uuid(dpmon: Dpmon, gpu: str) -> None:
     process.wait(300)
 
 
-def test_memory_is_torchs_own(tmp_path: Path, gpu: str, row: Any) -> None:
+def test_memory_equals_torchs_own_figures(tmp_path: Path, gpu: str, row: Any) -> None:
     text = TRAINING + "\nprint(json.dumps([torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()]))\n"
     run = traced(tmp_path, text, gpu, 20_000, "bare", "losses")
     (one,) = [one for one in run.events("memory")[-1].data["devices"] if one["device"] == "cuda:0"]
@@ -146,7 +146,7 @@ def test_memory_is_torchs_own(tmp_path: Path, gpu: str, row: Any) -> None:
     assert bare_uuid(one["uuid"]) == bare_uuid(str(torch.cuda.get_device_properties(0).uuid))
 
 
-def test_an_oom_is_told_with_the_state_before_it(tmp_path: Path, gpu: str) -> None:
+def test_an_oom_is_recorded_with_the_memory_before_it(tmp_path: Path, gpu: str) -> None:
     run = traced(tmp_path, (SCRIPTS / "full.py").read_text())
     assert run.said["failed"]
     (oom,) = run.events("oom")
@@ -169,7 +169,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory, device: str) -> Traced:
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
-def test_phases_are_the_profilers(profiled: Traced, row: Any, phase: str) -> None:
+def test_phases_equal_those_of_the_profiler(profiled: Traced, row: Any, phase: str) -> None:
     """Host time of each phase, the median of the same steps, within 5 % of torch.profiler's.
 
     What a record_function takes itself, at both ends, is in the profiler's and not in ours: a phase of a host that
@@ -185,7 +185,7 @@ def test_phases_are_the_profilers(profiled: Traced, row: Any, phase: str) -> Non
     row(f"{phase}, host time, median of {STEPS} steps", ours, most, "ms", round(within, 3))
 
 
-def test_events_give_the_devices_own_time(gpu: str, row: Any) -> None:
+def test_events_measure_the_devices_own_time(gpu: str, row: Any) -> None:
     """dpmon.tracer.events, against two events around it all."""
     faults: list[BaseException] = []
     times = DeviceTimes(TorchEvents(), faults.append)
@@ -231,7 +231,7 @@ def large(tmp_path_factory: pytest.TempPathFactory, device: str) -> Traced:
 
 
 @pytest.mark.parametrize("phase", ["copy", "forward", "backward", "optimizer"])
-def test_device_times_are_the_profilers(gpu: str, large: Traced, row: Any, phase: str) -> None:
+def test_device_times_equal_those_of_the_profiler(gpu: str, large: Traced, row: Any, phase: str) -> None:
     """Device time of each phase, the median of the same steps, within 5 % of torch.profiler's."""
     steps = large.steps()[LARGE_WARM_UP : LARGE_WARM_UP + LARGE_STEPS]
     theirs = large.said["device_ms"][phase]
@@ -255,7 +255,7 @@ def test_calls_and_steps_agree_on_their_device(gpu: str, large: Traced) -> None:
         assert step.untimed is None
 
 
-def test_a_device_that_is_slow_is_not_waited_for_once_more(tmp_path: Path, large: Traced, device: str) -> None:
+def test_a_slow_device_is_not_waited_for_more_often(tmp_path: Path, large: Traced, device: str) -> None:
     without = Script(tmp_path, LARGE, device, LARGE_STEPS, "profile", run=False).end().said["waits"]
     assert large.said["waits"] == without
 
@@ -327,12 +327,12 @@ def test_the_command_line_without_a_screen(dpmon: Dpmon, gpu: str) -> None:
     assert b"cuda:0" in dpmon.run("report").out
 
 
-def test_the_device_is_not_waited_for_once_more(tmp_path: Path, profiled: Traced, device: str, row: Any) -> None:
+def test_the_device_is_not_waited_for_more_often(tmp_path: Path, profiled: Traced, device: str, row: Any) -> None:
     without = Script(tmp_path, TRAINING, device, STEPS, "bare", "profile", run=False).end().said["waits"]
     row("waits for the device in those steps", profiled.said["waits"], without, "calls", 0.0, False)
 
 
-def test_losses_are_those_without_us(tmp_path: Path, device: str) -> None:
+def test_losses_are_the_same_as_without_dpmon(tmp_path: Path, device: str) -> None:
     alone = Script(tmp_path, TRAINING, device, STEPS, "bare", "losses", run=False).end().said
     assert traced(tmp_path, TRAINING, device, STEPS, "bare", "losses", mode="script").said == alone
 

@@ -46,7 +46,7 @@ def test_python_m_dpmon_is_dpmon(dpmon: Dpmon) -> None:
 
 
 @pytest.mark.parametrize(("word", "hint"), [("attch", " (did you mean attach?)"), ("frobnicate", "")])
-def test_a_mistyped_command_is_told_which_was_meant(dpmon: Dpmon, word: str, hint: str) -> None:
+def test_a_mistyped_command_gets_a_suggestion(dpmon: Dpmon, word: str, hint: str) -> None:
     result = dpmon.run(word)
     assert (result.status, result.out, result.errors) == (2, b"", f"dpmon: command not found: {word}{hint}\n")
     assert dpmon.runs() == []
@@ -57,7 +57,7 @@ def test_a_mistyped_command_is_told_which_was_meant(dpmon: Dpmon, word: str, hin
     (["ls"], {"textual", "torch", "pynvml", "psutil"}),
     (["script.py"], {"textual", "torch", "pynvml", "psutil"}),
 ])  # fmt: skip
-def test_what_is_not_needed_is_not_imported(dpmon: Dpmon, words: list[str], absent: set[str]) -> None:
+def test_commands_import_only_the_libraries_that_they_need(dpmon: Dpmon, words: list[str], absent: set[str]) -> None:
     dpmon.script("print(1)")
     code = (
         "import atexit, sys\n"
@@ -75,7 +75,7 @@ def test_what_is_not_needed_is_not_imported(dpmon: Dpmon, words: list[str], abse
     assert not loaded & absent
 
 
-def test_detach_returns_at_once_and_everything_finds_the_run(dpmon: Dpmon) -> None:
+def test_detach_returns_immediately_and_all_commands_find_the_run(dpmon: Dpmon) -> None:
     dpmon.script(WAIT + "import sys; print('out'); print('err', file=sys.stderr); sys.exit(4)")
     result = dpmon.run("--detach", "--name", "mine", "script.py", "--lr", "3")
     assert result.status == 0
@@ -98,7 +98,7 @@ def test_detach_returns_at_once_and_everything_finds_the_run(dpmon: Dpmon) -> No
     assert row[-3:] == ["script.py", "--lr", "3"]
 
 
-def test_a_start_that_fits_several_runs_is_refused(dpmon: Dpmon) -> None:
+def test_a_beginning_of_several_run_names_is_refused(dpmon: Dpmon) -> None:
     dpmon.script("pass")
     dpmon.run("script.py")
     dpmon.run("script.py")

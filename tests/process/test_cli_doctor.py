@@ -17,7 +17,7 @@ def asked(dpmon: Dpmon, *words: object, **env: str) -> tuple[int, dict[str, Any]
     return result.status, {check["name"]: check for check in json.loads(result.text)["checks"]}
 
 
-def test_here_tracing_works(dpmon: Dpmon, tmp_path: Path) -> None:
+def test_doctor_finds_that_tracing_works(dpmon: Dpmon, tmp_path: Path) -> None:
     status, checks = asked(dpmon, TMPDIR=str(tmp_path))
     assert checks["tracing"]["state"] == "ok", checks
     assert "a child's calls are in its record" in checks["tracing"]["found"]
@@ -28,7 +28,7 @@ def test_here_tracing_works(dpmon: Dpmon, tmp_path: Path) -> None:
     assert not dpmon.runs(), "it makes no run"
 
 
-def test_a_python_that_hides_the_tracer_is_found_out(dpmon: Dpmon, tmp_path: Path) -> None:
+def test_doctor_finds_a_python_that_hides_the_tracer(dpmon: Dpmon, tmp_path: Path) -> None:
     deaf = tmp_path / "python-deaf"
     deaf.write_text(f'#!/bin/sh\nexec {sys.executable} -E "$@"\n')
     deaf.chmod(0o755)

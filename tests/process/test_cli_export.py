@@ -51,7 +51,7 @@ def test_all_formats_of_a_run_that_goes_on_and_that_has_ended(dpmon: Dpmon, tmp_
         dpmon.exit()
 
 
-def test_what_cannot_be_exported_is_said_in_one_sentence(dpmon: Dpmon, tmp_path: Path) -> None:
+def test_an_export_that_is_not_possible_gives_one_sentence(dpmon: Dpmon, tmp_path: Path) -> None:
     dpmon.script("pass")
     dpmon.run("script.py")
     for words, said in (

@@ -85,7 +85,7 @@ def test_lines_of_json_in_a_file_and_of_a_run_that_is_followed(dpmon: Dpmon, tmp
     assert [line["kind"] for line in parsed(err.decode())][-1] == "exit"
 
 
-def test_a_pipe_that_nobody_empties_holds_nothing_up(dpmon: Dpmon, tmp_path: Path) -> None:
+def test_a_full_pipe_does_not_block_dpmon(dpmon: Dpmon, tmp_path: Path) -> None:
     from dpmon.cli.lines import LineFile
 
     os.mkfifo(tmp_path / "pipe")
@@ -108,7 +108,7 @@ def test_a_pipe_that_nobody_empties_holds_nothing_up(dpmon: Dpmon, tmp_path: Pat
     assert lines.write(line), "a reader that has gone takes everything"
 
 
-def test_what_means_nothing_is_refused_before_anything_starts(dpmon: Dpmon, tmp_path: Path) -> None:
+def test_invalid_options_are_refused_before_the_script_starts(dpmon: Dpmon, tmp_path: Path) -> None:
     dpmon.script("open('ran', 'w')")
     for words, said in (
         (["--json", "--detach"], "does not work with --detach"),
@@ -121,7 +121,7 @@ def test_what_means_nothing_is_refused_before_anything_starts(dpmon: Dpmon, tmp_
     assert not (dpmon.cwd / "ran").exists()
 
 
-def test_the_metrics_of_a_run_that_was_left_alone(dpmon: Dpmon, tmp_path: Path) -> None:
+def test_metrics_of_a_detached_run(dpmon: Dpmon, tmp_path: Path) -> None:
     dpmon.script(TRAINS)
     assert dpmon.run(*dpmon.warm(), "--detach", "script.py", env={"DPMON_METRICS": str(tmp_path)}).status == 0
     (target,) = wait_for(lambda: list(tmp_path.glob("dpmon-script-*.prom")))

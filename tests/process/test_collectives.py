@@ -121,12 +121,12 @@ def test_ranks_sample_the_same_steps(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_losses_weights_and_errors_are_as_without(runs: Runs, form: str) -> None:
+def test_losses_weights_and_errors_are_the_same_as_without_dpmon(runs: Runs, form: str) -> None:
     with_, without = ([(one["losses"], one["weights"]) for one in told(run, form)] for run in runs[:2])
     assert with_ == without
 
 
-def test_nothing_is_said_or_lost(runs: Runs) -> None:
+def test_sampling_writes_no_warning_and_loses_no_record(runs: Runs) -> None:
     run = runs.traced
     assert run.complaints == []
     assert run.missed == 0
@@ -145,7 +145,7 @@ def of_kind(run: Traced, kind: type) -> list[Any]:
     return [one for one in run.records if isinstance(one, kind)]
 
 
-def test_kernels_of_the_script_are_called_as_without(oddly: Callable[[str], Traced]) -> None:
+def test_operator_kernels_of_the_script_are_called_as_without_dpmon(oddly: Callable[[str], Traced]) -> None:
     """At an autograd key beside ours, at the same key in place of ours."""
     run = oddly("own kernels")
     assert (run.said["AutogradCPU"], run.said["BackendSelect"]) == (40, 40)
@@ -178,7 +178,7 @@ def test_no_step_is_sampled_while_another_thread_communicates(oddly: Callable[[s
     assert run.complaints == []
 
 
-def test_collectives_of_another_thread_that_rests_are_recorded_too(oddly: Callable[[str], Traced]) -> None:
+def test_collectives_are_sampled_beside_an_idle_thread(oddly: Callable[[str], Traced]) -> None:
     run = oddly("threads that rest")
     assert run.said["left"] == ["MainThread"]
     groups = Counter(one.bytes for one in of_kind(run, Collective))

@@ -52,7 +52,7 @@ def test_phases_calls_and_replicas_have_the_time_of_the_device(plain: Traced) ->
     assert "before the first call" in str(as_json(steps[0])["absent"]["device_ms"])
 
 
-def test_the_record_keeps_its_order(plain: Traced) -> None:
+def test_late_device_times_do_not_change_the_order_of_the_record(plain: Traced) -> None:
     """Late as they are: each step once, after its call, whatever the device did meanwhile."""
     order = [
         ("call" if isinstance(record, Call) else "step", record.step)
@@ -72,7 +72,7 @@ def test_what_runs_inside_a_phase_is_not_counted_twice(plain: Traced) -> None:
 @pytest.mark.parametrize(
     ("name", "after"), [("captured", "after it"), ("captured by another thread", "after that one")]
 )
-def test_nothing_is_recorded_nor_asked_while_a_graph_is_captured(plain: Traced, name: str, after: str) -> None:
+def test_no_event_is_recorded_or_queried_while_a_graph_is_captured(plain: Traced, name: str, after: str) -> None:
     steps, calls = part(plain, name)
     assert {step.untimed for step in steps} == {UNTIMED[Untimed.CAPTURED]}
     assert {call.absent["device_ms"] for call in calls} == {UNTIMED[Untimed.CAPTURED]}
@@ -90,7 +90,7 @@ def test_a_forward_that_raises(plain: Traced) -> None:
     assert [step.device_ms for step in steps] == [STEP] * 3
 
 
-def test_a_device_that_hangs_is_waited_for_by_records_only_and_not_for_ever(plain: Traced) -> None:
+def test_a_hanging_device_holds_back_only_records_and_for_a_limited_time(plain: Traced) -> None:
     steps, _ = part(plain, "hanging")
     reasons = [step.untimed for step in steps]
     assert set(reasons) <= {None, UNTIMED[Untimed.LATE], UNTIMED[Untimed.NO_EVENT]}
@@ -104,7 +104,7 @@ def test_a_device_that_hangs_is_waited_for_by_records_only_and_not_for_ever(plai
         assert [call.replicas[0].device_ms for call in calls[1:-1]] == [3.0] * 4, name
 
 
-def test_the_thread_that_steps_reads(plain: Traced) -> None:
+def test_device_times_are_read_only_by_the_thread_that_steps(plain: Traced) -> None:
     assert plain.said["asked by others"] == 0
 
 
@@ -115,7 +115,7 @@ def test_a_forked_child_has_events_of_its_own(plain: Traced) -> None:
     assert [call.replicas[0].device_ms for call in plain.calls(process=1)] == [3.0] * 3
 
 
-def test_a_device_that_is_lost_is_told_once(plain: Traced) -> None:
+def test_a_lost_device_is_reported_once(plain: Traced) -> None:
     steps, calls = part(plain, "lost")
     assert len(steps) == len(calls) == 10
     assert {step.untimed for step in steps} == {UNTIMED[Untimed.FAULT]}
@@ -136,7 +136,7 @@ def shown(run: Traced) -> tuple[dict[str, Any], dict[str, Any], str]:
     return as_object(collect(run.directory)), json.loads(said[0]), (run.directory / "it.prom").read_text()
 
 
-def test_report_line_and_metrics_say_what_was_played(plain: Traced) -> None:
+def test_report_json_lines_and_metrics_have_the_simulated_times(plain: Traced) -> None:
     report, line, metrics = shown(plain)
     # A step whose forward raised did not train.
     calls = [call.replicas[0].device_ms for call in plain.calls() if not call.failed]

@@ -24,7 +24,7 @@ def run(place: Path, form: str) -> Traced:
 
 
 @pytest.mark.parametrize("form", ONE_STEP)
-def test_passes_are_counted_as_the_scripts_own_hooks_count_them(tmp_path: Path, form: str) -> None:
+def test_recorded_passes_equal_those_counted_by_hooks_of_the_script(tmp_path: Path, form: str) -> None:
     found = run(tmp_path, form)
     own: list[dict[str, Any]] = found.said
     steps = [step for step in found.steps() if "optimizer" in step.phases]

@@ -19,7 +19,7 @@ for number, batch in enumerate(DataLoader(torch.randn(100, 5), batch_size=10), 1
 """
 
 
-def test_killed_between_forward_and_backward(dpmon: Dpmon) -> None:
+def test_a_call_before_the_kill_is_recorded(dpmon: Dpmon) -> None:
     assert dpmon.run(*dpmon.warm(), dpmon.script(SCRIPT)).status == 128 + 9
     records = dpmon.records()
     assert [r["call"] for r in records if r["kind"] == "call"] == [1, 2, 3, 4, 5, 6, 7]

@@ -46,7 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Traced:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_record_is_what_the_loop_counted(run: Traced, name: str) -> None:
+def test_recorded_steps_equal_those_counted_by_the_loop(run: Traced, name: str) -> None:
     """Of each step the samples, the phases that ran and the number of calls; of each call its root and its flags."""
     pid, counted_steps, counted_calls = run.said[name]
     process = run.process_of(pid)

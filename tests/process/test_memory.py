@@ -17,7 +17,7 @@ from dpmon.tracer.memory_looks import Memory
 from dpmon.tracer.storages import AT_ONCE, MAX_TENSORS, MODEL, Walk
 
 
-def test_sums_are_those_the_script_makes_itself(dpmon: Dpmon, tmp_path: Path) -> None:
+def test_memory_sums_equal_those_of_the_script(dpmon: Dpmon, tmp_path: Path) -> None:
     result = traced(tmp_path, text_of("holding"))
     assert result.status == 0, result.err
     assert not result.events("warning")
@@ -38,7 +38,7 @@ def test_sums_are_those_the_script_makes_itself(dpmon: Dpmon, tmp_path: Path) ->
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_the_rest_and_the_peak_are_torchs_own(tmp_path: Path) -> None:
+def test_on_a_gpu_the_rest_and_the_peak_come_from_torch(tmp_path: Path) -> None:
     text = text_of("holding").replace("def main():", "def main():\n    torch.set_default_device('cuda')", 1)
     result = traced(tmp_path, text + "\nprint(json.dumps(torch.cuda.max_memory_allocated()))\n")
     (gpu,) = [one for one in result.events("memory")[-1].data["devices"] if one["device"] == "cuda:0"]
@@ -48,7 +48,7 @@ def test_on_a_gpu_the_rest_and_the_peak_are_torchs_own(tmp_path: Path) -> None:
     assert gpu["allocated_bytes"] <= gpu["peak_bytes"] <= result.said
 
 
-def test_the_summary_says_it_and_why_the_rest_is_not_known(dpmon: Dpmon) -> None:
+def test_the_summary_has_the_memory_and_why_the_rest_is_unknown(dpmon: Dpmon) -> None:
     result = dpmon.run(*dpmon.warm(), "--headless", "--mode", "script", dpmon.script(text_of("holding")))
     assert result.status == 0, result.errors
     # model 50 * 16 + 16 * 16 + 16 + 16 + 100 floats; Adam: two for each of the 288 of its own, and three counters
@@ -58,7 +58,7 @@ def test_the_summary_says_it_and_why_the_rest_is_not_known(dpmon: Dpmon) -> None
     )
 
 
-def test_a_model_that_is_called_later_is_looked_at_soon_unless_looks_are_dear() -> None:
+def test_a_new_model_is_measured_soon_unless_measurements_are_expensive() -> None:
     """In this process, because how soon depends on how long a measurement takes, and so on the machine."""
     asked: list[int] = []
     recorder = SimpleNamespace(soon=lambda: asked.append(memory._due))
@@ -96,7 +96,7 @@ def in_slices(walk: Walk) -> int:
     return slices
 
 
-def test_a_look_in_slices_finds_what_one_at_once_does() -> None:
+def test_a_measurement_in_slices_equals_one_without_slices() -> None:
     model = Own(3 * AT_ONCE, 5)
     optimizer = torch.optim.SGD(torch.nn.Module.parameters(model.many), lr=0.1, momentum=0.9)
     for parameter in model.many:
@@ -109,7 +109,7 @@ def test_a_look_in_slices_finds_what_one_at_once_does() -> None:
     assert not slow.more
 
 
-def test_what_is_freed_between_two_slices_gives_its_place_to_nobody() -> None:
+def test_memory_freed_between_slices_is_not_confused_with_new_memory() -> None:
     """Each gradient is replaced after each slice, as in a training; torch would reuse the address of the old one."""
     model = Own(4 * AT_ONCE, 3)
     walk = Walk([model], [])
@@ -123,7 +123,7 @@ def test_what_is_freed_between_two_slices_gives_its_place_to_nobody() -> None:
     assert walk.held == {"cpu": [4 * AT_ONCE * 12, 4 * AT_ONCE * 12, 0]}
 
 
-def test_what_is_gone_is_not_waited_for() -> None:
+def test_a_deleted_model_does_not_hold_up_the_measurement() -> None:
     model, other = Own(AT_ONCE + 1), Own(1)
     walk = Walk([model, other], [])
     assert not walk.go_on(0)
@@ -156,7 +156,7 @@ class Open(Wrapper):
         return ["inner"], None
 
 
-def test_of_a_wrapper_what_it_holds_is_counted_not_what_it_stands_for() -> None:
+def test_the_tensors_inside_a_tensor_subclass_count() -> None:
     model = torch.nn.Module()
     model._buffers["open"] = Open(torch.ones(10))
     walk = Walk([model], [])
@@ -164,7 +164,7 @@ def test_of_a_wrapper_what_it_holds_is_counted_not_what_it_stands_for() -> None:
     assert (walk.held, walk.unsized) == ({"cpu": [40, 0, 0]}, ({}, {}, {}))
 
 
-def test_of_one_that_does_not_tell_nothing_is_counted() -> None:
+def test_a_tensor_subclass_that_does_not_list_its_tensors_counts_as_unknown() -> None:
     model = torch.nn.Module()
     model._buffers["closed"] = Wrapper(torch.ones(10))
     walk = Walk([model], [])
@@ -202,7 +202,7 @@ for x in torch.utils.data.DataLoader(torch.ones(60, 1)):
 """
 
 
-def test_a_long_look_takes_several_turns_and_is_in_none_of_them(tmp_path: Path) -> None:
+def test_a_long_measurement_is_spread_over_several_steps_and_in_no_step(tmp_path: Path) -> None:
     run = traced(tmp_path, MANY)
     assert (run.status, run.complaints) == (0, [])
     found = run.events("memory")[0].data

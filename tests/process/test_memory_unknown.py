@@ -86,7 +86,7 @@ print(json.dumps(size))
 """
 
 
-def test_of_several_backward_passes_the_one_with_most_gradients_counts(tmp_path: Path) -> None:
+def test_the_backward_pass_with_the_most_gradients_counts(tmp_path: Path) -> None:
     """As in a GAN: the gradients of one model are cleared before those of the other are computed."""
     run = traced(tmp_path, ACCUMULATED)
     assert held(run)["gradients"] == run.said == 4 * (20 * 10 + 10)
@@ -110,7 +110,7 @@ print(json.dumps(sum(t.untyped_storage().nbytes() for s in optimizer.state.value
 
 
 @pytest.mark.parametrize("steps", [1, 2, 6])
-def test_a_short_training_after_an_evaluation(tmp_path: Path, steps: int) -> None:
+def test_memory_of_a_short_training_after_an_evaluation(tmp_path: Path, steps: int) -> None:
     run = traced(tmp_path, EVALUATED_FIRST, steps)
     found = held(run)
     assert found["model"] == 4 * (30 * 20 + 20)
@@ -182,7 +182,7 @@ for x in torch.utils.data.DataLoader(torch.ones(40, 30), batch_size=4):
 
 
 @pytest.mark.parametrize("where", ["before", "thread"])
-def test_an_optimizer_that_steps_elsewhere_has_stepped(tmp_path: Path, where: str) -> None:
+def test_an_optimizer_that_steps_elsewhere_counts_as_stepped(tmp_path: Path, where: str) -> None:
     cpu = newest(traced(tmp_path, ELSEWHERE, where))
     assert cpu["optimizer_bytes"] == 0, cpu["absent"]
 

@@ -119,7 +119,9 @@ def test_it_takes_few_files() -> None:
 
 
 @pytest.mark.parametrize("text_of", [pytest.param(text_of, id=name) for name, text_of in PLACES])
-def test_they_are_shown(extended: Extended, text_of: Callable[[Extended], str]) -> None:
+def test_the_new_phase_and_quantity_are_shown_everywhere(
+    extended: Extended, text_of: Callable[[Extended], str]
+) -> None:
     text = text_of(extended)
     for name in NAMES:
         assert re.search(rf"(?<![a-zA-Z]){name}(?![a-zA-Z])", text), name

@@ -167,7 +167,7 @@ slow = pytest.mark.slow  # the machine's run takes 20 s, once for all tests that
 
 
 @slow
-def test_a_gpu_that_is_well_tells_everything(story: Story) -> None:
+def test_a_healthy_gpu_has_all_fields(story: Story) -> None:
     device = story.stages["at work"].devices[WELL]
     expected = {
         "uuid": "GPU-00000000-0000-0000-0000-000000000000",
@@ -220,7 +220,7 @@ def test_a_gpu_that_is_well_tells_everything(story: Story) -> None:
 
 
 @slow
-def test_a_field_that_is_not_supported_blanks_only_itself_and_is_asked_once(story: Story) -> None:
+def test_an_unsupported_field_is_asked_once_and_other_fields_stay(story: Story) -> None:
     device = story.stages["at work"].devices[NO_POWER]
     assert device["power_w"] is None
     assert device["absent"]["power_w"] == "not supported"
@@ -241,7 +241,7 @@ def test_at_most_eight_calls_a_gpu_a_second(story: Story) -> None:
 
 
 @slow
-def test_a_lost_gpu_says_so_in_every_field_and_comes_back(story: Story) -> None:
+def test_a_lost_gpu_has_the_reason_in_every_field_and_recovers(story: Story) -> None:
     lost = story.stages["in trouble"].devices[LOST]
     assert (lost["uuid"], lost["name"]) == ("GPU-00000000-0000-0000-0000-000000000002", "NVIDIA H100 Fake")
     values = [name for name in VALUES if name not in ("uuid", "name", "visible", "ordinals", "mem_torch_bytes")]
@@ -253,7 +253,7 @@ def test_a_lost_gpu_says_so_in_every_field_and_comes_back(story: Story) -> None:
 
 
 @slow
-def test_a_hung_gpu_says_since_when_and_holds_up_nobody(story: Story) -> None:
+def test_a_hanging_gpu_shows_for_how_long_and_delays_no_other(story: Story) -> None:
     trouble = story.stages["in trouble"]
     hung = trouble.devices[HUNG]
     cheap = ("util_pct", "mem_used_bytes", "mem_total_bytes", "power_w", "sm_clock_mhz")
@@ -271,7 +271,7 @@ def test_a_hung_gpu_says_since_when_and_holds_up_nobody(story: Story) -> None:
 
 
 @slow
-def test_a_hung_list_of_processes_leaves_the_rest(story: Story) -> None:
+def test_a_hanging_process_list_leaves_the_other_fields(story: Story) -> None:
     for name, one in story.stages.items():
         device = one.devices[HUNG_LIST]
         assert device["util_pct"] == 44, name
@@ -292,7 +292,7 @@ def test_unified_memory_has_no_memory_of_its_own(story: Story) -> None:
 
 
 @slow
-def test_wsl_lacks_much_and_shows_the_rest(story: Story) -> None:
+def test_wsl_shows_the_fields_that_it_supports(story: Story) -> None:
     device = story.stages["at work"].devices[WSL]
     assert (device["util_pct"], device["mem_used_bytes"], device["temperature_c"]) == (46, 10 * GIB, 66)
     for name in ("of_run", "mem_run_bytes", "processes", "power_limit_w", "ecc_corrected", "fan_pct", "energy_j"):
@@ -358,7 +358,7 @@ def test_one_warning_a_cause_a_minute(story: Story) -> None:
 
 
 @slow
-def test_nothing_is_done_that_crashes_a_driver(story: Story) -> None:
+def test_no_call_is_made_that_could_crash_a_driver(story: Story) -> None:
     """No null handle, no shutdown and no exit() under the call that hangs to the end."""
     assert story.status == 0
     assert story.fake.fatal() == []

@@ -36,7 +36,7 @@ def test_gpus_are_matched_by_uuid_and_never_by_index(dpmon: Dpmon, tmp_path: Pat
     assert [device["visible"] for device in devices] == [None] * 4
 
 
-def test_what_torchs_allocator_says_and_an_oom_with_the_state_before_it(dpmon: Dpmon, tmp_path: Path) -> None:
+def test_figures_of_the_allocator_and_an_oom_with_the_memory_before_it(dpmon: Dpmon, tmp_path: Path) -> None:
     directory = library(tmp_path, source=CUDA)
     (dpmon.cwd / "stop").touch()
     script = dpmon.script(SCRIPT.read_text().replace('while not os.path.exists("stop"):', "while steps < 40:"))

@@ -167,7 +167,7 @@ def test_no_step_is_lost(steered: Traced) -> None:
     assert steps == list(range(1, len(steps) + 1))
 
 
-def test_without_a_supervisor_it_is_refused(steered: Traced) -> None:
+def test_without_a_supervisor_a_pause_is_refused(steered: Traced) -> None:
     first = pauses(steered)[0]
     assert first["paused"] is False
     assert first["refused"].startswith("the run's directory cannot be read")
@@ -177,7 +177,7 @@ def test_without_a_supervisor_it_is_refused(steered: Traced) -> None:
     assert state.processes[0].paused_since_ns is None
 
 
-def test_it_goes_on_by_itself_when_the_directory_vanishes(steered: Traced) -> None:
+def test_a_paused_training_goes_on_when_its_directory_vanishes(steered: Traced) -> None:
     found = [(event["paused"], (event["reason"] or "")[:20]) for event in pauses(steered)[1:]]
     assert found == [(True, ""), (False, ""), (True, ""), (False, "the run's directory ")]
     (text,) = steered.complaints
@@ -246,7 +246,7 @@ def paused_run(dpmon: Dpmon, text: str, *options: str) -> tuple[Any, RunReader]:
     return process, reader
 
 
-def test_nobody_is_left_while_it_is_paused(dpmon: Dpmon) -> None:
+def test_a_paused_training_goes_on_when_all_of_dpmon_was_killed(dpmon: Dpmon) -> None:
     """The screen first: it would start another supervisor, and with one of those a pause may last."""
     process, reader = paused_run(dpmon, "train()\n")
     info = dpmon.info()
@@ -265,7 +265,7 @@ def test_nobody_is_left_while_it_is_paused(dpmon: Dpmon) -> None:
     reader.close()
 
 
-def test_interrupted_while_it_is_paused(dpmon: Dpmon) -> None:
+def test_an_interrupt_ends_a_pause(dpmon: Dpmon) -> None:
     """The script gets its KeyboardInterrupt at once, and may then train on to its own end: that pause is over."""
     text = "try:\n    train()\nexcept KeyboardInterrupt:\n    train(5)\n    print('interrupted')\n    sys.exit(11)\n"
     process, reader = paused_run(dpmon, text)
@@ -282,7 +282,7 @@ def test_interrupted_while_it_is_paused(dpmon: Dpmon) -> None:
     reader.close()
 
 
-def test_paused_for_whoever_comes_late_and_resumed_by_them(dpmon: Dpmon) -> None:
+def test_a_screen_opened_during_a_pause_shows_it_and_can_end_it(dpmon: Dpmon) -> None:
     process, reader = paused_run(dpmon, "train()\n", *dpmon.warm())
     late = RunReader(dpmon.last())
 
@@ -308,7 +308,7 @@ def test_paused_for_whoever_comes_late_and_resumed_by_them(dpmon: Dpmon) -> None
         one.close()
 
 
-def test_an_interrupt_ends_a_pause_that_was_asked_for_anew_meanwhile(
+def test_an_interrupt_ends_a_pause_that_was_requested_again_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Paused, on, paused again while the training slept: it is one pause, and an interrupt is the end of it."""

@@ -107,7 +107,7 @@ def test_promise_7_out_of_memory(dpmon: Dpmon, small_memory: Path) -> None:
     assert "out of memory" in result.errors
 
 
-def test_the_count_of_the_kernel_is_compared(tmp_path: Path) -> None:
+def test_out_of_memory_kills_are_counted_from_the_start_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
     vmstat = tmp_path / "proc/vmstat"
     vmstat.write_text("nr_free_pages 5\noom_kill 3\n")
@@ -120,7 +120,7 @@ def test_the_count_of_the_kernel_is_compared(tmp_path: Path) -> None:
     assert watch.cause("SIGKILL") is None
 
 
-def test_a_hang_in_the_first_batch_is_no_end(dpmon: Dpmon) -> None:
+def test_a_hang_in_the_first_batch_is_not_taken_for_the_end(dpmon: Dpmon) -> None:
     dpmon.script(
         "import pathlib, threading, torch\n"
         "class Model(torch.nn.Linear):\n"

@@ -271,7 +271,7 @@ FALLOCATE = {"x86_64": 285, "aarch64": 47}
 
 @pytest.mark.parametrize("how", ["usual", "emulated"])
 @pytest.mark.parametrize("full", [False, True])
-def test_a_ring_has_all_its_room_or_is_not_made(dpmon: Dpmon, disk: Path, how: str, full: bool) -> None:
+def test_a_ring_has_all_its_disk_space_or_is_not_made(dpmon: Dpmon, disk: Path, how: str, full: bool) -> None:
     """Also if the file system cannot allocate space: then the C library writes to every block."""
     number = "usual" if how == "usual" else str(FALLOCATE.get(platform.machine(), ""))
     if not number:

@@ -121,7 +121,7 @@ def test_the_output_arrives_though_the_record_went_before_it_was_read(dpmon: Dpm
 
 
 @pytest.mark.parametrize("first", ["supervisor", "directory"])
-def test_with_the_supervisor_killed_too(dpmon: Dpmon, first: str) -> None:
+def test_the_status_is_given_if_the_supervisor_is_killed_too(dpmon: Dpmon, first: str) -> None:
     script(dpmon)
     process = dpmon.start("script.py")
     begun(dpmon)
@@ -154,7 +154,7 @@ def test_a_supervisor_killed_before_it_could_write_exit_json(dpmon: Dpmon) -> No
     assert dpmon.exit()["status"] == 7, "the foreground writes it down"
 
 
-def test_lines_of_json(dpmon: Dpmon) -> None:
+def test_json_lines_continue_after_the_run_is_deleted(dpmon: Dpmon) -> None:
     script(dpmon)
     process = dpmon.start("--json=lines", "script.py")
     begun(dpmon)
@@ -204,7 +204,7 @@ def test_interrupts_reach_the_command(dpmon: Dpmon) -> None:
     assert process.wait(60) == 130
 
 
-def test_the_screen(dpmon: Dpmon) -> None:
+def test_the_screen_stays_open_after_the_run_is_deleted(dpmon: Dpmon) -> None:
     script(dpmon)
     terminal = Terminal(dpmon, "script.py", TERM="xterm-256color")
     begun(dpmon)
@@ -230,14 +230,14 @@ def test_stopping_from_the_screen(dpmon: Dpmon) -> None:
     assert terminal.wait() == 130
 
 
-def test_the_command_has_none_of_our_descriptors(dpmon: Dpmon) -> None:
+def test_the_command_inherits_no_descriptor_of_dpmon(dpmon: Dpmon) -> None:
     """Above all not the pipe for the outcome: a process that has it could write to it."""
     code = "import os; print(*sorted(os.readlink(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd')[:-1]))"
     dpmon.script(code)
     assert "pipe:" not in dpmon.run("script.py", stdin=subprocess.DEVNULL).text.replace("\n", " ")
 
 
-def test_a_foreground_that_has_gone_does_not_block_the_supervisor(dpmon: Dpmon, tmp_path: Path) -> None:
+def test_a_foreground_that_has_ended_does_not_block_the_supervisor(dpmon: Dpmon, tmp_path: Path) -> None:
     script(dpmon)
     process = dpmon.start("script.py")
     begun(dpmon)

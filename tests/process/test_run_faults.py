@@ -109,7 +109,7 @@ def test_hang_up_leaves_the_training_running(dpmon: Dpmon) -> None:
     assert dpmon.exit()["status"] == 0
 
 
-def test_a_stopped_supervisor_holds_nobody_up(dpmon: Dpmon) -> None:
+def test_a_stopped_supervisor_does_not_block_the_script(dpmon: Dpmon) -> None:
     dpmon.script(SLOW.format(status=6))
     process = dpmon.start("script.py")
     info = dpmon.info()
@@ -167,7 +167,7 @@ def test_an_ignored_interrupt_stays_ignored(dpmon: Dpmon) -> None:
     assert result.out == b"True True\n"
 
 
-def test_what_the_command_leaves_behind_is_not_waited_for(dpmon: Dpmon) -> None:
+def test_processes_left_by_the_command_are_not_waited_for(dpmon: Dpmon) -> None:
     dpmon.script(
         "import subprocess, sys\n"
         "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],"
@@ -203,7 +203,7 @@ def test_stop_says_how_a_run_ended_that_did_not_end_by_its_signal(dpmon: Dpmon) 
     assert "SIGABRT" in row
 
 
-def test_stop_asks_then_insists_over_the_whole_tree(dpmon: Dpmon) -> None:
+def test_stop_interrupts_then_kills_the_tree_of_processes(dpmon: Dpmon) -> None:
     dpmon.script(
         "import os, pathlib, signal, subprocess, sys, time\n"
         "code = 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
@@ -269,7 +269,7 @@ def test_a_limit_on_files_below_a_ring_is_named_as_the_reason_for_no_record(dpmo
     assert re.search(rb"nothing was traced: no record of process \d+: .*File too large", err), err
 
 
-def test_exit_is_known_when_it_comes(dpmon: Dpmon) -> None:
+def test_exit_json_has_the_time_of_the_end(dpmon: Dpmon) -> None:
     dpmon.script("import os, time; print('up', flush=True); time.sleep(0.3); os._exit(9)")
     assert dpmon.run("script.py").status == 9
     info, how = dpmon.info(), dpmon.exit()
@@ -314,7 +314,7 @@ def test_a_users_signal_goes_to_the_command_alone(dpmon: Dpmon) -> None:
     assert process.returncode == 0
 
 
-def test_told_to_end_the_supervisor_still_sees_the_end(dpmon: Dpmon) -> None:
+def test_a_supervisor_that_gets_sigterm_still_records_the_end_of_the_command(dpmon: Dpmon) -> None:
     """As when the machine goes down: everybody is told at the same time."""
     dpmon.script(SLOW.format(status=0))
     dpmon.run("--detach", "script.py")

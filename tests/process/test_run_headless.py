@@ -68,7 +68,7 @@ def test_death_by_a_signal_is_128_plus_its_number(dpmon: Dpmon, name: str) -> No
     assert found["signal"] == name
 
 
-def test_the_script_sees_the_world_as_it_is_without_dpmon(dpmon: Dpmon) -> None:
+def test_the_script_sees_the_same_environment_as_without_dpmon(dpmon: Dpmon) -> None:
     dpmon.script(SEEN)
     words = ["script.py", "--lr", "0.1", "--replicas", "x", "--", "-m", "", "ü\udcff", "a b"]
     one = json.loads(alone(dpmon, *words, stdin=subprocess.DEVNULL).stdout)
@@ -145,7 +145,7 @@ def test_piped_input_reaches_the_script(dpmon: Dpmon) -> None:
     assert dpmon.run("script.py", input=b"x" * 3_000_000).text == "3000000\n"
 
 
-def test_no_input_is_the_end_of_it_at_once(dpmon: Dpmon) -> None:
+def test_without_input_the_script_reads_end_of_file(dpmon: Dpmon) -> None:
     dpmon.script("import sys; print(repr(sys.stdin.read()))")
     assert dpmon.run("script.py").text == "''\n"
 
@@ -172,7 +172,7 @@ def test_an_exception_gives_the_scripts_own_traceback(dpmon: Dpmon) -> None:
     assert result.err.startswith(bare.stderr)
 
 
-def test_a_script_that_trains_nothing_is_told_so(dpmon: Dpmon) -> None:
+def test_a_script_that_trains_nothing_gets_a_message(dpmon: Dpmon) -> None:
     dpmon.script("pass")
     result = dpmon.run("script.py")
     assert result.status == 0
@@ -275,7 +275,7 @@ def often(dpmon: Dpmon, *words: object) -> list[str]:
     return done.stderr.splitlines()
 
 
-def test_a_line_now_and_then_says_how_it_goes(dpmon: Dpmon) -> None:
+def test_a_line_of_progress_is_printed_now_and_then(dpmon: Dpmon) -> None:
     lines = often(dpmon, WRITER, 800, 400, 3)
     named = [line for line in lines if "  (run " in line]
     assert named == [line for line in lines if line.startswith("dpmon: ")][:1]
@@ -315,7 +315,7 @@ def test_no_line_is_empty_behind_a_script_whose_last_line_has_no_end(dpmon: Dpmo
     assert all(line.startswith("dpmon: ") for line in out[1:])
 
 
-def test_what_the_tracer_could_not_record_is_told(dpmon: Dpmon) -> None:
+def test_faults_of_the_tracer_are_reported(dpmon: Dpmon) -> None:
     """A torch that is not known, a disk without room: the tracer leaves a line, the run has a warning."""
     dpmon.script(
         "import os, time\n"
@@ -331,7 +331,7 @@ def test_what_the_tracer_could_not_record_is_told(dpmon: Dpmon) -> None:
     assert warnings[0]["process"] is None
 
 
-def test_wishes_for_colour_are_for_screens_only(dpmon: Dpmon) -> None:
+def test_colour_is_forced_only_where_a_screen_shows_the_output(dpmon: Dpmon) -> None:
     dpmon.script("import os; print({n: os.environ.get(n) for n in ('FORCE_COLOR', 'CLICOLOR_FORCE', 'NO_COLOR')})")
     nothing = {"FORCE_COLOR": None, "CLICOLOR_FORCE": None, "NO_COLOR": None}
     assert dpmon.run("script.py").text.strip() == str(nothing)

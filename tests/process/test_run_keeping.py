@@ -12,7 +12,7 @@ def listed(dpmon: Dpmon) -> list[dict[str, Any]]:
     return [json.loads(line) for line in dpmon.run("ls", "--json").text.splitlines()]
 
 
-def test_old_runs_go_but_for_the_kept_and_the_running(dpmon: Dpmon) -> None:
+def test_old_runs_are_deleted_except_kept_and_live_ones(dpmon: Dpmon) -> None:
     few = {"DPMON_KEEP_RUNS": "3"}
     dpmon.script("pass")
     sleeper = dpmon.start("--name", "running", "sleep", 600)

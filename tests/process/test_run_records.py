@@ -130,7 +130,7 @@ def test_supervisor_killed_the_rest_is_read_from_the_ring(dpmon: Dpmon) -> None:
 
 
 @pytest.mark.parametrize("count", [10, 1900, 4300, 7000, 9800])
-def test_killed_at_any_moment_nothing_is_lost_or_doubled(dpmon: Dpmon, count: int) -> None:
+def test_a_supervisor_killed_at_any_moment_loses_and_doubles_nothing(dpmon: Dpmon, count: int) -> None:
     """The writer is killed, and the supervisor in the middle of its work with it."""
     process = dpmon.start(WRITER, 1_000_000, 6000)
     info = dpmon.info()
@@ -143,7 +143,7 @@ def test_killed_at_any_moment_nothing_is_lost_or_doubled(dpmon: Dpmon, count: in
     assert len(found) >= count
 
 
-def test_without_any_history_the_rings_speak(dpmon: Dpmon) -> None:
+def test_without_a_history_records_come_from_the_rings(dpmon: Dpmon) -> None:
     dpmon.run(WRITER, 3000, 10_000)
     whole = of_training(dpmon.records())
     for path in dpmon.last().glob("history.sqlite*"):
@@ -161,7 +161,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("damage", ["empty", "noise", "torn", "no table", "directory", "link"])
-def test_a_damaged_history_costs_no_more_than_itself(dpmon: Dpmon, recorded: Path, damage: str, tmp_path: Path) -> None:
+def test_a_damaged_history_loses_only_its_own_rows(dpmon: Dpmon, recorded: Path, damage: str, tmp_path: Path) -> None:
     shutil.copytree(recorded, dpmon.state / "dpmon" / "runs" / recorded.name)
     path = dpmon.last() / "history.sqlite"
     if damage == "empty":

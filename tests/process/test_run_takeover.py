@@ -93,7 +93,7 @@ def new_supervisor(dpmon: Dpmon, old: dict[str, Any]) -> dict[str, Any] | None:
     return info if info["supervisor_pid"] != old["supervisor_pid"] else None
 
 
-def test_attach_brings_another_one_and_no_record_is_lost_or_doubled(dpmon: Dpmon) -> None:
+def test_attach_starts_a_new_supervisor_and_no_record_is_lost_or_doubled(dpmon: Dpmon) -> None:
     dpmon.run("--detach", dpmon.script(HELD))
     wait_for(lambda: tailed(dpmon, 2000))
     wait_for(lambda: any(r["kind"] == "host" for r in dpmon.records()))
@@ -123,7 +123,7 @@ def test_attach_brings_another_one_and_no_record_is_lost_or_doubled(dpmon: Dpmon
 
 
 @pytest.mark.parametrize("where", ["screen", "headless"])
-def test_who_is_attached_brings_another_one_each_time(dpmon: Dpmon, where: str) -> None:
+def test_an_attached_screen_replaces_each_killed_supervisor(dpmon: Dpmon, where: str) -> None:
     dpmon.script(SLOW.format(status=3))
     dpmon.run("--detach", "script.py")
     begun(dpmon)
@@ -172,7 +172,7 @@ def test_the_status_of_an_adopted_command_is_true_or_unknown(dpmon: Dpmon, end: 
     assert how["status"] is not None or release < (6, 15)
 
 
-def test_of_several_at_once_one_becomes_the_supervisor(dpmon: Dpmon) -> None:
+def test_only_one_of_several_screens_starts_a_supervisor(dpmon: Dpmon) -> None:
     dpmon.script(SLOW.format(status=0))
     dpmon.run("--detach", "script.py")
     begun(dpmon)
@@ -189,7 +189,7 @@ def test_of_several_at_once_one_becomes_the_supervisor(dpmon: Dpmon) -> None:
 
 
 @pytest.mark.usefixtures("reaper")
-def test_ended_while_nobody_looked(dpmon: Dpmon) -> None:
+def test_a_run_that_ended_without_a_supervisor(dpmon: Dpmon) -> None:
     dpmon.run("--detach", WRITER, 4000, 4000)
     wait_for(lambda: tailed(dpmon, 100))
     info = kill_supervisor(dpmon)
@@ -224,7 +224,9 @@ def test_ended_while_nobody_looked(dpmon: Dpmon) -> None:
     ],
 )
 @pytest.mark.usefixtures("reaper")
-def test_the_tracer_tells_how_its_python_ended(dpmon: Dpmon, end: str, status: int | None, says: str | None) -> None:
+def test_the_status_of_a_lost_run_comes_from_the_tracer(
+    dpmon: Dpmon, end: str, status: int | None, says: str | None
+) -> None:
     dpmon.script(TRAINING.format(steps=3, end=end))
     dpmon.run("--detach", "script.py")
     begun(dpmon)
@@ -238,7 +240,7 @@ def test_the_tracer_tells_how_its_python_ended(dpmon: Dpmon, end: str, status: i
     assert how["by"] == ("tracer" if status is not None else "supervisor")
 
 
-def test_a_zombie_that_nobody_reaps_tells_its_status(dpmon: Dpmon) -> None:
+def test_a_zombie_that_nobody_reaps_has_its_status(dpmon: Dpmon) -> None:
     """As in containers whose first process is no init."""
     dpmon.script(SLOW.format(status=3))
     code = f"import ctypes, time; ctypes.CDLL(None).prctl({PR_SET_CHILD_SUBREAPER}, 1, 0, 0, 0); import os, sys\n"
@@ -252,7 +254,7 @@ def test_a_zombie_that_nobody_reaps_tells_its_status(dpmon: Dpmon) -> None:
     assert dpmon.exit()["status"] == 3
 
 
-def test_killed_before_it_could_say_what_it_started(dpmon: Dpmon) -> None:
+def test_a_supervisor_killed_before_it_recorded_the_command(dpmon: Dpmon) -> None:
     dpmon.script(SLOW.format(status=0))
     dpmon.run("--detach", "script.py")
     begun(dpmon)
@@ -344,7 +346,7 @@ def test_a_run_of_another_machine_is_left_to_it(dpmon: Dpmon) -> None:
     assert json.loads((dpmon.last() / "run.json").read_text()) == info
 
 
-def test_no_warning_about_a_supervisor_that_is_slow(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_supervisor_causes_no_warning(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dpmon.supervise.start.FINISH_S", 0.0)
     directory = keep({0: Training().run(3)}, status=None, command_pid=4_000_000)
     with warnings.catch_warnings(record=True) as said:

@@ -45,7 +45,7 @@ def test_the_status_of_a_run_with_a_screen(dpmon: Dpmon) -> None:
     assert terminal.wait() == 7
 
 
-def test_a_command_that_something_else_has_reaped() -> None:
+def test_the_status_of_a_command_reaped_by_another_process_is_unknown() -> None:
     process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
     process.wait()
     command = Child(process)

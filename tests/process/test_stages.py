@@ -49,7 +49,7 @@ def test_a_toy_model_has_a_stage_for_each_device(spread: Traced) -> None:
     assert len(one.replicas) == 1
 
 
-def test_what_could_not_be_measured_has_its_reason(spread: Traced) -> None:
+def test_a_stage_that_could_not_be_measured_has_a_reason(spread: Traced) -> None:
     record = as_json(spread.calls("Toy")[0])
     assert [stage["device_ms"] for stage in record["stages"]] == [None, None]
     assert record["absent"]["device_ms"].startswith("cpu: host time")

@@ -57,7 +57,7 @@ def test_one_rank_is_slow_in_one_phase(dpmon: Dpmon, ranks: int, phase: str) -> 
     assert all(tail > MS / 2 for rank, tail in enumerate(tails) if rank != 1)
 
 
-def test_the_slow_one_changes_and_its_share_is_agreed_on(dpmon: Dpmon) -> None:
+def test_the_slow_rank_changes_and_all_ranks_agree_on_it(dpmon: Dpmon) -> None:
     words = ("--steps", 30, "--balanced-steps", 12, "--share", 2, "--switch-every", 6, "--phase", "data", "--rank", 0)
     run, steps = lines_of(dpmon, *words)
     assert run["slow_ms"] == pytest.approx(2 * run["balanced_ms"])

@@ -89,7 +89,7 @@ def test_one_slow_rank_of_four(dpmon: Dpmon) -> None:
 
 
 @pytest.mark.parametrize("words", [(), ("--two-models",), ("--find-unused",), ("--accumulate", 3)])
-def test_passes_are_those_that_the_ranks_counted(dpmon: Dpmon, words: tuple[object, ...]) -> None:
+def test_recorded_passes_equal_those_counted_by_the_ranks(dpmon: Dpmon, words: tuple[object, ...]) -> None:
     run = run_of(dpmon, "--steps", 20, "--phase", "none", *words)
     for rank in run.ranks:
         steps = [(step.get("synced", 0), step.get("unsynced", 0)) for step in run.steps[rank]]

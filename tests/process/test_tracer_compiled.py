@@ -63,7 +63,7 @@ def test_a_compiled_model(runs: dict[str, tuple[Traced, dict[str, Any]]], kind: 
     assert found == expected
 
 
-def test_what_is_recorded_of_it(runs: dict[str, tuple[Traced, dict[str, Any]]]) -> None:
+def test_calls_of_compiled_models_are_recorded(runs: dict[str, tuple[Traced, dict[str, Any]]]) -> None:
     run, _ = runs["traced"]
     assert run.complaints == []
     assert [(call.via, call.mode, call.failed) for call in run.calls()] == [
@@ -76,7 +76,7 @@ def test_what_is_recorded_of_it(runs: dict[str, tuple[Traced, dict[str, Any]]]) 
     assert len(refused) >= 4
 
 
-def test_nothing_is_said_that_is_not_said_alone(runs: dict[str, tuple[Traced, dict[str, Any]]]) -> None:
+def test_compiled_models_print_the_same_as_without_dpmon(runs: dict[str, tuple[Traced, dict[str, Any]]]) -> None:
     def lines(text: str) -> list[str]:
         return [line.partition("]")[2] for line in text.splitlines()]
 
@@ -135,7 +135,9 @@ def test_no_graph_break_and_no_compilation_is_due_to_us(counted: tuple[Traced, T
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_seen_of_it_and_what_comes_of_the_toggle(counted: tuple[Traced, Traced], way: str) -> None:
+def test_each_way_to_compile_has_its_calls_and_its_answer_to_the_toggle(
+    counted: tuple[Traced, Traced], way: str
+) -> None:
     run, _ = counted
     pid = run.said[way][0]
     processes = [event.data["process"] for event in run.events("process") if event.data["pid"] == pid]

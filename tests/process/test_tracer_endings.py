@@ -33,7 +33,7 @@ def check(run: Traced, pid: int, finished: int) -> None:
     assert all(call.rows == 10 and not call.failed for call in calls)
 
 
-def test_every_finished_call_is_there(endings: Traced) -> None:
+def test_every_finished_call_is_recorded(endings: Traced) -> None:
     statuses = {"exit": 7, "kill": -signal.SIGKILL, "segv": -signal.SIGSEGV, "exec": 0, "close": 0, "end": 0}
     told = {name: rest for name, *rest in endings.said}
     for how, status in statuses.items():
@@ -45,7 +45,7 @@ def test_every_finished_call_is_there(endings: Traced) -> None:
     assert (endings.missed, endings.complaints) == (0, [])
 
 
-def test_the_turn_under_way_is_there_if_python_came_to_its_end(endings: Traced) -> None:
+def test_the_open_step_is_recorded_if_python_ended_normally(endings: Traced) -> None:
     told = {name: pid for name, pid, *_ in endings.said}
     for how, count in (("end", 25), ("close", 25), ("exit", 19), ("kill", 19), ("segv", 19), ("exec", 19)):
         for kind in ("bare", "wrapped"):
@@ -53,7 +53,7 @@ def test_the_turn_under_way_is_there_if_python_came_to_its_end(endings: Traced) 
             assert [step.step for step in steps] == list(range(1, count + 1))
 
 
-def test_killed_at_any_time(endings: Traced) -> None:
+def test_a_killed_training_has_recorded_all_finished_calls(endings: Traced) -> None:
     killed = [(pid, status, lines) for name, pid, status, lines in endings.said if name.startswith("killed")]
     assert len(killed) == 30
     for pid, status, lines in killed:
@@ -80,7 +80,7 @@ os._exit(0)
 """
 
 
-def test_short_steps_are_there_to_the_last(tmp_path: Path) -> None:
+def test_the_last_of_many_short_steps_is_recorded(tmp_path: Path) -> None:
     """Thousands of steps of a fraction of a millisecond, and a sudden end."""
     run = traced(tmp_path, QUICKLY, 3000)
     assert run.status == -signal.SIGKILL
@@ -106,7 +106,7 @@ for number, x in enumerate(DataLoader(torch.randn(4000, 4), batch_size=8), 1):
 """
 
 
-def test_calls_over_replicas_are_there_to_the_last(tmp_path: Path) -> None:
+def test_the_last_calls_over_replicas_are_recorded(tmp_path: Path) -> None:
     """With other calls between them: in order, complete, and with the right numbers."""
     run = traced(tmp_path, MIXED)
     assert run.status == -signal.SIGKILL
@@ -311,7 +311,7 @@ for _ in range(20):
 """
 
 
-def test_an_optimizer_that_steps_another_ends_the_turn(tmp_path: Path) -> None:
+def test_an_optimizer_that_steps_another_one_ends_the_step(tmp_path: Path) -> None:
     run = traced(tmp_path, AROUND)
     assert run.status == 0
     assert [step.step for step in run.steps()] == [call.step for call in run.calls()] == list(range(1, 21))

@@ -39,7 +39,7 @@ def first(run: Traced, root: str, via: str) -> list[Call]:
     return found
 
 
-def test_it_ends_well_and_computes_what_one_device_would(steered: Any) -> None:
+def test_each_form_computes_the_same_as_one_device(steered: Any) -> None:
     run, said, _ = steered
     assert (run.status, run.err, run.complaints) == (0, "", [])
     for same, right, shapes in said:
@@ -60,7 +60,9 @@ def test_it_ends_well_and_computes_what_one_device_would(steered: Any) -> None:
         ("Linear", "Uneven", [4, 26], True),
     ],
 )
-def test_whole_calls(steered: Any, root: str, via: str, shares: list[int], toggles: bool) -> None:
+def test_calls_of_each_form_have_all_sizes_and_phases(
+    steered: Any, root: str, via: str, shares: list[int], toggles: bool
+) -> None:
     run, _, _ = steered
     calls = first(run, root, via)
     assert [c.mode for c in calls] == (["dp"] * 2 + ["single"] * 2 + ["dp"] * 2 if toggles else ["dp"] * 6)
@@ -79,12 +81,12 @@ def test_whole_calls(steered: Any, root: str, via: str, shares: list[int], toggl
         assert set(call.absent) == {"device_ms"}
 
 
-def test_what_is_inside_a_forward_stands_for_the_whole(steered: Any) -> None:
+def test_a_model_split_inside_its_forward_is_recorded_by_the_inner_call(steered: Any) -> None:
     run, _, _ = steered
     assert run.calls("Inside") == []
 
 
-def test_what_a_subclass_bypasses_is_absent_with_the_reason(steered: Any) -> None:
+def test_phases_that_a_subclass_bypasses_are_absent_with_a_reason(steered: Any) -> None:
     run, _, _ = steered
     dealt = first(run, "OverGraphs", "Listed")[0]
     assert list(dealt.phases) == PRIMITIVES[1:]
@@ -103,7 +105,7 @@ def test_what_a_subclass_bypasses_is_absent_with_the_reason(steered: Any) -> Non
     assert "replicate" in cached.absent
 
 
-def test_without_a_gather_the_result_as_a_whole_is_not_known(steered: Any) -> None:
+def test_without_a_gather_the_size_of_the_output_is_unknown(steered: Any) -> None:
     run, _, _ = steered
     for call in first(run, "Lone", "data_parallel"):
         assert (list(call.phases), rows(call), call.outputs) == (PRIMITIVES[:3], [15, 15], None)
@@ -112,7 +114,7 @@ def test_without_a_gather_the_result_as_a_whole_is_not_known(steered: Any) -> No
         assert "did not gather" in as_json(call)["absent"]["outputs"]
 
 
-def test_the_toggle_is_taken_up_or_refused_with_the_reason(steered: Any) -> None:
+def test_the_toggle_works_or_is_refused_with_a_reason(steered: Any) -> None:
     run, _, answers = steered
     assert [serial for serial, _ in answers] == [1, 2]
     asked = [e.data for e in run.events("mode") if e.data["requested_by"] == "user"]
@@ -205,7 +207,7 @@ print(list(data_parallel(nn.Linear(4, 2), x).shape))
 """
 
 
-def test_with_mode_script_they_fail_as_they_do_alone(tmp_path: Path) -> None:
+def test_with_mode_script_forms_fail_as_without_dpmon(tmp_path: Path) -> None:
     scripts = [Script(tmp_path, AS_WRITTEN, mode="script"), Script(tmp_path, AS_WRITTEN, run=False)]
     under, alone = [script.end() for script in scripts]
     assert (under.status, under.out, under.err) == (0, alone.out, alone.err)

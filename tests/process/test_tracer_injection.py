@@ -126,7 +126,7 @@ def test_python_started_by_the_program(tmp_path: Path) -> None:
     assert run.out == "['a'] True\n['b'] True\n"
 
 
-def test_a_run_that_is_gone(tmp_path: Path) -> None:
+def test_without_the_directory_of_its_run_python_is_unchanged(tmp_path: Path) -> None:
     """Without a directory, or with half of the environment, Python is Python."""
     for env in ({"DPMON_RUN": ""}, {"DPMON_RUN": str(tmp_path / "gone")}):
         run = traced(tmp_path, "print(1)\n", env=env)
@@ -153,7 +153,7 @@ def test_an_unknown_torch_is_left_alone(tmp_path: Path) -> None:
     assert found.stages == ("importing torch", "torch imported")
 
 
-def test_looking_for_torch_before_it_is_imported(tmp_path: Path) -> None:
+def test_a_search_for_torch_before_its_import(tmp_path: Path) -> None:
     text = (
         "import importlib.util, importlib, sys\n"
         "for _ in range(2):\n"
@@ -202,7 +202,7 @@ def test_a_torch_with_a_syntax_error(tmp_path: Path) -> None:
     assert frames(found.err) == frames(expected.err)
 
 
-def test_a_second_try_to_import_torch(tmp_path: Path) -> None:
+def test_a_second_attempt_to_import_torch(tmp_path: Path) -> None:
     torch = (
         "import builtins\nif not hasattr(builtins, 'again'):\n    builtins.again = 1\n    raise OSError('not yet')\n"
     )

@@ -15,7 +15,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
 
 
 @pytest.mark.parametrize("kind", ["bare", "wrapped", "by hand"])
-def test_a_handler_that_calls_a_model(runs: dict[str, Traced], kind: str) -> None:
+def test_an_interrupt_handler_that_calls_a_model(runs: dict[str, Traced], kind: str) -> None:
     """Losses are the same, nothing is waited for, nothing is raised."""
     lines, problems = runs["calls"].said[kind]
     assert lines > 40
@@ -23,7 +23,7 @@ def test_a_handler_that_calls_a_model(runs: dict[str, Traced], kind: str) -> Non
 
 
 @pytest.mark.parametrize("kind", ["bare", "wrapped", "by hand"])
-def test_a_handler_that_raises(runs: dict[str, Traced], kind: str) -> None:
+def test_an_interrupt_handler_that_raises(runs: dict[str, Traced], kind: str) -> None:
     """The script gets its KeyboardInterrupt, every time, and may go on."""
     lines, problems = runs["raises"].said[kind]
     assert lines > 40
@@ -31,7 +31,7 @@ def test_a_handler_that_raises(runs: dict[str, Traced], kind: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["calls", "raises"])
-def test_what_is_recorded_then(runs: dict[str, Traced], how: str) -> None:
+def test_an_interrupt_loses_at_most_a_few_records(runs: dict[str, Traced], how: str) -> None:
     """Whole records; those of the step that was disturbed may be lost, but of the two that follow it few are."""
     run = runs[how]
     assert run.complaints == []

@@ -57,7 +57,7 @@ def test_every_call_has_its_phases_and_replicas(runs: dict[tuple[str, bool], Tra
             assert replica.offset_ns + replica.host_ns <= apply.offset_ns + apply.host_ns
 
 
-def test_shapes_and_flags_are_each_calls_own(runs: dict[tuple[str, bool], Traced], form: str) -> None:
+def test_each_call_has_its_own_shapes_and_flags(runs: dict[tuple[str, bool], Traced], form: str) -> None:
     calls = runs[form, True].calls("Usual")
     assert [call.rows for call in calls] == [8] * 6 + [5] * 3 + [1] * 3 + [8] * 3 + [4]
     assert [len(call.replicas) for call in calls] == [3] * 6 + [3] * 3 + [1] * 3 + [3] * 3 + [2]
@@ -79,7 +79,7 @@ def test_a_call_that_is_interrupted_is_a_failed_one(runs: dict[tuple[str, bool],
     assert all(replica.inputs and replica.outputs for replica in call.replicas)
 
 
-def test_what_changes_its_meaning_runs_on_one_device(runs: dict[tuple[str, bool], Traced]) -> None:
+def test_a_model_whose_meaning_changes_under_dp_runs_on_one_device(runs: dict[tuple[str, bool], Traced]) -> None:
     modes = [call.mode for call in runs["bare", True].calls("Changing")]
     assert modes == ["dp"] * 3 + ["single"] * 3
 

@@ -51,7 +51,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("error", "act"), CASES)
-def test_no_code_of_the_scripts_runs(tmp_path: Path, error: str, act: str) -> None:
+def test_no_code_of_the_script_runs_to_describe_its_exception(tmp_path: Path, error: str, act: str) -> None:
     text = SHOWS.format(error=error, act=act)
     by_itself, found = alone(tmp_path, text), traced(tmp_path, text)
     assert (found.status, found.out) == (by_itself.status, by_itself.out)
@@ -80,7 +80,7 @@ def noted(run: Traced) -> dict[str, object]:
         ("ValueError", ""),
     ],
 )
-def test_what_python_itself_says_is_noted(tmp_path: Path, error: str, message: str) -> None:
+def test_messages_of_python_itself_are_noted(tmp_path: Path, error: str, message: str) -> None:
     run = traced(tmp_path, f"import torch\nraise {error!s}\n".replace("first\nsecond", "first\\nsecond"))
     assert (run.status, noted(run)["message"]) == (1, message)
 

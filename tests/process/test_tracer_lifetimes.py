@@ -40,7 +40,7 @@ FORMS = (
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_nothing_lives_longer_than_alone(tmp_path: Path, form: str) -> None:
+def test_no_object_lives_longer_than_without_dpmon(tmp_path: Path, form: str) -> None:
     """Batches, results, activations, losses, models, optimizers, failed calls; and no additional finaliser runs."""
     text, words = text_of("lifetimes"), (form, "list", "return")
     expected = left(alone(tmp_path, text, *words))
@@ -54,7 +54,7 @@ def test_nothing_lives_longer_than_alone(tmp_path: Path, form: str) -> None:
         )
 
 
-def test_nothing_lives_longer_under_a_mode_that_was_asked_for(tmp_path: Path) -> None:
+def test_no_object_lives_longer_after_a_toggle(tmp_path: Path) -> None:
     text, words = text_of("lifetimes"), ("bare", "list", "return")
     expected = left(alone(tmp_path, text, *words))
     for mode in ("dp", "single"):
@@ -75,7 +75,7 @@ def test_nothing_lives_longer_under_a_mode_that_was_asked_for(tmp_path: Path) ->
         ("functional", "list", "_exit"),
     ],
 )
-def test_a_script_ends_as_alone(tmp_path: Path, form: str, batches: str, end: str) -> None:
+def test_a_script_ends_as_without_dpmon(tmp_path: Path, form: str, batches: str, end: str) -> None:
     """The tails of its files, its finalisers and their order, its threads, its status."""
     text, words = text_of("lifetimes"), (form, batches, end)
     expected = left(alone(tmp_path, text, *words, fresh=True))

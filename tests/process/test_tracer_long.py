@@ -64,7 +64,7 @@ def test_a_reader_that_comes_late_finds_what_it_needs(tailed: tuple[Traced, list
     assert [call.inputs for call in calls[1:]] == [call.inputs for call in seen]
 
 
-def test_nothing_of_the_scripts_is_kept(tailed: tuple[Traced, list[Record], ScriptRing]) -> None:
+def test_no_object_of_the_script_is_kept_alive(tailed: tuple[Traced, list[Record], ScriptRing]) -> None:
     """Tensors go when the script lets go of them; so do models."""
     run, _, _ = tailed
     assert run.said
@@ -75,7 +75,7 @@ def test_nothing_of_the_scripts_is_kept(tailed: tuple[Traced, list[Record], Scri
         assert all(late)
 
 
-def test_what_the_training_is_in(tmp_path: Path) -> None:
+def test_the_current_phase_of_the_training_is_known(tmp_path: Path) -> None:
     """Looked at from outside, in every phase, of a bare and of a wrapped model."""
     script = Script(tmp_path, text_of("activities"), replicas=1)
     seen: Counter[str] = Counter()

@@ -65,7 +65,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
     return {name: script.end() for name, script in scripts.items()}
 
 
-def test_with_mode_script_it_is_the_script_to_the_last_bit(exact: dict[str, Traced], tmp_path: Path) -> None:
+def test_with_mode_script_results_are_bit_for_bit_the_same(exact: dict[str, Traced], tmp_path: Path) -> None:
     found = exact["script"].said
     again = partial(Script, tmp_path, text_of("exact"), run=False)
     assert found == as_alone(found, exact["alone"].said, lambda: again().end().said)
@@ -84,7 +84,7 @@ def test_a_script_without_dataparallel_is_never_changed(exact: dict[str, Traced]
 
 
 @pytest.mark.parametrize("name", ["script", "default"])
-def test_every_batch_of_it_is_recorded(exact: dict[str, Traced], name: str) -> None:
+def test_every_batch_is_recorded(exact: dict[str, Traced], name: str) -> None:
     run = exact[name]
     assert (run.complaints, run.missed) == ([], 0)
     assert [step.step for step in run.steps()] == list(range(1, 221))  # each evaluation is a step
@@ -129,7 +129,7 @@ def test_a_request_changes_the_mode_between_two_calls(toggled: tuple[Traced, dic
         assert call.rows == 30
 
 
-def test_no_turn_is_lost_by_it(toggled: tuple[Traced, dict[str, Any]]) -> None:
+def test_no_step_is_lost_by_a_toggle(toggled: tuple[Traced, dict[str, Any]]) -> None:
     run, _ = toggled
     assert [step.step for step in run.steps()] == list(range(1, 66))
     assert [call.call for call in run.calls()] == list(range(1, 131))
@@ -148,7 +148,7 @@ def test_the_loss_goes_on_falling(toggled: tuple[Traced, dict[str, Any]]) -> Non
         assert early > middle > late
 
 
-def test_it_is_acknowledged_when_it_is_done_and_not_before(toggled: tuple[Traced, dict[str, Any]]) -> None:
+def test_a_request_is_acknowledged_only_when_it_is_done(toggled: tuple[Traced, dict[str, Any]]) -> None:
     _, noted = toggled
     assert noted["single"] == (1, True, (1, SINGLE))
     assert noted["dp"] == (2, True, (2, DP))
@@ -157,7 +157,7 @@ def test_it_is_acknowledged_when_it_is_done_and_not_before(toggled: tuple[Traced
     assert noted["single again"] == (4, True, (4, SINGLE))
 
 
-def test_it_is_in_the_record_with_who_asked_for_it(toggled: tuple[Traced, dict[str, Any]]) -> None:
+def test_a_toggle_is_recorded_with_its_origin(toggled: tuple[Traced, dict[str, Any]]) -> None:
     run, _ = toggled
     events = [event.data for event in run.events("mode")]
     assert [event["requested_by"] for event in events] == ["start"] * 2 + ["user"] * 7
@@ -226,12 +226,12 @@ def test_refusals_come_with_a_reason(refusing: Traced, root: str, reason: str | 
     assert not any(call.failed for call in calls)
 
 
-def test_what_is_tried_and_fails_is_said_each_time(refusing: Traced) -> None:
+def test_each_failed_attempt_of_dp_is_reported(refusing: Traced) -> None:
     assert [text for text in refusing.complaints if "no replica, please" not in text] == []
     assert len(refusing.complaints) == 2  # the third time it is refused for good
 
 
-def test_what_fails_on_one_device_too_is_not_for_dp_to_answer_for(refusing: Traced) -> None:
+def test_dp_is_not_refused_for_a_failure_that_also_occurs_on_one_device(refusing: Traced) -> None:
     """Nothing is said of it (the test above), and dp is not given up for it."""
     calls = refusing.calls("Picky")
     assert [call.failed for call in calls] == [True, True, True, True, False] * (len(calls) // 5)
@@ -239,7 +239,7 @@ def test_what_fails_on_one_device_too_is_not_for_dp_to_answer_for(refusing: Trac
     assert [call.mode for call in calls if not call.failed] == ["single"] + ["dp"] * 4
 
 
-def test_a_rank_is_in_the_record(refusing: Traced) -> None:
+def test_the_rank_is_in_the_record(refusing: Traced) -> None:
     (process,) = refusing.events("process")
     assert (process.data["rank"], process.data["world"]) == (0, 1)
     assert {call.rank for call in refusing.calls()} == {0}
@@ -275,7 +275,7 @@ print(loss.dim())
 """
 
 
-def test_replicas_asked_for_at_the_start_do_not_change_what_a_model_means(tmp_path: Path) -> None:
+def test_replicas_requested_at_the_start_do_not_change_the_meaning_of_a_model(tmp_path: Path) -> None:
     """A script that never heard of DataParallel gets a loss, not a vector of losses, which has no backward."""
     run = traced(tmp_path, SCALAR, replicas=2)
     assert run.status == 0, run.err

@@ -42,7 +42,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
         "a_result_that_cannot_be_looked_at",
     ],
 )
-def test_as_alone(runs: dict[str, Traced], way: str, name: str) -> None:
+def test_odd_things_have_the_same_result_as_without_dpmon(runs: dict[str, Traced], way: str, name: str) -> None:
     if way == "replicas" and name == "a_tensor_that_watches":
         return  # whoever splits a tensor is seen by it
     assert runs[way].status == 0, runs[way].err
@@ -50,7 +50,7 @@ def test_as_alone(runs: dict[str, Traced], way: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["default", "replicas"])
-def test_nothing_is_said_by_it(runs: dict[str, Traced], way: str) -> None:
+def test_odd_things_print_nothing_more_and_warn_a_limited_number_of_times(runs: dict[str, Traced], way: str) -> None:
     """Not to the script; to those who watch, but not for ever."""
     assert runs[way].err == runs["alone"].err
     assert runs[way].unreadable == ()

@@ -98,12 +98,12 @@ LOOPS: dict[str, list[tuple[int, set[str], int]] | None] = {
 """Per step: samples, the phases that ran, number of calls; None where dpmon can see nothing."""
 
 
-def test_every_loop_is_looked_at(runs: dict[str, Traced]) -> None:
+def test_every_loop_is_among_the_expected_ones(runs: dict[str, Traced]) -> None:
     assert set(LOOPS) == set(runs["alone"].said)
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_it_computes_what_it_computes_alone(runs: dict[str, Traced], name: str, tmp_path: Path) -> None:
+def test_each_loop_computes_the_same_as_without_dpmon(runs: dict[str, Traced], name: str, tmp_path: Path) -> None:
     def again() -> Any:
         return Script(tmp_path, text_of("practice"), run=False).end().said[name][1:]
 
@@ -138,7 +138,7 @@ UNTOGGLED = {"devices_hidden_late"}
 
 
 @pytest.mark.parametrize("name", [name for name, steps in LOOPS.items() if steps and name not in UNTOGGLED])
-def test_the_toggle_works_in_it(runs: dict[str, Traced], name: str) -> None:
+def test_the_toggle_works_in_each_loop(runs: dict[str, Traced], name: str) -> None:
     """The second and third steps have mode dp, and so do all calls in them."""
     steps, calls = recorded(runs["toggle"], name)
     process = process_of(runs["toggle"], name)
@@ -160,7 +160,7 @@ def test_the_toggle_works_in_it(runs: dict[str, Traced], name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_what_cannot_be_seen_is_said_once(runs: dict[str, Traced], name: str) -> None:
+def test_a_loop_that_dpmon_cannot_trace_gives_one_warning(runs: dict[str, Traced], name: str) -> None:
     for way in ("script", "toggle"):
         found = warnings(runs[way], name)
         if LOOPS[name] is None:
@@ -176,7 +176,7 @@ def test_what_cannot_be_seen_is_said_once(runs: dict[str, Traced], name: str) ->
 # ------------------------------------------------------------------------------------------------ one by one
 
 
-def test_mixed_precision_is_seen_in_the_sizes(runs: dict[str, Traced]) -> None:
+def test_mixed_precision_is_visible_in_the_sizes(runs: dict[str, Traced]) -> None:
     _, calls = recorded(runs["toggle"], "mixed_precision")
     assert calls
     for call in calls:
@@ -203,7 +203,7 @@ def test_an_evaluation_does_not_count_in_the_samples_of_a_training_step(runs: di
         assert {call.rows for call in calls if call not in looks} == {30}
 
 
-def test_of_a_forward_called_directly_the_parts_are_recorded(runs: dict[str, Traced]) -> None:
+def test_for_a_forward_called_directly_its_parts_are_recorded(runs: dict[str, Traced]) -> None:
     _, calls = recorded(runs["script"], "forward_called")
     assert {(call.root, call.via) for call in calls} == {("Sequential", None)}
     _, calls = recorded(runs["script"], "forward_called_of_a_wrapper")
@@ -219,14 +219,14 @@ def test_two_threads_at_once(runs: dict[str, Traced]) -> None:
         assert step.phases["forward"] == mine.wall_ns
 
 
-def test_nothing_of_ours_is_saved(runs: dict[str, Traced]) -> None:
+def test_nothing_of_dpmon_is_saved_with_a_model(runs: dict[str, Traced]) -> None:
     for way in ("script", "toggle"):
         told = runs[way].said["saved_and_copied"][2]
         assert [found for found in told if isinstance(found, list) and found[0] in (True, False)] == [[False, True]] * 8
         assert told[-2:] == [False, True]
 
 
-def test_nobody_asks_for_devices_before_the_script(runs: dict[str, Traced]) -> None:
+def test_the_script_can_hide_devices_because_dpmon_does_not_ask_first(runs: dict[str, Traced]) -> None:
     assert runs
     for run in runs.values():
         early, available, count, _ = run.said["devices_hidden_late"][2]

@@ -65,7 +65,7 @@ def test_running_statistics_are_those_of_replica_0(dp: Any, on_its_own: Any) -> 
     assert on_its_own["batchnorm"][0] == [5.0, 6.0]
 
 
-def test_what_other_replicas_write_is_lost(dp: Any, on_its_own: Any) -> None:
+def test_writes_by_other_replicas_than_0_are_lost(dp: Any, on_its_own: Any) -> None:
     """In place on replica 0 is kept; what is assigned stays on the throw-away replica, as torch documents."""
     assert dp["buffers"] == [15.0, 0.0, 0]
     assert on_its_own["buffers"] == [66.0, 1.0, 1]
@@ -80,14 +80,14 @@ def test_no_grad_and_eval_reach_the_replicas(dp: Any, on_its_own: Any) -> None:
     assert dp["gradient_modes"] == on_its_own["gradient_modes"] == expected
 
 
-def test_hooks_of_the_scripts_own_run_on_every_replica(dp: Any, on_its_own: Any) -> None:
+def test_hooks_of_the_script_run_on_every_replica(dp: Any, on_its_own: Any) -> None:
     counts, out, left = dp["hooks_of_the_scripts_own"]
     assert counts == {"before": 2, "before, keywords": 2, "after": 2}
     assert (out, left) == ([5.0], [2, 2, 0, 1, 1])
     assert on_its_own["hooks_of_the_scripts_own"][1:] == [out, left]
 
 
-def test_an_exception_in_one_replica_is_the_scripts_own(dp: Any, on_its_own: Any) -> None:
+def test_an_exception_in_one_replica_reaches_the_script_unchanged(dp: Any, on_its_own: Any) -> None:
     """Not torch's retelling of it from a replica's thread: same type, message, causes and frames."""
     assert dp["exceptions"] == on_its_own["exceptions"]
     assert dp["exceptions"][:3] == ["Unlucky", "no luck: 7 times", "[None, None]"]
@@ -134,7 +134,7 @@ def test_subclasses_of_dataparallel(dp: Any, on_its_own: Any, runs: dict[str, Tr
     assert any("Instead has its own forward" in (e.data["refused"] or "") for e in runs["dp"].events("mode"))
 
 
-def test_the_wrapper_looks_as_without_us(dp: Any, on_its_own: Any) -> None:
+def test_the_wrapper_looks_as_without_dpmon(dp: Any, on_its_own: Any) -> None:
     assert dp["looks"] == on_its_own["looks"]
     before, after, clone, _ = dp["looks"]
     assert before == after == clone
@@ -148,7 +148,7 @@ def test_a_copy_runs_as_it_is_written(runs: dict[str, Traced]) -> None:
     assert any("copied or loaded" in (e.data["refused"] or "") for e in runs["dp"].events("mode"))
 
 
-def test_a_saved_wrapper_is_loaded_without_us(dp: Any, on_its_own: Any) -> None:
+def test_a_saved_wrapper_can_be_loaded_without_dpmon(dp: Any, on_its_own: Any) -> None:
     assert dp["saved"] == on_its_own["saved"]
     assert dp["saved"][:3] == [["module.0.weight", "module.0.bias"], True, []]
 

@@ -193,7 +193,7 @@ def test_steps_of_a_critic_whose_optimizer_runs_more_often(loop: Callable[[str],
     assert [calls for _, _, calls in shape(found)] == [1, 1, 1, 2, 1, 1, 2, 1, 1, 1]
 
 
-def test_the_first_calls_of_a_model_that_comes_later_are_seen(loop: Callable[[str], Loop]) -> None:
+def test_the_first_calls_of_a_later_model_are_recorded(loop: Callable[[str], Loop]) -> None:
     """After the end of a loader, the next loop may train another model."""
     roots = [call.root for call in loop("one_model_after_another").calls]
     assert roots == ["Small"] * 40 + ["Big"] * (3 + 4)
@@ -219,7 +219,7 @@ def test_calls_of_an_evaluation_are_marked(loop: Callable[[str], Loop]) -> None:
     assert [(call.training, call.grad) for call in calls] == ([(True, True)] * 4 + [(False, False)] * 2) * 2
 
 
-def test_what_is_recomputed_is_not_called_again(loop: Callable[[str], Loop]) -> None:
+def test_recomputed_parts_are_not_recorded_as_calls(loop: Callable[[str], Loop]) -> None:
     assert [call.root for call in loop("checkpoints").calls] == ["Deep"] * 4
     assert [call.root for call in loop("checkpointed_as_a_whole").calls] == ["Net"] * 2
 
@@ -258,7 +258,7 @@ def test_a_model_of_another_kind_is_seen_from_its_first_call(
         "made_in_the_middle_and_called_later",
     ],
 )
-def test_calls_that_begin_late_are_all_seen(loop: Callable[[str], Loop], name: str) -> None:
+def test_all_calls_of_a_module_first_called_late_are_recorded(loop: Callable[[str], Loop], name: str) -> None:
     """`told`: the script's own count of its calls."""
     found = loop(name)
     assert found.status == 0
@@ -292,7 +292,7 @@ def test_a_warning_comes_soon_if_forwards_are_called_directly(loop: Callable[[st
     assert [text.split(":")[0] for text in found.warnings] == ["an optimizer steps, but no call of a module was seen"]
 
 
-def test_by_hand_nothing_is_lost(loop: Callable[[str], Loop]) -> None:
+def test_no_call_is_lost_without_an_optimizer(loop: Callable[[str], Loop]) -> None:
     """With gradients but no optimizer, the ends of steps are a guess, but every call is in a step."""
     found = loop("by_hand")
     assert sum(calls for _, _, calls in shape(found)) == 10

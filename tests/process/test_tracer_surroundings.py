@@ -28,7 +28,7 @@ replicas have."""
 
 @pytest.mark.parametrize("piece", PIECES)
 @pytest.mark.parametrize("call", ["bare", "dp"])
-def test_the_same_as_alone(tmp_path: Path, piece: str, call: str) -> None:
+def test_the_surroundings_of_a_script_are_the_same_as_without_dpmon(tmp_path: Path, piece: str, call: str) -> None:
     expected = left(alone(tmp_path, TEXT, piece, call))
     run = traced(tmp_path, TEXT, piece, call)
     found = left(run)

@@ -138,7 +138,7 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Traced]:
         "frozen in part", "by keyword", "no_grad", "inference_mode", "eval", "double", "tied", "loss inside",
     ],
 )  # fmt: skip
-def test_numbers_are_those_of_one_device(numbers: dict[int, Traced], count: int, what: str) -> None:
+def test_results_equal_those_of_one_device(numbers: dict[int, Traced], count: int, what: str) -> None:
     expected, found = numbers[0].said[what], numbers[count].said[what]
     assert len(numbers_in(found)) > 0
     if isinstance(expected, dict):

@@ -76,7 +76,7 @@ def answers_or_has_left(seen: Terminal) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(size(2, 20)))
-def test_anything_at_all_from_the_keyboard(run: Run, terminal: Start, seed: int) -> None:
+def test_random_bytes_from_the_keyboard(run: Run, terminal: Start, seed: int) -> None:
     chance = random.Random(seed)
     run.train(50)
     seen, bursts, ends = None, 0, 0

@@ -58,7 +58,7 @@ def test_from_the_first_second_to_the_end(run: Run, terminal: Start) -> None:
     seen.sane()
 
 
-def test_a_toggle_travels_through_the_ring_and_back(run: Run, terminal: Start) -> None:
+def test_a_toggle_is_requested_and_answered_through_the_ring(run: Run, terminal: Start) -> None:
     run.train(50)
     assert run.ring is not None
     assert run.control is not None
@@ -112,7 +112,7 @@ def test_stopped_and_continued_it_draws_everything_again(run: Run, terminal: Sta
     seen.until(lambda: seen.text().splitlines()[2:6] == before, "the whole picture")
 
 
-def test_stopped_unasked_it_goes_on_with_one_reader_of_the_keys(run: Run, terminal: Start) -> None:
+def test_a_screen_stopped_by_sigstop_goes_on_with_one_reader_of_the_keys(run: Run, terminal: Start) -> None:
     """SIGSTOP is heard by nobody: what was set up before it is still there, and must not be set up twice."""
     run.train(50)
     seen = terminal()
@@ -169,7 +169,7 @@ Driver.stop_application_mode = stop_and_signal
     seen.sane()
 
 
-def test_leaving_does_not_wait_for_ever_for_a_terminal_that_takes_nothing(run: Run, terminal: Start) -> None:
+def test_leaving_does_not_wait_forever_for_a_blocked_terminal(run: Run, terminal: Start) -> None:
     run.train(50)
     seen = terminal()
     seen.shows("● running")
@@ -245,7 +245,7 @@ def cells(screen: pyte.Screen) -> list[list[tuple[Any, ...]]]:
     ]
 
 
-def test_the_short_cut_shows_what_textual_would_show(run: Run, terminal: Start) -> None:
+def test_direct_drawing_shows_the_same_as_textual(run: Run, terminal: Start) -> None:
     """One screen draws past the compositor, one by Textual alone; the emulator is the referee, colours included."""
     stock = SHOW.replace(
         "result =", "import dpmon.ui.monitor as m; m.Monitor._past_compositor = lambda self: None\nresult ="
@@ -358,7 +358,7 @@ def test_a_dumb_terminal_gets_plain_text(tmp_path: Path, dpmon: Dpmon) -> None:
     assert b"\x1b" not in session.seen
 
 
-def test_a_wrong_theme_is_told_before_any_screen(dpmon: Dpmon) -> None:
+def test_a_wrong_theme_is_reported_before_the_screen_opens(dpmon: Dpmon) -> None:
     dpmon.script("print('never')")
     session = RealTerminal(dpmon, "script.py", TERM="xterm", DPMON_THEME="pink")
     assert session.wait() == 2

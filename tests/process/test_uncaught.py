@@ -102,7 +102,7 @@ def test_a_rank_that_the_launcher_ends_later_does_not_come_first(dpmon: Dpmon) -
     assert " -15\n" in (dpmon.last() / STATUSES).read_text(), "the launcher ended rank 0"
 
 
-def test_the_line_is_the_scripts_own(dpmon: Dpmon) -> None:
+def test_the_named_line_is_one_of_the_script(dpmon: Dpmon) -> None:
     """Not the line in torch where the exception was raised."""
     script = dpmon.script("import torch\n\ntorch.ones(2) @ torch.ones(3)\n", "train.py")
     run = dpmon.run("--headless", script)
@@ -147,7 +147,7 @@ def test_which_exception_ended_the_run(tmp_path: Path, lines: tuple[str, ...], s
         (("8 5 OSError {}",), "OSError"),  # the command is a launcher, which ends as it likes
     ],
 )
-def test_what_the_command_noted_counts_only_with_the_status_of_an_exception(
+def test_a_noted_exception_counts_only_with_the_status_of_an_exception(
     tmp_path: Path, lines: tuple[str, ...], kind: str | None
 ) -> None:
     noted(tmp_path, *lines)
@@ -155,7 +155,7 @@ def test_what_the_command_noted_counts_only_with_the_status_of_an_exception(
     assert (None if found is None or found.raised is None else found.raised.kind) == kind
 
 
-def test_an_exception_that_was_dealt_with_did_not_end_the_run(dpmon: Dpmon) -> None:
+def test_a_handled_exception_did_not_end_the_run(dpmon: Dpmon) -> None:
     """`code` and IPython leave sys.last_type behind."""
     script = dpmon.script(
         "import code, sys, torch\ncode.InteractiveInterpreter().runsource('1 / 0')\nsys.exit(3)\n", "train.py"
@@ -172,7 +172,7 @@ class _Info:
     command_pid = 7
 
 
-def test_of_a_launcher_that_starts_its_ranks_again_the_last_attempt_counts(tmp_path: Path) -> None:
+def test_the_last_attempt_of_a_restarting_launcher_counts(tmp_path: Path) -> None:
     noted(tmp_path, f"8 5 OSError {of(0, 'first')}", f"9 25 KeyError {of(1, 'a')}", f"10 26 ValueError {of(0)}",
           "7 30 ChildFailedError {}")  # fmt: skip
     stages = ["7 1 importing torch", "8 2 importing torch", "9 11 importing torch", "10 12 importing torch"]

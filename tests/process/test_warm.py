@@ -49,7 +49,7 @@ def both(place: Path, text: str, *words: str, **options: Any) -> list[tuple[Any,
 
 
 @pytest.mark.parametrize(("run", "env"), [(True, {"MINE": "1"}), (False, {}), (False, {"PYTHONUNBUFFERED": "1"})])
-def test_the_surroundings_are_those_of_a_fresh_one(tmp_path: Path, run: bool, env: dict[str, str]) -> None:
+def test_a_fork_has_the_surroundings_of_a_fresh_python(tmp_path: Path, run: bool, env: dict[str, str]) -> None:
     (fresh, one), (fork, other) = both(tmp_path, LOOK, "-x", "two words", run=run, env=env)
     assert fork[0] == fresh[0] == 0, fork[2]
     seen, known = other.said, one.said
@@ -75,7 +75,7 @@ def test_the_surroundings_are_those_of_a_fresh_one(tmp_path: Path, run: bool, en
         ("import threading; threading.Thread(target=print, args=['from a thread']).start()", 0),
     ],
 )
-def test_it_ends_as_a_fresh_one(tmp_path: Path, end: str, status: int) -> None:
+def test_a_fork_ends_as_a_fresh_python(tmp_path: Path, end: str, status: int) -> None:
     text = f"import atexit\natexit.register(print, 'at exit')\nprint('begun')\n{end}\n"
     (fresh, _), (fork, _) = both(tmp_path, text, run=False)
     assert fork == fresh
@@ -106,7 +106,7 @@ def test_torch_comes_with_its_import_and_goes_through_the_tracer(tmp_path: Path)
         ("import os; os.kill(os.getpid(), 9)", 128 + signal.SIGKILL),
     ],
 )
-def test_under_dpmon_too(dpmon: Dpmon, end: str, status: int) -> None:
+def test_a_fork_under_dpmon_behaves_as_a_fresh_python(dpmon: Dpmon, end: str, status: int) -> None:
     """The command itself, the supervisor and the record are the real ones for both."""
     dpmon.script(
         f"import sys, torch\nprint(sys.argv, sys.stdin.read())\ntorch.nn.Linear(2, 1)(torch.ones(3, 2))\n{end}\n"
@@ -122,7 +122,7 @@ def test_under_dpmon_too(dpmon: Dpmon, end: str, status: int) -> None:
     assert found[0][4] == [([3, 2], "Linear")]
 
 
-def test_what_stands_in_for_python_hands_signals_on_and_takes_the_script_with_it(dpmon: Dpmon) -> None:
+def test_the_stand_in_for_python_forwards_signals_and_its_end_ends_the_script(dpmon: Dpmon) -> None:
     text = "import os, pathlib, signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\n"
     dpmon.script(
         text + "pathlib.Path('pid.new').write_text(str(os.getpid()))\nos.rename('pid.new', 'pid')\ntime.sleep(600)\n"
@@ -137,7 +137,7 @@ def test_what_stands_in_for_python_hands_signals_on_and_takes_the_script_with_it
         wait_for(lambda script=script: not os.path.exists(f"/proc/{script}"))  # type: ignore[misc]
 
 
-def test_who_asks_and_is_gone_before_the_answer_does_no_harm(dpmon: Dpmon) -> None:
+def test_a_client_that_ends_before_the_answer_does_no_harm(dpmon: Dpmon) -> None:
     stand_in = Path(python(dpmon.environment()))
     dpmon.script("import time\ntime.sleep(600)\n")
     request = {"argv": ["script.py"], "cwd": str(dpmon.cwd), "env": dpmon.environment(), "session": True}

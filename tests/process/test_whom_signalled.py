@@ -65,7 +65,7 @@ def started(process: subprocess.Popen[bytes]) -> float:
 
 
 @pytest.mark.parametrize("start", [None, "its own"])
-def test_a_run_that_is_over_has_no_process_by_number(
+def test_process_ids_of_a_finished_run_are_not_used(
     dpmon: Dpmon, stranger: subprocess.Popen[bytes], start: str | None
 ) -> None:
     since = None if start is None else started(stranger)
@@ -90,7 +90,7 @@ def test_a_process_that_is_not_proven_is_named_and_not_signalled(
     assert stranger.poll() is None
 
 
-def test_a_number_that_the_kernel_gave_to_somebody_else(dpmon: Dpmon) -> None:
+def test_a_process_id_reused_by_the_kernel_is_not_signalled(dpmon: Dpmon) -> None:
     """The supervisor and the command are killed, and another process gets the command's number."""
     if not os.access(LAST_PID, os.W_OK) or os.geteuid() != 0:
         pytest.skip("the next process number cannot be chosen here")
@@ -118,7 +118,7 @@ def test_a_number_that_the_kernel_gave_to_somebody_else(dpmon: Dpmon) -> None:
             process.wait()
 
 
-def test_what_a_finished_run_left_behind_is_stopped(dpmon: Dpmon) -> None:
+def test_processes_left_by_a_finished_run_are_stopped(dpmon: Dpmon) -> None:
     """Its environment proves it, because the command's number no longer proves anything."""
     dpmon.script(
         "import os, subprocess, sys\n"

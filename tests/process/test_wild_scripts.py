@@ -44,7 +44,7 @@ def test_arguments_siblings_and_files_beside_it(place: SideBySide) -> None:
     assert b"['classify.py', '--epochs', '2', '-m', '0.5', '--', '-x', 'two words', '']" in outcome.stdout
 
 
-def test_saved_whole_copied_and_scanned(place: SideBySide) -> None:
+def test_models_that_are_pickled_copied_and_inspected(place: SideBySide) -> None:
 
     def run_alone() -> tuple[Outcome, bytes]:
         return place.alone("pickled.py"), _load(place)
@@ -86,7 +86,7 @@ def test_workers_of_a_loader_leave_no_trace(place: SideBySide, method: str) -> N
     assert of_kind(records, "warning") == []
 
 
-def test_processes_that_train_each_have_a_record(place: SideBySide) -> None:
+def test_each_training_process_has_a_record(place: SideBySide) -> None:
     outcome = check(place, "spawned.py")
     assert outcome.status == 3
     records = place.dpmon.records()
@@ -98,7 +98,7 @@ def test_processes_that_train_each_have_a_record(place: SideBySide) -> None:
     assert len(pids) == 2
 
 
-def test_torch_looks_untouched(place: SideBySide) -> None:
+def test_torch_looks_the_same_as_without_dpmon(place: SideBySide) -> None:
     outcome = check(place, "probing.py", fresh=True)
     assert outcome.status == 0
     assert b"sitecustomize" not in outcome.stdout.replace(b"False True", b"")
@@ -122,7 +122,7 @@ def test_odd_ways_to_call_a_model(place: SideBySide) -> None:
     assert b"skipped a batch: KeyError" in outcome.stdout
 
 
-def test_everything_else_torch_offers(place: SideBySide) -> None:
+def test_other_features_of_torch_work_as_without_dpmon(place: SideBySide) -> None:
     outcome = check(place, "trickery.py")
     assert outcome.status == 0, outcome.stderr
     assert b"freed [True" in outcome.stdout or b"freed True" in outcome.stdout
@@ -164,7 +164,7 @@ def test_a_sitecustomize_of_the_users_own(dpmon: Dpmon, tmp_path: Path) -> None:
         ("SIGKILL", 137),
     ],
 )
-def test_every_ending_is_the_scripts_own(place: SideBySide, how: str, status: int) -> None:
+def test_every_ending_is_the_same_as_without_dpmon(place: SideBySide, how: str, status: int) -> None:
     alone = place.alone("endings.py", how)
     assert alone.status == status
     assert place.under("endings.py", how) == alone

@@ -1,4 +1,4 @@
-"""What the assembler makes of calls: their phases, replicas, stages and device times, and the events among them."""
+"""Calls as the assembler records them: phases, replicas, stages and device times, and events among them."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_phase_that_runs_twice() -> None:
 
 
 def test_a_failed_attempt_leaves_nothing() -> None:
-    """Its backward passes and copies were real."""
+    """Its backward passes and copies remain in the step."""
     script = Script()
     net = script.model(via="DataParallel", devices=["cuda:0"])
     script.fetch()
@@ -187,7 +187,7 @@ def test_samples_are_those_of_calls_that_learn() -> None:
 
 
 def compose(script: Script, names: str, site: int, failed: bool = False) -> None:
-    """Primitives by their first letters; scatter is given 4 rows, then 5 and so on."""
+    """Call primitives by their first letters; scatter gets 4 rows, then 5 and so on."""
     rows = 4
     for letter in names:
         name = {"s": "scatter", "r": "replicate", "p": "parallel_apply", "g": "gather"}[letter]

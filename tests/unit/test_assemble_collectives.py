@@ -27,7 +27,7 @@ def test_the_step_is_the_one_under_way_at_the_start() -> None:
     group = script.group()
     first, second, third = trained(script, 3)
     script.collective(group, first + MS, 1.0)
-    script.collective(group, second + MS, 20.0)  # over long after its step
+    script.collective(group, second + MS, 20.0)  # ends long after its step
     script.collective(group, third, 1.0)
     script.fetch(over=True)
     script.collective(group, first - 5 * MS, 1.0)  # before the loop

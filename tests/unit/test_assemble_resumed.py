@@ -16,7 +16,7 @@ Draw = random.Random
 
 
 class Chance:
-    """Runs a loop that chance composes."""
+    """A random loop."""
 
     def __init__(self, seed: int) -> None:
         self.draw = Draw(seed)
@@ -83,7 +83,7 @@ class Chance:
             script.event("pause", "last", paused=False, step=0)
 
     def communicate(self) -> None:
-        """Collectives end when they please; some began steps ago, some are never waited for."""
+        """Write collectives with random ends; some began steps ago, some have an unknown end."""
         draw, script = self.draw, self.script
         for _ in range(draw.randrange(4)):
             group = script.group(draw.choice(["all_reduce", "all_gather"]), draw.choice(["0", "1"]))
@@ -108,7 +108,7 @@ class Chance:
             self.others()
 
     def beside(self) -> None:
-        """Another thread, in the midst of a call of this one."""
+        """Run another thread during a call of this one."""
         script = self.script
         with script.phase("call", 1.0, *script.called(self.models[0], True, 8)), script.on_thread(2):
             script.fetch()
@@ -179,7 +179,7 @@ def test_any_portions_give_the_same_payloads(seed: int) -> None:
 @pytest.mark.usefixtures("bound")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_successor_goes_on_at_every_span(seed: int) -> None:
-    """It gives again what belongs to the open step, with the same numbers, and each event once."""
+    """It repeats the records of the open step with the same numbers, and each event once."""
     script = Chance(seed).run(8)
     whole = in_portions(script, [])
     expected = decoded(whole)
@@ -253,7 +253,7 @@ def test_a_span_that_was_written_twice_counts_once() -> None:
 
 
 def test_what_is_lost_costs_no_other_step() -> None:
-    """A span that was never written, and parts of a call without the call around them."""
+    """A span is missing, so parts of a call have no call around them."""
     script = Script()
     net = script.model(via="DataParallel", devices=["cpu:0", "cpu:1"])
     for _ in range(4):
@@ -269,11 +269,11 @@ def test_what_is_lost_costs_no_other_step() -> None:
     # A step without a call is not recorded.
     assert [call.step for call in result.calls] == [1, 2, 3]
     assert all(len(call.phases) == 4 and len(call.replicas) == 2 for call in result.calls)
-    assert assembler.dropped == 0  # an interrupt leaves such parts, too
+    assert assembler.dropped == 0  # an interrupt also leaves such parts
 
 
 def noise(draw: Draw) -> Span:
-    """A span of any bytes, or one that is nearly right."""
+    """Return a span of random bytes, or one that is nearly valid."""
     words = [draw.getrandbits(64) >> draw.choice([0, 0, 30, 50]) for _ in range(3)]
     kind = draw.choice([draw.randrange(256), *KINDS.values(), *range(21)])
     inside = draw.choice([0, 0, 0, draw.randrange(32)])
@@ -294,7 +294,7 @@ def junk_line(draw: Draw) -> dict[str, object]:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_damaged_spans_raise_nothing(seed: int) -> None:
-    """What comes out can be read, or is refused as a record."""
+    """The resulting payloads can be decoded, or are refused."""
     draw = Draw(seed)
     script = Chance(seed).run(6)
     spans, lines = [], [line for _, line in script.lines]

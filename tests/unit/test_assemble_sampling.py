@@ -1,4 +1,4 @@
-"""One step in how many is timed on devices, and that the training process is told."""
+"""How the rate of steps timed on devices is chosen and sent to the training process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MS = 1_000_000
 
 
 def decided(wall_ns: int, times: int, steps: int = STEPS, sampling: Sampling | None = None) -> int:
-    """The sampling number after these steps, with one step timed in each block of that number."""
+    """Return the chosen N (one timed step in each block of N) after these steps."""
     sampling = sampling or Sampling()
     for number in range(steps):
         timed = number % max(sampling.one_in, 1) == 0

@@ -26,7 +26,7 @@ def only(script: Script) -> Step:
 
 
 def check(step: Step) -> None:
-    """The spans are in order, within one another or apart, and make up the phases of the step."""
+    """Check that spans are in order, nested or separate, and add up to the phases of the step."""
     assert step.spans is not None
     assert list(step.spans) == sorted(step.spans, key=lambda span: (span.offset_ns, -span.host_ns))
     own: dict[str, int] = {}
@@ -183,7 +183,7 @@ def test_a_step_keeps_the_first_of_too_many_spans(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("held", [3, step_rules.MAX_HELD])
 def test_spans_of_random_loops_are_in_order(monkeypatch: pytest.MonkeyPatch, held: int, seed: int) -> None:
-    """They are in order, in whatever portions the spans come, and after a predecessor."""
+    """Also if they are read in portions, or by a successor."""
     monkeypatch.setattr(step_rules, "MAX_HELD", held)
     script = Chance(seed).run(8)
     whole = in_portions(script, [])

@@ -1,4 +1,4 @@
-"""Where the assembler lets a step of the training loop begin and end, in loops of many kinds."""
+"""Begin and end of steps, as the assembler finds them in loops of many kinds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def of(loop: Loop) -> Result:
 
 
 def check(result: Result) -> None:
-    """Numbers without gaps; phases that add up; steps that do not overlap; every call within its step."""
+    """Check: no gaps in numbers, phases that add up, steps that do not overlap, every call within its step."""
     assert [step.step for step in result.steps] == list(range(1, len(result.steps) + 1))
     assert [call.call for call in result.calls] == list(range(1, len(result.calls) + 1))
     end = 0
@@ -86,7 +86,7 @@ def accumulation_without_a_loader(script: Script) -> None:
 
 
 def hundreds_of_calls(script: Script) -> None:
-    """As in reinforcement learning, and in recurrent nets that are unrolled by hand."""
+    """As in reinforcement learning, and in recurrent nets with a loop in the script."""
     net = script.model()
     script.makes_optimizer()
     for _ in range(3):
@@ -107,7 +107,7 @@ def hundreds_of_looks_and_one_that_learns(script: Script) -> None:
 
 
 def no_optimizer(script: Script) -> None:
-    """Weights are changed by hand."""
+    """The script changes the weights itself."""
     net = script.model()
     for _ in range(100):
         script.call(net)
@@ -280,7 +280,7 @@ def within_each_other(script: Script) -> None:
 
 
 def in_the_backward_pass(script: Script) -> None:
-    """One optimizer for each parameter, as soon as its gradient is there."""
+    """One optimizer per parameter steps as soon as its gradient is ready."""
     net = script.model()
     script.makes_optimizer()
     for _ in range(4):
@@ -393,7 +393,7 @@ def evaluation_without_an_optimizer(script: Script) -> None:
 
 
 def fetched_one_ahead(script: Script) -> None:
-    """The last batch of a loop comes when its loader has ended."""
+    """The last batch of a loop is used after its loader has ended."""
     net = script.model()
     for _ in range(2):
         for look in (True, False):
@@ -415,7 +415,7 @@ def call_before_the_loader(script: Script) -> None:
 
 
 def steps_after_the_loader(script: Script) -> None:
-    """One batch is trained on by itself, between two loops."""
+    """The script trains on a single batch between two loops."""
     net = script.model()
     for _ in range(2):
         for _ in range(3):
@@ -557,7 +557,7 @@ def test_steps(loop: Loop, expected: list[tuple[int | None, str, int]]) -> None:
 
 
 def walls(steps: list[Step]) -> list[float]:
-    """How long each took, in ms."""
+    """Return the durations of steps, ms."""
     return [step.wall_ns / MS for step in steps]
 
 
@@ -600,7 +600,7 @@ def test_phases_are_exclusive() -> None:
             script.copy()
             script.optimizer(2, ms=0.5)
     (step,) = assembled(script).steps
-    # Each phase within another one is followed by 0.1 ms of the outer one's own.
+    # Each nested phase is followed by 0.1 ms of the outer one.
     assert ns(step) == {"data": 4.1, "copy": 2.0, "forward": 7.1, "backward": 7.2, "optimizer": 3.7}
     assert step.quantities == {"copied_bytes": (1 << 33) + 1024}
 
@@ -662,7 +662,7 @@ def test_a_measurement_inside_a_step_is_part_of_it() -> None:
 
 
 def test_a_loader_that_is_not_read_any_more() -> None:
-    """One batch is trained on again and again."""
+    """The script trains on one batch repeatedly."""
     script = Script()
     net = script.model()
     for _ in range(2):
@@ -752,7 +752,7 @@ def test_a_loop_that_stops_stepping_its_optimizer() -> None:
 
 
 def test_steps_that_take_longer_than_the_limit_of_the_wait() -> None:
-    """How long they take is known from the second one on."""
+    """Their duration is known from the second step on."""
     script = Script()
     net = script.model()
     script.makes_optimizer()
@@ -840,7 +840,7 @@ def test_batches_that_another_thread_fetches() -> None:
 
 
 def test_training_in_a_thread() -> None:
-    """The first thread has fetched, and never calls."""
+    """The first thread only fetches."""
     script = Script()
     net = script.model()
     script.fetch()
@@ -906,7 +906,7 @@ def test_a_call_that_failed_last_is_no_step() -> None:
 @pytest.mark.parametrize("failed", [True, False])
 @pytest.mark.parametrize("closure", [True, False])
 def test_a_backward_pass_that_failed_last_is_no_step(closure: bool, failed: bool) -> None:
-    """An interrupted pass may have waited for other ranks for long: its time would distort every mean."""
+    """An interrupted pass may have waited long for other ranks, and would distort every mean."""
     script = Script()
     net = script.model()
     for _ in range(2):
@@ -940,7 +940,7 @@ def test_a_backward_pass_that_failed_is_a_step_if_training_goes_on() -> None:
     [(True, False, 2), (True, True, 3), (False, False, 3), (False, True, 3), (None, False, 2), (None, True, 3)],
 )
 def test_a_step_that_was_cut_off(uncaught: bool | None, backward: bool, steps: int) -> None:
-    """By an exception, or by a kill, which leaves no word of the process's end."""
+    """By an exception, or by a kill, after which the process records no end."""
     script = Script()
     net = script.model()
     for _ in range(2):

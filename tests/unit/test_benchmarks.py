@@ -1,4 +1,4 @@
-"""The benchmarks start: they are run by hand, so nothing else would tell that what they import has gone."""
+"""The benchmarks start. Nothing else runs them, so nothing else would find a broken import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lines of a headless run with --json: what they say of devices' times, beside the host's."""
+"""Device times beside host times in the lines of a headless run with --json."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dpmon.run.reader import RunReader
 
 
 def line_of(payloads: Sequence[bytes]) -> dict[str, Any]:
-    """What a headless run says of these records."""
+    """Return the line of a headless run with these records."""
     said: list[bytes] = []
     lines = Lines(
         RunReader(keep({0: payloads}, status=None, drained=False)), lambda line: bool(said.append(line)) or True
@@ -32,7 +32,7 @@ def line_of(payloads: Sequence[bytes]) -> dict[str, Any]:
 
 
 def near(times: dict[str, Any]) -> Any:
-    """As near as medians of many steps are."""
+    """Equal within the precision of medians of many steps."""
     return {name: None if took is None else pytest.approx(took, rel=0.005) for name, took in times.items()}
 
 
@@ -42,7 +42,7 @@ def on_device(phases: dict[str, dict[str, float | None]]) -> dict[str, float | N
 
 def test_a_line_has_the_device_beside_the_host_of_the_same_thing(state: Path) -> None:
     said = line_of(trained(40))
-    # Whole, as the host's: the model has the phases of the calls apart, of which 0.25 ms would be left.
+    # The whole forward, as for the host; without the phases of the calls, only 0.25 ms would be left.
     assert on_device(said["phases"]) == near(
         {
             "data": 0.25,

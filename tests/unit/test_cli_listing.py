@@ -1,4 +1,4 @@
-"""`ls`, `report` and `export` where something is not as it should be: damaged runs, a clock set back, a full disk."""
+"""`ls`, `report` and `export` with damaged runs, a clock set back, or a full disk."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def listed(capsys: pytest.CaptureFixture[str], **options: bool) -> tuple[list[st
 def test_runs_that_cannot_be_read_are_counted(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, damaged, empty = a_run("good"), a_run("damaged"), a_run("empty")
     assert listed(capsys)[1] == ""
-    (empty / "run.json").unlink()  # as of one that is being made, or deleted
+    (empty / "run.json").unlink()  # like a run that is being created or deleted
     (damaged / "run.json").write_text("{")
     lines, errors = listed(capsys)
     assert [line.split()[0] for line in lines] == ["NAME", f"good-{good.name[-4:]}"]
@@ -101,7 +101,7 @@ def test_a_history_of_a_later_version_is_refused(state: Path) -> None:
     with pytest.raises(HistoryError, match="a later version of dpmon wrote it"):
         History.open(directory, {})
     assert not can_be_opened(directory)
-    # What its rings have is told all the same.
+    # Records in its rings are still read.
     text = " ".join(" ".join(report_text(directory)).split())
     assert "5 steps, 5 calls" in text
     assert f"a later version of dpmon wrote it (schema {SCHEMA_VERSION + 1}; this one knows {SCHEMA_VERSION})" in text
@@ -115,7 +115,7 @@ def test_an_export_is_complete_although_the_run_is_deleted_meanwhile(state: Path
     directory = keep({0: [*training.begin(), *training.run(400)]})
     whole = [record for record in history(directory) if isinstance(record, Step)]
     with closing(sqlite3.connect(directory / "history.sqlite", isolation_level=None)) as db:
-        db.execute("PRAGMA journal_mode=WAL")  # as its supervisor has it
+        db.execute("PRAGMA journal_mode=WAL")  # the mode that its supervisor sets
         under_way = history(directory)
         first = next(record for record in under_way if isinstance(record, Step))
         for table in ("calls", "steps", "events"):

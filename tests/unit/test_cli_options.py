@@ -1,4 +1,4 @@
-"""Which words are dpmon's own, and which belong to the script."""
+"""Which options and arguments belong to dpmon, and which to the script."""
 
 from __future__ import annotations
 

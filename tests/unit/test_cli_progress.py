@@ -1,4 +1,4 @@
-"""The line of a headless run, and the words of its summary."""
+"""The line of progress of a headless run, and lines of its summary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SECOND = 10**9
 
 
 class FakeReader:
-    """What Progress asks of a reader."""
+    """The part of a reader that Progress needs."""
 
     def __init__(self, directory: Path, activities: Mapping[int, tuple[str, int]] | None = None) -> None:
         self.directory = directory
@@ -41,7 +41,7 @@ class FakeReader:
 def step(
     number: int, samples: int | None = 30, mode: str = "dp", every_ms: int = 100, start_ns: int | None = None
 ) -> bytes:
-    """A step that ends when the next one begins."""
+    """Return a step that ends when the next one begins."""
     wall = every_ms * 10**6
     start = number * wall if start_ns is None else start_ns
     phases = (-1, wall // 2, wall // 4, -1)
@@ -49,7 +49,7 @@ def step(
 
 
 def line(*processes: Iterable[bytes]) -> str:
-    """What Progress says of the payloads of each process."""
+    """Return the line of Progress for the payloads of each process."""
     directory = keep(dict(enumerate(processes)), status=None)
     return ProgressLines(FakeReader(directory)).line()  # type: ignore[arg-type]
 
@@ -80,7 +80,7 @@ def test_ranks_have_no_mode(state: Path) -> None:
 
 
 class Going:
-    """A run that goes on: payloads of one process are taken into its store as they come."""
+    """A live run, whose store gets payloads of one process as they are added."""
 
     def __init__(self) -> None:
         self.directory = keep({}, status=None)

@@ -1,4 +1,4 @@
-"""The summary at the end where the terminal has no room for all of it: the least telling lines go, and are counted."""
+"""The summary on a small terminal: the least important lines are left out and counted."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_tall_terminal_gets_the_complete_summary(state: Path) -> None:
 
 
 def a_summary() -> list[SummaryLine]:
-    """As of a run in two modes: about forty lines, some of them wide."""
+    """Return the summary of a run in two modes: about 40 lines, some of them wide."""
     lines = [SummaryLine(0, "examples/linear.py (linear-7f3a): finished in 3 min 41 s")]
     for mode in ("dp", "single"):
         lines += [
@@ -60,7 +60,7 @@ def a_summary() -> list[SummaryLine]:
 @pytest.mark.parametrize("columns", [40, 73, 113])
 def test_the_most_important_lines_stay_in_their_order(columns: int) -> None:
     lines = a_summary()
-    # A long one is cut, all the same however many rows there are.
+    # A long line is cut, whatever the number of rows.
     lines = [SummaryLine(priority, cut(text, 2 * columns) if priority else text) for priority, text in lines]
     everything = [text for _, text in lines]
     priorities = {text: priority for priority, text in lines}
@@ -210,7 +210,7 @@ def test_a_summary_leaves_room_for_the_prompt_and_its_headline(
         assert closing(directory, load_exit(directory), speak) == 0
         monkeypatch.undo()
         text = b""
-        while b"dpmon: record: " not in text or not text.endswith(b"\n"):  # a terminal hands out what it has just now
+        while b"dpmon: record: " not in text or not text.endswith(b"\n"):  # a terminal returns only what it has now
             text += os.read(master, 1 << 16)
     printed = text.decode().splitlines()
     os.close(master)

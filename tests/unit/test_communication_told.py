@@ -1,4 +1,4 @@
-"""Who waits for whom, and what ranks communicate: in report, summary, lines, metrics and traces, in the same words."""
+"""Communication of ranks in report, summary, lines, metrics and traces, in the same words."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from dpmon.supervise.metrics import Metrics
 HELD_UP = "rank 1 holds the others up by 6.00 ms a step (34 %): its data takes 6.40 ms against 400 µs"
 STEPS = 100
 KNOWN = STEPS - 5
-"""Without those that settle."""
+"""Number of steps without the first ones, which settle."""
 
 
 def a_run(status: int | None = 0, **how: Any) -> Path:
-    """Three ranks, of which the second is slow in its data."""
+    """Make a run of three ranks; the second waits long for data."""
     made, _ = joined_payloads(3, **{"slow": 1, "phase": "data", "steps": STEPS, "noise": 0.0, **how})
     return keep(made, status=status)
 
@@ -83,7 +83,7 @@ def test_text_page_and_json_of_the_report_have_the_communication(state: Path) ->
 
 
 def test_data_of_a_slow_rank_is_one_finding(state: Path) -> None:
-    """The slow rank waits for data in most of its time, but the finding about the slow rank has said so."""
+    """The slow rank waits for data most of its time, but the finding about the slow rank says so already."""
     slow = collect(a_run(extra_ms=60.0))
     assert [one.who for one in (*slow.evidence.modes, *slow.evidence.others)] == ["rank 0", "rank 1", "rank 2"]
     assert slow.evidence.others[0].share("data") > 0.2
@@ -119,7 +119,7 @@ def test_restarted_ranks_are_reported_together(state: Path) -> None:
 
 
 def _of(rank: int, payload: bytes, *, moved_rank: bool = False) -> bytes:
-    """The same event of another process; `moved_rank`: which is another rank, of another group of two."""
+    """Return the event for another process; `moved_rank`: its rank in another group of two."""
     for name in ("process", "rank") if moved_rank else ("process",):
         payload = payload.replace(f'"{name}":{rank},'.encode(), f'"{name}":{rank + 2},'.encode())
     return payload.replace(b'"group":[0,1]', b'"group":[2,3]') if moved_rank else payload

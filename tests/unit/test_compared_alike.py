@@ -1,4 +1,4 @@
-"""Panel 4 and the report judge dp by the same steps, and so does a playback up to its time."""
+"""Panel 4, the report, and a playback up to its time compare the same steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dpmon.ui.rows import plain
 from dpmon.ui.scene import View
 
 STRETCHES = ((500, "single"), (5000, "dp"), (3000, "single"), (4500, ""))
-"""Steps after which the mode changes, and to which mode."""
+"""Number of steps before each change of mode, and the new mode."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What a person sets once: the file, the variables, and what is said of a setting that means nothing."""
+"""Settings in the configuration file and in variables, and messages about invalid settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dpmon.config import ConfigError, Settings, config_path, load
 
 
 def written(home: Path, text: str) -> dict[str, str]:
-    """An environment in which `text` is the configuration."""
+    """Return an environment with the configuration `text`."""
     (home / "dpmon").mkdir(parents=True, exist_ok=True)
     (home / "dpmon" / "config.toml").write_text(text)
     return {"XDG_CONFIG_HOME": str(home)}

@@ -166,7 +166,7 @@ def test_temporary_files_of_killed_supervisors_beside_the_metrics_file_are_remov
         ".it.prom.cccccccc.part",
         ".it.prom.dddddddd.part",
     }
-    (tmp_path / ".it.prom.aaaaaaaa.part").touch()  # somebody writes it now
+    (tmp_path / ".it.prom.aaaaaaaa.part").touch()  # its writer may still be alive
     for kind, name in (("a symbolic link", "bbbbbbbb"), ("a FIFO", "cccccccc"), ("a directory", "dddddddd")):
         put(kind, tmp_path / f".it.prom.{name}.part")
         os.utime(tmp_path / f".it.prom.{name}.part", (1e9, 1e9), follow_symlinks=False)

@@ -1,4 +1,4 @@
-"""What devices did, by the minute: what is summed up, and what is left of it when a history is full."""
+"""Sums of device samples per minute, and what remains of them when a history is full."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECOND = 1_000_000_000
 
 
 def minutes_in(directory: Path) -> list[tuple[Any, ...]]:
-    """Start, device, name, count, total, low and high of every row."""
+    """Return start, device, name, count, total, low and high of every row."""
     with closing(sqlite3.connect(directory / "history.sqlite")) as db:
         return db.execute("SELECT * FROM device_rollups ORDER BY start_s, device, name").fetchall()
 

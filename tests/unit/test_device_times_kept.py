@@ -1,4 +1,4 @@
-"""What devices took, from the ring to history, exports, report and screen; records of an earlier version too."""
+"""Device times from the ring to history, exports, report and screen; also records of an earlier version."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OF_STEP = (0.25, 4.0, 3.0, 0.5)
 
 
 def timed(payloads: list[bytes], why: int = Untimed.NONE) -> list[bytes]:
-    """The same records as a process writes them whose devices are timed."""
+    """Return the records with device times."""
     times: dict[str, Any] = {"call": OF_CALL, "step": OF_STEP}
     if why:
         times = {kind: [None] * len(found) for kind, found in times.items()}
@@ -176,7 +176,7 @@ def test_the_screen_shows_host_and_device_side_by_side() -> None:
     numbers = panel_batch.figures(scene)
     rows = [plain(row).split() for row in panel_batch.batch(scene, 120, 14, LOOK, numbers)]
     assert [row[0] for row in rows[1:5]] == ["share", "median", "device", "p95"]
-    # The phases of the call are taken out of forward, as they are on the host: 4 - (0.5 + 1 + 2 + 0.25).
+    # As on the host, forward excludes the phases of the call: 4 - (0.5 + 1 + 2 + 0.25).
     values = " ".join(rows[3][1:])
     assert values == "250 µs 501 µs 1.00 ms 2.00 ms 250 µs 250 µs 3.01 ms 501 µs –"
     for zoom in (None, "replicas", "batch"):

@@ -1,4 +1,4 @@
-"""What a report and its findings say of devices' times, beside the host's: runs that never were."""
+"""Device times beside host times in reports and findings about made-up runs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from dpmon.report.page import page
 from dpmon.report.plots import plots
 
 NEAR = partial(pytest.approx, rel=0.004)
-"""Medians are read from sketches."""
+"""Relative error of medians, which come from sketches."""
 
 
 def cells(lines: Sequence[str], title: str) -> list[list[str]]:
-    """The rows of a table by its heading, as words; sizes that went to lines of their own are left out."""
+    """Return the rows of a table by its heading, as words, without sizes on separate lines."""
     begin = next(number for number, line in enumerate(lines) if line.startswith(title)) + 1
     end = next((number for number in range(begin, len(lines)) if not lines[number]), len(lines))
     head, *rows = lines[begin:end]
@@ -160,7 +160,7 @@ def test_findings_use_device_times_where_they_are_known(state: Path) -> None:
 
 
 def test_the_share_of_device_waits_is_extrapolated_to_all_steps(state: Path) -> None:
-    """Known of half of the steps, 1 ms each; there were eighty of them, of about 2.4 ms."""
+    """Half of the 80 steps (about 2.4 ms each) have a known wait of 1 ms."""
     made = Training(devices=GPUS, virtual=False)
     payloads = timed(made.run(40), of_step=(1.0, 1.5, 0.7, 0.1))
     payloads += timed(made.run(40), of_step=(None, 1.5, 0.7, 0.1), why=Untimed.LATE)

@@ -37,12 +37,12 @@ NAMES = {
     "minus": "-",
     "underscore": "_",
 }
-"""What people write for keys, by Textual's names."""
+"""Names of keys in the documentation, by Textual's names."""
 WORDS = {
     **dict.fromkeys(("up", "down", "left", "right"), "arrow"),
     **dict.fromkeys(("pageup", "pagedown"), "page key"),
 }
-"""What names several keys at once in prose."""
+"""Words that stand for several keys."""
 ALIASES = {"escape": "esc", "return": "enter", "pgup": "pageup", "pgdn": "pagedown", "page up": "pageup"}
 ALIASES |= {"page down": "pagedown", "pgdown": "pagedown", "↑": "up", "↓": "down", "←": "left", "→": "right"}
 
@@ -59,7 +59,7 @@ def test_there_are_pages() -> None:
 
 
 def relative(page: Path) -> list[str]:
-    """The links of a page that lead to files of the repository, or within the page."""
+    """Return the links of a page to files of the repository, or within the page."""
     return [link for link in links(page) if not re.match(r"[a-z][a-z0-9+.-]*:", link)]
 
 
@@ -95,7 +95,7 @@ def test_every_page_is_linked_from_another_one() -> None:
 
 
 def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """Each command, "" for a run, and its parser."""
+    """Return the parser of each command ("" for a run)."""
     yield "", options._run_parser()
     for command in options.COMMANDS:
         if command != "run":
@@ -118,7 +118,7 @@ def test_there_are_options() -> None:
 
 
 def named(page: Path, option: str) -> bool:
-    """Whether a page has the option as code."""
+    """Return whether a page has the option as code."""
     return any(re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", text) for text in code(page))
 
 
@@ -139,7 +139,7 @@ def test_every_command_is_described(command: str) -> None:
 
 
 def binding_names() -> list[list[str]]:
-    """The keys of each binding, as people write them."""
+    """Return the keys of each binding, as the documentation writes them."""
     return [[NAMES.get(name, name) for name in str(binding.key).split(",")] for binding in BINDINGS]  # type: ignore[union-attr]
 
 
@@ -147,7 +147,7 @@ KEYS = {name for names in binding_names() for name in names}
 
 
 def written(text: str) -> set[str]:
-    """The keys that a span of code names: `d`, `[ ]`, `1-5`, `ctrl+c`, `page up`."""
+    """Return the keys in a span of code: `d`, `[ ]`, `1-5`, `ctrl+c`, `page up`."""
     if text in KEYS:
         return {text}
     plain = ALIASES.get(text.lower(), text.lower())
@@ -161,7 +161,7 @@ def written(text: str) -> set[str]:
 
 
 def keys_in(cell: str) -> set[str]:
-    """The keys that a cell or a page names as code; two numbers with a dash between them name those between."""
+    """Return the keys that a cell or a page names as code; `1-5` stands for all keys from 1 to 5."""
     spans = re.findall(r"`([^`]+)`", re.sub(r"`(\d)`\s*(?:-|–|to)\s*`(\d)`", r"`\1-\2`", cell))
     return {key for span in spans for key in written(span)}
 
@@ -280,7 +280,7 @@ def test_every_path_exists(page: str) -> None:
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
 def test_every_patch_fits(page: Path) -> None:
-    """If not: the page shows code that has changed since."""
+    """If one does not fit, the code that it shows has changed."""
     for path, hunks in patches(page):
         text = (ROOT / path).read_text(encoding="utf-8")
         assert patched(text, hunks) != text

@@ -1,4 +1,4 @@
-"""What doctor makes of machines that are not this one."""
+"""The results of doctor on other machines than this one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Histories of earlier versions say what they said, as this version says it, and their files stay as they are."""
+"""Histories of earlier versions give the same answers as new ones, and their files do not change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dpmon.store.window import Window
 
 
 def payloads(steps: int, *, timed: bool = True) -> dict[int, list[bytes]]:
-    """Two processes that train in both modes and evaluate, with times of devices and a pause."""
+    """Return records of two processes that train in both modes and evaluate, with device times and a pause."""
     found: dict[int, list[bytes]] = {-1: [host_event(1.0), device_event(1.5, 0)]}
     for process in (0, 1):
         training = Training(process=process, step_ns=2_400_000, seed=process)

@@ -1,4 +1,4 @@
-"""Exports of runs that never were: what stands in the tables and the trace, and what happens to the file."""
+"""Exports of made-up runs: contents of tables and traces, and what happens to files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from dpmon.run.rundir import load_info
 
 
 class Even(Training):
-    """One whose steps all take the same time."""
+    """A training with steps of equal duration."""
 
     def _wobble(self, ns: float) -> int:
         return int(ns)
@@ -217,7 +217,7 @@ def test_ranks_are_processes_with_names(state: Path) -> None:
 
 
 def test_calls_at_the_same_time_do_not_tear_each_other(state: Path) -> None:
-    """Threads of a script: their calls overlap, and come in the order in which they ended."""
+    """Calls of several threads overlap, and are in the order of their ends."""
     (one,) = (record for record in decoded(Training().step()) if isinstance(record, Call))
 
     def at(start: int, wall: int) -> Call:
@@ -232,9 +232,9 @@ def test_calls_at_the_same_time_do_not_tear_each_other(state: Path) -> None:
 
 
 def test_steps_that_touch_each_other_do_not_overlap_for_perfetto(state: Path) -> None:
-    """A step begins in the very ns in which the one before ended; times in µs are no whole numbers in binary.
+    """A step begins in the ns in which the previous one ended, but times in µs are not exact in binary.
 
-    The phases in it may begin and end with it, and with each other.
+    Phases may begin and end with the step, and with each other.
     """
     chance, at, steps = random.Random(5), 2 * SECOND, []
     for number in range(1, 3001):

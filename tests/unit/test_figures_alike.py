@@ -1,4 +1,4 @@
-"""Every place that shows a figure of a run's steps shows the number of dpmon.store.window.Window, in its own format."""
+"""All places show the same figures of steps as dpmon.store.window.Window, each in its own format."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from dpmon.ui.rows import Row, plain
 from dpmon.ui.scene import View
 
 MODES = (("dp", False), ("dp", True), ("single", False), ("single", True))
-"""Modes, each with whether it is their evaluation."""
+"""Modes, each with and without evaluation."""
 LAST = (("dp", False),)
-"""The mode at the end of the run: places that follow the run show no other."""
+"""The mode at the end of the run; places that follow the run show only this mode."""
 
 Key = tuple[str, bool, str, str]
 """Mode, evaluation, series (a step or a phase) and figure."""
@@ -51,7 +51,7 @@ Shown = dict[Key, Any]
 
 
 class Place(NamedTuple):
-    """What a place shows, and how it writes a number."""
+    """Figures that a place shows, and its format of numbers."""
 
     read: Callable[[Path], Shown]
     modes: tuple[tuple[str, bool], ...]
@@ -64,7 +64,7 @@ class Place(NamedTuple):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A run from dp to single to dp, with an evaluation in each: six minutes, twice as slow at the beginning."""
+    """Make a run of six minutes: dp, single, dp, with an evaluation in each, twice as slow at the beginning."""
     training = Training(step_ns=2 * SECOND)
     payloads = training.begin()
     for then in ("single", "dp", ""):
@@ -83,7 +83,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def figures_of(found: Figures) -> Iterator[tuple[str, str, Any]]:
-    """Series, figure and number (times in ns) of all that a mode has."""
+    """Return all figures of a mode: series, figure and number (times in ns)."""
     yield from ((STEP, name, getattr(found, f"{name}_ns")) for name in ("median", "p95", "mean"))
     yield from ((STEP, "rate", found.rate), *((STEP, *rate) for rate in as_fields(found.rate).items()))
     for phase in found.phases:
@@ -93,7 +93,7 @@ def figures_of(found: Figures) -> Iterator[tuple[str, str, Any]]:
 
 
 def wanted(directory: Path, place: Place, *, rest: bool) -> Shown:
-    """What the place is to show; `rest`: of the forward only what the phases of its calls leave."""
+    """Return the figures that the place should show; `rest`: forward without the phases of its calls."""
     without = "forward" if rest else REST
     found: Shown = {}
     with open_store(directory) as store:
@@ -145,7 +145,7 @@ def in_report(directory: Path) -> Shown:
 
 
 def in_json(said: Iterable[tuple[str, bool, Mapping[str, Any], Mapping[str, Any]]]) -> Shown:
-    """Of objects for steps and for phases, those of the figures that both forms of JSON have."""
+    """Return the figures that both forms of JSON have, from objects for steps and for phases."""
     found: Shown = {}
     for mode, evaluation, step, phases in said:
         of_step = {name: step[name] for name in ("median_ms", "p95_ms", *as_fields(None)) if name in step}
@@ -202,7 +202,7 @@ def in_metrics(directory: Path) -> Shown:
 
 
 def on_screen(directory: Path, feed: Feed) -> tuple[Shown, str]:
-    """What panel 3 shows of the whole run; and the first rows and panel 4."""
+    """Return panel 3 for all of the run, and the first rows with panel 4."""
     view = View(zoom="batch", span_s=0)
     feed.start()
     for _ in range(2):
@@ -272,7 +272,7 @@ PLACES = {
         LAST, {**_TEXT, "mean": duration}, {**_TEXT, "share": percent},
     ),
 }  # fmt: skip
-"""Figures of each place: of the steps, and of each of their phases."""
+"""Figures of each place: for steps, and for each phase."""
 
 
 @pytest.mark.parametrize("name", PLACES)

@@ -1,4 +1,4 @@
-"""One GPU asked in rounds: what is due, what failed, what is too old, what is never asked again."""
+"""One GPU, queried in rounds: due, failed, outdated and unsupported fields."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, GPU_IS_LOST, UNKNOWN = 3, 4, 1
 
 
 class Module:
-    """Stands for pynvml: as much of it as it takes to find a GPU."""
+    """A fake pynvml with the functions that find a GPU."""
 
     handle: Any = "handle"
 
@@ -40,7 +40,7 @@ class Clock:
 
 
 class Bench:
-    """A GPU, one who asks it these questions, and a clock that is set by hand."""
+    """A GPU, an Asker with these questions, and a fake clock."""
 
     def __init__(self, *questions: Question, calls: int = 8) -> None:
         self.module = Module()
@@ -51,7 +51,7 @@ class Bench:
         self.card.open(self.module, self.ask)
 
     def round(self, seconds: float = 1.0, calls: int | None = None) -> Any:
-        """One round after `seconds`, and what is known then."""
+        """Run a round after `seconds`; return the sample."""
         self.clock.now += seconds
         self.asker.round(self.module, self.ask, self.clock, self.asker.calls if calls is None else calls)
         return self.sample()
@@ -61,7 +61,7 @@ class Bench:
 
 
 class Told:
-    """A way to ask that answers as it is told and counts."""
+    """A fake call with a settable answer; counts its uses."""
 
     def __init__(self, *answer: Any) -> None:
         self.answer = answer
@@ -174,7 +174,10 @@ def test_a_substitute_is_asked_only_for_missing_values() -> None:
     bench = Bench(whole, sub, useless)
     for _ in range(5):
         sample = bench.round()
-    assert (sample.pcie_rx_bytes_s, sample.pcie_tx_bytes_s) == (9, 3)  # what is missing in one does not undo the other
+    assert (sample.pcie_rx_bytes_s, sample.pcie_tx_bytes_s) == (
+        9,
+        3,
+    )  # a missing value in one does not remove the other
     assert other.asked == 0
 
 
@@ -246,7 +249,7 @@ def test_values_are_hidden_when_nvml_has_not_answered_for_long() -> None:
         "NVML has not answered for 3 s",
         "NVML has not answered for 12 s",
     ]
-    assert [sample.power_limit_w for sample in seen] == [700.0] * 3  # that is asked every 30 s anyway
+    assert [sample.power_limit_w for sample in seen] == [700.0] * 3  # asked only every 30 s
     assert bench.round().util_pct == 40
 
 
@@ -274,7 +277,7 @@ def test_throttle_words(bits: int, words: list[str]) -> None:
 
 
 def test_the_questions_fit_into_eight_calls_a_second() -> None:
-    """What is due on the average leaves room in each thread's share, so that nothing starves."""
+    """The average number of due calls is below each thread's share, so that all calls are made."""
     for questions, calls in ((CHEAP, 5), (EXPENSIVE, 3)):
         asked = [q for q in questions if q.instead_of is None]
         assert sum(q.calls / q.every_s for q in asked) <= calls

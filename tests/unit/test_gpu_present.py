@@ -1,4 +1,4 @@
-"""Whether the GPUs that a command line names are there: pynvml is replaced by a module that counts them."""
+"""Whether the GPUs named on a command line exist, with a fake pynvml that counts them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_PERMISSION, DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND, VERSION_MISMATCH, UNKNOWN =
 
 
 class FakePynvml(ModuleType):
-    """`codes` says what fails, by function; `calls` is what was asked."""
+    """`codes`: error code by function; `calls`: functions called."""
 
     def __init__(self) -> None:
         super().__init__("pynvml")
@@ -45,7 +45,7 @@ class FakePynvml(ModuleType):
 
 @pytest.fixture
 def plain_machine(monkeypatch: pytest.MonkeyPatch) -> FakePynvml:
-    """No GPUs but those that NVML knows of."""
+    """A machine with only the GPUs that NVML knows."""
     fake = FakePynvml()
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     monkeypatch.setattr(present, "_OTHERS", ())

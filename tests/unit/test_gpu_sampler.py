@@ -31,9 +31,9 @@ LIMIT_S = 60.0
 
 
 class FakeNvml(Nvml):
-    """Two GPUs; with `gate` closed a question does not return until it opens; `failure` is raised.
+    """A fake pynvml with two GPUs. While `gate` is closed, calls do not return; `failure` is raised.
 
-    Of pynvml it has what this takes: everything else is unknown to the binding.
+    It lacks all functions that these tests do not need.
     """
 
     def __init__(self, *, absent: str | None = None) -> None:
@@ -78,7 +78,7 @@ class FakeNvml(Nvml):
 
 
 class Watch:
-    """Reads what a sampler writes, until something holds."""
+    """Reads the ring of a sampler until a condition holds."""
 
     def __init__(self, path: Path) -> None:
         self.reader = RingReader(str(path))
@@ -104,7 +104,7 @@ def of_kind(events: list[Event], kind: str) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is silent for a tenth of a second is silent; elsewhere a machine with much to do must not look like it."""
+    """Count 0.1 s without an answer as silence. Elsewhere the limit is longer, because the machine may be busy."""
     monkeypatch.setattr(sampler_module, "SILENT_S", 0.1)
     monkeypatch.setattr(card_module, "SILENT_S", 0.1)
     monkeypatch.setattr(watch_module, "SILENT_S", 0.1)
@@ -112,7 +112,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[DeviceSampler, Watch]]]:
-    """Makes a started sampler over a fake NVML, quick enough for a test, and stops it afterwards."""
+    """A function that starts a fast sampler over a fake NVML; all are stopped afterwards."""
     monkeypatch.setattr(watch_module, "NVML_PERIOD_S", INTERVAL_S)
     monkeypatch.setattr(watch_module, "RETRY_S", INTERVAL_S)
     monkeypatch.setattr(card_module, "RETRY_S", INTERVAL_S)
@@ -192,9 +192,9 @@ def test_an_nvml_that_never_answers_holds_up_neither_host_nor_stop(
     assert of_kind(events, "host")[-1]["gpu_absent"] is None
     watch.until(lambda e: "not answered for" in of_kind(e, "device")[-1]["absent"]["util_pct"], "silence")
     assert of_kind(events, "device")[0]["util_pct"] is None
-    sampler.stop()  # comes back, though the gate is closed
-    assert nvml.shutdowns == 0  # to shut NVML down under a call crashes
-    assert left == [(leave, 0)]  # and so does to leave through the library's own farewell
+    sampler.stop()  # returns although the gate is closed
+    assert nvml.shutdowns == 0  # shutting down NVML during a call would crash
+    assert left == [(leave, 0)]  # and so would the library's exit handler
     sampler.emit("exit", {"status": 0, "signal": None})
     nvml.gate.set()
     for thread in sampler._watch._threads:

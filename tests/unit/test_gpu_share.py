@@ -1,4 +1,4 @@
-"""Whose memory a GPU holds, and which GPU of NVML's is which of torch's."""
+"""Which processes a GPU's memory belongs to, and which of NVML's GPUs each of torch's is."""
 
 from __future__ import annotations
 

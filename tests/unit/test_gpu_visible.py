@@ -1,4 +1,4 @@
-"""CUDA_VISIBLE_DEVICES in forty shapes, by the CUDA programming guide, and by torch's own reading of it."""
+"""Forty forms of CUDA_VISIBLE_DEVICES, read as in the CUDA programming guide and as torch does."""
 
 from __future__ import annotations
 
@@ -102,11 +102,11 @@ def test_torch_reads_it_the_same_way(text: str | None, monkeypatch: pytest.Monke
     [
         (None, [None] * 4, [True] * 4),
         ("0,1,2,3", [None] * 4, [True] * 4),
-        ("2,3", [None, None], [None] * 4),  # the fastest come first, and which these are is not told
+        ("2,3", [None, None], [None] * 4),  # the fastest come first, but NVML does not say which these are
         ("0", [None], [None] * 4),
         ("", [], [False] * 4),
         ("-1", [], [False] * 4),
-        (f"{C},{A}", [2, 0], [True, False, True, False]),  # a name is a name in every order
+        (f"{C},{A}", [2, 0], [True, False, True, False]),  # names do not depend on the order
     ],
 )
 def test_in_an_unknown_order(

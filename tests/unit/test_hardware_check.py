@@ -1,4 +1,4 @@
-"""The hardware check's table: what was measured, beside what it was compared with."""
+"""The table of the hardware check: measured figures beside their references."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Databases made by hand to take forever, to fill the memory or to run code that the reader did not ask for."""
+"""Databases that are made to take forever, to fill the memory or to run code."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ FILES = (
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for a condition, with a limit."""
+    """Wait for a condition."""
     for _ in range(3000):
         if condition():
             return

@@ -1,4 +1,4 @@
-"""Rows that nobody wrote: they are left out of every answer, and no query takes forever."""
+"""Rows that dpmon never wrote are left out of every answer, and no query takes forever."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def directory(state: Path) -> Path:
 
 
 def answers(store: Store) -> list[Any]:
-    """Everything that a store and its windows can be asked."""
+    """Return the answers to all queries of a store and its windows."""
     found: list[Any] = [
         store.dropped,
         list(store.tally_rows(process=0)),

@@ -1,4 +1,4 @@
-"""What each part really loads, seen in a fresh interpreter: the import contracts only see what is written."""
+"""What each part loads in a fresh interpreter; the import contracts check only import statements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEAVY = {"textual", "rich", "torch", "numpy", "pynvml", "sqlite3", "asyncio"}
 
 
 def loaded_by(code: str, *, isolated: bool = True, beyond: str | None = None) -> set[str]:
-    """Names in sys.modules after `code` has run in an interpreter of its own; without those that `beyond` loads."""
+    """Return the names in sys.modules after `code` in a fresh interpreter, without those that `beyond` loads."""
     first = "before = set()" if beyond is None else f"{beyond}\nbefore = set(sys.modules)"
     program = f"import sys\n{first}\n{code}\nimport json\nprint('\\n' + json.dumps(sorted(set(sys.modules) - before)))"
     env = {k: v for k, v in os.environ.items() if not k.startswith(("DPMON_", "PYTHON"))}
@@ -39,7 +39,7 @@ BARE = loaded_by("")
 
 
 def added_by(code: str) -> set[str]:
-    """What `code` loads beyond a bare interpreter (editable installs and .pth files load things of their own)."""
+    """Return what `code` loads in addition to a bare interpreter (.pth files may load modules, too)."""
     return loaded_by(code) - BARE
 
 
@@ -94,7 +94,7 @@ def test_the_tracer_loads_of_dpmon_only_itself_its_ring_and_records() -> None:
 
 
 def test_a_process_without_torch_loads_almost_nothing(tmp_path: Path) -> None:
-    """What the sitecustomize loads into every Python the program starts."""
+    """Only the sitecustomize is loaded into every Python that the program starts."""
     site = PACKAGE / "tracer" / "site"
     program = "import sys; print(*sorted(sys.modules))"
     loaded = []

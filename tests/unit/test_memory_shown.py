@@ -1,4 +1,4 @@
-"""What devices' memory holds, from records to the screen: unknown is a dash with its reason, never a zero."""
+"""The memory of devices, from records to the screen. An unknown value is a dash with a reason, never zero."""
 
 from __future__ import annotations
 

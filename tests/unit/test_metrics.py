@@ -25,7 +25,7 @@ HOSTILE = 'a "quoted" \\ back\nslash\x1b[31m\x00 ü'
 
 
 def samples(path: Path) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """Every sample by name and labels, but that of the run."""
+    """Return every sample by name and labels (without the label of the run)."""
     found = {}
     for family in text_string_to_metric_families(path.read_text("utf-8")):
         assert family.documentation
@@ -82,7 +82,7 @@ def test_the_metrics_file_has_the_figures_of_the_record(state: Path, tmp_path: P
 
 
 def test_device_time_is_counted_with_the_number_of_steps_that_have_it(state: Path, tmp_path: Path) -> None:
-    """Of ten steps all but the first are timed, of their data all but three: every mean is of those that are."""
+    """Nine of ten steps are timed, and the data of seven; each mean is over the timed ones."""
     training = Training(devices=("cuda:0", "cuda:1"), virtual=False)
     payloads, number = [], 0
     for payload in training.run(10):
@@ -118,7 +118,7 @@ def test_device_time_is_counted_with_the_number_of_steps_that_have_it(state: Pat
 
 
 def test_the_histogram_counts_every_step_once_within_its_bounds(state: Path, tmp_path: Path) -> None:
-    """A bound may be 0.4 % off: half of the steps are that much below one, half as much above one."""
+    """A bound may be off by 0.4 %: half of the steps are below one by that much, and half above one."""
     walls = [int(bound * 1e9 * (1 + side)) for bound in BOUNDS_S for side in (-0.0041, 0.0041)]
     steps = [pack_step(2, number, 10**9, wall, -1, (-1,) * 4) for number, wall in enumerate(walls, start=1)]
     found = written(keep({0: steps}, status=None), tmp_path / "it.prom")

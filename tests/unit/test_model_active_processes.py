@@ -1,4 +1,4 @@
-"""Which process represents a run of several: the one that trains now; of those that train together always the same."""
+"""Which of several processes a run shows: the one that trains now, and always the same of those that train together."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def numbered(one: Training, steps: int) -> list[Record]:
 
 
 def recorded(*runs: Sequence[Record]) -> Recording:
-    """A run of these processes, under the numbers in their records."""
+    """Record a run of these processes, with the numbers in their records."""
     recording = Recording()
     for run in runs:
         step = next(record for record in run if isinstance(record, Step))
@@ -38,7 +38,7 @@ def recorded(*runs: Sequence[Record]) -> Recording:
 
 
 def in_time(*runs: Sequence[Record]) -> Iterator[tuple[State, int]]:
-    """The state of a run of these processes as of many times, and the time."""
+    """Yield the state of a run of these processes at many times, and the time."""
     recording = recorded(*runs)
     ends = sorted({ended(record) for run in runs for record in run})
     for at in (*ends[:: max(len(ends) // LOOKS, 1)], ends[-1]):
@@ -104,9 +104,9 @@ def test_a_rank_that_was_started_again_stands_in_for_the_old_one() -> None:
 
 
 def with_an_evaluation(*, within: bool = False) -> tuple[Training, list[list[Record]]]:
-    """An evaluation of 8 s, and its two: a training that starts it after 500 steps, waits for it, and goes on.
+    """Return a training and its evaluation: after 500 steps, the training starts it, waits 8 s, and goes on.
 
-    `within`: the wait lies in a step, behind its call; else between two steps.
+    `within`: the wait is in a step, after its call; else between two steps.
     """
     first = Training(process=0, step_ns=SECOND // 100)
     payloads = [*first.begin(), *first.run(500)]
@@ -132,7 +132,7 @@ def test_a_training_that_goes_on_after_its_evaluation_stands_for_the_run_again()
             shown = [each.process for each in training(state)]
             if seen[-1:] != [shown]:
                 seen.append(shown)
-            # Without anything but the record, as in a playback: after two seconds of the training's own.
+            # From the record alone, as in a playback: after two more seconds of the training.
             assert shown in ([0], []) or at < evaluation.now + 6 * SECOND
         assert seen == [[], [0], [0, 1], [1], [0, 1], [0]], (within, seen)
 

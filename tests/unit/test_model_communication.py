@@ -1,4 +1,4 @@
-"""Mean times of ranks, what they communicate, and what is found in it."""
+"""Mean times and communication of ranks, and findings about them."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_several_slow_ranks_are_named_together(ranks: tuple[int | None, ...], na
 
 
 def waiting(*waits_ms: float, slowest: dict[int, int], **more: Any) -> list[RankTimes]:
-    """Ranks that wait so long, and in how many of 50 steps each was the slowest."""
+    """Return ranks with these mean waits (ms); `slowest`: number of steps (of 50) in which a rank was the slowest."""
     return [
         rank(number, wait_ms, steps=50, slowest=slowest.get(number, 0), step_ns=130.0 * MS, **more)
         for number, wait_ms in enumerate(waits_ms)
@@ -145,7 +145,7 @@ def test_no_rank_is_named_if_most_are_equally_slow() -> None:
 
 
 def in_groups(slow_ms: float = 30.0) -> list[RankTimes]:
-    """Even ranks, of which rank 2 is slow by that much, and odd ones, which are alike."""
+    """Return even ranks, with rank 2 slow by this much, and equal odd ranks."""
     waits = [0.1 * number if number % 2 else 0.0 if number == 2 else slow_ms for number in range(8)]
     ranks = waiting(*waits, slowest={2: 50, 1: 13, 3: 13, 5: 12, 7: 12})
     ranks[2] = slower(ranks[2], "backward", slow_ms)
@@ -347,7 +347,7 @@ def test_several_averages_for_one_step_of_the_optimizer_are_found() -> None:
 
 
 def searched(*unused: int | None, rank: int = 0, iterations: tuple[int, ...] = (100, 200, 300)) -> list[Wrapper]:
-    """A wrapper that looks for unused parameters; `unused`: bytes in each of these iterations."""
+    """Return a wrapper that searches for unused parameters; `unused`: bytes in each iteration."""
     records = [
         ddp_event(rank, 2, find_unused_parameters=True, unused_bytes=size, iteration=iteration)
         for size, iteration in zip(unused, iterations, strict=True)
@@ -377,7 +377,7 @@ def test_a_parameter_that_another_rank_does_not_use_is_unused() -> None:
 
 
 def test_a_search_is_not_called_useless_where_torch_adds_up_what_it_found() -> None:
-    """As torch 2.4 does: from the second iteration on, the size is known only if it is 0."""
+    """torch 2.4 adds up: from the second iteration on, the size is known only if it is 0."""
     summed = ddp_event(
         1, 2, find_unused_parameters=True, unused_bytes=None, iteration=200, absent={"unused_bytes": "-"}
     )

@@ -1,4 +1,4 @@
-"""dp against single: the interval holds what it says, steps of one kind only, no verdict without ground or steps."""
+"""dp compared with single: correct intervals, only steps of one kind, no verdict without enough steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TWO = ("cuda:0", "cuda:1")
 
 
 def step(number: int, samples: int | None = 32, **phases: float) -> StepSample:
-    """A step whose phases are given in ms; what the sum of them is, it took."""
+    """Return a step with these phases in ms, and their sum as duration."""
     times = {"forward": 4.0, "backward": 5.0, "optimizer": 1.0, **phases}
     slots = tuple(int(times[name] * MS) if times.get(name) is not None else NOT_RUN for name in PHASES)
     wall = sum(took for took in slots if took > 0)
@@ -50,7 +50,7 @@ def autoregressive(chance: random.Random, count: int, rho: float) -> list[float]
 
 
 def tally_of(values: list[float]) -> Tally:
-    """Of steps that took so long, in ms."""
+    """Return the tally of steps with these durations, ms."""
     walls = [int(value * MS) for value in values]
     stat = Stat()
     stat.add(walls)
@@ -58,7 +58,7 @@ def tally_of(values: list[float]) -> Tally:
 
 
 def interval_of(values: list[float], size: int = 7) -> Interval | None:
-    """The interval of the median of what was tallied in parts of so many values."""
+    """Return the interval of the median of values that were tallied in parts of this size."""
     return median_interval(tally_of(values), [tally_of(values[at : at + size]) for at in range(0, len(values), size)])
 
 
@@ -213,7 +213,7 @@ def test_steps_that_took_no_time_make_no_verdict() -> None:
 
 
 def seen(records: list[Record], span_s: int = 120) -> Process:
-    """The process as the screen knows it after some records."""
+    """Return the process that the screen shows after these records."""
     process = state_of(records, span_s=span_s).focus()
     assert process is not None
     return process
@@ -261,7 +261,7 @@ def test_a_mode_of_long_ago_keeps_its_steps() -> None:
 
 
 def test_figures_of_alternating_fast_and_slow_seconds_are_those_of_all_steps() -> None:
-    """A slow second has few steps: each weighs as much as one of the many in a fast second, and no more."""
+    """A slow second has few steps, and each of them has the same weight as a step of a fast second."""
     chance, now, number = random.Random(8), 0, 0
     every = dict[str, list[Step]]()
     for mode, seconds in (("single", 300), ("dp", 500)):

@@ -1,4 +1,4 @@
-"""Each finding in a run that shows it, and none in one that does not; none from too few steps."""
+"""Each finding occurs in a run with its problem, and not in other runs or after too few steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GIB = 1 << 30
 
 
 def mode(name: str = "dp", steps: int = 1000, median_ms: float = 20.0, **shares: float) -> ModeFacts:
-    """A mode whose phases have these shares of the step."""
+    """Return a mode with these shares of phases."""
     phases = tuple(
         PhaseFigures(phase, steps, share * median_ms * MS, share * median_ms * 1.3 * MS, None, share)
         for phase, share in shares.items()
@@ -201,7 +201,7 @@ STALL = "no new phase for 34 s: rank 0 in backward, rank 1 in the script"
 
 
 def live(newest_s: int, stall: str | None = STALL, **more: Any) -> Evidence:
-    """A live run; its last step ended at 100 s."""
+    """Return a live run; its last step ended at 100 s."""
     return replace(HEALTHY, end_ns=None, newest_ns=newest_s * SECOND, stall=stall, **more)
 
 
@@ -317,7 +317,7 @@ def on_device(number: int, ms: float, device_ms: float | None, calls: int = 1000
 
 
 def test_a_slower_gpu_is_found_by_its_own_time() -> None:
-    """The host queues what both compute in the same time."""
+    """The host queues the work of both GPUs in the same time."""
     (found,) = findings(replace(HEALTHY, replicas=(on_device(0, 5, 20), on_device(1, 5, 50))))
     assert (found.kind, found.weight) == ("uneven", pytest.approx(0.6))
     assert "Replica 1 of Model (cuda:1) takes 2.5 times as long as replica 0" in found.text
@@ -327,9 +327,9 @@ def test_a_slower_gpu_is_found_by_its_own_time() -> None:
 @pytest.mark.parametrize(
     ("replicas", "kinds_found"),
     [
-        ((on_device(0, 5, 20), on_device(1, 15, 20)), []),  # one is queued later, and both compute as long
+        ((on_device(0, 5, 20), on_device(1, 15, 20)), []),  # one is queued later, and both compute for the same time
         ((on_device(0, 5, 20), on_device(1, 5, None, 0)), []),
-        ((on_device(0, 5, 20), on_device(1, 15, None, 0)), ["uneven"]),  # as far as the host says
+        ((on_device(0, 5, 20), on_device(1, 15, None, 0)), ["uneven"]),  # according to host times
         ((on_device(0, 5, 20), on_device(1, 5, 50, MIN_STEPS - 1)), []),
         ((on_device(0, 5, 20), on_device(1, 5, 50, MIN_STEPS)), ["uneven"]),
         ((on_device(0, 5, 20), on_device(1, 5, 50)._replace(virtual=True)), []),
@@ -343,7 +343,7 @@ def test_devices_are_compared_where_all_are_known(replicas: tuple[ReplicaFacts, 
 
 
 def waiting(host: float, device: float | None, count: int = 1000) -> Evidence:
-    """A training that waits for its loader for these shares of its steps of 20 ms."""
+    """Return a training that waits for its loader for these shares of a step of 20 ms."""
     found = mode(data=host, forward=0.9 - host)
     phases = [
         phase._replace(device_share=device, device_count=count, device_ns=None if device is None else device * 20 * MS)
@@ -367,7 +367,7 @@ def test_the_finding_about_data_uses_device_waits_where_they_are_known() -> None
 
 
 def test_copies_are_judged_by_the_devices_own_time() -> None:
-    """The host may wait in a copy for what else the device does."""
+    """In a copy, the host may wait for other work of the device."""
     for device, count, expected in ((0.3, 1000, ["copy"]), (0.1, 1000, []), (None, 0, []), (0.3, MIN_STEPS - 1, [])):
         found = mode(copy=0.4, forward=0.5)
         ms = None if device is None else device * 20 * MS

@@ -1,4 +1,4 @@
-"""Steps over time: columns that lose no step, stay where they are, and are as many for a day as for a minute."""
+"""Columns of steps over time: no step is lost, columns keep their place, and their number is bounded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dpmon.record.kinds import Step
 
 
 def steps_of(walls: list[int], mode: str = "dp", each_ns: int | None = None) -> list[Step]:
-    """Steps one after the other, or an end every `each_ns`."""
+    """Return consecutive steps, or steps that end every `each_ns`."""
     found, now = [], 0
     for number, wall in enumerate(walls, start=1):
         now += wall if each_ns is None else each_ns
@@ -59,7 +59,7 @@ def test_columns_are_as_many_for_a_day_as_for_an_hour(length_s: int) -> None:
 
 
 def test_columns_that_are_over_are_read_once_and_are_the_same() -> None:
-    """As if they were read for each picture anew; also after a step back in time."""
+    """They equal columns that are read again for each picture, also after going back in time."""
     training = Training(step_ns=SECOND // 5)
     recording = Recording().add(training.begin())
     kept = Columns()

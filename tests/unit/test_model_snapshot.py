@@ -1,4 +1,4 @@
-"""The state of a run as of a time: what it says, what it refuses, and that it depends on the record alone."""
+"""The state of a run at a time: its figures, records that it refuses, and that it depends only on the records."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def after(training: Training, steps: int, **wanted: object) -> State:
 
 
 def of_run(records: Iterable[bytes | Record], t_ns: int | None = None, **wanted: object) -> Process:
-    """The process that stands for the run."""
+    """Return the process that the screen shows."""
     process = state_of(records, t_ns, **wanted).focus()
     assert process is not None
     return process
@@ -49,7 +49,7 @@ def a_call(**changes: object) -> Call:
 
 
 def took(**phases: int) -> dict[str, CallPhase]:
-    """Phases of a call by what they took, µs."""
+    """Return phases of a call with these durations, µs."""
     found, now = {}, 0
     for name, us in phases.items():
         found[name] = CallPhase(now, us * 1000)
@@ -58,7 +58,7 @@ def took(**phases: int) -> dict[str, CallPhase]:
 
 
 def phases_of(records: Iterable[Record]) -> dict[str, int | None]:
-    """The mean of each phase as panel 3 shows it, µs."""
+    """Return the mean of each phase as panel 3 shows it, µs."""
     shown = of_run(records, span_s=0).ranged.phases
     return {phase.name: None if not phase.ran else round((phase.mean_ns or 0) / 1000) for phase in shown}
 
@@ -288,7 +288,7 @@ def test_a_state_as_of_a_time_is_that_of_the_records_before_it() -> None:
 
 
 def test_a_snapshot_reads_no_clock_and_opens_no_file() -> None:
-    """The import contract says it of the package; this says it of what is loaded with it."""
+    """The import contract checks the package; this checks everything that is loaded with it."""
     code = (
         "import sys; before = set(sys.modules); import dpmon.model.snapshot; print(sorted(set(sys.modules) - before))"
     )
@@ -305,7 +305,7 @@ def a_pause(paused: bool, t_s: float, **more: object) -> Event:
 
 
 def steps_from(start_s: float, count: int, first: int = 1) -> list[Record]:
-    """Steps of a tenth of a second, one after the other."""
+    """Return consecutive steps of 0.1 s."""
     tenth = SECOND // 10
     return [
         a_step(step=first + n, start_ns=int(start_s * SECOND) + n * tenth, wall_ns=tenth, samples=3)
@@ -371,7 +371,7 @@ def test_a_refusal_keeps_what_is_in_force() -> None:
 
 
 def test_a_bare_root_beside_a_split_one_does_not_make_the_mode_single() -> None:
-    """A head, a teacher: each announces its own mode, and is called in each step."""
+    """A head or a teacher has its own mode, and is called in each step."""
     announced = [mode_event("Net", "dp", 0), mode_event("Head", "single", 0)]
     run, modes = Recording().add(announced), []
     for number in range(1, 9):

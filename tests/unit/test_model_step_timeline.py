@@ -1,4 +1,4 @@
-"""The last step in time: where phases, those of calls, and replicas lie."""
+"""The timeline of the last step: places of phases, phases of calls, and replicas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dpmon.record.kinds import Call, CallPhase, PhaseSpan, Record, Replica, Stag
 
 TOOK = {"data": 10, "forward": 60, "backward": 50, "optimizer": 20, "other": 60}
 EARLIER = Step(0, None, 7, "dp", 1000, 200, 8, TOOK)
-"""As an earlier version recorded it."""
+"""A step as recorded by an earlier version."""
 SPANS = (
     *(PhaseSpan("data", 0, 10), PhaseSpan("forward", 12, 60), PhaseSpan("backward", 80, 50)),
     PhaseSpan("optimizer", 140, 20),
@@ -67,12 +67,12 @@ def test_a_call_s_phases_lie_where_they_were_recorded_and_forward_has_the_rest()
 
 
 def spans_of(*spans: tuple[str, int, int]) -> Step:
-    """The step with these spans: phase, start, end."""
+    """Return a step with these spans: phase, start, end."""
     return replace(STEP, spans=tuple(PhaseSpan(name, start, end - start) for name, start, end in spans))
 
 
 def test_several_calls_share_the_lanes() -> None:
-    """As a GAN's: forward, backward, forward, backward, optimizer."""
+    """As in a GAN: forward, backward, forward, backward, optimizer."""
     plain = {"phases": {}, "replicas": (Replica(0, "cuda:0", 0, 40, None, None),), "mode": "single", "wall_ns": 40}
     first, second = a_call(start_ns=1010, **plain), a_call(start_ns=1110, call=8, **plain)
     pieces = (
@@ -110,7 +110,7 @@ def test_phases_of_a_call_are_drawn_over_its_forward_only() -> None:
 
 
 def test_a_call_composed_by_hand_has_its_phases() -> None:
-    """Each primitive is a forward of the step; what the script does between them is its own."""
+    """Each primitive is forward in the step; work of the script between them is not."""
     step = spans_of(("forward", 12, 17), ("forward", 20, 32), ("forward", 40, 60), ("backward", 61, 90))
     phases = {"scatter": CallPhase(0, 5), "replicate": CallPhase(8, 12), "parallel_apply": CallPhase(28, 20)}
     assert timeline_of(a_call(phases=phases, wall_ns=48), step).main == (

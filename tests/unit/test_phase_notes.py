@@ -25,7 +25,7 @@ def test_a_copy_that_waits_for_the_gpu_is_noted_with_its_own_time() -> None:
 @pytest.mark.parametrize(
     ("name", "ms", "share", "device_ms"),
     [
-        ("copy", 13.4, 0.7, 7.0),  # half of it is its own
+        ("copy", 13.4, 0.7, 7.0),  # the copy itself is half of it
         ("copy", 13.4, 0.19, 0.3),
         ("copy", 13.4, 0.7, None),
         ("copy", None, None, 0.3),

@@ -47,7 +47,7 @@ EPOCHS, STEPS, GAP = 6, 20, 2 * SECOND
 
 
 def epochs(mode: str = "single") -> tuple[list[bytes], Training]:
-    """Six epochs of twenty steps, each of about 10 ms, with two seconds after each epoch."""
+    """Record six epochs of 20 steps of about 10 ms, with two seconds after each epoch."""
     training = Training(mode=mode, step_ns=10_000_000)
     payloads = training.begin()
     for _ in range(EPOCHS):
@@ -57,7 +57,7 @@ def epochs(mode: str = "single") -> tuple[list[bytes], Training]:
 
 
 def truth(payloads: list[bytes]) -> tuple[float, float]:
-    """Samples per second by the script's own clock, from the first step's begin to the last one's end; within steps."""
+    """Return samples per second by the script's clock, from the first to the last step, and within steps."""
     steps = [record for record in decoded(payloads) if type(record).__name__ == "Step"]
     samples = sum(step.samples for step in steps)
     elapsed = steps[-1].start_ns + steps[-1].wall_ns - steps[0].start_ns

@@ -1,4 +1,4 @@
-"""Records: what is packed is what is decoded, and its JSON has the keys that PRODUCT.md promises."""
+"""Records: decoding gives what was packed, and JSON has the documented keys."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def sizes(value: list[list[Any]]) -> tuple[Size, ...]:
 
 
 def decoder(*more: bytes) -> Decoder:
-    """One that knows the layout (1), the inputs (2), a share (3) and an output (4)."""
+    """Return a decoder with definitions of a layout (1), inputs (2), a share (3) and an output (4)."""
     found = Decoder(process=7, rank=2, origin_ns=ORIGIN)
     for number, value in enumerate((LAYOUT, IN, SHARE, OUT), 1):
         assert found.decode(pack_definition(number, value)) is None
@@ -70,7 +70,7 @@ def decoder(*more: bytes) -> Decoder:
 
 
 def call(**changes: Any) -> bytes:
-    """A call over two of three devices."""
+    """Return a call over two of three devices."""
     values: dict[str, Any] = {
         "mode": DP,
         "flags": call_flags(virtual=True, training=True, grad=False, failed=False),
@@ -143,7 +143,7 @@ def test_the_flags_of_a_call(bits: int) -> None:
 
 
 def test_a_plain_call() -> None:
-    """One replica that is the whole call: as the tracer packs it for a bare root."""
+    """A call with one replica, as the tracer packs it for a bare root."""
     values = (PLAIN_TAG, SINGLE, TRAINING | GRAD, 0, 1, 12, 13, ORIGIN + 50, 7000, 2, 4)
     payload = struct.pack(PLAIN_FORMAT, *values)
     found = call_of(payload)
@@ -204,7 +204,7 @@ def test_a_step_that_has_copied() -> None:
 
 
 def extras(*pairs: tuple[int, int], count: int | None = None) -> bytes:
-    """A step whose extras are these, as numbers and values."""
+    """Return a step with these extras (numbers and values)."""
     plain = pack_step(DP, 12, ORIGIN, 1000, 30, (100, 200, 300, 50))
     tail = b"".join(STEP_EXTRA.pack(*pair) for pair in pairs)
     return bytes((*plain[:2], len(pairs) if count is None else count)) + plain[3:] + tail
@@ -376,7 +376,7 @@ CALL_KEYS = [
     "kind", "process", "rank", "step", "call", "root", "via", "mode", "virtual", "training", "grad", "start_s",
     "devices", "phases", "replicas", "inputs", "outputs",
 ]  # fmt: skip
-"""What PRODUCT.md shows, to which how long it took and what is absent are added."""
+"""The example of a record, with its duration and the reasons for absent values."""
 STEP_KEYS = ["kind", "process", "rank", "step", "mode", "start_s", "wall_ms", "samples", "phases", "spans"]
 
 
@@ -498,7 +498,7 @@ def test_sizes_that_are_nested_or_too_large_are_refused(text: bytes, where: byte
 
 
 def survives(known: Decoder, payload: bytes) -> Record | None:
-    """What a decoder makes of it; only RecordError may come out, and what comes out has a JSON."""
+    """Check that decoding raises at most RecordError, and that the record has JSON."""
     try:
         found = known.decode(payload)
     except RecordError:
@@ -547,7 +547,7 @@ def test_more_replicas_than_devices() -> None:
 
 
 def test_a_decoder_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest definitions are forgotten; those in use are written again by the tracer now and then."""
+    """It drops the oldest definitions; the tracer writes those in use again from time to time."""
     monkeypatch.setattr("dpmon.record.codec.MAX_DEFINITIONS", 100)
     known = decoder()
     for number in range(5, 400):

@@ -1,4 +1,4 @@
-"""Reports of runs that never were: what they say, that it is true of the record, and that it harms nobody."""
+"""Reports of made-up runs: contents, agreement with the record, and hostile text."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def both(state: Path) -> Path:
 
 
 def section(lines: list[str], title: str) -> list[str]:
-    """The lines below one heading."""
+    """Return the lines below a heading."""
     begin = next(number for number, line in enumerate(lines) if line.startswith(title))
     end = next((number for number in range(begin + 1, len(lines)) if not lines[number]), len(lines))
     return lines[begin + 1 : end]
@@ -380,7 +380,7 @@ def test_time_without_steps_is_a_gap_and_a_long_step_is_none(state: Path) -> Non
 
 
 def evaluated(train: int, evaluate: int, rounds: int = 1, via: str | None = None) -> list[bytes]:
-    """Steps of 10 ms that train, then some of 1 ms that wait for data only, each with a call."""
+    """Return training steps of 10 ms, then evaluation steps of 1 ms, each with a call."""
     layout = {"root": "M", "via": via, "virtual": False, "devices": ["cpu"], "absent": {}}
     out, at = [pack_definition(1, layout), pack_definition(2, [["0", [4, 5], "float32", 80]])], SECOND
     for number in range(1, rounds * (train + evaluate) + 1):
@@ -456,7 +456,7 @@ def pausing(at_s: float, step: int, took_s: float | None = None) -> bytes:
 
 
 def epochs(gap_s: float, workers: int | None = None, persistent: bool = False) -> tuple[list[bytes], float]:
-    """Six epochs of 20 steps of 0.1 s with so long between them, most of it for loaders that start; and their end."""
+    """Return six epochs of 20 steps of 0.1 s, with gaps between them (mostly starts of loaders), and the end (s)."""
     training = Training(mode="single", step_ns=SECOND // 10)
     payloads = training.begin()
     for epoch in range(6):
@@ -561,7 +561,7 @@ def test_the_summary_names_the_exception_when_the_output_closed_with_the_screen(
 
 
 def long_training(slow: int, steps: int = 6000, evaluations: bool = False) -> list[bytes]:
-    """Steps of 50 ms, one of which waits ten seconds for data; after a thousand in single the rest is in dp."""
+    """Return steps of 50 ms, one with a data wait of 10 s; the first thousand are in single, the others in dp."""
     at, out = 0, [*Training().begin()]
     for number in range(1, steps + 1):
         wait = 10 * SECOND if number == slow else 5_000_000

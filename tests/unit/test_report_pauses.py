@@ -1,4 +1,4 @@
-"""What a report and a summary say of pauses, and that no figure has their time where it says so."""
+"""Pauses in reports and summaries, and figures without the time of pauses."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from dpmon.run.rundir import load_exit
 
 
 def section(lines: list[str], title: str) -> list[str]:
-    """The lines below one heading."""
+    """Return the lines below a heading."""
     begin = next(number for number, line in enumerate(lines) if line.startswith(title))
     end = next((number for number in range(begin + 1, len(lines)) if not lines[number]), len(lines))
     return lines[begin + 1 : end]
 
 
 def pause_event(at_s: float, step: int, took_s: float | None = None, *, process: int = 0, **more: Any) -> bytes:
-    """As the tracer writes it: the beginning, or with `took_s` the end."""
+    """Return the event as the tracer writes it: the beginning of a pause, or with `took_s` its end."""
     data = {"process": process, "rank": None, "t_s": at_s, "step": step, "paused": took_s is None, "paused_s": took_s}
     return pack_event("pause", {**data, "reason": None, "refused": None, **more})
 
 
 def paused_run(took_s: float = 600.0, at_the_end_s: float = 0.0) -> Path:
-    """A hundred steps of a tenth of a second, a pause, a hundred more, and at the end another one."""
+    """Make a run: 100 steps of 0.1 s, a pause, 100 steps, and a pause at the end."""
     training = Training(mode="single", step_ns=SECOND // 10)
     payloads = [*training.begin(), *training.run(100)]
     samples = [(t, 80.0) for t in range(1, 31)]
@@ -83,7 +83,7 @@ def test_pauses_are_reported_and_are_in_no_figure_of_steps(state: Path) -> None:
 
 
 def test_silence_is_reported_in_addition_to_a_pause(state: Path) -> None:
-    """A run that hangs for a minute after twenty seconds of steps and ten minutes of pause."""
+    """After 20 seconds of steps and a pause of ten minutes, the run hangs for a minute."""
     training = Training(mode="single", step_ns=SECOND // 10)
     payloads = [*training.begin(), *training.run(100), pause_event(training.now / SECOND, 100)]
     training.now += 600 * SECOND
@@ -112,13 +112,13 @@ def test_a_pause_without_an_end_and_one_that_was_refused(state: Path) -> None:
 
 
 def changed(process: int, at_s: float, took_s: float | None = None) -> PauseChange:
-    """The beginning of a pause, or with `took_s` the end."""
+    """Return the beginning of a pause, or with `took_s` its end."""
     took = None if took_s is None else int(took_s * SECOND)
     return PauseChange(process, int(at_s * SECOND), 1, took_s is None, took, None, None)
 
 
 def paused_ones(*pauses: tuple[int, float, float | None], steps: Sequence[tuple[int, float]] = ()) -> Pauses:
-    """Pauses of a process, from a time to another (s); None: its end is not in the record. `steps`: process, begin."""
+    """Return pauses (process, begin, end; in s; end None: not recorded). `steps`: process and begin of each step."""
     begun = [(process, int(at * SECOND)) for process, at in steps]
     changes = []
     for process, begin, end in pauses:
@@ -257,7 +257,7 @@ def test_the_report_says_that_figures_include_a_pause_during_another_training(st
 
 @pytest.mark.parametrize("second_s", [300, 600])
 def test_report_and_summary_count_pauses_alike(state: Path, second_s: int) -> None:
-    """Of two independent processes: both paused four times at once; or one after the other's pauses."""
+    """Two independent processes pause four times simultaneously, or one after the other."""
     payloads = {}
     for process, begin in enumerate((300, second_s)):
         training = Training(process=process, mode="single", step_ns=SECOND, start_ns=(begin - 10) * SECOND)
@@ -282,7 +282,7 @@ def test_the_summary_of_a_run_that_was_killed_in_a_pause_says_so(state: Path) ->
 
 
 def test_a_gpu_sampled_only_in_pauses_has_no_utilisation() -> None:
-    """What it did then is none of the training's."""
+    """Its work in a pause does not belong to the training."""
     devices = Devices()
     for second in (10, 20):
         devices.sample("device", {"index": 0, "t_s": second, "util_pct": 0.0, "mem_used_bytes": 5})

@@ -65,7 +65,7 @@ def test_records_of_any_size_in_their_order(ring: Ring, reader: RingReader) -> N
 
 @pytest.mark.parametrize("largest", [60, 1000, 20_000, MAX_PAYLOAD])
 def test_a_reader_that_keeps_up_sees_all(ring: Ring, reader: RingReader, largest: int) -> None:
-    """Round and round, wherever blocks and the ring itself end."""
+    """Over many laps, with ends of blocks and of the ring anywhere."""
     chance = random.Random(largest)
     written, number = 0, 0
     while written < 20 * SMALL:
@@ -90,14 +90,14 @@ def test_a_reader_that_is_lapped_counts_what_it_missed(ring: Ring, reader: RingR
             written += 1
         found = [number_of(payload) for payload in everything(reader)]
         seen += found
-        assert found[-1:] in ([], [written - 1])  # the newest is always there
+        assert found[-1:] in ([], [written - 1])  # the newest can always be read
         assert len(seen) + reader.missed == written
     assert seen == sorted(set(seen))
     assert 0 < reader.missed < written
 
 
 def test_a_writer_that_is_faster_than_its_reader(tmp_path: Path) -> None:
-    """What is copied while it is overwritten is not taken for a record."""
+    """Bytes that are overwritten during the copy are not taken for a record."""
     path = str(tmp_path / "fast.ring")
     program = (
         "import sys; from dpmon.ring import Ring\n"
@@ -113,7 +113,7 @@ def test_a_writer_that_is_faster_than_its_reader(tmp_path: Path) -> None:
     while running:
         running = writer.poll() is None
         if reader is None:
-            with suppress(FileNotFoundError, RingError):  # not there yet, or being made
+            with suppress(FileNotFoundError, RingError):  # not there yet, or being created
                 reader = RingReader(path)
         else:
             seen += [number_of(payload) for payload in everything(reader)]
@@ -169,7 +169,7 @@ def test_too_large_a_record_is_lost_and_counted(ring: Ring, reader: RingReader) 
 
 @pytest.mark.parametrize("busy", [0, 4])
 def test_threads_that_write_at_once(path: str, busy: int) -> None:
-    """With threads that keep the interpreter busy, a writer may be stopped for long in the midst of a record."""
+    """Busy threads may stop a writer for a long time in the middle of a record."""
     threads, each = 4, 1500
     ring = Ring(path, process=0, capacity=64 * BLOCK_BYTES)
     over = threading.Event()

@@ -1,4 +1,4 @@
-"""A ring that is foreign, torn, mutated, or whose writer was killed: an error or less to read, and no harm done."""
+"""Foreign, truncated or damaged rings, and rings of killed writers: an error or fewer records, and no harm."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from dpmon.ring_reader import RingReader
 ROOT = Path(dpmon.ring.__file__).resolve().parents[1]
 SMALL = 2 * BLOCK_BYTES
 WORDS = 128
-"""Where the numbers that change lie in the header."""
+"""Offsets of the numbers in the header that change."""
 
 
 def typical(path: str, steps: int = 40) -> list[bytes]:
-    """A ring as a training writes it; what is in it."""
+    """Write a ring like a training; return its payloads."""
     ring = Ring(path, process=0, capacity=SMALL)
     layout = {"root": "Net", "via": None, "virtual": True, "devices": ["cpu:0", "cpu:1"], "absent": {"a": "b"}}
     payloads = [
@@ -48,7 +48,7 @@ def typical(path: str, steps: int = 40) -> list[bytes]:
 
 
 def read_all(path: str) -> list[bytes]:
-    """Everything a reader makes of a file, and of what it says of itself; RingError and OSError may come out."""
+    """Read all records and header fields of a file; RingError and OSError are allowed."""
     reader = RingReader(path)
     try:
         found: list[bytes] = []
@@ -76,7 +76,7 @@ def test_a_file_that_is_too_short(tmp_path: Path, size: int) -> None:
 
 
 def test_a_header_that_is_not_finished(tmp_path: Path) -> None:
-    """As a reader sees it that comes while the file is made."""
+    """As seen by a reader while the file is being created."""
     path = tmp_path / "new.ring"
     path.write_bytes(bytes(HEADER_BYTES + SMALL))
     with pytest.raises(RingError, match="not a ring"):
@@ -98,7 +98,7 @@ def test_a_header_of_another_kind(tmp_path: Path, at: int, value: bytes) -> None
 
 
 def test_things_that_are_no_files(tmp_path: Path) -> None:
-    """None of them makes a reader wait, or follow."""
+    """No reader blocks, or follows a link."""
     real = tmp_path / "real.ring"
     typical(str(real))
     (tmp_path / "link.ring").symlink_to(real)
@@ -167,7 +167,7 @@ def test_one_damaged_record_costs_its_block_and_no_more(tmp_path: Path) -> None:
 
 
 def mutations(chance: random.Random, image: bytes) -> bytes:
-    """The image with something wrong in it."""
+    """Return the image with random damage."""
     data = bytearray(image)
     for _ in range(chance.choice((1, 1, 1, 3, 20))):
         where = chance.randrange(10)
@@ -188,7 +188,7 @@ def mutations(chance: random.Random, image: bytes) -> bytes:
 
 
 def test_files_mutated_at_random(tmp_path: Path) -> None:
-    """An error or less to read: no other exception, no end that does not come, no memory beyond the file's size."""
+    """An error or fewer records: no other exception, no endless read, no more memory than the file's size."""
     path = str(tmp_path / "mutated.ring")
     whole = typical(path)
     image = Path(path).read_bytes()
@@ -226,7 +226,7 @@ def test_files_mutated_at_random(tmp_path: Path) -> None:
 
 
 def test_files_of_random_bytes(tmp_path: Path) -> None:
-    """With a header that is right, and nothing else."""
+    """With a valid header and random contents."""
     path = str(tmp_path / "random.ring")
     typical(path)
     header = Path(path).read_bytes()[:WORDS]
@@ -286,7 +286,7 @@ print(json.dumps(outcomes))
 
 
 def test_every_finished_record_outlives_its_writer(tmp_path: Path) -> None:
-    """Writers killed at random instants, most of them when they have gone round."""
+    """Writers are killed at random instants, most of them after the ring has wrapped around."""
     times = size(80, 200)
     words = [sys.executable, "-c", KILLER, tmp_path, str(times), str(SMALL)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=200)

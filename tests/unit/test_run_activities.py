@@ -1,4 +1,4 @@
-"""The report of a run that does not move, from the notes of its processes."""
+"""Messages about a run that makes no progress, from the notes of its processes."""
 
 from __future__ import annotations
 

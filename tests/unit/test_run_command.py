@@ -1,4 +1,4 @@
-"""What is executed for what was typed, and by which Python."""
+"""The command that is executed for a command line, and its Python."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def python_at(place: Path, name: str = "python") -> str:
-    """An executable file that may be taken for a Python."""
+    """Make an executable file that looks like a Python."""
     place.mkdir(parents=True, exist_ok=True)
     path = place / name
     path.write_text("#!/bin/sh\n")
@@ -30,7 +30,7 @@ def python_at(place: Path, name: str = "python") -> str:
 
 @pytest.fixture
 def torch_in(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The Pythons that have torch; those that are asked are remembered under "asked:"."""
+    """Set which Pythons have torch; those that are asked are listed under "asked:"."""
     having: set[str] = set()
 
     def lacks(python: str) -> str | None:
@@ -85,7 +85,7 @@ def test_the_environments_python_comes_first(here: Path, torch_in: set[str]) -> 
 
 
 def test_dpmons_own_environment_on_path_hides_no_other(here: Path, torch_in: set[str]) -> None:
-    """As under uvx, which puts it first."""
+    """As under uvx, which puts that environment first."""
     path = python_at(here / "bin", "python3")
     torch_in.add(path)
     environ = {"PATH": os.pathsep.join([os.path.dirname(sys.executable), str(here / "bin")])}

@@ -26,7 +26,7 @@ START = 1_000_000_000
 
 
 class Setting:
-    """A run, a ring of it, its drain, and a clock that only the test moves."""
+    """A run with one ring, its drain, and a clock that only the test moves."""
 
     def __init__(self, directory: Path, info: RunInfo) -> None:
         self.directory, self.info = directory, info
@@ -37,7 +37,7 @@ class Setting:
         self.step = 0
 
     def new_ring(self, process: int, capacity: int = 1 << 20) -> Ring:
-        """A ring with the definitions that `steps` needs."""
+        """Make a ring with the definitions that `steps` needs."""
         path = str(self.directory / f"process-{process}.ring")
         ring = Ring(path, process=process, start_ns=START, capacity=capacity)
         layout = {"root": "Model", "via": None, "virtual": False, "devices": ["cpu:0"], "absent": {}}
@@ -46,11 +46,11 @@ class Setting:
         return ring
 
     def new_drain(self) -> Drain:
-        """Another supervisor's drain over the same run."""
+        """Make the drain of another supervisor of this run."""
         return Drain(self.directory, self.info, self.warnings.append)
 
     def steps(self, count: int, ring: Ring | None = None) -> None:
-        """Write so many calls and steps."""
+        """Write `count` calls and steps."""
         ring = ring or self.ring
         for _ in range(count):
             self.step += 1
@@ -59,20 +59,20 @@ class Setting:
             ring.write(pack_step(1, self.step, now, 900, -1, (1, 2, -1, -1)))
 
     def advance(self, seconds: float = 1.1) -> None:
-        """Let time pass, then drain until there is nothing more at once."""
+        """Let time pass, then drain until nothing more can be read."""
         self.now += seconds
         while self.drain.drain(self.now):
             pass
 
     def rows(self, query: str) -> list[Any]:
-        """What the history holds."""
+        """Query the history."""
         with closing(sqlite3.connect(self.directory / "history.sqlite")) as db:
             return db.execute(query).fetchall()
 
 
 @pytest.fixture
 def setting(state: Path) -> Iterator[Setting]:
-    """A fresh run."""
+    """A new run."""
     info = RunInfo(
         id="", name="x", command=("x.py",), script="x.py", cwd="/", python=None, started_unix=1e9, start_ns=START,
         boot_id="", headless=True,
@@ -109,7 +109,7 @@ def test_rows_hold_what_the_records_say(setting: Setting) -> None:
 
 
 def test_a_successor_goes_on_where_the_last_one_stopped(setting: Setting) -> None:
-    """As after a kill: the first drain is dropped as it is, records taken but not yet written with it."""
+    """As after a kill: the first drain is dropped, with records that it has read but not written."""
     setting.steps(10)
     setting.advance()
     setting.steps(10)
@@ -242,7 +242,7 @@ def test_while_the_disk_is_full_memory_is_bounded(setting: Setting, monkeypatch:
 
 
 def test_held_records_are_counted_by_their_size_in_memory(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A record takes ten times its payload once it has been taken apart."""
+    """A decoded record takes ten times the memory of its payload."""
     monkeypatch.setattr(drain_module, "HOLD_BYTES", 4 << 20)
     setting.advance()
     db = setting.drain._history._db
@@ -306,7 +306,7 @@ def test_payloads_that_are_no_records_are_counted(setting: Setting, payload: byt
 
 @pytest.mark.parametrize("rows", ["1e400", str(1 << 70), "-1", "true", '"4"'])
 def test_rows_that_no_batch_has_are_not_known(setting: Setting, rows: str) -> None:
-    """A flipped bit in a definition: the supervisor goes on, and a number nobody knows is none."""
+    """After a flipped bit in a definition, the supervisor goes on, and the rows are unknown."""
     setting.ring.write(pack_definition(3, ["rows"]).replace(b'"rows"', b'["x",[%s],"float32",4]' % rows.encode()))
     setting.ring.write(pack_call(1, 0, 1, 1, 1, START, 5, 3, 0, (-1, 0) * 4, (3, 0, 0, 5)))
     setting.advance()

@@ -1,4 +1,4 @@
-"""A supervisor that is killed between the start of the command and the moment in which it says so."""
+"""A supervisor is killed after it started the command, but before it recorded that."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ raise SystemExit(3)
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other tests have left behind in this process is no child of a guard's."""
+    """Ignore children of this process that other tests have left."""
     others, everything = set(proc.every_process()), proc.every_process
     monkeypatch.setattr(
         proc, "every_process", lambda: {pid: each for pid, each in everything().items() if pid not in others}
@@ -46,7 +46,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run(state: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Guard, Path]]:
-    """A guard whose supervisor was killed before it wrote anything; no other one is started."""
+    """A guard of a supervisor that was killed before it wrote anything; no other one is started."""
     monkeypatch.setattr(Successors, "start_if_needed", lambda *_: None)
     info = RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True)
     directory, _ = create_run(info)
@@ -127,7 +127,7 @@ def test_a_command_that_never_started_is_reported_after_a_while(
 
 
 class Ends:
-    """A supervisor that lives at the first look and has ended at the next one; `last` is what it does in between."""
+    """A supervisor that is alive at the first checks and has ended at the next one, after it has called `last`."""
 
     pid = 0
 
@@ -146,7 +146,7 @@ def ended(status: int) -> ExitInfo:
 
 
 def test_a_supervisor_that_ends_between_two_checks_was_not_killed(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And could not write exit.json, so that only its pipe says how the run ended."""
+    """It could not write exit.json, so only its pipe has the outcome."""
     directory, _ = create_run(RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True))
     ours, theirs = open_pipe()
     supervisor = Ends(lambda: send_outcome(theirs, ended(5)))
@@ -163,7 +163,7 @@ def test_a_supervisor_that_ends_between_two_checks_was_not_killed(state: Path, m
 
 
 def test_an_outcome_sent_by_a_supervisor_counts_if_it_then_stalls(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was stopped when it had reaped the command and not yet written exit.json."""
+    """It stalls after it has reaped the command, before it writes exit.json."""
     directory, _ = create_run(RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True))
     ours, theirs = open_pipe()
     send_outcome(theirs, ended(5))
@@ -179,7 +179,7 @@ def test_an_outcome_sent_by_a_supervisor_counts_if_it_then_stalls(state: Path, m
 
 
 def test_an_end_that_only_the_ring_has_is_written_to_exit_json(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was killed between the foreground's look and its question how the run ended."""
+    """It is killed between the foreground's check and its query of the outcome."""
     directory, _ = create_run(RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True))
     monkeypatch.setattr(Successors, "start_if_needed", lambda *_: None)
     sampler = DeviceSampler(directory / "gpu.ring", 0, lambda: None)

@@ -1,4 +1,4 @@
-"""Files of a run that were changed at random: an error of ours or less to read, never anything else."""
+"""Randomly damaged files of a run cause an error of dpmon or fewer records, never anything else."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RINGS = ("process-0.ring", "process-1.ring", "process-1.jsonl")
 
 @pytest.fixture
 def whole(state: Path) -> Path:
-    """A finished run with a history, and more in its rings than that has."""
+    """A finished run with a history, and more records in its rings."""
     info = RunInfo(
         id="", name="x", command=("x.py",), script="x.py", cwd="/", python=None, started_unix=1e9, start_ns=START,
         boot_id="", headless=True,
@@ -64,7 +64,7 @@ def whole(state: Path) -> Path:
 
 
 def changed(data: bytes, chance: random.Random) -> bytes:
-    """The same bytes with something wrong: flips, a cut, a repeated part, zeros, noise."""
+    """Return the bytes with random damage: flips, a cut, a repeated part, zeros, noise."""
     what = bytearray(data)
     for _ in range(chance.choice((1, 1, 3, 40))):
         at = chance.randrange(len(what)) if what else 0
@@ -86,7 +86,7 @@ def changed(data: bytes, chance: random.Random) -> bytes:
 
 
 def play_back(directory: Path) -> None:
-    """Here and there, as far as there is something to be played."""
+    """Play back at a few times, if there is anything to play."""
     if can_be_opened(directory):
         for at in (900, 0, 60, 110, None):
             state = state_in(directory, at, over=at is None)

@@ -1,4 +1,4 @@
-"""Lines that processes of a run wrote down, and what a damaged file has in their place."""
+"""Notes of the processes of a run, and damaged files of notes."""
 
 from __future__ import annotations
 

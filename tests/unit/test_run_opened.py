@@ -1,4 +1,4 @@
-"""What readers are told of a run: all of it, whoever wrote how much of the history."""
+"""Readers get all records of a run, however much of it is in the history."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dpmon.store.tables import HISTORY_FILE, HistoryError
 
 
 def payloads(steps: int = 300) -> dict[int, list[bytes]]:
-    """The records of a process that trained in both modes, and of the supervisor."""
+    """Return records of a process that trained in both modes, and of the supervisor."""
     training = Training()
     records = [*training.begin(), *training.run(steps // 2)]
     records += [*training.switch("single"), *training.run(steps - steps // 2)]
@@ -39,7 +39,7 @@ def read(directory: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def whole(state: Path) -> dict[str, Any]:
-    """What a store says of a run whose history is complete."""
+    """Answers of the store of a run with a complete history."""
     return read(keep(payloads()))
 
 
@@ -69,7 +69,7 @@ def test_what_the_history_lacks_is_taken_from_the_rings(whole: dict[str, Any], p
 
 
 def append(directory: Path) -> None:
-    """Let the rings hold all records: those that the history has, as before, and the others."""
+    """Write all records to the rings: those in the history, and the others."""
     for process, records in payloads().items():
         path = directory / ("gpu.ring" if process < 0 else f"process-{process}.ring")
         path.unlink(missing_ok=True)
@@ -90,7 +90,7 @@ def test_an_active_supervisor_is_trusted_until_it_stops_writing(state: Path, mon
 
 
 def test_a_supervisor_that_has_not_read_the_rings_after_the_end_is_not_trusted(state: Path) -> None:
-    """It replaced one that was killed; the foreground has recorded the end of the command."""
+    """The supervisor replaced a killed one; the foreground recorded the end of the command."""
     directory = keep({0: payloads()[0][:100]}, status=None, boot_id=proc.boot_id())
     append(directory)
     us = {"supervisor_pid": os.getpid(), "supervisor_started": proc.started(os.getpid())}

@@ -1,4 +1,4 @@
-"""Playback: what is shown at a time is what had happened by then, wherever the clock is set."""
+"""Playback shows what had happened up to its time, wherever its clock is set."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 600
 
 
 class Clock:
-    """Real time, as the test says."""
+    """A clock set by the test."""
 
     def __init__(self) -> None:
         self.ns = 0
@@ -71,7 +71,7 @@ def player(state: Path, clock: Clock) -> Player:
 
 
 def shown(player: Player) -> State:
-    """The state as of where the playback is."""
+    """Return the state at the time of the playback."""
     with open_store(player.directory) as store:
         return Snapshots().take(StoreAt(store, player.position_ns), store)
 

@@ -1,4 +1,4 @@
-"""Who lives, since when, and who belongs to whom: asked of real processes."""
+"""Real processes: whether they are alive, their start times and their parents."""
 
 from __future__ import annotations
 

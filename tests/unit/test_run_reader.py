@@ -1,4 +1,4 @@
-"""A reader of a run knows what its processes are in, asks them, and says how it ended."""
+"""A reader of a run knows the phases of its processes, sends requests, and knows how the run ended."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(state: Path) -> tuple[Path, RunInfo]:
 
 @pytest.fixture
 def reader(run: tuple[Path, RunInfo]) -> Iterator[RunReader]:
-    """A reader of it."""
+    """A reader of the run."""
     found = RunReader(run[0])
     yield found
     found.close()
@@ -57,18 +57,18 @@ class Process:
         self.words[Word.TRAINING_THREAD] = 3
 
     def does(self, what: str, since_ns: int) -> None:
-        """Say that the training thread has begun this."""
+        """Set the phase of the training thread."""
         self.words[Word.ENDED] = what == "ended"
         kind = 0 if what in ("other", "ended") else next(kind for kind, name in DOING.items() if name == what)
         self.words[Word.SPAN_START + 3] = since_ns
         self.kinds[3] = kind
 
     def asked(self) -> tuple[int, int]:
-        """The mode that is asked for, and the last request for a pause."""
+        """Return the requested mode, and the last request for a pause."""
         return self.words[Word.WANTED], self.words[Word.PAUSE]
 
     def answer(self, mode: int) -> None:
-        """Act on what is asked for."""
+        """Answer the requests."""
         self.words[Word.MODE], self.words[Word.ANSWERED] = mode, self.words[Word.REQUEST]
         self.words[Word.PAUSED] = self.words[Word.PAUSE]
 

@@ -1,4 +1,4 @@
-"""Old runs: the oldest go when there are too many or too much; running, kept and current ones never."""
+"""The oldest runs are deleted when there are too many or they are too large, but never live, kept or current ones."""
 
 from __future__ import annotations
 

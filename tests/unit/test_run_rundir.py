@@ -1,4 +1,4 @@
-"""The directory of a run: made, found, and refused when it is not what it should be."""
+"""Directories of runs are created and found, and refused if they are invalid."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dpmon.run.rundir import ExitInfo, RunError, RunInfo, create_run, load_exit,
 
 
 def draft(name: str = "linear", started: float = 1_795_170_672.5) -> RunInfo:
-    """A run that has not been given its directory yet."""
+    """Return a run that has no directory yet."""
     return RunInfo(
         id="", name=name, command=("python", "x.py", "ü"), script="x.py", cwd="/", python=None,
         started_unix=started, start_ns=7, boot_id="b", headless=True, options={"mode": "auto", "replicas": None},
@@ -132,7 +132,7 @@ def test_a_linked_run_json_is_refused(state: Path, tmp_path: Path) -> None:
 def test_a_foreign_owner_is_refused(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, _ = create_run(draft())
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    monkeypatch.setattr(rundir, "stand_ins", list)  # what is made there would be left behind
+    monkeypatch.setattr(rundir, "stand_ins", list)  # files created there would be left behind
     with pytest.raises(RunError, match="another user"):
         load_info(directory)
     with pytest.raises(RunError, match="another user"):

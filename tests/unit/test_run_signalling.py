@@ -1,4 +1,4 @@
-"""What proves that a process belongs to a run, and how a signal reaches that process and no other."""
+"""A signal reaches only processes that are proven to belong to the run."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_the_foreground_signals_no_stranger_that_run_json_names(
 def test_processes_older_than_the_command_are_ignored(
     run: tuple[Path, RunInfo], one: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To read an environment can be slow where its owner holds the lock, and the machine may have thousands."""
+    """Reading an environment can be slow while its process holds the lock, and a machine may have thousands of them."""
     directory, info = run
     info = replace(info, command_pid=one.pid, command_started=own(one).started)
     child = sleeper(env={"DPMON_RUN": str(directory)}, start_new_session=True)

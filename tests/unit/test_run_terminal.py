@@ -1,4 +1,4 @@
-"""The terminal that a command has as its input: lines reach it, and the log has them as a terminal would."""
+"""The terminal on a command's standard input: lines reach the command, and are logged as a terminal would show them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def closed(made: Terminal) -> None:
 
 
 def serve(terminal: Terminal, until: Callable[[], bool]) -> None:
-    """As the supervisor does, until something is so."""
+    """Serve the terminal as the supervisor does, until a condition holds."""
     limit = time.monotonic() + 60
     while not until():
         assert time.monotonic() < limit
@@ -47,7 +47,7 @@ def serve(terminal: Terminal, until: Callable[[], bool]) -> None:
 
 
 def given(terminal: Terminal, line: bytes) -> bytes:
-    """What the command reads when this is typed."""
+    """Type text; return what the command reads."""
     assert send_input(terminal_directory(terminal), line)
     serve(terminal, lambda: bool(select.select([terminal.slave], [], [], 0)[0]))
     return os.read(terminal.slave, 4096)
@@ -79,7 +79,7 @@ def test_input_is_not_logged_when_the_script_turns_echo_off(terminal: Terminal, 
 
 
 def test_a_password_is_read_by_getpass_without_a_trace(terminal: Terminal, log: Path) -> None:
-    """Its own way of switching the echo off, in a process whose terminal this is as under the supervisor."""
+    """getpass switches the echo off itself, in a process with this controlling terminal, as under the supervisor."""
     program = "import getpass, sys; a = input(); print(a, len(getpass.getpass('pass: ')), input(), flush=True)"
     with log.open("ab") as file:
         child = subprocess.Popen(
@@ -128,7 +128,7 @@ def test_a_log_that_cannot_be_written_loses_only_the_echo(terminal: Terminal, lo
 
 
 def test_without_a_log_nothing_is_logged_and_hidden_input_is_still_detected(tmp_path: Path) -> None:
-    """As of a headless run: a screen that is attached to it shows what is typed there."""
+    """As in a headless run: an attached screen shows the typed text itself."""
     terminal = Terminal(tmp_path, 30, 90)
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=terminal.slave, stdout=subprocess.DEVNULL)
     try:

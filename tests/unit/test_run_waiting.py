@@ -1,4 +1,4 @@
-"""A command that waits for a line of input is told from one that works: asked of real processes."""
+"""A command that waits for input is distinguished from one that works, with real processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCRIPT = "print(input(), flush=True); import time; time.sleep(60)"
 
 @pytest.fixture
 def asking() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that waits for a line, and then for a minute."""
+    """A process that reads a line, then sleeps for a minute."""
     process = subprocess.Popen([sys.executable, "-c", SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     yield process
     process.kill()

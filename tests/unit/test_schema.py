@@ -1,4 +1,4 @@
-"""The schema of records names what is recorded, and the reference in the docs is made from it."""
+"""The schema has all recorded fields, and the reference in the docs is generated from it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_reference_names_every_kind_and_field() -> None:
 
 
 def known(record: Mapping[str, Any]) -> set[str]:
-    """The names of the fields in JSON of the record's kind."""
+    """Return the JSON names of the fields of the record's kind."""
     return {"kind", *(one.name for one in RECORDS[record["kind"]].fields if not one.only_csv)}
 
 

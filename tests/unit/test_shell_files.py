@@ -1,4 +1,4 @@
-"""The man page and the completions: up to date, complete, and right about which words are the script's."""
+"""Man page and completions are up to date and complete, and leave the script's arguments alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FILES = ("dpmon.1", "dpmon", "_dpmon", "dpmon.fish")
 
 
 def other_tools() -> str | None:
-    """Why the files cannot be made as they were made; None where they can."""
+    """Return why the files cannot be generated here, or None."""
     for name in ("shtab", "argparse-manpage"):
         pinned = re.search(rf"^{name}==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
         assert pinned is not None

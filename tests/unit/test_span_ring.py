@@ -1,4 +1,4 @@
-"""A ring of spans and its lines: what a reader makes of them, whatever happens to the writer or to the files."""
+"""Readers of a ring of spans and its lines, whatever happens to the writer or the files."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def numbers(spans: list[Span]) -> list[int]:
 
 
 def slot(path: str, at: int, *words: int) -> None:
-    """Write a slot as no writer does."""
+    """Write raw words into a slot."""
     with open(path, "r+b") as file:
         file.seek(HEADER_BYTES + at * SLOT_BYTES)
         file.write(SLOT.pack(*words))
@@ -135,7 +135,7 @@ def test_a_reader_that_comes_late_knows_what_it_missed(ring: SpanRing, path: str
 
 
 def test_slots_about_to_be_overwritten_are_not_read(ring: SpanRing, reader: SpanReader) -> None:
-    """A slot is not whole for ever: a writer that is just behind may have touched it while it was copied."""
+    """A writer just behind may already overwrite a slot while it is copied."""
     write(ring, FEW)
     assert reader.read(0)[0].number == FEW // 8
     assert reader.missed == FEW // 8
@@ -157,7 +157,7 @@ def test_a_reader_that_is_lapped_again_and_again(ring: SpanRing, reader: SpanRea
 def test_the_writer_comes_round_while_a_slot_is_copied(
     ring: SpanRing, reader: SpanReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between any two reads of the file the writer may go on: no span is ever torn, and each is seen or counted."""
+    """The writer may go on between any two reads of the file: no span is torn, and each is read or counted."""
     chance = random.Random(7)
     pread, written = os.pread, 0
 
@@ -196,7 +196,7 @@ def test_a_writer_that_is_faster_does_not_hold_its_reader_up(
 
 
 def test_a_slot_that_is_being_overwritten_is_not_read(ring: SpanRing, reader: SpanReader, path: str) -> None:
-    """The number of its slot still stands, its first words are of the next lap, or not yet anything."""
+    """Its slot still has the old number, but its first words are already new, or zero."""
     write(ring, 5)
     for word, at in ((0, 1), (numbered(3)[0] | 1 << LAP_AT, 3)):
         slot(path, at, word, *numbered(at)[1:], at + 1)
@@ -388,7 +388,7 @@ def test_a_ring_that_is_not_made_leaves_no_file(path: str, monkeypatch: pytest.M
 
 
 def test_a_number_that_is_damaged_costs_its_own_span(ring: SpanRing, reader: SpanReader, path: str) -> None:
-    """One bit makes the number of a slot one that the writer has not come to."""
+    """A flipped bit makes the number of a slot one that the writer has not reached."""
     write(ring, 40)
     assert len(reader.read(0)) == 40
     write(ring, 20, first=40)
@@ -407,7 +407,7 @@ def test_a_number_that_is_damaged_costs_its_own_span(ring: SpanRing, reader: Spa
 
 @pytest.mark.parametrize("seed", range(size(20, 2000)))
 def test_a_damaged_ring_ends_and_counts(path: str, seed: int) -> None:
-    """Bytes that changed cost what they touched: no error but RingError, no endless read, no count beyond reason."""
+    """Changed bytes lose only their spans: at most RingError, no endless read, no absurd count."""
     chance = random.Random(seed)
     write(SpanRing(path, process=0, slots=64), chance.randrange(200))
     data = bytearray(Path(path).read_bytes())
@@ -432,7 +432,7 @@ def test_a_damaged_ring_ends_and_counts(path: str, seed: int) -> None:
 
 @pytest.mark.timeout(size(300, 3000))
 def test_a_writer_that_is_killed_at_any_instant(tmp_path: Path, children: Children) -> None:
-    """Many threads write; each of them may have taken a slot that it never writes, and nothing else is not counted."""
+    """Each of many threads may have reserved a slot that it never writes; all other spans are counted."""
     chance = random.Random(3)
     holes = 0
     times = size(5, 200)

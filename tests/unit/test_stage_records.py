@@ -1,4 +1,4 @@
-"""Stages from the ring to the screen: what was packed is what is read, exported and drawn."""
+"""Stages from the ring to the screen: packed, read, exported and drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every second belongs to one activity: random loops are accounted for exactly, however late their waits are told."""
+"""Every second belongs to one activity. Random loops are accounted for exactly, however late waits are reported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECOND = 1000 * MS
 
 
 class Stretch(NamedTuple):
-    """What truly was, from `begin` to `end`."""
+    """The true activity from `begin` to `end`."""
 
     begin: int
     end: int
@@ -31,7 +31,7 @@ class Stretch(NamedTuple):
 
 
 class Loop:
-    """A random loop of one process, and its account."""
+    """A random loop of one process, and its true account."""
 
     def __init__(self, seed: int, *, least_ns: int = 25 * MS, losses: bool = True) -> None:
         self.chance = random.Random(seed)
@@ -45,10 +45,10 @@ class Loop:
         self.evaluation: bool | None = None
         self.mode = "dp"
         self.late: list[tuple[int, int]] = []
-        """Waits that were not reported yet."""
+        """Waits not reported yet."""
 
     def some(self, most_ns: int = SECOND) -> int:
-        """A random time that a late wait can be found in."""
+        """Return a random duration that is long enough for a late wait."""
         return self.least + self.chance.randrange(most_ns)
 
     def run(self, steps: int) -> None:
@@ -62,7 +62,7 @@ class Loop:
         self.spent += self.account.finish(self.now)
 
     def step(self) -> None:
-        """What is before a step, and the step."""
+        """Write the time before a step, and the step."""
         evaluation = self.chance.random() < 0.4
         mode = "single" if self.chance.random() < 0.1 else self.mode
         missed = self.losses and self.evaluation is not None and self.chance.random() < 0.1
@@ -110,7 +110,7 @@ class Loop:
         self.account.pause(False, self.now, took)
 
     def wait(self, activity: str, mode: str) -> None:
-        """A wait for input, within a stretch of another activity, told at once or later."""
+        """Add a wait for input within another activity; it is reported immediately or later."""
         self.stretch(activity, mode, self.some())
         begin = self.now
         self.stretch("input", mode, self.some())
@@ -143,7 +143,7 @@ def test_random_loops_are_accounted_for(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_is_reported_the_time_adds_up(seed: int) -> None:
-    """Times of any length, waits that are not where anything was, twice, or over many steps."""
+    """With any durations, and waits outside of any activity, reported twice, or over many steps."""
     chance = random.Random(seed)
     loop = Loop(seed, least_ns=1)
     for _ in range(200):
@@ -165,7 +165,7 @@ def test_whatever_is_reported_the_time_adds_up(seed: int) -> None:
 
 
 def three_steps(account: Account, step_ns: int = 100 * MS, gap_ns: int = 50 * MS) -> list[Spent]:
-    """Three training steps from 1 s on."""
+    """Return three training steps from 1 s on."""
     spent = []
     for number in range(1, 4):
         start = SECOND + (number - 1) * (step_ns + gap_ns)
@@ -175,7 +175,7 @@ def three_steps(account: Account, step_ns: int = 100 * MS, gap_ns: int = 50 * MS
 
 @pytest.mark.parametrize("told", range(4))
 def test_a_wait_across_several_steps(told: int) -> None:
-    """It begins in the first step and ends in the third; told before, between or after them."""
+    """It begins in the first step and ends in the third; it is reported before, between or after them."""
     account, wait, spent = Account(), (SECOND + 20 * MS, SECOND + 330 * MS), []
     for number in range(1, 4):
         if told == number - 1:

@@ -1,4 +1,4 @@
-"""Collectives in the history: what is asked of them, how they are exported, and a supervisor that is killed."""
+"""Collectives in the history: queries, exports, and killed supervisors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SECOND = 10**9
 
 
 def script(steps: int = 8) -> Script:
-    """Two of four steps are sampled; each of these has two collectives, the last of them ends two steps later."""
+    """Return a script of four steps, two of them sampled, with two collectives each; the last ends two steps later."""
     found = Script()
     net, reduce, gather = found.model(module=1), found.group(), found.group("all_gather", device="cuda", backend="nccl")
     late: list[tuple[int, int]] = []
@@ -63,7 +63,7 @@ def script(steps: int = 8) -> Script:
 
 
 def sampled_seconds(seconds: int) -> Script:
-    """A step a second, each of them sampled."""
+    """Return a script with one step per second, all sampled."""
     found = Script()
     net, reduce = found.model(module=1), found.group()
     for _ in range(seconds):
@@ -230,7 +230,7 @@ def test_old_rows_are_deleted_with_the_others(state: Path) -> None:
 
 
 def summed(records: Iterable[Collective | Sampled]) -> Communicated:
-    """What a store says of records."""
+    """Return the sums that a store should give for these records."""
     sums: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0] * 5)
     samples = []
     for one in records:
@@ -260,7 +260,7 @@ def written(ring: SpanRing, lines: Lines, found: Script, first: int, last: int) 
 @pytest.mark.parametrize("damaged", [False, True])
 @pytest.mark.parametrize("cut", range(3, 40, 4))
 def test_a_killed_supervisor_loses_and_doubles_nothing(state: Path, cut: int, damaged: bool) -> None:
-    """With a damaged state it loses what waits for its step."""
+    """With a damaged state, it loses collectives whose step is still open."""
     found = script()
     directory = keep({}, status=None)
     ring = SpanRing(str(directory / "process-0.ring"), process=0)

@@ -1,4 +1,4 @@
-"""What the records of a ring become: kinds, batch sizes, phases of calls, and what another supervisor goes on with."""
+"""Rows from the records of a ring: kinds, batch sizes, phases of calls, and continuation by another supervisor."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TRAIN, EVALUATE = (1 * MS, 20 * MS, 10 * MS, 2 * MS), (1 * MS, 20 * MS, -1, -1)
 
 
 class Ring:
-    """Hands payloads of one process to an intake, without a ring."""
+    """Passes payloads of one process to an intake, without a ring."""
 
     def __init__(self, process: int = 0, accounts: Accounts | None = None) -> None:
         self.row = RingRow(f"process-{process}.ring", process, None, 1)
@@ -58,7 +58,7 @@ class Ring:
         self.ids += self.intake.add(self.batch, self.ids + 1, payload)
 
     def call(self, mode: int = DP, phases: tuple[int, ...] = PHASES_AT, ahead: int = 1, **more: Any) -> None:
-        """A call of the next step, or of one further `ahead`."""
+        """Add a call of the next step, or of a step further `ahead`."""
         self.calls += 1
         flags = more.get("flags", call_flags(virtual=False, training=True, grad=True, failed=False))
         sizes = more.get("sizes", (2, 3))
@@ -67,19 +67,19 @@ class Ring:
         self.add(pack_timed(payload, more["times"], more.get("why", 0)) if "times" in more else payload)
 
     def step(self, mode: int = DP, phases: tuple[int, ...] = TRAIN, samples: int = 8, wall: int = 40 * MS) -> None:
-        """The next step, right after the last one."""
+        """Add the next step, directly after the last one."""
         self.number += 1
         self.add(pack_step(mode, self.number, self.now, wall, samples, phases))
         self.now += wall
 
     @property
     def last(self) -> dict[str, Any]:
-        """The row of the last step."""
+        """Return the row of the last step."""
         return self.steps[-1]
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """The rows of the steps."""
+        """Return the rows of the steps."""
         return [dict(zip(STEP_COLUMNS, row, strict=True)) for row in self.batch.steps]
 
     def facts(self) -> Iterator[Any]:
@@ -87,7 +87,7 @@ class Ring:
             yield from ended.steps
 
     def shapes(self) -> Counter[tuple[str, int]]:
-        """Calls by mode and kind."""
+        """Return calls by mode and kind."""
         found: Counter[tuple[str, int]] = Counter()
         for (_, mode, kind, *_), count in self.batch.shapes.items():
             found[mode, kind] += count
@@ -165,7 +165,7 @@ def test_phases_of_calls_are_unknown_if_other_threads_call(ring: Ring) -> None:
 def test_a_lone_replicas_copies_are_no_part_of_its_forward(
     ring: Ring, copied: int, apply: int | None, rest: int
 ) -> None:
-    """Its forward is 3 ms shorter than its calls' phases: that is what its copies took, or nothing is known."""
+    """Its forward is 3 ms shorter than the phases of its calls: its copies took this time, or it is unknown."""
     ring.call(phases=(0, 1 * MS, 1 * MS, 2 * MS, 3 * MS, 7 * MS, 10 * MS, 1 * MS))
     ring.number += 1
     step = pack_step(DP, ring.number, ring.now, 40 * MS, 8, (1 * MS, 8 * MS, 10 * MS, 1 * MS))
@@ -257,7 +257,7 @@ def test_sizes_are_those_of_the_call_and_of_each_replica(ring: Ring) -> None:
     ],
 )
 def test_a_damaged_record_leaves_nothing(ring: Ring, payload: bytes) -> None:
-    """Its time is beyond that of any run, or it is cut off."""
+    """Its time is beyond that of any run, or it is truncated."""
     with pytest.raises(RecordError):
         ring.add(payload)
     empty, found = Batch(), ring.batch
@@ -334,7 +334,7 @@ def test_a_wait_is_subtracted_from_its_gap_in_the_database(tmp_path: Path, ring:
 
 
 def test_a_successor_continues_the_tallies(tmp_path: Path) -> None:
-    """Cut anywhere, between any two records, the steps, tallies, times and shapes are those of one supervisor."""
+    """With a change of supervisor between any two records, all rows equal those of a single supervisor."""
     whole = Ring()
     payloads = list(records(whole))
     rows = written(tmp_path / "one", payloads, [])
@@ -343,7 +343,7 @@ def test_a_successor_continues_the_tallies(tmp_path: Path) -> None:
 
 
 def records(ring: Ring) -> Iterator[bytes]:
-    """Payloads with toggles, several calls a step, a pause, sizes and an evaluation."""
+    """Yield payloads with toggles, several calls per step, a pause, sizes and an evaluation."""
     kept: list[bytes] = []
     ring.add = kept.append  # type: ignore[method-assign]
     ring.add(event("process", process=0, pid=77, t_s=0.5))
@@ -362,7 +362,7 @@ def records(ring: Ring) -> Iterator[bytes]:
 
 
 def written(directory: Path, payloads: list[bytes], cuts: list[int]) -> list[Any]:
-    """What a history has after several supervisors; each one begins at a cut."""
+    """Return the rows of a history after several supervisors, each of which begins at a cut."""
     directory.mkdir()
     for begin, end in zip([0, *cuts], [*cuts, len(payloads)], strict=True):
         history = History.open(directory, {})
@@ -395,7 +395,7 @@ def written(directory: Path, payloads: list[bytes], cuts: list[int]) -> list[Any
 
 
 def test_shapes_beyond_the_first_are_counted_without_sizes() -> None:
-    """The number of replicas stays known: nobody is to think that a device had no rows."""
+    """The number of replicas stays known, so that no device seems to have no rows."""
     ring = Ring()
     for number in range(SHAPES + 50):
         ring.call(sizes=(number, 3), replicas=(number, 3, 0, MS, number, 4, 0, MS))

@@ -1,4 +1,4 @@
-"""Sketches of durations: how exact they are, and that parts add up."""
+"""Sketches of durations: precision, and sums of parts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ERROR = 0.004
 
 
 def some_values(seed: int) -> list[int]:
-    """Values of one of several kinds: even and odd numbers of them, narrow and wide, small and as large as can be."""
+    """Return random values of several kinds: even and odd counts, narrow and wide ranges, small and large."""
     chance = random.Random(seed)
     count = chance.randrange(1, 400)
     kinds = (

@@ -28,7 +28,7 @@ DAY = 86_400
 
 
 def a_store(db: sqlite3.Connection, directory: Path, newest: int, slack: int, pruned: dict[int, int]) -> Store:
-    """A store without tallies; its wide ones end `slack` seconds before the newest second."""
+    """Return a store without tallies; its wide ones end `slack` seconds before the newest second."""
     History.open(directory, {}).close()
     meta = {f"whole_{width}": max(newest - slack, 0) // width * width for width in WIDTHS[1:]}
     meta |= {f"pruned_{width}": second for width, second in pruned.items()}
@@ -38,7 +38,7 @@ def a_store(db: sqlite3.Connection, directory: Path, newest: int, slack: int, pr
 
 
 def fewest(begin: int, end: int, whole: dict[int, int], widths: Sequence[int] = WIDTHS) -> int:
-    """The least number of tallies that make up a time: what the widest leave, the next ones."""
+    """Return the fewest tallies that cover a time: the widest possible, then narrower ones for the rest."""
     if begin >= end:
         return 0
     *finer, width = widths
@@ -72,7 +72,7 @@ def test_any_time_is_covered_exactly_by_the_fewest_tallies(tmp_path: Path, seed:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_deleted_tallies_are_not_queried(tmp_path: Path, seed: int) -> None:
-    """Wider ones reach beyond the time asked for, as little as there is."""
+    """Wider tallies are used instead, which extend beyond the time range as little as possible."""
     chance = random.Random(seed)
     newest = chance.choice((5000, 200_000))
     pruned: dict[int, int] = {}
@@ -209,7 +209,7 @@ def test_rates_and_parts_of_a_window_are_those_of_its_time(tmp_path: Path) -> No
 
 
 def test_processes_that_begin_within_a_second_share_the_time_that_they_were_there(tmp_path: Path) -> None:
-    """Three ranks that train from 0.6 s on: all of that is training, and no second has more than a second."""
+    """Three ranks train from 0.6 s on: all this time is training, and no second has more than one second."""
     begin, end, step = 600_000_000, 3 * SECOND, some_steps(random.Random(1), 1, 2.5)[0]
     trained = [(process, Spent("training", "dp", begin, end)) for process in range(3)]
     written(tmp_path, [step], [*trained, (0, Spent("missed", "dp", end, end + SECOND // 4))])

@@ -26,7 +26,7 @@ DAY = 86_400
 
 
 def figures(directory: Path) -> dict[str, Any]:
-    """Every figure of the whole run, in numbers."""
+    """Return all figures of the run."""
     with asked(directory) as store:
         window = Window(store)
         found: dict[str, Any] = {"spent": window.spent, "modes": window.modes, "processes": store.processes}
@@ -38,14 +38,14 @@ def figures(directory: Path) -> dict[str, Any]:
 
 
 def deleted(directory: Path) -> dict[int, int]:
-    """By width, up to which second tallies were deleted."""
+    """Return, by width, the second up to which tallies were deleted."""
     with closing(sqlite3.connect(directory / HISTORY_FILE)) as db:
         meta = dict(db.execute("SELECT key, value FROM meta WHERE key LIKE 'pruned_%'"))
     return {width: meta.get(f"pruned_{width}", 0) for width in WIDTHS[:-1]}
 
 
 def batches(ranks: int, seconds: int, every_s: int, seed: int) -> Iterator[Batch]:
-    """Steps of some ranks, one each every `every_s`, a minute at a time; with rows and events."""
+    """Yield steps of some ranks, one per rank every `every_s`, in batches of a minute, with rows and events."""
     chance = random.Random(seed)
     pool = [some_facts(chance, 1, int(chance.lognormvariate(19, 0.3)), 8) for _ in range(50)]
     number, at, batch = 0, 0, Batch()
@@ -70,7 +70,7 @@ def batches(ranks: int, seconds: int, every_s: int, seed: int) -> Iterator[Batch
 
 
 def write(directory: Path, source: Iterator[Batch], limit: int, slack: float = 1.1) -> int:
-    """Write all; the most bytes that the database's pages took, which must be near the limit at most."""
+    """Write all batches; return the largest size of the database in bytes, which must stay near the limit."""
     directory.mkdir(exist_ok=True)
     history, most = History.open(directory, {}, limit), 0
     for batch in source:
@@ -83,7 +83,7 @@ def write(directory: Path, source: Iterator[Batch], limit: int, slack: float = 1
 
 @pytest.mark.parametrize(("ranks", "limit", "every_s"), [(1, 600 << 10, 10), (3, 2 << 20, 60)])
 def test_figures_of_the_whole_run_outlive_its_rows(tmp_path: Path, ranks: int, limit: int, every_s: int) -> None:
-    """Rows, seconds, tens, minutes, ten minutes and hours are deleted; the days that are left say the same."""
+    """After rows and tallies up to hours are deleted, the remaining days give the same figures."""
     seconds = 2 * DAY + 5000
     write(tmp_path / "all", batches(ranks, seconds, every_s, 1), 1 << 40)
     write(tmp_path / "few", batches(ranks, seconds, every_s, 1), limit)
@@ -96,7 +96,7 @@ def test_figures_of_the_whole_run_outlive_its_rows(tmp_path: Path, ranks: int, l
 
 
 def test_tallies_of_each_width_can_be_deleted_without_changing_the_totals(tmp_path: Path) -> None:
-    """All but the days, step by step."""
+    """Delete the tallies of one width after another, except days."""
     write(tmp_path, batches(2, DAY + 4000, 120, 2), 1 << 40)
     before = figures(tmp_path)
     for width, wider in pairwise(WIDTHS):
@@ -112,7 +112,7 @@ def test_tallies_of_each_width_can_be_deleted_without_changing_the_totals(tmp_pa
 
 @pytest.mark.slow
 def test_64_ranks_over_days_stay_below_the_limit(tmp_path: Path) -> None:
-    """With a step each every three minutes; the limit is as much smaller as the tallies are fewer."""
+    """With one step per rank every three minutes, and a limit smaller in proportion."""
     limit = 6 << 20
     most = write(tmp_path, batches(64, int(1.3 * DAY), 180, 3), limit)
     assert most > limit / 2, "nothing had to be deleted"

@@ -13,7 +13,7 @@ def step(process: int, number: int, tail_ns: int, passes: int = 1) -> SyncStep:
 
 
 def of_ranks(count: int, *groups: list[int]) -> Rounds:
-    """The rounds of processes 0, 1, ... with the same ranks; `groups`: their process groups."""
+    """Return the rounds of processes 0, 1, ... with the same ranks; `groups`: their process groups."""
     rounds = Rounds()
     for rank in range(count):
         rounds.take_event(rank, "process", {"rank": rank, "world": count})
@@ -24,7 +24,7 @@ def of_ranks(count: int, *groups: list[int]) -> Rounds:
 
 
 def told(found: list[Joined]) -> dict[int, tuple[int, int, int | None]]:
-    """Exposed, wait and held by process."""
+    """Return exposed, wait and held by process."""
     return {one.step.key.process: (one.exposed_ns, one.wait_ns, one.held_ns) for one in found}
 
 

@@ -1,4 +1,4 @@
-"""From rings of spans into the history: everything once, whoever is killed in between, and whenever."""
+"""From rings of spans into the history: everything exactly once, whatever process is killed, and whenever."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ while True:
 
 
 class Killed(BaseException):
-    """What stands for SIGKILL within this process."""
+    """Stands for SIGKILL within this process."""
 
 
 class Run:
@@ -74,18 +74,18 @@ class Run:
         return Drain(self.directory, self.info, self.warnings.append)
 
     def look(self, seconds: float = COMMIT_S) -> None:
-        """Let time pass, then drain until there is nothing more at once."""
+        """Let time pass, then drain until nothing more can be read."""
         self.now += seconds
         while self.drain.drain(self.now):
             pass
 
     def kill(self) -> None:
-        """What it has taken and not written is lost with it."""
+        """Kill the supervisor: records that it has read but not written are lost."""
         self._killed.append(self.drain)
         self.drain = self._new()
 
     def end(self) -> None:
-        """As at the end of the run."""
+        """Drain as at the end of the run."""
         self.drain.flush(over=True)
         self.close()
 
@@ -95,7 +95,7 @@ class Run:
         self._killed.clear()
 
     def rows(self, query: str) -> list[Any]:
-        """What the history holds."""
+        """Query the history."""
         with closing(sqlite3.connect(self.directory / "history.sqlite")) as db:
             return db.execute(query).fetchall()
 
@@ -118,7 +118,7 @@ def children() -> Iterator[Children]:
 
 
 def payloads_of(path: str) -> tuple[list[bytes], int]:
-    """All payloads of a ring whose process is gone, from one assembler that was fed once; and how many calls it has."""
+    """Return all payloads of a ring from a single assembler, and the number of calls."""
     with opened(path) as reader:
         spans = everything(reader, over=True)
         lines = [line for part in reader.lines() for line in part]
@@ -157,7 +157,7 @@ def check(run: Run, process: int = 0) -> int:
 def test_training_and_supervisors_are_killed_at_any_instant(
     state: Path, monkeypatch: pytest.MonkeyPatch, children: Children
 ) -> None:
-    """The supervisor between any two of its looks, before a commit and directly after it."""
+    """The supervisor is killed between any two reads, before a commit, or directly after it."""
     chance = random.Random(11)
     write = History.write
 
@@ -214,7 +214,7 @@ def test_real_supervisors_are_killed_at_any_instant(state: Path, children: Child
 
 
 def varied(training: Training, chance: random.Random) -> Iterator[None]:
-    """A training with all kinds of loops, a few spans at a time."""
+    """Run a training with all kinds of loops, a few spans at a time."""
     for _ in range(40):
         what = chance.random()
         if what < 0.1:
@@ -254,7 +254,7 @@ def varied(training: Training, chance: random.Random) -> Iterator[None]:
 @pytest.mark.parametrize("held", [3, step_rules.MAX_HELD])
 @pytest.mark.parametrize("seed", range(size(4, 40)))
 def test_takeovers_leave_no_trace(state: Path, monkeypatch: pytest.MonkeyPatch, seed: int, held: int) -> None:
-    """Also where steps are recorded in parts."""
+    """Also if steps are recorded in parts."""
     monkeypatch.setattr(step_rules, "MAX_HELD", held)
     chance = random.Random(seed)
     runs = Run(), Run()
@@ -433,7 +433,7 @@ def test_a_damaged_state_loses_nothing_that_is_still_in_the_ring(run: Run, state
 
 
 def test_a_lost_state_loses_at_most_the_open_step(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ring has long gone round: numbers go on, and no event comes twice."""
+    """The ring has wrapped around long ago: numbers continue, and no event occurs twice."""
     training = Training(run.ring(), slots=256)
     training.warn()
     for _ in range(300):
@@ -487,7 +487,7 @@ def test_a_disk_that_is_full_loses_nothing(run: Run) -> None:
 
 
 def test_the_rest_of_a_ring_waits_while_the_history_cannot_take_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as it is in the ring, it is not lost: not even when its process has ended."""
+    """Spans in the ring are not lost, even after their process has ended."""
     monkeypatch.setattr(drain_module, "HOLD_BYTES", 10_000)
     training = Training(run.ring())
     run.look()

@@ -1,4 +1,4 @@
-"""Tallies: parts add up to the whole, and a row of one comes back as it was."""
+"""Tallies: parts add up, and a stored tally is read back unchanged."""
 
 from __future__ import annotations
 

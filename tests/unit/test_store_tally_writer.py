@@ -52,7 +52,7 @@ def write(directory: Path, batches: Sequence[Batch], *, writers: int = 1) -> Non
 
 
 def stored(directory: Path) -> tuple[dict[int, dict[tuple[int, Key], Tally]], dict[int, int]]:
-    """By width, all tallies by start and key; and up to which second they were made."""
+    """Return, by width, all tallies by start and key, and the second up to which they were made."""
     found: dict[int, dict[tuple[int, Key], Tally]] = {width: {} for width in WIDTHS}
     with closing(sqlite3.connect(directory / HISTORY_FILE)) as db:
         db.row_factory = sqlite3.Row
@@ -65,7 +65,7 @@ def stored(directory: Path) -> tuple[dict[int, dict[tuple[int, Key], Tally]], di
 
 
 def check(directory: Path, steps: Sequence[OneStep]) -> None:
-    """Compare every width with what the steps add up to."""
+    """Compare every width with sums over the steps."""
     (found, whole), wanted = stored(directory), expected(steps)
     for width in WIDTHS:
         upto = whole.get(width, 1 << 40)
@@ -244,7 +244,7 @@ TOO_MANY = (1 << 63) - 1
     ],
 )
 def test_a_damaged_count_does_not_end_the_recording(tmp_path: Path, damage: str) -> None:
-    """The next steps of those seconds begin a tally anew, and the wider tallies are made without the damaged ones."""
+    """Later steps of those seconds begin new tallies, and wider tallies are made without the damaged ones."""
     steps = some_steps(random.Random(5), 100, 8.0)
     write(tmp_path, [a_batch(steps)])
     with closing(sqlite3.connect(tmp_path / HISTORY_FILE)) as db:
@@ -265,7 +265,7 @@ def test_more_values_than_an_entry_holds_are_cut() -> None:
 
 
 def stored_without(directory: Path, second: int) -> tuple[dict[int, dict[tuple[int, Key], Tally]], dict[int, int]]:
-    """As `stored`, without the tallies of one second."""
+    """Return the same as `stored`, without the tallies of one second."""
     with closing(sqlite3.connect(directory / HISTORY_FILE)) as db:
         db.execute("DELETE FROM tallies WHERE width = 1 AND start_s = ?", (second,))
         db.commit()
@@ -273,7 +273,7 @@ def stored_without(directory: Path, second: int) -> tuple[dict[int, dict[tuple[i
 
 
 def test_a_process_whose_tallies_were_deleted_is_still_one_of_several(tmp_path: Path) -> None:
-    """Another writer, too, goes on with the tallies of all."""
+    """Another writer also continues the tallies of all processes."""
     chance = random.Random(7)
     first = some_steps(chance, 50, 100, processes=(0, 1))
     write(tmp_path, [a_batch(first)])

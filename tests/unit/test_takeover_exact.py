@@ -1,4 +1,4 @@
-"""Supervisors that are killed at any instant leave what one that never was would have left."""
+"""Supervisors that are killed at any instant leave the same history as one that is not killed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from dpmon.store.opened import open_store
 pytestmark = pytest.mark.slow
 
 Rounds = list[dict[int, list[bytes]]]
-"""What each process writes between two looks of the supervisor (-1: the supervisor itself)."""
+"""Payloads that each process writes between two reads of the supervisor (-1: the supervisor itself)."""
 
 
 def eventful(chance: random.Random, process: int) -> Iterator[list[bytes]]:
-    """A training with all that its account of time knows, a few records at a time."""
+    """Yield a few records at a time of a training with all activities."""
     training = Training(process=process, rank=process, step_ns=75_000_000, batch=30, seed=process)
     yield [record.replace(b"4242", b"%d" % (4242 + process)) for record in training.begin()]
     yield [pack_event("ddp", {"process": process, "rank": process, "t_s": training.now / SECOND, "group": [0, 1]})]
@@ -71,7 +71,7 @@ def _pause(process: int, paused: bool, at: int, took: int | None) -> bytes:
 
 
 def rounds(seed: int) -> Rounds:
-    """A run of two processes, the second of which begins later."""
+    """Yield rounds of a run of two processes; the second begins later."""
     chance = random.Random(seed)
     writers = {process: eventful(chance, process) for process in (0, 1)}
     found: Rounds = []
@@ -133,12 +133,12 @@ class Run:
         self._drain.drain(self._now)
 
     def kill(self) -> None:
-        """What it has taken and not written is lost with it."""
+        """Kill the supervisor: records that it has read but not written are lost."""
         self._killed.append(self._drain)
         self._drain = self._new()
 
     def write_all(self) -> None:
-        """As at the end of the run: its processes are gone."""
+        """Write everything, as at the end of the run, when all processes have ended."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("dpmon.store.drain.alive", lambda *_: False)
             self._drain.flush(over=True)

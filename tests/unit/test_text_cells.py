@@ -1,4 +1,4 @@
-"""Widths on a terminal: the same as Rich's, which Textual measures with."""
+"""Widths on a terminal are the same as in Rich, which Textual uses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_texts_are_cropped_as_rich_does() -> None:
 
 
 def test_the_width_of_a_long_text_is_measured_and_the_text_not_kept() -> None:
-    """A script's log may be lines of any length, none like another."""
+    """A log may have very long lines, all different."""
     kept_width.cache_clear()
     for number in range(3):
         line = f"{number} é中" + "中" * 600

@@ -1,4 +1,4 @@
-"""Copies from the host to a GPU: what counts as one, and that nobody sees it counted. The GPU is played."""
+"""Copies from the host to a (simulated) GPU are counted, invisibly to the script."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from dpmon.tracer.timing import MAX_COPIES
 pytestmark = pytest.mark.slow
 
 EMPTIES_TRACEBACKS = sys.version_info >= (3, 11)
-"""Python 3.10 cannot take out the only entry of a traceback: an error of a C function keeps the wrapper's."""
+"""Python 3.10 cannot remove the only entry of a traceback, so an error of a C function keeps that of the wrapper."""
 SCRIPT = str(Path(__file__).parents[1] / "process" / "scripts" / "knows_methods.py")
 
 
 class Setting(Process):
-    """A step under way, with devices that are timed; `to` stands for Tensor.to: 3 ms on the device."""
+    """An open step with device times; `to` takes the place of Tensor.to, and takes 3 ms on the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,12 +45,12 @@ class Setting(Process):
         return args[0].type(args[2]) if len(args) == 3 else args[0]
 
     def copying(self) -> bool:
-        """Whether the process says that it is in a copy."""
+        """Return whether the current phase of the process is a copy."""
         return Kind.COPY in (self.recorder.kinds[self.me.number], self.me.inside)
 
     def over(self) -> Step:
-        """The step is over: its record."""
-        with self.call():  # what has no call is no step
+        """End the step; return its record."""
+        with self.call():  # without a call there is no step
             pass
         self.phase(Kind.FETCH, 0.0)
         assert self.faults == []
@@ -96,12 +96,12 @@ def test_what_is_copied_to_a_gpu_counts(setting: Setting, args: Any, named: Any)
 
 
 def copied(step: Step) -> float | None:
-    """What its copies took on the slowest device."""
+    """Return the time of the copies on the slowest device."""
     return (step.device_ms or {})["copy"]
 
 
 class SimpleTensor(torch.Tensor):
-    """One that says it is on a GPU."""
+    """A tensor that claims to be on a GPU."""
 
     @property
     def is_cpu(self) -> bool:  # type: ignore[override]
@@ -117,7 +117,7 @@ def test_what_stays_on_the_host_or_comes_from_a_gpu_does_not(setting: Setting) -
     for args, named in (
         (("cpu",), {}), ((torch.float16,), {}), ((here,), {}), ((), {"dtype": torch.int8}), ((), {}), ((None,), {}),
         ((True,), {}), (("no device",), {}), ((), {"device": None}), ((-1,), {}),
-        (("cuda:4",), {}), ((4,), {}),  # no such GPUs: an event there would fail, and three such are the last
+        (("cuda:4",), {}), ((4,), {}),  # there are no such GPUs, and after three failed events timing stops
     ):  # fmt: skip
         setting.to(here, *args, **named)
     setting.to(SimpleTensor(), "cuda:0")
@@ -142,13 +142,13 @@ def test_copied_bytes_are_those_of_the_tensors_data(setting: Setting, tensor: to
 
 
 def test_the_host_converts_before_it_copies(setting: Setting) -> None:
-    """As torch does (aten/src/ATen/native/cuda/Copy.cu)."""
+    """torch does this, too (aten/src/ATen/native/cuda/Copy.cu)."""
     setting.to(torch.zeros(10), "cuda:0", torch.float16)
     assert setting.over().quantity("copied_bytes") == 20
 
 
 def test_fake_tensors_are_not_copied(setting: Setting) -> None:
-    """A size that torch.compile has made a variable of stays one: else there is a compilation for each."""
+    """A size that torch.compile made symbolic stays symbolic; otherwise it would compile for each size."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
@@ -217,7 +217,7 @@ def test_cuda_goes_to_the_current_gpu_or_to_the_one_it_names(setting: Setting) -
 
 
 def test_a_copy_within_a_forward_has_its_place_there(setting: Setting) -> None:
-    """By the clock that is looked at before and after it."""
+    """Its place comes from the clock before and after it."""
     with setting.call():
         before = monotonic_ns()
         setting.to(torch.zeros(10), "cuda:0")
@@ -240,7 +240,7 @@ def test_a_copy_inside_a_phase_is_subtracted_from_it(setting: Setting) -> None:
 
 
 def test_a_method_that_a_copy_goes_through_again_counts_once(setting: Setting) -> None:
-    """As a subclass's __torch_function__ does."""
+    """A subclass's __torch_function__ may call the method again."""
     again = setting.copies.traced(lambda *args: setting.to(*args), where_to)
     again(torch.zeros(2), "cuda:0")
     assert setting.over().quantity("copied_bytes") == 8
@@ -318,7 +318,7 @@ def test_the_patched_methods_are_recognised_as_torchs_own() -> None:
         subprocess.run([sys.executable, SCRIPT, how], capture_output=True, text=True, timeout=300, check=True).stdout
         for how in ("replaced", "as torch has them")
     ]
-    if not EMPTIES_TRACEBACKS:  # the number of frames ends the lines about errors
+    if not EMPTIES_TRACEBACKS:  # lines about errors end with the number of frames
         said = [re.sub(r"^(<class .*) \d+$", r"\1", text, flags=re.MULTILINE) for text in said]
     assert said[0] == said[1]
     assert said[0].splitlines()[-1] == "all of it"

@@ -1,4 +1,4 @@
-"""What is said of an error in one line."""
+"""Errors in one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Original Traceback (most recent call last):
 
 
 class AcceleratorError(RuntimeError):
-    """As torch's."""
+    """Has the name of torch's exception."""
 
 
 def test_an_error_is_quoted_by_its_first_line() -> None:

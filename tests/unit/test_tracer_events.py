@@ -1,4 +1,4 @@
-"""Device times from events that are asked, never waited for: over a device that is as far as the test says."""
+"""Device times from events that are queried, never waited for, on a simulated device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Bench:
         return span
 
     def collected(self) -> list[float | None]:
-        """What has been settled since the last time, in the order of its beginnings."""
+        """Return the spans settled since the last call, in the order of their beginnings."""
         self.times.collect()
         found = [span for span in self.spans if span.settled]
         self.spans = [span for span in self.spans if not span.settled]
@@ -71,7 +71,7 @@ def test_phases_that_touch_share_an_event() -> None:
 def test_every_device_has_its_own_events_and_its_own_pace() -> None:
     bench = Bench()
     first = bench.phase(0.0)
-    second = bench.begin(1, first)  # on another device nothing is shared
+    second = bench.begin(1, first)  # events of different devices are not shared
     bench.device.now = 1.0
     bench.times.end(second)
     bench.device.reached = 0.5
@@ -172,7 +172,7 @@ def test_events_of_an_abandoned_span_are_free_again() -> None:
 
 @pytest.mark.parametrize("where", ["record", "between_ms", "done", "capturing"])
 def test_after_some_faults_timing_stops(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when a device is lost: every call to the driver raises."""
+    """After the loss of a device, every call to the driver raises."""
     bench = Bench()
     bench.device.reached = 1e9
 
@@ -227,7 +227,7 @@ def test_the_stream_is_looked_up_once_and_is_the_current_one(monkeypatch: pytest
 
 
 class Graph:
-    """As torch.cuda.CUDAGraph; its capture fails at a word."""
+    """A fake torch.cuda.CUDAGraph; its capture fails with the argument "refused"."""
 
     def capture_begin(self, how: str = "well") -> str:
         if how == "refused":
@@ -281,7 +281,7 @@ def test_a_device_that_is_far_behind_has_all_or_no_phases_of_a_step_timed() -> N
 
 def test_a_step_with_many_events_stops_limiting_later_steps() -> None:
     bench = Bench(pool_events=8)
-    for _ in range(4):  # as an evaluation of many calls
+    for _ in range(4):  # like an evaluation with many calls
         bench.phase(1.0)
     bench.device.reached = bench.device.now
     bench.times.collect()
@@ -289,7 +289,7 @@ def test_a_step_with_many_events_stops_limiting_later_steps() -> None:
     held: list[DeviceSpan] = []
     known = 0
     for _ in range(30):
-        held.append(bench.begin())  # one event is always under way
+        held.append(bench.begin())  # one span is always open
         bench.device.now += 1.0
         known += held[-1].why == Untimed.NONE
         if len(held) > 1:

@@ -1,4 +1,4 @@
-"""The number of a loader's batches, without running any of the script's code."""
+"""The number of batches of a loader, without running code of the script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A walk over the tensors of a training counts every kind of tensor that torch has."""
+"""A walk over the tensors of a training counts all kinds of tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which phases of a process are timed on devices, and what becomes of their times, over devices that are played."""
+"""Which phases are timed on (simulated) devices, and how their times are recorded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAMPLED = UNTIMED[Untimed.SAMPLED]
 
 
 def times(process: Process) -> list[int]:
-    """Numbers of the spans whose times have been written."""
+    """Return the numbers of the spans whose device times have been written."""
     spans = [unpacked(number, *words) for number, words in enumerate(process.spans)]
     return [span.inputs | span.outputs << 32 for span in spans if span.kind == Kind.DEVICE_TIME]
 
@@ -43,7 +43,7 @@ def test_a_device_time_is_written_in_a_later_step_without_waiting() -> None:
     process.step(0)
     process.step(0)
     assert times(process) == []
-    process.device.reached = 0.5 + 2.0  # of the first step, the forward
+    process.device.reached = 0.5 + 2.0  # the end of the forward of the first step
     process.step(0)
     assert times(process) == [1]
     process.device.reached = process.device.now
@@ -63,7 +63,7 @@ def test_the_times_of_one_device_keep_their_order() -> None:
 
 
 def test_host_work_after_gpu_work_has_no_device_time() -> None:
-    """The calls of some steps are on a GPU, those that follow on none: the events between stop, too."""
+    """Calls of some steps are on a GPU, those of later steps are not; then events between calls also stop."""
     process = Process()
     for number in range(1, 7):
         process.step(*((0,) if number < 4 else ()))
@@ -72,7 +72,7 @@ def test_host_work_after_gpu_work_has_no_device_time() -> None:
     ]
     assert found == [
         *[set(WHOLE)] * 2,
-        {"data"},  # which began before it was known that the GPU is not used any more
+        {"data"},  # it began before it was known that the GPU is no longer used
         *[set()] * 2,
     ]
 
@@ -249,7 +249,7 @@ def test_a_lost_device_is_reported_and_nothing_waits_for_it() -> None:
 
 
 def timed_steps(process: Process, count: int) -> list[bool]:
-    """Of steps that are played now, whether each is timed, which it is as a whole or not at all."""
+    """Run `count` steps; return whether each is timed, and check that all or no phases of it are."""
     found = []
     for _ in range(count):
         before = len(process.spans)
@@ -311,13 +311,13 @@ def test_a_fetch_without_a_call_is_no_step_of_a_block() -> None:
 
 
 def test_a_step_that_is_timed_in_part_is_not_timed() -> None:
-    """The supervisor may find out later than the process did where a step ends."""
+    """The supervisor may find the end of a step later than the process does."""
     process = Process()
     process.step(0)
     process.phase(Kind.FETCH, 0.5)
     with process.call(0, ms=2.0):
         pass
-    process.one_in(1 << 40)  # as many as there may be
+    process.one_in(1 << 40)  # the largest number
     process.timing.step_ends()
     process.phase(Kind.BACKWARD, 3.0)
     process.phase(Kind.FETCH, 0.5)

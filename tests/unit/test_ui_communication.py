@@ -1,4 +1,4 @@
-"""Who waits for whom, and what ranks communicate, on the screen."""
+"""Waits and communication of ranks on the screen."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def texts(rows: list[Any]) -> list[str]:
 
 
 def rank_lines(text: list[str]) -> dict[int, list[str]]:
-    """The words of the rows of ranks."""
+    """Return the words of the rows of ranks."""
     words = [line.replace("▸", " ").split() for line in text]
     return {int(line[0]): line for line in words if line and line[0].isdigit() and line[1].startswith("cuda:")}
 
@@ -90,7 +90,7 @@ STALL = "no new phase for 34 s: rank 1 in the script; ranks 0, 2 in backward"
 
 
 def test_of_a_run_that_hangs_panel_and_status_say_where_its_ranks_are() -> None:
-    """A straggler of the last steps is not why it hangs."""
+    """A straggler of the last steps is not the cause of the hang."""
     scene = replace(scene_of(3, slow=1), stalled=STALL)
     assert scene.stall is None, "the last step has just ended"
     scene = replace(scene, now_ns=scene.now_ns + 34_000_000_000)
@@ -275,7 +275,7 @@ def test_the_last_step_shows_when_buckets_were_ready_and_what_was_exposed() -> N
 
 
 def a_collective(operation: str, start: float, took: float | None, queued: float = 0.0) -> Collective:
-    """Times in ms, of a sample that begins at 100 ms."""
+    """Return a collective (times in ms) of a sample that begins at 100 ms."""
     ended = None if took is None else int(took * 1e6)
     places = (operation, "backward", 1000, "float32", "0", 2, None, "gloo", "cpu")
     return Collective(0, 0, 7, *places, int((100 + start) * 1e6), ended, None if took is None else int(queued * 1e6))

@@ -1,4 +1,4 @@
-"""Open dialogs when something happens to the run or the terminal."""
+"""Dialogs that are open while the run or the terminal changes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def footer(on: Stage) -> str:
 
 @pytest.fixture(autouse=True)
 def report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no run in the directory: a real report would fail, and close its dialog, at any moment."""
+    """Replace the report: without a run in the directory, a real one would fail and close its dialog."""
     monkeypatch.setattr("dpmon.ui.jobs.report", lambda directory, width: ["a report"])
 
 
@@ -73,7 +73,7 @@ async def test_dialogs_that_need_a_live_run_close_when_it_ends(
     async with stage(directory) as on:
         await on.press(opener)
         assert isinstance(on.app.screen, Choice)
-        if unsupervised:  # the command has gone, and no process records how it ended
+        if unsupervised:  # the command has ended, and no process records its exit
             on.reader.is_alive = False
         else:
             on.end(3)

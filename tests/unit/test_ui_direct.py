@@ -1,4 +1,4 @@
-"""The short cut past the compositor: what it writes turns the old row into the new one, on an emulated terminal."""
+"""Direct drawing without the compositor: on an emulated terminal, its output changes the old row into the new one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the screen knows: all that was recorded, and the end last."""
+"""The screen reads all records, and the end last."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_an_empty_record_is_caught_up_immediately(tmp_path: Path) -> None:
 
 
 def test_a_slow_training_after_another_one_is_not_waited_for_once_it_steps(tmp_path: Path) -> None:
-    """The first one's steps take twenty seconds each: a silence of a minute would say nothing of it, its end does."""
+    """Steps of the first one take 20 s, so a silence of a minute means nothing, but its end does."""
     first = Training(start_ns=5 * SECOND, step_ns=20 * SECOND)
     second = Training(process=1, step_ns=20 * SECOND, seed=2)
     reader = FakeReader(tmp_path)

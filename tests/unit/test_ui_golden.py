@@ -1,6 +1,6 @@
-"""How the panels look in named situations, text and styles cell by cell, against pictures that a person has looked at.
+"""Compares panels in named situations, text and styles of each cell, with golden pictures.
 
-The pictures are in tests/golden. After a change that is meant, write them anew and look at the difference:
+The pictures are in tests/golden. After an intended change, write them again and look at the difference:
 
     DPMON_GOLDEN=write pytest tests/unit/test_ui_golden.py
 """
@@ -47,7 +47,7 @@ def starting() -> Scene:
 
 @lru_cache(maxsize=16)
 def gpus(count: int, *, both: bool = False, replicas: int | None = None, batch: int = 60) -> Scene:
-    """Data parallel over GPUs, on all of which everything is known; `both`: single was seen before."""
+    """Return dp over GPUs with all fields known; `both`: after steps in single."""
     devices = [f"cuda:{i}" for i in range(replicas or count)]
     training = Training(devices=devices, virtual=False, batch=batch, features=(512, 10), step_ns=16_000_000)
     payloads = training.begin()
@@ -81,7 +81,7 @@ def gpus(count: int, *, both: bool = False, replicas: int | None = None, batch: 
 
 @lru_cache(maxsize=4)
 def ranks(count: int) -> Scene:
-    """Ranks, one of which is slow in its data."""
+    """Return ranks, one of them with long data waits."""
     recording, now = joined_ranks(count, slow=min(5, count - 1), phase="data", steps=160)
     return Scene(recording.state(), now, FACTS, alive=True)
 
@@ -93,7 +93,7 @@ def _linear() -> tuple[Record, ...]:
 
 @lru_cache(maxsize=4)
 def recorded(part: float, span_s: int = 120) -> Scene:
-    """The recorded run, as it was after this part of it, and what is shown of a time range."""
+    """Return the recorded run after this part of it, with a time range."""
     records = _linear()
     shown = records[: int(len(records) * part)]
     state = state_of(shown, span_s=span_s)
@@ -101,7 +101,7 @@ def recorded(part: float, span_s: int = 120) -> Scene:
 
 
 def evaluated() -> Scene:
-    """A script whose model cannot be run over several devices, as it evaluates: its last calls, and dp refused."""
+    """Return a script during an evaluation, after dp was refused for its model."""
     training = Training(mode="single", devices=("cpu:0",), via=None)
     payloads = [*training.begin(), *training.run(300)]
     payloads.append(training.mode_event("user", "a module compiled by torch.compile cannot be replicated"))
@@ -143,7 +143,7 @@ SITUATIONS: dict[str, tuple[Callable[[], Scene], int, int, Look]] = {
 
 
 def told(rows: list[Row], look: Look, legend: dict[str, str]) -> list[str]:
-    """Each row's text, and under it its styles: a letter a cell of text, which `legend` explains."""
+    """Return the text of each row, and below it a letter per cell for its style (see `legend`)."""
     lines: list[str] = []
     for row in rows:
         shown = in_ascii(row) if look.glyphs.ascii else row

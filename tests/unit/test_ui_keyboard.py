@@ -37,7 +37,7 @@ class Typist:
         return self
 
     def wait(self, seconds: float) -> Typist:
-        """Let time pass, with ticks as often as the driver's."""
+        """Let time pass, with the ticks of the driver."""
         until = self.clock.now + seconds
         while self.clock.now < until:
             self.clock.now += 0.02
@@ -48,7 +48,7 @@ class Typist:
         return [each.key for each in self.found if isinstance(each, events.Key)]
 
     def names(self) -> list[str]:
-        """The messages: keys by name, others by class."""
+        """Return the messages: keys by name, others by class."""
         return [each.key if isinstance(each, events.Key) else type(each).__name__ for each in self.found]
 
 
@@ -104,7 +104,7 @@ MEANINGS = [
     (b"\x1bP1$rdpx\x1b\\\x1b_Gdpx\x1b\\\x1b^dpx\x1b\\\x1bXdpx\x1b\\q", ["q"]),
     (b"\x1bPdpx\x1b[A", ["up"]),
     (b"\x1b\\", []),
-    # A keyboard that another program has left in a mode of its own.
+    # A keyboard left by another program in a special mode.
     (b"\x1b[100;1u", ["d"]),
     (b"\x1b[99;5u", ["ctrl+c"]),
     (b"\x1b[99;5:1u", ["ctrl+c"]),

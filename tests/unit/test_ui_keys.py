@@ -1,4 +1,4 @@
-"""Every key does what the footer and the help say of it."""
+"""Every key does what footer and help say."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from dpmon.ui.tail import Tail
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that a key saves go into a directory of the test's own."""
+    """Save files of keys in the directory of the test."""
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
 
@@ -162,7 +162,7 @@ async def test_a_report_that_fails_is_told(tmp_path: Path) -> None:
 
 
 def a_run(tmp_path: Path) -> Path:
-    """A run with twenty steps in its ring."""
+    """Make a run with 20 steps in its ring."""
     run = tmp_path / "20261120-141502-linear-7f3a"
     run.mkdir(mode=0o700)
     info = {
@@ -242,7 +242,7 @@ async def test_a_report_that_was_closed_before_it_was_made_comes_over_nothing(
 
 @contextmanager
 def the_script_reads(directory: Path) -> Iterator[Callable[[], bytes]]:
-    """Gives what was typed so far."""
+    """Yield a function that returns the typed text."""
     os.mkfifo(directory / "input.fifo")
     fd = os.open(directory / "input.fifo", os.O_RDWR | os.O_NONBLOCK)
     found = bytearray()
@@ -313,7 +313,7 @@ async def test_too_many_waiting_keys_are_dropped_and_ctrl_c_comes_first() -> Non
 async def test_a_line_to_a_headless_run_is_said_to_be_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden: bool
 ) -> None:
-    """Its output is the script's alone, byte for byte: what was typed does not stand there."""
+    """Its output is only that of the script, without the typed line."""
     for name in ("stdout.log", "stderr.log"):
         (tmp_path / name).write_text("")
     with the_script_reads(tmp_path) as typed:
@@ -386,7 +386,7 @@ async def test_stop_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize("opener", ["question_mark", "x", "q", "e", "slash", "colon"])
 async def test_keys_that_come_faster_than_a_dialog_closes_do_no_harm(tmp_path: Path, opener: str) -> None:
-    """A key held down, or typed ahead: all of it is in the queue before the first key is answered."""
+    """All keys are in the queue before the first one is handled, as with a key held down."""
     async with stage(tmp_path) as on:
         await on.shows("● running")
         await on.press("5", opener)
@@ -484,7 +484,7 @@ async def test_the_training_is_paused_and_resumed(tmp_path: Path) -> None:
 async def test_between_two_trainings_nothing_is_asked_and_a_pause_can_be_taken_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dpmon.ui.feed._GRACE_NS", 10**15)  # the command is gone, but its status does not come
+    monkeypatch.setattr("dpmon.ui.feed._GRACE_NS", 10**15)  # the command has ended, but its status is never recorded
     async with stage(tmp_path) as on:
         await on.shows("p pause")
         on.reader.doing = {0: ("ended", SECOND)}

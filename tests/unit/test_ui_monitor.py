@@ -1,4 +1,4 @@
-"""The screen's behaviour, key by key, over a reader of the same shape as the real one."""
+"""The behaviour of the screen, key by key, over a fake reader."""
 
 from __future__ import annotations
 
@@ -252,14 +252,14 @@ async def test_a_click_goes_to_a_panel_and_the_wheel_scrolls(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
 async def test_a_double_click_zooms_as_enter_does(tmp_path: Path, size: tuple[int, int]) -> None:
-    """Wherever the focus was; and back, where the second click falls on whatever panel stands there then."""
+    """With any focus; and back, although the second click may be on another panel."""
     async with stage(tmp_path, size) as on:
         await on.shows("● running")
         for panel in ("batch", "batch", "output", "devices"):  # devices is folded on the small one
             await on.pilot.double_click(f"#{panel}", offset=(5, 0))
             assert (on.app.view.focus, on.app.view.zoom) == (panel, panel)
             await on.until(lambda p=panel: set(on.app.slots) == {"status", p, "footer"}, "the panel alone")
-            # In the middle, where other panels come to stand.
+            # In the middle, where other panels are afterwards.
             await on.pilot.double_click(offset=(size[0] // 2, size[1] // 2))
             assert (on.app.view.focus, on.app.view.zoom) == (panel, None)
         await on.pilot.click("#replicas", times=3)

@@ -40,7 +40,7 @@ def test_the_median_of_the_header_is_that_of_panel_3() -> None:
 
 
 def alternating(long_ns: int = 40_000_000, every: int = 4, steps: int = 400) -> Scene:
-    """A loader whose workers bring batches by the handful: one step waits, the others do not."""
+    """Return steps with a loader that delivers several batches together: one step waits, the others do not."""
     training = Training(step_ns=1_000_000)
     payloads = training.begin()
     shares = training.shares["dp"]
@@ -51,7 +51,7 @@ def alternating(long_ns: int = 40_000_000, every: int = 4, steps: int = 400) -> 
 
 
 def test_panel_3_keeps_its_steps_until_the_first_of_another_mode() -> None:
-    """As after a toggle, or when a call that cannot be split runs on one device and fails there too."""
+    """For example after a toggle, or when a call that cannot be split runs on one device and also fails there."""
     training = Training()
     payloads = [*training.begin(), *training.run(100), *training.switch("single")]
     scene = Scene(state_of(payloads), training.now, FACTS, alive=True)
@@ -203,7 +203,7 @@ def test_the_history_stacks_phases_in_their_order_and_marks_modes() -> None:
 
 @pytest.mark.parametrize(("look", "mark"), [(LOOK, "▁"), (MONO_ASCII, "f"), (MONO, "f")])
 def test_a_column_of_short_steps_has_the_lowest_mark_and_one_without_steps_has_none(look: Look, mark: str) -> None:
-    """Steps of 5 ms beside those of 200 ms are there, however small; a blank column says "no steps"."""
+    """Steps of 5 ms beside those of 200 ms are visible, however small; a blank column means "no steps"."""
     phases = [0] * len(PHASES)
     phases[PHASES.index("data")], phases[PHASES.index("forward")] = 1_000_000, 4_000_000
     long, short, shorter, none = (

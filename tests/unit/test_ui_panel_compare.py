@@ -1,4 +1,4 @@
-"""Panel 4 as strings: what it says of both modes, and what it leaves unsaid."""
+"""Panel 4 as strings: both modes, their comparison, refusals and memory."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_comparison_says_what_it_lacks() -> None:
 
 
 def test_no_ratio_is_shown_without_a_verdict() -> None:
-    """What the title says of the modes is what the sentence below says."""
+    """Title and sentence agree."""
     training = Training(devices=("cuda:0", "cuda:1"), virtual=False, step_ns=10_000_000)
     payloads = [*training.begin(), *training.run(60)]
     payloads += [*training.switch("single"), *training.run(60)]
@@ -102,7 +102,7 @@ def test_virtual_replicas_are_no_measure_of_speed() -> None:
 
 
 def test_the_reason_of_a_refusal_stays_on_the_panel() -> None:
-    """As long as it is the last answer: the message in the status row goes after some seconds."""
+    """It stays until the next answer, while the message in the status row disappears after some seconds."""
     training = Training(mode="single", devices=("cpu:0",))
     reason = "BatchNorm over a chunk of one row " * 9
     payloads = [*training.begin(), *training.run(60), training.mode_event("user", reason), *training.run(2000)]
@@ -173,7 +173,7 @@ def two_visits(kind: str, later_s: int = 0) -> tuple[list[bytes], Training]:
 @pytest.mark.parametrize(("kind", "name"), [("host", HOST), ("device", "cuda:0")])
 @pytest.mark.parametrize("later_s", [0, 900])
 def test_each_mode_has_its_own_memory(kind: str, name: str, later_s: int) -> None:
-    """Also if its samples are older than what the charts show: then the highest of each minute is known."""
+    """If its samples are older than the charts, the maximum of each minute is known."""
     events, training = two_visits(kind, later_s)
     scene = Scene(state_of(events), training.now, FACTS, alive=True)
     found = panel_compare.figures(scene).sides

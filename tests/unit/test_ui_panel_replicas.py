@@ -82,7 +82,7 @@ def test_more_replicas_than_rows_are_announced_and_can_be_scrolled() -> None:
 
 
 def scaled(header: str) -> bool:
-    """Whether a scale is above the whiskers, or a title if there is no room for the scale."""
+    """Return whether a scale is above the whiskers, or a title if there is no room for the scale."""
     return "spread" in header or "5 to 95 %" in header or header.split()[-1][-2:] in ("ns", "µs", "ms")
 
 
@@ -114,7 +114,7 @@ def test_the_spread_has_a_scale_and_full_screen_says_what_the_times_are() -> Non
 
 
 def several_calls(more: Sequence[Record] = ()) -> Scene:
-    """A critic that is called twice a step, with batches of different sizes, and a generator."""
+    """Return steps with two calls of a critic, with different batch sizes, and a call of a generator."""
     steps = 40
     real, generator = Training(root="Critic", batch=30), Training(root="Generator", batch=64, seed=3)
     fakes = Training(root="Critic", batch=12, seed=2)
@@ -171,7 +171,7 @@ def without_training(record: Record) -> Record:
 
 
 def test_sizes_of_an_evaluation_say_that_they_are() -> None:
-    """A run's last calls are often an evaluation's: its sizes and times are not those of the training."""
+    """The last calls of a run are often those of an evaluation, with other sizes and times than the training."""
     training = Training(batch=30)
     records = decoded([*training.begin(), *training.run(50)])
     before = scene_of(Training(), 1, state=state_of(records))

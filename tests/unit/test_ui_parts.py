@@ -1,4 +1,4 @@
-"""The small parts that pictures are made of: bars, frames, the look, the footer."""
+"""Small parts of pictures: bars, frames, the look, the footer."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_the_next_theme_is_one_that_the_terminal_can_show(terminal: str, encodin
 
 @pytest.mark.parametrize("theme", PALETTES)
 def test_phases_stay_apart_on_a_terminal_of_sixteen_colours(theme: str) -> None:
-    """The colours that reach it, as Rich makes them of ours; their own would fall together there."""
+    """Compare the colours that Rich sends to it; without special colours, phases would have the same."""
     look = choose({"TERM": "screen"}, "utf-8", theme)
 
     def sent(name: str) -> Color:
@@ -198,7 +198,7 @@ def test_of_sixteen_colours_dp_has_one_that_no_phase_has(palette: Palette) -> No
 
 @pytest.mark.parametrize("palette", PALETTES.values(), ids=lambda p: p.name)
 def test_everything_stands_out_from_its_background(palette: Palette) -> None:
-    """Contrast as WCAG 2 counts it: 4.5 to 1 for text, 3 to 1 for what is drawn."""
+    """Contrast of WCAG 2: 4.5 to 1 for text, 3 to 1 for drawings."""
 
     def luminance(colour: str) -> float:
         parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]

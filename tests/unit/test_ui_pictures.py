@@ -88,7 +88,7 @@ def test_the_first_seconds_tell_what_happens() -> None:
     imported = replace(before, alive=True, stage=("torch imported", SECOND))
     assert life(imported) == ("waiting for the first step", "wait", "1 s")
     assert "importing torch 1 s" in text_of(importing, 80, 24)
-    # Only a loader hands over batches; a script without one has steps all the same.
+    # A script without a loader also has steps.
     begun = replace(imported, state=state_of(Training().begin()))
     in_forward = replace(begun, activities={0: ("forward", SECOND // 2)})
     assert life(in_forward) == ("first step", "wait", "in forward, 2 s")
@@ -120,7 +120,7 @@ def test_a_script_that_waits_for_a_line_is_said_to_and_how_to_give_it_one() -> N
 
 
 def test_a_wait_for_input_is_said_after_a_second_only_and_not_once_a_step_has_ended() -> None:
-    """One that reads its input line by line waits for a moment again and again; a watch that stopped says what was."""
+    """A script that reads line by line often waits for a moment, and a watch that has stopped reports an old wait."""
     training = scene_of(Training())
     later = replace(training, now_ns=training.now_ns + 3 * SECOND)
     for scene, since in ((training, training.now_ns - SECOND // 2), (later, SECOND), (later, later.now_ns + SECOND)):

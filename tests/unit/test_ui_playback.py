@@ -1,4 +1,4 @@
-"""The screen of a run that is over: the time line, and what its keys do to the picture."""
+"""The screen of a run that is over: the time line, and the keys of a playback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks side by side: which processes count, what their rows say, and what the status says of all of them."""
+"""Ranks side by side: which processes count, their rows, and the status of all of them."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ FACTS = Facts("20261120-141502-ddp-7f3a", "examples/ddp.py", SECOND, "auto", "/u
 
 
 def scene_of(ranks: int, *, world: int | None = None, steps: int = 200, via: str = "DistributedDataParallel") -> Scene:
-    """A run of ranks; the last one has smaller batches and slower steps."""
+    """Return a run of ranks; the last one has smaller batches and slower steps."""
     return recorded(ranks, world=world, steps=steps, via=via)[1]
 
 
 def recorded(
     ranks: int, *, world: int | None = None, steps: int = 200, via: str = "DistributedDataParallel"
 ) -> tuple[Recording, Scene]:
-    """The same, and what it is taken from."""
+    """Return the same, with its recording."""
     run = Recording()
     now = 0
     for rank in range(ranks):
@@ -55,7 +55,7 @@ def recorded(
 
 
 def in_world(payload: bytes, world: int) -> bytes:
-    """The same record, of a process that is one of `world` ranks."""
+    """Return a payload; in the record of the process, set the number of ranks."""
     if kind_of(payload) != "event":
         return payload
     kind, data = load_event(payload[1:].decode())
@@ -63,7 +63,7 @@ def in_world(payload: bytes, world: int) -> bytes:
 
 
 def test_ranks_are_not_switched_and_their_mode_is_their_own() -> None:
-    """Also while another model of theirs (a teacher) was called last."""
+    """Also if another model (a teacher) was called last."""
     state = scene_of(2).state
     assert "DistributedDataParallel" in (toggle_refusal(state) or "")
     process = state.focus()
@@ -79,7 +79,7 @@ def test_ranks_are_not_switched_and_their_mode_is_their_own() -> None:
 
 
 def test_ranks_that_average_by_hand_are_not_switched_either() -> None:
-    """Each has a device of its own, whatever it calls."""
+    """Each rank has its own device, whatever it calls."""
     assert "several ranks train" in (toggle_refusal(scene_of(2, world=2, via="DataParallel").state) or "")
     assert toggle_refusal(scene_of(1, world=1, via="DataParallel").state) is None
 
@@ -131,7 +131,7 @@ def test_ranks_without_room_need_not_be_read(size: tuple[int, int], zoom: str | 
 
 
 def test_the_rate_of_ranks_is_the_same_whatever_was_read_before() -> None:
-    """Also where the records of a rank come late, or the time goes back."""
+    """Also if records of a rank come late, or time goes back."""
     chance = random.Random(3)
     run = Recording()
     ranks = [
@@ -164,7 +164,7 @@ def test_the_status_says_ddp_and_adds_the_samples_of_all_ranks() -> None:
 
 @pytest.mark.parametrize("step_ns", [100_000_000, 8 * SECOND])
 def test_an_evaluation_by_one_rank_is_in_no_training_rate(step_ns: int) -> None:
-    """While rank 0 evaluates with larger batches, the others wait: that is time between their steps."""
+    """While rank 0 evaluates with larger batches, the others wait between their steps."""
     run = Recording()
     ranks = [
         Training(process=rank, rank=rank, devices=("cuda:0",), virtual=False, mode="single", step_ns=step_ns)

@@ -1,4 +1,4 @@
-"""What the screen says where something cannot be done or has no room: nothing is passed over, nothing is cut in two."""
+"""Messages of the screen about keys that do nothing and parts without room."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ async def test_in_a_playback_each_key_of_a_live_run_says_why_not(state: Path) ->
 
 
 class Strikes:
-    """A timer that strikes when the test says so, even after it was stopped: as one whose stroke is on its way."""
+    """A timer that the test fires, even after it was stopped, because a real one may fire at that moment."""
 
     def __init__(self, then: Callable[[], None]) -> None:
         self.strike, self.stopped = then, False

@@ -1,4 +1,4 @@
-"""The log as rows: the last thousands as a terminal would have them, the older ones from the file, all to be found."""
+"""The log as rows: the newest thousands as in a terminal, older ones from the file; all can be searched."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def numbered(first: int, end: int) -> bytes:
 
 
 def test_progress_bars_stay_correct_for_hours(log: Log) -> None:
-    """An outer bar that is drawn seldom, an inner one that is drawn again and again, and what was printed before."""
+    """An outer bar that is rarely drawn, an inner one that is drawn often, and text printed before them."""
     log.add(b"epoch 1 begins\n\router 0/2")
     for start in range(0, 20_000, 1000):
         log.add(b"".join(b"\n\rinner %d\x1b[A" % i for i in range(start, start + 1000)))

@@ -1,4 +1,4 @@
-"""The log by line: the same lines as reading it whole, however long it is and however it grows."""
+"""The log by line: the same lines as in the complete file, however long it is and however it grows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing from outside steers the terminal: the cleaning of names, and of the script's output line by line."""
+"""No foreign text controls the terminal: names and the script's output are cleaned."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def shown_by(page: TerminalPage) -> list[Row]:
 
 
 def fed(raw: bytes, cuts: list[int]) -> list[Row]:
-    """The rows of `raw`, handed over in pieces that end at `cuts`."""
+    """Return the rows of `raw`, passed in pieces that end at `cuts`."""
     page = TerminalPage()
     for start, end in pairwise([0, *cuts, len(raw)]):
         page.feed(raw[start:end])
@@ -254,7 +254,7 @@ def test_the_result_does_not_depend_on_how_the_input_is_cut(seed: int) -> None:
 
 
 def test_a_growing_log_agrees_with_a_terminal_emulator() -> None:
-    """pyte with a screen of HEIGHT rows and its history is the referee, for text that both know."""
+    """Compare with pyte (a screen of HEIGHT rows, and its history), for sequences that both know."""
     chance = random.Random(21)
     moves = ["\r", *"\n\n\n", "\x1b[A", "\x1b[4A", "\x1b[B", "\x1b[K", "\x1b[J", "\x1b[3C", "\x1b[7G", "\x1b[31m"]
     for _ in range(8):

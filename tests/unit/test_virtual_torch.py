@@ -1,4 +1,4 @@
-"""The module torch as parallel_apply sees it over virtual replicas."""
+"""The module torch that parallel_apply sees with virtual replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step in which the script waited for a line of input is named so: by panels, findings, report and summary."""
+"""Panels, findings, report and summary name steps in which the script waited for input."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from dpmon.ui.rows import plain
 from dpmon.ui.scene import Scene
 
 PID = 4242
-"""That of a Training."""
+"""The process id of a Training."""
 Wait = tuple[float, float]
 
 
@@ -95,7 +95,7 @@ def test_a_wait_is_named_among_many_short_steps() -> None:
 
 
 def test_a_wait_between_two_trainings_is_in_no_step() -> None:
-    """And what makes the steps uneven is not said to be the wait."""
+    """It is not named as the cause of uneven steps, either."""
     training, payloads, _ = with_waits()
     usual = training.shares["single"]["data"]
     for first in (True, False):

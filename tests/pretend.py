@@ -30,7 +30,7 @@ KINDS = {
     "optimizer": Kind.OPTIMIZER,
     "copy": Kind.COPY,
     "pause": Kind.PAUSE,
-    "look": Kind.MEMORY,
+    "memory": Kind.MEMORY,
 }
 
 
@@ -198,7 +198,7 @@ class Script:
         self.backward()
         self.optimizer(optimizer)
 
-    def look(self, model: int, rows: int = 8) -> None:
+    def evaluate(self, model: int, rows: int = 8) -> None:
         """Write a call of an evaluation."""
         self.call(model, train=False, rows=rows)
 

@@ -1,4 +1,4 @@
-"""The command line as people use it: help, lists, names, terminals that are none, coming back."""
+"""The command line in everyday use: help, lists, names, missing terminals, attaching."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_help_and_version(dpmon: Dpmon) -> None:
     asked = dpmon.run("--help")
     assert (asked.status, asked.err) == (0, b"")
     assert "SCRIPT.py" in asked.text
-    alone = dpmon.run()  # nothing was asked for: a wrong command line
+    alone = dpmon.run()  # without arguments, the command line is wrong
     assert (alone.status, alone.out, alone.err) == (2, b"", asked.out)
     assert dpmon.run("--version").text.startswith("dpmon 0.")
     for command in ("attach", "ls", "stop", "export"):
@@ -79,7 +79,7 @@ def test_detach_returns_immediately_and_all_commands_find_the_run(dpmon: Dpmon) 
     dpmon.script(WAIT + "import sys; print('out'); print('err', file=sys.stderr); sys.exit(4)")
     result = dpmon.run("--detach", "--name", "mine", "script.py", "--lr", "3")
     assert result.status == 0
-    name = result.text.removesuffix("\n")  # nothing else: `$(dpmon --detach ...)` is a run
+    name = result.text.removesuffix("\n")  # only the name, so that `$(dpmon --detach ...)` is a run
     assert re.fullmatch("mine-[0-9a-f]{4}", name)
     assert result.errors.startswith(f"dpmon: attach: dpmon attach {name} ")
     info = dpmon.info()
@@ -135,7 +135,7 @@ def test_interrupting_attach_leaves_the_training(dpmon: Dpmon) -> None:
 
 
 def test_attach_does_not_wait_for_a_command_that_nobody_will_start(dpmon: Dpmon) -> None:
-    """Its supervisor was killed before it came to that."""
+    """Its supervisor was killed before it started the command."""
     dpmon.script("pass")
     dpmon.run("script.py")
     for name in ("exit.json", "gpu.ring", "history.sqlite"):

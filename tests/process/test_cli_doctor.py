@@ -11,7 +11,7 @@ from running import Dpmon
 
 
 def asked(dpmon: Dpmon, *words: object, **env: str) -> tuple[int, dict[str, Any]]:
-    """The status and the checks by name."""
+    """Return the status, and the checks by name."""
     result = dpmon.run("doctor", "--json", *words, env=env)
     assert result.err == b""
     return result.status, {check["name"]: check for check in json.loads(result.text)["checks"]}

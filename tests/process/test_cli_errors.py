@@ -114,7 +114,7 @@ def test_names_that_would_steer_the_terminal_do_not(dpmon: Dpmon) -> None:
 
 
 def test_torch_nowhere_is_one_sentence(dpmon: Dpmon, tmp_path: Path) -> None:
-    """A bare Python asked for by name: what it lacks, where it was looked for, how to get it."""
+    """For a bare Python given by name, the message says what it lacks, where dpmon searched, and how to install it."""
     bare = tmp_path / "bare" / "bin"
     bare.mkdir(parents=True)
     python = bare / "python"
@@ -134,7 +134,7 @@ def test_a_python_that_cannot_answer_says_why(dpmon: Dpmon, tmp_path: Path) -> N
 
 
 def test_a_gpu_that_is_not_there(dpmon: Dpmon) -> None:
-    """No machine has a thousand of them; one whose driver does not start for odd reasons is not this test's."""
+    """No machine has 1000 GPUs. The test does not cover drivers that fail for other reasons."""
     dpmon.script("print('it ran')")
     result = dpmon.run("--headless", "--devices", "cuda:0,cuda:999", "script.py")
     if result.status == 0:

@@ -28,7 +28,7 @@ def test_all_formats_of_a_run_that_goes_on_and_that_has_ended(dpmon: Dpmon, tmp_
     dpmon.script(TRAINS)
     dpmon.run(*dpmon.warm(), "--detach", "--devices", "cpu,cpu", "script.py")
     wait_for((dpmon.cwd / "began").exists)
-    # What a run that goes on records is in its history a moment later.
+    # Records of a live run are in its history a moment later.
     wait_for(lambda: dpmon.run("export", "--kind", "call").text.count("\n") == 20)
     for over in (False, True):
         lines = [json.loads(line) for line in dpmon.run("export").text.splitlines()]
@@ -45,7 +45,7 @@ def test_all_formats_of_a_run_that_goes_on_and_that_has_ended(dpmon: Dpmon, tmp_
         assert trace.tracks("process 0") == ["calls", "replica 0 cpu:0", "replica 1 cpu:1", "steps"]
         assert len(trace.slices["process 0", "replica 1 cpu:1"]) == 20
         linear = [event for event in trace.slices["process 0", "calls"] if event["name"] == "Linear"]
-        in_ns = [int(event["dur"] * 1000.0) for event in linear]  # as Perfetto reads it
+        in_ns = [int(event["dur"] * 1000.0) for event in linear]  # in the way that Perfetto reads it
         assert in_ns == [round(call["wall_ms"] * 1e6) for call in calls]
         (dpmon.cwd / "go").touch()
         dpmon.exit()

@@ -36,7 +36,7 @@ def parsed(text: str) -> list[dict[str, Any]]:
 
 
 def let_go_once(dpmon: Dpmon, path: Path, lines: int) -> None:
-    """Let the script end when so many lines are there that know a step."""
+    """Let the script end after this number of lines with a step."""
     wait_for(lambda: path.exists() and path.read_text().count('"step":50') >= lines, what="lines of JSON")
     (dpmon.cwd / "go").touch()
 

@@ -1,4 +1,4 @@
-"""Collectives of two gloo ranks: what is recorded of sampled steps is what the script itself counted."""
+"""Collectives of two gloo ranks: the records of sampled steps equal the counts of the script itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dpmon.record.payloads import kind_of
 pytestmark = pytest.mark.slow
 
 FORMS = ["ddp", "no_sync", "unused", "two", "fsdp", "by hand", "functional", "raises"]
-if not hasattr(torch.distributed.fsdp, "fully_shard"):  # torch 2.6 and later have it there
+if not hasattr(torch.distributed.fsdp, "fully_shard"):  # its place in torch 2.6 and later
     FORMS.remove("fsdp")
 
 
@@ -32,7 +32,7 @@ class Runs(NamedTuple):
     start_ns: int
 
     def samples(self, told: dict[str, Any]) -> list[tuple[Sampled, list[Collective]]]:
-        """The samples in the steps of a form that are all alike, each with its collectives."""
+        """Return the samples in the equal steps of a form, each with its collectives."""
         process = self.traced.process_of(told["pid"])
         mine = [one for one in self.traced.records if isinstance(one, (Sampled, Collective)) and one.process == process]
         found = []
@@ -58,7 +58,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def told(run: Traced, form: str) -> list[dict[str, Any]]:
-    """What each rank says of a form."""
+    """Return the output of each rank for a form."""
     return [{**one, "pid": rank["pid"]} for rank in run.said for one in rank["forms"] if one["form"] == form]
 
 
@@ -113,7 +113,7 @@ def test_a_sample_is_of_all_the_batches_of_an_optimizer_step(runs: Runs) -> None
 
 
 def test_ranks_sample_the_same_steps(runs: Runs) -> None:
-    """They wait for each other: else all would pay for the samples of each."""
+    """Ranks wait for each other, so samples in different steps would slow down all of them."""
     run = runs.traced
     for form in {"ddp", "unused", "fsdp", "by hand", "functional"} & {*FORMS}:
         first, second = ([sample.step for sample, _ in runs.samples(rank)] for rank in told(run, form))
@@ -146,7 +146,7 @@ def of_kind(run: Traced, kind: type) -> list[Any]:
 
 
 def test_operator_kernels_of_the_script_are_called_as_without_dpmon(oddly: Callable[[str], Traced]) -> None:
-    """At an autograd key beside ours, at the same key in place of ours."""
+    """The script registers kernels at another autograd key, and at the same key as the tracer."""
     run = oddly("own kernels")
     assert (run.said["AutogradCPU"], run.said["BackendSelect"]) == (40, 40)
     assert {one.operation for one in of_kind(run, Collective)} == {"all_reduce"}

@@ -1,4 +1,4 @@
-"""The example of docs/contributing.md, as it stands there, gives a field that works."""
+"""The example in docs/contributing.md results in a working field."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ MOST_FILES = 5
 TRAINS = plain_training(STEPS)
 PATCHES = patches(DOCS / "contributing.md")
 TESTS = ("test_schema", "test_records", "test_earlier_history", "test_ui_panel_devices")
-"""Those that the page names, as far as they are quick."""
+"""The quick ones among the tests that the page names."""
 NAME, LABEL = "switches", "lost the processor"
 
 
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the repository to which the patches of the page were applied, and its reference made anew."""
+    """A copy of the repository with the patches of the page and a new reference."""
     root = tmp_path_factory.mktemp("changed")
     for part in ("dpmon", "tests"):
         shutil.copytree(ROOT / part, root / part, ignore=shutil.ignore_patterns("__pycache__"))
@@ -41,7 +41,7 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _python(root: Path, *words: str) -> str:
-    """What a Python with the copy prints."""
+    """Run Python with the copy; return its output."""
     env = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run([sys.executable, *words], cwd=root, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -50,7 +50,7 @@ def _python(root: Path, *words: str) -> str:
 
 @pytest.fixture(scope="module")
 def run(changed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Dpmon, dict[str, str]]]:
-    """A training under that copy, after one under dpmon as it is; and the environment in which the copy runs."""
+    """A training under unpatched dpmon, then one under the copy; and the environment of the copy."""
     where = tmp_path_factory.mktemp("run")
     (where / "cwd").mkdir()
     dpmon = Dpmon(where / "state", where / "cwd")

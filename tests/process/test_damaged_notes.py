@@ -1,4 +1,4 @@
-"""Lines in stages.log, endings.log and warnings.log that no tracer writes: they cost neither status nor screen."""
+"""Lines that no tracer writes, in stages.log, endings.log and warnings.log, affect neither status nor screen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Device time, over a torch.cuda that is played: times to the millisecond; devices that lag, hang or are lost."""
+"""Device times on a simulated torch.cuda: exact to the millisecond; devices that lag, hang or are lost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEP = {"data": 0.0, "forward": 3.0, "backward": 5.0, "optimizer": 0.5}
 
 
 def part(run: Traced, name: str) -> tuple[list[Step], list[Call]]:
-    """The steps and calls of a part of the training, of its first process."""
+    """Return the steps and calls of a part of the training, in its first process."""
     first, last = run.said[name]
     steps = [step for step in run.steps(0) if first <= step.step <= last]
     return steps, [call for call in run.calls(process=0) if first <= call.step <= last]
@@ -47,13 +47,13 @@ def test_phases_calls_and_replicas_have_the_time_of_the_device(plain: Traced) ->
     assert [step.untimed for step in steps[1:]] == [None] * 11
     assert [call.replicas[0].device_ms for call in calls] == [3.0] * 12
     assert [call.absent for call in calls] == [{}] * 12
-    # CUDA was found to be up by the first call.
+    # The first call finds that CUDA is initialised.
     assert steps[0].device_ms == {**STEP, "data": None}
     assert "before the first call" in str(as_json(steps[0])["absent"]["device_ms"])
 
 
 def test_late_device_times_do_not_change_the_order_of_the_record(plain: Traced) -> None:
-    """Late as they are: each step once, after its call, whatever the device did meanwhile."""
+    """Each step is recorded once, after its call, although device times are late."""
     order = [
         ("call" if isinstance(record, Call) else "step", record.step)
         for record in plain.records
@@ -99,7 +99,7 @@ def test_a_hanging_device_holds_back_only_records_and_for_a_limited_time(plain: 
     assert plain.said["made"] <= 256
     for name in ("again", "in step"):
         steps, calls = part(plain, name)
-        # The last of all is read when the driver has ceased to answer: see "lost".
+        # The last one is read after the driver has stopped answering: see "lost".
         assert [step.device_ms for step in steps[1:-1]] == [STEP] * 4, name
         assert [call.replicas[0].device_ms for call in calls[1:-1]] == [3.0] * 4, name
 
@@ -124,7 +124,7 @@ def test_a_lost_device_is_reported_once(plain: Traced) -> None:
 
 
 def shown(run: Traced) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """What a report of these records says, the first line of a headless run over them, and its metrics."""
+    """Return a report of these records, the first line of a headless run over them, and its metrics."""
     about = {"id": "played", "name": "played", "script": "script.py", "cwd": "", "python": None, "boot_id": ""}
     save(run.directory, RunInfo(**about, command=(), started_unix=1.7e9, start_ns=0, headless=True, command_pid=1))
     said: list[bytes] = []
@@ -168,7 +168,7 @@ def took_what_was_played(call: Call) -> None:
 
 
 def test_every_device_of_a_data_parallel_call(tmp_path: Path) -> None:
-    """Two virtual replicas on the CPU stand for two GPUs, of which one is behind."""
+    """Two virtual replicas on the CPU stand for two GPUs; one of them lags."""
     run = traced(tmp_path, TEXT, "dp")
     assert run.status == 0, run.err
     assert run.complaints == []

@@ -1,4 +1,4 @@
-"""The main job: the examples under dpmon without a screen, and the records they leave."""
+"""The examples under dpmon without a screen, and their records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LINEAR = str(ROOT / "examples" / "linear.py")
 TUTORIAL = str(ROOT / "examples" / "tutorial.py")
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 
-# The seeds' tables: rows of each replica that received any, for a batch of 30 and for the last one of 10.
+# Tables of the tutorial: rows of each replica that received any, for a batch of 30 and for the last one of 10.
 SHARES = {
     1: ([30], [10]),
     2: ([15, 15], [5, 5]),
@@ -32,7 +32,7 @@ def place(dpmon: Dpmon) -> SideBySide:
 
 @pytest.fixture
 def losses(dpmon: Dpmon, tmp_path: Path) -> SideBySide:
-    """A place with losses.py in it."""
+    """A directory with losses.py."""
     source = tmp_path / "source"
     source.mkdir()
     shutil.copy(SCRIPTS / "losses.py", source)
@@ -59,7 +59,7 @@ def check_tables(records: list[dict[str, Any]], replicas: int) -> None:
     assert [step["samples"] for step in steps] == [30, 30, 30, 10]
 
 
-# Every number of replicas once: `test_tracer_virtual` has each script over each of them, without the command line.
+# Every number of replicas once; `test_tracer_virtual` runs each script with each number, without the command line.
 @pytest.mark.parametrize("replicas", [2, 8])
 def test_the_tutorial_gives_the_sizes_of_the_tables(place: SideBySide, replicas: int) -> None:
     outcome = place.under(TUTORIAL, "--seed", 3, options=("--replicas", replicas))
@@ -67,7 +67,7 @@ def test_the_tutorial_gives_the_sizes_of_the_tables(place: SideBySide, replicas:
     records = place.dpmon.records()
     check_tables(records, replicas)
     assert {call["via"] for call in of_kind(records, "call")} == {"DataParallel"}
-    # What the model prints itself is the same table, though replicas print in any order.
+    # The model prints the same table, although replicas print in any order.
     printed = [int(rows) for rows in re.findall(rb"In Model: input size torch.Size\(\[(\d+), 5\]\)", outcome.stdout)]
     full, last = SHARES[replicas]
     assert sorted(printed) == sorted(full * 3 + last)
@@ -86,7 +86,7 @@ def test_the_published_tutorial_with_its_guard_gives_them_too(place: SideBySide,
 
 def test_the_main_job(place: SideBySide) -> None:
     steps = 700  # an epoch is 667 batches, the last of 20 rows: its end is among them
-    outcome = place.under(LINEAR, "--steps", steps, "--print-every", 100, fresh=True)  # as a person runs it
+    outcome = place.under(LINEAR, "--steps", steps, "--print-every", 100, fresh=True)  # in a fresh Python, as usual
     assert outcome.status == 0, outcome.stderr
     losses = [float(loss) for loss in re.findall(rb"step +\d+  loss ([\d.]+)", outcome.stdout)]
     assert len(losses) == 7
@@ -141,7 +141,7 @@ def test_one_virtual_replica_changes_no_bit_either(losses: SideBySide) -> None:
 
 def test_the_examples_are_deterministic_and_know_nothing_of_dpmon(place: SideBySide) -> None:
     words = [LINEAR, "--steps", 60, "--print-every", 20, "--seed"]
-    first = place.alone(*words, 1, fresh=True)  # forks of one process have hashes of strings in common
+    first = place.alone(*words, 1, fresh=True)  # forks of one process have the same hashes of strings
     assert first.status == 0
     assert first == place.alone(*words, 1)
     for path in (LINEAR, TUTORIAL):
@@ -153,7 +153,7 @@ EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 
 @pytest.fixture(scope="module")
 def weighed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All examples, each in a child of one script, alone and under --mode script: what each printed, and its calls."""
+    """All examples, each in a child of one script, with and without dpmon (--mode script): output and calls."""
     directory = tmp_path_factory.mktemp("weighed")
     (directory / "work").mkdir()
     dpmon = Dpmon(directory / "state", directory / "work")
@@ -164,7 +164,7 @@ def weighed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         if name != "tutorial":
             words += ["--steps", "30"]
         if name == "linear":
-            words += ["--print-every", "10"]  # by itself it prints by the clock
+            words += ["--print-every", "10"]  # by default it prints at certain times
 
     def alone() -> dict[str, tuple[str, int, str]]:
         return parts(place.alone(SCRIPTS / "weighed.py", *words).stdout)
@@ -177,7 +177,7 @@ def weighed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def parts(out: bytes) -> dict[str, tuple[str, int, str]]:
-    """By the name of an example: what it printed, its process id and its exit status."""
+    """Return, by example: its output, process id and exit status."""
     found = {}
     *texts, rest = re.split(r"(?m)^===== (.*)$\n", out.decode())
     assert rest == ""
@@ -189,7 +189,7 @@ def parts(out: bytes) -> dict[str, tuple[str, int, str]]:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_mode_script_changes_no_bit_of_any_example(weighed: dict[str, Any], name: str) -> None:
-    """What it prints, its weights and the random state at its end."""
+    """Output, weights and the random state at the end are the same."""
     said, pid, status = weighed["traced"][name]
     assert status == "0"
     steps, _, digest = said.splitlines()[-1].rpartition(" steps, ")
@@ -204,7 +204,7 @@ def test_mode_script_changes_no_bit_of_any_example(weighed: dict[str, Any], name
 
 
 def test_a_step_has_the_mode_of_the_dataparallel_inside_its_model(dpmon: Dpmon) -> None:
-    """And nothing is refused: what was asked for is done by the part that can."""
+    """Nothing is refused, because the inner DataParallel can switch."""
     result = dpmon.run(*dpmon.warm(), "--replicas", "3", str(ROOT / "examples" / "nested.py"), "--steps", "10")
     assert result.status == 0, result.errors
     records = dpmon.records()
@@ -217,7 +217,7 @@ def test_a_step_has_the_mode_of_the_dataparallel_inside_its_model(dpmon: Dpmon) 
 
 @pytest.mark.parametrize("phase", ["data", "forward", "backward"])
 def test_a_rank_can_be_made_slow(place: SideBySide, phase: str) -> None:
-    """In one phase of every step, and in no other; its losses are those of a fast one."""
+    """It is slow in one phase of every step, and in no other; its losses do not change."""
     words = str(ROOT / "examples" / "ddp.py"), "--steps", 8
     slow = place.under(*words, "--slow-rank", 0, "--slow-phase", phase, "--slow-ms", 40)
     assert (slow.status, slow.stdout) == (0, place.alone(*words).stdout)

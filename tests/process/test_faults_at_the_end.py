@@ -1,4 +1,4 @@
-"""A fault of dpmon's own while it finds out and says how a run ended: the command's status is still given."""
+"""A fault of dpmon while it determines and reports the end of a run: the command's status is still returned."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FAULTS = {
 
 
 def broken(dpmon: Dpmon, file: str, name: str) -> dict[str, str]:
-    """The environment for a copy of dpmon in which one function raises."""
+    """Return the environment for a copy of dpmon in which one function raises."""
     place = dpmon.cwd / "broken"
     shutil.copytree(Path(package.__file__).parent, place / "dpmon", ignore=shutil.ignore_patterns("__pycache__"))
     # A line of progress soon, not after ten seconds.

@@ -1,6 +1,6 @@
 """Models that are sharded over ranks: FSDP2 (fully_shard) and tensor parallelism (DTensor), over gloo on the CPU.
 
-They run as alone in every mode, and their records say what each rank did, over its own part of the tensors.
+They run as without dpmon in every mode, and their records have the work of each rank on its part of the tensors.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Run(NamedTuple):
     records: list[dict[str, Any]]
 
     def of(self, form: str, rank: int, kind: str) -> list[dict[str, Any]]:
-        """The records of one rank of one form."""
+        """Return the records of one rank of one form."""
         processes = [one["process"] for one in of_kind(self.records, "process") if one["rank"] == rank]
         process = sorted(processes)[list(FORMS).index(form)]
         return [one for one in of_kind(self.records, kind) if one["process"] == process]
@@ -62,7 +62,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SideBySide]:
 
 @pytest.fixture(scope="module")
 def alone(place: SideBySide) -> Outcome:
-    for _ in range(TRIES):  # gloo's processes abort at their end now and then
+    for _ in range(TRIES):  # gloo's processes sometimes abort at their end
         outcome = place.alone(SCRIPT)
         if outcome.status == 0:
             break
@@ -81,7 +81,7 @@ def run(place: SideBySide, request: pytest.FixtureRequest) -> Run:
 
 
 def own(outcome: Outcome, form: str, rank: int) -> dict[str, Any]:
-    """What the rank itself counted."""
+    """Return the counts of the rank itself."""
     found: dict[str, Any] = json.loads(outcome.files[f"{form}-{rank}.json"])
     return found
 
@@ -95,7 +95,7 @@ def test_losses_weights_and_checkpoints_are_those_of_the_script_alone(alone: Out
 
 
 def comparable(name: str, content: bytes) -> Any:
-    """A file without what differs from run to run: torch.save writes hashes of meshes, which depend on addresses."""
+    """Return a file without hashes of meshes, which torch.save writes and which depend on addresses."""
     if not name.endswith(".pt"):
         return content
     with zipfile.ZipFile(io.BytesIO(content)) as parts:
@@ -103,7 +103,7 @@ def comparable(name: str, content: bytes) -> Any:
     for part in list(found):
         if part.endswith("data.pkl"):
             found[part] = [(code.name, code.name == "LONG1" or value) for code, value, _ in genops(found[part])]
-        elif part.endswith("serialization_id"):  # torch's own digest of the others
+        elif part.endswith("serialization_id"):  # torch's own digest of the other files
             del found[part]
     return found
 

@@ -1,4 +1,4 @@
-"""docs/getting-started.md: its commands work, in their order, as they stand there."""
+"""The commands in docs/getting-started.md work in their order."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ LIMIT_S = 200
 
 
 def commands() -> list[str]:
-    """The lines of its sh blocks."""
+    """Return the lines of its sh blocks."""
     blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     return [line for block in blocks for line in block.splitlines() if line.strip()]
 
 
 def put_on_path(folder: Path) -> None:
-    """`dpmon` and `torchrun` of this Python, which may be installed without its scripts."""
+    """Put `dpmon` and `torchrun` of this Python on PATH; it may lack their scripts."""
     folder.mkdir()
     for name, module in (("dpmon", "dpmon"), ("torchrun", "torch.distributed.run")):
         script = folder / name

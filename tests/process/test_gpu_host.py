@@ -1,4 +1,4 @@
-"""CPU and memory of real processes: the run's own, its children, and those whose parent has gone."""
+"""CPU and memory of real processes: the command, its children, and children whose parent has ended."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ sys.stdin.read()
 
 @contextmanager
 def run_with_child() -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A command and the process id of its child, which is busy and holds 96 MiB."""
+    """A command, and the process id of its busy child with 96 MiB."""
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     child = None
     try:
@@ -84,14 +84,14 @@ def test_nothing_is_known_of_a_run_that_has_ended() -> None:
         host = HostSampler()
         sample_until(host, parent.pid, lambda s: child in host.pids())
         os.kill(child, signal.SIGKILL)
-        parent.kill()  # not waited for: a zombie is no process of the run any more
+        parent.kill()  # not reaped: a zombie no longer counts
         sample = sample_until(host, parent.pid, lambda s: not host.pids())
         assert (sample.run_cpu_pct, sample.run_mem_bytes) == (None, None)
         assert sample.absent["run_mem_bytes"] == "no process of the run is left"
 
 
 def test_the_search_for_new_processes_is_rationed() -> None:
-    """However long the table of processes takes to read, it is read for a hundredth of the time at most."""
+    """Reading the table of processes takes at most 1 % of the time, however slow it is."""
     now = [0.0]
     scans = []
 

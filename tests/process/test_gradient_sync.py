@@ -1,4 +1,4 @@
-"""Synchronised backward passes are counted and timed as the script does it for itself."""
+"""Counts and times of synchronised backward passes agree with those of the script itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ONE_STEP = (
     *("plain", "views", "static", "buckets", "unused", "recomputed", "accumulating", "forgotten", "nested"),
     *("evaluating", "raising", "again", "compiled", "chained", "around", "towers", "teacher"),
 )
-"""Forms whose steps are steps of the record."""
+"""Forms with the same steps in script and record."""
 
 
 def run(place: Path, form: str) -> Traced:
@@ -28,7 +28,7 @@ def test_recorded_passes_equal_those_counted_by_hooks_of_the_script(tmp_path: Pa
     found = run(tmp_path, form)
     own: list[dict[str, Any]] = found.said
     steps = [step for step in found.steps() if "optimizer" in step.phases]
-    if form == "static":  # torch notes nothing of the first pass
+    if form == "static":  # torch records nothing about the first pass
         own[0]["synced"] = 0
     assert [step.quantity("synced") or 0 for step in steps] == [one["synced"] for one in own]
     assert [step.quantity("unsynced") or 0 for step in steps] == [one.get("unsynced", 0) for one in own]
@@ -83,6 +83,6 @@ def test_the_facts_of_a_wrapper(tmp_path: Path) -> None:
     facts = found.events("ddp")[-1].data
     assert (facts["root"], facts["backend"], facts["group"], facts["group_size"]) == ("Branches", "gloo", [0], 1)
     assert (facts["parameters"], facts["find_unused_parameters"], facts["static_graph"]) == (6, True, False)
-    assert "_reduces" in facts["comm_hook"]  # the script's own, and no other
+    assert "_reduces" in facts["comm_hook"]  # those of the script and no others
     unknown = facts["unused_bytes"] is None and "unused_bytes" in facts["absent"]  # in torch 2.4 it is a sum
     assert unknown or facts["unused_bytes"] in (0, (64 * 64 + 64) * 4)

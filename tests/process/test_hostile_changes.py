@@ -1,4 +1,4 @@
-"""Replacing files of a run while it goes on harms neither the script nor its supervisor."""
+"""Replacing files of a live run harms neither the script nor its supervisor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loops of many forms count for themselves what they do, and the record says exactly the same."""
+"""Loops of many forms count what they do, and the record has exactly the same counts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Traced:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_recorded_steps_equal_those_counted_by_the_loop(run: Traced, name: str) -> None:
-    """Of each step the samples, the phases that ran and the number of calls; of each call its root and its flags."""
+    """Per step: samples, phases that ran, number of calls; per call: root and flags."""
     pid, counted_steps, counted_calls = run.said[name]
     process = run.process_of(pid)
     steps, calls = run.steps(process), run.calls(process=process)
@@ -63,14 +63,14 @@ def test_recorded_steps_equal_those_counted_by_the_loop(run: Traced, name: str) 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_that_trains_is_called_an_evaluation(run: Traced, name: str) -> None:
-    """As the summary and the report have it."""
+    """The summary and the report rely on this."""
     pid, counted_steps, _ = run.said[name]
     trains = [bool({"backward", "optimizer"} & set(phases)) for _, phases, _ in counted_steps]
     assert [not step.evaluation for step in run.steps(run.process_of(pid))] == trains
 
 
 def test_a_root_that_comes_with_the_first_step_of_an_optimizer_is_seen_from_the_second_on(tmp_path: Path) -> None:
-    """The watch for roots has ended by then, and only by chance is the next one due at the first."""
+    """The search for roots has ended by then, and rarely starts again exactly at the first step."""
     run = traced(tmp_path, PLAYS_FIRST, mode="script")
     assert run.said == 20
     assert [call.step for call in run.calls("Linear")][-19:] == list(range(2, 21))

@@ -17,7 +17,7 @@ PARTS = ("model", "gradients", "optimizer")
 
 
 def newest(run: Traced, process: int = 0) -> dict[str, Any]:
-    """The CPU's memory in the newest record of a process."""
+    """Return the CPU's memory in the newest record of a process."""
     assert (run.status, run.complaints) == (0, []), run.err
     (cpu,) = run.events("memory", process)[-1].data["devices"]
     return dict(cpu)

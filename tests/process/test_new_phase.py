@@ -1,4 +1,4 @@
-"""A new phase and a new quantity of a step take few edits, and are then everywhere where steps are shown."""
+"""A new phase and a new quantity take few edits, and are then shown wherever steps are shown."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ EDITS: tuple[tuple[str, str, str], ...] = (
         "                try:\n                    if me.noted:\n",
     ),
 )  # fmt: skip
-"""File, what it says, and what it says instead."""
+"""File, old text, new text."""
 
 
 @dataclass
@@ -57,17 +57,17 @@ class Extended:
     dpmon: Dpmon
     env: dict[str, str]
     summary: str = ""
-    """What the foreground wrote at the run's end."""
+    """The output of the foreground at the end of the run."""
 
     def says(self, *words: object) -> str:
-        """What a command writes to its standard output."""
+        """Return the standard output of a command."""
         result = self.dpmon.run(*words, env=self.env)
         assert result.status == 0, result.errors
         return result.text
 
 
 def _screen(run: Extended) -> str:
-    """The picture of the finished run, once the table of its phases is there."""
+    """Return the screen of the finished run, after waiting for the table of its phases."""
     terminal = Terminal(run.dpmon, "attach", "last", size=(50, 180), **run.env)
     terminal.shows("median")
     terminal.shows("aWait")
@@ -90,7 +90,7 @@ PLACES: tuple[tuple[str, Callable[[Extended], str]], ...] = (
     ("metrics", lambda run: (run.dpmon.cwd / "run.prom").read_text()),
     ("screen", _screen),
 )
-"""Every place that shows steps: its text, in which NAMES are to be found."""
+"""Every place that shows steps, with its text, which must contain NAMES."""
 
 
 @pytest.fixture(scope="module")

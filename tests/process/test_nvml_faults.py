@@ -1,7 +1,7 @@
-"""NVML failing in every way, in the real supervisor, through the real pynvml, over a library that does as told.
+"""All failures of NVML, in the real supervisor with the real pynvml, over a fake library.
 
-One machine has a GPU for each trouble; it is watched in three stages (at work, in trouble, well again), and every test
-looks at its own GPU. Where NVML does not start at all, each case is a run of its own.
+One fake machine has a GPU for each failure. It is watched in three stages (working, failing, recovered), and each test
+checks its own GPU. Each case in which NVML does not start is a separate run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NOT_ON_WSL = (
 
 
 def at_work(pid: int) -> list[str]:
-    """What the machine's GPUs do while nothing has gone wrong that was not wrong from the start."""
+    """Return the instructions for GPUs in the first stage, in which only lasting failures occur."""
     return [
         f"gpus {GPUS}",
         f"set {WELL} compute {pid}:{3 * GIB},1:{5 * GIB}",
@@ -72,7 +72,7 @@ def at_work(pid: int) -> list[str]:
 
 @dataclass
 class Stage:
-    """What was shown at the end of one stage, by GPU, and the times of the samples in it."""
+    """The samples at the end of a stage, by GPU, and the times of samples in it."""
 
     devices: dict[int, dict[str, Any]]
     times: dict[int, list[float]]
@@ -83,7 +83,7 @@ class Stage:
 
 @dataclass
 class Story:
-    """What one run of the machine has told."""
+    """The results of one run of the machine."""
 
     fake: FakeNvml
     pid: int
@@ -94,7 +94,7 @@ class Story:
 
 
 def known(ring: GpuRing, index: int, *names: str) -> bool:
-    """Whether the newest sample of a GPU says something of all these fields, if only why they are absent."""
+    """Return whether the newest sample of a GPU has values or reasons for all these fields."""
     device = ring.device(index)
     absent = device.get("absent", {})
     passing = ("not asked yet", "needs two readings")
@@ -110,7 +110,7 @@ def stage(ring: GpuRing, began: float) -> Stage:
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
-    """The machine's run, from the start over trouble to the end."""
+    """The run of the machine through all stages."""
     base = tmp_path_factory.mktemp("machine")
     dpmon = Dpmon(base / "state", base)
     fake = FakeNvml(base, library(base))
@@ -163,7 +163,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         dpmon.clean_up()
 
 
-slow = pytest.mark.slow  # the machine's run takes 20 s, once for all tests that look at it
+slow = pytest.mark.slow  # one run of 20 s for all tests of the machine
 
 
 @slow
@@ -235,7 +235,7 @@ def test_at_most_eight_calls_a_gpu_a_second(story: Story) -> None:
     for index in (WELL, UNIFIED, AMPERE):
         times = [call.began_s - began[index] for call in story.fake.asked(device=index)]
         # A round may begin a little early, so that two seconds hold the calls of three.
-        for second in range(1, int(max(times)) - 2):  # the first second asks everything cheap
+        for second in range(1, int(max(times)) - 2):  # in the first second, everything cheap is asked
             assert sum(second <= at < second + 2 for at in times) <= 3 * 8, (index, second)
         assert len(times) <= 8 * (max(times) + 2)
 
@@ -259,10 +259,10 @@ def test_a_hanging_gpu_shows_for_how_long_and_delays_no_other(story: Story) -> N
     cheap = ("util_pct", "mem_used_bytes", "mem_total_bytes", "power_w", "sm_clock_mhz")
     assert {name: hung[name] for name in cheap} == dict.fromkeys(cheap)
     assert {hung["absent"][name] for name in cheap} == {"NVML has not answered for 4 s"}
-    assert hung["sm_active_pct"] is None or hung["persistence"] is True  # what its other thread asks is still known
+    assert hung["sm_active_pct"] is None or hung["persistence"] is True  # values from its other thread are still known
     assert f"NVML does not answer for GPU {HUNG}" in story.warnings
     assert f"NVML answers again for GPU {HUNG}" in story.warnings
-    # Every other GPU and the host were told of all the while.
+    # Samples of all other GPUs and the host continued.
     seconds = trouble.ended - trouble.began
     for index in (WELL, NO_POWER, HUNG_LIST, UNIFIED, MIG, AMPERE):
         assert len(trouble.times[index]) >= seconds / 3, index
@@ -277,7 +277,7 @@ def test_a_hanging_process_list_leaves_the_other_fields(story: Story) -> None:
         assert device["util_pct"] == 44, name
         assert device["of_run"] is None, name
         assert device["mem_run_bytes"] is None, name
-    # What was never answered is "not asked yet" at first, then the silence has a length.
+    # A field without any answer is "not asked yet" at first, then the message has the time of silence.
     absent = story.stages["in trouble"].devices[HUNG_LIST]["absent"]
     assert absent["mem_run_bytes"].startswith("NVML has not answered for"), absent
 
@@ -348,7 +348,7 @@ def test_before_hopper_traffic_comes_from_the_counters(story: Story) -> None:
     assert device["nvlink_tx_bytes_s"] == pytest.approx(1000 * 1024, rel=0.2)
     assert device["nvlink_rx_bytes_s"] == pytest.approx(2000 * 1024, rel=0.2)
     assert device["temperature_limit_c"] == 60 + AMPERE + 25  # by the distance to it
-    assert len(story.fake.asked("nvmlDeviceGetPcieThroughput", WELL)) == 0  # it takes 20 ms, and GPM tells as well
+    assert len(story.fake.asked("nvmlDeviceGetPcieThroughput", WELL)) == 0  # it takes 20 ms, and GPM also has it
 
 
 @slow
@@ -359,7 +359,7 @@ def test_one_warning_a_cause_a_minute(story: Story) -> None:
 
 @slow
 def test_no_call_is_made_that_could_crash_a_driver(story: Story) -> None:
-    """No null handle, no shutdown and no exit() under the call that hangs to the end."""
+    """No null handle, no shutdown and no exit() during the call that hangs to the end."""
     assert story.status == 0
     assert story.fake.fatal() == []
     assert story.fake.asked("nvmlShutdown") == []
@@ -371,7 +371,7 @@ def test_no_call_is_made_that_could_crash_a_driver(story: Story) -> None:
 
 @dataclass
 class Absent:
-    """A run where NVML does not start: what its host samples say of that, once they say what they should."""
+    """A run in which NVML does not start: the message in its host samples, after waiting for the expected one."""
 
     fake: FakeNvml
     dpmon: Dpmon
@@ -404,7 +404,7 @@ ABSENT = {
 
 @pytest.fixture(scope="module")
 def absent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Absent]]:
-    """A run for each of them, all at once: what they do most is wait."""
+    """A run for each case, all in parallel, because they mostly wait."""
     made = tmp_path_factory.mktemp("made")
     libraries = library(made)
     runs = {}
@@ -430,7 +430,7 @@ def test_why_nvml_does_not_start(absent: dict[str, Absent], name: str) -> None:
 
 
 def test_a_driver_that_hangs_the_command_line_does_not_change_the_scripts_status(dpmon: Dpmon, tmp_path: Path) -> None:
-    """--devices has the GPUs counted before the run; the call is still in flight when the screen's process ends."""
+    """--devices counts the GPUs before the run; the call still hangs when the process of the screen ends."""
     fake = FakeNvml(tmp_path, library(tmp_path))
     fake.tell(f"rule nvmlInitWithFlags - 0 {FOREVER}")
     script = dpmon.script("print('done')\nraise SystemExit(3)\n")

@@ -1,4 +1,4 @@
-"""The first sample of a GPU has every figure that is cheap to ask for; later questions keep to the budget."""
+"""The first sample of a GPU has all cheap fields; later calls keep to the budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every function failing with codes of every kind, through the real pynvml: only what that function tells is lost."""
+"""Every NVML function fails with all kinds of codes, through the real pynvml: only its own fields are lost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SWEEP = Path(__file__).parents[1] / "nvml" / "sweep.py"
 
 @pytest.mark.slow
 def test_a_third_of_all_codes_of_each_function_cost_only_its_own_fields(tmp_path: Path) -> None:
-    """In a long run (DPMON_LONG) all of them."""
+    """All codes in a long run (DPMON_LONG)."""
     fake = FakeNvml(tmp_path, library(tmp_path))
     env = {**os.environ, **fake.environment()}
     env.pop("FAKE_NVML_LOG")  # half a million lines that nobody reads

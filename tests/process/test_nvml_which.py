@@ -1,4 +1,4 @@
-"""Which GPU of NVML's is torch's cuda:0: by UUID, as the driver tells it in the training process."""
+"""NVML's GPUs are matched with torch's by UUID, which the training process gets from the driver."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 
 def test_gpus_are_matched_by_uuid_and_never_by_index(dpmon: Dpmon, tmp_path: Path) -> None:
-    """CUDA's order is NVML's the other way round: its 2 and 0, which the script picked late, are NVML's 1 and 3."""
+    """CUDA's order is the reverse of NVML's. The script chose CUDA's 2 and 0 late, which are NVML's 1 and 3."""
     fake = FakeNvml(tmp_path, library(tmp_path))
     library(tmp_path, source=CUDA)
     fake.tell("gpus 4", *(f"set {i} uuid GPU-00000000-0000-0000-0000-00000000000{i}" for i in range(4)))
@@ -32,7 +32,7 @@ def test_gpus_are_matched_by_uuid_and_never_by_index(dpmon: Dpmon, tmp_path: Pat
     assert [device["mem_torch_bytes"] for device in devices] == [0, 3 * GIB, 0, 5 * GIB]
     otherwise = False if pids_are_shared() else None
     assert [device["of_run"] for device in devices] == [otherwise, True, otherwise, True]
-    # What the command was started with does not tell which GPU CUDA calls 0.
+    # The environment of the command does not say which GPU is CUDA's 0.
     assert [device["visible"] for device in devices] == [None] * 4
 
 
@@ -47,7 +47,7 @@ def test_figures_of_the_allocator_and_an_oom_with_the_memory_before_it(dpmon: Dp
     assert (one["allocated_bytes"], one["reserved_bytes"], one["peak_bytes"]) == (GIB, 5 * GIB, 2 * GIB)
     assert (one["inactive_split_bytes"], one["alloc_retries"], one["ooms"]) == (1 << 20, 4, 1)
     ooms = [record for record in records if record["kind"] == "oom"]
-    assert len(ooms) == 16  # a script that tries smaller and smaller batches does not fill the record
+    assert len(ooms) == 16  # bounded, because a script may try ever smaller batches
     expected = {"device": "cuda:1", "asked_bytes": 2 * GIB, "total_bytes": 80 * GIB, "free_bytes": GIB,
                 "allocated_bytes": GIB, "reserved_bytes": 5 * GIB, "inactive_split_bytes": 1 << 20}  # fmt: skip
     assert {name: ooms[0][name] for name in expected} == expected

@@ -1,4 +1,4 @@
-"""The training pauses between two steps when it is asked to, and nobody's death leaves it paused."""
+"""The training pauses between two steps on request, and goes on if dpmon's processes are killed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def train(steps=10**9):
 
 
 def supervised(script: Script, pid: int | None = None) -> None:
-    """Say in run.json that this process, or another, supervises the run."""
+    """Write into run.json that this process, or another one, supervises the run."""
     pid = os.getpid() if pid is None else pid
     text = json.dumps({"supervisor_pid": pid, "supervisor_started": proc.started(pid)})
     (script.directory / "run.json").write_text(text)
@@ -55,14 +55,14 @@ def answered(ring: ProcessRing) -> bool:
 
 
 def pause(ring: ProcessRing) -> int:
-    """Ask for a pause and wait until it has begun; the request."""
+    """Request a pause and wait until it has begun; return the request."""
     asked = ring.request_pause(True)
     wait_for(lambda: answered(ring) and is_paused(ring), what="a pause")
     return asked
 
 
 def go_on(ring: ProcessRing) -> None:
-    """Ask for its end and wait until it has come."""
+    """Request its end and wait for it."""
     ring.request_pause(False)
     wait_for(lambda: answered(ring) and not is_paused(ring), what="the end of a pause")
 
@@ -73,7 +73,7 @@ def pauses(run: Traced) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traced, Traced]:
-    """Three loops alone, and under --mode script with a pause asked for within the sixth step of each."""
+    """Three loops without dpmon, and under --mode script with a pause requested in the sixth step of each."""
     place = tmp_path_factory.mktemp("pausing")
     alone = Script(place, text_of("pausing"), run=False)
     script = Script(place, text_of("pausing"), mode="script")
@@ -99,7 +99,7 @@ def test_a_pause_changes_no_number(both: tuple[Traced, Traced]) -> None:
 
 
 def test_a_pause_lies_between_two_steps_and_in_none(both: tuple[Traced, Traced]) -> None:
-    """No step is lost, and none holds any of the time: each pause is the gap between its step and the next."""
+    """No step is lost or contains time of a pause: each pause is the gap between two steps."""
     _, run = both
     steps = run.steps()
     assert [step.step for step in steps] == list(range(1, len(steps) + 1))
@@ -117,7 +117,7 @@ def test_a_pause_lies_between_two_steps_and_in_none(both: tuple[Traced, Traced])
 
 
 def test_the_order_of_the_record(both: tuple[Traced, Traced]) -> None:
-    """What was before the pause is written before it, so that a reader sees it while it lasts."""
+    """Everything before the pause is written first, so that a reader sees it during the pause."""
     seen, pauses = 0, 0
     for record in both[1].records:
         if isinstance(record, Step):
@@ -234,7 +234,7 @@ def test_ranks_are_not_paused(tmp_path: Path) -> None:
 
 
 def paused_run(dpmon: Dpmon, text: str, *options: str) -> tuple[Any, RunReader]:
-    """A run that trains, asked to pause; once it has."""
+    """Start a run and pause it."""
     dpmon.script(LOOP + text)
     process = dpmon.start(*options, "script.py")
     dpmon.info()
@@ -247,7 +247,7 @@ def paused_run(dpmon: Dpmon, text: str, *options: str) -> tuple[Any, RunReader]:
 
 
 def test_a_paused_training_goes_on_when_all_of_dpmon_was_killed(dpmon: Dpmon) -> None:
-    """The screen first: it would start another supervisor, and with one of those a pause may last."""
+    """The screen is killed first, because it would start another supervisor, and the pause would last."""
     process, reader = paused_run(dpmon, "train()\n")
     info = dpmon.info()
     process.kill()
@@ -266,7 +266,7 @@ def test_a_paused_training_goes_on_when_all_of_dpmon_was_killed(dpmon: Dpmon) ->
 
 
 def test_an_interrupt_ends_a_pause(dpmon: Dpmon) -> None:
-    """The script gets its KeyboardInterrupt at once, and may then train on to its own end: that pause is over."""
+    """The script gets KeyboardInterrupt immediately; the pause is over, and it can train on."""
     text = "try:\n    train()\nexcept KeyboardInterrupt:\n    train(5)\n    print('interrupted')\n    sys.exit(11)\n"
     process, reader = paused_run(dpmon, text)
     process.send_signal(signal.SIGINT)
@@ -311,7 +311,7 @@ def test_a_screen_opened_during_a_pause_shows_it_and_can_end_it(dpmon: Dpmon) ->
 def test_an_interrupt_ends_a_pause_that_was_requested_again_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Paused, on, paused again while the training slept: it is one pause, and an interrupt is the end of it."""
+    """Pause, go on and pause are requested while the training sleeps: it is one pause, and an interrupt ends it."""
     about = {"supervisor_pid": os.getpid(), "supervisor_started": proc.started(os.getpid())}
     (tmp_path / "run.json").write_text(json.dumps(about))
     session = Session(Config(str(tmp_path), 0, "script", None, ()))

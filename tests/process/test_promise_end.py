@@ -1,4 +1,4 @@
-"""P7 and what goes with it: how a run ended, or that it has not; the last step, the last lines, what is left behind."""
+"""P7: how a run ended, or that it goes on; its last step, its last lines, remaining processes."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ ENDINGS = {
 
 
 def newest_state(dpmon: Dpmon) -> str:
-    """The state of the newest run; lines below a run's row are indented."""
+    """Return the state of the newest run; lines below a run's row are indented."""
     return [line for line in dpmon.run("ls").text.splitlines() if not line.startswith(" ")][-1].split()[1]
 
 
 def test_promise_7_how_it_ended(dpmon: Dpmon) -> None:
-    """Status or signal, the last step and the last lines; and how long it took to know."""
+    """Status or signal, the last step and the last lines are known, within a limit of time."""
     slowest = 0.0
     for name, (end, status, number) in ENDINGS.items():
         dpmon.script(ENDING.format(end=end))
@@ -59,7 +59,7 @@ def test_promise_7_how_it_ended(dpmon: Dpmon) -> None:
         slowest = max(slowest, time.monotonic() - began)
         assert (how["status"], how["signal"], how["unknown"]) == (status, number, None), name
         records = dpmon.records()
-        # 64 calls are written at once, then up to thirty-two at a time: what a sudden end takes with it is counted.
+        # 64 calls are written together, then up to 32; those lost by a sudden end are counted.
         calls = [r["call"] for r in records if r["kind"] == "call"]
         dropped = next(r["count"] for r in records if r["kind"] == "dropped")
         assert calls == list(range(1, len(calls) + 1)), name
@@ -75,7 +75,7 @@ def test_promise_7_how_it_ended(dpmon: Dpmon) -> None:
 
 @pytest.fixture
 def small_memory() -> Iterator[Path]:
-    """A control group of 300 MB (v1 or v2); skips where none can be made."""
+    """A control group of 300 MB (v1 or v2); skip the test if none can be created."""
     v1, v2 = "memory/{} memory.limit_in_bytes", "{} memory.max"
     for place in (v1, v2):
         where, limit = place.format(f"dpmon-test-{os.getpid()}").split()
@@ -143,7 +143,7 @@ def test_a_hang_in_the_first_batch_is_not_taken_for_the_end(dpmon: Dpmon) -> Non
 
 
 def test_workers_that_outlive_the_training(dpmon: Dpmon) -> None:
-    """The run is over when its command is; what such a process records on is still found in its ring."""
+    """The run is over when its command has ended; later records of such a process are still in its ring."""
     dpmon.script(
         "import os, pathlib, time, torch\n"
         "model = torch.nn.Linear(2, 2)\n"

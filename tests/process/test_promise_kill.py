@@ -1,4 +1,4 @@
-"""P1, P2, P17: whatever is stopped or killed on dpmon's side, the training computes what it computes alone.
+"""P1, P2, P17: whatever process of dpmon is stopped or killed, the training computes the same as without dpmon.
 
 `DPMON_LONG=1 pytest -s -k promise` tries the full figures.
 """
@@ -74,7 +74,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The weights that the training ends with when it runs alone."""
+    """The final weights of the training without dpmon."""
     place = tmp_path_factory.mktemp("alone")
     (place / "go").touch()
     runner = Dpmon(place / "state", place)
@@ -113,7 +113,7 @@ def test_promise_2_the_training_outlives_us(dpmon: Dpmon, alone: str, kind: str)
 
 
 def steps_of(dpmon: Dpmon) -> int:
-    """Steps the training says it has done."""
+    """Return the number of steps that the training reports."""
     with contextlib.suppress(OSError):
         return int((dpmon.cwd / "count").read_text())
     return 0
@@ -143,7 +143,7 @@ print("the end", flush=True)
 
 
 def test_promise_1_the_training_never_waits(dpmon: Dpmon) -> None:
-    """Screen and supervisor stopped: it trains and prints on; afterwards all of it is there."""
+    """While screen and supervisor are stopped, the training goes on and prints; afterwards everything is recorded."""
     seconds, megabytes = size(1, 60), size(2, 50)
     dpmon.script(BUSY)
     terminal = Terminal(dpmon, "script.py")
@@ -183,7 +183,7 @@ def test_promise_1_the_training_never_waits(dpmon: Dpmon) -> None:
         f"screen and supervisor stopped for {seconds} s, {megabytes} MB printed: {stopped:.0f} steps/s,"
         f" {free:.0f} before, {again:.0f} after (printing)",
     )
-    assert stopped > free / 20  # a stall would be none at all; the machine may have other things to do
+    assert stopped > free / 20  # a stalled training would do no step; the machine may be busy
 
 
 def test_promise_17_no_process_of_ours_has_a_socket(dpmon: Dpmon) -> None:
@@ -196,11 +196,11 @@ def test_promise_17_no_process_of_ours_has_a_socket(dpmon: Dpmon) -> None:
         for fd in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
                 target = os.readlink(fd)
-                if target.startswith("socket:"):  # asyncio wakes itself through a pair that has no name
+                if target.startswith("socket:"):  # asyncio wakes itself with an unnamed pair of sockets
                     assert target[8:-1] in local_sockets(), (pid, target)
     assert new_supervisor(dpmon, info) is None
 
 
 def local_sockets() -> set[str]:
-    """Inodes of the sockets that do not leave the machine."""
+    """Return the inodes of local sockets."""
     return {line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines()[1:]}

@@ -47,7 +47,7 @@ thread.join()
 
 
 def resident(pid: int, what: str = "VmHWM") -> int:
-    """Bytes that a process has resident (VmRSS), or had at most (VmHWM)."""
+    """Return the resident bytes of a process (VmRSS), or their maximum (VmHWM)."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith(what):
             return int(line.split()[1]) * 1024
@@ -66,7 +66,7 @@ def test_promise_5_floods(dpmon: Dpmon) -> None:
     assert dpmon.exit()["status"] == 0
     output = (dpmon.last() / "output.log").read_text()
     assert output.count("of the script's own output") == lines
-    # Two threads print: what one of them says may stand within a line of the other's.
+    # Two threads print, so text of one may be inside a line of the other.
     (sent,) = map(int, re.findall(r"sent ([0-9]+)", output))
     with open_store(dpmon.last()) as store:
         (row,) = (ring for ring in store.rings.values() if ring.process == 0)
@@ -100,13 +100,13 @@ def test_promise_6_killed_at_any_instant(dpmon: Dpmon) -> None:
 
 
 def newest_step(directory: Path) -> int:
-    """The step that a screen on this run shows."""
+    """Return the step that a screen of this run shows."""
     process = state_in(directory).focus()
     return process.last_step.step if process is not None and process.last_step is not None else 0
 
 
 def test_promise_8_attach_and_leave(dpmon: Dpmon) -> None:
-    """Many times, several at once: each sees all of it, and neither descriptors nor memory grow."""
+    """Many screens, several in parallel: each shows everything, and neither descriptors nor memory grow."""
     cycles = size(9, 1000)
     dpmon.run("--detach", WRITER, 12_000, 6000, 2)
     wait_for(lambda: tailed(dpmon, 5000))
@@ -135,7 +135,7 @@ def test_promise_8_attach_and_leave(dpmon: Dpmon) -> None:
 
 
 def test_promise_16_a_long_run_stays_small(tmp_path: Path) -> None:
-    """A simulated day of a step and eight devices' samples a second, drained as it goes."""
+    """A simulated day with a step and samples of eight devices per second, drained continuously."""
     seconds, limit = size(2400, 86_400), size(1, 48) * MIB
     ring = Ring(str(tmp_path / "process-0.ring"), process=0, start_ns=0, capacity=1 << 17)
     gpu = Ring(str(tmp_path / "gpu.ring"), process=-1, start_ns=0, capacity=1 << 17)

@@ -1,4 +1,4 @@
-"""P15: processes of every shape are counted right, and a DataLoader's workers leave nothing."""
+"""P15: processes of all kinds are counted correctly, and workers of a DataLoader leave no record."""
 
 from __future__ import annotations
 

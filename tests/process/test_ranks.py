@@ -45,7 +45,7 @@ accelerator.end_training()
 
 
 def until_it_ends_well(dpmon: Dpmon, *words: object) -> Result:
-    """Run it; again if it failed, since gloo's processes abort at their end now and then, without dpmon too."""
+    """Run it; repeat if it failed, because gloo's processes sometimes abort at their end, also without dpmon."""
     for _ in range(TRIES):
         result = dpmon.run("--headless", *words)
         if result.status == 0:
@@ -55,7 +55,7 @@ def until_it_ends_well(dpmon: Dpmon, *words: object) -> Result:
 
 
 def check_ranks(records: list[dict[str, Any]], steps: int, rows: dict[int, int], widths: tuple[int, int]) -> None:
-    """Each rank's process, calls and steps; `rows` of a batch by rank."""
+    """Check process, calls and steps of each rank; `rows`: rows of a batch by rank."""
     processes = of_kind(records, "process")
     assert sorted(process["rank"] for process in processes) == sorted(rows)
     assert {process["world"] for process in processes} == {len(rows)}
@@ -101,7 +101,7 @@ def test_torchrun(dpmon: Dpmon) -> None:
 
 @pytest.mark.skipif(not hasattr(torch.distributed.fsdp, "fully_shard"), reason="torch 2.6 and later have it there")
 def test_fsdp_under_torchrun(dpmon: Dpmon) -> None:
-    """Its ranks train one model together: the summary, the report and the toggle treat them as such."""
+    """Summary, report and toggle treat its ranks as processes that train one model together."""
     result = until_it_ends_well(dpmon, *TORCHRUN, "--nproc-per-node", 2, SHARDED, "--steps", 20)
     assert b"final loss" in result.out
     assert "fsdp: 20 steps of each of 2 ranks, 40 calls in all" in result.errors
@@ -144,6 +144,6 @@ def test_alone_the_example_is_one_process(dpmon: Dpmon) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
 def test_accelerate(dpmon: Dpmon) -> None:
     script = dpmon.script(ACCELERATED)
-    # Its own launcher starts several processes on one machine for GPUs only; there it is torchrun under another name.
+    # Its launcher starts several processes on one machine only for GPUs, by torchrun.
     until_it_ends_well(dpmon, *TORCHRUN, "--nproc-per-node", 2, script)
     check_ranks(dpmon.records(), 5, {0: 16, 1: 16}, (5, 2))

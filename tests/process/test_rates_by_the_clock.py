@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 def rates(told: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Samples per second by mode, as the script counted and timed them."""
+    """Return samples per second by mode, by the script's own count and clock."""
     return {mode: told["samples"][mode] / told["seconds"][mode] for mode in told["samples"]}
 
 
@@ -24,7 +24,7 @@ def number(text: str) -> float:
 
 
 def in_summary(errors: str, mode: str) -> tuple[float, float]:
-    """The rate of a mode in a summary, and its rate within steps (the same if it is not shown)."""
+    """Return the rate of a mode in a summary, and its rate within steps (the same if it is not shown)."""
     (found,) = re.findall(
         rf"^dpmon: {mode}[^:,]*: .*?, ([\d.]+k?) samples/s(?: \(([\d.]+k?) within steps\))?", errors, re.M
     )
@@ -40,7 +40,7 @@ def seconds(text: str) -> float:
 
 
 def parts(errors: str) -> dict[str, float]:
-    """The parts of the elapsed time in a summary (s); they add up to it."""
+    """Return the parts of the elapsed time in a summary (s), after a check of their sum."""
     took = r"((?:\d+ min )?[\d.]+ m?s)"
     (elapsed,) = re.findall(rf"^dpmon: .*: finished in {took}", errors, re.M)
     (line,) = re.findall(r"^dpmon: time: (.*)", errors, re.M)
@@ -81,7 +81,7 @@ def test_the_rate_is_that_of_the_scripts_own_clock(dpmon: Dpmon, way: str, apart
     rate = found["dpmon_training_samples_total"] / found["dpmon_training_seconds_total"]
     assert rate == pytest.approx(true, rel=CLOSE)
     *_, last, _ = [json.loads(line) for line in lines.read_text().splitlines()]
-    if way != "evaluations":  # its last steps are those of an evaluation
+    if way != "evaluations":  # its last steps are an evaluation
         assert last["samples_per_s"] == pytest.approx(true, rel=0.3), "of the last ten seconds, without the first step"
 
 
@@ -122,7 +122,7 @@ def test_a_wait_for_input_is_in_no_rate(dpmon: Dpmon) -> None:
     out, err = answer_twice(dpmon, process)
     told = json.loads(out)
     true = rates(told)["single"]
-    # The begin of each of the two waits is known to a tenth of a second, the end to a fortieth.
+    # The beginning of each of the two waits is known within 0.1 s, the end within 0.025 s.
     slack = CLOSE + 2 * 0.125 / told["seconds"]["single"]
     assert in_summary(err.decode(), "single")[0] == pytest.approx(true, rel=slack)
     said = report(dpmon)

@@ -1,4 +1,4 @@
-"""The wheel and the sdist: what is in them, and that an installed dpmon needs nothing of the clone."""
+"""Contents of wheel and sdist; an installed dpmon does not need the clone."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ pytestmark = pytest.mark.slow
 
 
 def outside() -> dict[str, str]:
-    """The environment without anything that leads to the clone."""
+    """Return the environment without variables that lead to the clone."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_", "VIRTUAL_"))}
 
 
 def command(*words: object, cwd: Path) -> str:
-    """What a command printed; it must succeed, and without a warning of setuptools."""
+    """Run a command, which must succeed without a warning of setuptools; return its output."""
     done = subprocess.run(
         list(map(str, words)), cwd=cwd, env=outside(), capture_output=True, text=True, timeout=200, check=False
     )
@@ -56,7 +56,7 @@ def build(what: str, tree: Path, place: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what a clone has."""
+    """A copy of the files of a clone."""
     tree = tmp_path_factory.mktemp("clone") / "dpmon"
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*")
     for name in ("dpmon", "docs", "examples", "tests"):
@@ -74,13 +74,13 @@ def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def contents(wheel: Path) -> dict[str, int]:
-    """The checksum of each file in a wheel."""
+    """Return the checksum of each file in a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         return {info.filename: info.CRC for info in archive.infolist()}
 
 
 def metadata(wheel: Path) -> Message:
-    """METADATA of a wheel."""
+    """Return METADATA of a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         return Parser().parsestr(archive.read(f"dpmon-{VERSION}.dist-info/METADATA").decode())
 
@@ -129,7 +129,7 @@ def test_the_sdist_builds_the_same_wheel(tree: Path, wheel: Path, tmp_path: Path
 
 @pytest.fixture
 def installed(wheel: Path, dpmon: Dpmon, tmp_path: Path) -> Dpmon:
-    """dpmon from the wheel in an environment of its own, which has the other packages of this one."""
+    """dpmon installed from the wheel in a new environment, with the other packages of this one."""
     if importlib.util.find_spec("pip") is None:
         pytest.skip("pip is not installed")
     place = tmp_path / "environment"

@@ -38,7 +38,7 @@ print("the end of the training", flush=True)
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """Mounts a file system of so many bytes."""
+    """Mounts a file system of a given size (bytes)."""
     mounted: list[Path] = []
 
     def mount(size: int, options: str = "rw") -> Path:
@@ -61,7 +61,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 
 @pytest.fixture
 def other_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Temporary files of this test's own; what it left in memory is cleared away."""
+    """A directory for temporary files of this test; runs left in memory are deleted."""
     place = tmp_path / "temporary"
     place.mkdir()
     monkeypatch.setenv("TMPDIR", str(place))
@@ -76,7 +76,7 @@ def runs_in(place: Path) -> list[Path]:
 
 
 def check_elsewhere(dpmon: Dpmon, place: Path, says: str) -> None:
-    """A run goes as ever, in another place, with one sentence; all commands find it there."""
+    """Check that a run works as usual in another place, with one sentence, and that all commands find it there."""
     result = dpmon.run(WRITER, 200, 2000)
     assert result.status == 0, result.errors
     told = [line for line in result.errors.splitlines() if says in line and not line.startswith("dpmon: warning")]
@@ -133,7 +133,7 @@ def test_a_link_in_the_other_place_is_not_followed(dpmon: Dpmon, other_places: P
 
 
 def test_a_disk_that_fills_up_meanwhile(dpmon: Dpmon, small_disk: Callable[..., Path]) -> None:
-    """Somebody else takes the rest: the script's print() goes on, live records go on, one warning of each kind."""
+    """Another process fills the disk: the script's output and live records go on, with one warning of each kind."""
     dpmon.state = small_disk(48 * MIB)
     dpmon.script(FLOOD.format(tests=str(WRITER.parent)))
     dpmon.run("--detach", "script.py")

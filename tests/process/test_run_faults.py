@@ -1,4 +1,4 @@
-"""Whatever is killed on dpmon's side, the training goes on; whatever kills the training, its end is known."""
+"""Whatever process of dpmon is killed, the training goes on; whatever ends the training, its end is recorded."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_supervisor_killed_the_foreground_takes_over(dpmon: Dpmon, status: int) 
     assert out == b"end of the training\n"
     assert b"supervisor was killed" in err
     assert dpmon.exit()["status"] == status
-    assert dpmon.exit()["by"] in ("foreground", "supervisor")  # of which there is a new one
+    assert dpmon.exit()["by"] in ("foreground", "supervisor")  # there is a new supervisor
     assert proc.read(info["command_pid"]) is None, "the command was left a zombie"
 
 
@@ -176,12 +176,12 @@ def test_processes_left_by_the_command_are_not_waited_for(dpmon: Dpmon) -> None:
     )
     result = dpmon.run("script.py")
     assert result.status == 0
-    assert proc.alive(int(result.text), None)  # so dpmon was back before it
+    assert proc.alive(int(result.text), None)  # so dpmon returned before it ended
     os.kill(int(result.text), signal.SIGKILL)
 
 
 def test_stop_says_how_a_run_ended_that_did_not_end_by_its_signal(dpmon: Dpmon) -> None:
-    """As when torch's threads abort the process while the interpreter ends."""
+    """For example, torch's threads may abort the process while the interpreter ends."""
     dpmon.script(
         "import os, pathlib, resource, time\n"
         "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
@@ -241,7 +241,7 @@ def test_a_command_that_cannot_be_executed_is_reported(dpmon: Dpmon) -> None:
 
 def test_a_full_disk_costs_the_record_not_the_run(dpmon: Dpmon, tmp_path: Path) -> None:
     dpmon.script(SLOW.format(status=3))
-    # What the supervisor may write is limited to less than its files need; the command's own limit is put back.
+    # The supervisor's limit on file sizes is below what its files need; the command has its own limit again.
     dpmon.script(
         "import resource, sys, runpy, signal\n"
         "soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)\n"
@@ -250,7 +250,7 @@ def test_a_full_disk_costs_the_record_not_the_run(dpmon: Dpmon, tmp_path: Path) 
         "unlimited.py",
     )
 
-    # No bytecode is written meanwhile: some Pythons do not notice that it was cut off, and read it for ever after.
+    # No bytecode is written meanwhile, because some Pythons do not notice truncated files, and would always read them.
     env = {"PYTHONDONTWRITEBYTECODE": "1"}
     process = dpmon.start("unlimited.py", "script.py", before="ulimit -S -f 6", env=env)
     begun(dpmon)
@@ -280,13 +280,13 @@ def test_exit_json_has_the_time_of_the_end(dpmon: Dpmon) -> None:
 
 
 def test_an_interrupt_before_the_command_is_there_reaches_it(dpmon: Dpmon) -> None:
-    """At any moment of the start: the command ends as it would, and is never left running behind our back."""
+    """At any moment of the start, the command ends as usual, and is never left running."""
     dpmon.script("import time; time.sleep(60)")
     for delay in range(6):
         before = len(dpmon.runs())
         process = dpmon.start("script.py")
         wait_for(partial(has_runs, dpmon, before + 1))
-        time.sleep(delay * 0.03)  # the moment is what is varied here
+        time.sleep(delay * 0.03)  # this varies the moment of the interrupt
         process.send_signal(signal.SIGINT)
         assert process.wait(100) in (130, 1, -signal.SIGINT), delay
         for directory in dpmon.runs():
@@ -315,7 +315,7 @@ def test_a_users_signal_goes_to_the_command_alone(dpmon: Dpmon) -> None:
 
 
 def test_a_supervisor_that_gets_sigterm_still_records_the_end_of_the_command(dpmon: Dpmon) -> None:
-    """As when the machine goes down: everybody is told at the same time."""
+    """For example, a shutdown of the machine sends SIGTERM to all processes together."""
     dpmon.script(SLOW.format(status=0))
     dpmon.run("--detach", "script.py")
     info = dpmon.info()

@@ -1,4 +1,4 @@
-"""A run without a screen is the script itself: what it prints, how it ends, what it sees of the world."""
+"""A run without a screen has the same output, exit status and environment as the script alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from running import Dpmon, wait_for
 from dpmon.run.lookup import short_name
 from dpmon.run.rundir import load_info
 
-# What the environment of the command has that the outer one has not, as docs/faq.md says.
+# Variables that dpmon adds to the environment of the command (see docs/faq.md).
 OURS = {"PYTHONPATH", "PYTHONUNBUFFERED"}
 
 SEEN = """\
@@ -40,7 +40,7 @@ print(json.dumps({
 
 
 def alone(dpmon: Dpmon, *words: str, **more: object) -> subprocess.CompletedProcess[bytes]:
-    """The same script without dpmon."""
+    """Run the script without dpmon."""
     env = dpmon.environment()
     return subprocess.run([sys.executable, *words], cwd=dpmon.cwd, env=env, capture_output=True, **more)
 
@@ -81,7 +81,7 @@ def test_the_script_sees_the_same_environment_as_without_dpmon(dpmon: Dpmon) -> 
     # A C locale is coerced by the first Python in the chain and inherited from there on.
     two["environ"].pop("LC_CTYPE", None)
     one["environ"].pop("LC_CTYPE", None)
-    assert two.pop("meta_path") == one.pop("meta_path") + 1  # what waits for torch
+    assert two.pop("meta_path") == one.pop("meta_path") + 1  # the import hook that waits for torch
     assert "sitecustomize" not in set(two.pop("modules")) - set(one.pop("modules"))
     assert two == one
 
@@ -266,7 +266,7 @@ WRITER = Path(__file__).resolve().parent.parent / "writer.py"
 
 
 def often(dpmon: Dpmon, *words: object) -> list[str]:
-    """The lines on stderr of a run whose status line comes every fifth of a second."""
+    """Return the lines on stderr of a run with a status line every 0.2 s."""
     done = subprocess.run(
         [sys.executable, "-c", OFTEN, *map(str, words)],
         cwd=dpmon.cwd, env=dpmon.environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100,
@@ -287,11 +287,11 @@ def test_a_line_of_progress_is_printed_now_and_then(dpmon: Dpmon) -> None:
     assert steps == sorted(steps)
     assert 1 <= steps[0] < steps[-1] <= 400
     for fields in status:
-        # Where much time lies between steps, the speed within them stands beside the rate.
+        # With much time between steps, the speed within steps is shown beside the rate.
         within = [fields[7], "within", "steps)"] if "within" in fields else []
         assert fields[4:] == ["steps/s", fields[5], "samples/s", *within, "dp"]
         steps_s, samples_s = (float(field.replace("k", "e3")) for field in (fields[3], fields[5]))
-        assert steps_s > 0  # how many come in a fifth of a second is the machine's affair
+        assert steps_s > 0  # their number in 0.2 s depends on the machine
         assert samples_s == pytest.approx(24 * steps_s, rel=0.1)
 
 
@@ -316,7 +316,7 @@ def test_no_line_is_empty_behind_a_script_whose_last_line_has_no_end(dpmon: Dpmo
 
 
 def test_faults_of_the_tracer_are_reported(dpmon: Dpmon) -> None:
-    """A torch that is not known, a disk without room: the tracer leaves a line, the run has a warning."""
+    """With an unknown torch or a full disk, the tracer writes a line, and the run has a warning."""
     dpmon.script(
         "import os, time\n"
         "with open(os.environ['DPMON_RUN'] + '/warnings.log', 'a') as file:\n"

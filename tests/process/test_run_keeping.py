@@ -1,4 +1,4 @@
-"""dpmon keep, rm and ls --json, and old runs that go by themselves when a run has ended."""
+"""dpmon keep, rm and ls --json, and the deletion of old runs at the end of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No record is lost or doubled silently: under floods, kills and with a history that is full, absent or damaged."""
+"""No record is silently lost or doubled: under floods and kills, or with a full, missing or damaged history."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ WRITER = Path(__file__).resolve().parent.parent / "writer.py"
 
 
 def of_training(records: Iterable[dict[str, Any]]) -> list[tuple[str, int]]:
-    """Kind and number of every call and step, in their order."""
+    """Return kind and number of every call and step in order."""
     return [(r["kind"], r["step"]) for r in records if r["kind"] in ("call", "step")]
 
 
 def tailed(dpmon: Dpmon, count: int) -> bool:
-    """Whether the writer has written `count` calls and steps by now (what was overwritten counts too)."""
+    """Return whether the writer has written `count` calls and steps, including overwritten ones."""
     path = dpmon.last() / "process-0.ring"
     if not path.exists():
         return False
     try:
         reader = SpanReader(str(path))
-    except RingError:  # half made
+    except RingError:  # being created
         return False
     begun = 0
     while spans := reader.read(time.monotonic_ns()):
@@ -54,7 +54,7 @@ def tailed(dpmon: Dpmon, count: int) -> bool:
 
 
 def expected(count: int) -> list[tuple[str, int]]:
-    """What the writer writes: a call and a step for every step."""
+    """Return the records of the writer: a call and a step for every step."""
     return [("step" if n % 2 else "call", n // 2 + 1) for n in range(count)]
 
 
@@ -68,7 +68,7 @@ def test_every_record_is_exported_once_and_in_order(dpmon: Dpmon) -> None:
 
 
 def test_a_flood_is_seen_or_counted(dpmon: Dpmon) -> None:
-    """As fast as Python can write, and for a part of it with a supervisor that does not run at all."""
+    """The writer writes as fast as it can; for a part of the time the supervisor is stopped."""
     total = 120_000
     dpmon.run("--detach", WRITER, total, 0, 2)
     info = dpmon.info()
@@ -125,13 +125,13 @@ def test_supervisor_killed_the_rest_is_read_from_the_ring(dpmon: Dpmon) -> None:
     assert process.wait(100) == 0
     records = dpmon.records()
     assert of_training(records) == expected(9000)
-    assert records[-1]["by"] in ("foreground", "supervisor")  # of which there is a new one
+    assert records[-1]["by"] in ("foreground", "supervisor")  # there is a new supervisor
     assert records[-2]["count"] == 0
 
 
 @pytest.mark.parametrize("count", [10, 1900, 4300, 7000, 9800])
 def test_a_supervisor_killed_at_any_moment_loses_and_doubles_nothing(dpmon: Dpmon, count: int) -> None:
-    """The writer is killed, and the supervisor in the middle of its work with it."""
+    """Writer and supervisor are killed together while the supervisor works."""
     process = dpmon.start(WRITER, 1_000_000, 6000)
     info = dpmon.info()
     wait_for(lambda: tailed(dpmon, count))
@@ -153,7 +153,7 @@ def test_without_a_history_records_come_from_the_rings(dpmon: Dpmon) -> None:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run that has ended, to be copied."""
+    """The directory of a finished run, to be copied."""
     place = tmp_path_factory.mktemp("recorded")
     runner = Dpmon(place / "state", place)
     assert runner.run(WRITER, 2000, 10_000).status == 0
@@ -208,7 +208,7 @@ def test_the_history_is_bounded_and_says_what_it_left_out(dpmon: Dpmon, monkeypa
         path.unlink()
     limit = 2 << 20
     drain = Drain(directory, info, print, limit_bytes=limit)
-    # Drained after so many records, not after so long: what is read at once must not hang on who was busy.
+    # Drained after a number of records, not after a time, so that the result does not depend on the load.
     writer.main(40_000, 0, 8, lambda number: number % 400 or drain.drain(number / 40))
     drain.flush()
     drain.close()

@@ -1,4 +1,4 @@
-"""A supervisor that is killed: the training goes on, the truth is told meanwhile, and another one takes over."""
+"""After a supervisor is killed, the training goes on, displays stay correct, and another supervisor takes over."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def hold(number):
         time.sleep(0.01)
 writer.main(9000, 1500, 8, hold)
 """
-"""Writes 9000 records, and does not come to its end before it may."""
+"""Writes 9000 records, and ends only when the test lets it."""
 
 
 def kill_supervisor(dpmon: Dpmon) -> dict[str, Any]:
-    """Kill it, and wait until it has gone; run.json as it was."""
+    """Kill the supervisor and wait for its end; return run.json from before."""
     info = dpmon.info()
     os.kill(info["supervisor_pid"], signal.SIGKILL)
     wait_for(lambda: not proc.alive(info["supervisor_pid"], info["supervisor_started"]))
@@ -68,7 +68,7 @@ def gone(info: dict[str, Any]) -> bool:
 
 @pytest.fixture
 def reaper() -> Iterator[None]:
-    """This process is given the orphans, and reaps them like a good init: nobody can ask for their status then."""
+    """This process adopts orphans and reaps them like an init process, so their status is lost."""
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     yield
@@ -76,7 +76,7 @@ def reaper() -> Iterator[None]:
 
 
 def reaped(info: dict[str, Any]) -> bool:
-    """Whether the command has ended; then it is reaped."""
+    """Reap the command if it has ended; return whether it has."""
     try:
         return os.waitpid(info["command_pid"], os.WNOHANG)[0] != 0
     except ChildProcessError:  # a thread of the killed supervisor is still at its end
@@ -84,7 +84,7 @@ def reaped(info: dict[str, Any]) -> bool:
 
 
 def listed_state(dpmon: Dpmon) -> str:
-    """What `dpmon ls` says of the only run."""
+    """Return the state of the only run in `dpmon ls`."""
     return dpmon.run("ls").text.splitlines()[1].split()[1]
 
 
@@ -114,7 +114,9 @@ def test_attach_starts_a_new_supervisor_and_no_record_is_lost_or_doubled(dpmon: 
     records = dpmon.records()
     assert of_training(records) == expected(9000)
     assert next(r for r in records if r["kind"] == "dropped")["count"] == 0
-    assert next(r["t_s"] for r in records if r["kind"] == "host") < killed_at  # its ring has gone, not its samples
+    assert (
+        next(r["t_s"] for r in records if r["kind"] == "host") < killed_at
+    )  # its ring was deleted, but not its samples
     assert any("no device samples in between" in r["text"] for r in records if r["kind"] == "warning")
     with sqlite3.connect(dpmon.last() / "history.sqlite") as db:
         assert db.execute("SELECT count(*), count(DISTINCT step) FROM steps").fetchone() == (4500, 4500)
@@ -146,7 +148,7 @@ def test_an_attached_screen_replaces_each_killed_supervisor(dpmon: Dpmon, where:
     how = dpmon.exit()
     assert how["status"] == 3 or how["unknown"]
     if where == "screen":
-        terminal.shows("close")  # what `q` does once the end was seen
+        terminal.shows("close")  # `q` does this after the end
         terminal.type("q")
         assert terminal.wait() == (2 if how["status"] is None else 3)
     else:
@@ -167,7 +169,7 @@ def test_the_status_of_an_adopted_command_is_true_or_unknown(dpmon: Dpmon, end: 
     how = dpmon.exit()
     known = (5, None) if "exit" in end else (137, "SIGKILL")
     assert (how["status"], how["signal"]) == known or (how["status"] is None and "killed before" in how["unknown"])
-    # The kernel tells since 6.15; before that, only who looks in the instant before the command is reaped.
+    # Known since Linux 6.15; before, only to a process that reads it just before the command is reaped.
     release = tuple(int(part) for part in os.uname().release.split(".")[:2])
     assert how["status"] is not None or release < (6, 15)
 
@@ -183,7 +185,7 @@ def test_only_one_of_several_screens_starts_a_supervisor(dpmon: Dpmon) -> None:
     finish(dpmon)
     for screen in screens:
         screen.communicate(timeout=100)
-    # Each supervisor makes a ring of its own for its samples, and deletes those that it has taken over.
+    # Each supervisor makes its own ring for samples, and deletes the rings of its predecessors.
     assert sorted(path.name for path in dpmon.last().glob("gpu*.ring")) == ["gpu-1.ring"]
     assert [r["kind"] for r in dpmon.records()].count("exit") == 1
 
@@ -241,7 +243,7 @@ def test_the_status_of_a_lost_run_comes_from_the_tracer(
 
 
 def test_a_zombie_that_nobody_reaps_has_its_status(dpmon: Dpmon) -> None:
-    """As in containers whose first process is no init."""
+    """For example, in containers whose first process is not an init process."""
     dpmon.script(SLOW.format(status=3))
     code = f"import ctypes, time; ctypes.CDLL(None).prctl({PR_SET_CHILD_SUBREAPER}, 1, 0, 0, 0); import os, sys\n"
     code += "if os.fork() == 0: os.execvp(sys.argv[1], sys.argv[1:])\ntime.sleep(600)"
@@ -295,7 +297,7 @@ def test_stop_finishes_the_record_of_a_run_without_supervisor(dpmon: Dpmon) -> N
 
 
 def test_supervisors_killed_one_after_the_other(dpmon: Dpmon) -> None:
-    """The foreground brings three; a fourth would only be killed as well."""
+    """The foreground starts three; a fourth would probably be killed as well."""
     dpmon.script(SLOW.format(status=6))
     process = dpmon.start("script.py")
     begun(dpmon)
@@ -325,7 +327,7 @@ def test_a_machine_that_was_restarted(dpmon: Dpmon) -> None:
 
 
 def test_a_run_of_another_machine_is_left_to_it(dpmon: Dpmon) -> None:
-    """Two nodes share a home directory, and their file system knows no locks between them."""
+    """Two nodes share a home directory on a file system without locks between them."""
     dpmon.script("pass\n")
     dpmon.run("script.py")
     old = dpmon.info()

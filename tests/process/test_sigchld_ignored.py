@@ -1,4 +1,4 @@
-"""dpmon started where SIGCHLD is ignored: the kernel reaps children itself there, and their status would be lost."""
+"""dpmon is started with SIGCHLD ignored: the kernel would reap children itself, and their status would be lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that lie on several devices: no replicas but stages, with what crossed from one to the next."""
+"""Models spread over several devices have stages in place of replicas, with the bytes passed between them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def spread(tmp_path_factory: pytest.TempPathFactory) -> Traced:
 
 
 def shapes(call: Call) -> list[tuple[str, tuple[str, ...], list[int], list[int]]]:
-    """Device, parts, first input and first output of each stage."""
+    """Return device, parts, first input and first output of each stage."""
     return [(s.device, s.parts, list((s.inputs or ())[0].shape), list((s.outputs or ())[0].shape)) for s in call.stages]
 
 
@@ -79,7 +79,7 @@ def test_a_stage_that_raised_has_no_time_and_no_output(spread: Traced) -> None:
 
 
 def test_a_part_that_raises_within_a_forward_that_goes_on(spread: Traced) -> None:
-    """What comes after it is seen as ever, in this call and in the next; also where a hook of the script's raised."""
+    """Later parts of this call and of the next are recorded as usual, also if a hook of the script raised."""
     caught, refused, again = spread.calls("Tries")
     for call in (caught, again):
         assert not call.failed
@@ -109,12 +109,12 @@ def test_stages_are_bounded(spread: Traced) -> None:
 def test_the_script_sees_nothing_of_it(spread: Traced, tmp_path: Path) -> None:
     assert spread.said == alone(tmp_path, text_of("spread")).said
     assert set(spread.said["hooks"].values()) == {0}
-    # The copy had been made of a model that was traced: it is a root of its own.
+    # A copy of a traced model is another root.
     assert [len(call.stages) for call in spread.calls("Toy")] == [2, 2, 2, 0, 2]
 
 
 def test_the_example_and_the_summary(dpmon: Dpmon, tmp_path: Path) -> None:
-    """On the CPU alone the example lies on one device; a spread model has its stages in the summary."""
+    """Without a GPU the example uses one device; a spread model has its stages in the summary."""
     result = dpmon.run(*dpmon.warm(), "--headless", ROOT / "examples" / "model_parallel.py", "--steps", 5)
     assert result.status == 0, result.errors
     calls = of_kind(dpmon.records(), "call")

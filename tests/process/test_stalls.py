@@ -77,7 +77,7 @@ for x in torch.utils.data.DataLoader(torch.ones(40, 3), batch_size=2):
 
 @pytest.fixture
 def at_once(dpmon: Dpmon, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Report a hang after a moment, and let commands that run in this process find the run."""
+    """Report a hang after a short time, and let commands in this process find the run."""
     monkeypatch.setattr(activities, "QUIET_NS", 0)
     monkeypatch.setenv("XDG_STATE_HOME", str(dpmon.state))
     yield

@@ -1,4 +1,4 @@
-"""When phases ran, by the record, against the clock that the script itself looks at before and after each."""
+"""Times of phases in the record, compared with clock readings of the script before and after each phase."""
 
 from __future__ import annotations
 
@@ -146,18 +146,18 @@ Noted = list[list[tuple[str, int, int]]]
 
 
 def ns(value: float, unit: float) -> int:
-    """A time of the record; every one of a run of hours has its very ns there."""
+    """Return a time of the record in ns, which is exact even after hours."""
     return round(value * unit)
 
 
 def begun(step: dict[str, Any], span: dict[str, Any], run_ns: int) -> tuple[int, int]:
-    """When a span began and ended, on the script's clock."""
+    """Return begin and end of a span on the script's clock."""
     start = run_ns + ns(step["start_s"], 1e9) + ns(span["start_ms"], 1e6)
     return start, start + ns(span["ms"], 1e6)
 
 
 def check(noted: Noted, steps: Iterable[dict[str, Any]], run_ns: int) -> list[tuple[int, int]]:
-    """Each span is of its phase and within what the script noted; returns both durations of all of them."""
+    """Check that each span is within the times noted by the script; return both durations of each."""
     pairs = []
     for mine, step in zip(noted, steps, strict=True):
         assert [span["phase"] for span in step["spans"]] == [phase for phase, _, _ in mine]
@@ -172,7 +172,7 @@ def check(noted: Noted, steps: Iterable[dict[str, Any]], run_ns: int) -> list[tu
 
 
 def test_a_usual_run(dpmon: Dpmon) -> None:
-    """Of its export, by the start of the run that its directory names; two calls a step."""
+    """Times of the export count from the start of the run; each step has two calls."""
     dpmon.script(USUAL)
     result = dpmon.run("--headless", "--mode", "script", "script.py")
     assert result.status == 0, result.errors

@@ -1,4 +1,4 @@
-"""The script with a slow rank, alone: what it counts is what it was told to do. Tests of dpmon rely on it."""
+"""The script with a slow rank, without dpmon, measures the delays that were requested. Other tests rely on this."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ TRIES = 3
 
 
 def lines_of(dpmon: Dpmon, *words: object) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What the script says of the run, and of each step of each rank."""
-    for _ in range(TRIES):  # gloo's processes abort at their end now and then
+    """Return the lines of the script about the run, and about each step of each rank."""
+    for _ in range(TRIES):  # gloo's processes sometimes abort at their end
         outcome = SideBySide(dpmon).alone(SCRIPT, *words)
         if outcome.status == 0:
             break

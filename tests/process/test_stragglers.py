@@ -1,4 +1,4 @@
-"""The rank that the others wait for is named, with the phase that makes it slow: as the ranks' own times say it."""
+"""The slow rank and its phase are named correctly, according to the ranks' own times."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Times = dict[int, list[Any]]
 
 @dataclass(frozen=True)
 class Run:
-    """What the ranks said of their steps, what is recorded of them (both by rank), and the state at the end."""
+    """The ranks' own times, their records (both by rank), and the final state."""
 
     own: Times
     steps: Times
@@ -35,7 +35,7 @@ class Run:
 
 
 def run_of(dpmon: Dpmon, *words: object) -> Run:
-    for _ in range(TRIES):  # gloo's processes abort at their end now and then
+    for _ in range(TRIES):  # gloo's processes sometimes abort at their end
         result = dpmon.run(*dpmon.warm(), "--headless", SCRIPT, *words)
         if result.status == 0:
             break
@@ -51,7 +51,7 @@ def run_of(dpmon: Dpmon, *words: object) -> Run:
 def check_joined(
     run: Run, tail_of: Callable[[Any], float] = lambda step: step["tail_ms"], most_ms: float = 0.3
 ) -> None:
-    """Exposed communication and waits are those that the ranks' own tails give."""
+    """Check exposed communication and waits against the ranks' own tails."""
     lengths = {len(steps) for steps in (*run.own.values(), *run.steps.values())}
     assert len(lengths) == 1
     off = []
@@ -111,6 +111,6 @@ def test_ranks_with_less_data_leave_the_others_joined(dpmon: Dpmon) -> None:
     assert [len(run.steps[rank]) for rank in run.ranks] == [14, 11]
     for rank in run.ranks:
         assert all(step["wait_ms"] is not None for step in run.steps[rank][:11])
-    # The last steps of the longer rank have nobody to wait for.
+    # In its last steps, the longer rank waits for no other.
     assert [step["wait_ms"] for step in run.steps[0][11:]] == [None] * 3
     assert all("exposed_ms" in step["absent"] for step in run.steps[0][11:])

@@ -1,4 +1,4 @@
-"""Every second of a run belongs to a part, and steps and rates are those of the script's own count and clock."""
+"""Every second of a run belongs to one part, and steps and rates agree with the script's own count and clock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Told = Mapping[str, Mapping[str, float]]
 
 
 def parts(dpmon: Dpmon) -> dict[str, float]:
-    """The parts of the run's elapsed time in seconds, which must add up to it."""
+    """Return the parts of the elapsed time in seconds, after a check of their sum."""
     elapsed = float(dpmon.exit()["seconds"])
     with open_store(dpmon.last()) as store:
         starts = [tally.first_ns for tally in store.sums().values() if tally.first_ns is not None]
@@ -30,7 +30,7 @@ def parts(dpmon: Dpmon) -> dict[str, float]:
 
 
 def check(dpmon: Dpmon, told: Told, *, unfinished: int = 0, slack: float = CLOSE) -> dict[str, float]:
-    """Compare steps and rates, mode by mode, with what the script counted and timed; the parts of its time."""
+    """Compare steps and rates of each mode with those of the script; return the parts of its time."""
     with open_store(dpmon.last()) as store:
         window = Window(store)
         assert {mode for mode, evaluation in window.modes if not evaluation} == told["samples"].keys()
@@ -85,7 +85,7 @@ def test_waits_for_input(dpmon: Dpmon) -> None:
     process = dpmon.start("--headless", SCRIPT, "reads", stdin=-1)
     out, _ = answer_twice(dpmon, process)
     told = json.loads(out)
-    # The begin of each of the two waits is known to a tenth of a second, the end to a fortieth.
+    # The beginning of each of the two waits is known within 0.1 s, the end within 0.025 s.
     found = check(dpmon, told, slack=CLOSE + 2 * 0.125 / told["seconds"]["single"])
     assert found["input"] == pytest.approx(4, abs=0.5)
 
@@ -97,7 +97,7 @@ def test_three_ranks(dpmon: Dpmon) -> None:
     with open_store(dpmon.last()) as store:
         window = Window(store)
         assert len(store.processes) == 3
-        # Where processors are short, a rank may wait between the look at its clock and its first step.
+        # On few processors, a rank may wait between reading its clock and its first step.
         slack = CLOSE + 0.05 / told[0]["seconds"]["single"]
         rates = [each["samples"]["single"] / each["seconds"]["single"] for each in told]
         for process in store.processes:

@@ -1,6 +1,6 @@
-"""Compiled models run as they are written: never split, never compiled once more because of us.
+"""Compiled models run as written: dpmon never splits them, and causes no further compilation.
 
-The interpreters are fresh ones: what torch._dynamo makes of a function hangs on when it was imported.
+The interpreters are fresh, because the results of torch._dynamo depend on when it was imported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Traced, dict[str, Any]]]:
-    """Each kind of model called four times, alone and traced; dp is asked for after the second call of the first."""
+    """Each kind of model is called four times, traced and not; dp is requested after two calls of the first."""
     place = tmp_path_factory.mktemp("compiled")
     scripts = {
         name: Script(place, text_of("compiling"), *KINDS, run=name == "traced", fresh=True)
@@ -57,7 +57,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Traced, di
     ],
 )
 def test_a_compiled_model(runs: dict[str, tuple[Traced, dict[str, Any]]], kind: str) -> None:
-    """Results, how often it was compiled, and its parameters are as without us."""
+    """Results, number of compilations, and parameters are the same as without dpmon."""
     expected, found = runs["alone"][1][kind], runs["traced"][1][kind]
     assert expected[0] == [[6, 3]] * STEPS
     assert found == expected
@@ -88,9 +88,9 @@ def test_compiled_models_print_the_same_as_without_dpmon(runs: dict[str, tuple[T
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traced, Traced]:
-    """Many ways to compile, each for so long that the tracer looks for roots, rests and looks again; traced and alone.
+    """Many ways to compile, each until the tracer has searched for roots twice; traced and without the tracer.
 
-    Traced, dp is asked for on the way.
+    In the traced run, dp is requested meanwhile.
     """
     place = tmp_path_factory.mktemp("counted")
     text = text_of("recompiling")
@@ -113,7 +113,7 @@ WAYS = {
     "a_whole_step": None,
     "the_optimizer": ("Net", None, None),
 }
-"""Root and via of the calls that are seen, and why dp is refused. What a compiled function calls is part of it."""
+"""Root and via of recorded calls, and why dp is refused. Calls inside a compiled function are part of it."""
 
 
 AT_OPTIMIZERS = {"a_whole_step", "the_optimizer"}

@@ -1,4 +1,4 @@
-"""A fault of ours never reaches the script: every function of the tracer is broken, one at a time."""
+"""No fault of dpmon reaches the script: each function of the tracer is broken, one at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 LIMIT_S = 800.0
 """Hundreds of trainings: a minute of processor time."""
 FEW = 8
-"""Warnings that one broken function may cause, those of calls that could not be split included."""
+"""Largest number of warnings from one broken function, including those about calls that could not be split."""
 
 GUARDS = {
     "tracer.compositions.Compositions.run",
@@ -43,12 +43,12 @@ GUARDS = {
     "tracer.virtual._Broadcast.backward",
     "tracer.virtual._Gather.backward",
 }
-"""What torch or the script calls directly, and what holds the faults of others back: nobody stands outside it."""
+"""Functions that torch or the script calls directly, or that contain faults; nothing contains their own faults."""
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
-    """What most scripts use, and what is composed by hand, at once."""
+    """Common scripts and calls composed by the script, in parallel."""
     place = tmp_path_factory.mktemp("containment")
     scripts = {words: Script(place, text_of("containment"), *words.split()) for words in ("", "by hand")}
     return {words: script.end(LIMIT_S) for words, script in scripts.items()}
@@ -56,15 +56,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
 
 @pytest.fixture(scope="module")
 def on_devices(tmp_path_factory: pytest.TempPathFactory) -> Traced:
-    """What there is only where GPUs are."""
+    """Code that runs only with GPUs."""
     env = {"PLAYS_CUDA": str(Path(__file__).parent / "scripts" / "plays_cuda.py")}
     return Script(tmp_path_factory.mktemp("devices"), text_of("containment"), "on", "devices", env=env).end(280)
 
 
 def same(found: Any, expected: Any) -> bool:
-    """Equal, but for the last bits of a sum that is added up in another order when dp is given up.
+    """Return whether two results are equal except for the last bits of sums, whose order changes when dp is disabled.
 
-    NaN stands for what torch refuses to do on this machine, and without the tracer always would.
+    NaN stands for operations that torch refuses on this machine, also without the tracer.
     """
     if isinstance(expected, list):
         return isinstance(found, list) and len(found) == len(expected) and all(map(same, found, expected))
@@ -76,7 +76,7 @@ def same(found: Any, expected: Any) -> bool:
 
 
 def leaks(run: Traced) -> dict[str, str]:
-    """What was seen of broken functions, by their names; what they should have been is nothing."""
+    """Return effects of broken functions on the script, by their names; there should be none."""
     references = {name: result for name, (_, result, _, _) in run.said.items() if name.startswith("nothing")}
     for name, result in references.items():
         status, _, err, _ = run.said[name]
@@ -114,7 +114,7 @@ def test_no_fault_of_ours_reaches_the_script(runs: dict[str, Traced], words: str
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 100)
 def test_the_injected_faults_covered_most_functions_of_the_tracer(runs: dict[str, Traced]) -> None:
-    """Most functions of the tracer run in these trainings; the names above are names of functions that do."""
+    """Most functions of the tracer run in these trainings, and so do all functions listed above."""
     run, by_hand = runs[""], runs["by hand"]
     broken = {function(name) for name in run.said}
     assert run.said["nothing"][1].count("a bad batch") == 3

@@ -175,11 +175,11 @@ def test_samples_are_those_of_calls_that_learn() -> None:
     script = Script()
     net, teacher = script.model(), script.model("Teacher")
     script.fetch()
-    script.look(teacher, rows=99)
+    script.evaluate(teacher, rows=99)
     script.call(net, rows=8)
     script.call(net, rows=6)
     script.fetch()
-    script.look(teacher, rows=99)
+    script.evaluate(teacher, rows=99)
     assert [step.samples for step in assembled(script).steps] == [8, 99]
 
 
@@ -414,13 +414,13 @@ def test_a_pause_ends_the_open_step() -> None:
 def test_peaks_are_assigned_to_the_steps_between_measurements() -> None:
     script = Script()
     net = script.model()
-    for look in range(1, 4):
+    for number in range(1, 4):
         script.fetch()
         script.learn(net)
-        with script.phase("look", site=look):
+        with script.phase("memory", site=number):
             pass
-        devices = [{"device": "cpu", "peak_after_look": max(1, look - 1)}, {"device": "cuda:0"}, 7]
-        script.event("memory", "last", step=0, look=look, devices=devices)
+        devices = [{"device": "cpu", "peak_after_look": max(1, number - 1)}, {"device": "cuda:0"}, 7]
+        script.event("memory", "last", step=0, look=number, devices=devices)
     script.fetch()
     events = [event.data for event in assembled(script).events]
     assert [(event["step"], event["devices"][0]["peak_after_step"]) for event in events] == [(1, 1), (2, 1), (3, 2)]

@@ -24,14 +24,14 @@ class Chance:
         self.models = [script.model("Net", module=1), script.model("Net", "DataParallel", ["cpu:0", "cpu:1"], module=1)]
         self.models += [script.model("Other"), script.model("Hand", "data_parallel", ["cpu:0", "cpu:1"])]
         self.timed: list[Span] = []
-        self.looks = 0
+        self.measurements = 0
         if self.draw.random() < 0.5:
             script.makes_optimizer()
 
     def run(self, phases: int) -> Script:
         for _ in range(phases):
             self.draw.choice(
-                [self.epoch, self.epoch, self.steps, self.steps, self.looking, self.beside, self.odd, self.by_hand]
+                [self.epoch, self.epoch, self.steps, self.steps, self.evaluates, self.beside, self.odd, self.by_hand]
             )()
         return self.script
 
@@ -65,11 +65,11 @@ class Chance:
         if self.timed and draw.random() < 0.5:
             script.times(self.timed.pop(draw.randrange(len(self.timed))), 0, 1.5)
         if draw.random() < 0.15:
-            self.looks += 1
-            with script.phase("look", site=self.looks):
+            self.measurements += 1
+            with script.phase("memory", site=self.measurements):
                 pass
-            one = {"device": "cpu", "peak_after_look": max(1, self.looks - draw.randrange(3))}
-            script.event("memory", "last", step=0, devices=[one], look=self.looks)
+            one = {"device": "cpu", "peak_after_look": max(1, self.measurements - draw.randrange(3))}
+            script.event("memory", "last", step=0, devices=[one], look=self.measurements)
         if draw.random() < 0.1:
             script.event("mode", draw.choice(["next", "last"]), step=None, call=None, text="from call {call} on")
         if draw.random() < 0.1:
@@ -102,9 +102,9 @@ class Chance:
         for _ in range(self.draw.randrange(6)):
             self.step()
 
-    def looking(self) -> None:
+    def evaluates(self) -> None:
         for _ in range(self.draw.randrange(6)):
-            self.script.look(self.draw.choice(self.models[:1] + self.models[2:3]))
+            self.script.evaluate(self.draw.choice(self.models[:1] + self.models[2:3]))
             self.others()
 
     def beside(self) -> None:
@@ -213,7 +213,7 @@ def test_a_state_is_small() -> None:
     net = script.model()
     script.makes_optimizer()
     for _ in range(4000):
-        script.look(net)
+        script.evaluate(net)
     assembler = Assembler()
     assembler.feed(script.spans, script.lines_between(0, len(script.lines)))
     assert assembler.position == 0

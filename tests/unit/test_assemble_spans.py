@@ -129,7 +129,7 @@ def test_spans_of_other_threads_are_not_in_the_step() -> None:
     with script.phase("call", 1.0, *script.called(net, True, 8)), script.on_thread(2):
         script.copy()
     with script.on_thread(2):
-        script.look(beside)
+        script.evaluate(beside)
     script.backward()
     script.optimizer()
     result = assembled(script)

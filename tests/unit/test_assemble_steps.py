@@ -64,7 +64,7 @@ def only_looks(script: Script) -> None:
     net = script.model()
     for rows in (30, 10):
         script.fetch()
-        script.look(net, rows=rows)
+        script.evaluate(net, rows=rows)
     script.fetch(over=True)
 
 
@@ -102,7 +102,7 @@ def hundreds_of_looks_and_one_that_learns(script: Script) -> None:
     script.makes_optimizer()
     for _ in range(3):
         for _ in range(200):
-            script.look(actor, rows=1)
+            script.evaluate(actor, rows=1)
         script.learn(learner, rows=64)
 
 
@@ -133,7 +133,7 @@ def two_calls_and_no_optimizer(script: Script) -> None:
 def nothing_goes_backward(script: Script) -> None:
     net = script.model()
     for rows in (3, 5, 7, 9):
-        script.look(net, rows=rows)
+        script.evaluate(net, rows=rows)
 
 
 def an_optimizer_that_never_steps(script: Script) -> None:
@@ -150,9 +150,9 @@ def training_calls_only(script: Script) -> None:
 def encoder_and_decoder(script: Script) -> None:
     one, two = script.model("Encoder"), script.model("Decoder")
     for _ in range(3):
-        script.look(one)
-        script.look(two)
-        script.look(two)
+        script.evaluate(one)
+        script.evaluate(two)
+        script.evaluate(two)
 
 
 def gan_with_a_loader(script: Script) -> None:
@@ -304,7 +304,7 @@ def a_teacher(script: Script) -> None:
     net, teacher = script.model(), script.model("Teacher")
     script.makes_optimizer()
     for _ in range(4):
-        script.look(teacher, rows=99)
+        script.evaluate(teacher, rows=99)
         script.learn(net)
 
 
@@ -312,7 +312,7 @@ def a_teacher_from_a_loader(script: Script) -> None:
     net, teacher = script.model(), script.model("Teacher")
     for _ in range(4):
         script.fetch()
-        script.look(teacher, rows=99)
+        script.evaluate(teacher, rows=99)
         script.learn(net)
 
 
@@ -321,10 +321,10 @@ def a_teacher_and_an_evaluation(script: Script) -> None:
     script.makes_optimizer()
     for _ in range(2):
         for _ in range(3):
-            script.look(teacher)
-            script.look(net)
+            script.evaluate(teacher)
+            script.evaluate(net)
         for _ in range(3):
-            script.look(teacher)
+            script.evaluate(teacher)
             script.learn(net)
 
 
@@ -332,8 +332,8 @@ def evaluation_first(script: Script) -> None:
     """At that time it is not known yet that the model learns."""
     net = script.model()
     script.makes_optimizer()
-    script.look(net)
-    script.look(net)
+    script.evaluate(net)
+    script.evaluate(net)
     script.wait(300)
     for _ in range(3):
         script.learn(net)
@@ -343,9 +343,9 @@ def one_model_after_the_other(script: Script) -> None:
     """Nothing is trained: only some calls of the second model show that the first one is no longer called."""
     first, second = script.model(), script.model()
     for _ in range(3):
-        script.look(first)
+        script.evaluate(first)
     for _ in range(30):
-        script.look(second)
+        script.evaluate(second)
 
 
 def evaluation_before_each_step(script: Script) -> None:
@@ -353,8 +353,8 @@ def evaluation_before_each_step(script: Script) -> None:
     script.makes_optimizer()
     for _ in range(3):
         script.learn(net)
-        script.look(net)
-        script.look(net)
+        script.evaluate(net)
+        script.evaluate(net)
         script.wait(300)
 
 
@@ -364,7 +364,7 @@ def evaluation_of_the_bare_model(script: Script) -> None:
     script.makes_optimizer()
     for _ in range(3):
         script.learn(wrapper)
-        script.look(bare)
+        script.evaluate(bare)
 
 
 def evaluation_of_the_bare_model_from_loaders(script: Script) -> None:
@@ -377,7 +377,7 @@ def evaluation_of_the_bare_model_from_loaders(script: Script) -> None:
         script.fetch(over=True)
         for _ in range(2):
             script.fetch()
-            script.look(bare)
+            script.evaluate(bare)
         script.fetch(over=True)
         script.wait(300)
 
@@ -389,7 +389,7 @@ def evaluation_without_an_optimizer(script: Script) -> None:
             script.call(net)
             script.backward()
         for _ in range(5):
-            script.look(net)
+            script.evaluate(net)
 
 
 def fetched_one_ahead(script: Script) -> None:
@@ -400,14 +400,14 @@ def fetched_one_ahead(script: Script) -> None:
             script.fetch()
             for at in range(3):
                 script.fetch(over=at == 2)
-                script.look(net, rows=10) if look else script.learn(net, rows=10)
+                script.evaluate(net, rows=10) if look else script.learn(net, rows=10)
             script.wait(300)
 
 
 def call_before_the_loader(script: Script) -> None:
     net = script.model()
     script.makes_optimizer()
-    script.look(net, rows=3)
+    script.evaluate(net, rows=3)
     script.wait(300)
     for _ in range(3):
         script.fetch()
@@ -451,7 +451,7 @@ def model_in_the_dataset(script: Script) -> None:
     for _ in range(3):
         with script.phase("fetch"):
             for _ in range(10):
-                script.look(net, rows=1)
+                script.evaluate(net, rows=1)
         script.learn(net, rows=10)
 
 
@@ -610,7 +610,7 @@ def test_a_measurement_inside_a_phase_is_subtracted_from_it() -> None:
     net = script.model()
     script.fetch()
     script.call(net)
-    with script.phase("backward", 2.0), script.phase("look", 50.0, site=1):
+    with script.phase("backward", 2.0), script.phase("memory", 50.0, site=1):
         pass
     script.optimizer()
     (step,) = assembled(script).steps
@@ -624,7 +624,7 @@ def test_pauses_and_measurements_between_steps_are_in_no_step() -> None:
     for _ in range(3):
         script.fetch()
         script.learn(net)
-        for name in ("pause", "look", "pause"):
+        for name in ("pause", "memory", "pause"):
             with script.phase(name, 100.0):
                 pass
     assert max(walls(assembled(script).steps)) < 10
@@ -636,7 +636,7 @@ def test_without_a_loader_pauses_and_measurements_between_steps_are_in_no_step()
     script.makes_optimizer()
     for _ in range(3):
         script.learn(net)
-        for name in ("look", "pause"):
+        for name in ("memory", "pause"):
             with script.phase(name, 100.0):
                 pass
     result = assembled(script)
@@ -650,7 +650,7 @@ def test_a_measurement_inside_a_step_is_part_of_it() -> None:
     for _ in range(2):
         script.fetch()
         script.call(net)
-        with script.phase("look", 100.0):
+        with script.phase("memory", 100.0):
             pass
         script.backward()
     first, second = walls(assembled(script).steps)
@@ -711,7 +711,7 @@ def test_without_an_optimizer_64_calls_are_waited_for() -> None:
     script = Script()
     net = script.model()
     for _ in range(70):
-        script.look(net)
+        script.evaluate(net)
     assert emitted_at(script)[64:67] == [0, 64, 65]
 
 
@@ -806,7 +806,7 @@ def test_threads_beside_the_training() -> None:
         script.backward()
         script.optimizer()
         with script.on_thread(6):
-            script.look(other)
+            script.evaluate(other)
     result = assembled(script)
     assert result.shape() == [(8, FETCHED, 3)] * 3
     assert [ns(step)["forward"] for step in result.steps] == [1.0] * 3
@@ -820,7 +820,7 @@ def test_a_thread_that_calls_after_the_loop() -> None:
     script.learn(net)
     script.fetch(over=True)
     with script.on_thread(5):
-        script.look(other)
+        script.evaluate(other)
     result = assembled(script)
     assert [(call.root, call.step) for call in result.calls] == [("Net", 1), ("Other", 1)]
     assert len(result.steps) == 1
@@ -855,12 +855,12 @@ def test_another_thread_than_the_first_is_found_to_train() -> None:
     script = Script()
     net, shown = script.model(), script.model("Shown")
     script.fetch()
-    script.look(shown)
+    script.evaluate(shown)
     with script.on_thread(3):
         for _ in range(3):
             script.fetch()
             script.learn(net)
-    script.look(shown)
+    script.evaluate(shown)
     with script.on_thread(3):
         script.fetch()
         script.learn(net)
@@ -967,7 +967,7 @@ def test_an_evaluation_that_an_exception_ends_is_a_step() -> None:
     script = Script()
     net = script.model()
     script.fetch()
-    script.look(net)
+    script.evaluate(net)
     script.line(end=True, uncaught=True)
     assert len(assembled(script).steps) == 1
 
@@ -977,7 +977,7 @@ def test_the_last_step_ends_with_its_last_phase() -> None:
     net = script.model()
     script.fetch()
     script.learn(net)
-    with script.phase("look", 100.0):
+    with script.phase("memory", 100.0):
         pass
     (step,) = assembled(script).steps
     assert round(step.wall_ns / MS, 3) == 4.3
@@ -1056,6 +1056,6 @@ def test_calls_of_other_threads_do_not_wait_for_ever_behind_a_step_without_devic
     script.fetch(over=True)
     with script.on_thread(3):
         for _ in range(3 * MAX_GROUPS):
-            script.look(net)
+            script.evaluate(net)
     found = Assembler().feed(script.spans, script.lines_between(0, len(script.lines)))
     assert sum(kind_of(payload) == "call" for payload in found) >= 2 * MAX_GROUPS

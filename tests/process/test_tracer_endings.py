@@ -81,7 +81,7 @@ os._exit(0)
 
 
 def test_the_last_of_many_short_steps_is_recorded(tmp_path: Path) -> None:
-    """Thousands of steps of a fraction of a millisecond, and a sudden end."""
+    """Thousands of very short steps, and a sudden end."""
     run = traced(tmp_path, QUICKLY, 3000)
     assert run.status == -signal.SIGKILL
     assert [step.step for step in run.steps()] == list(range(1, 3001))
@@ -145,7 +145,7 @@ for number in range(100_000):
 
 
 def test_killed_from_outside(tmp_path: Path) -> None:
-    """Nobody is told, nothing is tidied up."""
+    """The process gets no notice and cleans up nothing."""
     script = Script(tmp_path, SLOWLY)
     while int(script.line()) < 30:
         pass
@@ -159,7 +159,7 @@ def test_killed_from_outside(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def failing(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traced, Traced]:
-    """Exceptions in many places, traced and alone."""
+    """Exceptions in many places, with and without the tracer."""
     place = tmp_path_factory.mktemp("failing")
     scripts = [Script(place, text_of("failing"), run=run) for run in (True, False)]
     found, expected = (script.end() for script in scripts)
@@ -167,7 +167,7 @@ def failing(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traced, Traced]:
 
 
 def tracebacks(run: Traced) -> dict[str, str]:
-    """The tracebacks that were printed, by the place where they come from."""
+    """Return the printed tracebacks, by the place of their exception."""
     parts = run.out.replace(str(run.directory.parent), "HERE").split("===== ")[1:]
     return {name: text for name, _, text in (part.partition("\n") for part in parts)}
 
@@ -245,7 +245,7 @@ for number in range(3):
 
 
 def test_no_room_for_a_record(tmp_path: Path) -> None:
-    """The training goes on without one, and as it is written."""
+    """The training goes on without a record."""
     run = traced(tmp_path, NO_ROOM)
     assert (run.status, run.out, run.err) == (0, "torch.Size([3, 1])\n" * 3, "")
     assert run.records == ()
@@ -281,7 +281,7 @@ train(DataLoader(torch.randn(500, 4), batch_size=None), 403)
 
 
 def test_a_loader_within_a_loader_and_a_loop_that_is_left(tmp_path: Path) -> None:
-    """The inner loader's end is no step's."""
+    """The end of the inner loader ends no step."""
     run = traced(tmp_path, THROUGH)
     assert run.status == 0
     assert (

@@ -1,4 +1,4 @@
-"""Every form of data parallelism: the functional one, the primitives by hand, subclasses that go their own way."""
+"""All forms of data parallelism: the function, primitives called by the script, and subclasses."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_the_toggle_works_or_is_refused_with_a_reason(steered: Any) -> None:
     refused = {e["root"] for e in asked if e["refused"]}
     assert refused == {"ByHand", "HandInner", "Lone", "affine", "Inside"}
     for event in asked:
-        if event["root"] == "Inside":  # as a whole it stays in one piece
+        if event["root"] == "Inside":  # the model itself is not split
             assert event["mode"] == "single"
         elif event["refused"]:
             assert event["mode"] == "dp"

@@ -1,4 +1,4 @@
-"""How the tracer gets into a Python: the program and its surroundings are as without us, whatever torch is."""
+"""The tracer is injected into a Python: program and surroundings are as without dpmon, whatever torch is installed."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ print(json.dumps({{
 
 
 def without_places(found: dict[str, Any], run: Traced) -> dict[str, Any]:
-    """The working directory of one run is not that of another."""
+    """Remove the working directory, which differs between runs."""
     text = json.dumps(found).replace(str(run.directory.parent), "HERE")
     changed: dict[str, Any] = json.loads(text)
     return changed
 
 
 def traced(tmp_path: Path, text: str, *words: object, **options: Any) -> Traced:
-    """A script under the tracer in a fresh interpreter: how that comes up is what is looked at here."""
+    """Run a script under the tracer in a fresh interpreter, whose start is the subject of these tests."""
     return tracing.traced(tmp_path, text, *words, fresh=True, **options)
 
 
 def both(tmp_path: Path, text: str, *words: object, **options: Any) -> tuple[Traced, Traced]:
-    """The script alone and traced, in the same surroundings."""
+    """Run the script with and without the tracer, in the same surroundings."""
     expected = tracing.alone(tmp_path, text, *words, fresh=True, **options)
     return expected, traced(tmp_path, text, *words, **options)
 
 
 def package(tmp_path: Path, name: str, text: str) -> dict[str, str]:
-    """A package (or sitecustomize) of the user's own; the environment in which it is found."""
+    """Write a package (or sitecustomize) of the user; return the environment in which it is found."""
     place = tmp_path / f"lib-{name}"
     if name == "torch":
         (place / "torch").mkdir(parents=True)
@@ -106,7 +106,7 @@ def test_a_sitecustomize_that_fails_fails_as_alone(tmp_path: Path, text: str) ->
 
 @pytest.mark.parametrize("flags", [("-I",), ("-E",), ("-S",), ("-s",), ("-B", "-u"), ("-O",)])
 def test_flags_of_python(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    """-I, -E and -S say that nobody gets in: then nobody does."""
+    """With -I, -E or -S, the tracer is not injected."""
     text = "import sys; print(any(name.startswith('dpmon') for name in sys.modules), sys.flags.isolated)\n"
     run = traced(tmp_path, text, flags=flags)
     assert run.status == 0
@@ -127,7 +127,7 @@ def test_python_started_by_the_program(tmp_path: Path) -> None:
 
 
 def test_without_the_directory_of_its_run_python_is_unchanged(tmp_path: Path) -> None:
-    """Without a directory, or with half of the environment, Python is Python."""
+    """Without a directory, or with only some of the variables, Python is unchanged."""
     for env in ({"DPMON_RUN": ""}, {"DPMON_RUN": str(tmp_path / "gone")}):
         run = traced(tmp_path, "print(1)\n", env=env)
         assert (run.status, run.out, run.err) == (0, "1\n", "")
@@ -182,13 +182,13 @@ def test_no_torch_at_all(tmp_path: Path) -> None:
 
 
 def frames(text: str) -> str:
-    """A traceback without the directory of one run."""
+    """Return a traceback without the directory of the run."""
     return "\n".join(line for line in text.splitlines() if "/script.py" not in line)
 
 
 @pytest.mark.parametrize("text", ["import torch\n", "import torch.nn\n", "from torch import nn\n"])
 def test_a_torch_that_cannot_be_imported(tmp_path: Path, text: str) -> None:
-    """As where a CUDA library is missing: the traceback is the user's own, it holds no frame of ours."""
+    """For example, a CUDA library is missing: the traceback has no frame of dpmon."""
     env = package(tmp_path, "torch", "def load():\n    raise OSError('libsomething.so: cannot open')\n\nload()\n")
     expected, found = both(tmp_path, text, env=env)
     assert found.status == expected.status == 1
@@ -214,11 +214,11 @@ def test_a_second_attempt_to_import_torch(tmp_path: Path) -> None:
     expected, found = both(tmp_path, text, env=package(tmp_path, "torch", torch))
     assert (found.status, found.out) == (0, expected.out)
     assert found.stages == ("importing torch", "importing torch", "torch imported")
-    assert len(found.warnings) == 1  # the second torch was looked at, and is none we know
+    assert len(found.warnings) == 1  # the second torch is of an unknown version
 
 
 def test_import_hooks_of_the_programs_own(tmp_path: Path) -> None:
-    """One that finds torch before us, one that is no finder of this century, and all of them taken away."""
+    """A finder before that of dpmon, one without find_spec, and no finders at all."""
     text = """
 import sys, importlib.util
 class Old:
@@ -266,7 +266,7 @@ print([name for name in sorted(sys.modules) if not name.startswith("torch")], fi
 
 
 def test_the_real_torch(tmp_path: Path) -> None:
-    """Found, imported and traced; its modules are the same, and so is what of the standard library is loaded."""
+    """It is found, imported and traced; the same modules of torch and of the standard library are loaded."""
     text = REAL.format(before="import importlib.util; importlib.util.find_spec('torch')", after="")
     expected, found = both(tmp_path, text)
     known, seen = without_places(expected.said, expected), without_places(found.said, found)
@@ -320,7 +320,7 @@ def insert(at):
 
 @pytest.mark.parametrize("places", [(0,), (1,), (99,), (0, 1), (1, 1)])
 def test_a_finder_that_asks_importlib_for_torch(tmp_path: Path, places: tuple[int, ...]) -> None:
-    """Before or after ours in sys.meta_path: the tracer is installed once, and every call is recorded once."""
+    """Before or after that of dpmon in sys.meta_path: the tracer is installed once, and every call is recorded once."""
     env = package(tmp_path, "hooks", POST_IMPORT_HOOKS)
     text = f"""
 import importlib.util, hooks

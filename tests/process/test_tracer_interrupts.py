@@ -1,4 +1,4 @@
-"""Signals that come while the tracer's own code runs: the script notices what it would notice alone."""
+"""Signals during the tracer's code have the same effect on the script as without dpmon."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tracing import Script, Traced, text_of
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
-    """A handler that calls a model, and one that raises, before every line of ours, one after the other."""
+    """Handlers that call a model, or raise, before each line of the tracer."""
     place = tmp_path_factory.mktemp("interrupts")
     scripts = {how: Script(place, text_of("interrupting"), how) for how in ("calls", "raises")}
     return {how: script.end() for how, script in scripts.items()}
@@ -16,7 +16,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
 
 @pytest.mark.parametrize("kind", ["bare", "wrapped", "by hand"])
 def test_an_interrupt_handler_that_calls_a_model(runs: dict[str, Traced], kind: str) -> None:
-    """Losses are the same, nothing is waited for, nothing is raised."""
+    """Losses are the same; nothing blocks and nothing is raised."""
     lines, problems = runs["calls"].said[kind]
     assert lines > 40
     assert problems == []
@@ -24,7 +24,7 @@ def test_an_interrupt_handler_that_calls_a_model(runs: dict[str, Traced], kind: 
 
 @pytest.mark.parametrize("kind", ["bare", "wrapped", "by hand"])
 def test_an_interrupt_handler_that_raises(runs: dict[str, Traced], kind: str) -> None:
-    """The script gets its KeyboardInterrupt, every time, and may go on."""
+    """The script gets KeyboardInterrupt every time, and can go on."""
     lines, problems = runs["raises"].said[kind]
     assert lines > 40
     assert problems == []
@@ -32,7 +32,7 @@ def test_an_interrupt_handler_that_raises(runs: dict[str, Traced], kind: str) ->
 
 @pytest.mark.parametrize("how", ["calls", "raises"])
 def test_an_interrupt_loses_at_most_a_few_records(runs: dict[str, Traced], how: str) -> None:
-    """Whole records; those of the step that was disturbed may be lost, but of the two that follow it few are."""
+    """Records are complete. Those of the interrupted step may be lost, but few of the next two steps."""
     run = runs[how]
     assert run.complaints == []
     assert run.err == ""

@@ -1,4 +1,4 @@
-"""Calls over virtual replicas that go the short way: the same record and the same script as on the long one."""
+"""Calls over virtual replicas on the fast path have the same record and results as on the slow path."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_script_sees_nothing_of_it(runs: dict[tuple[str, bool], Traced], for
 
 @pytest.mark.parametrize("name", ["Usual", "Hooked", "Again", "Stopped"])
 def test_every_call_has_its_phases_and_replicas(runs: dict[tuple[str, bool], Traced], form: str, name: str) -> None:
-    """The first call goes the long way, the later ones do not; the records say the same of all."""
+    """Only the first call takes the slow path; the records of all calls are alike."""
     calls = [call for call in runs[form, True].calls(name) if not call.failed and call.phases]
     assert len(calls) >= 7
     for call in calls:
@@ -110,7 +110,7 @@ for number, x in enumerate(torch.utils.data.DataLoader(torch.randn(20, 4), batch
 
 
 def test_after_a_lone_replica_was_interrupted_every_call_is_recorded(tmp_path: Path, form: str) -> None:
-    """A batch of one row has one replica, which runs on the training thread itself."""
+    """A batch of one row has one replica, which runs on the training thread."""
     run = traced(tmp_path, LONE, form, replicas=2)
     assert [call.step for call in run.calls("Lone")] == list(range(1, 21))
     assert [call.step for call in run.calls("Lone") if call.failed] == [11]

@@ -1,4 +1,4 @@
-"""The exception that ends a script: dpmon notes it without running any code of the script's."""
+"""dpmon notes the exception that ends a script without running code of the script."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_an_interrupt_at_the_end_is_as_it_is_alone(tmp_path: Path, error: str) -
 
 
 def test_a_module_that_a_script_forbids_costs_nothing(tmp_path: Path) -> None:
-    """None in sys.modules makes an import fail, which some scripts want."""
+    """Some scripts set an entry of sys.modules to None, so that its import fails."""
     text = "import sys\nsys.modules['torch.distributed.x'] = None\nimport torch\nmodel = torch.nn.Linear(2, 2)\n"
     run = traced(
         tmp_path, f"{text}for _ in range(5):\n    model(torch.ones(1, 2)).sum().backward()\nraise OSError('x')\n"

@@ -1,4 +1,4 @@
-"""The start of a DataLoader is recorded: what it cost, what the loader is, and how many starts were left out."""
+"""The start of a DataLoader is recorded: its time, the kind of loader, and the number of starts left out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def facts(run: Traced) -> list[tuple[Any, ...]]:
 
 
 def printed(run: Traced) -> tuple[int, str, list[str]]:
-    """How a script ended and what it wrote, without its last line, which has its own clock."""
+    """Return status and output of a script, without the last line, which has times."""
     return run.status, run.err, run.out.splitlines()[:-1]
 
 
@@ -60,7 +60,9 @@ def test_the_start_of_workers_is_recorded_for_each_epoch(tmp_path: Path, workers
     assert facts(run) == [("TensorDataset", 4, 2, workers == "persistent", 0, {})] * 2
     for event, (began, took) in zip(loaders(run), run.said, strict=True):
         assert 0 < event["iter_s"] * 1e9 <= took
-        assert took - event["iter_s"] * 1e9 < max(took / 2, 20e6)  # a busy machine may come in between the clocks
+        assert took - event["iter_s"] * 1e9 < max(
+            took / 2, 20e6
+        )  # on a busy machine, time may pass between the clock readings
         assert began <= event["t_s"] * 1e9 <= began + took
         assert event["left_out_s"] == 0
     assert (run.complaints, run.missed) == ([], 0)

@@ -1,4 +1,4 @@
-"""What takes many calls to see: a ring that goes round, definitions that come again, nothing that is kept."""
+"""Long runs: a ring that wraps around, repeated definitions, no object kept alive."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CALLS = 57_000
 
 @pytest.fixture(scope="module")
 def tailed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traced, list[Record], ScriptRing]:
-    """A run, all that a reader saw who read along, and that reader."""
+    """A run, all that a concurrent reader read, and that reader."""
     place = tmp_path_factory.mktemp("long")
     (place / "read").write_text("0")
     script = Script(place, text_of("long"))
@@ -43,7 +43,7 @@ def test_a_reader_that_reads_along_sees_everything(tailed: tuple[Traced, list[Re
     run, found, reader = tailed
     assert run.status == 0, run.err
     assert reader.missed() == 0
-    assert reader.laps() > 1  # it went round
+    assert reader.laps() > 1  # it has wrapped around
     calls = [record for record in found if isinstance(record, Call) and record.root == "Model"]
     steps = [record for record in found if isinstance(record, Step)]
     assert [call.call for call in calls] == list(range(1, CALLS + 1))
@@ -54,7 +54,7 @@ def test_a_reader_that_reads_along_sees_everything(tailed: tuple[Traced, list[Re
 
 
 def test_a_reader_that_comes_late_finds_what_it_needs(tailed: tuple[Traced, list[Record], ScriptRing]) -> None:
-    """Definitions are never overwritten: all that is still in the ring can be read."""
+    """Definitions are never overwritten, so everything still in the ring can be decoded."""
     run, found, _ = tailed
     assert run.unreadable == ()
     assert run.missed > 0, "the ring went round"
@@ -65,7 +65,7 @@ def test_a_reader_that_comes_late_finds_what_it_needs(tailed: tuple[Traced, list
 
 
 def test_no_object_of_the_script_is_kept_alive(tailed: tuple[Traced, list[Record], ScriptRing]) -> None:
-    """Tensors go when the script lets go of them; so do models."""
+    """Tensors and models are freed when the script drops them."""
     run, _, _ = tailed
     assert run.said
     for soon, late in run.said.values():
@@ -76,16 +76,16 @@ def test_no_object_of_the_script_is_kept_alive(tailed: tuple[Traced, list[Record
 
 
 def test_the_current_phase_of_the_training_is_known(tmp_path: Path) -> None:
-    """Looked at from outside, in every phase, of a bare and of a wrapped model."""
+    """Another process reads it in every phase of a bare and of a wrapped model."""
     script = Script(tmp_path, text_of("activities"), replicas=1)
     seen: Counter[str] = Counter()
     where = last = script.line()
-    assert where == "forward"  # the first call: the ring is there, and says so
+    assert where == "forward"  # the first call: the ring exists and has its phase
     while where:
         reader = script.ring()
         what, since = reader.activity()
         reader.close()
-        if where == "other":  # what was begun last stands until something else begins
+        if where == "other":  # the last phase stays until another one begins
             assert what in ("other", last)
         else:
             assert what == where

@@ -1,4 +1,4 @@
-"""dp and single: as written to the last bit, toggled in mid-run, or refused with a reason."""
+"""dp and single: bit for bit as written, toggled during the run, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Steered:
         for _ in range(times):
             self.script.go_on()
             line = self.script.line()
-            while line.startswith("[Gloo]"):  # some builds of torch say on stdout who is connected
+            while line.startswith("[Gloo]"):  # some builds of torch print connections
                 line = self.script.line()
             assert line, self.script.end().err
             found.append(json.loads(line))
@@ -55,7 +55,7 @@ class Steered:
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
-    """The same script alone, with --mode script, and with nothing asked for, all at once."""
+    """The script without dpmon, with --mode script, and by default, in parallel."""
     place = tmp_path_factory.mktemp("exact")
     scripts = {
         "alone": Script(place, text_of("exact"), run=False),
@@ -179,7 +179,7 @@ def test_a_toggle_is_recorded_with_its_origin(toggled: tuple[Traced, dict[str, A
         assert (event["step"], event["mode"]) == (call.step, call.mode)
         assert tuple(event["devices"]) == call.devices
         assert event["virtual"] == call.virtual
-        assert (event["reason"] is not None) == call.virtual  # why there are two on one machine's CPU
+        assert (event["reason"] is not None) == call.virtual  # why a CPU has two
 
 
 # ------------------------------------------------------------------------------------------------ refused
@@ -187,12 +187,12 @@ def test_a_toggle_is_recorded_with_its_origin(toggled: tuple[Traced, dict[str, A
 
 @pytest.fixture(scope="module")
 def refusing(tmp_path_factory: pytest.TempPathFactory) -> Traced:
-    """Models that cannot be split, asked to be."""
+    """Models that cannot be split, after a request for dp."""
     steered = Steered(tmp_path_factory.mktemp("refusing"), "refusing")
     before = steered.step()
     steered.ask(DP)
     after = steered.step(4)
-    assert after == before * 4  # the script sees what it saw
+    assert after == before * 4  # the script sees the same
     assert steered.answer()[0] == 1
     return steered.script.end()
 
@@ -232,7 +232,7 @@ def test_each_failed_attempt_of_dp_is_reported(refusing: Traced) -> None:
 
 
 def test_dp_is_not_refused_for_a_failure_that_also_occurs_on_one_device(refusing: Traced) -> None:
-    """Nothing is said of it (the test above), and dp is not given up for it."""
+    """There is no warning (see the test above), and dp is not disabled."""
     calls = refusing.calls("Picky")
     assert [call.failed for call in calls] == [True, True, True, True, False] * (len(calls) // 5)
     assert {call.mode for call in calls if call.failed} == {"single"}
@@ -276,7 +276,7 @@ print(loss.dim())
 
 
 def test_replicas_requested_at_the_start_do_not_change_the_meaning_of_a_model(tmp_path: Path) -> None:
-    """A script that never heard of DataParallel gets a loss, not a vector of losses, which has no backward."""
+    """A script without DataParallel gets a loss, not a vector of losses, which has no backward."""
     run = traced(tmp_path, SCALAR, replicas=2)
     assert run.status == 0, run.err
     assert run.out == "0\n"
@@ -297,7 +297,7 @@ for model in (Bare(4, 1), nn.DataParallel(nn.Linear(4, 1))):
 
 @pytest.fixture(scope="module")
 def devices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
-    """What --devices and --mode may ask for, all at once."""
+    """Values of --devices and --mode, in parallel."""
     place = tmp_path_factory.mktemp("devices")
     asked: dict[str, dict[str, str]] = {
         "three": {"devices": "cpu, cpu,cpu"},

@@ -1,4 +1,4 @@
-"""Models, tensors and exceptions that nobody reckons with come out of a traced run as they come out alone."""
+"""Unusual models, tensors and exceptions behave the same with and without the tracer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WAYS: dict[str, dict[str, object]] = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
-    """The same script in four ways, all at once."""
+    """The same script in four ways, in parallel."""
     place = tmp_path_factory.mktemp("odd")
     scripts = {name: Script(place, text_of("odd"), **options) for name, options in WAYS.items()}  # type: ignore[arg-type]
     return {name: script.end() for name, script in scripts.items()}
@@ -44,21 +44,21 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
 )
 def test_odd_things_have_the_same_result_as_without_dpmon(runs: dict[str, Traced], way: str, name: str) -> None:
     if way == "replicas" and name == "a_tensor_that_watches":
-        return  # whoever splits a tensor is seen by it
+        return  # such a tensor notices that it is split
     assert runs[way].status == 0, runs[way].err
     assert runs[way].said[name] == runs["alone"].said[name]
 
 
 @pytest.mark.parametrize("way", ["default", "replicas"])
 def test_odd_things_print_nothing_more_and_warn_a_limited_number_of_times(runs: dict[str, Traced], way: str) -> None:
-    """Not to the script; to those who watch, but not for ever."""
+    """Nothing is printed; the record has some warnings, but not many."""
     assert runs[way].err == runs["alone"].err
     assert runs[way].unreadable == ()
     assert 0 < len(runs[way].complaints) < 20
 
 
 def test_a_model_that_is_moved(tmp_path: Path) -> None:
-    """Tried out on one device, trained on another: each call is said to be where it was."""
+    """A model is first called on one device, then trained on another; each call has its device."""
     run = traced(tmp_path, text_of("moving"))
     assert (run.status, run.complaints, run.err) == (0, [], "")
     devices = [call.devices for call in run.calls("Net")]

@@ -1,4 +1,4 @@
-"""Training loops as people write them compute what they compute alone, are recorded as they are, and can be toggled."""
+"""Typical training loops compute the same as without dpmon, are recorded correctly, and can be toggled."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WAYS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
-    """All loops alone, with --mode script, and with dp asked for in the second step and single in the fourth."""
+    """All loops without dpmon, with --mode script, and with requests for dp (second step) and single (fourth step)."""
     place = tmp_path_factory.mktemp("practice")
     scripts = {name: Script(place, text_of("practice"), *words, **more) for name, (words, more) in WAYS.items()}
     found = {name: script.end() for name, script in scripts.items()}
@@ -53,7 +53,7 @@ def warnings(run: Traced, name: str) -> list[str]:
 
 
 def alike(found: Any, expected: Any) -> bool:
-    """Equal, but for what a sum in another order changes in a training of some steps."""
+    """Return whether results are equal except for the effects of another order of sums."""
     if isinstance(expected, list):
         return isinstance(found, list) and len(found) == len(expected) and all(map(alike, found, expected))
     if isinstance(expected, float):
@@ -90,7 +90,7 @@ LOOPS: dict[str, list[tuple[int, set[str], int]] | None] = {
     "another_directory": [(12, TRAIN, 1)] * 5,
     "another_stdout": [(12, TRAIN, 1)] * 5,
     "everything_swallowed": [(20, TRAIN, 1)] * 3 + [(20, TRAIN, 4), (20, TRAIN, 1)],
-    # The other thread's calls fall into the first one's steps, and its last one into the last of them.
+    # Calls of the other thread belong to the steps of the first one; its last call belongs to the last step.
     "two_threads": [(30, TRAIN, 1), (30, TRAIN, 2), (30, TRAIN, 2), (30, TRAIN, 3)],
     "saved_and_copied": [(30, FETCH, 3)] * 8,
     "devices_hidden_late": EVERY,
@@ -134,7 +134,7 @@ def test_steps_of_each_loop(runs: dict[str, Traced], name: str) -> None:
 
 
 UNTOGGLED = {"devices_hidden_late"}
-"""Loops that ask for no mode."""
+"""Loops that request no mode."""
 
 
 @pytest.mark.parametrize("name", [name for name, steps in LOOPS.items() if steps and name not in UNTOGGLED])
@@ -195,7 +195,7 @@ def test_what_a_checkpoint_computes_again_is_not_called_again(runs: dict[str, Tr
 
 
 def test_an_evaluation_does_not_count_in_the_samples_of_a_training_step(runs: dict[str, Traced]) -> None:
-    """Its calls are there, with their rows, and say what they are."""
+    """Its calls are recorded with their rows, and marked as an evaluation."""
     for name, rows in (("evaluation_within_a_step", 100), ("teacher", 60)):
         _, calls = recorded(runs["script"], name)
         looks = [call for call in calls if not call.training and not call.grad]

@@ -1,4 +1,4 @@
-"""What goes into replicas and comes out of them, under virtual DataParallel, is what it would be on GPUs."""
+"""Inputs and results of virtual replicas are the same as on GPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tracing import Script, Traced, text_of
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
-    """The checks over two replicas, then alone, which loads what the first has saved."""
+    """The checks over two replicas, then without dpmon, which loads the files of the first."""
     place = tmp_path_factory.mktemp("semantics")
     path = place / "model.pt"
     return {name: Script(place, text_of("semantics"), path, run=name == "dp").end() for name in ("dp", "alone")}
@@ -42,7 +42,7 @@ def test_arguments_of_any_kind(dp: Any) -> None:
         "none": [[[None, half, None], {}]] * 2,
         "plain": [[[half, 3, "text", 0.5], {}]] * 2,
         "nested": [nested, nested],
-        "nothing": [[[], {}]],  # what nobody can split runs once
+        "nothing": [[[], {}]],  # inputs that cannot be split run once
         "same object": [True, True],
     }
 
@@ -66,7 +66,7 @@ def test_running_statistics_are_those_of_replica_0(dp: Any, on_its_own: Any) -> 
 
 
 def test_writes_by_other_replicas_than_0_are_lost(dp: Any, on_its_own: Any) -> None:
-    """In place on replica 0 is kept; what is assigned stays on the throw-away replica, as torch documents."""
+    """In-place writes on replica 0 are kept; assignments stay on the discarded replica, as torch documents."""
     assert dp["buffers"] == [15.0, 0.0, 0]
     assert on_its_own["buffers"] == [66.0, 1.0, 1]
 
@@ -88,7 +88,7 @@ def test_hooks_of_the_script_run_on_every_replica(dp: Any, on_its_own: Any) -> N
 
 
 def test_an_exception_in_one_replica_reaches_the_script_unchanged(dp: Any, on_its_own: Any) -> None:
-    """Not torch's retelling of it from a replica's thread: same type, message, causes and frames."""
+    """It has the original type, message, causes and frames, not those of torch's copy from the thread of a replica."""
     assert dp["exceptions"] == on_its_own["exceptions"]
     assert dp["exceptions"][:3] == ["Unlucky", "no luck: 7 times", "[None, None]"]
 
@@ -98,7 +98,7 @@ def test_ctrl_c_in_the_middle_of_a_call(dp: Any) -> None:
 
 
 def test_a_batch_that_cannot_be_split(dp: Any, runs: dict[str, Traced]) -> None:
-    """One row a replica is too few for BatchNorm: that call runs on one device, the next are dp again."""
+    """One row per replica is too few for BatchNorm: that call runs on one device, later calls in dp again."""
     assert dp["one_row_each"] == [[2, 2], [6, 2], [4, 2]]
     assert [call.mode for call in runs["dp"].calls("Norm")] == ["single", "dp", "dp"]
     first, *others = runs["dp"].calls("Norm")
@@ -120,7 +120,7 @@ def test_fewer_rows_than_replicas(dp: Any, runs: dict[str, Traced]) -> None:
 def test_subclasses_of_dataparallel(dp: Any, on_its_own: Any, runs: dict[str, Traced]) -> None:
     found = dp["subclasses"]
     assert found["uneven"] == [1, 5]
-    assert found["sets attributes"] == [[0, 1], 0]  # on the script's object, as it would be without us
+    assert found["sets attributes"] == [[0, 1], 0]  # on the script's object, as without dpmon
     assert on_its_own["subclasses"]["uneven"] == "written for one device"
     for name in ("by name", "passes attributes", "around", "instead"):
         assert found[name] == on_its_own["subclasses"][name]
@@ -128,7 +128,7 @@ def test_subclasses_of_dataparallel(dp: Any, on_its_own: Any, runs: dict[str, Tr
     assert [share.inputs[0].shape for share in vias["Uneven"].replicas if share.inputs] == [(1, 2), (5, 2)]
     assert vias["Uneven"].outputs == ()  # a list of integers has no tensors
     assert vias["ByName"].mode == vias["Around"].mode == vias["MyDataParallel"].mode == "dp"
-    assert "scatter" in vias["ByName"].phases  # imported by name, it is torch's all the same
+    assert "scatter" in vias["ByName"].phases  # imported by name, it is still torch's
     (inner,) = runs["dp"].calls("Inner")
     assert (inner.via, inner.mode, inner.phases) == ("Instead", "single", {})
     assert any("Instead has its own forward" in (e.data["refused"] or "") for e in runs["dp"].events("mode"))
@@ -142,7 +142,7 @@ def test_the_wrapper_looks_as_without_dpmon(dp: Any, on_its_own: Any) -> None:
 
 
 def test_a_copy_runs_as_it_is_written(runs: dict[str, Traced]) -> None:
-    """Nobody knows along which dimension a copy would have been split."""
+    """The dimension along which to split a copy is unknown."""
     model, clone = runs["dp"].calls("Sequential")[:2]
     assert (model.mode, clone.mode) == ("dp", "single")
     assert any("copied or loaded" in (e.data["refused"] or "") for e in runs["dp"].events("mode"))
@@ -202,7 +202,7 @@ def test_a_wrapper_within_a_model(dp: Any, runs: dict[str, Traced]) -> None:
     assert dp["wrapped_within"] == [6, 4]
     last = runs["dp"].calls()[-1]
     assert (last.root, last.via, last.mode, last.rows) == ("Linear", "DataParallel", "dp", 6)
-    assert runs["dp"].calls("Outer") == []  # it is in the record by the wrapper that it holds
+    assert runs["dp"].calls("Outer") == []  # the wrapper inside it is recorded
 
 
 def test_calls_are_numbered_and_belong_to_a_step(runs: dict[str, Traced]) -> None:

@@ -259,7 +259,7 @@ def test_a_model_of_another_kind_is_seen_from_its_first_call(
     ],
 )
 def test_all_calls_of_a_module_first_called_late_are_recorded(loop: Callable[[str], Loop], name: str) -> None:
-    """`told`: the script's own count of its calls."""
+    """`told` has the script's own count of its calls."""
     found = loop(name)
     assert found.status == 0
     assert Counter(f"{call.root} {call.via}" for call in found.calls) == found.told

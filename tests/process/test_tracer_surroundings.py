@@ -20,7 +20,7 @@ PIECES = [
     if isinstance(part, ast.FunctionDef) and part.name not in HELPERS and part.name != "Net"
 ]
 WITHOUT_RECORD = {"small_files", "small_files_ignored", "small_files_handled", "replaced_clock"}
-"""Pieces in which no ring can be made, or the script has broken what makes it."""
+"""Pieces in which no ring can be created, for example because the script broke a function that creates it."""
 NOISE = re.compile(r"W\d{4} [^]]*]|^.* This process .* is multi-threaded, use of fork\(\).*\n.*\n", re.MULTILINE)
 """A time in torch's own warnings. From 3.12 on, Python warns of each fork in a process with threads, which virtual
 replicas have."""
@@ -65,7 +65,7 @@ sys.argv = words
 
 
 def test_an_interrupt_while_the_record_is_opened(tmp_path: Path) -> None:
-    """The next call goes on with it."""
+    """The next call opens it."""
     run = traced(tmp_path, OPENED, "interrupt")
     assert (run.status, run.out) == (0, "interrupted\n")
     assert [step.step for step in run.steps()] == [1, 2, 3, 4, 5]

@@ -13,7 +13,7 @@ TABLES = {
     3: [[10, 10, 10], [10, 10, 10], [10, 10, 10], [4, 4, 2]],
     8: [[4] * 7 + [2]] * 3 + [[2] * 5],
 }
-"""Rows a replica receives of batches of 30, 30, 30 and 10: what the tutorial's readers saw on so many GPUs."""
+"""Rows of each replica for batches of 30, 30, 30 and 10, as in the tutorial with the same number of GPUs."""
 
 TUTORIAL = """
 import torch
@@ -53,7 +53,7 @@ for data in rand_loader:
 
 @pytest.fixture(scope="module")
 def tutorials(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, bool], Traced]:
-    """The tutorial over 1, 2, 3 and 8 replicas, as it was first and as the official one guards its DataParallel."""
+    """The tutorial over 1, 2, 3 and 8 replicas: without, and with the official condition for DataParallel."""
     place = tmp_path_factory.mktemp("tutorials")
     asked = [(count, guarded) for count in TABLES for guarded in (False, True)]
     scripts = {
@@ -100,7 +100,7 @@ def test_the_tutorials_tables(tutorials: dict[tuple[int, bool], Traced], count: 
 
 @pytest.mark.parametrize("count", list(TABLES))
 def test_the_script_sees_what_it_would_see_on_gpus(tutorials: dict[tuple[int, bool], Traced], count: int) -> None:
-    """Replicas print in any order, at once; what is printed is the tables'."""
+    """Replicas print in any order; the lines are those of the tables."""
     run = tutorials[count, False]
     inside = run.out.replace("Outside", "\nOutside").count("In Model: input size")
     assert inside == sum(len(table) for table in TABLES[count])
@@ -124,7 +124,7 @@ def numbers_in(value: Any) -> list[float]:
 
 @pytest.fixture(scope="module")
 def numbers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Traced]:
-    """The same script alone (0) and over 2 and 3 replicas."""
+    """The same script without dpmon (0) and over 2 and 3 replicas."""
     place = tmp_path_factory.mktemp("numbers")
     scripts = {count: Script(place, text_of("sums"), replicas=count or None, run=count > 0) for count in (0, 2, 3)}
     return {count: script.end() for count, script in scripts.items()}
@@ -142,11 +142,11 @@ def test_results_equal_those_of_one_device(numbers: dict[int, Traced], count: in
     expected, found = numbers[0].said[what], numbers[count].said[what]
     assert len(numbers_in(found)) > 0
     if isinstance(expected, dict):
-        # What a call does not use has no gradient alone, but one of zeros under DataParallel, on GPUs too.
+        # An unused parameter has no gradient without DataParallel, and a zero gradient under it, also on GPUs.
         for name in set(found) - set(expected):
             assert set(found.pop(name)) == {0.0}
         assert sorted(found) == sorted(expected)
-    # Sums of float32 in another order: the error goes with the largest of the numbers, not with each of them.
+    # The order of float32 sums differs: the error is relative to the largest number.
     numbers_expected = numbers_in(expected)
     scale = max(1.0, *(abs(number) for number in numbers_expected))
     assert numbers_in(found) == pytest.approx(numbers_expected, rel=1e-6, abs=1e-6 * scale)

@@ -27,7 +27,7 @@ def answers(seen: Terminal, times: int = 1) -> None:
         with contextlib.suppress(AssertionError) if left else contextlib.nullcontext():
             seen.until(lambda: "Phases of a step" in seen.text(), "the help", PROBE_S if left else LIMIT_S)
             break
-        seen.press("\x1b")  # closes the help if it only came late
+        seen.press("\x1b")  # closes the help if it opened late
     seen.press("\x1b")
     seen.until(lambda: "Phases of a step" not in seen.text(), "the end of the help", LIMIT_S)
 

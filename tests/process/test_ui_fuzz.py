@@ -50,7 +50,7 @@ def burst(chance: random.Random) -> bytes:
 
 
 def answers_or_has_left(seen: Terminal) -> bool:
-    """Whether the screen goes on and shows its panels; otherwise it has exited properly."""
+    """Return whether the screen goes on and shows its panels; otherwise check that it has exited properly."""
     deadline = time.monotonic() + 60
     while seen.status is None:
         assert time.monotonic() < deadline, f"no answer\n{seen.text()}"

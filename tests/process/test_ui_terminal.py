@@ -1,4 +1,4 @@
-"""The screen in a real terminal, over a real ring: what it shows, what it writes, and how it goes."""
+"""The screen in a real terminal with a real ring: its pictures, its output and its end."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_stopped_and_continued_it_draws_everything_again(run: Run, terminal: Sta
 
 
 def test_a_screen_stopped_by_sigstop_goes_on_with_one_reader_of_the_keys(run: Run, terminal: Start) -> None:
-    """SIGSTOP is heard by nobody: what was set up before it is still there, and must not be set up twice."""
+    """No process can handle SIGSTOP: the terminal is still set up afterwards, and must not be set up twice."""
     run.train(50)
     seen = terminal()
     seen.shows("● running")
@@ -125,7 +125,7 @@ def test_a_screen_stopped_by_sigstop_goes_on_with_one_reader_of_the_keys(run: Ru
         while select.select([seen.fd], [], [], 0.1)[0]:
             seen.pump()
         mark = len(seen.raw)
-        # As a shell that has the terminal meanwhile would leave it.
+        # In the mode in which a shell leaves the terminal.
         termios.tcsetattr(seen.fd, termios.TCSANOW, seen.modes)
         seen.screen.reset()
         os.kill(seen.pid, signal.SIGCONT)
@@ -143,7 +143,7 @@ def test_a_screen_stopped_by_sigstop_goes_on_with_one_reader_of_the_keys(run: Ru
 
 @pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGTSTP])
 def test_a_signal_after_the_terminal_is_restored_changes_it_no_more(run: Run, terminal: Start, number: int) -> None:
-    """Textual still closes its widgets then, for some milliseconds, and a signal used to set the terminal up again."""
+    """Textual still closes its widgets for some milliseconds, and a signal used to set up the terminal again."""
     run.train(50)
     seen = terminal(
         f"""
@@ -246,7 +246,7 @@ def cells(screen: pyte.Screen) -> list[list[tuple[Any, ...]]]:
 
 
 def test_direct_drawing_shows_the_same_as_textual(run: Run, terminal: Start) -> None:
-    """One screen draws past the compositor, one by Textual alone; the emulator is the referee, colours included."""
+    """One screen draws directly, one with Textual alone; the emulator must show the same, including colours."""
     stock = SHOW.replace(
         "result =", "import dpmon.ui.monitor as m; m.Monitor._past_compositor = lambda self: None\nresult ="
     )
@@ -261,7 +261,7 @@ def test_direct_drawing_shows_the_same_as_textual(run: Run, terminal: Start) -> 
         for seen in (fast, slow):
             seen.shows(f"{40 * (number + 1):>9}")
         if number == 1:
-            # A dialog comes and goes, and the terminal comes into sight again: Textual draws everything itself.
+            # A dialog opens and closes, and the terminal becomes visible again: Textual draws everything.
             for seen in (fast, slow):
                 seen.press("q")
                 seen.shows("leave it running")
@@ -324,7 +324,7 @@ def test_the_screen_imports_neither_torch_nor_nvml_nor_numpy() -> None:
 def test_every_terminal_and_size(
     run: Run, terminal: Start, environ: dict[str, str], size: tuple[int, int], colours: set[bytes]
 ) -> None:
-    """Right at once, after a live change of the size, and with no colour beyond what the terminal has."""
+    """Correct at the start and after a change of size, and only with colours that the terminal has."""
     run.train(50)
     seen = terminal(size=size, **environ)
     width, height = size

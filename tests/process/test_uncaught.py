@@ -144,7 +144,7 @@ def test_which_exception_ended_the_run(tmp_path: Path, lines: tuple[str, ...], s
     [
         (("7 1 ValueError {}",), None),
         (("7 1 ValueError {}", "8 5 OSError {}"), None),
-        (("8 5 OSError {}",), "OSError"),  # the command is a launcher, which ends as it likes
+        (("8 5 OSError {}",), "OSError"),  # the command is a launcher with its own exit status
     ],
 )
 def test_a_noted_exception_counts_only_with_the_status_of_an_exception(

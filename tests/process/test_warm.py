@@ -1,4 +1,4 @@
-"""A script in a fork of a Python that has torch sees what it sees in a fresh one, and ends as it does there."""
+"""A script in a fork of a Python with torch behaves the same as in a fresh Python."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ print(json.dumps({
 
 
 def both(place: Path, text: str, *words: str, **options: Any) -> list[tuple[Any, Traced]]:
-    """The script in a fresh interpreter and in a fork, given a line of input; what they printed."""
+    """Run the script in a fresh interpreter and in a fork, with a line of input; return their output."""
     found = []
     for fresh in (True, False):
         script = Script(place, text, *words, fresh=fresh, **options)
@@ -107,7 +107,7 @@ def test_torch_comes_with_its_import_and_goes_through_the_tracer(tmp_path: Path)
     ],
 )
 def test_a_fork_under_dpmon_behaves_as_a_fresh_python(dpmon: Dpmon, end: str, status: int) -> None:
-    """The command itself, the supervisor and the record are the real ones for both."""
+    """Both use the real command, supervisor and record."""
     dpmon.script(
         f"import sys, torch\nprint(sys.argv, sys.stdin.read())\ntorch.nn.Linear(2, 1)(torch.ones(3, 2))\n{end}\n"
     )

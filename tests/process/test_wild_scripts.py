@@ -1,4 +1,4 @@
-"""Scripts of the kinds people write do the same under dpmon as alone: bytes printed, status, files.
+"""Typical scripts do the same under dpmon as without it: output, status, files.
 
 By default a DataParallel is spread over two virtual replicas on a machine without GPUs, where a sum may differ in its
 last bit; scripts that show it are compared under `--mode script`, the others as dpmon runs them by default.
@@ -30,7 +30,7 @@ def place(dpmon: Dpmon) -> SideBySide:
 
 
 def check(place: SideBySide, *words: object, script: bool = False, fresh: bool = False) -> Outcome:
-    """A script alone and under dpmon, with `--mode script` or not, end alike to the last bit; what they gave."""
+    """Check that a script has bit for bit the same results with and without dpmon; return them."""
     alone = place.alone(*words, fresh=fresh)
     found = place.under(*words, options=("--mode", "script") if script else (), fresh=fresh)
     assert found == as_alone(found, alone, lambda: place.alone(*words, fresh=fresh))
@@ -63,7 +63,7 @@ def test_models_that_are_pickled_copied_and_inspected(place: SideBySide) -> None
 
 
 def _load(place: SideBySide) -> bytes:
-    """What a process without dpmon makes of the files that were saved."""
+    """Load the saved files in a process without dpmon; return its output."""
     done = place.plainly("load_whole.py")
     assert done.status == 0, done.stderr
     return done.stdout
@@ -179,7 +179,7 @@ def test_every_ending_is_the_same_as_without_dpmon(place: SideBySide, how: str, 
 
 
 def test_stty_size_on_standard_input(dpmon: Dpmon, tmp_path: Path) -> None:
-    """Scripts that ask for the width of their terminal get the one they would get alone."""
+    """Scripts that ask for the width of their terminal get the same as without dpmon."""
     source = tmp_path / "source"
     source.mkdir()
     (source / "width.py").write_text(
@@ -196,7 +196,7 @@ def test_stty_size_on_standard_input(dpmon: Dpmon, tmp_path: Path) -> None:
         assert alone.stdout == b"33 111 111 True\n"
         under = place.under("width.py", stdin=slave)
         assert under.status == 0
-        # The size it is given is that of the terminal dpmon draws on; here there is none.
+        # It gets the size of the terminal of dpmon; here there is none.
         assert re.fullmatch(rb"(\d+) (\d+) \2 True\n", under.stdout)
     finally:
         os.close(master)

@@ -130,7 +130,7 @@ def bare():
 
 
 def broken(end):
-    """Train, and come to an end in the middle of a step."""
+    """Train, and end in the middle of a step."""
     trainer = Trainer()
     trainer.epoch(60)
     time.sleep(0.4)

@@ -1,4 +1,4 @@
-"""The tutorial as it is published: DataParallel only where there are two GPUs or more."""
+"""The tutorial as published: DataParallel only with two or more GPUs."""
 
 import torch
 import torch.nn as nn

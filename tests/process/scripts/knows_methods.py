@@ -1,4 +1,4 @@
-"""What people do with torch.Tensor.to and cuda by identity; "replaced": after dpmon has put its own in their place."""
+"""Uses of torch.Tensor.to and cuda by identity; "replaced": after dpmon has patched them."""
 
 import copy
 import pickle  # noqa: TID251

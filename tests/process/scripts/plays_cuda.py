@@ -1,7 +1,7 @@
-"""Plays torch.cuda for a training on the CPU: devices whose work is queued, and known to the millisecond.
+"""Simulates torch.cuda for a training on the CPU: devices with queued work of known duration (ms).
 
-A device is the sum of the work that was queued on it, and how much of it is done. An event that is recorded gets the
-sum; it has come when so much is done. `cpu` and `cpu:0` are the first GPU, `cpu:1` the second, and so on.
+A device has the sum of its queued work, and the part of it that is done. A recorded event gets the present sum, and
+occurs when this much is done. `cpu` and `cpu:0` are the first GPU, `cpu:1` the second, and so on.
 """
 
 import sys
@@ -25,7 +25,7 @@ class Device:
 
 
 class Played:
-    """What was done to torch.cuda, and by whom."""
+    """Operations on torch.cuda, with their threads."""
 
     def __init__(self):
         self.devices = [Device() for _ in range(4)]
@@ -96,16 +96,16 @@ def gpu_of(name):
 
 
 def begin():
-    """Let it be as if there were GPUs from here on."""
+    """Simulate GPUs from here on."""
     torch.cuda.is_initialized = lambda: True
     torch.cuda.Event = Event
     torch.cuda.CUDAGraph = Graph
     torch.cuda.current_stream = Stream
     torch.cuda.is_current_stream_capturing = lambda: PLAYED.capturing
     torch.cuda.memory_stats = lambda index: {}
-    # Of a torch that is made for CUDA: they would look for a driver.
+    # In a torch built for CUDA, they would search for a driver.
     torch._C._cuda_getCurrentRawStream = torch._C._cuda_isCurrentStreamCapturing = None
     torch._C._cuda_attach_out_of_memory_observer = lambda observer: None
     timing = sys.modules.get("dpmon.tracer.timing")
-    if timing is not None:  # else there is no tracer here
+    if timing is not None:  # else there is no tracer
         timing.gpu_of = sys.modules["dpmon.tracer.stages"].gpu_of = gpu_of

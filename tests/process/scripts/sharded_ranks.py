@@ -1,4 +1,4 @@
-"""Models that are sharded over two ranks, trained in every form; each rank counts for itself what a monitor should see.
+"""Trains sharded models on two ranks in all forms; each rank counts what a monitor should see.
 
     sharded_ranks.py [FORM...]
 
@@ -66,7 +66,7 @@ def split_layers(model, mesh, down):
 
 
 class Rank:
-    """One rank of one form: what it computed and counted."""
+    """Results and counts of one rank of one form."""
 
     def __init__(self, form, rank):
         self.form = form
@@ -87,7 +87,7 @@ class Rank:
         return torch.randn(ROWS, 12)
 
     def train(self, model, calls=1, given=lambda rows: rows, optimizer=torch.optim.AdamW, alike=False, keep=False):
-        """Steps of `calls` calls and backward passes, then two calls without gradients.
+        """Train steps of `calls` calls and backward passes, then make two calls without gradients.
 
         `alike`: all ranks have one batch. `keep`: fully_shard leaves the gathered weights in memory.
         """
@@ -224,7 +224,7 @@ def run(form, rank, store):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     numbers = random.Random(rank)
-    uuid.uuid4 = lambda: uuid.UUID(int=numbers.getrandbits(128))  # a checkpoint's name for itself
+    uuid.uuid4 = lambda: uuid.UUID(int=numbers.getrandbits(128))  # the name that a checkpoint has for itself
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     torch.manual_seed(0)
     one = Rank(form.__name__, rank)

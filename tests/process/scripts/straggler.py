@@ -1,4 +1,4 @@
-"""Ranks under DistributedDataParallel of which one is slow, and what they themselves measured; knows nothing of dpmon.
+"""Runs DistributedDataParallel ranks, one of them slow, and prints their own measurements; does not use dpmon.
 
     torchrun --nproc-per-node 4 straggler.py --rank 1 --phase backward --ms 30
     python straggler.py --ranks 8 --phase data --share 0.1 --switch-every 50
@@ -21,7 +21,7 @@ import time
 from contextlib import nullcontext
 
 import torch
-import torch._dynamo  # else the first optimizer of each forked rank would import it
+import torch._dynamo  # else the first optimizer of each forked rank imports it
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -30,11 +30,11 @@ from torch.utils.data import DataLoader, Dataset
 
 PHASES = ["data", "forward", "backward"]
 WARM_UP = 10
-"""Steps that are not among those by which the balanced step is measured."""
+"""First steps, which do not count for the duration of the balanced step."""
 
 
 class Delays:
-    """How long this rank sleeps in each phase of the pass that comes next, in seconds."""
+    """Delays of this rank in each phase of the next pass, s."""
 
     def __init__(self, work_ms):
         self.work = work_ms / 1000
@@ -47,7 +47,7 @@ class Delays:
 
 
 class Rows(Dataset):
-    """Batches, whole: random rows and what is to be learned of them."""
+    """Batches of random rows and their targets."""
 
     def __init__(self, count, batch_size, width, delays):
         self.count = count
@@ -78,7 +78,7 @@ class Late(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """Layers, and one that is used in every other call only; the backward pass of the first layer comes late."""
+    """Layers, one of them used only in every other call; the backward pass of the first layer is delayed."""
 
     def __init__(self, width, hidden, layers, delays, with_unused):
         super().__init__()
@@ -101,7 +101,7 @@ class Net(nn.Module):
 
 
 class Model:
-    """A wrapped network with its optimizer, and when its last gradient was ready (monotonic ns)."""
+    """A wrapped network with its optimizer, and the time of its last gradient (monotonic ns)."""
 
     def __init__(self, number, options, delays):
         self.number = number
@@ -116,7 +116,7 @@ class Model:
         self.last_ns = time.monotonic_ns()
 
     def run(self, rows, values, synchronised):
-        """A forward and a backward pass, and their times."""
+        """Run a forward and a backward pass; return their times."""
         with nullcontext() if synchronised else self.ddp.no_sync():
             began = time.monotonic_ns()
             result = self.ddp(rows)
@@ -136,7 +136,7 @@ class Model:
 
 
 class Schedule:
-    """Who is slow in which step, and by how much."""
+    """Which rank is slow in which step, and by how much."""
 
     def __init__(self, options, world):
         self.options = options
@@ -144,7 +144,7 @@ class Schedule:
         self.slow_ms = options.ms or 0.0
 
     def of(self, step):
-        """Rank and phase that are slow in a step (from 1); None for nobody."""
+        """Return rank and phase that are slow in a step (from 1), or None."""
         options = self.options
         after = step - 1 - options.balanced_steps
         if options.phase == "none" or after < 0:
@@ -155,14 +155,14 @@ class Schedule:
 
 
 def agreed(value):
-    """The mean of a number over the ranks, which all of them get."""
+    """Return the mean of a number over all ranks."""
     total = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
 
 
 def train(options):
-    """All steps of this rank; what it measured, and the balanced step in ms (None if it was not measured)."""
+    """Train; return the measurements of this rank, and the balanced step in ms (None if not measured)."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
     delays = Delays(options.work_ms)
@@ -175,7 +175,7 @@ def train(options):
     balanced_ms = None
 
     def step(number):
-        """One step: as many batches and passes as are accumulated, then the optimizers."""
+        """Run a step: all accumulated batches and passes, then the optimizers."""
         slow = schedule.of(number)
         passes = []
         data_ns = 0
@@ -249,7 +249,7 @@ def run_rank(options, store):
 
 
 def fork_ranks(options):
-    """Run each rank in a forked child; the exit status of the first that failed."""
+    """Run each rank in a forked child; return the exit status of the first that failed."""
     with tempfile.TemporaryDirectory() as directory:
         children = []
         for rank in range(options.ranks):

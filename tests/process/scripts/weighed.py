@@ -1,8 +1,8 @@
-"""Runs other scripts, each in a forked child, and says what became of its weights and of the random state at the end.
+"""Runs other scripts, each in a forked child, and prints their weights and random states at the end.
 
     weighed.py SCRIPT [ARGS...] [-- SCRIPT [ARGS...]]...
 
-To the last bit. A line with the child's process id comes before each.
+Bit for bit, as digests. Before each, a line has the child's process id.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ import sys
 from itertools import groupby
 
 import torch
-import torch._dynamo  # else the first optimizer of each child would
+import torch._dynamo  # else the first optimizer of each child imports it
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 optimizers = []

@@ -1,7 +1,7 @@
-"""Two ranks whose every step makes collectives that they count themselves, in many forms, one after the other.
+"""Two ranks with collectives in every step, which they count themselves, in many forms.
 
-Prints for each rank and form: from when on its steps are all alike, when it ends, the operations and bytes of a step,
-how many collectives torch itself counted in its last step, its losses and its weights.
+Prints for each rank and form: beginning and end of its equal steps, the operations and bytes of a step, the number of
+collectives that torch counted in its last step, losses and weights.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ RANKS = 2
 STEPS = 16
 WIDTH = 64
 FORMS = ["ddp", "no_sync", "unused", "two", "fsdp", "by hand", "functional", "raises"]
-if not hasattr(torch.distributed.fsdp, "fully_shard"):  # torch 2.6 and later have it there
+if not hasattr(torch.distributed.fsdp, "fully_shard"):  # its place in torch 2.6 and later
     FORMS.remove("fsdp")
 SCATTERS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
 """Whether gloo is known to have reduce_scatter: in torch 2.4 it has none."""
@@ -46,7 +46,7 @@ def bytes_of(module: nn.Module) -> int:
 
 
 def by_hand(rank: int) -> list[tuple[str, int]]:
-    """One of each; what is counted of it."""
+    """Run one of each; return the counts."""
     x, parts = torch.ones(100), [torch.empty(100) for _ in range(RANKS)]
     whole = torch.empty(100 * RANKS)
     dist.all_reduce(x)

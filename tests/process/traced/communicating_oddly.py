@@ -1,4 +1,4 @@
-"""One rank that does what few scripts do while collectives are sampled; the first word says what."""
+"""One rank that does something unusual (the first argument) while collectives are sampled."""
 
 import json
 import os

@@ -54,7 +54,7 @@ def bare_in_place(backend):
 
 
 class Half(nn.Module):
-    """Bare, with a part that is compiled."""
+    """A bare model with a compiled part."""
 
     def __init__(self, backend):
         super().__init__()

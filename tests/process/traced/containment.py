@@ -1,8 +1,8 @@
 """Breaks every function of the tracer, one at a time, from the start and in mid-run, and trains.
 
-Each training runs in a forked child; what it computed, said and how it ended is printed as JSON, by name. With an
-argument, by hand: the functional form and the primitives, stages, looks at the memory, and what asks for a pause;
-on devices: what times GPUs, which are played.
+Each training runs in a forked child; results, output and status are printed as JSON, by name. With the argument "by
+hand": the functional form and the primitives, stages, memory measurements and requests for a pause. With "on
+devices": timing of simulated GPUs.
 """
 
 import atexit
@@ -58,12 +58,12 @@ class Bare(Net):
 
 
 def train(halfway):
-    """Losses and exceptions of some loops, in which everything that is traced takes part."""
+    """Return losses and exceptions of some loops that use everything that is traced."""
     torch.manual_seed(5)
     wrapped, bare = nn.DataParallel(Net()), Bare()
     optimizer = torch.optim.SGD([*wrapped.parameters(), *bare.parameters()], lr=0.05)
     rows, goals = torch.randn(27, 4), torch.randn(27, 1)
-    rows[26, 0] = 1000.0  # in the last batch, which is never learned from
+    rows[26, 0] = 1000.0  # in the last batch, which is not used for learning
     data = TensorDataset(rows, goals)
     found = []
     for epoch in range(3):
@@ -88,7 +88,7 @@ def train(halfway):
 
 
 def train_plainly(halfway):
-    """One bare model and a loader, then none: nothing but the shortest ways."""
+    """Train one bare model with a loader, then without: only the fast paths."""
     torch.manual_seed(6)
     model = Bare()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -109,7 +109,7 @@ def train_plainly(halfway):
 
 
 class Spread(nn.Module):
-    """On two devices; it goes on without a part of it that has failed."""
+    """A model on two devices that goes on without a failed part."""
 
     def __init__(self):
         super().__init__()
@@ -123,7 +123,7 @@ class Spread(nn.Module):
 
 
 def composed(model, x):
-    """By hand, looked up anew each time: the tracer comes later than this module's import."""
+    """Call the primitives, which are looked up each time, because the tracer comes after this module's import."""
     parts = nn.parallel.scatter((x,), [0, 1])
     return nn.parallel.gather(nn.parallel.parallel_apply(nn.parallel.replicate(model, [0, 1]), parts), 0)
 
@@ -133,7 +133,7 @@ def functional(model, x):
 
 
 def outcome(split, model, x):
-    """What came out, or how torch refuses to do it on this machine when it is alone."""
+    """Return the result, or the error of torch if this machine cannot do it, also without dpmon."""
     try:
         return split(model, x)
     except Exception as error:
@@ -151,7 +151,7 @@ for split in (composed, functional):
 
 
 def train_by_hand(halfway):
-    """Results of what is composed by hand, called as a function, and spread; no loader."""
+    """Return results of primitives, the function, and a spread model; no loader."""
     torch.manual_seed(7)
     model, spread = Bare(), Spread()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -182,7 +182,7 @@ def step(model, optimizer, x, y):
 
 
 def ask(mode, at=192):
-    """Request another mode, as a screen would, by the bytes of the ring; or write `mode` at another place of it."""
+    """Request another mode, as a screen does, by writing to the ring; or write `mode` at another place."""
     for name in os.listdir(os.environ["DPMON_RUN"]):
         path = os.path.join(os.environ["DPMON_RUN"], name)
         if name.endswith(".ring") and int.from_bytes(read_at(path, 24, 4), sys.byteorder) == os.getpid():
@@ -203,7 +203,7 @@ def read_at(path, at, size):
 
 
 def functions(modules):
-    """Every plain function and method of ours by its name, wrappers excepted: those are what holds the others back."""
+    """Return all plain functions and methods of the tracer by name, except the wrappers that contain faults."""
     for short in modules:
         module = importlib.import_module(f"dpmon.{short}")
         for name, value in vars(module).items():
@@ -219,7 +219,7 @@ def functions(modules):
 
 
 def breaking(function):
-    """Make it raise, whoever holds a reference to it."""
+    """Make a function raise, also for those that hold a reference to it."""
     names = ", ".join(f"v{index}" for index in range(len(function.__code__.co_freevars)))
     use = f"({names},)" if names else "0"
     space = {}
@@ -260,7 +260,7 @@ def begin(at_start, training, halfway):
 
 
 def end(pid, told, errors):
-    """[status, what it found, what it wrote to stderr, its process id]."""
+    """Return [status, result, stderr, process id]."""
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     texts = []
     for file in (told, errors):
@@ -275,7 +275,7 @@ def nothing():
 
 
 def watching(seen):
-    """Note the code of ours that runs, on any thread."""
+    """Note which code of dpmon runs, on any thread."""
 
     def note(frame, event, _):
         if event == "call" and frame.f_code.co_filename.startswith(OURS):
@@ -286,11 +286,11 @@ def watching(seen):
 
 
 def used(targets, training):
-    """Names of the functions that run at all, and of those that run in its second half."""
+    """Return the names of functions that run at all, and of those that run in the second half."""
     read, write = os.pipe()
     if not os.fork():
         early, late = set(), set()
-        # torch makes its pool of threads anew after a fork; two replicas that are the first to ask may find none.
+        # torch creates its pool of threads again after a fork; the first two replicas may find none.
         torch.set_num_threads(1)
         watching(early)
         install(torch)
@@ -311,7 +311,7 @@ def used(targets, training):
 torch.set_num_threads(1)
 importlib.import_module("dpmon.tracer.patch")
 if sys.argv[1:] == ["on", "devices"]:
-    # What is there only where GPUs are, with a torch.cuda that is played.
+    # Code that runs only with GPUs, with a simulated torch.cuda.
     with open(os.environ["PLAYS_CUDA"]) as file:
         space = {"__name__": "plays_cuda"}
         exec(file.read(), space)
@@ -331,7 +331,7 @@ elif sys.argv[1:]:
     for name in ever:
         target = targets[name]
         if not name.startswith((*BY_HAND, "tracer.calls.", "tracer.modes.", "tracer.plans.")):
-            continue  # what others have in common with these is tried without an argument
+            continue  # functions shared with other trainings are tried without an argument
         if name not in late or name.startswith(BY_HAND):
             jobs[f"{name} from the start"] = (lambda target=target: breaking(target), train_by_hand, nothing)
         if name in late:
@@ -343,7 +343,7 @@ else:
     jobs = {"nothing": (nothing, train, nothing), "nothing in a plain loop": (nothing, train_plainly, nothing)}
     for name in ever:
         if name in late and not name.startswith(("ring.", "records.")):
-            continue  # broken from the start, most would only keep the tracer from starting
+            continue  # if broken from the start, most would only prevent the start of the tracer
         jobs[f"{name} from the start"] = (lambda name=name: breaking(targets[name]), train, nothing)
     for name in late:
         jobs[f"{name} in mid-run"] = (nothing, train, lambda name=name: breaking(targets[name]))

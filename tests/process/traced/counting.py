@@ -1,7 +1,7 @@
-"""Training loops that count for themselves, each in a forked child, which is a process of its own to the tracer.
+"""Training loops that count their own steps, each in a forked child, which the tracer records as a separate process.
 
-Prints the children's process ids and what each counted, as JSON. A loop's count does not hang on anything of ours: the
-calls are counted by a hook on the model, the rest where the loop does it.
+Prints process ids and counts of the children as JSON. The counts do not depend on dpmon: a hook on the model counts
+calls, and the loop counts everything else.
 """
 
 import atexit
@@ -15,7 +15,7 @@ import threading
 import warnings
 
 import torch
-import torch._dynamo  # the first optimizer of a process would import it, for a second
+import torch._dynamo  # the first optimizer of a process imports it, which takes a second
 from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -36,13 +36,13 @@ def loop(function):
 
 
 class Count:
-    """What a loop did. A step ends where the loop says so; a batch from a loader ends the step before it."""
+    """Counts of a loop. A step ends where the loop calls `end`, or at the next batch of a loader."""
 
     def __init__(self):
         self.steps = []
         self.calls = []
         self.learns = 0
-        self.busy = False  # a backward pass computes again what has been counted
+        self.busy = False  # a backward pass may recompute calls that have been counted
         self.new()
 
     def new(self):
@@ -86,7 +86,7 @@ class Count:
             self.end()
 
     def end(self):
-        """A step is over, if there was a call in it."""
+        """End the step, if it has a call."""
         if not self.now["calls"]:
             return
         rows = [count for count, learns in self.now["rows"] if learns] or [count for count, _ in self.now["rows"]]
@@ -94,7 +94,7 @@ class Count:
         self.new()
 
     def batches(self, loader, end=True):
-        """The batches of a loader; each begins a step. `end`: the loader's end ends the last one."""
+        """Yield the batches of a loader; each begins a step. `end`: the end of the loader ends the last step."""
         batches = iter(loader)
         while True:
             try:
@@ -143,14 +143,14 @@ def data(rows=12):
 
 
 def learn(count, model, optimizer, x, y, *, ends=True):
-    """One training step; without a loader it ends with the optimizer."""
+    """Run a training step; without a loader it ends with the optimizer."""
     optimizer.zero_grad()
     count.back((model(x) - y).pow(2).mean())
     count.step(optimizer, ends=ends)
 
 
 def look(count, model, x, *, ends=True):
-    """One call of an evaluation; without a loader it is a step of its own."""
+    """Make a call of an evaluation; without a loader it is a separate step."""
     was = model.training
     model.eval()
     with torch.no_grad():
@@ -225,7 +225,7 @@ def rollouts_in_training_mode(count):
 
 @loop
 def rollouts_in_eval_mode(count):
-    """The same with eval() are evaluations, one a call."""
+    """With eval(), each such call is an evaluation."""
     policy = count.watch(Net())
     optimizer = sgd(policy)
     for _ in range(4):
@@ -237,7 +237,7 @@ def rollouts_in_eval_mode(count):
 
 @loop
 def a_target_network(count):
-    """As in DQN: acts a few times, then learns from what another network says."""
+    """As in DQN: acts a few times, then learns from the output of another network."""
     model, target = count.watch(Net(), Other())
     target.eval()
     optimizer = sgd(model)
@@ -350,7 +350,7 @@ def two_models_that_only_infer(count):
 
 @loop
 def by_hand_with_two_calls(count):
-    """The gradients are asked for, and of two calls each."""
+    """Computes gradients of two calls at a time."""
     model = count.watch(Net())
     for _ in range(100):
         (x, y), (z, _) = data(), data(5)
@@ -397,7 +397,7 @@ def a_look_before_each_step(count):
 
 @loop
 def a_look_after_each_step_of_a_loader(count):
-    """From the same batch: it is a part of the step."""
+    """It uses the same batch, so it is part of the step."""
     model = count.watch(Net())
     optimizer = sgd(model)
     for x, y in count.batches(loader()):
@@ -502,7 +502,7 @@ def evaluation_of_the_average(count):
 
 @loop
 def another_model_is_evaluated_last(count):
-    """What was saved is loaded again, and tested: without a loader or an optimizer."""
+    """A saved model is loaded and tested without a loader or an optimizer."""
     model = count.watch(Net())
     for _ in range(20):
         count.back(model(data()[0]).mean())
@@ -584,7 +584,7 @@ def a_second_optimizer_beside_the_first(count):
 
 @loop
 def three_models_one_after_another(count):
-    """Each learns, and is evaluated; the last one's optimizer dies; the first goes on learning."""
+    """Each learns and is evaluated; the last optimizer is deleted; the first model goes on learning."""
     first, second, third = count.watch(Net(), Other(), Cell())
     one, two = sgd(first), sgd(second)
     for model, optimizer in ((first, one), (second, two)):
@@ -638,7 +638,7 @@ def adversaries(count):
 
 @loop
 def adversaries_from_a_loader(count):
-    """The maker learns in every third batch only."""
+    """The generator learns only in every third batch."""
     maker, critic = count.watch(Net(4, 4), Other())
     one, two = sgd(critic), sgd(maker)
     for number, (x, _) in enumerate(count.batches(loader(rows=90, batch=10))):
@@ -649,7 +649,7 @@ def adversaries_from_a_loader(count):
 
 @loop
 def a_critic_that_learns_more_often(count):
-    """Each of its steps ends one; the maker's is a part of the critic's next."""
+    """Each step of the critic's optimizer ends a step; that of the generator is part of the next one."""
     maker, critic = count.watch(Net(4, 4), Other())
     one, two = sgd(critic), sgd(maker)
     for _ in range(5):
@@ -689,7 +689,7 @@ def accumulation(count):
 
 @loop
 def accumulation_from_a_loader(count):
-    """Each batch is a step; every third has an optimizer's."""
+    """Each batch is a step; every third one has a step of the optimizer."""
     model = count.watch(Net())
     optimizer = sgd(model)
     for number, (x, _) in enumerate(count.batches(loader(rows=90, batch=10)), 1):
@@ -772,7 +772,7 @@ def scaled(count, optimizer, scaler, loss):
     before = scaler.get_scale()
     scaler.step(optimizer)
     scaler.update()
-    if scaler.get_scale() >= before:  # else the optimizer was not asked
+    if scaler.get_scale() >= before:  # else the scaler skipped the optimizer
         count.did("optimizer")
         return True
     return False
@@ -780,7 +780,7 @@ def scaled(count, optimizer, scaler, loss):
 
 @loop
 def mixed_precision(count):
-    """The third step overflows, so that the optimizer's is left out: its call belongs to the one after it."""
+    """In the third step, an overflow skips the optimizer, so its call belongs to the next step."""
     model = count.watch(Net())
     optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=4.0)
     skipped = 0
@@ -807,7 +807,7 @@ def mixed_precision_from_a_loader(count):
 
 @loop
 def steps_in_the_backward_pass(count):
-    """Each parameter has an optimizer of its own, which steps as soon as the gradient is there."""
+    """Each parameter has its own optimizer, which steps as soon as the gradient is ready."""
     model = count.watch(Net())
     optimizers = {p: torch.optim.SGD([p], lr=0.01) for p in model.parameters()}
 
@@ -841,7 +841,7 @@ def loaders_side_by_side(count):
 
 @loop
 def a_loader_within_another_ones_step(count):
-    """Unlabelled batches beside the labelled ones; their loader is made anew when it is over."""
+    """Unlabelled batches beside labelled ones; their loader starts again at its end."""
     model = count.watch(Net())
     optimizer = sgd(model)
     more = iter(loader(rows=60, batch=20))
@@ -858,7 +858,7 @@ def a_loader_within_another_ones_step(count):
 
 @loop
 def one_batch_again_and_again(count):
-    """From a loader that is asked once."""
+    """The loader delivers one batch."""
     model = count.watch(Net())
     optimizer = sgd(model)
     x, y = next(iter(loader()))
@@ -883,7 +883,7 @@ def a_stream(count):
 
 @loop
 def a_stream_that_never_ends(count):
-    """next() by hand on a loader that is made anew when it is over."""
+    """Calls next() on a loader that starts again at its end."""
     model = count.watch(Net())
     optimizer = sgd(model)
     batches = iter(())
@@ -935,7 +935,7 @@ def a_loader_read_to_its_end_first(count):
 
 @loop
 def batches_that_are_skipped(count):
-    """An exception is caught, and the loop goes on: a call without a backward pass is in its batch's step."""
+    """The loop catches an exception and goes on; a call without a backward pass is in the step of its batch."""
     model = count.watch(Net())
     optimizer = sgd(model)
     for number, (x, y) in enumerate(count.batches(loader(rows=70, batch=10))):
@@ -952,7 +952,7 @@ def batches_that_are_skipped(count):
 
 @loop
 def exceptions_without_a_loader(count):
-    """What failed belongs to the step that comes to its end."""
+    """A failed call belongs to the next step that ends."""
     model = count.watch(Net())
     optimizer = sgd(model)
     for number in range(9):
@@ -1032,7 +1032,7 @@ def scripted(count):
 
 @loop
 def recorded(count):
-    """What torch.jit.trace returns; it calls the model itself, too, which is recorded if it checks the result."""
+    """Return the result of torch.jit.trace, which also calls the model; this is recorded if it checks the result."""
     module = torch.jit.trace(Net(), torch.randn(3, 4), check_trace=False)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     for _ in range(6):
@@ -1092,7 +1092,7 @@ def learning_to_learn(count):
 
 @loop
 def learning_to_learn_from_copies(count):
-    """First-order: a copy of the model, with an optimizer of its own, for each task."""
+    """First-order MAML: a copy of the model with its own optimizer for each task."""
     model = Net()
     for _ in range(6):
         fast = count.watch(copy.deepcopy(model))
@@ -1106,7 +1106,7 @@ def learning_to_learn_from_copies(count):
 
 @loop
 def a_penalty_on_gradients(count):
-    """As in WGAN-GP: gradients with respect to what goes in are a part of the loss."""
+    """As in WGAN-GP: gradients with respect to the inputs are part of the loss."""
     model = count.watch(Net())
     optimizer = sgd(model)
     for _ in range(6):
@@ -1130,7 +1130,7 @@ def compared_with_itself(count):
 
 
 def end():
-    """End as Python does, but without tidying up all of torch, which takes a second."""
+    """End as Python does, but without cleaning up torch, which takes a second."""
     atexit._run_exitfuncs()
     os._exit(0)
 

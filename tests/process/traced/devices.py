@@ -1,4 +1,4 @@
-"""Trains on devices that are played (see plays_cuda, which stands before this); what each part did is printed."""
+"""Trains on simulated devices (plays_cuda is put before this text); prints the steps of each part."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ said = {}
 
 
 class Model(nn.Module):
-    """3 ms forward and 5 ms backward for every eight rows, on the device that the rows are for."""
+    """Takes 3 ms forward and 5 ms backward per eight rows, on the device of the rows."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +53,7 @@ composed = False
 
 
 def by_hand(batch):
-    """What DataParallel does, of its parts."""
+    """Do the same as DataParallel, with its primitives."""
     given = nn.parallel.scatter((batch,), [0, 1])
     PLAYED.work(0.1)  # noqa: F821 - the script's own work between them is in none of them
     made = nn.parallel.parallel_apply(nn.parallel.replicate(model, [0, 1]), given)
@@ -87,7 +87,7 @@ def part(name, count, **options):
 
 def plain():
     device = PLAYED.devices[0]  # noqa: F821
-    device.lag = 20.0  # two steps and a bit
+    device.lag = 20.0  # a little more than two steps
     part("usual", 12)
     part("closure", 3, closure=True)
     PLAYED.capturing = True  # noqa: F821

@@ -40,7 +40,7 @@ def train(how, model, tell):
 
 
 def run(name, how, model, kill_at):
-    """In a child; killed from here once it has told of `kill_at` calls, or left to its end."""
+    """Run in a child; kill it after it has reported `kill_at` calls, or wait for its end."""
     read, write = os.pipe()
     sys.stdout.flush()
     pid = os.fork()

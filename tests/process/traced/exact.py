@@ -1,4 +1,4 @@
-"""Trains with dropout, batch norm and shuffled batches; prints every loss to the last bit, and what is left."""
+"""Trains with dropout, batch norm and shuffled batches; prints all losses bit for bit, and the final state."""
 
 import hashlib
 import json

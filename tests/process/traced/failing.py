@@ -1,4 +1,4 @@
-"""Exceptions in all the places that are traced; prints the tracebacks, and ends by one that nobody catches."""
+"""Exceptions in all places that are traced; prints the tracebacks, and ends with an uncaught one."""
 
 import traceback
 

@@ -95,7 +95,7 @@ class OverGraphs(nn.Linear):
 
 
 class Listed(nn.DataParallel):
-    """Takes a list of objects and deals them out."""
+    """Takes a list of objects and distributes them."""
 
     def forward(self, graphs):
         if not self.device_ids:

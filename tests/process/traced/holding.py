@@ -1,4 +1,4 @@
-"""What the memory holds, added up by the script itself from shapes: tied weights, buffers, Adam's two moments."""
+"""Adds up its own memory from shapes: tied weights, buffers, Adam's two moments."""
 
 import json
 

@@ -1,6 +1,6 @@
 """Interrupts the tracer before each line of its code, as a signal may, and checks that the training is not affected.
 
-The argument says what comes in: a signal handler that calls another model, or one that raises, as Ctrl-C does.
+The argument selects the signal handler: it calls another model, or raises, as for Ctrl-C.
 """
 
 import json
@@ -21,7 +21,7 @@ class Other(nn.Linear):
 
 
 def training(wrap):
-    """A function that does one step and returns its loss; the same numbers each time."""
+    """Return a function that runs a step and returns its loss, with the same numbers each time."""
     torch.manual_seed(1)
     model = wrap(nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -49,7 +49,7 @@ def by_hand(model):
 
 
 class AtLine:
-    """Acts before the first line of ours that is not in `done`, where lines are told apart by who calls them too."""
+    """Acts before the first line of dpmon that is not in `done`; a line counts separately for each caller."""
 
     def __init__(self, done, act):
         self.done = done
@@ -78,7 +78,7 @@ def interrupts():
 
 
 def everywhere(wrap, act):
-    """How many lines there were, and what went wrong at which of them."""
+    """Return the number of lines, and the problems at some of them."""
     step, undisturbed = training(wrap), training(wrap)
     problems, done, raised = [], set(), act is interrupts
     while True:

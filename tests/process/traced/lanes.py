@@ -1,6 +1,6 @@
-"""Calls over virtual replicas, the same ones again and again, and what comes between them; prints what came of each.
+"""Repeated calls over virtual replicas, with changes between them; prints their results.
 
-The models are DataParallels if the first word is "wrapped", else bare.
+The models are DataParallels if the first argument is "wrapped", else bare.
 """
 
 import json
@@ -75,7 +75,7 @@ told["seen by them"] = sum(rows for rows, _ in seen)
 
 class Again(Net):
     def forward(self, x, within=False):
-        if within:  # what this returns, DataParallel would change
+        if within:  # DataParallel would change this result
             return {"name": "within", "out": super().forward(x)}
         return self(torch.cat([x, x]), within=True)["out"][: len(x)]
 
@@ -100,7 +100,7 @@ told["after it"] = train(failing, 3)
 stopped = made("Stopped")
 train(stopped, 4)
 if WRAPPED:
-    # In the training thread, and no error: torch hands on to the script only what is an Exception.
+    # In the training thread, and not an Exception: torch passes only an Exception on to the script.
     original = nn.DataParallel.gather
 
     def interrupted(self, outputs, output_device):

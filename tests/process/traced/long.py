@@ -1,4 +1,4 @@
-"""Ten thousands of calls, with shapes that change and shapes that stay, so that the ring goes round; what is kept."""
+"""Tens of thousands of calls with changing and constant shapes, so that the ring wraps around; objects kept alive."""
 
 import gc
 import json
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 READ = Path(__file__).parent.parent / "read"
-"""The number of the last call that the reader has."""
+"""The last call that the reader has read."""
 
 
 class Model(nn.Linear):
@@ -18,7 +18,7 @@ class Model(nn.Linear):
 
 
 def freed(make, **tensors):
-    """Whether a model, what it was given and what it gave are gone when the script lets go of them."""
+    """Return whether a model, its inputs and its outputs are freed when the script drops them."""
     model = make()
     inputs = {name: torch.randn(size) for name, size in tensors.items()}
     for _ in range(3):

@@ -1,6 +1,6 @@
-"""Training loops of many shapes, each in a forked child, which is a process of its own to the tracer.
+"""Training loops of many shapes, each in a forked child, which the tracer records as a separate process.
 
-Prints the children's process ids and what each returned, as JSON.
+Prints process ids and results of the children as JSON.
 """
 
 import atexit
@@ -15,7 +15,7 @@ import traceback
 import warnings
 
 import torch
-import torch._dynamo  # the first optimizer of a process would import it, for a second
+import torch._dynamo  # the first optimizer of a process imports it, which takes a second
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -93,7 +93,7 @@ def forward_only():
 
 @loop
 def gan():
-    """Two models and two optimizers a batch: three calls of the critic, one of the maker used twice."""
+    """Two models and two optimizers per batch: three calls of the critic, one of the generator used twice."""
     maker, critic = Net(4, 4), Critic()
     one, two = sgd(critic), sgd(maker)
     for x, _ in loader():
@@ -147,7 +147,7 @@ def critic_steps_more_often():
 
 @loop
 def accumulation():
-    """An optimizer's step for every second batch."""
+    """The optimizer steps in every second batch."""
     model = Net()
     optimizer = sgd(model)
     for number, (x, y) in enumerate(loader(rows=60, batch=10)):
@@ -307,7 +307,7 @@ def accumulation_without_a_loader():
 
 
 class Thrice(Net):
-    """Calls three networks that are data parallel themselves."""
+    """Calls three data-parallel networks."""
 
     def __init__(self):
         super().__init__()
@@ -366,7 +366,7 @@ def calls_only():
 
 @loop
 def closure():
-    """LBFGS calls the model as often as it likes, in the middle of its step."""
+    """LBFGS calls the model in its step, any number of times."""
     model = Net()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
     x, y = torch.randn(12, 4), torch.randn(12, 1)
@@ -387,7 +387,7 @@ def closure():
 
 @loop
 def optimizers_that_raise():
-    """No loader; the first optimizer raises in its second step, another one in its first, which is not tried again."""
+    """No loader; the first optimizer raises in its second step, another one in its first and only step."""
 
     class Stops(torch.optim.SGD):
         fails = False
@@ -412,7 +412,7 @@ def optimizers_that_raise():
 
 @loop
 def optimizers_within_each_other():
-    """No loader; one that steps another one, which raises once."""
+    """No loader; one optimizer steps another one, which raises once."""
 
     class Outer(torch.optim.SGD):
         def step(self, closure=None):
@@ -480,7 +480,7 @@ def left_early():
 
 @loop
 def checkpoints():
-    """What is computed again in the backward pass is not called again."""
+    """Recomputation in the backward pass is not a call."""
     x = torch.randn(6, 4)
 
     class Deep(nn.Module):
@@ -524,7 +524,7 @@ def a_second_optimizer():
 
 
 class Later(nn.Module):
-    """No relative of Net's."""
+    """A class unrelated to Net."""
 
     def __init__(self):
         super().__init__()
@@ -536,7 +536,7 @@ class Later(nn.Module):
 
 @loop
 def another_model_later():
-    """When the first has been at it for long, and is not called any more."""
+    """It trains after many steps of the first one, which is no longer called."""
     for model in (Net(), Later()):
         for x, y in loader(rows=400, batch=10):
             learn(model, sgd(model), x, y)
@@ -778,7 +778,7 @@ def trains_in_a_thread():
 
 @loop
 def a_thread_beside_it():
-    """Evaluates a model of its own, over and over, while the training goes on."""
+    """A thread evaluates another model repeatedly during the training."""
     import threading
 
     over, started = threading.Event(), threading.Event()
@@ -858,7 +858,7 @@ def failing_parts():
 
 
 class Rows(torch.utils.data.Dataset):
-    """Runs a model of its own for every row, as those do that embed what they read."""
+    """Runs its own model for every row, like a dataset that computes embeddings."""
 
     def __init__(self):
         self.embed = nn.Linear(4, 4)
@@ -969,7 +969,7 @@ def by_hand():
 
 
 def end():
-    """End as Python does, but without tidying up all of torch, which takes a second."""
+    """End as Python does, but without cleaning up torch, which takes a second."""
     atexit._run_exitfuncs()
     os._exit(0)
 

@@ -1,4 +1,4 @@
-"""A model that is called on one device, and then on another; how many calls there were on each is printed."""
+"""Calls a model on one device, then on another; prints the number of calls on each."""
 
 import json
 
@@ -30,7 +30,7 @@ model(torch.empty(3, 4, device="meta"))
 model.to_empty(device="cpu")
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
 train(100)
-# CUDA comes up, as it does when a model is first moved there; here the only other device is "meta".
+# Initialise CUDA, as when a model is first moved there; here the only other device is "meta".
 for call, _ in torch.cuda._queued_calls:
     call()
 torch.cuda.is_initialized = lambda: True

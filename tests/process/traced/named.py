@@ -1,4 +1,4 @@
-"""Has a name of a megabyte wherever the script's names get into records."""
+"""Uses names of a megabyte wherever names of the script get into records."""
 
 import sys
 

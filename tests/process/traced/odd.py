@@ -1,4 +1,4 @@
-"""Models, tensors and exceptions that nobody reckons with; prints what came of each, as JSON."""
+"""Unusual models, tensors and exceptions; prints their results as JSON."""
 
 import inspect
 import json
@@ -22,7 +22,7 @@ def shape(value):
 
 
 def both(kind, *args):
-    """Shapes that a model of a kind gives, bare and wrapped."""
+    """Return the shapes of the results of a model, bare and wrapped."""
     return [shape(kind(2, 2)(x, *args)), shape(nn.DataParallel(kind(2, 2))(x, *args))]
 
 

@@ -1,7 +1,7 @@
-"""Training loops as people write them, each in a forked child, which is a process of its own to the tracer.
+"""Typical training loops, each in a forked child, which the tracer records as a separate process.
 
-With the argument "toggle" every loop asks for dp before its second step and for single before its fourth, as somebody
-at the screen would. Prints the children's process ids, how each ended and what it computed, as JSON.
+With the argument "toggle", every loop requests dp before its second step and single before its fourth, as a user of the
+screen could. Prints process ids, statuses and results of the children as JSON.
 """
 
 import atexit
@@ -17,7 +17,7 @@ import threading
 import warnings
 
 import torch
-import torch._dynamo  # the first optimizer of a process would import it, for a second
+import torch._dynamo  # the first optimizer of a process imports it, which takes a second
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -46,7 +46,7 @@ class Critic(Net):
 
 
 class Raw(nn.Module):
-    """Parameters and no parts: if its forward is called past `__call__`, no module is called at all."""
+    """A module with parameters but no submodules: if its forward is called directly, no module is called."""
 
     def __init__(self):
         super().__init__()
@@ -83,7 +83,7 @@ def before_step(number):
 
 
 def ask(mode):
-    """Request a mode of this very process, as a screen would, by the bytes of its ring."""
+    """Request a mode of this process, as a screen does, by writing to its ring."""
     for name in os.listdir(os.environ["DPMON_RUN"]):
         if not name.endswith(".ring"):
             continue
@@ -121,7 +121,7 @@ def mixed_precision():
 
 @loop
 def closures():
-    """LBFGS, a closure a batch."""
+    """LBFGS, one closure per batch."""
     model = Net()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
     times = []
@@ -191,7 +191,7 @@ def no_loader_no_end():
 
 @loop
 def two_loaders():
-    """The second is begun again whenever it is at its end."""
+    """The second one starts again at its end."""
     model = Net()
     optimizer = sgd(model)
     second = iter(loader(rows=40, batch=20))
@@ -213,7 +213,7 @@ def two_loaders():
 
 @loop
 def no_optimizer():
-    """Gradients and a loader; the weights are moved by hand."""
+    """Gradients and a loader; the script changes the weights itself."""
     model = Net()
     found = []
     for number, (x, y) in enumerate(loader()):
@@ -273,7 +273,7 @@ def look(model, x):
 
 @loop
 def evaluation_within_a_step():
-    """Every second batch is followed by a look at a hundred held-out rows, from no loader."""
+    """After every second batch, it evaluates 100 held-out rows without a loader."""
     model, held_out = Net(), torch.randn(100, 4)
     optimizer = sgd(model)
     found = []
@@ -287,7 +287,7 @@ def evaluation_within_a_step():
 
 @loop
 def evaluation_without_a_loader():
-    """Three steps, five looks, three steps."""
+    """Three steps, five calls of an evaluation, and this twice."""
     model, x, y = Net(), torch.randn(12, 4), torch.randn(12, 1)
     optimizer = sgd(model)
     found = []
@@ -416,7 +416,7 @@ def another_stdout():
 
 @loop
 def everything_swallowed():
-    """Whatever goes wrong in a batch, the loop goes on; three things do."""
+    """The loop goes on after any error in a batch; there are three."""
 
     class Fails(Net):
         def forward(self, x):
@@ -472,7 +472,7 @@ def whole(model):
 
 @loop
 def saved_and_copied():
-    """The whole model, wrapped or not, is saved and copied in the middle of its training and after it."""
+    """The model, wrapped or not, is saved and copied during its training and after it."""
     found = []
     for model in (nn.DataParallel(Net()), Critic()):
         optimizer = sgd(model)
@@ -493,7 +493,7 @@ def saved_and_copied():
 
 @loop
 def devices_hidden_late():
-    """CUDA_VISIBLE_DEVICES counts if it is set before the first question about devices, and nobody asked before."""
+    """CUDA_VISIBLE_DEVICES works if it is set before the first query of devices, and dpmon makes none before."""
     asked = []
     count = torch._C._cuda_getDeviceCount if hasattr(torch._C, "_cuda_getDeviceCount") else None
     if count is not None:
@@ -506,7 +506,7 @@ def devices_hidden_late():
 
 
 def end():
-    """End as Python does, but without tidying up all of torch, which takes a second."""
+    """End as Python does, but without cleaning up torch, which takes a second."""
     atexit._run_exitfuncs()
     os._exit(0)
 

@@ -1,7 +1,7 @@
-"""Compiled models, each trained in a forked child for as long as it takes the tracer to look for roots several times.
+"""Compiled models, each trained in a forked child until the tracer has searched for roots several times.
 
-Prints, by the way of compiling, what torch._dynamo counted and what was computed. With the argument "toggle" dp is
-asked for on the way, and single again.
+Prints, by way of compiling, the counts of torch._dynamo and the results. With the argument "toggle", dp and then
+single are requested meanwhile.
 """
 
 import gc
@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 
 class Later(nn.Module):
-    """A root that appears when the others are compiled, and begins a new look at all calls."""
+    """A root that appears when the others are compiled, and starts a new search in all calls."""
 
     def __init__(self):
         super().__init__()
@@ -119,7 +119,7 @@ def a_wrapper():
 
 @way
 def with_a_break():
-    """The script's own graph break stays one."""
+    """A graph break of the script remains one."""
 
     class Prints(Net):
         def forward(self, x):

@@ -25,7 +25,7 @@ class ReturnsScalar(Plain):
 
 
 class ReturnsPairs(Plain):
-    """A row for every two of the batch."""
+    """Returns a row for every two rows of the batch."""
 
     def forward(self, x):
         return self.layer(x).view(-1, 8)
@@ -55,7 +55,7 @@ class Spread(Plain):
 
 
 class Raises(Plain):
-    """Does not like to be a replica."""
+    """Raises in a replica."""
 
     def forward(self, x):
         if "_is_replica" in self.__dict__:

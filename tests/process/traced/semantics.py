@@ -274,7 +274,7 @@ def few_rows():
 
 
 class Uneven(nn.DataParallel):
-    """Balances by hand: one row for the first, the others for the second; collects without putting together."""
+    """Splits unevenly: one row for the first replica, the others for the second; gathers without concatenation."""
 
     def scatter(self, inputs, kwargs, device_ids):
         self.scattered = [list(device_ids), getattr(self, "scattered", 0)]
@@ -345,7 +345,7 @@ def looks():
 
 @check
 def saved():
-    """Written where it was traced, read where there is no dpmon."""
+    """Saved under the tracer, loaded without dpmon."""
     path = sys.argv[1]
     if not os.path.exists(path):
         model = nn.DataParallel(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
@@ -375,7 +375,7 @@ inside, go_on = threading.Event(), threading.Event()
 
 @check
 def copied_by_a_thread_meanwhile():
-    """As asynchronous checkpoints and averages of weights are made."""
+    """As for asynchronous checkpoints and averages of weights."""
     model, told = nn.DataParallel(Waits()), []
 
     def copies():

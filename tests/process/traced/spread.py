@@ -1,4 +1,4 @@
-"""Models whose parts lie on two devices; `meta`, which has shapes and no data, stands for the second."""
+"""Models with parts on two devices; `meta`, which has shapes but no data, is the second."""
 
 import contextlib
 import copy
@@ -23,7 +23,7 @@ class Toy(nn.Module):
 
 
 class Nested(nn.Module):
-    """A part that is itself spread is taken apart; the last part runs twice, on what the others made."""
+    """A part that is itself spread is divided; the last part runs twice, on outputs of the others."""
 
     def __init__(self):
         super().__init__()
@@ -41,7 +41,7 @@ class Breaks(Toy):
 
 
 class Back(nn.Module):
-    """To and fro, more often than is listed."""
+    """Goes back and forth more often than stages are listed."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +55,7 @@ class Back(nn.Module):
 
 
 class Tries(Breaks):
-    """Goes on without what has raised; the script calls it while it handles an exception itself."""
+    """Goes on without a part that raised; the script calls it while it handles another exception."""
 
     def forward(self, x):
         for wrong in (self.net2, self.net1):

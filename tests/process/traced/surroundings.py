@@ -1,4 +1,4 @@
-"""Small pieces of what scripts do to their own process; each prints its result."""
+"""Small pieces of code that change their own process; each prints its result."""
 
 import atexit
 import builtins

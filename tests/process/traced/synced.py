@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 
 
 class Counted:
-    """A model, and what its hooks have counted."""
+    """A model, and the counts of its hooks."""
 
     def __init__(self, model, **options):
         self.synced = 0
@@ -59,7 +59,7 @@ class Branches(nn.Module):
 
 
 class Outer(nn.Module):
-    """A model with a part that is averaged."""
+    """A model with a wrapped part."""
 
     def __init__(self):
         super().__init__()
@@ -167,7 +167,7 @@ class Slow(torch.autograd.Function):
 
 
 def step_of(found, optimizers, counted, loss_of):
-    """A step whose gradients are those of these models, and what is true of it."""
+    """Run a step with gradients of these models; return the true figures of it."""
     for optimizer in optimizers:
         optimizer.zero_grad()
     before = sum(one.synced for one in counted)
@@ -183,7 +183,7 @@ def step_of(found, optimizers, counted, loss_of):
 
 
 def chained(found):
-    """Two wrapped models, and much to compute between their gradients."""
+    """Two wrapped models, with much computation between their gradients."""
     encoder, decoder = Counted(layers()), Counted(layers())
     both = torch.optim.SGD([*encoder.model.parameters(), *decoder.model.parameters()], lr=0.01)
     for _ in range(STEPS):

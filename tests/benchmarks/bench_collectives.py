@@ -30,7 +30,7 @@ BUDGET = 0.005
 
 
 def model_of(form: str, layers: int, width: int) -> Any:
-    """A network, wrapped; about as many collectives a step as layers."""
+    """Return a wrapped network, with about one collective per step and layer."""
     import torch
     from torch import distributed, nn
     from torch.distributed.fsdp import fully_shard
@@ -46,7 +46,7 @@ def model_of(form: str, layers: int, width: int) -> Any:
 
 
 def rank(number: int, where: str, forced: bool, options: argparse.Namespace) -> None:
-    """One rank: times of its steps, and what the tracer says of its samples."""
+    """Run one rank; return the times of its steps, and facts of the tracer about its samples."""
     import torch
     from torch import distributed
     from torch.utils.data import DataLoader
@@ -85,7 +85,7 @@ def rank(number: int, where: str, forced: bool, options: argparse.Namespace) -> 
 
 
 def measure(form: str, forced: bool, options: argparse.Namespace) -> dict[str, Any]:
-    """What rank 0 of two ranks found."""
+    """Run two ranks; return the results of rank 0."""
     with tempfile.TemporaryDirectory() as run:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("DPMON_")}
         environment |= {
@@ -107,7 +107,7 @@ def measure(form: str, forced: bool, options: argparse.Namespace) -> dict[str, A
 
 
 def report(form: str, options: argparse.Namespace) -> bool:
-    """Measure one form and print it; whether it keeps the budget."""
+    """Measure one form and print it; return whether it keeps the budget."""
     costs, controls, steps, own, shares, distances = [], [], [], [], [], []
     for _ in range(options.rounds):
         forced = measure(form, True, options)

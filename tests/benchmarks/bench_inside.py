@@ -2,20 +2,18 @@
 
     python tests/benchmarks/bench_inside.py [--cases usual calls deep dp2 dp8] [--blocks 400] [--steps 32]
 
-bench_tracer.py compares processes, which differ by more than the tracer costs: where memory happens to lie, what the
-machine does meanwhile. Here the same loop over the same tensors runs with and without, block by block, so that a cost
-of some microseconds is told apart from nothing within a minute, on a busy machine too: it is processor time of the
-training thread that is compared (replicas run in threads, which wait for each other and for the processor). A/A is the
-same comparison between two halves of the blocks without. What it does not see is what stays when the patches are out:
-the import, and memory.
+bench_tracer.py compares processes, which differ by more than the cost of the tracer, for example by the layout of
+memory. Here the same loop over the same tensors runs with and without the patches, block by block, so that a cost of
+some microseconds shows within a minute, even on a busy machine. The processor time of the training thread is compared
+(replicas run in threads, which wait for each other and for the processor). A/A is the same comparison between two
+halves of the blocks without. Costs that remain without the patches are not measured: the import, and memory.
 
-The budget is a figure for one machine. The yardstick tells how this one compares: the bare step of the first case,
-which took YARDSTICK_US there, is measured beside every case; the cost is printed as measured, and divided by that. What
-the tracer takes for a short step is as much longer here.
+The budget is a figure for one machine. As a yardstick, the bare step of the first case, which took YARDSTICK_US there,
+is measured beside every case. The cost is printed as measured, and scaled by the yardstick.
 
 The cases `gpu` and `gpu2` copy each batch to a GPU, and train there; the second over two GPUs, under DataParallel. The
-case `ddp` is the case `deep` under DistributedDataParallel, in a group of one: what both cost more than each other is
-what synchronised passes cost.
+case `ddp` is the case `deep` under DistributedDataParallel, in a group of one: the difference between the two is the
+cost of synchronised passes.
 """
 
 from __future__ import annotations
@@ -71,7 +69,7 @@ CASES = {
 
 
 class Patches:
-    """Everything that the tracer has put into torch, to be taken out and put back."""
+    """All patches of the tracer in torch, which can be removed and put back."""
 
     def __init__(self, kinds: tuple[type, ...]) -> None:
         import torch
@@ -96,7 +94,7 @@ class Patches:
         self._with_hooks: list[dict[Any, Any]] = []
 
     def taken_out(self) -> int:
-        """Take them out; how many there were."""
+        """Remove the patches; return their number."""
         self._with_hooks = [dict(hooks) for hooks in self._hooks]
         for hooks in self._hooks:
             hooks.clear()
@@ -114,12 +112,12 @@ class Patches:
         return len(self._with)
 
     def take_all_out(self) -> None:
-        """As `taken_out`, for the first time: SystemExit if they are not there."""
+        """Remove the patches for the first time; SystemExit if there are none."""
         if self.taken_out() < 10:
             raise SystemExit("the tracer has not put itself in: this would measure nothing")
 
     def put_back(self) -> None:
-        """As it was before they were taken out."""
+        """Put the patches back."""
         for owner, name, value in self._with:
             setattr(owner, name, value)
         for hooks, kept in zip(self._hooks, self._with_hooks, strict=True):
@@ -152,7 +150,7 @@ class Loop:
         self.calls = calls
 
     def run(self, forward: Any, steps: int) -> float:
-        """The median step, in microseconds of this thread's processor time."""
+        """Return the median step, in microseconds of this thread's processor time."""
         from torch.utils.data import DataLoader
 
         processor = time.thread_time_ns
@@ -191,7 +189,7 @@ def installed(case: str) -> tuple[Patches, Loop, Any]:
 
 
 def traced_run(case: str, run: str, command: list[str]) -> str:
-    """What a command prints that traces a case into the directory `run`; it must have recorded something."""
+    """Return the output of a command that traces a case into the directory `run`; check that it has recorded."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("DPMON_")}
     environment |= {"OMP_NUM_THREADS": "1", "DPMON_RUN": run, "DPMON_START_NS": "0", "DPMON_MODE": "auto"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
@@ -204,7 +202,7 @@ def traced_run(case: str, run: str, command: list[str]) -> str:
 
 
 def child(case: str, blocks: int, steps: int) -> dict[str, list[float]]:
-    """Run one case in this process; the medians of its blocks, and of those of the yardstick."""
+    """Run one case in this process; return the medians of its blocks, and of those of the yardstick."""
     patches, loop, alone = installed(case)
     bare = Loop(1, 1)
     patches.take_all_out()
@@ -214,7 +212,7 @@ def child(case: str, blocks: int, steps: int) -> dict[str, list[float]]:
 
     def with_patches() -> None:
         patches.put_back()
-        loop.run(loop.model, SETTLE_STEPS)  # what a change of patches costs the first steps is not the tracer's
+        loop.run(loop.model, SETTLE_STEPS)  # the first steps after a change of patches do not count
         found["with"].append(loop.run(loop.model, steps))
         patches.taken_out()
 
@@ -234,20 +232,20 @@ def child(case: str, blocks: int, steps: int) -> dict[str, list[float]]:
 
 
 def middle(values: list[float]) -> tuple[float, float]:
-    """The median and its standard error, from the quartiles."""
+    """Return the median and its standard error, from the quartiles."""
     values = sorted(values)
     count = len(values)
     return statistics.median(values), 1.25 * (values[3 * count // 4] - values[count // 4]) / 1.35 / count**0.5
 
 
 def measure(case: str, blocks: int, steps: int) -> None:
-    """One case in a process of its own; prints its line."""
+    """Measure one case in a separate process; print its line."""
     with tempfile.TemporaryDirectory() as run:
         command = [sys.executable, __file__, "--child", case, "--blocks", str(blocks), "--steps", str(steps)]
         found = json.loads(traced_run(case, run, command))
     without = found["without"]
     base = statistics.median(without)
-    # The machine's speed changes while this runs: blocks beside each other are compared, as ratios.
+    # The speed of the machine varies, so ratios of adjacent blocks are compared.
     cost, error = (base * x for x in middle([a / b - 1 for a, b in zip(found["with"], without, strict=True)]))
     noise, noise_error = (
         base * x for x in middle([a / b - 1 for a, b in zip(without[::2], without[1::2], strict=False)])

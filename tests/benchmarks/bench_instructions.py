@@ -28,7 +28,7 @@ SETTLE_STEPS = 64
 
 
 def control(*command: str) -> None:
-    """Tell the callgrind around this process."""
+    """Send a command to the callgrind that runs this process."""
     done = subprocess.run(["callgrind_control", *command, str(os.getpid())], capture_output=True, text=True)
     if "OK" not in done.stdout:
         raise SystemExit(f"callgrind_control: {done.stdout or done.stderr}")
@@ -58,7 +58,7 @@ def child(case: str, steps: int) -> None:
 
 
 def measure(case: str, steps: int) -> None:
-    """One case in a process of its own; prints its line."""
+    """Measure one case in a separate process; print its line."""
     with tempfile.TemporaryDirectory() as run:
         command = [
             "env",

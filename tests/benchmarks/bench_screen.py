@@ -1,4 +1,4 @@
-"""What the screen costs, and how soon it answers: on generated records, in a real terminal (a pty) of 120x40.
+"""The cost of the screen and its response times, with generated records, in a real terminal (a pty) of 120x40.
 
     python tests/benchmarks/bench_screen.py [--seconds 20] [--rounds 20] [--only cost,quiet,keys,memory,picture,attach]
 
@@ -105,7 +105,7 @@ while training.steps < int(sys.argv[3]):
 
 
 class Generated:
-    """A run whose ring, device samples and output this process writes, at a rate."""
+    """A run with ring, device samples and output written by this process at a given rate."""
 
     def __init__(self, directory: Path, steps_per_s: float, lines_per_s: float, ranks: int = 1) -> None:
         self.directory = directory
@@ -160,7 +160,7 @@ class Generated:
             self.drain.close()
 
     def end(self) -> None:
-        """Nothing more comes; the exit is recorded."""
+        """Stop writing, and record the exit."""
         self.__exit__()
         now = time.monotonic_ns()
         how = {"status": 0, "signal": None, "ended_unix": time.time(), "end_ns": now, "by": "supervisor"}
@@ -194,7 +194,7 @@ class Generated:
 
 
 class Shown:
-    """The screen in a pty; what it writes is counted."""
+    """The screen in a pty, which counts the bytes that it writes."""
 
     def __init__(self, directory: Path, refresh: float) -> None:
         self.master, slave = pty.openpty()
@@ -208,14 +208,14 @@ class Shown:
         self.seen = bytearray()
 
     def pump(self, seconds: float) -> None:
-        """Take in what is written, for so long."""
+        """Read the output for `seconds`."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             if select.select([self.master], [], [], left)[0]:
                 self.seen += os.read(self.master, 1 << 16)
 
     def until(self, text: bytes, start: int = 0, limit: float = 30.0) -> float:
-        """How long it takes until `text` is written; in s."""
+        """Wait until `text` is written; return the time, s."""
         began = time.monotonic()
         while text not in self.seen[start:]:
             if time.monotonic() - began > limit:
@@ -229,12 +229,12 @@ class Shown:
         os.write(self.master, key)
 
     def processor(self) -> float:
-        """Seconds of processor time so far."""
+        """Return the processor time so far, s."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_bytes().rpartition(b")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
-        """Let it go."""
+        """End the screen."""
         self.process.send_signal(signal.SIGTERM)
         with contextlib.suppress(OSError):
             while self.process.poll() is None:
@@ -246,7 +246,7 @@ class Shown:
 
 @contextlib.contextmanager
 def screen(refresh: float, steps: float = 100, lines: float = 2, ranks: int = 1) -> Iterator[tuple[Generated, Shown]]:
-    """A run and the screen on it, both on their way."""
+    """Start a run and its screen."""
     with tempfile.TemporaryDirectory() as place, Generated(Path(place), steps, lines, ranks) as run:
         shown = Shown(run.directory, refresh)
         try:
@@ -362,7 +362,7 @@ def attach(rounds: int) -> None:
 
 
 def main() -> None:
-    """Take the measurements that were asked for."""
+    """Run the chosen measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--rounds", type=int, default=20)

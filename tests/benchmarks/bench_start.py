@@ -3,8 +3,7 @@
     python tests/benchmarks/bench_start.py [--rounds 15]
 
 Each round runs all ways in random order; "alone" runs twice, and the difference between its two results is the noise.
-On a machine that others use too only processor time says something ("its processor"), and how many times as long as a
-bare Python ("alone") the rest took.
+On a shared machine, only processor time ("its processor") and ratios to a bare Python ("alone") are meaningful.
 Median and 95th percentile over the rounds, in ms; as measured, and scaled to the reference (yardstick.py).
 """
 
@@ -30,7 +29,7 @@ _SCRIPT = "import time; print(time.monotonic_ns(), flush=True)"
 
 
 def first_line(dpmon: Dpmon, words: list[str]) -> tuple[float, float]:
-    """Until the script's first line and until the end, in ms."""
+    """Return the times until the script's first line and until the end, ms."""
     began = time.monotonic_ns()
     done = subprocess.run(
         words, cwd=dpmon.cwd, env=dpmon.environment(), stdin=subprocess.DEVNULL, capture_output=True, check=True
@@ -40,7 +39,7 @@ def first_line(dpmon: Dpmon, words: list[str]) -> tuple[float, float]:
 
 
 def first_picture(dpmon: Dpmon, spent: list[float] | None = None) -> float:
-    """Until the screen has drawn a panel, in ms; to `spent` the processor time of its process until then."""
+    """Return the time until the screen has drawn a panel, ms; append its processor time until then to `spent`."""
     began = time.monotonic_ns()
     terminal = Terminal(dpmon, "wait.py", TERM="xterm-256color")
     while b"Devices" not in terminal.take():

@@ -1,4 +1,4 @@
-"""What the store costs: the supervisor's share of a core, and the queries of a refresh of the screen.
+"""The cost of the store: the supervisor's share of a core, and the queries of a refresh of the screen.
 
     python tests/benchmarks/bench_store.py [--seconds 60] [--refreshes 15] [--only writing reading]
 
@@ -51,10 +51,10 @@ from dpmon.store.writer import History  # noqa: E402
 SECOND = 1_000_000_000
 DAY_S = 86_400
 LOOKS = 20
-"""Of the drain in a second, as the supervisor's."""
+"""Number of reads of the drain per second, as in the supervisor."""
 PER_SECOND = 10
 LIVE_S = 150
-"""Seconds of the day that are recorded before anything is asked."""
+"""Seconds of the day that are recorded before the first query."""
 WRITING = 3.0
 """Budget: per cent of a core, with the samplers."""
 READING = {1: 5.0, 64: 30.0}
@@ -63,7 +63,7 @@ SPANS = {"2 min": 120, "10 min": 600, "1 h": 3600, "24 h": DAY_S, "the whole run
 
 
 def info_of(directory: Path) -> RunInfo:
-    """A run that began when its clock did."""
+    """Return a run that began at clock 0."""
     own = {"supervisor_pid": os.getpid(), "supervisor_started": proc.started(os.getpid())}
     info = RunInfo("id", "bench", ("x.py",), "x.py", "/", None, 1e9, 0, proc.boot_id(), True, **own)
     save(directory, info)
@@ -74,7 +74,7 @@ def info_of(directory: Path) -> RunInfo:
 
 
 class Process:
-    """Writes calls and steps into a ring of its own."""
+    """Writes calls and steps into its own ring."""
 
     def __init__(self, directory: Path, number: int, ranks: int, replicas: int) -> None:
         rank = number if ranks > 1 else -1
@@ -109,7 +109,7 @@ class Process:
 
 
 def share(directory: Path, ranks: int, per_second: float, replicas: int, seconds: int) -> float:
-    """Per cent of a core that the drain takes."""
+    """Return the share of a core that the drain takes, per cent."""
     drain = Drain(directory, info_of(directory), print)
     processes = [Process(directory, number, ranks, replicas) for number in range(ranks)]
     took = 0.0
@@ -124,7 +124,7 @@ def share(directory: Path, ranks: int, per_second: float, replicas: int, seconds
         began = time.process_time()
         while drain.drain(until / 1e9):
             pass
-        if look >= LOOKS:  # its start is not what is measured
+        if look >= LOOKS:  # do not measure its start
             took += time.process_time() - began
     drain.close()
     return took / (seconds - 1) * 100
@@ -153,7 +153,7 @@ def writing(seconds: int) -> None:
 
 
 def minute(chance: random.Random) -> list[StepFacts]:
-    """A minute's steps of about a tenth of a second."""
+    """Return steps of about 0.1 s for a minute."""
     found = []
     for _ in range(60 * PER_SECOND):
         parts = {"data": 0.02, "forward": 0.45, "backward": 0.4, "optimizer": 0.1, "other": 0.03}
@@ -192,7 +192,7 @@ def a_day(directory: Path, ranks: int) -> None:
 
 
 class Live:
-    """A run of a day that goes on, second by second."""
+    """A live run after a day, recorded second by second."""
 
     def __init__(self, directory: Path, ranks: int) -> None:
         self.directory = directory
@@ -205,7 +205,7 @@ class Live:
             self.go_on()
 
     def go_on(self) -> None:
-        """Record a second more."""
+        """Record another second."""
         for part in range(PER_SECOND):
             start = self._second * SECOND + part * SECOND // PER_SECOND
             for process in self._processes:
@@ -214,7 +214,7 @@ class Live:
         self._drain.flush()
 
     def milliseconds(self, snapshots: Snapshots, wanted: Wanted, t_s: int | None = None) -> float:
-        """Processor time of taking its state."""
+        """Return the processor time of reading its state, ms."""
         began = time.process_time()
         with open_store(self.directory) as store:
             rows = StoreAt(store, None if t_s is None else t_s * SECOND)
@@ -225,7 +225,7 @@ class Live:
 
 
 class Busy:
-    """A run of an hour at a thousand steps a second, all of them recorded by a process and a drain; it goes on."""
+    """A live run after an hour with a thousand steps per second, all recorded by a process and a drain."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -236,7 +236,7 @@ class Busy:
             self.go_on()
 
     def go_on(self) -> None:
-        """Record a second more."""
+        """Record another second."""
         for part in range(1000):
             self._process.step(self._second * SECOND + part * SECOND // 1000, SECOND * 98 // 100 // 1000)
         self._second += 1

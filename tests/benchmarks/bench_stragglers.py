@@ -3,10 +3,10 @@
     python tests/benchmarks/bench_stragglers.py [--ranks 2 4 8] [--windows 30] [--work-ms 10]
 
 Ranks under DistributedDataParallel (tests/process/scripts/straggler.py) run under dpmon. In each window one rank is
-slow in one phase, another one each time: by 30 ms, or by 10 % of the step. In balanced windows nobody is slow, and any
-name is a false one. What the script says of itself is the truth; what dpmon recorded is judged as the screen does it.
+slow in one phase, another one each time: by 30 ms, or by 10 % of the step. In balanced windows no rank is slow, so any
+name is wrong. The script's own lines are the truth; the records of dpmon are judged in the same way as on the screen.
 
-`--work-ms`: what each rank sleeps in each phase. Ranks that compute all the time on fewer processors wait for
+`--work-ms`: how long each rank sleeps in each phase. Ranks that compute all the time on fewer processors wait for
 processors more than for each other: then 10 % of a step makes no rank slow.
 """
 
@@ -37,7 +37,7 @@ AMOUNTS = {"30 ms": ("--ms", 30), "10 % of the step": ("--share", 0.1), "nobody"
 
 
 def times_of(steps: list[Step], held: dict[int, int]) -> RankTimes:
-    """The mean times of one rank in a window; `held`: by step in which it was the slowest, by how much (ns)."""
+    """Return the mean times of one rank in a window; `held`: by how much (ns) it was the slowest, by step."""
     tally = Tally()
     for step in steps:
         phases = [step.phases.get(phase.name) for phase in PHASES]
@@ -52,7 +52,7 @@ def times_of(steps: list[Step], held: dict[int, int]) -> RankTimes:
 
 
 def judged(steps: list[Step], first: int) -> tuple[int | None, str | None] | None:
-    """The rank and phase that are named for the window that begins with a step; None: nobody."""
+    """Return the rank and phase that are named for the window beginning at a step, or None."""
     window = [step for step in steps if first <= step.step < first + WINDOW]
     waits: dict[int, list[int]] = {}
     for step in window:
@@ -67,7 +67,7 @@ def judged(steps: list[Step], first: int) -> tuple[int | None, str | None] | Non
 
 
 def run(dpmon: Dpmon, ranks: int, amount: str, options: argparse.Namespace) -> tuple[list[Step], dict[int, Any]]:
-    """The recorded steps of a run, and by step who was slow in what, as rank 0 said."""
+    """Return the recorded steps of a run, and by step the slow rank and phase according to rank 0."""
     steps = BALANCED + WINDOW * options.windows
     words = ("--ranks", ranks, "--steps", steps, "--balanced-steps", BALANCED, "--switch-every", WINDOW)
     words = (*words, "--work-ms", options.work_ms, "--phase", "data", *AMOUNTS[amount])

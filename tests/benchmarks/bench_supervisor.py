@@ -1,10 +1,10 @@
-"""What the supervisor costs: share of a core and memory while a process records at a given rate, and under a flood.
+"""The cost of the supervisor: share of a core and memory while a process records at a given rate, and under a flood.
 
     python tests/benchmarks/bench_supervisor.py [--seconds 20] [--rates 0,100,1000,10000,100000,max]
 
 Each rate is a run of its own: the real supervisor with its samplers, started by the real command line, over a process
-that writes calls of 8 replicas and steps in turn. Measured is the processor time that the kernel counts for the
-supervisor between two looks while the writer is busy; the records are counted afterwards: seen + dropped = sent.
+that writes calls of 8 replicas and steps alternately. The processor time of the supervisor is read from the kernel
+twice while the writer is busy. The records are counted afterwards: seen + dropped = sent.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _BUDGET = "budget: 3 % of a core at 1,000 records/s, 60 MB"
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time that a process has used, its threads included."""
+    """Return the processor time of a process with its threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
 def peak_mib(pid: int) -> float:
-    """The most memory that a process has had resident."""
+    """Return the largest resident memory of a process."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) / 1024
@@ -41,7 +41,7 @@ def peak_mib(pid: int) -> float:
 
 
 def measure(rate: float, seconds: float, state: Path) -> str:
-    """One run at `rate` records a second (0: none, inf: as fast as it goes); a line of figures."""
+    """Measure a run at `rate` records a second (0: none, inf: as fast as possible); return a line of figures."""
     dpmon = Dpmon(state, state)
     try:
         if rate == 0:
@@ -54,7 +54,7 @@ def measure(rate: float, seconds: float, state: Path) -> str:
         pid = info["supervisor_pid"]
         if rate:
             wait_for((dpmon.last() / "process-0.ring").exists)
-        time.sleep(1.5)  # its start is not what is measured
+        time.sleep(1.5)  # do not measure its start
         cpu, began, peak = cpu_seconds(pid), time.monotonic(), peak_mib(pid)
         while time.monotonic() - began < seconds and not (dpmon.last() / "exit.json").exists():
             time.sleep(0.05)
@@ -67,7 +67,7 @@ def measure(rate: float, seconds: float, state: Path) -> str:
 
 
 def counted(dpmon: Dpmon) -> str:
-    """Sent, seen and dropped of the last run; says so if they do not add up."""
+    """Return sent, seen and dropped of the last run, with a note if they do not add up."""
     import sqlite3
 
     sent = int((dpmon.last() / "output.log").read_text())

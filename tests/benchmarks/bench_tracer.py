@@ -68,7 +68,7 @@ def loop(steps: int, replicas: int, traced: bool, depth: int, calls: int) -> dic
 
 
 def network(depth: int) -> Any:
-    """A small network with so many pairs of layers inside."""
+    """Return a small network with `depth` pairs of layers inside."""
     from torch import nn
 
     layers = [layer for _ in range(depth) for layer in (nn.Linear(32, 32), nn.ReLU())]
@@ -96,7 +96,7 @@ def untraced_data_parallel(replicas: int) -> Callable[[Any, Any], Any]:
 
 
 def measure(variant: str, options: argparse.Namespace, replicas: int) -> dict[str, float]:
-    """One process: `with` the tracer or without it."""
+    """Measure in one process, with or without the tracer."""
     with tempfile.TemporaryDirectory() as run:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("DPMON_")}
         environment["OMP_NUM_THREADS"] = "1"
@@ -119,7 +119,7 @@ def measure(variant: str, options: argparse.Namespace, replicas: int) -> dict[st
 
 
 def compare(options: argparse.Namespace, replicas: int) -> bool:
-    """Measure one case and print it; whether it is within the budget."""
+    """Measure one case and print it; return whether it is within the budget."""
     rounds: list[dict[str, dict[str, float]]] = []
     for _ in range(options.rounds):
         variants = ["without", "without-again", "with"]

@@ -24,11 +24,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_IDLE, LIMIT_BUSY = 3.0, 6.0
 WARM_UP = 100
-"""Number of first steps that are not counted."""
+"""Number of first steps that do not count."""
 
 
 def measure(mode: str, steps: int) -> list[float]:
-    """The step times of one run in milliseconds, in order."""
+    """Return the step times of one run in order, ms."""
     with tempfile.TemporaryDirectory() as state:
         environment = os.environ | {"XDG_STATE_HOME": state}
         dpmon = [sys.executable, "-m", "dpmon"]

@@ -1,4 +1,4 @@
-"""Memory by torch's own allocator over devices of one GiB, an OOM that it finds itself, and which GPU is which."""
+"""Memory figures of torch's allocator on devices of 1 GiB, an OOM in it, and the identity of GPUs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_figures_of_the_allocator_are_recorded(tmp_path: Path, gpus: Simulated) 
     text = TRAINS + "\nprint(json.dumps(torch.cuda.memory_stats()))\n"
     run = traced(tmp_path, text, env=gpus.environment(2), mode="script")
     assert run.complaints == []
-    counters, one = run.events("memory")[-1].data["devices"]  # of cuda:1 nothing is used
+    counters, one = run.events("memory")[-1].data["devices"]  # cuda:1 is not used
     assert (counters["device"], counters["optimizer_bytes"]) == ("cpu", 8)  # Adam's steps
     weights = 4 * (1024 * 512 + 512)
     assert (one["device"], one["model_bytes"], one["gradients_bytes"]) == ("cuda:0", weights, weights)
@@ -78,12 +78,12 @@ def test_an_oom_is_recorded_with_the_memory_before_it(tmp_path: Path, gpus: Simu
     assert oom["free_bytes"] == GIB - oom["reserved_bytes"]
     (warning,) = run.complaints
     assert "cuda:0 is out of memory: 0.50 GiB were requested" in warning
-    assert "Tried to allocate 512.00 MiB" in said  # as torch has told the script
+    assert "Tried to allocate 512.00 MiB" in said  # as torch reported to the script
 
 
 @pytest.mark.parametrize("chosen", ["3,1", "GPU-00000000-0000-0000-0000-000000000003,1"])
 def test_gpus_are_identified_by_uuid_in_any_order(dpmon: Dpmon, tmp_path: Path, gpus: Simulated, chosen: str) -> None:
-    """CUDA numbers them the other way round than NVML does, and the command chooses two of them."""
+    """CUDA numbers GPUs in the reverse order of NVML, and the command chooses two of them."""
     fake = FakeNvml(tmp_path, nvml(tmp_path))
     fake.tell("gpus 4")
     script = dpmon.script(

@@ -1,4 +1,4 @@
-"""CUDA graphs: what can be captured without the tracer can be with it, and holds nothing of it."""
+"""CUDA graphs: captures work the same with and without the tracer, and contain nothing of it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def test_captures_are_the_same_as_without_dpmon(tmp_path: Path, gpus: Simulated,
     ours, counts = gpus.truth(), gpus.counts()
     assert run.said == without.said >= 1
     assert run.complaints == []
-    # A graph's launch takes what its parts take together: they are the same.
+    # The launch of a graph takes the sum of its parts, which are the same.
     assert [op.end - op.start for op in ours.of("graph")] == [op.end - op.start for op in theirs.of("graph")]
     recorded = [[op.name for op in one.of("event")].count("captured") for one in (ours, theirs)]
     assert recorded[0] == recorded[1]
-    if which != "thread":  # there a number hangs on how the threads meet
+    if which != "thread":  # there a number depends on the timing of threads
         assert {name: counts.get(name) for name in WAITING} == {name: waited.get(name) for name in WAITING}
     if which == "step":
         assert len(ours.of("graph")) == 20
@@ -41,7 +41,7 @@ def test_captures_are_the_same_as_without_dpmon(tmp_path: Path, gpus: Simulated,
 
 
 def test_a_question_would_end_a_capture(tmp_path: Path, gpus: Simulated) -> None:
-    """That of the script here: else the others would prove nothing."""
+    """A query by the script itself ends a capture; otherwise the other tests would prove nothing."""
     run = alone(tmp_path, TEXT, "asks", env=gpus.environment(1))
     assert run.status == 1
     assert "captur" in run.err

@@ -1,4 +1,4 @@
-"""Devices that fail: a fault that stays, memory that does not suffice for replicas."""
+"""Failing devices: a lasting fault, and too little memory for replicas."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_lasting_fault_reaches_the_script_and_is_reported_once(tmp_path: Path,
     without = alone(tmp_path, LOST, env=gpus.environment(1))
     run = traced(tmp_path, LOST, env=gpus.environment(1), mode="script")
     assert run.said == without.said == ["CUDA error: an illegal memory access was encountered"] * 10
-    # Of ours there is one complaint, and no time that nobody has measured.
+    # There is one warning of dpmon, and no device time that was not measured.
     assert len(run.complaints) == 1
     assert "illegal memory access" in run.complaints[0]
     assert run.unreadable == ()
@@ -69,7 +69,7 @@ print(torch.cuda.memory_allocated() >> 20)
 
 
 def test_replicas_that_run_out_of_memory(tmp_path: Path, gpus: Simulated) -> None:
-    """The module takes 64 MiB, and so do its gradients; for seven more of it there is no room."""
+    """The module takes 64 MiB, and so do its gradients; there is no room for seven more."""
     run = traced(tmp_path, LARGE, env=gpus.environment(1, memory_mib=400), replicas=8)
     assert run.status == 0, run.err
     assert {call.mode for call in run.calls()[-6:]} == {"single"}
@@ -80,4 +80,4 @@ def test_replicas_that_run_out_of_memory(tmp_path: Path, gpus: Simulated) -> Non
         in said
     )
     assert run.events("oom")
-    assert run.said < 260  # nothing of the replicas is left
+    assert run.said < 260  # nothing of the replicas remains

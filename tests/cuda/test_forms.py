@@ -1,4 +1,4 @@
-"""Ways to train on GPUs: each as it is without the tracer, with the devices' own time of every step and call."""
+"""Ways to train on GPUs: each has the same results as without the tracer, and device times of all steps and calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.simulated
 TEXT = (Path(__file__).parent / "scripts" / "forms.py").read_text()
 FORMS = ("amp", "stages", "moved", "elsewhere", "evaluated", "accumulate", "closure", "threads", "over some")
 LAST = 5
-"""The newest calls are compared: a model that was moved has been on its device for so long."""
+"""Number of newest calls that are compared; a moved model has been on its device for these."""
 
 
 def forwards(truth: Truth, device: int) -> list[float]:
@@ -35,8 +35,8 @@ def test_each_form_gives_the_same_as_without_dpmon(tmp_path: Path, gpus: Simulat
         assert ours.get(function, 0) == theirs.get(function, 0), function
     home = 1 if which in ("moved", "elsewhere") else 0
     trained = [step for step in run.steps() if step.device_ms and "backward" in step.device_ms]
-    assert len(trained) >= 11  # CUDA may come up within the first
-    # Which thread trains is known once one of them goes backward.
+    assert len(trained) >= 11  # CUDA may be initialised in the first one
+    # The training thread is known from the first backward pass on.
     assert {step.untimed for step in trained[3 if which == "threads" else 1 :]} == {None}
     calls = [call for call in run.calls() if which != "threads" or call.devices == ("cuda:0",)]
     if which == "stages":

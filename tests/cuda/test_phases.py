@@ -1,4 +1,4 @@
-"""Device time of every phase, by torch's own events, against what the simulated devices did."""
+"""Device times of all phases, from torch's events, compared with the trace of the simulated devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.simulated
 TEXT = (Path(__file__).parent / "scripts" / "phases.py").read_text()
 STEP = ("data", "forward", "backward", "optimizer")
 FIRST = 4
-"""Steps that are left out: CUDA is found to be up in the first, then everything is allocated."""
+"""First steps, which are left out: the tracer finds CUDA in the first, and memory is allocated."""
 STEPS = 14
 Bounds = list[tuple[int, int]]
 
@@ -26,7 +26,7 @@ def times(truth: Truth, label: str) -> list[int]:
 
 
 def stretches(truth: Truth, first: str, last: str = "") -> Bounds:
-    """From a mark to the next one of the other kind."""
+    """Return the times from each mark to the next one of the other kind."""
     begun, ended = (times(truth, one) for one in ((first, last) if last else (f"{first} <", f"{first} >")))
     return [(one, next(host for host in ended if host > one)) for one in begun if ended[-1] > one]
 
@@ -40,7 +40,7 @@ def calls_of(run: Traced, name: str) -> list[float | None]:
 
 
 def each(ours: Sequence[float | None], truth: Truth, bounds: Bounds, devices: Iterable[int]) -> None:
-    """Every one within 5 %, of those in which the devices were behind at both ends: the host may have been held up."""
+    """Check that each is within 5 %, if the devices had work left at both ends; else the host may have been delayed."""
     bounds = bounds[: len(ours)]
     assert len(ours) == len(bounds)
     devices = tuple(devices)
@@ -72,7 +72,7 @@ def check_steps(run: Traced, truth: Truth, count: int) -> None:
 
 
 def check_calls(run: Traced, truth: Truth, count: int) -> None:
-    """What is between two phases queues nothing."""
+    """Check calls; nothing is queued between two phases."""
     phases = {
         "scatter": ("forward <", "broadcast_coalesced <"),
         "replicate": ("broadcast_coalesced <", "broadcast_coalesced >"),
@@ -86,7 +86,7 @@ def check_calls(run: Traced, truth: Truth, count: int) -> None:
         each(ours, truth, stretches(truth, f"replica {index}"), (index,))
 
 
-# A kernel takes so many µs that the devices are the slow part by far: the host has no share in any of their times.
+# A kernel takes so long (µs) that the devices are much slower than the host, which has no part in their times.
 SLOW = {1: 800.0, 2: 1500.0, 4: 3000.0}
 
 
@@ -101,7 +101,7 @@ def test_one_slow_device(tmp_path: Path, gpus: Simulated, side: int) -> None:
         assert step.spans is not None
         assert [span.phase for span in step.spans] == ["data", "copy", "forward", "backward", "optimizer"]
     forwards = [one for one in steps_of(run, "forward") if one is not None]
-    assert median(forwards) == pytest.approx(6 * SLOW[1] / 1e3)  # a product a layer, and nothing of the host's
+    assert median(forwards) == pytest.approx(6 * SLOW[1] / 1e3)  # one product per layer, and no time of the host
 
 
 @pytest.mark.parametrize(("count", "side"), [(2, 0), (2, 1), (4, 0)])
@@ -131,9 +131,9 @@ def test_virtual_replicas_on_one_slow_device(tmp_path: Path, gpus: Simulated) ->
         whole, applied = call.phases, slice(4 * number, 4 * number + 4)
         forward = stretches(truth, "forward")[number]
         if not all(truth.behind(end, (0,)) for end in forward):
-            continue  # the host was held up
+            continue  # the host was delayed
         compared += 1
-        over = next(host for host in scattered if host > forward[0])  # gather's way back is a scatter, too
+        over = next(host for host in scattered if host > forward[0])  # the backward of gather is also a scatter
         for name, first, last in (
             ("scatter", forward[0], over),
             ("replicate", over, begun[applied][0]),
@@ -146,14 +146,16 @@ def test_virtual_replicas_on_one_slow_device(tmp_path: Path, gpus: Simulated) ->
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_devices_that_wait_for_the_host(tmp_path: Path, gpus: Simulated, count: int) -> None:
-    """What is between two events is the device's work and its idleness: nearly all is that here, so it is host time."""
+    """The time between two events includes idle time of the device, here nearly all, so it is the host's time."""
     run, truth = run_of(tmp_path, gpus, "dp" if count > 1 else "bare", count, 1.0, layers=40, mode="script")
     for phase in STEP[1:]:
         ours = [one for one in steps_of(run, phase)[FIRST:] if one is not None]
         assert len(ours) == STEPS - FIRST
         host = [step.phases[phase] / 1e6 for step in run.steps()][FIRST:]
-        # Of the same steps: a busy machine holds single ones up, between a clock and an event, too.
+        # Of the same steps, because a busy machine may delay a step, even between a clock reading and an event.
         apart = median(abs(mine - other) for mine, other in zip(ours, host, strict=True))
         assert apart <= 0.05 * median(host) + 0.2, (phase, ours, host)
         marked = [truth.spent_ms(*one, range(count)) for one in stretches(truth, phase)][FIRST:]
-        assert all(mine <= true + 0.1 for mine, true in zip(ours, marked, strict=True)), phase  # marks are outside
+        assert all(mine <= true + 0.1 for mine, true in zip(ours, marked, strict=True)), (
+            phase
+        )  # marks are outside of the times

@@ -1,4 +1,4 @@
-"""Steps so short that timing each on a GPU would cost too much: some are timed, and stand for all."""
+"""Steps are so short that timing all of them on a GPU would cost too much: some are timed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks with a GPU each: every one is a process of the run, and its devices' times are its own."""
+"""Ranks with a GPU each: each is a process of the run with its own device times."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if __name__ == "__main__":
 
 
 def test_each_rank_has_its_own_gpu(tmp_path: Path, gpus: Simulated) -> None:
-    """Its gradients are averaged by gloo: over the hosts, since NCCL is simulated within one process only."""
+    """gloo averages the gradients over the hosts, because NCCL is simulated only within a process."""
     run = traced(tmp_path, TEXT, env=gpus.environment(2, kernel_us=200), mode="script")
     expected = run.said
     assert run.complaints == []

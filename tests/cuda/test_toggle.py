@@ -1,4 +1,4 @@
-"""From data-parallel to single and back, over one, two and four simulated GPUs, in a training that runs."""
+"""From dp to single and back, over one, two and four simulated GPUs, in a live training."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_toggle_to_single_and_back_to_dp(
     for call in timed:
         assert all(phase.device_ms is not None for phase in call.phases.values())
         assert all(replica.device_ms is not None for replica in call.replicas)
-    # As the replicas themselves have it.
+    # According to the replicas themselves.
     by_size = {len(sizes): (sizes, on, found) for sizes, on, found in run.said}
     assert set(by_size) == {1, replicas}
     sizes, on, found = by_size[replicas]
@@ -75,7 +75,7 @@ def test_a_toggle_to_single_and_back_to_dp(
     assert found["shared"]
     assert found["others"]
     assert sum(one["calls"] for _, _, one in by_size.values()) == len(run.calls())
-    # Nothing has waited for a device: neither the training nor the changes of mode.
+    # Neither the training nor the changes of mode waited for a device.
     truth = gpus.truth()
     (first,), (last,) = ([host for name, host in truth.marks() if name == label] for label in ("settled", "over"))
     assert [op for op in truth.of("wait") if first < op.host < last] == []
@@ -114,7 +114,7 @@ print(sorted(seen))
     ],
 )
 def test_devices_that_are_not_available(tmp_path: Path, gpus: Simulated, devices: str, reason: str, form: str) -> None:
-    """It runs on one device then, and is not called so while it runs on those that it was written for."""
+    """It then runs on one device, but its mode is not single while it runs on its original devices."""
     run = traced(tmp_path, REFUSED, form, env=gpus.environment(2), devices=devices)
     assert run.out.splitlines()[-1:] == ["[(8, 0)]"], run.err
     assert {(call.mode, call.devices) for call in run.calls()} == {("single", ("cuda:0",))}

@@ -1,4 +1,4 @@
-"""What the tracer asks of the CUDA runtime: nothing that waits, and a bounded number of events."""
+"""Calls of the tracer to the CUDA runtime never wait, and create a bounded number of events."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EVENTS = ("cudaEventRecord", "cudaEventRecordWithFlags", "cudaEventCreateWithFla
 def with_and_without(
     tmp_path: Path, gpus: Simulated, text: str, words: Sequence[object], count: int, **more: float
 ) -> tuple[Traced, dict[str, int], dict[str, int]]:
-    """The run under the tracer, and how often each function was called: with it, without it."""
+    """Return the traced run, and the number of calls of each function with and without the tracer."""
     counts = []
     for run in (False, True):
         env = gpus.environment(count, **more)
@@ -46,9 +46,9 @@ def test_examples_wait_no_more_than_without_dpmon(tmp_path: Path, gpus: Simulate
     run, ours, theirs = with_and_without(tmp_path, gpus, text, STEPS[name], count, kernel_us=5)
     for function in (*WAITING, *WORK):
         assert ours.get(function, 0) == theirs.get(function, 0), function
-    assert sum(ours.get(function, 0) for function in WORK) >= 8  # else there was nothing to compare
+    assert sum(ours.get(function, 0) for function in WORK) >= 8  # otherwise there is nothing to compare
     extra = {name: ours.get(name, 0) - theirs.get(name, 0) for name in (*EVENTS, "cudaEventElapsedTime")}
-    # A span is a phase of a step or of a call, or a replica, on one device; it has two events, or shares one.
+    # A span is a phase or a replica on one device; it has two events, or shares one.
     spans = len(run.steps()) * 4 * count + len(run.calls()) * (6 * count + 4)
     assert 0 < extra["cudaEventElapsedTime"] <= spans
     assert extra["cudaEventRecordWithFlags"] + extra["cudaEventRecord"] <= 2 * spans
@@ -69,7 +69,7 @@ for _ in range(400):
 
 
 def test_a_device_that_is_far_behind(tmp_path: Path, gpus: Simulated) -> None:
-    """It comes to the first step's end when all have been queued: the pool is empty, and stays as it is."""
+    """It ends its first step after all are queued: the pool of events is empty and does not grow."""
     run, ours, theirs = with_and_without(tmp_path, gpus, BEHIND, (), 1, kernel_us=30_000_000, queue=100_000)
     # A step is not timed if it may need more events than are free.
     assert 240 < ours["cudaEventCreateWithFlags"] - theirs.get("cudaEventCreateWithFlags", 0) <= 256

@@ -36,7 +36,7 @@ MIB = 1 << 20
 
 
 def smi(*fields: str) -> list[dict[str, str]]:
-    """What nvidia-smi says of each GPU."""
+    """Return the figures of nvidia-smi for each GPU."""
     program = shutil.which("nvidia-smi")
     if program is None:
         pytest.skip("there is no nvidia-smi to compare with")
@@ -161,7 +161,7 @@ def test_an_oom_is_recorded_with_the_memory_before_it(tmp_path: Path, gpu: str) 
 
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory: pytest.TempPathFactory, device: str) -> Traced:
-    """The loop under torch.profiler and dpmon at once."""
+    """The loop under torch.profiler and dpmon together."""
     run = traced(tmp_path_factory.mktemp("profiled"), TRAINING, device, STEPS, "bare", "profile")
     assert run.status == 0, run.err
     assert run.complaints == []
@@ -172,8 +172,8 @@ def profiled(tmp_path_factory: pytest.TempPathFactory, device: str) -> Traced:
 def test_phases_equal_those_of_the_profiler(profiled: Traced, row: Any, phase: str) -> None:
     """Host time of each phase, the median of the same steps, within 5 % of torch.profiler's.
 
-    What a record_function takes itself, at both ends, is in the profiler's and not in ours: a phase of a host that
-    only queues work lasts so short that it is more than 5 %. So ours is to lie between that and the operations alone.
+    The profiler's times include record_function itself, which takes more than 5 % of a short phase that only queues
+    work. So dpmon's time must be between the profiler's and that of the operations alone.
     """
     steps = profiled.steps()[WARM_UP : WARM_UP + STEPS]
     whole, inside = (profiled.said[name][phase] for name in ("spent_us", "inside_us"))
@@ -186,7 +186,7 @@ def test_phases_equal_those_of_the_profiler(profiled: Traced, row: Any, phase: s
 
 
 def test_events_measure_the_devices_own_time(gpu: str, row: Any) -> None:
-    """dpmon.tracer.events, against two events around it all."""
+    """Times of dpmon.tracer.events, compared with two events around all of them."""
     faults: list[BaseException] = []
     times = DeviceTimes(TorchEvents(), faults.append)
     x = torch.randn(4096, 4096, device=gpu)
@@ -223,7 +223,7 @@ def test_an_event_costs_little(gpu: str, row: Any) -> None:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory, device: str) -> Traced:
-    """A loop whose device is the slow part, under torch.profiler and dpmon at once."""
+    """A loop limited by its device, under torch.profiler and dpmon together."""
     run = traced(tmp_path_factory.mktemp("large"), LARGE, device, LARGE_STEPS, "profile", mode="script")
     assert run.status == 0, run.err
     assert run.complaints == []
@@ -262,7 +262,7 @@ def test_a_slow_device_is_not_waited_for_more_often(tmp_path: Path, large: Trace
 
 @pytest.mark.parametrize("which", ["captured", "side", "workers", "host", "raising", "full"])
 def test_forms_of_training(tmp_path: Path, device: str, which: str) -> None:
-    """Each as alone to the last bit, and its steps timed on the device, or with the reason why not."""
+    """Each has bit for bit the same losses as without dpmon, and device times or the reason why not."""
     if not device.startswith("cuda") and which in ("captured", "side", "full"):
         pytest.skip("needs a GPU, not a rehearsal")
     words = (device, 40, which)
@@ -288,7 +288,7 @@ def test_forms_of_training(tmp_path: Path, device: str, which: str) -> None:
 
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_virtual_replicas_of_batches_on_the_host(tmp_path: Path, device: str, replicas: int) -> None:
-    """DataParallel moves its inputs itself: torch's own scatter brings them to the one GPU, a chunk a replica."""
+    """DataParallel moves its inputs itself: torch's scatter copies them to the GPU, one chunk per replica."""
     run = traced(tmp_path, FORMS, device, 20, "host", mode="dp", devices=",".join([device] * replicas))
     assert run.status == 0, run.err
     assert run.complaints == []
@@ -304,7 +304,7 @@ def test_virtual_replicas_of_batches_on_the_host(tmp_path: Path, device: str, re
 
 
 def test_virtual_replicas_on_a_stream_of_the_scripts(tmp_path: Path, gpu: str) -> None:
-    """The replicas' threads work on the stream that the batch was prepared on."""
+    """The threads of replicas use the stream on which the batch was prepared."""
     run = traced(tmp_path, FORMS, gpu, 40, "side", mode="dp", devices=f"{gpu},{gpu}")
     alone = Script(tmp_path, FORMS, gpu, 40, "side", run=False).end()
     assert {call.mode for call in run.calls()[:-1]} == {"dp"}
@@ -313,7 +313,7 @@ def test_virtual_replicas_on_a_stream_of_the_scripts(tmp_path: Path, gpu: str) -
 
 
 def test_the_command_line_without_a_screen(dpmon: Dpmon, gpu: str) -> None:
-    """The whole way: command line, supervisor, record, export, report."""
+    """Command line, supervisor, record, export and report together."""
     result = dpmon.run("--headless", dpmon.script(LARGE), gpu, 20, "losses", limit=250)
     assert result.status == 0, result.errors
     records = dpmon.records()
@@ -338,7 +338,7 @@ def test_losses_are_the_same_as_without_dpmon(tmp_path: Path, device: str) -> No
 
 
 def test_the_cost_of_a_step(tmp_path: Path, device: str, row: Any) -> None:
-    """With, without and without again, each a process of its own, in random order; the median of five rounds."""
+    """With dpmon, without, and without again, in separate processes in random order; the median of five rounds."""
     rounds: list[dict[str, float]] = []
     for _ in range(5 if device != "cpu" else 3):
         names = ["with", "without", "again"]
@@ -360,7 +360,7 @@ def test_the_cost_of_a_step(tmp_path: Path, device: str, row: Any) -> None:
 
 
 def shares(run: Traced) -> set[tuple[str, tuple[int, ...]]]:
-    """Mode and rows of each replica, of the calls after the first steps."""
+    """Return mode and rows of each replica in calls after the first steps."""
     return {(c.mode, tuple(r.inputs[0].shape[0] for r in c.replicas if r.inputs)) for c in run.calls()[WARM_UP:]}
 
 
@@ -391,7 +391,7 @@ def test_the_toggle_on_one_device(tmp_path: Path, device: str) -> None:
         for name in ("single", "dp"):
             wanted = ring.request(mode_number(name)), mode_number(name)
             wait_for(lambda wanted=wanted: ring.acknowledged() == wanted, what=f"{name} to be acted upon")
-        while ring.read():  # what was written so far
+        while ring.read():  # the output so far
             pass
         more: list[bytes] = []
         wait_for(lambda: more.extend(ring.read()) or len(more) >= 40, what="some steps more")

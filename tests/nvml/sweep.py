@@ -1,8 +1,8 @@
-"""Every function of the stand-in failing with every code, through the real pynvml; says in JSON what went wrong.
+"""Makes each function of the fake library fail with each code, through the real pynvml; prints problems as JSON.
 
-Run in a process of its own, with the stand-in first on LD_LIBRARY_PATH: argv is its control file, and N: each function
-fails with one code in N, the next with the codes after those. Seconds are counted up by hand, so that half a minute of
-rounds takes no time.
+It runs in a separate process, with the fake library first on LD_LIBRARY_PATH. argv: the control file, and N: each
+function fails with one code in N, the next function with the codes after those. The clock is simulated, so that half a
+minute of rounds takes no time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GONE = {1, 15, 16, 28}
 FINE = ["gpus 2", *(f"set * gpm{n} 1" for n in (2, 5, 10, 20, 21, 60, 61)), "set * mig 1", "set * xid 13"]
 PROCESSES = {"of_run", "mem_run_bytes", "mem_others_bytes", "processes", "process_count"}
 MIG = {"mig", "mig_devices"}
-# What may be missing when a function fails; where there is another way to ask, or another source, nothing may.
+# Fields that may be missing if a function fails; none if there is another call or source.
 COST: dict[str, set[str]] = {
     "nvmlDeviceGetUUID": {"uuid", "visible", "mig_devices"},
     "nvmlDeviceGetName": {"name"},
@@ -56,7 +56,7 @@ COST.update(
     dict.fromkeys(("nvmlGpmQueryDeviceSupport", "nvmlGpmSampleAlloc", "nvmlGpmSampleGet", "nvmlGpmMetricsGet"), GPM)
 )
 TORCH = {"ordinals", "mem_torch_bytes"}
-SECOND_WAYS = {  # asked only where the first is not supported
+SECOND_WAYS = {  # asked only if the first is not supported
     "nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetTemperature",
     "nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetFanSpeed", "nvmlDeviceGetComputeRunningProcesses_v3",
     "nvmlDeviceGetGraphicsRunningProcesses_v3", "nvmlDeviceGetTemperatureThreshold",
@@ -113,7 +113,7 @@ def main() -> None:
             tell(*FINE, f"rule {function} 0 {code}", f"rule {function} - {code}")
             lost = missing(watched(nvml, 0))
             tried += 1
-            if code in GONE or (code == 10 and function == "nvmlEventSetWait_v2"):  # lost as a whole; no event
+            if code in GONE or (code == 10 and function == "nvmlEventSetWait_v2"):  # the GPU is lost; no event
                 continue
             expected = set() if function in SECOND_WAYS and code in NEVER else cost - {"visible"}
             if function == "nvmlDeviceGetMemoryInfo_v2" and code in NEVER:

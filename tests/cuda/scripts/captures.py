@@ -1,7 +1,7 @@
-"""Trains on a simulated GPU with CUDA graphs; argv: which. Prints how many graphs were captured.
+"""Trains on a simulated GPU with CUDA graphs; argv: kind. Prints the number of captured graphs.
 
 step: a whole step is captured and replayed; callables: torch.cuda.make_graphed_callables; thread: another thread
-captures one graph after the other while this one trains; asks: the same, and this one asks whether events have come.
+captures one graph after the other while this one trains; asks: the same, and this one queries events.
 """
 
 import json
@@ -55,7 +55,7 @@ def capture(work):
 
 
 def capture_beside():
-    """A graph a round; between the two times that they meet, the other thread trains."""
+    """Capture one graph per round; the other thread trains meanwhile."""
     global captured
     other, own = torch.ones(64, 64, device="cuda"), torch.cuda.Stream()
     with torch.cuda.stream(own):

@@ -72,7 +72,7 @@ def train_step(x):
 
 
 def beside():
-    """Another model, on another thread and GPU."""
+    """Run another model on another thread and GPU."""
     other = nn.Linear(8, 2).to("cuda:1")
     with torch.no_grad():
         while not over.is_set():

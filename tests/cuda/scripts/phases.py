@@ -1,7 +1,7 @@
-"""Trains on simulated GPUs and marks in the simulation's trace where everything begins and ends.
+"""Trains on simulated GPUs, and marks begin and end of all phases in the trace of the simulation.
 
-argv: form (bare, dp), steps, whether on a stream of its own (0, 1), layers, what a kernel of cuda:1 costs in µs (0: as
-on the others).
+argv: form (bare, dp), steps, separate stream (0, 1), layers, duration of a kernel on cuda:1 in µs (0: as on the other
+GPUs).
 """
 
 import contextlib
@@ -22,7 +22,7 @@ def mark(label):
 
 
 def marked(name):
-    """Mark where a function of torch begins and ends, below what dpmon takes hold of."""
+    """Mark begin and end of a function of torch below those that dpmon patches."""
     original = getattr(comm, name)
 
     def called(*args, **kwargs):
@@ -57,7 +57,7 @@ model = Net().cuda()
 if form == "dp":
     model = nn.DataParallel(model)
 optimizer = torch.optim.Adam(model.parameters())
-gradient = torch.ones((), device="cuda")  # what backward() without one queues before autograd has begun
+gradient = torch.ones((), device="cuda")  # backward() without a gradient queues this before autograd begins
 stream = torch.cuda.Stream()
 torch.cuda.synchronize()
 with torch.cuda.stream(stream) if side else contextlib.nullcontext():

@@ -1,6 +1,6 @@
 """Trains under DistributedDataParallel on a simulated GPU, alone in its group.
 
-argv: how many kernels its communication hook runs on a stream of its own for each bucket. They stand for an all-reduce.
+argv: number of kernels that its communication hook runs per bucket, on a separate stream, in place of an all-reduce.
 """
 
 import sys

@@ -1,7 +1,7 @@
-"""Trains on simulated GPUs until there is a file called stop; argv: form (bare, dp). Prints what its replicas were.
+"""Trains on simulated GPUs until the file stop exists; argv: form (bare, dp). Prints facts about its replicas.
 
-By how many replicas a call had: the sizes of their batches, and whether each has memory of its own for its parameters
-and buffers (the first one of a call shares them with the module).
+By number of replicas of a call: the sizes of their batches, and whether each has its own memory for parameters and
+buffers (the first one of a call shares them with the module).
 """
 
 import ctypes

@@ -1,8 +1,8 @@
-"""One of several ways to train on a GPU; argv: device, steps, which. Prints the losses, one a step.
+"""One of several ways to train on a GPU; argv: device, steps, kind. Prints the loss of each step.
 
 captured: the whole step is captured into a CUDA graph and replayed; side: on a stream of the script's own;
-workers: batches from two worker processes through pinned memory; host: DataParallel is given batches that lie on the
-host; raising: each third forward raises; full: each third forward asks for more memory than there is.
+workers: batches from two worker processes through pinned memory; host: DataParallel gets batches on the host; raising:
+every third forward raises; full: every third forward requests more memory than the GPU has.
 """
 
 import json
@@ -70,7 +70,7 @@ def main():
                 kept.copy_(new)
             graph.replay()
             losses.append(loss.clone())
-        for _ in range(5):  # and on without
+        for _ in range(5):  # then without graphs
             losses.append(train_step(*next(source)))
     elif which == "side" and on_gpu:
         with torch.cuda.stream(torch.cuda.Stream()):

@@ -1,4 +1,4 @@
-"""Asks a GPU for more memory than it has, after one step, and goes on."""
+"""Requests more memory than the GPU has, after one step, and goes on."""
 
 import json
 

@@ -1,9 +1,9 @@
-"""A loop whose device is the slow part; argv: device, steps, what to print at the end (profile, losses).
+"""A loop limited by its device; argv: device, steps, output at the end (profile, losses).
 
-The batches lie in pinned memory and are copied without waiting, so that the host runs ahead of the device as it does
-in a good training loop. `profile`: for every step and phase, by torch.profiler, the time from the first kernel's start
-to the last one's end, of those that were launched while the phase ran, whichever thread launched them (of copies, the
-time of each, added up); and how often the host waited for the device.
+The batches are in pinned memory and are copied asynchronously, so that the host runs ahead of the device, as in a good
+training loop. `profile`: for each step and phase, by torch.profiler, the time from the start of the first kernel to the
+end of the last one among those launched during the phase by any thread (for copies: the sum of their times); and how
+often the host waited for the device.
 """
 
 import json
@@ -49,7 +49,7 @@ def train_step(batch):
 
 
 def of_trace(events):
-    """By phase, the device's time in each step, ms; and the waits by name."""
+    """Return, by phase, the device time in each step, ms; and the number of waits by name."""
     launched = {}
     for event in events:
         if event.get("cat") in ("cuda_runtime", "cuda_driver"):

@@ -1,7 +1,7 @@
-"""A loop worth timing on DEVICE; argv: device, steps, replicas' wrapper (bare, dataparallel), what to print at the end.
+"""A loop to be timed; argv: device, steps, wrapper (bare, dataparallel), output at the end.
 
-`profile`: the time of each phase by torch.profiler, per step, and how often the device was waited for;
-`time`: microseconds a step, the device waited for once at the end; `losses`: the losses.
+`profile`: the time of each phase by torch.profiler, per step, and the number of waits for the device;
+`time`: microseconds per step, with one wait for the device at the end; `losses`: the losses.
 """
 
 import bisect
@@ -24,7 +24,7 @@ layers = [layer for _ in range(8) for layer in (nn.Linear(wide, wide), nn.ReLU()
 model = nn.Sequential(nn.Linear(64, wide), nn.ReLU(), *layers, nn.Linear(wide, 1)).to(device)
 if wrapper == "dataparallel":
     model = nn.DataParallel(model)
-# One parameter after the other, so that a step takes long enough to be compared with a profiler's that costs itself.
+# One parameter after the other, so that a step takes long compared with the cost of the profiler.
 optimizer = torch.optim.Adam(model.parameters(), 1e-4, foreach=False)
 rows = 4096 if on_gpu else 256
 data = TensorDataset(torch.randn(rows, 64), torch.randn(rows, 1))
@@ -63,7 +63,7 @@ if wanted == "profile":
             train_step(next(source))
     wait()
     spent = {name: [] for name in ("forward", "backward", "optimizer")}
-    # From the first operation's start to the last one's end, on any thread; torch's own record_functions are none.
+    # From the start of the first operation to the end of the last one, on any thread, without record_functions.
     inside = {name: [] for name in spent}
     events = [one for one in seen.events() if one.device_type == torch.autograd.DeviceType.CPU]
     times = sorted((one.time_range.start, one.time_range.end, one.name) for one in events if "#" not in one.name)

@@ -150,7 +150,7 @@ class Process:
         self.phase(Kind.BACKWARD, 3.0)
         self.phase(Kind.OPTIMIZER, 1.0)
 
-    def said(self, *, devices: tuple[str, ...] = ("cuda:0",), end: bool = True) -> Result:
+    def records(self, *, devices: tuple[str, ...] = ("cuda:0",), end: bool = True) -> Result:
         """Return the records of the new spans. With `end`, the devices have finished and the process has ended."""
         if end:
             self.device.reached = self.device.now

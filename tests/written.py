@@ -17,7 +17,7 @@ from dpmon.store.queries import Store
 from dpmon.store.tables import HISTORY_FILE, LARGEST, Bounds
 from dpmon.store.tally import ALL, WIDTHS, Key, StepFacts, Tally
 
-__all__ = ["SECOND", "OneStep", "asked", "expected", "some_facts", "some_steps", "store_of"]
+__all__ = ["SECOND", "OneStep", "expected", "opened", "some_facts", "some_steps", "store_of"]
 
 SECOND = 1_000_000_000
 
@@ -80,7 +80,7 @@ def store_of(db: sqlite3.Connection) -> Store:
 
 
 @contextmanager
-def asked(directory: Path) -> Iterator[Store]:
+def opened(directory: Path) -> Iterator[Store]:
     """Open the store of a history."""
     with closing(sqlite3.connect(directory / HISTORY_FILE, isolation_level=None)) as db:
         db.execute("BEGIN")

@@ -57,7 +57,7 @@ def test_figures_of_the_allocator_are_recorded(tmp_path: Path, gpus: Simulated) 
     weights = 4 * (1024 * 512 + 512)
     assert (one["device"], one["model_bytes"], one["gradients_bytes"]) == ("cuda:0", weights, weights)
     assert one["optimizer_bytes"] == 2 * weights
-    said = run.said
+    said = run.printed
     assert one["reserved_bytes"] == said["reserved_bytes.all.current"] > 0
     assert one["peak_bytes"] == said["allocated_bytes.all.peak"]
     assert one["allocated_bytes"] == said["allocated_bytes.all.current"]
@@ -68,7 +68,7 @@ def test_figures_of_the_allocator_are_recorded(tmp_path: Path, gpus: Simulated) 
 def test_an_oom_is_recorded_with_the_memory_before_it(tmp_path: Path, gpus: Simulated) -> None:
     text = TRAINS + FULL + "print(json.dumps([text, before, stats]))\n"
     run = traced(tmp_path, text, env=gpus.environment(1), mode="script")
-    said, before, after = run.said
+    said, before, after = run.printed
     assert (after["num_ooms"], before["num_alloc_retries"]) == (1, 1)
     (oom,) = [event.data for event in run.events("oom")]
     assert (oom["device"], oom["asked_bytes"], oom["total_bytes"]) == ("cuda:0", 512 * MIB, GIB)

@@ -22,7 +22,7 @@ def test_captures_are_the_same_as_without_dpmon(tmp_path: Path, gpus: Simulated,
     theirs, waited = gpus.truth(), gpus.counts()
     run = traced(tmp_path, TEXT, which, env=gpus.environment(1), mode="script")
     ours, counts = gpus.truth(), gpus.counts()
-    assert run.said == without.said >= 1
+    assert run.printed == without.printed >= 1
     assert run.complaints == []
     # The launch of a graph takes the sum of its parts, which are the same.
     assert [op.end - op.start for op in ours.of("graph")] == [op.end - op.start for op in theirs.of("graph")]

@@ -18,7 +18,7 @@ KERNEL_MS = 0.2
 @pytest.mark.parametrize("kernels", [5, 20])
 def test_the_exposed_part_is_what_the_computing_stream_waits_for(tmp_path: Path, gpus: Simulated, kernels: int) -> None:
     run = traced(tmp_path, TEXT, kernels, env=gpus.environment(1, kernel_us=1000 * KERNEL_MS))
-    count = run.said
+    count = run.printed
     assert run.complaints == []
     steps = [step for step in run.steps() if "optimizer" in step.phases]
     assert len(steps) == count

@@ -47,7 +47,7 @@ print(json.dumps(said))
 def test_a_lasting_fault_reaches_the_script_and_is_reported_once(tmp_path: Path, gpus: Simulated) -> None:
     without = alone(tmp_path, LOST, env=gpus.environment(1))
     run = traced(tmp_path, LOST, env=gpus.environment(1), mode="script")
-    assert run.said == without.said == ["CUDA error: an illegal memory access was encountered"] * 10
+    assert run.printed == without.printed == ["CUDA error: an illegal memory access was encountered"] * 10
     # There is one warning of dpmon, and no device time that was not measured.
     assert len(run.complaints) == 1
     assert "illegal memory access" in run.complaints[0]
@@ -80,4 +80,4 @@ def test_replicas_that_run_out_of_memory(tmp_path: Path, gpus: Simulated) -> Non
         in said
     )
     assert run.events("oom")
-    assert run.said < 260  # nothing of the replicas remains
+    assert run.printed < 260  # nothing of the replicas remains

@@ -29,7 +29,7 @@ def test_each_form_gives_the_same_as_without_dpmon(tmp_path: Path, gpus: Simulat
     theirs = gpus.counts()
     run = traced(tmp_path, TEXT, which, env=gpus.environment(2, kernel_us=1500), mode="script")
     ours, truth = gpus.counts(), gpus.truth()
-    assert run.said == without.said
+    assert run.printed == without.printed
     assert run.complaints == []
     for function in (*WAITING, *(WORK if which != "threads" else ())):
         assert ours.get(function, 0) == theirs.get(function, 0), function

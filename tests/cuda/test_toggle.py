@@ -66,7 +66,7 @@ def test_a_toggle_to_single_and_back_to_dp(
         assert all(phase.device_ms is not None for phase in call.phases.values())
         assert all(replica.device_ms is not None for replica in call.replicas)
     # According to the replicas themselves.
-    by_size = {len(sizes): (sizes, on, found) for sizes, on, found in run.said}
+    by_size = {len(sizes): (sizes, on, found) for sizes, on, found in run.printed}
     assert set(by_size) == {1, replicas}
     sizes, on, found = by_size[replicas]
     assert sizes == SHARES[replicas]

@@ -138,7 +138,7 @@ def test_memory_equals_torchs_own_figures(tmp_path: Path, gpu: str, row: Any) ->
     text = TRAINING + "\nprint(json.dumps([torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()]))\n"
     run = traced(tmp_path, text, gpu, 20_000, "bare", "losses")
     (one,) = [one for one in run.events("memory")[-1].data["devices"] if one["device"] == "cuda:0"]
-    peak, reserved = run.said
+    peak, reserved = run.printed
     row("peak of torch's allocator", one["peak_bytes"] / MIB, peak / MIB, "MiB", 0.01)
     row("reserved by torch's allocator", one["reserved_bytes"] / MIB, reserved / MIB, "MiB", 0.01)
     assert one["rest_bytes"] is not None
@@ -148,11 +148,11 @@ def test_memory_equals_torchs_own_figures(tmp_path: Path, gpu: str, row: Any) ->
 
 def test_an_oom_is_recorded_with_the_memory_before_it(tmp_path: Path, gpu: str) -> None:
     run = traced(tmp_path, (SCRIPTS / "full.py").read_text())
-    assert run.said["failed"]
+    assert run.printed["failed"]
     (oom,) = run.events("oom")
     assert oom.data["device"] == "cuda:0"
-    assert oom.data["asked_bytes"] >= 2 * run.said["total"]
-    assert 0 < oom.data["reserved_bytes"] < run.said["total"]
+    assert oom.data["asked_bytes"] >= 2 * run.printed["total"]
+    assert 0 < oom.data["reserved_bytes"] < run.printed["total"]
     assert oom.data["allocated_bytes"] <= oom.data["reserved_bytes"]
 
 
@@ -176,7 +176,7 @@ def test_phases_equal_those_of_the_profiler(profiled: Traced, row: Any, phase: s
     work. So dpmon's time must be between the profiler's and that of the operations alone.
     """
     steps = profiled.steps()[WARM_UP : WARM_UP + STEPS]
-    whole, inside = (profiled.said[name][phase] for name in ("spent_us", "inside_us"))
+    whole, inside = (profiled.printed[name][phase] for name in ("spent_us", "inside_us"))
     assert len(steps) == len(whole) == len(inside) == STEPS
     ours = statistics.median(step.phases[phase] for step in steps) / 1e6
     least, most = statistics.median(inside) / 1e3, statistics.median(whole) / 1e3
@@ -234,7 +234,7 @@ def large(tmp_path_factory: pytest.TempPathFactory, device: str) -> Traced:
 def test_device_times_equal_those_of_the_profiler(gpu: str, large: Traced, row: Any, phase: str) -> None:
     """Device time of each phase, the median of the same steps, within 5 % of torch.profiler's."""
     steps = large.steps()[LARGE_WARM_UP : LARGE_WARM_UP + LARGE_STEPS]
-    theirs = large.said["device_ms"][phase]
+    theirs = large.printed["device_ms"][phase]
     ours = [(step.device_ms or {}).get(phase) for step in steps]
     assert len(theirs) == len(ours) == LARGE_STEPS
     assert None not in ours, {step.untimed for step in steps}
@@ -256,8 +256,8 @@ def test_calls_and_steps_agree_on_their_device(gpu: str, large: Traced) -> None:
 
 
 def test_a_slow_device_is_not_waited_for_more_often(tmp_path: Path, large: Traced, device: str) -> None:
-    without = Script(tmp_path, LARGE, device, LARGE_STEPS, "profile", run=False).end().said["waits"]
-    assert large.said["waits"] == without
+    without = Script(tmp_path, LARGE, device, LARGE_STEPS, "profile", run=False).end().printed["waits"]
+    assert large.printed["waits"] == without
 
 
 @pytest.mark.parametrize("which", ["captured", "side", "workers", "host", "raising", "full"])
@@ -268,7 +268,7 @@ def test_forms_of_training(tmp_path: Path, device: str, which: str) -> None:
     words = (device, 40, which)
     alone = Script(tmp_path, FORMS, *words, run=False).end()
     run = traced(tmp_path, FORMS, *words, mode="script")
-    assert run.said == alone.said
+    assert run.printed == alone.printed
     assert [line for line in run.complaints if "out of memory" not in line] == []
     assert run.unreadable == ()
     assert [call.call for call in run.calls()] == list(range(1, len(run.calls()) + 1))
@@ -299,8 +299,8 @@ def test_virtual_replicas_of_batches_on_the_host(tmp_path: Path, device: str, re
         assert call.absent == {}
         assert all(phase.device_ms is not None for phase in call.phases.values())
         assert all(replica.device_ms for replica in call.replicas)
-    assert len(run.said) == 20
-    assert run.said[-1] == run.said[-1], "no NaN"
+    assert len(run.printed) == 20
+    assert run.printed[-1] == run.printed[-1], "no NaN"
 
 
 def test_virtual_replicas_on_a_stream_of_the_scripts(tmp_path: Path, gpu: str) -> None:
@@ -308,8 +308,8 @@ def test_virtual_replicas_on_a_stream_of_the_scripts(tmp_path: Path, gpu: str) -
     run = traced(tmp_path, FORMS, gpu, 40, "side", mode="dp", devices=f"{gpu},{gpu}")
     alone = Script(tmp_path, FORMS, gpu, 40, "side", run=False).end()
     assert {call.mode for call in run.calls()[:-1]} == {"dp"}
-    assert run.said[0] == pytest.approx(alone.said[0], rel=0.2)
-    assert all(loss < 10 for loss in run.said)
+    assert run.printed[0] == pytest.approx(alone.printed[0], rel=0.2)
+    assert all(loss < 10 for loss in run.printed)
 
 
 def test_the_command_line_without_a_screen(dpmon: Dpmon, gpu: str) -> None:
@@ -328,13 +328,13 @@ def test_the_command_line_without_a_screen(dpmon: Dpmon, gpu: str) -> None:
 
 
 def test_the_device_is_not_waited_for_more_often(tmp_path: Path, profiled: Traced, device: str, row: Any) -> None:
-    without = Script(tmp_path, TRAINING, device, STEPS, "bare", "profile", run=False).end().said["waits"]
-    row("waits for the device in those steps", profiled.said["waits"], without, "calls", 0.0, False)
+    without = Script(tmp_path, TRAINING, device, STEPS, "bare", "profile", run=False).end().printed["waits"]
+    row("waits for the device in those steps", profiled.printed["waits"], without, "calls", 0.0, False)
 
 
 def test_losses_are_the_same_as_without_dpmon(tmp_path: Path, device: str) -> None:
-    alone = Script(tmp_path, TRAINING, device, STEPS, "bare", "losses", run=False).end().said
-    assert traced(tmp_path, TRAINING, device, STEPS, "bare", "losses", mode="script").said == alone
+    alone = Script(tmp_path, TRAINING, device, STEPS, "bare", "losses", run=False).end().printed
+    assert traced(tmp_path, TRAINING, device, STEPS, "bare", "losses", mode="script").printed == alone
 
 
 def test_the_cost_of_a_step(tmp_path: Path, device: str, row: Any) -> None:
@@ -345,7 +345,7 @@ def test_the_cost_of_a_step(tmp_path: Path, device: str, row: Any) -> None:
         random.shuffle(names)
         words = (device, 1000 if device != "cpu" else 200, "bare", "time")
         rounds.append({
-            name: float(Script(tmp_path, TRAINING, *words, run=name == "with").end().said["us"]) for name in names
+            name: float(Script(tmp_path, TRAINING, *words, run=name == "with").end().printed["us"]) for name in names
         })  # fmt: skip
     base = statistics.median(one["without"] for one in rounds)
     noise = statistics.median(one["again"] - one["without"] for one in rounds)
@@ -377,8 +377,8 @@ def test_virtual_replicas_on_one_device(tmp_path: Path, device: str, replicas: i
         assert call.absent == {}
         assert all(phase.device_ms is not None for phase in call.phases.values())
         assert all(replica.device_ms is not None for replica in call.replicas)
-    alone = Script(tmp_path, TRAINING, device, 50, "bare", "losses", run=False).end().said
-    assert run.said == pytest.approx(alone, rel=1e-2)
+    alone = Script(tmp_path, TRAINING, device, 50, "bare", "losses", run=False).end().printed
+    assert run.printed == pytest.approx(alone, rel=1e-2)
 
 
 def test_the_toggle_on_one_device(tmp_path: Path, device: str) -> None:
@@ -428,4 +428,4 @@ def test_dataparallel_over_all_gpus(tmp_path: Path, gpu: str) -> None:
     assert call.absent == {}
     assert call.devices == tuple(f"cuda:{i}" for i in range(count))
     assert sum(replica.inputs[0].shape[0] for replica in call.replicas if replica.inputs) == 256
-    assert json.loads(json.dumps(run.said))[-1] < run.said[0]
+    assert json.loads(json.dumps(run.printed))[-1] < run.printed[0]

@@ -10,7 +10,7 @@ from typing import Any
 from running import Dpmon
 
 
-def asked(dpmon: Dpmon, *words: object, **env: str) -> tuple[int, dict[str, Any]]:
+def checks_of(dpmon: Dpmon, *words: object, **env: str) -> tuple[int, dict[str, Any]]:
     """Return the status, and the checks by name."""
     result = dpmon.run("doctor", "--json", *words, env=env)
     assert result.err == b""
@@ -18,7 +18,7 @@ def asked(dpmon: Dpmon, *words: object, **env: str) -> tuple[int, dict[str, Any]
 
 
 def test_doctor_finds_that_tracing_works(dpmon: Dpmon, tmp_path: Path) -> None:
-    status, checks = asked(dpmon, TMPDIR=str(tmp_path))
+    status, checks = checks_of(dpmon, TMPDIR=str(tmp_path))
     assert checks["tracing"]["state"] == "ok", checks
     assert "a child's calls are in its record" in checks["tracing"]["found"]
     assert sys.version.split()[0] in checks["Python"]["found"]
@@ -32,7 +32,7 @@ def test_doctor_finds_a_python_that_hides_the_tracer(dpmon: Dpmon, tmp_path: Pat
     deaf = tmp_path / "python-deaf"
     deaf.write_text(f'#!/bin/sh\nexec {sys.executable} -E "$@"\n')
     deaf.chmod(0o755)
-    status, checks = asked(dpmon, "--python", deaf)
+    status, checks = checks_of(dpmon, "--python", deaf)
     assert status == 1
     assert "sitecustomize did not run" in checks["tracing"]["found"]
     assert "neither -I nor -E" in checks["tracing"]["remedy"]
@@ -42,7 +42,7 @@ def test_a_python_without_torch_and_no_place_for_runs(dpmon: Dpmon, tmp_path: Pa
     bare = tmp_path / "python-bare"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     bare.chmod(0o755)
-    status, checks = asked(dpmon, "--python", bare, XDG_STATE_HOME="/proc/self/nowhere")
+    status, checks = checks_of(dpmon, "--python", bare, XDG_STATE_HOME="/proc/self/nowhere")
     assert status == 1
     assert checks["Python"]["state"] == "problem"
     assert "torch was not found" in checks["Python"]["found"]

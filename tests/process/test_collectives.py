@@ -57,15 +57,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(script.end(), Script(place, text, fresh=True, run=False).end(), script.start_ns)
 
 
-def told(run: Traced, form: str) -> list[dict[str, Any]]:
+def rank_output(run: Traced, form: str) -> list[dict[str, Any]]:
     """Return the output of each rank for a form."""
-    return [{**one, "pid": rank["pid"]} for rank in run.said for one in rank["forms"] if one["form"] == form]
+    return [{**one, "pid": rank["pid"]} for rank in run.printed for one in rank["forms"] if one["form"] == form]
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_operations_and_bytes_are_those_of_the_script(runs: Runs, form: str) -> None:
     run = runs.traced
-    for rank in told(run, form):
+    for rank in rank_output(run, form):
         expected = Counter((operation, size) for operation, size in rank["each"])
         for sample, collectives in runs.samples(rank):
             assert Counter((one.operation, one.bytes) for one in collectives) == expected
@@ -88,7 +88,7 @@ def test_operations_and_bytes_are_those_of_the_script(runs: Runs, form: str) -> 
 @pytest.mark.skipif("fsdp" not in FORMS, reason="torch 2.6 and later have fully_shard")
 def test_the_step_and_phase_in_which_they_were_launched(runs: Runs) -> None:
     run = runs.traced
-    (rank, _) = told(run, "fsdp")
+    (rank, _) = rank_output(run, "fsdp")
     steps = {step.step: step for step in run.steps(run.process_of(rank["pid"]))}
     for sample, collectives in runs.samples(rank):
         assert Counter((one.operation, one.phase) for one in collectives) == Counter(
@@ -104,7 +104,7 @@ def test_the_step_and_phase_in_which_they_were_launched(runs: Runs) -> None:
 def test_a_sample_is_of_all_the_batches_of_an_optimizer_step(runs: Runs) -> None:
     """Under no_sync only the last of three batches has collectives."""
     run = runs.traced
-    for rank in told(run, "no_sync"):
+    for rank in rank_output(run, "no_sync"):
         process = run.process_of(rank["pid"])
         for sample, _ in runs.samples(rank):
             end = sample.start_ns + sample.wall_ns
@@ -116,13 +116,13 @@ def test_ranks_sample_the_same_steps(runs: Runs) -> None:
     """Ranks wait for each other, so samples in different steps would slow down all of them."""
     run = runs.traced
     for form in {"ddp", "unused", "fsdp", "by hand", "functional"} & {*FORMS}:
-        first, second = ([sample.step for sample, _ in runs.samples(rank)] for rank in told(run, form))
+        first, second = ([sample.step for sample, _ in runs.samples(rank)] for rank in rank_output(run, form))
         assert first == second
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_losses_weights_and_errors_are_the_same_as_without_dpmon(runs: Runs, form: str) -> None:
-    with_, without = ([(one["losses"], one["weights"]) for one in told(run, form)] for run in runs[:2])
+    with_, without = ([(one["losses"], one["weights"]) for one in rank_output(run, form)] for run in runs[:2])
     assert with_ == without
 
 
@@ -148,14 +148,14 @@ def of_kind(run: Traced, kind: type) -> list[Any]:
 def test_operator_kernels_of_the_script_are_called_as_without_dpmon(oddly: Callable[[str], Traced]) -> None:
     """The script registers kernels at another autograd key, and at the same key as the tracer."""
     run = oddly("own kernels")
-    assert (run.said["AutogradCPU"], run.said["BackendSelect"]) == (40, 40)
+    assert (run.printed["AutogradCPU"], run.printed["BackendSelect"]) == (40, 40)
     assert {one.operation for one in of_kind(run, Collective)} == {"all_reduce"}
     assert run.complaints == []
 
 
 def test_interrupts_reach_the_script_and_sampling_goes_on(oddly: Callable[[str], Traced]) -> None:
     run = oddly("interrupts")
-    assert run.said["raised"] == run.said["caught"] == 600
+    assert run.printed["raised"] == run.printed["caught"] == 600
     assert run.complaints == []
     last = max(step.start_ns for step in run.steps())
     assert any(sample.start_ns > last - 5 * 10**8 for sample in of_kind(run, Sampled))
@@ -163,14 +163,14 @@ def test_interrupts_reach_the_script_and_sampling_goes_on(oddly: Callable[[str],
 
 def test_a_script_that_forks_in_a_sample(oddly: Callable[[str], Traced]) -> None:
     run = oddly("forks")
-    assert set(run.said["statuses"]) == {0}
+    assert set(run.printed["statuses"]) == {0}
     assert len(of_kind(run, Sampled)) >= 3
     assert run.complaints == []
 
 
 def test_no_step_is_sampled_while_another_thread_communicates(oddly: Callable[[str], Traced]) -> None:
     run = oddly("threads")
-    assert run.said["count"] > 100
+    assert run.printed["count"] > 100
     samples = of_kind(run, Sampled)
     assert [sample.why for sample in samples if sample.collectives is None] == [
         "another thread of the process was in torch.distributed at every attempt to record a step"
@@ -180,7 +180,7 @@ def test_no_step_is_sampled_while_another_thread_communicates(oddly: Callable[[s
 
 def test_collectives_are_sampled_beside_an_idle_thread(oddly: Callable[[str], Traced]) -> None:
     run = oddly("threads that rest")
-    assert run.said["left"] == ["MainThread"]
+    assert run.printed["left"] == ["MainThread"]
     groups = Counter(one.bytes for one in of_kind(run, Collective))
     assert set(groups) == {20, 40}
     assert sum(groups.values()) == sum(sample.collectives or 0 for sample in of_kind(run, Sampled))
@@ -197,7 +197,7 @@ def test_a_torch_that_lacks_what_is_needed(oddly: Callable[[str], Traced]) -> No
 
 def test_a_process_without_a_group_registers_nothing(oddly: Callable[[str], Traced]) -> None:
     run = oddly("no group")
-    assert run.said["registered"] is False
+    assert run.printed["registered"] is False
     assert of_kind(run, Sampled) == []
 
 

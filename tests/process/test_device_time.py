@@ -27,7 +27,7 @@ STEP = {"data": 0.0, "forward": 3.0, "backward": 5.0, "optimizer": 0.5}
 
 def part(run: Traced, name: str) -> tuple[list[Step], list[Call]]:
     """Return the steps and calls of a part of the training, in its first process."""
-    first, last = run.said[name]
+    first, last = run.printed[name]
     steps = [step for step in run.steps(0) if first <= step.step <= last]
     return steps, [call for call in run.calls(process=0) if first <= call.step <= last]
 
@@ -59,7 +59,7 @@ def test_late_device_times_do_not_change_the_order_of_the_record(plain: Traced) 
         for record in plain.records
         if isinstance(record, (Call, Step)) and record.process == 0
     ]
-    last = plain.said["lost"][1]
+    last = plain.printed["lost"][1]
     assert order == [(kind, number) for number in range(1, last + 1) for kind in ("call", "step")]
     assert [call.call for call in plain.calls(process=0)] == list(range(1, last + 1))
 
@@ -76,7 +76,7 @@ def test_no_event_is_recorded_or_queried_while_a_graph_is_captured(plain: Traced
     steps, calls = part(plain, name)
     assert {step.untimed for step in steps} == {UNTIMED[Untimed.CAPTURED]}
     assert {call.absent["device_ms"] for call in calls} == {UNTIMED[Untimed.CAPTURED]}
-    assert plain.said["untouched"] == [0, 0]
+    assert plain.printed["untouched"] == [0, 0]
     steps, calls = part(plain, after)
     assert [step.device_ms for step in steps[1:]] == [STEP] * 2
     assert [call.replicas[0].device_ms for call in calls] == [3.0] * 3
@@ -96,7 +96,7 @@ def test_a_hanging_device_holds_back_only_records_and_for_a_limited_time(plain: 
     assert set(reasons) <= {None, UNTIMED[Untimed.LATE], UNTIMED[Untimed.NO_EVENT]}
     assert reasons[0] == UNTIMED[Untimed.LATE]
     assert reasons[-1] == UNTIMED[Untimed.NO_EVENT]
-    assert plain.said["made"] <= 256
+    assert plain.printed["made"] <= 256
     for name in ("again", "in step"):
         steps, calls = part(plain, name)
         # The last one is read after the driver has stopped answering: see "lost".
@@ -105,7 +105,7 @@ def test_a_hanging_device_holds_back_only_records_and_for_a_limited_time(plain: 
 
 
 def test_device_times_are_read_only_by_the_thread_that_steps(plain: Traced) -> None:
-    assert plain.said["asked by others"] == 0
+    assert plain.printed["asked by others"] == 0
 
 
 def test_a_forked_child_has_events_of_its_own(plain: Traced) -> None:

@@ -204,7 +204,7 @@ def test_the_toggle_is_refused_while_the_weights_are_gathered(tmp_path: Path) ->
     assert ring.acknowledged() == (serial, mode_number("single"))
     ring.close()
     run = script.end()
-    assert run.said == ["DTensor"] + ["Parameter"] * 5
+    assert run.printed == ["DTensor"] + ["Parameter"] * 5
     assert len(set(said)) == 1
     assert [(event.data["requested_by"], event.data["mode"]) for event in run.events("mode")] == [
         ("start", "single"),

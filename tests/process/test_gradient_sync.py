@@ -26,7 +26,7 @@ def run(place: Path, form: str) -> Traced:
 @pytest.mark.parametrize("form", ONE_STEP)
 def test_recorded_passes_equal_those_counted_by_hooks_of_the_script(tmp_path: Path, form: str) -> None:
     found = run(tmp_path, form)
-    own: list[dict[str, Any]] = found.said
+    own: list[dict[str, Any]] = found.printed
     steps = [step for step in found.steps() if "optimizer" in step.phases]
     if form == "static":  # torch records nothing about the first pass
         own[0]["synced"] = 0
@@ -38,7 +38,7 @@ def test_recorded_passes_equal_those_counted_by_hooks_of_the_script(tmp_path: Pa
 
 def test_all_passes_of_rivals_are_counted(tmp_path: Path) -> None:
     found = run(tmp_path, "rivals")
-    total = sum(one["synced"] for one in found.said)
+    total = sum(one["synced"] for one in found.printed)
     assert total == 3 * 20
     assert sum(step.quantity("synced") or 0 for step in found.steps()) == total
     assert max(step.sync_number or 0 for step in found.steps()) == total
@@ -48,7 +48,7 @@ def test_all_passes_of_rivals_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["plain", "views", "buckets", "unused", "chained", "around", "towers", "teacher"])
 def test_the_tail_is_the_time_after_the_last_gradient(tmp_path: Path, form: str) -> None:
     found = run(tmp_path, form)
-    own = found.said
+    own = found.printed
     steps = found.steps()
     assert len(steps) == len(own)
     differences = []

@@ -48,7 +48,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Traced:
 @pytest.mark.parametrize("name", NAMES)
 def test_recorded_steps_equal_those_counted_by_the_loop(run: Traced, name: str) -> None:
     """Per step: samples, phases that ran, number of calls; per call: root and flags."""
-    pid, counted_steps, counted_calls = run.said[name]
+    pid, counted_steps, counted_calls = run.printed[name]
     process = run.process_of(pid)
     steps, calls = run.steps(process), run.calls(process=process)
     within: dict[int, int] = {step.step: 0 for step in steps}
@@ -64,7 +64,7 @@ def test_recorded_steps_equal_those_counted_by_the_loop(run: Traced, name: str) 
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_that_trains_is_called_an_evaluation(run: Traced, name: str) -> None:
     """The summary and the report rely on this."""
-    pid, counted_steps, _ = run.said[name]
+    pid, counted_steps, _ = run.printed[name]
     trains = [bool({"backward", "optimizer"} & set(phases)) for _, phases, _ in counted_steps]
     assert [not step.evaluation for step in run.steps(run.process_of(pid))] == trains
 
@@ -72,7 +72,7 @@ def test_nothing_that_trains_is_called_an_evaluation(run: Traced, name: str) -> 
 def test_a_root_that_comes_with_the_first_step_of_an_optimizer_is_seen_from_the_second_on(tmp_path: Path) -> None:
     """The search for roots has ended by then, and rarely starts again exactly at the first step."""
     run = traced(tmp_path, PLAYS_FIRST, mode="script")
-    assert run.said == 20
+    assert run.printed == 20
     assert [call.step for call in run.calls("Linear")][-19:] == list(range(2, 21))
     assert len(run.calls("Sequential")) == 220
     assert len(run.calls("Linear")) == 20 or "Linear was called by the script at step 2, " in "".join(run.complaints)

@@ -28,7 +28,7 @@ def test_memory_sums_equal_those_of_the_script(dpmon: Dpmon, tmp_path: Path) -> 
     assert newest["step"] >= 2
     assert newest["took_ms"] > 0
     (cpu,) = newest["devices"]
-    said = result.said
+    said = result.printed
     assert cpu["device"] == "cpu"
     assert {name: cpu[f"{name}_bytes"] for name in said} == said
     for name in ("allocated_bytes", "rest_bytes", "reserved_bytes", "peak_bytes", "peak_after_step"):
@@ -45,7 +45,7 @@ def test_on_a_gpu_the_rest_and_the_peak_come_from_torch(tmp_path: Path) -> None:
     assert gpu["rest_bytes"] == gpu["allocated_bytes"] - sum(
         gpu[f"{name}_bytes"] for name in ("model", "gradients", "optimizer")
     )
-    assert gpu["allocated_bytes"] <= gpu["peak_bytes"] <= result.said
+    assert gpu["allocated_bytes"] <= gpu["peak_bytes"] <= result.printed
 
 
 def test_the_summary_has_the_memory_and_why_the_rest_is_unknown(dpmon: Dpmon) -> None:

@@ -67,7 +67,7 @@ print(json.dumps(most))
 @pytest.mark.parametrize("order", ["optimizer", "by hand"])
 def test_gradients_that_the_script_clears_before_the_step_ends(tmp_path: Path, order: str) -> None:
     run = traced(tmp_path, CLEARED, order)
-    assert held(run)["gradients"] == run.said == 4 * (30 * 20 + 20)
+    assert held(run)["gradients"] == run.printed == 4 * (30 * 20 + 20)
     assert len(run.steps()) == 6
 
 
@@ -89,7 +89,7 @@ print(json.dumps(size))
 def test_the_backward_pass_with_the_most_gradients_counts(tmp_path: Path) -> None:
     """As in a GAN: the gradients of one model are cleared before those of the other are computed."""
     run = traced(tmp_path, ACCUMULATED)
-    assert held(run)["gradients"] == run.said == 4 * (20 * 10 + 10)
+    assert held(run)["gradients"] == run.printed == 4 * (20 * 10 + 10)
 
 
 EVALUATED_FIRST = """\
@@ -115,12 +115,12 @@ def test_memory_of_a_short_training_after_an_evaluation(tmp_path: Path, steps: i
     found = held(run)
     assert found["model"] == 4 * (30 * 20 + 20)
     assert found["gradients"] == 4 * (30 * 20 + 20)
-    assert found["optimizer"] == run.said == 2 * 4 * (30 * 20 + 20) + 2 * 4
+    assert found["optimizer"] == run.printed == 2 * 4 * (30 * 20 + 20) + 2 * 4
 
 
 def test_an_evaluation_alone_says_that_nothing_was_trained(tmp_path: Path) -> None:
     run = traced(tmp_path, EVALUATED_FIRST, 0)
-    assert run.said == 0
+    assert run.printed == 0
     cpu = newest(run)
     assert (cpu["gradients_bytes"], cpu["optimizer_bytes"]) == (None, None)
     assert cpu["absent"]["gradients_bytes"] == "no backward pass was seen before this measurement"

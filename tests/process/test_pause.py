@@ -94,7 +94,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traced, Traced]:
 
 def test_a_pause_changes_no_number(both: tuple[Traced, Traced]) -> None:
     alone, run = both
-    assert run.said == alone.said
+    assert run.printed == alone.printed
     assert (run.complaints, run.missed) == ([], 0)
 
 

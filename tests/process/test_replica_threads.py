@@ -19,7 +19,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Any:
     run = Script(tmp_path_factory.mktemp("threads"), text_of("replica_threads"), ASKED, replicas=2).end(120)
     assert run.complaints == []
     assert run.err == ""
-    return run.said
+    return run.printed
 
 
 def test_each_replica_takes_its_share_of_the_cores(said: Any) -> None:

@@ -179,7 +179,7 @@ def test_lines_of_json_on_stderr_are_all_json(dpmon: Dpmon) -> None:
     assert said[-1]["status"] == 7
 
 
-def test_a_follower_is_told_that_the_exit_status_is_unknown(dpmon: Dpmon) -> None:
+def test_a_follower_reports_that_the_exit_status_is_unknown(dpmon: Dpmon) -> None:
     script(dpmon)
     process = dpmon.start("script.py")
     begun(dpmon)

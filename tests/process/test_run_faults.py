@@ -326,7 +326,7 @@ def test_a_supervisor_that_gets_sigterm_still_records_the_end_of_the_command(dpm
     assert (found["signal"], found["by"]) == ("SIGTERM", "supervisor")
 
 
-def test_a_supervisor_that_is_told_to_end_leaves_the_training(dpmon: Dpmon) -> None:
+def test_a_supervisor_that_gets_sigterm_leaves_the_training(dpmon: Dpmon) -> None:
     dpmon.script(SLOW.format(status=0))
     dpmon.run("--detach", "script.py")
     info = dpmon.info()

@@ -107,8 +107,8 @@ def test_stages_are_bounded(spread: Traced) -> None:
 
 
 def test_the_script_sees_nothing_of_it(spread: Traced, tmp_path: Path) -> None:
-    assert spread.said == alone(tmp_path, text_of("spread")).said
-    assert set(spread.said["hooks"].values()) == {0}
+    assert spread.printed == alone(tmp_path, text_of("spread")).printed
+    assert set(spread.printed["hooks"].values()) == {0}
     # A copy of a traced model is another root.
     assert [len(call.stages) for call in spread.calls("Toy")] == [2, 2, 2, 0, 2]
 

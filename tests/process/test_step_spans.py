@@ -202,7 +202,7 @@ def test_a_usual_run(dpmon: Dpmon) -> None:
 def test_phases_within_phases(tmp_path: Path, text: str, phases: list[str]) -> None:
     script = Script(tmp_path, text)
     run = script.end()
-    noted = run.said
+    noted = run.printed
     assert [phase for phase, _, _ in noted[-1]] == phases
     steps = [as_json(step) for step in run.steps()]
     check(noted, steps, script.start_ns)

@@ -124,7 +124,7 @@ TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("way", WAYS)
 def test_no_graph_break_and_no_compilation_is_due_to_us(counted: tuple[Traced, Traced], way: str) -> None:
-    (_, status, found), (_, alone_status, expected) = (run.said[way] for run in counted)
+    (_, status, found), (_, alone_status, expected) = (run.printed[way] for run in counted)
     assert status == alone_status == 0, counted[0].err
     if way not in AT_OPTIMIZERS or TORCH >= (2, 12):
         for what in ("graphs", "breaks", "stats"):
@@ -139,7 +139,7 @@ def test_each_way_to_compile_has_its_calls_and_its_answer_to_the_toggle(
     counted: tuple[Traced, Traced], way: str
 ) -> None:
     run, _ = counted
-    pid = run.said[way][0]
+    pid = run.printed[way][0]
     processes = [event.data["process"] for event in run.events("process") if event.data["pid"] == pid]
     (process,) = processes
     calls = [call for call in run.calls(process=process) if call.root != "Later"]

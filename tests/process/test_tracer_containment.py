@@ -77,9 +77,9 @@ def same(found: Any, expected: Any) -> bool:
 
 def leaks(run: Traced) -> dict[str, str]:
     """Return effects of broken functions on the script, by their names; there should be none."""
-    references = {name: result for name, (_, result, _, _) in run.said.items() if name.startswith("nothing")}
+    references = {name: result for name, (_, result, _, _) in run.printed.items() if name.startswith("nothing")}
     for name, result in references.items():
-        status, _, err, _ = run.said[name]
+        status, _, err, _ = run.printed[name]
         assert (status, err) == (0, "")
         assert len(result) > 8
     found: dict[str, str] = {}
@@ -87,7 +87,7 @@ def leaks(run: Traced) -> dict[str, str]:
     for event in run.events("warning"):
         warned.setdefault(event.data["process"], []).append(event.data["text"])
     processes = {event.data["pid"]: event.data["process"] for event in run.events("process")}
-    for name, (status, result, err, pid) in run.said.items():
+    for name, (status, result, err, pid) in run.printed.items():
         texts = warned.get(processes.get(pid, -1), [])
         failed, gave_up = (sum(f"tracer {what}" in text for text in texts) for what in ("failed", "gave up"))
         if status or err:
@@ -116,8 +116,8 @@ def test_no_fault_of_ours_reaches_the_script(runs: dict[str, Traced], words: str
 def test_the_injected_faults_covered_most_functions_of_the_tracer(runs: dict[str, Traced]) -> None:
     """Most functions of the tracer run in these trainings, and so do all functions listed above."""
     run, by_hand = runs[""], runs["by hand"]
-    broken = {function(name) for name in run.said}
-    assert run.said["nothing"][1].count("a bad batch") == 3
+    broken = {function(name) for name in run.printed}
+    assert run.printed["nothing"][1].count("a bad batch") == 3
     assert len(broken) > 80
     for module in (
         "calls",
@@ -134,8 +134,8 @@ def test_the_injected_faults_covered_most_functions_of_the_tracer(runs: dict[str
     ):
         assert sum(name.startswith(f"tracer.{module}.") for name in broken) >= 3
     assert len(run.warnings) + len(run.events("warning")) > 50
-    by_hand_broken = {function(name) for name in by_hand.said}
-    assert not any(math.isnan(number) for number in by_hand.said["nothing"][1])
+    by_hand_broken = {function(name) for name in by_hand.printed}
+    assert not any(math.isnan(number) for number in by_hand.printed["nothing"][1])
     for module in ("compositions", "memory_looks", "pause", "stages", "storages"):
         assert sum(name.startswith(f"tracer.{module}.") for name in by_hand_broken) >= 3
     assert broken | by_hand_broken >= GUARDS
@@ -146,6 +146,6 @@ def test_the_injected_faults_covered_most_functions_of_the_tracer(runs: dict[str
 def test_no_fault_of_what_times_devices_reaches_the_script(on_devices: Traced) -> None:
     found = {name: why for name, why in leaks(on_devices).items() if function(name) not in GUARDS}
     assert not found, "\n".join(f"{name}: {why}" for name, why in found.items())
-    broken = {function(name) for name in on_devices.said}
+    broken = {function(name) for name in on_devices.printed}
     for module in ("timing", "events"):
         assert sum(name.startswith(f"tracer.{module}.") for name in broken) >= 4

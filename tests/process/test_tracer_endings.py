@@ -35,7 +35,7 @@ def check(run: Traced, pid: int, finished: int) -> None:
 
 def test_every_finished_call_is_recorded(endings: Traced) -> None:
     statuses = {"exit": 7, "kill": -signal.SIGKILL, "segv": -signal.SIGSEGV, "exec": 0, "close": 0, "end": 0}
-    told = {name: rest for name, *rest in endings.said}
+    told = {name: rest for name, *rest in endings.printed}
     for how, status in statuses.items():
         for kind in ("bare", "wrapped"):
             pid, found, lines = told[f"{how}, {kind}"]
@@ -46,7 +46,7 @@ def test_every_finished_call_is_recorded(endings: Traced) -> None:
 
 
 def test_the_open_step_is_recorded_if_python_ended_normally(endings: Traced) -> None:
-    told = {name: pid for name, pid, *_ in endings.said}
+    told = {name: pid for name, pid, *_ in endings.printed}
     for how, count in (("end", 25), ("close", 25), ("exit", 19), ("kill", 19), ("segv", 19), ("exec", 19)):
         for kind in ("bare", "wrapped"):
             steps = endings.steps(endings.process_of(told[f"{how}, {kind}"]))
@@ -54,7 +54,7 @@ def test_the_open_step_is_recorded_if_python_ended_normally(endings: Traced) -> 
 
 
 def test_a_killed_training_has_recorded_all_finished_calls(endings: Traced) -> None:
-    killed = [(pid, status, lines) for name, pid, status, lines in endings.said if name.startswith("killed")]
+    killed = [(pid, status, lines) for name, pid, status, lines in endings.printed if name.startswith("killed")]
     assert len(killed) == 30
     for pid, status, lines in killed:
         assert status == -signal.SIGKILL

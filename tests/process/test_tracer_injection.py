@@ -74,7 +74,7 @@ def test_a_program_without_torch_sees_what_it_sees_alone(tmp_path: Path, own: bo
     env = package(tmp_path, "sitecustomize", "import builtins; builtins.mine = __name__\n") if own else {}
     expected, found = both(tmp_path, LOOK.format(names="json"), "-x", "two words", env=env)
     assert (found.status, found.err) == (expected.status, expected.err) == (0, "")
-    known, seen = without_places(expected.said, expected), without_places(found.said, found)
+    known, seen = without_places(expected.printed, expected), without_places(found.printed, found)
     ours = set(seen.pop("modules")) ^ set(known.pop("modules"))
     assert ours
     assert all(name.partition(".")[0] == "dpmon" for name in ours)
@@ -269,7 +269,7 @@ def test_the_real_torch(tmp_path: Path) -> None:
     """It is found, imported and traced; the same modules of torch and of the standard library are loaded."""
     text = REAL.format(before="import importlib.util; importlib.util.find_spec('torch')", after="")
     expected, found = both(tmp_path, text)
-    known, seen = without_places(expected.said, expected), without_places(found.said, found)
+    known, seen = without_places(expected.printed, expected), without_places(found.printed, found)
     assert seen == known
     modules = set(eval(found.err)) ^ set(eval(expected.err))
     assert {name.partition(".")[0] for name in modules} == {"dpmon"}

@@ -17,7 +17,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
 @pytest.mark.parametrize("kind", ["bare", "wrapped", "by hand"])
 def test_an_interrupt_handler_that_calls_a_model(runs: dict[str, Traced], kind: str) -> None:
     """Losses are the same; nothing blocks and nothing is raised."""
-    lines, problems = runs["calls"].said[kind]
+    lines, problems = runs["calls"].printed[kind]
     assert lines > 40
     assert problems == []
 
@@ -25,7 +25,7 @@ def test_an_interrupt_handler_that_calls_a_model(runs: dict[str, Traced], kind: 
 @pytest.mark.parametrize("kind", ["bare", "wrapped", "by hand"])
 def test_an_interrupt_handler_that_raises(runs: dict[str, Traced], kind: str) -> None:
     """The script gets KeyboardInterrupt every time, and can go on."""
-    lines, problems = runs["raises"].said[kind]
+    lines, problems = runs["raises"].printed[kind]
     assert lines > 40
     assert problems == []
 
@@ -38,5 +38,5 @@ def test_an_interrupt_loses_at_most_a_few_records(runs: dict[str, Traced], how: 
     assert run.err == ""
     assert run.missed < 0.1 * len(run.calls())
     for kind, via in (("bare", None), ("wrapped", "DataParallel"), ("by hand", "data_parallel")):
-        lines, _ = run.said[kind]
+        lines, _ = run.printed[kind]
         assert len([call for call in run.calls("Linear") if call.via == via]) > 1.5 * lines

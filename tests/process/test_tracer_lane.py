@@ -25,7 +25,7 @@ def form(request: pytest.FixtureRequest) -> str:
 
 
 def test_the_script_sees_nothing_of_it(runs: dict[tuple[str, bool], Traced], form: str) -> None:
-    run, alone = runs[form, True].said, runs[form, False].said
+    run, alone = runs[form, True].printed, runs[form, False].printed
     assert run.pop("asked", None) in (None, [3, 3, 3])  # its own method, called in each step
     alone.pop("asked", None)
     assert run["lines of ours"] == 0
@@ -114,8 +114,8 @@ def test_after_a_lone_replica_was_interrupted_every_call_is_recorded(tmp_path: P
     run = traced(tmp_path, LONE, form, replicas=2)
     assert [call.step for call in run.calls("Lone")] == list(range(1, 21))
     assert [call.step for call in run.calls("Lone") if call.failed] == [11]
-    assert any(name.endswith(("parallel_apply.py", "data_parallel.py")) for name in run.said)
-    assert [name for name in run.said if "dpmon" in name.split("/")[-3:]] == []
+    assert any(name.endswith(("parallel_apply.py", "data_parallel.py")) for name in run.printed)
+    assert [name for name in run.printed if "dpmon" in name.split("/")[-3:]] == []
 
 
 INTERRUPTED = """\
@@ -136,5 +136,5 @@ for number, x in enumerate(torch.utils.data.DataLoader(torch.randn(40, 4), batch
 
 def test_an_interrupt_in_gather_has_no_frame_of_a_timed_primitive(tmp_path: Path, form: str) -> None:
     run = traced(tmp_path, INTERRUPTED, form, replicas=2)
-    assert any(name.endswith("scatter_gather.py") for name in run.said), "it was in gather"
-    assert [name for name in run.said if name.endswith("lane.py")] == []
+    assert any(name.endswith("scatter_gather.py") for name in run.printed), "it was in gather"
+    assert [name for name in run.printed if name.endswith("lane.py")] == []

@@ -58,7 +58,7 @@ print(json.dumps(clocks))
 def test_the_start_of_workers_is_recorded_for_each_epoch(tmp_path: Path, workers: str, mode: str | None) -> None:
     run = traced(tmp_path, EPOCHS, workers, mode=mode)
     assert facts(run) == [("TensorDataset", 4, 2, workers == "persistent", 0, {})] * 2
-    for event, (began, took) in zip(loaders(run), run.said, strict=True):
+    for event, (began, took) in zip(loaders(run), run.printed, strict=True):
         assert 0 < event["iter_s"] * 1e9 <= took
         assert took - event["iter_s"] * 1e9 < max(
             took / 2, 20e6
@@ -96,7 +96,7 @@ print(json.dumps([started, spent, time.monotonic() - began]))
 @pytest.mark.parametrize(("what", "each_second"), [("alike", 1), ("different", 8)])
 def test_a_loader_for_each_step_is_counted(tmp_path: Path, what: str, each_second: int) -> None:
     run = traced(tmp_path, OFTEN, what)
-    started, spent_ns, took_s = run.said
+    started, spent_ns, took_s = run.printed
     found = loaders(run)
     assert started > 100
     assert 2 <= len(found) <= each_second * (took_s + 1) + 1
@@ -162,7 +162,7 @@ print(json.dumps(None))
 """
 
 
-def test_the_script_is_not_asked_for_a_length(tmp_path: Path) -> None:
+def test_no_code_of_the_script_runs_to_get_a_length(tmp_path: Path) -> None:
     run = traced(tmp_path, ASKED)
     assert printed(run) == printed(alone(tmp_path, ASKED))
     iterable = "dpmon does not ask an IterableDataset for its length: torch would warn if it then yields more"
@@ -210,7 +210,7 @@ print(json.dumps([child, known() is None]))
 
 def test_a_fork_records_its_own_loaders_and_no_dataset_is_kept_alive(tmp_path: Path) -> None:
     run = traced(tmp_path, FORKED)
-    child, gone = run.said
+    child, gone = run.printed
     assert gone
     number = run.process_of(child)
     assert [event["loader"] for event in loaders(run, number)] == ["Childs"]

@@ -67,8 +67,8 @@ def test_a_reader_that_comes_late_finds_what_it_needs(tailed: tuple[Traced, list
 def test_no_object_of_the_script_is_kept_alive(tailed: tuple[Traced, list[Record], ScriptRing]) -> None:
     """Tensors and models are freed when the script drops them."""
     run, _, _ = tailed
-    assert run.said
-    for soon, late in run.said.values():
+    assert run.printed
+    for soon, late in run.printed.values():
         assert soon
         assert all(soon)
         assert late

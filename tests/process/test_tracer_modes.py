@@ -66,10 +66,10 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
 
 
 def test_with_mode_script_results_are_bit_for_bit_the_same(exact: dict[str, Traced], tmp_path: Path) -> None:
-    found = exact["script"].said
+    found = exact["script"].printed
     again = partial(Script, tmp_path, text_of("exact"), run=False)
-    assert found == as_alone(found, exact["alone"].said, lambda: again().end().said)
-    losses, _, _ = exact["alone"].said["wrapped"]
+    assert found == as_alone(found, exact["alone"].printed, lambda: again().end().printed)
+    losses, _, _ = exact["alone"].printed["wrapped"]
     assert len(losses) == 110
     assert len(set(losses)) > 100
     assert {call.mode for call in exact["script"].calls()} == {"single"}
@@ -77,10 +77,10 @@ def test_with_mode_script_results_are_bit_for_bit_the_same(exact: dict[str, Trac
 
 
 def test_a_script_without_dataparallel_is_never_changed(exact: dict[str, Traced], tmp_path: Path) -> None:
-    found = exact["default"].said["bare"]
+    found = exact["default"].printed["bare"]
     again = partial(Script, tmp_path, text_of("exact"), run=False)
-    assert found == as_alone(found, exact["alone"].said["bare"], lambda: again().end().said["bare"])
-    assert exact["default"].said["wrapped"] != exact["alone"].said["wrapped"]  # other dropout, other statistics
+    assert found == as_alone(found, exact["alone"].printed["bare"], lambda: again().end().printed["bare"])
+    assert exact["default"].printed["wrapped"] != exact["alone"].printed["wrapped"]  # other dropout, other statistics
 
 
 @pytest.mark.parametrize("name", ["script", "default"])
@@ -142,7 +142,7 @@ def test_no_step_is_lost_by_a_toggle(toggled: tuple[Traced, dict[str, Any]]) -> 
 
 def test_the_loss_goes_on_falling(toggled: tuple[Traced, dict[str, Any]]) -> None:
     run, noted = toggled
-    assert run.said == noted["losses"]
+    assert run.printed == noted["losses"]
     for column in zip(*noted["losses"], strict=True):
         early, middle, late = (sum(column[start : start + 20]) for start in (0, 20, 45))
         assert early > middle > late
@@ -318,7 +318,7 @@ def devices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
         ("dp", "dp", 2, None),
     ],
 )
-def test_devices_and_modes_asked_for(
+def test_requested_devices_and_modes(
     devices: dict[str, Traced], name: str, mode: str, count: int, refusal: str | None
 ) -> None:
     run = devices[name]

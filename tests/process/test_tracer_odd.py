@@ -46,7 +46,7 @@ def test_odd_things_have_the_same_result_as_without_dpmon(runs: dict[str, Traced
     if way == "replicas" and name == "a_tensor_that_watches":
         return  # such a tensor notices that it is split
     assert runs[way].status == 0, runs[way].err
-    assert runs[way].said[name] == runs["alone"].said[name]
+    assert runs[way].printed[name] == runs["alone"].printed[name]
 
 
 @pytest.mark.parametrize("way", ["default", "replicas"])

@@ -34,7 +34,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
 
 
 def process_of(run: Traced, name: str) -> int | None:
-    pid, status, _ = run.said[name]
+    pid, status, _ = run.printed[name]
     assert status == 0
     processes = [event.data["process"] for event in run.events("process") if event.data["pid"] == pid]
     assert len(processes) <= 1
@@ -99,19 +99,19 @@ LOOPS: dict[str, list[tuple[int, set[str], int]] | None] = {
 
 
 def test_every_loop_is_among_the_expected_ones(runs: dict[str, Traced]) -> None:
-    assert set(LOOPS) == set(runs["alone"].said)
+    assert set(LOOPS) == set(runs["alone"].printed)
 
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_each_loop_computes_the_same_as_without_dpmon(runs: dict[str, Traced], name: str, tmp_path: Path) -> None:
     def again() -> Any:
-        return Script(tmp_path, text_of("practice"), run=False).end().said[name][1:]
+        return Script(tmp_path, text_of("practice"), run=False).end().printed[name][1:]
 
-    expected = runs["alone"].said[name]
+    expected = runs["alone"].printed[name]
     assert expected[1] == 0
-    as_written = runs["script"].said[name][1:]
+    as_written = runs["script"].printed[name][1:]
     assert as_written == as_alone(as_written, expected[1:], again)  # to the last bit
-    found = runs["toggle"].said[name]
+    found = runs["toggle"].printed[name]
     assert found[1] == 0
     assert alike(found[2], expected[2])
 
@@ -221,7 +221,7 @@ def test_two_threads_at_once(runs: dict[str, Traced]) -> None:
 
 def test_nothing_of_dpmon_is_saved_with_a_model(runs: dict[str, Traced]) -> None:
     for way in ("script", "toggle"):
-        told = runs[way].said["saved_and_copied"][2]
+        told = runs[way].printed["saved_and_copied"][2]
         assert [found for found in told if isinstance(found, list) and found[0] in (True, False)] == [[False, True]] * 8
         assert told[-2:] == [False, True]
 
@@ -229,5 +229,5 @@ def test_nothing_of_dpmon_is_saved_with_a_model(runs: dict[str, Traced]) -> None
 def test_the_script_can_hide_devices_because_dpmon_does_not_ask_first(runs: dict[str, Traced]) -> None:
     assert runs
     for run in runs.values():
-        early, available, count, _ = run.said["devices_hidden_late"][2]
+        early, available, count, _ = run.printed["devices_hidden_late"][2]
         assert (early, available, count) == ([0, False], False, 0)

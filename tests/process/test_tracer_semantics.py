@@ -18,12 +18,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
 
 @pytest.fixture(scope="module")
 def dp(runs: dict[str, Traced]) -> Any:
-    return runs["dp"].said
+    return runs["dp"].printed
 
 
 @pytest.fixture(scope="module")
 def on_its_own(runs: dict[str, Traced]) -> Any:
-    return runs["alone"].said
+    return runs["alone"].printed
 
 
 def test_results_of_any_kind(dp: Any, on_its_own: Any) -> None:

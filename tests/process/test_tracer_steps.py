@@ -21,7 +21,7 @@ class Loop:
     """The record of one loop."""
 
     def __init__(self, run: Traced, name: str) -> None:
-        pid, self.status, self.told = run.said[name]
+        pid, self.status, self.reported = run.printed[name]
         self.run = run
         processes = [event.data["process"] for event in run.events("process") if event.data["pid"] == pid]
         assert len(processes) <= 1
@@ -32,7 +32,7 @@ class Loop:
 
     def child(self) -> tuple[list[Call], list[Step]]:
         """Return calls and steps of the child whose process id the loop reported."""
-        process = self.run.process_of(self.told)
+        process = self.run.process_of(self.reported)
         assert process != self.process
         return self.run.calls(process=process), self.run.steps(process)
 
@@ -178,13 +178,13 @@ def test_steps_of_two_models_without_a_loader(loop: Callable[[str], Loop]) -> No
     """A step ends with the last of the alternating optimizers; the first step waits until they repeat."""
     found = loop("gan_without_a_loader")
     assert [calls for _, _, calls in shape(found)] == [3] * 5
-    assert found.told == len(found.steps)
+    assert found.reported == len(found.steps)
 
 
 def test_steps_of_three_optimizers_without_a_loader(loop: Callable[[str], Loop]) -> None:
     found = loop("three_optimizers_without_a_loader")
     assert [calls for _, _, calls in shape(found)] == [3] * 4
-    assert found.told == len(found.steps)
+    assert found.reported == len(found.steps)
 
 
 def test_steps_of_a_critic_whose_optimizer_runs_more_often(loop: Callable[[str], Loop]) -> None:
@@ -210,7 +210,7 @@ def test_steps_of_an_optimizer_with_a_closure(loop: Callable[[str], Loop]) -> No
     """LBFGS calls the model in its step; these times are forward and backward, and are not part of the optimizer."""
     found = loop("closure")
     assert [calls for _, _, calls in shape(found)] == [3, 3, 3]
-    assert sum(calls for _, _, calls in shape(found)) == found.told
+    assert sum(calls for _, _, calls in shape(found)) == found.reported
     assert [phases for _, phases, _ in shape(found)] == [LEARN] * 3
 
 
@@ -259,10 +259,10 @@ def test_a_model_of_another_kind_is_seen_from_its_first_call(
     ],
 )
 def test_all_calls_of_a_module_first_called_late_are_recorded(loop: Callable[[str], Loop], name: str) -> None:
-    """`told` has the script's own count of its calls."""
+    """`reported` has the script's own count of its calls."""
     found = loop(name)
     assert found.status == 0
-    assert Counter(f"{call.root} {call.via}" for call in found.calls) == found.told
+    assert Counter(f"{call.root} {call.via}" for call in found.calls) == found.reported
     assert found.warnings == []
 
 
@@ -270,7 +270,7 @@ def test_a_warning_says_which_calls_may_have_been_missed(loop: Callable[[str], L
     """A small part of a known model, which scripts rarely call directly."""
     found = loop("a_layer_by_itself")
     seen = Counter(call.root for call in found.calls)
-    assert seen["Linear"] < found.told["Linear"]
+    assert seen["Linear"] < found.reported["Linear"]
     assert [text for text in found.warnings if text.startswith("Linear was called by the script at step ")]
 
 
@@ -282,7 +282,7 @@ def test_weights_that_are_arguments_do_not_count_as_samples(loop: Callable[[str]
 
 def test_a_backward_across_rpc(loop: Callable[[str], Loop]) -> None:
     found = loop("backward_across_rpc")
-    assert found.told == 4
+    assert found.reported == 4
     assert shape(found) == [(8, {"forward", "backward", "other"}, 1)]
 
 
@@ -315,8 +315,8 @@ def test_threads_beside_the_training(loop: Callable[[str], Loop]) -> None:
 def test_parts_that_fail(loop: Callable[[str], Loop]) -> None:
     """Batch 3 cannot be read, the optimizer refuses the second, the backward pass of the fifth fails."""
     found = loop("failing_parts")
-    assert [name for name, _ in found.told] == ["RuntimeError", "OSError", "ZeroDivisionError"]
-    assert sum(frames for _, frames in found.told) == 0
+    assert [name for name, _ in found.reported] == ["RuntimeError", "OSError", "ZeroDivisionError"]
+    assert sum(frames for _, frames in found.reported) == 0
     assert [phases for _, phases, _ in shape(found)] == [
         FETCH,
         FETCH - {"optimizer"},
@@ -328,7 +328,7 @@ def test_parts_that_fail(loop: Callable[[str], Loop]) -> None:
 
 def test_a_forward_that_fails(loop: Callable[[str], Loop]) -> None:
     found = loop("forward_fails")
-    assert found.told == [0, 0]  # lines of the traceback that name dpmon
+    assert found.reported == [0, 0]  # lines of the traceback that name dpmon
     failed = [call for call in found.calls if call.failed]
     assert {call.step for call in failed} == {4, 8}
     assert [step.samples for step in found.steps] == [*BATCHES, *BATCHES]
@@ -349,9 +349,9 @@ def test_workers_leave_no_ring(run: Traced, loop: Callable[[str], Loop]) -> None
     found = loop("workers")
     assert shape(found) == [(10, FETCH, 1)] * 4
     assert {call.root for call in found.calls} == {"Critic"}
-    trained = {pid for pid, _, _ in run.said.values()}
-    told = {run.said[name][2] for name in run.said if name.startswith("forks_")}
-    told.add(run.said["multiprocessing_child"][2])
+    trained = {pid for pid, _, _ in run.printed.values()}
+    told = {run.printed[name][2] for name in run.printed if name.startswith("forks_")}
+    told.add(run.printed["multiprocessing_child"][2])
     assert {event.data["pid"] for event in run.events("process")} <= trained | told
 
 
@@ -375,7 +375,7 @@ def test_a_child_of_multiprocessing(loop: Callable[[str], Loop]) -> None:
     found = loop("multiprocessing_child")
     assert found.status == 0
     assert found.process is None
-    process = found.run.process_of(found.told)
+    process = found.run.process_of(found.reported)
     calls, steps = found.run.calls(process=process), found.run.steps(process)
     check(steps, calls)
     assert [(step.samples, set(step.phases)) for step in steps] == [(12, LEARN)] * 6

@@ -139,7 +139,7 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Traced]:
     ],
 )  # fmt: skip
 def test_results_equal_those_of_one_device(numbers: dict[int, Traced], count: int, what: str) -> None:
-    expected, found = numbers[0].said[what], numbers[count].said[what]
+    expected, found = numbers[0].printed[what], numbers[count].printed[what]
     assert len(numbers_in(found)) > 0
     if isinstance(expected, dict):
         # An unused parameter has no gradient without DataParallel, and a zero gradient under it, also on GPUs.

@@ -52,7 +52,7 @@ def both(place: Path, text: str, *words: str, **options: Any) -> list[tuple[Any,
 def test_a_fork_has_the_surroundings_of_a_fresh_python(tmp_path: Path, run: bool, env: dict[str, str]) -> None:
     (fresh, one), (fork, other) = both(tmp_path, LOOK, "-x", "two words", run=run, env=env)
     assert fork[0] == fresh[0] == 0, fork[2]
-    seen, known = other.said, one.said
+    seen, known = other.printed, one.printed
     for found in (seen, known):
         found["environment"].pop("DPMON_START_NS", None)
     place, expected = str(other.directory.parent), str(one.directory.parent)

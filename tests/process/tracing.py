@@ -58,7 +58,7 @@ class Traced:
     directory: Path
 
     @property
-    def said(self) -> Any:
+    def printed(self) -> Any:
         """Return the JSON in the last line of its output."""
         assert self.status == 0, self.err
         return json.loads(self.out.splitlines()[-1])

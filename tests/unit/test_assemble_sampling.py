@@ -100,7 +100,7 @@ def put(ring: SpanRing, span: Span) -> None:
 
 
 @pytest.mark.parametrize(("wall_ms", "one_in"), [(0.1, 4), (50.0, 1)])
-def test_the_process_is_asked_through_its_ring(tmp_path: Path, wall_ms: float, one_in: int) -> None:
+def test_the_rate_is_requested_through_the_ring_of_the_process(tmp_path: Path, wall_ms: float, one_in: int) -> None:
     script = script_on_a_gpu(2 * STEPS, wall_ms)
     path = tmp_path / "process-0.ring"
     ring = SpanRing(str(path), process=0)

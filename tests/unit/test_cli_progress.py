@@ -165,7 +165,7 @@ def test_a_pause_is_no_part_of_the_speed(state: Path) -> None:
     assert line(records).startswith("step 2  10.0 steps/s")
 
 
-def test_a_wait_for_input_is_said(state: Path) -> None:
+def test_a_wait_for_input_is_shown(state: Path) -> None:
     reader = FakeReader(keep({}, status=None), {0: ("backward", time.monotonic_ns() - 12 * 10**9)})
     reader.waits = time.monotonic_ns() - 11 * 10**9
     assert ProgressLines(reader).line() == "waiting for input for 11 s"  # type: ignore[arg-type]

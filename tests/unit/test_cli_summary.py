@@ -119,7 +119,7 @@ def test_a_replica_is_named_after_its_model_where_there_are_several(state: Path)
     ]
 
 
-def test_a_history_that_cannot_be_read_is_said_beside_what_the_rings_hold(state: Path) -> None:
+def test_an_unreadable_history_is_reported_and_the_rings_are_summarised(state: Path) -> None:
     training = Training()
     directory = keep({0: [*training.begin(), *training.run(20)]})
     (directory / "history.sqlite").write_bytes(b"x" * 5000)

@@ -69,7 +69,7 @@ def test_a_directory_or_a_pipe_in_its_place(tmp_path: Path) -> None:
         load({"XDG_CONFIG_HOME": str(tmp_path)})
 
 
-def test_a_wrong_setting_is_told_before_anything_starts(
+def test_a_wrong_setting_is_reported_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))

@@ -78,7 +78,7 @@ class Told:
         return self.answer
 
 
-def test_each_question_is_asked_in_its_own_time() -> None:
+def test_each_question_is_asked_at_its_own_interval() -> None:
     quick, rare = Told(40), Told(700.0)
     bench = Bench(Question(("util_pct",), 1, 1, (quick,)), Question(("power_limit_w",), 30, 1, (rare,)))
     for _ in range(60):
@@ -116,7 +116,7 @@ def test_the_first_round_asks_everything_and_later_ones_keep_to_the_budget() -> 
     assert sum(way.asked for way in (*ways, old)) == 7 + 3
 
 
-def test_a_slow_gpu_is_not_asked_everything_at_once() -> None:
+def test_a_slow_gpu_is_not_asked_everything_in_one_round() -> None:
     bench = Bench()
 
     def slow(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:

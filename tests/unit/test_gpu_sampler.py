@@ -253,7 +253,7 @@ def test_nvml_is_initialised_again_when_it_reports_that_it_is_not(make: Any) -> 
     watch.until(lambda e: of_kind(e, "device")[-1]["util_pct"] is not None, "values")
 
 
-def test_the_processes_of_the_run_are_told_from_others(make: Any) -> None:
+def test_processes_of_the_run_are_distinguished_from_others(make: Any) -> None:
     nvml = FakeNvml()
     nvml.processes = [os.getpid(), 1]
     _, watch = make(nvml, os.getpid)
@@ -311,7 +311,7 @@ def test_a_lasting_failure_is_reported_once_a_minute(make: Any) -> None:
     assert len(texts) <= sampler_module.MAX_WARNINGS
 
 
-def test_events_from_many_threads_are_all_whole(make: Any) -> None:
+def test_events_from_many_threads_are_complete(make: Any) -> None:
     sampler, watch = make(FakeNvml())
     threads = [
         threading.Thread(target=lambda n=n: [sampler.emit("warning", {"text": f"{n}:{i}"}) for i in range(100)])

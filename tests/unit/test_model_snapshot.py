@@ -85,7 +85,7 @@ def test_several_calls_of_a_step_add_up_and_those_of_another_step_do_not() -> No
     assert found["replicate"] is NOT_RUN
 
 
-def test_calls_that_took_longer_than_the_forward_leave_it_whole() -> None:
+def test_calls_longer_than_the_forward_are_not_subtracted_from_it() -> None:
     """A forward that is computed again in backward: its phases are not part of this forward."""
     found = phases_of([a_call(phases=took(parallel_apply=11)), a_step()])
     assert found["forward"] == 10

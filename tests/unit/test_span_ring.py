@@ -487,24 +487,24 @@ def test_100_000_spans_a_second_are_seen_or_counted(path: str, children: Childre
 # ------------------------------------------------------------------------------------------------ lines
 
 
-def heard(reader: SpanReader, **options: Any) -> list[dict[str, Any]]:
+def lines_read(reader: SpanReader, **options: Any) -> list[dict[str, Any]]:
     return [line for part in reader.lines(**options) for line in part]
 
 
 def test_lines_as_they_come(reader: SpanReader, path: str) -> None:
-    assert heard(reader) == []
+    assert lines_read(reader) == []
     assert not reader.has_lines()
     with open(lines_path(path), "ab", buffering=0) as file:
         file.write(b'{"define":1,"value":[')
-        assert heard(reader) == []
+        assert lines_read(reader) == []
         assert not reader.has_lines()
         file.write(b']}\n{"optimizer":1}\n{"e')
         assert reader.has_lines()
-        assert heard(reader) == [{"define": 1, "value": []}, {"optimizer": 1}]
+        assert lines_read(reader) == [{"define": 1, "value": []}, {"optimizer": 1}]
         assert not reader.has_lines()
-        assert heard(reader) == []
+        assert lines_read(reader) == []
         file.write(b'nd":true}\n')
-        assert heard(reader) == [{"end": True}]
+        assert lines_read(reader) == [{"end": True}]
     assert reader.damaged_lines == 0
     assert reader.lines_position == os.stat(lines_path(path)).st_size
 
@@ -513,7 +513,7 @@ def test_lines_that_are_damaged_cost_only_themselves(reader: SpanReader, path: s
     bad = [b"", b"{", b"[1]", b"7", b"\xff\xfe", b'{"a":1}{"b":2}', b"[" * 5000, b'{"a":\0}']
     lines = [part for each in bad for part in (each, b'{"good":1}')]
     Path(lines_path(path)).write_bytes(b"\n".join(lines) + b"\n")
-    assert heard(reader) == [{"good": 1}] * len(bad)
+    assert lines_read(reader) == [{"good": 1}] * len(bad)
     assert reader.damaged_lines == len(bad) - 1, "an empty line is none"
 
 
@@ -526,11 +526,11 @@ def test_lines_longer_than_any_are_passed_over(
     file = Path(lines_path(path))
     first = b'{"a":1}\n'
     file.write_bytes(first + b'"' + b"x" * length + (b'"\n{"a":2}\n' if ends else b""))
-    assert heard(reader) == ([{"a": 1}, {"a": 2}] if ends else [{"a": 1}])
+    assert lines_read(reader) == ([{"a": 1}, {"a": 2}] if ends else [{"a": 1}])
     if not ends:
         with file.open("ab") as more:
             more.write(b'"\n{"a":2}\n')
-        assert heard(reader) == [{"a": 2}]
+        assert lines_read(reader) == [{"a": 2}]
     assert reader.damaged_lines == 1
     assert reader.lines_position == file.stat().st_size
 
@@ -539,7 +539,7 @@ def test_more_lines_than_are_read_at_once(reader: SpanReader, path: str, monkeyp
     monkeypatch.setattr(dpmon.span_reader, "READ_BYTES", 1000)
     file = Path(lines_path(path))
     file.write_bytes(b"".join(json.dumps({"n": n}).encode() + b"\n" for n in range(5000)))
-    assert heard(reader) == [{"n": n} for n in range(5000)]
+    assert lines_read(reader) == [{"n": n} for n in range(5000)]
     with opened(path) as other:
         parts = list(other.lines())
         assert len(parts) > 50
@@ -549,13 +549,13 @@ def test_more_lines_than_are_read_at_once(reader: SpanReader, path: str, monkeyp
 def test_lines_up_to_where_another_reader_came(reader: SpanReader, path: str) -> None:
     lines = Lines(path)
     lines.define(1, "a")
-    heard(reader)
+    lines_read(reader)
     lines.define(2, "b")
     with opened(path) as successor:
-        assert heard(successor, until=reader.lines_position) == [{"define": 1, "value": "a"}]
-        assert heard(successor) == [{"define": 2, "value": "b"}]
+        assert lines_read(successor, until=reader.lines_position) == [{"define": 1, "value": "a"}]
+        assert lines_read(successor) == [{"define": 2, "value": "b"}]
     with opened(path, lines_position=reader.lines_position) as successor:
-        assert heard(successor) == [{"define": 2, "value": "b"}]
+        assert lines_read(successor) == [{"define": 2, "value": "b"}]
 
 
 @pytest.mark.parametrize("left", [0, 13, 22, 30])
@@ -564,29 +564,29 @@ def test_lines_that_are_cut_and_grow_again(reader: SpanReader, path: str, left: 
     for number in range(3):
         lines.put(line=number, text="abcdef")
     length = os.stat(lines_path(path)).st_size // 3
-    heard(reader)
+    lines_read(reader)
     at = left * length // 22
     os.truncate(lines_path(path), at)
-    assert heard(reader) == []
+    assert lines_read(reader) == []
     for number in (10, 11):
         lines.put(line=number)
     whole = at % length == 0
-    assert heard(reader) == [{"line": number} for number in ((10, 11) if whole else (11,))]
+    assert lines_read(reader) == [{"line": number} for number in ((10, 11) if whole else (11,))]
 
 
 def test_a_file_of_lines_that_is_not_a_regular_file(path: str, reader: SpanReader) -> None:
     for make in (os.mkdir, os.mkfifo):
         make(lines_path(path))
-        assert heard(reader) == []
+        assert lines_read(reader) == []
         assert not reader.has_lines()
         (os.rmdir if make is os.mkdir else os.unlink)(lines_path(path))
     os.symlink("/etc/passwd", lines_path(path))
-    assert heard(reader) == []
+    assert lines_read(reader) == []
 
 
 def test_a_sparse_file_of_lines_does_not_hold_a_reader_up(path: str, reader: SpanReader) -> None:
     Path(lines_path(path)).touch()
     os.truncate(lines_path(path), 1 << 40)
     began = time.monotonic()
-    assert heard(reader) == []
+    assert lines_read(reader) == []
     assert time.monotonic() - began < 20

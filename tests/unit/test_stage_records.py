@@ -66,7 +66,7 @@ def test_a_call_with_stages_is_read_as_it_was_packed() -> None:
     assert record["absent"] == ABSENT
 
 
-def test_replicas_and_stages_are_told_apart() -> None:
+def test_replicas_and_stages_are_distinguished() -> None:
     payload = call(1, STAGES, (2, 4, 0, 5, 2, 4, 1, 6))
     assert call_replicas(payload) == [(2, 4, 0, 5), (2, 4, 1, 6)]
     assert call_stages(payload) == [tuple(STAGES[:5]), tuple(STAGES[5:])]

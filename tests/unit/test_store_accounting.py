@@ -186,7 +186,7 @@ def test_a_wait_across_several_steps(told: int) -> None:
     assert sums(spent) == {("startup", "dp"): SECOND, ("training", "dp"): 90 * MS, ("input", "dp"): 310 * MS}
 
 
-def test_a_wait_that_is_told_twice_counts_once() -> None:
+def test_a_wait_that_is_reported_twice_counts_once() -> None:
     account = Account()
     spent = three_steps(account)
     for wait in ((SECOND + 20 * MS, SECOND + 80 * MS), (SECOND + 60 * MS, SECOND + 120 * MS)):

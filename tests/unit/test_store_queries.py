@@ -1,4 +1,4 @@
-"""Queries cover exactly the seconds asked for, and figures of a window are those of its steps."""
+"""Queries cover exactly the requested seconds, and figures of a window are those of its steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from math import ceil
 from pathlib import Path
 
 import pytest
-from written import SECOND, OneStep, asked, some_steps, store_of
+from written import SECOND, OneStep, opened, some_steps, store_of
 
 from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, SETTLING
 from dpmon.store.accounting import ACTIVITIES, Spent
@@ -121,7 +121,7 @@ def test_figures_of_a_window_are_those_of_its_steps(tmp_path: Path, seed: int) -
     processes = range(1 + seed % 3)
     steps = some_steps(chance, 1500, 3 * 3600, processes)
     written(tmp_path, steps)
-    with asked(tmp_path) as store:
+    with opened(tmp_path) as store:
         for begin, end in ((0, 1 << 40), (17, 9000), (3599, 3601), (600, 1200), (chance.randrange(5000), 8123)):
             window = Window(store, begin, end)
             within = [step for step in steps if begin <= step.end // SECOND < end]
@@ -182,7 +182,7 @@ def test_rates_and_parts_of_a_window_are_those_of_its_time(tmp_path: Path) -> No
             spent.append((process, Spent(chance.choice(ACTIVITIES), "dp", at, end)))
             at = end
     written(tmp_path, steps, spent)
-    with asked(tmp_path) as store:
+    with opened(tmp_path) as store:
         for begin, end in ((0, 1 << 40), (100, 4321), (333, 855)):
             window = Window(store, begin, end)
             elapsed = {name: [0, 0] for name in ACTIVITIES}
@@ -213,7 +213,7 @@ def test_processes_that_begin_within_a_second_share_the_time_that_they_were_ther
     begin, end, step = 600_000_000, 3 * SECOND, some_steps(random.Random(1), 1, 2.5)[0]
     trained = [(process, Spent("training", "dp", begin, end)) for process in range(3)]
     written(tmp_path, [step], [*trained, (0, Spent("missed", "dp", end, end + SECOND // 4))])
-    with asked(tmp_path) as store:
+    with opened(tmp_path) as store:
         spent = Window(store).spent
     assert spent == {**dict.fromkeys(ACTIVITIES, 0), "training": end - begin, "missed": SECOND // 4}
 
@@ -221,7 +221,7 @@ def test_processes_that_begin_within_a_second_share_the_time_that_they_were_ther
 def test_sums_by_the_database_equal_sums_of_rows(tmp_path: Path) -> None:
     chance = random.Random(11)
     written(tmp_path, some_steps(chance, 900, 9000, (0, 1, 2)))
-    with asked(tmp_path) as store:
+    with opened(tmp_path) as store:
         for begin, end in ((0, 1 << 40), (61, 7300)):
             sums, tallies = store.sums(begin, end), store.tallies(begin, end)
             assert sums.keys() == tallies.keys()
@@ -243,7 +243,7 @@ def test_damaged_values_are_left_out(tmp_path: Path) -> None:
         db.execute("UPDATE tallies SET samples_sum = x'ff' WHERE start_s = 6")
         db.execute("UPDATE times SET training_ns = 'much'")
         db.commit()
-    with asked(tmp_path) as store:
+    with opened(tmp_path) as store:
         assert store.processes == [0, 1]
         window = Window(store)
         for mode, evaluation in window.modes:
@@ -254,7 +254,7 @@ def test_damaged_values_are_left_out(tmp_path: Path) -> None:
 
 def test_a_store_without_steps_has_no_figures(tmp_path: Path) -> None:
     History.open(tmp_path, {}).close()
-    with asked(tmp_path) as store:
+    with opened(tmp_path) as store:
         window = Window(store)
         assert (window.modes, store.processes, store.kinds()) == ([], [], set())
         assert set(window.spent.values()) == {0}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from written import SECOND, asked, some_facts
+from written import SECOND, opened, some_facts
 
 from dpmon.store.accounting import Spent
 from dpmon.store.batch import Batch
@@ -27,7 +27,7 @@ DAY = 86_400
 
 def figures(directory: Path) -> dict[str, Any]:
     """Return all figures of the run."""
-    with asked(directory) as store:
+    with opened(directory) as store:
         window = Window(store)
         found: dict[str, Any] = {"spent": window.spent, "modes": window.modes, "processes": store.processes}
         for mode, evaluation in window.modes:
@@ -119,7 +119,7 @@ def test_64_ranks_over_days_stay_below_the_limit(tmp_path: Path) -> None:
     assert (tmp_path / HISTORY_FILE).stat().st_size < 1.2 * limit
     gone = deleted(tmp_path)
     assert gone[1] > DAY / 2
-    with asked(tmp_path) as store:
+    with opened(tmp_path) as store:
         window = Window(store)
         steps = sum(window.figures(*each).steps for each in window.modes)
         assert steps == 64 * len(range(0, int(1.3 * DAY), 180))

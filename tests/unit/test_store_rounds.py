@@ -23,7 +23,7 @@ def of_ranks(count: int, *groups: list[int]) -> Rounds:
     return rounds
 
 
-def told(found: list[Joined]) -> dict[int, tuple[int, int, int | None]]:
+def waits_by_process(found: list[Joined]) -> dict[int, tuple[int, int, int | None]]:
     """Return exposed, wait and held by process."""
     return {one.step.key.process: (one.exposed_ns, one.wait_ns, one.held_ns) for one in found}
 
@@ -32,13 +32,13 @@ def test_the_shortest_tail_is_exposed_time_and_the_rest_is_wait() -> None:
     rounds = of_ranks(3)
     assert rounds.step(0, step(0, 1, 90)) == []
     assert rounds.step(2, step(2, 1, 30)) == []
-    assert told(rounds.step(1, step(1, 1, 50))) == {0: (30, 60, None), 1: (30, 20, None), 2: (30, 0, 20)}
+    assert waits_by_process(rounds.step(1, step(1, 1, 50))) == {0: (30, 60, None), 1: (30, 20, None), 2: (30, 0, 20)}
 
 
 def test_ranks_may_be_several_passes_apart() -> None:
     rounds = of_ranks(2)
     assert [rounds.step(0, step(0, number, 10)) for number in (1, 2, 3)] == [[], [], []]
-    found = [told(rounds.step(1, step(1, number, 4))) for number in (1, 2, 3)]
+    found = [waits_by_process(rounds.step(1, step(1, number, 4))) for number in (1, 2, 3)]
     assert found == [{0: (4, 6, None), 1: (4, 0, 6)}] * 3
 
 
@@ -46,8 +46,8 @@ def test_each_process_group_is_joined_by_itself() -> None:
     rounds = of_ranks(4, [0, 2], [1, 3])
     assert rounds.step(0, step(0, 1, 10)) == []
     assert rounds.step(1, step(1, 1, 20)) == []
-    assert told(rounds.step(2, step(2, 1, 15))) == {0: (10, 0, 5), 2: (10, 5, None)}
-    assert told(rounds.step(3, step(3, 1, 25))) == {1: (20, 0, 5), 3: (20, 5, None)}
+    assert waits_by_process(rounds.step(2, step(2, 1, 15))) == {0: (10, 0, 5), 2: (10, 5, None)}
+    assert waits_by_process(rounds.step(3, step(3, 1, 25))) == {1: (20, 0, 5), 3: (20, 5, None)}
 
 
 def test_steps_with_other_passes_are_not_joined() -> None:
@@ -78,9 +78,9 @@ def test_the_others_are_joined_when_a_process_has_ended() -> None:
         rounds.step(rank, step(rank, 1, 10))
     rounds.step(0, step(0, 2, 30))
     rounds.step(1, step(1, 2, 20))
-    assert told(rounds.ended(2)) == {0: (20, 10, None), 1: (20, 0, 10)}
+    assert waits_by_process(rounds.ended(2)) == {0: (20, 10, None), 1: (20, 0, 10)}
     rounds.step(1, step(1, 3, 40))
-    assert told(rounds.step(0, step(0, 3, 50))) == {0: (40, 10, None), 1: (40, 0, 10)}
+    assert waits_by_process(rounds.step(0, step(0, 3, 50))) == {0: (40, 10, None), 1: (40, 0, 10)}
 
 
 def test_ranks_with_more_data_are_joined_once_the_other_has_ended() -> None:
@@ -97,7 +97,7 @@ def test_ranks_with_more_data_are_joined_once_the_other_has_ended() -> None:
 def test_a_pass_is_unknown_if_a_rank_has_no_record_of_it() -> None:
     rounds = of_ranks(2)
     rounds.step(0, step(0, 1, 10))
-    assert told(rounds.step(1, step(1, 2, 10))) == {}
+    assert waits_by_process(rounds.step(1, step(1, 2, 10))) == {}
     assert len(rounds.step(0, step(0, 2, 10))) == 2
     assert rounds.ended(1) == rounds.ended(0) == []
 
@@ -108,7 +108,7 @@ def test_a_job_that_was_started_again_is_not_joined_with_its_earlier_processes()
     for rank in range(2):
         rounds.take_event(2 + rank, "ddp", {"rank": rank, "group": [0, 1]})
     assert rounds.step(3, step(3, 1, 10)) == []  # rank 1 of the new job does not meet rank 0 of the old one
-    assert told(rounds.step(2, step(2, 1, 15))) == {2: (10, 5, None), 3: (10, 0, 5)}
+    assert waits_by_process(rounds.step(2, step(2, 1, 15))) == {2: (10, 5, None), 3: (10, 0, 5)}
     assert rounds.step(0, step(0, 2, 10)) == []
 
 

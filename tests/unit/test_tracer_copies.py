@@ -54,7 +54,7 @@ class Setting(Process):
             pass
         self.phase(Kind.FETCH, 0.0)
         assert self.faults == []
-        return self.said().steps[-1]
+        return self.records().steps[-1]
 
 
 @pytest.fixture
@@ -272,7 +272,7 @@ def test_a_phase_with_copies_that_are_not_timed_has_no_time_of_its_own(setting: 
                 setting.to(torch.zeros(1), "cuda:0")
         setting.phase(Kind.BACKWARD, 2.0)
         setting.phase(Kind.FETCH, 0.5)
-    many, one = setting.said().steps
+    many, one = setting.records().steps
     assert many.device_ms == {"data": None, "forward": None, "backward": 2.0, "copy": None}
     assert one.device_ms == {"data": 0.5, "forward": 0.0, "backward": 2.0, "copy": 3.0}
     assert setting.faults == []

@@ -31,7 +31,7 @@ def test_every_phase_of_a_step_is_timed_from_the_first_call_on() -> None:
     process = Process()
     for _ in range(3):
         process.step(0)
-    first, *rest = process.said().steps
+    first, *rest = process.records().steps
     assert first.device_ms == {**WHOLE, "data": None}
     assert [step.device_ms for step in rest] == [WHOLE] * 2
     assert [step.untimed for step in rest] == [None] * 2
@@ -68,7 +68,7 @@ def test_host_work_after_gpu_work_has_no_device_time() -> None:
     for number in range(1, 7):
         process.step(*((0,) if number < 4 else ()))
     found = [
-        {name for name, ms in (step.device_ms or {}).items() if ms is not None} for step in process.said().steps[1:]
+        {name for name, ms in (step.device_ms or {}).items() if ms is not None} for step in process.records().steps[1:]
     ]
     assert found == [
         *[set(WHOLE)] * 2,
@@ -85,7 +85,7 @@ def test_phases_are_timed_on_all_devices_of_the_step() -> None:
     process.step(0, 1)
     assert {device for device, _ in process.device.recorded} == {0, 1}
     assert len(process.device.recorded) == 2 * 2 * 4
-    assert process.said(devices=("cuda:0", "cuda:1")).steps[-1].device_ms == WHOLE
+    assert process.records(devices=("cuda:0", "cuda:1")).steps[-1].device_ms == WHOLE
 
 
 def raises() -> None:
@@ -101,7 +101,7 @@ def test_a_backward_pass_that_raises_has_taken_its_time() -> None:
     with pytest.raises(ZeroDivisionError):
         process.phase(Kind.BACKWARD, 4.0, raises)
     process.phase(Kind.FETCH, 0.5)
-    assert process.said().steps[1].device_ms == {"data": 0.5, "forward": 2.0, "backward": 4.0}
+    assert process.records().steps[1].device_ms == {"data": 0.5, "forward": 2.0, "backward": 4.0}
 
 
 def test_a_call_that_raises_has_taken_its_time() -> None:
@@ -111,7 +111,7 @@ def test_a_call_that_raises_has_taken_its_time() -> None:
     with process.call(0, ms=2.0):
         raises()
     process.phase(Kind.FETCH, 0.5)
-    result = process.said()
+    result = process.records()
     assert result.steps[1].device_ms == {"data": 0.5, "forward": 2.0}
     assert (result.calls[1].failed, result.calls[1].replicas[0].device_ms) == (True, 2.0)
 
@@ -125,7 +125,7 @@ def test_an_optimizer_that_raises_has_no_device_time() -> None:
     with pytest.raises(ZeroDivisionError):
         process.phase(Kind.OPTIMIZER, 1.0, raises)
     process.phase(Kind.FETCH, 0.5)
-    step = process.said().steps[1]
+    step = process.records().steps[1]
     assert step.device_ms == {"data": 0.5, "forward": 2.0}
     assert process.timing.times.waiting() == 0
 
@@ -142,7 +142,7 @@ def test_nested_work_is_subtracted_from_a_phase() -> None:
     process.phase(Kind.FETCH, 0.5)
     process.phase(Kind.OPTIMIZER, 1.0, closure)
     process.phase(Kind.FETCH, 0.5)
-    assert process.said().steps[1].device_ms == WHOLE
+    assert process.records().steps[1].device_ms == WHOLE
 
 
 def test_a_part_is_timed_on_its_own_device_and_marked_if_it_raised() -> None:
@@ -209,7 +209,7 @@ def test_a_device_time_that_is_missing_after_64_steps_is_late() -> None:
         *(Kind.CALL, Kind.BACKWARD, Kind.OPTIMIZER),
         *(Kind.FETCH, Kind.CALL, Kind.BACKWARD, Kind.OPTIMIZER),
     ]
-    steps = process.said(end=False).steps
+    steps = process.records(end=False).steps
     assert steps[0].untimed == steps[1].untimed == UNTIMED[Untimed.LATE]
 
 
@@ -218,7 +218,7 @@ def test_device_times_pending_at_the_end_have_a_reason() -> None:
     process.step(0)
     process.step(0)
     process.timing.at_exit()
-    assert {step.untimed for step in process.said().steps} == {UNTIMED[Untimed.ENDED]}
+    assert {step.untimed for step in process.records().steps} == {UNTIMED[Untimed.ENDED]}
 
 
 def test_captures_have_a_reason() -> None:
@@ -228,7 +228,7 @@ def test_captures_have_a_reason() -> None:
     process.step(0)
     process.device.graph = False
     process.step(0)
-    result = process.said()
+    result = process.records()
     assert [step.untimed for step in result.steps[1:]] == [UNTIMED[Untimed.CAPTURED], None]
     assert result.calls[1].absent["device_ms"] == UNTIMED[Untimed.CAPTURED]
 
@@ -241,7 +241,7 @@ def test_a_lost_device_is_reported_and_nothing_waits_for_it() -> None:
         process.step(0)
     assert {what[0] for what in process.faults} == {"events"}
     assert len(process.faults) == 3
-    steps = process.said().steps
+    steps = process.records().steps
     assert [step.untimed for step in steps[1:]] == [UNTIMED[Untimed.FAULT]] * 4
 
 
@@ -286,7 +286,7 @@ def test_a_step_that_is_left_out_costs_no_event_and_says_why() -> None:
     timed = timed_steps(process, 40)
     recorded = len(process.device.recorded)
     assert recorded == 6 + 8 * sum(timed)
-    result = process.said()
+    result = process.records()
     assert [step.untimed for step in result.steps[1:]] == [None if one else SAMPLED for one in timed]
     assert [step.device_ms == WHOLE for step in result.steps[1:]] == timed
     assert [call.replicas[0].device_ms for call in result.calls[1:]] == [2.0 if one else None for one in timed]
@@ -321,7 +321,7 @@ def test_a_step_that_is_timed_in_part_is_not_timed() -> None:
     process.timing.step_ends()
     process.phase(Kind.BACKWARD, 3.0)
     process.phase(Kind.FETCH, 0.5)
-    step = process.said().steps[1]
+    step = process.records().steps[1]
     assert step.device_ms == {"data": None, "forward": None, "backward": None}
     assert step.untimed == SAMPLED
 

@@ -78,7 +78,7 @@ def test_the_cause_is_named_in_panel_and_status(phase: str) -> None:
     assert "others wait for rank 1: 6.00 ms (34 %), " + phase in plain(status(scene, 120, 2, LOOK)[1])
 
 
-def test_ranks_that_are_alike_are_said_to_be() -> None:
+def test_no_rank_is_named_if_all_are_equal() -> None:
     scene = scene_of(4)
     said = texts(panel_ranks.table(scene, 76, 12, LOOK))
     assert said[-1] == "no rank holds the others up (last 115 steps)"
@@ -216,7 +216,7 @@ def test_where_waits_are_not_known_the_reason_stands_there(how: dict[str, Any], 
     assert reason in " ".join(line.strip() for line in texts(panel_communication.communication(scene, 120, 12, LOOK)))
 
 
-def test_waits_in_the_forward_are_said() -> None:
+def test_waits_in_the_forward_are_shown() -> None:
     scene = scene_of(2, wrapper={"broadcast_buffers": True, "sync_batch_norm": True})
     text = " ".join(texts(panel_ranks.table(scene, 56, 12, LOOK)))
     assert "SyncBatchNorm and broadcast_buffers make the ranks wait for each other in the forward, too" in text

@@ -96,7 +96,7 @@ def test_only_what_changed_is_written() -> None:
     assert len(written) < 60
 
 
-def test_a_wide_character_is_written_whole() -> None:
+def test_a_wide_character_is_not_cut_in_two() -> None:
     before, after = cells_of([("漢漢", "")]), cells_of([("漢字", "")])
     assert "字" in patch(0, 0, before, after, LOOK, None)
     assert cells_of([("e\u0301x", "")]) == [("e\u0301", ""), ("x", "")]

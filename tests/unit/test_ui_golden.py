@@ -142,7 +142,7 @@ SITUATIONS: dict[str, tuple[Callable[[], Scene], int, int, Look]] = {
 }  # fmt: skip
 
 
-def told(rows: list[Row], look: Look, legend: dict[str, str]) -> list[str]:
+def drawn(rows: list[Row], look: Look, legend: dict[str, str]) -> list[str]:
     """Return the text of each row, and below it a letter per cell for its style (see `legend`)."""
     lines: list[str] = []
     for row in rows:
@@ -163,7 +163,7 @@ def picture(name: str) -> str:
     legend: dict[str, str] = {}
     lines: list[str] = []
     for panel in slots:
-        lines += ["", f"{panel} {slots[panel].width}x{slots[panel].height}", *told(painted[panel], look, legend)]
+        lines += ["", f"{panel} {slots[panel].width}x{slots[panel].height}", *drawn(painted[panel], look, legend)]
     styles = [f"{mark} {style or 'plain'}" for style, mark in legend.items()]
     return "\n".join([name, *lines, "", *styles, ""])
 
@@ -183,7 +183,7 @@ def test_no_picture_is_left_of_a_situation_that_is_gone() -> None:
     assert {path.name for path in GOLDEN.iterdir()} == named
 
 
-def test_the_recorded_run_is_read_whole_and_in_order() -> None:
+def test_the_recorded_run_is_read_completely_and_in_order() -> None:
     state = state_of(_linear())
     process = state.focus()
     assert process is not None

@@ -152,7 +152,7 @@ def test_an_endless_string_is_dropped_as_long_as_its_bytes_come_fast() -> None:
 
 
 @pytest.mark.parametrize("begun", [b"\x1b]0;dpx", b"\x1b[" + b"1;" * 200, b"\x1b[200~" + b"text " * 100], ids=repr)
-def test_keys_pressed_by_hand_end_an_endless_sequence(begun: bytes) -> None:
+def test_keys_pressed_by_a_person_end_an_endless_sequence(begun: bytes) -> None:
     typist = Typist().type(begun)
     for _ in range(60):
         typist.wait(0.1).type(b"\xc3\xa9")

@@ -144,7 +144,7 @@ async def test_a_picture_goes_into_the_run_where_the_directory_cannot_be_written
         await on.shows(f"picture: {tmp_path}/dpmon-")
 
 
-async def test_an_export_that_fails_is_told_and_leaves_no_file(tmp_path: Path) -> None:
+async def test_an_export_that_fails_gives_a_message_and_leaves_no_file(tmp_path: Path) -> None:
     async with stage(tmp_path) as on:
         for form in "jcp":
             await on.press("e", form)
@@ -154,7 +154,7 @@ async def test_an_export_that_fails_is_told_and_leaves_no_file(tmp_path: Path) -
             await on.shows("time range")
 
 
-async def test_a_report_that_fails_is_told(tmp_path: Path) -> None:
+async def test_a_report_that_fails_gives_a_message(tmp_path: Path) -> None:
     async with stage(tmp_path) as on:
         await on.press("r")
         await on.shows("the report failed: ")
@@ -201,7 +201,7 @@ def test_an_export_makes_new_files(tmp_path: Path) -> None:
     assert json.loads(path.read_text())
 
 
-def test_a_report_is_lines_as_wide_as_asked(tmp_path: Path) -> None:
+def test_lines_of_a_report_have_the_given_width(tmp_path: Path) -> None:
     lines = jobs.report(a_run(tmp_path), 60)
     assert any("20 steps" in line for line in lines), lines
     assert max(map(len, lines)) <= 60
@@ -310,7 +310,7 @@ async def test_too_many_waiting_keys_are_dropped_and_ctrl_c_comes_first() -> Non
 
 
 @pytest.mark.parametrize("hidden", [False, True])
-async def test_a_line_to_a_headless_run_is_said_to_be_sent(
+async def test_a_message_confirms_a_line_sent_to_a_headless_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden: bool
 ) -> None:
     """Its output is only that of the script, without the typed line."""
@@ -481,7 +481,7 @@ async def test_the_training_is_paused_and_resumed(tmp_path: Path) -> None:
         assert "p pause" in on.text()
 
 
-async def test_between_two_trainings_nothing_is_asked_and_a_pause_can_be_taken_back(
+async def test_between_two_trainings_no_mode_is_requested_and_a_pause_can_be_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dpmon.ui.feed._GRACE_NS", 10**15)  # the command has ended, but its status is never recorded

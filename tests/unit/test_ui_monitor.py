@@ -58,7 +58,7 @@ async def test_it_finds_its_place_when_the_size_changes(tmp_path: Path) -> None:
         await on.shows("4 dp against single")
 
 
-async def test_toggle_is_pending_at_once_and_done_when_answered(tmp_path: Path) -> None:
+async def test_a_toggle_is_pending_immediately_and_done_when_answered(tmp_path: Path) -> None:
     async with stage(tmp_path) as on:
         await on.shows("d → single")
         await on.press("d")
@@ -181,7 +181,9 @@ async def test_stop_stops_the_run_in_the_background(tmp_path: Path, monkeypatch:
         assert stopped == [tmp_path]
 
 
-async def test_a_stop_that_fails_is_told_and_the_screen_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stop_that_fails_gives_a_message_and_the_screen_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def stop_run(directory: Path, last_known: object) -> Iterator[str]:
         yield "2 processes cannot be stopped: 1, 2"
 

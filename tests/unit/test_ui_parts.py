@@ -134,7 +134,7 @@ def test_the_look_follows_the_terminal() -> None:
     assert choose({}, None).glyphs is ASCII
 
 
-def test_a_theme_that_was_asked_for_comes_before_no_color() -> None:
+def test_a_requested_theme_takes_precedence_over_no_color() -> None:
     light = choose({"TERM": "xterm", "NO_COLOR": "1"}, "utf-8", "light")
     assert light.colour
     assert light.style("").bgcolor == Color.parse(PALETTES["light"].background)

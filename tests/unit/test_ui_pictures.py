@@ -108,7 +108,7 @@ def test_between_two_trainings_the_next_one_is_on_its_way() -> None:
     assert life(replace(next_one, ending=True)).word == "ending"
 
 
-def test_a_script_that_waits_for_a_line_is_said_to_and_how_to_give_it_one() -> None:
+def test_a_waiting_script_is_shown_with_the_key_to_type_a_line() -> None:
     before = Scene(State(), 5 * SECOND, FACTS, alive=True, stage=("torch imported", SECOND), reads_since_ns=2 * SECOND)
     assert life(before) == ("waiting for input", "wait", "3 s")
     assert life(replace(before, can_type=True)).detail == "3 s: press i"
@@ -119,7 +119,7 @@ def test_a_script_that_waits_for_a_line_is_said_to_and_how_to_give_it_one() -> N
     assert life(replace(training, reads_since_ns=None)).word == "running"
 
 
-def test_a_wait_for_input_is_said_after_a_second_only_and_not_once_a_step_has_ended() -> None:
+def test_a_wait_for_input_is_shown_after_a_second_and_until_the_next_step_ends() -> None:
     """A script that reads line by line often waits for a moment, and a watch that has stopped reports an old wait."""
     training = scene_of(Training())
     later = replace(training, now_ns=training.now_ns + 3 * SECOND)
@@ -129,7 +129,7 @@ def test_a_wait_for_input_is_said_after_a_second_only_and_not_once_a_step_has_en
         assert seen.input_wait_ns is None
 
 
-def test_waiting_for_data_is_said_after_a_second_only() -> None:
+def test_waiting_for_data_is_shown_only_after_a_second() -> None:
     scene = scene_of(Training())
     assert life(replace(scene, activities={0: ("data", scene.now_ns - SECOND // 2)})).word == "running"
     waiting = replace(scene, now_ns=scene.now_ns + 4 * SECOND, activities={0: ("data", scene.now_ns)})
@@ -170,7 +170,7 @@ def test_a_failure_shows_the_last_line_of_the_traceback() -> None:
     assert "RuntimeError: no" in text_of(scene, 80, 24)
 
 
-def test_gone_without_a_record_is_said_and_no_status_invented() -> None:
+def test_a_vanished_run_is_shown_without_an_invented_status() -> None:
     text = text_of(replace(scene_of(Training()), alive=False), 160, 50)
     assert "its exit status was not recorded" in text
     assert "ended status unknown" in text

@@ -30,19 +30,19 @@ async def shown(
         app.feed.close()
 
 
-def said(app: Playback, text: str) -> bool:
+def shows(app: Playback, text: str) -> bool:
     return any(text in row for row in app.text())
 
 
 async def test_keys_play_stop_step_and_seek(state: Path) -> None:
     clock = Clock()
     async with shown(a_run(), clock) as (app, pilot):
-        assert said(app, "finished")
+        assert shows(app, "finished")
         assert "stopped" in app.text()[-1]
         assert app.text()[-1].count("00:05:01") == 2
         await pilot.press("g")
         assert "00:00:00 ●" in app.text()[-1]
-        assert not said(app, "finished")
+        assert not shows(app, "finished")
         await pilot.press("space", "greater_than_sign")
         assert "playing" in app.text()[-1]
         assert "2×" in app.text()[-1]
@@ -59,7 +59,7 @@ async def test_keys_play_stop_step_and_seek(state: Path) -> None:
         await pilot.press("F", "f", "b", "b")
         assert "00:00:59" in app.text()[-1]
         await pilot.press("G")
-        assert said(app, "finished")
+        assert shows(app, "finished")
 
 
 async def test_keys_of_a_live_run_do_nothing_in_a_playback(state: Path) -> None:

@@ -56,12 +56,12 @@ def with_waits(*seconds: float, mode: str = "single") -> tuple[Training, list[by
     return training, payloads, waits
 
 
-def told(waits: Sequence[Wait], pid: int = PID) -> list[bytes]:
+def wait_events(waits: Sequence[Wait], pid: int = PID) -> list[bytes]:
     return [pack_event("input", {"pid": pid, "t_s": at, "waited_s": took}) for at, took in waits]
 
 
 def recorded(payloads: Sequence[bytes], waits: Sequence[Wait], pid: int = PID, span_s: int = 120) -> State:
-    return Recording().add(payloads).add(told(waits, pid), -1).state(span_s=span_s)
+    return Recording().add(payloads).add(wait_events(waits, pid), -1).state(span_s=span_s)
 
 
 def focus_of(state: State) -> Process:
@@ -120,7 +120,7 @@ def test_a_verdict_by_the_mean_step_says_why_it_is_another(state: Path) -> None:
     found = focus_of(recorded(payloads, waits)).compared
     assert found is not None
     assert "(waiting for input)" in (sentence(found) or "")
-    story = collect(keep({0: payloads, -1: told(waits)}, seconds=training.now / SECOND))
+    story = collect(keep({0: payloads, -1: wait_events(waits)}, seconds=training.now / SECOND))
     assert story.evidence.compared is not None
     assert "(waiting for input)" in (sentence(story.evidence.compared) or "")
 
@@ -130,7 +130,7 @@ def test_a_report_blames_nobody_for_a_wait(state: Path) -> None:
     seconds = training.now / SECOND
     blamed = collect(keep({0: payloads}, seconds=seconds, id="one"))
     assert [each.kind for each in blamed.findings] == ["stall"]
-    story = collect(directory := keep({0: payloads, -1: told(waits)}, seconds=seconds))
+    story = collect(directory := keep({0: payloads, -1: wait_events(waits)}, seconds=seconds))
     assert story.findings == ()
     assert [step.phase for step in story.evidence.longest[:3]] == [INPUT, INPUT, "backward"]
     assert story.evidence.longest[0].phase_ns == pytest.approx(waits[0][1] * SECOND, abs=2)
@@ -145,7 +145,7 @@ def test_a_report_blames_nobody_for_a_wait(state: Path) -> None:
 
 def test_a_stall_beside_a_wait_is_still_found(state: Path) -> None:
     training, payloads, waits = with_waits(12.0, 8.0)
-    story = collect(keep({0: payloads, -1: told(waits[:1])}, seconds=training.now / SECOND))
+    story = collect(keep({0: payloads, -1: wait_events(waits[:1])}, seconds=training.now / SECOND))
     (found,) = story.findings
     assert found.kind == "stall"
     assert found.text.startswith("One step took")
@@ -156,12 +156,12 @@ def test_a_script_that_waits_at_its_end_was_not_silent(state: Path) -> None:
     end = training.now / SECOND
     assert [each.kind for each in collect(keep({0: payloads}, seconds=end + 90, id="one")).findings] == ["quiet"]
     waits = [(end + 1, 80.0)]
-    assert collect(keep({0: payloads, -1: told(waits)}, seconds=end + 90)).findings == ()
+    assert collect(keep({0: payloads, -1: wait_events(waits)}, seconds=end + 90)).findings == ()
 
 
 def test_a_launcher_waits_in_no_step(state: Path) -> None:
     training, payloads, waits = with_waits(12.0)
-    directory = keep({0: payloads, -1: told(waits, PID + 1)}, seconds=training.now / SECOND)
+    directory = keep({0: payloads, -1: wait_events(waits, PID + 1)}, seconds=training.now / SECOND)
     assert collect(directory).evidence.inputs[0][0] is None
     (line,) = [line for line in summary_lines(directory, None) if line.startswith("waited")]
     assert "steps" not in line

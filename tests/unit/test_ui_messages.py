@@ -13,7 +13,7 @@ from stage import LOOK, stage
 from stored import state_of
 from synthetic import SECOND, Training
 from test_run_playback import Clock, a_run
-from test_ui_playback import said, shown
+from test_ui_playback import shown, shows
 
 from dpmon.cli.speak import closing
 from dpmon.cli.summary import summary_lines
@@ -133,9 +133,9 @@ async def test_in_a_playback_each_key_of_a_live_run_says_why_not(state: Path) ->
             ("Z", "Z does nothing here"),
         ):
             await pilot.press(key)
-            assert said(app, words), app.text()[1]
+            assert shows(app, words), app.text()[1]
         await pilot.press("f")
-        assert not said(app, "does nothing here"), "what was said is of another time"
+        assert not shows(app, "does nothing here"), "what was said is of another time"
         offered = [key for key, _, _ in possible(app.scene())]
         assert {command.key for command in PLAYED} <= set(offered)
         assert "d" not in offered
@@ -168,9 +168,9 @@ async def test_a_repeated_message_stays_its_full_time_in_a_stopped_playback(
             await pilot.press("z", "z", "z")
         assert [clock.stopped for clock in clocks] == [True, True, False], "one goes, however often a key repeats"
         clocks[0].strike()
-        assert said(app, "z does nothing here"), "it was said again since"
+        assert shows(app, "z does nothing here"), "it was said again since"
         clocks[2].strike()
-        assert not said(app, "z does nothing here")
+        assert not shows(app, "z does nothing here")
 
 
 async def test_at_the_end_of_a_playback_all_parts_show_the_same_time(state: Path) -> None:
@@ -180,7 +180,7 @@ async def test_at_the_end_of_a_playback_all_parts_show_the_same_time(state: Path
         clock.pass_s(400)
         app.feed.tick()
         app.draw()
-        assert said(app, "finished")
+        assert shows(app, "finished")
         assert app.text()[-1].count("00:05:01") == 2
         assert "00:05:01" in app.text()[0]
 
@@ -243,7 +243,7 @@ def step(mode: str, number: int, wall: int, *, samples: int = 30, backward: bool
     return Step(0, None, number, mode, number * 10_000_000, wall, samples, phases)
 
 
-def test_what_is_left_out_of_a_comparison_is_said_by_kind() -> None:
+def test_steps_left_out_of_a_comparison_are_listed_by_kind() -> None:
     steps = [step("single", n, 1_000_000 + n) for n in range(1, 66)]
     steps += [step("single", 66, 1_000_000, samples=7), step("single", 67, 1_000_000, backward=False)]
     steps += [step("dp", n, 2_000_000 + n) for n in range(68, 133)]

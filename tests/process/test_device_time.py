@@ -64,7 +64,7 @@ def test_late_device_times_do_not_change_the_order_of_the_record(plain: Traced) 
     assert [call.call for call in plain.calls(process=0)] == list(range(1, last + 1))
 
 
-def test_what_runs_inside_a_phase_is_not_counted_twice(plain: Traced) -> None:
+def test_nested_phases_are_not_counted_twice(plain: Traced) -> None:
     steps, _ = part(plain, "closure")
     assert [step.device_ms for step in steps] == [STEP] * 3
 

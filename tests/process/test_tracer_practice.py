@@ -186,7 +186,7 @@ def test_mixed_precision_is_visible_in_the_sizes(runs: dict[str, Traced]) -> Non
         assert {share.outputs[0].dtype for share in call.replicas if share.outputs} == {"bfloat16"}
 
 
-def test_what_a_checkpoint_computes_again_is_not_called_again(runs: dict[str, Traced]) -> None:
+def test_recomputation_by_a_checkpoint_is_not_recorded_as_a_call(runs: dict[str, Traced]) -> None:
     for name in (name for name in LOOPS if name.startswith("checkpoints")):
         for way in ("script", "toggle"):
             _, calls = recorded(runs[way], name)

@@ -252,7 +252,7 @@ def test_a_span_that_was_written_twice_counts_once() -> None:
     assert numbered(in_portions(twice, [])) == numbered(in_portions(script, []))
 
 
-def test_what_is_lost_costs_no_other_step() -> None:
+def test_a_lost_span_does_not_affect_other_steps() -> None:
     """A span is missing, so parts of a call have no call around them."""
     script = Script()
     net = script.model(via="DataParallel", devices=["cpu:0", "cpu:1"])

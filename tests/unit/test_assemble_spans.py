@@ -89,7 +89,7 @@ def test_nested_phases_come_after_the_one_around_them() -> None:
     check(step)
 
 
-def test_of_spans_of_the_same_time_the_enclosing_one_comes_first() -> None:
+def test_the_outer_of_two_spans_with_equal_times_comes_first() -> None:
     script = Script()
     script.call(script.model())
     with script.phase("optimizer", 0, site=1), script.phase("backward", 0):

@@ -101,7 +101,7 @@ def test_a_run_without_ranks_has_no_communication(state: Path) -> None:
     assert as_object(story)["communication"] is None or not story.ranks
 
 
-def test_where_waits_are_not_known_the_report_says_why(state: Path) -> None:
+def test_the_report_says_why_waits_are_unknown(state: Path) -> None:
     text = text_lines(collect(a_run(world=8)), 200)
     assert any("3 of 8 ranks are in this record" in line for line in text)
     assert "RANKS: where a step goes" not in text

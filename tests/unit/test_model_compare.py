@@ -338,7 +338,7 @@ def test_damaged_memory_records_change_nothing() -> None:
     assert seen([*decoded([*training.begin(), *training.run(10)]), bad]).modes["dp"].peaks == {}
 
 
-def test_where_few_steps_take_the_time_the_verdict_says_what_the_means_say() -> None:
+def test_if_few_steps_take_most_time_the_verdict_also_has_the_means() -> None:
     def fed(mode_forward: float, count: int = 400) -> list[StepSample]:
         """Every fourth step waits for the loader until all four have taken 40 ms."""
         wait = 40.0 - 4 * (mode_forward + 6.0)
@@ -357,7 +357,7 @@ def test_where_few_steps_take_the_time_the_verdict_says_what_the_means_say() -> 
     assert "mean" not in (sentence(even) or "")
 
 
-def test_where_most_steps_are_the_long_ones_the_verdict_says_so() -> None:
+def test_the_verdict_says_if_most_steps_are_long() -> None:
     short = {"forward": 0.4, "backward": 0.5, "optimizer": 0.1}
     dp = [step(n, **short) if n % 5 < 2 else step(n, forward=6.0) for n in range(400)]
     found = compare({"single": [step(n) for n in range(400)], "dp": dp}, devices=TWO)

@@ -125,7 +125,7 @@ def test_calls_of_other_threads_are_not_in_the_main_row() -> None:
     assert [len(lane.pieces) for lane in both.lanes] == [2, 2, 0]
 
 
-def test_of_a_step_of_an_earlier_version_its_data_and_its_calls_are_known() -> None:
+def test_a_step_of_an_earlier_version_has_its_data_and_calls() -> None:
     timeline = timeline_of(a_call(), replace(EARLIER, phases={**TOOK, "copy": 3}))
     assert timeline.main == (
         *(Piece("data", 0, 10), Piece("scatter", 12, 17), Piece("replicate", 17, 32), Piece("apply", 32, 62)),
@@ -193,7 +193,7 @@ def test_with_any_numbers_no_piece_overlaps_another_or_leaves_the_step(seed: int
         assert all(0 <= piece.start_ns < piece.end_ns <= timeline.wall_ns for piece in lane.pieces)
 
 
-def test_of_a_step_of_many_calls_the_last_ones_are_read() -> None:
+def test_a_step_of_many_calls_shows_the_last_ones() -> None:
     calls = [a_call(call=number, start_ns=1012 + number) for number in range(500)]
     process = state_of([*calls, STEP]).focus()
     assert process is not None

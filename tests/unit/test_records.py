@@ -407,7 +407,7 @@ def test_the_json_of_a_call() -> None:
     assert json.loads(json.dumps(found, allow_nan=False)) == found
 
 
-def test_what_is_unknown_of_a_call_is_null_with_a_reason() -> None:
+def test_unknown_fields_of_a_call_are_null_with_a_reason() -> None:
     found = as_json(read(call(inputs=0, replicas=(0, 4, 0, 5))))
     assert found["inputs"] is None
     assert found["replicas"][0]["inputs"] is None

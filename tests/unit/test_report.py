@@ -425,7 +425,7 @@ def test_figures_of_ranks_leave_out_evaluations(state: Path) -> None:
     assert sum(one["samples_per_s"] for one in said["ranks"]) == said["modes"][0]["samples_per_s"] == 800
 
 
-def test_where_nothing_trains_there_is_no_evaluation(state: Path) -> None:
+def test_a_run_without_training_steps_has_no_evaluation(state: Path) -> None:
     said = as_object(collect(keep({0: evaluated(0, 100)})))
     assert (said["modes"][0]["steps"], said["evaluations"], said["calls"]) == (100, [], 100)
     assert not any(one["evaluation"] for one in said["time"]["stretches"])

@@ -61,7 +61,7 @@ def test_many_rows_of_rings_are_not_taken_for_an_endless_table(state: Path) -> N
 
 
 @pytest.mark.parametrize("part", [0.01, 0.3, 0.301, 0.999])
-def test_what_the_history_lacks_is_taken_from_the_rings(whole: dict[str, Any], part: float) -> None:
+def test_records_missing_in_the_history_are_read_from_the_rings(whole: dict[str, Any], part: float) -> None:
     directory = keep({process: records[: int(len(records) * part) + 1] for process, records in payloads().items()})
     append(directory)
     alike(read(directory), whole)

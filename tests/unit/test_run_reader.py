@@ -136,7 +136,7 @@ def test_activities_and_stages(run: tuple[Path, RunInfo], reader: RunReader) -> 
 
 
 @pytest.mark.parametrize("what", sorted({*DOING.values(), "ended"}))
-def test_what_a_process_does(run: tuple[Path, RunInfo], reader: RunReader, what: str) -> None:
+def test_the_activity_of_a_process_is_known(run: tuple[Path, RunInfo], reader: RunReader, what: str) -> None:
     assert reader.activities() == {}
     writer = Process(run[0], rank=1)
     assert reader.activities() == {0: ("other", 0)}

@@ -87,7 +87,7 @@ def test_a_copy_is_a_phase_of_the_step(setting: Setting) -> None:
         ((torch.empty(1),), {}),
     ],
 )
-def test_what_is_copied_to_a_gpu_counts(setting: Setting, args: Any, named: Any) -> None:
+def test_copies_to_a_gpu_count(setting: Setting, args: Any, named: Any) -> None:
     if args and isinstance(args[0], torch.Tensor):
         args = (SimpleTensor(),)
     setting.to(torch.zeros(3), *args, **named)
@@ -112,7 +112,7 @@ class SimpleTensor(torch.Tensor):
         return torch.device("cuda:1")
 
 
-def test_what_stays_on_the_host_or_comes_from_a_gpu_does_not(setting: Setting) -> None:
+def test_copies_within_the_host_or_from_a_gpu_do_not_count(setting: Setting) -> None:
     here = torch.zeros(3)
     for args, named in (
         (("cpu",), {}), ((torch.float16,), {}), ((here,), {}), ((), {"dtype": torch.int8}), ((), {}), ((None,), {}),
@@ -189,7 +189,7 @@ def test_a_fault_of_dpmon_stops_no_copy(setting: Setting, monkeypatch: pytest.Mo
     assert not setting.copying()
 
 
-def test_what_a_signal_handler_raises_goes_on_to_the_script(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_of_a_signal_handler_reaches_the_script(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     def too_late(*_: object) -> None:
         raise TimeoutError("the script's own")
 

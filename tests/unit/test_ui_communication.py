@@ -89,7 +89,7 @@ def test_no_rank_is_named_if_all_are_equal() -> None:
 STALL = "no new phase for 34 s: rank 1 in the script; ranks 0, 2 in backward"
 
 
-def test_of_a_run_that_hangs_panel_and_status_say_where_its_ranks_are() -> None:
+def test_panel_and_status_of_a_hanging_run_say_where_its_ranks_are() -> None:
     """A straggler of the last steps is not the cause of the hang."""
     scene = replace(scene_of(3, slow=1), stalled=STALL)
     assert scene.stall is None, "the last step has just ended"
@@ -106,7 +106,7 @@ def test_of_a_run_that_hangs_panel_and_status_say_where_its_ranks_are() -> None:
         assert STALL not in plain(status(other, 120, 2, LOOK)[1])
 
 
-def test_where_little_has_room_the_slow_rank_and_the_cause_stay() -> None:
+def test_a_small_panel_keeps_the_slow_rank_and_the_cause() -> None:
     scene = scene_of(8, slow=7)
     for height in (3, 4, 6, 9):
         text = texts(panel_ranks.table(scene, 76, height, LOOK))
@@ -116,7 +116,7 @@ def test_where_little_has_room_the_slow_rank_and_the_cause_stay() -> None:
         assert set(rank_lines(text)) == set(range(8)), "the others are below: they can be scrolled to"
 
 
-def test_all_of_several_slow_ranks_are_marked_and_stay_where_little_has_room() -> None:
+def test_several_slow_ranks_are_all_marked_and_stay_in_a_small_panel() -> None:
     scene = scene_of(8, slow=(5, 7), noise=0.0)
     text = texts(panel_ranks.table(scene, 76, 20, LOOK))
     assert [line.split()[1] for line in text[1:9] if line[0] == "▸"] == ["5", "7"]
@@ -208,7 +208,7 @@ def test_ranks_without_room_need_not_be_read(size: tuple[int, int], zoom: str | 
         ({"passes": ((0, 1),)}, "no step is recorded yet in which all ranks averaged"),
     ],
 )
-def test_where_waits_are_not_known_the_reason_stands_there(how: dict[str, Any], reason: str) -> None:
+def test_unknown_waits_are_shown_with_a_reason(how: dict[str, Any], reason: str) -> None:
     scene = scene_of(2, **how)
     text = texts(panel_ranks.table(scene, 76, 12, LOOK))
     assert text[0].split() == ["rank", "device", "input", "output", "rows", "forward", "backward", "step"]

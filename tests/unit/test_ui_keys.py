@@ -256,7 +256,7 @@ def the_script_reads(directory: Path) -> Iterator[Callable[[], bytes]]:
     os.close(fd)
 
 
-async def test_what_is_typed_before_a_dialog_is_open_is_for_the_dialog(tmp_path: Path) -> None:
+async def test_keys_typed_before_a_dialog_is_open_go_to_the_dialog(tmp_path: Path) -> None:
     with the_script_reads(tmp_path) as typed:
         async with stage(tmp_path) as on:
             await typed_ahead(on, typed)

@@ -67,7 +67,7 @@ def test_panel_3_has_its_medians_and_the_last_step_at_80x24(replicas: int, mode:
         assert re.search(r"│ +\d\d:\d\d dp", text), "and its axis"
 
 
-def test_what_has_no_room_in_the_header_is_left_out_in_full() -> None:
+def test_a_part_without_room_in_the_header_is_left_out_entirely() -> None:
     scene = trained(virtual=True)
     scene = with_process(scene, info={"python": "3.11.7", "torch": "2.13.0+cpu"})
     for width in range(40, 130):

@@ -64,7 +64,7 @@ def test_panel_3_keeps_its_steps_until_the_first_of_another_mode() -> None:
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
-def test_where_few_steps_take_the_time_the_mean_leads_and_the_median_has_a_word(size: tuple[int, int]) -> None:
+def test_if_few_steps_take_most_time_the_mean_comes_first_and_the_median_is_explained(size: tuple[int, int]) -> None:
     scene = alternating()
     lines = text_of(scene, *size).splitlines()
     (panel,) = (line for line in lines if "3 Batch" in line)

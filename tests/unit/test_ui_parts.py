@@ -190,7 +190,7 @@ def test_the_number_of_colours_is_the_one_that_rich_finds(term: str, more: dict[
 
 
 @pytest.mark.parametrize("palette", FEW.values(), ids=lambda p: p.name)
-def test_of_sixteen_colours_dp_has_one_that_no_phase_has(palette: Palette) -> None:
+def test_with_16_colours_dp_has_a_colour_that_no_phase_has(palette: Palette) -> None:
     assert palette.dp not in palette.phases
     assert palette.dp != palette.single
     assert len(set(palette.phases)) == len(palette.phases)

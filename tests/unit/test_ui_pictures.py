@@ -159,7 +159,7 @@ def test_the_end_stays_with_its_outcome(ended: RunEnd, said: str) -> None:
     assert "dpmon export 20261120-141502-linear-7f3a" in text
 
 
-def test_of_a_run_that_is_over_the_host_panel_has_no_dashes() -> None:
+def test_the_host_panel_of_a_finished_run_has_no_dashes() -> None:
     scene = scene_of(Training(), more=[host_event(31.0, run_cpu_pct=None, run_mem_bytes=None)])
     assert "has ended" not in text_of(scene, 120, 40)
     assert "this run has ended" in text_of(replace(scene, ended=RunEnd(0, None, 5)), 120, 40)

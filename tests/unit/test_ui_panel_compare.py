@@ -86,7 +86,7 @@ def test_no_ratio_is_shown_without_a_verdict() -> None:
     assert "0.34" not in text
     assert "efficiency" not in text
     assert rows[1].endswith("0.20 to 1.20×")
-    assert "makes no difference that shows (0.20× to 1.20× as fast as one device)" in text
+    assert "is 0.20× to 1.20× as fast as one device: too uncertain for a verdict" in text
 
 
 def test_virtual_replicas_are_no_measure_of_speed() -> None:

@@ -184,7 +184,7 @@ def test_a_toggle_is_pending_then_done_or_refused() -> None:
     paused = replace(pending, pausing=Pausing(possible=True, wanted=True, since_ns=scene.now_ns - SECOND))
     assert "→ single pending 2 s: the training answers once it goes on (p)" in text_of(paused, 80, 24)
     done = replace(scene, toggle=Toggle("single", "done", scene.now_ns, step=12_340))
-    assert "single done since step 12,340" in text_of(done, 80, 24)
+    assert "single from step 12,340 on" in text_of(done, 80, 24)
     refused = replace(scene, toggle=Toggle("single", "refused", scene.now_ns, reason="it is DDP"))
     assert "single refused: it is DDP" in text_of(refused, 80, 24)
 

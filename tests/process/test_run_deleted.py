@@ -227,6 +227,8 @@ def test_stopping_from_the_screen(dpmon: Dpmon) -> None:
     terminal.type("x")
     terminal.shows("Stop the training?")
     terminal.type("y")
+    terminal.shows("interrupted SIGINT")
+    terminal.type("q")
     assert terminal.wait() == 130
 
 

@@ -210,11 +210,11 @@ def make(picture: Picture) -> Path:
     os.environ["OMP_NUM_THREADS"] = "1"  # else torchrun prints three lines about it
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     try:
-        _dpmon("--detach", "--name", picture.name, *picture.command)
+        _dpmon("--detach", *picture.command)
         try:
-            text = asyncio.run(_take(picture, find_run(picture.name)))
+            text = asyncio.run(_take(picture, find_run()))
         finally:
-            _dpmon("stop", picture.name, check=False)
+            _dpmon("stop", "last", check=False)
         path = FOLDER / f"{picture.name}.svg"
         path.parent.mkdir(exist_ok=True)
         path.write_text(_checked(text, picture.name), encoding="utf-8")

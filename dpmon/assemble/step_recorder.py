@@ -106,6 +106,8 @@ class StepRecorder:
             if kind == Kind.BACKWARD or (inner is not None and inner.backward):
                 totals.backwards += 1
                 totals.failed = bool(span[2] & Flag.FAILED)
+            elif kind == Kind.OPTIMIZER:
+                totals.failed = bool(span[2] & Flag.FAILED)
         if len(spans) > MAX_SPANS:
             totals.bound_spans()
         self._composer.flush_all()

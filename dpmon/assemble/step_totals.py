@@ -38,7 +38,7 @@ class StepTotals:
         self.learns = False
         """Whether a call trains or records gradients."""
         self.failed = False
-        """Whether its last call or backward pass raised an exception."""
+        """Whether its last call, backward pass or optimizer step raised an exception."""
         self.backwards = 0
         """Backward passes so far."""
         self.passes = 0

@@ -7,7 +7,6 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from dpmon.model.members import number_in, text_in, whole_in
-from dpmon.model.own_waits import OwnWait, names_of, own_wait
 from dpmon.model.stragglers import RankTimes, Straggler, rank_times, straggler
 from dpmon.store.answers import Communicated
 from dpmon.store.tally import Tally
@@ -152,9 +151,10 @@ class Communication(NamedTuple):
         """The ranks that the others wait for; None if no rank stands out."""
         return straggler(self.ranks)
 
-    def own_wait(self) -> OwnWait | None:
-        """The rank that the others wait for in the script's own collectives; None if no rank stands out."""
-        return own_wait(self.ranks, self.collectives.own)
+    @property
+    def own_names(self) -> str:
+        """The script's own collectives: "all_reduce and barrier"; empty without any."""
+        return " and ".join(self.collectives.own)
 
     def other_waits(self) -> tuple[str, ...]:
         """Sentences about waits between ranks that are not at the end of the backward pass."""
@@ -162,9 +162,8 @@ class Communication(NamedTuple):
         in_forward = self._waits_in_forward()
         if in_forward is not None:
             found.append(in_forward)
-        own = names_of(self.collectives.own)
-        if own and self.own_wait() is None:
-            found.append(f"the script's own {own} may make the ranks wait for each other, too: see `other`")
+        if self.own_names:
+            found.append(f"the script's own {self.own_names} may make the ranks wait for each other, too: see `other`")
         return tuple(found)
 
     def _waits_in_forward(self) -> str | None:

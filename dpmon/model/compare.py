@@ -34,6 +34,8 @@ _BATCHES = 4
 """Fewest batches (groups of tallies) that show how steps depend on each other."""
 _Z = 1.96
 """Half the width of a 95 % interval of a normal distribution, in standard deviations."""
+CERTAIN = 1.25
+"""Largest factor from equal speed that the interval may include if the modes are called equally fast."""
 WORTH = 0.05
 """Smallest share of a step at which copying is mentioned."""
 _APART = 1.1
@@ -114,6 +116,12 @@ class Comparison:
     cost: Reason | None = None
     """The copying that takes the largest share of the dp step."""
     missing: str | None = None
+
+    @property
+    def uncertain(self) -> bool:
+        """Whether the interval contains 1, and factors too far from 1 to call the modes equally fast."""
+        found = self.speedup
+        return self.outcome == "even" and found is not None and (found.low < 1 / CERTAIN or found.high > CERTAIN)
 
 
 # ------------------------------------------------------------------------------------------------ figures

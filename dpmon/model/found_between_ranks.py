@@ -11,6 +11,8 @@ from dpmon.model.stragglers import held_up, how_often
 
 EXPOSED_SHARE = 0.2
 """Smallest share of the step to report. Some communication is always exposed: nothing can hide the last bucket."""
+OWN_SHARE = 0.2
+"""Smallest share of phase `other` in the step, on every rank, to mention the script's own collectives."""
 BUCKET_SHARE, BUCKET_EXPOSED = 0.5, 0.1
 """Smallest share of the last bucket in all bytes, and of exposed communication in the step, to report."""
 BUCKET_BYTES = 8 << 20
@@ -67,23 +69,22 @@ def _straggler(found: Communication) -> Iterator[Finding]:
 
 
 def _own_collectives(found: Communication) -> Iterator[Finding]:
-    wait = found.own_wait()
-    if wait is None:
+    """No rank is named: how long a rank was blocked in these collectives is not known."""
+    shares = [one.phases.get("other", 0.0) / one.step_ns for one in found.ranks if one.step_ns]
+    if not found.own_names or len(shares) < 2 or min(one.steps for one in found.ranks) < MIN_STEPS:
         return
-    yield Finding(
-        "own collectives",
-        f"{wait.sentence[0].upper()}{wait.sentence[1:]}.",
-        f"time in it per sampled step: {duration_words(wait.late_ns)} on {wait.rank}, a median of"
-        f" {duration_words(wait.others_ns)} on the others; mean step {duration_words(wait.step_ns)}",
-        f"see why {wait.rank} comes late: what it does before that collective, in its phases and its own work"
-        + (
-            "; or call the collective less often, or after the optimizer's step: then `wait` shows the delay, and which"
-            " phase causes it"
-            if found.known
-            else ""
-        ),
-        wait.share,
-    )
+    least = min(shares)
+    if least >= OWN_SHARE:
+        yield Finding(
+            "own collectives",
+            f"The ranks may wait for each other in the script's own {found.own_names}: the script's own work (other)"
+            f" takes {percent(least)} of the step or more on every rank.",
+            f"{found.own_names} outside the phases in the newest sampled steps",
+            "compare the times of these collectives between ranks (dpmon export --kind collective, phase other): in a"
+            " collective that blocks, the rank with the shortest time came last; with such calls after the optimizer's"
+            " step, `wait` shows who is late",
+            least / 2,
+        )
 
 
 def _exposed(found: Communication) -> Iterator[Finding]:

@@ -6,9 +6,6 @@ from dpmon.model.compare import COPIES, WORTH, Comparison, Reason
 from dpmon.model.inputs import INPUT, WAITING_TEXT
 from dpmon.model.numbers import duration, percent, times
 
-_CERTAIN = 1.25
-"""Largest factor from equal speed that the interval may include if the modes are called equally fast."""
-
 
 def sentence(found: Comparison) -> str | None:
     """The verdict with its reason, in one sentence; None without a verdict."""
@@ -19,11 +16,11 @@ def sentence(found: Comparison) -> str | None:
     head = f"DataParallel{over}{virtual} is {times(found.speedup.value)} as fast as one device"
     if found.outcome == "even":
         low, high = (times(each) for each in found.speedup[1:])
-        if found.speedup.low < 1 / _CERTAIN or found.speedup.high > _CERTAIN:
-            name = f"DataParallel{over}{virtual}"
-            return f"{name} is {low} to {high} as fast as one device: too uncertain for a verdict."
         head = f"DataParallel{over}{virtual} makes no difference that shows ({low} to {high} as fast as one device)"
     reason = _reason_text(found)
+    if found.uncertain:
+        head = f"DataParallel{over}{virtual} is {low} to {high} as fast as one device: too uncertain for a verdict"
+        reason = ""
     means = ""
     if found.by_mean is not None:
         means = f" By the mean step it is {times(found.by_mean)}{_why_uneven(found)}."

@@ -136,16 +136,6 @@ class Operation(NamedTuple):
         return None if found is None else found * bus_factor(self.name, self.size)
 
 
-class OwnCollectives(NamedTuple):
-    """The newest sampled collectives that a process launched in the script's own work, outside all phases."""
-
-    process: int
-    names: tuple[str, ...]
-    """The operations, sorted."""
-    took_ns: Mapping[int, int]
-    """Total time of a step's collectives from launch to end, by step; only steps in which every end is known."""
-
-
 class Communicated(NamedTuple):
     """The sampled collectives in a stretch of time."""
 
@@ -157,8 +147,8 @@ class Communicated(NamedTuple):
     """Number of collectives launched in these samples."""
     why: str | None = None
     """Why no collectives can be recorded; None if they can."""
-    own: tuple[OwnCollectives, ...] = ()
-    """The script's own collectives, by process."""
+    own: tuple[str, ...] = ()
+    """The operations that the script called in its own work, outside the phases, sorted; from the newest samples."""
 
 
 class LastSample(NamedTuple):

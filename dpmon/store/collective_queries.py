@@ -8,14 +8,14 @@ from contextlib import suppress
 from math import isfinite
 
 from dpmon.record.kinds import Collective, RecordError, Sampled
-from dpmon.store.answers import Communicated, LastSample, Operation, OwnCollectives
+from dpmon.store.answers import Communicated, LastSample, Operation
 from dpmon.store.queries import COLLECTED, Store
 from dpmon.store.tables import BEFORE_S, COLLECTIVE_SUMS, OWN
 
 MOST_DRAWN = 128
 """Most collectives of a sample that are read for drawing."""
-MOST_OWN = 1000
-"""Most of the script's own collectives to read."""
+MOST_OWN = 100
+"""Most of the script's own collectives to read, the newest."""
 _SECOND = 1_000_000_000
 _LAST_NS = (1 << 63) - 1
 
@@ -98,7 +98,7 @@ def communicated(
     return Communicated(tuple(operations), samples, launched, why, _own(store, begin_ns, end_ns, processes))
 
 
-def _own(store: Store, begin_ns: int, end_ns: int, processes: Collection[int] | None) -> tuple[OwnCollectives, ...]:
+def _own(store: Store, begin_ns: int, end_ns: int, processes: Collection[int] | None) -> tuple[str, ...]:
     only, values = "", [begin_ns, end_ns]
     if processes is not None:
         only = f" AND process IN ({', '.join('?' * len(processes))})"
@@ -107,17 +107,5 @@ def _own(store: Store, begin_ns: int, end_ns: int, processes: Collection[int] | 
         f"SELECT {COLLECTED} FROM collectives WHERE {OWN} AND start_ns >= ? AND start_ns < ?{only}"
         " ORDER BY start_ns DESC LIMIT ?"
     )
-    found: dict[int, list[Collective]] = defaultdict(list)
-    for one in _decoded(store, query, (*values, MOST_OWN)):
-        if isinstance(one, Collective):
-            found[one.process].append(one)
-    return tuple(_own_of(process, own) for process, own in sorted(found.items()))
-
-
-def _own_of(process: int, own: Sequence[Collective]) -> OwnCollectives:
-    took: dict[int, int] = defaultdict(int)
-    unknown = {one.step for one in own if one.took_ns is None}
-    for one in own:
-        if one.step is not None and one.step not in unknown:
-            took[one.step] += one.took_ns or 0
-    return OwnCollectives(process, tuple(sorted({one.operation for one in own})), took)
+    found = _decoded(store, query, (*values, MOST_OWN))
+    return tuple(sorted({one.operation for one in found if isinstance(one, Collective)}))

@@ -23,8 +23,7 @@ def communication_facts(found: Communication) -> list[tuple[str, str]]:
         ranks = len(found.known)
         rows.append(("wait", f"{duration(found.wait_ns)}, {percent(found.wait_share)}; mean of {ranks} ranks"))
     if found.missing is not None:
-        own = found.own_wait()
-        rows.append(("wait", f"unknown: {found.missing}" if own is None else own.sentence))
+        rows.append(("wait", f"unknown: {found.missing}"))
     if found.torch_times is not None:
         rows.append(("hidden", _hidden(found, found.torch_times)))
     rows += [("" if row else "sampled", text) for row, text in enumerate(operations(found))]

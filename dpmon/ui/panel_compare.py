@@ -37,7 +37,7 @@ def title(found: Comparison, look: Look, folded: bool) -> tuple[Row, Row]:
     """The panel's title, and its main numbers."""
     corner: Row = []
     if found.outcome == "even":
-        corner = [("no difference shows", "dim")]
+        corner = [("too uncertain" if found.uncertain else "no difference shows", "dim")]
     elif found.speedup is not None:
         style = "good" if found.outcome == "faster" else "bad"
         more = "" if folded else " as one device"

@@ -148,8 +148,6 @@ def _notes(scene: Scene, found: Communication, width: int, room: int, ranks: int
         if len(lines) + ranks > room:
             lines = wrapped(in_short(slow), width, max(most, 1), look.glyphs.more)
         rows += [[(line, "wait")] for line in lines]
-    elif (own := found.own_wait()) is not None:
-        rows += [[(line, "wait")] for line in wrapped(own.sentence, width)]
     else:
         text = f"no rank holds the others up (last {count_of(found.joined, 'step')})"
         rows += [[(line, "dim")] for line in wrapped(text, width)]
@@ -303,9 +301,7 @@ def _sizes_table(scene: Scene, width: int, height: int, look: Look) -> list[Row]
     drawn += [[] for _ in range(count - len(rows))]  # not drawn, but counted by the frame
     drawn += _missing([process for process, _ in rows], count)
     found = scene.state.communication()
-    if found is not None and (own := found.own_wait()) is not None:
-        drawn += [[(line, "wait")] for line in wrapped(own.sentence, width)]
-    elif found is not None and found.missing is not None:
+    if found is not None and found.missing is not None:
         drawn += [[(line, "dim")] for line in wrapped(found.missing, width)]
     return drawn
 

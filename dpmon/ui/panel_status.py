@@ -191,12 +191,12 @@ def _missed(scene: Scene) -> Row:
 
 def _has_answer(scene: Scene, look: Look) -> bool:
     """Whether the row of the newest event holds an answer to the user."""
-    return (scene.stopping is not None and not scene.over) or bool(answer(scene, look))
+    return scene.stopping is not None or bool(answer(scene, look))
 
 
 def _message(scene: Scene, look: Look, width: int) -> Row:
     """The most important event now: the end, an answer, a warning; else plain facts."""
-    if scene.stopping is not None and not scene.over:
+    if scene.stopping is not None:  # also after the command has ended, while it has processes left
         return [("stopping: ", "wait"), (clean(scene.stopping, 200), "")]
     said = answer(scene, look)
     if said:

@@ -70,7 +70,12 @@ class Stopping(Drawing):
     def action_leave(self, interrupt: bool = False) -> None:
         """After the end, close. Before it, ask what to do with the training; a second ctrl+c leaves it running."""
         if self.feed.scene(self.view).over:
-            self.exit("ended")
+            if self._stopping is not None and not self._leaves_when_stopped:  # some processes may still live
+                self._leaves_when_stopped = True
+                self._stopping += "; q again closes this screen at once"
+                self.draw()
+            else:
+                self.exit("ended")
             return
         if isinstance(self.screen, Dialog):
             leaving = isinstance(self.screen, Choice) and self.screen.offers("left")

@@ -923,6 +923,20 @@ def test_a_backward_pass_that_failed_last_is_no_step(closure: bool, failed: bool
     assert len(assembled(script).steps) == 3 - failed
 
 
+@pytest.mark.parametrize("failed", [True, False])
+def test_a_last_optimizer_step_decides_whether_a_caught_failure_counts(failed: bool) -> None:
+    script = Script()
+    net = script.model()
+    script.fetch()
+    script.learn(net)
+    script.fetch()
+    script.call(net)
+    script.backward(failed=True)
+    script.optimizer(failed=failed)
+    script.line(end=True, uncaught=failed)
+    assert len(assembled(script).steps) == 2 - failed
+
+
 def test_a_backward_pass_that_failed_is_a_step_if_training_goes_on() -> None:
     script = Script()
     net = script.model()

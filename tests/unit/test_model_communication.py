@@ -16,6 +16,7 @@ from dpmon.model.findings import findings
 from dpmon.model.found_between_ranks import between_ranks
 from dpmon.model.stragglers import RankTimes, Straggler, held_up, in_short, rank_times, sentence, straggler
 from dpmon.record.plainjson import load_event
+from dpmon.store.answers import Communicated
 from dpmon.store.figures import PhaseFigures
 from dpmon.store.store_at import StoreAt
 from dpmon.store.tally import Tally
@@ -44,6 +45,30 @@ def found_in(ranks: list[RankTimes], *wrappers: Wrapper) -> list[Finding]:
 
 
 EVEN = [rank(0, 0.1), rank(1, 0.1)]
+
+
+def with_own(ranks: list[RankTimes], *own: str) -> Communication:
+    found = communication(ranks, [wrapped(group=[0, 1])], Communicated(own=own), lately=False)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(("other_ms", "kinds"), [((18.0, 17.0), ["own collectives"]), ((18.0, 1.0), [])])
+def test_own_collectives_are_a_finding_if_every_rank_may_wait_in_them(
+    other_ms: tuple[float, float], kinds: list[str]
+) -> None:
+    ranks = [rank(number, 0.1, phases={"other": ms * MS}) for number, ms in enumerate(other_ms)]
+    found = with_own(ranks, "all_reduce", "barrier")
+    assert [one.kind for one in between_ranks(found)] == kinds
+    assert found.other_waits() == (
+        "the script's own all_reduce and barrier may make the ranks wait for each other, too: see `other`",
+    )
+
+
+def test_without_own_collectives_there_is_no_note() -> None:
+    found = with_own([rank(number, 0.1, phases={"other": 18.0 * MS}) for number in range(2)])
+    assert found.other_waits() == ()
+    assert [one.kind for one in between_ranks(found)] == []
 
 
 # ------------------------------------------------------------------------------------------------ words

@@ -25,7 +25,7 @@ from dpmon.export.table import Tables
 from dpmon.record.fields import COLUMNS, RECORDS
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Collective, Record, Sampled
-from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, THREAD_AT, Span
+from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, THREAD_AT, Kind, Span
 from dpmon.record.wire import Collected, Unended
 from dpmon.run.rundir import load_info
 from dpmon.span_ring import SpanRing
@@ -108,6 +108,25 @@ def test_of_a_window_and_of_some_processes() -> None:
     assert communicated(store, processes=[0]) == communicated(store)
     assert len(collectives(store, 100, begin_ns=begin - MS // 10, end_ns=end)) == 6
     assert len(collectives(store, 5)) == 5
+
+
+def test_only_collectives_outside_the_phases_are_the_scripts_own() -> None:
+    found = Script()
+    net, reduce, gather, barrier = (
+        found.model(module=1), found.group(), found.group("all_gather"), found.group("barrier")
+    )  # fmt: skip
+    for _ in range(2):
+        begin = found.now
+        found.fetch()
+        found.learn(net)
+        found.collective(reduce, begin + MS, 0.5, inside=Kind.BACKWARD)
+        found.collective(barrier, begin + MS, 0.5)
+        found.collective(gather, begin + MS, 0.5)
+        found.sampled(begin, 3)
+    found.fetch(over=True)
+    store = recorded(found)
+    assert communicated(store).own == ("all_gather", "barrier")
+    assert communicated(store, processes=[1]).own == ()
 
 
 def test_the_newest_sample_with_its_collectives() -> None:

@@ -80,7 +80,7 @@ def test_no_ratio_is_shown_without_a_verdict() -> None:
     rows = rows_text(panel_compare.compare(scene, 60, 12, found, LOOK))
     title, corner = panel_compare.title(found, LOOK, folded=False)
     assert plain(title) == "4 dp against single"
-    assert plain(corner) == "no difference shows"
+    assert plain(corner) == "too uncertain"
     assert plain(panel_compare.title(found, LOOK, folded=True)[0]) == "4 dp against single"
     text = " ".join(rows)
     assert "0.34" not in text

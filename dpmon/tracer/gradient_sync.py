@@ -220,7 +220,8 @@ class GradientSync:
         first = head | Kind.SYNC | len(wrapper.buckets) << SITE_AT
         mark, self._mark = self._mark, None
         if mark is not None:
-            first |= mark.end()
+            # UNTIMED would read as UNSYNCED here. The span of the backward pass says that the step is not timed.
+            first |= mark.end() & ~(Flag.UNSYNCED << FLAGS_AT)
         self._number = number = self._number + 1
         written = self._recorder.put(first, at, ended - at, number & 0xFFFFFFFF)
         if mark is not None:

@@ -1,9 +1,9 @@
-"""CSV: one table per kind, one row per record (of memory: per device), the same columns for every run.
+"""CSV: one table per kind, one row per record (for memory, one per device), the same columns for every run.
 
-An empty cell is unknown or did not run (`absent` says which). A list takes one cell. Spaces separate names and
-numbers, and ` | ` separates replicas and stages. A size is `path:30x5:float32:600` (path, shape, dtype, bytes; a
-DTensor adds its global shape), and a span is `forward:0.25:1.5` (phase, start and duration in ms). The last column,
-`more`, has all members without a column as JSON, so that nothing is lost.
+An empty cell means that a value is unknown or a phase did not run (`absent` says which). A list takes one cell. Spaces
+separate names and numbers, and ` | ` separates replicas and stages. A size is `path:30x5:float32:600` (path, shape,
+dtype, bytes; a DTensor adds its global shape), and a span is `forward:0.25:1.5` (phase, start and duration in ms). The
+last column, `more`, has all members without a column as JSON, so that nothing is lost.
 """
 
 from __future__ import annotations

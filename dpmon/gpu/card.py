@@ -24,8 +24,8 @@ SILENT_S = 3.0
 MAX_WAYS = 2
 """Most alternative calls that the first round tries for one question."""
 _LATE = 4
-"""While other questions are answered, an answer is used for this many periods of its question (at least SILENT_S) and
-RETRY_S longer."""
+"""An answer expires at the age of this many periods of its question (at least SILENT_S) plus RETRY_S. It may expire
+earlier while NVML gives no answer at all: see SILENT_S."""
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class Card:
     # ---------------------------------------------------------------- the handle
 
     def open(self, nvml: Any, guard: Callable[[Callable[[], Any]], Any]) -> None:
-        """Find the GPU by its index. Its UUID and name may be missing. Raises Failure."""
+        """Find the GPU by its index. Its UUID and name may be missing. Raises CallFailed."""
         handle = guard(lambda: nvml.nvmlDeviceGetHandleByIndex(self.index))
         if not handle:  # some drivers crash with a null handle
             raise CallFailed("NVML gave no handle for this GPU", GPU_IS_LOST)
@@ -213,7 +213,7 @@ class Asker:
     ) -> None:
         """Ask the most overdue questions, with at most `calls` calls; during the first `first_s`, ask all.
 
-        Raises Failure only if the GPU is gone.
+        Raises CallFailed only if the GPU is gone.
         """
         handle, opened = self.card.handle, self.card.opened
         if handle is None:

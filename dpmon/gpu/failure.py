@@ -75,7 +75,7 @@ def words_of(code: int) -> str:
 
 
 def call(read: Callable[[], Any]) -> Any:
-    """Return the result of `read`. Raises Failure. NVML's errors are compared by number: they are not hashable."""
+    """Return the result of `read`. Raises CallFailed. NVML's errors are compared by number: they are not hashable."""
     try:
         return read()
     except CallFailed:

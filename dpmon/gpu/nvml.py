@@ -48,7 +48,7 @@ class Nvml:
         return self._nvml
 
     def guard(self, read: Callable[[], Any]) -> Any:
-        """Return the result of `read`. The library is not shut down meanwhile. Raises Failure, also after `close`."""
+        """Return the result of `read`. The library stays open meanwhile. Raises CallFailed, also after `close`."""
         with self._lock:
             if self._closed:
                 raise CallFailed("NVML was shut down", UNINITIALIZED)
@@ -82,7 +82,7 @@ class Nvml:
         return None
 
     def count(self) -> int:
-        """Return the number of GPUs. Raises Failure."""
+        """Return the number of GPUs. Raises CallFailed."""
         return int(self.guard(self._nvml.nvmlDeviceGetCount))
 
     def close(self) -> bool:

@@ -215,9 +215,9 @@ def phase_shown(label: str) -> Phase:
 STEP, REST = "step", "rest"
 """Names of series: the whole step, and its forward without the phases of its calls."""
 EXPOSED, WAIT, HELD = "exposed", "wait", "held"
-"""Names of series of steps with synchronised backward passes, which come from a comparison of the ranks: communication
-that no computation hides; the wait for the slowest rank; on the slowest rank, its delay relative to the second slowest.
-"""
+"""Names of series that compare the ranks in steps with synchronised backward passes. EXPOSED: communication that no
+computation hides. WAIT: the wait for the slowest rank. HELD: the delay of the slowest rank relative to the second
+slowest, on the slowest rank only."""
 
 
 EVALUATION, SETTLING = 1, 2

@@ -128,7 +128,8 @@ times (ms, NaN if unknown)."""
 
 DEFINE_HEAD = struct.Struct("<B3xI")
 PLAIN_FORMAT = "<BBBBIQQqqII"
-"""A call without phases, with one replica that takes the whole call: PLAIN_TAG, then the parameters of pack_call."""
+"""A call without phases, with one replica that takes the whole call: PLAIN_TAG, mode, flags, number of stages (0), then
+the parameters of pack_call from `layout` to `outputs`."""
 PLAIN_WORDS = "<QQQqqQ"
 """The same bytes as fewer numbers: tag | mode << 8 | flags << 16 | layout << 32, step, call, start, wall,
 inputs | outputs << 32."""
@@ -212,7 +213,7 @@ def call_flags(virtual: bool, training: bool, grad: bool, failed: bool) -> int:
 def call_format(replicas: int) -> str:
     """Return the struct format of a call without stages, over this many replicas.
 
-    CALL_TAG, mode, flags, number of stages, then the parameters of pack_call.
+    CALL_TAG, mode, flags, number of stages, then the other parameters of pack_call.
     """
     return CALL_FORMAT + "IIqq" * replicas
 

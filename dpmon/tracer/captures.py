@@ -25,7 +25,7 @@ class Captures:
         return bool(self._graphs)
 
     def watch(self, kind: Any) -> None:
-        """Wrap the methods of a class of graphs (torch.cuda.CUDAGraph). Raises AttributeError if torch lacks them."""
+        """Wrap the methods of a graph class such as torch.cuda.CUDAGraph. Raises AttributeError if torch lacks them."""
         begin, end = kind.capture_begin, kind.capture_end
         kind.capture_begin, kind.capture_end = self._beginning(begin), self._ending(end)
 

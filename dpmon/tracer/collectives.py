@@ -5,8 +5,9 @@ of a collective on a GPU stays unknown: the host would have to query events of a
 The end of a reduce_scatter of gloo stays unknown, too: its Work never reports completion.
 
 All ranks wait for the slowest rank in a collective. If the ranks sampled different steps, every sample would slow all
-ranks down. So all ranks sample the same steps: when the number of optimizer steps is a multiple of a power of two. In a
-loop without an optimizer, the time decides.
+ranks down. So a rank samples when its number of optimizer steps is a multiple of its distance, and every distance is a
+power of two: ranks with the same distance sample the same steps, and a rank with a larger distance samples some of
+them. In a loop without an optimizer, the time decides.
 
 A sample should hold one training step. `look` checks it between steps. If it holds collectives but no backward pass has
 ended since the last look, the collectives come from an evaluation: the sample is discarded, and another sample follows
@@ -51,7 +52,7 @@ would have all its samples discarded."""
 RETRY_NS = 50_000_000
 """Time until the next attempt to register or remove the kernels, if another thread was in torch.distributed."""
 MAX_PUT_OFF = 100
-"""The reason is recorded after this many failed attempts in a row."""
+"""After this many failed attempts in a row, the reason for the missing samples is recorded."""
 _BESIDE = "another thread of the process was in torch.distributed at every attempt to record a step"
 
 
@@ -265,7 +266,7 @@ class Collectives:
 
 
 def _distance(spent: int, since: int, steps: int) -> int:
-    """Return the optimizer steps between two samples: a power of two, so that all ranks sample the same steps.
+    """Return the optimizer steps between two samples: a power of two, so that ranks sample the same steps.
 
     `spent`: cost of the samples since the distance was last set (ns). `since`: time since then (ns). `steps`: optimizer
     steps since then.

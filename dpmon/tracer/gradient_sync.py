@@ -177,7 +177,10 @@ class GradientSync:
             self._session.fault("gradients", error, fatal=False)
 
     def _write_passes(self, head: int, began: int, ended: int) -> None:
-        """Write the passes that are over. Several wrappers begin to wait once all their gradients are ready."""
+        """Write the passes that are over.
+
+        With several wrappers, the wait of each begins when the gradients of all of them are ready.
+        """
         found = []
         last = max(self._computed, began)
         for wrapper in tuple(self._waiting):

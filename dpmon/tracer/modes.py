@@ -159,7 +159,7 @@ class Modes:
             self._refused.pop(id(module), None)
 
     def decide(self, runs_inside: bool) -> None:
-        """Announce or drop the doubtful refusals after a call of a root. `runs_inside`: its DataParallel ran in it."""
+        """Announce or drop the doubtful refusals after a root's call. `runs_inside`: the call ran its DataParallel."""
         made, self.doubtful = self.doubtful, []
         if not runs_inside:
             self.unannounced += made

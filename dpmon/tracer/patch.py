@@ -19,7 +19,7 @@
 | DistributedDataParallel._post_forward | synchronised backward passes |
 | Tensor.to, Tensor.cuda, if torch was built for GPUs | copies to GPUs |
 | the operators of c10d, during sampled steps | collectives |
-| capture_begin, capture_end of CUDAGraph, before the first timed phase | no events while a graph is captured |
+| capture_begin, capture_end of CUDAGraph, accelerator.Graph, before the first timed phase | no events in captures |
 """
 
 from __future__ import annotations

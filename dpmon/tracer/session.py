@@ -108,7 +108,7 @@ class Session:
         self._tries = 0
         """Attempts to open the ring that found no free file descriptor; the script may free one later."""
         self._layouts, self._sizes = itertools.count(1), itertools.count(MAX_SITE + 1)
-        """Numbers of definitions. Numbers of layouts and stages must fit into a span's site."""
+        """Numbers of definitions. Numbers of layouts, stages and collectives must fit into a span's site."""
         self._known: dict[Hashable, int] = {}
         self._retry_ns = 0
         """When a line may be written again (monotonic ns)."""

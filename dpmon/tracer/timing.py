@@ -129,7 +129,7 @@ class Timing:
         """The training thread."""
         self.times = DeviceTimes(events or TorchEvents(), self._failed)
         self.gpus: tuple[int, ...] = ()
-        """GPUs for the phases of this step: the GPUs of the last step's calls and of its own calls so far."""
+        """GPUs for the phases of this step: those of the last step's calls, and those of this step's calls so far."""
         self._used: tuple[int, ...] = ()
         """GPUs of the calls of this step so far."""
         self._called = False

@@ -1,8 +1,8 @@
 """Textual's driver for a terminal on Linux, with our own keyboard input and our own way to resume after a stop.
 
 Textual 8.2 enters application mode again at every SIGCONT. After ctrl+z this is correct, because Textual has left the
-mode. But Textual does not notice a SIGSTOP and is still in the mode: a second thread would read the keys, only one of
-the two would ever end, and the changed modes would be saved as the original ones.
+mode. But Textual does not notice a SIGSTOP and is still in the mode. If it entered the mode again, a second thread
+would read the keys, only one of the two would ever end, and the changed modes would be saved as the original ones.
 
 The terminal is asked to report clicks and the wheel, but no moves of the mouse, because nothing uses them. It is not
 asked to send its size among the keys either, because the kernel knows the size.

@@ -97,7 +97,7 @@ def _communicates(scene: Scene) -> bool:
 
 
 def _behind(scene: Scene) -> str | None:
-    """The word for `end` if the output is scrolled back; after a search only this key returns to the end."""
+    """The word for `end` if the output is scrolled back, for example after a search."""
     if not scene.scrolled_back or "output" not in (scene.view.focus, scene.view.zoom):
         return None
     return "to the end" if scene.over else "follow"
@@ -193,7 +193,7 @@ PLAYED: tuple[KeyCommand, ...] = (
     _played("g", "g", "seek_to(0.0)", "to the beginning"),
     _played("G", "G", "seek_to(1.0)", "to the end"),
 )
-"""Keys that work only during a playback; the time line names some of them."""
+"""Commands of a playback; the time line shows some of their keys."""
 _PAIRS: tuple[tuple[str, str, str, str], ...] = (
     ("[", "left_square_bracket", "range(-1)", "a shorter time range"),
     ("]", "right_square_bracket", "range(1)", "a longer time range"),

@@ -1,8 +1,8 @@
 """Restores the terminal when a signal or a hang-up ends the screen.
 
 Textual restores the terminal when the application exits, but not on SIGTERM, SIGHUP or SIGQUIT, and it spins when the
-terminal has gone. So these signals ask the application to exit, and a thread ends the process a second later. If the
-user leaves, the thread waits longer for a terminal that accepts no output, but not forever.
+terminal has gone. So these signals ask the application to exit, and a thread ends the process if it still runs a second
+later. If the user leaves, the thread waits longer for a terminal that accepts no output, but not forever.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Leaving:
         self.go(128 + number)
 
     def go(self, status: int) -> None:
-        """Exit with `status`: ask first, and end the process a second later in any case."""
+        """Exit with `status`: ask first, and end the process a second later if it still runs."""
         if not self.status:
             self.status = status
             self._within(_SIGNAL_PATIENCE_S, status)

@@ -28,8 +28,8 @@ _RANKS_DRAWN = 64
 _LEAST = 4
 """Up to this height, notes have no row."""
 _TALL = 9
-"""From this height on, notes have two rows. Without the rows of the notes, quantities need this height, and p95 one row
-less."""
+"""From this height on, notes have two rows. Quantities are shown if this many rows remain without the notes, p95 if one
+fewer remains."""
 
 
 def wanted_rows(scene: Scene) -> int:

@@ -119,7 +119,7 @@ class _ReplicaTable:
         self.device = min(max([span_width(clean(d, 20)) for d in call.devices] + [6]), 10)
         texts = [size_text(r.inputs) for r in call.replicas] + ["input"]
         outs = [size_text(r.outputs) for r in call.replicas] + ["output"]
-        # Number, device, rows, times and gaps have fixed widths. Of the rest, the sizes come before the drawings.
+        # Number, device, rows, times and gaps have fixed widths. Sizes get the rest; drawings get what the sizes leave.
         self.on_device = bool(track.device_ns)
         fixed = 3 + self.device + 2 + 2 + 6 + 10 + (10 if self.on_device else 0)
         room = max(width - fixed, 12)

@@ -14,7 +14,7 @@ from dpmon.ui.scene import Scene
 
 _WIDEST = 84
 _SHARE = 2
-"""The note covers at most the screen's rows divided by this number."""
+"""The note covers at most one in this many rows of the screen."""
 
 
 def toast(scene: Scene, width: int, height: int, look: Look) -> list[Row]:

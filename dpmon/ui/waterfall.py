@@ -178,7 +178,7 @@ def sample_row(sample: LastSample, label: int, room: int, top: float, look: Look
 def _late(timeline: StepTimeline, other: StepTimeline) -> int:
     """How much later (ns) another rank began the same step; the ranks of one machine share a clock.
 
-    0 if it began earlier. Also 0 if it began a whole step later, because then the two do not run in step.
+    0 if it began earlier. Also 0 if it began a whole step later, because then the two ranks are not synchronised.
     """
     late = other.start_ns - timeline.start_ns
     return late if other.step == timeline.step and 0 < late < timeline.wall_ns else 0

@@ -20,8 +20,8 @@ _NO_COPY_ON_WRITE = 0x00800000
 class NoSizeSignal:
     """A context in which growing a file beyond RLIMIT_FSIZE only raises OSError.
 
-    Otherwise the kernel also sends SIGXFSZ to the thread that writes. The signal would kill the script, or run the
-    script's handler if it has one.
+    Otherwise the kernel also sends SIGXFSZ to the thread that writes. Python ignores this signal, but a script may have
+    changed that: the signal would then kill the script, or run its handler.
     """
 
     def __enter__(self) -> None:

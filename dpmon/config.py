@@ -1,4 +1,4 @@
-"""The user's settings, from environment variables and a file; variables take precedence. Standard library only.
+"""The user's settings, from environment variables and a file; variables take precedence.
 
 The file is `$XDG_CONFIG_HOME/dpmon/config.toml` (`~/.config` if that is not set):
 

@@ -33,7 +33,7 @@ _DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, 
 
 
 class Assembler:
-    """Turns the spans of one process into steps and calls. Damaged input is dropped and counted; it never raises.
+    """Turns the spans of one process into steps and calls. Damaged input is dropped and counted, and raises no error.
 
     When a supervisor takes over from another one, its assembler (the successor) continues where the assembler of the
     other supervisor (the predecessor) stopped.

@@ -30,7 +30,7 @@ def attach(options: argparse.Namespace) -> int:
     """Show a run again on a screen; without a terminal, follow its output and print its summary."""
     directory = find_run(options.run) if options.run else newest_run(goes_on)
     if goes_on_elsewhere(directory, load_info(directory), load_exit(directory)):
-        # This machine can see neither the run's processes nor its clock, so the run would look finished.
+        # This machine cannot see the run's processes or the other machine's clock, so the run would look finished.
         raise RunError(f"{directory.name} runs on another machine; attach to it there (dpmon report also works here)")
     ensure_supervisor(directory)
     with keep_supervised(directory):

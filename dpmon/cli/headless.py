@@ -286,7 +286,7 @@ def _same_file(one: int, other: int) -> bool:
 
 
 def _may_read_terminal() -> bool:
-    """Whether stdin is a terminal and this its foreground job; a background job would be stopped by reading it."""
+    """Whether stdin is a terminal and this process is in its foreground job; reading would stop a background job."""
     try:
         return os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp()
     except OSError:

@@ -10,7 +10,7 @@
                 gather), which lie within the step's forward. A phase that did not run is left out. device_median_ms is
                 the time of the slowest device in that phase (for data, of the device that waits least): the median over
                 the steps that have device times. It is null if no step has them, and for other, which runs on the host.
-            quantities: what the same steps counted, without samples: sum, and steps (the number of steps with a value).
+            quantities: of the same steps, without samples: sum, and steps (the number of steps with a value).
             ranks: only if several processes train. Their communication and means cover the last 50 steps, at least 5 s,
                 as in dpmon report --json.
             communication: as in dpmon report --json. devices, host: as in the record.

@@ -14,8 +14,8 @@ from dpmon.model.process import Process
 
 _LATELY_NS = 30_000_000_000
 _SILENCE_NS, _SILENCE_STEPS = 2_000_000_000, 3
-"""A process gives way to one that began or resumed after its newest step, once it has been silent for this many ns and
-for the time of this many of its own steps."""
+"""A process that has been silent for this many ns, and for the time of this many of its own steps, gives way to another
+that began or resumed after its newest step."""
 
 
 class StateView(Protocol):

@@ -12,7 +12,7 @@ from dpmon.model.numbers import percent
 from dpmon.store.figures import PhaseFigures
 
 DATA_SHARE = 0.2
-"""Smallest share of the step to report. A loader that keeps up takes a few per cent (a queue's get)."""
+"""Smallest share of the step to report. A loader that keeps up takes a few per cent (taking a batch from a queue)."""
 WORTH_A_WORKER_NS = 1_000_000
 """Shortest fetch that justifies a worker: passing a batch between processes takes some hundreds of microseconds."""
 ROOM = 0.5

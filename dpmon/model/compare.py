@@ -35,7 +35,7 @@ _BATCHES = 4
 _Z = 1.96
 """Half the width of a 95 % interval of a normal distribution, in standard deviations."""
 CERTAIN = 1.25
-"""Largest factor from equal speed that the interval may include if the modes are called equally fast."""
+"""The modes are called equally fast only if no end of the interval is further than this factor from equal speed."""
 WORTH = 0.05
 """Smallest share of a step at which copying is mentioned."""
 _APART = 1.1
@@ -289,7 +289,11 @@ def _taken(tallies: Mapping[Key, Tally], mode: str, kind: _StepKind) -> Tally:
 
 
 def _common(kinds: Mapping[str, Counter[_StepKind]]) -> _StepKind | None:
-    """The most frequent kind of step in both modes, preferably a training step; None if they share none."""
+    """The kind of step to compare; None if the modes share none.
+
+    A kind with enough steps in both modes comes first, then training, then the most frequent kind. If one mode has no
+    settled steps yet, this is the most frequent kind of the other.
+    """
     one, other = kinds.values()
     both = {kind: min(count, other[kind]) for kind, count in one.items() if other[kind] and kind.batch != OTHER_SIZES}
     if both:

@@ -17,7 +17,7 @@ class Finding(NamedTuple):
 
     kind: str
     """data, copy, slower, replicate, transfer, idle, small batch, uneven, fuller, throttled, low use, drift, stall,
-    spread, between, quiet, failed, busy, crowded, straggler, exposed, bucket, accumulation, unused."""
+    spread, between, quiet, failed, busy, crowded, straggler, own collectives, exposed, bucket, accumulation, unused."""
     text: str
     """The fact, in one sentence."""
     ground: str

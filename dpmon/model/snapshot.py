@@ -1,7 +1,7 @@
 """Builds a run's state for one picture from queries: `Snapshots.take` returns the state as of a time. Pure.
 
-A live picture is as of now, a playback as of another time, and a finished run as of its end. Data that
-can no longer change (finished columns of the history, samples) is cached, at most as much as a picture shows.
+A live picture is as of now, a playback as of another time, and a finished run as of its end. Data that can no longer
+change (finished columns of the history, samples) is cached, but no more than a picture shows.
 """
 
 from __future__ import annotations

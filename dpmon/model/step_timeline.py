@@ -2,7 +2,7 @@
 
 The record of a step has the times of its phases. A nested phase is shown in place of the one around it. The phases of
 its calls are shown in place of forward. A step from an earlier version has only the times of its calls: phases at
-unknown times are listed, but not shown.
+unknown times are named, but not drawn.
 """
 
 from __future__ import annotations

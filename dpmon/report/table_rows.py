@@ -139,7 +139,7 @@ def replica_rows(story: Story) -> list[Row]:
 
 
 def _most(sizes: Iterable[tuple[int, str]], evaluated: int) -> str:
-    """The most frequent size, and the number of others; `evaluated`: of sizes that only evaluations have."""
+    """The most frequent size, and the number of others. `evaluated`: how many sizes occur only in evaluations."""
     ordered = sorted(sizes, key=lambda one: -one[0])
     others = max(len(ordered) - evaluated, 1) - 1
     more = [f"+{others} other size{'s' if others > 1 else ''}"] if others else []

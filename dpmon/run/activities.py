@@ -80,7 +80,10 @@ def ring_activities(directory: Path) -> Iterator[tuple[int, ProcessRing, str, in
 
 
 def process_activities(directory: Path, *, over: bool) -> list[ProcessActivity]:
-    """All training processes, then processes that have not called a model yet. `over`: whether the run has ended."""
+    """All training processes, then the processes with an operation in progress before their first call.
+
+    `over`: whether the run has ended.
+    """
     found = []
     for process, ring, name, since in ring_activities(directory):
         doing = _WORDS.get(name, f"in {name}")

@@ -37,8 +37,8 @@ def not_a_file(path: Path | str, mode: int) -> OSError:
 def open_file(path: Path, flags: int = os.O_RDONLY, *, anyone: bool = False) -> int:
     """A descriptor of a regular file of this user (with `anyone`: of any user), without waiting.
 
-    `flags`: as for os.open; a new file has mode 0600. A file opened for writing must not have a second name (a hard
-    link), because that name could be outside the run. Raises OSError for anything else.
+    `flags`: as for os.open; a new file has mode 0600. Without `anyone`, a file opened for writing must not have a
+    second name (a hard link), because that name could be outside the run. Raises OSError for anything else.
     """
     with _parent(path, linked=anyone) as place:
         try:  # check before opening, because opening some devices has side effects

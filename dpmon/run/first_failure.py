@@ -72,9 +72,9 @@ class FirstFailure(NamedTuple):
 def failure(directory: Path, info: RunInfo, status: int | None) -> FirstFailure | None:
     """Why a run that ended with `status` failed; None if no exception and no status of a rank explains it.
 
-    This is the exception of the command itself, unless it only reports that another process ended. The command's note
-    counts only if the status is 1: the tracer notes Python's last exception, and `code` or IPython may have handled it
-    long before the script called sys.exit.
+    This is the exception of the command itself, unless it only reports that another process ended. None also if the
+    command noted an exception but its status is not 1: the tracer notes Python's last exception, and `code` or IPython
+    may have handled it long before the script called sys.exit.
     """
     found = sorted(every_uncaught(directory), key=lambda one: one.at_ns)
     own = next((one for one in found if one.pid == info.command_pid), None)

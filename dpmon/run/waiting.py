@@ -77,7 +77,7 @@ class InputWatch:
         self.close()  # remove the file of a killed supervisor
 
     def look(self, now: float) -> None:
-        """Check if it is time to, and write the result. `now`: monotonic s."""
+        """If a check is due, make it and write the result. `now`: monotonic s."""
         if now < self._next:
             return
         reads = reads_input(self._pid) is True

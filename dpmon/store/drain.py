@@ -151,7 +151,7 @@ class Drain:
         return self._bytes + _RECORD_BYTES * self._records < HOLD_BYTES
 
     def flush(self, over: bool = False, last: bool = False) -> None:
-        """Take and write all records in the rings (at most the size of a ring from each).
+        """Take and write all records in the rings, in a limited number of reads.
 
         `over`: the command has ended; include the last records of processes that ended with it. `last`: no supervisor
         continues this history; include the open steps of processes that outlive the command.

@@ -1,4 +1,4 @@
-"""Compares the ranks in each synchronised backward pass: which rank the others waited for. Pure.
+"""Finds, for each synchronised backward pass, which rank the others waited for. Pure.
 
 All ranks leave a synchronised backward pass together. The time from a rank's last gradient to that end is shortest on
 the rank that the others wait for. The shortest time is communication that no computation hides; the rest of a rank's

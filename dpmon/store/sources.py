@@ -66,7 +66,7 @@ class FrameSource:
         self._before = (self._ring.position, self._ring.sequence, 0)
 
     def take(self, now_ns: int, gone: bool) -> tuple[list[bytes], bool]:
-        """As in Source."""
+        """As in RingSource."""
         ring = self._ring
         self._before = ring.position, ring.sequence, ring.missed
         payloads = ring.read()
@@ -78,11 +78,11 @@ class FrameSource:
         self._ring.position, self._ring.sequence, self._ring.missed = self._before
 
     def has_more(self) -> bool:
-        """As in Source."""
+        """As in RingSource."""
         return self._ring.has_more()
 
     def note(self, row: RingRow) -> int:
-        """As in Source."""
+        """As in RingSource."""
         ring = self._ring
         row.position, row.sequence = ring.position, ring.sequence
         with suppress(RingError, OSError):  # the file was truncated: keep the last value
@@ -94,7 +94,7 @@ class FrameSource:
         return (row.pid, row.position) == (self.pid, self._ring.position)
 
     def close(self) -> None:
-        """As in Source."""
+        """As in RingSource."""
         self._ring.close()
 
 
@@ -166,7 +166,7 @@ class SpanSource:
         self._ring.damaged_lines = 0
 
     def take(self, now_ns: int, gone: bool) -> tuple[list[bytes], bool]:
-        """As in Source."""
+        """As in RingSource."""
         if self.over:
             return [], False
         ring = self._ring
@@ -239,11 +239,11 @@ class SpanSource:
         return self._new(self._assembler.end())
 
     def has_more(self) -> bool:
-        """As in Source."""
+        """As in RingSource."""
         return not self.over and self._ring.has_more()
 
     def note(self, row: RingRow) -> int:
-        """As in Source."""
+        """As in RingSource."""
         ring, assembler = self._ring, self._assembler
         row.sequence, row.lines = ring.position, ring.lines_position
         if self.over:
@@ -255,7 +255,7 @@ class SpanSource:
         return ring.missed + ring.damaged_lines + assembler.dropped - self._dropped_before
 
     def close(self) -> None:
-        """As in Source."""
+        """As in RingSource."""
         self._ring.close()
 
 

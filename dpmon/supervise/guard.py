@@ -33,7 +33,7 @@ BETWEEN_S = 1.0
 """Time between two attempts: a new supervisor needs some time to write itself into run.json."""
 LOOK_S = 0.4
 UNSTARTED_S = 2.0
-"""Shortest wait for a command that a killed supervisor may just have forked; its own session identifies it.
+"""Shortest wait for a command that a killed supervisor may just have forked. The command leads its own session.
 
 The wait lasts longer while a child remains in the supervisor's session."""
 STALLED_S = 5.0

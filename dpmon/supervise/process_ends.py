@@ -61,7 +61,7 @@ class ProcessEnds:
             if len(self._watched) >= _MOST:
                 break
             self._known.add(pid)
-            # A number in a file proves nothing: only a process that carries the run's name is one of the run.
+            # A number in a file proves nothing: a process belongs to the run only if its environment names the run.
             if (fd := open_pidfd(pid)) is None:
                 continue
             self._watched[fd] = pid, proc.started(pid)

@@ -17,7 +17,7 @@ FAULTS = {
     "the summary": ("cli/summary.py", "summary", "no summary: RuntimeError: broken on purpose"),
     "the line of progress": (
         "cli/progress.py",
-        "Progress.line",
+        "ProgressLines.line",
         "no line of progress: RuntimeError: broken on purpose",
     ),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -45,11 +46,12 @@ def test_reports_and_summaries_leave_no_file_open(state: Path) -> None:
     directory = a_run()
     ring = SpanRing(str(directory / "process-9.ring"), process=9)
     collect(directory)
+    gc.collect()  # what other tests left open
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         collect(directory)
         summary_lines(directory, None)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     del ring
 
 

@@ -70,7 +70,7 @@ def counted(dpmon: Dpmon) -> str:
     """Return sent, seen and dropped of the last run, with a note if they do not add up."""
     import sqlite3
 
-    sent = int((dpmon.last() / "output.log").read_text())
+    sent = int((dpmon.last() / "output.log").read_text().removeprefix("sent "))
     with sqlite3.connect(dpmon.last() / "history.sqlite") as db:
         seen, missed = db.execute("SELECT sequence, missed FROM rings WHERE name = 'process-0.ring'").fetchone()
         pruned = db.execute("SELECT value FROM meta WHERE key = 'pruned'").fetchone()[0]

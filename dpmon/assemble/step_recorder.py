@@ -103,10 +103,9 @@ class StepRecorder:
                     self.note_memory_look(span[5], self.number + 1)
             if calls or kind in PRIMITIVES:
                 self._calls(span, calls, (), inner)
-            if kind == Kind.BACKWARD or (inner is not None and inner.backward):
-                totals.backwards += 1
-                totals.failed = bool(span[2] & Flag.FAILED)
-            elif kind == Kind.OPTIMIZER:
+            backward = kind == Kind.BACKWARD or (inner is not None and inner.backward)
+            totals.backwards += backward
+            if backward or kind == Kind.OPTIMIZER:
                 totals.failed = bool(span[2] & Flag.FAILED)
         if len(spans) > MAX_SPANS:
             totals.bound_spans()

@@ -12,15 +12,15 @@ def sentence(found: Comparison) -> str | None:
     if found.speedup is None:
         return None
     over = f" over {len(found.devices)}" if found.devices else ""
-    virtual = " virtual replicas" if found.virtual and found.devices else ""
-    head = f"DataParallel{over}{virtual} is {times(found.speedup.value)} as fast as one device"
-    if found.outcome == "even":
-        low, high = (times(each) for each in found.speedup[1:])
-        head = f"DataParallel{over}{virtual} makes no difference that shows ({low} to {high} as fast as one device)"
-    reason = _reason_text(found)
+    name = f"DataParallel{over}{' virtual replicas' if found.virtual and found.devices else ''}"
+    value, low, high = map(times, found.speedup)
+    reason = "" if found.uncertain else _reason_text(found)
     if found.uncertain:
-        head = f"DataParallel{over}{virtual} is {low} to {high} as fast as one device: too uncertain for a verdict"
-        reason = ""
+        head = f"{name} is {low} to {high} as fast as one device: too uncertain for a verdict"
+    elif found.outcome == "even":
+        head = f"{name} makes no difference that shows ({low} to {high} as fast as one device)"
+    else:
+        head = f"{name} is {value} as fast as one device"
     means = ""
     if found.by_mean is not None:
         means = f" By the mean step it is {times(found.by_mean)}{_why_uneven(found)}."

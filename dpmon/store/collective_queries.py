@@ -65,10 +65,8 @@ def communicated(
 
     Both times are rounded outwards to whole seconds.
     """
-    only, values = "", [begin_ns // _SECOND if begin_ns > 0 else BEFORE_S, -(-end_ns // _SECOND)]
-    if processes is not None:
-        only = f" AND process IN ({', '.join('?' * len(processes))})"
-        values += processes
+    only, who = _only(processes)
+    values = (begin_ns // _SECOND if begin_ns > 0 else BEFORE_S, -(-end_ns // _SECOND), *who)
     query = (
         f"SELECT process, definition, {', '.join(f'total({name})' for name in COLLECTIVE_SUMS)} FROM collective_sums"
         f" WHERE start_s >= ? AND start_s < ?{only} GROUP BY process, definition"
@@ -98,14 +96,18 @@ def communicated(
     return Communicated(tuple(operations), samples, launched, why, _own(store, begin_ns, end_ns, processes))
 
 
+def _only(processes: Collection[int] | None) -> tuple[str, tuple[int, ...]]:
+    """Return the condition that a row is of one of `processes`, and its values; None: of any process."""
+    if processes is None:
+        return "", ()
+    return f" AND process IN ({', '.join('?' * len(processes))})", tuple(processes)
+
+
 def _own(store: Store, begin_ns: int, end_ns: int, processes: Collection[int] | None) -> tuple[str, ...]:
-    only, values = "", [begin_ns, end_ns]
-    if processes is not None:
-        only = f" AND process IN ({', '.join('?' * len(processes))})"
-        values += processes
+    only, who = _only(processes)
     query = (
         f"SELECT {COLLECTED} FROM collectives WHERE {OWN} AND start_ns >= ? AND start_ns < ?{only}"
         " ORDER BY start_ns DESC LIMIT ?"
     )
-    found = _decoded(store, query, (*values, MOST_OWN))
+    found = _decoded(store, query, (begin_ns, end_ns, *who, MOST_OWN))
     return tuple(sorted({one.operation for one in found if isinstance(one, Collective)}))

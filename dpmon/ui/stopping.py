@@ -107,9 +107,11 @@ class Stopping(Drawing):
         over = self.feed.scene(self.view).over
         if answer == "left":
             self.exit("ended" if over else "left")
-        elif answer in ("stop", "stop and leave") and over:
+        elif answer is None or answer == "stay":
+            return
+        elif over:
             self._say_nothing_to_stop()
-        elif answer in ("stop", "stop and leave"):
+        else:
             self._leaves_when_stopped = answer == "stop and leave"
             self._thaw()
             self._stopping = "the training is asked to stop"

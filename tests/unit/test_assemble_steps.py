@@ -903,10 +903,8 @@ def test_a_call_that_failed_last_is_no_step() -> None:
     assert [call.failed for call in result.calls] == [False, False, True]
 
 
-@pytest.mark.parametrize("failed", [True, False])
-@pytest.mark.parametrize("closure", [True, False])
-def test_a_backward_pass_that_failed_last_is_no_step(closure: bool, failed: bool) -> None:
-    """An interrupted pass may have waited long for other ranks, and would distort every mean."""
+def in_the_third_step() -> Script:
+    """Return a training after the call of its third step, before the backward pass."""
     script = Script()
     net = script.model()
     for _ in range(2):
@@ -914,6 +912,14 @@ def test_a_backward_pass_that_failed_last_is_no_step(closure: bool, failed: bool
         script.learn(net)
     script.fetch()
     script.call(net)
+    return script
+
+
+@pytest.mark.parametrize("failed", [True, False])
+@pytest.mark.parametrize("closure", [True, False])
+def test_a_backward_pass_that_failed_last_is_no_step(closure: bool, failed: bool) -> None:
+    """An interrupted pass may have waited long for other ranks, and would distort every mean."""
+    script = in_the_third_step()
     if closure:
         with script.phase("optimizer", flags=Flag.FAILED * failed, site=1):
             script.backward(900.0, failed=failed)
@@ -955,13 +961,7 @@ def test_a_backward_pass_that_failed_is_a_step_if_training_goes_on() -> None:
 )
 def test_a_step_that_was_cut_off(uncaught: bool | None, backward: bool, steps: int) -> None:
     """By an exception, or by a kill, after which the process records no end."""
-    script = Script()
-    net = script.model()
-    for _ in range(2):
-        script.fetch()
-        script.learn(net)
-    script.fetch()
-    script.call(net)
+    script = in_the_third_step()
     if backward:
         script.backward()
     if uncaught is not None:

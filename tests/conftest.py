@@ -25,7 +25,7 @@ FIRST = (
 
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A state directory for this test, used by this process and those that it starts."""
+    """A state directory for this test, used by this process and its children."""
     directory = tmp_path / "state"
     monkeypatch.setenv("XDG_STATE_HOME", str(directory))
     return directory
@@ -64,7 +64,7 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compile dpmon, and restore the handling of signals, for this process and those that it starts.
+    """Compile dpmon, and restore the handling of signals, for this process and its children.
 
     Tests start many Pythons with PYTHONDONTWRITEBYTECODE set, and each would compile dpmon again. Processes ignore
     interrupts and quits if a shell started the tests in the background, and hang-ups under nohup.

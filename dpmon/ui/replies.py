@@ -15,7 +15,7 @@ def answer(scene: Scene, look: Look) -> Row:
     """The answer to the user's last request, if it is recent: a key, a pause, a mode."""
     if scene.view.message is not None and scene.now_ns - scene.view.message_ns < DONE_SHOWN_NS:
         return [(scene.view.message, "wait")]
-    # A run that hangs answers no request: where it hangs is more useful than what is pending.
+    # A run that hangs answers no request: the place where it hangs is more useful than a pending request.
     return [] if scene.over or scene.stall is not None else _pausing(scene) or _answer(scene, look)
 
 

@@ -22,7 +22,7 @@ def mark(label):
 
 
 def marked(name):
-    """Mark begin and end of a function of torch below those that dpmon patches."""
+    """Mark begin and end of a function of torch that runs below the patched functions."""
     original = getattr(comm, name)
 
     def called(*args, **kwargs):

@@ -1,7 +1,7 @@
 """Fixtures for tests on real hardware: the device, and the table of measurements.
 
-`DPMON_CHECK_DEVICE=cpu` runs the tests on a machine without a GPU, and skips the tests that need one. `DPMON_CHECK_TABLE`
-names a file to which each row of the table is added as a line of JSON.
+`DPMON_CHECK_DEVICE=cpu` runs the tests on a machine without a GPU, and skips the tests that need one.
+`DPMON_CHECK_TABLE` names a file to which each row of the table is added as a line of JSON.
 """
 
 from __future__ import annotations

@@ -29,12 +29,20 @@ POLL_S = 0.02
 
 
 def wait_for(condition: Callable[[], Value], limit: float = 60.0, what: str = "") -> Value:
-    """Return the first true value of `condition`; fail with its last value after `limit` seconds."""
+    """Return the first true value of `condition`; fail with its last value after `limit` seconds.
+
+    A condition may read a file that another process has yet to make.
+    """
     until = time.monotonic() + limit
+    value: Value | FileNotFoundError
     while True:
-        value = condition()
-        if value:
-            return value
+        try:
+            value = condition()
+        except FileNotFoundError as missing:
+            value = missing
+        else:
+            if value:
+                return value
         if time.monotonic() > until:
             raise AssertionError(f"not within {limit} s: {what or condition} (it is {value!r})")
         time.sleep(POLL_S)

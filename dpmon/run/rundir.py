@@ -193,9 +193,8 @@ def save(directory: Path, what: RunInfo | ExitInfo, *, anew: bool = False) -> No
     """
     name = INFO_FILE if isinstance(what, RunInfo) else EXIT_FILE
     temporary = directory / f".{name}.{os.getpid()}"
-    fd = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
-        with open(fd, "w", encoding="utf-8") as file:
+        with open(temporary, "w", encoding="utf-8", opener=lambda _, flags: open_file(temporary, flags)) as file:
             json.dump(asdict(what), file, indent=1)
             file.write("\n")
         if anew:
@@ -317,21 +316,17 @@ def _make(runs: Path, draft: RunInfo) -> tuple[Path, RunInfo]:
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(draft.started_unix))
     for _ in range(1000):
         run_id = f"{stamp}-{draft.name}-{os.urandom(2).hex()}"
-        directory = runs / run_id
+        directory, info = runs / run_id, replace(draft, id=run_id, host=proc.host())
         try:
             _make_private(directory)
+            save(directory, info)
         except FileExistsError:
             continue
-        except OSError as error:
-            raise RunError(f"{directory} cannot be created: {error.strerror}") from None
-        info = replace(draft, id=run_id, host=proc.host())
-        try:
-            save(directory, info)
         except BaseException as error:
             with contextlib.suppress(OSError):  # leave no empty run behind, even after an interrupt
                 directory.rmdir()
             if isinstance(error, OSError):
-                raise RunError(f"{directory} cannot be written: {error.strerror}") from None
+                raise RunError(f"{directory} cannot be created: {error.strerror}") from None
             raise
         return directory, info
     raise RunError(f"no free name for a run in {runs}")

@@ -7,7 +7,10 @@ import json
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -46,6 +49,41 @@ def test_the_directory_is_below_the_state_home_and_closed(state: Path) -> None:
     for path in (directory, directory.parent, directory.parent.parent):
         assert path.stat().st_mode & 0o777 == 0o700, path
     assert (directory / "run.json").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the file that the interrupt left open
+def test_an_interrupt_at_any_line_leaves_no_directory_without_its_file(state: Path) -> None:
+    create_run(draft())  # the directories above it exist from here on
+
+    def interrupted_at(line: int) -> bool:
+        """Create a run and raise KeyboardInterrupt at this line of the code that does it; return whether it came."""
+        left = line
+
+        def trace(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal left
+            if frame.f_code.co_filename != rundir.__file__:
+                return None
+            left -= event == "line"
+            if event == "line" and left == 0:
+                raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            create_run(draft())
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+    lines = 0
+    while interrupted_at(lines + 1):
+        lines += 1
+        empty = [place for place in runs_directory().iterdir() if not (place / "run.json").exists()]
+        assert not empty, (lines, [list(place.iterdir()) for place in empty])
+    assert lines > 50
 
 
 def test_a_relative_temporary_directory_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

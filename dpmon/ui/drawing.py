@@ -127,10 +127,12 @@ class Drawing(App[str]):
             self.leaving.go(129)
         return gone
 
-    def _ask_to_exit(self, status: int) -> None:
+    def _ask_to_exit(self, status: int) -> bool:
         loop = getattr(self, "_loop", None)
-        if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(lambda: self.exit(None, return_code=status))
+        if loop is None or loop.is_closed():
+            return False
+        loop.call_soon_threadsafe(lambda: self.exit(None, return_code=status))
+        return True
 
     # ------------------------------------------------------------------------------------------ drawing
 

@@ -1,8 +1,9 @@
 """Restores the terminal when a signal or a hang-up ends the screen.
 
 Textual restores the terminal when the application exits, but not on SIGTERM, SIGHUP or SIGQUIT, and it spins when the
-terminal has gone. So these signals ask the application to exit, and a thread ends the process if it still runs a second
-later. If the user leaves, the thread waits longer for a terminal that accepts no output, but not forever.
+terminal has gone. A SIGINT can end it in the middle of its exit: ctrl+c is a key at first, and a signal as soon as the
+terminal is restored. So these signals ask the application to exit, and a thread ends the process if it still runs a
+second later. If the user leaves, the thread waits longer for a terminal that accepts no output, but not forever.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _SIGNAL_PATIENCE_S = 1.0
 _LEAVE_PATIENCE_S = 5.0
 _RESTORE = (
@@ -30,8 +31,11 @@ _RESTORE = (
 class Leaving:
     """Signal handlers and the watch over the terminal, from `begin` to `end`."""
 
-    def __init__(self, ask: Callable[[int], None]) -> None:
-        """`ask` makes the application exit with a status; a signal handler calls it."""
+    def __init__(self, ask: Callable[[int], bool]) -> None:
+        """`ask` makes the application exit with a status, if it runs, and returns whether it does.
+
+        A signal handler calls it.
+        """
         self._ask = ask
         self._before: dict[int, Any] = {}
         self._modes: list[Any] | None = None
@@ -61,14 +65,22 @@ class Leaving:
         self._before.clear()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.go(128 + number)
+        if number != signal.SIGINT:
+            self.go(128 + number)
+        elif self._timer is None and not self.go(128 + number):
+            self.end()
+            raise KeyboardInterrupt  # no application is there yet: end its start
+        # Else ctrl+c was pressed again, and the application exits already.
 
-    def go(self, status: int) -> None:
-        """Exit with `status`: ask first, and end the process a second later if it still runs."""
+    def go(self, status: int) -> bool:
+        """Exit with `status`: ask first, and end the process a second later if it still runs.
+
+        Returns whether the application could be asked.
+        """
         if not self.status:
             self.status = status
             self._within(_SIGNAL_PATIENCE_S, status)
-        self._ask(status)
+        return self._ask(status)
 
     def start_deadline(self, status: int) -> None:
         """The user leaves: if the application has not ended after a few seconds, end the process with `status`."""

@@ -20,9 +20,13 @@ from dpmon.run import proc
 
 pytestmark = pytest.mark.slow
 
-# The screen stops no process, and saves files next to the run.
+# The screen stops no process, and saves files next to the run. An interrupt after it has closed ends the process as in
+# the real command line.
 HARMLESS = SHOW.replace(
-    "result =", "import os; import dpmon.ui.jobs as e; e.stop = lambda *_: iter(()); os.chdir(sys.argv[1])\nresult ="
+    "result =",
+    "import os, signal; import dpmon.ui.jobs as e; e.stop = lambda *_: iter(()); os.chdir(sys.argv[1])\n"
+    "signal.signal(signal.SIGINT, lambda *_: os._exit(130))\n"
+    "result =",
 )
 SEQUENCES = (
     *(b"\x1b[A", b"\x1bOB", b"\x1b[1;5C", b"\x1b[5~", b"\x1b", b"\x1b[<0;5;20M", b"\x1b[<0;5;20m", b"\x1b[<64;9;30M"),
@@ -65,10 +69,10 @@ def answers_or_has_left(seen: Terminal) -> bool:
             if seen.status is None:
                 seen.press("\x1b")
                 return True
-    # While ctrl+z has stopped the screen, ctrl+\ makes the terminal send SIGQUIT. It may also come while the screen is
-    # being set up again, and then nothing restores the terminal.
+    # While the terminal is restored, because ctrl+z has stopped the screen or because it closes, ctrl+c and ctrl+\ are
+    # signals. They may also come while the screen is being set up again, and then nothing restores the terminal.
     status = seen.ended()
-    assert status in (0, 128 + signal.SIGQUIT), seen.text()
+    assert status in (0, 128 + signal.SIGINT, 128 + signal.SIGQUIT), seen.text()
     assert b"Traceback" not in seen.raw
     if status == 0:
         seen.sane()

@@ -7,6 +7,7 @@ import select
 import signal
 import sys
 import termios
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def test_leaving_leaves_the_training_running(run: Run, terminal: Start) -> None:
     seen.sane()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT])
 def test_signals_give_the_terminal_back(run: Run, terminal: Start, number: signal.Signals) -> None:
     run.train(50)
     seen = terminal()
@@ -94,6 +95,21 @@ def test_signals_give_the_terminal_back(run: Run, terminal: Start, number: signa
     os.kill(seen.pid, number)
     assert seen.ended() == 128 + number
     seen.sane()
+
+
+def test_an_interrupt_before_the_screen_runs_is_raised(run: Run, terminal: Start) -> None:
+    """The command line then says that the training goes on."""
+    run.train(50)
+    seen = terminal(
+        "import os\n"
+        "from dpmon.ui.monitor import Monitor\n"
+        "Monitor.run = lambda self: os.kill(os.getpid(), 2)\n"
+        f"try:\n{textwrap.indent(SHOW, '    ')}"
+        "except KeyboardInterrupt:\n"
+        "    print('INTERRUPTED')\n"
+    )
+    assert seen.ended() == 0
+    assert seen.raw == b"INTERRUPTED\r\n"  # the terminal was not changed
 
 
 def test_stopped_and_continued_it_draws_everything_again(run: Run, terminal: Start) -> None:
@@ -141,7 +157,7 @@ def test_a_screen_stopped_by_sigstop_goes_on_with_one_reader_of_the_keys(run: Ru
     seen.sane()
 
 
-@pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGTSTP])
+@pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGTSTP, signal.SIGINT])
 def test_a_signal_after_the_terminal_is_restored_changes_it_no_more(run: Run, terminal: Start, number: int) -> None:
     """Textual still closes its widgets for some milliseconds, and a signal used to set up the terminal again."""
     run.train(50)
@@ -153,7 +169,8 @@ stop = Driver.stop_application_mode
 def stop_and_signal(self):
     Driver.stop_application_mode = stop
     stop(self)
-    os.kill(os.getpid(), {number:d})
+    for _ in range({2 if number == signal.SIGINT else 1}):
+        os.kill(os.getpid(), {number:d})
 Driver.stop_application_mode = stop_and_signal
 """
         + SHOW
@@ -166,6 +183,7 @@ Driver.stop_application_mode = stop_and_signal
         seen.until(lambda: getattr(proc.read(seen.pid), "state", "") == "T", "the process to stop")
         os.kill(seen.pid, signal.SIGCONT)
     assert seen.ended() == 0
+    assert b"Traceback" not in seen.raw
     seen.sane()
 
 

@@ -67,13 +67,21 @@ def test_every_record_is_exported_once_and_in_order(dpmon: Dpmon) -> None:
     assert Counter(r["kind"] for r in records)["exit"] == 1
 
 
+FLOOD = """
+import json, os, signal, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+import writer
+supervisor = json.loads((Path(os.environ["DPMON_RUN"]) / "run.json").read_text())["supervisor_pid"]
+writer.main({total}, 0, 2, lambda number: number == 20_000 and os.kill(supervisor, signal.SIGSTOP))
+"""
+
+
 def test_a_flood_is_seen_or_counted(dpmon: Dpmon) -> None:
-    """The writer writes as fast as it can; for a part of the time the supervisor is stopped."""
+    """The writer writes as fast as it can, and stops the supervisor after a part of the records."""
     total = 120_000
-    dpmon.run("--detach", WRITER, total, 0, 2)
+    dpmon.run("--detach", dpmon.script(FLOOD.format(tests=str(WRITER.parent), total=total)))
     info = dpmon.info()
-    wait_for(lambda: tailed(dpmon, 20_000))
-    os.kill(info["supervisor_pid"], signal.SIGSTOP)
     wait_for(lambda: not proc.alive(info["command_pid"], info["command_started"]))
     os.kill(info["supervisor_pid"], signal.SIGCONT)
     assert dpmon.exit()["status"] == 0

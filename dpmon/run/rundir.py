@@ -194,7 +194,8 @@ def save(directory: Path, what: RunInfo | ExitInfo, *, anew: bool = False) -> No
     name = INFO_FILE if isinstance(what, RunInfo) else EXIT_FILE
     temporary = directory / f".{name}.{os.getpid()}"
     try:
-        with open(temporary, "w", encoding="utf-8", opener=lambda _, flags: open_file(temporary, flags)) as file:
+        fd = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        with open(fd, "w", encoding="utf-8") as file:
             json.dump(asdict(what), file, indent=1)
             file.write("\n")
         if anew:

@@ -140,7 +140,7 @@ def test_supervisor_killed_the_rest_is_read_from_the_ring(dpmon: Dpmon) -> None:
 @pytest.mark.parametrize("count", [10, 1900, 4300, 7000, 9800])
 def test_a_supervisor_killed_at_any_moment_loses_and_doubles_nothing(dpmon: Dpmon, count: int) -> None:
     """Writer and supervisor are killed together while the supervisor works."""
-    process = dpmon.start(WRITER, 1_000_000, 6000)
+    process = dpmon.start(WRITER, 1_000_000, 3000)
     info = dpmon.info()
     wait_for(lambda: tailed(dpmon, count))
     os.kill(info["supervisor_pid"], signal.SIGKILL)

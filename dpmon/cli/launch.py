@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 REFRESH_S = 1.0
-_START_S = 5.0
+_START_S = 30.0
 """Most seconds that `--detach` waits for the start of the command, even on a slow disk."""
 
 
@@ -145,10 +145,11 @@ def _detached(directory: Path, info: RunInfo, supervisor: Started) -> int:
     """Wait for the start of the command and print how to return to the run; RunError if it could not start."""
     until = time.monotonic() + _START_S
     while load_info(directory).command_pid is None and time.monotonic() < until:
+        gone = supervisor.process.poll() is not None  # first: it may write the end and leave between the two lines
         how = load_exit(directory)
         if how is not None and how.error is not None:
             raise RunError(how.error)
-        if how is not None or supervisor.process.poll() is not None:
+        if how is not None or gone:
             break
         time.sleep(0.01)
     name = short_name(info)

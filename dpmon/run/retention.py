@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -17,12 +18,15 @@ from typing import NamedTuple
 from dpmon.config import ConfigError, load
 from dpmon.run.condition import goes_on, run_state
 from dpmon.run.files import open_file, remove_file
-from dpmon.run.lock import take_lock
+from dpmon.run.lock import supervised, take_lock
 from dpmon.run.lookup import list_runs
-from dpmon.run.rundir import RunError, RunInfo, load_info
+from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info
 
 _KEEP_FILE = "keep"
 _GONE = ".gone-"
+_FINISHING_S = 10.0
+"""Longest wait for a supervisor that has recorded the end of its run. It usually leaves within 0.2 s."""
+_LOOK_S = 0.05
 NEWEST = 5
 """Number of newest runs that are never deleted for their size: the user is most likely to look at them."""
 
@@ -74,8 +78,12 @@ def is_kept(directory: Path) -> bool:
 
 
 def remove(directory: Path, info: RunInfo) -> None:
-    """Delete a run; RunError if it is live or cannot be deleted."""
-    problem = _delete(directory, info)
+    """Delete a run; RunError if it is live or cannot be deleted. Waits for a supervisor that is just finishing."""
+    until = time.monotonic() + _FINISHING_S
+    while (problem := _delete(directory, info)) is not None and load_exit(directory) is not None:
+        if not supervised(load_info(directory)) or time.monotonic() >= until:
+            break
+        time.sleep(_LOOK_S)
     if problem is not None:
         raise RunError(problem)
 

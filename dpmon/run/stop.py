@@ -20,8 +20,8 @@ STOPPED_BY = "stopped by "
 _LOOK_S = 0.05
 _SEARCH_S = 0.3
 """Seconds between two searches of the whole process table."""
-_RECORD_S = 5.0
-"""Longest wait for the supervisor to record the end."""
+_RECORD_S = 30.0
+"""Longest wait for a supervisor that lives to record the end."""
 _START_S = 10.0
 """Longest wait for a run to start its command."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)

@@ -143,16 +143,9 @@ def _stamps(path: Path) -> list[tuple[int, int]]:
 
 
 def _is_written(directory: Path, info: RunInfo) -> bool:
-    """Whether a supervisor lives and writes the history.
-
-    After the end of the command, it must also have read the rings to their end: a supervisor that replaced a killed one
-    may not have done so yet.
-    """
+    """Whether a supervisor lives and writes the history. After it has recorded the command's end, it writes no more."""
     written = max(_stamps(directory / HISTORY_FILE), default=(0, 0))[0] / 1e9
-    if not supervised(info) or time.time() - written >= STALE_S:
-        return False
-    how = load_exit(directory)
-    return how is None or how.drained
+    return supervised(info) and time.time() - written < STALE_S and load_exit(directory) is None
 
 
 def _have_more(directory: Path, rings: Mapping[str, RingRow]) -> bool:

@@ -130,6 +130,8 @@ class Guard:
     def exit(self) -> ExitInfo | None:
         """How the run ended, from any source; None while unknown."""
         how = self._reader.exit() or self.outcome
+        if how is not None and how.status is None and self.outcome is not None:
+            how = self.outcome  # a new supervisor recorded an unknown end before this process recorded the status
         if how is not None and self.outcome is None and not self.supervised and load_exit(self._directory) is None:
             # The supervisor wrote it into its ring, and was killed since the last look.
             how = replace(how, drained=False)
@@ -244,14 +246,13 @@ class Guard:
         self._replace()  # the history still needs the contents of the rings, even if the run ended a moment ago
 
     def _save(self, how: ExitInfo) -> None:
-        """Write exit.json unless a new supervisor was quicker."""
-        if load_exit(self._directory) is not None:
-            return
-        try:
-            save(self._directory, how, anew=True)
-        except FileExistsError:
-            if load_exit(self._directory) is None:  # it is damaged
-                save(self._directory, how)
+        """Write exit.json unless a new supervisor has already recorded a status."""
+        if load_exit(self._directory) is None:
+            with contextlib.suppress(FileExistsError):
+                save(self._directory, how, anew=True)
+        found = load_exit(self._directory)  # None if it is damaged
+        if found is None or (found.status is None and how.status is not None):
+            save(self._directory, how)
 
     def _replace(self) -> None:
         """Start another supervisor in place of a killed one."""

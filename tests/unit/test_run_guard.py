@@ -6,17 +6,20 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from running import wait_for
 
 from dpmon.cli.headless import Follower
+from dpmon.cli.launch import _detached
 from dpmon.gpu.sampler import DeviceSampler
 from dpmon.run import proc
-from dpmon.run.ending import exit_info
+from dpmon.run.ending import exit_info, unknown_exit
 from dpmon.run.reader import RunReader
-from dpmon.run.rundir import ExitInfo, RunInfo, create_run, load_exit
+from dpmon.run.rundir import ExitInfo, RunError, RunInfo, create_run, load_exit, save
 from dpmon.supervise import guard as guards
 from dpmon.supervise.guard import Guard, Successors
 from dpmon.supervise.outcome import open_pipe, send_outcome
@@ -126,6 +129,31 @@ def test_a_command_that_never_started_is_reported_after_a_while(
     assert (how.status, how.error) == (2, "the supervisor ended before it started the command")
 
 
+def test_a_status_wins_over_an_unknown_end_that_a_new_supervisor_recorded_first(
+    run: tuple[Guard, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command is reaped, so the new supervisor finds neither the process nor its status."""
+    guard, directory = run
+    command = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    info = replace(guard.info, command_pid=command.pid, command_started=proc.started(command.pid))
+    save(directory, info)
+    waitpid = os.waitpid
+
+    def reaps(pid: int, options: int) -> tuple[int, int]:
+        found = waitpid(pid, options)
+        if found[0]:
+            save(directory, unknown_exit(info, "supervisor", "nobody knows", 1))
+        return found
+
+    monkeypatch.setattr(os, "waitpid", reaps)
+    wait_for(lambda: guard.look() or guard.outcome)
+    monkeypatch.undo()
+    command.returncode = 3  # the guard has reaped it
+    for how in (guard.exit(), load_exit(directory)):
+        assert how is not None
+        assert how.status == 3
+
+
 class Ends:
     """A supervisor that is alive at the first checks and has ended at the next one, after it has called `last`."""
 
@@ -143,6 +171,17 @@ class Ends:
 
 def ended(status: int) -> ExitInfo:
     return exit_info(RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True), status, "supervisor")
+
+
+def test_a_detached_command_that_cannot_be_started_is_reported_however_late(state: Path) -> None:
+    """The supervisor records that and ends between two checks."""
+    directory, info = create_run(RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True))
+    why = exit_info(info, 2, "supervisor", "it cannot be started")
+    for lives in (0, 1):
+        (directory / "exit.json").unlink(missing_ok=True)
+        supervisor: Any = Ends(lambda: save(directory, why), lives)
+        with pytest.raises(RunError, match="it cannot be started"):
+            _detached(directory, info, Started(supervisor, -1))
 
 
 def test_a_supervisor_that_ends_between_two_checks_was_not_killed(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dpmon.run import proc
+from dpmon.run import proc, retention
 from dpmon.run.ending import exit_info
 from dpmon.run.lock import SILENT_S, take_lock
 from dpmon.run.lookup import list_runs
@@ -98,6 +99,28 @@ def test_a_run_that_is_about_to_start_stays() -> None:
     assert prune_runs(Limits(0, 0), current) == []
     with pytest.raises(RunError, match="is being started"):
         remove(young, load_info(young))
+
+
+@pytest.mark.usefixtures("state")
+def test_a_run_is_removed_once_its_supervisor_has_finished(monkeypatch: pytest.MonkeyPatch, sleeper: int) -> None:
+    """After the end is recorded, the supervisor still stops its threads and deletes old runs."""
+    run, active = a_run(0), a_run(1)
+    for directory in (run, active):
+        save(directory, replace(load_info(directory), supervisor_pid=sleeper, supervisor_started=proc.started(sleeper)))
+    monkeypatch.setattr(retention, "_FINISHING_S", 0.0)
+    with pytest.raises(RunError, match="is running"):
+        remove(active, load_info(active))
+    monkeypatch.setattr(retention, "_FINISHING_S", 60.0)
+    waits = []
+
+    def leaves(seconds: float) -> None:
+        waits.append(seconds)
+        os.kill(sleeper, signal.SIGKILL)
+
+    monkeypatch.setattr(retention.time, "sleep", leaves)
+    remove(run, load_info(run))
+    assert waits
+    assert not run.exists()
 
 
 @pytest.mark.usefixtures("state")

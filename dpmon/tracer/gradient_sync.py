@@ -189,7 +189,7 @@ class GradientSync:
                 self._waiting.remove(wrapper)
             elif not wrapper.notes:
                 self._finish(wrapper, module, ended)
-            elif wrapper.averages and (ready := wrapper.ready(_notes(module))):
+            elif wrapper.averages and (ready := wrapper.ready(_notes(module), ended - wrapper.base)):
                 found.append((wrapper, module, ready))
                 last = max(last, wrapper.base + max(ready))
         for wrapper, module, ready in found:
@@ -298,10 +298,11 @@ class _TracedWrapper:
         if len(found) <= MAX_BUCKETS and found != self.buckets:
             self.buckets, self.several, self.pick = found, len(found) > 1, None
 
-    def ready(self, notes: list[int]) -> Sequence[int]:
+    def ready(self, notes: list[int], end: int) -> Sequence[int]:
         """Return when the last gradient of each bucket was ready (ns after forward); one value if buckets are unknown.
 
-        The result is empty if no gradient became ready since the last pass.
+        The result is empty if some gradients did not become ready in this backward pass. `end`: its end (ns after
+        forward).
         """
         pick = self.pick
         if pick is not None:
@@ -311,12 +312,16 @@ class _TracedWrapper:
                 return values if self.several else values[:1]
             if values == self.values and notes == self.seen:
                 return ()
-        return self._look(notes)
+        return self._look(notes, end)
 
-    def _look(self, notes: list[int]) -> Sequence[int]:
+    def _look(self, notes: list[int], end: int) -> Sequence[int]:
         """Return the result of `ready` from the notes of all gradients. Unused parameters keep their old notes."""
         seen = self.seen if len(self.seen) == len(notes) else [0] * len(notes)
         fresh = [note if note != old else -1 for note, old in zip(notes, seen, strict=True)]
+        if not self.partly and max(fresh, default=-1) >= 0:
+            # Some gradients became ready. A note that equals the old one is new by chance, unless its time is still to
+            # come: then another backward pass of this forward computes that gradient.
+            fresh = [note if 0 < note <= end else -1 for note in notes]
         if (max if self.partly else min)(fresh, default=-1) < 0:
             return ()  # no gradients yet, or only some: later backward passes of this forward complete them
         buckets = self.buckets

@@ -1,0 +1,64 @@
+"""Which gradients became ready in a backward pass, according to torch's notes (ns after the forward)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dpmon.tracer.gradient_sync import LOOK_EVERY, _TracedWrapper
+
+
+class Module(SimpleNamespace):
+    """Stands for a DistributedDataParallel."""
+
+
+def a_wrapper(buckets: str = "1 2,0", unused: bool = False) -> _TracedWrapper:
+    module: Any = Module(find_unused_parameters=unused, reducer=SimpleNamespace(get_backward_stats=list))
+    wrapper = _TracedWrapper(module, 0, lambda _: None)
+    wrapper.divide({"rebuilt_per_bucket_param_indices": buckets})
+    return wrapper
+
+
+def ready(wrapper: _TracedWrapper, notes: list[int], end: int) -> list[int]:
+    """Return when each bucket was ready, and count the pass if it is complete."""
+    found = list(wrapper.ready(notes, end))
+    wrapper.passes += bool(found)
+    return found
+
+
+@pytest.mark.parametrize("number", [1, LOOK_EVERY])
+@pytest.mark.parametrize("equal", [0, 1, 2])
+def test_a_note_that_equals_the_one_before_by_chance_is_new(number: int, equal: int) -> None:
+    """With a thousand parameters that happens every few passes."""
+    wrapper = a_wrapper()
+    assert ready(wrapper, [30, 10, 20], 40) == [20, 30]
+    wrapper.passes = number
+    notes = [note + (index != equal) for index, note in enumerate([30, 10, 20])]
+    assert ready(wrapper, notes, 41) == [notes[2], notes[0]]
+
+
+@pytest.mark.parametrize("buckets", ["", "0", "1 2,0"])
+def test_a_backward_pass_of_another_model_makes_no_gradient_ready(buckets: str) -> None:
+    wrapper = a_wrapper(buckets)
+    notes = [30] if buckets == "0" else [30, 10, 20]
+    for _ in range(3):
+        assert ready(wrapper, notes, 40)
+        assert not ready(wrapper, notes, 100)
+        notes = [note + 1 for note in notes]
+
+
+def test_gradients_of_a_later_backward_pass_of_the_same_forward_are_not_ready_before() -> None:
+    wrapper = a_wrapper()
+    assert not ready(wrapper, [0, 10, 20], 25)  # the first: torch has no note of one
+    assert ready(wrapper, [50, 10, 20], 60) == [20, 50]
+    for later in range(1, 2 * LOOK_EVERY):
+        assert not ready(wrapper, [49 + later, 10 + later, 20 + later], 25 + later)
+        assert ready(wrapper, [50 + later, 10 + later, 20 + later], 60 + later) == [20 + later, 50 + later]
+
+
+def test_a_parameter_without_a_gradient_keeps_its_note() -> None:
+    wrapper = a_wrapper("0 1 2", unused=True)
+    assert ready(wrapper, [30, 10, 20], 40) == [30]
+    assert ready(wrapper, [30, 11, 21], 41) == [21]

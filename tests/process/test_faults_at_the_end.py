@@ -10,7 +10,11 @@ from running import Dpmon, Result
 
 import dpmon as package
 
-RAISES = "\ndef {name}(*_, **__):\n    raise RuntimeError('broken on purpose')\n"
+RAISES = """
+def {name}(*_, **__):
+    open({reached!r}, "w").close()
+    raise RuntimeError('broken on purpose')
+"""
 FAULTS = {
     "the cause": ("supervise/supervisor.py", "Supervisor._raised", "exit status 5"),
     "the supervisor's last words": ("supervise/supervisor.py", "Supervisor._learn", "exit status 5"),
@@ -31,19 +35,21 @@ def broken(dpmon: Dpmon, file: str, name: str) -> dict[str, str]:
     headless = place / "dpmon" / "cli" / "headless.py"
     headless.write_text(headless.read_text().replace("STATUS_S = 10.0", "STATUS_S = 0.1"))
     path = place / "dpmon" / file
-    at_fault = RAISES.format(name="at_fault") + f"{name} = at_fault\n"
+    at_fault = RAISES.format(name="at_fault", reached=str(dpmon.cwd / "reached")) + f"{name} = at_fault\n"
     path.write_text(path.read_text() + at_fault)
     return {"PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def run(dpmon: Dpmon, env: dict[str, str], *words: object) -> Result:
-    script = dpmon.script("import sys, time\ntime.sleep(1)\nsys.exit(5)\n")
+def run(dpmon: Dpmon, env: dict[str, str], *words: object, waits: bool = True) -> Result:
+    """Run a script; `waits`: it goes on until the broken function has been called."""
+    wait = "while not os.path.exists('reached'): time.sleep(0.01)\n" if waits else ""
+    script = dpmon.script(f"import os, sys, time\n{wait}time.sleep(1)\nsys.exit(5)\n")
     return dpmon.run(argv=[dpmon.python, "-m", "dpmon", "--headless", *map(str, words), str(script)], env=env)
 
 
 @pytest.mark.parametrize(("file", "name", "says"), FAULTS.values(), ids=FAULTS)
 def test_the_status_is_given_whatever_raises(dpmon: Dpmon, file: str, name: str, says: str) -> None:
-    result = run(dpmon, broken(dpmon, file, name))
+    result = run(dpmon, broken(dpmon, file, name), waits=name == "ProgressLines.line")
     assert result.status == 5, result.errors
     assert says in result.errors
     assert result.errors.count("broken on purpose") <= 1, "once is enough"

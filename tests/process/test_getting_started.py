@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "getting-started.md"
 LIMIT_S = 200
+TRIES = 4
 
 
 def commands() -> list[str]:
@@ -42,17 +43,23 @@ def test_every_command_works_in_its_order(dpmon: Dpmon, tmp_path: Path) -> None:
     env["PATH"] = f"{tmp_path / 'bin'}:{env['PATH']}"
     printed: dict[str, str] = {}
     for command in commands():
-        done = subprocess.run(
-            ["bash", "-c", command],
-            cwd=dpmon.cwd,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
+        for _ in range(TRIES):
+            done = subprocess.run(
+                ["bash", "-c", command],
+                cwd=dpmon.cwd,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=LIMIT_S,
+                check=False,
+            )
+            if not (done.returncode and "torchrun" in command and "SIGABRT" in done.stdout):
+                break
+            assert (
+                dpmon.run("rm", "last").status == 0
+            )  # gloo's processes sometimes abort at their end, as docs/faq says
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}"
         printed[command] = done.stdout
     assert "Rank 1 holds the others up" in printed["dpmon report slow"]

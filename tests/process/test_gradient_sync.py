@@ -58,7 +58,8 @@ def test_the_tail_is_the_time_after_the_last_gradient(tmp_path: Path, form: str)
         if form != "towers":  # it has two backward passes in a step
             assert backward + sync <= truth["backward_ns"]
         differences.append(abs(sync - truth["tail_ns"]))
-    assert statistics.median(differences) < 300_000
+    usual = statistics.median(truth["backward_ns"] for truth in own)
+    assert statistics.median(differences) < max(300_000, usual / 10)
 
 
 def test_each_bucket_says_when_it_was_ready(tmp_path: Path) -> None:

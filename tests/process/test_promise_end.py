@@ -130,6 +130,7 @@ def test_a_hang_in_the_first_batch_is_not_taken_for_the_end(dpmon: Dpmon) -> Non
     )
     dpmon.run("--detach", "script.py")
     wait_for((dpmon.cwd / "began").exists)
+    dpmon.info()
     reader = RunReader(dpmon.last())
     ((doing, since),) = reader.activities().values()
     reader.close()

@@ -18,7 +18,7 @@ import writer
 from running import Dpmon, wait_for
 from sizes import reached, size
 from stored import state_in
-from test_run_records import WRITER, expected, of_training, tailed
+from test_run_records import STAYS, WRITER, expected, of_training, tailed
 
 from dpmon.record.wire import pack_event, pack_step
 from dpmon.ring import Ring
@@ -85,7 +85,7 @@ def test_promise_5_floods(dpmon: Dpmon) -> None:
 def test_promise_6_killed_at_any_instant(dpmon: Dpmon) -> None:
     chance, times = random.Random(6), size(3, 200)
     for _ in range(times):
-        process = dpmon.start(WRITER, 1_000_000, 3000)
+        process = dpmon.start(dpmon.script(STAYS))
         info = dpmon.info()
         count = chance.randrange(1, 3000)
         wait_for(lambda count=count: tailed(dpmon, count))  # type: ignore[misc]
@@ -111,6 +111,7 @@ def test_promise_8_attach_and_leave(dpmon: Dpmon) -> None:
     dpmon.run("--detach", WRITER, 12_000, 6000, 2)
     wait_for(lambda: tailed(dpmon, 5000))
     directory = dpmon.last()
+    wait_for(lambda: newest_step(directory) >= 1500)
     with ThreadPoolExecutor(10) as at_once:
         seen = list(at_once.map(newest_step, [directory] * 10))
     assert min(seen) >= 1500

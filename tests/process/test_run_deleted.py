@@ -104,7 +104,8 @@ def start_and_delete(directory, **options):
     supervisor = start(directory, **options)
     while not pathlib.Path("began").exists():
         time.sleep(0.01)
-    shutil.rmtree(directory)
+    while directory.exists():  # the supervisor makes files in it meanwhile
+        shutil.rmtree(directory, ignore_errors=True)
     pathlib.Path("go").touch()
     return supervisor
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
 from functools import partial
 from pathlib import Path
@@ -55,7 +56,7 @@ def test_supervisor_killed_the_foreground_takes_over(dpmon: Dpmon, status: int) 
     assert b"supervisor was killed" in err
     assert dpmon.exit()["status"] == status
     assert dpmon.exit()["by"] in ("foreground", "supervisor")  # there is a new supervisor
-    assert proc.read(info["command_pid"]) is None, "the command was left a zombie"
+    wait_for(lambda: proc.read(info["command_pid"]) is None, what="the command to be reaped")
 
 
 def test_supervisor_killed_and_the_script_killed_by_a_signal(dpmon: Dpmon) -> None:
@@ -128,12 +129,15 @@ def test_a_stopped_supervisor_does_not_block_the_script(dpmon: Dpmon) -> None:
 
 def test_interrupt_reaches_the_script_and_its_children(dpmon: Dpmon) -> None:
     dpmon.script(
-        "import pathlib, signal, subprocess, sys\n"
+        "import pathlib, subprocess, sys, time\n"
         "code = 'import time; print(1, flush=True); time.sleep(60)'\n"
         "child = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE)\n"
         "child.stdout.readline()\n"
-        "pathlib.Path('began').touch()\n"
-        "try:\n    signal.pause()\nexcept KeyboardInterrupt:\n    print('interrupted', child.wait()); sys.exit(11)\n"
+        "try:\n"
+        "    pathlib.Path('began').touch()\n"
+        "    while True: time.sleep(0.05)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted', child.wait()); sys.exit(11)\n"
     )
     process = dpmon.start("script.py")
     begun(dpmon)
@@ -297,14 +301,14 @@ def test_an_interrupt_before_the_command_is_there_reaches_it(dpmon: Dpmon) -> No
 
 def test_a_users_signal_goes_to_the_command_alone(dpmon: Dpmon) -> None:
     dpmon.script(
-        "import pathlib, signal, subprocess, sys\n"
+        "import pathlib, signal, subprocess, sys, time\n"
         "got = []\n"
         "signal.signal(signal.SIGUSR1, lambda *_: got.append(1))\n"
         "code = 'import time; print(1, flush=True); time.sleep(60)'\n"
         "child = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE)\n"
         "child.stdout.readline()\n"
         "pathlib.Path('began').touch()\n"
-        "while not got: signal.pause()\n"
+        "while not got: time.sleep(0.05)\n"
         "print(child.poll()); child.kill(); child.wait()\n"
     )
     process = dpmon.start("script.py")
@@ -320,8 +324,10 @@ def test_a_supervisor_that_gets_sigterm_still_records_the_end_of_the_command(dpm
     dpmon.run("--detach", "script.py")
     info = dpmon.info()
     begun(dpmon)
-    os.kill(info["supervisor_pid"], signal.SIGTERM)
-    os.kill(info["command_pid"], signal.SIGTERM)
+    both = info["supervisor_pid"], info["command_pid"]
+    subprocess.run(
+        ["kill", "-TERM", *map(str, both)], check=True
+    )  # a pause between the two would be a pause of this test
     found = dpmon.exit()
     assert (found["signal"], found["by"]) == ("SIGTERM", "supervisor")
 

@@ -7,22 +7,29 @@ from typing import Any
 
 from running import Dpmon, wait_for
 
+from dpmon.run import proc
+
+
+def finished(dpmon: Dpmon, name: str, **env: str) -> None:
+    """Run the script and wait for the supervisor, which deletes old runs last; until it has left, its own run stays."""
+    assert dpmon.run("--name", name, "script.py", env=env).status == 0
+    info = dpmon.info()
+    wait_for(lambda: not proc.alive(info["supervisor_pid"], info["supervisor_started"]))
+
 
 def listed(dpmon: Dpmon) -> list[dict[str, Any]]:
     return [json.loads(line) for line in dpmon.run("ls", "--json").text.splitlines()]
 
 
 def test_old_runs_are_deleted_except_kept_and_live_ones(dpmon: Dpmon) -> None:
-    few = {"DPMON_KEEP_RUNS": "3"}
     dpmon.script("pass")
     sleeper = dpmon.start("--name", "running", "sleep", 600)
     dpmon.info()
     for name in ("kept", "a", "b"):
-        assert dpmon.run("--name", name, "script.py").status == 0
+        finished(dpmon, name)
         if name == "kept":
             assert "is kept" in dpmon.run("keep", "kept").text
-    assert dpmon.run("--name", "c", "script.py", env=few).status == 0
-    wait_for(lambda: len(dpmon.runs()) == 3, what="old runs to go")
+    finished(dpmon, "c", DPMON_KEEP_RUNS="3")
     assert [run["name"].rpartition("-")[0] for run in listed(dpmon)] == ["running", "kept", "c"]
     assert [(run["state"], run["kept"], run["status"]) for run in listed(dpmon)] == [
         ("running", False, None),

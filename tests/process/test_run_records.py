@@ -67,6 +67,13 @@ def test_every_record_is_exported_once_and_in_order(dpmon: Dpmon) -> None:
     assert Counter(r["kind"] for r in records)["exit"] == 1
 
 
+STAYS = f"""
+import sys, time
+sys.path.insert(0, {str(WRITER.parent)!r})
+import writer
+writer.main(16_000, 6000, 8, lambda number: number == 15_999 and time.sleep(600))
+"""
+"""Writes no more than its ring can hold, so that no record is overwritten, and stays until it is killed."""
 FLOOD = """
 import json, os, signal, sys
 from pathlib import Path
@@ -140,7 +147,7 @@ def test_supervisor_killed_the_rest_is_read_from_the_ring(dpmon: Dpmon) -> None:
 @pytest.mark.parametrize("count", [10, 1900, 4300, 7000, 9800])
 def test_a_supervisor_killed_at_any_moment_loses_and_doubles_nothing(dpmon: Dpmon, count: int) -> None:
     """Writer and supervisor are killed together while the supervisor works."""
-    process = dpmon.start(WRITER, 1_000_000, 3000)
+    process = dpmon.start(dpmon.script(STAYS))
     info = dpmon.info()
     wait_for(lambda: tailed(dpmon, count))
     os.kill(info["supervisor_pid"], signal.SIGKILL)

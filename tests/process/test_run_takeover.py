@@ -47,11 +47,11 @@ import pathlib, sys, time
 sys.path.insert(0, {str(WRITER.parent)!r})
 import writer
 def hold(number):
-    while number == 4000 and not pathlib.Path("go").exists():
+    while number == {{at}} and not pathlib.Path("go").exists():
         time.sleep(0.01)
-writer.main(9000, 1500, 8, hold)
+writer.main({{records}}, {{rate}}, 8, hold)
 """
-"""Writes 9000 records, and ends only when the test lets it."""
+"""Writes records, and ends only when the test lets it."""
 
 
 def kill_supervisor(dpmon: Dpmon) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def new_supervisor(dpmon: Dpmon, old: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def test_attach_starts_a_new_supervisor_and_no_record_is_lost_or_doubled(dpmon: Dpmon) -> None:
-    dpmon.run("--detach", dpmon.script(HELD))
+    dpmon.run("--detach", dpmon.script(HELD.format(at=4000, records=9000, rate=1500)))
     wait_for(lambda: tailed(dpmon, 2000))
     wait_for(lambda: any(r["kind"] == "host" for r in dpmon.records()))
     old = kill_supervisor(dpmon)
@@ -178,7 +178,7 @@ def test_only_one_of_several_screens_starts_a_supervisor(dpmon: Dpmon) -> None:
     dpmon.script(SLOW.format(status=0))
     dpmon.run("--detach", "script.py")
     begun(dpmon)
-    wait_for((dpmon.last() / "gpu.ring").exists)
+    wait_for(lambda: any(r["kind"] == "host" for r in dpmon.records()))
     old = kill_supervisor(dpmon)
     screens = [dpmon.start("attach") for _ in range(4)]
     wait_for(lambda: new_supervisor(dpmon, old))
@@ -192,9 +192,10 @@ def test_only_one_of_several_screens_starts_a_supervisor(dpmon: Dpmon) -> None:
 
 @pytest.mark.usefixtures("reaper")
 def test_a_run_that_ended_without_a_supervisor(dpmon: Dpmon) -> None:
-    dpmon.run("--detach", WRITER, 4000, 4000)
+    dpmon.run("--detach", dpmon.script(HELD.format(at=3999, records=4000, rate=4000)))
     wait_for(lambda: tailed(dpmon, 100))
     info = kill_supervisor(dpmon)
+    finish(dpmon)
     wait_for(lambda: reaped(info))
     assert listed_state(dpmon) == "lost"
     last_line = (dpmon.last() / "output.log").stat().st_mtime - info["started_unix"]
@@ -351,6 +352,7 @@ def test_a_run_of_another_machine_is_left_to_it(dpmon: Dpmon) -> None:
 def test_a_slow_supervisor_causes_no_warning(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dpmon.supervise.start.FINISH_S", 0.0)
     directory = keep({0: Training().run(3)}, status=None, command_pid=4_000_000)
+    gc.collect()  # what other tests have left
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         ensure_supervisor(directory)

@@ -117,7 +117,11 @@ class SpanReader:
         return serial
 
     def acknowledged(self) -> tuple[int, int]:
-        """Return the serial of the last request acted upon, and the mode in force (0: none yet)."""
+        """Return the serial of the last request acted upon, and the mode in force.
+
+        The mode is 0 before the first call, and after a request that the process refused as a whole, as it does under
+        --mode script.
+        """
         words = self.words()
         return words[Word.ANSWERED], words[Word.MODE]
 

@@ -1,7 +1,8 @@
-"""Turns the spans of one process into steps and calls, after they were written. Runs in the supervisor.
+"""Turns the spans of one process into steps and calls, after they were written.
 
-Pure: no files, no clock. `nesting` groups the spans of each thread. `step_rules` finds where a step begins and ends.
-`step_recorder` turns the spans of a step into payloads. `assembler` connects these modules.
+Runs in the supervisor or, without one, in a reader. Pure: no files, no clock. `nesting` groups the spans of each
+thread. `step_rules` finds where a step begins and ends. `step_recorder` turns the spans of a step into payloads.
+`assembler` connects these modules.
 """
 
 from dpmon.assemble.assembler import Assembler

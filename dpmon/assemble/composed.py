@@ -71,7 +71,7 @@ class Composer:
         return inputs
 
     def flush(self, thread: int) -> None:
-        """Finish the call of a thread, because no gather follows."""
+        """Finish the call of a thread: it has its gather, or no gather follows."""
         partial = self._partial.pop(thread, None)
         if partial is not None and partial.apply is not None and partial.apply.site in self._known.layouts:
             self._finish(self._composed_call(partial, partial.apply))

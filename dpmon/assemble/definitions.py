@@ -1,4 +1,4 @@
-"""Reads definitions from the lines beside a ring: sizes, stages, layouts and collectives. Counts optimizers.
+"""Reads definitions from the lines beside a ring: sizes, stages, layouts and collectives.
 
 The assembler's own definitions have numbers from OWN on. The number is derived from the value, so that a successor uses
 the same number for the same value.
@@ -51,7 +51,7 @@ class Definitions:
 
     def __init__(self) -> None:
         self.optimizers = 0
-        """Number of optimizers made."""
+        """Number of lines that report optimizers: 0 until one is made."""
         self.layouts: dict[int, Layout] = {}
         self._values: dict[int, list[Any]] = {}
         self._stages: dict[int, dict[str, Any]] = {}

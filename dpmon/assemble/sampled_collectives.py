@@ -3,8 +3,9 @@
 The span of a sample arrives at the end of the sample. Its flags show whether the sample is discarded because it holds
 an evaluation. The collectives are held until then.
 
-A collective may end after its step, so its span waits until a step ends after it. Collectives of one process group run
-one after the other, so a collective could begin once it was launched and all earlier ones had ended.
+A collective belongs to the step in which it was launched. Its span may arrive before that step ends. So it waits until
+a step has ended after the launch. Collectives of one process group run one after the other, so a collective could begin
+once it was launched and all earlier ones had ended.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class SampledCollectives:
         self._sampled: deque[tuple[int, int]] = deque(maxlen=MAX_SAMPLES)
         """End of each of the last samples, and a number that is not 0 if the sample was discarded."""
         self._waiting: list[Collected] = []
-        """Collectives that wait until a step ends after them."""
+        """Collectives that wait until a step ends after their launch."""
         self._before: dict[str, list[tuple[int, int]]] = {}
         """Start and end of the last collectives by group."""
         self._ready: list[Collected] = []

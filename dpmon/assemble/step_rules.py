@@ -22,14 +22,14 @@ from dpmon.assemble.step_totals import StepTotals
 from dpmon.record.spans import Flag, Kind, Span
 
 STALE_STEPS = 64
-"""Number of optimizer steps without a fetch after which a loader no longer counts."""
+"""A loader no longer counts after more than this many steps of the loop's last optimizer without a fetch."""
 MAX_HELD = 1 << 14
 """Most held blocks. A longer step is recorded in parts and cannot be taken again."""
 
 BY_OPTIMIZER, BY_BACKWARD, BY_CALL = range(3)
 _OPENS = (Kind.SCATTER, Kind.REPLICATE)
 MAX_CALLS = 16
-"""Under BY_CALL, a step with more calls than this ends at the next call, whichever module that calls."""
+"""Under BY_CALL, a step with more calls than this ends at the next call of any module."""
 
 
 class StepRules:
@@ -174,7 +174,8 @@ class StepRules:
     def end(self, cut_off: bool) -> None:
         """End the open step where its last phase ended, because no more items come.
 
-        `cut_off`: drop the step if it should learn but has no backward pass and no optimizer step.
+        The step is dropped if its last call, backward pass or optimizer step raised an exception. `cut_off`: also drop
+        it if it should learn but has no backward pass and no optimizer step.
         """
         self._settle()
         if not self._step.calls:

@@ -79,7 +79,7 @@ VALUES = tuple(each.name for each in fields(DeviceSample) if each.name not in ("
 
 
 def without_values(sample: DeviceSample, reason: str) -> DeviceSample:
-    """Return a sample with the GPU's identity only; `reason` applies to all other fields."""
+    """Return a sample with only the GPU's identity and torch's reports; `reason` applies to all other fields."""
     kept = {name: getattr(sample, name) for name in ("uuid", "name", "visible", "ordinals", "mem_torch_bytes")}
     absent = {name: sample.absent.get(name, reason) if name in kept else reason for name in VALUES}
     for name, value in kept.items():

@@ -16,7 +16,7 @@ from dpmon.gpu.gpm import GPM_FIELDS, gpm, nvlink
 CHEAP_CALLS, EXPENSIVE_CALLS = 5, 3
 """Most library calls per GPU and second by each of its two threads; 8 in total.
 
-When a GPU is found, all questions in CHEAP are asked at once, so that the first sample is complete."""
+When a GPU is first found, all questions in CHEAP are asked at once, so that its first sample has their answers."""
 OPENING_CALLS = 3
 """Calls to open a GPU: handle, UUID, name."""
 

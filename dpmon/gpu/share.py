@@ -32,8 +32,8 @@ class Run:
     """Whether the driver's process ids are from the same namespace as ours."""
     uses: tuple[TorchUse, ...] = ()
     visible: Mapping[str, bool] = field(default_factory=dict)
-    """Whether CUDA sees a GPU, by UUID; unknown GPUs are absent."""
-    invisible_reason: str = "CUDA_VISIBLE_DEVICES does not show it"
+    """Whether CUDA sees a GPU, by bare UUID; unknown GPUs are absent."""
+    invisible_reason: str = "CUDA_VISIBLE_DEVICES does not say whether CUDA sees it"
 
 
 def bare_uuid(uuid: str) -> str:

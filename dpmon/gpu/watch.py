@@ -18,7 +18,7 @@ from dpmon.gpu.questions import CHEAP, CHEAP_CALLS, EXPENSIVE, EXPENSIVE_CALLS, 
 NVML_PERIOD_S = 1.0
 """Shortest period of questions to NVML, whatever the interval: the driver answers under a lock that training needs."""
 FIRST_S = 0.5
-"""Time after a GPU is found in which all cheap questions are asked at once, so that its first sample is complete."""
+"""For this time after a GPU is found, all cheap questions are asked at once: its first sample has the answers."""
 MAX_GPUS = 64
 _STACK_BYTES = 1 << 20
 
@@ -31,7 +31,7 @@ class GpuWatch:
     def __init__(
         self, nvml: Nvml, interval_s: float, tell: Callable[[Card], None], warn: Callable[[str], None]
     ) -> None:
-        """`warn` is called with a text at every failure."""
+        """`warn` is called with a text when a GPU fails for a new reason, or is back."""
         self._nvml = nvml
         self._period_s = max(interval_s, NVML_PERIOD_S)
         self._tell = tell

@@ -89,8 +89,8 @@ _STEP = RecordKind(
         Field(
             "device_ms",
             "object",
-            "the time of each phase on the slowest device, but of data on the device that waits least; missing if no"
-            " device was timed",
+            "the time of each phase on the slowest device, but of data on the device that waits least; missing if"
+            " the step used no GPU",
             "ms",
             tuple(f"{name}_device_ms" for name in STEP_PHASES if name in TIMED_PHASES),
         ),

@@ -163,7 +163,7 @@ class Step:
     samples: int | None
     phases: Mapping[str, int]
     device_ms: Mapping[str, float | None] | None = None
-    """Device times of the phases that ran on devices; None if no device was timed."""
+    """Device times of the phases that ran on devices (None: unknown); None if the step used no GPU."""
     untimed: str | None = None
     """Why a device time is missing."""
     quantities: Mapping[str, int] = field(default_factory=dict)

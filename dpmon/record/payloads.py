@@ -80,7 +80,7 @@ def timed(payload: bytes) -> tuple[bytes, tuple[float, ...], int]:
 
 
 def is_timed(payload: bytes) -> bool:
-    """Whether a call or step has device times."""
+    """Whether a call or step has a list of device times, known or unknown."""
     return payload[0] == TIMED_TAG
 
 

@@ -19,7 +19,8 @@ _LARGEST = 1 << 63
 def load_json(text: str | bytes) -> Any:
     """Return the value in `text`. NaN, and numbers of 2**63 or more (or -2**63 or less), become None (unknown).
 
-    Raises ValueError if the text is not JSON, is not UTF-8 or is nested too deeply.
+    This holds for numbers as Python writes them, not for spellings such as 123456789012.0e9. Raises ValueError if the
+    text is not JSON, is not UTF-8 or is nested too deeply.
     """
     text = text.decode() if isinstance(text, bytes) else text
     try:

@@ -108,7 +108,8 @@ class Span(NamedTuple):
     """Kind of the enclosing span; 0 for none."""
     thread: int
     site: int
-    """Depends on the kind: definition of a layout or collective, index of a replica, optimizer, device, or 0."""
+    """Depends on the kind: definition of a layout, stage or collective; number of a replica, optimizer or memory look;
+    buckets and wrapper (see WRAPPER_AT); device, number of devices and reason (DEVICE_TIME); or 0."""
     start: int
     took: int
     inputs: int

@@ -94,7 +94,10 @@ class Unended:
 
 
 class Collected(NamedTuple):
-    """A collective, or a sample if `definition` is 0: a period in which all collectives are recorded."""
+    """A collective, or a sample if `definition` is 0: a period in which all collectives are recorded.
+
+    If the definition has no operation, it gives the reason why there are no samples.
+    """
 
     number: int
     """Number of its span."""

@@ -41,7 +41,7 @@ SHARE = 0.002
 """Largest share of this process's time that samples may cost. The aim is at most 0.005 in total: ranks wait for each
 other, so a step grows by the cost of up to two ranks (tests/benchmarks/bench_collectives.py)."""
 APART_NS = 10_000_000_000
-"""Least time between two samples, unless a reader requests one."""
+"""Least time between two samples, unless a reader requests one or a sample is discarded."""
 TIMED_NS = 2_000_000_000
 """Least time before the first sample in a loop without an optimizer."""
 MAX_LOOKS = 64

@@ -35,8 +35,8 @@ _engine: Any = torch.autograd.Variable._execution_engine
 LOOK_EVERY = 16
 """All notes are used once in this many passes. Other passes use only the note of the last gradient of each bucket."""
 FACTS_AT = (1, 2, 3, 11)
-"""Numbers of the passes after which the facts of a wrapper are read. torch rebuilds the buckets in the second
-synchronised pass."""
+"""Numbers of the passes after which the facts of a wrapper are read. torch rebuilds the buckets in the forward after
+the first synchronised pass."""
 FACTS_EVERY_NS = 10_000_000_000
 """Interval between later reads of the facts."""
 MAX_BUCKETS = 1024
@@ -301,8 +301,8 @@ class _TracedWrapper:
     def ready(self, notes: list[int], end: int) -> Sequence[int]:
         """Return when the last gradient of each bucket was ready (ns after forward); one value if buckets are unknown.
 
-        The result is empty if some gradients did not become ready in this backward pass. `end`: its end (ns after
-        forward).
+        The result is empty if no gradient became ready in this backward pass, or not yet all that must. `end`: its end
+        (ns after forward).
         """
         pick = self.pick
         if pick is not None:

@@ -123,7 +123,10 @@ class Memory:
         return named_like(__init__, original)
 
     def opened(self) -> None:
-        """Report the number of optimizers to the assembler, once the ring is open or the first optimizer is made."""
+        """Report to the assembler that the script makes optimizers.
+
+        Called when the ring opens, and when the first optimizer is made.
+        """
         if self._made:
             self.session.write_line(optimizer=self._made)
 

@@ -114,7 +114,7 @@ def _is_sharded(module: Any) -> bool:
 
 
 def unreplicable(module: torch.nn.Module) -> str | None:
-    """Why dpmon cannot make virtual replicas of a module; None if it can."""
+    """Why dpmon does not replicate a module, on virtual or real devices; None if it does."""
     for inner in modules_of(module):
         if _is_sharded(inner):
             return "its parameters are sharded over the ranks, which must all run the same calls"
@@ -127,5 +127,5 @@ def unreplicable(module: torch.nn.Module) -> str | None:
         if compiled or type(inner).__module__.startswith("torch._dynamo"):
             return "a module compiled by torch.compile cannot be replicated"
         if isinstance(inner, torch.jit.ScriptModule):
-            return "dpmon does not make virtual replicas of a TorchScript module"
+            return "dpmon does not replicate a TorchScript module"
     return None

@@ -2,7 +2,7 @@
 
 The tracer draws no conclusions: the supervisor finds the steps and their contents from the spans. The tracer only has
 to know when it may pause the training or measure something. It does so between two steps, as far as the process knows:
-before a fetch, or after the optimizer step that ends a training step.
+before a fetch, after the optimizer step that ends a training step, or, if there is neither for a while, before a call.
 
 A signal handler of the script may raise at any function call. So state is restored in an `except` or `finally`, and a
 span that may not have been written is written again. The reader drops the duplicate.
@@ -49,7 +49,7 @@ _AROUND_STEPS = frozenset(
 STALE = 64
 """After this many optimizer steps without a fetch, steps no longer begin at a fetch (the script keeps one batch)."""
 FEW_CALLS = 64
-"""A step may begin at a call after this many calls without a fetch or an optimizer step."""
+"""A step may begin at a call after this many calls without a fetch or optimizer step, if there was a fetch before."""
 PAUSE, PAUSED, TRAINING_THREAD = Word.PAUSE, Word.PAUSED, Word.TRAINING_THREAD
 
 
@@ -65,7 +65,7 @@ class Recorder:
         self.on_idle: Callable[[], None] = lambda: None
         """Called after several fetches or optimizer steps without a call."""
         self.on_loop_over: Callable[[], None] = lambda: None
-        """Called when a loader is exhausted."""
+        """Called when a fetch raises, usually because the loader is exhausted."""
         self.on_first_fetch: Callable[[Any], bool] = lambda iterator: False
         """Called with the iterator of a loader that fetches before the ring is open. Returns whether to call
         `on_first_fetched` at the end of the fetch."""
@@ -76,7 +76,7 @@ class Recorder:
         self.on_look: Callable[[int], int] = lambda now: 1 << 62
         """Called between two steps when `due` has come; returns when to call again (monotonic ns)."""
         self.on_backward: Callable[[], None] | None = None
-        """Called when a backward pass is over."""
+        """Called after a backward pass of the training thread."""
         self.on_gradients: Callable[[int, int, int], None] | None = None
         """Called at the end of a backward pass of the training thread, to write the spans inside the pass before the
         span of the pass. Arguments: the first word of these spans; start and end of the pass (monotonic ns)."""
@@ -154,7 +154,7 @@ class Recorder:
         return found
 
     def called(self, me: Thread) -> None:
-        """Handle the first call, or a top-level call after many calls without the end of a step."""
+        """Handle the first call, or a top-level call at which a step may begin."""
         if self.training_thread is None:
             self._found(me)
         elif me is self.training_thread:
@@ -177,7 +177,7 @@ class Recorder:
     # ---------------------------------------------------------------- writing
 
     def write(self, head: int, start: int, took: int, sizes: int = 0) -> int:
-        """Write a span, or keep it until there is a ring; return its number, or -1 if it has none yet."""
+        """Write a span, or keep it until there is a ring; return its number, or -1 if it was not written."""
         return self.put(head, start, took, sizes)
 
     def _keep(self, head: int, start: int, took: int, sizes: int) -> int:

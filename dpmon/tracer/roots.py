@@ -52,7 +52,7 @@ later ones are at least EXPECT_NS apart. Epochs may be very short."""
 
 
 class _RootCall:
-    """Descriptor for the `__call__` of a root's class: gives instances the traced call, the class its earlier one."""
+    """Descriptor for the `__call__` of a root's class: instances get the traced function, the class the original."""
 
     __slots__ = ("_called", "_original", "_watcher")
 

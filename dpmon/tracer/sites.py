@@ -133,7 +133,7 @@ class Sites:
         self.on_site: Callable[[], None] = lambda: None
         """Called when a module is first called, or planned again."""
         self.on_gpus: Callable[[], None] = lambda: None
-        """Called before a call of a module on a GPU."""
+        """Called before the first call of a module on a GPU."""
         self.reset()
 
     def reset(self) -> None:

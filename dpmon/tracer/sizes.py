@@ -22,7 +22,8 @@ Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 
 MAX_LEAVES = 64
-"""Most tensors listed from one container: a growing list must not enlarge records or slow the training."""
+"""Most tensors listed from the arguments of a call, or from a result: a growing list must not enlarge records or slow
+the training."""
 MAX_VISITED = 512
 """Most values searched for tensors, because the search runs at every call with such an argument."""
 MAX_CHECKED = 4096

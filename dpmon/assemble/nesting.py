@@ -222,7 +222,7 @@ class _BlockPass:
 def leads_of(span: Span) -> list[int]:
     """Return the leads of four buckets (ns) in a span of kind BUCKETS."""
     leads = _LEADS.unpack(_SIZES.pack(span.inputs, span.outputs))
-    return [int(lead * LEAD_NS) if 0 <= lead < MAX_LEAD else 0 for lead in leads]
+    return [int(lead * LEAD_NS) if 0 <= lead <= MAX_LEAD else 0 for lead in leads]
 
 
 def _cut_from(found: list[tuple[int, int]], start: int) -> None:

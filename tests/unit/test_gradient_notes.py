@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from dpmon.tracer.gradient_sync import LOOK_EVERY, _TracedWrapper
+from dpmon.assemble.nesting import leads_of
+from dpmon.record.spans import LEAD_NS, MAX_LEAD, Kind, Span
+from dpmon.tracer.gradient_sync import LOOK_EVERY, GradientSync, _TracedWrapper
 
 
 class Module(SimpleNamespace):
@@ -62,3 +64,15 @@ def test_a_parameter_without_a_gradient_keeps_its_note() -> None:
     wrapper = a_wrapper("0 1 2", unused=True)
     assert ready(wrapper, [30, 10, 20], 40) == [30]
     assert ready(wrapper, [30, 11, 21], 41) == [21]
+
+
+def test_a_bucket_that_was_ready_long_before_has_the_greatest_lead() -> None:
+    """A lead above the limit is written as the limit; it must not be read as none."""
+    written: list[tuple[int, ...]] = []
+    sync = GradientSync.__new__(GradientSync)
+    sync._recorder = SimpleNamespace(put=lambda *words: written.append(words))  # type: ignore[assignment]
+    longest = int(MAX_LEAD * LEAD_NS)
+    sync._write_buckets(0, 1, [0, 640_000, longest, 9 * longest])
+    ((_, _, _, sizes),) = written
+    span = Span(0, Kind.BUCKETS, 0, 0, 0, 0, 1, 0, sizes & 0xFFFFFFFF, sizes >> 32)
+    assert leads_of(span) == [0, 640_000, longest, longest]

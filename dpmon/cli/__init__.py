@@ -1,1 +1,1 @@
-"""The command line: the only place that prints or exits."""
+"""The command line: parses it, runs its commands, and prints their results and messages."""

@@ -177,7 +177,8 @@ def _arguments(info: RunInfo) -> tuple[str, ...]:
 def _steps(directory: Path) -> dict[str, int | None]:
     """The number of steps of the process with the most steps, and the number of evaluation steps among them.
 
-    Steps of several processes are not added up, because ranks step together. None if the record has no steps.
+    Steps of several processes are not added up, because ranks step together. None if the record has no rings, or
+    cannot be read.
     """
     from dpmon.store.opened import open_store  # imported here because it loads sqlite
     from dpmon.store.tables import HistoryError

@@ -205,7 +205,7 @@ def _screen(guard: Guard, directory: Path, refresh: float, theme: str | None) ->
 
 
 def _outcome(guard: Guard) -> ExitInfo | None:
-    """How the run ended; None if no record of it appears within a few seconds after the screen saw the end."""
+    """How the run ended; None if no record of it appears within ten seconds after the screen saw the end."""
     until = time.monotonic() + 10.0
     while time.monotonic() < until and guard.lost is None:
         how = guard.exit()

@@ -15,7 +15,9 @@ from dpmon.store.tables import HistoryError
 
 
 def history(directory: Path) -> Iterator[Record]:
-    """All records of the run in `directory`, then {"kind": "dropped", "count": n}, then the exit if the run is over.
+    """All records of the run in `directory`, then one of kind `dropped`, then the exit if the run is over.
+
+    If the history is damaged, a warning says so before `dropped`.
 
     Raises RunError if the directory is not a run of this user.
     """

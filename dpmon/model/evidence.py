@@ -190,7 +190,7 @@ class Evidence:
     """The process id of each process that has called a model, if known."""
     last_step_ns: int | None = None
     end_ns: int | None = None
-    """When the run ended; None while it runs."""
+    """When the run ended; None while it runs, or if the supervisor did not record the end."""
     newest_ns: int = 0
     """The newest record of a live run."""
     stall: str | None = None

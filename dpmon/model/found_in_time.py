@@ -101,7 +101,7 @@ def _subject(mode: ModeFacts) -> str:
 
 
 def _in_how_many(mode: ModeFacts, evidence: Evidence) -> str:
-    """In how many of several processes the wait for data is as serious as this finding."""
+    """The number of processes in which the wait for data reaches DATA_SHARE, in words; empty for one process."""
     if mode.who is None:
         return ""
     alike = [one for one in (*evidence.modes, *evidence.others) if one.mode == mode.mode]

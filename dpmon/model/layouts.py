@@ -99,7 +99,10 @@ class Layouts:
         return {(shape.mode, shape.kind) for shape in self._shapes}
 
     def replicas(self, several: bool) -> list[ReplicaSizes]:
-        """The inputs and outputs of each replica, most calls first; without ranks if `several` processes train."""
+        """The inputs and outputs of each replica, by mode, root and replica, then by calls.
+
+        `several`: several processes train; then the layouts of ranks are left out.
+        """
         found: Counter[ReplicaSizes] = Counter()
         evaluations: Counter[ReplicaSizes] = Counter()
         for shape in self._shapes:
@@ -139,7 +142,7 @@ class Layouts:
         )
 
     def stages(self, tallies: Mapping[Key, Tally]) -> list[StageSizes]:
-        """The inputs and outputs of each stage, most calls first; `tallies` of each process."""
+        """The inputs and outputs of each stage, by root and stage, then by calls. `tallies`: of each process."""
         calls: Counter[tuple[int, int, int, int, int, int]] = Counter()
         for shape in self._shapes:
             for index, (number, got, gave) in enumerate(shape.stages):

@@ -13,7 +13,7 @@ TRIFLE_BYTES = 1 << 20
 
 
 class Peak(NamedTuple):
-    """The peak memory of a mode; only an upper bound if not `exact` (the peak came before the mode)."""
+    """The peak memory of a mode; only an upper bound if not `exact`: it may come from another mode."""
 
     bytes: int
     exact: bool

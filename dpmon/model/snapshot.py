@@ -150,7 +150,7 @@ class Snapshots:
         wanted: Wanted,
         waits: Sequence[tuple[int, int]],
     ) -> Comparison:
-        """The comparison of the modes; in a long run it may be some seconds old."""
+        """The comparison of the modes; in a long run it may be minutes old (`_COMPARED_PART`)."""
         number = process.process
         dp = process.modes.get("dp")
         devices, virtual = (dp.devices, dp.virtual) if dp is not None else ((), False)

@@ -52,7 +52,7 @@ class Devices:
     def __init__(self) -> None:
         self._tracks: dict[int, _TotalsTrack] = {}
         self.paused: Sequence[Span] = ()
-        """Pauses of the run, known only at its end. Utilisation during a pause does not count."""
+        """Pauses of the run, known only at its end. Medians do not cover samples taken during a pause."""
         self.last_ns = 0
         """Time of the last sample."""
         self.gpu_absent: str | None = None

@@ -108,7 +108,7 @@ def failure(directory: Path, info: RunInfo, status: int | None) -> FirstFailure 
 
 
 def _came_first(death: Death, raised: Uncaught, deaths: list[Death]) -> bool:
-    """Whether the exception did not cause the death. (A launcher ends the other ranks once one has ended.)"""
+    """Whether the death came first. If not, it may follow from the exception: a launcher then ends the other ranks."""
     ended = min((one.at_ns for one in deaths if one.pid == raised.pid), default=death.at_ns + 1)
     return death.at_ns < ended and death.at_ns < raised.at_ns + _SEEN_LATE_NS
 

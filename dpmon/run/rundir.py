@@ -238,7 +238,7 @@ def runs_directory() -> Path:
 
 
 def stand_ins() -> list[Path]:
-    """Replacements for `runs_directory` if it cannot store runs: temporary directories, then memory.
+    """Replacements for `runs_directory` if it cannot store runs: a directory for temporary files, then memory.
 
     Their names depend on the usual place, so that runs of different state directories do not mix.
     """

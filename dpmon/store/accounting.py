@@ -11,8 +11,8 @@ missed      steps that were not recorded, and the time between them
 After its last step, a process accounts only for pauses and waits: it may end long before the others. Time without any
 activity counts as startup before the first step, and as the run's end after it (dpmon.store.window.accounted).
 
-Steps come in order. Pauses and waits for input are reported after their end; they are subtracted from the activity in
-which they lie.
+Steps come in order. The length of a pause or a wait for input is known only after its end. Its time is subtracted from
+the activity in which it lies.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Spent(NamedTuple):
         """Yield each second from `begin` to `end`, and the time spent in that second (ns, negative if subtracted).
 
         In a span of ten minutes or more, a whole minute, hour or day is yielded once, with its first second. This
-        limits the number of rows: all ranks of a job may pause for a night, and a damaged record may claim a century.
+        limits the number of rows: all ranks of a job may pause for a night, and a damaged record may claim ten years.
         """
         at = self.begin
         widths = _LONG if self.end - at >= _LONG_NS else ()

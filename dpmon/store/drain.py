@@ -75,7 +75,7 @@ class _RingIntake:
         self.counted = self.ring.over
         """Whether all its calls are counted, even those outside steps."""
         self.put_off = 0
-        """Number of times that the exit event was put back, because other rings had unread records."""
+        """Number of times that the exit event was read. It is put back while other rings have unread records."""
 
     def note(self) -> None:
         """Update the row to the position that has been read."""

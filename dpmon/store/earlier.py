@@ -46,7 +46,8 @@ _DAMAGE = (RecordError, LookupError, ValueError, TypeError, AttributeError, stru
 def take_in(db: sqlite3.Connection, bounds: Bounds, history: History, start_ns: int) -> str | None:
     """Write the rows of the earlier history `db` to an empty one. Return a text about missing rows; None if complete.
 
-    `start_ns`: the run's start, monotonic. Raises HistoryError if `history` cannot be written, or nothing can be read.
+    `start_ns`: the run's start, monotonic. Raises HistoryError if `history` cannot be written, sqlite3.Error if `db`
+    has no readable table of rings.
     """
     earlier = _Earlier(db, bounds, start_ns)
     tables = (earlier.rows(table) for table in ("calls", "steps", "events"))

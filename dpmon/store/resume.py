@@ -30,7 +30,7 @@ _START, _WALL = 4, 5
 
 
 def resume_accounts(history: History, accounts: Accounts) -> None:
-    """Account again for the recent steps, and for all events, in the order in which they were recorded."""
+    """Account again for the recent steps and all events that an account uses, in the order of their records."""
     steps = _steps(history, "ORDER BY id DESC LIMIT ?", (_RECENT,))
     recent = Counter(process for _, process, *_ in steps)
     rings = history.rings().values()

@@ -180,7 +180,8 @@ class SpanSource:
                 raise
             return self._new(self._fed()) + self._ended(), False
         if not ring.at_end and len(self._spans) < CAUGHT_UP:
-            # Wait until the empty slot is filled: so few spans would tell the assembler that it has caught up.
+            # Reading stopped at an empty slot. Wait until it is filled: if the assembler got so few spans, it would
+            # conclude that it has caught up.
             return [], False
         payloads = self._fed()
         if ring.at_end and self._assembler.thread >= 0:

@@ -72,7 +72,7 @@ _Values = Iterable[tuple[_Labels, float]]
 
 
 class _Series(NamedTuple):
-    """The steps of one process in one mode, evaluations too."""
+    """The steps of one process in one mode, with or without evaluations."""
 
     labels: _Labels
     process: int

@@ -46,7 +46,7 @@ class Command:
 def resolve(words: Sequence[str], module: str | None, python: str | None, environ: Mapping[str, str]) -> Command:
     """The command for `words` (a script or launcher and its arguments) or for `module` with arguments `words`.
 
-    Raises CommandError if it cannot be run. Starts nothing.
+    Raises CommandError if it cannot be run. Starts no process except to ask a Python whether it has torch.
     """
     if module is not None:
         if not module:

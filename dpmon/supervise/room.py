@@ -66,7 +66,7 @@ class OutputRoom:
         self._delete_output(path, fd, size)
         for sixteenths in (16, 12, 8, 6, 4, 3, 2, 1):  # the history may have taken some of it
             if self._reserve(fd, size, ahead * sixteenths // 16):
-                # This is less than needed, so the next call tries again.
+                # `_until` stays as it is, so the next call tries again.
                 break
         if not self._warned:
             self._warned = True

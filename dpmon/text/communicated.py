@@ -1,4 +1,4 @@
-"""Sentences about the ranks' communication, the same on the screen, in the report and in the summary."""
+"""Sentences about the ranks' communication, the same on the screen and in the report."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _hidden(found: Communication, one: Wrapper) -> str:
 
 
 def buckets(one: Wrapper) -> str:
-    """The number of buckets, and their sizes in the order of averaging: "6: 1.00 MiB, 25.0 MiB x5"."""
+    """The number of buckets, and their sizes in the order of averaging: "6: 1.00 MiB, 25.0 MiB ×5"."""
     if not one.bucket_bytes:
         return "unknown so far"
     runs = [(size, sum(1 for _ in same)) for size, same in groupby(map(memory, one.bucket_bytes))]

@@ -149,7 +149,7 @@ COMMANDS: tuple[KeyCommand, ...] = (
     KeyCommand(
         "c", "c", "sample", _when(_communicates, "collectives"), "record the collectives of one of the next steps"
     ),
-    KeyCommand("w", "w", "warnings", _when(lambda s: bool(s.state.warnings), "warnings"), "show all stored warnings"),
+    KeyCommand("w", "w", "warnings", _when(lambda s: bool(s.state.warnings), "warnings"), "show the newest warnings"),
     KeyCommand("[ ]", "", "", _always("range"), "a shorter or longer time range for histories and figures"),
     KeyCommand("s", "s", "picture", _always("picture"), "save a picture of the screen (SVG)"),
     KeyCommand("e", "e", "export", _always("export"), "export all records: JSON, CSV, Perfetto; in the background"),

@@ -248,7 +248,7 @@ class Monitor(Stopping):
         self.push_screen(Commands(lambda: keys.possible(self.scene()), self.look), do)
 
     def action_warnings(self) -> None:
-        """Show all stored warnings."""
+        """Show the newest warnings, as many as the state has."""
         if self._dialog_open:
             return
         if not self.feed.state.warnings:

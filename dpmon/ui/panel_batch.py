@@ -28,8 +28,7 @@ _RANKS_DRAWN = 64
 _LEAST = 4
 """Up to this height, notes have no row."""
 _TALL = 9
-"""From this height on, notes have two rows. Quantities are shown if this many rows remain without the notes, p95 if one
-fewer remains."""
+"""From this height on, notes have two rows. Without the notes, quantities need this many rows, and p95 one fewer."""
 
 
 def wanted_rows(scene: Scene) -> int:
@@ -78,7 +77,7 @@ def batch(scene: Scene, width: int, height: int, look: Look, numbers: Summary) -
     process = scene.process
     if process is None or not numbers.steps:
         return [[(scene.empty_reason("no step was traced", "no step has ended yet"), "dim")]]
-    # If not all fit, the order of importance is: shares, medians, the last step, the history, the notes.
+    # If not all fit, the order of importance is: shares, medians, a row of notes, then the last step and the history.
     timeline = last_step_timeline(process)
     most = 0 if height <= _LEAST else 1 if height < _TALL else 2
     said = notes(scene, process, numbers, timeline, width, most, look)

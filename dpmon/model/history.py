@@ -19,7 +19,7 @@ _NICE = (1, 2, 5, 10, 15, 30, 60)
 _WIDTHS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 28800, 86400)
 """Possible durations of a column (s) in a picture of the whole run."""
 _OPEN_S = 5
-"""Number of seconds before the newest step for which records of other rings may still arrive."""
+"""The columns of this many seconds before the newest step are read again: steps may still be added to them."""
 _SERIES = tuple(REST if phase.name == "forward" else phase.name for phase in PHASES)
 
 

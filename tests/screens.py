@@ -147,8 +147,10 @@ class Terminal:
 
     def ended(self, limit: float = 60.0) -> int:
         self.until(lambda: self.status is not None, "the end of the screen", limit)
-        for _ in range(5):
-            self.pump(0.02)
+        before = -1
+        while len(self.raw) > before:  # all that the terminal still holds
+            before = len(self.raw)
+            self.pump(0.1)
         assert self.status is not None
         return self.status
 

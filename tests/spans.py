@@ -195,12 +195,14 @@ class Training:
 
 
 def train(path: str) -> None:
+    """Write steps, but no more than the ring holds, so that none is overwritten; go on until killed."""
     training = Training(path, int(Path(path).stem.partition("-")[2]))
     print("ready", flush=True)
     while True:
-        training.step()
-        if training.steps % 20 == 0:
-            training.warn()
+        if training.steps < SLOTS // 8:
+            training.step()
+            if training.steps % 20 == 0:
+                training.warn()
         time.sleep(0.0003)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from dpmon.model.active_processes import last_resumption, some_are_silent
 from dpmon.model.announced import Announced
@@ -41,6 +42,14 @@ _NO_SERIES: tuple[str, ...] = ()
 _USUAL = Wanted()
 
 
+class _Compared(NamedTuple):
+    """The last comparison, what else it depends on, and when it was made (s)."""
+
+    key: tuple[object, ...]
+    end_s: int
+    found: Comparison
+
+
 @dataclass(slots=True)
 class Snapshots:
     """Builds the states of one run, one after the other."""
@@ -50,8 +59,7 @@ class Snapshots:
     _host_peaks: HostPeaks = field(default_factory=HostPeaks)
     _paces: Paces = field(default_factory=Paces)
     """Paces of the other ranks."""
-    _compared: tuple[tuple[object, ...], Comparison] | None = None
-    """The inputs of the last comparison, and its result."""
+    _compared: _Compared | None = None
 
     def take(self, rows: Rows, tallies: Tallies, wanted: Wanted = _USUAL, ended: frozenset[int] = frozenset()) -> State:
         """The state as of the time of `rows`. `ended`: processes that are known to have ended."""
@@ -155,9 +163,9 @@ class Snapshots:
         dp = process.modes.get("dp")
         devices, virtual = (dp.devices, dp.virtual) if dp is not None else ((), False)
         every_s = max(end_s // _COMPARED_PART, 1)
-        key = number, end_s // every_s, process.mode, devices, wanted.over, len(waits)
-        if self._compared is not None and self._compared[0] == key:
-            found = self._compared[1]
+        key = number, process.mode, devices, wanted.over, len(waits)
+        if self._compared is not None and self._compared.key == key and 0 <= end_s - self._compared.end_s < every_s:
+            found = self._compared.found
         else:
             window = Window(own, 0, end_s)
             both = {key.mode for key in window.by_process}.issuperset(MODES_COMPARED)
@@ -167,7 +175,7 @@ class Snapshots:
                 for step in rows.longest(number, mode, _LONG_READ, of_all=wanted.over)
             ]
             found = compare_modes(window, number, devices=devices, virtual=virtual, longest=longest, waits=waits)
-            self._compared = (key, found) if every_s > 1 else None
+            self._compared = _Compared(key, end_s, found) if every_s > 1 else None
         peaks = {mode: track.peaks for mode, track in process.modes.items()}
         sides = {mode: side._replace(memory=peaks.get(mode, {})) for mode, side in found.sides.items()}
         return replace(found, sides=sides)

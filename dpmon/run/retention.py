@@ -80,8 +80,11 @@ def is_kept(directory: Path) -> bool:
 def remove(directory: Path, info: RunInfo) -> None:
     """Delete a run; RunError if it is live or cannot be deleted. Waits for a supervisor that is just finishing."""
     until = time.monotonic() + _FINISHING_S
-    while (problem := _delete(directory, info)) is not None and load_exit(directory) is not None:
-        if not supervised(load_info(directory)) or time.monotonic() >= until:
+    while True:
+        # First, because the supervisor may leave during the attempt.
+        finishing = load_exit(directory) is not None and supervised(load_info(directory))
+        problem = _delete(directory, info)
+        if problem is None or not finishing or time.monotonic() >= until:
             break
         time.sleep(_LOOK_S)
     if problem is not None:

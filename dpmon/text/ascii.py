@@ -35,6 +35,10 @@ _SIGNS = {
 }
 
 
+_WITHOUT_WIDTH = {"Mn", "Mc", "Me", "Cf"}
+"""Categories of characters that take no cell of their own: combining marks and format characters."""
+
+
 def needs_ascii(environ: Mapping[str, str], encoding: str | None) -> bool:
     """Whether a terminal shows only ASCII, judged by its environment and the encoding of the output stream."""
     utf8 = (encoding or "").lower().replace("-", "").replace("_", "") == "utf8"
@@ -45,6 +49,8 @@ def ascii_for(char: str) -> str:
     """The ASCII replacement of one character, of the same width."""
     if char.isascii():
         return char
+    if unicodedata.category(char) in _WITHOUT_WIDTH:
+        return ""
     return _SIGNS.get(char, "?" * (2 if unicodedata.east_asian_width(char) in "WF" else 1))
 
 

@@ -318,8 +318,9 @@ def test_an_optimizer_that_steps_another_one_ends_the_step(tmp_path: Path) -> No
 
 
 CHILD = """
-import multiprocessing, sys, threading, time
+import multiprocessing.util, sys, threading
 import torch
+stepped, over = threading.Event(), threading.Event()
 def train():
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -331,11 +332,13 @@ def train():
         loss.backward()
         optimizer.step()
         if number == 1 and sys.argv[1] == "outlives":
-            time.sleep(1)
+            stepped.set()
+            over.wait(10)
 def target():
     if sys.argv[1] == "outlives":
         threading.Thread(target=train).start()
-        time.sleep(0.5)
+        stepped.wait()
+        multiprocessing.util.Finalize(None, over.set, exitpriority=-100)  # after dpmon's own
         return
     train()
     if sys.argv[1] == "exits":

@@ -24,7 +24,7 @@ def tailed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traced, list[Recor
     (place / "read").write_text("0")
     script = Script(place, text_of("long"))
     reader = script.ring()
-    until = time.monotonic() + 60
+    until = time.monotonic() + 250
     decoder = Decoder(0)
     found: list[Record] = []
     over = False

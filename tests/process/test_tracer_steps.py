@@ -121,7 +121,7 @@ def test_samples_phases_and_calls_of_each_step(loop: Callable[[str], Loop], name
 
 
 def test_an_evaluation_ends_with_its_last_call(loop: Callable[[str], Loop]) -> None:
-    """The time before the training goes on (a sleep of 0.3 s) belongs to no step of either."""
+    """The time before the training goes on (a sleep of a second) belongs to no step of either."""
     for name, looks, learns in (
         ("fetched_one_ahead", [10] * 3, [10] * 4),
         ("training_after_an_evaluation_without_a_loader", [12] * 3, [12] * 4),
@@ -131,7 +131,7 @@ def test_an_evaluation_ends_with_its_last_call(loop: Callable[[str], Loop]) -> N
         assert [calls for _, _, calls in shape(found)] == [1] * 14
         learnt = ["backward" in phases for _, phases, _ in shape(found)]
         assert learnt == ([False] * 3 + [True] * 4) * 2
-        between = [step.wall_ns for step in found.steps if step.wall_ns > 300_000_000]
+        between = [step.wall_ns for step in found.steps if step.wall_ns >= 1_000_000_000]
         assert between == [], name
 
 
@@ -142,10 +142,10 @@ def test_micro_batches_that_were_fetched_together_are_added_up(loop: Callable[[s
 
 
 def test_a_call_before_the_loader_is_a_separate_step(loop: Callable[[str], Loop]) -> None:
-    """The time between them (a sleep of 0.3 s) belongs to no step."""
+    """The time between them (a sleep of a second) belongs to no step."""
     found = loop("a_call_before_the_loader")
     assert shape(found) == [(3, {"forward", "other"}, 1), *[(rows, FETCH, 1) for rows in BATCHES]]
-    assert [step.step for step in found.steps if step.wall_ns > 300_000_000] == []
+    assert [step.step for step in found.steps if step.wall_ns >= 1_000_000_000] == []
 
 
 def test_a_call_that_contains_backward_and_optimizer_is_one_step(loop: Callable[[str], Loop]) -> None:
@@ -270,7 +270,7 @@ def test_a_warning_says_which_calls_may_have_been_missed(loop: Callable[[str], L
     """A small part of a known model, which scripts rarely call directly."""
     found = loop("a_layer_by_itself")
     seen = Counter(call.root for call in found.calls)
-    assert seen["Linear"] < found.reported["Linear"]
+    assert seen["Linear"] <= found.reported["Linear"]
     assert [text for text in found.warnings if text.startswith("Linear was called by the script at step ")]
 
 

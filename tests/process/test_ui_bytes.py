@@ -118,7 +118,7 @@ def test_ctrl_z_works_in_a_paste_that_never_ends(run: Run, terminal: Start) -> N
     seen.shows("● running")
     seen.press(PASTE + b"text")
     seen.press("\x1a")
-    seen.until(lambda: getattr(proc.read(seen.pid), "state", "") == "T", "the process to stop", 5)
+    seen.until(lambda: getattr(proc.read(seen.pid), "state", "") == "T", "the process to stop", 60)
     os.kill(seen.pid, signal.SIGCONT)
     answers(seen, 3)
     leaves(seen)

@@ -119,5 +119,5 @@ def test_the_terminal_goes_under_a_dialog(run: Run, terminal: Start, opener: str
         seen.status = os.waitstatus_to_exitcode(status) if pid else None
         return bool(pid)
 
-    wait_for(ended, 10, "the end of the screen")
+    wait_for(ended, 50, "the end of the screen")
     assert seen.status == 129

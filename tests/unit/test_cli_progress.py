@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 from kept import keep
 
 from dpmon.cli.progress import ProgressLines
@@ -16,6 +16,13 @@ from dpmon.run.rundir import load_info
 from dpmon.store.drain import Drain
 
 _SECOND = 10**9
+NOW_NS = 10**15
+"""What the clock says in these tests."""
+
+
+@pytest.fixture(autouse=True)
+def still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpmon.cli.progress.time", SimpleNamespace(monotonic_ns=lambda: NOW_NS))
 
 
 class FakeReader:
@@ -95,7 +102,7 @@ class Going:
 
 def test_each_line_has_the_rate_since_the_last_one(state: Path) -> None:
     run = Going()
-    progress = ProgressLines(FakeReader(run.directory, {0: ("data", time.monotonic_ns())}))  # type: ignore[arg-type]
+    progress = ProgressLines(FakeReader(run.directory, {0: ("data", NOW_NS)}))  # type: ignore[arg-type]
     run.take(*[step(n) for n in range(1, 11)])
     assert progress.line().startswith("step 10  10.0 steps/s")
     assert progress.line() == "no step for 0 s, in data"
@@ -135,18 +142,18 @@ def test_without_steps_it_says_what_is_waited_for(state: Path) -> None:
     assert line() == "waiting for the first step"
     reader = FakeReader(keep({}, status=None, drained=False))
     progress = ProgressLines(reader)  # type: ignore[arg-type]
-    reader.reached = ("importing torch", time.monotonic_ns() - 3 * 10**9)
+    reader.reached = ("importing torch", NOW_NS - 3 * 10**9)
     assert progress.line() == "importing torch (3 s)"
-    reader.reached = ("torch imported", time.monotonic_ns())
+    reader.reached = ("torch imported", NOW_NS)
     assert progress.line() == "waiting for the first step, torch imported (0 s)"
-    since = time.monotonic_ns() - 12 * 10**9
+    since = NOW_NS - 12 * 10**9
     for name, said in (("data", "no step for 12 s, in data"), ("paused", "paused for 12 s")):
         doing = FakeReader(reader.directory, {0: (name, since)})
         assert ProgressLines(doing).line() == said  # type: ignore[arg-type]
 
 
 def test_the_line_after_the_last_step_does_not_wait_for_a_first_step(state: Path) -> None:
-    now = time.monotonic_ns()
+    now = NOW_NS
     last = step(96, mode="single", start_ns=6 * _SECOND, every_ms=1000)
     reader = FakeReader(keep({0: [last]}, status=None), {0: ("ended", 0), 1: ("ended", 0)})
     reader.info.start_ns = now - 12 * _SECOND
@@ -166,6 +173,6 @@ def test_a_pause_is_no_part_of_the_speed(state: Path) -> None:
 
 
 def test_a_wait_for_input_is_shown(state: Path) -> None:
-    reader = FakeReader(keep({}, status=None), {0: ("backward", time.monotonic_ns() - 12 * 10**9)})
-    reader.waits = time.monotonic_ns() - 11 * 10**9
+    reader = FakeReader(keep({}, status=None), {0: ("backward", NOW_NS - 12 * 10**9)})
+    reader.waits = NOW_NS - 11 * 10**9
     assert ProgressLines(reader).line() == "waiting for input for 11 s"  # type: ignore[arg-type]

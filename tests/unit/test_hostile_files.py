@@ -40,7 +40,7 @@ COMMANDS: tuple[list[str], ...] = (
     ["keep", "--not"],
     ["rm"],
 )
-LIMIT_S = 20
+LIMIT_S = 60
 
 
 ALL_BUT_INFO = tuple(name for name in NAMES if name != "run.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -122,12 +123,13 @@ def test_a_file_of_another_user(tmp_path: Path) -> None:
 
 def test_no_descriptor_is_left_by_any_of_them(tmp_path: Path) -> None:
     path = tmp_path / "bad.ring"
+    gc.collect()  # what other tests left open
     before = len(os.listdir("/proc/self/fd"))
     for content in (b"", bytes(HEADER_BYTES + SMALL), b"DPMONRNG" + bytes(5000)):
         path.write_bytes(content)
         with suppress(RingError):
             RingReader(str(path))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_file_that_is_truncated_while_it_is_read(tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def test_an_active_supervisor_is_trusted_until_it_stops_writing(state: Path, mon
     append(directory)
     us = {"supervisor_pid": os.getpid(), "supervisor_started": proc.started(os.getpid())}
     save(directory, replace(load_info(directory), **us))
+    monkeypatch.setattr("dpmon.store.opened.STALE_S", 600.0)
     with open_store(directory) as store:
         committed = len(store.steps(10_000))
     assert 0 < committed < 100

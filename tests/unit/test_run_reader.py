@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -214,13 +215,14 @@ def test_a_ring_that_is_truncated_under_the_reader(run: tuple[Path, RunInfo], re
 def test_descriptors_are_given_back(run: tuple[Path, RunInfo]) -> None:
     for number in range(2):
         Process(run[0], number)
+    gc.collect()  # what other tests left open
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
         reader = RunReader(run[0])
         assert reader.activities()
         assert reader.exit() is None
         reader.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_ls_says_paused_while_every_process_that_trains_is(

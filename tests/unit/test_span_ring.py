@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -339,6 +340,7 @@ def test_things_that_are_no_rings(tmp_path: Path, ring: SpanRing, path: str) -> 
     os.mkfifo(tmp_path / "pipe.ring")
     Ring(str(tmp_path / "frames.ring"), process=0)
     (tmp_path / "new.ring").write_bytes(bytes(HEADER_BYTES + FEW * SLOT_BYTES))
+    gc.collect()  # what other tests left open
     before = len(os.listdir("/proc/self/fd"))
     for name in ("link", "directory", "pipe", "absent", "frames", "new"):
         other = str(tmp_path / f"{name}.ring")
@@ -346,7 +348,7 @@ def test_things_that_are_no_rings(tmp_path: Path, ring: SpanRing, path: str) -> 
             SpanReader(other)
         with suppress(OSError):
             assert not holds_spans(other)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")

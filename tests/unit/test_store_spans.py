@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from everything import alike
 from everything import everything as everything_in
+from running import wait_for
 from sizes import reached, size
 from spans import Children, Training, everything, head, opened
 
@@ -348,7 +349,9 @@ def test_a_process_that_reports_its_end_has_ended(run: Run) -> None:
 def test_a_rank_that_died_is_ended_while_the_run_goes_on(run: Run, children: Children) -> None:
     alive, dies = Training(run.ring(0)), children.start(WRITER, run.ring(1))
     alive.step()
-    time.sleep(0.1)
+    with opened(run.ring(1)) as reader:
+        wait_for(lambda: reader.read(time.monotonic_ns()), what="a step")
+        wait_for(lambda: reader.read(time.monotonic_ns()), what="another step")
     run.look()
     children.kill(dies)
     run.look(GONE_S)

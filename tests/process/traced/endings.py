@@ -37,6 +37,8 @@ def train(how, model, tell):
         out.sum().backward()
         if number == BATCHES + 5 and how != "wait":
             return
+    while how == "wait":
+        signal.pause()
 
 
 def run(name, how, model, kill_at):

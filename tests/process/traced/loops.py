@@ -178,10 +178,10 @@ def fetched_one_ahead():
             for x, _ in one_ahead(loader(rows=30, batch=10)):
                 model(x)
         model.train()
-        time.sleep(0.3)
+        time.sleep(1)
         for x, y in one_ahead(loader(rows=40, batch=10)):
             learn(model, optimizer, x, y)
-        time.sleep(0.3)
+        time.sleep(1)
 
 
 @loop
@@ -227,7 +227,7 @@ def a_call_before_the_loader():
     optimizer = sgd(model)
     with torch.no_grad():
         model(torch.randn(3, 4))
-    time.sleep(0.3)
+    time.sleep(1)
     for x, y in loader():
         learn(model, optimizer, x, y)
 
@@ -268,7 +268,7 @@ def training_after_an_evaluation_without_a_loader():
             for _ in range(3):
                 model(x)
         wrapper.train()
-        time.sleep(0.3)
+        time.sleep(1)
         for _ in range(4):
             learn(wrapper, optimizer, x, y)
 

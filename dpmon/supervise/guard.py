@@ -215,13 +215,16 @@ class Guard:
             self._look_for_start()
             return
         try:
-            found, status = os.waitpid(pid, os.WNOHANG)
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             if not proc.is_running(pid, self._known().command_started):
                 self._give_up()
             return
-        if found:
-            self._record(exit_info(self._reader.info, os.waitstatus_to_exitcode(status), "foreground", drained=False))
+        if ended is not None:
+            # Reap it only after its status is recorded, so that a new supervisor finds one or the other.
+            status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            self._record(exit_info(self._reader.info, status, "foreground", drained=False))
+            os.waitpid(pid, 0)
         self._reap_orphans()
 
     def _look_for_start(self) -> None:

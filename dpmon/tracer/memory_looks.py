@@ -36,7 +36,7 @@ SAME_NS = 60_000_000_000
 WAIT_FACTOR = 1000
 """A measurement that took t is followed by a wait of WAIT_FACTOR * t, so all take at most a thousandth of the time."""
 SLICE_NS = 10_000_000
-"""Time after which a measurement pauses until the next step."""
+"""Processor time after which a measurement pauses until the next step."""
 MAX_OPTIMIZERS = 256
 MAX_FAULTS = 3
 MAX_PASSES = 8
@@ -205,7 +205,7 @@ class Memory:
         self._passes += 1
         known = self._gradients
         walk = known if known is not None and not known.over else Walk(self._models(), (), (GRADIENTS,))
-        over = walk.go_on(now + SLICE_NS)
+        over = walk.go_on(SLICE_NS)
         self._spent += self._took(now) - now
         if known is None or (over and walk.total(GRADIENTS) > known.total(GRADIENTS)):
             self._gradients = walk
@@ -218,7 +218,7 @@ class Memory:
             self._slices += 1
             if passes:
                 return None
-            found.go_on(monotonic_ns() + SLICE_NS)  # no backward pass ran in this step: measure the remaining gradients
+            found.go_on(SLICE_NS)  # no backward pass ran in this step: measure the remaining gradients
             return None
         self.recorder.on_backward = None
         kinds = (MODEL, GRADIENTS, STATES) if found is None else (MODEL, STATES)
@@ -229,7 +229,7 @@ class Memory:
     def _go_on(self, walk: Walk, now: int) -> None:
         """Continue the current measurement, and record the result once it is complete."""
         self._walk = None  # an exception ends the measurement
-        over = walk.go_on(now + SLICE_NS)
+        over = walk.go_on(SLICE_NS)
         self._slices += 1
         self._looks += 1
         if over:

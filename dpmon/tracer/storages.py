@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
-from time import monotonic_ns
+from time import thread_time_ns
 from typing import Any
 
 import torch
@@ -63,12 +63,16 @@ class Walk:
         """Bytes of one kind on all devices."""
         return sum(held[kind] for held in self.held.values())
 
-    def go_on(self, until_ns: int) -> bool:
-        """Walk as far as possible before `until_ns` (monotonic); True once the walk is complete."""
+    def go_on(self, limit_ns: int) -> bool:
+        """Walk until this thread has spent `limit_ns` of processor time; True once the walk is complete.
+
+        On a busy machine, time in which other processes run does not split a walk.
+        """
+        until = thread_time_ns() + limit_ns
         with torch._C.DisableTorchFunctionSubclass():
             while not self.over:
                 self._add_entries(*self._left.popleft())
-                if monotonic_ns() >= until_ns:
+                if thread_time_ns() >= until:
                     break
         return self.over
 

@@ -78,7 +78,7 @@ def test_operations_and_bytes_are_those_of_the_script(runs: Runs, form: str) -> 
                     assert one.unended == "gloo does not report when a reduce_scatter is complete"
                     continue
                 assert one.took_ns is not None
-                assert 0 < one.took_ns < 10**9
+                assert 0 < one.took_ns < 10**11
                 assert one.queued_ns is not None
                 assert 0 <= one.queued_ns <= one.took_ns
         if form in ("ddp", "no_sync", "two"):  # torch counts a reduce_scatter of gloo more than once
@@ -238,7 +238,7 @@ def test_a_reader_asks_for_a_sample(tmp_path: Path) -> None:
     assert script.line() == "ready"
     ring = script.ring()
     ring.request_sample()
-    until = time.monotonic() + 20
+    until = time.monotonic() + 100
     while time.monotonic() < until and not any(kind_of(payload) == "collective" for payload in ring.read()):
         time.sleep(0.05)
     (script.cwd / "enough").touch()

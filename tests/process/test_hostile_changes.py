@@ -51,8 +51,8 @@ def test_replacing_files_of_a_run_that_goes_on(dpmon: Dpmon, tmp_path: Path, kin
     wait_for(lambda: not proc.alive(info["supervisor_pid"], info["supervisor_started"]), what="the supervisor's end")
     assert "Traceback" not in looked.read_text()
     assert (directory / "precious").read_text() in ("", "precious"), "nothing was written through a link"
-    assert "script" in dpmon.run("ls", limit=20).text
-    assert dpmon.run("report", limit=20).status == 0
+    assert "script" in dpmon.run("ls").text
+    assert dpmon.run("report").status == 0
 
 
 def test_nothing_is_written_through_a_link_that_replaces_a_runs_directory(dpmon: Dpmon, tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_run_whose_supervisors_log_was_replaced_gets_another_supervisor(dpmon:
     directory = dpmon.last()
     put(kind, directory / "supervisor.log")
     os.kill(info["supervisor_pid"], signal.SIGKILL)
-    wait_for(lambda: dpmon.info()["supervisor_pid"] != info["supervisor_pid"], 20, "another supervisor")
+    wait_for(lambda: dpmon.info()["supervisor_pid"] != info["supervisor_pid"], what="another supervisor")
     (dpmon.cwd / "go").touch()
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (5, b"done\n"), err

@@ -7,6 +7,7 @@ checks its own GPU. Each case in which NVML does not start is a separate run.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -138,8 +139,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
             f"rule nvmlDeviceGetUtilizationRates {HUNG} 0 {FOREVER}",
         )
         ring.until(lambda: ring.device(LOST)["absent"].get("util_pct") == "the GPU is lost", "the loss")
-        silent = "NVML has not answered for 4 s"
-        ring.until(lambda: ring.device(HUNG)["absent"].get("util_pct") == silent, "the silence")
+        ring.until(lambda: SILENT.fullmatch(ring.device(HUNG)["absent"].get("util_pct") or ""), "the silence")
         told.stages["in trouble"] = stage(ring, began)
         began = told.stages["in trouble"].ended
 
@@ -150,6 +150,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         for index in (LOST, HUNG, SICK):
             ring.until(lambda index=index: ring.device(index).get("util_pct") == 40 + index, f"GPU {index} well again")
         told.stages["well again"] = stage(ring, began)
+        ring.until(lambda: f"NVML answers again for GPU {HUNG}" in ring.warnings(), "the warning of its return")
 
         (base / "stop").touch()
         told.status = process.wait(60)
@@ -163,6 +164,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         dpmon.clean_up()
 
 
+SILENT = re.compile(r"NVML has not answered for \d+ s")
 slow = pytest.mark.slow  # one run of 20 s for all tests of the machine
 
 
@@ -258,7 +260,7 @@ def test_a_hanging_gpu_shows_for_how_long_and_delays_no_other(story: Story) -> N
     hung = trouble.devices[HUNG]
     cheap = ("util_pct", "mem_used_bytes", "mem_total_bytes", "power_w", "sm_clock_mhz")
     assert {name: hung[name] for name in cheap} == dict.fromkeys(cheap)
-    assert {hung["absent"][name] for name in cheap} == {"NVML has not answered for 4 s"}
+    assert all(SILENT.fullmatch(hung["absent"][name]) for name in cheap)
     assert hung["sm_active_pct"] is None or hung["persistence"] is True  # values from its other thread are still known
     assert f"NVML does not answer for GPU {HUNG}" in story.warnings
     assert f"NVML answers again for GPU {HUNG}" in story.warnings
@@ -383,7 +385,7 @@ class Absent:
 
         def said() -> bool:
             hosts = ring.of_kind("host")
-            return bool(hosts) and awaited in str(hosts[-1]["gpu_absent"])
+            return bool(hosts) and re.search(awaited, str(hosts[-1]["gpu_absent"])) is not None
 
         ring.until(said, awaited, 60.0)
         assert ring.of_kind("device") == []
@@ -398,7 +400,7 @@ ABSENT = {
     "no permission": ("rule nvmlInitWithFlags - 4", "no permission to talk to the NVIDIA driver"),
     "no gpu": ("gpus 0", "the NVIDIA driver is loaded but sees no GPU"),
     "no library": (None, "libnvidia-ml.so.1 was not found"),
-    "a start that never ends": (f"rule nvmlInitWithFlags - 0 {FOREVER}", "NVML has not answered for 4 s"),
+    "a start that never ends": (f"rule nvmlInitWithFlags - 0 {FOREVER}", SILENT.pattern),
 }
 
 
@@ -474,5 +476,5 @@ def test_an_old_driver_without_symbols(dpmon: Dpmon, tmp_path: Path) -> None:
     assert {device["absent"][name] for name in ("sm_active_pct", "mig", "mig_devices")} == {old}
     if pids_are_shared():
         assert (device["of_run"], device["mem_run_bytes"], device["process_count"]) == (False, 0, 0)
-    assert len(fake.asked("nvmlShutdown")) == 1
+    wait_for(lambda: len(fake.asked("nvmlShutdown")) == 1, what="the supervisor's end")
     assert fake.fatal() == []

@@ -131,7 +131,9 @@ def test_the_order_of_the_record(both: tuple[Traced, Traced]) -> None:
 @pytest.fixture(scope="module")
 def steered(tmp_path_factory: pytest.TempPathFactory) -> Traced:
     """Very short steps, asked four times: while nobody supervises, then twice with success, once left alone."""
-    script = Script(tmp_path_factory.mktemp("steered"), LOOP + "train()\n")
+    # Nobody reads the ring meanwhile, so the steps take a millisecond: it must not overflow.
+    slower = LOOP.replace("model(x)", "time.sleep(0.001); model(x)").replace("import pathlib", "import time, pathlib")
+    script = Script(tmp_path_factory.mktemp("steered"), slower + "train()\n")
     ring = script.ring()
     wait_for(lambda: ring.activity()[1] > 0, what="the training")
     ring.request_pause(True)

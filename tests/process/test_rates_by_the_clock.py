@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from clocked import CLOSE, SCRIPT, answer_twice, end, only_where_waits_show, pause, reader_of, switch
-from running import Dpmon
+from running import Dpmon, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -59,8 +59,20 @@ def of_mode(said: dict[str, Any], mode: str = "single") -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("way", "apart"), [("plain", 1.0), ("epochs", 3.0), ("evaluations", 1.0)])
-def test_the_rate_is_that_of_the_scripts_own_clock(dpmon: Dpmon, way: str, apart: float) -> None:
+def apart(told: dict[str, Any]) -> float:
+    """Return the script's time with the rests between its steps, as a multiple of the time without them."""
+    whole: float = told["seconds"]["single"]
+    return whole / (whole - told["apart"]["between steps"])
+
+
+def final(text: str) -> dict[str, float]:
+    """Return the metrics of a run that is over; nothing before its end, because the supervisor writes them last."""
+    found = {line.split("{")[0]: float(line.split()[-1]) for line in text.splitlines() if line[0] != "#"}
+    return {} if found["dpmon_run_running"] else found
+
+
+@pytest.mark.parametrize("way", ["plain", "epochs", "evaluations"])
+def test_the_rate_is_that_of_the_scripts_own_clock(dpmon: Dpmon, way: str) -> None:
     lines = dpmon.cwd / "lines"
     metrics = dpmon.cwd / "x.prom"
     result = dpmon.run("--headless", f"--json={lines}", "--metrics", metrics, *dpmon.warm(), SCRIPT, way)
@@ -73,11 +85,11 @@ def test_the_rate_is_that_of_the_scripts_own_clock(dpmon: Dpmon, way: str, apart
     for name, took in told["apart"].items():
         assert spent.get(name, 0.0) == pytest.approx(took, rel=CLOSE, abs=0.1)
     assert spent["training"] + spent.get("between steps", 0.0) == pytest.approx(told["seconds"]["single"], rel=CLOSE)
-    assert within > 0.95 * apart * shown
+    assert within > 0.95 * apart(told) * shown
     facts = of_mode(report(dpmon))
     assert facts["samples_per_s"] == pytest.approx(true, rel=CLOSE)
-    assert facts["samples_per_s_within_steps"] > 0.95 * apart * true
-    found = {line.split("{")[0]: float(line.split()[-1]) for line in metrics.read_text().splitlines() if line[0] != "#"}
+    assert facts["samples_per_s_within_steps"] > 0.95 * apart(told) * true
+    found = wait_for(lambda: final(metrics.read_text()), what="the last metrics")
     rate = found["dpmon_training_samples_total"] / found["dpmon_training_seconds_total"]
     assert rate == pytest.approx(true, rel=CLOSE)
     *_, last, _ = [json.loads(line) for line in lines.read_text().splitlines()]
@@ -133,10 +145,15 @@ def test_a_wait_for_input_is_in_no_rate(dpmon: Dpmon) -> None:
 @pytest.mark.slow
 def test_ranks_have_their_own_time_and_their_samples_add_up(dpmon: Dpmon) -> None:
     result = dpmon.run("--headless", SCRIPT, "ranks")
-    told = [rates(json.loads((dpmon.cwd / f"told-{rank}").read_text()))["single"] for rank in (0, 1)]
+    told = [json.loads((dpmon.cwd / f"told-{rank}").read_text()) for rank in (0, 1)]
+    true = [rates(each)["single"] for each in told]
+    # On few processors, a rank may wait between reading its clock and its first step.
+    slack = CLOSE + 0.05 / told[0]["seconds"]["single"]
     said = report(dpmon)
-    for line, true in zip(sorted(said["ranks"], key=lambda line: line["rank"]), told, strict=True):
-        assert line["samples_per_s"] == pytest.approx(true, rel=CLOSE)
-        assert line["samples_per_s_within_steps"] > 1.3 * true
-    assert of_mode(said)["samples_per_s"] == pytest.approx(sum(told), rel=CLOSE)
-    assert in_summary(result.errors, "ddp")[0] == pytest.approx(sum(told), rel=CLOSE)
+    for line in said["ranks"]:
+        rank = line["rank"]
+        assert line["samples_per_s"] == pytest.approx(true[rank], rel=slack)
+        assert line["samples_per_s_within_steps"] > 0.95 * apart(told[rank]) * true[rank]
+    assert len(said["ranks"]) == 2
+    assert of_mode(said)["samples_per_s"] == pytest.approx(sum(true), rel=slack)
+    assert in_summary(result.errors, "ddp")[0] == pytest.approx(sum(true), rel=slack)

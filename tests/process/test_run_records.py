@@ -74,12 +74,23 @@ import writer
 writer.main(16_000, 6000, 8, lambda number: number == 15_999 and time.sleep(600))
 """
 """Writes no more than its ring can hold, so that no record is overwritten, and stays until it is killed."""
+HELD = f"""
+import os, sys, time
+sys.path.insert(0, {str(WRITER.parent)!r})
+import writer
+def hold(number):
+    while number == 6000 and not os.path.exists("go"):
+        time.sleep(0.01)
+writer.main(9000, 6000, 8, hold)
+"""
 FLOOD = """
 import json, os, signal, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 import writer
-supervisor = json.loads((Path(os.environ["DPMON_RUN"]) / "run.json").read_text())["supervisor_pid"]
+supervisor = None
+while supervisor is None:  # it starts this script first
+    supervisor = json.loads((Path(os.environ["DPMON_RUN"]) / "run.json").read_text())["supervisor_pid"]
 writer.main({total}, 0, 2, lambda number: number == 20_000 and os.kill(supervisor, signal.SIGSTOP))
 """
 
@@ -133,10 +144,11 @@ def test_export_while_the_run_goes_on(dpmon: Dpmon) -> None:
 
 
 def test_supervisor_killed_the_rest_is_read_from_the_ring(dpmon: Dpmon) -> None:
-    process = dpmon.start(WRITER, 9000, 6000)
+    process = dpmon.start(dpmon.script(HELD))
     info = dpmon.info()
     wait_for(lambda: tailed(dpmon, 3000))
     os.kill(info["supervisor_pid"], signal.SIGKILL)
+    (dpmon.cwd / "go").touch()
     assert process.wait(100) == 0
     records = dpmon.records()
     assert of_training(records) == expected(9000)
@@ -172,6 +184,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("recorded")
     runner = Dpmon(place / "state", place)
     assert runner.run(WRITER, 2000, 10_000).status == 0
+    info = runner.info()
+    wait_for(lambda: not proc.alive(info["supervisor_pid"], info["supervisor_started"]), what="the supervisor's end")
     return runner.last()
 
 

@@ -129,23 +129,46 @@ def test_a_command_that_never_started_is_reported_after_a_while(
     assert (how.status, how.error) == (2, "the supervisor ended before it started the command")
 
 
+def test_the_command_is_reaped_only_after_its_status_is_recorded(
+    run: tuple[Guard, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a new supervisor that looks in between finds neither the process nor its status."""
+    guard, directory = run
+    command = subprocess.Popen([sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"])
+    save(directory, replace(guard.info, command_pid=command.pid, command_started=proc.started(command.pid)))
+    seen = []
+    record = Guard._record
+
+    def records(self: Guard, how: ExitInfo) -> None:
+        seen.append(Path(f"/proc/{command.pid}/stat").read_text().rpartition(")")[2].split()[0])
+        record(self, how)
+
+    monkeypatch.setattr(Guard, "_record", records)
+    wait_for(lambda: guard.look() or guard.outcome)
+    command.returncode = -9  # the guard has reaped it
+    assert seen == ["Z"]
+    assert not Path(f"/proc/{command.pid}").exists()
+    how = load_exit(directory)
+    assert how is not None
+    assert (how.status, how.signal) == (137, "SIGKILL")
+
+
 def test_a_status_wins_over_an_unknown_end_that_a_new_supervisor_recorded_first(
     run: tuple[Guard, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command is reaped, so the new supervisor finds neither the process nor its status."""
     guard, directory = run
     command = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
     info = replace(guard.info, command_pid=command.pid, command_started=proc.started(command.pid))
     save(directory, info)
-    waitpid = os.waitpid
+    waitid = os.waitid
 
-    def reaps(pid: int, options: int) -> tuple[int, int]:
-        found = waitpid(pid, options)
-        if found[0]:
+    def looks(*which: int) -> Any:
+        found = waitid(*which)
+        if found is not None:
             save(directory, unknown_exit(info, "supervisor", "nobody knows", 1))
         return found
 
-    monkeypatch.setattr(os, "waitpid", reaps)
+    monkeypatch.setattr(os, "waitid", looks)
     wait_for(lambda: guard.look() or guard.outcome)
     monkeypatch.undo()
     command.returncode = 3  # the guard has reaped it

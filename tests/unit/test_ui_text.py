@@ -10,7 +10,9 @@ from itertools import pairwise
 
 import pyte
 import pytest
+from rich.cells import cell_len
 
+from dpmon.text.ascii import ascii_text
 from dpmon.text.cleaning import LIMIT, clean, harmless
 from dpmon.ui.rows import Row, plain
 from dpmon.ui.terminal_text import COLUMNS, HEIGHT, TerminalPage, interpret
@@ -301,3 +303,12 @@ def test_a_colour_that_is_left_on_goes_on_in_the_next_line() -> None:
         [("still", "sgr:color(1)::")],
         [("plain", "")],
     ]
+
+
+@pytest.mark.parametrize(
+    "text", ["e\u0301", "\u0928\u093f", "\u00e9t\u00e9", "\u6f22\u5b57", "1\u00d72 \u00b7 \u2588", "a\u20dd"]
+)
+def test_text_in_ascii_is_as_wide_as_before(text: str) -> None:
+    """A combining mark takes no cell of its own."""
+    assert ascii_text(text).isascii()
+    assert cell_len(ascii_text(text)) == cell_len(text)

@@ -110,6 +110,9 @@ class Roots:
         """Whether a root's class has its own `__call__`, so that the watch cannot end."""
         self._made: dict[int, weakref.ref[Any]] = {}
         """Modules that got a parameter or a submodule since the last watch ended, by id."""
+        self._made_in_watch: set[int] = set()
+        """Ids of the modules that were made during the last watch, which ends at the beginning of a call it still
+        sees."""
         self._missed = False
         """Whether roots that this watch finds may have been called before it began."""
         self._late = 0
@@ -134,7 +137,8 @@ class Roots:
         kind = type(module)
         if not self._is_known(kind):
             self._found = True
-            if self._missed and self._late < MAX_LATE and id(module) not in self._made:
+            new = id(module) in self._made or id(module) in self._made_in_watch
+            if self._missed and self._late < MAX_LATE and not new:
                 self._late += 1
                 self.session.warn(
                     f"{class_name(module)} was called by the script at step {{step}}, the first call that dpmon saw: "
@@ -226,6 +230,8 @@ class Roots:
             if len(self._made) >= MAX_MADE:
                 del self._made[next(iter(self._made))]
             self._made[id(module)] = weakref.ref(module)
+            if self._watching and len(self._made_in_watch) < MAX_MADE:
+                self._made_in_watch.add(id(module))
             if name in WRAPPED and _is_model(part):
                 self._register(type(part))
             if not self._watching:
@@ -259,6 +265,7 @@ class Roots:
         if not self._watching and torch.nn.Module.__call__ is self.original:
             self._watching = True
             self._missed = missed
+            self._made_in_watch.clear()
             torch.nn.Module.__call__ = self.watcher  # type: ignore[method-assign]
 
     def end_watch(self) -> None:

@@ -253,7 +253,20 @@ class _TracedWrapper:
     """A DistributedDataParallel, and when the gradients of its last backward pass were ready."""
 
     __slots__ = (
-        *("averages", "base", "buckets", "due", "facts", "inner", "latest", "module", "notes", "number", "passes"),
+        *(
+            "averages",
+            "base",
+            "buckets",
+            "due",
+            "facts",
+            "in_parts",
+            "inner",
+            "latest",
+            "module",
+            "notes",
+            "number",
+            "passes",
+        ),
         *("partly", "pick", "seen", "several", "values", "waits"),
     )
 
@@ -268,6 +281,8 @@ class _TracedWrapper:
         """Whether that forward ran inside another model's forward."""
         self.waits = False
         """Whether that backward pass is still to come."""
+        self.in_parts = False
+        """Whether several backward passes of one forward have computed the gradients."""
         self.partly = bool(module.find_unused_parameters)
         """Whether a synchronised pass may leave gradients out."""
         self.notes = hasattr(module.reducer, "get_backward_stats")
@@ -319,9 +334,11 @@ class _TracedWrapper:
         seen = self.seen if len(self.seen) == len(notes) else [0] * len(notes)
         fresh = [note if note != old else -1 for note, old in zip(notes, seen, strict=True)]
         if not self.partly and max(fresh, default=-1) >= 0:
-            # Some gradients became ready. A note that equals the old one is new by chance, unless its time is still to
-            # come: then another backward pass of this forward computes that gradient.
-            fresh = [note if 0 < note <= end else -1 for note in notes]
+            # Some gradients became ready. A gradient without a note becomes ready in another backward pass of this
+            # forward. Else a note that equals the old one is new by chance, unless its time is still to come.
+            self.in_parts = self.in_parts or min(notes) <= 0
+            if not self.in_parts:
+                fresh = [note if note <= end else -1 for note in notes]
         if (max if self.partly else min)(fresh, default=-1) < 0:
             return ()  # no gradients yet, or only some: later backward passes of this forward complete them
         buckets = self.buckets

@@ -149,6 +149,7 @@ def test_a_supervisor_killed_before_it_could_write_exit_json(dpmon: Dpmon) -> No
     wait_for(lambda: proc.read(info["command_pid"]) is None, what="the command to be reaped")
     with contextlib.suppress(ProcessLookupError):
         os.kill(info["supervisor_pid"], signal.SIGKILL)
+    wait_for(lambda: not proc.alive(info["supervisor_pid"], info["supervisor_started"]))
     (dpmon.last() / "exit.json").unlink(missing_ok=True)
     os.kill(process.pid, signal.SIGCONT)
     assert process.wait(60) == 7

@@ -184,7 +184,7 @@ def _interrupted(directory: Path, info: RunInfo, found: Iterable[ProcessActivity
     names = {one.pid: one.name for one in found}
     places = [(one.pid, one.place(info.cwd)) for one in every_uncaught(directory) if one.kind == "KeyboardInterrupt"]
     known = [(names.get(pid, f"pid {pid}"), place) for pid, place in places[:_MAX_NAMED] if place is not None]
-    if len(known) == 1:
+    if len(known) == 1 and len(names) <= 1:
         return f"interrupted at {known[0][1]}"
     return ", ".join(f"{name} interrupted at {place}" for name, place in sorted(known)) or None
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from dpmon.model.state import State
-from dpmon.run.activities import QUIET_NS, ProcessActivity, newest_stage, stages, stall_text
+from dpmon.run.activities import QUIET_NS, ProcessActivity, _interrupted, newest_stage, stages, stall_text
+from dpmon.run.rundir import RunInfo
 from dpmon.ui.scene import Scene, life
 
 SECOND = 1_000_000_000
@@ -122,3 +123,13 @@ def test_processes_without_a_rank_are_named_by_their_number() -> None:
 )
 def test_the_screen_says_what_is_under_way_before_the_first_step(stage: str, word: str, detail: str) -> None:
     assert life(Scene(State(), NOW, stage=(stage, 66 * SECOND), alive=True)) == (word, "wait", detail)
+
+
+def test_an_interrupted_rank_is_named_if_there_are_others(tmp_path: Path) -> None:
+    """The note of the other rank may be missing, so the place alone would leave open whose it is."""
+    (tmp_path / "endings.log").write_text('70 5 KeyboardInterrupt {"file": "/work/train.py", "line": 15}\n')
+    info = RunInfo("", "n", ("c",), "s", "/work", None, 1e9, 0, "", True)
+    ranks = [ProcessActivity(number, number, 70 + number, "forward", 0) for number in (0, 1)]
+    assert _interrupted(tmp_path, info, ranks) == "rank 0 interrupted at train.py:15"
+    assert _interrupted(tmp_path, info, ranks[:1]) == "interrupted at train.py:15"
+    assert _interrupted(tmp_path, info, []) == "interrupted at train.py:15"

@@ -21,6 +21,8 @@ PIECES = [
 ]
 WITHOUT_RECORD = {"small_files", "small_files_ignored", "small_files_handled", "replaced_clock"}
 """Pieces in which no ring can be created, for example because the script broke a function that creates it."""
+TRIES = 3
+"""Virtual replicas have threads. A child that is forked beside them sometimes dies of SIGSEGV (docs/tracing.md)."""
 NOISE = re.compile(r"W\d{4} [^]]*]|^.* This process .* is multi-threaded, use of fork\(\).*\n.*\n", re.MULTILINE)
 """A time in torch's own warnings. From 3.12 on, Python warns of each fork in a process with threads, which virtual
 replicas have."""
@@ -30,7 +32,12 @@ replicas have."""
 @pytest.mark.parametrize("call", ["bare", "dp"])
 def test_the_surroundings_of_a_script_are_the_same_as_without_dpmon(tmp_path: Path, piece: str, call: str) -> None:
     expected = left(alone(tmp_path, TEXT, piece, call))
-    run = traced(tmp_path, TEXT, piece, call)
+    for number in range(TRIES):
+        place = tmp_path / str(number)
+        place.mkdir()
+        run = traced(place, TEXT, piece, call)
+        if not ((piece, call) == ("children", "dp") and "child -11" in run.out):
+            break
     found = left(run)
     for one in (expected, found):
         one["err"] = NOISE.sub("", one["err"])

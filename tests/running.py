@@ -22,7 +22,9 @@ from typing import IO, Any, TypeVar
 from sizes import LONG
 from warm import python
 
-__all__ = ["Dpmon", "Result", "Terminal", "wait_for"]
+from dpmon.run import proc
+
+__all__ = ["Dpmon", "Result", "Terminal", "until_unsupervised", "wait_for"]
 
 Value = TypeVar("Value")
 POLL_S = 0.02
@@ -46,6 +48,11 @@ def wait_for(condition: Callable[[], Value], limit: float = 60.0, what: str = ""
         if time.monotonic() > until:
             raise AssertionError(f"not within {limit} s: {what or condition} (it is {value!r})")
         time.sleep(POLL_S)
+
+
+def until_unsupervised(info: Mapping[str, Any]) -> None:
+    """Wait for the end of the supervisor that is named in these contents of run.json."""
+    wait_for(lambda: not proc.alive(info["supervisor_pid"], info["supervisor_started"]), what="the supervisor's end")
 
 
 @dataclass(frozen=True)

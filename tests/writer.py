@@ -1,9 +1,10 @@
 """Simulates a training process: writes spans into a ring of its run.
 
-    python writer.py RECORDS PER_SECOND [REPLICAS]
+    python writer.py RECORDS PER_SECOND [REPLICAS [HOLD]]
 
-The spans result in RECORDS calls and steps, alternately, PER_SECOND of them a second (0: as fast as possible). Prints
-the number of spans, so that a test can compare it with the number that was read.
+The spans result in RECORDS calls and steps, alternately, PER_SECOND of them a second (0: as fast as possible). After
+record HOLD (counted from 0) it waits until the file `go` exists. Prints the number of spans, so that a test can compare
+it with the number that was read.
 """
 
 from __future__ import annotations
@@ -82,5 +83,12 @@ def main(records: int, rate: float, replicas: int, after: Callable[[int], object
     print(f"sent {written + 1}", flush=True)
 
 
+def hold(number: int) -> None:
+    """Wait after record HOLD."""
+    while number == int(sys.argv[4]) and not Path("go").exists():
+        time.sleep(0.01)
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 8)
+    replicas = int(sys.argv[3]) if len(sys.argv) > 3 else 8
+    main(int(sys.argv[1]), float(sys.argv[2]), replicas, hold if len(sys.argv) > 4 else int)

@@ -253,21 +253,8 @@ class _TracedWrapper:
     """A DistributedDataParallel, and when the gradients of its last backward pass were ready."""
 
     __slots__ = (
-        *(
-            "averages",
-            "base",
-            "buckets",
-            "due",
-            "facts",
-            "in_parts",
-            "inner",
-            "latest",
-            "module",
-            "notes",
-            "number",
-            "passes",
-        ),
-        *("partly", "pick", "seen", "several", "values", "waits"),
+        *("averages", "base", "buckets", "due", "facts", "in_parts", "inner", "latest", "module", "notes", "number"),
+        *("partly", "passes", "pick", "seen", "several", "values", "waits"),
     )
 
     def __init__(self, module: Any, number: int, let_go: Callable[[Any], object]) -> None:

@@ -78,7 +78,7 @@ def test_operations_and_bytes_are_those_of_the_script(runs: Runs, form: str) -> 
                     assert one.unended == "gloo does not report when a reduce_scatter is complete"
                     continue
                 assert one.took_ns is not None
-                assert 0 < one.took_ns < 10**11
+                assert 0 < one.took_ns < rank["end"] - rank["alike"]
                 assert one.queued_ns is not None
                 assert 0 <= one.queued_ns <= one.took_ns
         if form in ("ddp", "no_sync", "two"):  # torch counts a reduce_scatter of gloo more than once

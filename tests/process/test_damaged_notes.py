@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from running import Dpmon, Terminal, wait_for
-
-from dpmon.run import proc
+from running import Dpmon, Terminal, until_unsupervised, wait_for
 
 WAITS = """
 import os, sys, time
@@ -45,7 +43,7 @@ def test_the_status_of_a_run_whose_notes_are_damaged(dpmon: Dpmon, damage: str) 
     _, err = watching.communicate(timeout=60)
     assert watching.returncode == 5, err
     info = dpmon.info()
-    wait_for(lambda: not proc.alive(info["supervisor_pid"], info["supervisor_started"]), what="the supervisor's end")
+    until_unsupervised(info)
     assert "Traceback" not in (dpmon.last() / "supervisor.log").read_text()
     for words in (["report"], ["report", "--json"], ["attach"]):
         after = dpmon.run(*words)

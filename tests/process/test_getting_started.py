@@ -57,9 +57,8 @@ def test_every_command_works_in_its_order(dpmon: Dpmon, tmp_path: Path) -> None:
             )
             if not (done.returncode and "torchrun" in command and "SIGABRT" in done.stdout):
                 break
-            assert (
-                dpmon.run("rm", "last").status == 0
-            )  # gloo's processes sometimes abort at their end, as docs/faq says
+            # gloo's processes sometimes abort at their end, as docs/faq.md says.
+            assert dpmon.run("rm", "last").status == 0
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}"
         printed[command] = done.stdout
     assert "Rank 1 holds the others up" in printed["dpmon report slow"]

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 from places import put
-from running import Dpmon, wait_for
-
-from dpmon.run import proc
+from running import Dpmon, until_unsupervised, wait_for
 
 WAITS = """
 import os, time, warnings
@@ -48,7 +46,7 @@ def test_replacing_files_of_a_run_that_goes_on(dpmon: Dpmon, tmp_path: Path, kin
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (5, b"done\n"), err
     assert json.loads((directory / "exit.json").read_text())["status"] == 5
-    wait_for(lambda: not proc.alive(info["supervisor_pid"], info["supervisor_started"]), what="the supervisor's end")
+    until_unsupervised(info)
     assert "Traceback" not in looked.read_text()
     assert (directory / "precious").read_text() in ("", "precious"), "nothing was written through a link"
     assert "script" in dpmon.run("ls").text
@@ -74,7 +72,7 @@ def test_nothing_is_written_through_a_link_that_replaces_a_runs_directory(dpmon:
     (dpmon.cwd / "go").touch()
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (5, b"done\n"), err
-    wait_for(lambda: not proc.alive(info["supervisor_pid"], info["supervisor_started"]), what="the supervisor's end")
+    until_unsupervised(info)
     assert "Traceback" not in (tmp_path / "moved" / "supervisor.log").read_text()
     assert sorted(path.name for path in victim.iterdir()) == before
     changed = [path.name for path in victim.iterdir() if path.read_text() != "precious"]

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from running import Dpmon, Terminal, wait_for
+from running import Dpmon, Terminal, until_unsupervised, wait_for
 from sizes import reached, size
 from test_run_takeover import new_supervisor
 
@@ -55,7 +55,7 @@ def kill_supervisor(dpmon: Dpmon, foreground: subprocess.Popen[bytes], number: i
     info = dpmon.info()
     os.kill(info["supervisor_pid"], number)
     if number == signal.SIGKILL:
-        wait_for(lambda: not proc.alive(info["supervisor_pid"], info["supervisor_started"]))
+        until_unsupervised(info)
 
 
 def kill_both(dpmon: Dpmon, foreground: subprocess.Popen[bytes], number: int) -> None:

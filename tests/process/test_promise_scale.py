@@ -85,7 +85,7 @@ def test_promise_5_floods(dpmon: Dpmon) -> None:
 def test_promise_6_killed_at_any_instant(dpmon: Dpmon) -> None:
     chance, times = random.Random(6), size(3, 200)
     for _ in range(times):
-        process = dpmon.start(dpmon.script(STAYS))
+        process = dpmon.start(*STAYS)
         info = dpmon.info()
         count = chance.randrange(1, 3000)
         wait_for(lambda count=count: tailed(dpmon, count))  # type: ignore[misc]

@@ -173,7 +173,7 @@ def test_every_command_leaves_the_ring_as_it_is(dpmon: Dpmon, disk: Path) -> Non
         trains_on(dpmon)
         (disk / "hog").unlink()
         stopped = dpmon.run("stop", "train")
-        assert "stopped by SIG" in stopped.text, stopped.text + stopped.errors
+        assert "stopped by SIGINT" in stopped.text, stopped.text + stopped.errors
         attached.wait(60)
     finally:
         watch.close()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from running import Dpmon, Terminal, wait_for
+from running import Dpmon, Terminal, until_unsupervised, wait_for
 
 from dpmon.run import proc
 
@@ -149,7 +149,7 @@ def test_a_supervisor_killed_before_it_could_write_exit_json(dpmon: Dpmon) -> No
     wait_for(lambda: proc.read(info["command_pid"]) is None, what="the command to be reaped")
     with contextlib.suppress(ProcessLookupError):
         os.kill(info["supervisor_pid"], signal.SIGKILL)
-    wait_for(lambda: not proc.alive(info["supervisor_pid"], info["supervisor_started"]))
+    until_unsupervised(info)
     (dpmon.last() / "exit.json").unlink(missing_ok=True)
     os.kill(process.pid, signal.SIGCONT)
     assert process.wait(60) == 7

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from running import Dpmon, wait_for
+from running import Dpmon, until_unsupervised, wait_for
 
 from dpmon.run import proc
 
@@ -48,7 +48,7 @@ def test_supervisor_killed_the_foreground_takes_over(dpmon: Dpmon, status: int) 
     info = dpmon.info()
     begun(dpmon)
     os.kill(info["supervisor_pid"], signal.SIGKILL)
-    wait_for(lambda: not proc.alive(info["supervisor_pid"], info["supervisor_started"]))
+    until_unsupervised(info)
     finish(dpmon)
     out, err = process.communicate(timeout=100)
     assert process.returncode == status
@@ -123,7 +123,7 @@ def test_a_stopped_supervisor_does_not_block_the_script(dpmon: Dpmon) -> None:
         assert dpmon.exit()["by"] == "foreground"
     finally:
         os.kill(info["supervisor_pid"], signal.SIGCONT)
-    wait_for(lambda: not proc.alive(info["supervisor_pid"], info["supervisor_started"]))
+    until_unsupervised(info)
     assert dpmon.exit()["status"] == 6
 
 
@@ -338,7 +338,7 @@ def test_a_supervisor_that_gets_sigterm_leaves_the_training(dpmon: Dpmon) -> Non
     info = dpmon.info()
     begun(dpmon)
     os.kill(info["supervisor_pid"], signal.SIGTERM)
-    wait_for(lambda: not proc.alive(info["supervisor_pid"], info["supervisor_started"]))
+    until_unsupervised(info)
     assert proc.alive(info["command_pid"], info["command_started"])
     finish(dpmon)
     wait_for((dpmon.cwd / "done").exists)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import writer
-from running import Dpmon, wait_for
+from running import Dpmon, until_unsupervised, wait_for
 
 from dpmon.model.numbers import duration
 from dpmon.record.spans import Kind
@@ -67,22 +67,8 @@ def test_every_record_is_exported_once_and_in_order(dpmon: Dpmon) -> None:
     assert Counter(r["kind"] for r in records)["exit"] == 1
 
 
-STAYS = f"""
-import sys, time
-sys.path.insert(0, {str(WRITER.parent)!r})
-import writer
-writer.main(16_000, 6000, 8, lambda number: number == 15_999 and time.sleep(600))
-"""
+STAYS = WRITER, 16_000, 6000, 8, 15_999
 """Writes no more than its ring can hold, so that no record is overwritten, and stays until it is killed."""
-HELD = f"""
-import os, sys, time
-sys.path.insert(0, {str(WRITER.parent)!r})
-import writer
-def hold(number):
-    while number == 6000 and not os.path.exists("go"):
-        time.sleep(0.01)
-writer.main(9000, 6000, 8, hold)
-"""
 FLOOD = """
 import json, os, signal, sys
 from pathlib import Path
@@ -144,7 +130,7 @@ def test_export_while_the_run_goes_on(dpmon: Dpmon) -> None:
 
 
 def test_supervisor_killed_the_rest_is_read_from_the_ring(dpmon: Dpmon) -> None:
-    process = dpmon.start(dpmon.script(HELD))
+    process = dpmon.start(WRITER, 9000, 6000, 8, 6000)
     info = dpmon.info()
     wait_for(lambda: tailed(dpmon, 3000))
     os.kill(info["supervisor_pid"], signal.SIGKILL)
@@ -159,7 +145,7 @@ def test_supervisor_killed_the_rest_is_read_from_the_ring(dpmon: Dpmon) -> None:
 @pytest.mark.parametrize("count", [10, 1900, 4300, 7000, 9800])
 def test_a_supervisor_killed_at_any_moment_loses_and_doubles_nothing(dpmon: Dpmon, count: int) -> None:
     """Writer and supervisor are killed together while the supervisor works."""
-    process = dpmon.start(dpmon.script(STAYS))
+    process = dpmon.start(*STAYS)
     info = dpmon.info()
     wait_for(lambda: tailed(dpmon, count))
     os.kill(info["supervisor_pid"], signal.SIGKILL)
@@ -185,7 +171,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     runner = Dpmon(place / "state", place)
     assert runner.run(WRITER, 2000, 10_000).status == 0
     info = runner.info()
-    wait_for(lambda: not proc.alive(info["supervisor_pid"], info["supervisor_started"]), what="the supervisor's end")
+    until_unsupervised(info)
     return runner.last()
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from kept import keep
-from running import Dpmon, Terminal, wait_for
+from running import Dpmon, Terminal, until_unsupervised, wait_for
 from stored import state_of
 from synthetic import Training
 from test_run_faults import SLOW, begun, finish
@@ -42,23 +42,11 @@ while not pathlib.Path("go").exists():
 """
 
 
-HELD = f"""
-import pathlib, sys, time
-sys.path.insert(0, {str(WRITER.parent)!r})
-import writer
-def hold(number):
-    while number == {{at}} and not pathlib.Path("go").exists():
-        time.sleep(0.01)
-writer.main({{records}}, {{rate}}, 8, hold)
-"""
-"""Writes records, and ends only when the test lets it."""
-
-
 def kill_supervisor(dpmon: Dpmon) -> dict[str, Any]:
     """Kill the supervisor and wait for its end; return run.json from before."""
     info = dpmon.info()
     os.kill(info["supervisor_pid"], signal.SIGKILL)
-    wait_for(lambda: not proc.alive(info["supervisor_pid"], info["supervisor_started"]))
+    until_unsupervised(info)
     return info
 
 
@@ -94,7 +82,7 @@ def new_supervisor(dpmon: Dpmon, old: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def test_attach_starts_a_new_supervisor_and_no_record_is_lost_or_doubled(dpmon: Dpmon) -> None:
-    dpmon.run("--detach", dpmon.script(HELD.format(at=4000, records=9000, rate=1500)))
+    dpmon.run("--detach", WRITER, 9000, 1500, 8, 4000)
     wait_for(lambda: tailed(dpmon, 2000))
     wait_for(lambda: any(r["kind"] == "host" for r in dpmon.records()))
     old = kill_supervisor(dpmon)
@@ -192,7 +180,7 @@ def test_only_one_of_several_screens_starts_a_supervisor(dpmon: Dpmon) -> None:
 
 @pytest.mark.usefixtures("reaper")
 def test_a_run_that_ended_without_a_supervisor(dpmon: Dpmon) -> None:
-    dpmon.run("--detach", dpmon.script(HELD.format(at=3999, records=4000, rate=4000)))
+    dpmon.run("--detach", WRITER, 4000, 4000, 8, 3999)
     wait_for(lambda: tailed(dpmon, 100))
     info = kill_supervisor(dpmon)
     finish(dpmon)
@@ -320,7 +308,7 @@ def test_a_machine_that_was_restarted(dpmon: Dpmon) -> None:
     (directory / "exit.json").unlink()
     path = directory / "run.json"
     info = json.loads(path.read_text())
-    wait_for(lambda: not proc.alive(info["supervisor_pid"], info["supervisor_started"]))
+    until_unsupervised(info)
     path.write_text(json.dumps({**info, "boot_id": "another"}))
     assert listed_state(dpmon) == "lost"
     dpmon.run("attach")

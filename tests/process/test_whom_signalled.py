@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Dpmon, wait_for
+from running import Dpmon, until_unsupervised, wait_for
 
 from dpmon.run import proc
 
@@ -51,7 +51,7 @@ def ended_run(dpmon: Dpmon, *, recorded: bool, **changed: Any) -> Path:
     directory = dpmon.last()
     path = directory / "run.json"
     info = json.loads(path.read_text())
-    wait_for(lambda: not proc.alive(info["supervisor_pid"], info["supervisor_started"]))
+    until_unsupervised(info)
     path.write_text(json.dumps({**info, **changed}))
     if not recorded:
         (directory / "exit.json").unlink()

@@ -22,7 +22,7 @@ PIECES = [
 WITHOUT_RECORD = {"small_files", "small_files_ignored", "small_files_handled", "replaced_clock"}
 """Pieces in which no ring can be created, for example because the script broke a function that creates it."""
 TRIES = 3
-"""Virtual replicas have threads. A child that is forked beside them sometimes dies of SIGSEGV (docs/tracing.md)."""
+"""torch sometimes crashes in a forked child in which two threads compute, without dpmon too (docs/tracing.md)."""
 NOISE = re.compile(r"W\d{4} [^]]*]|^.* This process .* is multi-threaded, use of fork\(\).*\n.*\n", re.MULTILINE)
 """A time in torch's own warnings. From 3.12 on, Python warns of each fork in a process with threads, which virtual
 replicas have."""

@@ -140,8 +140,11 @@ class Guard:
 
     @property
     def supervised(self) -> bool:
-        """Whether the supervisor lives."""
-        return self._supervisor.poll() is None
+        """Whether the supervisor lives.
+
+        It cannot be waited for until its last thread has ended, so look at its main thread, as everybody else does.
+        """
+        return self._supervisor.poll() is None and proc.alive(self._supervisor.pid, None)
 
     @property
     def killed(self) -> bool:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed.fsdp
-from tracing import Script, Traced, text_of
+from torch_aborts import unless_aborted
+from tracing import Script, Traced, text_of, traced
 
 from dpmon.record.kinds import Collective, Sampled
 from dpmon.record.payloads import kind_of
@@ -53,8 +54,12 @@ class Runs(NamedTuple):
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     place = tmp_path_factory.mktemp("communicating")
     text = text_of("communicating")
-    script = Script(place, text, fresh=True)
-    return Runs(script.end(), Script(place, text, fresh=True, run=False).end(), script.start_ns)
+
+    def both(_: int) -> Runs:
+        script = Script(place, text, fresh=True)
+        return Runs(script.end(), traced(place, text, fresh=True, run=False), script.start_ns)
+
+    return unless_aborted(both, lambda runs: runs.traced.err)
 
 
 def rank_output(run: Traced, form: str) -> list[dict[str, Any]]:
@@ -137,7 +142,7 @@ def test_sampling_writes_no_warning_and_loses_no_record(runs: Runs) -> None:
 @pytest.fixture(scope="module")
 def oddly(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Traced]:
     place = tmp_path_factory.mktemp("oddly")
-    return cache(lambda how: Script(place, text_of("communicating_oddly"), how, fresh=True).end())
+    return cache(lambda how: traced(place, text_of("communicating_oddly"), how, fresh=True))
 
 
 def of_kind(run: Traced, kind: type) -> list[Any]:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 from running import Dpmon
 from sidebyside import Outcome, SideBySide, of_kind
+from torch_aborts import unless_aborted
 from tracing import Script
 
 from dpmon.record.wire import mode_number
@@ -37,7 +38,6 @@ FORMS = {
 """Each form of the script, in its order, with `via` of its calls."""
 RANKS = (0, 1)
 STEPS, EVALUATIONS = 8, 2
-TRIES = 3
 
 
 class Run(NamedTuple):
@@ -62,20 +62,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SideBySide]:
 
 @pytest.fixture(scope="module")
 def alone(place: SideBySide) -> Outcome:
-    for _ in range(TRIES):  # gloo's processes sometimes abort at their end
-        outcome = place.alone(SCRIPT)
-        if outcome.status == 0:
-            break
+    outcome = unless_aborted(lambda _: place.alone(SCRIPT), lambda ended: ended.stderr.decode())
     assert outcome.status == 0, outcome.stderr
     return outcome
 
 
 @pytest.fixture(scope="module", params=["script", "dp"])
 def run(place: SideBySide, request: pytest.FixtureRequest) -> Run:
-    for _ in range(TRIES):
-        outcome = place.under(SCRIPT, options=("--mode", request.param))
-        if outcome.status == 0:
-            break
+    outcome = unless_aborted(
+        lambda _: place.under(SCRIPT, options=("--mode", request.param)), lambda ended: ended.stderr.decode()
+    )
     assert outcome.status == 0, outcome.stderr
     return Run(outcome, place.dpmon.records())
 

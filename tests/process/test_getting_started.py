@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 from running import Dpmon
+from torch_aborts import unless_aborted
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "getting-started.md"
 LIMIT_S = 200
-TRIES = 4
 
 
 def commands() -> list[str]:
@@ -41,24 +41,25 @@ def test_every_command_works_in_its_order(dpmon: Dpmon, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples", dpmon.cwd / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     env = dpmon.environment({"TERM": "dumb"})
     env["PATH"] = f"{tmp_path / 'bin'}:{env['PATH']}"
+
+    def run(number: int) -> subprocess.CompletedProcess[str]:
+        if number:
+            assert dpmon.run("rm", "last").status == 0
+        return subprocess.run(
+            ["bash", "-c", command],
+            cwd=dpmon.cwd,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+
     printed: dict[str, str] = {}
     for command in commands():
-        for _ in range(TRIES):
-            done = subprocess.run(
-                ["bash", "-c", command],
-                cwd=dpmon.cwd,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=LIMIT_S,
-                check=False,
-            )
-            if not (done.returncode and "torchrun" in command and "SIGABRT" in done.stdout):
-                break
-            # gloo's processes sometimes abort at their end, as docs/faq.md says.
-            assert dpmon.run("rm", "last").status == 0
+        done = unless_aborted(run, lambda ended: ended.stdout) if "torchrun" in command else run(0)
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}"
         printed[command] = done.stdout
     assert "Rank 1 holds the others up" in printed["dpmon report slow"]

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from running import Dpmon
+from torch_aborts import unless_aborted
 from tracing import Traced, text_of, traced
 
 pytestmark = pytest.mark.slow
 
-TRIES = 3
 PARTS = ("model", "gradients", "optimizer")
 
 
@@ -30,11 +30,11 @@ def held(run: Traced, process: int = 0) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_shards_of_fsdp2_match_the_sum_of_each_rank(tmp_path: Path, world: int) -> None:
-    for attempt in range(TRIES):  # gloo's processes sometimes abort at their end, also without dpmon
-        store = tmp_path / f"meet{attempt}"
-        run = traced(tmp_path, text_of("sharded"), world, store)
-        if run.status == 0:
-            break
+    def shards(number: int) -> tuple[Traced, Path]:
+        store = tmp_path / f"meet{number}"
+        return traced(tmp_path, text_of("sharded"), world, store), store
+
+    run, store = unless_aborted(shards, lambda ended: ended[0].err)
     said = {rank: json.loads(Path(f"{store}-{rank}").read_text()) for rank in range(world)}
     of_rank = {event.data["rank"]: event.data["process"] for event in run.events("process")}
     assert sorted(of_rank) == list(range(world))

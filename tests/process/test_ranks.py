@@ -13,6 +13,7 @@ import torch.distributed.fsdp
 from running import Dpmon, Result
 from sidebyside import ROOT, of_kind
 from stored import state_in
+from torch_aborts import unless_aborted
 
 from dpmon.model.ranks import toggle_refusal, training, world
 from dpmon.ui.scene import mode_words
@@ -21,7 +22,6 @@ EXAMPLE, SHARDED = ROOT / "examples" / "ddp.py", ROOT / "examples" / "fsdp.py"
 SPAWNED = Path(__file__).resolve().parent / "scripts" / "spawned_ranks.py"
 _INSTALLED = Path(sys.executable).with_name("torchrun")
 TORCHRUN = [str(_INSTALLED)] if _INSTALLED.exists() else ["-m", "torch.distributed.run"]
-TRIES = 3
 
 ACCELERATED = """
 import torch
@@ -45,11 +45,7 @@ accelerator.end_training()
 
 
 def until_it_ends_well(dpmon: Dpmon, *words: object) -> Result:
-    """Run it; repeat if it failed, because gloo's processes sometimes abort at their end, also without dpmon."""
-    for _ in range(TRIES):
-        result = dpmon.run("--headless", *words)
-        if result.status == 0:
-            break
+    result = unless_aborted(lambda _: dpmon.run("--headless", *words), lambda ended: ended.errors)
     assert result.status == 0, result.errors
     return result
 
@@ -116,11 +112,11 @@ def test_fsdp_under_torchrun(dpmon: Dpmon) -> None:
 
 
 def test_mp_spawn_with_batches_of_different_sizes(dpmon: Dpmon, tmp_path: Path) -> None:
-    for attempt in range(TRIES):
-        store = tmp_path / f"store-{attempt}"
-        result = dpmon.run("--headless", SPAWNED, store)
-        if result.status == 0:
-            break
+    def ranks(number: int) -> tuple[Result, Path]:
+        store = tmp_path / f"store-{number}"
+        return dpmon.run("--headless", SPAWNED, store), store
+
+    result, store = unless_aborted(ranks, lambda ended: ended[0].errors)
     assert result.status == 0, result.errors
     check_ranks(dpmon.records(), 6, {0: 4, 1: 6}, (6, 3))
     torch.manual_seed(0)

@@ -10,21 +10,18 @@ from typing import Any
 import pytest
 from running import Dpmon
 from sidebyside import SideBySide
+from torch_aborts import unless_aborted
 
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).resolve().parent / "scripts" / "straggler.py"
 PHASES = ["data", "forward", "backward"]
 STEPS, MS = 20, 40
-TRIES = 3
 
 
 def lines_of(dpmon: Dpmon, *words: object) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the lines of the script about the run, and about each step of each rank."""
-    for _ in range(TRIES):  # gloo's processes sometimes abort at their end
-        outcome = SideBySide(dpmon).alone(SCRIPT, *words)
-        if outcome.status == 0:
-            break
+    outcome = unless_aborted(lambda _: SideBySide(dpmon).alone(SCRIPT, *words), lambda ended: ended.stderr.decode())
     assert outcome.status == 0, outcome.stderr
     run, *steps = map(json.loads, outcome.stdout.splitlines())
     assert run["kind"] == "run"

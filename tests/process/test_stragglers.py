@@ -13,11 +13,11 @@ import pytest
 from running import Dpmon
 from sidebyside import of_kind
 from stored import state_in
+from torch_aborts import unless_aborted
 
 from dpmon.model.state import State
 
 SCRIPT = Path(__file__).resolve().parent / "scripts" / "straggler.py"
-TRIES = 3
 Times = dict[int, list[Any]]
 
 
@@ -35,10 +35,9 @@ class Run:
 
 
 def run_of(dpmon: Dpmon, *words: object) -> Run:
-    for _ in range(TRIES):  # gloo's processes sometimes abort at their end
-        result = dpmon.run(*dpmon.warm(), "--headless", SCRIPT, *words)
-        if result.status == 0:
-            break
+    result = unless_aborted(
+        lambda _: dpmon.run(*dpmon.warm(), "--headless", SCRIPT, *words), lambda ended: ended.errors
+    )
     assert result.status == 0, result.errors
     said = [json.loads(line) for line in result.text.splitlines() if line.startswith("{")]
     own, steps = (

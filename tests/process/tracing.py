@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sizes import LONG
+from torch_aborts import unless_aborted
 from warm import Piped
 
 import dpmon
@@ -283,7 +284,11 @@ def read_run(directory: Path, origin_ns: int = 0) -> tuple[list[Record], int, li
 def traced(place: Path, text: str, *words: object, **options: Any) -> Traced:
     """Run a script under the tracer to its end; options: those of `Script`, and `limit`."""
     limit = options.pop("limit", LIMIT_S)
-    return Script(place, text, *words, **options).end(limit)
+
+    def run(_: int = 0) -> Traced:
+        return Script(place, text, *words, **options).end(limit)
+
+    return unless_aborted(run, lambda ended: ended.err) if "torch.distributed" in text else run()
 
 
 def alone(place: Path, text: str, *words: object, **options: Any) -> Traced:

@@ -28,7 +28,10 @@ import atexit
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from signal import SIGINT, default_int_handler, getsignal
+from signal import signal as set_handler
 from typing import Any
 
 import torch
@@ -178,6 +181,27 @@ def _constructing(original: Callable[..., Any], modes: Modes, calls: CallTracer)
     return named_like(__init__, original)
 
 
+def _no_interrupt(number: int, frame: object) -> None:
+    pass
+
+
+def _ignore_interrupts() -> bool:
+    """Ignore SIGINT if it raises KeyboardInterrupt; return whether it is ignored now.
+
+    A launcher may pass on the Ctrl-C that its ranks have got already. If the second one comes while the interpreter
+    ends, Python drops it. In a function that the interpreter calls at its end, Python would print a traceback, and the
+    rest of the function would be skipped.
+    """
+    if threading.current_thread() is not threading.main_thread() or getsignal(SIGINT) is not default_int_handler:
+        return False
+    while True:
+        try:
+            set_handler(SIGINT, _no_interrupt)
+        except KeyboardInterrupt:  # it came a moment before
+            continue
+        return True
+
+
 def _at_the_end(
     session: Session,
     recorder: Recorder,
@@ -188,10 +212,10 @@ def _at_the_end(
 ) -> None:
     """Handle the end and the forks of the process. `resets`: functions that reset the parts in a forked child."""
 
-    def at_exit() -> None:
-        for end in (collectives.at_exit, loaders.at_exit, recorder.at_exit):
+    def end() -> None:
+        for part in (collectives, loaders, recorder):
             try:
-                end()
+                part.at_exit()
             except Exception as error:  # noqa: BLE001 - the interpreter is ending
                 session.fault("exit", error)
         try:
@@ -202,6 +226,14 @@ def _at_the_end(
             raise
         except BaseException as error:  # noqa: BLE001 - the interpreter is ending
             session.fault("ending", error)
+
+    def at_exit() -> None:
+        ignored = _ignore_interrupts()
+        try:
+            end()
+        finally:
+            if ignored and getsignal(SIGINT) is _no_interrupt:
+                set_handler(SIGINT, default_int_handler)
 
     atexit.register(at_exit)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from running import Dpmon
+from tracing import traced
 
 from dpmon.run.first_failure import STATUSES, failure
 from dpmon.run.uncaught import Uncaught, last_lines
@@ -168,6 +169,40 @@ def test_a_handled_exception_did_not_end_the_run(dpmon: Dpmon) -> None:
     assert "s: ZeroDivisionError" not in run.errors
     assert dpmon.exit()["cause"] is None
     assert "An exception ended the run" not in dpmon.run("report").text
+
+
+INTERRUPTED = """\
+import os, signal, sys, torch
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+ours = sys.modules["dpmon.tracer.patch"]
+owner, name = {"first": (ours.Collectives, "at_exit"), "last": (ours, "note")}[sys.argv[1]]
+original = getattr(owner, name)
+
+def interrupted(*words):
+    os.kill(os.getpid(), signal.SIGINT)
+    original(*words)
+    print("ended", flush=True)
+
+setattr(owner, name, interrupted)
+raise ValueError("no data")
+"""
+
+
+@pytest.mark.parametrize("when", ["first", "last"])
+def test_an_interrupt_while_the_tracer_ends(tmp_path: Path, when: str) -> None:
+    """A launcher passes on the Ctrl-C that its ranks have got already."""
+    run = traced(tmp_path, INTERRUPTED, when)
+    assert (run.status, run.out) == (1, "ended\n")
+    assert run.err.splitlines()[-1] == "ValueError: no data"
+    assert "Exception ignored" not in run.err
+    assert "ValueError" in (run.directory / "endings.log").read_text()
+    assert run.complaints == []
+    assert len(run.steps()) == 3
 
 
 class _Info:

@@ -28,7 +28,6 @@ import atexit
 import importlib
 import os
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from signal import SIGINT, default_int_handler, getsignal
 from signal import signal as set_handler
@@ -192,14 +191,15 @@ def _ignore_interrupts() -> bool:
     ends, Python drops it. In a function that the interpreter calls at its end, Python would print a traceback, and the
     rest of the function would be skipped.
     """
-    if threading.current_thread() is not threading.main_thread() or getsignal(SIGINT) is not default_int_handler:
-        return False
-    while True:
+    while getsignal(SIGINT) is default_int_handler:
         try:
             set_handler(SIGINT, _no_interrupt)
+        except ValueError:  # not the main thread
+            return False
         except KeyboardInterrupt:  # it came a moment before
             continue
         return True
+    return False
 
 
 def _at_the_end(
@@ -228,7 +228,11 @@ def _at_the_end(
             session.fault("ending", error)
 
     def at_exit() -> None:
-        ignored = _ignore_interrupts()
+        ignored = False
+        try:
+            ignored = _ignore_interrupts()
+        except Exception as error:  # noqa: BLE001 - the interpreter is ending
+            session.fault("exit", error)
         try:
             end()
         finally:

@@ -101,7 +101,7 @@ class Recording:
 
     def store(self) -> Store:
         """Return the store with all records so far."""
-        return Store(self._db, self._history.bounds, self.origin_ns)
+        return Store(self._db, self._history.query_limits, self.origin_ns)
 
     def state(self, t_ns: int | None = None, ended: Iterable[int] = (), **wanted: Any) -> State:
         """Return the state at the end, or at time `t_ns`; `wanted`: fields of Wanted."""

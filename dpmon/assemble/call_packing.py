@@ -63,7 +63,7 @@ def pack_numbered(call: UnnumberedCall, step: int, number: int) -> bytes:
     return pack_call(*head, call.phases, call.replicas, call.stages)
 
 
-def parts_of(known: Definitions, span: Span, layout: int, parts: Sequence[Span]) -> UnnumberedCall:
+def unnumbered_call(known: Definitions, span: Span, layout: int, parts: Sequence[Span]) -> UnnumberedCall:
     """Build a call from its span and the spans of its parts. `layout` must be known."""
     phases, slots = list(_NO_PHASES), [[] for _ in CALL_PHASES]  # type: list[int], Slots
     shares: dict[int, Span] = {}

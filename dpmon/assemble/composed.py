@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from dpmon.assemble.call_packing import UnnumberedCall, parts_of
+from dpmon.assemble.call_packing import UnnumberedCall, unnumbered_call
 from dpmon.assemble.definitions import Definitions
 from dpmon.record.spans import Flag, Kind, Span
 
@@ -108,7 +108,7 @@ class Composer:
         took = max(last.end - start, 0)
         whole = apply._replace(start=start, took=took, inputs=self._inputs(partial), outputs=outputs)
         replicas = [one for one in partial.replicas if one.kind == Kind.REPLICA]
-        return parts_of(self._known, whole, layout, [*partial.primitives, *replicas])
+        return unnumbered_call(self._known, whole, layout, [*partial.primitives, *replicas])
 
 
 def _absent(partial: _PartialCall, gathered: bool, failed: bool) -> dict[str, str]:

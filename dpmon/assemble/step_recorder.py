@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
-from dpmon.assemble.call_packing import WIRE_FLAGS, UnnumberedCall, mode_of, pack_numbered, parts_of
+from dpmon.assemble.call_packing import WIRE_FLAGS, UnnumberedCall, mode_of, pack_numbered, unnumbered_call
 from dpmon.assemble.composed import Composer
 from dpmon.assemble.definitions import Definitions
 from dpmon.assemble.device_waits import EventPayload, Payload, Pending
@@ -171,7 +171,7 @@ class StepRecorder:
             self._count(flags, module, rows)
         parts = inner.parts.get(call[0]) if inner is not None else None
         if parts or flags & _SLOW or layout < 0:
-            self._record_call(parts_of(self.known, call, site, parts or ()))
+            self._record_call(unnumbered_call(self.known, call, site, parts or ()))
             return
         self.calls = number = self.calls + 1
         if self.awaiting_call:

@@ -192,7 +192,7 @@ def _screen(guard: Guard, directory: Path, refresh: float, theme: str | None) ->
     try:
         from dpmon.ui.app import run_screen
 
-        result = run_screen(directory, refresh=refresh, theme=theme, told=lambda: guard.outcome)
+        result = run_screen(directory, refresh=refresh, theme=theme, known_exit=lambda: guard.outcome)
     except KeyboardInterrupt:  # pressed before the screen could read the keyboard
         result = "left"
     if result == "left":

@@ -184,17 +184,17 @@ def all_commands() -> argparse.ArgumentParser:
 
     # argparse accepts any callable as `parser_class`; only its type hints require a class.
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", prog="dpmon", parser_class=made)  # type: ignore[call-overload]
-    for form, told in usage():
+    for form, description in usage():
         command = form.split()[1]
         if command in COMMANDS:
-            commands.add_parser(command, help=told).usage = form
+            commands.add_parser(command, help=description).usage = form
     return parser
 
 
 def usage() -> list[tuple[str, str]]:
     """Each form of the command line with its description."""
     lines = (re.split(" {2,}", line.strip(), maxsplit=1) for line in _USAGE.splitlines())
-    return [(form, told) for form, told in lines]
+    return [(form, description) for form, description in lines]
 
 
 def takes_value(parser: argparse.ArgumentParser) -> set[str]:

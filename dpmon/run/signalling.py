@@ -46,7 +46,7 @@ def command_of(info: RunInfo) -> ProcessEntry | None:
     return process if process is not None and proc.same_start(process, info.command_started) else None
 
 
-def unproven(directory: Path, info: RunInfo) -> int | None:
+def pid_of_unproven_command(directory: Path, info: RunInfo) -> int | None:
     """The command's number in run.json, if it now belongs to a process not proven to be the command; else None."""
     pid = info.command_pid
     if pid is None or info.boot_id != proc.boot_id():

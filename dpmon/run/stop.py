@@ -12,7 +12,7 @@ from dpmon.run.condition import YOUNG_S
 from dpmon.run.lock import goes_on_elsewhere, supervised
 from dpmon.run.proc import ProcessEntry
 from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info, mark_stop
-from dpmon.run.signalling import find_members, send_to_all, unproven
+from dpmon.run.signalling import find_members, pid_of_unproven_command, send_to_all
 
 GRACE_S = 5.0
 NOTHING_RUNS = "nothing runs"
@@ -45,7 +45,7 @@ def stop_run(directory: Path, last_known: RunInfo | None = None, grace_s: float 
         raise RunError(f"{directory.name} is on another machine; stop it there")
     known = find_members(directory, info, over=how is not None)
     if not known:
-        if how is None and (stranger := unproven(directory, info)) is not None:
+        if how is None and (stranger := pid_of_unproven_command(directory, info)) is not None:
             raise RunError(f"process {stranger} is not proven to be the command of {directory.name}; no signal sent")
         yield NOTHING_RUNS
         return

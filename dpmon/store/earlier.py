@@ -32,7 +32,7 @@ from dpmon.record.wire import (
 from dpmon.store.accounts import Accounts
 from dpmon.store.batch import Batch
 from dpmon.store.intake import Intake
-from dpmon.store.tables import Bounds, HistoryError, RingRow, rings_in
+from dpmon.store.tables import HistoryError, QueryLimits, RingRow, rings_in
 from dpmon.store.writer import History
 
 _SUPERVISOR = -1
@@ -43,13 +43,13 @@ _EXTRAS = {name: f"{name}_ns" if name in STEP_PHASES else name for name in STEP_
 _DAMAGE = (RecordError, LookupError, ValueError, TypeError, AttributeError, struct.error, OverflowError)
 
 
-def take_in(db: sqlite3.Connection, bounds: Bounds, history: History, start_ns: int) -> str | None:
+def take_in(db: sqlite3.Connection, query_limits: QueryLimits, history: History, start_ns: int) -> str | None:
     """Write the rows of the earlier history `db` to an empty one. Return a text about missing rows; None if complete.
 
     `start_ns`: the run's start, monotonic. Raises HistoryError if `history` cannot be written, sqlite3.Error if `db`
     has no readable table of rings.
     """
-    earlier = _Earlier(db, bounds, start_ns)
+    earlier = _Earlier(db, query_limits, start_ns)
     tables = (earlier.rows(table) for table in ("calls", "steps", "events"))
     for count, (number, table, row) in enumerate(heapq.merge(*tables, key=itemgetter(0)), start=1):
         earlier.add(number, table, row)
@@ -70,9 +70,9 @@ def take_in(db: sqlite3.Connection, bounds: Bounds, history: History, start_ns: 
 class _Earlier:
     """An earlier history, and the rows taken from it that are not written yet."""
 
-    def __init__(self, db: sqlite3.Connection, bounds: Bounds, start_ns: int) -> None:
+    def __init__(self, db: sqlite3.Connection, query_limits: QueryLimits, start_ns: int) -> None:
         self._db = db
-        self._bounds = bounds
+        self._query_limits = query_limits
         self._start_ns = start_ns
         self._rings = rings_in(db)
         self._accounts = Accounts()
@@ -95,11 +95,11 @@ class _Earlier:
 
     def _each(self, query: str) -> Iterator[dict[str, Any]]:
         """Yield rows by column name; in a damaged history, the rows before the damage."""
-        self._bounds.begin()
+        self._query_limits.begin()
         try:
             cursor = self._db.execute(query)
             names = [column[0] for column in cursor.description]
-            for row in self._bounds.each(cursor):
+            for row in self._query_limits.each(cursor):
                 yield dict(zip(names, row, strict=True))
         except (sqlite3.Error, HistoryError) as error:
             self.damaged = self.damaged or str(error)

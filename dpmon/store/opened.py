@@ -27,8 +27,8 @@ from dpmon.store.tables import (
     HISTORY_FILE,
     LARGEST,
     SCHEMA_VERSION,
-    Bounds,
     HistoryError,
+    QueryLimits,
     RingRow,
     check_schema,
     check_whole,
@@ -69,22 +69,24 @@ def open_store(directory: Path, *, as_written: bool = False) -> Iterator[Store]:
 def _store(directory: Path, info: RunInfo, stack: ExitStack, as_written: bool) -> Store:
     path = directory / HISTORY_FILE
     db = stack.enter_context(closing(_connect(f"{path.absolute().as_uri()}?mode=ro", path)))
-    bounds = Bounds(db, size_of(path))
+    query_limits = QueryLimits(db, size_of(path))
     db.execute("BEGIN")
     check_schema(db)
     if not db.execute("SELECT 1 FROM sqlite_master").fetchone() and supervised(info):
         raise FileNotFoundError(path)  # the supervisor is creating it
     if version_of(db) < SCHEMA_VERSION:
-        return _earlier(directory, info, db, bounds, stack)
+        return _earlier(directory, info, db, query_limits, stack)
     check_whole(db)
     if as_written or _is_written(directory, info) or not _have_more(directory, rings_in(db)) or size_of(path) > LARGEST:
-        return Store(db, bounds, info.start_ns)
+        return Store(db, query_limits, info.start_ns)
     memory = stack.enter_context(closing(_connect(_MEMORY)))
     db.backup(memory)
     return _with_rings(directory, info, memory)
 
 
-def _earlier(directory: Path, info: RunInfo, db: sqlite3.Connection, bounds: Bounds, stack: ExitStack) -> Store:
+def _earlier(
+    directory: Path, info: RunInfo, db: sqlite3.Connection, query_limits: QueryLimits, stack: ExitStack
+) -> Store:
     """Make the store of a history that an earlier version wrote."""
     key = directory, *_stamps(directory / HISTORY_FILE)
     if key in _kept:
@@ -92,7 +94,7 @@ def _earlier(directory: Path, info: RunInfo, db: sqlite3.Connection, bounds: Bou
     memory = _connect(_MEMORY)
     with ExitStack() as failed:
         failed.callback(memory.close)
-        missing = take_in(db, bounds, _history(memory, info), info.start_ns)
+        missing = take_in(db, query_limits, _history(memory, info), info.start_ns)
         store = _with_rings(directory, info, memory, missing)
         failed.pop_all()
     if load_exit(directory) is None:
@@ -111,7 +113,7 @@ def _with_rings(directory: Path, info: RunInfo, memory: sqlite3.Connection, dama
     drain.close()
     if drain.failure is not None:
         raise drain.failure
-    return Store(memory, history.bounds, info.start_ns, damaged)
+    return Store(memory, history.query_limits, info.start_ns, damaged)
 
 
 def _history(memory: sqlite3.Connection, info: RunInfo) -> History:

@@ -27,7 +27,7 @@ from dpmon.store.tables import (
     LASTING,
     LASTING_KINDS,
     STEP_COLUMNS,
-    Bounds,
+    QueryLimits,
     definitions_in,
 )
 from dpmon.store.tally import Key, Tally, are_optional
@@ -61,9 +61,11 @@ _SHAPE_CHARACTERS = 1 << 20
 class Store(Sums):
     """The tables of one history, as of one instant."""
 
-    def __init__(self, db: sqlite3.Connection, bounds: Bounds, origin_ns: int = 0, damaged: str | None = None) -> None:
+    def __init__(
+        self, db: sqlite3.Connection, query_limits: QueryLimits, origin_ns: int = 0, damaged: str | None = None
+    ) -> None:
         """Take the parameters of Sums."""
-        super().__init__(db, bounds, origin_ns, damaged)
+        super().__init__(db, query_limits, origin_ns, damaged)
         self._unreadable = 0
         """Number of damaged rows found by `records`."""
         self._decoders: dict[int, Decoder] = {}

@@ -12,8 +12,8 @@ from dpmon.store.accounting import ACTIVITIES, LATEST_NS
 from dpmon.store.answers import PaceRow, TimeRow, TimeTogether
 from dpmon.store.tables import (
     ACTIVITY_COLUMNS,
-    Bounds,
     HistoryError,
+    QueryLimits,
     RingRow,
     rings_in,
 )
@@ -50,13 +50,15 @@ _TIME_SUMS = ", ".join(map(_total, ACTIVITY_COLUMNS))
 class Sums:
     """The sums in one history, as of one instant. If the database is damaged, they cover its readable part."""
 
-    def __init__(self, db: sqlite3.Connection, bounds: Bounds, origin_ns: int = 0, damaged: str | None = None) -> None:
-        """`db`: in a transaction, so that all queries see the same state. `bounds`: its limits.
+    def __init__(
+        self, db: sqlite3.Connection, query_limits: QueryLimits, origin_ns: int = 0, damaged: str | None = None
+    ) -> None:
+        """`db`: in a transaction, so that all queries see the same state. `query_limits`: its limits.
 
         `origin_ns`: start of the run (monotonic). `damaged`: why the history could not be read.
         """
         self._db = db
-        self._bounds = bounds
+        self._query_limits = query_limits
         self.origin_ns = origin_ns
         self.damaged = damaged
         """Why the history could not be read to its end; None if all queries so far succeeded."""
@@ -83,9 +85,9 @@ class Sums:
 
     def _each(self, query: str, values: Parameters = ()) -> Iterator[tuple[Any, ...]]:
         """Yield the rows of a query; in a damaged database, the rows before the damage."""
-        self._bounds.begin()
+        self._query_limits.begin()
         try:
-            yield from self._bounds.each(self._db.execute(query, values))
+            yield from self._query_limits.each(self._db.execute(query, values))
         except (sqlite3.Error, OverflowError, HistoryError) as error:
             self.damaged = self.damaged or f"the history cannot be read to its end: {error}"
 

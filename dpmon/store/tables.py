@@ -75,8 +75,8 @@ __all__ = [
     "SCHEMA",
     "SCHEMA_VERSION",
     "STEP_COLUMNS",
-    "Bounds",
     "HistoryError",
+    "QueryLimits",
     "RingRow",
     "all_integers",
     "check_schema",
@@ -192,7 +192,7 @@ _LOOK_STEPS = 100_000
 _ENTRY_STEPS = 5_000
 """Upper limit of the instructions to write one entry of a batch, including its tallies of all widths."""
 LARGEST = 1 << 30
-"""Largest database (bytes) that is copied to memory. For larger ones, the Bounds do not grow any more."""
+"""Largest database (bytes) that is copied to memory. The limits of queries do not grow beyond this size."""
 _SMALLEST_ROW = 8
 """Fewest bytes of a row: its position in the page, its length and its id."""
 _LONGEST_VALUE = 64 << 20
@@ -233,7 +233,7 @@ class RingRow:
     """State of the assembler of a ring of spans; empty once its process has ended and the history is complete."""
 
 
-class Bounds:
+class QueryLimits:
     """Limits the rows and the work of one query by the size of the database: a damaged tree can have endless rows."""
 
     def __init__(self, db: sqlite3.Connection, size: int) -> None:

@@ -24,8 +24,8 @@ from dpmon.store.tables import (
     SCHEMA,
     SCHEMA_VERSION,
     STEP_COLUMNS,
-    Bounds,
     HistoryError,
+    QueryLimits,
     RingRow,
     check_schema,
     definitions_in,
@@ -75,7 +75,7 @@ class History:
         self._db = db
         try:
             self._page_bytes: int = db.execute("PRAGMA page_size").fetchone()[0]
-            self._bounds = Bounds(db, self._file_bytes() if path is None else size_of(path))
+            self._query_limits = QueryLimits(db, self._file_bytes() if path is None else size_of(path))
             self._prepare(meta)
         except (sqlite3.Error, OSError, TypeError, ValueError, OverflowError) as error:
             raise HistoryError(str(error)) from None
@@ -96,10 +96,10 @@ class History:
             raise
 
     @property
-    def bounds(self) -> Bounds:
-        """The bounds of queries for the current size of the database."""
-        self._bounds.set_size(self._file_bytes())
-        return self._bounds
+    def query_limits(self) -> QueryLimits:
+        """The limits of queries for the current size of the database."""
+        self._query_limits.set_size(self._file_bytes())
+        return self._query_limits
 
     def _prepare(self, meta: Mapping[str, Any]) -> None:
         run = self._db.execute
@@ -130,7 +130,7 @@ class History:
     def rows(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """Return the rows of a query. Raises HistoryError."""
         try:
-            self.bounds.begin()
+            self.query_limits.begin()
             return self._db.execute(query, values).fetchall()
         except (sqlite3.Error, OverflowError) as error:
             raise HistoryError(str(error)) from None
@@ -161,10 +161,10 @@ class History:
     def write(self, batch: Batch) -> None:
         """Write all of `batch` or nothing. After a HistoryError, the same batch may be written again."""
         many = self._db.executemany
-        self._bounds.begin()
+        self._query_limits.begin()
         try:
-            # Raise the bounds for this write: the database grows, and a batch may hold the records of a long time.
-            self._bounds.set_size(self._file_bytes(), batch.entries)
+            # Raise the limits for this write: the database grows, and a batch may hold the records of a long time.
+            self._query_limits.set_size(self._file_bytes(), batch.entries)
             self._db.execute("BEGIN IMMEDIATE")
             many("INSERT OR REPLACE INTO definitions VALUES (?,?,?)", batch.definitions)
             many(_INTO_CALLS, batch.calls)

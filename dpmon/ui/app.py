@@ -42,12 +42,12 @@ def run_screen(
     refresh: float = 1.0,
     theme: str | None = None,
     playback: bool = False,
-    told: Callable[[], ExitInfo | None] = lambda: None,
+    known_exit: Callable[[], ExitInfo | None] = lambda: None,
 ) -> str:
     """Show the run in `directory` until the user leaves; `theme`: a name from `dpmon.config`.
 
-    With `playback`, a finished run can be played back. `told` returns how the run ended, if the caller knows it without
-    a file.
+    With `playback`, a finished run can be played back. `known_exit` returns how the run ended, if the caller knows it
+    without a file.
 
     Returns "left": the training goes on; "ended": the run is over; "stopped": the user stopped the run and it has
     ended. Raises ScreenClosed, a SystemExit with the status, if the user did not close the screen. Raises RunError if
@@ -64,7 +64,9 @@ def run_screen(
     if playback:
         monitor: Monitor = Playback(directory, look, refresh=refresh)
     else:
-        monitor = Monitor(directory, look, refresh=refresh, open_reader=lambda: RunReader(directory, known_exit=told))
+        monitor = Monitor(
+            directory, look, refresh=refresh, open_reader=lambda: RunReader(directory, known_exit=known_exit)
+        )
     monitor.leaving.begin()
     try:
         result = monitor.run()

@@ -352,8 +352,8 @@ class Monitor(Stopping):
             try:
                 said = job()
             except Exception as error:  # noqa: BLE001  whatever went wrong is shown; the screen goes on
-                told = isinstance(error, jobs.JobError)
-                said = str(error) if told else f"{type(error).__name__}: {error}"
+                is_job_error = isinstance(error, jobs.JobError)
+                said = str(error) if is_job_error else f"{type(error).__name__}: {error}"
             self.from_thread(then, None if said is None else clean(said, 300))
 
         threading.Thread(target=run, name="dpmon job", daemon=True).start()

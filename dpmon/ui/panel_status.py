@@ -32,12 +32,12 @@ def status(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     warned = bool(said) and said == _warning(scene)
     message: Row = [(" ", ""), *said]
     if alive.detail not in plain(rows[0]) and not _has_answer(scene, look):
-        told: Row = [(" ", ""), (f"{alive.word}: ", alive.style), (alive.detail, ""), ("  ", "")]
+        state: Row = [(" ", ""), (f"{alive.word}: ", alive.style), (alive.detail, ""), ("  ", "")]
         if warned:  # show both; a row that is too narrow shows the warning's beginning
             room = width - width_of(_missed(scene)) - span_width(_ALL_OF_IT)
-            message = [*told, *said] if width_of(told) + _WARNING_BEGINS <= room else message
+            message = [*state, *said] if width_of(state) + _WARNING_BEGINS <= room else message
         else:
-            message = [*told, *(said if scene.over or width_of(told) + width_of(said) <= width else [])]
+            message = [*state, *(said if scene.over or width_of(state) + width_of(said) <= width else [])]
     corner = _missed(scene) or _next(scene, width - width_of(message))
     if warned and width_of(message) > width - width_of(corner):
         corner = [(_ALL_OF_IT, "dim"), *corner]

@@ -189,7 +189,7 @@ def test_the_queries_of_each_second_are_cheap() -> None:
                 one = Collected(number, 1 + which % 6, 0, 0, 0, second * SECOND, 1000, 0, 4096)
                 batch.collective(number, process, one)
     history.write(batch)
-    store = Store(db, history.bounds, 0)
+    store = Store(db, history.query_limits, 0)
     began = time.thread_time()
     found = communicated(store, 0, 300 * SECOND, range(64))
     took = time.thread_time() - began

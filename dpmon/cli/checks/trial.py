@@ -226,10 +226,10 @@ def _cuda(seen: _TrialResults) -> Iterator[Check]:
         yield warning("CUDA", "there are GPUs, but this torch is built for CPUs only", "install torch with CUDA")
     elif seen.devices:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        told = f" (CUDA_VISIBLE_DEVICES is {visible!r})" if visible is not None else ""
+        visible_words = f" (CUDA_VISIBLE_DEVICES is {visible!r})" if visible is not None else ""
         yield warning(
             "CUDA",
-            f"there are GPUs, but torch sees none{told}",
+            f"there are GPUs, but torch sees none{visible_words}",
             "python -c 'import torch as t; t.cuda.init()' prints why",
         )
     elif shutil.which("rocm-smi") and facts.get("hip"):

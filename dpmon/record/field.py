@@ -51,7 +51,7 @@ class RecordKind:
 
 
 PROCESS = Field("process", "integer", "the training process, from 0")
-RANK = Field("rank", "integer", "its rank; null if it has none")
+RANK = Field("rank", "integer", "the rank of the process; null if it has none")
 WHO = (PROCESS, RANK)
 T = Field("t_s", "number", "time since the run's start", "s")
 START = Field("start_s", "number", "time of its start, since the run's start", "s")

@@ -17,19 +17,19 @@ _CALL = RecordKind(
     (
         *WHO,
         Field("step", "integer", "the step of the call"),
-        Field("call", "integer", "its number in the process, from 1"),
+        Field("call", "integer", "the number of the call in the process, from 1"),
         Field("root", "text", "the class of the model without its wrapper; under FSDP2, the script's own class"),
         Field(
             "via",
             "text",
-            "its wrapper: DataParallel, DistributedDataParallel ...; fully_shard under FSDP2; null if the model was"
-            " called directly",
+            "the wrapper of the model: DataParallel, DistributedDataParallel ...; fully_shard under FSDP2; null if the"
+            " model was called directly",
         ),
         MODE,
-        Field("virtual", "boolean", "whether its replicas share a device"),
+        Field("virtual", "boolean", "whether the replicas share a device"),
         Field("training", "boolean", "whether the model was in training mode"),
         Field("grad", "boolean", "whether gradients were recorded"),
-        only_csv("failed", "boolean", "whether it raised an exception"),
+        only_csv("failed", "boolean", "whether the call raised an exception"),
         START,
         WALL,
         only_csv("rows", "integer", "rows of the batch: the first dimension of its first tensor"),
@@ -71,7 +71,7 @@ _STEP = RecordKind(
     "one step of the training loop; an evaluation step has neither `backward` nor `optimizer` in `phases`",
     (
         *WHO,
-        Field("step", "integer", "its number in the process, from 1"),
+        Field("step", "integer", "the number of the step in the process, from 1"),
         MODE,
         START,
         WALL,
@@ -89,16 +89,16 @@ _STEP = RecordKind(
         Field(
             "device_ms",
             "object",
-            "the time of each phase on the slowest device, but of data on the device that waits least; missing if"
-            " the step used no GPU",
+            "the time of each phase on the slowest device (for data: on the device that waits least); missing if the"
+            " step used no GPU",
             "ms",
             tuple(f"{name}_device_ms" for name in STEP_PHASES if name in TIMED_PHASES),
         ),
         Field(
             "spans",
             "list",
-            f"the first {MAX_SPANS} spans, each a phase on the training thread, in order of start, outer spans before"
-            " nested ones: phase, start_ms (after the step's start), ms (including nested spans)",
+            f"the first {MAX_SPANS} spans: phase, start_ms (after the step's start), ms (including nested spans). Each"
+            " span is a phase on the training thread. They are in order of start, outer spans before nested ones",
             "ms",
         ),
         Field("missing_spans", "integer", f"number of spans after the first {MAX_SPANS}; missing if there are none"),
@@ -111,16 +111,19 @@ _STEP = RecordKind(
         Field(
             "sync_number",
             "integer",
-            "the number of its last synchronised backward pass, which is the same on all ranks; missing if it has none",
+            "the number of the step's last synchronised backward pass, which is the same on all ranks; missing if there"
+            " is none",
         ),
         Field(
             "exposed_ms",
             "number",
-            "communication of its synchronised passes that no computation hid: the least `sync` of all ranks; missing"
-            " without such passes",
+            "communication of the step's synchronised passes that no computation hid: the shortest `sync` of all ranks;"
+            " missing if there are no such passes",
             "ms",
         ),
-        Field("wait_ms", "number", "the rest of its `sync`: its wait for the slowest rank (0 on that rank)", "ms"),
+        Field(
+            "wait_ms", "number", "the rest of the step's `sync`: the wait for the slowest rank (0 on that rank)", "ms"
+        ),
         ABSENT,
     ),
 )
@@ -168,13 +171,13 @@ _LOADER = RecordKind(
     (
         *WHO,
         T,
-        Field("loader", "text", "the class of its dataset"),
+        Field("loader", "text", "the class of the dataset"),
         Field("batches", "integer", "number of batches"),
         Field("workers", "integer", "number of worker processes"),
         Field("persistent", "boolean", "whether the workers stay for the next start"),
-        Field("iter_s", "number", "duration of its __iter__, which starts the workers", "s"),
-        Field("left_out", "integer", "starts before this one that have no record"),
-        Field("left_out_s", "number", "their total duration", "s"),
+        Field("iter_s", "number", "duration of the loader's __iter__, which starts the workers", "s"),
+        Field("left_out", "integer", "number of earlier starts that have no record"),
+        Field("left_out_s", "number", "total duration of these starts", "s"),
         ABSENT,
     ),
 )
@@ -184,9 +187,9 @@ _PROCESS_START = RecordKind(
     (
         *WHO,
         T,
-        Field("world", "integer", "number of ranks; null if it is not a rank"),
-        Field("pid", "integer", "its process id"),
-        Field("argv", "list", "its sys.argv"),
+        Field("world", "integer", "number of ranks; null if the process is not a rank"),
+        Field("pid", "integer", "the process id"),
+        Field("argv", "list", "sys.argv of the process"),
         Field("python", "text", "the version of Python"),
         Field("torch", "text", "the version of torch"),
         Field("device_kind", "text", "cuda or cpu"),
@@ -206,11 +209,16 @@ _EXIT = RecordKind(
     "exit",
     "how the command ended",
     (
-        Field("status", "integer", "its exit status; null if unknown"),
-        Field("signal", "text", "the name of the signal that ended it, such as SIGTERM; null if none did"),
+        Field("status", "integer", "the exit status of the command; null if unknown"),
+        Field("signal", "text", "the name of the signal that ended the command, such as SIGTERM; null if none did"),
         Field("t_s", "number", "time since the run's start", "s"),
-        Field("by", "text", "the part of dpmon that learned how it ended: supervisor, foreground or tracer"),
-        Field("cause", "text", "the cause of its end; missing if unknown", columns=()),
+        Field(
+            "by",
+            "text",
+            "the part of dpmon that learned how the command ended: supervisor, foreground (the `dpmon` that started the"
+            " run) or tracer",
+        ),
+        Field("cause", "text", "the cause of the end; missing if unknown", columns=()),
         Field("absent", "object", "why the status is null; missing if the status is known", columns=()),
     ),
 )

@@ -29,7 +29,8 @@ COLLECTIVE = RecordKind(
         Field(
             "host_ms",
             "number",
-            "from its launch to its completion, which dpmon finds by polling, up to 5 % or 0.1 ms late",
+            "from its launch to its completion; dpmon finds the completion by polling, late by at most 5 % or 0.1 ms,"
+            " whichever is larger",
             "ms",
         ),
         Field(
@@ -41,7 +42,8 @@ COLLECTIVE = RecordKind(
         Field(
             "alg_bytes_s",
             "number",
-            "algorithm bandwidth: its bytes over the time in which it could run; null if that is below 0.1 ms",
+            "algorithm bandwidth: its bytes divided by the time in which it could run; null if this time is below"
+            " 0.1 ms",
             "bytes/s",
         ),
         Field(
@@ -59,7 +61,7 @@ SAMPLED = RecordKind(
     "a period, usually one step, in which every collective was recorded",
     (
         *WHO,
-        Field("step", "integer", "the step that ran at its middle; null if none did"),
+        Field("step", "integer", "the step that ran in the middle of the period; null if none did"),
         START,
         WALL,
         Field("collectives", "integer", "number of collectives launched; null if they cannot be recorded"),
@@ -91,7 +93,7 @@ DDP = RecordKind(
         Field(
             "unused_bytes",
             "integer",
-            "parameters that the last sampled step did not use",
+            "size of the parameters that were not used in the last iteration that torch timed",
             "bytes",
             metric="ddp_unused_bytes",
         ),

@@ -128,7 +128,7 @@ PHASES = (
     Phase(
         "backward",
         "B",
-        "autograd computes the gradients, and sums those of the replicas",
+        "autograd computes the gradients, and adds up the gradients of the replicas",
         short="back",
         absent="no backward pass",
     ),
@@ -142,7 +142,10 @@ PHASES = (
     ),
     Phase("optimizer", "O", "the optimizer changes the parameters", short="opt", absent="no optimizer step"),
     Phase(
-        "other", ".", "the rest of the step: the script's own work between these", absent="nothing is left of the step"
+        "other",
+        ".",
+        "the rest of the step: the script's own work between the other phases",
+        absent="nothing is left of the step",
     ),
 )
 """The phases in the order of a step. The phases of the calls lie within `forward`; the others add up to the step."""

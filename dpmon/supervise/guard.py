@@ -132,19 +132,16 @@ class Guard:
         how = self._reader.exit() or self.outcome
         if how is not None and how.status is None and self.outcome is not None:
             how = self.outcome  # a new supervisor recorded an unknown end before this process recorded the status
-        if how is not None and self.outcome is None and not self.supervised and load_exit(self._directory) is None:
-            # The supervisor wrote it into its ring, and was killed since the last look.
+        if how is not None and self.outcome is None and load_exit(self._directory) is None:
+            # The supervisor wrote it into its ring, and was then killed. Other threads of it may still be ending.
             how = replace(how, drained=False)
             self._record(how)
         return how
 
     @property
     def supervised(self) -> bool:
-        """Whether the supervisor lives.
-
-        It cannot be waited for until its last thread has ended, so look at its main thread, as everybody else does.
-        """
-        return self._supervisor.poll() is None and proc.alive(self._supervisor.pid, None)
+        """Whether any thread of the supervisor lives. Until the last one ends, it holds its lock and its children."""
+        return self._supervisor.poll() is None
 
     @property
     def killed(self) -> bool:

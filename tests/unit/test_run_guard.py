@@ -180,7 +180,7 @@ def test_a_status_wins_over_an_unknown_end_that_a_new_supervisor_recorded_first(
 class Ends:
     """A supervisor that is alive at the first checks and has ended at the next one, after it has called `last`."""
 
-    pid = os.getpid()
+    pid = 0
 
     def __init__(self, last: Callable[[], None], lives: int = 1) -> None:
         self.looks, self._last, self._lives = 0, last, lives
@@ -261,21 +261,26 @@ ctypes.CDLL(None).pthread_exit(None)
 """
 
 
-def test_a_supervisor_is_dead_once_its_main_thread_has_ended(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is being killed: the kernel has ended its main thread and not yet the others, so nobody can wait for it."""
+def test_an_end_that_only_the_ring_of_a_half_dead_supervisor_has(state: Path) -> None:
+    """It is being killed: the kernel has ended its main thread and not yet the others, so nobody can wait for it.
+
+    Until then it holds its lock, so no other supervisor can be started.
+    """
     directory, _ = create_run(RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True))
-    monkeypatch.setattr(Successors, "start_if_needed", lambda *_: None)
     sampler = DeviceSampler(directory / "gpu.ring", 0, lambda: None)
     sampler.emit("exit", {"status": 5, "signal": None, "t_s": 1.0})
     supervisor = subprocess.Popen([sys.executable, "-c", HALF_DEAD])
     try:
         wait_for(lambda: not proc.alive(supervisor.pid, None))
         assert supervisor.poll() is None
-        how = Guard(RunReader(directory), Started(supervisor, -1)).exit()
+        guard = Guard(RunReader(directory), Started(supervisor, -1))
+        guard.look()
+        how = guard.exit()
     finally:
         supervisor.kill()
         supervisor.wait()
     assert how is not None
+    assert (guard.lost, guard._successors.newest) == (None, None)
     assert (how.status, load_exit(directory)) == (5, how)
     sampler.stop()
 

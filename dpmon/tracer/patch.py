@@ -31,6 +31,7 @@ import sys
 from collections.abc import Callable, Sequence
 from signal import SIGINT, default_int_handler, getsignal
 from signal import signal as set_handler
+from threading import get_ident, main_thread
 from typing import Any
 
 import torch
@@ -187,19 +188,19 @@ def _no_interrupt(number: int, frame: object) -> None:
 def _ignore_interrupts() -> bool:
     """Ignore SIGINT if it raises KeyboardInterrupt; return whether it is ignored now.
 
-    A launcher may pass on the Ctrl-C that its ranks have got already. If the second one comes while the interpreter
-    ends, Python drops it. In a function that the interpreter calls at its end, Python would print a traceback, and the
-    rest of the function would be skipped.
+    A launcher may pass on the Ctrl-C that its ranks have got already. The second one may come when the script is over
+    and the interpreter calls its exit functions. In ours, Python would print a traceback of it and skip the rest.
     """
-    while getsignal(SIGINT) is default_int_handler:
+    if get_ident() != main_thread().ident:
+        return False
+    while True:
         try:
+            if getsignal(SIGINT) is not default_int_handler:
+                return False
             set_handler(SIGINT, _no_interrupt)
-        except ValueError:  # not the main thread
-            return False
+            return True
         except KeyboardInterrupt:  # it came a moment before
             continue
-        return True
-    return False
 
 
 def _at_the_end(
@@ -233,11 +234,12 @@ def _at_the_end(
             ignored = _ignore_interrupts()
         except Exception as error:  # noqa: BLE001 - the interpreter is ending
             session.fault("exit", error)
-        try:
-            end()
         finally:
-            if ignored and getsignal(SIGINT) is _no_interrupt:
-                set_handler(SIGINT, default_int_handler)
+            try:
+                end()
+            finally:
+                if ignored and getsignal(SIGINT) is _no_interrupt:
+                    set_handler(SIGINT, default_int_handler)
 
     atexit.register(at_exit)
 
@@ -250,7 +252,7 @@ def _at_the_end(
         util = sys.modules.get("multiprocessing.util")
         process = sys.modules.get("multiprocessing.process")
         if util is not None and process is not None and process.parent_process() is not None:
-            util.Finalize(None, at_exit, exitpriority=0)
+            util.Finalize(None, end, exitpriority=0)
 
     session.on_open = opened
 

@@ -180,24 +180,26 @@ for step in range(3):
     optimizer.step()
     optimizer.zero_grad()
 ours = sys.modules["dpmon.tracer.patch"]
-owner, name = {"first": (ours.Collectives, "at_exit"), "last": (ours, "note")}[sys.argv[1]]
+owners = {"begins": (ours, "getsignal"), "first": (ours.Collectives, "at_exit"), "last": (ours, "note")}
+owner, name = owners[sys.argv[1]]
 original = getattr(owner, name)
 
 def interrupted(*words):
+    setattr(owner, name, original)
+    print("interrupted", flush=True)
     os.kill(os.getpid(), signal.SIGINT)
-    original(*words)
-    print("ended", flush=True)
+    return original(*words)
 
 setattr(owner, name, interrupted)
 raise ValueError("no data")
 """
 
 
-@pytest.mark.parametrize("when", ["first", "last"])
+@pytest.mark.parametrize("when", ["begins", "first", "last"])
 def test_an_interrupt_while_the_tracer_ends(tmp_path: Path, when: str) -> None:
     """A launcher passes on the Ctrl-C that its ranks have got already."""
     run = traced(tmp_path, INTERRUPTED, when)
-    assert (run.status, run.out) == (1, "ended\n")
+    assert (run.status, run.out) == (1, "interrupted\n")
     assert run.err.splitlines()[-1] == "ValueError: no data"
     assert "Exception ignored" not in run.err
     assert "ValueError" in (run.directory / "endings.log").read_text()

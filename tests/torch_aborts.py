@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -10,8 +9,8 @@ __all__ = ["unless_aborted"]
 
 Ended = TypeVar("Ended")
 TRIES = 4
-ABORTED = re.compile("terminate called|SIGABRT")
-"""Written by the process itself, or by what started it: torchrun, torch.multiprocessing or dpmon."""
+ABORTED = "terminate called without an active exception"
+"""What such a process prints."""
 
 
 def unless_aborted(run: Callable[[int], Ended], output: Callable[[Ended], str]) -> Ended:
@@ -21,6 +20,7 @@ def unless_aborted(run: Callable[[int], Ended], output: Callable[[Ended], str]) 
     """
     for number in range(TRIES):
         ended = run(number)
-        if not ABORTED.search(output(ended)):
+        if ABORTED not in output(ended):
             break
+        print(f"try {number + 1} was aborted at its end")
     return ended

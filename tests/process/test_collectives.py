@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed.fsdp
 from torch_aborts import unless_aborted
-from tracing import Script, Traced, text_of, traced
+from tracing import Script, Traced, alone, text_of, traced
 
 from dpmon.record.kinds import Collective, Sampled
 from dpmon.record.payloads import kind_of
@@ -57,9 +57,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
     def both(_: int) -> Runs:
         script = Script(place, text, fresh=True)
-        return Runs(script.end(), traced(place, text, fresh=True, run=False), script.start_ns)
+        return Runs(script.end(), alone(place, text, fresh=True), script.start_ns)
 
-    return unless_aborted(both, lambda runs: runs.traced.err)
+    return unless_aborted(both, lambda runs: runs.traced.err + runs.alone.err)
 
 
 def rank_output(run: Traced, form: str) -> list[dict[str, Any]]:
@@ -142,7 +142,8 @@ def test_sampling_writes_no_warning_and_loses_no_record(runs: Runs) -> None:
 @pytest.fixture(scope="module")
 def oddly(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Traced]:
     place = tmp_path_factory.mktemp("oddly")
-    return cache(lambda how: traced(place, text_of("communicating_oddly"), how, fresh=True))
+    text = text_of("communicating_oddly")
+    return cache(lambda how: unless_aborted(lambda _: traced(place, text, how, fresh=True), lambda run: run.err))
 
 
 def of_kind(run: Traced, kind: type) -> list[Any]:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from sizes import LONG
-from torch_aborts import unless_aborted
 from warm import Piped
 
 import dpmon
@@ -284,11 +283,7 @@ def read_run(directory: Path, origin_ns: int = 0) -> tuple[list[Record], int, li
 def traced(place: Path, text: str, *words: object, **options: Any) -> Traced:
     """Run a script under the tracer to its end; options: those of `Script`, and `limit`."""
     limit = options.pop("limit", LIMIT_S)
-
-    def run(_: int = 0) -> Traced:
-        return Script(place, text, *words, **options).end(limit)
-
-    return unless_aborted(run, lambda ended: ended.err) if "torch.distributed" in text else run()
+    return Script(place, text, *words, **options).end(limit)
 
 
 def alone(place: Path, text: str, *words: object, **options: Any) -> Traced:

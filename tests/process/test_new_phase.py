@@ -31,7 +31,11 @@ EDITS: tuple[tuple[str, str, str], ...] = (
         "QUANTITIES = (\n",
         'QUANTITIES = (\n    Quantity("tokens", "tokens", "tokens", "tokens_total", "none", optional=True),\n',
     ),
-    ("record/wire.py", '"unsynced", "sync_number")', '"unsynced", "sync_number", "await", "tokens")'),
+    (
+        "record/wire.py",
+        ')\n"""Phases, quantities and numbers that few steps have',
+        ', "await", "tokens")\n"""Phases, quantities and numbers that few steps have',
+    ),
     ("record/spans.py", "    BUCKETS = 19\n", "    BUCKETS = 19\n    AWAIT = 30\n"),
     ("record/spans.py", "DOING = {\n", 'DOING = {\n    Kind.AWAIT: "await",\n'),
     ("record/spans.py", "COUNTED = {", 'COUNTED = {Kind.AWAIT: "tokens", '),

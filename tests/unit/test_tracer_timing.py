@@ -9,7 +9,7 @@ import pytest
 from played import Process
 
 from dpmon.record.payloads import UNTIMED
-from dpmon.record.spans import FLAGS_AT, Flag, Kind, unpacked
+from dpmon.record.spans import DOING, FLAGS_AT, Flag, Kind, unpacked
 from dpmon.record.wire import Untimed
 from dpmon.tracer.threads import Thread
 
@@ -23,8 +23,10 @@ def times(process: Process) -> list[int]:
     return [span.inputs | span.outputs << 32 for span in spans if span.kind == Kind.DEVICE_TIME]
 
 
-def flags(process: Process) -> list[int]:
-    return [head >> FLAGS_AT & 0x3FF for head, *_ in process.spans if head & 0xFF != Kind.DEVICE_TIME]
+def phases(process: Process, start: int = 0) -> dict[int, int]:
+    """Return the flags of the spans that are phases, by number, from span `start` on."""
+    spans = enumerate(process.spans[start:], start)
+    return {number: head >> FLAGS_AT & 0x3FF for number, (head, *_) in spans if DOING[head & 0xFF] != "other"}
 
 
 def test_every_phase_of_a_step_is_timed_from_the_first_call_on() -> None:
@@ -48,8 +50,8 @@ def test_a_device_time_is_written_in_a_later_step_without_waiting() -> None:
     assert times(process) == [1]
     process.device.reached = process.device.now
     process.phase(Kind.FETCH)
-    spans = [number for number, (head, *_) in enumerate(process.spans) if head & 0xFF != Kind.DEVICE_TIME]
-    assert times(process) == [number for number in spans[1:] if number < len(process.spans) - 1]
+    _, *spans = phases(process)
+    assert times(process) == [number for number in spans if number < len(process.spans) - 1]
 
 
 def test_the_times_of_one_device_keep_their_order() -> None:
@@ -255,11 +257,7 @@ def timed_steps(process: Process, count: int) -> list[bool]:
         before = len(process.spans)
         process.step(0)
         process.device.reached = process.device.now
-        of_step = [
-            head >> FLAGS_AT & (Flag.TIMED | Flag.UNTIMED)
-            for head, *_ in process.spans[before:]
-            if head & 0xFF != Kind.DEVICE_TIME
-        ]
+        of_step = [flags & (Flag.TIMED | Flag.UNTIMED) for flags in phases(process, before).values()]
         assert set(of_step) in ({Flag.TIMED}, {Flag.UNTIMED})
         found.append(of_step[0] == Flag.TIMED)
     return found
@@ -302,11 +300,7 @@ def test_a_fetch_without_a_call_is_no_step_of_a_block() -> None:
         before = len(process.spans)
         process.phase(Kind.FETCH)
         process.step(0)
-        left_out = {
-            bool(head >> FLAGS_AT & Flag.UNTIMED)
-            for head, *_ in process.spans[before:]
-            if head & 0xFF != Kind.DEVICE_TIME
-        }
+        left_out = {bool(flags & Flag.UNTIMED) for flags in phases(process, before).values()}
         assert len(left_out) == 1, "the two batches are of one step"
 
 
@@ -333,7 +327,7 @@ def test_copies_parts_and_phases_that_raise_are_left_out_too() -> None:
     process.phase(Kind.FETCH, 0.5)
     with pytest.raises(ZeroDivisionError):
         process.phase(Kind.FETCH, 1.0, raises)
-    assert flags(process)[-1] == Flag.UNTIMED | Flag.FAILED
+    assert [*phases(process).values()][-1] == Flag.UNTIMED | Flag.FAILED
     marks: list[Any] = [process.timing.copy_begins(process.me, 0) for _ in range(100)]
     marks.append(process.timing.replica_begins(("cuda:0",), 0))
     for mark in marks:

@@ -78,6 +78,9 @@ class FakeReader:
     def command_alive(self) -> bool | None:
         return self.is_alive
 
+    def request_sample(self) -> int:
+        return 1
+
     def request_mode(self, mode: str) -> int:
         self.asked.append(mode)
         self.unanswered = True

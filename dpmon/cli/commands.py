@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,9 +22,13 @@ from dpmon.run.retention import is_kept
 from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info
 from dpmon.supervise.guard import keep_supervised
 from dpmon.supervise.start import ensure_supervisor
+from dpmon.text.ascii import in_stream
+from dpmon.text.cells import cut
 from dpmon.text.cleaning import clean
 
 _LAST_OUTPUT = 4096
+_COMMAND_CELLS = 60
+"""Most cells of a command in a list for a terminal."""
 
 
 def attach(options: argparse.Namespace) -> int:
@@ -107,7 +112,8 @@ def ls(options: argparse.Namespace) -> int:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     for row, lines in zip(rows, below, strict=True):
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        print("  ".join([*cells, row[-1]]).rstrip())
+        command = cut(row[-1], _COMMAND_CELLS) if sys.stdout.isatty() else row[-1]
+        print("  ".join([*cells, in_stream(command, sys.stdout)]).rstrip())
         for line in lines:
             print(f"    {clean(line)}")
     return 0
@@ -139,13 +145,17 @@ def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
         _age(time.time() - run["started_unix"]),
         _steps_text(run),
         "-" if run["status"] is None else clean(run["signal"] or run["status"]),
-        clean(" ".join(run["command"]))[:60],
+        clean(" ".join(run["command"])),
     )
 
 
 def _below(run: Mapping[str, Any]) -> tuple[str, ...]:
-    """The lines below a run's row: the cause of its end, and where it stalled."""
-    return tuple(text for text in (run["cause"], run["standing"]) if text is not None)
+    """The lines below a run's row: the cause of its end, and where it stalled.
+
+    A launcher that the user stops ends with an exception of its own, which is no fault.
+    """
+    cause = None if run["state"] == "stopped" else run["cause"]
+    return tuple(text for text in (cause, run["standing"]) if text is not None)
 
 
 def keep(options: argparse.Namespace) -> int:

@@ -134,12 +134,13 @@ def transfers(evidence: Evidence) -> Iterator[Finding]:
 def slower(evidence: Evidence) -> Iterator[Finding]:
     """DataParallel that is slower than one device."""
     found = evidence.compared
-    if found is not None and found.speedup is not None and found.speedup.high < 1:
+    if found is not None and found.speedup is not None and found.speedup.low > 0 and found.speedup.high < 1:
         value, low, high = found.speedup
+        times, least, most = 1 / value, 1 / high, 1 / low
         yield Finding(
             "slower",
             sentence(found) or "",
-            f"the median step in single takes {value:.2f} times as long as in dp (95 %: {low:.2f} to {high:.2f})",
+            f"the median step in dp takes {times:.2f} times as long as in single (95 %: {least:.2f} to {most:.2f})",
             _ON_GPUS
             if any(mode.virtual for mode in evidence.modes)
             else "one device, or DistributedDataParallel; larger batches give every copy of the model more work, but"
@@ -382,7 +383,7 @@ def failed(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(
             "failed",
             f"An exception ended the run: {evidence.failure}",
-            "the first exception that a process did not catch; a launcher's own exception about it does not count",
+            "the first exception that a process did not catch, other than a launcher's own exception about it",
             "read its traceback in the output",
             1.0,
         )

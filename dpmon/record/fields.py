@@ -76,7 +76,9 @@ _STEP = RecordKind(
         START,
         WALL,
         *(
-            Field(each.name, "integer", each.meaning + ("; missing if there are none" * each.optional), each.unit)
+            Field(
+                each.name, "integer", each.meaning + (f"; missing if {each.absent}" if each.optional else ""), each.unit
+            )
             for each in QUANTITIES
         ),
         Field(
@@ -97,8 +99,9 @@ _STEP = RecordKind(
         Field(
             "spans",
             "list",
-            f"the first {MAX_SPANS} spans: phase, start_ms (after the step's start), ms (including nested spans). Each"
-            " span is a phase on the training thread. They are in order of start, outer spans before nested ones",
+            f"the first {MAX_SPANS} spans: phase, start_ms (after the step's start), ms (including nested spans: a"
+            " backward includes its sync). Each span is a phase on the training thread. They are in order of start,"
+            " outer spans before nested ones",
             "ms",
         ),
         Field("missing_spans", "integer", f"number of spans after the first {MAX_SPANS}; missing if there are none"),

@@ -38,6 +38,8 @@ from dpmon.run.waiting import waits_since
 _Answer = TypeVar("_Answer")
 
 POLL_BYTES = 1 << 20
+NO_TRAINING = "no training process is running"
+"""Why a request has no addressee."""
 _LOOK_S = 0.1
 """Time between two checks whether a process is alive."""
 _EXIT = pack_event("exit", {})[:-1]
@@ -242,7 +244,7 @@ class RunReader:
         """Why the training cannot be paused now; None if a pause can be requested."""
         training = self._training()
         if not training:
-            return "no training process is running"
+            return NO_TRAINING
         return _RANKS if any((process.ring.world or 1) > 1 for process in training) else None
 
     def paused(self) -> PauseState:

@@ -17,6 +17,7 @@ from dpmon.model.ranks import toggle_refusal
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.source import MOST_RANKS, Wanted
 from dpmon.model.state import State
+from dpmon.run.reader import NO_TRAINING
 from dpmon.text.cleaning import clean
 from dpmon.text.traceback_line import traceback_line
 from dpmon.ui.panel_output import Output
@@ -39,7 +40,6 @@ _STRIDE = 4
 """Ranks read beyond the visible ones, so that the user can scroll before more are read."""
 FROZEN_RANKS = 2 * MOST_RANKS
 """Ranks that are read for a frozen picture: the user can zoom and scroll it without a new read."""
-_IDLE = "no process trains now"
 
 
 class Reader(Protocol):
@@ -289,11 +289,11 @@ class Feed:
     def toggle_refusal(self) -> str | None:
         """Why no other mode can be requested; None if one can."""
         if self._reader is None or self._ended is not None or self._alive is False:
-            return "no training process is running"
+            return NO_TRAINING
         if self._ending:
             return "the command has ended"
         if self._idle():
-            return _IDLE
+            return NO_TRAINING
         if self._facts.mode_option == "script":
             return "--mode script leaves the computation as written"
         return toggle_refusal(self.state)
@@ -315,7 +315,7 @@ class Feed:
         if asked:
             self._toggle = Toggle(wanted, "pending", self.now_ns())
         else:
-            self._toggle = Toggle(wanted, "refused", self.now_ns(), reason="no training process is running")
+            self._toggle = Toggle(wanted, "refused", self.now_ns(), reason=NO_TRAINING)
 
     def _answer(self, reader: Reader) -> None:
         toggle = self._toggle
@@ -347,11 +347,11 @@ class Feed:
         """Why the training can be neither paused nor resumed; None if it can."""
         pausing = self.pausing()
         if self._reader is None or self._ended is not None or self._alive is False:
-            return "no training process is running"
+            return NO_TRAINING
         if self._ending:
             return "the command has ended"
         if self._idle() and not pausing.wanted:
-            return _IDLE
+            return NO_TRAINING
         if pausing.possible:
             return None
         return self._reader.pause_refusal() or "no training process is known yet"

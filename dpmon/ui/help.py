@@ -64,18 +64,19 @@ def _effects() -> dict[str, str]:
     return {key: "; ".join(effects) for key, effects in found.items()}
 
 
-def _signs(look: Look, lettered: bool) -> tuple[str, str]:
-    """Sentences about the signs in the history of panel 3; `lettered`: phases are drawn as letters."""
-    little = "A small letter (or a dot)" if lettered else "The lowest block"
+def _signs(look: Look, lettered: bool) -> tuple[str, ...]:
+    """Sentences about the signs in panel 3; `lettered`: phases are drawn as letters."""
+    little = "a small letter (or a dot)" if lettered else "the lowest block"
     return (
-        f"{little} alone: steps too short for one cell, such as single beside dp; it shows their longest phase.",
+        "A capital letter in a name stands for the phase where there is no room for the name, such as Y for sYnc.",
+        f"A column of {little} only: its steps are too short for a full cell. It shows their longest phase.",
         f"{look.glyphs.cut_top} on top: longer than the scale, which covers 95 % of the columns.",
     )
 
 
 def help_rows(width: int, look: Look) -> list[Row]:
     """The help, in rows of at most `width` cells."""
-    label = 14 if width < 90 else 22
+    label = 22
     rows: list[Row] = [[("Panels", "title")]]
     rows += _entries([(name, "bold", text) for name, text in _PANELS], label, width)
     rows += [[], [("Phases of a step", "title")]]

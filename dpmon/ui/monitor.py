@@ -10,6 +10,7 @@ from typing import ClassVar
 from textual import events
 from textual.binding import BindingType
 
+from dpmon.run.reader import NO_TRAINING
 from dpmon.text.cells import wrapped
 from dpmon.text.cleaning import clean
 from dpmon.text.quantities import clock
@@ -160,10 +161,12 @@ class Monitor(Stopping):
 
     def action_sample(self) -> None:
         """Have the ranks record the collectives of one of the next steps."""
-        asked = self.feed.sample()
-        self._say(
-            "the collectives of one of the next steps will be recorded" if asked else "no training process is running"
-        )
+        if not self.feed.sample():
+            self._say(NO_TRAINING)
+        elif any(process.rank is not None for process in self.feed.state.processes.values()):
+            self._say("the collectives of one of the next steps will be recorded")
+        else:
+            self._say("this run has no ranks: only collectives that the script calls itself will be recorded")
 
     def action_next(self, by: int) -> None:
         """Go to the next hit of a search in the output; without a search, to the next root or call in panel 2."""

@@ -38,7 +38,7 @@ def status(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
             message = [*state, *said] if width_of(state) + _WARNING_BEGINS <= room else message
         else:
             message = [*state, *(said if scene.over or width_of(state) + width_of(said) <= width else [])]
-    corner = _missed(scene) or _next(scene, width - width_of(message))
+    corner = _missed(scene) or _next(scene, width - width_of(message), look)
     if warned and width_of(message) > width - width_of(corner):
         corner = [(_ALL_OF_IT, "dim"), *corner]
     rows.append(columns(message, corner, width, look.glyphs.more))
@@ -149,8 +149,8 @@ def _median(scene: Scene) -> Row:
     process = scene.process
     whole = process.whole if process is not None else Summary()
     several = process is not None and process.compared is not None and len(process.compared.sides) > 1
-    mode = f"{whole.mode} " if several else ""
-    return [(f"   median {mode}", "dim"), (duration(whole.median_ns), "bold")]
+    mode = f" ({whole.mode})" if several else ""
+    return [("   median ", "dim"), (duration(whole.median_ns), "bold"), (mode, "dim")]
 
 
 def _narrow(scene: Scene, alive: Life, width: int, look: Look) -> list[Row]:
@@ -241,12 +241,10 @@ def _afterwards(scene: Scene) -> Row:
     return [("the run is over" if scene.playing is not None else "the run is over; this picture stays", "dim")]
 
 
-def _next(scene: Scene, room: int) -> Row:
-    """The next command to try after the end, if it fits."""
-    if not scene.over:
-        return []
-    hints = (f"dpmon export {scene.facts.run} writes the records ", f"dpmon export {scene.facts.run} ")
-    return next(([("  " + hint, "dim")] for hint in hints if scene.facts.run and len(hint) + 4 <= room), [])
+def _next(scene: Scene, room: int, look: Look) -> Row:
+    """The next command to try after the end, if it fits in full."""
+    hint = f"{look.glyphs.middot} dpmon export {scene.facts.run} writes the records "
+    return [("  " + hint, "dim")] if scene.over and scene.facts.run and len(hint) + 4 <= room else []
 
 
 def _facts(scene: Scene, look: Look, width: int) -> Row:
@@ -269,7 +267,7 @@ def _facts(scene: Scene, look: Look, width: int) -> Row:
             if isinstance(value, str):
                 parts.append(f"{key} {clean(value, 30)}")
     elif scene.facts.python:
-        parts.append(scene.facts.python)
+        parts.append(f"Python: {scene.facts.python}")
     if scene.facts.mode_option == "script":
         parts.append("mode script: observed only")
     dot = f" {look.glyphs.middot} "

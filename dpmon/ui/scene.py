@@ -170,7 +170,7 @@ class Scene:
 
     @property
     def closing(self) -> bool:
-        """Whether the command is gone, or no process trains now: neither a mode nor a pause can be requested.
+        """Whether the command is gone or its training is over: neither a mode nor a pause can be requested.
 
         The command may still read a line: it may be a launcher, or a script that starts another training.
         """

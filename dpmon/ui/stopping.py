@@ -52,7 +52,7 @@ class Stopping(Drawing):
     def action_freeze(self) -> None:
         """Freeze the picture, or let it go on."""
         if self._still is None and self.scene().over:
-            self._say("there is nothing to freeze: the run is over")
+            self._say("there is nothing to freeze: the run is over; dpmon attach can play it back")
             return
         if self._still is None:
             self.feed.set_rank_room(FROZEN_RANKS)
@@ -83,7 +83,7 @@ class Stopping(Drawing):
             return
         answers = [("l", "left", "leave it running; this screen closes (ctrl+c too)")]
         if self._stopping is None:
-            answers.append(("s", "stop and leave", f"{_STOPS}; then this screen closes"))
+            answers.append(("s", "stop and leave", f"{_STOPS}; close"))
         answers.append(("esc", "stay", "stay here"))
         text = ["The training does not need this screen."]
         self.push_screen(Choice("Leave this screen?", text, answers, self.look, self._say_nothing_to_stop), self._left)

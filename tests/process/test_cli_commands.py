@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from running import Dpmon, Terminal, wait_for
 
+from dpmon.cli.commands import _below
 from dpmon.run import proc
 
 WAIT = """\
@@ -96,6 +97,23 @@ def test_detach_returns_immediately_and_all_commands_find_the_run(dpmon: Dpmon) 
     row = dpmon.run("ls").text.splitlines()[1].split()
     assert row[:2] == [name, "failed"]
     assert row[-3:] == ["script.py", "--lr", "3"]
+
+
+def test_a_list_cuts_long_commands_only_on_a_terminal(dpmon: Dpmon) -> None:
+    dpmon.script("")
+    words = ["script.py", *(f"--option-{number}" for number in range(10))]
+    assert dpmon.run("--headless", *words).status == 0
+    assert dpmon.run("ls").text.splitlines()[1].endswith("  " + " ".join(words))
+    terminal = Terminal(dpmon, "ls", size=(40, 250), LC_ALL="C.UTF-8")
+    assert terminal.wait() == 0
+    row = terminal.picture().splitlines()[1].rstrip()
+    assert row.endswith("…")
+    assert row.rpartition("  ")[2] == " ".join(words)[:59] + "…"
+
+
+@pytest.mark.parametrize(("state", "shown"), [("stopped", ("rank 0",)), ("failed", ("SignalException", "rank 0"))])
+def test_the_own_exception_of_a_stopped_launcher_is_not_listed(state: str, shown: tuple[str, ...]) -> None:
+    assert _below({"state": state, "cause": "SignalException", "standing": "rank 0"}) == shown
 
 
 def test_a_beginning_of_several_run_names_is_refused(dpmon: Dpmon) -> None:

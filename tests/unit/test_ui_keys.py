@@ -481,6 +481,17 @@ async def test_the_training_is_paused_and_resumed(tmp_path: Path) -> None:
         assert "p pause" in on.text()
 
 
+async def test_a_sample_is_requested_and_a_run_without_ranks_is_told(tmp_path: Path) -> None:
+    async with stage(tmp_path) as on:
+        await on.shows("p pause")
+        await on.press("c")
+        await on.shows("this run has no ranks: only collectives that the script calls itself will be recorded")
+        on.end(0)
+        await on.shows("finished")
+        await on.press("c")
+        await on.shows("no training process is running")
+
+
 async def test_between_two_trainings_no_mode_is_requested_and_a_pause_can_be_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -490,9 +501,9 @@ async def test_between_two_trainings_no_mode_is_requested_and_a_pause_can_be_can
         on.reader.doing = {0: ("ended", SECOND)}
         await on.until(lambda: "p pause" not in on.text(), "the footer without it")
         await on.press("d")
-        await on.shows("the mode cannot be switched: no process trains now")
+        await on.shows("the mode cannot be switched: no training process is running")
         await on.press("p")
-        await on.shows("no pause: no process trains now")
+        await on.shows("no pause: no training process is running")
         assert (on.reader.asked, on.reader.pause.wanted) == ([], False)
         on.reader.pause.wanted = True
         await on.shows("p resume")
@@ -574,10 +585,10 @@ async def test_after_a_search_the_footer_says_how_to_follow_again(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("theme", "sign", "top"), [("dark", "The lowest block", "▲"), ("ascii", "A small letter (or a dot)", "^")]
+    ("theme", "sign", "top"), [("dark", "the lowest block", "▲"), ("ascii", "a small letter (or a dot)", "^")]
 )
 def test_help_explains_the_signs_of_the_columns(theme: str, sign: str, top: str) -> None:
     text = [plain(row) for row in help_rows(100, look(theme))]
-    assert any(f"{sign} alone: steps too short" in line for line in text)
+    assert any(f"A column of {sign} only: its steps are too" in line for line in text)
     assert any(f"{top} on top: longer than the scale" in line for line in text)
     assert any(line.startswith("S scatter ") for line in text) == (theme == "ascii")

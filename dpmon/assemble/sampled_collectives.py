@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dpmon.assemble.definitions import Definitions
@@ -29,6 +30,18 @@ MAX_EARLIER = 64
 """Most earlier collectives of a group to compare a collective with."""
 
 
+@dataclass
+class _Sample:
+    """A sample that is over."""
+
+    end: int
+    discarded: int
+    """Not 0 if it was discarded."""
+    missing: int
+    """Number of its collectives that have not arrived. Then one that another thread launched just as it ended may still
+    arrive: the sample does not count it, and it is dropped."""
+
+
 class SampledCollectives:
     """The collectives of one process."""
 
@@ -38,8 +51,8 @@ class SampledCollectives:
         """Start, end and number of the last steps."""
         self._held: list[Collected] = []
         """Collectives of the unfinished sample."""
-        self._sampled: deque[tuple[int, int]] = deque(maxlen=MAX_SAMPLES)
-        """End of each of the last samples, and a number that is not 0 if the sample was discarded."""
+        self._sampled: deque[_Sample] = deque(maxlen=MAX_SAMPLES)
+        """The last samples."""
         self._waiting: list[Collected] = []
         """Collectives that wait until a step ends after their launch."""
         self._before: dict[str, list[tuple[int, int]]] = {}
@@ -64,7 +77,7 @@ class SampledCollectives:
             self._hold(one)
             return True
         if not span.site:
-            self._sampled.append((span.end, span.flags & Flag.FAILED))
+            self._sampled.append(_Sample(span.end, span.flags & Flag.FAILED, quantity))
             held, self._held = self._held, []
             for before in held:
                 self._hold(before)
@@ -74,12 +87,13 @@ class SampledCollectives:
 
     def _hold(self, one: Collected) -> None:
         """Hold a collective until its sample is over. If the sample is over already, place or discard it now."""
-        discarded = next((flags for end, flags in self._sampled if one.start < end), None)
-        if discarded is None:
+        sample = next((each for each in self._sampled if one.start < each.end), None)
+        if sample is None:
             self._held.append(one)
             if len(self._held) > MAX_WAITING:
                 self._place(self._held.pop(0))
-        elif not discarded:
+        elif not sample.discarded and sample.missing > 0:
+            sample.missing -= 1
             self._place(one)
 
     def _queued(self, group: str, span: Span) -> int:
@@ -143,7 +157,7 @@ class SampledCollectives:
         return {
             "steps": list(self._steps),
             "held": self._held,
-            "sampled": list(self._sampled),
+            "sampled": [(each.end, each.discarded, each.missing) for each in self._sampled],
             "waiting": self._waiting,
             "before": self._before,
         }
@@ -151,7 +165,7 @@ class SampledCollectives:
     def go_on(self, state: Mapping[str, Sequence[Any]]) -> None:
         """Continue from a predecessor's state. Raises LookupError, TypeError, ValueError or AttributeError."""
         self._steps.extend(tuple(map(int, step)) for step in state["steps"])  # type: ignore[misc]
-        self._sampled.extend((int(end), int(discarded)) for end, discarded in state["sampled"])
+        self._sampled.extend(_Sample(*map(int, each)) for each in state["sampled"])
         self._held, self._waiting = ([Collected(*map(int, one)) for one in state[name]] for name in ("held", "waiting"))
         before: Mapping[str, Any] = state["before"]  # type: ignore[assignment]
         self._before = {str(group): [(int(a), int(b)) for a, b in ones] for group, ones in before.items()}

@@ -38,12 +38,16 @@ class CollectiveSample:
 
     def reset(self) -> None:
         """Clear the counts."""
-        self.count = self.own_ns = self.polled_ns = 0
-        """Number of collectives; time spent in their kernels and in polling (ns)."""
+        self.launches: list[None] = []
+        """One entry for each collective, because several threads cannot lose one as they can with a number."""
+        self.began = 0
+        """Start of the sample (monotonic ns)."""
+        self.own_ns = self.polled_ns = 0
+        """Time spent in the kernels of the collectives and in polling (ns)."""
 
     def cost_ns(self) -> int:
         """Return the cost of the sample so far (ns)."""
-        return self.own_ns + self.polled_ns + self.count * DISPATCH_NS
+        return self.own_ns + self.polled_ns + len(self.launches) * DISPATCH_NS
 
 
 class Launched(NamedTuple):

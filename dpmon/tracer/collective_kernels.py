@@ -131,7 +131,7 @@ class Kernels:
                     result = redispatch(keyset & below, *args, **kwargs)
                 finally:
                     self._within -= 1
-                if self._sample.on:
+                if self._sample.on and began >= self._sample.began:  # another thread may launch over its beginning
                     launched = clock()
                     try:
                         self._launched(operator, args, result, began, launched)
@@ -165,7 +165,7 @@ class Kernels:
         if me is not recorder.training_thread and recorder.training_thread is not None:
             # With GPUs, autograd launches the collectives of a backward pass on its own threads.
             self._shared = self._shared or recorder.kinds[recorder.training_thread.number] != Kind.BACKWARD
-        self._sample.count += 1
+        self._sample.launches.append(None)
         site = self._site(operator.name, group, device, dtype)
         if not site:
             return

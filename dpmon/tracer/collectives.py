@@ -78,8 +78,8 @@ class Collectives:
         self._ready = False
         """Whether there is a process group and torch has the functions needed."""
         self._given_up = False
-        self._began = self._stepped = self._looks = 0
-        """Start of the sample; number of optimizer steps then; number of looks since then."""
+        self._stepped = self._looks = 0
+        """Number of optimizer steps at the start of the sample; number of looks since then."""
         self._backwards = 0
         """Number of backward passes at the last look."""
         self._spoiled = False
@@ -193,8 +193,8 @@ class Collectives:
         except BaseException:
             self._kernels.remove()
             raise
-        self._began = monotonic_ns()
-        self._sample.own_ns += self._began - began
+        self._sample.began = monotonic_ns()
+        self._sample.own_ns += self._sample.began - began
         self._put_off = 0
         self._sample.on = True
         return True
@@ -206,8 +206,8 @@ class Collectives:
         if not self._is_over():
             trained = not recorder.has_run_backward or recorder.backwards != self._backwards
             self._backwards = recorder.backwards
-            if not trained and not self._sample.count:
-                self._began, self._looks = now, 0  # it holds nothing yet
+            if not trained and not self._sample.launches:
+                self._sample.began, self._looks = now, 0  # it holds nothing yet
                 return 0
             self._spoiled = self._spoiled or not trained
             if not self._discards() and self._looks < MAX_LOOKS:
@@ -250,7 +250,7 @@ class Collectives:
         head = Kind.COLLECTIVE | self._recorder.thread().head
         if self._is_discarded:
             head |= Flag.FAILED << FLAGS_AT
-        self._recorder.write(head, self._began, now - self._began, self._sample.count)
+        self._recorder.write(head, self._sample.began, now - self._sample.began, len(self._sample.launches))
         self._sample.on = False
         self._ends.rouse()
         self._sample.own_ns += monotonic_ns() - now

@@ -144,6 +144,21 @@ def test_nothing_of_a_discarded_sample_is_recorded() -> None:
     assert [one.step for one in result.samples] == [1, 3]
 
 
+def test_a_collective_that_its_sample_does_not_count_is_dropped() -> None:
+    """Another thread launched it just as the sample ended. One that was counted may arrive after the sample, too."""
+    script = Script()
+    group = script.group()
+    (first,) = trained(script)
+    script.collective(group, first, 1.0, size=1)
+    script.sampled(first, 2)
+    script.collective(group, first + MS, 1.0, size=2)
+    script.collective(group, first + MS, 1.0, size=3)
+    script.fetch(over=True)
+    result = assembled(script)
+    assert [one.bytes for one in result.collectives] == [1, 2]
+    assert [one.collectives for one in result.samples] == [2]
+
+
 def test_reasons_why_no_collective_can_be_recorded() -> None:
     script = Script()
     (start,) = trained(script)

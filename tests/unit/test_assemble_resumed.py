@@ -90,7 +90,7 @@ class Chance:
             start = script.now - round(draw.choice([0.5, 3, 20]) * draw.random() * 1_000_000)
             script.collective(group, start, (script.now - start) / 1_000_000, why=draw.choice([0, 0, 0, 1]))
         if draw.random() < 0.3:
-            script.sampled(script.now - draw.choice([2_000_000, 9_000_000]), 3)
+            script.sampled(script.now - draw.choice([2_000_000, 9_000_000]), 1000)
 
     def epoch(self) -> None:
         for _ in range(self.draw.randrange(5)):

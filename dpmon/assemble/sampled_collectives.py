@@ -34,6 +34,7 @@ MAX_EARLIER = 64
 class _Sample:
     """A sample that is over."""
 
+    start: int
     end: int
     discarded: int
     """Not 0 if it was discarded."""
@@ -77,7 +78,7 @@ class SampledCollectives:
             self._hold(one)
             return True
         if not span.site:
-            self._sampled.append(_Sample(span.end, span.flags & Flag.FAILED, quantity))
+            self._sampled.append(_Sample(span.start, span.end, span.flags & Flag.FAILED, quantity))
             held, self._held = self._held, []
             for before in held:
                 self._hold(before)
@@ -92,9 +93,12 @@ class SampledCollectives:
             self._held.append(one)
             if len(self._held) > MAX_WAITING:
                 self._place(self._held.pop(0))
-        elif not sample.discarded and sample.missing > 0:
-            sample.missing -= 1
-            self._place(one)
+        elif not sample.discarded:
+            if one.start < sample.start:  # its own sample is too long ago to be remembered
+                self._place(one)
+            elif sample.missing > 0:
+                sample.missing -= 1
+                self._place(one)
 
     def _queued(self, group: str, span: Span) -> int:
         """Return how long a collective waited for earlier ones of its group (ns).
@@ -157,7 +161,7 @@ class SampledCollectives:
         return {
             "steps": list(self._steps),
             "held": self._held,
-            "sampled": [(each.end, each.discarded, each.missing) for each in self._sampled],
+            "sampled": [(each.start, each.end, each.discarded, each.missing) for each in self._sampled],
             "waiting": self._waiting,
             "before": self._before,
         }

@@ -131,10 +131,11 @@ class Kernels:
                     result = redispatch(keyset & below, *args, **kwargs)
                 finally:
                     self._within -= 1
-                if self._sample.on and began >= self._sample.began:  # another thread may launch over its beginning
+                launches = self._sample.launches  # another thread may end this sample, or begin one, at any time
+                if self._sample.on and began >= self._sample.began:
                     launched = clock()
                     try:
-                        self._launched(operator, args, result, began, launched)
+                        self._launched(operator, args, result, began, launched, launches)
                     except Exception as error:  # noqa: BLE001 - the collective is already launched
                         fault("collectives", error, fatal=False)
                     self._sample.own_ns += clock() - launched
@@ -146,8 +147,10 @@ class Kernels:
 
         return kernel
 
-    def _launched(self, operator: Operator, args: tuple[Any, ...], result: Any, began: int, now: int) -> None:
-        """Record a collective that was just launched."""
+    def _launched(
+        self, operator: Operator, args: tuple[Any, ...], result: Any, began: int, now: int, launches: list[None]
+    ) -> None:
+        """Record a collective that was just launched, and count it in `launches`."""
         recorder = self._recorder
         me = recorder.threads.get(get_ident()) or recorder.thread()
         with torch._C.DisableTorchFunction():  # hides our reads from the script's modes
@@ -165,7 +168,7 @@ class Kernels:
         if me is not recorder.training_thread and recorder.training_thread is not None:
             # With GPUs, autograd launches the collectives of a backward pass on its own threads.
             self._shared = self._shared or recorder.kinds[recorder.training_thread.number] != Kind.BACKWARD
-        self._sample.launches.append(None)
+        launches.append(None)
         site = self._site(operator.name, group, device, dtype)
         if not site:
             return

@@ -247,11 +247,14 @@ class Collectives:
         """End the sample; False if that is not possible now."""
         if not self._kernels.remove():
             return False
+        self._sample.on = False
+        # Another thread may be launching a collective. If it is counted, it began before this time.
+        ended = monotonic_ns()
         head = Kind.COLLECTIVE | self._recorder.thread().head
         if self._is_discarded:
             head |= Flag.FAILED << FLAGS_AT
-        self._recorder.write(head, self._sample.began, now - self._sample.began, len(self._sample.launches))
-        self._sample.on = False
+        began = self._sample.began
+        self._recorder.write(head, began, ended - began, len(self._sample.launches))
         self._ends.rouse()
         self._sample.own_ns += monotonic_ns() - now
         return True

@@ -146,3 +146,6 @@ class Ends:
         until = monotonic_ns() + int(_DRAIN_S * 1e9)
         while self._polling and monotonic_ns() < until:
             sleep(_SHORTEST_S)
+        while self._new:  # the thread has not run since they were launched
+            with suppress(IndexError):
+                self._write(self._new.popleft(), Unended.ENDED)

@@ -192,13 +192,6 @@ def test_collectives_are_sampled_beside_an_idle_thread(oddly: Callable[[str], Tr
     assert run.complaints == []
 
 
-def test_a_collective_is_recorded_although_the_process_ends_before_a_poll(oddly: Callable[[str], Traced]) -> None:
-    run = oddly("never polled")
-    found = of_kind(run, Collective)
-    assert len(found) == sum(sample.collectives or 0 for sample in of_kind(run, Sampled)) > 0
-    assert any(one.unended is not None for one in found)
-
-
 def test_a_torch_that_lacks_what_is_needed(oddly: Callable[[str], Traced]) -> None:
     run = oddly("lacks")
     (sample,) = of_kind(run, Sampled)

@@ -150,10 +150,6 @@ elif how == "looks ahead":
         dist.all_reduce(x)
         next(others)
         step(batch)
-elif how == "never polled":
-    sys.modules["dpmon.tracer.collective_ends"].start_new_thread = lambda *words: None
-    large = torch.ones(4_000_000)
-    train(STEPS, lambda: dist.all_reduce(large, async_op=True).wait())
 elif how == "apart":
     ours.APART_NS = 300_000_000
     train(400, lambda: (dist.all_reduce(x), threading.Event().wait(0.004)))

@@ -1,0 +1,25 @@
+"""How the ends of unfinished collectives are found."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dpmon.record.spans import FLAGS_AT, Flag, Kind
+from dpmon.record.wire import Unended
+from dpmon.tracer import collective_ends
+from dpmon.tracer.collective_ends import CollectiveSample, Ends, Launched
+
+
+def test_a_collective_is_recorded_although_the_process_ends_before_a_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end is unknown. Its sample counts it, so it must not be missing."""
+    written: list[tuple[int, ...]] = []
+    session: Any = None
+    recorder: Any = SimpleNamespace(write=lambda *words: written.append(words))
+    monkeypatch.setattr(collective_ends, "start_new_thread", lambda *_: None)
+    ends = Ends(session, recorder, CollectiveSample())
+    ends.wait_for(Launched(None, Kind.COLLECTIVE, 5, 40))
+    ends.stop()
+    assert written == [(Kind.COLLECTIVE | Flag.UNENDED << FLAGS_AT, 5, Unended.ENDED, 40)]

@@ -1,4 +1,4 @@
-"""Repeats runs that torch has aborted: gloo's processes sometimes abort at their end, without dpmon too."""
+"""Repeats runs in which torch has ended a process, as it sometimes does without dpmon too."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from typing import TypeVar
 __all__ = ["unless_aborted"]
 
 Ended = TypeVar("Ended")
-TRIES = 4
 ABORTED = "terminate called without an active exception"
-"""What such a process prints."""
+"""What a process of gloo prints if it aborts at its end."""
 
 
-def unless_aborted(run: Callable[[int], Ended], output: Callable[[Ended], str]) -> Ended:
-    """Return the first result of `run` whose `output` reports no abort; the last one after TRIES calls.
+def unless_aborted(
+    run: Callable[[int], Ended], output: Callable[[Ended], str], *, sign: str = ABORTED, tries: int = 3
+) -> Ended:
+    """Return the first result of `run` without `sign` in its `output`; the last one after all `tries`.
 
     `run` gets the number of the try, because the file in which ranks meet can be used only once.
     """
-    for number in range(TRIES):
+    for number in range(tries):
         ended = run(number)
-        if ABORTED not in output(ended):
+        if sign not in output(ended):
             break
-        print(f"try {number + 1} was aborted at its end")
+        print(f"try {number + 1} was ended by torch")
     return ended

@@ -39,8 +39,8 @@ class _Sample:
     discarded: int
     """Not 0 if it was discarded."""
     missing: int
-    """Number of its collectives that have not arrived. Then one that another thread launched just as it ended may still
-    arrive: the sample does not count it, and it is dropped."""
+    """Number of its collectives that have not arrived. One that arrives when this is 0 is dropped: another thread
+    launched it just as the sample ended, and the sample does not count it."""
 
 
 class SampledCollectives:

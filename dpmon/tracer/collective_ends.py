@@ -39,7 +39,7 @@ class CollectiveSample:
     def reset(self) -> None:
         """Clear the counts."""
         self.launches: list[None] = []
-        """One entry for each collective, because several threads cannot lose one as they can with a number."""
+        """One entry for each collective. Threads that add entries at the same time lose none; a sum could lose some."""
         self.began = 0
         """Start of the sample (monotonic ns)."""
         self.own_ns = self.polled_ns = 0

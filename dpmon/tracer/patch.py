@@ -182,7 +182,7 @@ def _constructing(original: Callable[..., Any], modes: Modes, calls: CallTracer)
 
 
 def _no_interrupt(number: int, frame: object) -> None:
-    pass
+    """Handle SIGINT by doing nothing."""
 
 
 def _ignore_interrupts() -> bool:

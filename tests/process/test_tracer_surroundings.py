@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from test_tracer_lifetimes import left
+from torch_aborts import unless_aborted
 from tracing import alone, text_of, traced
 
 pytestmark = pytest.mark.slow
@@ -21,7 +22,7 @@ PIECES = [
 ]
 WITHOUT_RECORD = {"small_files", "small_files_ignored", "small_files_handled", "replaced_clock"}
 """Pieces in which no ring can be created, for example because the script broke a function that creates it."""
-TRIES = 3
+CRASHED = "child -11"
 """torch sometimes crashes in a forked child in which two threads compute, without dpmon too (docs/tracing.md)."""
 NOISE = re.compile(r"W\d{4} [^]]*]|^.* This process .* is multi-threaded, use of fork\(\).*\n.*\n", re.MULTILINE)
 """A time in torch's own warnings. From 3.12 on, Python warns of each fork in a process with threads, which virtual
@@ -32,12 +33,8 @@ replicas have."""
 @pytest.mark.parametrize("call", ["bare", "dp"])
 def test_the_surroundings_of_a_script_are_the_same_as_without_dpmon(tmp_path: Path, piece: str, call: str) -> None:
     expected = left(alone(tmp_path, TEXT, piece, call))
-    for number in range(TRIES):
-        place = tmp_path / str(number)
-        place.mkdir()
-        run = traced(place, TEXT, piece, call)
-        if not ((piece, call) == ("children", "dp") and "child -11" in run.out):
-            break
+    tries = 3 if (piece, call) == ("children", "dp") else 1
+    run = unless_aborted(lambda _: traced(tmp_path, TEXT, piece, call), lambda run: run.out, sign=CRASHED, tries=tries)
     found = left(run)
     for one in (expected, found):
         one["err"] = NOISE.sub("", one["err"])

@@ -126,7 +126,7 @@ def test_the_screen_says_what_is_under_way_before_the_first_step(stage: str, wor
 
 
 def test_an_interrupted_rank_is_named_if_there_are_others(tmp_path: Path) -> None:
-    """The note of the other rank may be missing, so the place alone would leave open whose it is."""
+    """The note of the other rank may be missing. Then the place alone does not show which rank it belongs to."""
     (tmp_path / "endings.log").write_text('70 5 KeyboardInterrupt {"file": "/work/train.py", "line": 15}\n')
     info = RunInfo("", "n", ("c",), "s", "/work", None, 1e9, 0, "", True)
     ranks = [ProcessActivity(number, number, 70 + number, "forward", 0) for number in (0, 1)]

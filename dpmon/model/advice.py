@@ -6,7 +6,9 @@ threads on a machine with room to spare.
 
 from __future__ import annotations
 
-from dpmon.model.evidence import Evidence, HostFacts, ModeFacts
+from collections import Counter
+
+from dpmon.model.evidence import Evidence, HostFacts, LoaderStart, ModeFacts
 from dpmon.model.finding import MIN_STEPS, duration_words, most_affected, of_whom
 from dpmon.model.numbers import percent
 from dpmon.store.figures import PhaseFigures
@@ -43,10 +45,10 @@ def for_data(mode: ModeFacts, evidence: Evidence) -> str:
     median = None if fetch is None else fetch.median_ns
     mean = None if fetch is None or fetch.share is None or mode.mean_ns is None else fetch.share * mode.mean_ns
     if median and mean and mean >= FEW_TAKE_MOST * median:
-        return (
-            f"a few fetches take most of the time (mean {duration_words(mean)}, median {duration_words(median)}), as"
-            " the first of an epoch does when each epoch starts new workers: persistent_workers=True keeps them"
-        )
+        few = f"a few fetches take most of the time (mean {duration_words(mean)}, median {duration_words(median)})"
+        if restarted(evidence, mode.process):
+            return f"{few}, as the first of an epoch does after it starts workers: persistent_workers=True keeps them"
+        return f"{few}: look for samples that take longer, a cold cache, a slow disk or network"
     if median is not None and median < WORTH_A_WORKER_NS:
         return (
             "not more workers: passing a batch between processes costs more than a fetch of"
@@ -57,7 +59,7 @@ def for_data(mode: ModeFacts, evidence: Evidence) -> str:
         if host.own < WORKING * mode.share("data") * max(evidence.processes, 1):
             return (
                 f"the run uses only {host.own:.1f} of {host.cpus} processors, so its fetches mostly wait: if for a disk"
-                " or network, more workers (DataLoader num_workers), with persistent_workers=True; if for the"
+                f" or network, more workers (DataLoader num_workers){_kept(evidence, mode.process)}; if for the"
                 f" processors, which are {percent(host.cpu_pct / 100)} in use, end other work"
             )
         return (
@@ -67,9 +69,34 @@ def for_data(mode: ModeFacts, evidence: Evidence) -> str:
         )
     unknown = "" if evidence.host is not None else ", if the processors have room"
     return (
-        f"more workers (DataLoader num_workers){unknown}, with persistent_workers=True; less work for each sample; data"
-        " on a faster disk"
+        f"more workers (DataLoader num_workers){unknown}{_kept(evidence, mode.process)}; less work for each sample;"
+        " data on a faster disk"
     )
+
+
+def _kept(evidence: Evidence, process: int) -> str:
+    """The advice to keep new workers, if a loader that does not keep its workers starts again."""
+    return ", with persistent_workers=True" if _again(evidence, process) else ""
+
+
+def restarted(evidence: Evidence, process: int) -> list[LoaderStart]:
+    """The starts of the loaders that start their workers again in every epoch."""
+    return [one for one in _again(evidence, process) if one.workers]
+
+
+def _again(evidence: Evidence, process: int) -> list[LoaderStart]:
+    """The starts of the loaders that start more than once and keep no workers."""
+    own = [one for one in evidence.loaders if one.process == process and not one.persistent]
+    starts = Counter(one.loader for one in own)
+    more = {one.loader for one in own if one.left_out}
+    return [one for one in own if starts[one.loader] > 1 or one.loader in more]
+
+
+def for_copies(evidence: Evidence, process: int) -> str:
+    """Advice where copies of batches to the GPU take long."""
+    own = [one for one in evidence.loaders if one.process == process]
+    pinned = "" if own and all(one.pinned for one in own) else "pinned memory (DataLoader pin_memory) with "
+    return f"{pinned}.to(..., non_blocking=True); fewer bytes: copy as uint8 or half precision, and convert on the GPU"
 
 
 def for_spread(evidence: Evidence, phase: str) -> str:

@@ -156,6 +156,11 @@ class LoaderStart(NamedTuple):
     took_ns: int
     workers: int | None
     persistent: bool
+    pinned: bool = False
+    left_out: int = 0
+    """Number of earlier starts without a record."""
+    loader: tuple[str | None, int | None] = (None, None)
+    """The class of its dataset and its number of batches, which tell loaders apart."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ BUCKET_SHARE, BUCKET_EXPOSED = 0.5, 0.1
 BUCKET_BYTES = 8 << 20
 """Smallest last bucket (bytes) for which smaller buckets pay off: each bucket has its own latency."""
 LARGE_BYTES = 1 << 20
-"""Smallest size (bytes) of all gradients for which half precision is worth a try."""
+"""Smallest size (bytes) of all gradients for which half precision, or a copy less, is worth a try."""
 AVERAGED_TIMES = 1.5
 """Fewest synchronised passes per step with an optimizer step. A script that skips some optimizer steps (overflows of
 mixed precision) stays below."""
@@ -95,9 +95,10 @@ def _exposed(found: Communication) -> Iterator[Finding]:
     if not found.unsynced:
         advice.append("gradient accumulation under no_sync")
     large = sum(one.parameter_bytes or 0 for one in found.wrappers) >= LARGE_BYTES
-    if large and all(one.comm_hook is None for one in found.wrappers):
+    # torch's documentation of bf16_compress_hook: it needs NCCL.
+    if large and all(one.comm_hook is None and one.backend == "nccl" for one in found.wrappers):
         advice.append("gradients in half precision (bf16_compress_hook)")
-    if any(not one.gradient_as_bucket_view for one in found.wrappers):
+    if large and any(not one.gradient_as_bucket_view for one in found.wrappers):
         advice.append("gradient_as_bucket_view=True, which saves a copy")
     if any(len(one.bucket_bytes) > 1 for one in found.wrappers):
         advice.append("another bucket_cap_mb")
@@ -120,6 +121,8 @@ def _bucket(found: Communication) -> Iterator[Finding]:
     sizes, whole = one.bucket_bytes, sum(one.bucket_bytes)
     if not whole or sizes[-1] < max(BUCKET_SHARE * whole, BUCKET_BYTES):
         return
+    if one.bucket_cap_bytes is not None and sizes[-1] >= 2 * one.bucket_cap_bytes:
+        return  # torch closes a bucket at its cap: a parameter larger than the cap, which no cap divides
     named = ", ".join(map(mib, sizes[-_BUCKETS_NAMED:]))
     named = named if len(sizes) <= _BUCKETS_NAMED else f"... {named}"
     yield Finding(

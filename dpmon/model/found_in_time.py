@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dpmon.model.advice import DATA_SHARE, data_share, for_data, for_spread, is_timed
+from dpmon.model.advice import DATA_SHARE, data_share, for_copies, for_data, for_spread, is_timed, restarted
 from dpmon.model.evidence import Evidence, LongStep, ModeFacts
 from dpmon.model.finding import (
     MIN_STEPS,
@@ -24,7 +24,6 @@ from dpmon.model.inputs import INPUT, WAITING_TEXT, waited_ns
 from dpmon.model.numbers import percent
 from dpmon.model.stragglers import Straggler
 from dpmon.model.verdict import sentence
-from dpmon.store.answers import GapRow
 
 COPY_SHARE = 0.2
 """Smallest share of the step to report: for copies to the device, for replicate, and for scatter with gather. The last
@@ -52,8 +51,7 @@ _LONG_STEPS = 3
 
 _ON_GPUS = "measure on GPUs first: virtual replicas share the processors of this machine"
 _STALL_ADVICE = {
-    "data": "look for what held up the loader: a new epoch that starts its workers again (persistent_workers), a cold"
-    " cache, a slow disk or network",
+    "data": "look for what held up the loader: a cold cache, a slow disk or network",
     "copy": "look at what the copy waited for: the device's other work, or memory to be pinned",
     "forward": "look for a shape seen for the first time (compilation, kernel choice), or for another process on the"
     " device",
@@ -125,8 +123,7 @@ def transfers(evidence: Evidence) -> Iterator[Finding]:
             " steps.",
             f"copy on the device median {duration_words(figures.device_ns)}, on the host"
             f" {phase_times(mode, 'copy')}; {basis(mode)}",
-            "pinned memory (DataLoader pin_memory) with .to(..., non_blocking=True); fewer bytes: copy as uint8 or"
-            " half precision, and convert on the GPU",
+            for_copies(evidence, mode.process),
             share,
         )
 
@@ -235,7 +232,7 @@ def stalls(evidence: Evidence) -> Iterator[Finding]:
         "stall",
         text,
         f"the longest: {_where(worst, evidence)}; median {duration_words(median)}",
-        _stall_advice(worst.phase, evidence),
+        _stall_advice(worst, evidence),
         lost / (total + lost),
     )
 
@@ -250,11 +247,14 @@ def _where(step: LongStep, evidence: Evidence) -> str:
     return f"a step{process} at about {clock(step.start_ns)} (deleted), {duration_words(step.wall_ns)}{phase}"
 
 
-def _stall_advice(phase: str | None, evidence: Evidence) -> str:
+def _stall_advice(step: LongStep, evidence: Evidence) -> str:
+    phase = step.phase
     if phase is None:
         return "read the script's output of that time: a checkpoint, an evaluation, a loader that started again"
     if phase == "backward" and evidence.names:
         return _STALL_ADVICE[phase] + ", or a rank that the others waited for"
+    if phase == "data" and restarted(evidence, step.process):
+        return _STALL_ADVICE[phase] + ", a new epoch that starts its workers again (persistent_workers=True keeps them)"
     return _STALL_ADVICE.get(phase, _STALL_ADVICE["other"])
 
 
@@ -270,7 +270,9 @@ def between(evidence: Evidence) -> Iterator[Finding]:
     where = f"after step {worst.after_step}"
     longest = f"{duration_words(worst.ns)} {where}"
     text = f"one gap of {longest}" if len(own) == 1 else f"{len(own)} gaps, the longest {longest}"
-    starts = sum(_starts_workers(evidence, gap) for gap in own)
+    again = restarted(evidence, worst.process)
+    workers = [(one.start_ns, one.start_ns + one.took_ns) for one in again]
+    starts = sum(waited_ns(workers, gap.begin_ns, gap.end_ns) for gap in own)
     share = starts / together if together else 0.0
     by = f" Starting the loader's workers takes {percent(share)} of it." if share >= WORKERS_SHARE else ""
     yield Finding(
@@ -280,18 +282,9 @@ def between(evidence: Evidence) -> Iterator[Finding]:
         f" the longest gap at {clock(worst.begin_ns)}",
         "DataLoader(persistent_workers=True): the workers then start once, not in every epoch"
         if by
-        else "look at the script's own work there: a checkpoint, logging, a loader that starts its workers again"
-        " (persistent_workers=True keeps them)",
+        else "look at the script's own work there: a checkpoint, logging"
+        + (", a loader that starts its workers again (persistent_workers=True keeps them)" if again else ""),
         lost / whole,
-    )
-
-
-def _starts_workers(evidence: Evidence, gap: GapRow) -> int:
-    """Time (ns) of starting workers in a gap, by loaders that start them in every epoch."""
-    return sum(
-        waited_ns([(one.start_ns, one.start_ns + one.took_ns)], gap.begin_ns, gap.end_ns)
-        for one in evidence.loaders
-        if one.process == gap.process and one.workers and not one.persistent
     )
 
 

@@ -131,13 +131,18 @@ def fuller(evidence: Evidence) -> Iterator[Finding]:
         return
     (first, most), *others = held
     other, rest = max(others, key=lambda item: item[1])
-    if most >= FULLER_RATIO * rest and most - rest >= FULLER_BYTES:
+    replicated = any(mode.mode == "dp" for mode in evidence.modes)
+    # A model that the script spreads over devices need not fill them alike.
+    if (replicated or evidence.names) and most >= FULLER_RATIO * rest and most - rest >= FULLER_BYTES:
         yield Finding(
             "fuller",
             f"{first} is fuller than the others: {gib(most)} against at most {gib(rest)} ({other}).",
             f"the most that this run held on each of {len(held)} devices",
             "under DataParallel the first device gathers the outputs, computes the loss and holds the optimizer's"
-            " state: compute the loss inside the forward, or use DistributedDataParallel",
+            " state: compute the loss inside the forward, or use DistributedDataParallel"
+            if replicated
+            else "so that no rank uses the first GPU beside its own: torch.cuda.set_device(LOCAL_RANK) before anything"
+            " else, and torch.load(..., map_location=...)",
             0.1,
         )
 

@@ -294,7 +294,16 @@ def _loader_start(data: Mapping[str, Any]) -> LoaderStart | None:
     process, at, took = whole_in(data, "process"), ns_in(data, "t_s"), ns_in(data, "iter_s")
     if process is None or at is None or took is None:
         return None
-    return LoaderStart(process, at, took, whole_in(data, "workers"), data.get("persistent") is True)
+    return LoaderStart(
+        process,
+        at,
+        took,
+        whole_in(data, "workers"),
+        data.get("persistent") is True,
+        data.get("pinned") is True,
+        whole_in(data, "left_out") or 0,
+        (text_in(data, "loader"), whole_in(data, "batches")),
+    )
 
 
 def _rows_in_time(store: Store, process: int, begin_ns: int, end_ns: int) -> list[tuple[int, str, bool, Tally]]:

@@ -35,7 +35,7 @@ _ITERABLE = "dpmon does not ask an IterableDataset for its length: torch would w
 
 
 # Plain tuples, because torch.compile would compile the constructors of classes made at run time.
-_Facts = tuple[str, int | str, int | None, bool]
+_Facts = tuple[str, int | str, int | None, bool, bool]
 """Class of a loader's dataset, number of batches or why it is unknown, number of workers, whether workers persist."""
 _Start = tuple[_Facts, int, int]
 """The facts of a loader, when its start began, and how long it took (ns)."""
@@ -133,7 +133,7 @@ class Loaders:
 
     def _data(self, facts: _Facts, began_ns: int, took_ns: int) -> dict[str, Any]:
         """Return the event of a start, with the count of starts left out before it, and reset the count."""
-        loader, batches, workers, persistent = facts
+        loader, batches, workers, persistent, pinned = facts
         known = isinstance(batches, int)
         left_out, left_out_ns = self._left_out, self._left_out_ns
         self._left_out = self._left_out_ns = 0
@@ -144,6 +144,7 @@ class Loaders:
             "batches": batches if known else None,
             "workers": workers,
             "persistent": persistent,
+            "pinned": pinned,
             "iter_s": took_ns / 1e9,
             "left_out": left_out,
             "left_out_s": left_out_ns / 1e9,
@@ -163,7 +164,7 @@ def _facts(iterator: dict[str, Any]) -> _Facts:
         batches = f"it cannot be read ({class_name(error)})"
     workers = iterator.get("_num_workers")
     dataset, persistent = class_name(iterator.get("_dataset")), iterator.get("_persistent_workers") is True
-    return dataset, batches, workers if type(workers) is int else None, persistent
+    return dataset, batches, workers if type(workers) is int else None, persistent, iterator.get("_pin_memory") is True
 
 
 def _batches(iterator: dict[str, Any]) -> int | str:

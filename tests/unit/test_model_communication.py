@@ -335,7 +335,7 @@ def test_a_straggler_without_a_cause_is_found_too() -> None:
 
 def test_exposed_communication_is_found_with_what_the_wrapper_does_not_do_yet() -> None:
     ranks = [rank(0, 0.1, exposed_ms=5.0), rank(1, 0.1, exposed_ms=5.0)]
-    (found,) = found_in(ranks)
+    (found,) = found_in(ranks, wrapped(backend="nccl"))
     assert found.kind == "exposed"
     assert found.text == "Communication that nothing hides takes 25 % of the time of the steps."
     assert found.ground == "exposed mean 5.00 ms, step mean 20.0 ms over 200 steps of 2 ranks"

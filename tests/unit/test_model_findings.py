@@ -110,7 +110,7 @@ STARTING = mode(data=0.1, forward=0.3)._replace(
 @pytest.mark.parametrize(
     ("facts", "machine", "said", "not_said"),
     [
-        (WAITING, host(cpu_pct=40.0), "more workers (DataLoader num_workers), with", "if the processors have room"),
+        (WAITING, host(cpu_pct=40.0), "more workers (DataLoader num_workers); less", "if the processors have room"),
         (WAITING, None, "more workers (DataLoader num_workers), if the processors have room", "not more workers"),
         (
             WAITING,

@@ -1,0 +1,156 @@
+"""Each advice is given where it can help, and not where it is impossible, already followed or worthless."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from test_model_communication import of, rank, wrapped
+from test_model_findings import GIB, HEALTHY, MS, SECOND, SHOWN, STARTING, WAITING, device, long_step
+
+from dpmon.model.communication import Communication
+from dpmon.model.evidence import Evidence, LoaderStart
+from dpmon.model.findings import findings
+from dpmon.store.answers import GapRow
+from dpmon.store.figures import PhaseFigures
+
+KEEPS = "persistent_workers"
+
+
+def loaders(*starts: float, workers: int = 2, persistent: bool = False, **more: Any) -> tuple[LoaderStart, ...]:
+    """Return starts of one loader, each at a second of the run."""
+    return tuple(
+        LoaderStart(0, int(at * SECOND), SECOND, workers, persistent, loader=("Images", 100), **more) for at in starts
+    )
+
+
+def having(evidence: Evidence) -> Callable[..., Evidence]:
+    return lambda *starts, **more: replace(evidence, loaders=loaders(*starts, **more))
+
+
+WAITS, FEW, STALLED = (
+    having(replace(HEALTHY, modes=(WAITING,))),
+    having(replace(HEALTHY, modes=(STARTING,))),
+    having(replace(HEALTHY, longest=(long_step(9000), long_step(25)))),
+)
+GAPS = having(
+    replace(
+        HEALTHY,
+        gaps=(GapRow(0, 100, 101, "dp", 10 * SECOND, 12 * SECOND, 2 * SECOND),),
+        spent={"training": 5 * SECOND, "between": 2 * SECOND},
+    )
+)
+COPIES = having(
+    replace(
+        HEALTHY,
+        modes=(
+            WAITING._replace(
+                phases=(
+                    PhaseFigures("copy", 1000, MS, MS, MS, 0.4, device_ns=9.0 * MS, device_share=0.4, device_count=500),
+                )
+            ),
+        ),
+    )
+)
+UNEVEN = replace(HEALTHY, devices=(device(0, mem_run_max=30.0 * GIB), device(1)))
+SINGLE = tuple(mode._replace(mode="single") for mode in HEALTHY.modes)
+
+
+def ranks(**about: Any) -> Evidence:
+    """Return the evidence of two ranks with much exposed communication and this wrapper."""
+    times = [rank(number, 0.1, exposed_ms=5.0, **about.pop("times", {})) for number in (0, 1)]
+    return Evidence(communication=of(times, wrapped(**{"backend": "nccl", **about})))
+
+
+def accumulating(**times: int) -> Communication:
+    return of([rank(number, 0.1, **times) for number in (0, 1)])
+
+
+TABLE: dict[str, tuple[str, list[Evidence], dict[str, Evidence]]] = {
+    # advice: its words, where it is given, and where it is not given
+    "keep the workers, data": (
+        KEEPS,
+        [WAITS(1, 50), WAITS(1, 50, workers=0), FEW(1, 50), WAITS(50, left_out=3)],
+        {
+            "one epoch": WAITS(1),
+            "one epoch with few long fetches": FEW(1),
+            "no workers": FEW(1, 50, workers=0),
+            "already kept": WAITS(1, 50, persistent=True),
+            "already kept, few long fetches": FEW(1, 50, persistent=True),
+            "no loader of torch": WAITS(),
+        },
+    ),
+    "keep the workers, stall": (
+        KEEPS,
+        [STALLED(1, 50)],
+        {"one epoch": STALLED(1), "no workers": STALLED(1, 50, workers=0), "kept": STALLED(1, 50, persistent=True)},
+    ),
+    "keep the workers, between": (
+        KEEPS,
+        [GAPS(1, 10)],
+        {"first start": GAPS(10), "no workers": GAPS(1, 10, workers=0), "kept": GAPS(1, 10, persistent=True)},
+    ),
+    "pinned memory": ("pin_memory", [COPIES(), COPIES(1)], {"pinned": COPIES(1, pinned=True)}),
+    "set_device": (
+        "LOCAL_RANK",
+        [replace(UNEVEN, modes=SINGLE, names={0: "rank 0", 1: "rank 1"})],
+        {"DataParallel": UNEVEN, "spread by the script": replace(UNEVEN, modes=SINGLE)},
+    ),
+    "DataParallel gathers": (
+        "gathers",
+        [UNEVEN],
+        {
+            "ranks": replace(UNEVEN, modes=SINGLE, names={0: "rank 0", 1: "rank 1"}),
+            "spread by the script": replace(UNEVEN, modes=SINGLE),
+        },
+    ),
+    "a copy less": (
+        "gradient_as_bucket_view",
+        [ranks(gradient_as_bucket_view=False)],
+        {"660 bytes": ranks(parameter_bytes=660), "followed": ranks(gradient_as_bucket_view=True)},
+    ),
+    "half precision": (
+        "bf16_compress_hook",
+        [ranks()],
+        {"gloo": ranks(backend="gloo"), "a hook": ranks(comm_hook="bf16"), "660 bytes": ranks(parameter_bytes=660)},
+    ),
+    "no_sync": ("no_sync", [ranks()], {"followed": ranks(times={"unsynced": 600})}),
+    "another cap": (
+        " bucket_cap_mb",
+        [ranks(bucket_bytes=[1 << 20, 9])],
+        {"one bucket": ranks(bucket_bytes=[1 << 20])},
+    ),
+    "a smaller cap": (
+        "a smaller bucket_cap_mb",
+        [ranks(bucket_bytes=[1 << 20, 24 << 20], bucket_cap_bytes=25 << 20)],
+        {
+            "one parameter": ranks(bucket_bytes=[1 << 20, 60 << 20], bucket_cap_bytes=25 << 20),
+            "small": ranks(bucket_bytes=[1 << 10, 1 << 20]),
+        },
+    ),
+    "accumulate": (
+        "all backward passes but the last",
+        [Evidence(communication=accumulating(synced=800))],
+        {
+            "followed": Evidence(communication=accumulating(unsynced=600)),
+            "one pass a step": Evidence(communication=accumulating()),
+        },
+    ),
+    "on GPUs first": (
+        "measure on GPUs first",
+        [replace(SHOWN["replicate"], modes=tuple(m._replace(virtual=True) for m in SHOWN["replicate"].modes))],
+        {"GPUs": SHOWN["replicate"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_an_advice_is_given_only_where_it_can_help(name: str) -> None:
+    words, given, not_given = TABLE[name]
+    for evidence in given:
+        assert words in " | ".join(finding.advice for finding in findings(evidence))
+    for why, evidence in not_given.items():
+        said = [finding.advice for finding in findings(evidence)]
+        assert not any(words in advice for advice in said), (why, said)

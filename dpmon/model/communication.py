@@ -113,9 +113,15 @@ class Communication(NamedTuple):
         return _mean(one.exposed_ns for one in self.known)
 
     @property
+    def waiting(self) -> tuple[RankTimes, ...]:
+        """The ranks with known waits, without those that the others wait for."""
+        slow = self.straggler()
+        return tuple(one for one in self.known if slow is None or one.process not in slow.processes)
+
+    @property
     def wait_ns(self) -> float | None:
-        """The wait for the slowest rank, as a mean over all ranks."""
-        return _mean(one.wait_ns for one in self.known)
+        """The wait for the slowest rank, as a mean over the ranks that wait."""
+        return _mean(one.wait_ns for one in self.waiting)
 
     @property
     def exposed_share(self) -> float | None:
@@ -129,8 +135,12 @@ class Communication(NamedTuple):
 
     @property
     def hidden_share(self) -> float | None:
-        """The part of torch's communication time in which the backward pass still computed (0 to 1)."""
-        return None if self.torch_times is None else _share(self.torch_times.overlap_ns, self.torch_times.comm_ns)
+        """The part of torch's communication time in which the backward pass still computed (0 to 1).
+
+        None with a single bucket, because its communication begins after the last gradient.
+        """
+        one = self.torch_times
+        return _share(one.overlap_ns, one.comm_ns) if one is not None and len(one.bucket_bytes) > 1 else None
 
     @property
     def steps(self) -> int:

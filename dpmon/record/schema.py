@@ -87,6 +87,8 @@ class Quantity:
     """Why a step may lack it."""
     optional: bool = False
     """Whether a record omits it if it is absent."""
+    absent_is_zero: bool = False
+    """Whether a step without it counted none, and not an unknown number."""
     label: str = ""
     """Its name beside its numbers, if `name` does not read well there."""
     in_rates: bool = False
@@ -171,6 +173,7 @@ QUANTITIES = (
         metric="copied_bytes_total",
         absent="nothing was copied",
         optional=True,
+        absent_is_zero=True,
         label="copied to GPUs",
     ),
     Quantity(
@@ -180,6 +183,7 @@ QUANTITIES = (
         metric="synced_passes_total",
         absent="no backward pass averaged gradients",
         optional=True,
+        absent_is_zero=True,
         label="synchronised backward passes",
     ),
     Quantity(
@@ -189,6 +193,7 @@ QUANTITIES = (
         metric="unsynced_passes_total",
         absent="every backward pass averaged gradients",
         optional=True,
+        absent_is_zero=True,
         label="backward passes under no_sync",
     ),
 )

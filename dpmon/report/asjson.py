@@ -26,13 +26,13 @@ ranks         process, rank, world, device, calls (all), steps, median_ms, the r
               evaluations
               data_ms, forward_ms, backward_ms (without the wait), exposed_ms, wait_ms: means of the steps, null if
               unknown; joined_steps: steps compared with other ranks, slowest: how often the others waited for it
-communication exposed_ms, exposed_share, wait_ms, wait_share (per step, mean of the ranks; null if unknown, with the
-              reason in missing), joined_steps, synced and unsynced (backward passes per step), straggler (process and
-              rank of the slowest, ranks: all ranks that are as slow, excess_ms, share, slowest, steps, phase, own_ms,
-              others_ms, sentence) or null, torch (process, iteration, comm_ms, overlap_ms: torch's own times), sampled
-              (collectives of sampled steps: samples, one_in (the interval in steps), absent, operations: name, size
-              (ranks), collectives, bytes, ended, alg_bytes_s, bus_bytes_s, absent), wrappers (of one rank, as in the
-              record `ddp`); null if no ranks train together
+communication exposed_ms, exposed_share, wait_ms, wait_share (per step, mean of the ranks, the wait without the
+              straggler's; null if unknown, with the reason in missing), joined_steps, synced and unsynced (backward
+              passes per step), straggler (process and rank of the slowest, ranks: all ranks that are as slow,
+              excess_ms, share, slowest, steps, phase, own_ms, others_ms, sentence) or null, torch (process, iteration,
+              comm_ms, overlap_ms: torch's own times), sampled (collectives of sampled steps: samples, one_in (the
+              interval in steps), absent, operations: name, size (ranks), collectives, bytes, ended, alg_bytes_s,
+              bus_bytes_s, absent), wrappers (of one rank, as in the record `ddp`); null if no ranks train together
 stages        root, stage, device, parts, calls, median_ms, device_median_ms, device_calls, inputs, outputs, absent
 devices       index, name, uuid, called, of_run, samples, util_median_pct, mem_used_max_bytes, mem_run_max_bytes,
               mem_total_bytes, temperature_max_c, power_max_w, throttled: {reason: samples}; gpu_absent: the reason

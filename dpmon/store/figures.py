@@ -60,7 +60,11 @@ class Figures(NamedTuple):
     def counted(self) -> Counted:
         """The quantities known in at least one step, without the quantities that rates show."""
         sums = ((quantity, self.tally.sum(quantity.name)) for quantity in QUANTITIES if not quantity.in_rates)
-        return tuple((quantity, known) for quantity, known in sums if known.count)
+        return tuple(
+            (quantity, Sum(self.steps, known.total) if quantity.absent_is_zero else known)
+            for quantity, known in sums
+            if known.count
+        )
 
     def phase(self, name: str) -> PhaseFigures | None:
         """One phase; None if it did not run."""

@@ -20,11 +20,11 @@ def communication_facts(found: Communication) -> list[tuple[str, str]]:
     if found.exposed_ns is not None:
         steps = f"{'last ' * found.lately}{count_of(found.joined, 'step')}"
         rows.append(("exposed", f"{duration(found.exposed_ns)} a step, {percent(found.exposed_share)} of it; {steps}"))
-        ranks = len(found.known)
-        rows.append(("wait", f"{duration(found.wait_ns)}, {percent(found.wait_share)}; mean of {ranks} ranks"))
+        who = count_of(len(found.waiting), "rank" if len(found.waiting) == len(found.known) else "waiting rank")
+        rows.append(("wait", f"{duration(found.wait_ns)}, {percent(found.wait_share)}; mean of {who}"))
     if found.missing is not None:
         rows.append(("wait", f"unknown: {found.missing}"))
-    if found.torch_times is not None:
+    if found.torch_times is not None and found.hidden_share is not None:
         rows.append(("hidden", _hidden(found, found.torch_times)))
     rows += [("" if row else "sampled", text) for row, text in enumerate(operations(found))]
     several = len(found.wrappers) > 1

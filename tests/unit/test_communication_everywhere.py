@@ -72,7 +72,7 @@ def test_text_page_and_json_of_the_report_have_the_communication(state: Path) ->
     found = json.loads(json.dumps(as_object(story)))
     told = found["communication"]
     assert told["exposed_ms"] == pytest.approx(2.1, abs=0.01)
-    assert told["wait_ms"] == pytest.approx(4.0, abs=0.01)
+    assert told["wait_ms"] == pytest.approx(6.0, abs=0.01), "the straggler's own 0 is no wait"
     assert told["joined_steps"] == KNOWN
     assert told["missing"] is None
     assert told["straggler"]["sentence"] == f"{HELD_UP}; slowest in {KNOWN} of {KNOWN} steps"
@@ -93,6 +93,27 @@ def test_data_of_a_slow_rank_is_one_finding(state: Path) -> None:
     assert "straggler" in kinds
     assert "data" not in kinds
     assert "  100 steps of rank 0; the others have rows below" in text_lines(slow, 200)
+
+
+def test_steps_without_a_pass_count_as_none_of_it(state: Path) -> None:
+    story = collect(a_run(passes=((0, 1), (0, 1), (0, 1), (1, 0))))
+    text = " ".join(" ".join(text_lines(story, 200)).split())
+    for said in (
+        "0.25 synchronised a step, 0.75 under no_sync",
+        "synchronised backward passes: 0.25 a step, 25 in all",
+    ):
+        assert said in text
+    assert "backward passes under no_sync: 0.75 a step, 75 in all" in text
+    (mode,) = as_object(story)["modes"]
+    assert mode["quantities"]["synced"] == {"sum": STEPS // 4, "steps": STEPS}
+
+
+def test_a_single_bucket_hides_nothing(state: Path) -> None:
+    times = {"iteration": 9, "comm_ms": 1.0, "overlap_ms": 0.99}
+    for sizes, said in ([1 << 20] * 2, True), ([1 << 20], False):
+        text = text_lines(collect(a_run(wrapper={**times, "bucket_bytes": sizes})), 200)
+        assert any("99 % of 1.00 ms (torch: iteration 9" in line for line in text) == said
+        assert any(line.startswith("  hidden") for line in text) == said
 
 
 def test_a_run_without_ranks_has_no_communication(state: Path) -> None:

@@ -136,11 +136,11 @@ class ProgressLines:
             if name == "paused":
                 return f"paused for {(now - since) / 1e9:.0f} s"
             if since and name != "ended":
-                return f"no step for {(now - since) / 1e9:.0f} s, in {name}"
+                return f"{_no_step(now - since)}in {name}"
         stage = self._reader.stage()
         last = self._last_ns + self._reader.info.start_ns if self._last_ns else 0
         if last and (stage is None or stage[1] < last):
-            return f"no step for {(now - last) / 1e9:.0f} s, the training process has ended"
+            return f"{_no_step(now - last)}the training process has ended"
         if stage is None:
             return "waiting for the first step"
         text, at = stage
@@ -150,3 +150,8 @@ class ProgressLines:
 
 def _is_rank(world: object) -> bool:
     return isinstance(world, int) and world > 1
+
+
+def _no_step(ns: int) -> str:
+    """The words "no step for 5 s, "; empty for less than a second."""
+    return f"no step for {ns / 1e9:.0f} s, " if ns >= 1_000_000_000 else ""

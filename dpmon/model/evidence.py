@@ -200,10 +200,8 @@ class Evidence:
     """The newest record of a live run."""
     stall: str | None = None
     """Where each process is, or was at the end, if no new phase has begun for long."""
-    failure: str | None = None
-    """The first failure that ended the run: an exception with its rank and line of the script, or a rank's status."""
-    silent: bool = False
-    """Whether this failure is the end of a rank that noted no exception."""
+    death: str | None = None
+    """The end of a rank that noted no exception, if it is the first failure: "rank 1 was ended by SIGABRT"."""
     paused_ns: int = 0
     """Time in which all processes were paused; it belongs to no step."""
     inputs: tuple[tuple[int | None, int, int], ...] = ()

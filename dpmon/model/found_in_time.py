@@ -360,23 +360,13 @@ def _pids(evidence: Evidence) -> str:
 
 
 def failed(evidence: Evidence) -> Iterator[Finding]:
-    """The first failure that ended the run."""
-    if evidence.failure is None:
-        return
-    if evidence.silent:
+    """A rank that ended the run without an exception."""
+    if evidence.death is not None:
         yield Finding(
             "failed",
-            f"A rank ended without an exception: {evidence.failure}",
+            f"A rank ended without an exception: {evidence.death}.",
             "the status that the kernel gave; another rank's exception at that time is mostly a consequence",
             "read what this rank wrote before its end: gloo, NCCL and CUDA give a reason before they abort a process;"
             " after SIGKILL, look for a lack of memory (dmesg)",
-            1.0,
-        )
-    else:
-        yield Finding(
-            "failed",
-            f"An exception ended the run: {evidence.failure}",
-            "the first exception that a process did not catch, other than a launcher's own exception about it",
-            "read its traceback in the output",
             1.0,
         )

@@ -72,9 +72,8 @@ def collect(directory: Path) -> Story:
     end = _output_end(reader) if how is not None and how.status else b""
     story.standing = describe_stall(directory, info, story.state, how)
     pids = {process.process: process.pid for process in story.processes if process.pid is not None}
-    story.evidence = replace(story.evidence, stall=story.standing, pids=pids)
-    if why is not None:
-        story.evidence = replace(story.evidence, failure=why.sentence(info.cwd), silent=why.death is not None)
+    death = None if why is None or why.death is None else why.death.text
+    story.evidence = replace(story.evidence, stall=story.standing, pids=pids, death=death)
     story.findings = tuple(findings(story.evidence))
     story.steps = sum(mode.all_steps for mode in (*story.evidence.modes, *story.evaluations))
     story.warnings = list(dict.fromkeys(story.warnings))

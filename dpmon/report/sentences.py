@@ -57,7 +57,7 @@ def how_it_ended(how: ExitInfo, why: str) -> str:
         return f"ended after {took}, status unknown: {how.unknown or 'nobody recorded it'}"
     if how.signal is not None:
         return f"killed by {how.signal} after {took}{why}"
-    return f"finished in {took}" if how.status == 0 else f"exit status {how.status} after {took}{why}"
+    return f"finished in {took}" if how.status == 0 else f"failed with exit status {how.status} after {took}{why}"
 
 
 def is_over(story: Story) -> bool:

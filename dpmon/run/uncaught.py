@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +12,10 @@ from dpmon.record.plainjson import load_json
 from dpmon.run.notes import read_notes
 
 _MAX_BYTES = 1 << 18
+_MOST = 120
+"""Longest message in a sentence."""
+_PLACE_IN_C = re.compile(r"^\[[^\[\]\s]*:[0-9]+\] ")
+"""As at the start of gloo's messages: "[/gloo/transport/tcp/pair.cc:537] "."""
 
 
 class Uncaught(NamedTuple):
@@ -32,10 +38,15 @@ class Uncaught(NamedTuple):
         return f"{self.kind}: {self.message}" if self.message else self.kind
 
     def sentence(self, cwd: str) -> str:
-        """Rank, exception and line of the script: "rank 1: RuntimeError: no such token (train.py:12)"."""
+        """Rank, exception and line of the script: "rank 1: RuntimeError: no such token (train.py:12)".
+
+        Of the exception's message, the first line without a place in C++ code, cut if it is long.
+        """
         who = "" if self.rank is None else f"rank {self.rank}: "
         place = self.place(cwd)
-        return who + self.text + (f" ({place})" if place is not None else "")
+        message = _PLACE_IN_C.sub("", self.message.strip().partition("\n")[0])
+        text = f"{self.kind}: {textwrap.shorten(message, _MOST, placeholder=' ...')}" if message else self.kind
+        return who + text + (f" ({place})" if place is not None else "")
 
     def place(self, cwd: str) -> str | None:
         """File and line of the script, as seen from the directory of the run: "train.py:12"."""

@@ -32,7 +32,9 @@ def test_text_json_and_page_of_a_real_run(dpmon: Dpmon, tmp_path: Path) -> None:
     text = dpmon.run("report")
     assert (text.status, text.err) == (0, b"")
     assert "\x1b" not in text.text
-    assert re.match(r"script\.py \(script-....\): exit status 3 after ", text.text.replace(f"{dpmon.cwd}/", ""))
+    assert re.match(
+        r"script\.py \(script-....\): failed with exit status 3 after ", text.text.replace(f"{dpmon.cwd}/", "")
+    )
     assert "1 of 4 devices receives no rows of Linear: 5 rows do not make 4 chunks of" in text.text
     said = json.loads(dpmon.run("report", "last", "--json").text)
     assert (said["steps"], said["end"]["status"], said["end"]["state"]) == (40, 3, "failed")

@@ -33,6 +33,17 @@ for step in range(20):
 SENTENCE = "rank 1: RuntimeError: rank 1 broke on purpose (train.py:10)"
 
 
+def test_a_message_is_shortened_to_its_first_line() -> None:
+    gloo = (
+        "[/w/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:22196: Connection reset by peer. "
+    )
+    raised = Uncaught(7, 9, "RuntimeError", gloo + "This is typically caused by a remote worker. " * 9 + "\nMore", 0)
+    said = raised.sentence("/")
+    assert said.startswith("rank 0: RuntimeError: Read error [127.0.0.1]:22196: Connection reset by peer. This")
+    assert said.endswith(" ...")
+    assert len(said) <= 150
+
+
 def test_a_rank_that_raises_under_torchrun(dpmon: Dpmon) -> None:
     script = dpmon.script(SCRIPT.replace("WHEN", "5"), "train.py")
     run = dpmon.run("--headless", *TORCHRUN, "--nproc-per-node", "2", script)
@@ -45,8 +56,9 @@ def test_a_rank_that_raises_under_torchrun(dpmon: Dpmon) -> None:
     (entry,) = [json.loads(line) for line in dpmon.run("ls", "--json").text.splitlines()]
     assert (entry["state"], entry["cause"]) == ("failed", SENTENCE)
     report = json.loads(dpmon.run("report", "--json").text)
-    assert [one["text"] for one in report["findings"]][:1] == [f"An exception ended the run: {SENTENCE}"]
+    assert not [one for one in report["findings"] if one["kind"] == "failed"]
     text = dpmon.run("report").text
+    assert "): failed with exit status 1 after " in text.splitlines()[0]
     assert "RuntimeError: rank 1 broke on purpose\n" in text, "the last line of the output"
     assert SENTENCE in " ".join(text.split())
     assert "ChildFailedError" not in text
@@ -89,7 +101,7 @@ def test_a_rank_that_ends_without_an_exception_comes_first(dpmon: Dpmon, end: st
     assert f"s: {first}" in run.errors
     assert f"\n    {first}" in dpmon.run("ls").text
     report = json.loads(dpmon.run("report", "--json").text)
-    assert report["findings"][0]["text"] == f"A rank ended without an exception: {cause}"
+    assert report["findings"][0]["text"] == f"A rank ended without an exception: {first}."
 
 
 def test_a_rank_that_the_launcher_ends_later_does_not_come_first(dpmon: Dpmon) -> None:

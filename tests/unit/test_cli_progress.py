@@ -105,7 +105,7 @@ def test_each_line_has_the_rate_since_the_last_one(state: Path) -> None:
     progress = ProgressLines(FakeReader(run.directory, {0: ("data", NOW_NS)}))  # type: ignore[arg-type]
     run.take(*[step(n) for n in range(1, 11)])
     assert progress.line().startswith("step 10  10.0 steps/s")
-    assert progress.line() == "no step for 0 s, in data"
+    assert progress.line() == "in data"
     run.take(*[step(n, start_ns=_SECOND + (n - 10) * _SECOND // 2, every_ms=500) for n in range(11, 21)])
     assert progress.line().startswith("step 20  1.85 steps/s"), "half a second each, 0.4 s before the first"
 

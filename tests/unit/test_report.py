@@ -141,7 +141,7 @@ def test_a_run_that_failed_shows_the_end_of_its_output(state: Path) -> None:
     directory = keep({0: Training().run(3)}, status=1)
     (directory / "stderr.log").write_bytes(b"10 %\r20 %\r\nTraceback:\n  boom \x1b[31m\n\n")
     lines = report_text(directory, 80)
-    assert lines[0].endswith("exit status 1 after 1 min 00 s")
+    assert lines[0].endswith(": failed with exit status 1 after 1 min 00 s")
     assert section(lines, "LAST OUTPUT") == ["  20 %", "  Traceback:", "    boom \N{REPLACEMENT CHARACTER}[31m"]
     traceback = b'Traceback (most recent call last):\n  File "a.py", line 1\nValueError: bad \x07 thing\n'
     (directory / "stderr.log").write_bytes(traceback)
@@ -150,8 +150,10 @@ def test_a_run_that_failed_shows_the_end_of_its_output(state: Path) -> None:
 
 def test_a_run_that_was_stopped_has_not_failed(state: Path) -> None:
     directory = keep({0: toggled()}, status=1)
-    (directory / "endings.log").write_text("4000000 9 SignalException {}\n")
-    assert any(finding.kind == "failed" for finding in collect(directory).findings)
+    (directory / "stages.log").write_text("7 9 joining the process group as rank 1 of 2\n")
+    (directory / "statuses.log").write_text("7 20 -6\n")
+    (finding,) = [finding for finding in collect(directory).findings if finding.kind == "failed"]
+    assert finding.text == "A rank ended without an exception: rank 1 was ended by SIGABRT."
     mark_stop(directory)
     ended = load_exit(directory)
     assert ended is not None

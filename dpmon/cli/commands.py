@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dpmon.cleaning import clean, json_text
 from dpmon.cli.launch import has_screen, json_lines
 from dpmon.cli.speak import closing, speak
 from dpmon.run import retention
@@ -24,7 +24,6 @@ from dpmon.supervise.guard import keep_supervised
 from dpmon.supervise.start import ensure_supervisor
 from dpmon.text.ascii import in_stream
 from dpmon.text.cells import cut
-from dpmon.text.cleaning import clean
 
 _LAST_OUTPUT = 4096
 _COMMAND_CELLS = 60
@@ -104,7 +103,7 @@ def ls(options: argparse.Namespace) -> int:
         speak(f"not listed: {unreadable[0]}{more}")
     if options.json:
         for run in runs:
-            print(json.dumps(run))
+            print(json_text(run))
         return 0
     rows: list[tuple[str, ...]] = [("NAME", "STATE", "AGE", "STEPS", "EXIT", "COMMAND")]
     rows += [_row(run) for run in runs]

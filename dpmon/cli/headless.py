@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from dpmon.cleaning import clean
 from dpmon.cli.speak import error_words
 from dpmon.run.condition import run_state
 from dpmon.run.files import open_file
@@ -24,7 +25,6 @@ from dpmon.run.rundir import ExitInfo, mark_stop
 from dpmon.run.terminal import send_input
 from dpmon.supervise.signals import FORWARDED
 from dpmon.text.ascii import in_stream
-from dpmon.text.cleaning import clean
 
 if TYPE_CHECKING:
     from dpmon.cli.lines import LineFile, Lines

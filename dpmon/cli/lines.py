@@ -27,7 +27,6 @@ does not block the run: lines are skipped, and `skipped` in the next line counts
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 import time
@@ -36,6 +35,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dpmon.cleaning import json_text
 from dpmon.model.active_processes import ended_of
 from dpmon.model.communication_fields import communication_fields, rank_fields
 from dpmon.model.members import finite
@@ -144,7 +144,7 @@ class Lines:
 
     def _put(self, said: dict[str, Any]) -> None:
         said["skipped"] = self._skipped
-        line = json.dumps(finite(said), separators=(",", ":"), ensure_ascii=True).encode() + b"\n"
+        line = json_text(finite(said), separators=(",", ":")).encode() + b"\n"
         self._skipped = 0 if self._write(line) else self._skipped + 1
 
     # ------------------------------------------------------------------------------------------ the lines

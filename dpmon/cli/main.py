@@ -15,7 +15,7 @@ def main(words: Sequence[str]) -> int:
     try:
         command, options = parse(words)
     except UsageError as error:
-        from dpmon.text.cleaning import clean
+        from dpmon.cleaning import clean
 
         print(f"dpmon: {clean(error)}; dpmon --help lists commands and options", file=sys.stderr)
         return 2
@@ -50,8 +50,8 @@ def main(words: Sequence[str]) -> int:
             "rm": commands.rm,
         }[command](options)
     except DpmonError as error:
+        from dpmon.cleaning import clean
         from dpmon.supervise.program import NotFoundError
-        from dpmon.text.cleaning import clean
 
         near = meant(error.word) if isinstance(error, NotFoundError) else None
         hint = "" if near is None else f" (did you mean {near}?)"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
 from pathlib import Path
 
+from dpmon.cleaning import json_text
 from dpmon.export.target import opened, stdout
 from dpmon.run.lookup import find_run, short_name
 from dpmon.run.rundir import RunError, load_info
@@ -45,7 +45,7 @@ def _json(directory: Path) -> str:
     from dpmon.report.asjson import as_object
     from dpmon.report.collect import collect
 
-    return json.dumps(as_object(collect(directory)), indent=1) + "\n"
+    return json_text(as_object(collect(directory)), indent=1) + "\n"
 
 
 def _text(directory: Path, output: str | None) -> str:

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from dpmon.cleaning import clean
 from dpmon.run.rundir import ExitInfo, RunError
 from dpmon.text.ascii import in_stream
-from dpmon.text.cleaning import clean
 
 UNKNOWN_STATUS = 2
 _HEAD = "dpmon: "

@@ -7,6 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dpmon.cleaning import clean
 from dpmon.model.finding import duration_words
 from dpmon.model.layouts import Layouts
 from dpmon.model.memory import held, reasons
@@ -30,7 +31,6 @@ from dpmon.store.queries import Store
 from dpmon.store.tables import HistoryError
 from dpmon.store.window import Window, accounted
 from dpmon.text.cells import cut, span_width
-from dpmon.text.cleaning import clean
 from dpmon.text.quantities import memory, quantity_words, rate_words
 from dpmon.text.traceback_line import READ_BYTES, clean_traceback_line
 

@@ -19,11 +19,11 @@ slice then ends one ns after the slice around it, Perfetto drops it (its json_ut
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
+from dpmon.cleaning import json_text
 from dpmon.model.members import finite
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Call, Collective, Event, Record, Sampled, Step
@@ -76,7 +76,7 @@ class _Trace:
     # ------------------------------------------------------------------------------------------ events
 
     def _put(self, **event: Any) -> None:
-        text = json.dumps(event, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+        text = json_text(event, separators=(",", ":"), allow_nan=False)
         self._file.write(("[\n" if self._first else ",\n") + text)
         self._first = False
 

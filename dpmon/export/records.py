@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from dpmon.cleaning import json_text
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Call, Collective, Event, Record, Sampled, Step
 from dpmon.run.rundir import load_exit
@@ -46,7 +46,7 @@ def write_jsonl(directory: Path, file: IO[str], only: str | None = None) -> None
     """Write all records of a run (or those of one kind) to `file`, one JSON object per line, in ASCII."""
     for record in history(directory):
         if only is None or kind(record) == only:
-            file.write(json.dumps(as_json(record), separators=(",", ":"), ensure_ascii=True) + "\n")
+            file.write(json_text(as_json(record), separators=(",", ":")) + "\n")
 
 
 def kind(record: Record) -> str:

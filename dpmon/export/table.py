@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TextIO
 
+from dpmon.cleaning import harmless, json_text
 from dpmon.export.records import kind
 from dpmon.record.fields import COLUMNS, RECORDS
 from dpmon.record.jsonl import as_json
@@ -23,6 +24,9 @@ from dpmon.record.wire import MORE
 _SPREAD = ("kind", *(one.name for one in RECORDS["step"].fields if one.in_csv != (one.name,)))
 """Members of a step in JSON that have no column of the same name."""
 _OTHER = ("kind",)
+_FORMULA = re.compile(r" *[=+@-]")
+_NUMBERS = re.compile(r"[-+.e0-9 ]*")
+"""Numbers separated by spaces, of which some may be unknown (`-`)."""
 
 
 class Tables:
@@ -74,14 +78,20 @@ def _text(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, str):
-        return value
+        return _cell(value)
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (int, float)):
         return repr(value)
     if isinstance(value, (list, tuple)) and all(isinstance(one, (str, int, float)) for one in value):
-        return " ".join(map(_text, value))
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+        return _cell(" ".join(map(str, value)))
+    return _cell(json_text(value, separators=(",", ":")))
+
+
+def _cell(text: str) -> str:
+    """`text` made harmless, with an apostrophe before what a spreadsheet would take for a formula."""
+    text = harmless(text)
+    return f"'{text}" if _FORMULA.match(text) and not _NUMBERS.fullmatch(text) else text
 
 
 # ------------------------------------------------------------------------------------------------ kinds

@@ -11,9 +11,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-import json
 from collections.abc import Iterable, Sequence
 
+from dpmon.cleaning import clean, json_text
 from dpmon.errors import DpmonError
 from dpmon.extras import how_to_plot
 from dpmon.model.memory import reasons
@@ -23,7 +23,6 @@ from dpmon.report.plots import Plot, plots
 from dpmon.report.story import Story
 from dpmon.report.text import MAX_ROWS
 from dpmon.run.lookup import short_name
-from dpmon.text.cleaning import clean
 from dpmon.text.quantities import clock
 
 _NEEDED = "the plots of --html need plotly: {command} (the text and --json work without it)"
@@ -76,7 +75,7 @@ def page(story: Story) -> str:
         "default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'unsafe-inline'; img-src data: blob:;"
         f" script-src {_hash(library)} {_hash(_DRAW)}"
     )
-    data = json.dumps([[plot.name, plot.traces, plot.layout] for plot in figures], allow_nan=False)
+    data = json_text([[plot.name, plot.traces, plot.layout] for plot in figures], allow_nan=False)
     # Only these characters could end the script element, or begin a comment in it.
     data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     return "".join(

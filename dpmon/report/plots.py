@@ -9,11 +9,11 @@ import html
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from dpmon.cleaning import clean
 from dpmon.record.schema import PHASES
 from dpmon.report import sentences
 from dpmon.report.story import PARTS, Bin, Story
 from dpmon.report.table_rows import mode_title
-from dpmon.text.cleaning import clean
 from dpmon.text.palettes import LIGHT
 
 # The colours of the screen's light theme, because the page has a light background.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from dpmon.cleaning import clean
 from dpmon.model.evidence import ModeFacts
 from dpmon.model.finding import of_process
 from dpmon.model.memory import reasons
@@ -14,7 +15,6 @@ from dpmon.report.collect import collect
 from dpmon.report.story import Story
 from dpmon.report.typeset import cut, more, sized_table, table, wrap, wrapped
 from dpmon.run.lookup import short_name
-from dpmon.text.cleaning import clean
 from dpmon.text.quantities import clock, memory_of
 
 NARROWEST = 40

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from dpmon.text.cleaning import clean
+from dpmon.cleaning import clean
 
 
 def wrap(text: str, width: int, first: str = "  ", rest: str | None = None) -> list[str]:

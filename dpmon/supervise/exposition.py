@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
+
+from dpmon.cleaning import harmless
 
 MAX_LABEL = 200
 
@@ -36,9 +37,7 @@ def _labels(labels: _Labels) -> str:
 
 
 def _escaped(value: str) -> str:
-    # Control characters would only disturb a human reader. The format requires escapes for the other three.
-    text = re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "?", value[:MAX_LABEL])
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return harmless(value[:MAX_LABEL]).replace("\\", "\\\\").replace('"', '\\"')  # as the format requires
 
 
 def _number(value: float) -> str:

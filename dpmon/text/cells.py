@@ -1,7 +1,7 @@
 """The width of plain text in terminal cells, and functions to cut and wrap it.
 
 The widths are equal to Rich's, which Textual uses on the screen; a test compares every character. The command line gets
-them without importing Rich. The text must be clean (`dpmon.text.cleaning`).
+them without importing Rich. The text must be clean (`dpmon.cleaning`).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from dpmon.text.cleaning import harmless
+from dpmon.cleaning import harmless
 
 READ_BYTES = 1 << 17
 """Number of bytes to read from the end of an output, enough for a long traceback."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dpmon.cleaning import clean
 from dpmon.model.inputs import INPUT, WAITING_TEXT
 from dpmon.model.numbers import group, percent
 from dpmon.model.phase_notes import host_waits, partly_timed
@@ -15,7 +16,6 @@ from dpmon.record.schema import NO_SPANS, phase_shown
 from dpmon.record.step_spans import MAX_SPANS
 from dpmon.store.figures import PhaseFigures
 from dpmon.text.cells import wrapped
-from dpmon.text.cleaning import clean
 from dpmon.text.quantities import rate_words
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row

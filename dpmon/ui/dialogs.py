@@ -10,8 +10,8 @@ from textual.app import ComposeResult
 from textual.message import Message
 from textual.screen import ModalScreen
 
+from dpmon.cleaning import clean, harmless
 from dpmon.text.cells import cut, span_width
-from dpmon.text.cleaning import clean, harmless
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, box, width_of
 from dpmon.ui.view import PanelView

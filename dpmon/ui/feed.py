@@ -12,13 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dpmon.cleaning import clean
 from dpmon.model.active_processes import ended_of
 from dpmon.model.ranks import toggle_refusal
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.source import MOST_RANKS, Wanted
 from dpmon.model.state import State
 from dpmon.run.reader import NO_TRAINING
-from dpmon.text.cleaning import clean
 from dpmon.text.traceback_line import traceback_line
 from dpmon.ui.panel_output import Output
 from dpmon.ui.scene import Facts, Pausing, RunEnd, Scene, Toggle, View, all_finished

@@ -10,9 +10,9 @@ from typing import ClassVar
 from textual import events
 from textual.binding import BindingType
 
+from dpmon.cleaning import clean
 from dpmon.run.reader import NO_TRAINING
 from dpmon.text.cells import wrapped
-from dpmon.text.cleaning import clean
 from dpmon.text.quantities import clock
 from dpmon.ui import jobs, keys
 from dpmon.ui.dialogs import Choice, Commands, Dialog, LineDialog, Pages, key_name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from dpmon.cleaning import clean
 from dpmon.model.compare import Comparison, Side
 from dpmon.model.memory import HOST, Peak
 from dpmon.model.numbers import UNKNOWN, count_of, duration, group, percent, times
@@ -12,7 +13,6 @@ from dpmon.model.step_timeline import Piece
 from dpmon.model.verdict import sentence
 from dpmon.record.schema import REST, SETTLING_STEPS, phase_named, phase_shown
 from dpmon.text.cells import cut, right, wrapped
-from dpmon.text.cleaning import clean
 from dpmon.text.quantities import compact, memory
 from dpmon.ui.chart import ceiling
 from dpmon.ui.look import Look

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dpmon.cleaning import clean
 from dpmon.model.members import number_in
 from dpmon.model.memory import Held, held
 from dpmon.model.memory import reasons as reasons_of_memory
@@ -16,7 +17,6 @@ from dpmon.model.numbers import UNKNOWN
 from dpmon.model.ranks import training
 from dpmon.model.state import DeviceTrack
 from dpmon.text.cells import cut, right, span_width
-from dpmon.text.cleaning import clean
 from dpmon.text.quantities import memory, memory_of
 from dpmon.ui.chart import bar, parts_bar, resampled, spark
 from dpmon.ui.device_facts import device_name, facts, label, mine, reasons

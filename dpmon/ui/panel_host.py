@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dpmon.cleaning import clean
 from dpmon.model.members import number_in
 from dpmon.model.numbers import UNKNOWN
 from dpmon.text.cells import right, wrapped
-from dpmon.text.cleaning import clean
 from dpmon.text.quantities import memory, memory_of
 from dpmon.ui.chart import area, bar, parts_bar, resampled, spark
 from dpmon.ui.device_facts import reasons

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from dpmon.cleaning import clean
 from dpmon.model.communication import Communication
 from dpmon.model.numbers import UNKNOWN, count_of, duration, group
 from dpmon.model.process import CallTrack, Process
@@ -15,7 +16,6 @@ from dpmon.model.ranks import training, world
 from dpmon.model.stragglers import RankTimes, Straggler, in_short, sentence
 from dpmon.record.kinds import rows_of
 from dpmon.text.cells import right, span_width, wrapped
-from dpmon.text.cleaning import clean
 from dpmon.ui.chart import busy_bar, busy_legend
 from dpmon.ui.look import Look
 from dpmon.ui.panel_replicas import every_size, kind, shown, size_text

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dpmon.cleaning import clean
 from dpmon.text.cells import cut, right, span_width, wrapped
-from dpmon.text.cleaning import clean
 from dpmon.text.quantities import memory
 from dpmon.ui.look import Look
 from dpmon.ui.panel_replicas import device_time, every_size, host_time, shown, size_text

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dpmon.cleaning import clean
 from dpmon.model.numbers import duration, group
 from dpmon.model.pace import Speed, speed
 from dpmon.model.process import Summary
 from dpmon.model.ranks import world
 from dpmon.model.stragglers import in_short
 from dpmon.text.cells import cut, right, span_width
-from dpmon.text.cleaning import clean
 from dpmon.text.quantities import clock, compact, within_words
 from dpmon.ui.look import Look
 from dpmon.ui.panel_batch import figures

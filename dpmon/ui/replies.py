@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dpmon.cleaning import clean
 from dpmon.model.numbers import group
-from dpmon.text.cleaning import clean
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row
 from dpmon.ui.scene import SECOND, Scene

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from dpmon.cleaning import clean
 from dpmon.model.numbers import UNKNOWN
 from dpmon.model.process import Process
 from dpmon.model.ranks import distributed, world
 from dpmon.model.state import State
 from dpmon.record.wire import RANK_MODES
 from dpmon.run.activities import IDLE
-from dpmon.text.cleaning import clean
 from dpmon.text.quantities import clock
 
 PANELS = ("devices", "replicas", "batch", "compare", "output")

@@ -8,7 +8,7 @@ from functools import partial
 
 from textual.timer import Timer
 
-from dpmon.text.cleaning import clean
+from dpmon.cleaning import clean
 from dpmon.ui.dialogs import Choice, Dialog
 from dpmon.ui.drawing import Drawing
 from dpmon.ui.feed import FROZEN_RANKS

@@ -16,8 +16,8 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
+from dpmon.cleaning import visible
 from dpmon.text.cells import char_width
-from dpmon.text.cleaning import visible
 from dpmon.ui.rows import Row, merged
 from dpmon.ui.sgr import Sgr
 

@@ -178,7 +178,7 @@ def test_pynvml_has_one_doorway() -> None:
 
 
 def test_cleaning_of_foreign_text_needs_only_the_standard_library() -> None:
-    assert tops(added_by("import dpmon.text.cleaning")) <= {"dpmon", *sys.stdlib_module_names}
+    assert tops(added_by("import dpmon.cleaning")) <= {"dpmon", *sys.stdlib_module_names}
 
 
 def test_a_class_name_means_one_thing_in_the_whole_tree() -> None:

@@ -11,6 +11,7 @@ from kept import keep
 from prometheus_client.parser import text_string_to_metric_families
 from synthetic import SECOND, Training, decoded, device_event, host_event
 
+from dpmon.cleaning import harmless
 from dpmon.record.kinds import Call
 from dpmon.record.payloads import kind_of
 from dpmon.record.wire import CALL_PHASES, Untimed, pack_event, pack_step, pack_timed
@@ -184,7 +185,7 @@ def test_metrics_report_the_end_of_the_run(state: Path, tmp_path: Path) -> None:
 def test_labels_are_escaped(state: Path, tmp_path: Path) -> None:
     directory = keep({-1: [device_event(1.0, 0, name=HOSTILE)]}, script=HOSTILE)
     found = written(directory, tmp_path / "it.prom")
-    shown = HOSTILE.replace("\x1b", "?").replace("\x00", "?")
+    shown = harmless(HOSTILE)
     assert [dict(labels)["script"] for name, labels in found if name == "run_info"] == [shown]
     assert [dict(labels)["name"] for name, labels in found if name == "device_memory_used_bytes"] == [shown]
 

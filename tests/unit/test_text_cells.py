@@ -7,8 +7,8 @@ import random
 import pytest
 from rich.cells import cell_len, set_cell_size
 
+from dpmon.cleaning import harmless, visible
 from dpmon.text.cells import char_width, cropped, kept_width, span_width, wrapped
-from dpmon.text.cleaning import harmless, visible
 
 
 def test_every_character_is_as_wide_as_rich_says() -> None:

@@ -12,8 +12,8 @@ import pyte
 import pytest
 from rich.cells import cell_len
 
+from dpmon.cleaning import LIMIT, clean, harmless
 from dpmon.text.ascii import ascii_text
-from dpmon.text.cleaning import LIMIT, clean, harmless
 from dpmon.ui.rows import Row, plain
 from dpmon.ui.terminal_text import COLUMNS, HEIGHT, TerminalPage, interpret
 
@@ -118,7 +118,7 @@ def test_clean_is_bounded_and_takes_anything() -> None:
 
 
 def test_clean_needs_nothing_but_the_standard_library() -> None:
-    code = "import sys, dpmon.text.cleaning; print([m for m in sys.modules if m.split('.')[0] in ('rich', 'textual')])"
+    code = "import sys, dpmon.cleaning; print([m for m in sys.modules if m.split('.')[0] in ('rich', 'textual')])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 

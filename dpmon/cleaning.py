@@ -5,8 +5,12 @@ Standard library only.
 
 from __future__ import annotations
 
+import json
+import re
 import unicodedata
+from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 LIMIT = 4096
 """Most characters that `clean` returns."""
@@ -23,6 +27,8 @@ _INVISIBLE = frozenset(
         *range(0xE0100, 0xE01F0),
     )
 )
+_ESCAPED = re.compile(r"\\[bfnrtu]")
+"""Characters in JSON that `harmless` may change."""
 _AS_SPACE = frozenset("\t\n\v\f\r\x1c\x1d\x1e\x1f\x85\u2028\u2029")
 
 
@@ -60,6 +66,20 @@ def harmless(text: str) -> str:
             marks = 0
         kept.append(shown)
     return "".join(kept)
+
+
+def json_text(value: object, **how: Any) -> str:
+    """`value` as JSON in ASCII, with all its texts harmless; `how`: arguments of json.dumps."""
+    text = json.dumps(value, **how)
+    return json.dumps(_all_harmless(value), **how) if _ESCAPED.search(text) else text
+
+
+def _all_harmless(value: object) -> object:
+    if isinstance(value, str):
+        return harmless(value)
+    if isinstance(value, Mapping):
+        return {_all_harmless(key): _all_harmless(one) for key, one in value.items()}
+    return [_all_harmless(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def clean(text: object, limit: int = LIMIT) -> str:

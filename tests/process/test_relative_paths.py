@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pwd
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,3 +87,14 @@ def test_metrics_go_where_dpmon_was_started(dpmon: Dpmon, option: bool) -> None:
     result = dpmon.run(*words, "script.py", env={} if option else {"DPMON_METRICS": "place/figures.prom"})
     assert result.status == 0, result.errors
     assert "dpmon" in (dpmon.cwd / "place" / "figures.prom").read_text()
+
+
+@pytest.mark.parametrize("words", [["-c", "print(1)"], ["-m", "this"], ["{script}"]], ids=["-c", "-m", "a script"])
+def test_a_deleted_working_directory_is_no_fault_of_ours(dpmon: Dpmon, words: list[str]) -> None:
+    script = dpmon.script("print(1)")
+    words = [word.format(script=script) for word in words]
+    shell = ["sh", "-c", 'mkdir gone; cd gone; rmdir ../gone; exec "$@"', "sh", sys.executable, *words]
+    alone = subprocess.run(shell, cwd=dpmon.cwd, env=dpmon.environment(), capture_output=True, check=False, timeout=60)
+    run = dpmon.run("--headless", *shell)
+    errors = [line for line in run.errors.splitlines(keepends=True) if not line.startswith("dpmon: ")]
+    assert (run.status, run.out, "".join(errors)) == (alone.returncode, alone.stdout, alone.stderr.decode())

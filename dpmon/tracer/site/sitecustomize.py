@@ -10,7 +10,8 @@ def _arm() -> None:
     import sys
 
     here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]
+    # Not abspath, which needs the working directory: it may be deleted.
+    sys.path[:] = [entry for entry in sys.path if os.path.normpath(entry) != here]
     if "DPMON_RUN" not in os.environ or sys.version_info < (3, 10):
         return
     # dpmon may not be installed for the program's Python. So the folder that contains dpmon is on sys.path during this

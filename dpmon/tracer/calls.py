@@ -94,17 +94,18 @@ class CallTracer:
                         self.sites.forget()
                         site = None
                     if site is None or (site.moves and not site.is_current()):
-                        site = None if session.off else site_of(module, me, args)
+                        with torch._C.DisableTorchFunction():  # hides our reads from the script's modes
+                            site = None if session.off else site_of(module, me, args)
                     if site is not None:
                         if not root and inside and me.split is not None:
                             me.split.wrapped = True
                         memo, seen = site.inputs, function_modes()
                         if (
                             len(args) == 1
+                            and not (kwargs or seen)
                             and type(value := args[0]) is tensor
                             and value.shape == memo.shape
                             and value.dtype is memo.dtype
-                            and not (kwargs or seen)
                         ):
                             inputs = memo.number
                         else:
@@ -148,17 +149,17 @@ class CallTracer:
                         head |= mark.end()
                     memo = site.outputs
                     if (
-                        type(result) is tensor
+                        not seen
+                        and type(result) is tensor
                         and result.shape == memo.shape
                         and result.dtype is memo.dtype
-                        and not seen
                     ):
                         outputs = memo.number
                     else:
                         outputs = session.outputs(result, memo)
                     if not plain:
                         head = head ^ layout | settle(me, site, outputs, False)
-                    if site.via is None and is_grad_enabled() and module.training:
+                    if site.via is None and is_grad_enabled() and module.__dict__.get("training") is True:
                         head |= _LEARNS
                     else:
                         head |= self.flags(module)

@@ -123,7 +123,7 @@ class Compositions:
         if modes.unannounced:
             modes.announce()
         grad = torch.is_grad_enabled()  # a function has no training mode: enabled gradients count as training
-        training = in_training_mode(modules[0]) if hasattr(modules[0], "training") else grad
+        training = in_training_mode(modules[0]) if isinstance(modules[0], torch.nn.Module) else grad
         head = site.head | (Flag.TRAINING * training | Flag.GRAD * grad) << FLAGS_AT
         return ReplicaWatch(recorder, me, site, strict=False), head
 

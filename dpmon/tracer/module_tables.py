@@ -73,9 +73,15 @@ def wrapped_by(module: Any) -> Any:
 def in_training_mode(module: Any) -> bool:
     """Whether the module inside wrappers is in training mode; the flag of a wrapper may differ.
 
-    In torch 2.4, `eval` of a compiled model does not change the flag of its wrapper.
+    In torch 2.4, `eval` of a compiled model does not change the flag of its wrapper. A property of the script's class
+    is not read: such a module counts as training.
     """
-    return bool(wrapped_by(module).training)
+    inner = wrapped_by(module)
+    own = getattr(inner, "__dict__", {}).get("training")
+    if own is not None:
+        return bool(own)
+    of_script = isinstance(inner, torch.nn.Module) and any("training" in base.__dict__ for base in type(inner).__mro__)
+    return of_script or bool(inner.training)
 
 
 def parameters_of(root: Any) -> Iterator[Any]:

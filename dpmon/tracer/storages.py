@@ -69,7 +69,7 @@ class Walk:
         On a busy machine, time in which other processes run does not split a walk.
         """
         until = thread_time_ns() + limit_ns
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunction():
             while not self.over:
                 self._add_entries(*self._left.popleft())
                 if thread_time_ns() >= until:

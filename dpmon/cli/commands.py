@@ -47,6 +47,8 @@ def _follow(directory: Path, options: argparse.Namespace) -> int:
 
         lines = json_lines(options.json)
         follower = Follower(RunReader(directory), keep=_LAST_OUTPUT, lines=lines)
+        if load_exit(directory) is None and lines != "stderr":
+            follower.say("the output of the run follows; Ctrl-C leaves, and the training goes on")
         how = follower.follow()
         return closing(directory, how, None if lines == "stderr" else follower.say)
     info = RunReader(directory).info

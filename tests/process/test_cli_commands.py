@@ -152,6 +152,17 @@ def test_interrupting_attach_leaves_the_training(dpmon: Dpmon) -> None:
     assert dpmon.exit()["status"] == 0
 
 
+def test_attach_without_a_screen_speaks_before_the_script_does(dpmon: Dpmon) -> None:
+    """A script that prints nothing must not look like a monitor that does nothing."""
+    dpmon.script("import time; time.sleep(300)")
+    dpmon.run("--detach", "script.py")
+    terminal = Terminal(dpmon, "attach", TERM="dumb", LC_ALL="POSIX")
+    terminal.until("dpmon: the output of the run follows; Ctrl-C leaves, and the training goes on")
+    terminal.type("\x03")
+    terminal.wait()
+    assert dpmon.run("ls").text.splitlines()[1].split()[1] in ("running", "starting")
+
+
 def test_attach_does_not_wait_for_a_command_that_nobody_will_start(dpmon: Dpmon) -> None:
     """Its supervisor was killed before it started the command."""
     dpmon.script("pass")

@@ -119,8 +119,8 @@ class Training:
     def _wobble(self, ns: float) -> int:
         return int(ns * self.random.uniform(0.85, 1.2))
 
-    def step(self, rows: int | None = None, failed: bool = False) -> list[bytes]:
-        """Return the payloads of one step: new definitions, one call, the step."""
+    def step(self, rows: int | None = None, failed: bool = False, evaluates: bool = False) -> list[bytes]:
+        """Return the payloads of one step: new definitions, one call (`evaluates`: of an evaluation), the step."""
         rows = self.batch if rows is None else rows
         self.steps += 1
         out: list[bytes] = []
@@ -156,7 +156,7 @@ class Training:
                 self._sizes(out, share, width, path) for width, path in zip(self.features, ("0", ""), strict=True)
             )
             replicas += [got, gave, apply_at, self._wobble(inside * 0.9)]
-        flags = call_flags(self.virtual and dp, True, True, failed)
+        flags = call_flags(self.virtual and dp, not evaluates, not evaluates, failed)
         number = mode_number(self.mode)
         out.append(
             pack_call(

@@ -60,6 +60,7 @@ HELD_CALLS = 4096
 """Most calls of a process that are held for their step."""
 _MAX_INT = (1 << 63) - 1
 _APPLY = CALL_PHASES.index("parallel_apply")
+_LEARNS = TRAINING | GRAD
 _CALL_AT = {name: index for index, name in enumerate(CALL_PHASES)}
 _SYNCED_AT = [quantity.name for quantity in QUANTITIES].index("synced")
 _STEP_AT = {name: index for index, name in enumerate(STEP_PHASES)}
@@ -190,7 +191,7 @@ class Intake:
     def _count(self, batch: Batch, calls: Sequence[_HeldCall], kind: int | None) -> None:
         """Count the sizes of calls. `kind`: kind of their step; None if they are in no step."""
         for call in calls:
-            of_call = kind if kind is not None else EVALUATION * (call.flags & (TRAINING | GRAD) == 0)
+            of_call = kind if kind is not None else EVALUATION * (call.flags & _LEARNS == 0)
             virtual = int(call.flags & VIRTUAL > 0)
             shape = self.row.process, call.mode, of_call, call.layout, virtual, call.sizes, call.untimed
             if shape not in self._shapes:
@@ -214,7 +215,7 @@ class Intake:
         mode = MODES[mode_number]
         began = start - self._start_ns
         _check(began, wall, step)
-        evaluation = is_evaluation(phases[BACKWARD_AT], phases[OPTIMIZER_AT])
+        evaluation = is_evaluation(phases[BACKWARD_AT], phases[OPTIMIZER_AT]) and not self._learns(step)
         kind = self._kind(mode, evaluation)
         calls = self._of_step(batch, step, kind)
         own = [*phases, max(0, wall - sum([took for took in phases if took >= 0]))]
@@ -246,6 +247,11 @@ class Intake:
         self._note_held()
         self.row.steps += 1
         self.row.last_step = step
+
+    def _learns(self, step: int) -> bool:
+        """Whether all calls of a step train: a process that serves others (RPC) has no backward pass of its own."""
+        flags = [call.flags & _LEARNS for call in self._calls if call.step == step]
+        return bool(flags) and min(flags) == _LEARNS
 
     def _of_step(self, batch: Batch, step: int, kind: int) -> list[_HeldCall]:
         """Return the held calls of a step. Release them, and the calls of earlier steps that were not recorded."""

@@ -70,7 +70,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for then in ("single", "dp", ""):
         payloads += training.run(60)
         for _ in range(12):
-            payloads += [payload for payload in training.step() if kind_of(payload) != "step"]
+            payloads += [payload for payload in training.step(evaluates=True) if kind_of(payload) != "step"]
             number, took = mode_number(training.mode), SECOND // 4 + training.random.randrange(SECOND // 4)
             payloads.append(pack_step(number, training.steps, training.now, took, 30, (took // 9, took // 2, -1, -1)))
             training.now += took

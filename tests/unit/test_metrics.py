@@ -134,7 +134,7 @@ def test_the_activities_of_a_process_add_up_to_its_time(state: Path, tmp_path: P
     training = Training(mode="single")
     payloads = [*training.begin(), *training.run(50)]
     for _ in range(10):  # without a backward pass and an optimizer
-        payloads += [payload for payload in training.step() if kind_of(payload) != "step"]
+        payloads += [payload for payload in training.step(evaluates=True) if kind_of(payload) != "step"]
         payloads.append(pack_step(2, training.steps, training.now, 10**6, 30, (10, 10**5, -1, -1)))
         training.now += 10**6
     directory = keep({0: payloads}, status=None)

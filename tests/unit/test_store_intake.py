@@ -116,11 +116,21 @@ def test_the_first_steps_and_those_after_a_toggle_settle(ring: Ring) -> None:
 
 def test_an_evaluation_is_a_kind_of_its_own_and_settles_too(ring: Ring) -> None:
     for phases in (TRAIN, EVALUATE, TRAIN, TRAIN, TRAIN, EVALUATE, (1, 2, 3, -1), (1, 2, -1, 3)):
-        ring.call()
+        trains = phases != EVALUATE
+        ring.call(flags=call_flags(virtual=False, training=trains, grad=trains, failed=False))
         ring.step(phases=phases)
     both = EVALUATION | SETTLING
     assert kinds(ring) == [SETTLING, both, SETTLING, SETTLING, SETTLING, EVALUATION, 0, 0]
     assert ring.shapes() == {("dp", kind): kinds(ring).count(kind) for kind in (0, SETTLING, EVALUATION, both)}
+
+
+def test_a_step_of_calls_that_train_is_no_evaluation_without_a_backward_pass(ring: Ring) -> None:
+    """As in a server of torch's RPC, where the backward pass runs in threads of torch."""
+    for training in (True, True, True, True, False):
+        ring.call(flags=call_flags(virtual=False, training=True, grad=True, failed=False))
+        ring.call(flags=call_flags(virtual=False, training=True, grad=training, failed=False))
+        ring.step(phases=EVALUATE)
+    assert [kind & EVALUATION for kind in kinds(ring)] == [0, 0, 0, 0, EVALUATION]
 
 
 def test_batch_sizes_beyond_the_first_share_a_tally(ring: Ring) -> None:

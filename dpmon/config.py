@@ -5,6 +5,7 @@ The file is `$XDG_CONFIG_HOME/dpmon/config.toml` (`~/.config` if that is not set
     theme = "light"         # DPMON_THEME: dark, light, colour-blind, mono, ascii
     refresh = 0.5           # DPMON_REFRESH: seconds between pictures
     keep_runs = 200         # DPMON_KEEP_RUNS: number of runs to keep
+    batch_dim = 1           # DPMON_BATCH_DIM: the dimension of the batch in a model's first input (0 if not given)
     keep_bytes = "5 GiB"    # DPMON_KEEP_BYTES: limit of their total size (this limit never deletes the newest five
                             # runs, nor runs of at most keep_bytes / keep_runs)
 
@@ -53,6 +54,7 @@ class Settings:
     refresh: float | None = None
     keep_runs: int | None = None
     keep_bytes: int | None = None
+    batch_dim: int | None = None
 
 
 def _theme(value: Any) -> str:
@@ -82,6 +84,13 @@ def _count(value: Any) -> int:
     return int(value)
 
 
+def dimension(value: Any) -> int:
+    """Return the dimension of a tensor; ValueError, with the form that is expected, for anything else."""
+    if isinstance(value, bool) or not re.fullmatch(r"[0-7]", str(value)):
+        raise ValueError("a number from 0 to 7")
+    return int(value)
+
+
 def _bytes(value: Any) -> int:
     found = re.fullmatch(r"([0-9]{1,18}|[0-9]{1,9}\.[0-9]{1,3})\s*([A-Za-z]{0,3})", str(value).strip())
     if isinstance(value, (bool, float)) or found is None or found[2].upper() not in _UNITS:
@@ -95,6 +104,7 @@ _SETTINGS: Mapping[str, Callable[[Any], Any]] = {
     "refresh": _refresh,
     "keep_runs": _count,
     "keep_bytes": _bytes,
+    "batch_dim": dimension,
 }
 
 

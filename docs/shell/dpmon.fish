@@ -58,7 +58,7 @@ function _shtab_dpmon_using
 end
 
 set -g _shtab_dpmon_commands attach ls stop report export doctor keep rm
-set -g _shtab_dpmon_opts_with_value --devices --format --kind --metrics --mode --name --output --python --refresh --replicas -m -o
+set -g _shtab_dpmon_opts_with_value --batch-dim --devices --format --kind --metrics --mode --name --output --python --refresh --replicas -m -o
 
 complete -c dpmon -e
 complete -c dpmon -f
@@ -69,6 +69,7 @@ complete -c dpmon -n _shtab_dpmon_using -s m -x -d 'run a module instead of a sc
 complete -c dpmon -n _shtab_dpmon_using -l replicas -x -d 'use N GPUs, or N virtual replicas if there are fewer'
 complete -c dpmon -n _shtab_dpmon_using -l devices -x -d 'the replicas'"'"' devices: cuda:0,cuda:1 or cpu,cpu'
 complete -c dpmon -n _shtab_dpmon_using -l mode -xka "auto script dp single" -d 'initial mode; script: leave the computation exactly as written; auto: follow the script and the options'
+complete -c dpmon -n _shtab_dpmon_using -l batch-dim -x -d 'the batch'"'"'s dimension in a model'"'"'s first input (default: 0)'
 complete -c dpmon -n _shtab_dpmon_using -l headless -d 'no screen (the default without a terminal)'
 complete -c dpmon -n _shtab_dpmon_using -l detach -d 'start in the background and return at once'
 complete -c dpmon -n _shtab_dpmon_using -l json -d 'without a screen: one JSON line per second on stderr, or in FILE (--json=/dev/fd/3)'

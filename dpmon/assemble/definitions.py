@@ -41,6 +41,8 @@ class Layout:
         self.module: int = module if type(module) is int else -1 - number
         """Number of the module; a bare model and its wrapper have the same number."""
         self.dim, self.first = (_whole(value.get(key, 0)) for key in ("dim", "first"))
+        if self.dim:
+            self.value["dim"] = self.dim
         self.devices = len(self.value["devices"])
         if self.devices > _MAX_DEVICES:
             raise ValueError("more devices than a machine has")

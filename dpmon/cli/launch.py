@@ -132,6 +132,7 @@ def _describe(options: argparse.Namespace, command: Command, headless: bool, inh
             "mode": options.mode,
             "replicas": options.replicas,
             "devices": options.devices,
+            "batch_dim": options.settings.batch_dim if options.batch_dim is None else options.batch_dim,
             "stdin": "inherit" if inherit else "terminal",
             "window": [size.lines, size.columns],
             "metrics": _metrics(options.metrics),

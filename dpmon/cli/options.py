@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import dpmon
+from dpmon.config import dimension
 from dpmon.errors import DpmonError
 
 COMMANDS = ("run", "attach", "ls", "stop", "report", "export", "doctor", "keep", "rm")
@@ -63,6 +64,13 @@ def _replicas(text: str) -> int:
     return int(text)
 
 
+def _batch_dim(text: str) -> int:
+    try:
+        return dimension(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected {error}, not {text!r}") from None
+
+
 def _devices(text: str) -> str:
     names = [name.strip() for name in text.split(",")]
     if not all(re.fullmatch(r"cpu|cuda(:\d{1,3})?", name) for name in names):
@@ -108,6 +116,7 @@ def _run_parser() -> _Parser:
         default="auto",
         help="initial mode; script: leave the computation exactly as written; auto: follow the script and the options",
     )
+    add("--batch-dim", type=_batch_dim, metavar="N", help="the batch's dimension in a model's first input (default: 0)")
     add("--headless", action="store_true", help="no screen (the default without a terminal)")
     add("--detach", action="store_true", help="start in the background and return at once")
     add(

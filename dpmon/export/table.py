@@ -140,7 +140,7 @@ def _call(call: Call) -> dict[str, Any]:
     found["replicas"] = len(shares)
     found["idle_devices"] = list(call.devices[len(shares) :]) if call.mode == "dp" else None
     found["replica_devices"] = [share.device for share in shares]
-    found["replica_rows"] = _many(rows_of(share.inputs) for share in shares)
+    found["replica_rows"] = _many(rows_of(share.inputs, call.dim) for share in shares)
     found["replica_host_ms"] = _many(share.host_ns / 1e6 for share in shares)
     if any(share.device_ms is not None for share in shares):
         found["replica_device_ms"] = _many(share.device_ms for share in shares)

@@ -44,6 +44,7 @@ class ModeFacts(NamedTuple):
     rank: int | None = None
     other_steps: int = 0
     """Number of steps of the other processes in this mode."""
+    calls: int = 0
 
     @property
     def all_steps(self) -> int:

@@ -78,12 +78,14 @@ class Layouts:
             if _by_ranks(layout) is None and isinstance(layout.get("devices"), list):
                 yield shape, layout
 
-    def rows(self, process: int, number: int) -> int | None:
-        """Rows of a definition of sizes: the first dimension of the first tensor that has one."""
+    def rows(self, process: int, number: int, layout: Mapping[str, Any]) -> int | None:
+        """Rows of a definition of sizes: those of the first tensor with the layout's dimension of the batch."""
+        dim = layout.get("dim", 0)
         value = self._definition(process, number) if number else None
         for size in value if isinstance(value, list) else ():
-            if isinstance(size, list) and len(size) > 1 and isinstance(size[1], list) and size[1]:
-                return size[1][0] if type(size[1][0]) is int else None
+            shape = size[1] if isinstance(size, list) and len(size) > 1 and isinstance(size[1], list) else ()
+            if -len(shape) <= dim < len(shape):
+                return shape[dim] if type(shape[dim]) is int else None
         return None
 
     def calls(self, mode: str, evaluation: bool, trained: bool) -> int:

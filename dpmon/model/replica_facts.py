@@ -31,7 +31,7 @@ def batch_facts(layouts: Layouts) -> list[BatchFacts]:
     for shape, layout in layouts.split():
         devices = len(layout["devices"])
         if devices > 1 and shape.mode == "dp":
-            rows = layouts.rows(shape.process, shape.inputs)
+            rows = layouts.rows(shape.process, shape.inputs, layout)
             groups[str(layout.get("root")), devices][len(shape.replicas), rows] += shape.calls
     found = []
     for (root, devices), counts in groups.items():
@@ -56,7 +56,7 @@ def replica_facts(layouts: Layouts, tallies: Mapping[Key, Tally]) -> list[Replic
         devices = layout["devices"]
         reason = why_untimed(layout, shape.untimed)
         replicas = shape.replicas[: len(devices)]
-        rows = tuple(layouts.rows(shape.process, got) for got, _ in replicas)
+        rows = tuple(layouts.rows(shape.process, got, layout) for got, _ in replicas)
         splits[shape.mode, str(layout.get("root"))][rows] += shape.calls
         for index in range(len(replicas)):
             line = lines.setdefault((shape.mode, str(layout.get("root")), index, str(devices[index])), _Line())

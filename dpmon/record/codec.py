@@ -94,6 +94,7 @@ class _CallLayout:
     via: str | None
     devices: tuple[str, ...]
     absent: dict[str, str]
+    dim: int
 
 
 def _layout(value: dict[str, Any]) -> _CallLayout:
@@ -102,6 +103,7 @@ def _layout(value: dict[str, Any]) -> _CallLayout:
         None if value["via"] is None else str(value["via"]),
         tuple(str(name) for name in value["devices"]),
         {str(key): str(reason) for key, reason in value["absent"].items()},
+        int(value.get("dim", 0)),
     )
 
 
@@ -200,6 +202,7 @@ class Decoder:
             start_ns=start - self.origin_ns,
             wall_ns=wall,
             devices=devices,
+            dim=layout.dim,
             phases={
                 name: _made(CallPhase, (offset, took, None))
                 for name, offset, took in zip(CALL_PHASES, phases[::2], phases[1::2], strict=True)

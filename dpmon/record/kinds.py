@@ -123,6 +123,8 @@ class Call:
     absent: Mapping[str, str] = field(default_factory=dict)
     stages: tuple[Stage, ...] = ()
     """Stages of a model on several devices; such a call has no replicas."""
+    dim: int = 0
+    """The dimension of the batch."""
 
     @property
     def evaluates(self) -> bool:
@@ -131,8 +133,8 @@ class Call:
 
     @property
     def rows(self) -> int | None:
-        """Rows of the batch: the size along dimension 0 of the first tensor that has one; None if none has."""
-        return rows_of(self.inputs)
+        """Rows of the batch; None if no tensor has its dimension."""
+        return rows_of(self.inputs, self.dim)
 
     def __deepcopy__(self, memo: object) -> Call:
         """Records never change, so a copy shares the original."""
@@ -305,12 +307,9 @@ def collective_in(value: Mapping[str, Any]) -> dict[str, Any]:
 Record = Call | Step | Event | Collective | Sampled
 
 
-def rows_of(sizes: Sequence[Size] | None) -> int | None:
-    """Return the rows of the first tensor that has a dimension; None if there is none."""
-    for size in sizes or ():
-        if size.shape:
-            return size.shape[0]
-    return None
+def rows_of(sizes: Sequence[Size] | None, dim: int) -> int | None:
+    """Return the rows along `dim` of the first tensor with that dimension; None if there is none."""
+    return next((size.shape[dim] for size in sizes or () if -len(size.shape) <= dim < len(size.shape)), None)
 
 
 def is_evaluation(backward: int | None, optimizer: int | None) -> bool:

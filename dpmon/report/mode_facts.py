@@ -40,6 +40,7 @@ def mode_facts(
         late_p25_ns=last.quantile(STEP, 0.25) if apart else None,
         mean_ns=found.mean_ns,
         counted=found.counted,
+        calls=found.calls,
     )
 
 

@@ -226,6 +226,11 @@ def phase_notes(mode: ModeFacts) -> list[str]:
     """Notes below the table of phases: about their times, and the quantities of the steps."""
     said = [] if mode.who is None else [f"{count_of(mode.steps, 'step')} of {mode.who}; the others have rows below"]
     said += [*host_waits(mode.phases), *partly_timed(mode.phases)]
+    if mode.calls >= 2 * mode.steps and mode.phase("data") is None and mode.phase("backward") is not None:
+        said.append(
+            "samples of a step: the rows of all its calls with a backward pass of their own (micro-batches); if several"
+            " models learn in a step, as in a GAN, the rows of its largest call"
+        )
     return said + [quantity_words(*each, mode.steps) for each in mode.counted]
 
 

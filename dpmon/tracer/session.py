@@ -54,6 +54,7 @@ class Config:
     """auto, script, dp or single."""
     replicas: int | None
     devices: tuple[str, ...]
+    batch_dim: int = 0
 
     @classmethod
     def from_environment(cls) -> Config:
@@ -66,6 +67,7 @@ class Config:
             mode=os.environ.get("DPMON_MODE", "auto"),
             replicas=int(replicas) if replicas else None,
             devices=tuple(name.strip() for name in devices.split(",")) if devices else (),
+            batch_dim=int(os.environ.get("DPMON_BATCH_DIM", 0)),
         )
 
     @property

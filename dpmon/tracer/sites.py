@@ -166,6 +166,7 @@ class Sites:
         ddp = isinstance(module, torch.nn.parallel.DistributedDataParallel)
         site = self._new(module, plan, DDP if ddp else FSDP if is_a(module, "FSDPModule") else None)
         site.root = class_name(module.module if ddp else module)
+        site.dim = self.session.config.batch_dim
         site.place = Place(module)
         if plan.mode == SINGLE:
             site.stages = stages_of(module.module if ddp else module, self.session)

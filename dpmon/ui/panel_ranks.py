@@ -14,7 +14,6 @@ from dpmon.model.numbers import UNKNOWN, count_of, duration, group
 from dpmon.model.process import CallTrack, Process
 from dpmon.model.ranks import training, world
 from dpmon.model.stragglers import RankTimes, Straggler, in_short, sentence
-from dpmon.record.kinds import rows_of
 from dpmon.text.cells import right, span_width, wrapped
 from dpmon.ui.chart import busy_bar, busy_legend
 from dpmon.ui.look import Look
@@ -242,7 +241,7 @@ def _size_cells(ranks: Sequence[_Rank], height: int, room: int) -> list[Row]:
         if one.track is None:
             return []
         call = one.track.last
-        rows = rows_of(call.inputs)
+        rows = call.rows
         count = UNKNOWN if rows is None else str(rows)
         cells.append([(f"  {size_text(call.inputs)}  {size_text(call.outputs)}{right(count, 6)}", "dim")])
     return cells if max(len(_SIZES), *map(width_of, cells)) <= room else []
@@ -283,7 +282,7 @@ def _sizes_table(scene: Scene, width: int, height: int, look: Look) -> list[Row]
     ]
     for (process, track), got, result in zip(rows, ins, outs, strict=True):
         number = process.process if process.rank is None else process.rank
-        batch = rows_of(track.last.inputs) if track else None
+        batch = track.last.rows if track else None
         drawn.append(
             [
                 (right(str(number), 4) + " ", "bold"),

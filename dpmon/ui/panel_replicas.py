@@ -165,7 +165,7 @@ class _ReplicaTable:
 
     def row(self, replica: Replica) -> Row:
         look = self.look
-        count = rows_of(replica.inputs)
+        count = rows_of(replica.inputs, self.track.last.dim)
         share = count / self.rows_total if count is not None and self.rows_total else None
         times = self.track.times[replica.replica] if replica.replica < len(self.track.times) else None
         spread = ""

@@ -178,6 +178,22 @@ def gan_without_a_loader(script: Script) -> None:
         script.learn(critic, 2, rows=10)
 
 
+def gan_with_two_passes_of_its_critic(script: Script) -> None:
+    """The passes for real and made data come before or after the maker is called."""
+    maker, critic = script.model("Maker"), script.model("Critic")
+    script.makes_optimizer(1), script.makes_optimizer(2)
+    for number in range(4):
+        if number % 2:
+            script.call(maker, rows=10)
+        for _ in range(2):
+            script.call(critic, rows=10)
+            script.backward()
+        script.optimizer(1)
+        if not number % 2:
+            script.call(maker, rows=10)
+        script.learn(critic, 2, rows=10)
+
+
 def three_optimizers(script: Script) -> None:
     nets = [script.model(name) for name in "ABC"]
     script.makes_optimizer()
@@ -498,7 +514,8 @@ EVALUATED = [(8, LEARN, 1)] + [(8, LOOK, 1)] * 2
         (accumulation, [(10, "dfb", 1), (10, FETCHED, 1)] * 3),
         (only_looks, [(30, "df", 1), (10, "df", 1)]),
         (without_a_loader, [(8, LEARN, 1)] * 4),
-        (accumulation_without_a_loader, [(8, LEARN, 3)] * 4),
+        (accumulation_without_a_loader, [(24, LEARN, 3)] * 4),
+        (gan_with_two_passes_of_its_critic, [(10, LEARN, 4)] * 4),
         (hundreds_of_calls, [(64, LEARN, 301)] * 3),
         (hundreds_of_calls_and_no_optimizer, [(1, "fb", 300)] * 3),
         (hundreds_of_looks_and_one_that_learns, [(64, LEARN, 201)] * 3),

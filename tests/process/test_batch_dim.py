@@ -1,0 +1,56 @@
+"""Samples of models with the batch in another dimension than the first, such as sequence-first models."""
+
+from __future__ import annotations
+
+import pytest
+from running import Dpmon
+
+SCRIPT = """
+import torch
+
+model = torch.nn.LSTM(4, 8)  # [positions, batch, features]
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(8):
+    model(torch.randn(35, 20, 4))[0].sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+model.eval()
+with torch.no_grad():
+    for step in range(3):
+        model(torch.randn(35, 10, 4))
+"""
+
+
+def samples(dpmon: Dpmon) -> list[int]:
+    """Return the samples of each step."""
+    return [record["samples"] for record in dpmon.records() if record["kind"] == "step"]
+
+
+@pytest.mark.parametrize("by", ["nothing", "option", "variable", "file"])
+def test_the_dimension_of_the_batch_counts_the_samples(dpmon: Dpmon, by: str) -> None:
+    words = ["--batch-dim", "1"] if by == "option" else []
+    env = {"DPMON_BATCH_DIM": "1"} if by == "variable" else {"XDG_CONFIG_HOME": str(dpmon.cwd)}
+    if by == "file":
+        (dpmon.cwd / "dpmon").mkdir()
+        (dpmon.cwd / "dpmon" / "config.toml").write_text("batch_dim = 1\n")
+    assert dpmon.run(*words, "--mode", "script", dpmon.script(SCRIPT), env=env).status == 0
+    assert samples(dpmon) == ([35] * 11 if by == "nothing" else [20] * 8 + [10] * 3)
+    calls = dpmon.run("export", "--format", "csv", "--kind", "call").text.splitlines()
+    at = calls[0].split(",").index("rows")
+    assert calls[1].split(",")[at] == ("35" if by == "nothing" else "20")
+
+
+def test_a_toggle_splits_along_this_dimension(dpmon: Dpmon) -> None:
+    script = dpmon.script(SCRIPT.replace("torch.nn.LSTM(4, 8)", "torch.nn.Linear(4, 8)").replace(")[0].sum", ").sum"))
+    assert dpmon.run("--batch-dim", "1", "--replicas", "2", script).status == 0
+    calls = [record for record in dpmon.records() if record["kind"] == "call"]
+    shapes = [[size["shape"] for replica in call["replicas"] for size in replica["inputs"]] for call in calls]
+    assert shapes == [[[35, 10, 4]] * 2] * 8 + [[[35, 5, 4]] * 2] * 3
+    assert samples(dpmon) == [20] * 8 + [10] * 3
+
+
+@pytest.mark.parametrize("value", ["-1", "8", "x", "1.5"])
+def test_a_dimension_that_no_tensor_has_is_refused(dpmon: Dpmon, value: str) -> None:
+    result = dpmon.run(f"--batch-dim={value}", dpmon.script("pass"))
+    assert (result.status, result.out) == (2, b"")
+    assert f"expected a number from 0 to 7, not '{value}'" in result.errors

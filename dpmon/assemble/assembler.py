@@ -17,7 +17,7 @@ from dpmon.assemble.step_mark import StepMark
 from dpmon.assemble.step_recorder import Item, StepRecorder
 from dpmon.assemble.step_rules import StepRules
 from dpmon.record.spans import DOING, Flag, Kind, Span
-from dpmon.record.wire import Untimed
+from dpmon.record.wire import Untimed, pack_event
 
 MAX_NESTED = 1 << 14
 """Most spans that wait for their enclosing span."""
@@ -28,6 +28,10 @@ CAUGHT_UP = 4096
 _LATEST = 1 << 58
 """Longest plausible uptime of a machine (ns)."""
 _NEVER_ENDED = (1 << 64) - 1
+_CUT_OFF = (
+    "the process ended before it had finished a step of its loop: its calls are divided into steps by the rule that"
+    " fits best, and the last step was cut off"
+)
 _INNER = (Kind.REPLICA, Kind.STAGE, Kind.RESTARTED)
 _DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, struct.error)
 
@@ -112,15 +116,31 @@ class Assembler:
     def end(self) -> list[bytes]:
         """Finish, because the process is gone and no more spans come. Return the last payloads."""
         self._place(self._events.older(self._events.count))
+        recorder, fresh = self._recorder, not self._recorder.number
         try:
+            self._release_closures()
             # A killed process may have been in the middle of a training step.
             self._rules.end(self._rules.has_trained if self._uncaught is None else self._uncaught)
-            self._recorder.end()
+            if fresh and recorder.number and self._uncaught is not False:
+                recorder.out.append(pack_event("warning", {"process": None, "t_s": None, "text": _CUT_OFF}))
+            recorder.end()
             self._closed(self._rules.mark(), [], False)
         except _DAMAGE:
             self._dropped += 1
         self._communication.end()
         return self._payloads(Untimed.ENDED)
+
+    def _release_closures(self) -> None:
+        """Take the calls in an optimizer step that has not ended, as LBFGS makes them in its closure."""
+        nested, self._nested, self._waiting = self._nested, {}, 0
+        for spans in nested.values():
+            inner: list[Span] = []
+            for span in spans:
+                if span.inside == Kind.OPTIMIZER and span.kind not in _INNER:
+                    self._block(block_of(span, [one for one in inner if one.start >= span.start]))
+                    inner = []
+                else:
+                    inner.append(span)
 
     def _take_lines(self, lines: Iterable[Mapping[str, Any]]) -> None:
         for line in lines:

@@ -218,7 +218,7 @@ class _Packer:
 
 
 def _spans(step: Step) -> list[int]:
-    if step.spans is None:
+    if not step.spans:
         return []
     spans = [(SPAN_PHASES.index(name), step.start_ns + begin, took) for name, begin, took in step.spans]
     return span_words(spans, step.start_ns, step.wall_ns, step.missing_spans)

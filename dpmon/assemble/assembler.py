@@ -348,8 +348,7 @@ class Assembler:
         for span in state["seen"]:
             self._seen[span[4]] = Span(*span)
         recorder = self._recorder
-        if "communication" in state:  # absent in states of earlier versions
-            self._communication.go_on(state["communication"])
+        self._communication.go_on(state["communication"])
         recorder.memory_looks = {int(look): step for look, step in state["looks"].items()}
         self._rules.go_on(mark)
         recorder.awaiting_call = self._events.go_on(mark.placed, mark.awaiting_call, state["said"], state["unsaid"])

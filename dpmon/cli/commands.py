@@ -42,6 +42,9 @@ def attach(options: argparse.Namespace) -> int:
 
 
 def _follow(directory: Path, options: argparse.Namespace) -> int:
+    from dpmon.store.opened import can_be_opened
+
+    readable = can_be_opened(directory)
     if options.headless or options.json is not None or not has_screen():
         from dpmon.cli.headless import Follower
 
@@ -52,13 +55,11 @@ def _follow(directory: Path, options: argparse.Namespace) -> int:
         how = follower.follow()
         return closing(directory, how, None if lines == "stderr" else follower.say)
     info = RunReader(directory).info
-    from dpmon.store.opened import can_be_opened
     from dpmon.ui.app import run_screen
 
     refresh = options.refresh or options.settings.refresh or info.refresh
     was_over = load_exit(directory) is not None
-    playback = was_over and can_be_opened(directory)
-    if run_screen(directory, refresh=refresh, theme=options.settings.theme, playback=playback) == "left":
+    if run_screen(directory, refresh=refresh, theme=options.settings.theme, playback=was_over and readable) == "left":
         speak(f"the training goes on; back to it: dpmon attach {short_name(info)}")
         return 0
     return closing(directory, load_exit(directory), speak, brief=was_over)
@@ -202,7 +203,7 @@ def _steps(directory: Path) -> dict[str, int | None]:
                 return {"steps": None, "evaluation_steps": None}
             evaluations = Window(store).evaluation_steps(most.process)
             return {"steps": most.steps, "evaluation_steps": evaluations}
-    except HistoryError:
+    except (HistoryError, RunError):
         return {"steps": None, "evaluation_steps": None}
 
 

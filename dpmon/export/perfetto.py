@@ -196,7 +196,7 @@ class _Trace:
         A slice that ends after the slice around it, or is out of order, is damaged and would break the track.
         """
         ends, latest = [step.wall_ns], 0
-        for name, begin, took in step.spans or ():
+        for name, begin, took in step.spans:
             if begin < latest:
                 continue
             latest = begin

@@ -102,7 +102,7 @@ def _step(step: Step) -> dict[str, Any]:
     return {
         **{f"{name}_ms": took / 1e6 for name, took in step.phases.items()},
         **on_device,
-        "spans": None if step.spans is None else " ".join(map(_span, step.spans)),
+        "spans": " ".join(map(_span, step.spans)),
         "absent": as_json(step)["absent"] or None,
     }
 

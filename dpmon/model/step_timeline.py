@@ -1,8 +1,7 @@
 """The timeline of a process's last step: its main thread, and a lane for each replica. Pure.
 
 The record of a step has the times of its phases. A nested phase is shown in place of the one around it. The phases of
-its calls are shown in place of forward. A step from an earlier version has only the times of its calls: phases at
-unknown times are named, but not drawn.
+its calls are shown in place of forward.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from dpmon.model.process import Process
-from dpmon.record.kinds import Call, PhaseSpan, Step
-from dpmon.record.schema import STEP_PHASES, phase_named
+from dpmon.record.kinds import Call, Step
+from dpmon.record.schema import phase_named
 
 __all__ = ["Lane", "Piece", "StepTimeline", "last_step_timeline"]
 
@@ -51,8 +50,6 @@ class StepTimeline(NamedTuple):
     lanes: tuple[Lane, ...]
     staged: bool = False
     """Whether the lanes are stages."""
-    unplaced: tuple[str, ...] = ()
-    """Phases that ran at unknown times."""
     missing_spans: int = 0
     """Number of further phase spans, which were not recorded."""
     buckets: tuple[int, ...] = ()
@@ -67,8 +64,7 @@ def last_step_timeline(process: Process) -> StepTimeline | None:
     if step is None:
         return None
     calls = sorted(process.last_calls, key=lambda call: call.start_ns)
-    spans = _known(step, calls) if step.spans is None else step.spans
-    ran = _innermost((Piece(name, start, start + took) for name, start, took in spans), step.wall_ns)
+    ran = _innermost((Piece(name, start, start + took) for name, start, took in step.spans), step.wall_ns)
     lanes, staged = _lanes(calls, step)
     return StepTimeline(
         step.step,
@@ -76,30 +72,18 @@ def last_step_timeline(process: Process) -> StepTimeline | None:
         step.start_ns,
         step.wall_ns,
         len(calls),
-        tuple(_over_forward(ran, _innermost(_phases(calls, spans, step), step.wall_ns))),
+        tuple(_over_forward(ran, _innermost(_phases(calls, step), step.wall_ns))),
         lanes,
         staged,
-        _unplaced(step) if step.spans is None else (),
         step.missing_spans,
         tuple(at for at in step.buckets if at <= step.wall_ns),
         step.exposed_ns,
     )
 
 
-def _known(step: Step, calls: Sequence[Call]) -> list[PhaseSpan]:
-    """What is known of a step without recorded spans: it begins with phase `data`, and its calls have times."""
-    forward = [PhaseSpan("forward", call.start_ns - step.start_ns, call.wall_ns) for call in calls]
-    return [PhaseSpan("data", 0, step.phases.get("data", 0)), *forward]
-
-
-def _unplaced(step: Step) -> tuple[str, ...]:
-    """The phases of a step without spans that ran at unknown times."""
-    return tuple(name for name in STEP_PHASES[:-1] if step.phases.get(name, 0) > 0 and name not in ("data", "forward"))
-
-
-def _phases(calls: Iterable[Call], spans: Iterable[PhaseSpan], step: Step) -> Iterator[Piece]:
+def _phases(calls: Iterable[Call], step: Step) -> Iterator[Piece]:
     """The phases of the training thread's calls. Each such call begins together with a forward of the step."""
-    begun = {span.offset_ns for span in spans if span.phase == "forward"}
+    begun = {span.offset_ns for span in step.spans if span.phase == "forward"}
     for call in calls:
         begin = call.start_ns - step.start_ns
         for name, (offset, took, _) in call.phases.items() if begin in begun else ():

@@ -231,7 +231,7 @@ class Decoder:
 
     def _step(self, payload: bytes) -> Step:
         mode, step, start, wall, phases, quantities, packed, sync_number = step_fields(payload)
-        spans, missing, buckets = kept_spans(packed) if packed else (None, 0, ())
+        spans, missing, buckets = kept_spans(packed) if packed else ((), 0, ())
         known = {name: took for name, took in zip(STEP_PHASES, phases, strict=False) if took >= 0}
         known["other"] = max(0, wall - sum(known.values()))
         counted = {name: count for name, count in zip(QUANTITY_NAMES, quantities, strict=True) if count >= 0}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dpmon.record.kinds import Call, Collective, PhaseSpan, Record, Sampled, Size, Stage, Step
-from dpmon.record.schema import EXPOSED, NO_SPANS, NOT_JOINED, QUANTITIES, STEP_PHASES, WAIT
+from dpmon.record.schema import EXPOSED, NOT_JOINED, QUANTITIES, STEP_PHASES, WAIT
 from dpmon.record.wire import MORE
 
 
@@ -108,12 +108,10 @@ def _step_json(step: Step) -> dict[str, Any]:
         found["device_ms"] = {name: step.device_ms[name] for name in STEP_PHASES if name in step.device_ms}
         if step.untimed is not None:
             absent["device_ms"] = step.untimed
-    found["spans"] = None if step.spans is None else [_span_json(span) for span in step.spans]
-    if step.spans is None:
-        absent["spans"] = NO_SPANS
+    found["spans"] = [_span_json(span) for span in step.spans]
     if step.missing_spans:
         found["missing_spans"] = step.missing_spans
-        absent["spans"] = f"only the first {len(step.spans or ())} of a step are recorded"
+        absent["spans"] = f"only the first {len(step.spans)} of a step are recorded"
     if step.buckets:
         found["buckets_ms"] = [_ms(offset) for offset in step.buckets]
     if step.sync_number is not None:

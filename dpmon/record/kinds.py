@@ -170,8 +170,8 @@ class Step:
     """Why a device time is missing."""
     quantities: Mapping[str, int] = field(default_factory=dict)
     """Its quantities by name, without its samples."""
-    spans: tuple[PhaseSpan, ...] | None = None
-    """Occurrences of its phases by start, outer before nested ones; None if an earlier version recorded the step."""
+    spans: tuple[PhaseSpan, ...] = ()
+    """Occurrences of its phases by start, outer before nested ones."""
     missing_spans: int = 0
     """Number of spans beyond the limit, which were only counted."""
     buckets: tuple[int, ...] = ()

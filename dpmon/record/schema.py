@@ -18,7 +18,6 @@ __all__ = [
     "KINDS",
     "MODES",
     "NOT_JOINED",
-    "NO_SPANS",
     "PHASES",
     "QUANTITIES",
     "REST",
@@ -153,8 +152,6 @@ PHASES = (
 """The phases in the order of a step. The phases of the calls lie within `forward`; the others add up to the step."""
 STEP_PHASES = tuple(phase.name for phase in PHASES if not phase.of_call)
 """The step's own phases, which add up to it; the last is the remainder."""
-NO_SPANS = "an earlier version of dpmon recorded the step"
-"""Why a step has no spans."""
 NOT_JOINED = "the steps of the other ranks with this sync_number are not in this record"
 """Why a step's wait for other ranks is unknown."""
 QUANTITIES = (

@@ -282,10 +282,9 @@ class Intake:
 
     def _place(self, number: int) -> None:
         row = self.row
-        if row.first_id is not None:
-            row.last_id = number
-        elif row.calls == row.steps == 0:  # else an earlier version began it: first id unknown
-            row.first_id = row.last_id = number
+        row.last_id = number
+        if row.first_id is None:
+            row.first_id = number
 
     # ------------------------------------------------------------------------------------------ collectives
 

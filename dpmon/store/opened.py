@@ -2,8 +2,7 @@
 
 While a supervisor writes the history, readers query its file. Otherwise the rings may hold more than the history: the
 supervisor was killed, the disk was full, or the history is damaged. Then the history is copied to memory, and the
-supervisor's own code adds the contents of the rings to the copy. The history of an earlier version is also read into
-memory.
+supervisor's own code adds the contents of the rings to the copy. The history of another version of dpmon is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from dpmon.run.files import check_database
 from dpmon.run.lock import supervised
 from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info, ring_paths
 from dpmon.store.drain import Drain
-from dpmon.store.earlier import take_in
 from dpmon.store.queries import Store
 from dpmon.store.sources import holds_more
 from dpmon.store.tables import (
@@ -44,13 +42,12 @@ _MEMORY = ":memory:"
 _NO_LIMIT = 1 << 40
 _FAULTS = (HistoryError, sqlite3.Error, OSError, ValueError, TypeError, OverflowError)
 
-_kept: dict[object, Store] = {}
-"""Caches the last converted earlier history of a finished run, because a screen opens it repeatedly."""
-
 
 @contextmanager
 def open_store(directory: Path, *, as_written: bool = False) -> Iterator[Store]:
-    """Open the store of a run as of now. Raises RunError if there is no run, HistoryError if it is unreadable.
+    """Open the store of a run as of now.
+
+    Raises RunError if there is no run or another version of dpmon recorded it, HistoryError if it is unreadable.
 
     `as_written`: query the history's file without a copy; for the supervisor that writes it.
     """
@@ -74,35 +71,17 @@ def _store(directory: Path, info: RunInfo, stack: ExitStack, as_written: bool) -
     check_schema(db)
     if not db.execute("SELECT 1 FROM sqlite_master").fetchone() and supervised(info):
         raise FileNotFoundError(path)  # the supervisor is creating it
-    if version_of(db) < SCHEMA_VERSION:
-        return _earlier(directory, info, db, query_limits, stack)
+    if (version := version_of(db)) != SCHEMA_VERSION:
+        raise RunError(
+            f"{directory.name}: another version of dpmon recorded this run (history {version}; this one reads"
+            f" {SCHEMA_VERSION})"
+        )
     check_whole(db)
     if as_written or _is_written(directory, info) or not _have_more(directory, rings_in(db)) or size_of(path) > LARGEST:
         return Store(db, query_limits, info.start_ns)
     memory = stack.enter_context(closing(_connect(_MEMORY)))
     db.backup(memory)
     return _with_rings(directory, info, memory)
-
-
-def _earlier(
-    directory: Path, info: RunInfo, db: sqlite3.Connection, query_limits: QueryLimits, stack: ExitStack
-) -> Store:
-    """Make the store of a history that an earlier version wrote."""
-    key = directory, *_stamps(directory / HISTORY_FILE)
-    if key in _kept:
-        return _kept[key]
-    memory = _connect(_MEMORY)
-    with ExitStack() as failed:
-        failed.callback(memory.close)
-        missing = take_in(db, query_limits, _history(memory, info), info.start_ns)
-        store = _with_rings(directory, info, memory, missing)
-        failed.pop_all()
-    if load_exit(directory) is None:
-        stack.callback(memory.close)
-    else:
-        _kept.clear()
-        _kept[key] = store
-    return store
 
 
 def _with_rings(directory: Path, info: RunInfo, memory: sqlite3.Connection, damaged: str | None = None) -> Store:
@@ -161,9 +140,12 @@ def _have_more(directory: Path, rings: Mapping[str, RingRow]) -> bool:
 
 
 def can_be_opened(directory: Path) -> bool:
-    """Whether the history of a run, if there is one, can be read."""
+    """Whether the history of a run, if there is one, can be read.
+
+    Raises RunError if another version of dpmon recorded it.
+    """
     try:
         with open_store(directory) as store:
             return store.damaged is None
-    except (HistoryError, RunError):
+    except HistoryError:
         return False

@@ -181,7 +181,7 @@ class Store(Sums):
             raise RecordError("damaged row in steps")
         counted = {name: count for name, count in zip(_COUNTED, quantities, strict=True) if count is not None}
         try:
-            spans, missing, buckets = kept_spans(packed) if isinstance(packed, bytes) else (None, 0, ())
+            spans, missing, buckets = kept_spans(packed) if isinstance(packed, bytes) else ((), 0, ())
             found = Step(
                 process=process,
                 rank=self.rank(process),

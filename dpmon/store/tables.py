@@ -9,9 +9,9 @@
     steps        id, process, step, mode, start_ns, wall_ns, kind (dpmon.record.schema.KINDS), calls, each quantity,
                  the ns of each phase (NULL: did not run; phases of its calls are sums), rest_ns (its forward without
                  the phases of its calls), device (NULL, or its device times: dpmon.record.payloads.step_times), spans
-                 (start and duration of its phases: dpmon.record.step_spans.kept_spans; NULL: recorded by an
-                 earlier version), sync_number (number of its last synchronised backward pass), exposed_ns and wait_ns
-                 (dpmon.store.rounds; NULL: the other ranks' steps are not known)
+                 (start and duration of its phases: dpmon.record.step_spans.kept_spans; NULL: none), sync_number (number
+                 of its last synchronised backward pass), exposed_ns and wait_ns (dpmon.store.rounds; NULL: the other
+                 ranks' steps are not known)
     events       id, process (NULL: the supervisor), kind, t_ns, json
     collectives  id, process, number (of its span), definition (0: a sample, with the collectives of one step), phase,
                  unended, step (0: none), start_ns, wall_ns, queued_ns, quantity: dpmon.record.wire.Collected
@@ -81,7 +81,6 @@ __all__ = [
     "all_integers",
     "check_schema",
     "check_whole",
-    "columns_of",
     "definitions_in",
     "last_ids",
     "rings_in",
@@ -222,7 +221,7 @@ class RingRow:
     steps: int = 0
     last_step: int | None = None
     first_id: int | None = None
-    """First id of its calls and steps (`last_id`: last). None: no rows, or an earlier version began the ring."""
+    """First id of its calls and steps (`last_id`: last). None: no rows."""
     last_id: int | None = None
     held_id: int | None = None
     """Id of the first call that waits for its step; None if no call waits."""
@@ -296,11 +295,9 @@ def _is_plain(sql: Any) -> bool:
 
 
 def version_of(db: sqlite3.Connection) -> int:
-    """Return the schema version of a history. Raises HistoryError if a later version of dpmon wrote it."""
+    """Return the schema version of a history."""
     row = db.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()
     version: int = row[0] if row is not None and type(row[0]) is int else SCHEMA_VERSION
-    if version > SCHEMA_VERSION:
-        raise HistoryError(f"a later version of dpmon wrote it (schema {version}; this one knows {SCHEMA_VERSION})")
     return version
 
 
@@ -314,11 +311,6 @@ def check_whole(db: sqlite3.Connection) -> None:
 def all_integers(*values: object) -> bool:
     """Whether columns read from a file, which may be damaged, are integers."""
     return all(type(value) is int for value in values)
-
-
-def columns_of(db: sqlite3.Connection, table: str) -> frozenset[str]:
-    """Return the names of the columns of a table."""
-    return frozenset(row[1] for row in db.execute(f"PRAGMA table_info({table})"))
 
 
 def last_ids(db: sqlite3.Connection) -> list[int]:
@@ -338,10 +330,8 @@ def definitions_in(rows: Iterable[tuple[Any, ...]]) -> dict[int, Any]:
 
 def rings_in(db: sqlite3.Connection) -> dict[str, RingRow]:
     """Return the rows of the table `rings` by file name, without damaged rows."""
-    there = columns_of(db, "rings")
     members = fields(RingRow)
-    # Histories of earlier versions lack some columns.
-    columns = ", ".join(member.name if member.name in there else "NULL" for member in members)
+    columns = ", ".join(member.name for member in members)
     found = {}
     for row in db.execute(f"SELECT {columns} FROM rings"):
         values = [_member(value, str(member.type)) for value, member in zip(row, members, strict=True)]

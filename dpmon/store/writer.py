@@ -105,8 +105,8 @@ class History:
         run = self._db.execute
         check_schema(self._db)
         begun = run("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone()
-        if begun and (version := version_of(self._db)) < SCHEMA_VERSION:
-            raise HistoryError(f"an earlier version of dpmon wrote it (schema {version})")
+        if begun and (version := version_of(self._db)) != SCHEMA_VERSION:
+            raise HistoryError(f"another version of dpmon wrote it (history {version})")
         run("PRAGMA journal_mode=WAL")
         # No fsync: a kill of this process loses nothing, because the kernel holds the pages, and a power cut ends the
         # training too. A flush every few seconds would slow a training that writes to the same disk.

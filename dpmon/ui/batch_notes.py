@@ -12,7 +12,7 @@ from dpmon.model.process import PHASES, Process, Summary
 from dpmon.model.ranks import distributed
 from dpmon.model.step_timeline import StepTimeline
 from dpmon.record.kinds import Call
-from dpmon.record.schema import NO_SPANS, phase_shown
+from dpmon.record.schema import phase_shown
 from dpmon.record.step_spans import MAX_SPANS
 from dpmon.store.figures import PhaseFigures
 from dpmon.text.cells import wrapped
@@ -80,13 +80,10 @@ def missing(process: Process, phases: Sequence[PhaseFigures]) -> list[str]:
 
 def _not_drawn(timeline: StepTimeline) -> list[str]:
     """Why parts of the last step are not drawn."""
-    said = []
-    if timeline.unplaced:
-        said.append(f"when {' and '.join(timeline.unplaced)} ran is unknown: {NO_SPANS}")
-    if timeline.missing_spans:
-        more = group(timeline.missing_spans)
-        said.append(f"{more} spans of the last step are not drawn: only the first {MAX_SPANS} of a step are recorded")
-    return said
+    if not timeline.missing_spans:
+        return []
+    more = group(timeline.missing_spans)
+    return [f"{more} spans of the last step are not drawn: only the first {MAX_SPANS} of a step are recorded"]
 
 
 def _names(names: Sequence[str]) -> str:

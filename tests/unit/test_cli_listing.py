@@ -17,14 +17,13 @@ from kept import keep
 from synthetic import Training
 
 from dpmon.cli.commands import ls
-from dpmon.cli.main import entry
+from dpmon.cli.main import entry, main
 from dpmon.export import export
 from dpmon.export.records import history
-from dpmon.record.kinds import Event, Step
+from dpmon.record.kinds import Step
 from dpmon.report import report_text
 from dpmon.run.lookup import find_run
 from dpmon.run.rundir import RunError
-from dpmon.store.opened import can_be_opened
 from dpmon.store.tables import SCHEMA_VERSION, HistoryError
 from dpmon.store.writer import History
 
@@ -94,20 +93,24 @@ def test_a_terminal_without_room_gets_one_sentence(
     assert said.endswith("No space left on device")
 
 
-def test_a_history_of_a_later_version_is_refused(state: Path) -> None:
+@pytest.mark.parametrize("version", [SCHEMA_VERSION - 1, SCHEMA_VERSION + 1])
+def test_a_history_of_another_version_is_refused_with_a_sentence(
+    state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], version: int
+) -> None:
     directory = a_run()
-    with closing(sqlite3.connect(directory / "history.sqlite", isolation_level=None)) as db:
-        db.execute("UPDATE meta SET value = ? WHERE key = 'schema'", (SCHEMA_VERSION + 1,))
-    with pytest.raises(HistoryError, match="a later version of dpmon wrote it"):
+    path = directory / "history.sqlite"
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("UPDATE meta SET value = ? WHERE key = 'schema'", (version,))
+    before = path.read_bytes()
+    with pytest.raises(HistoryError, match=f"another version of dpmon wrote it \\(history {version}\\)"):
         History.open(directory, {})
-    assert not can_be_opened(directory)
-    # Records in its rings are still read.
-    text = " ".join(" ".join(report_text(directory)).split())
-    assert "5 steps, 5 calls" in text
-    assert f"a later version of dpmon wrote it (schema {SCHEMA_VERSION + 1}; this one knows {SCHEMA_VERSION})" in text
-    records = list(history(directory))
-    assert sum(isinstance(record, Step) for record in records) == 5
-    assert any(isinstance(record, Event) and "later version" in str(record.data.get("text")) for record in records)
+    says = f"another version of dpmon recorded this run (history {version}; this one reads {SCHEMA_VERSION})"
+    monkeypatch.setattr("dpmon.cli.commands.has_screen", lambda: True)
+    for words in (["report"], ["export"], ["attach", "--headless"], ["attach"]):
+        assert main([*words, directory.name]) == 2
+        assert capsys.readouterr() == ("", f"dpmon: {directory.name}: {says}\n")
+    assert directory.name[-4:] in "".join(listed(capsys)[0])
+    assert path.read_bytes() == before
 
 
 def test_an_export_is_complete_although_the_run_is_deleted_meanwhile(state: Path, tmp_path: Path) -> None:

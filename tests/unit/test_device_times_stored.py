@@ -1,4 +1,4 @@
-"""Device times from the ring to history, exports, report and screen; also records of an earlier version."""
+"""Device times from the ring to history, exports, report and screen."""
 
 from __future__ import annotations
 

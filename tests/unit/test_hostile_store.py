@@ -13,6 +13,7 @@ from sizes import LONG
 from synthetic import Training, host_event
 from test_hostile_history import ENDLESS, folded
 
+from dpmon.run.rundir import RunError
 from dpmon.store.opened import open_store
 from dpmon.store.queries import Store
 from dpmon.store.tables import HISTORY_FILE
@@ -91,8 +92,11 @@ def test_damaged_rows_are_left_out(directory: Path, table: str, complete: bool) 
                     db.commit()
                 except sqlite3.Error:
                     continue  # a column that cannot hold it
-            with open_store(directory) as store:
-                assert answers(store), (name, value)
+            try:
+                with open_store(directory) as store:
+                    assert answers(store), (name, value)
+            except RunError:
+                assert table == "meta", name  # its version
 
 
 def test_one_damaged_row_does_not_hide_the_others(directory: Path) -> None:

@@ -14,13 +14,11 @@ from dpmon.model.step_timeline import Piece, StepTimeline, last_step_timeline
 from dpmon.record.kinds import Call, CallPhase, PhaseSpan, Record, Replica, Stage, Step
 
 TOOK = {"data": 10, "forward": 60, "backward": 50, "optimizer": 20, "other": 60}
-EARLIER = Step(0, None, 7, "dp", 1000, 200, 8, TOOK)
-"""A step as recorded by an earlier version."""
 SPANS = (
     *(PhaseSpan("data", 0, 10), PhaseSpan("forward", 12, 60), PhaseSpan("backward", 80, 50)),
     PhaseSpan("optimizer", 140, 20),
 )
-STEP = replace(EARLIER, spans=SPANS)
+STEP = Step(0, None, 7, "dp", 1000, 200, 8, TOOK, spans=SPANS)
 PHASES = {
     "scatter": CallPhase(0, 5),
     "replicate": CallPhase(5, 15),
@@ -125,16 +123,6 @@ def test_calls_of_other_threads_are_not_in_the_main_row() -> None:
     assert [len(lane.pieces) for lane in both.lanes] == [2, 2, 0]
 
 
-def test_a_step_of_an_earlier_version_has_its_data_and_calls() -> None:
-    timeline = timeline_of(a_call(), replace(EARLIER, phases={**TOOK, "copy": 3}))
-    assert timeline.main == (
-        *(Piece("data", 0, 10), Piece("scatter", 12, 17), Piece("replicate", 17, 32), Piece("apply", 32, 62)),
-        *(Piece("forward", 62, 64), Piece("gather", 64, 68), Piece("forward", 68, 72)),
-    )
-    assert timeline.unplaced == ("copy", "backward", "optimizer")
-    assert timeline_of(a_call(), STEP).unplaced == ()
-
-
 def test_the_timeline_says_how_much_is_missing() -> None:
     assert timeline_of(replace(STEP, missing_spans=9)).missing_spans == 9
 
@@ -182,7 +170,7 @@ def test_with_any_numbers_no_piece_overlaps_another_or_leaves_the_step(seed: int
     spans = tuple(PhaseSpan(name, max(number(), 0), max(number(), 0)) for name in names)
     process = state_of([*calls, STEP]).focus()
     assert process is not None
-    step = replace(STEP, phases=phases, spans=spans if seed % 4 else None)
+    step = replace(STEP, phases=phases, spans=spans if seed % 4 else ())
     timeline = last_step_timeline(replace(process, last_step=step))
     assert timeline is not None
     at = 0

@@ -16,7 +16,7 @@ from dpmon.record.codec import STEP_PHASES, Decoder, kept_step_times
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Call, CallPhase, Event, PhaseSpan, Record, RecordError, Replica, Size, Step
 from dpmon.record.payloads import call_head, call_replicas, definition, kind_of, known_times, step_fields, step_times
-from dpmon.record.schema import NO_SPANS, SPAN_PHASES
+from dpmon.record.schema import SPAN_PHASES
 from dpmon.record.step_spans import MAX_SPANS, SPAN_HEAD_WIDE, SPAN_PHASE, kept_spans, span_words
 from dpmon.record.wire import (
     CALL_PHASES,
@@ -445,7 +445,7 @@ def test_missing_spans_are_counted_and_reported() -> None:
     assert (len(found["spans"]), found["missing_spans"]) == (len(SHORT), 44)
     assert found["absent"] == {"spans": f"only the first {len(SHORT)} of a step are recorded"}
     without = as_json(read(pack_step(DP, 12, ORIGIN, 1000, 30, (100, 200, 300, 50))))
-    assert (without["spans"], without["absent"], "missing_spans" in without) == (None, {"spans": NO_SPANS}, False)
+    assert (without["spans"], without["absent"], "missing_spans" in without) == ([], {}, False)
 
 
 def test_samples_that_are_unknown_are_null_with_a_reason() -> None:

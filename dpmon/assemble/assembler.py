@@ -11,7 +11,7 @@ from typing import Any
 from dpmon.assemble.definitions import Definitions
 from dpmon.assemble.device_waits import DeviceWaits, EventPayload, Pending
 from dpmon.assemble.event_queue import EventQueue, QueuedEvent
-from dpmon.assemble.nesting import PRIMITIVES, Block, block_of
+from dpmon.assemble.nesting import CALLS, PRIMITIVES, Block, block_of
 from dpmon.assemble.sampled_collectives import SampledCollectives
 from dpmon.assemble.step_mark import StepMark
 from dpmon.assemble.step_recorder import Item, StepRecorder
@@ -73,6 +73,14 @@ class Assembler:
     def thread(self) -> int:
         """Number of the training thread; -1 while unknown."""
         return self._recorder.thread
+
+    @property
+    def open_calls(self) -> int:
+        """Calls so far, while no step of the process has ended."""
+        if self._recorder.number:
+            return 0
+        waiting = (span.kind in CALLS for spans in self._nested.values() for span in spans)
+        return self._rules.open_calls + sum(waiting)
 
     @property
     def one_in(self) -> int:

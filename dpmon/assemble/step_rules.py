@@ -117,6 +117,11 @@ class StepRules:
         self._cycle = OptimizerCycle(mark.ends, mark.since, {int(site): last for site, last in mark.leading.items()})
         self._step = OpenStep.restored(mark.part)
 
+    @property
+    def open_calls(self) -> int:
+        """Number of calls in the open step."""
+        return self._step.calls
+
     def _hold(self, item: Item) -> None:
         if not self.held:
             self._mark = self._snapshot()

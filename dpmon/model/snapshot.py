@@ -76,6 +76,7 @@ class Snapshots:
             wrappers=events.wrappers,
             warning_count=rows.count("warning"),
             missed=rows.missed,
+            open_calls=rows.open_calls,
             over=wanted.over,
         )
         focus = state.focus()

@@ -72,6 +72,7 @@ class Rows(Protocol):
     until_ns: int
     ranks: dict[int, int | None]
     missed: int
+    open_calls: int
 
     def lasting(self, kind: str, newest: int = -1) -> list[Event]:
         """Events of a kind, in their order."""

@@ -87,6 +87,8 @@ class State:
     """Number of all warnings."""
     missed: int = 0
     """Number of records that were lost."""
+    open_calls: int = 0
+    """Calls so far of processes without a step."""
     newest_ns: int = -1
     """End of the newest step or call."""
     ended: frozenset[int] = frozenset()

@@ -247,6 +247,7 @@ class SpanSource:
         """As in RingSource."""
         ring, assembler = self._ring, self._assembler
         row.sequence, row.lines = ring.position, ring.lines_position
+        row.open_calls = assembler.open_calls
         if self.over:
             row.position, row.state = ring.position, _ENDED
         else:

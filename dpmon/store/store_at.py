@@ -46,6 +46,8 @@ class StoreAt:
         self._rings = {ring.process: ring for ring in rings}
         self.missed = sum(ring.missed + ring.lost for ring in store.rings.values())
         """Number of lost records."""
+        self.open_calls = sum(ring.open_calls for ring in rings)
+        """Calls so far of processes without a step."""
         self.ranks = {ring.process: ring.rank for ring in rings}
         """Rank by process, for all processes with records."""
 

@@ -3,7 +3,8 @@
     meta         key, value: schema, run, start_ns, limit_bytes, pruned (rows deleted to stay below it)
     rings        one row per ring: the reading position (position, sequence, lines), the counts of missed and other
                  records, the first and the last id of its calls and steps, the id of the first call that waits for its
-                 step, the numbers of its last step and call, and the state of the assembler of its spans
+                 step, the numbers of its last step and call, the state of the assembler of its spans, and the calls
+                 so far while no step has ended
     definitions  process, number, value (JSON): layouts and sizes that calls refer to
     calls        id, process, call, step, mode, start_ns, wall_ns, rows, payload (dpmon.record.codec), ns of each phase
     steps        id, process, step, mode, start_ns, wall_ns, kind (dpmon.record.schema.KINDS), calls, each quantity,
@@ -139,7 +140,8 @@ CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS rings (
     name TEXT PRIMARY KEY, process INTEGER, rank INTEGER, pid INTEGER, position INTEGER, sequence INTEGER,
     missed INTEGER, lost INTEGER, calls INTEGER, steps INTEGER, last_step INTEGER,
-    first_id INTEGER, last_id INTEGER, held_id INTEGER, last_call INTEGER, lines INTEGER, state TEXT) WITHOUT ROWID;
+    first_id INTEGER, last_id INTEGER, held_id INTEGER, last_call INTEGER, lines INTEGER, state TEXT,
+    open_calls INTEGER) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS definitions (
     process INTEGER, number INTEGER, value TEXT, PRIMARY KEY (process, number)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS calls ({call_columns});
@@ -230,6 +232,8 @@ class RingRow:
     """Bytes read of the lines beside a ring of spans."""
     state: str | None = None
     """State of the assembler of a ring of spans; empty once its process has ended and the history is complete."""
+    open_calls: int = 0
+    """Calls so far, while no step has ended."""
 
 
 class QueryLimits:

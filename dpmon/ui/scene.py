@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dpmon.cleaning import clean
-from dpmon.model.numbers import UNKNOWN
+from dpmon.model.numbers import UNKNOWN, count_of
 from dpmon.model.process import Process
 from dpmon.model.ranks import distributed, world
 from dpmon.model.state import State
@@ -183,6 +183,9 @@ class Scene:
 
     def empty_reason(self, over: str, yet: str) -> str:
         """Why there is nothing to show: `over` after the end, READING while older records are read, else `yet`."""
+        calls = self.state.open_calls
+        if calls and not self.over:
+            return f"{count_of(calls, 'call')} so far; it is not known yet where a step of this loop ends"
         return over if self.over else READING if self.reading else yet
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from running import Dpmon
+from running import Dpmon, Terminal
 
 SCRIPT = """
 import os, signal, sys
@@ -50,3 +50,14 @@ def test_the_calls_before_the_end_are_steps(dpmon: Dpmon, loop: str, end: str) -
     report = " ".join(dpmon.run("report").text.split())
     assert ("the last step was cut off" in report) == (end != "its last line")
     assert "nothing was traced" not in run.errors
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_screen_shows_calls_while_the_loop_is_not_known(dpmon: Dpmon, loop: str) -> None:
+    waits = "import time; time.sleep(300)"
+    terminal = Terminal(dpmon, dpmon.script(SCRIPT.replace("END", waits) + LOOPS[loop]), size=(40, 120))
+    terminal.shows("54 calls so far; it is not known yet where a step of this loop ends")
+    dpmon.run("stop", "last")
+    terminal.shows("stopped")
+    terminal.type("q")
+    terminal.wait()

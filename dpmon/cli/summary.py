@@ -149,12 +149,11 @@ class _SummaryLines:
     def _time_lines(self) -> list[str]:
         """The parts of the elapsed time, if more than _NOT_TRAINING of it was not training."""
         there = self._window.together.values()
-        begins = [tally.first_ns for tally in there if tally.first_ns is not None]
         ends = [tally.last_ns for tally in there if tally.last_ns is not None]
-        if not begins or not ends:
+        if not ends:
             return []
         elapsed = max(ends) if self._how is None else int(self._how.seconds * 1e9)
-        parts = accounted(self._window.spent, elapsed, min(begins))
+        parts = accounted(self._window.spent, elapsed, self._window.lives)
         whole = sum(parts.values())
         if (parts["training"] or parts["evaluation"]) >= (1 - _NOT_TRAINING) * whole:
             return []

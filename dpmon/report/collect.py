@@ -93,6 +93,7 @@ class _StoryBuilder:
         self._devices = Devices()
         self._pauses = Pauses()
         self._virtual = False
+        self._lives: list[tuple[int, int]] = []
         self._spans: dict[int, Span] = {}
         """By process: the time from its first step to its last."""
 
@@ -116,7 +117,7 @@ class _StoryBuilder:
                 self._spans[key.process] = min(first, tally.first_ns), max(last, tally.last_ns)
         shown = Shown(store, window, directory)
         modes, others = self._modes(store, window, shown)
-        gaps, spent = tuple(store.gaps(GAPS)), window.spent
+        gaps, spent, self._lives = tuple(store.gaps(GAPS)), window.spent, window.lives
         story.evidence = replace(
             story.evidence,
             modes=modes,
@@ -268,7 +269,7 @@ class _StoryBuilder:
             story.evidence,
             devices=devices.facts(),
             host=devices.processors(),
-            spent=accounted(story.evidence.spent, until, self._begin_ns) if self._spans else {},
+            spent=accounted(story.evidence.spent, until, self._lives) if self._spans else {},
             last_step_ns=self._last_ns,
             end_ns=end,
             newest_ns=until,

@@ -164,10 +164,11 @@ class Window:
     @cached_property
     def spent(self) -> dict[str, int]:
         """The time of this window by activity (ns). The sum is the time with at least one process."""
-        return shared_out(self._source.times_together(self._begin_s, self._end_s), self._lives())
+        return shared_out(self._source.times_together(self._begin_s, self._end_s), self.lives)
 
-    def _lives(self) -> list[tuple[int, int]]:
-        """Return the times with at least one process, from its start-up to its last step, as (begin, end) in ns."""
+    @cached_property
+    def lives(self) -> list[tuple[int, int]]:
+        """The times with at least one process, from its start-up to its last step, as (begin, end) in ns."""
         startup: Counter[int] = Counter()
         for row in self.times:
             startup[row.process] += row.spent["startup"]
@@ -197,14 +198,15 @@ def shared_out(stretches: Iterable[TimeTogether], lives: Sequence[tuple[int, int
     return {activity: round(ns) for activity, ns in found.items()}
 
 
-def accounted(spent: Mapping[str, int], elapsed_ns: int, first_step_ns: int | None) -> dict[str, int]:
-    """Divide a run's elapsed time by activity (ns); the parts add up to it.
+def accounted(spent: Mapping[str, int], elapsed_ns: int, lives: Sequence[tuple[int, int]]) -> dict[str, int]:
+    """Divide a run's elapsed time by activity (ns); the parts add up to it. `lives`: as in Window.lives.
 
-    Time before a process is traced, and time that a killed supervisor did not record, has no activity. It counts as
-    start-up before the first step (`first_step_ns`, None: no step), and as the end after it.
+    Time before a process is traced has no activity. It counts as start-up: also where a process follows another one,
+    with the time that the other one took to end. Time after the last step of all processes is the run's end.
     """
     left = max(elapsed_ns - sum(spent.values()), 0)
-    before = left if first_step_ns is None else min(max(first_step_ns - spent["startup"], 0), left)
+    begins, ends = [begin for begin, _ in lives], [0, *(end for _, end in lives)]
+    before = min(sum(max(begin - end, 0) for begin, end in zip(begins, ends, strict=False)), left) if lives else left
     return {**spent, "startup": spent["startup"] + before, "ending": left - before}
 
 

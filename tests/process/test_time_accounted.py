@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from collections.abc import Mapping
 
 import pytest
@@ -22,8 +24,8 @@ def parts(dpmon: Dpmon) -> dict[str, float]:
     """Return the parts of the elapsed time in seconds, after a check of their sum."""
     elapsed = float(dpmon.exit()["seconds"])
     with open_store(dpmon.last()) as store:
-        starts = [tally.first_ns for tally in store.sums().values() if tally.first_ns is not None]
-        found = accounted(Window(store).spent, int(elapsed * 1e9), min(starts))
+        window = Window(store)
+        found = accounted(window.spent, int(elapsed * 1e9), window.lives)
     assert sum(found.values()) / 1e9 == pytest.approx(elapsed, rel=0.01)
     assert min(found.values()) >= 0
     return {name: ns / 1e9 for name, ns in found.items()}
@@ -56,6 +58,37 @@ def test_a_loop_and_the_time_between_its_epochs(dpmon: Dpmon, way: str, between_
     assert between_s <= found["between"] < between_s + told["seconds"]["single"] / 2
     for none in ("evaluation", "paused", "input", "missed"):
         assert found[none] == 0
+
+
+IN_TURN = """
+import json, os, sys, time
+import torch
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+time.sleep(1.0)
+first = time.monotonic()
+for _ in range(50):
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    time.sleep(0.01)
+print(json.dumps([first, time.monotonic()]), flush=True)
+if sys.argv[1:] == ["again"]:
+    os.execv(sys.executable, [sys.executable, sys.argv[0]])
+"""
+
+
+@pytest.mark.parametrize("way", ["two commands", "os.execv"])
+def test_processes_one_after_the_other_start_up_each(dpmon: Dpmon, way: str) -> None:
+    script = dpmon.script(IN_TURN)
+    one = [sys.executable, script]
+    twice = ["sh", "-c", '"$@" && "$@"', "sh", *one] if way == "two commands" else [*one, "again"]
+    began = time.monotonic()
+    told = [json.loads(line) for line in dpmon.run("--headless", *twice).text.splitlines()]
+    found = parts(dpmon)
+    (first, last), (again, end) = told
+    assert found["training"] + found["between"] == pytest.approx(last - first + end - again, rel=CLOSE, abs=0.05)
+    assert again - last <= found["startup"] <= again - last + first - began
+    assert found["ending"] <= time.monotonic() - end
 
 
 def test_evaluations_between_epochs(dpmon: Dpmon) -> None:

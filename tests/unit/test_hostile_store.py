@@ -66,7 +66,7 @@ def answers(store: Store) -> list[Any]:
         for mode, evaluation in window.modes:
             for process in (None, *store.processes):
                 found.append(window.figures(mode, evaluation, process))
-        found.append(accounted(window.spent, 10**10, None))
+        found.append(accounted(window.spent, 10**10, window.lives))
     return found
 
 

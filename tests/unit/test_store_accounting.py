@@ -240,7 +240,7 @@ def test_processes_that_train_one_after_another_have_ended_when_the_next_one_tra
         now = training.now
     exit_event = pack_event("exit", {"status": 0, "t_s": now / SECOND + 1, "signal": None})
     with open_store(keep({**records, -1: [exit_event]})) as store:
-        found = accounted(Window(store).spent, now + SECOND, SECOND)
+        found = accounted(Window(store).spent, now + SECOND, Window(store).lives)
     assert found["training"] + found["between"] == pytest.approx(now - SECOND, rel=0.01)
     assert found["ending"] == pytest.approx(SECOND, rel=0.05)
     assert sum(found.values()) == pytest.approx(now + SECOND, rel=0.001)

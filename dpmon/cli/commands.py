@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Any
 
 from dpmon.cleaning import clean, json_text
@@ -24,10 +25,11 @@ from dpmon.supervise.guard import keep_supervised
 from dpmon.supervise.start import ensure_supervisor
 from dpmon.text.ascii import in_stream
 from dpmon.text.cells import cut
+from dpmon.text.quantities import clock, compact
 
 _LAST_OUTPUT = 4096
-_COMMAND_CELLS = 60
-"""Most cells of a command in a list for a terminal."""
+_COMMAND_CELLS = 12
+"""Fewest cells of a command in a list for a terminal."""
 
 
 def attach(options: argparse.Namespace) -> int:
@@ -98,7 +100,7 @@ def export(options: argparse.Namespace) -> int:
 
 
 def ls(options: argparse.Namespace) -> int:
-    """List the runs, the newest last: name, state, age, steps, exit status, command."""
+    """List the runs, the newest last: name, state, age, duration, steps, samples/s, exit status, command."""
     unreadable: list[str] = []
     runs = [_describe(directory, info) for directory, info in list_runs(unreadable)]
     if unreadable:
@@ -108,13 +110,14 @@ def ls(options: argparse.Namespace) -> int:
         for run in runs:
             print(json_text(run))
         return 0
-    rows: list[tuple[str, ...]] = [("NAME", "STATE", "AGE", "STEPS", "EXIT", "COMMAND")]
+    rows: list[tuple[str, ...]] = [("NAME", "STATE", "AGE", "TIME", "STEPS", "SAMPLES/S", "EXIT", "COMMAND")]
     rows += [_row(run) for run in runs]
     below = [(), *(_below(run) for run in runs)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    room = max(get_terminal_size().columns - sum(widths) - 2 * len(widths), _COMMAND_CELLS)
     for row, lines in zip(rows, below, strict=True):
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        command = cut(row[-1], _COMMAND_CELLS) if sys.stdout.isatty() else row[-1]
+        command = cut(row[-1], room) if sys.stdout.isatty() else row[-1]
         print("  ".join([*cells, in_stream(command, sys.stdout)]).rstrip())
         for line in lines:
             print(f"    {clean(line)}")
@@ -132,6 +135,7 @@ def _describe(directory: Path, info: RunInfo) -> dict[str, Any]:
         "state": state,
         "kept": is_kept(directory),
         "started_unix": info.started_unix,
+        "seconds": max(time.time() - info.started_unix, 0.0) if how is None else how.seconds,
         **_steps(directory),
         **{name: getattr(how, name, None) for name in ("status", "signal", "unknown", "cause")},
         "standing": describe_stall(directory, info, state, how),
@@ -145,7 +149,9 @@ def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
         clean(run["name"]),
         run["state"] + (", kept" if run["kept"] else ""),
         _age(time.time() - run["started_unix"]),
+        clock(int(run["seconds"] * 1e9)),
         _steps_text(run),
+        compact(run["samples_per_s"]),
         "-" if run["status"] is None else clean(run["signal"] or run["status"]),
         clean(" ".join(run["command"])),
     )
@@ -186,8 +192,8 @@ def _arguments(info: RunInfo) -> tuple[str, ...]:
     return info.command[skip:]
 
 
-def _steps(directory: Path) -> dict[str, int | None]:
-    """The number of steps of the process with the most steps, and the number of evaluation steps among them.
+def _steps(directory: Path) -> dict[str, float | None]:
+    """The number of steps of the process with the most steps, of evaluation steps among them, and the run's samples/s.
 
     Steps of several processes are not added up, because ranks step together. None if the record has no rings, or
     cannot be read.
@@ -196,15 +202,18 @@ def _steps(directory: Path) -> dict[str, int | None]:
     from dpmon.store.tables import HistoryError
     from dpmon.store.window import Window
 
+    found: dict[str, float | None] = dict.fromkeys(("steps", "evaluation_steps", "samples_per_s"))
     try:
         with open_store(directory) as store:
             most = max(store.rings.values(), key=lambda row: row.steps, default=None)
-            if most is None:
-                return {"steps": None, "evaluation_steps": None}
-            evaluations = Window(store).evaluation_steps(most.process)
-            return {"steps": most.steps, "evaluation_steps": evaluations}
+            if most is not None:
+                window = Window(store)
+                rate = window.mean()
+                found |= {"steps": most.steps, "evaluation_steps": window.evaluation_steps(most.process)}
+                found["samples_per_s"] = None if rate is None else rate.samples_per_s
     except (HistoryError, RunError):
-        return {"steps": None, "evaluation_steps": None}
+        pass
+    return found
 
 
 def _steps_text(run: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import sqlite3
 import sys
@@ -70,8 +71,21 @@ def test_a_run_is_found_by_the_start_of_its_name_but_not_deleted_by_it(state: Pa
 def test_a_run_that_begins_in_the_future_has_no_age(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a_run(started_unix=time.time() + 86_400)
     row = listed(capsys)[0][1].split()
-    assert row[:4] == [row[0], "finished", "-", "5"]
+    assert row[:5] == [row[0], "finished", "-", "00:01:00", "5"]
     assert "finished in 1 min 00 s" in report_text(a_run(started_unix=time.time() + 86_400))[0]
+
+
+def test_a_run_has_its_duration_and_samples_per_second(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    training = Training(step_ns=100_000_000, batch=40)
+    keep({0: [*training.begin(), *training.run(50)]}, seconds=3725.0)
+    head, row = (re.split("  +", line) for line in listed(capsys)[0])
+    assert head == ["NAME", "STATE", "AGE", "TIME", "STEPS", "SAMPLES/S", "EXIT", "COMMAND"]
+    found = dict(zip(head, row, strict=True))
+    assert (found["TIME"], found["STEPS"]) == ("01:02:05", "50")
+    assert float(found["SAMPLES/S"]) == pytest.approx(40 / 0.1, rel=0.05)
+    (run,) = [json.loads(line) for line in listed(capsys, json=True)[0]]
+    assert run["seconds"] == 3725.0
+    assert run["samples_per_s"] == pytest.approx(float(found["SAMPLES/S"]), rel=0.01)
 
 
 @pytest.mark.parametrize("words", [["ls"], ["report"], ["report", "--json"], ["export"]])

@@ -11,7 +11,7 @@ from dpmon.assemble.composed import Composer
 from dpmon.assemble.definitions import Definitions
 from dpmon.assemble.device_waits import EventPayload, Payload, Pending
 from dpmon.assemble.event_queue import EventQueue, QueuedEvent
-from dpmon.assemble.nesting import COPY, DATA, EDGE, LEARNS, PHASE_OF, PRIMITIVES, QUANTITY_OF, Block, Inner
+from dpmon.assemble.nesting import COPY, EDGE, LEARNS, PHASE_OF, PRIMITIVES, QUANTITY_OF, Block, Inner
 from dpmon.assemble.sampled_collectives import SampledCollectives
 from dpmon.assemble.sampling import Sampling
 from dpmon.assemble.step_mark import StepMark
@@ -230,13 +230,12 @@ class StepRecorder:
             totals.evaluated_rows = max(totals.evaluated_rows, rows)
             return
         totals.several = totals.several or (totals.learns and totals.module != module)
-        micro_batch = totals.is_micro_batch(module)
-        if self.unmatched_fetches and micro_batch:
+        totals.learning_calls += 1
+        totals.sum_of_rows += max(rows, 0)
+        if self.unmatched_fetches and totals.is_micro_batch(module):
             self.unmatched_fetches -= 1
             if rows >= 0:
                 totals.learned_rows = max(totals.learned_rows, 0) + rows
-        elif micro_batch and totals.times[DATA] < 0:
-            totals.micro_rows += max(rows, 0)
         elif rows > totals.learned_rows:
             totals.learned_rows = rows
         totals.learns = True

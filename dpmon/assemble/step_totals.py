@@ -19,7 +19,7 @@ _MAX_TIMED = 4096
 _SAVED = (
     *("times", "counts", "learned_rows", "evaluated_rows", "mode", "learns"),
     *("failed", "backwards", "passes", "module", "crowded", "skipped", "spans", "missing_spans"),
-    *("micro_rows", "several"),
+    *("learning_calls", "sum_of_rows", "several"),
 )
 
 
@@ -46,8 +46,8 @@ class StepTotals:
         """Backward passes before the last call that learns."""
         self.module = 0
         """Module of the last call that learns."""
-        self.micro_rows = 0
-        """Rows of the micro-batches after the first, in a step without a fetch."""
+        self.learning_calls = self.sum_of_rows = 0
+        """Number of calls that learn, and the sum of their rows."""
         self.several = False
         """Whether calls of several modules learn: then a GAN looks like micro-batches of its discriminator."""
         self.spans: list[tuple[int, int, int]] = []
@@ -104,8 +104,10 @@ class StepTotals:
     def packed(self, step: int, start: int, wall: int) -> Payload:
         """Return the payload of the step."""
         data, forward, backward, optimizer, *others = self.times
-        learned = self.learned_rows + (0 if self.several else self.micro_rows)
-        samples = learned if self.learned_rows >= 0 else self.evaluated_rows
+        samples = self.learned_rows if self.learned_rows >= 0 else self.evaluated_rows
+        # Without a loader, calls with a backward pass each are micro-batches.
+        if data < 0 and not self.several and self.learning_calls == self.backwards > 1 and samples >= 0:
+            samples = self.sum_of_rows
         spans = span_words(self.spans, start, wall, self.missing_spans)
         phases = data, forward, backward, optimizer
         wall, samples = min(wall, _LARGEST), min(samples, _LARGEST)

@@ -16,6 +16,8 @@ from dpmon.store.tally import WIDTHS, Tally
 COLUMNS = 640
 """Most columns to read."""
 _NICE = (1, 2, 5, 10, 15, 30, 60)
+_CELLS = (1, 2, 3, 4, 6, 8, 12)
+"""Possible widths (cells) of a column while a run is shorter than its chart."""
 _WIDTHS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 28800, 86400)
 """Possible durations of a column (s) in a picture of the whole run."""
 _OPEN_S = 5
@@ -110,30 +112,41 @@ class Picture(NamedTuple):
 def pictured(process: Process, span_s: int, width: int, over: bool = False) -> Picture:
     """The history for `width` cells: about the last `span_s` seconds, or the whole run for 0.
 
-    Columns keep their place until the space is full; then the oldest quarter goes. So columns do not move with every
-    new one. `over`: no columns will follow, so no space is kept free for them.
+    Columns keep their place until the space is full; then they become narrower, and at last the oldest quarter goes. So
+    columns do not move with every new one. `over`: no columns will follow, so no space is kept free for them.
     """
     if width <= 0 or not process.columns:
         return Picture((), 1, 1)
     if not span_s:
-        return _whole(process, width)
-    seconds = next((n for n in _NICE if n * width >= span_s * 0.8), _NICE[-1])
+        return _whole(process, width, over)
+    began = process.began_ns // SECOND if process.began_ns >= 0 else process.columns[0].second
+    # The newest column is not always the last: a damaged time may be later than all that follow.
+    last = max(column.second for column in process.columns)
+    least = min(span_s * 0.8, last + 2 - began)
+    seconds = next((n for n in _NICE if n * width >= least), _NICE[-1])
     cells = max(width * seconds // span_s, 1)
     room = width // cells
-    origin = process.began_ns // SECOND // seconds if process.began_ns >= 0 else process.columns[0].second // seconds
-    # The newest column is not always the last: a damaged time may be later than all that follow.
-    newest = max(column.second for column in process.columns) // seconds - origin
+    origin = began // seconds
+    newest = last // seconds - origin
     page = 1 if over else max(room // 4, 1)
     first = -(-(newest + 1 - room) // page) * page if newest >= room else 0
-    return Picture(_placed(process.columns, seconds, origin + first)[-room:], cells, seconds)
+    return _filled(_placed(process.columns, seconds, origin + first)[-room:], cells, seconds, width, over)
 
 
-def _whole(process: Process, width: int) -> Picture:
+def _filled(columns: Sequence[Column], cells: int, seconds: int, width: int, over: bool) -> Picture:
+    """A picture with columns so wide that they fill the width; while more follow, in widths that rarely change."""
+    widest = max(width // max(len(columns), 1), 1)
+    wide = widest if over else max(n for n in _CELLS if n <= widest)
+    return Picture(columns, max(cells, wide), seconds)
+
+
+def _whole(process: Process, width: int, over: bool) -> Picture:
     seconds = process.column_s
     first = _begin(process.columns[0]) // seconds
     newest = max(column.second for column in process.columns)
     seconds *= -(-(newest // seconds - first + 1) // width)
-    return Picture(_placed(process.columns, seconds, _begin(process.columns[0]) // seconds)[-width:], 1, seconds)
+    placed = _placed(process.columns, seconds, _begin(process.columns[0]) // seconds)[-width:]
+    return _filled(placed, 1, seconds, width, over)
 
 
 def _begin(column: Column) -> int:

@@ -9,6 +9,8 @@ from dpmon.model.process import PHASES, Column
 from dpmon.ui.look import LETTERS, Glyphs, Look
 from dpmon.ui.rows import Row, Span, merged, width_of
 
+_ROWS_OF_PHASES = 3
+"""Fewest rows in which a history shows the phases of its columns."""
 _NICE = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 
 
@@ -188,6 +190,17 @@ def _cells(phases: tuple[int, ...], count: int, top: float, height: int, cut_top
     return tuple(cells)
 
 
+@lru_cache(maxsize=4096)
+def _plain(mean: float, count: int, top: float, height: int, cut_top: str, blocks: str) -> tuple[Span, ...]:
+    """One column of one colour, from the bottom up: in few rows, a cell would show a small phase as a large one."""
+    steps = len(blocks) - 1
+    filled = max(round(mean / top * height * steps), 1) if count else 0
+    signs = [blocks[min(max(filled - row * steps, 0), steps)] for row in range(height)]
+    if filled > height * steps:
+        signs[-1] = cut_top
+    return tuple((sign, "bar" if sign != " " else "") for sign in signs)
+
+
 def _least(phases: tuple[int, ...], mono: bool) -> Span:
     """A column too small for a cell, in the colour of its largest phase: a blank would say "no steps"."""
     name = PHASES[phases.index(max(phases))] if any(phases) else PHASES[-1]
@@ -207,9 +220,8 @@ def _cell(parts: list[tuple[float, int, str]], mono: bool) -> Span:
     if len(two) == 1:
         return (blocks[min(round(filled), 8)], f"phase.{two[0][2]}")
     if filled < 7.5:
-        # This cell is not full, so its upper part needs the background: only one phase is drawn, the uppermost.
-        upper = max((part for part in parts if part[0] >= 1), key=lambda part: part[1], default=max(parts))
-        return (blocks[round(filled)], f"phase.{upper[2]}")
+        # This cell is not full, so its upper part needs the background: only one phase is drawn, the largest.
+        return (blocks[round(filled)], f"phase.{max(parts)[2]}")
     lower = min(max(round(8 * two[0][0] / (two[0][0] + two[1][0])), 1), 7)
     return (blocks[lower], f"phase.{two[0][2]}/{two[1][2]}")
 
@@ -217,13 +229,18 @@ def _cell(parts: list[tuple[float, int, str]], mono: bool) -> Span:
 def stacked(columns: Sequence[Column], width: int, height: int, top: float, look: Look, cells: int = 1) -> list[Row]:
     """`columns` from left to right, each `cells` wide, in `height` rows (top row first) on a scale up to `top` ns.
 
-    Each column is the mean step of its time range. Its phases are stacked from below in the order of PHASES, shown by
-    colour, or by letter without colour or in ASCII. Steps too short for the scale show the lowest block, or the
-    lower-case letter of their largest phase; only a column without steps is blank.
+    Each column is the mean step of its time range. From three rows on, its phases are stacked from below in the order
+    of PHASES, shown by colour, or by letter without colour or in ASCII. Steps too short for the scale show the lowest
+    block, or the lower-case letter of their largest phase; only a column without steps is blank.
     """
     mono = not look.colour or look.glyphs.ascii
     shown = list(columns)[-(width // cells) :] if width >= cells else []
-    drawn = [_cells(tuple(c.phases), c.count, top, height, look.glyphs.cut_top, mono) for c in shown]
+    signs = look.glyphs
+    if height < _ROWS_OF_PHASES:
+        means = ((sum(column.phases) / max(column.count, 1), column.count) for column in shown)
+        drawn = [_plain(mean, count, top, height, signs.cut_top, signs.blocks) for mean, count in means]
+    else:
+        drawn = [_cells(tuple(c.phases), c.count, top, height, signs.cut_top, mono) for c in shown]
     rows: list[Row] = []
     for row in range(height - 1, -1, -1):
         spans = merged((text * cells, style) for text, style in (column[row] for column in drawn))

@@ -61,7 +61,7 @@ def _two_columns(width: int, top: int, body: int, devices: int, replicas: int, b
             "batch": Slot("batch", 0, top + upper, half, lower),
             "output": Slot("output", half, top + upper, width - half, lower),
         }
-    upper = min(max(devices + 2, replicas + 3, 7), max(body // 3, 7))
+    upper = min(max(devices + 2, replicas + 3, 5), max(body // 3, 7))
     middle = min(max(body * 3 // 8, min(batch + 2, body - upper - 11), 11), 24)
     lower = body - upper - middle
     return {

@@ -242,9 +242,17 @@ def _modes(picture: Picture, width: int, look: Look, ranks: str | None) -> Row:
         count = sum(1 for _ in run) * picture.cells
         mark = look.glyphs.frame[5] if index else ""
         name = "evaluation" if evaluation else RANK_MODES[ranks] if ranks else mode
+        short = len(mark) + len(name) - count
+        if evaluation and short > 0 and row and row[-1][0].endswith(line * (short + 1)):
+            row[-1] = row[-1][0][:-short], row[-1][1]  # the word ends below its columns
+            count += short
         word = name if len(mark) + len(name) <= count else name[: max(min(1, count - len(mark)), 0)]
         text = (mark + word + " ")[:count]
         row.append((text + line * (count - len(text)), "wait" if evaluation else f"mode.{mode}"))
+    end = clock((picture.columns[-1].second + picture.seconds) * SECOND).removeprefix("00:")
+    text, style = row[-1]
+    if text.endswith(line * (len(end) + 1)):
+        row[-1:] = [(text[: -len(end) - 1] + " ", style), (end, "dim")]
     left = width - width_of(row)
     seconds = f"{picture.seconds} s a column"
     if left > len(seconds) and picture.seconds > 1:

@@ -45,9 +45,9 @@ def _tracks(scene: Scene) -> list[tuple[int, DeviceTrack]]:
 def wanted_rows(scene: Scene) -> int:
     """Rows that the whole content needs."""
     count = len(scene.state.devices)
-    rows = (3 * count if count <= 2 else 2 * count if count <= 4 else count) + 1 if count else 6
+    rows = (3 * count if count <= 2 else 2 * count if count <= 4 else count) + 1 if count else 2
     more = len(_held(scene))
-    return rows + min(more, 8) + 1 if more else rows
+    return rows + min(more, 8) + (count > 0) if more else rows
 
 
 def _one_name(tracks: Sequence[tuple[int, DeviceTrack]]) -> str | None:
@@ -88,8 +88,7 @@ def devices(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     """The panel's rows, inside its frame."""
     tracks = _tracks(scene)
     if not tracks:
-        more = _memory_rows(scene, width)
-        return [*host(scene, width, max(height - len(more), 3), look), *more]
+        return [*host(scene, width, height, look), *_memory_rows(scene, width, with_reasons=False)]
     said = _below([track for _, track in tracks], width, look)
     held_rows = _memory_rows(scene, width)
     room = height - len(said)
@@ -130,7 +129,7 @@ def _held(scene: Scene) -> list[Held]:
     return held(process.memory for process in training(scene.state) if process.memory)
 
 
-def _memory_rows(scene: Scene, width: int) -> list[Row]:
+def _memory_rows(scene: Scene, width: int, *, with_reasons: bool = True) -> list[Row]:
     """A row for each device with known torch memory: how much models, gradients and optimizers take."""
     rows: list[Row] = []
     found = _held(scene)
@@ -138,15 +137,15 @@ def _memory_rows(scene: Scene, width: int) -> list[Row]:
         parts = [("model", one.model), ("grads", one.gradients), ("optim", one.optimizer)]
         parts += [("rest", one.rest), ("peak", one.peak)]
         row: Row = [(clean(one.device, 10).ljust(8) + " ", "dim")]
-        if width_of(row) + sum(len(word) + 11 for word, _ in parts) > width:
-            parts = [part for part in parts if part[1] is not None]  # a row below gives the reason for missing ones
+        if not with_reasons or width_of(row) + sum(len(word) + 11 for word, _ in parts) > width:
+            parts = [part for part in parts if part[1] is not None]  # the reason for missing ones is in a row below
         for word, count in parts:
             gap = "  " if len(row) > 1 else ""
             if width_of(row) + len(gap) + len(word) + 9 <= width:
                 row += [(gap + word, "dim"), (right(memory(count), 9), "")]
         rows.append(row)
     why = [known for one in found for known in reasons_of_memory(one)]
-    if why:
+    if why and with_reasons:
         named = "; ".join(dict.fromkeys(f"{names}: {reason}" for names, reason in why))
         short = "; ".join(dict.fromkeys(reason for _, reason in why))
         rows.append([(cut(clean(named if span_width(named) <= width else short, 300), width), "dim")])

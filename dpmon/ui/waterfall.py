@@ -21,7 +21,7 @@ from dpmon.ui.chart import busy_signs, ceiling
 from dpmon.ui.look import LETTERS, Glyphs, Look, letter_in
 from dpmon.ui.rows import Row, Span, fit, merged, width_of
 
-REST = ("forward rest", "fwd rest", "rest")
+REST = ("forward rest", "fwd rest", "fwd")
 """Names, from long to short, for the rest of the forward when the call's phases are shown separately."""
 _LEFT = " ▏▎▍▌▋▊▉█"
 _TOOK = 9

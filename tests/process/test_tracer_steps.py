@@ -202,7 +202,7 @@ def test_the_first_calls_of_a_later_model_are_recorded(loop: Callable[[str], Loo
 def test_nested_calls_end_no_step(loop: Callable[[str], Loop]) -> None:
     """The step of the optimizer may come only after many calls."""
     found = loop("long_accumulation_without_a_loader")
-    assert [(step.samples, set(step.phases)) for step in found.steps] == [(2 * 40, LEARN)] * 3
+    assert [(step.samples, set(step.phases)) for step in found.steps] == [(2, LEARN)] * 3, "of three models"
     assert [call.root for call in found.calls] == ["Linear"] * 360
 
 
@@ -276,7 +276,7 @@ def test_a_warning_says_which_calls_may_have_been_missed(loop: Callable[[str], L
 
 def test_weights_that_are_arguments_do_not_count_as_samples(loop: Callable[[str], Loop]) -> None:
     found = loop("given_its_weights")
-    assert shape(found) == [(30, LEARN, 3)] * 4
+    assert shape(found) == [(30, LEARN, 3)] * 4, "three calls with a backward pass each"
     assert {(call.root, call.devices) for call in found.calls} == {("Net", ("cpu",))}
 
 

@@ -535,7 +535,7 @@ EVALUATED = [(8, LEARN, 1)] + [(8, LOOK, 1)] * 2
         (optimizers_one_after_the_other, [(8, LEARN, 1)] * 10),
         (an_optimizer_that_dies, [(8, LEARN, 1)] * 9),
         (cycle_that_loses_its_last, [(8, LEARN, 2)] * 3 + [(8, LEARN, 1)] * 4),
-        (optimizer_that_raises, [(8, LEARN, 1), (8, LEARN, 2), (8, LEARN, 1), (8, LEARN, 1)]),
+        (optimizer_that_raises, [(8, LEARN, 1), (16, LEARN, 2), (8, LEARN, 1), (8, LEARN, 1)]),
         (in_a_closure, [(8, LEARN, 3)] * 3),
         (within_each_other, [(8, LEARN, 1)] * 4),
         (in_the_backward_pass, [(8, LEARN, 1)] * 4),

@@ -59,7 +59,13 @@ def scene_of(*devices: dict[str, Any], gpus: int = 0) -> Scene:
 
 def test_on_the_cpu_the_rest_is_a_dash_with_its_reason() -> None:
     scene = scene_of(one("cpu", 3 << 20, 1 << 20, 2 << 20, None, None, rest_bytes=WHY, peak_bytes=WHY))
-    text = [plain(row) for row in panel_devices.devices(scene, 90, panel_devices.wanted_rows(scene), LOOK)]
+    (line,) = [
+        line
+        for row in panel_devices.devices(scene, 90, panel_devices.wanted_rows(scene), LOOK)
+        if (line := plain(row)).startswith("cpu ")
+    ]
+    assert line.split() == ["cpu", "model", "3.00", "MiB", "grads", "1.00", "MiB", "optim", "2.00", "MiB"], "no dashes"
+    text = [plain(row) for row in panel_devices.zoomed(scene, 90, 20, LOOK)]
     (line,) = [line for line in text if line.startswith("cpu ")]
     assert line.split() == ["cpu", "model", "3.00", "MiB", "grads", "1.00", "MiB", "optim", "2.00", "MiB", "rest", "–",
                             "peak", "–"]  # fmt: skip

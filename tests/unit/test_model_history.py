@@ -46,6 +46,15 @@ def test_a_picture_has_room_and_loses_no_step_of_its_range(span: int, width: int
     assert picture.columns[-1].second + picture.seconds > process.columns[-1].second, "the newest is there"
 
 
+@pytest.mark.parametrize("span", [120, 600, 0])
+@pytest.mark.parametrize("width", [60, 108, 188])
+def test_a_run_that_is_shorter_than_its_range_fills_the_chart(span: int, width: int) -> None:
+    process = process_of([200_000_000] * 90, span)  # 18 s
+    live, over = (pictured(process, span, width, over=ended) for ended in (False, True))
+    assert len(live.columns) * live.cells > width * 0.6
+    assert len(over.columns) * over.cells > width - len(over.columns)
+
+
 def test_the_history_of_a_whole_run_stays_small_and_exact() -> None:
     process = process_of([100_000_000] * 30_000, 0)
     assert 100 < len(process.columns) <= COLUMNS

@@ -14,7 +14,7 @@ from timed import GPUS, timed
 
 from dpmon.model.history import pictured
 from dpmon.model.process import PHASES, Column
-from dpmon.record.wire import Untimed
+from dpmon.record.wire import Untimed, pack_step
 from dpmon.ui import panel_batch
 from dpmon.ui.batch_notes import missing
 from dpmon.ui.chart import stacked
@@ -22,7 +22,7 @@ from dpmon.ui.look import LETTERS, UNICODE, Look
 from dpmon.ui.look import MONO as MONO_STYLES
 from dpmon.ui.paint import places
 from dpmon.ui.rows import plain
-from dpmon.ui.scene import RunEnd, Scene, View
+from dpmon.ui.scene import SECOND, RunEnd, Scene, View
 
 MONO = Look(UNICODE, MONO_STYLES, False)
 
@@ -210,16 +210,63 @@ def test_a_column_of_short_steps_has_the_lowest_mark_and_one_without_steps_has_n
     for height in (1, 2, 4):
         rows = stacked([long, short, shorter, none, short], 6, height, 200_000_000, look)
         text = [plain(row) for row in rows]
-        assert text[-1][0] not in (" ", mark), text
-        assert text[-1][1:] == f"{mark}{mark} {mark} ", text
+        phases_shown = height >= 3
+        lowest = mark if phases_shown else look.glyphs.blocks[1]
+        assert text[-1][0] not in (" ", lowest), text
+        assert text[-1][1:] == f"{lowest}{lowest} {lowest} ", text
         assert all(not row[1:].strip() for row in text[:-1]), text
-        assert [style for cell, style in rows[-1] if mark in cell] == ["phase.forward"] * 2
+        style = "phase.forward" if phases_shown else "bar"
+        assert [style for cell, style in rows[-1] if lowest in cell] == [style] * 2
 
 
 def test_steps_that_took_no_time_the_clock_can_tell_are_steps() -> None:
     column = Column(0, "dp", count=5)
-    assert plain(stacked([column], 1, 1, 1_000_000, LOOK)[0]) == "▁"
-    assert plain(stacked([column], 1, 1, 1_000_000, MONO_ASCII)[0]) == "."
+    for height in (1, 4):
+        assert plain(stacked([column], 1, height, 1_000_000, LOOK)[-1]) == "▁"
+        assert plain(stacked([column], 1, height, 1_000_000, MONO_ASCII)[-1]) == "."
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
+def test_no_letter_stands_for_two_phases(size: tuple[int, int]) -> None:
+    scene = scene_of(Training(), 40)
+    width, height = size[0] - 4, 14
+    rows = panel_batch.batch(scene, width, height, LOOK, panel_batch.figures(scene))
+    chips = {(text, style) for text, style in rows[0] if style.startswith("chip.") and text.strip()}
+    assert len(chips) > 6
+    assert len({text for text, _ in chips}) == len(chips), chips
+
+
+def test_few_rows_show_one_colour_and_more_rows_the_largest_phase_of_a_cell() -> None:
+    """Forward has 80 % of the step and backward, above it, 20 %."""
+    phases = [0] * len(PHASES)
+    phases[PHASES.index("forward")], phases[PHASES.index("backward")] = 8_000_000, 2_000_000
+    column = Column(0, "single", 1, 0, 0, tuple(phases))
+    for height in (1, 2):
+        assert {style for row in stacked([column], 1, height, 40_000_000, LOOK) for _, style in row if style} == {"bar"}
+    (low,) = [style for text, style in stacked([column], 1, 3, 40_000_000, LOOK)[-1] if text.strip()]
+    assert low == "phase.forward"
+
+
+def test_the_axis_has_the_start_and_the_end_of_the_steps() -> None:
+    training = Training(step_ns=100_000_000)
+    scene = scene_of(training, 180)
+    rows = rows_text(panel_batch.batch(scene, 116, 14, LOOK, panel_batch.figures(scene)))
+    (axis,) = [row for row in rows if "dp ─" in row]
+    assert axis.strip().startswith("00:02 dp ")
+    assert axis.rstrip().endswith(" 00:21")
+
+
+def test_a_short_evaluation_has_its_word_in_the_history() -> None:
+    training = Training(step_ns=1_000_000_000)
+    payloads = [*training.begin(), *training.run(60)]
+    for _ in range(3):
+        *call, _ = training.step(evaluates=True)
+        payloads += [*call, pack_step(1, training.steps, training.now, SECOND, 30, (1000, SECOND // 2, -1, -1))]
+        training.now += SECOND
+    payloads += training.run(40)
+    scene = scene_of(training, 0, payloads)
+    rows = rows_text(panel_batch.batch(scene, 116, 14, LOOK, panel_batch.figures(scene)))
+    assert any("│evaluation" in row for row in rows), rows
 
 
 def test_columns_stay_in_place_until_a_quarter_has_to_go() -> None:

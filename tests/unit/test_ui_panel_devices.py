@@ -15,12 +15,15 @@ from dpmon.ui.scene import Scene
 
 
 def test_without_a_gpu_the_host_is_shown_and_why() -> None:
+    """Two rows, and a row of the memory that torch holds."""
     rows = rows_text(panel_devices.devices(scene_of(Training()), 60, 8, LOOK))
-    assert rows[0].endswith("43 %")
-    assert "2.14 / 23.1 GiB" in rows[1]
-    assert "━" in rows[2]
-    assert "╍" in rows[2], "what is not this run's"
-    assert rows[4] == "no GPU: NVML library not found"
+    assert rows[0].endswith("43 %  mem  2.14 / 23.1 GiB")
+    assert rows[1:] == ["no GPU: NVML library not found"]
+    (wide, _) = rows_text(panel_devices.devices(scene_of(Training()), 100, 8, LOOK))
+    assert wide.endswith("43 %  mem  2.14 / 23.1 GiB  this run 180 % of a core   774 MiB")
+    more = rows_text(panel_devices.zoomed(scene_of(Training()), 100, 20, LOOK))
+    assert more[0] == wide
+    assert more[-1] == "no GPU: NVML library not found"
 
 
 def test_gpus_have_a_row_each_and_absent_values_say_why() -> None:

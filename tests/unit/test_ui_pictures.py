@@ -161,8 +161,8 @@ def test_the_end_stays_with_its_outcome(ended: RunEnd, said: str) -> None:
 
 def test_the_host_panel_of_a_finished_run_has_no_dashes() -> None:
     scene = scene_of(Training(), more=[host_event(31.0, run_cpu_pct=None, run_mem_bytes=None)])
-    assert "has ended" not in text_of(scene, 120, 40)
-    assert "this run has ended" in text_of(replace(scene, ended=RunEnd(0, None, 5)), 120, 40)
+    assert "has ended" not in text_of(scene, 160, 40)
+    assert "this run has ended" in text_of(replace(scene, ended=RunEnd(0, None, 5)), 160, 40)
 
 
 def test_a_failure_shows_the_last_line_of_the_traceback() -> None:

@@ -42,6 +42,7 @@ class Count:
         self.steps = []
         self.calls = []
         self.learns = 0
+        self.sums = False  # whether each call of a step takes rows of its own
         self.busy = False  # a backward pass may recompute calls that have been counted
         self.new()
 
@@ -90,7 +91,7 @@ class Count:
         if not self.now["calls"]:
             return
         rows = [count for count, learns in self.now["rows"] if learns] or [count for count, _ in self.now["rows"]]
-        self.steps.append([max(rows), sorted(self.now["phases"]), self.now["calls"]])
+        self.steps.append([sum(rows) if self.sums else max(rows), sorted(self.now["phases"]), self.now["calls"]])
         self.new()
 
     def batches(self, loader, end=True):
@@ -678,6 +679,7 @@ def an_ensemble(count):
 
 @loop
 def accumulation(count):
+    count.sums = True
     model = count.watch(Net())
     optimizer = sgd(model)
     for _ in range(6):
@@ -748,7 +750,8 @@ def a_closure(count):
 
 @loop
 def sharpness(count):
-    """As in SAM: the gradient is taken twice, and the second counts."""
+    """As in SAM: the gradient is taken twice, and the second counts. It looks like accumulation (docs/tracing.md)."""
+    count.sums = True
     model = count.watch(Net())
     optimizer = sgd(model)
     for _ in range(8):
@@ -781,6 +784,7 @@ def scaled(count, optimizer, scaler, loss):
 @loop
 def mixed_precision(count):
     """In the third step, an overflow skips the optimizer, so its call belongs to the next step."""
+    count.sums = True
     model = count.watch(Net())
     optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=4.0)
     skipped = 0
@@ -961,6 +965,7 @@ def exceptions_without_a_loader(count):
             if number in (0, 4):
                 raise KeyError("after the call")
             count.back(loss)
+            count.sums = number in (6, 7)  # only then, two calls of a step have a backward pass each
             if number == 6:
                 raise KeyError("after the backward pass")
             count.step(optimizer)

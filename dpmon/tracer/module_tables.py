@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 _WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+_INSIDE = ("_orig_mod", "_forward_module", "_fsdp_wrapped_module")
+"""Submodules in which torch.compile, Lightning Fabric and FSDP1 hold their model."""
 _MAX_WRAPPERS = 8
 PARAMETERS, BUFFERS, MODULES = "_parameters", "_buffers", "_modules"
 _TRACED = "_actual_script_module"
@@ -60,10 +62,9 @@ def wrapped_by(module: Any) -> Any:
     for _ in range(_MAX_WRAPPERS):
         if isinstance(module, _WRAPPERS):
             inner = module.__dict__[MODULES].get("module")
-        elif type(module).__module__.startswith("torch._dynamo"):
-            inner = module.__dict__.get(MODULES, {}).get("_orig_mod")
         else:
-            return module
+            parts = getattr(module, "__dict__", {}).get(MODULES)
+            inner = next((parts[name] for name in _INSIDE if name in parts), None) if type(parts) is dict else None
         if inner is None:
             return module
         module = inner
@@ -74,14 +75,14 @@ def in_training_mode(module: Any) -> bool:
     """Whether the module inside wrappers is in training mode; the flag of a wrapper may differ.
 
     In torch 2.4, `eval` of a compiled model does not change the flag of its wrapper. A property of the script's class
-    is not read: such a module counts as training.
+    is not read: enabled gradients then count as training.
     """
     inner = wrapped_by(module)
     own = getattr(inner, "__dict__", {}).get("training")
     if own is not None:
         return bool(own)
     of_script = isinstance(inner, torch.nn.Module) and any("training" in base.__dict__ for base in type(inner).__mro__)
-    return of_script or bool(inner.training)
+    return torch.is_grad_enabled() if of_script else bool(inner.training)
 
 
 def parameters_of(root: Any) -> Iterator[Any]:

@@ -156,7 +156,7 @@ def _memory_by_device(evidence: Evidence) -> list[tuple[str, float]]:
     found = []
     for row in evidence.memory:
         parts = (row.model, row.gradients, row.optimizer, row.rest)
-        if row.device.startswith("cuda") and all(part is not None for part in parts):
+        if row.device.startswith("cuda") and all(known == row.processes for known in row.known):
             found.append((row.device, float(sum(part or 0 for part in parts))))
     return found
 

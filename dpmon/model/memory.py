@@ -20,7 +20,7 @@ class Peak(NamedTuple):
 
 
 class Held(NamedTuple):
-    """One device's memory in bytes, summed over its processes; None if it is unknown for one of them."""
+    """One device's memory in bytes, summed over the processes that know it; None if none of them does."""
 
     device: str
     model: int | None
@@ -30,6 +30,11 @@ class Held(NamedTuple):
     peak: int | None
     """Peak of torch's allocations; None for several processes: their peaks may come at different times."""
     absent: Mapping[str, str]
+    shared: int = 0
+    """Bytes in shared memory, counted once: the most that one process holds."""
+    processes: int = 1
+    known: tuple[int, ...] = ()
+    """How many of the processes know the model, the gradients, the optimizer states and the rest."""
 
 
 def held(records: Iterable[Mapping[str, Any]]) -> list[Held]:
@@ -55,7 +60,14 @@ def reasons(row: Held) -> list[tuple[str, str]]:
     for name in Held._fields[1:6]:
         if getattr(row, name) is None and (reason := row.absent.get(f"{name}_bytes")):
             found.setdefault(reason, []).append(name)
-    return [(" and ".join(names), reason) for reason, names in found.items()]
+    rows = [(" and ".join(names), reason) for reason, names in found.items()]
+    for name, known in zip(Held._fields[1:5], row.known, strict=False):
+        if 0 < known < row.processes:
+            why = row.absent.get(f"{name}_bytes")
+            rows.append((name, f"{known} of {row.processes} processes" + (f" (others: {why})" if why else "")))
+    if row.shared and row.processes > 1:
+        rows.append(("model", "its part in shared memory is counted once"))
+    return rows
 
 
 def _is_trifle(row: Held) -> bool:
@@ -69,16 +81,21 @@ def _row(one: Mapping[str, Any]) -> Held:
     )
     absent = one.get("absent")
     reasons = {str(k): str(v) for k, v in absent.items()} if isinstance(absent, Mapping) else {}
-    return Held(one["device"], model, gradients, optimizer, rest, peak, reasons)
+    shared = min(_bytes(one.get("shared_bytes")) or 0, model or 0)
+    known = tuple(int(part is not None) for part in (model, gradients, optimizer, rest))
+    return Held(one["device"], model, gradients, optimizer, rest, peak, reasons, shared, 1, known)
 
 
 def _both(one: Held, other: Held) -> Held:
     model, gradients, optimizer, rest = (
-        a + b if a is not None and b is not None else None for a, b in zip(one[1:5], other[1:5], strict=True)
+        None if a is None and b is None else (a or 0) + (b or 0) for a, b in zip(one[1:5], other[1:5], strict=True)
     )
+    model = None if model is None else model - min(one.shared, other.shared)
     reasons = {**one.absent, **other.absent}
     reasons.setdefault("peak_bytes", "several processes use it: their peaks may come at different times")
-    return Held(one.device, model, gradients, optimizer, rest, None, reasons)
+    shared, processes = max(one.shared, other.shared), one.processes + other.processes
+    known = tuple(a + b for a, b in zip(one.known, other.known, strict=True))
+    return Held(one.device, model, gradients, optimizer, rest, None, reasons, shared, processes, known)
 
 
 def _bytes(value: Any) -> int | None:

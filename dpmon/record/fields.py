@@ -18,7 +18,11 @@ _CALL = RecordKind(
         *WHO,
         Field("step", "integer", "the step of the call"),
         Field("call", "integer", "the number of the call in the process, from 1"),
-        Field("root", "text", "the class of the model without its wrapper; under FSDP2, the script's own class"),
+        Field(
+            "root",
+            "text",
+            "the class of the model without its wrapper, with a variable or number if several of the class are called",
+        ),
         Field(
             "via",
             "text",

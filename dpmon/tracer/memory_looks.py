@@ -263,7 +263,13 @@ class Memory:
         statistics = _statistics()
         for device in statistics:
             held.setdefault(device, [0, 0, 0])
-        return [self._entry(name, held[name], statistics.get(name), self._unknown(walk, name)) for name in sorted(held)]
+        return [
+            {
+                **self._entry(name, held[name], statistics.get(name), self._unknown(walk, name)),
+                **({"shared_bytes": walk.shared[name]} if name in walk.shared else {}),
+            }
+            for name in sorted(held)
+        ]
 
     def _unknown(self, walk: Walk, device: str) -> dict[str, str]:
         """Return the reason for each part that is not fully known."""

@@ -38,6 +38,8 @@ class Walk:
         """`models`: roots, which may share parts. `kinds`: MODEL, GRADIENTS, STATES or some of them."""
         self.held: dict[str, list[int]] = {}
         """Per device, bytes of each kind."""
+        self.shared: dict[str, int] = {}
+        """Per device, bytes of models in shared memory of the host."""
         self.unsized: tuple[dict[str, int], ...] = ({}, {}, {})
         """Per kind, the number of tensors of unknown size by type."""
         self.counted = [0, 0, 0]
@@ -126,6 +128,8 @@ class Walk:
         if before is None:
             ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             self._count_storage(device, storage._cdata, kind, storage.nbytes(), ref)
+            if kind == MODEL and storage.device.type == "cpu" and storage.is_shared():
+                self.shared[device] = self.shared.get(device, 0) + storage.nbytes()
         elif before[0] > kind:
             self._count_storage(device, storage._cdata, kind, before[1], before[2])
 

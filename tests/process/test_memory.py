@@ -35,6 +35,22 @@ def test_memory_sums_equal_those_of_the_script(dpmon: Dpmon, tmp_path: Path) -> 
         assert "no statistics" in cpu["absent"][name]
 
 
+SHARED = """
+import torch
+model = torch.nn.Linear(4, 4).share_memory()
+model.register_buffer("own", torch.zeros(3))
+for _ in range(6):
+    model(torch.ones(2, 4)).sum().backward()
+print(sum(tensor.nbytes for tensor in model.parameters()))
+"""
+
+
+def test_the_part_of_a_model_in_shared_memory_is_recorded(tmp_path: Path) -> None:
+    result = traced(tmp_path, SHARED)
+    (cpu,) = result.events("memory")[-1].data["devices"]
+    assert cpu["shared_bytes"] == result.printed == cpu["model_bytes"] - 3 * 4
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_the_rest_and_the_peak_come_from_torch(tmp_path: Path) -> None:

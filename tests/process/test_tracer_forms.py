@@ -33,8 +33,8 @@ def rows(call: Call) -> list[int]:
 
 
 def first(run: Traced, root: str, via: str) -> list[Call]:
-    """Return a form's calls, one per step."""
-    found = [call for call in run.calls(root) if call.via == via]
+    """Return a form's calls, one per step; several models of one class are numbered."""
+    found = [call for call in run.calls() if call.root.split()[0] == root and call.via == via]
     assert [call.step for call in found] == list(range(1, 7))
     return found
 

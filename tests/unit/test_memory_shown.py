@@ -8,7 +8,7 @@ import pytest
 from stored import state_of
 from synthetic import SECOND, Training, device_event, host_event
 
-from dpmon.model.memory import held
+from dpmon.model.memory import held, reasons
 from dpmon.record.wire import pack_event
 from dpmon.ui import panel_devices
 from dpmon.ui.look import COLOUR, UNICODE, Look
@@ -41,7 +41,26 @@ def test_a_device_of_several_processes_is_added_up() -> None:
     assert other[:6] == ("cuda:1", 0, 0, 0, 40, 60)
     assert held([first])[0].peak == 500
     unknown = held([first, record(1, one("cuda:0", 1, 1, 1, None, None, rest_bytes=WHY))])[0]
-    assert (unknown.rest, unknown.absent["rest_bytes"]) == (None, WHY)
+    assert unknown.rest == 50
+    assert ("rest", f"1 of 2 processes (others: {WHY})") in reasons(unknown)
+
+
+def test_a_process_without_an_optimizer_does_not_hide_the_others() -> None:
+    no = "no torch optimizer was made"
+    actor = record(2, one("cpu", 10, None, None, None, None, optimizer_bytes=no, gradients_bytes="no backward pass"))
+    learner = [record(process, one("cpu", 100, 100, 200, None, None)) for process in (0, 1)]
+    (row,) = held([*learner, actor])
+    assert row[1:4] == (210, 200, 400)
+    assert ("optimizer", f"2 of 3 processes (others: {no})") in reasons(row)
+    assert reasons(held([actor])[0])[1] == ("optimizer", no), "one process: its reason is the row's"
+
+
+def test_shared_memory_is_counted_once() -> None:
+    records = [record(process, {**one("cpu", 100, 10, 20, None, None), "shared_bytes": 80}) for process in range(3)]
+    (row,) = held(records)
+    assert row[1:4] == (80 + 3 * 20, 30, 60)
+    assert ("model", "its part in shared memory is counted once") in reasons(row)
+    assert all(word != "model" for word, _ in reasons(held(records[:1])[0]))
 
 
 def test_implausible_memory_is_not_shown() -> None:

@@ -21,7 +21,7 @@ _CALL = RecordKind(
         Field(
             "root",
             "text",
-            "the class of the model without its wrapper, with a variable or number if several of the class are called",
+            "the model: its class without wrappers, and a variable or number if several of the class live",
         ),
         Field(
             "via",

@@ -156,7 +156,8 @@ def _memory_by_device(evidence: Evidence) -> list[tuple[str, float]]:
     found = []
     for row in evidence.memory:
         parts = (row.model, row.gradients, row.optimizer, row.rest)
-        if row.device.startswith("cuda") and all(known == row.processes for known in row.known):
+        whole = None not in parts and all(known == row.processes for known in row.known)
+        if row.device.startswith("cuda") and whole:
             found.append((row.device, float(sum(part or 0 for part in parts))))
     return found
 

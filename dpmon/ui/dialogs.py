@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from textual import events
 from textual.app import ComposeResult
@@ -33,6 +34,8 @@ class Dialog(ModalScreen[str | None]):
 
     DEFAULT_CSS = "Dialog { background: transparent; align: left top; }"
 
+    picture_keys: ClassVar[tuple[str, ...]] = ("s", "ctrl+s")
+
     class Changed(Message):
         """A dialog was opened or closed, or its keys changed."""
 
@@ -46,12 +49,17 @@ class Dialog(ModalScreen[str | None]):
         self.pinned = 0
         """Rows that stay at the top during scrolling."""
         self.answered = False
+        self.rows: list[Row] = []
+        self.row = 0
+        """The drawn rows, each as wide as the screen, and the screen's row of the first."""
 
     def on_key(self, event: events.Key) -> None:
         """Handle a key; if the dialog has closed, pass the key to the screen below."""
         event.stop()
         if self.answered:
             self.app.post_message(events.Key(event.key, event.character))
+        elif event.key in self.picture_keys:
+            self.app.call_later(self.app.run_action, "picture")
         else:
             self.pressed(event)
 
@@ -110,13 +118,15 @@ class Dialog(ModalScreen[str | None]):
         width = min(self.wanted() + 4, screen_width)
         rows = self.content(width - 4, max(screen_height - 2, 1))
         height = min(len(rows) + 2, screen_height)
-        self.box.place(0, (screen_height - height) // 2, screen_width, height)
+        self.row = (screen_height - height) // 2
+        self.box.place(0, self.row, screen_width, height)
         corner: Row = [(self.corner(), "dim")] if self.corner() else []
         title: Row = [(cut(self.title_text, width - 6), "title")]
         glyphs = self.look.glyphs
         framed = box(title, corner, rows, width, height, glyphs, focused=True, first=self.top, pinned=self.pinned)
         left = (screen_width - width) // 2
-        self.box.show([[(" " * left, ""), *row, (" " * (screen_width - width - left), "")] for row in framed])
+        self.rows = [[(" " * left, ""), *row, (" " * (screen_width - width - left), "")] for row in framed]
+        self.box.show(self.rows)
 
 
 class Choice(Dialog):
@@ -222,6 +232,8 @@ class Pages(Dialog):
 class LineDialog(Dialog):
     """One line to type; returns it, or None."""
 
+    picture_keys = ("ctrl+s",)
+
     def __init__(
         self, title: str, note: str, look: Look, typed: str = "", hidden: bool = False, over_note: str | None = None
     ) -> None:
@@ -283,6 +295,8 @@ class LineDialog(Dialog):
 
 class Commands(Dialog):
     """A list to choose from, filtered by typing; returns the chosen action, or None."""
+
+    picture_keys = ("ctrl+s",)
 
     def __init__(self, possible: Callable[[], Sequence[tuple[str, str, str]]], look: Look) -> None:
         """`possible` returns the commands that can run now: key, sentence, action."""

@@ -151,7 +151,7 @@ COMMANDS: tuple[KeyCommand, ...] = (
     ),
     KeyCommand("w", "w", "warnings", _when(lambda s: bool(s.state.warnings), "warnings"), "show the newest warnings"),
     KeyCommand("[ ]", "", "", _always("range"), "a shorter or longer time range for histories and figures"),
-    KeyCommand("s", "s", "picture", _always("picture"), "save a picture of the screen (SVG)"),
+    KeyCommand("s", "s", "picture", _always("picture"), "save a picture of the screen (SVG); ctrl+s while typing"),
     KeyCommand("e", "e", "export", _always("export"), "export all records: JSON, CSV, Perfetto; in the background"),
     KeyCommand("r", "r", "report", _always("report"), "the report: what happened in the run so far"),
     KeyCommand("x", "x", "stop", _when(_stoppable, "stop"), "stop the training; asks first"),

@@ -305,7 +305,10 @@ class Monitor(Stopping):
 
     def action_picture(self) -> None:
         """Save a picture of the current screen (SVG)."""
-        text = svg(self.painted_rows(), self.look, f"dpmon {self.scene().facts.title}")
+        rows = self.painted_rows()
+        if isinstance(self.screen, Dialog):
+            rows[self.screen.row : self.screen.row + len(self.screen.rows)] = self.screen.rows
+        text = svg(rows, self.look, f"dpmon {self.scene().facts.title}")
         directory, name = self.feed.directory, self.feed.file_name()
         self._in_thread(lambda: f"picture: {jobs.save(text, name, 'svg', directory)}", self._say)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dpmon.cleaning import clean
 from dpmon.model.numbers import group
+from dpmon.record.schema import SPAN_PHASES
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row
 from dpmon.ui.scene import SECOND, Scene
@@ -15,8 +16,24 @@ def answer(scene: Scene, look: Look) -> Row:
     """The answer to the user's last request, if it is recent: a key, a pause, a mode."""
     if scene.view.message is not None and scene.now_ns - scene.view.message_ns < DONE_SHOWN_NS:
         return [(scene.view.message, "wait")]
-    # A run that hangs answers no request: the place where it hangs is more useful than a pending request.
-    return [] if scene.over or scene.stall is not None else _pausing(scene) or _answer(scene, look)
+    if scene.over:
+        return []
+    return _held_up(scene) if scene.stall is not None else _pausing(scene) or _answer(scene, look)
+
+
+def _held_up(scene: Scene) -> Row:
+    """What a pending request waits for while the training makes no progress; empty without a request."""
+    toggle = scene.toggle if scene.toggle is not None and scene.toggle.status == "pending" else None
+    busy = [(since, process) for process, (doing, since) in scene.activities.items() if since > 0 and doing != "ended"]
+    if not busy or not (toggle or scene.pausing.pending):
+        return []
+    since, number = min(busy)
+    process = scene.state.processes.get(number)
+    who = "the training" if process is None or process.rank is None else f"rank {process.rank}"
+    what = f"switch to {toggle.mode}" if toggle else "pause" if scene.pausing.wanted else "go on"
+    doing, waited = scene.activities[number][0], (scene.now_ns - since) / 1e9
+    place = f"in {doing}" if doing in SPAN_PHASES else "in the script's own work"
+    return [(f"{who} has been {place} for {waited:.0f} s: ", "wait"), (f"it will {what} when it comes back", "")]
 
 
 def _pausing(scene: Scene) -> Row:

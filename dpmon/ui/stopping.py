@@ -83,7 +83,7 @@ class Stopping(Drawing):
             return
         answers = [("l", "left", "leave it running; this screen closes (ctrl+c too)")]
         if self._stopping is None:
-            answers.append(("s", "stop and leave", f"{_STOPS}; close"))
+            answers.append(("x", "stop and leave", f"{_STOPS}; close; asks first"))
         answers.append(("esc", "stay", "stay here"))
         text = ["The training does not need this screen."]
         self.push_screen(Choice("Leave this screen?", text, answers, self.look, self._say_nothing_to_stop), self._left)
@@ -96,9 +96,13 @@ class Stopping(Drawing):
         if scene.over or scene.playing is not None:
             self._say("there is nothing to stop: the run is over")
             return
-        answers = [("s y", "stop", _STOPS), ("esc", "stay", "let it go on")]
+        self._confirm_stop(leaves=False)
+
+    def _confirm_stop(self, leaves: bool) -> None:
+        answers = [("x y", "stop", _STOPS), ("esc", "stay", "let it go on")]
         text = ["Everything computed since the last checkpoint is lost."]
-        self.push_screen(Choice("Stop the training?", text, answers, self.look, self._say_nothing_to_stop), self._left)
+        then = partial(self._confirmed, leaves)
+        self.push_screen(Choice("Stop the training?", text, answers, self.look, self._say_nothing_to_stop), then)
 
     def _say_nothing_to_stop(self) -> None:
         self._say("the run is over: there is nothing left to stop; q closes this screen")
@@ -107,12 +111,16 @@ class Stopping(Drawing):
         over = self.feed.scene(self.view).over
         if answer == "left":
             self.exit("ended" if over else "left")
-        elif answer is None or answer == "stay":
+        elif answer == "stop and leave":
+            self._confirm_stop(leaves=True)
+
+    def _confirmed(self, leaves: bool, answer: str | None) -> None:
+        if answer != "stop":
             return
-        elif over:
+        if self.feed.scene(self.view).over:
             self._say_nothing_to_stop()
         else:
-            self._leaves_when_stopped = answer == "stop and leave"
+            self._leaves_when_stopped = leaves
             self._thaw()
             self._stopping = "the training is asked to stop"
             self.draw()

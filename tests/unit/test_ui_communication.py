@@ -20,8 +20,9 @@ from dpmon.ui.paint import places, rank_room, whole
 from dpmon.ui.panel_output import Output
 from dpmon.ui.panel_status import status
 from dpmon.ui.rank_map import rank_map
+from dpmon.ui.replies import answer
 from dpmon.ui.rows import plain, width_of
-from dpmon.ui.scene import Facts, RunEnd, Scene, Toggle, View
+from dpmon.ui.scene import Facts, Pausing, RunEnd, Scene, Toggle, View
 from dpmon.ui.waterfall import bucket_row, sample_row
 
 LOOK = Look(UNICODE, COLOUR, True)
@@ -87,6 +88,20 @@ def test_no_rank_is_named_if_all_are_equal() -> None:
 
 
 STALL = "no new phase for 34 s: rank 1 in the script; ranks 0, 2 in backward"
+
+
+@pytest.mark.parametrize(("key", "what"), [("d", "switch to dp"), ("p", "pause")])
+def test_a_request_during_a_stall_says_what_it_waits_for(key: str, what: str) -> None:
+    scene = scene_of(3, slow=1)
+    now = scene.now_ns + 34 * SECOND
+    since = now - 27 * SECOND
+    doing = {0: ("backward", since + SECOND), 1: ("other", since), 2: ("backward", since + SECOND)}
+    scene = replace(scene, now_ns=now, stalled=STALL, activities=doing)
+    asked: dict[str, Any] = {"toggle": Toggle("dp", "pending", since)} if key == "d" else {}
+    asked |= {"pausing": Pausing(possible=True, wanted=True, pending=True)} if key == "p" else {}
+    said = f"rank 1 has been in the script's own work for 27 s: it will {what} when it comes back"
+    assert plain(answer(replace(scene, **asked), LOOK)) == said
+    assert answer(scene, LOOK) == []
 
 
 def test_panel_and_status_of_a_hanging_run_say_where_its_ranks_are() -> None:

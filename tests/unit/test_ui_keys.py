@@ -134,6 +134,21 @@ async def test_a_picture_is_saved_and_never_overwrites(tmp_path: Path) -> None:
             assert not re.search(r"(href|src|url\()", path.read_text()), "it asks for nothing from anywhere"
 
 
+@pytest.mark.parametrize(
+    ("opener", "key", "word"),
+    [("question_mark", "s", "Help"), ("x", "s", "Stop the training?"), ("colon", "ctrl+s", "What can be done now")],
+)
+async def test_a_picture_of_a_dialog_has_the_dialog(tmp_path: Path, opener: str, key: str, word: str) -> None:
+    async with stage(tmp_path) as on:
+        await on.shows("● running")
+        await on.press(opener, key)
+        await on.until(lambda: len(list(Path.cwd().glob("*.svg"))) == 1, "the file")
+        (path,) = Path.cwd().glob("*.svg")
+        words = " ".join(ElementTree.fromstring(path.read_text()).itertext())
+        assert word in words
+        assert len(on.app.screen_stack) == 2, "the dialog is still open"
+
+
 async def test_a_picture_goes_into_the_run_where_the_directory_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,7 +366,7 @@ async def test_a_key_that_never_comes_back_holds_the_others_up_for_a_moment_only
     assert sent == ["a", "b", "c", "d"]
 
 
-@pytest.mark.parametrize("key", ["s", "y"])
+@pytest.mark.parametrize("key", ["x", "y"])
 async def test_stop_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     stopped: list[Path] = []
 
@@ -366,8 +381,8 @@ async def test_stop_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         await on.press("x")
         assert isinstance(on.app.screen, Choice)
         shown = on.app.screen.box.text()
-        assert any(row.split()[1:5] == ["s", "or", "y", "stop"] for row in shown), shown
-        for other, name in (("x", "x"), ("enter", "enter"), ("Y", "Y")):
+        assert any(row.split()[1:5] == ["x", "or", "y", "stop"] for row in shown), shown
+        for other, name in (("a", "a"), ("enter", "enter"), ("Y", "Y")):
             await on.press(other)
             said = on.app.screen.box.text()
             assert any(f" {name} does nothing here " in row for row in said), said

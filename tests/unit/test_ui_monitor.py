@@ -177,7 +177,7 @@ async def test_stop_stops_the_run_in_the_background(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr("dpmon.run.stop.stop_run", stop_run)
     async with stage(tmp_path) as on:
-        await on.press("q", "s")
+        await on.press("q", "x", "x")
         await on.until(lambda: on.app.return_value == "stopped", "the end of the screen")
         assert stopped == [tmp_path]
 
@@ -197,7 +197,7 @@ async def test_leaving_waits_until_all_processes_are_stopped(
 
     monkeypatch.setattr("dpmon.run.stop.stop_run", stop_run)
     async with stage(tmp_path) as on:
-        await on.press("x", "s")
+        await on.press("x", "x")
         await on.shows("stopping: SIGTERM to 1 process")
         await on.shows("SIGINT")
         await on.press("q")
@@ -218,7 +218,7 @@ async def test_a_stop_that_fails_gives_a_message_and_the_screen_stays(
 
     monkeypatch.setattr("dpmon.run.stop.stop_run", stop_run)
     async with stage(tmp_path) as on:
-        await on.press("q", "s")
+        await on.press("q", "x", "x")
         await on.shows("could not stop the training: 2 processes cannot be stopped: 1, 2")
         assert on.app.return_value is None
 

@@ -78,6 +78,7 @@ class Snapshots:
             missed=rows.missed,
             open_calls=rows.open_calls,
             over=wanted.over,
+            chosen=wanted.process,
         )
         focus = state.focus()
         if focus is None:

@@ -135,6 +135,8 @@ class Wanted(NamedTuple):
     """Number of visible ranks. The run's first ranks, up to the same number, are also read."""
     over: bool = False
     """Whether the run is over."""
+    process: int | None = None
+    """The process whose figures the user wants to see; None for the one that represents the run."""
 
 
 def figures_end_s(rows: Rows, process: Process) -> int:

@@ -95,6 +95,8 @@ class State:
     """Processes that have ended, as a reader of the rings reports; the records do not show it."""
     over: bool = False
     """Whether the run is over."""
+    chosen: int | None = None
+    """The process that the user has chosen to see."""
     ranks: tuple[RankTimes, ...] = ()
     """Mean times of the ranks that train together, over their last steps, by rank; empty for one process."""
     collectives: Communicated = field(default_factory=Communicated)
@@ -111,7 +113,7 @@ class State:
         return self._training
 
     def focus(self) -> Process | None:
-        """The process that represents the run: among the processes that train now, the one with the lowest rank."""
+        """The process that represents the run: of those that train now, the chosen one or the one of lowest rank."""
         return self._focus
 
     def straggler(self) -> Straggler | None:
@@ -141,4 +143,5 @@ class State:
 
     @cached_property
     def _focus(self) -> Process | None:
-        return representative(self._training, self.processes)
+        chosen = next((process for process in self._training if process.process == self.chosen), None)
+        return chosen or representative(self._training, self.processes)

@@ -96,6 +96,10 @@ def _communicates(scene: Scene) -> bool:
     return len(scene.state.ranks) > 1 and not scene.over and scene.playing is None
 
 
+def _ranks(scene: Scene) -> bool:
+    return len(scene.state.ranks) > 1 and scene.playing is None
+
+
 def _behind(scene: Scene) -> str | None:
     """The word for `end` if the output is scrolled back, for example after a search."""
     if not scene.scrolled_back or "output" not in (scene.view.focus, scene.view.zoom):
@@ -149,6 +153,8 @@ COMMANDS: tuple[KeyCommand, ...] = (
     KeyCommand(
         "c", "c", "sample", _when(_communicates, "collectives"), "record the collectives of one of the next steps"
     ),
+    KeyCommand(".", "full_stop", "rank(1)", _when(_ranks, "rank"), "panel 3 of the straggler, then of the next rank"),
+    KeyCommand(",", "comma", "rank(-1)", _when(_ranks, ""), "panel 3 of the rank before"),
     KeyCommand("w", "w", "warnings", _when(lambda s: bool(s.state.warnings), "warnings"), "show the newest warnings"),
     KeyCommand("[ ]", "", "", _always("range"), "a shorter or longer time range for histories and figures"),
     KeyCommand("s", "s", "picture", _always("picture"), "save a picture of the screen (SVG); ctrl+s while typing"),

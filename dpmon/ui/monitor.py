@@ -181,6 +181,20 @@ class Monitor(Stopping):
         else:
             self._say("N continues a search in the output (/)")
 
+    def action_rank(self, by: int) -> None:
+        """Show the time of the next rank in panel 3, and that of the straggler first."""
+        state = self.feed.state
+        ranks = sorted(one.process for one in state.training() if one.rank is not None)
+        focus, slow = state.focus(), state.straggler()
+        if len(ranks) < 2 or focus is None:
+            self._say("there are no other ranks")
+            return
+        at = ranks.index(focus.process) if focus.process in ranks else 0
+        chosen = ranks[(at + by) % len(ranks)]
+        if self.view.process is None and slow is not None and slow.process in ranks:
+            chosen = slow.process
+        self._see(replace(self.view, process=chosen))
+
     def action_range(self, by: int) -> None:
         """Choose a longer or shorter time range."""
         view = keys.other_range(self.view, by)

@@ -106,10 +106,12 @@ def batch(scene: Scene, width: int, height: int, look: Look, numbers: Summary) -
 
 
 def _others(scene: Scene) -> list[Process]:
-    """The other ranks with a step, in order; empty for a run of one process."""
+    """The other ranks with a step, the straggler first; empty for a run of one process."""
+    found = scene.state.straggler()
+    slow = found.processes if found is not None else ()
     return [
         process
-        for process in training(scene.state)[:_RANKS_DRAWN]
+        for process in sorted(training(scene.state)[:_RANKS_DRAWN], key=lambda one: one.process not in slow)
         if process is not scene.process and process.rank is not None and process.last_step is not None
     ]
 

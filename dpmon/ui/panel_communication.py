@@ -66,7 +66,9 @@ def _advice(found: Communication, width: int, most: int | None, look: Look) -> l
     """The findings, the most important first, each with what to try; only the first one if space is short."""
     rows: list[Row] = []
     for finding in sorted(between_ranks(found), key=lambda one: -one.weight):
-        own: list[Row] = [[(line, "wait")] for line in wrapped(clean(finding.text, 400), width)]
+        # The first rows of the screen and panel 2 name the straggler.
+        text = "" if finding.kind == "straggler" else clean(finding.text, 400)
+        own: list[Row] = [[(line, "wait")] for line in wrapped(text, width)] if text else []
         own += [[(line, "")] for line in wrapped(f"try: {clean(finding.advice, 400)}", width)]
         if most is not None and len(rows) + len(own) > most:
             if not rows:

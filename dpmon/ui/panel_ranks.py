@@ -18,6 +18,7 @@ from dpmon.text.cells import right, span_width, wrapped
 from dpmon.ui.chart import busy_bar, busy_legend
 from dpmon.ui.look import Look
 from dpmon.ui.panel_replicas import every_size, kind, shown, size_text
+from dpmon.ui.panel_status import tells_straggler
 from dpmon.ui.rank_map import legend, rank_map
 from dpmon.ui.rows import Row, fit, width_of
 from dpmon.ui.scene import RANK_NAMES, Scene, devices_in_short
@@ -77,7 +78,7 @@ def wanted_rows(scene: Scene) -> int:
     found = _known(scene)
     if found is None:
         return count + 2
-    said = 3  # always reserved, so that the panels keep their places
+    said = 1  # always reserved, so that the panels keep their places
     return (WORST + 4 if count > MAPPED else count) + said
 
 
@@ -108,6 +109,8 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     head, *rows = _times_table(scene, found, width, height, look)
     many_ranks = len(training(scene.state)) > MAPPED
     above = [*rank_map(found.ranks, scene.state.straggler(), width, look), legend(width, look)] if many_ranks else []
+    if scene.view.zoom is None:  # the slowest rank's row is more important than the whole map
+        del above[max(height - 2, 1) :]
     room = max(height - len(above) - 1, 1)
     said = _notes(scene, found, width, room, len(rows), look)
     room = max(room - len(said), 1)
@@ -142,6 +145,8 @@ def _notes(scene: Scene, found: Communication, width: int, room: int, ranks: int
     rows: list[Row] = []
     if scene.stall is not None:
         rows += [[(line, "wait")] for line in wrapped(clean(scene.stall, 400), width, max(most, 1), look.glyphs.more)]
+    elif slow is not None and tells_straggler(scene, look) and scene.view.zoom != "replicas":
+        pass
     elif slow is not None:
         lines = wrapped(sentence(slow, lately=True), width)
         if len(lines) + ranks > room:

@@ -107,6 +107,8 @@ class View:
     """Time range of the histories and their figures, one of RANGES; 0 is the whole run."""
     scrolled: Mapping[str, int] = field(default_factory=dict)
     """Per panel, its first visible row; if this is beyond the end, the panel shows its last rows."""
+    process: int | None = None
+    """The process, usually a rank, whose time panel 3 shows; None: the one that represents the run."""
     search: str = ""
     """The text to find in the output; hits are highlighted."""
     message: str | None = None

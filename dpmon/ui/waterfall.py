@@ -89,11 +89,12 @@ def _ranks(
     room = width - label - _TOOK
     if room < 8:
         return []
-    with_buckets = bool(timeline.buckets) and height > 2
+    least = 1 + min(len(others), 2)  # the first of the others may be the straggler
+    with_buckets = bool(timeline.buckets) and height > least
     height -= with_buckets
-    with_sample = sample is not None and height > 2
+    with_sample = sample is not None and height > least
     height -= with_sample
-    fit_in = len(others) if len(others) < height else max(height - 2, 0)
+    fit_in = len(others) if len(others) < height else max(height - 2, 1)
     shown = [("last step", timeline)]
     shown += [(f"rank {one.rank}", found) for one in others[:fit_in] if (found := last_step_timeline(one)) is not None]
     late = {name: _late(timeline, other) for name, other in shown}

@@ -10,7 +10,6 @@
     ├── HistoryError     a history that cannot be read or written         dpmon.store.tables
     ├── RecordError      bytes that are not a record                      dpmon.record.kinds
     ├── ExportError      data that cannot be exported                     dpmon.export.command
-    ├── PageError        a page that cannot be made                       dpmon.report.page
     └── JobError         a job of the screen that failed                 dpmon.ui.jobs
 
 Only `dpmon.cli` ends a command because of such an exception. Two other exceptions stay within their packages:

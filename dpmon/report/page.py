@@ -1,31 +1,24 @@
-"""A report as one self-contained page with its tables, its plots and the library that draws them.
+"""A report as one self-contained page with its tables and plots.
 
-The page's own policy (Content-Security-Policy) forbids every connection, and every script except the two named by their
-hash. So a hostile name in the record does no harm, even if its escaping is forgotten here.
-
-plotly.js (MIT) draws the plots; it comes from the Python package `plotly` of the extra `report`.
+The page's own policy (Content-Security-Policy) forbids every connection and every script. So a hostile name in the
+record does no harm, even if its escaping is forgotten here.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import html
 from collections.abc import Iterable, Sequence
 
-from dpmon.cleaning import clean, json_text
-from dpmon.errors import DpmonError
-from dpmon.extras import how_to_plot
+from dpmon.cleaning import clean
 from dpmon.model.memory import reasons
 from dpmon.model.numbers import UNKNOWN
 from dpmon.report import sentences, table_rows
 from dpmon.report.plots import Plot, plots
 from dpmon.report.story import Story
+from dpmon.report.svg import drawn
 from dpmon.report.text import MAX_ROWS
 from dpmon.run.lookup import short_name
 from dpmon.text.quantities import clock
-
-_NEEDED = "the plots of --html need plotly: {command} (the text and --json work without it)"
 
 _STYLE = """
 :root { color-scheme: light; }
@@ -46,38 +39,20 @@ th { font-weight: 500; color: #57606a; }
 th:first-child, td:first-child, .text { text-align: left; }
 .inner { padding-left: 1.4rem; }
 pre { background: #f6f8fa; padding: .8rem; overflow-x: auto; }
-.plot { min-height: 150px; }
-@media print { .modebar { display: none; } }
+nav { margin: 1rem 0; } nav a { white-space: nowrap; }
+svg { font: 12px system-ui, sans-serif; fill: #57606a; display: block; }
+svg .grid { stroke: #d0d7de; } svg .line { fill: none; stroke-width: 1.5; } svg .span { fill: #999; opacity: .25; }
+.legend { font-size: .85rem; } .legend span { margin-right: 1rem; white-space: nowrap; }
+.legend i { display: inline-block; width: .8em; height: .8em; margin-right: .3em; }
+@media print { h3, svg { break-inside: avoid; } }
 """
-_DRAW = """
-"use strict";
-const figures = JSON.parse(document.getElementById("figures").textContent);
-const shared = { height: 360, margin: { t: 30, r: 10 }, hovermode: "x unified", paper_bgcolor: "#fff",
-  plot_bgcolor: "#fff", font: { family: "system-ui, sans-serif", size: 12, color: "#1b1f24" },
-  legend: { orientation: "h", y: -0.25, yanchor: "top", traceorder: "normal" } };
-const drawn = figures.map(([name, traces, layout]) =>
-  Plotly.newPlot("plot-" + name, traces, Object.assign({}, shared, layout),
-    { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d"] }));
-Promise.all(drawn).then(() => { document.documentElement.dataset.drawn = String(drawn.length); });
-"""
-
-
-class PageError(DpmonError):
-    """The page cannot be written; the text is one sentence for the user."""
 
 
 def page(story: Story) -> str:
-    """The page for `story`. Raises PageError if the plotting library is not installed."""
-    library = _library()
-    figures = plots(story)
+    """The page for `story`."""
     title = clean(f"{story.info.script}: dpmon report")
-    policy = (
-        "default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'unsafe-inline'; img-src data: blob:;"
-        f" script-src {_hash(library)} {_hash(_DRAW)}"
-    )
-    data = json_text([[plot.name, plot.traces, plot.layout] for plot in figures], allow_nan=False)
-    # Only these characters could end the script element, or begin a comment in it.
-    data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    policy = "default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'unsafe-inline'; img-src data:"
+    body = "".join(_body(story, plots(story)))
     return "".join(
         (
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n',
@@ -85,26 +60,19 @@ def page(story: Story) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n',
             '<link rel="icon" href="data:,">\n',
             f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style></head>\n<body>\n",
-            *_body(story, figures),
-            f'<script type="application/json" id="figures">{data}</script>\n',
-            f"<script>{library}</script>\n<script>{_DRAW}</script>\n</body></html>\n",
+            _with_contents(body),
+            "</body></html>\n",
         )
     )
 
 
-def _library() -> str:
-    """The JavaScript of plotly."""
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise PageError(_NEEDED.format(command=how_to_plot())) from None
-    text: str = get_plotlyjs()
-    return text
-
-
-def _hash(script: str) -> str:
-    digest = hashlib.sha256(script.encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"
+def _with_contents(body: str) -> str:
+    """The body with a number in each heading, and a list of links to them before the first."""
+    before, *parts = body.split("<h2>")
+    names = [part.partition("</h2>")[0] for part in parts]
+    links = " · ".join(f'<a href="#part-{number}">{name}</a>' for number, name in enumerate(names))
+    numbered = (f'<h2 id="part-{number}">{part}' for number, part in enumerate(parts))
+    return f"{before}<nav>{links}</nav>\n{''.join(numbered)}"
 
 
 # ------------------------------------------------------------------------------------------------ parts
@@ -140,6 +108,7 @@ def _body(story: Story, figures: Sequence[Plot]) -> Iterable[str]:
     yield from _sized(
         "Ranks", table_rows.rank_rows(story), ("calls", "steps", "step", "samples/s", table_rows.FORWARD_ON_DEVICE)
     )
+    yield from _plot(by_name.get("ranks"))
     yield from _communication(story)
     yield from _sized("Stages (parts of the model on several devices)", table_rows.stage_rows(story))
     yield from _devices(story)
@@ -158,7 +127,7 @@ def _body(story: Story, figures: Sequence[Plot]) -> Iterable[str]:
 def _plot(plot: Plot | None) -> Iterable[str]:
     if plot is not None:
         yield f"<h3>{_text(plot.title)}</h3><p class=soft>{_text(plot.note)}</p>"
-        yield f'<div class=plot id="plot-{plot.name}"></div>\n'
+        yield drawn(plot)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], text_columns: Sequence[int] = ()) -> Iterable[str]:
@@ -209,7 +178,6 @@ def _sized(
 def _communication(story: Story) -> Iterable[str]:
     times = table_rows.rank_times_table(table_rows.rank_rows(story), MAX_ROWS)
     if times:
-        yield "<h3>Where a step of each rank goes</h3>\n"
         yield from _table(times[0], times[1:])
     rows = table_rows.communication_rows(story)
     if rows:

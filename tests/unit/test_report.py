@@ -284,8 +284,6 @@ def test_no_line_is_wider_than_the_terminal(both: Path, width: int) -> None:
 
 
 def test_nothing_from_outside_steers_the_terminal_or_the_page(state: Path) -> None:
-    pytest.importorskip("plotly", reason="the extra `report` is not installed")
-
     layout = {"root": HOSTILE, "via": "DataParallel", "virtual": True, "devices": ["cpu:0", HOSTILE], "absent": {}}
     sizes = [[HOSTILE, [4, 5], HOSTILE, 80]]
     out = [pack_definition(1, layout), pack_definition(2, sizes)]
@@ -308,8 +306,8 @@ def test_nothing_from_outside_steers_the_terminal_or_the_page(state: Path) -> No
     assert "alert(1)" in text, "what is harmless is shown"
     made = page(collect(directory))
     for hole in ("<script>alert", "<b onload", "\x1b", "\u202e"):
-        assert hole not in re.sub(r"<script>/\*\*.*?</script>", "", made, flags=re.DOTALL), hole
-    assert made.count("</script>") == 3, "the data, the library, what draws"
+        assert hole not in made, hole
+    assert "<script" not in made
 
 
 def test_an_invalid_mode_cannot_control_the_terminal(both: Path) -> None:
@@ -375,7 +373,7 @@ def test_time_without_steps_is_a_gap_and_a_long_step_is_none(state: Path) -> Non
     assert [gap for gap in gaps if gap] == [pytest.approx(9, abs=1)]
     assert (story.bins[-1].end_ns - story.bins[-1].start_ns) / SECOND in (5, 6, 7)
     (step_time,) = (plot for plot in plots(story) if plot.name == "step-time")
-    assert step_time.traces[0]["x"].count(None) == 1
+    assert list(step_time.series[0].x).count(None) == 1
     bars = next(line for line in report_text(keep({0: payloads}), 100) if "█" in line)
     assert re.search(r"▁ {8,10}▁", bars)
     assert "no bar where no step ran" in " ".join(report_text(keep({0: payloads}), 100))
@@ -594,16 +592,16 @@ def test_stretches_separate_modes_and_evaluations(state: Path) -> None:
         (mode, evaluation) for mode in ("single", "dp") for evaluation in (False, True)
     }
     drawn = {plot.name: plot for plot in plots(story)}
-    names = [trace["name"] for trace in drawn["step-time"].traces]
+    names = [one.name for one in drawn["step-time"].series]
     assert [name for name in names if "mean" in name] == [
         "dp: mean", "single: mean", "dp, evaluation: mean", "single, evaluation: mean"
     ]  # fmt: skip
     bars = drawn["phases"]
-    for trace in bars.traces:
-        assert len(trace["x"]) == len(set(trace["x"])), "no two bars at one place: they would stand on each other"
-        ends = [at + width for at, width in zip(trace["x"], trace["width"], strict=True)]
-        assert all(end <= begin for end, begin in zip(ends, trace["x"][1:], strict=False))
-    heights = [sum(parts) for parts in zip(*(trace["y"] for trace in bars.traces), strict=True)]
+    for one in bars.series:
+        begins = [at for at in one.x if at is not None]
+        assert len(begins) == len(set(begins)), "no two bars at one place: they would stand on each other"
+        assert all(end <= begin for end, begin in zip(one.ends, begins[1:], strict=False))
+    heights = [sum(part or 0.0 for part in parts) for parts in zip(*(one.y for one in bars.series), strict=True)]
     assert max(heights) < 55, "every step took 50 ms"
 
 
@@ -618,10 +616,10 @@ def test_phases_and_modes_have_the_colours_that_they_have_on_the_screen(state: P
         return colour.name
 
     for name in ("phases", "modes"):
-        for trace in drawn[name].traces:
-            phase = trace["name"].removesuffix(", the rest").removeprefix("parallel_")
-            assert trace["marker"]["color"] == on_screen(f"phase.{phase}")
-    lines = [(trace["name"], trace["line"]["color"]) for trace in drawn["step-time"].traces if "line" in trace]
+        for one in drawn[name].series:
+            phase = one.name.removesuffix(", the rest").removeprefix("parallel_")
+            assert one.colour == on_screen(f"phase.{phase}")
+    lines = [(one.name, one.colour) for one in drawn["step-time"].series if not one.dots]
     assert dict(lines)["dp: mean"] == on_screen("mode.dp")
     assert len({colour for _, colour in lines}) == len(lines) == 4, "evaluations have their own"
 

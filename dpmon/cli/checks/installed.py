@@ -8,7 +8,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 import dpmon
 from dpmon.cli.checks.check import Check, ok, problem, warning
-from dpmon.extras import how_to_plot
 
 _TESTED_TEXTUAL = "8.2."
 _PIP = f"{sys.executable} -m pip install"
@@ -26,11 +25,6 @@ def installed() -> Iterator[Check]:
         yield warning("textual", f"{textual} was not tested with dpmon ({_TESTED_TEXTUAL}* was)", remedy)
     else:
         yield ok("textual", textual)
-    plotly = _version("plotly")
-    if plotly is None:
-        yield warning("plotly", "not installed: it is optional, for `dpmon report --html` only", how_to_plot())
-    else:
-        yield ok("plotly", plotly)
 
 
 def _version(package: str) -> str | None:

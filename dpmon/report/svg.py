@@ -1,0 +1,185 @@
+"""Draws the plots of a page as SVG: no script, no library, and each value is a tooltip."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterator, Sequence
+
+from dpmon.cleaning import clean
+from dpmon.model.numbers import three
+from dpmon.report.plots import Plot, Values
+
+WIDTH, HEIGHT, ROW = 960.0, 300.0, 34.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70.0, 14.0, 16.0, 42.0
+_USUAL, _CUT = 0.95, 4.0
+"""An axis ends at 1.5 times this quantile of its values if the largest is more than `_CUT` times it: one long step, as
+an interrupt ends it, must not flatten the rest."""
+_TICKS = 6
+
+
+def drawn(plot: Plot) -> str:
+    """The legend and the drawing of a plot, as HTML."""
+    legend = "".join(
+        f'<span><i style="background:{one.colour}"></i>{_text(one.name)}</span>' for one in plot.series if one.name
+    )
+    return f"<p class=legend>{legend}</p>\n{_Canvas(plot).text()}\n"
+
+
+def _text(text: object) -> str:
+    return html.escape(clean(text))
+
+
+class _Canvas:
+    def __init__(self, plot: Plot) -> None:
+        self.plot = plot
+        self.left = _LEFT if not plot.rows else min(_LEFT + 6.5 * max(map(len, plot.rows)), WIDTH / 3)
+        self.height = HEIGHT if not plot.rows else _TOP + _BOTTOM + ROW * len(plot.rows)
+        self.room = WIDTH - self.left - _RIGHT
+        values = list(_tops(plot))
+        self.largest = max(values, default=0.0)
+        usual = sorted(values)[int(_USUAL * (len(values) - 1))] if values else 0.0
+        self.cut = plot.top is None and len(values) >= 10 and usual > 0 and self.largest > _CUT * usual
+        self.step, self.top = _scale(plot.top or (1.5 * usual if self.cut else self.largest))
+        xs = [x for one in plot.series for x in (*one.x, *one.ends) if x is not None]
+        self.begin, self.end = (min(xs), max(xs)) if xs and not plot.rows else (0.0, 1.0)
+
+    def text(self) -> str:
+        """The SVG element."""
+        size = f'viewBox="0 0 {WIDTH:g} {self.height:g}" width="100%" role="img"'
+        area = f'x="{self.left:g}" y="{_TOP:g}" width="{self.room:g}" height="{self.height - _TOP - _BOTTOM:g}"'
+        name = f"area-{self.plot.name}"
+        rows = self._across() if self.plot.rows else self._upright()
+        return (
+            f'<svg {size} aria-label="{_text(self.plot.title)}"><clipPath id="{name}"><rect {area}/></clipPath>'
+            f'{"".join(self._axes())}<g clip-path="url(#{name})">{"".join(rows)}</g>{self._cut_note()}</svg>'
+        )
+
+    def _cut_note(self) -> str:
+        if not self.cut:
+            return ""
+        count = sum(value > self.top for value in _tops(self.plot))
+        text = f"{count} higher, up to {three(self.largest)}: cut"
+        return f'<text x="{WIDTH - _RIGHT:g}" y="12" text-anchor="end">{_text(text)}</text>'
+
+    def _x(self, x: float) -> float:
+        span = self.end - self.begin
+        return self.left + (x - self.begin) / span * self.room if span else self.left
+
+    def _y(self, y: float) -> float:
+        return self.height - _BOTTOM - y / self.top * (self.height - _TOP - _BOTTOM)
+
+    def _axes(self) -> Iterator[str]:
+        bottom = self.height - _BOTTOM
+        for number in range(round(self.top / self.step) + 1):
+            value = number * self.step
+            if self.plot.rows:
+                x = self.left + value / self.top * self.room
+                yield f'<path class=grid d="M{x:.1f} {_TOP}V{bottom}"/>'
+                yield f'<text x="{x:.1f}" y="{bottom + 15:g}" text-anchor="middle">{three(value)}</text>'
+            else:
+                y = self._y(value)
+                yield f'<path class=grid d="M{self.left} {y:.1f}H{WIDTH - _RIGHT}"/>'
+                yield f'<text x="{self.left - 6:g}" y="{y + 4:.1f}" text-anchor="end">{three(value)}</text>'
+        unit, label = _text(self.plot.unit), _text(self.plot.label)
+        if self.plot.rows:
+            yield f'<text x="{self.left:g}" y="{self.height - 6:g}">{unit}</text>'
+            for row, name in enumerate(self.plot.rows):
+                place = f'x="{self.left - 6:g}" y="{_TOP + (row + 0.5) * ROW + 4:g}" text-anchor="end"'
+                yield f"<text {place}>{_text(name)}</text>"
+            return
+        middle = (self.height - _BOTTOM + _TOP) / 2
+        yield f'<text transform="translate(12 {middle:g}) rotate(-90)" text-anchor="middle">{unit}</text>'
+        yield f'<text x="{self.left + self.room / 2:g}" y="{self.height - 6:g}" text-anchor="middle">{label}</text>'
+        span = self.end - self.begin
+        step = _scale(span)[0]
+        first = math.ceil(self.begin / step)
+        for number in range(first, math.floor(self.end / step) + 1) if span else ():
+            x = self._x(number * step)
+            yield f'<text x="{x:.1f}" y="{bottom + 15:g}" text-anchor="middle">{number * step:g}</text>'
+        for since, until, name in self.plot.spans:
+            x, wide = self._x(since), self._x(until) - self._x(since)
+            yield f'<rect class=span x="{x:.1f}" y="{_TOP}" width="{wide:.1f}" height="{bottom - _TOP}">'
+            yield f"<title>{_text(name)}</title></rect>"
+
+    def _upright(self) -> Iterator[str]:
+        """Lines, dots, and bars over a stretch each, stacked in the order of the series."""
+        below: dict[float, float] = {}
+        for one in self.plot.series:
+            if one.ends:
+                yield from self._stack(one, below)
+                continue
+            points = [(x, y) for x, y in zip(one.x, one.y, strict=True) if x is not None and y is not None]
+            if not one.dots:
+                yield f'<path class=line stroke="{one.colour}" d="{self._line(one)}"/>'
+            for x, y in points if one.dots or len(points) <= 500 else ():
+                look = f'cx="{self._x(x):.1f}" cy="{self._y(y):.1f}" r="{2 if one.dots else 3}" fill="{one.colour}"'
+                faint = ' opacity=".4"' if one.dots else ' opacity="0"'
+                yield f"<circle {look}{faint}><title>{_text(one.name)}: {three(y)} at {x:g} s</title></circle>"
+
+    def _stack(self, one: Values, below: dict[float, float]) -> Iterator[str]:
+        for x, end, y in zip(one.x, one.ends, one.y, strict=True):
+            if x is None or not y:
+                continue
+            floor = below.get(x, 0.0)
+            below[x] = floor + y
+            yield self._bar(
+                self._x(x), self._y(below[x]), self._x(end) - self._x(x), y / self.top, one, y, upright=True
+            )
+
+    def _across(self) -> Iterator[str]:
+        """A row of stacked bars for each name, with a whisker."""
+        below = [0.0] * len(self.plot.rows)
+        for one in self.plot.series:
+            for row, y in enumerate(one.y):
+                top = _TOP + row * ROW + 5
+                x = self.left + below[row] / self.top * self.room
+                if y:
+                    below[row] += y
+                    yield self._bar(x, top, y / self.top * self.room, 0.0, one, y, upright=False)
+                if one.whiskers and (most := one.whiskers[row]):
+                    end = self.left + most / self.top * self.room
+                    yield f'<path class=grid d="M{x:.1f} {top + 12:.1f}H{end:.1f}"/>'
+
+    def _bar(self, x: float, y: float, wide: float, share: float, one: Values, value: float, *, upright: bool) -> str:
+        tall = share * (self.height - _TOP - _BOTTOM) if upright else ROW - 10
+        place = f'x="{x:.1f}" y="{y:.1f}" width="{max(wide, 0.5):.1f}" height="{tall:.1f}" fill="{one.colour}"'
+        return f"<rect {place}><title>{_text(one.name)}: {three(value)} {_text(self.plot.unit)}</title></rect>"
+
+    def _line(self, one: Values) -> str:
+        """The path of a line; a value holds until the next one begins."""
+        path, pen = [], "M"
+        for x, y in zip(one.x, one.y, strict=True):
+            if x is None or y is None:
+                pen = "M"
+                continue
+            if pen == "L" and one.holds:
+                path.append(f"H{self._x(x):.1f}")
+            path.append(f"{pen}{self._x(x):.1f} {self._y(y):.1f}")
+            pen = "L"
+        return "".join(path)
+
+
+def _tops(plot: Plot) -> Iterator[float]:
+    """The values that the value axis has to cover."""
+    stacks: dict[float, float] = {}
+    for one in plot.series:
+        places: Sequence[float | None] = range(len(one.y)) if plot.rows else one.x
+        for x, y in zip(places, one.y, strict=True):
+            if x is None or y is None:
+                continue
+            if one.ends or plot.rows:
+                stacks[x] = stacks.get(x, 0.0) + y
+            else:
+                yield y
+        yield from (value for value in one.whiskers if value)
+    yield from stacks.values()
+
+
+def _scale(top: float) -> tuple[float, float]:
+    """A round step between ticks, and the round end of an axis from 0 that has to reach `top`."""
+    if not top > 0:
+        return 1.0, 1.0
+    power = 10.0 ** math.floor(math.log10(top / _TICKS))
+    step = next(nice * power for nice in (1, 2, 5, 10) if nice * power * _TICKS >= top)
+    return step, math.ceil(top / step - 1e-9) * step

@@ -129,7 +129,7 @@ class Assembler:
             self._release_closures()
             # A killed process may have been in the middle of a training step.
             self._rules.end(self._rules.has_trained if self._uncaught is None else self._uncaught)
-            if fresh and recorder.number and self._uncaught is not False:
+            if fresh and recorder.number and self._rules.has_trained and self._uncaught is not False:
                 recorder.out.append(pack_event("warning", {"process": None, "t_s": None, "text": _CUT_OFF}))
             recorder.end()
             self._closed(self._rules.mark(), [], False)

@@ -43,7 +43,7 @@ from dpmon.record.schema import (
     STEP_PHASES,
     device_series,
 )
-from dpmon.record.wire import CALL_PHASES, GRAD, MODES, TRAINING, VIRTUAL, unpack_collective
+from dpmon.record.wire import CALL_PHASES, FAILED, GRAD, MODES, TRAINING, VIRTUAL, unpack_collective
 from dpmon.store.accounting import LATEST_NS
 from dpmon.store.accounts import Accounts, ns_of
 from dpmon.store.batch import GAP_NS, Batch, ShapeKey
@@ -249,9 +249,9 @@ class Intake:
         self.row.last_step = step
 
     def _learns(self, step: int) -> bool:
-        """Whether all calls of a step train: a process that serves others (RPC) has no backward pass of its own."""
-        flags = [call.flags & _LEARNS for call in self._calls if call.step == step]
-        return bool(flags) and min(flags) == _LEARNS
+        """Whether all calls of a step train and none failed: a server (RPC) has no backward pass of its own."""
+        flags = [call.flags & (_LEARNS | FAILED) for call in self._calls if call.step == step]
+        return set(flags) == {_LEARNS}
 
     def _of_step(self, batch: Batch, step: int, kind: int) -> list[_HeldCall]:
         """Return the held calls of a step. Release them, and the calls of earlier steps that were not recorded."""

@@ -58,7 +58,9 @@ def test_recorded_steps_equal_those_counted_by_the_loop(run: Traced, name: str) 
         [step.samples, sorted(phase for phase in step.phases if phase != "other"), within[step.step]] for step in steps
     ]
     assert recorded == counted_steps
-    assert [[call.root, call.training, call.grad] for call in calls] == counted_calls
+    assert [[call.root.split()[0], call.training, call.grad] for call in calls] == [
+        ["Net" if name == "OptimizedModule" else name, *rest] for name, *rest in counted_calls
+    ]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -28,7 +28,8 @@ def shapes(call: Call) -> list[tuple[str, tuple[str, ...], list[int], list[int]]
 
 
 def test_a_toy_model_has_a_stage_for_each_device(spread: Traced) -> None:
-    first, second, short, one, *_ = spread.calls("Toy")
+    first, second, short, *_ = spread.calls("Toy")
+    one, *_ = spread.calls("Toy 2")
     for call, rows in ((first, 6), (second, 6), (short, 3)):
         assert shapes(call) == [
             ("cpu", ("net1", "relu"), [rows, 10], [rows, 10]),
@@ -55,7 +56,7 @@ def test_a_stage_that_could_not_be_measured_has_a_reason(spread: Traced) -> None
     assert record["absent"]["device_ms"].startswith("cpu: host time")
     assert "meta: it holds only shapes" in record["absent"]["device_ms"]
     assert [(s["from"], s["crossed_bytes"]) for s in record["stages"]] == [(None, None), ("cpu", 240)]
-    assert "stages" not in as_json(spread.calls("Toy")[3])
+    assert "stages" not in as_json(spread.calls("Toy 2")[0])
 
 
 def test_a_part_that_is_spread_itself_is_taken_apart(spread: Traced) -> None:
@@ -110,7 +111,7 @@ def test_the_script_sees_nothing_of_it(spread: Traced, tmp_path: Path) -> None:
     assert spread.printed == alone(tmp_path, text_of("spread")).printed
     assert set(spread.printed["hooks"].values()) == {0}
     # A copy of a traced model is another root.
-    assert [len(call.stages) for call in spread.calls("Toy")] == [2, 2, 2, 0, 2]
+    assert [[len(call.stages) for call in spread.calls(root)] for root in ("Toy", "Toy 2")] == [[2, 2, 2], [0, 2]]
 
 
 def test_the_example_and_the_summary(dpmon: Dpmon, tmp_path: Path) -> None:

@@ -100,16 +100,16 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traced, Traced]:
 
 
 WAYS = {
-    "the_model": ("OptimizedModule", None, "compile"),
+    "the_model": ("Net", None, "compile"),
     "its_forward": ("Net", None, "compile"),
     "in_place": ("Net", None, "compile"),
     "a_function_that_calls_it": None,
     "a_function_that_calls_it_after_it_was_called": None,
     "a_part": ("Net", None, "compile"),
-    "wrapped": ("OptimizedModule", "DataParallel", "compile"),
+    "wrapped": ("Net", "DataParallel", "compile"),
     "wrapped_forward": ("Net", "DataParallel", "compile"),
-    "a_wrapper": ("OptimizedModule", None, "compile"),
-    "with_a_break": ("OptimizedModule", None, "compile"),
+    "a_wrapper": ("Net", None, "compile"),
+    "with_a_break": ("Prints", None, "compile"),
     "a_whole_step": None,
     "the_optimizer": ("Net", None, None),
 }

@@ -143,7 +143,7 @@ def test_the_wrapper_looks_as_without_dpmon(dp: Any, on_its_own: Any) -> None:
 
 def test_a_copy_runs_as_it_is_written(runs: dict[str, Traced]) -> None:
     """The dimension along which to split a copy is unknown."""
-    model, clone = runs["dp"].calls("Sequential")[:2]
+    (model, *_), (clone, *_) = runs["dp"].calls("Sequential"), runs["dp"].calls("Sequential 2")
     assert (model.mode, clone.mode) == ("dp", "single")
     assert any("copied or loaded" in (e.data["refused"] or "") for e in runs["dp"].events("mode"))
 

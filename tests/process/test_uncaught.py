@@ -58,7 +58,7 @@ def test_a_rank_that_raises_under_torchrun(dpmon: Dpmon) -> None:
     report = json.loads(dpmon.run("report", "--json").text)
     assert not [one for one in report["findings"] if one["kind"] == "failed"]
     text = dpmon.run("report").text
-    assert "): failed with exit status 1 after " in text.splitlines()[0]
+    assert "): failed with exit status 1 after " in " ".join(text.split())
     assert "RuntimeError: rank 1 broke on purpose\n" in text, "the last line of the output"
     assert SENTENCE in " ".join(text.split())
     assert "ChildFailedError" not in text

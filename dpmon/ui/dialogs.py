@@ -329,9 +329,10 @@ class Commands(Dialog):
         self.draw()
 
     def matching(self) -> list[tuple[str, str, str]]:
-        """The commands that contain every typed word."""
+        """The commands that contain every typed word; one whose key was typed comes first."""
         words = self.typed.lower().split()
-        return [each for each in self.commands if all(word in f"{each[0]} {each[1]}".lower() for word in words)]
+        found = [each for each in self.commands if all(word in f"{each[0]} {each[1]}".lower() for word in words)]
+        return sorted(found, key=lambda each: each[0] != self.typed)
 
     def content(self, width: int, height: int) -> list[Row]:
         """The typed text, then the commands with the chosen one marked; the box keeps its height during typing."""

@@ -111,7 +111,11 @@ def test_the_script_sees_nothing_of_it(spread: Traced, tmp_path: Path) -> None:
     assert spread.printed == alone(tmp_path, text_of("spread")).printed
     assert set(spread.printed["hooks"].values()) == {0}
     # A copy of a traced model is another root.
-    assert [[len(call.stages) for call in spread.calls(root)] for root in ("Toy", "Toy 2")] == [[2, 2, 2], [0, 2]]
+    assert [[len(call.stages) for call in spread.calls(root)] for root in ("Toy", "Toy 2", "Toy 3")] == [
+        [2, 2, 2],
+        [0],
+        [2],
+    ]
 
 
 def test_the_example_and_the_summary(dpmon: Dpmon, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ FIRST_STEPS = 3
 """Steps until the first look: by then, optimizers have made their states."""
 EVERY_NS = 5_000_000_000
 SOON_NS = 500_000_000
-"""Shortest wait after a look before a new model is measured."""
+"""Shortest wait after a look before an early one, once EXTRA_LOOKS are spent."""
 SAME_NS = 60_000_000_000
 """Interval between events while nothing changes."""
 WAIT_FACTOR = 1000
@@ -42,7 +42,7 @@ MAX_FAULTS = 3
 MAX_PASSES = 8
 """Most measurements of gradients in one step. Each follows a backward pass; the largest result counts."""
 EXTRA_LOOKS = 4
-"""Most measurements that start early because an optimizer steps for the first time."""
+"""Most measurements that start at once because a model is called or an optimizer steps for the first time."""
 NEVER = 1 << 62
 
 _NO_BACKWARD_YET = "no backward pass was seen before this measurement"
@@ -130,10 +130,12 @@ class Memory:
         if self._made:
             self.session.write_line(optimizer=self._made)
 
-    def new_model(self) -> None:
-        """Measure as soon as the cost limit allows, because a new model is called."""
-        if self._due > self._soonest:
-            self._due = self._soonest
+    def sooner(self) -> None:
+        """Measure early, because a model is called or an optimizer steps for the first time."""
+        due = 0 if self._extra > 0 else self._soonest
+        if self._due > due:
+            self._due = due
+            self._extra -= 1
             self.recorder.soon()
 
     def look(self, now: int) -> int:
@@ -177,9 +179,7 @@ class Memory:
             if self.recorder.training_thread is not self.recorder.thread():
                 self._due = min(self._due, self._soonest)
                 return
-            self._due = 0 if self._extra > 0 else min(self._due, self._soonest)
-            self._extra -= 1
-            self.recorder.soon()
+            self.sooner()
             if self._due == 0 and self._walk is None and self._gradients is None:
                 self._look_at_gradients(began)  # a script with only one step has no later backward pass
         except Exception as error:  # noqa: BLE001 - our fault must not reach the script's step

@@ -114,7 +114,7 @@ def install() -> None:
     recorder.on_look = lambda now: min(roots.look(now), memory.look(now), collectives.look(now))
     optimizers.on_step, optimizers.on_another = memory.stepped, lambda: expect_model(missed=True)
     recorder.on_pause = Pauser(session, recorder).wait
-    sites.on_site = memory.new_model
+    sites.on_site = memory.sooner
     sites.on_gpus = recorder.times_devices
 
     for number, name in enumerate((*PRIMITIVE_NAMES, "scatter")):

@@ -12,7 +12,7 @@ import torch
 from running import Dpmon
 from tracing import text_of, traced
 
-from dpmon.tracer.memory_looks import Memory
+from dpmon.tracer.memory_looks import EXTRA_LOOKS, Memory
 from dpmon.tracer.storages import AT_ONCE, MAX_TENSORS, MODEL, Walk
 
 
@@ -51,6 +51,30 @@ def test_the_part_of_a_model_in_shared_memory_is_recorded(tmp_path: Path) -> Non
     assert cpu["shared_bytes"] == result.printed == cpu["model_bytes"] - 3 * 4
 
 
+LATE = """
+import torch
+critic, generator = torch.nn.Linear(4, 1), torch.nn.Linear(2, 4)
+optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
+def step(batch):
+    optimizer.zero_grad()
+    critic(batch).sum().backward()
+    optimizer.step()
+for _ in range(6):
+    step(torch.ones(3, 4))
+for _ in range(6):
+    with torch.no_grad():
+        batch = generator(torch.ones(3, 2))
+    step(batch)
+print(sum(tensor.nbytes for model in (critic, generator) for tensor in model.parameters()))
+"""
+
+
+def test_a_model_first_called_after_the_first_measurement_is_measured_in_a_short_run(tmp_path: Path) -> None:
+    result = traced(tmp_path, LATE)
+    (cpu,) = result.events("memory")[-1].data["devices"]
+    assert cpu["model_bytes"] == result.printed
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_the_rest_and_the_peak_come_from_torch(tmp_path: Path) -> None:
@@ -73,17 +97,21 @@ def test_the_summary_has_the_memory_and_why_the_rest_is_unknown(dpmon: Dpmon) ->
     )
 
 
-def test_a_new_model_is_measured_soon_unless_measurements_are_expensive() -> None:
+def test_the_first_new_models_are_measured_at_once_and_later_ones_soon() -> None:
     """In this process, because how soon depends on how long a measurement takes, and so on the machine."""
     asked: list[int] = []
     recorder = SimpleNamespace(soon=lambda: asked.append(memory._due))
     memory = Memory(SimpleNamespace(), recorder, SimpleNamespace())  # type: ignore[arg-type]
-    memory.new_model()
+    memory.sooner()
     assert asked == [], "before the first measurement, which is due anyway"
-    memory._due, memory._soonest = 9_000, 4_000
-    memory.new_model()
+    for _ in range(EXTRA_LOOKS):
+        memory._due, memory._soonest = 9_000, 4_000
+        memory.sooner()
+    assert (memory._due, asked) == (0, [0] * EXTRA_LOOKS)
+    memory._due, asked[:] = 9_000, []
+    memory.sooner()
     assert (memory._due, asked) == (4_000, [4_000])
-    memory.new_model()
+    memory.sooner()
     assert (memory._due, asked) == (4_000, [4_000]), "models that are replaced again and again change nothing"
 
 

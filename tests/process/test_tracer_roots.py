@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+from running import Dpmon
 from tracing import traced
 
 START = """
@@ -57,3 +58,27 @@ def test_models_without_a_variable_are_numbered_and_a_model_after_another_is_not
 
 def test_the_class_inside_a_wrapper_is_shown(tmp_path: Path) -> None:
     assert roots(tmp_path, WRAPPED) == {"Linear": 4, "Sequential": 4}
+
+
+EVALUATED = """
+trained, judge = made(3), made(1)
+optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+for step in range(12):
+    optimizer.zero_grad()
+    trained(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+judge.eval()
+for batch in range(5):
+    with torch.no_grad():
+        judge(torch.ones(6, 3))
+"""
+
+
+def test_evaluations_of_one_model_are_not_mixed_with_the_training_of_another(dpmon: Dpmon) -> None:
+    result = dpmon.run(*dpmon.warm(), "--headless", "--mode", "script", dpmon.script(START + EVALUATED))
+    assert result.status == 0, result.errors
+    rows = [line.split(maxsplit=2)[2] for line in result.errors.splitlines() if "Sequential" in line]
+    assert rows == [
+        "Sequential judge cpu  [6, 3] -> [6, 1]  5 calls",
+        "Sequential trained cpu  [4, 3] -> [4, 3]  12 calls",
+    ]

@@ -13,7 +13,7 @@ import torch
 
 from dpmon.record.wire import MODES
 from dpmon.span_ring import Word
-from dpmon.tracer.names import class_name
+from dpmon.tracer.names import RootNames
 from dpmon.tracer.plans import (
     DP,
     HOLDS,
@@ -61,6 +61,7 @@ class Modes:
         self._splitting: dict[int, Any] = {}
         """By id: weak references to bare roots with a data_parallel or similar call in their forward."""
         self._events = 0
+        self.names = RootNames()
         self.unannounced: list[tuple[str, Plan]] = []
         """Roots and their plans that are not recorded yet."""
         self.doubtful: list[tuple[str, Plan]] = []
@@ -107,9 +108,8 @@ class Modes:
     def plan(self, module: torch.nn.Module, wrapper: bool) -> Plan:
         """Make the plan for `module`: a DataParallel (`wrapper`) or a bare root."""
         plan = self._for_wrapper(module) if wrapper else self._for_root(module)
-        root = module.module if wrapper else module
         holds = plan.refused and not wrapper and (plan.reason or "").startswith(HOLDS)
-        (self.doubtful if holds else self.unannounced).append((class_name(root), plan))
+        (self.doubtful if holds else self.unannounced).append((self.names.of(module), plan))
         return plan
 
     def stateless(self, module: torch.nn.Module, weights: Any) -> Plan:
@@ -120,7 +120,7 @@ class Modes:
             plan = refused(here[0], "its weights are arguments of each call")
         else:
             plan = Plan(SINGLE, here)
-        self.unannounced.append((class_name(module), plan))
+        self.unannounced.append((self.names.of(module), plan))
         return plan
 
     def failed(self, me: Thread, module: torch.nn.Module, reason: str, final: bool) -> Plan | None:
@@ -198,7 +198,7 @@ class Modes:
     def functional(self, module: torch.nn.Module, device_ids: Any) -> Plan:
         """Make the plan for torch's functional data_parallel of `module` over `device_ids` (None: all devices)."""
         plan = self._for_functional(module, device_ids)
-        self.unannounced.append((class_name(module), plan))
+        self.unannounced.append((self.names.of(module), plan))
         return plan
 
     def unrecorded(self, module: torch.nn.Module, device_ids: Any) -> Plan | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
 from itertools import count, islice
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from dpmon.record.spans import FLAGS_AT, SITE_AT, Flag, Kind
-from dpmon.record.wire import DDP, FSDP, RANK_MODES, shortened
+from dpmon.record.wire import DDP, FSDP, RANK_MODES
 from dpmon.tracer.modes import Modes
 from dpmon.tracer.module_tables import Place, in_training_mode, modules_of, wrapped_by
 from dpmon.tracer.names import class_name, is_a
@@ -22,8 +21,6 @@ from dpmon.tracer.timing import gpus_of, may_be_used
 
 MAX_SITES = 1024
 MAX_NUMBERS = 1 << 14
-MAX_SAME = 16
-"""Most living models of one class that have different names."""
 MAX_KIN = 16
 """Most known models that are compared with a new model: one may be a part of the other."""
 MAX_PARTS = 10_000
@@ -143,7 +140,6 @@ class Sites:
         """Set the initial state, also in a forked child."""
         self.forget()
         self._numbers: dict[Any, tuple[Any, int]] = {}
-        self._names: dict[int, tuple[Any, str]] = {}
         self._next = count(1)
 
     def forget(self) -> None:
@@ -164,12 +160,12 @@ class Sites:
         if weights and args and isinstance(args[0], (list, tuple)):
             site = self._new(module, self.modes.stateless(module, args[0]), None)
             site.first = weights
-            site.root = self.name(getattr(module, "stateless_model", module))
+            site.root = self.modes.names.of(getattr(module, "stateless_model", module))
             return site
         plan = self.modes.plan(module, False)
         ddp = isinstance(module, torch.nn.parallel.DistributedDataParallel)
         site = self._new(module, plan, DDP if ddp else FSDP if is_a(module, "FSDPModule") else None)
-        site.root = self.name(module)
+        site.root = self.modes.names.of(module)
         site.dim = self.session.config.batch_dim
         site.place = Place(module)
         if plan.mode == SINGLE:
@@ -182,7 +178,7 @@ class Sites:
     def of_wrapper(self, module: Any) -> Site:
         """Make the site of a DataParallel."""
         site = self._new(module, self.modes.plan(module, True), class_name(module))
-        site.root = self.name(module)
+        site.root = self.modes.names.of(module)
         site.dim = self.modes.dim_of(module) or 0
         site.own = own_methods(type(module))
         return site
@@ -200,7 +196,7 @@ class Sites:
         """Make the site of a module passed to `data_parallel`."""
         module = functional.module
         site = self._new(functional, self.modes.functional(module, functional.given[0]), "data_parallel")
-        site.root = self.name(module)
+        site.root = self.modes.names.of(module)
         site.dim = functional.given[2]
         site.place = Place(module)
         return site
@@ -229,22 +225,6 @@ class Sites:
             self.known.clear()
         self.known[id(module)] = site
         return site
-
-    def name(self, module: Any) -> str:
-        """Return the class of a model without its wrappers, and what tells it from others of its class that live.
-
-        That is its variable in the script if several of the class have one; else a number, from the second on.
-        """
-        inner = wrapped_by(module)
-        known = self._names.get(id(inner))
-        if known is None or known[0]() is not inner:
-            kind = class_name(inner)
-            self._names = {key: named for key, named in self._names.items() if named[0]() is not None}
-            taken = {name for _, name in self._names.values()}
-            names = (kind, *(f"{kind} {number}" for number in range(2, MAX_SAME + 1)))
-            name = _variable(inner, kind) or next((name for name in names if name not in taken), names[-1])
-            known = self._names[id(inner)] = weakref.ref(inner), name
-        return known[1]
 
     def number(self, module: Any) -> int:
         """Return the number of a model, valid while it lives. Its wrappers and called parts share the number."""
@@ -295,15 +275,6 @@ def _spell(site: Site, plan: Plan) -> dict[str, Any]:
     absent = {**absent, **_NOT_APART.get(site.via or "", {})}
     layout = {"root": site.root, "via": site.via, "devices": list(devices), "absent": {**absent, **site.absent}}
     return {**layout, "module": site.number, "dim": site.dim, "first": site.first}
-
-
-def _variable(model: Any, kind: str) -> str | None:
-    """Return the class and global variable of a model; None unless several variables hold models of this class."""
-    variables: dict[int, str] = {}
-    for name, value in list(getattr(sys.modules.get("__main__"), "__dict__", {}).items()):
-        if issubclass(type(value), torch.nn.Module) and class_name(inner := wrapped_by(value)) == kind:
-            variables.setdefault(id(inner), name)
-    return shortened(f"{kind} {variables[id(model)]}") if len(variables) > 1 and id(model) in variables else None
 
 
 def own_methods(kind: type) -> tuple[str, ...]:

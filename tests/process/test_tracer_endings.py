@@ -191,7 +191,8 @@ def test_calls_that_failed_are_marked(failing: tuple[Traced, Traced]) -> None:
     run, _ = failing
     failed = [(call.root, call.via) for call in run.calls() if call.failed]
     bare, wrapped = ("Model bare", None), ("Model wrapped", "DataParallel")
-    assert failed == [bare, bare, wrapped, bare, bare, bare, bare, ("Sequential", None), wrapped]
+    interrupted = ("Model interrupted", None)
+    assert failed == [bare, bare, wrapped, bare, bare, bare, interrupted, ("Sequential", None), wrapped]
     assert run.missed == 0
     assert run.unreadable == ()
 

@@ -39,4 +39,4 @@ def test_an_interrupt_loses_at_most_a_few_records(runs: dict[str, Traced], how: 
     assert run.missed < 0.1 * len(run.calls())
     for kind, via in (("bare", None), ("wrapped", "DataParallel"), ("by hand", "data_parallel")):
         lines, _ = run.printed[kind]
-        assert len([call for call in run.calls("Linear") if call.via == via]) > 1.5 * lines
+        assert len([call for call in run.calls() if call.via == via and call.root != "Other"]) > 1.5 * lines

@@ -115,7 +115,6 @@ MEMORY = RecordKind(
         *WHO,
         T,
         Field("step", "integer", "the step after which it was measured"),
-        Field("turns", "integer", "number of steps over which the measurement was spread", columns=()),
         Field("took_ms", "number", "duration of the measurement", "ms", columns=()),
         Field("devices", "list", "one object per device, with the fields below and its own `absent`", columns=()),
         Field("device", "text", "torch's name of the device"),

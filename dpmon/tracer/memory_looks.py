@@ -1,12 +1,10 @@
 """Measures the memory of each device: models, their gradients, optimizer states, and the rest.
 
 The first measurement follows the first steps. Later ones follow every few seconds, or less often if they are expensive.
-Gradients are measured after a backward pass, because many scripts clear them before the step ends. The rest is measured
-between two steps. A measurement that takes longer than 10 ms continues in the next step; each slice of it is a look.
-The time of a look belongs to no step, but the time to measure gradients is in the step's `other`. A storage that holds,
-for example, both a parameter and an optimizer state counts once, for the first of them in the order above. The
-statistics of torch's allocator are read and never reset: the peak is the highest value since the start, or since the
-script reset it.
+Tensors are counted after a backward pass, because many scripts clear the gradients before the step ends. This time is
+in the step's `other`. The result is recorded between two steps. A storage that holds, for example, both a parameter and
+an optimizer state counts once, for the first of them in the order above. The statistics of torch's allocator are read
+and never reset: the peak is the highest value since the start, or since the script reset it.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from dpmon.tracer.frames import drop_frames, named_like
 from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.session import Session
 from dpmon.tracer.sites import Functional, Sites
-from dpmon.tracer.storages import GRADIENTS, MAX_TENSORS, MODEL, STATES, Walk
+from dpmon.tracer.storages import GRADIENTS, MAX_TENSORS, STATES, Walk
 
 FIRST_STEPS = 3
 """Steps until the first look: by then, optimizers have made their states."""
@@ -35,12 +33,10 @@ SAME_NS = 60_000_000_000
 """Interval between events while nothing changes."""
 WAIT_FACTOR = 1000
 """A measurement that took t is followed by a wait of WAIT_FACTOR * t, so all take at most a thousandth of the time."""
-SLICE_NS = 10_000_000
-"""Processor time after which a measurement pauses until the next step."""
 MAX_OPTIMIZERS = 256
 MAX_FAULTS = 3
-MAX_PASSES = 8
-"""Most measurements of gradients in one step. Each follows a backward pass; the largest result counts."""
+COUNTS_NS = 10_000_000
+"""Time spent in a step after which no other count begins in it."""
 EXTRA_LOOKS = 4
 """Most measurements that start at once because a model is called or an optimizer steps for the first time."""
 NEVER = 1 << 62
@@ -82,14 +78,10 @@ class Memory:
         """Per device: the peak at the last measurement, and the number of the last look before that peak."""
         self._looks = self._looked_at = 0
         """Number of looks, and number of the last look that completed a measurement."""
-        self._gradients: Walk | None = None
-        """The measurement of gradients; None until a backward pass ends in a measured step."""
-        self._passes = 0
-        """Number of measurements of gradients in the current step."""
         self._walk: Walk | None = None
-        """The unfinished measurement of everything else."""
-        self._spent = self._slices = 0
-        """Time of the measurement so far (ns), and number of steps over which it is spread."""
+        """The count with most gradients in the measured step; None until its first backward pass ends."""
+        self._spent = 0
+        """Time of the measurement so far (ns)."""
         self._extra = EXTRA_LOOKS
 
     # ---------------------------------------------------------------- when
@@ -146,16 +138,19 @@ class Memory:
             self._steps += self._steps < FIRST_STEPS
             if self._steps < FIRST_STEPS - 1:
                 return 0
-            if self._walk is None and now >= self._due and self.session.ring is not None:
-                if self.recorder.on_backward is None and self._gradients is None:
-                    self.recorder.on_backward = self._backward_ended
-                    return 0
-                self._walk = self._next_walk()
-                if self._walk is None:
-                    return 0
-            if self._walk is not None:
-                self._go_on(self._walk, now)
+            if now < self._due or self.session.ring is None:
+                return self._due
+            if self._walk is None and self.recorder.on_backward is None:
+                self.recorder.on_backward = self._backward_ended
                 return 0
+            self.recorder.on_backward = None
+            self._looks += 1
+            self._report(self._walk or self._walked(), now)
+            self._walk = None  # also if an exception ends the measurement
+            ended = self._took(now)
+            self._due = ended + max(EVERY_NS, self._spent * WAIT_FACTOR)
+            self._soonest = ended + max(SOON_NS, self._spent * WAIT_FACTOR)
+            self._spent = 0
             return self._due
         except Exception as error:  # noqa: BLE001 - the training continues
             self._failed(error)
@@ -163,35 +158,50 @@ class Memory:
 
     def _failed(self, error: Exception) -> None:
         self._faults += 1
-        self._gradients = self._walk = None
+        self._walk = None
         self.recorder.on_backward = None
         self.session.fault("memory", error, fatal=False)
 
-    # ---------------------------------------------------------------- gradients
+    # ---------------------------------------------------------------- the count
 
     def stepped(self, optimizer: Any) -> None:
         """Measure early if this was the first step of the optimizer."""
         began = monotonic_ns()
         try:
-            if self._unstepped.pop(id(optimizer), None) is None or self._due == 0 or self._faults >= MAX_FAULTS:
+            if self._unstepped.pop(id(optimizer), None) is None or self._faults >= MAX_FAULTS:
                 return
             # Not the training thread, or before the first call.
             if self.recorder.training_thread is not self.recorder.thread():
                 self._due = min(self._due, self._soonest)
-                return
-            self.sooner()
-            if self._due == 0 and self._walk is None and self._gradients is None:
-                self._look_at_gradients(began)  # a script with only one step has no later backward pass
+            elif self._due > 0:
+                self.sooner()
+                if self._due == 0:
+                    self._count(began)  # a script with only one step has no later backward pass
+            elif self._walk is not None:
+                self._count(began)  # the states were not made yet when the backward pass ended
         except Exception as error:  # noqa: BLE001 - our fault must not reach the script's step
             self._failed(error)
 
     def _backward_ended(self) -> None:
-        """Measure the gradients after a backward pass of a measured step."""
+        """Count after a backward pass of a measured step."""
         try:
-            if self._passes < MAX_PASSES:
-                self._look_at_gradients(monotonic_ns())
+            self._count(monotonic_ns())
         except Exception as error:  # noqa: BLE001 - our fault must not reach the script's backward pass
             self._failed(error)
+
+    def _count(self, began: int) -> None:
+        if self._spent >= COUNTS_NS:
+            return
+        walk = self._walked()
+        self._took(began)
+        if self._walk is None or walk.total(GRADIENTS) >= self._walk.total(GRADIENTS):
+            self._walk = walk
+
+    def _walked(self) -> Walk:
+        found = [site.module() for site in list(self.sites.known.values())]
+        models = [owner.module if isinstance(owner, Functional) else owner for owner in found]
+        optimizers = [made for known in self._optimizers if (made := known()) is not None]
+        return Walk([module for module in models if module is not None], optimizers)
 
     def _took(self, began: int) -> int:
         """Write the span of this look, which began at `began`; return its end (monotonic ns)."""
@@ -199,54 +209,12 @@ class Memory:
         me = self.recorder.thread()
         head = Kind.MEMORY | me.head | me.inside << INSIDE_AT | self._looks << SITE_AT
         self.recorder.write(head, began, ended - began)
+        self._spent += ended - began
         return ended
-
-    def _look_at_gradients(self, now: int) -> None:
-        self._passes += 1
-        known = self._gradients
-        walk = known if known is not None and not known.over else Walk(self._models(), (), (GRADIENTS,))
-        over = walk.go_on(SLICE_NS)
-        self._spent += self._took(now) - now
-        if known is None or (over and walk.total(GRADIENTS) > known.total(GRADIENTS)):
-            self._gradients = walk
-
-    def _next_walk(self) -> Walk | None:
-        """Return a new measurement of everything but gradients; None while gradients are being measured."""
-        passes, self._passes = self._passes, 0
-        found = self._gradients
-        if found is not None and not found.over:
-            self._slices += 1
-            if passes:
-                return None
-            found.go_on(SLICE_NS)  # no backward pass ran in this step: measure the remaining gradients
-            return None
-        self.recorder.on_backward = None
-        kinds = (MODEL, GRADIENTS, STATES) if found is None else (MODEL, STATES)
-        return Walk(self._models(), (made for known in self._optimizers if (made := known()) is not None), kinds)
 
     # ---------------------------------------------------------------- what
 
-    def _go_on(self, walk: Walk, now: int) -> None:
-        """Continue the current measurement, and record the result once it is complete."""
-        self._walk = None  # an exception ends the measurement
-        over = walk.go_on(SLICE_NS)
-        self._slices += 1
-        self._looks += 1
-        if over:
-            self._report(walk, now)
-        else:
-            self._walk = walk
-        ended = self._took(now)
-        self._spent += ended - now
-        if over:
-            self._due = ended + max(EVERY_NS, self._spent * WAIT_FACTOR)
-            self._soonest = ended + max(SOON_NS, self._spent * WAIT_FACTOR)
-            self._spent = self._slices = 0
-            self._gradients = None
-
     def _report(self, walk: Walk, now: int) -> None:
-        if self._gradients is not None:
-            walk.merge(self._gradients)
         devices = self._devices(walk)
         self._looked_at = self._looks
         same = devices == self._reported
@@ -254,7 +222,7 @@ class Memory:
             return
         self._reported, self._reported_ns = devices, now
         took = (self._spent + monotonic_ns() - now) / 1e6
-        facts = {"turns": self._slices, "took_ms": took, "devices": devices, "absent": {}}
+        facts = {"took_ms": took, "devices": devices, "absent": {}}
         self.session.event("memory", "last", step=None, look=self._looks, **facts)
 
     def _devices(self, walk: Walk) -> list[dict[str, Any]]:
@@ -278,12 +246,12 @@ class Memory:
             known = f"{walk.held[device][kind]:,} bytes on this device"
             names = walk.unsized[kind]
             if kind in walk.more:
-                absent[part] = f"there are more than {MAX_TENSORS:,} tensors; the first of them hold {known}"
+                absent[part] = f"not measured: there are more than {MAX_TENSORS:,} tensors"
             elif names:
                 many = sum(names.values())
                 does = "does not report its size" if many == 1 else "do not report their size"
                 absent[part] = f"{many:,} of its tensors {does} ({', '.join(names)}); the others hold {known}"
-        if self._gradients is None and not walk.total(GRADIENTS):
+        if self._walk is None and not walk.total(GRADIENTS):
             absent.setdefault(_PARTS[GRADIENTS], _NO_BACKWARD if self.recorder.has_run_backward else _NO_BACKWARD_YET)
         unstepped = any(ref() is not None for ref in self._unstepped.values())
         if self._forgotten:
@@ -319,11 +287,6 @@ class Memory:
             elif rest < 0:
                 absent["rest_bytes"] = "part of the tensors' memory is not from torch's allocator"
         return {**entry, **{part: None for part in _PARTS if part in absent}, "absent": absent}
-
-    def _models(self) -> list[Any]:
-        found = [site.module() for site in list(self.sites.known.values())]
-        models = [owner.module if isinstance(owner, Functional) else owner for owner in found]
-        return [module for module in models if module is not None]
 
 
 def _statistics() -> dict[str, tuple[int, int, int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ from running import Dpmon
 from tracing import text_of, traced
 
 from dpmon.tracer.memory_looks import EXTRA_LOOKS, Memory
-from dpmon.tracer.storages import AT_ONCE, MAX_TENSORS, MODEL, Walk
+from dpmon.tracer.storages import MAX_TENSORS, MODEL, Walk
 
 
 def test_memory_sums_equal_those_of_the_script(dpmon: Dpmon, tmp_path: Path) -> None:
@@ -131,48 +130,14 @@ class Own(torch.nn.Module):
     buffers = modules = named_parameters = named_buffers = named_modules = children = parameters
 
 
-def in_slices(walk: Walk) -> int:
-    """Measure in the smallest slices possible; return their number."""
-    slices = 1
-    while not walk.go_on(0):
-        slices += 1
-    return slices
-
-
-def test_a_measurement_in_slices_equals_one_without_slices() -> None:
-    model = Own(3 * AT_ONCE, 5)
+def test_a_count_has_models_gradients_and_states() -> None:
+    model = Own(30, 5)
     optimizer = torch.optim.SGD(torch.nn.Module.parameters(model.many), lr=0.1, momentum=0.9)
     for parameter in model.many:
         parameter.grad = torch.ones(5)
     optimizer.step()
-    slow, quick = Walk([model], [optimizer]), Walk([model], [optimizer])
-    assert in_slices(slow) > 9
-    assert quick.go_on(10**12)
-    assert slow.held == quick.held == {"cpu": [3 * AT_ONCE * 5 * 4] * 3}
-    assert not slow.more
-
-
-def test_memory_freed_between_slices_is_not_confused_with_new_memory() -> None:
-    """Each gradient is replaced after each slice, as in a training; torch would reuse the address of the old one."""
-    model = Own(4 * AT_ONCE, 3)
-    walk = Walk([model], [])
-    while True:
-        for parameter in model.many:
-            parameter.grad = None
-        for parameter in model.many:
-            parameter.grad = torch.ones(3)
-        if walk.go_on(0):
-            break
-    assert walk.held == {"cpu": [4 * AT_ONCE * 12, 4 * AT_ONCE * 12, 0]}
-
-
-def test_a_deleted_model_does_not_hold_up_the_measurement() -> None:
-    model, other = Own(AT_ONCE + 1), Own(1)
-    walk = Walk([model, other], [])
-    assert not walk.go_on(0)
-    del model
-    assert in_slices(walk) < 10
-    assert walk.held["cpu"][0] < 4 * (AT_ONCE + 2)
+    walk = Walk([model], [optimizer])
+    assert (walk.held, walk.more) == ({"cpu": [30 * 5 * 4] * 3}, set())
 
 
 class Wrapper(torch.Tensor):
@@ -203,7 +168,6 @@ def test_the_tensors_inside_a_tensor_subclass_count() -> None:
     model = torch.nn.Module()
     model._buffers["open"] = Open(torch.ones(10))
     walk = Walk([model], [])
-    in_slices(walk)
     assert (walk.held, walk.unsized) == ({"cpu": [40, 0, 0]}, ({}, {}, {}))
 
 
@@ -211,18 +175,16 @@ def test_a_tensor_subclass_that_does_not_list_its_tensors_counts_as_unknown() ->
     model = torch.nn.Module()
     model._buffers["closed"] = Wrapper(torch.ones(10))
     walk = Walk([model], [])
-    in_slices(walk)
     assert (walk.held, walk.unsized) == ({"cpu": [0, 0, 0]}, ({"Wrapper": 1}, {}, {}))
 
 
 @pytest.mark.parametrize("more", [0, 1])
 def test_too_many_tensors(more: int) -> None:
     model = Own(MAX_TENSORS + more)
-    model.many[0].grad = None  # no gradient
+    model.many[0].grad = torch.ones(1)
     walk = Walk([model], [])
-    in_slices(walk)
     assert walk.more == ({MODEL} if more else set())
-    assert walk.held == {"cpu": [4 * MAX_TENSORS, 0, 0]}
+    assert walk.held == {"cpu": [4 * MAX_TENSORS, 4, 0]}
 
 
 MANY = """\
@@ -245,27 +207,11 @@ for x in torch.utils.data.DataLoader(torch.ones(60, 1)):
 """
 
 
-def test_a_long_measurement_is_spread_over_several_steps_and_in_no_step(tmp_path: Path) -> None:
+def test_a_very_large_model_and_too_many_optimizers_are_not_measured(tmp_path: Path) -> None:
     run = traced(tmp_path, MANY)
     assert (run.status, run.complaints) == (0, [])
-    found = run.events("memory")[0].data
-    (cpu,) = found["devices"]
-    assert cpu["model_bytes"] == 6000 * 8
+    (cpu,) = run.events("memory")[0].data["devices"]
+    assert (cpu["model_bytes"], cpu["optimizer_bytes"]) == (None, None)
+    assert cpu["absent"]["model_bytes"] == "not measured: there are more than 5,000 tensors"
     assert cpu["absent"]["optimizer_bytes"] == "more than 256 optimizers at once; 44 of them are not counted"
-    assert found["turns"] > 1
-    steps = run.steps()
-    assert len(steps) == 60
-    gaps = {
-        before.step: after.start_ns - before.start_ns - before.wall_ns
-        for before, after in pairwise(steps)
-        if after.start_ns != before.start_ns + before.wall_ns
-    }
-    begun = found["step"] - found["turns"]  # the last step before the measurement
-    assert begun >= 1
-    measured = range(begun + 1, found["step"] + 1)
-    between = [step for step in measured if step in gaps]
-    # The gradients come first, after the backward pass of a step; on a slow machine in more than one.
-    assert between == list(range(between[0], found["step"] + 1))
-    of_gradients = sum(step.phases["other"] for step in steps if begun < step.step <= between[0])
-    assert sum(gaps.pop(step) for step in between) + of_gradients >= 0.99e6 * found["took_ms"] > 0
-    assert len(gaps) <= 2 + sum(step.wall_ns for step in steps) // 5_000_000_000  # of a later measurement
+    assert len(run.steps()) == 60

@@ -275,7 +275,7 @@ class Feed:
         if ended.status is None and ended.unknown:
             last = clean(ended.unknown, 500)
         elif ended.status and not ended.stopped:
-            lines = [line for tail in reversed(self.output.tails) if (line := traceback_line(tail.end()))]
+            lines = [line for tail in reversed(self.output.tails) if (line := traceback_line(tail.last_bytes()))]
             said = ended.error or ended.cause or (lines[0] if lines else None)
             last = clean(said, 500) if said else None
         self._ended = RunEnd(ended.status, ended.signal, int(ended.seconds * 1e9), last, ended.stopped)

@@ -235,16 +235,9 @@ class Monitor(Stopping):
         self.push_screen(LineDialog("Find in the output", note, self.look, self.view.search), begin)
 
     def _search(self, text: str, by: int) -> None:
-        """Search on another thread for the next older (1) or newer (-1) line with `text`."""
-        job = self.feed.output.search(text, by, self._height_of("output"))
-        if job is None:
-            return
-        self._say("searching")
-        self._in_thread(job, self._found)
-
-    def _found(self, message: str | None) -> None:
-        self.feed.output.show_hit(self._height_of("output"), self._width_of("output"))
-        self._say(message)
+        """Go to the next older (1) or newer (-1) line with `text`."""
+        width = self._width_of("output")
+        self._say(self.feed.output.find(text, by > 0, self._height_of("output"), width))
 
     # ------------------------------------------------------------------------------------------ dialogs
 

@@ -16,11 +16,10 @@ from dpmon.ui import (
     panel_replicas,
     panel_stages,
 )
-from dpmon.ui.find import marked
 from dpmon.ui.footer import footer
 from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, Slot, arrange
 from dpmon.ui.look import Look
-from dpmon.ui.panel_output import Output
+from dpmon.ui.panel_output import Output, marked
 from dpmon.ui.panel_status import status
 from dpmon.ui.rows import Row, box, fit
 from dpmon.ui.scene import PANELS, Scene

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dpmon.model.numbers import group
 from dpmon.text.cells import span_width
-from dpmon.ui.find import Hunt, found_in
 from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, cropped, plain, width_of
+from dpmon.ui.rows import Row, cropped, merged, plain, width_of
 from dpmon.ui.scene import NAMES, Scene
-from dpmon.ui.scrollback import Scrollback
 from dpmon.ui.tail import Tail
 
 
@@ -26,41 +24,18 @@ class Output:
     left: int = 0
     hit: int | None = None
     """The row of the last hit."""
-    _backs: dict[int, Scrollback] = field(default_factory=dict)
 
     @property
     def tail(self) -> Tail | None:
         """The visible file."""
         return self.tails[self.which % len(self.tails)] if self.tails else None
 
-    @property
-    def back(self) -> Scrollback | None:
-        """The rows of the visible file."""
-        if not self.tails:
-            return None
-        which = self.which % len(self.tails)
-        if which not in self._backs:
-            self._backs[which] = Scrollback(self.tails[which])
-            self._backs[which].follow()
-        return self._backs[which]
-
     def refresh(self) -> None:
         """Look at the files again."""
         for tail in self.tails:
             tail.refresh()
-        back = self.back
-        if back is None:
-            return
-        epoch, oldest = back.epoch, back.oldest
-        back.follow()
-        if self.top is None:
-            return
-        if back.epoch != epoch:
-            # The scrollback has skipped part of the output, so the same line has another serial number now.
-            self.top = self.top - oldest + back.oldest if back.counted else None
-            self.hit = None
-        else:
-            self.top = max(self.top, back.oldest)
+        if self.top is not None and self.tail is not None:
+            self.top = max(self.top, self.tail.first)
 
     def next_file(self) -> None:
         """Show the other file, if there is one."""
@@ -69,80 +44,87 @@ class Output:
 
     def scroll(self, by: int, height: int) -> None:
         """Scroll by lines (up is negative); follow again at the end."""
-        back = self.back
-        if back is None:
-            return
-        last_top = max(back.end - height, back.oldest)
-        top = max((last_top if self.top is None else self.top) + by, back.oldest)
-        self.top = None if top >= last_top else top
+        if self.tail is not None:
+            self._go_to(self.tail, self._top(self.tail, height) + by, height)
+
+    def _go_to(self, tail: Tail, top: int, height: int) -> None:
+        top = max(top, tail.first)
+        self.top = None if top >= max(tail.end - height, tail.first) else top
+
+    def _top(self, tail: Tail, height: int) -> int:
+        return max(tail.end - height, tail.first) if self.top is None else self.top
 
     def visible(self, height: int) -> list[Row]:
         """The visible rows, as a terminal would show them."""
-        back = self.back
-        if back is None or height <= 0:
-            return []
-        top = self._top(back, height)
-        return back.rows(top, min(height, back.end - top))
+        return [] if self.tail is None else self.tail.rows(self._top(self.tail, height), max(height, 0))
 
-    def _top(self, back: Scrollback, height: int) -> int:
-        return max(back.end - height, back.oldest) if self.top is None else self.top
+    def find(self, needle: str, older: bool, height: int, width: int) -> str:
+        """Go to the next older or newer row with the text, and return the message for the user."""
+        tail = self.tail
+        if tail is None:
+            return "there is no output"
+        top = self._top(tail, height)
+        if self.hit is not None and top <= self.hit < top + height:
+            start = self.hit
+        else:
+            start = top + height if older else top - 1
+        serials = range(min(start, tail.end) - 1, tail.first - 1, -1) if older else range(start + 1, tail.end)
+        for serial in serials:
+            (row,) = tail.rows(serial, 1)
+            at = found_in(plain(row), needle)
+            if at >= 0:
+                break
+        else:
+            within = "" if tail.whole else f" in the last {group(tail.end - tail.first)} lines"
+            return f"no {'older' if older else 'newer'} line with {needle!r}{within}"
+        self.hit = serial
+        self._go_to(tail, top if top <= serial < top + height else serial - height // 2, height)
+        column, last = span_width(plain(row)[:at]), width - len(needle) - 1
+        if not self.left <= column < self.left + last:
+            self.left = max(column - width // 2, 0) if column > last - 1 else 0
+        return place_of(tail, serial)
 
-    # ------------------------------------------------------------------------------------------ finding
 
-    def search(self, needle: str, by: int, height: int) -> Callable[[], str | None] | None:
-        """A job for another thread that searches for the next older (`by` 1) or newer (-1) row; None without a file.
+def place_of(tail: Tail, serial: int) -> str:
+    """The place of a row among those that can be shown."""
+    return f"line {group(serial - tail.first + 1)} of {'' if tail.whole else 'the last '}{group(tail.end - tail.first)}"
 
-        The job returns the message for the user. `show_hit` then goes to the row.
-        """
-        back = self.back
-        if back is None:
-            return None
-        first, texts = back.texts()
-        top = self._top(back, height)
-        in_sight = self.hit is not None and top <= self.hit < top + height
-        start = self.hit if in_sight and self.hit is not None else top + height if by > 0 else top - 1
-        number = first - back.oldest if back.counted else None
-        hunt = Hunt(needle, by > 0, start - by, first, texts, back.tail, number)
 
-        def job() -> str | None:
-            found = hunt.run()
-            if found is None:
-                self._next = None
-                return f"no {'older' if by > 0 else 'newer'} line with {needle!r}"
-            self._next = found
-            return f"line {group(found - back.oldest + 1)} of {group(back.end - back.oldest)}"
+def _folded(text: str, needle: str) -> str:
+    """`text` for comparison: case matters only if `needle` has capitals."""
+    if any(char.isupper() for char in needle):
+        return text
+    lower = text.lower()
+    return lower if len(lower) == len(text) else text
 
-        self._needle = needle
-        return job
 
-    _next: int | None = None
-    _needle: str = ""
+def found_in(text: str, needle: str) -> int:
+    """The position of `needle` in a visible line; -1 if it is not there."""
+    return _folded(text, needle).find(needle) if needle else -1
 
-    def show_hit(self, height: int, width: int) -> None:
-        """Scroll to the row and the column of the hit."""
-        back, found = self.back, self._next
-        if back is None or found is None:
-            return
-        self.hit, self._next = found, None
-        top = self._top(back, height)
-        if not top <= found < top + height:
-            top = max(found - height // 2, back.oldest)
-        last_top = max(back.end - height, back.oldest)
-        self.top = None if top >= last_top else top
-        row = back.rows(found, 1)
-        at = found_in(plain(row[0]), self._needle) if row else -1
-        column = span_width(plain(row[0])[:at]) if at >= 0 else 0
-        if not self.left <= column < self.left + width - len(self._needle) - 1:
-            self.left = max(column - width // 2, 0) if column > width - len(self._needle) - 2 else 0
+
+def marked(row: Row, needle: str) -> Row:
+    """The row with all hits in the style "found"."""
+    text = plain(row)
+    at = found_in(text, needle)
+    if at < 0:
+        return row
+    folded = _folded(text, needle)
+    inside = [False] * len(text)
+    while at >= 0:
+        inside[at : at + len(needle)] = [True] * len(needle)
+        at = folded.find(needle, at + len(needle))
+    cells = ((char, style) for part, style in row for char in part)
+    return merged((char, "found" if hit else style) for (char, style), hit in zip(cells, inside, strict=True))
 
 
 def title(output: Output, scene: Scene, width: int, look: Look) -> tuple[Row, Row]:
     """The panel's title and the position in the file, for a frame of `width` cells."""
-    tail, back = output.tail, output.back
+    tail = output.tail
     name: Row = [(NAMES["output"], "title")]
     if len(output.tails) > 1 and tail is not None:
         name.append((f" {look.glyphs.middot} {tail.path.name}", "dim"))
-    if tail is None or back is None or not tail.size:
+    if tail is None or not tail.size:
         return name, []
     shift: Row = [(f"column {output.left + 1}  ", "wait")] if output.left else []
     if output.top is None:
@@ -150,8 +132,7 @@ def title(output: Output, scene: Scene, width: int, look: Look) -> tuple[Row, Ro
             words = "of the whole run, not only up to this time"
             return name, [*shift, (words if width >= len(words) + 28 else "of the whole run", "wait")]
         return name, [*shift, ("the end" if scene.over else "following", "dim")]
-    total = group(back.end - back.oldest) if back.counted else "many"
-    return name, [*shift, (f"line {group(output.top - back.oldest + 1)} of {total}", "wait")]
+    return name, [*shift, (place_of(tail, output.top), "wait")]
 
 
 _FRAME = re.compile(r'^\s*File "(?P<path>[^"]*/)[^"/]+", line \d+')

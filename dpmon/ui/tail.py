@@ -1,37 +1,49 @@
-"""Reads a log file by line, and only the lines that are needed.
+"""The last rows of a log file that grows, as a terminal would show them. Older rows are only in the file.
 
-The index holds the number of lines before each 64 KiB of the file, so a gigabyte of log costs 128 kB. Lines are read
-when they are drawn.
+Rows have serial numbers that never restart, also if the file is truncated or a part of it is skipped.
 """
 
 from __future__ import annotations
 
 import os
-from array import array
-from bisect import bisect_left
+from collections import deque
 from pathlib import Path
 
 from dpmon.run.files import open_file
 from dpmon.text.traceback_line import READ_BYTES
+from dpmon.ui.rows import Row
+from dpmon.ui.terminal_text import HEIGHT, TerminalPage
 
-_BLOCK = 1 << 16
-_LONG = 1 << 16
-"""Only the beginning and the end of a longer line are read."""
-_LONG_PART = 1 << 14
-_BUDGET = 32 << 20
+ROWS = 5000
+_CHARACTERS = 4_000_000
+"""Most rows to store, and most characters in them."""
+_BEGIN = 1 << 18
+"""Number of bytes to read from the end of an existing log."""
+_BEHIND = 1 << 19
+"""If more bytes than this are unread, continue near the end: nobody has seen the rows in between."""
+_PIECE = 1 << 16
+_SETTLE = HEIGHT + 400
 
 
 class Tail:
-    """One log file that others append to. No thread, no lock; a missing file counts as empty."""
+    """Follows one log file that others append to. No thread, no lock; a missing file counts as empty."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = 0
         """Size of the file in bytes at the last refresh."""
         self._fd = -1
-        self._before = array("Q", [0])
-        self._indexed = 0
-        self._newlines = 0
+        self._begin(0, 0)
+
+    def _begin(self, offset: int, first: int) -> None:
+        self._offset = offset
+        self._page = TerminalPage()
+        self._settled: deque[Row] = deque()
+        self._characters = 0
+        self.first = first
+        """Serial number of the first stored row."""
+        self.whole = not offset
+        """Whether the stored rows begin with the first line of the file."""
 
     def close(self) -> None:
         """Close the descriptor."""
@@ -40,96 +52,64 @@ class Tail:
             self._fd = -1
 
     def refresh(self) -> None:
-        """Look at the file again and index a bounded number of new bytes."""
-        budget = _BUDGET
+        """Read and interpret whatever was appended to the file since the last call."""
         try:
             if self._fd < 0:
                 self._fd = open_file(self.path)
-            size = os.fstat(self._fd).st_size
+            self.size = os.fstat(self._fd).st_size
         except OSError:
             return
-        if size < self._indexed:  # the file was truncated: begin again
-            self._before, self._indexed, self._newlines = array("Q", [0]), 0, 0
-        self.size = size
-        while self._indexed < size and budget > 0:
-            # Index whole blocks only, so that the index stays a plain array; count the rest on demand.
-            if size - self._indexed < _BLOCK:
+        if self.size < self._offset:  # the file was truncated
+            self._begin(0, self.end)
+        if self.size - self._offset > (_BEHIND if self._offset else _BEGIN):
+            offset = self.size - _BEGIN
+            self._begin(offset + self._read(offset, _PIECE).find(b"\n") + 1, self.end)
+        while self._offset < self.size:
+            data = self._read(self._offset, min(_PIECE, self.size - self._offset))
+            if not data:
                 break
-            data = self.read(self._indexed, _BLOCK)
-            if len(data) < _BLOCK:
-                break
-            self._newlines += data.count(b"\n")
-            self._before.append(self._newlines)
-            self._indexed += _BLOCK
-            budget -= _BLOCK
+            self._page.feed(data)
+            self._offset += len(data)
+            self._settle()
 
-    def read(self, start: int, count: int) -> bytes:
-        """Up to `count` bytes from offset `start` on; empty if they cannot be read."""
-        if self._fd < 0 or count <= 0:
-            return b""
+    def _read(self, start: int, count: int) -> bytes:
         try:
-            return os.pread(self._fd, count, start)
+            return os.pread(self._fd, count, start) if self._fd >= 0 else b""
         except OSError:
             return b""
 
-    def before(self, offset: int) -> int | None:
-        """Number of lines that end at `offset` or earlier; None while the index does not reach it."""
-        block = min(offset // _BLOCK, len(self._before) - 1)
-        start = block * _BLOCK
-        if offset - start > _BLOCK:
-            return None
-        return self._before[block] + self.read(start, offset - start).count(b"\n")
-
-    def end(self) -> bytes:
+    def last_bytes(self) -> bytes:
         """The last bytes of the file, enough for a long traceback."""
-        start = max(self.size - READ_BYTES, 0)
-        return self.read(start, self.size - start)
+        return self._read(max(self.size - READ_BYTES, 0), READ_BYTES)
 
-    def at(self, first: int, count: int) -> list[bytes]:
-        """Up to `count` lines, starting with number `first` (counted from 0)."""
-        found: list[bytes] = []
-        offset = self.offset(first)
-        while offset is not None and offset < self.size and len(found) < count:
-            data = self.read(offset, min(_LONG, self.size - offset))
-            if not data:
-                break
-            parts = data.split(b"\n")
-            if len(parts) == 1 and offset + len(data) < self.size:
-                following = self.offset(first + len(found) + 1)
-                end = self.size if following is None else following - 1
-                found.append(self._long(offset, end))
-                offset = following
-                continue
-            if offset + len(data) < self.size or not parts[-1]:
-                parts.pop()
-            found.extend(_shortened(part) for part in parts)
-            offset += sum(len(part) + 1 for part in parts)
-        return found[:count]
+    def _settle(self) -> None:
+        """Freeze the rows that can no longer change, and drop the oldest ones if there are too many."""
+        page = self._page
+        if len(page.lines) > _SETTLE:
+            count = min(len(page.lines) - HEIGHT, page.line)
+            settled = [line.row() for line in page.lines[:count]]
+            self._settled += settled
+            self._characters += sum(map(_length, settled))
+            del page.lines[:count]
+            page.line -= count
+        while self._settled and (len(self._settled) > ROWS or self._characters > _CHARACTERS):
+            self._characters -= _length(self._settled.popleft())
+            self.first += 1
+            self.whole = False
 
-    def _long(self, start: int, end: int) -> bytes:
-        return _joined(self.read(start, _LONG_PART), self.read(max(end - _LONG_PART, start), _LONG_PART), end - start)
+    @property
+    def end(self) -> int:
+        """Serial number after the last row; an empty last row does not count."""
+        lines = self._page.lines
+        return self.first + len(self._settled) + len(lines) - (not len(lines[-1]))
 
-    def offset(self, line: int) -> int | None:
-        """The offset of a line in bytes; None beyond the indexed part."""
-        if line <= 0:
-            return 0
-        block = bisect_left(self._before, line) - 1
-        start = block * _BLOCK
-        data = self.read(start, min(_BLOCK, self.size - start))
-        at = -1
-        for _ in range(line - self._before[block]):
-            at = data.find(b"\n", at + 1)
-            if at < 0:
-                return None
-        return start + at + 1
+    def rows(self, start: int, count: int) -> list[Row]:
+        """Up to `count` of the stored rows from serial number `start` on."""
+        settled, first = self._settled, self.first
+        serials = range(max(start, first), min(start + count, self.end))
+        at = first + len(settled)
+        return [settled[n - first] if n < at else self._page.lines[n - at].row() for n in serials]
 
 
-def _shortened(line: bytes) -> bytes:
-    return line if len(line) <= _LONG else _joined(line[:_LONG_PART], line[-_LONG_PART:], len(line))
-
-
-def _joined(head: bytes, tail: bytes, size: int) -> bytes:
-    """A short form of an oversized line: its end if the line redraws itself (a progress bar), else its beginning."""
-    if b"\r" in tail[:-1]:
-        return tail[tail.index(b"\r") :]
-    return head + f" ... ({size:,} bytes)".encode()
+def _length(row: Row) -> int:
+    return sum(len(text) for text, _ in row)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import codecs
 import re
 import unicodedata
-from collections.abc import Sequence
 
 from dpmon.cleaning import visible
 from dpmon.text.cells import char_width
@@ -44,11 +43,9 @@ _UNFINISHED_LENGTH = 80
 class TerminalLine:
     """One row: plain text until something overwrites it, then cells with their styles."""
 
-    __slots__ = ("_plain", "_row", "_styles", "cells", "cut", "number")
+    __slots__ = ("_plain", "_row", "_styles", "cells", "cut")
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        """The input line (from 0) at the start of this row."""
+    def __init__(self) -> None:
         self.cells: list[str] = []
         """One character with its marks per cell; the right half of a wide character is empty."""
         self._styles: list[str] = []
@@ -124,10 +121,8 @@ class TerminalLine:
 class TerminalPage:
     """Rows with a cursor. The caller may remove lines at the start of `lines`, except for the last HEIGHT."""
 
-    def __init__(self, number: int = 0) -> None:
-        """`number`: the number of the first input line."""
-        self.lines = [TerminalLine(number)]
-        self.number = number
+    def __init__(self) -> None:
+        self.lines = [TerminalLine()]
         self.line = 0
         self.at = 0
         self._sgr = Sgr()
@@ -136,15 +131,14 @@ class TerminalPage:
         self._rest = ""
         self._in_string = False
 
-    def feed(self, data: bytes, final: bool = False) -> None:
-        """Interpret more bytes; with `final`, treat an unfinished sequence as finished."""
-        text = self._rest + self._decoder.decode(data, final)
+    def feed(self, data: bytes) -> None:
+        """Interpret more bytes."""
+        text = self._rest + self._decoder.decode(data)
         self._rest = ""
-        if not final:
-            unfinished = _UNFINISHED.search(text, max(len(text) - _UNFINISHED_LENGTH, 0))
-            if unfinished is not None:
-                self._rest = unfinished[0]
-                text = text[: unfinished.start()]
+        unfinished = _UNFINISHED.search(text, max(len(text) - _UNFINISHED_LENGTH, 0))
+        if unfinished is not None:
+            self._rest = unfinished[0]
+            text = text[: unfinished.start()]
         at = 0
         while at < len(text):
             at = self._string(text, at) if self._in_string else self._interpret(text, at)
@@ -182,11 +176,10 @@ class TerminalPage:
         return len(text)
 
     def _down(self) -> None:
-        self.number += 1
         self.line += 1
         self.at = 0
         if self.line == len(self.lines):
-            self.lines.append(TerminalLine(self.number))
+            self.lines.append(TerminalLine())
 
     def _put(self, text: str) -> None:
         line = self.lines[self.line]
@@ -256,12 +249,3 @@ class TerminalPage:
             self.line = min(self.line + by, last)
         if end in "EF":
             self.at = 0
-
-
-def interpret(lines: Sequence[bytes]) -> list[Row]:
-    """The rows that the lines finally show; styles are "" or "sgr:..." for `dpmon.ui.themes`."""
-    page = TerminalPage()
-    for index, line in enumerate(lines):
-        page.feed(b"\n" + line if index else line)
-    page.feed(b"", final=True)
-    return [line.row() for line in page.lines]

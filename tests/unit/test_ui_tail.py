@@ -1,122 +1,222 @@
-"""The log by line: the same lines as in the complete file, however long it is and however it grows."""
+"""The log as rows: the newest thousands as in a terminal; they can be searched."""
 
 from __future__ import annotations
 
 import os
-import random
 from pathlib import Path
 
 import pytest
 
-from dpmon.ui.panel_output import Output
+from dpmon.model.state import State
+from dpmon.ui.look import COLOUR, UNICODE, Look
+from dpmon.ui.panel_output import Output, found_in, marked, title
 from dpmon.ui.rows import plain
-from dpmon.ui.tail import Tail
+from dpmon.ui.scene import Scene
+from dpmon.ui.tail import ROWS, Tail
+
+LOOK = Look(UNICODE, COLOUR, True)
 
 
-def tail_of(path: Path, data: bytes) -> Tail:
-    path.write_bytes(data)
-    tail = Tail(path)
-    tail.refresh()
-    return tail
+class Log:
+    """A log file that grows, and the output panel over it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "output.log"
+        self.path.touch()
+        self.output = Output([Tail(self.path)])
+
+    def add(self, data: bytes) -> None:
+        with self.path.open("ab") as file:
+            file.write(data)
+        self.output.refresh()
+
+    def shown(self, height: int = 10) -> list[str]:
+        return [plain(row) for row in self.output.visible(height)]
+
+    def place(self) -> str:
+        return "".join(text for text, _ in title(self.output, Scene(State(), 0), 80, LOOK)[1])
+
+    def find(self, needle: str, by: int = 1, height: int = 10) -> str:
+        return self.output.find(needle, by > 0, height, 80)
+
+    @property
+    def tail(self) -> Tail:
+        return self.output.tails[0]
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Log:
+    return Log(tmp_path)
+
+
+def numbered(first: int, end: int) -> bytes:
+    return b"".join(b"line %d\n" % i for i in range(first, end))
+
+
+def test_progress_bars_stay_correct_for_hours(log: Log) -> None:
+    """An outer bar that is rarely drawn, an inner one that is drawn often, and text printed before them."""
+    log.add(b"epoch 1 begins\n\router 0/2")
+    for start in range(0, 20_000, 1000):
+        log.add(b"".join(b"\n\rinner %d\x1b[A" % i for i in range(start, start + 1000)))
+    assert log.shown() == ["epoch 1 begins", "outer 0/2", "inner 19999"]
+
+
+def test_a_log_of_bars_scrolls_back_row_by_row(log: Log) -> None:
+    for epoch in range(300):
+        log.add(b"epoch %d\n" % epoch + b"".join(b"\ra %d\n\rb %d\x1b[A" % (i, i) for i in range(5)) + b"\n\n")
+    log.output.scroll(-1_000_000, 10)
+    assert log.shown(6) == ["epoch 0", "a 4", "b 4", "epoch 1", "a 4", "b 4"]
+    log.output.scroll(450, 6)
+    assert log.shown(3) == ["epoch 150", "a 4", "b 4"]
+    log.output.scroll(1_000_000, 6)
+    assert log.shown(3) == ["epoch 299", "a 4", "b 4"]
+
+
+def test_only_the_newest_rows_can_be_shown(log: Log) -> None:
+    for start in range(0, 30_000, 3000):
+        log.add(numbered(start, start + 3000))
+    log.output.scroll(-1_000_000, 10)
+    oldest = log.tail.first
+    assert 24_000 < oldest <= 25_000
+    assert log.shown() == [f"line {i}" for i in range(oldest, oldest + 10)]
+    assert log.place() == f"line 1 of the last {30_000 - oldest:,}"
+
+
+def test_a_place_stays_while_the_log_grows(log: Log) -> None:
+    log.add(numbered(0, 100))
+    log.output.scroll(-50, 10)
+    before = log.shown()
+    assert before[0] == "line 40"
+    assert log.place() == "line 41 of 100"
+    log.add(numbered(100, 5000))
+    assert log.shown() == before
+    log.add(numbered(5000, 200_000))
+    assert log.output.top == log.tail.first, "the place has gone, so the oldest row is shown"
+    log.output.scroll(10_000_000, 10)
+    assert log.shown()[-1] == "line 199999"
+
+
+def test_an_existing_log_is_read_from_near_its_end(tmp_path: Path) -> None:
+    (tmp_path / "output.log").write_bytes(numbered(0, 500_000))
+    log = Log(tmp_path)
+    log.output.refresh()
+    assert log.shown()[-1] == "line 499999"
+    log.output.scroll(-1_000_000, 1)
+    assert log.shown(1) == [f"line {500_000 - ROWS - log.tail._page.line}"]
+
+
+def test_a_truncated_file_begins_again(log: Log) -> None:
+    log.add(b"old line\n" * 50_000)
+    log.path.write_bytes(b"new\n")
+    log.output.refresh()
+    assert log.shown() == ["new"]
+    assert log.tail.whole
 
 
 def test_a_file_that_is_not_there_is_empty(tmp_path: Path) -> None:
-    tail = Tail(tmp_path / "none.log")
-    tail.refresh()
-    assert tail.at(0, 5) == []
+    output = Output([Tail(tmp_path / "none.log")])
+    output.refresh()
+    assert output.visible(5) == []
+    assert output.find("x", True, 5, 80) == "no older line with 'x'"
 
 
-def test_every_line_is_found(tmp_path: Path) -> None:
-    chance = random.Random(5)
-    written = [b"%d " % i + b"y" * chance.randint(0, 200) for i in range(5000)]
-    tail = tail_of(tmp_path / "log", b"\n".join(written) + b"\n")
-    assert tail.size > 4 * (1 << 16), "the index has several blocks"
-    for first in [0, 1, 4990, *(chance.randrange(5000) for _ in range(50))]:
-        assert tail.at(first, 10) == written[first : first + 10]
-    assert tail.at(5000, 3) == []
-    tail.close()
-
-
-def test_an_unfinished_line_counts(tmp_path: Path) -> None:
-    tail = tail_of(tmp_path / "log", b"one\ntwo")
-    assert tail.at(1, 5) == [b"two"]
-    tail.close()
-
-
-def test_it_grows_while_it_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    tail = tail_of(path, b"")
-    written: list[bytes] = []
-    with path.open("ab", buffering=0) as file:
-        for batch in range(40):
-            new = [b"line %d" % (batch * 500 + i) for i in range(500)]
-            written += new
-            file.write(b"\n".join(new) + b"\n")
-            tail.refresh()
-            middle = len(written) // 2
-            assert tail.at(middle, 3) == written[middle : middle + 3]
-    tail.close()
-
-
-def test_a_truncated_file_begins_again(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    tail = tail_of(path, b"old line\n" * 50_000)
-    path.write_bytes(b"new\n")
-    tail.refresh()
-    assert tail.at(0, 5) == [b"new"]
-    tail.close()
-
-
-@pytest.mark.parametrize("size", [1 << 14, (1 << 16) - 1, 1 << 16, 1_000_000])
-def test_long_lines_are_read_in_part(tmp_path: Path, size: int) -> None:
-    tail = tail_of(tmp_path / "log", b"first\n" + b"x" * size + b"\nlast\n")
-    shown = tail.at(0, 3)
-    assert shown[0] == b"first"
-    assert shown[2] == b"last"
-    assert len(shown[1]) <= (1 << 16) + 100
-    if size > 1 << 16:
-        assert b"1,000,000 bytes" in shown[1]
-    tail.close()
-
-
-def test_a_long_bar_shows_its_end(tmp_path: Path) -> None:
-    bar = b"".join(b"\r%3d%%|%s" % (i % 101, b"#" * 60) for i in range(20_000))
-    tail = tail_of(tmp_path / "log", b"start\n" + bar)
-    output = Output([tail])
-    rows = [plain(row) for row in output.visible(5)]
-    assert rows[-1] == f"{19_999 % 101:3d}%|" + "#" * 60
-    tail.close()
-
-
-def test_refusing_a_link(tmp_path: Path) -> None:
+def test_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret\n")
     os.symlink(tmp_path / "secret", tmp_path / "log")
-    tail = Tail(tmp_path / "log")
-    tail.refresh()
-    assert tail.at(0, 5) == []
-
-
-def test_the_index_is_small(tmp_path: Path) -> None:
-    tail = tail_of(tmp_path / "log", b"a line of the log\n" * 1_000_000)
-    assert len(tail._before) * 8 < 10_000
-    assert tail.at(765_432, 1) == [b"a line of the log"]
-    tail.close()
-
-
-def test_scrolling_leaves_the_end_and_finds_it_again(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    tail = tail_of(path, b"".join(b"line %d\n" % i for i in range(100)))
-    output = Output([tail])
-    assert [plain(r) for r in output.visible(3)] == ["line 97", "line 98", "line 99"]
-    output.scroll(-5, 3)
-    assert [plain(r) for r in output.visible(3)] == ["line 92", "line 93", "line 94"]
-    with path.open("ab") as file:
-        file.write(b"line 100\n")
+    output = Output([Tail(tmp_path / "log")])
     output.refresh()
-    assert [plain(r) for r in output.visible(3)] == ["line 92", "line 93", "line 94"], "it stays where it is"
-    output.scroll(-1000, 3)
-    assert output.top == 0
-    output.scroll(1000, 3)
-    assert output.top is None
-    assert [plain(r) for r in output.visible(2)] == ["line 99", "line 100"]
-    tail.close()
+    assert output.visible(5) == []
+
+
+def test_an_unfinished_line_is_shown(log: Log) -> None:
+    log.add(b"one\ntwo")
+    assert log.shown() == ["one", "two"]
+
+
+def test_a_long_line_is_cut_and_a_long_bar_shows_its_end(log: Log) -> None:
+    log.add(b"first\n" + b"x" * 100_000 + b"\nlast\n")
+    first, long, last = log.shown()
+    assert (first, long[-1], last) == ("first", "…", "last")
+    log.add(b"".join(b"\r%3d%%|%s" % (i % 101, b"#" * 60) for i in range(20_000)))
+    assert log.shown()[-1] == f"{19_999 % 101:3d}%|" + "#" * 60
+
+
+def test_scrolling_leaves_the_end_and_finds_it_again(log: Log) -> None:
+    log.add(numbered(0, 100))
+    assert log.shown(3) == ["line 97", "line 98", "line 99"]
+    log.output.scroll(-5, 3)
+    assert log.shown(3) == ["line 92", "line 93", "line 94"]
+    log.add(b"line 100\n")
+    assert log.shown(3) == ["line 92", "line 93", "line 94"], "it stays where it is"
+    log.output.scroll(-1000, 3)
+    assert log.output.top == 0
+    log.output.scroll(1000, 3)
+    assert log.output.top is None
+    assert log.shown(2) == ["line 99", "line 100"]
+
+
+def test_memory_is_bounded(log: Log) -> None:
+    for start in range(0, 40_000, 2000):
+        log.add(numbered(start, start + 2000))
+        assert len(log.tail._settled) <= ROWS
+        assert len(log.tail._page.lines) <= 600
+    for _ in range(60):
+        log.add((b"w" * 3000 + b"\n") * 100)
+    assert log.tail._characters <= 4_000_000
+    assert log.shown()[-1] == "w" * 3000
+
+
+def test_a_colour_is_carried_into_the_next_lines(log: Log) -> None:
+    log.add(b"\x1b[31mred\nstill\n\x1b[0mplain\n")
+    assert log.output.visible(2) == [[("still", "sgr:color(1)::")], [("plain", "")]]
+
+
+# ------------------------------------------------------------------------------------------------ finding
+
+
+def test_finding_goes_from_the_end_back_and_forth_again(log: Log) -> None:
+    wanted = (3, 2345, 2900, 2995)
+    log.add(b"".join(b"line %d%s\n" % (i, b" Loss: nan" if i in wanted else b"") for i in range(3000)))
+    for number in reversed(wanted):
+        assert log.find("nan") == f"line {number + 1:,} of 3,000"
+        assert f"line {number} Loss: nan" in log.shown()
+    assert log.find("nan") == "no older line with 'nan'"
+    for number in wanted[1:]:
+        assert log.find("nan", -1) == f"line {number + 1:,} of 3,000"
+    assert log.find("nan", -1) == "no newer line with 'nan'"
+    assert log.output.top is None, "the last one is at the end: it follows again"
+
+
+def test_a_search_says_that_older_lines_are_not_searched(log: Log) -> None:
+    log.add(b"needle\n" + numbered(0, 9000))
+    log.add(numbered(9000, 20_000))
+    kept = 20_001 - log.tail.first
+    assert log.find("needle") == f"no older line with 'needle' in the last {kept:,} lines"
+
+
+def test_only_what_is_shown_is_found(log: Log) -> None:
+    log.add(b"50%|#  |\r100%|###|\nx\x1b[31mer\x1b[0mror\n" + numbered(0, 3000))
+    assert log.find("50%|") == "no older line with '50%|'"
+    assert log.find("xerror") == "line 2 of 3,002"
+    assert log.find("XERROR") == "no older line with 'XERROR'"
+
+
+def test_the_column_of_a_hit_comes_into_sight(log: Log) -> None:
+    log.add(b"." * 300 + b"here" + b"." * 300 + b"\nhere\n")
+    assert log.find("here") == "line 2 of 2"
+    assert log.output.left == 0
+    assert log.find("here") == "line 1 of 2"
+    assert log.output.left < 300 < log.output.left + 76
+
+
+def test_capitals_count_only_if_there_are_some() -> None:
+    assert found_in("An Error", "error") == 3
+    assert found_in("An error", "Error") == -1
+    assert found_in("anything", "") == -1
+    assert marked([("An Err", "a"), ("or, error", "b")], "error") == [
+        ("An ", "a"),
+        ("Error", "found"),
+        (", ", "b"),
+        ("error", "found"),
+    ]
+    assert marked([("none", "")], "x") == [("none", "")]

@@ -15,7 +15,7 @@ from rich.cells import cell_len
 from dpmon.cleaning import LIMIT, clean, harmless
 from dpmon.text.ascii import ascii_text
 from dpmon.ui.rows import Row, plain
-from dpmon.ui.terminal_text import COLUMNS, HEIGHT, TerminalPage, interpret
+from dpmon.ui.terminal_text import COLUMNS, HEIGHT, TerminalPage
 
 STEERING = [
     "\x1b]52;c;ZXZpbA==\x07",
@@ -71,6 +71,13 @@ def shown(text: str) -> None:
         category = unicodedata.category(char)
         assert category not in ("Cc", "Cf", "Cs", "Cn", "Zl", "Zp"), f"{char!r} in {text[:100]!r}"
     text.encode("utf-8")
+
+
+def interpret(lines: list[bytes]) -> list[Row]:
+    """The rows that the lines finally show."""
+    page = TerminalPage()
+    page.feed(b"\n".join(lines))
+    return [line.row() for line in page.lines]
 
 
 @pytest.mark.parametrize("text", STEERING)

@@ -1,24 +1,4 @@
-"""`--json`: the state of a run as one line of JSON per second, for a pipeline.
-
-    status  run, t_s (seconds since the run's start), state, step, mode, virtual, processes, warnings, dropped.
-            process, rank: the process to which step, mode, virtual and the figures below belong, except the rates.
-            steps_per_s, samples_per_s: the rates over the elapsed training time (dpmon.rates). The same names with
-                _within_steps leave out the time between steps.
-            step_ms, phases, call_phases: median_ms, p95_ms and, for a phase, its share of the steps' time. They cover
-                the last two minutes of training steps in the current mode of this process. phases are the phases
-                of a step and add up to it. call_phases are the phases of its calls (scatter, replicate, parallel_apply,
-                gather), which lie within the step's forward. A phase that did not run is left out. device_median_ms is
-                the time of the slowest device in that phase (for data, of the device that waits least): the median over
-                the steps that have device times. It is null if no step has them, and for other, which runs on the host.
-            quantities: of the same steps, without samples: sum, and steps (the number of steps with a value).
-            ranks: only if several processes train. Their communication and means cover the last 50 steps, at least 5 s,
-                as in dpmon report --json.
-            communication: as in dpmon report --json. devices, host: as in the record.
-            absent: why a value is null.
-            After the end of a run, status covers the whole run: the rates of all modes, the times and quantities of its
-            last mode.
-    message text: a message of dpmon in words.
-    exit    run, t_s, status, signal. It is the last line.
+"""`--json`: the state of a run as one line of JSON per second, for a pipeline. docs/json.md describes every field.
 
 The lines go to standard error, because standard output belongs to the script. `--json=FILE` writes them to a file, a
 named pipe or a descriptor (`--json=/dev/fd/3`) instead, and leaves standard error unchanged. A pipe that nobody reads

@@ -1,4 +1,4 @@
-"""The commands in docs/getting-started.md work in their order."""
+"""The commands in docs/getting-started.md and docs/what-to-do.md work in their order."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch_aborts import unless_aborted
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "getting-started.md"
 LIMIT_S = 200
 
 
-def commands() -> list[str]:
-    """Return the lines of its sh blocks."""
-    blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+def commands(page: str) -> list[str]:
+    """Return the lines of the page's sh blocks."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [line for block in blocks for line in block.splitlines() if line.strip()]
 
 
@@ -34,9 +34,8 @@ def put_on_path(folder: Path) -> None:
         script.chmod(0o755)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_every_command_works_in_its_order(dpmon: Dpmon, tmp_path: Path) -> None:
+def run_all(page: str, dpmon: Dpmon, tmp_path: Path) -> dict[str, str]:
+    """Run the commands of a page; return what each of them prints."""
     put_on_path(tmp_path / "bin")
     shutil.copytree(ROOT / "examples", dpmon.cwd / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     env = dpmon.environment({"TERM": "dumb"})
@@ -46,7 +45,7 @@ def test_every_command_works_in_its_order(dpmon: Dpmon, tmp_path: Path) -> None:
         if number:
             assert dpmon.run("rm", "last").status == 0
         return subprocess.run(
-            ["bash", "-c", command],
+            ["bash", "-c", f"set -o pipefail; {command}"],
             cwd=dpmon.cwd,
             env=env,
             stdin=subprocess.DEVNULL,
@@ -58,11 +57,28 @@ def test_every_command_works_in_its_order(dpmon: Dpmon, tmp_path: Path) -> None:
         )
 
     printed: dict[str, str] = {}
-    for command in commands():
+    for command in commands(page):
         done = unless_aborted(run, lambda ended: ended.stdout, tries=4) if "torchrun" in command else run(0)
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}"
         printed[command] = done.stdout
-    assert "Rank 1 holds the others up" in printed["dpmon report slow"]
     assert {path.name for path in dpmon.cwd.iterdir()} == {"examples"}, "what the page makes it removes"
+    return printed
+
+
+@pytest.mark.timeout(900)
+def test_every_command_of_getting_started_works_in_its_order(dpmon: Dpmon, tmp_path: Path) -> None:
+    printed = run_all("getting-started.md", dpmon, tmp_path)
+    assert "Rank 1 holds the others up" in printed["dpmon report slow"]
     names = {directory.name.split("-", 2)[2].rpartition("-")[0] for directory in dpmon.runs()}
     assert names == {"linear", "slow"}, "the run that is stopped is deleted"
+
+
+@pytest.mark.timeout(300)
+def test_the_recipe_for_scripts_works(dpmon: Dpmon, tmp_path: Path) -> None:
+    printed = run_all("what-to-do.md", dpmon, tmp_path)
+    status, rate = next(text for command, text in printed.items() if "nightly.json'))" in command).split()
+    assert status == "0"
+    assert float(rate) > 0
+    (states,) = [text for command, text in printed.items() if "ls --json" in command]
+    assert states in ("['starting']\n", "['running']\n")
+    assert dpmon.runs() == []

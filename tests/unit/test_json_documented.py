@@ -1,0 +1,123 @@
+"""docs/json.md describes every field of `--json`, and no field that does not exist."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from joined import joined_payloads
+from kept import keep
+from synthetic import SECOND, Training, device_event, host_event
+from timed import staged
+
+from dpmon.cli.commands import _describe
+from dpmon.cli.lines import Lines
+from dpmon.record.wire import pack_event
+from dpmon.report.asjson import as_object
+from dpmon.report.collect import collect
+from dpmon.run.reader import RunReader
+from dpmon.run.rundir import load_exit, load_info
+
+PAGE = Path(__file__).parents[2] / "docs" / "json.md"
+
+
+def documented(section: str) -> list[str]:
+    """The paths in the first column of a section's table; a path that begins with a dot is beside the one before it."""
+    (text,) = re.findall(rf"^## {re.escape(section)}$(.*?)(?=^## |\Z)", PAGE.read_text(), re.M | re.S)
+    found = []
+    for row in re.findall(r"^\| (`.*?) \|", text, re.M):
+        for path in re.findall(r"`([^`]+)`", row):
+            found.append(found[-1].rpartition(".")[0] + path if path.startswith(".") else path)
+    return found
+
+
+def pattern(path: str) -> re.Pattern[str]:
+    """What a documented path matches; a star at the end of an object that is described elsewhere matches all below."""
+    whole = re.escape(path).replace(r"\*", r"[^.\[\]]+")
+    return re.compile(whole + (r"(\..*|\[\].*)?" if path.endswith(("].*", "communication.*", "host.*")) else ""))
+
+
+def paths(value: Any, at: str = "") -> Iterator[str]:
+    """The path of each object, list and value inside `value`."""
+    if at:
+        yield at
+    if isinstance(value, dict):
+        for key, child in value.items():
+            yield from paths(child, f"{at}.{key}" if at else key)
+    elif isinstance(value, list):
+        for child in value:
+            yield from paths(child, f"{at}[]")
+
+
+def check(section: str, *objects: dict[str, Any]) -> None:
+    """Every value has a description, and every described field exists in the objects that have its neighbours."""
+    patterns = {path: pattern(path) for path in documented(section)}
+    there = sorted({path for each in objects for path in paths(each)})
+    below = {path for path in there if any(name.startswith((f"{path}.", f"{path}[]")) for name in (*there, *patterns))}
+    assert not [path for path in there if path not in below and not any(p.fullmatch(path) for p in patterns.values())]
+    for path, each in patterns.items():
+        beside = pattern(f"{path.rpartition('.')[0]}.*".removeprefix("."))
+        assert any(map(each.fullmatch, there)) or not any(map(beside.fullmatch, there)), path
+
+
+def event(kind: str, **data: Any) -> bytes:
+    return pack_event(kind, {"process": 0, "rank": None, **data})
+
+
+@pytest.fixture
+def objects(state: Path) -> list[dict[str, Any]]:
+    """Reports of a run with both modes on GPUs, of ranks with a straggler, and of stages."""
+    training = Training(devices=("cuda:0", "cuda:1"), step_ns=SECOND // 10)
+    payloads = [*training.begin(), *training.run(60), *training.switch("single"), *training.run(60)]
+    training.now += SECOND
+    payloads += training.run(20)
+    wait = {"step": 20, "reason": None, "refused": None}
+    payloads += [
+        event("pause", t_s=5.0, paused=True, paused_s=None, **wait),
+        event("pause", t_s=6.0, paused=False, paused_s=1.0, **wait),
+        event("memory", t_s=2.5, step=9, absent={}, devices=[{"device": "cuda:0", "absent": {"rest_bytes": "x"}}]),
+        event("warning", t_s=1.0, text="careful"),
+    ]
+    own = [host_event(float(t)) for t in range(15)]
+    own += [device_event(float(t), 0, throttle=["power cap"]) for t in range(15)]
+    own.append(pack_event("input", {"pid": 4242, "t_s": 7.0, "waited_s": 1.0}))
+    ranked, end = joined_payloads(3, slow=1, phase="data", steps=100, noise=0.0)
+    runs = [
+        keep({0: payloads, -1: own}, status=1, seconds=training.now / SECOND),
+        keep(ranked, seconds=end / SECOND),
+        keep({0: staged(4, lambda n: (None, 2.0))}),
+        keep({}),
+    ]
+    return [json.loads(json.dumps(as_object(collect(directory)))) for directory in runs]
+
+
+def test_every_field_of_a_report_is_described(objects: list[dict[str, Any]]) -> None:
+    for each in objects:
+        each["evaluations"] = ["as modes"]
+    check("dpmon report --json", *objects)
+
+
+def test_every_field_of_a_listed_run_is_described(state: Path) -> None:
+    directory = keep({0: [*Training().begin(), *Training().run(3)]})
+    check("dpmon ls --json", _describe(directory, load_info(directory)))
+
+
+def test_every_field_of_a_status_line_is_described(state: Path) -> None:
+    ranked, _ = joined_payloads(2, steps=100)
+    made = [keep(ranked), keep({0: staged(4, None), -1: [host_event(1.0), device_event(1.0, 0)]}), keep({})]
+    found = []
+    for directory in made:
+        out = io.BytesIO()
+        lines = Lines(RunReader(directory), lambda line, out=out: bool(out.write(line)))  # type: ignore[misc]
+        lines.end(load_exit(directory))
+        said = [json.loads(line) for line in out.getvalue().splitlines()]
+        assert [each.pop("kind") for each in said][-1] == "exit"
+        assert all("skipped" in each for each in said)
+        assert set(said[-1]) == {"run", "t_s", "status", "signal", "skipped"}
+        found += [{key: value for key, value in each.items() if key != "skipped"} for each in said[:-1]]
+    check("dpmon --json", *found)

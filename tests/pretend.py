@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from dpmon.assemble import Assembler
+from dpmon.assemble.assembler import Predecessor
 from dpmon.record.codec import Decoder
 from dpmon.record.kinds import Call, Collective, Event, Sampled, Step
 from dpmon.record.payloads import kind_of
@@ -295,12 +296,18 @@ def numbered(payloads: Sequence[bytes]) -> list[bytes]:
     return [payload for payload in payloads if kind_of(payload) != "definition"]
 
 
+def successor_of(first: Assembler, lines: list[dict[str, Any]], cut: int, kept: Result) -> Assembler:
+    """The assembler of a new supervisor. `kept`: what is in the history from the first one, which read `cut` spans."""
+    numbers = max((step.step for step in kept.steps), default=0), max((call.call for call in kept.calls), default=0)
+    return Assembler.successor(lines, Predecessor(*numbers, first.thread, first.position, cut, first.pending))
+
+
 def resumed_at(script: Script, cut: int) -> tuple[list[bytes], list[bytes]]:
     """Return the payloads of an assembler that stops at span `cut`, and those of its successor."""
     first = Assembler()
     lines = script.needed(cut)
     out = first.feed(script.spans[:cut], script.lines_between(0, lines))
-    second = Assembler.resumed(first.state(), script.lines_between(0, lines))
+    second = successor_of(first, script.lines_between(0, lines), cut, decoded(out))
     more = []
     at = first.position
     while at < len(script.spans):

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from dpmon.assemble.definitions import Definitions
 from dpmon.assemble.device_waits import DeviceWaits, EventPayload, Pending
 from dpmon.assemble.event_queue import EventQueue, QueuedEvent
 from dpmon.assemble.nesting import CALLS, PRIMITIVES, Block, block_of
 from dpmon.assemble.sampled_collectives import SampledCollectives
-from dpmon.assemble.step_mark import StepMark
 from dpmon.assemble.step_recorder import Item, StepRecorder
 from dpmon.assemble.step_rules import StepRules
 from dpmon.record.spans import DOING, Flag, Kind, Span
@@ -36,11 +34,24 @@ _INNER = (Kind.REPLICA, Kind.STAGE, Kind.RESTARTED)
 _DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, struct.error)
 
 
+class Predecessor(NamedTuple):
+    """What is in the history from an assembler whose supervisor was killed."""
+
+    step: int
+    call: int
+    """Numbers of its last step and call."""
+    thread: int
+    position: int
+    caught_up: int
+    """Number of the first span that it was not fed."""
+    pending: Collection[int]
+
+
 class Assembler:
     """Turns the spans of one process into steps and calls. Damaged input is dropped and counted, and raises no error.
 
-    When a supervisor takes over from another one, its assembler (the successor) continues where the assembler of the
-    other supervisor (the predecessor) stopped.
+    When a supervisor takes over from another one, its assembler (the successor) begins with the step that was open, and
+    learns the loop again.
     """
 
     def __init__(self) -> None:
@@ -48,14 +59,12 @@ class Assembler:
         self._known = Definitions()
         self._events = EventQueue()
         self._communication = SampledCollectives(self._known)
-        self._recorder = StepRecorder(self._known, self._events, self._communication)
+        self._recorder = StepRecorder(self._known, self._communication)
         self._rules = StepRules(self._known, self._recorder, self._closed)
         self._waits = DeviceWaits()
         self._out: list[bytes] = []
         self._next = 0
         """Number of the next span."""
-        self._floors: dict[int, int] = {}
-        """Per thread: the first span below `_caught_up` that a predecessor has not used."""
         self._caught_up = 0
         """Number of the first span that was not fed to a predecessor."""
         self._events_before = 0
@@ -132,7 +141,7 @@ class Assembler:
             if fresh and recorder.number and self._rules.has_trained and self._uncaught is not False:
                 recorder.out.append(pack_event("warning", {"process": None, "t_s": None, "text": _CUT_OFF}))
             recorder.end()
-            self._closed(self._rules.mark(), [], False)
+            self._closed([], False)
         except _DAMAGE:
             self._dropped += 1
         self._communication.end()
@@ -166,8 +175,8 @@ class Assembler:
             self._dropped += 1
             return
         self._next = number + 1
-        if number < self._caught_up and kind != Kind.DEVICE_TIME and number < self._floors.get(thread, self._caught_up):
-            return  # a predecessor has used it
+        if number < self._caught_up and kind != Kind.DEVICE_TIME and thread != self.thread >= 0:
+            return  # a predecessor may have used it
         if start + took > _LATEST:
             if kind != Kind.STAGE or took != _NEVER_ENDED or start > _LATEST:
                 self._dropped += 1
@@ -245,8 +254,7 @@ class Assembler:
 
     def _place(self, events: Iterable[QueuedEvent]) -> None:
         for event in events:
-            if self._events.is_new(event.number):
-                self._recorder.unsent.add(event.number)
+            self._recorder.unsent.add(event.number)
             try:
                 self._rules.place(event)
             except _DAMAGE:
@@ -254,14 +262,14 @@ class Assembler:
 
     # ------------------------------------------------------------------------------------------ output
 
-    def _closed(self, mark: StepMark, items: list[Item], step: bool) -> None:
+    def _closed(self, items: list[Item], step: bool) -> None:
         """Take the payloads recorded from `items`. `step`: whether a step ended with them."""
         recorder = self._recorder
         out, recorder.out = recorder.out, []
         if self._waits.idle and not any(isinstance(payload, Pending) for payload in out):
             self._emit(out)  # type: ignore[arg-type]  # nothing is pending
         elif out:
-            self._waits.add(out, (mark, _firsts(items)), step)
+            self._waits.add(out, min(self._firsts(items), default=None), step)
             self._emit(self._waits.ready())
 
     def _emit(self, payloads: Iterable[bytes | EventPayload]) -> None:
@@ -286,88 +294,36 @@ class Assembler:
 
     @property
     def position(self) -> int:
-        """Number of the first span to feed to a successor."""
-        return min(self._live().values(), default=self._next)
+        """Number of the first span to feed to a successor: that of the open step, or of one that waits for times."""
+        nested = [span.number for spans in self._nested.values() for span in spans if self.thread in (-1, span.thread)]
+        held = self._firsts((*self._rules.held, *self._early))
+        return min((*self._waits.firsts(), *held, *nested), default=self._next)
 
-    def _live(self) -> dict[int, int]:
-        """Return the first span that is still needed, per thread."""
-        found: dict[int, int] = {}
-        parts = [firsts for _, firsts in self._waits.marks()]
-        parts += _firsts(self._rules.held), _firsts(self._early)
-        parts.append({thread: spans[0].number for thread, spans in self._nested.items()})
-        for part in parts:
-            for thread, number in part.items():
-                found.setdefault(thread, number)
-        return found
+    @property
+    def pending(self) -> list[int]:
+        """Numbers of the events that are not returned yet."""
+        return sorted({*self._recorder.unsent, *self._events.waiting})
 
-    def state(self) -> str:
-        """Return the state for a successor as JSON. The successor also needs all lines, and spans from `position`."""
-        marks = self._waits.marks()
-        mark = marks[0][0] if marks else self._rules.mark()
-        live = self._live()
-        recorder = self._recorder
-        return json.dumps(
-            {
-                "mark": mark._replace(learned=sorted(mark.learned)),
-                "next": self._next,
-                "floors": {str(thread): number for thread, number in live.items()},
-                "seen": [span for thread, span in self._seen.items() if thread not in live],
-                "said": self._events.placed,
-                "unsaid": sorted(recorder.unsent),
-                "looks": {str(look): step for look, step in recorder.memory_looks.items()},
-                "heard": self._events.count,
-                "communication": self._communication.state(),
-            }
-        )
+    def _firsts(self, items: Iterable[Item]) -> Iterator[int]:
+        """Yield the first span of each block of the training thread; of each block while the thread is unknown."""
+        for item in items:
+            if not isinstance(item, QueuedEvent) and self.thread in (-1, item[0].thread):
+                span, _, _, inner = item
+                yield span.number if inner is None else inner.first
 
     @classmethod
-    def without_state(cls, lines: Iterable[Mapping[str, Any]], step: int = 0, call: int = 0) -> Assembler:
-        """Make a successor of an assembler if its state is lost. `lines`: all lines that the predecessor was fed.
+    def successor(cls, lines: Iterable[Mapping[str, Any]], before: Predecessor) -> Assembler:
+        """Go on after an assembler whose supervisor was killed. `lines`: all lines that it was fed.
 
-        Feed it all spans again. Or pass the predecessor's last numbers as `step` and `call`; then feed it only later
-        spans.
+        Feed it the spans from `position` of the predecessor on. It learns the loop again, so it may divide the open
+        step otherwise. It drops the spans of other threads that the predecessor has read, and the next sample of
+        collectives.
         """
         found = cls()
         found._take_lines(lines)
-        emitted = found._events.count
-        found._events.go_on(emitted if step or call else 0, (), emitted, ())
-        found._recorder.number, found._recorder.calls = step, call
+        found._events.keep(before.pending)
+        recorder = found._recorder
+        recorder.number, recorder.calls, recorder.thread = before.step, before.call, before.thread
+        found._next, found._caught_up = before.position, before.caught_up
+        found._communication.skips = before.caught_up > 0
         return found
-
-    @classmethod
-    def resumed(cls, state: str, lines: Iterable[Mapping[str, Any]]) -> Assembler:
-        """Continue from `state`. `lines`: all lines that the predecessor was fed.
-
-        Raises ValueError for a damaged state.
-        """
-        found = cls()
-        try:
-            found._go_on(json.loads(state), lines)
-        except _DAMAGE as error:
-            raise ValueError(f"not a state of an assembler: {error!r}") from None
-        return found
-
-    def _go_on(self, state: Any, lines: Iterable[Mapping[str, Any]]) -> None:
-        mark = StepMark(*state["mark"])
-        self._floors = {int(thread): number for thread, number in state["floors"].items()}
-        self._caught_up = state["next"]
-        self._next = min(self._floors.values(), default=self._caught_up)
-        self._take_lines(lines)
-        for span in state["seen"]:
-            self._seen[span[4]] = Span(*span)
-        recorder = self._recorder
-        self._communication.go_on(state["communication"])
-        recorder.memory_looks = {int(look): step for look, step in state["looks"].items()}
-        self._rules.go_on(mark)
-        recorder.awaiting_call = self._events.go_on(mark.placed, mark.awaiting_call, state["said"], state["unsaid"])
-        recorder.unsent.update(event.number for event in recorder.awaiting_call if self._events.is_new(event.number))
-
-
-def _firsts(items: Iterable[Item]) -> dict[int, int]:
-    """Return the lowest span number in these blocks, per thread."""
-    found: dict[int, int] = {}
-    for item in items:
-        if not isinstance(item, QueuedEvent):
-            span, _, _, inner = item
-            found.setdefault(span[4], span[0] if inner is None else inner.first)
-    return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from dpmon.record.spans import Span
 from dpmon.record.wire import Untimed, pack_timed
@@ -48,15 +48,15 @@ Payload: TypeAlias = "bytes | Pending | EventPayload"
 class _PayloadGroup:
     """Payloads that were recorded together."""
 
-    __slots__ = ("ends_step", "mark", "payloads", "steps")
+    __slots__ = ("ends_step", "first", "payloads", "steps")
 
-    def __init__(self, payloads: Sequence[Payload], steps: int, mark: Any, ends_step: bool) -> None:
+    def __init__(self, payloads: Sequence[Payload], steps: int, first: int | None, ends_step: bool) -> None:
         self.payloads = payloads
         self.steps = steps
         """Number of steps so far."""
         self.ends_step = ends_step
         """Whether a step ends with it; if not, a later group may refer to the same spans."""
-        self.mark = mark
+        self.first = first
 
 
 class DeviceWaits:
@@ -70,9 +70,9 @@ class DeviceWaits:
         self._queue: deque[_PayloadGroup] = deque()
         self._steps = 0
 
-    def marks(self) -> list[Any]:
-        """Return the marks of the waiting groups, oldest first."""
-        return [group.mark for group in self._queue]
+    def firsts(self) -> list[int]:
+        """Return the first span of each waiting group."""
+        return [group.first for group in self._queue if group.first is not None]
 
     def time(self, span: Span) -> None:
         """Take a span of kind DEVICE_TIME: the time of an earlier span on one device."""
@@ -86,10 +86,10 @@ class DeviceWaits:
             oldest = next(iter(self._times))
             del self._times[oldest], self._expected[oldest]
 
-    def add(self, payloads: Sequence[Payload], mark: Any, step: bool) -> None:
-        """Queue payloads. A successor begins at `mark` while they are in the queue."""
+    def add(self, payloads: Sequence[Payload], first: int | None, step: bool) -> None:
+        """Queue payloads that were made from the span `first` and later ones."""
         self._steps += step
-        self._queue.append(_PayloadGroup(payloads, self._steps, mark, step))
+        self._queue.append(_PayloadGroup(payloads, self._steps, first, step))
 
     @property
     def idle(self) -> bool:

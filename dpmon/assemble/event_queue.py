@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from dpmon.record.wire import pack_event
@@ -57,7 +57,7 @@ def _with_step(device: Any, looks: Mapping[int, int]) -> Any:
     if not isinstance(device, dict) or "peak_after_look" not in device:
         return device
     look = device["peak_after_look"]
-    step = looks.get(look, 0) if type(look) is int else 0
+    step = looks.get(look) if type(look) is int else None
     return {("peak_after_step" if key == "peak_after_look" else key): value for key, value in device.items()} | {
         "peak_after_step": step
     }
@@ -73,8 +73,6 @@ class EventQueue:
         """Number of events so far; they are numbered from 0."""
         self.due = NEVER
         """Time of the next event."""
-        self._emitted_before = 0
-        self._unemitted_before: frozenset[int] = frozenset()
 
     def add(self, line: Mapping[str, Any]) -> bool:
         """Take a line; False if it is not an event."""
@@ -98,9 +96,9 @@ class EventQueue:
         return found
 
     @property
-    def placed(self) -> int:
-        """Number of events taken out."""
-        return self.count - len(self._queue)
+    def waiting(self) -> list[int]:
+        """Numbers of the events that are not taken out."""
+        return [event.number for event in self._queue]
 
     def older(self, than: int) -> list[QueuedEvent]:
         """Take out and return the events with a number below `than`."""
@@ -110,18 +108,7 @@ class EventQueue:
         self.due = self._queue[0].at if self._queue else NEVER
         return found
 
-    def go_on(
-        self, placed: int, awaiting_call: Iterable[int], emitted: int, unemitted: Iterable[int]
-    ) -> list[QueuedEvent]:
-        """Drop the events that a predecessor placed; return those in `awaiting_call`, which wait for the next call.
-
-        The predecessor has already returned the events below `emitted`, except `unemitted`.
-        """
-        waiting = set(awaiting_call)
-        found = [event for event in self.older(placed) if event.number in waiting]
-        self._emitted_before, self._unemitted_before = emitted, frozenset(unemitted)
-        return found
-
-    def is_new(self, number: int) -> bool:
-        """Whether no predecessor has returned this event."""
-        return number >= self._emitted_before or number in self._unemitted_before
+    def keep(self, pending: Collection[int]) -> None:
+        """Drop the events that are not in `pending`, because a predecessor has returned them."""
+        self._queue = deque(event for event in self._queue if event.number in pending)
+        self.due = self._queue[0].at if self._queue else NEVER

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from dpmon.assemble.nesting import LEARNS
 from dpmon.assemble.step_totals import StepTotals
 from dpmon.record.spans import Span
-
-_SAVED = ("calls", "only_evaluates", "backward", "module", "last_evaluated", "first_call")
 
 
 class OpenStep:
     """A step that has not ended."""
 
-    __slots__ = (*_SAVED, "evaluated", "part")
+    __slots__ = (
+        *("backward", "calls", "evaluated", "first_call", "last_evaluated", "module", "only_evaluates", "part"),
+    )
 
     def __init__(self) -> None:
         self.calls = 0
@@ -43,20 +40,3 @@ class OpenStep:
         self.last_evaluated = module
         self.evaluated.add(module)
         return False
-
-    def saved(self) -> list[Any] | None:
-        """Return the state for `restored`; None while all blocks of the step are held."""
-        if self.part is None:
-            return None
-        return [self.part.saved(), *(getattr(self, name) for name in _SAVED), sorted(self.evaluated)]
-
-    @classmethod
-    def restored(cls, saved: Sequence[Any] | None) -> OpenStep:
-        """Restore a saved step; None makes a step without calls."""
-        found = cls()
-        if saved is not None:
-            part, *values, evaluated = saved
-            for name, value in zip(_SAVED, values, strict=True):
-                setattr(found, name, value)
-            found.evaluated, found.part = set(evaluated), StepTotals.restored(part)
-        return found

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
 _MAX_OPTIMIZERS = 4096
 
 
@@ -12,12 +10,12 @@ class OptimizerCycle:
 
     __slots__ = ("ends", "leading", "since")
 
-    def __init__(self, ends: int = -1, since: Iterable[int] = (), leading: Mapping[int, int] | None = None) -> None:
-        self.ends = ends
+    def __init__(self) -> None:
+        self.ends = -1
         """Number of the optimizer that ends a step; -1 while unknown."""
-        self.since: dict[int, None] = dict.fromkeys(since)
+        self.since: dict[int, None] = {}
         """The optimizers that have stepped since the last end of a step, in order."""
-        self.leading: dict[int, int] = dict(leading or {})
+        self.leading: dict[int, int] = {}
         """Optimizers that stepped before the cycle began, each with the last span in which it may end a step."""
 
     def stepped(self, site: int, number: int) -> bool | None:

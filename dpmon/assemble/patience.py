@@ -15,14 +15,14 @@ class Patience:
 
     __slots__ = ("calls", "calls_before", "ended", "pace")
 
-    def __init__(self, pace: int = 0, ended: int = 0, calls: int = 0, calls_before: int = 0) -> None:
-        self.pace = pace
+    def __init__(self) -> None:
+        self.pace = 0
         """ns between the last two optimizer steps that ended a step of the loop."""
-        self.ended = ended
+        self.ended = 0
         """End of the last of these steps; 0 for none."""
-        self.calls = calls
+        self.calls = 0
         """Calls between the last two of these steps, or before the first."""
-        self.calls_before = calls_before
+        self.calls_before = 0
         """Calls of the process up to the last of these steps."""
 
     def stepped(self, start: int, end: int, calls: int) -> None:

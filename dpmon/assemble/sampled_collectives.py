@@ -12,9 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from dpmon.assemble.definitions import Definitions
 from dpmon.record.spans import Flag, Span
@@ -36,8 +34,7 @@ class _Sample:
 
     start: int
     end: int
-    discarded: int
-    """Not 0 if it was discarded."""
+    discarded: bool
     missing: int
     """Number of its collectives that have not arrived. One that arrives when this is 0 is dropped: another thread
     launched it just as the sample ended, and the sample does not count it."""
@@ -59,6 +56,8 @@ class SampledCollectives:
         self._before: dict[str, list[tuple[int, int]]] = {}
         """Start and end of the last collectives by group."""
         self._ready: list[Collected] = []
+        self.skips = False
+        """Whether to discard the next sample, because a predecessor may have read a part of it."""
 
     def take(self, span: Span) -> bool:
         """Take a span; False if its definition is unknown."""
@@ -78,11 +77,12 @@ class SampledCollectives:
             self._hold(one)
             return True
         if not span.site:
-            self._sampled.append(_Sample(span.start, span.end, span.flags & Flag.FAILED, quantity))
+            discarded, self.skips = span.flags & Flag.FAILED or self.skips, False
+            self._sampled.append(_Sample(span.start, span.end, bool(discarded), quantity))
             held, self._held = self._held, []
             for before in held:
                 self._hold(before)
-        if not span.flags & Flag.FAILED:
+        if span.site or not discarded:
             self._place(one)
         return True
 
@@ -131,8 +131,6 @@ class SampledCollectives:
 
     def step(self, number: int, start: int, end: int) -> None:
         """Note the end of a step, and place the collectives that waited for it."""
-        if self._steps and number <= self._steps[-1][2]:
-            return  # a predecessor has already noted it
         self._steps.append((start, end, number))
         if self._waiting:
             waiting, self._waiting = self._waiting, []
@@ -141,7 +139,7 @@ class SampledCollectives:
 
     def end(self) -> None:
         """Release all collectives, because no more samples or steps end."""
-        for one in self._held:  # the process was killed in a sample
+        for one in () if self.skips else self._held:  # the process was killed in a sample
             self._place(one)
         self._ready += self._waiting
         self._held.clear()
@@ -155,21 +153,3 @@ class SampledCollectives:
             found.append(pack_collective(one))
         self._ready.clear()
         return found
-
-    def state(self) -> dict[str, Any]:
-        """Return the state for a successor."""
-        return {
-            "steps": list(self._steps),
-            "held": self._held,
-            "sampled": [(each.start, each.end, each.discarded, each.missing) for each in self._sampled],
-            "waiting": self._waiting,
-            "before": self._before,
-        }
-
-    def go_on(self, state: Mapping[str, Sequence[Any]]) -> None:
-        """Continue from a predecessor's state. Raises LookupError, TypeError, ValueError or AttributeError."""
-        self._steps.extend(tuple(map(int, step)) for step in state["steps"])  # type: ignore[misc]
-        self._sampled.extend(_Sample(*map(int, each)) for each in state["sampled"])
-        self._held, self._waiting = ([Collected(*map(int, one)) for one in state[name]] for name in ("held", "waiting"))
-        before: Mapping[str, Any] = state["before"]  # type: ignore[assignment]
-        self._before = {str(group): [(int(a), int(b)) for a, b in ones] for group, ones in before.items()}

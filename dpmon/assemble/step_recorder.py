@@ -10,11 +10,10 @@ from dpmon.assemble.call_packing import WIRE_FLAGS, UnnumberedCall, mode_of, pac
 from dpmon.assemble.composed import Composer
 from dpmon.assemble.definitions import Definitions
 from dpmon.assemble.device_waits import EventPayload, Payload, Pending
-from dpmon.assemble.event_queue import EventQueue, QueuedEvent
+from dpmon.assemble.event_queue import QueuedEvent
 from dpmon.assemble.nesting import COPY, EDGE, LEARNS, PHASE_OF, PRIMITIVES, QUANTITY_OF, Block, Inner
 from dpmon.assemble.sampled_collectives import SampledCollectives
 from dpmon.assemble.sampling import Sampling
-from dpmon.assemble.step_mark import StepMark
 from dpmon.assemble.step_totals import StepTotals
 from dpmon.record.spans import Flag, Kind, Span
 from dpmon.record.step_spans import MAX_SPANS
@@ -31,9 +30,8 @@ _NOTHING: Sequence[Any] = ()
 class StepRecorder:
     """Makes and numbers the payloads of one process."""
 
-    def __init__(self, known: Definitions, events: EventQueue, communication: SampledCollectives) -> None:
+    def __init__(self, known: Definitions, communication: SampledCollectives) -> None:
         self.known = known
-        self.events = events
         self._communication = communication
         self.number = 0
         """Number of steps that have ended."""
@@ -42,7 +40,7 @@ class StepRecorder:
         """Number of batches fetched directly after another fetch; each may have its own call in the same step."""
         self.thread = -1
         """The training thread; -1 while unknown."""
-        self.memory_looks: dict[int, int] = {}
+        self.memory_looks = {0: 0}
         """Per memory look: the last step that had begun."""
         self.awaiting_call: list[QueuedEvent] = []
         """Events that wait for the next call."""
@@ -57,11 +55,6 @@ class StepRecorder:
         self._composer = Composer(known, self._record_call)
         self._known: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
         """Words of the payload, module and rows, by (layout, inputs, outputs) of a plain call."""
-
-    def go_on(self, mark: StepMark) -> None:
-        """Continue from a predecessor's mark."""
-        self.number, self.calls, self.thread = mark.number, mark.calls, mark.thread
-        self.unmatched_fetches = mark.unmatched_fetches
 
     # ------------------------------------------------------------------------------------------ steps
 
@@ -261,9 +254,7 @@ class StepRecorder:
         self._emit_awaiting_call()
 
     def _emit(self, event: QueuedEvent, step: int, call: int) -> None:
-        if self.events.is_new(event.number):
-            self.unsent.add(event.number)
-            self.out.append(EventPayload(event.packed(step, call, self.memory_looks), event.number))
+        self.out.append(EventPayload(event.packed(step, call, self.memory_looks), event.number))
         peaks = event.peaks()
         if peaks:
             self._peaks = set(peaks)

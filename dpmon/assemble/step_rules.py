@@ -9,6 +9,7 @@ held, and are taken again when the rule changes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from dpmon.assemble.definitions import Definitions
 from dpmon.assemble.event_queue import QueuedEvent
@@ -16,7 +17,6 @@ from dpmon.assemble.nesting import EDGE, LEARNS, PHASE_OF, PRIMITIVES, Block
 from dpmon.assemble.open_step import OpenStep
 from dpmon.assemble.optimizer_cycle import OptimizerCycle
 from dpmon.assemble.patience import Patience
-from dpmon.assemble.step_mark import StepMark
 from dpmon.assemble.step_recorder import Item, StepRecorder, before_edge
 from dpmon.assemble.step_totals import StepTotals
 from dpmon.record.spans import Flag, Kind, Span
@@ -32,20 +32,26 @@ MAX_CALLS = 16
 """Under BY_CALL, a step with more calls than this ends at the next call of any module."""
 
 
+class _AtFirst(NamedTuple):
+    """The state before the first held block, to take the blocks again."""
+
+    opened: bool
+    start: int
+    last: int
+    ends: int
+    since: Sequence[int]
+
+
 class StepRules:
     """Divides the blocks of one process into steps."""
 
-    def __init__(
-        self, known: Definitions, recorder: StepRecorder, closed: Callable[[StepMark, list[Item], bool], None]
-    ) -> None:
-        """`closed(mark, items, step)` is called after `items` are recorded. `step`: whether a step ended."""
+    def __init__(self, known: Definitions, recorder: StepRecorder, closed: Callable[[list[Item], bool], None]) -> None:
+        """`closed(items, step)` is called after `items` are recorded. `step`: whether a step ended."""
         self._known = known
         self._recorder = recorder
         self._closed = closed
         self.held: list[Item] = []
-        self._mark: StepMark | None = None
-        self._placed = 0
-        """Number of events placed."""
+        self._before = _AtFirst(False, 0, 0, -1, ())
         self._cycle = OptimizerCycle()
         self.has_trained = False
         """Whether a backward pass or an optimizer step ran on the training thread."""
@@ -69,54 +75,6 @@ class StepRules:
         """Whether a step that has only evaluation calls is being taken again, to divide it by BY_CALL."""
         self._step = OpenStep()
 
-    # ------------------------------------------------------------------------------------------ marks
-
-    def mark(self) -> StepMark:
-        """Return the mark before the first held item; if none is held, the current state."""
-        return self._mark if self.held and self._mark is not None else self._snapshot()
-
-    def _snapshot(self) -> StepMark:
-        recorder, cycle = self._recorder, self._cycle
-        return StepMark(
-            recorder.number,
-            recorder.calls,
-            recorder.unmatched_fetches,
-            self._placed,
-            [event.number for event in recorder.awaiting_call] if recorder.awaiting_call else (),
-            recorder.thread,
-            self.has_trained,
-            self._open,
-            self._fetched,
-            self._over,
-            self._start,
-            self._last,
-            self._rule,
-            self._since_fetch,
-            self._patience.pace,
-            self._patience.ended,
-            self._patience.calls,
-            self._patience.calls_before,
-            self._learned,
-            cycle.ends,
-            tuple(cycle.since) if cycle.since else (),
-            dict(cycle.leading) if cycle.leading else {},
-            self._step.saved(),
-        )
-
-    def go_on(self, mark: StepMark) -> None:
-        """Continue from a predecessor's mark."""
-        self._recorder.go_on(mark)
-        self._placed = mark.placed
-        self.has_trained, self._open, self._fetched, self._over = mark.has_trained, mark.opened, mark.fetched, mark.over
-        self._start, self._last, self._rule = mark.start, mark.last, mark.rule
-        self._since_fetch, self._patience = (
-            mark.since_fetch,
-            Patience(mark.pace, mark.paced, mark.paced_calls, mark.paced_calls_before),
-        )
-        self._learned = frozenset(mark.learned)
-        self._cycle = OptimizerCycle(mark.ends, mark.since, {int(site): last for site, last in mark.leading.items()})
-        self._step = OpenStep.restored(mark.part)
-
     @property
     def open_calls(self) -> int:
         """Number of calls in the open step."""
@@ -124,7 +82,8 @@ class StepRules:
 
     def _hold(self, item: Item) -> None:
         if not self.held:
-            self._mark = self._snapshot()
+            cycle = self._cycle
+            self._before = _AtFirst(self._open, self._start, self._last, cycle.ends, tuple(cycle.since))
         self.held.append(item)
 
     # ------------------------------------------------------------------------------------------ input
@@ -145,13 +104,11 @@ class StepRules:
             self._hold(block)
             self._bound()
         else:
-            mark = self._snapshot()
             self._recorder.of_others(block)
-            self._closed(mark, [block], False)
+            self._closed([block], False)
 
     def place(self, event: QueuedEvent) -> None:
         """Take an event that happened after all items taken so far."""
-        self._placed = event.number + 1
         if event.pauses and self._step.calls:
             self._settle()
             if self._step.calls:
@@ -161,7 +118,7 @@ class StepRules:
             self._hold(event)
             return
         self._recorder.event(event, self._recorder.number + bool(self.held))
-        self._closed(self.mark(), [], False)
+        self._closed([], False)
 
     def fetches(self, since: int) -> None:
         """Take a fetch that has begun at the top level; its start ends the open step."""
@@ -191,7 +148,7 @@ class StepRules:
         self._recorder.part(totals, items)
         if not totals.failed and not (cut_off and totals.unfinished):
             self._recorder.step(totals, (), self._start, self._last)
-        self._closed(self._snapshot(), [], True)
+        self._closed([], True)
         self._step = OpenStep()
         self._open = False
 
@@ -236,7 +193,7 @@ class StepRules:
         self._open = self._fetched = False
         if not self.held:
             return
-        mark, items, self.held = self.mark(), self.held, []
+        items, self.held = self.held, []
         recorder = self._recorder
         for item in items:
             if isinstance(item, QueuedEvent):
@@ -246,7 +203,7 @@ class StepRules:
             elif item[0].kind == Kind.MEMORY:
                 recorder.note_memory_look(item[0].site, recorder.number)
         self._step = OpenStep()
-        self._closed(mark, items, False)
+        self._closed(items, False)
 
     # ------------------------------------------------------------------------------------------ without a loader
 
@@ -364,22 +321,20 @@ class StepRules:
 
     def _take_anew(self) -> None:
         """Take all held items again under the changed rule or cycle."""
-        mark = self._mark
-        if mark is None or not self.held:
+        before = self._before
+        if not self.held or self._step.part is not None:
             return
         items, self.held = self.held, []
-        self._open, self._start, self._last = mark.opened, mark.start, mark.last
-        if self._cycle.ends == mark.ends:
-            self._cycle.since = dict.fromkeys(mark.since)
-        self._step = OpenStep.restored(mark.part)
-        placed, self._placed = self._placed, mark.placed
+        self._open, self._start, self._last = before.opened, before.start, before.last
+        if self._cycle.ends == before.ends:
+            self._cycle.since = dict.fromkeys(before.since)
+        self._step = OpenStep()
         self._another = False
         self._anew += 1
         self._take_again(items)
         if self._another:
             self._take_anew()
         self._anew -= 1
-        self._placed = placed
 
     def _take_again(self, items: Sequence[Item]) -> None:
         for item in items:
@@ -429,9 +384,8 @@ class StepRules:
 
     def _close(self, end: int) -> None:
         items, self.held = self.held, []
-        mark = self._mark if items and self._mark is not None else self._snapshot()
         self._recorder.step(self._step.part or StepTotals(), items, self._start, end)
-        self._closed(mark, items, True)
+        self._closed(items, True)
         self._step = OpenStep()
 
     def _bound(self) -> None:
@@ -442,5 +396,4 @@ class StepRules:
         self._step.part = self._step.part or StepTotals()
         self._recorder.part(self._step.part, items)
         self._step.part.keep_no_times()
-        if self._mark is not None:
-            self._closed(self._mark, items, False)
+        self._closed(items, False)

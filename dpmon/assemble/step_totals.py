@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from typing import Any
 
 from dpmon.assemble.device_waits import Payload, Pending, Slots
 from dpmon.assemble.nesting import BACKWARD, COPY, DATA, OPTIMIZER, QUANTITIES, SYNC, SYNC_NUMBER_AT
@@ -16,17 +14,16 @@ _EXTRAS = (*SPAN_PHASES[len(BODY_PHASES) :], *QUANTITIES)
 _LARGEST = (1 << 62) - 1
 _MAX_TIMED = 4096
 """Most spans with device times in one step."""
-_SAVED = (
-    *("times", "counts", "learned_rows", "evaluated_rows", "mode", "learns"),
-    *("failed", "backwards", "passes", "module", "crowded", "skipped", "spans", "missing_spans"),
-    *("learning_calls", "sum_of_rows", "several"),
-)
 
 
 class StepTotals:
     """The sums of one step."""
 
-    __slots__ = (*_SAVED, "mixed", "timed")
+    __slots__ = (
+        *("times", "counts", "learned_rows", "evaluated_rows", "mode", "learns", "mixed", "timed"),
+        *("failed", "backwards", "passes", "module", "crowded", "skipped", "spans", "missing_spans"),
+        *("learning_calls", "sum_of_rows", "several"),
+    )
 
     def __init__(self) -> None:
         self.times = [-1] * len(SPAN_PHASES)
@@ -139,18 +136,3 @@ class StepTotals:
             if 0 <= phase < len(slots):
                 slots[phase] = []
         return slots, Untimed.COPIES
-
-    def saved(self) -> list[Any]:
-        """Return the state for `restored`."""
-        values = [getattr(self, name) for name in _SAVED]
-        return [list(value) if isinstance(value, list) else value for value in values]
-
-    @classmethod
-    def restored(cls, saved: Sequence[Any]) -> StepTotals:
-        """Restore saved totals."""
-        found = cls()
-        for name, value in zip(_SAVED, saved, strict=True):
-            setattr(found, name, value)
-        found.times, found.counts = list(found.times), list(found.counts)
-        found.spans = [(phase, start, took) for phase, start, took in found.spans]
-        return found

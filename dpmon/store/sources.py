@@ -7,10 +7,8 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from dpmon.assemble.assembler import CAUGHT_UP, Assembler
-from dpmon.record.payloads import call_head, kind_of, step_fields
+from dpmon.assemble.assembler import CAUGHT_UP, Assembler, Predecessor
 from dpmon.record.spans import Span
-from dpmon.record.wire import unpack_collective
 from dpmon.ring_file import RingError
 from dpmon.ring_reader import RingReader
 from dpmon.run.proc import alive
@@ -20,10 +18,6 @@ from dpmon.store.tables import RingRow
 
 _MUCH = 8
 """If one read returns this fraction of a ring (1/8), its process may write faster than the reader reads."""
-_ENDED = ""
-"""The state in a row once its process has ended and all records are taken."""
-_CALL_AT = 5
-"""Index of a call's number in its head."""
 
 
 class RingSource(Protocol):
@@ -99,11 +93,7 @@ class FrameSource:
 
 
 class SpanSource:
-    """A ring of spans, and the lines beside it.
-
-    The assembler numbers steps and calls. A resumed assembler begins with the first span of the open step, so it
-    repeats calls of its predecessor. This class drops the repeated calls.
-    """
+    """A ring of spans, and the lines beside it."""
 
     def __init__(self, path: Path, row: RingRow | None) -> None:
         """As in FrameSource."""
@@ -113,12 +103,6 @@ class SpanSource:
         self.rank = self._ring.rank
         self.over = False
         self._assembler = Assembler()
-        self._state: str | None = None
-        """The assembler's state; None if it changed since it was read."""
-        self._last_call = self._last_step = 0
-        """The highest numbers in the history; 0 once the assembler has returned higher ones."""
-        self._collected = 0
-        """Collectives with spans below this number are in the history."""
         self._spans: list[Span] = []
         """Spans that were read and not yet given to the assembler."""
         self._again = True
@@ -133,30 +117,14 @@ class SpanSource:
 
     def _go_on(self, row: RingRow) -> None:
         """Continue where a predecessor left off."""
-        ring = self._ring
-        self.over = row.state == _ENDED
-        self._last_call, self._last_step = row.last_call or 0, row.last_step or 0
+        ring, lines = self._ring, row.lines or 0
+        self.over = row.ended
         if not self.over:
-            try:
-                self._assembler = Assembler.resumed(row.state or "", self._lines_until(row.lines or 0))
-            except ValueError:  # damaged, or of another version
-                self._go_on_without_state(row)
-                return
-        ring.position, ring.seen, ring.lines_position = row.position, row.sequence, row.lines or 0
-
-    def _go_on_without_state(self, row: RingRow) -> None:
-        """Assemble the ring from its start; if the start is overwritten, go on from the last position and numbers."""
-        ring = self._ring
-        lines = self._lines_until(row.lines or 0)
-        if ring.holds_start():
-            self._assembler = Assembler.without_state(lines)
-            self._collected = row.sequence
-            ring.position = 0
-        else:
-            self._assembler = Assembler.without_state(lines, self._last_step, self._last_call)
-            self._last_call = self._last_step = 0
-            ring.position = row.sequence
-        ring.seen, ring.lines_position = row.sequence, row.lines or 0
+            numbers = row.last_step or 0, row.last_call or 0, -1 if row.thread is None else row.thread
+            pending = {int(number) for number in row.pending.split() if number.isdecimal()}
+            before = Predecessor(*numbers, row.position, row.sequence, pending)
+            self._assembler = Assembler.successor(self._lines_until(lines), before)
+        ring.position, ring.seen, ring.lines_position = row.position, row.sequence, lines
 
     def _lines_until(self, end: int) -> Iterator[Mapping[str, Any]]:
         """Yield the lines up to byte `end` of their file. The predecessor has already counted the damaged ones."""
@@ -178,7 +146,7 @@ class SpanSource:
         except RingError:
             if not gone:
                 raise
-            return self._new(self._fed()) + self._ended(), False
+            return self._fed() + self._ended(), False
         if not ring.at_end and len(self._spans) < CAUGHT_UP:
             # Reading stopped at an empty slot. Wait until it is filled: if the assembler got so few spans, it would
             # conclude that it has caught up.
@@ -186,7 +154,6 @@ class SpanSource:
         payloads = self._fed()
         if ring.at_end and self._assembler.thread >= 0:
             payloads += self._report_under_way(*current_span_in(words, self._assembler.thread))
-        payloads = self._new(payloads)
         if self._assembler.one_in not in (0, self._one_in):
             self._one_in = self._assembler.one_in
             with suppress(RingError, OSError):  # truncated or not writable: keep the old sampling
@@ -204,40 +171,19 @@ class SpanSource:
         self._again = bool(spans or lines)
         if spans:
             self._under_way = (0, 0)
-        self._state = None
         return self._assembler.feed(spans, lines)
 
     def _report_under_way(self, kind: int, since_ns: int) -> list[bytes]:
         """Report the training thread's current span to the assembler."""
         if since_ns == 0 or (kind, since_ns) == self._under_way:
             return []
-        self._under_way, self._state = (kind, since_ns), None
+        self._under_way = (kind, since_ns)
         return self._assembler.take_current_span(kind, since_ns)
-
-    def _new(self, payloads: list[bytes]) -> list[bytes]:
-        """Return the payloads that are not in the history."""
-        if not (self._last_call or self._last_step or self._collected):
-            return payloads
-        found = []
-        for payload in payloads:
-            kind = kind_of(payload)
-            if kind == "call" and self._last_call:
-                if call_head(payload)[_CALL_AT] <= self._last_call:
-                    continue
-                self._last_call = 0
-            elif kind == "step" and self._last_step:
-                if step_fields(payload).step <= self._last_step:
-                    continue
-                self._last_step = 0
-            elif kind == "collective" and unpack_collective(payload).number < self._collected:
-                continue
-            found.append(payload)
-        return found
 
     def _ended(self) -> list[bytes]:
         """Return the last payloads, which belong to the open step."""
         self.over = True
-        return self._new(self._assembler.end())
+        return self._assembler.end()
 
     def has_more(self) -> bool:
         """As in RingSource."""
@@ -248,12 +194,9 @@ class SpanSource:
         ring, assembler = self._ring, self._assembler
         row.sequence, row.lines = ring.position, ring.lines_position
         row.open_calls = assembler.open_calls
-        if self.over:
-            row.position, row.state = ring.position, _ENDED
-        else:
-            if self._state is None:
-                self._state = assembler.state()
-            row.position, row.state = assembler.position, self._state
+        row.ended, row.thread = self.over, assembler.thread
+        row.position = ring.position if self.over else assembler.position
+        row.pending = " ".join(map(str, assembler.pending))
         return ring.missed + ring.damaged_lines + assembler.dropped - self._dropped_before
 
     def close(self) -> None:
@@ -281,4 +224,4 @@ def holds_more(path: Path, row: RingRow | None, over: bool) -> bool:
         if row is None or row.pid != ring.pid:
             return True
         ring.position, ring.lines_position = row.sequence, row.lines or 0
-        return row.state != _ENDED and (over or ring.has_more() or ring.has_lines() or not alive(ring.pid, None))
+        return not row.ended and (over or ring.has_more() or ring.has_lines() or not alive(ring.pid, None))

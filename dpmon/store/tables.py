@@ -3,8 +3,8 @@
     meta         key, value: schema, run, start_ns, limit_bytes, pruned (rows deleted to stay below it)
     rings        one row per ring: the reading position (position, sequence, lines), the counts of missed and other
                  records, the first and the last id of its calls and steps, the id of the first call that waits for its
-                 step, the numbers of its last step and call, the state of the assembler of its spans, and the calls
-                 so far while no step has ended
+                 step, the numbers of its last step and call, its training thread, its events that are not in the
+                 history, whether it has ended, and the calls so far while no step has ended
     definitions  process, number, value (JSON): layouts and sizes that calls refer to
     calls        id, process, call, step, mode, start_ns, wall_ns, rows, payload (dpmon.record.codec), ns of each phase
     steps        id, process, step, mode, start_ns, wall_ns, kind (dpmon.record.schema.KINDS), calls, each quantity,
@@ -92,7 +92,7 @@ __all__ = [
 BEFORE_S = -1
 """`start_s` of the device_rollups and collective_sums that cover all time before the remaining ones."""
 HISTORY_FILE = "history.sqlite"
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 LASTING_KINDS = ("process", "mode", "exit", "warning", "pause", "input", "loader", "ddp")
 """Events kept when older rows are deleted, because they concern the whole run; of some kinds only the newest."""
 LASTING = f"kind IN ({', '.join(repr(kind) for kind in LASTING_KINDS)})"
@@ -140,8 +140,8 @@ CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS rings (
     name TEXT PRIMARY KEY, process INTEGER, rank INTEGER, pid INTEGER, position INTEGER, sequence INTEGER,
     missed INTEGER, lost INTEGER, calls INTEGER, steps INTEGER, last_step INTEGER,
-    first_id INTEGER, last_id INTEGER, held_id INTEGER, last_call INTEGER, lines INTEGER, state TEXT,
-    open_calls INTEGER) WITHOUT ROWID;
+    first_id INTEGER, last_id INTEGER, held_id INTEGER, last_call INTEGER, lines INTEGER, thread INTEGER,
+    pending TEXT, ended INTEGER, open_calls INTEGER) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS definitions (
     process INTEGER, number INTEGER, value TEXT, PRIMARY KEY (process, number)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS calls ({call_columns});
@@ -230,8 +230,12 @@ class RingRow:
     last_call: int | None = None
     lines: int | None = None
     """Bytes read of the lines beside a ring of spans."""
-    state: str | None = None
-    """State of the assembler of a ring of spans; empty once its process has ended and the history is complete."""
+    thread: int | None = None
+    """Number of the training thread of a ring of spans; -1 while unknown."""
+    pending: str = ""
+    """Numbers of the events that were read and are not in the history yet."""
+    ended: bool = False
+    """Whether its process has ended and the history is complete."""
     open_calls: int = 0
     """Calls so far, while no step has ended."""
 

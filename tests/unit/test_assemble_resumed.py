@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
-from pretend import KINDS, Script, apart, decoded, in_portions, numbered, resumed_at
+from pretend import KINDS, Script, apart, decoded, in_portions, numbered, resumed_at, successor_of
 
 from dpmon.assemble import Assembler, step_rules
 from dpmon.record.codec import Decoder
@@ -178,46 +179,65 @@ def test_any_portions_give_the_same_payloads(seed: int) -> None:
 
 @pytest.mark.usefixtures("bound")
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_successor_goes_on_at_every_span(seed: int) -> None:
-    """It repeats the records of the open step with the same numbers, and each event once."""
+def test_a_successor_repeats_nothing_and_loses_calls_of_the_open_step_at_most(seed: int) -> None:
+    """It may divide the open step otherwise. Calls of other threads that were read may be lost, too."""
     script = Chance(seed).run(8)
-    whole = in_portions(script, [])
-    expected = decoded(whole)
+    expected = decoded(in_portions(script, []))
+    aside = {span.start for span in script.spans if span.thread}
     for cut in range(len(script.spans) + 1):
-        before, after = resumed_at(script, cut)
-        first, second = decoded(before), decoded(after)
-        calls = {call.call: call for call in first.calls}
-        for call in second.calls:
-            assert calls.setdefault(call.call, call) == call
-        steps = {step.step: step for step in first.steps}
-        for step in second.steps:
-            assert steps.setdefault(step.step, step) == step
-        assert list(calls.values()) == expected.calls, cut
-        assert list(steps.values()) == expected.steps, cut
-        assert [*first.events, *second.events] == expected.events, cut
-        assert sorted(map(repr, [*first.collectives, *second.collectives])) == sorted(map(repr, expected.collectives))
-        assert sorted(map(repr, [*first.samples, *second.samples])) == sorted(map(repr, expected.samples)), cut
+        first, second = (decoded(payloads) for payloads in resumed_at(script, cut))
+        calls, steps = [*first.calls, *second.calls], [*first.steps, *second.steps]
+        assert [call.call for call in calls] == list(range(1, len(calls) + 1)), cut
+        assert [step.step for step in steps] == list(range(1, len(steps) + 1)), cut
+        starts = Counter(call.start_ns for call in calls)
+        assert max(starts.values(), default=1) == 1, cut
+        lost = {call.step for call in expected.calls if call.start_ns not in {*starts, *aside}}
+        assert len(lost) <= 1, cut
+        told = Counter(event.kind for event in (*first.events, *second.events) if "cut off" not in str(event.data))
+        assert told == Counter(event.kind for event in expected.events if "cut off" not in str(event.data)), cut
+
+
+def loops() -> dict[str, Script]:
+    """Regular loops: with a loader, with an optimizer, with two optimizers, with backward passes only."""
+    made = {name: Script() for name in ("loader", "optimizer", "two optimizers", "backward")}
+    for name, script in made.items():
+        net = script.model()
+        if name != "backward":
+            script.makes_optimizer()
+        for _ in range(8):
+            if name == "loader":
+                script.fetch()
+            script.call(net)
+            script.backward()
+            if name == "two optimizers":
+                script.optimizer(2)
+                script.call(net)
+                script.backward()
+            if name != "backward":
+                script.optimizer(1)
+    return made
+
+
+@pytest.mark.parametrize("name", loops())
+def test_a_successor_changes_only_the_open_step_of_a_regular_loop(name: str) -> None:
+    script = loops()[name]
+    expected = decoded(in_portions(script, []))
+    assert len(expected.steps) == 8
+    ends = {step.start_ns + step.wall_ns for step in expected.steps}
+    for cut in range(len(script.spans) + 1):
+        first, second = (decoded(payloads) for payloads in resumed_at(script, cut))
+        steps = [*first.steps, *second.steps]
+        assert steps[: len(first.steps)] == expected.steps[: len(first.steps)]
+        assert len(steps) in (8, 9), cut
+        assert len(ends & {step.start_ns + step.wall_ns for step in steps}) >= 7, cut
 
 
 def test_a_successor_of_one_that_began_nothing() -> None:
     script = Chance(1).run(6)
-    first = Assembler()
-    second = Assembler.resumed(first.state(), [])
-    assert (first.position, second.position) == (0, 0)
+    second = successor_of(Assembler(), [], 0, decoded([]))
+    assert second.position == 0
     out = second.feed(script.spans, script.lines_between(0, len(script.lines)))
     assert apart(out + second.end()) == apart(in_portions(script, []))
-
-
-def test_a_state_is_small() -> None:
-    script = Script()
-    net = script.model()
-    script.makes_optimizer()
-    for _ in range(4000):
-        script.evaluate(net)
-    assembler = Assembler()
-    assembler.feed(script.spans, script.lines_between(0, len(script.lines)))
-    assert assembler.position == 0
-    assert len(assembler.state()) < 1000
 
 
 def test_the_position_follows_the_steps() -> None:
@@ -230,12 +250,6 @@ def test_the_position_follows_the_steps() -> None:
     assembler.feed(script.spans, script.lines_between(0, len(script.lines)))
     assert assembler.position == 36
     assert assembler.thread == 0
-
-
-@pytest.mark.parametrize("state", ["", "null", "{}", "[1, 2]", '{"mark": 3}', '{"mark": [1], "floors": {}, "next": 0}'])
-def test_a_damaged_state_is_refused(state: str) -> None:
-    with pytest.raises(ValueError, match="state"):
-        Assembler.resumed(state, [])
 
 
 # ------------------------------------------------------------------------------------------ damage
@@ -312,7 +326,6 @@ def test_damaged_spans_raise_nothing(seed: int) -> None:
         payloads += assembler.feed(spans[at : at + 50], lines if at == 0 else [])
         assert 0 <= assembler.position <= len(spans)
         payloads += assembler.take_current_span(draw.randrange(20), draw.getrandbits(64))
-        assert Assembler.resumed(assembler.state(), lines).position == assembler.position
     payloads += assembler.end()
     decoder = Decoder(0)
     for payload in payloads:

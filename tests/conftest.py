@@ -23,6 +23,15 @@ FIRST = (
 """Files that took ten seconds or more; they run first, so that no worker starts a long file at the end."""
 
 
+@pytest.fixture(autouse=True)
+def screens_save_elsewhere(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Give each test of the screen a current directory of its own: a key such as `s` saves a file there."""
+    if request.path.name.startswith("test_ui_"):
+        monkeypatch.chdir(tmp_path_factory.mktemp("cwd"))
+
+
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A state directory for this test, used by this process and its children."""

@@ -149,10 +149,7 @@ async def test_a_dialog_in_a_terminal_that_becomes_tiny(directory: Path, opener:
 
 
 @pytest.mark.parametrize("opener", OPENERS)
-async def test_the_runs_directory_vanishes_under_a_dialog(
-    directory: Path, opener: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path_factory.mktemp("work"))  # where a picture is saved
+async def test_the_runs_directory_vanishes_under_a_dialog(directory: Path, opener: str) -> None:
     async with stage(directory) as on:
         await on.press(opener)
         shutil.rmtree(directory)

@@ -73,7 +73,7 @@ class Dialog(ModalScreen[str | None]):
 
     def press(self, key: str) -> None:
         """Act as if a key of `footer_keys` was pressed."""
-        name = {"esc": "escape"}.get(key, key.partition(" ")[0])
+        name = {"esc": "escape"}.get(key, key)
         if not self.answered and any(key == each for each, _ in self.footer_keys()):
             self.pressed(events.Key(name, None))
 
@@ -140,35 +140,33 @@ class Choice(Dialog):
         look: Look,
         on_pointless: Callable[[], None] | None = None,
     ) -> None:
-        """`answers`: one key or several, separated by spaces; name; text.
+        """`answers`: key; name; text.
 
         `on_pointless`: tells the user that the dialog closed because the question is pointless after the run's end.
         """
         super().__init__(title, look)
         self.on_pointless = on_pointless
         self.lines = text
-        self.answers = [(" or ".join(keys.split()), name, text) for keys, name, text in answers]
-        self.keys_width = max(5, *(len(keys) for keys, _, _ in self.answers))
+        self.answers = answers
         self.said = ""
         """A note about the last key, if it was no answer."""
 
     def wanted(self) -> int:
         """As wide as its longest row."""
-        longest = max(len(text) for _, _, text in self.answers) + self.keys_width + 3
+        longest = max(len(text) for _, _, text in self.answers) + 8
         return max(*(len(line) for line in self.lines), longest, 30)
 
     def content(self, width: int, height: int) -> list[Row]:
         """The text, then a row per answer."""
         rows: list[Row] = [[(cut(line, width), "")] for line in self.lines]
         rows.append([(cut(self.said, width), "dim")])
-        for keys, _, text in self.answers:
-            text = cut(text, width - self.keys_width - 3)
-            rows.append([("  ", ""), (keys.ljust(self.keys_width), "key"), (" " + text, "")])
+        for key, _, text in self.answers:
+            rows.append([("  ", ""), (key.ljust(5), "key"), (" " + cut(text, width - 8), "")])
         return rows
 
     def footer_keys(self) -> list[tuple[str, str]]:
         """The answers, each with the first part of its text."""
-        return [(keys, re.split("[:;,]", text)[0]) for keys, _, text in self.answers]
+        return [(key, re.split("[:;,]", text)[0]) for key, _, text in self.answers]
 
     def over(self) -> None:
         """Close if the question is now pointless."""
@@ -183,8 +181,8 @@ class Choice(Dialog):
     def pressed(self, event: events.Key) -> None:
         """Return the answer of the key, or tell the user that the key does nothing here."""
         pressed = "esc" if event.key == "escape" else event.key
-        for keys, name, _ in self.answers:
-            if pressed in keys.split(" or "):
+        for key, name, _ in self.answers:
+            if pressed == key:
                 self.settle(name)
                 return
         self.said = f"{key_name(event)} does nothing here"

@@ -99,7 +99,7 @@ class Stopping(Drawing):
         self._confirm_stop(leaves=False)
 
     def _confirm_stop(self, leaves: bool) -> None:
-        answers = [("x y", "stop", _STOPS), ("esc", "stay", "let it go on")]
+        answers = [("y", "stop", _STOPS), ("esc", "stay", "let it go on")]
         text = ["Everything computed since the last checkpoint is lost."]
         then = partial(self._confirmed, leaves)
         self.push_screen(Choice("Stop the training?", text, answers, self.look, self._say_nothing_to_stop), then)

@@ -309,7 +309,7 @@ def test_stopping_from_the_screen(dpmon: Dpmon) -> None:
     terminal.shows("a line of the script")
     terminal.type("q")
     terminal.shows("stop the training")
-    terminal.type("xx")
+    terminal.type("xy")
     assert terminal.wait() == 130
     assert dpmon.exit()["signal"] == "SIGINT"
 

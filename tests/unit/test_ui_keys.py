@@ -30,13 +30,6 @@ from dpmon.ui.scene import PANELS, RANGES, View
 from dpmon.ui.tail import Tail
 
 
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Save files of keys in the directory of the test."""
-    (tmp_path / "cwd").mkdir()
-    monkeypatch.chdir(tmp_path / "cwd")
-
-
 def test_every_action_that_is_bound_exists() -> None:
     from dpmon.ui.monitor import Monitor
 
@@ -366,8 +359,7 @@ async def test_a_key_that_never_comes_back_holds_the_others_up_for_a_moment_only
     assert sent == ["a", "b", "c", "d"]
 
 
-@pytest.mark.parametrize("key", ["x", "y"])
-async def test_stop_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+async def test_stop_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped: list[Path] = []
 
     def stop_run(directory: Path, last_known: object) -> Iterator[str]:
@@ -381,8 +373,8 @@ async def test_stop_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         await on.press("x")
         assert isinstance(on.app.screen, Choice)
         shown = on.app.screen.box.text()
-        assert any(row.split()[1:5] == ["x", "or", "y", "stop"] for row in shown), shown
-        for other, name in (("a", "a"), ("enter", "enter"), ("Y", "Y")):
+        assert any(row.split()[1:3] == ["y", "stop"] for row in shown), shown
+        for other, name in (("x", "x"), ("a", "a"), ("enter", "enter"), ("Y", "Y")):  # a held x confirms nothing
             await on.press(other)
             said = on.app.screen.box.text()
             assert any(f" {name} does nothing here " in row for row in said), said
@@ -390,7 +382,7 @@ async def test_stop_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         await on.press("escape")
         await on.until(lambda: len(on.app.screen_stack) == 1, "the dialog to close")
         assert stopped == []
-        await on.press("x", key)
+        await on.press("x", "y")
         await on.shows("by you, status 130")
         assert stopped == [tmp_path]
         await on.shows("this picture stays")
@@ -456,6 +448,22 @@ async def test_the_palette_lists_what_is_possible_and_does_it(tmp_path: Path) ->
         assert any("no command matches" in row for row in on.app.screen.box.text())  # type: ignore[attr-defined]
         await on.press("enter")
         await on.until(lambda: len(on.app.screen_stack) == 1, "the dialog to close")
+
+
+@pytest.mark.parametrize(("key", "action"), [("s", "picture"), ("x", "stop"), ("N", "next(-1)"), ("e", "export")])
+async def test_a_key_typed_into_the_list_of_commands_is_chosen_before_words(
+    tmp_path: Path, key: str, action: str
+) -> None:
+    async with stage(tmp_path) as on:
+        if key == "N":
+            on.app.view = View("output", search="loss")
+        await on.press("colon", key)
+        palette = on.app.screen
+        assert isinstance(palette, Commands)
+        found = palette.matching()
+        assert found[0][::2] == (key, action), "without the rule, a command with the letter in its words is first"
+        assert palette.at == 0
+        assert len(found) > 1, "the words still count"
 
 
 async def test_a_click_in_the_footer_presses_the_key(tmp_path: Path) -> None:

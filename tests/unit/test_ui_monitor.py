@@ -17,6 +17,10 @@ from dpmon.ui.dialogs import Choice, Pages
 from dpmon.ui.monitor import Monitor
 
 
+def test_tests_of_the_screen_save_their_files_in_a_directory_of_their_own(tmp_path: Path) -> None:
+    assert Path.cwd().parent == tmp_path.parent
+
+
 def last_step(on: Stage) -> int | None:
     process = on.app.feed.state.focus()
     return None if process is None or process.last_step is None else process.last_step.step
@@ -177,7 +181,7 @@ async def test_stop_stops_the_run_in_the_background(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr("dpmon.run.stop.stop_run", stop_run)
     async with stage(tmp_path) as on:
-        await on.press("q", "x", "x")
+        await on.press("q", "x", "y")
         await on.until(lambda: on.app.return_value == "stopped", "the end of the screen")
         assert stopped == [tmp_path]
 
@@ -197,7 +201,7 @@ async def test_leaving_waits_until_all_processes_are_stopped(
 
     monkeypatch.setattr("dpmon.run.stop.stop_run", stop_run)
     async with stage(tmp_path) as on:
-        await on.press("x", "x")
+        await on.press("x", "y")
         await on.shows("stopping: SIGTERM to 1 process")
         await on.shows("SIGINT")
         await on.press("q")
@@ -218,7 +222,7 @@ async def test_a_stop_that_fails_gives_a_message_and_the_screen_stays(
 
     monkeypatch.setattr("dpmon.run.stop.stop_run", stop_run)
     async with stage(tmp_path) as on:
-        await on.press("q", "x", "x")
+        await on.press("q", "x", "y")
         await on.shows("could not stop the training: 2 processes cannot be stopped: 1, 2")
         assert on.app.return_value is None
 

@@ -19,6 +19,8 @@ from dpmon.ui.view import PanelView
 
 LINE_MOST = 4000
 """Most bytes of a typed line: with its newline it fits one atomic write (PIPE_BUF) and one terminal line (N_TTY)."""
+_HEAD = 3
+"""Rows above the panels, with messages."""
 
 
 def key_name(event: events.Key) -> str:
@@ -49,6 +51,8 @@ class Dialog(ModalScreen[str | None]):
         self.pinned = 0
         """Rows that stay at the top during scrolling."""
         self.answered = False
+        self.remark = ""
+        """The newest message."""
         self.rows: list[Row] = []
         self.row = 0
         """The drawn rows, each as wide as the screen, and the screen's row of the first."""
@@ -61,21 +65,31 @@ class Dialog(ModalScreen[str | None]):
         elif event.key in self.picture_keys:
             self.app.call_later(self.app.run_action, "picture")
         else:
+            self.remark = ""
             self.pressed(event)
+
+    def say(self, remark: str) -> None:
+        """Show a message in the title, if the dialog covers the row of messages."""
+        self.remark = remark
+        self.draw()
 
     def pressed(self, event: events.Key) -> None:
         """Act on a key; sub-classes define which keys work."""
         raise NotImplementedError
 
+    def own_keys(self) -> list[tuple[str, str]]:
+        """The keys that work only in this dialog, and their effects."""
+        raise NotImplementedError
+
     def footer_keys(self) -> list[tuple[str, str]]:
         """The keys that work now and their effects, for the footer."""
-        raise NotImplementedError
+        return [*self.own_keys(), (self.picture_keys[0], "picture")]
 
     def press(self, key: str) -> None:
         """Act as if a key of `footer_keys` was pressed."""
         name = {"esc": "escape"}.get(key, key)
         if not self.answered and any(key == each for each, _ in self.footer_keys()):
-            self.pressed(events.Key(name, None))
+            self.on_key(events.Key(name, None))
 
     def over(self) -> None:
         """Called at the end of the run: stop offering what is impossible from then on."""
@@ -120,7 +134,8 @@ class Dialog(ModalScreen[str | None]):
         height = min(len(rows) + 2, screen_height)
         self.row = (screen_height - height) // 2
         self.box.place(0, self.row, screen_width, height)
-        corner: Row = [(self.corner(), "dim")] if self.corner() else []
+        shown = cut(self.remark, width - 11) if self.row < _HEAD else ""
+        corner: Row = [(shown, "wait")] if shown else [(self.corner(), "dim")] if self.corner() else []
         title: Row = [(cut(self.title_text, width - 6), "title")]
         glyphs = self.look.glyphs
         framed = box(title, corner, rows, width, height, glyphs, focused=True, first=self.top, pinned=self.pinned)
@@ -164,7 +179,7 @@ class Choice(Dialog):
             rows.append([("  ", ""), (key.ljust(5), "key"), (" " + cut(text, width - 8), "")])
         return rows
 
-    def footer_keys(self) -> list[tuple[str, str]]:
+    def own_keys(self) -> list[tuple[str, str]]:
         """The answers, each with the first part of its text."""
         return [(key, re.split("[:;,]", text)[0]) for key, _, text in self.answers]
 
@@ -204,9 +219,9 @@ class Pages(Dialog):
 
     def corner(self) -> str:
         """The keys to scroll and to close."""
-        return "arrows scroll  esc closes"
+        return "arrows scroll  s picture  esc closes"
 
-    def footer_keys(self) -> list[tuple[str, str]]:
+    def own_keys(self) -> list[tuple[str, str]]:
         """The keys to scroll and to close."""
         return [("arrows", "scroll"), ("esc", "close")]
 
@@ -243,7 +258,7 @@ class LineDialog(Dialog):
         self.typed = typed
         self.hidden = hidden
 
-    def footer_keys(self) -> list[tuple[str, str]]:
+    def own_keys(self) -> list[tuple[str, str]]:
         """The keys to send the line and to cancel."""
         return [("enter", "done"), ("esc", "cancel")] if self.open else [("esc", "close")]
 
@@ -313,7 +328,7 @@ class Commands(Dialog):
         """The keys to choose with."""
         return "enter does it"
 
-    def footer_keys(self) -> list[tuple[str, str]]:
+    def own_keys(self) -> list[tuple[str, str]]:
         """The keys to choose with."""
         return [("arrows", "choose"), ("enter", "do it"), ("esc", "close")]
 

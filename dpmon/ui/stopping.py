@@ -36,6 +36,8 @@ class Stopping(Drawing):
             self._message_timer = None
         self._messages += 1
         self._see(replace(self.view, message=message, message_ns=self.scene().now_ns))
+        if self._dialog_open and isinstance(self.screen, Dialog):
+            self.screen.say(message or "")
         if message is not None:
             self._message_timer = self.set_timer(self.said_s, partial(self._remove_message, self._messages))
 

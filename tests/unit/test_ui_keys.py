@@ -140,6 +140,36 @@ async def test_a_picture_of_a_dialog_has_the_dialog(tmp_path: Path, opener: str,
         words = " ".join(ElementTree.fromstring(path.read_text()).itertext())
         assert word in words
         assert len(on.app.screen_stack) == 2, "the dialog is still open"
+        assert (key, "picture") in on.app.screen.footer_keys()  # type: ignore[attr-defined]
+        await on.shows(f"picture: {path.name}")
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 120)])
+async def test_a_dialog_that_covers_the_message_says_itself_where_the_picture_is(
+    tmp_path: Path, size: tuple[int, int]
+) -> None:
+    async with stage(tmp_path, size) as on:
+        await on.press("question_mark")
+        dialog = on.app.screen
+        assert isinstance(dialog, Pages)
+        assert "s picture" in dialog.box.text()[0]
+        covers = dialog.row < 2
+        assert covers == (size != (200, 120))
+        await on.press("s")
+        await on.shows("picture: dpmon-")
+        (path,) = Path.cwd().glob("*.svg")
+        assert (f"picture: {path.name}" in dialog.box.text()[0]) == covers, dialog.box.text()[0]
+        await on.press("down")
+        assert "s picture" in dialog.box.text()[0]
+
+
+async def test_a_click_on_the_key_of_a_picture_in_the_footer_of_a_dialog_saves_one(tmp_path: Path) -> None:
+    async with stage(tmp_path) as on:
+        await on.press("q")
+        await on.until(lambda: "s picture" in on.app.text()[-1], "the dialog's keys")
+        await on.pilot.click(offset=(on.app.text()[-1].index("s picture"), 39))
+        await on.shows("picture: dpmon-")
+        assert len(on.app.screen_stack) == 2
 
 
 async def test_a_picture_goes_into_the_run_where_the_directory_cannot_be_written(

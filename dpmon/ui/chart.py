@@ -9,8 +9,8 @@ from dpmon.model.process import PHASES, Column
 from dpmon.ui.look import LETTERS, Glyphs, Look
 from dpmon.ui.rows import Row, Span, merged, width_of
 
-_ROWS_OF_PHASES = 3
-"""Fewest rows in which a history shows the phases of its columns."""
+_ROWS_OF_PHASES = 6
+"""Fewest rows in which a history shows the phases of its columns: in fewer, some shares would be 0.15 too large."""
 _NICE = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 
 
@@ -229,7 +229,7 @@ def _cell(parts: list[tuple[float, int, str]], mono: bool) -> Span:
 def stacked(columns: Sequence[Column], width: int, height: int, top: float, look: Look, cells: int = 1) -> list[Row]:
     """`columns` from left to right, each `cells` wide, in `height` rows (top row first) on a scale up to `top` ns.
 
-    Each column is the mean step of its time range. From three rows on, its phases are stacked from below in the order
+    Each column is the mean step of its time range. From `_ROWS_OF_PHASES` rows on, its phases are stacked from below in the order
     of PHASES, shown by colour, or by letter without colour or in ASCII. Steps too short for the scale show the lowest
     block, or the lower-case letter of their largest phase; only a column without steps is blank.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from dataclasses import replace
 from typing import Any
@@ -207,10 +208,10 @@ def test_a_column_of_short_steps_has_the_lowest_mark_and_one_without_steps_has_n
         Column(number, "single", count, 0, 0, tuple(int(took * share * count) for took in phases))
         for number, (count, share) in enumerate(((2, 40.0), (3, 1.0), (3, 0.001), (0, 0.0)))
     )
-    for height in (1, 2, 4):
+    for height in (1, 5, 6):
         rows = stacked([long, short, shorter, none, short], 6, height, 200_000_000, look)
         text = [plain(row) for row in rows]
-        phases_shown = height >= 3
+        phases_shown = height >= 6
         lowest = mark if phases_shown else look.glyphs.blocks[1]
         assert text[-1][0] not in (" ", lowest), text
         assert text[-1][1:] == f"{lowest}{lowest} {lowest} ", text
@@ -221,7 +222,7 @@ def test_a_column_of_short_steps_has_the_lowest_mark_and_one_without_steps_has_n
 
 def test_steps_that_took_no_time_the_clock_can_tell_are_steps() -> None:
     column = Column(0, "dp", count=5)
-    for height in (1, 4):
+    for height in (1, 5, 6):
         assert plain(stacked([column], 1, height, 1_000_000, LOOK)[-1]) == "▁"
         assert plain(stacked([column], 1, height, 1_000_000, MONO_ASCII)[-1]) == "."
 
@@ -241,10 +242,30 @@ def test_few_rows_show_one_colour_and_more_rows_the_largest_phase_of_a_cell() ->
     phases = [0] * len(PHASES)
     phases[PHASES.index("forward")], phases[PHASES.index("backward")] = 8_000_000, 2_000_000
     column = Column(0, "single", 1, 0, 0, tuple(phases))
-    for height in (1, 2):
+    for height in (1, 2, 3, 5):
         assert {style for row in stacked([column], 1, height, 40_000_000, LOOK) for _, style in row if style} == {"bar"}
-    (low,) = [style for text, style in stacked([column], 1, 3, 40_000_000, LOOK)[-1] if text.strip()]
+    (low,) = [style for text, style in stacked([column], 1, 6, 100_000_000, LOOK)[-1] if text.strip()]
     assert low == "phase.forward"
+
+
+@pytest.mark.parametrize("height", range(1, 13))
+def test_a_chart_of_phases_shows_true_shares(height: int) -> None:
+    draw = random.Random(height)
+    for _ in range(1500):
+        usual = ("data", "forward", "backward", "sync", "optimizer", "other")
+        phases = [int(1e6 * draw.random() ** 2) * (name in usual) for name in PHASES]
+        column = Column(0, "dp", 1, 0, 0, tuple(phases))
+        shown = dict.fromkeys(PHASES, 0)
+        for row in stacked([column], 1, height, sum(phases) / draw.uniform(0.75, 1.0), LOOK):
+            ((text, style),) = row
+            lower, _, upper = style.removeprefix("phase.").partition("/")
+            if style.startswith("phase."):
+                shown[lower] += UNICODE.blocks.index(text)
+                shown[upper or lower] += 8 - UNICODE.blocks.index(text) if upper else 0
+        if any(shown.values()):
+            both = [(a / sum(shown.values()), b / sum(phases)) for a, b in zip(shown.values(), phases, strict=True)]
+            assert max(abs(drawn - share) for drawn, share in both) < 0.15, both
+        assert any(shown.values()) == (height >= 6)
 
 
 def test_the_axis_has_the_start_and_the_end_of_the_steps() -> None:

@@ -16,8 +16,6 @@ from dpmon.store.tally import WIDTHS, Tally
 COLUMNS = 640
 """Most columns to read."""
 _NICE = (1, 2, 5, 10, 15, 30, 60)
-_CELLS = (1, 2, 3, 4, 6, 8, 12)
-"""Possible widths (cells) of a column while a run is shorter than its chart."""
 _WIDTHS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 28800, 86400)
 """Possible durations of a column (s) in a picture of the whole run."""
 _OPEN_S = 5
@@ -98,13 +96,14 @@ def _both(one: Column, other: Column) -> Column:
 
 
 class Picture(NamedTuple):
-    """A history as the screen draws it: columns of one mode and equal duration, oldest first, with their width.
+    """A history as the screen draws it: columns of one mode and equal duration, oldest first.
 
     In the time of a column without steps (count 0), no step ended or was under way.
     """
 
     columns: Sequence[Column]
-    cells: int
+    places: int
+    """Number of columns for which the chart has room."""
     seconds: int
     """Seconds per column."""
 
@@ -112,7 +111,7 @@ class Picture(NamedTuple):
 def pictured(process: Process, span_s: int, width: int, over: bool = False) -> Picture:
     """The history for `width` cells: about the last `span_s` seconds, or the whole run for 0.
 
-    Columns keep their place until the space is full; then they become narrower, and at last the oldest quarter goes. So
+    Columns keep their place until the space is full; then they become narrower, and at last the oldest fifth goes. So
     columns do not move with every new one. `over`: no columns will follow, so no space is kept free for them.
     """
     if width <= 0 or not process.columns:
@@ -124,20 +123,20 @@ def pictured(process: Process, span_s: int, width: int, over: bool = False) -> P
     last = max(column.second for column in process.columns)
     least = min(span_s * 0.8, last + 2 - began)
     seconds = next((n for n in _NICE if n * width >= least), _NICE[-1])
-    cells = max(width * seconds // span_s, 1)
-    room = width // cells
+    room = max(min(span_s // seconds, width), 1)
     origin = began // seconds
     newest = last // seconds - origin
-    page = 1 if over else max(room // 4, 1)
+    page = 1 if over else max(room // 5, 1)
     first = -(-(newest + 1 - room) // page) * page if newest >= room else 0
-    return _filled(_placed(process.columns, seconds, origin + first)[-room:], cells, seconds, width, over)
+    return _filled(_placed(process.columns, seconds, origin + first)[-room:], seconds, room, over)
 
 
-def _filled(columns: Sequence[Column], cells: int, seconds: int, width: int, over: bool) -> Picture:
-    """A picture with columns so wide that they fill the width; while more follow, in widths that rarely change."""
-    widest = max(width // max(len(columns), 1), 1)
-    wide = widest if over else max(n for n in _CELLS if n <= widest)
-    return Picture(columns, max(cells, wide), seconds)
+def _filled(columns: Sequence[Column], seconds: int, room: int, over: bool) -> Picture:
+    """A picture of `columns`, at most `room`; while more follow, up to a fifth of it is free for them."""
+    places = len(columns) if over else room
+    while len(columns) <= places * 4 // 5:
+        places = places * 4 // 5
+    return Picture(columns, places, seconds)
 
 
 def _whole(process: Process, width: int, over: bool) -> Picture:
@@ -146,7 +145,7 @@ def _whole(process: Process, width: int, over: bool) -> Picture:
     newest = max(column.second for column in process.columns)
     seconds *= -(-(newest // seconds - first + 1) // width)
     placed = _placed(process.columns, seconds, _begin(process.columns[0]) // seconds)[-width:]
-    return _filled(placed, 1, seconds, width, over)
+    return _filled(placed, seconds, width, over)
 
 
 def _begin(column: Column) -> int:

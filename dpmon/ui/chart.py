@@ -226,15 +226,19 @@ def _cell(parts: list[tuple[float, int, str]], mono: bool) -> Span:
     return (blocks[lower], f"phase.{two[0][2]}/{two[1][2]}")
 
 
-def stacked(columns: Sequence[Column], width: int, height: int, top: float, look: Look, cells: int = 1) -> list[Row]:
-    """`columns` from left to right, each `cells` wide, in `height` rows (top row first) on a scale up to `top` ns.
+def stacked(columns: Sequence[Column], width: int, height: int, top: float, look: Look, places: int = 0) -> list[Row]:
+    """`columns` from left to right, in `height` rows (top row first) on a scale up to `top` ns.
 
-    Each column is the mean step of its time range. From `_ROWS_OF_PHASES` rows on, its phases are stacked from below in the order
-    of PHASES, shown by colour, or by letter without colour or in ASCII. Steps too short for the scale show the lowest
-    block, or the lower-case letter of their largest phase; only a column without steps is blank.
+    The width has room for `places` columns, by default one per cell.
+
+    Each column is the mean step of its time range. From `_ROWS_OF_PHASES` rows on, its phases are stacked from below in
+    the order of PHASES, shown by colour, or by letter without colour or in ASCII. Steps too short for the scale show
+    the lowest block, or the lower-case letter of their largest phase; only a column without steps is blank.
     """
     mono = not look.colour or look.glyphs.ascii
-    shown = list(columns)[-(width // cells) :] if width >= cells else []
+    places = max(places or width, 1)
+    shown = list(columns)[-places:]
+    edges = [index * width // places for index in range(len(shown) + 1)]
     signs = look.glyphs
     if height < _ROWS_OF_PHASES:
         means = ((sum(column.phases) / max(column.count, 1), column.count) for column in shown)
@@ -243,8 +247,11 @@ def stacked(columns: Sequence[Column], width: int, height: int, top: float, look
         drawn = [_cells(tuple(c.phases), c.count, top, height, signs.cut_top, mono) for c in shown]
     rows: list[Row] = []
     for row in range(height - 1, -1, -1):
-        spans = merged((text * cells, style) for text, style in (column[row] for column in drawn))
-        if len(drawn) * cells < width:
-            spans.append((" " * (width - len(drawn) * cells), ""))
+        cells = (column[row] for column in drawn)
+        spans = merged(
+            (sign * (end - at), style) for (sign, style), at, end in zip(cells, edges, edges[1:], strict=False)
+        )
+        if edges[-1] < width:
+            spans.append((" " * (width - edges[-1]), ""))
         rows.append(spans)
     return rows

@@ -221,7 +221,7 @@ def _history(scene: Scene, process: Process, width: int, height: int, look: Look
     axis = height >= 3
     bars = height - 1 if axis else height
     top = scale_top(picture.columns)
-    rows = stacked(picture.columns, room, bars, top, look, picture.cells)
+    rows = stacked(picture.columns, room, bars, top, look, picture.places)
     out: list[Row] = []
     for index, row in enumerate(rows):
         scale = duration(top) if index == 0 else "0" if index == bars - 1 and bars > 1 else ""
@@ -240,8 +240,10 @@ def _modes(picture: Picture, width: int, look: Look, ranks: str | None) -> Row:
     row: Row = []
     line = look.glyphs.frame[4]
     kinds = groupby(picture.columns, key=lambda column: (column.mode, column.evaluation))
+    drawn = 0
     for index, ((mode, evaluation), run) in enumerate(kinds):
-        count = sum(1 for _ in run) * picture.cells
+        first, drawn = drawn, drawn + sum(1 for _ in run)
+        count = drawn * width // picture.places - first * width // picture.places
         mark = look.glyphs.frame[5] if index else ""
         name = "evaluation" if evaluation else RANK_MODES[ranks] if ranks else mode
         short = len(mark) + len(name) - count
@@ -253,10 +255,8 @@ def _modes(picture: Picture, width: int, look: Look, ranks: str | None) -> Row:
         row.append((text + line * (count - len(text)), "wait" if evaluation else f"mode.{mode}"))
     end = clock((picture.columns[-1].second + picture.seconds) * SECOND).removeprefix("00:")
     text, style = row[-1]
-    if text.endswith(line * (len(end) + 1)):
-        row[-1:] = [(text[: -len(end) - 1] + " ", style), (end, "dim")]
-    left = width - width_of(row)
-    seconds = f"{picture.seconds} s a column"
-    if left > len(seconds) and picture.seconds > 1:
-        return [*row, (right(seconds, left), "dim")]
-    return [*row, (" " * left, "")]
+    for label in (f"{picture.seconds} s a column  {end}" if picture.seconds > 1 else end, end):
+        if text.endswith(line * (len(label) + 1)):
+            row[-1:] = [(text[: -len(label) - 1] + " ", style), (label, "dim")]
+            break
+    return [*row, (" " * (width - width_of(row)), "")]

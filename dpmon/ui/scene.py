@@ -192,8 +192,8 @@ class Scene:
 
     @property
     def device_span_s(self) -> int:
-        """Seconds that histories of devices cover: of the whole run, at most the last ten minutes."""
-        return self.view.span_s or min(max(self.elapsed_ns // SECOND, RANGES[0]), max(RANGES))
+        """Seconds that histories of devices cover: the time range, but not much more than the run has lasted."""
+        return min(max(self.elapsed_ns // SECOND, RANGES[0]), self.view.span_s or max(RANGES))
 
     @property
     def elapsed_ns(self) -> int:

@@ -122,7 +122,7 @@ def _content(panel: str, scene: Scene, output: Output, slot: Slot, look: Look) -
         return title, corner, picture(scene, width, height, look)
     if panel == "batch":
         numbers = panel_batch.figures(scene)
-        title, corner = panel_batch.title(scene, look, numbers)
+        title, corner = panel_batch.title(scene, look, numbers, slot.width)
         return title, corner, panel_batch.batch(scene, width, height, look, numbers)
     if panel == "compare" and panel_communication.applies(scene):
         title, corner = panel_communication.title(scene, look, slot.folded)

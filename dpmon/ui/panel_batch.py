@@ -47,8 +47,11 @@ def figures(scene: Scene) -> Summary:
     return Summary() if process is None else process.ranged
 
 
-def title(scene: Scene, look: Look, numbers: Summary) -> tuple[Row, Row]:
-    """The panel's title with the time range, and the main numbers of that range."""
+def title(scene: Scene, look: Look, numbers: Summary, width: int) -> tuple[Row, Row]:
+    """The panel's title with the time range, and the main numbers of that range, for a frame of `width` cells.
+
+    In a narrow frame the last numbers give way to the mode or rank, then the time range does.
+    """
     process = scene.process
     if not numbers.steps or process is None:
         return [(NAMES["batch"], "title")], []
@@ -69,7 +72,11 @@ def title(scene: Scene, look: Look, numbers: Summary) -> tuple[Row, Row]:
     ):
         corner += [(f" {name}", "dim"), (right(duration(value), 8), style)]
     kind: Row = [(dot, "dim"), ("evaluation", "wait")] if numbers.evaluation else []
-    return [(NAMES["batch"], "title"), (dot, "dim"), (word, f"mode.{mode}"), *kind, (dot + span, "dim")], corner
+    head: Row = [(NAMES["batch"], "title"), (dot, "dim"), (word, f"mode.{mode}"), *kind]
+    room = width - width_of(head) - 7
+    while len(corner) > 3 and width_of(corner) > room:
+        del corner[-2:]
+    return [*head, (dot + span, "dim")] if width_of(corner) + width_of([(dot + span, "")]) <= room else head, corner
 
 
 def batch(scene: Scene, width: int, height: int, look: Look, numbers: Summary) -> list[Row]:
@@ -98,7 +105,8 @@ def batch(scene: Scene, width: int, height: int, look: Look, numbers: Summary) -
         most = 1 if room < 6 else max(room // 2, room - 4 if scene.view.zoom is None else 0)
         sample = scene.state.last_sample
         wanted = min(1 + bool(timeline.buckets) + (sample is not None) + (len(others) or len(timeline.lanes)), most)
-        below = waterfall(timeline, width, wanted, look, numbers.p95_ns, others, sample)
+        rank = process.rank if others else None
+        below = waterfall(timeline, width, wanted, look, numbers.p95_ns, others, sample, rank)
     above = room - len(below)
     history = _history(scene, process, width, above, look) if above >= 2 else []
     blank: list[Row] = [[]] * (height - len(table) - len(history) - len(below)) if said else []

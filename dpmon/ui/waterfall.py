@@ -35,10 +35,12 @@ def waterfall(
     usual_ns: float | None,
     others: Sequence[Process] = (),
     sample: LastSample | None = None,
+    rank: int | None = None,
 ) -> list[Row]:
     """At most `height` rows of `width` cells. `usual_ns`: a step time that few steps exceed; it keeps the scale steady.
 
     `others`: other ranks; their last steps replace the lanes. `sample`: the newest step with known collectives.
+    `rank`: the step's rank, if there are several.
     """
     if height <= 0:
         return []
@@ -47,11 +49,14 @@ def waterfall(
     below = height - 1
     several = timeline.calls > 1
     label = min(max(10, *(5 + span_width(clean(lane.device, 12)) for lane in timeline.lanes), 0), 14)
+    name = "last step" if height > 1 or not several else f"last of {timeline.calls}"
+    if rank is not None:
+        name += f", rank {rank}"
+        label = max(label, len(name) + 1)
     room = width - label - _TOOK
     if room < 8:
         return []
     top = ceiling(max(timeline.wall_ns, usual_ns or 0))
-    name = "last step" if height > 1 or not several else f"last of {timeline.calls}"
     rows = [_main(name, timeline, label, room, top, look)]
     if timeline.buckets and below > 0:
         rows.append(bucket_row(timeline, label, room, top, look))

@@ -210,7 +210,7 @@ def on_screen(directory: Path, feed: Feed) -> tuple[Shown, str]:
         feed.tick()
     scene = feed.scene(view)
     numbers = panel_batch.figures(scene)
-    title, corner = panel_batch.title(scene, LOOK, numbers)
+    title, corner = panel_batch.title(scene, LOOK, numbers, 120)
     assert plain(title).endswith("whole run")
     found: Shown = {(*LAST[0], STEP, name): text for name, text in re.findall(rf"(\w+) +{_TIME}", plain(corner))}
     head, *table = map(plain, panel_batch.batch(scene, 150, 40, LOOK, numbers)[:4])
@@ -325,7 +325,7 @@ def test_the_times_of_ranks_are_those_of_one_rank_everywhere(monkeypatch: pytest
     feed.tick()
     scene = feed.scene(View(zoom="batch", span_s=0))
     numbers = panel_batch.figures(scene)
-    assert "rank 0" in plain(panel_batch.title(scene, LOOK, numbers)[0])
+    assert "rank 0" in plain(panel_batch.title(scene, LOOK, numbers, 120)[0])
     assert numbers.phases[0].median_ns == median
     feed.close()
     in_metrics(directory)

@@ -194,7 +194,20 @@ def test_the_straggler_is_told_once_and_its_rows_are_visible(size: tuple[int, in
 def test_panel_3_can_show_the_straggler() -> None:
     run, now = joined_ranks(4, slow=2, steps=120)
     scene = Scene(run.state(process=2), now, FACTS, alive=True)
-    assert "rank 2" in plain(panel_batch.title(scene, LOOK, panel_batch.figures(scene))[0])
+    assert "rank 2" in plain(panel_batch.title(scene, LOOK, panel_batch.figures(scene), 120)[0])
+
+
+@pytest.mark.parametrize("size", [(60, 20), (80, 24), (80, 44), (120, 24), (120, 40), (200, 60)])
+def test_panel_3_and_its_last_step_name_the_rank(size: tuple[int, int]) -> None:
+    scene = scene_of(4, slow=3)
+    text = texts(whole(scene, Output(), *size, LOOK))
+    (heading,) = [line for line in text if "3 Batch" in line]
+    assert "3 Batch · rank 0 " in heading, heading
+    assert ("last 2 min" in heading) == (size not in ((60, 20), (120, 24))), heading
+    assert "median" in heading, heading
+    last = [line for line in text if "last step" in line]
+    assert len(last) == (size != (60, 20)), "there, the history takes the last two rows"
+    assert all("last step, rank 0 " in line for line in last) or any("│ rank 3 " in line for line in text), last
 
 
 def test_a_rank_that_is_missing_is_blank_in_the_map() -> None:
@@ -348,7 +361,7 @@ def test_a_sampled_step_has_a_row_where_there_is_room() -> None:
 
 def test_panel_3_says_whose_times_it_has() -> None:
     def heading(scene: Scene) -> str:
-        return plain(panel_batch.title(scene, LOOK, panel_batch.figures(scene))[0])
+        return plain(panel_batch.title(scene, LOOK, panel_batch.figures(scene), 120)[0])
 
     assert heading(scene_of(2, slow=1)) == "3 Batch · rank 0 · last 2 min"
     assert "rank" not in heading(scene_of(1))

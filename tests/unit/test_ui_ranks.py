@@ -267,5 +267,5 @@ def test_ranks_have_no_modes_to_compare() -> None:
     scene = scene_of(2)
     assert panel_communication.applies(scene)
     assert any("4 Communication" in plain(row) for row in whole(scene, Output(), 120, 40, LOOK))
-    title, _ = panel_batch.title(scene, LOOK, panel_batch.figures(scene))
+    title, _ = panel_batch.title(scene, LOOK, panel_batch.figures(scene), 120)
     assert plain(title).startswith("3 Batch · rank 0 · last 2 min")

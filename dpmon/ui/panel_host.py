@@ -10,11 +10,13 @@ from dpmon.text.quantities import memory, memory_of
 from dpmon.ui.chart import area, resampled, spark
 from dpmon.ui.device_facts import reasons
 from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, width_of
+from dpmon.ui.rows import Row, fit, width_of
 from dpmon.ui.scene import Scene
 
 _LEAST_GRAPH = 10
 """Fewest cells for the history of the load beside the run's part of it."""
+_LEAST_REASON = 20
+"""Fewest cells for the reason beside the run's part; all of it stands in the full-size panel."""
 
 
 def host(scene: Scene, width: int, height: int, look: Look, tall: bool = False) -> list[Row]:
@@ -27,11 +29,11 @@ def host(scene: Scene, width: int, height: int, look: Look, tall: bool = False) 
     own, held = number_in(data, "run_cpu_pct"), number_in(data, "run_mem_bytes")
     load: Row = [(right(UNKNOWN if cpu is None else f"{cpu:.0f} %", 6), "bold")]
     load += [("  mem ", "dim"), (right(memory_of(used, total), 16), "")]
-    of_run: Row = [("  this run ", "dim")]
+    of_run: Row = [("  this run", "dim")]
     if scene.over and own is None and held is None:
-        of_run.append(("has ended", ""))
+        of_run.append((" has ended", ""))
     else:
-        of_run += [(right(UNKNOWN if own is None else f"{own:.0f} %", 5), ""), (" of a core", "dim")]
+        of_run += [(right(UNKNOWN if own is None else f"{own / 100:.2f}", 5), ""), (" cores", "dim")]
         of_run += [(right(memory(held), 10), "")]
     whole = [*load, *of_run] if tall or width >= width_of([*load, *of_run]) + 9 + _LEAST_GRAPH else load
     graph = max(min(width - 9 - width_of(whole), 60), 6)
@@ -46,6 +48,10 @@ def host(scene: Scene, width: int, height: int, look: Look, tall: bool = False) 
     if isinstance(reason, str):
         absent = reason if reason.lower().startswith("no gpu") else f"no GPU: {reason}"
         text = f"{absent}; {text}" if text else absent
+    short: Row = [("  run", "dim"), *of_run[1:]]
+    left = width - width_of(short)
+    if whole is load and left >= _LEAST_REASON and not scene.over:
+        return [*rows, [*fit([(clean(text, 600), "dim")], left, look.glyphs.more), *short]]
     return rows + _reason(clean(text, 600), width, height - len(rows) if tall else 1, look)
 
 

@@ -15,12 +15,16 @@ from dpmon.ui.scene import Scene
 
 
 def test_without_a_gpu_the_host_is_shown_and_why() -> None:
-    """Two rows, and a row of the memory that torch holds."""
-    rows = rows_text(panel_devices.devices(scene_of(Training()), 60, 8, LOOK))
-    assert rows[0].endswith("43 %  mem  2.14 / 23.1 GiB")
-    assert rows[1:] == ["no GPU: NVML library not found"]
-    (wide, _) = rows_text(panel_devices.devices(scene_of(Training()), 100, 8, LOOK))
-    assert wide.endswith("43 %  mem  2.14 / 23.1 GiB  this run 180 % of a core   774 MiB")
+    """Two rows, and a row of the memory that torch holds. The run's part stands where there is room."""
+    for width in (56, 60, 66):
+        rows = rows_text(panel_devices.devices(scene_of(Training()), width, 8, LOOK))
+        assert rows[0].endswith("43 %  mem  2.14 / 23.1 GiB")
+        (reason,) = rows[1:]
+        assert reason.startswith("no GPU: NVML library not found  ")
+        assert reason.endswith("  run 1.80 cores   774 MiB")
+    wide, why = rows_text(panel_devices.devices(scene_of(Training()), 100, 8, LOOK))
+    assert wide.endswith("43 %  mem  2.14 / 23.1 GiB  this run 1.80 cores   774 MiB")
+    assert why == "no GPU: NVML library not found"
     more = rows_text(panel_devices.zoomed(scene_of(Training()), 100, 20, LOOK))
     assert more[0] == wide
     assert more[-1] == "no GPU: NVML library not found"

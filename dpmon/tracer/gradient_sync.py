@@ -179,7 +179,8 @@ class GradientSync:
     def _write_passes(self, head: int, began: int, ended: int) -> None:
         """Write the passes that are over.
 
-        With several wrappers, the wait of each begins when the gradients of all of them are ready.
+        With several wrappers, the wait of each begins when the gradients of all of them are ready. torch starts to note
+        gradients somewhat later than the tracer takes the time: after it has synchronised buffers, for example.
         """
         found = []
         last = max(self._computed, began)
@@ -190,6 +191,8 @@ class GradientSync:
             elif not wrapper.notes:
                 self._finish(wrapper, module, ended)
             elif wrapper.averages and (ready := wrapper.ready(_notes(module), ended - wrapper.base)):
+                if not (wrapper.partly or wrapper.in_parts):  # then all notes are from this pass, none before it began
+                    wrapper.base = max(wrapper.base, began - min(ready))
                 found.append((wrapper, module, ready))
                 last = max(last, wrapper.base + max(ready))
         for wrapper, module, ready in found:

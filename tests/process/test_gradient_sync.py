@@ -62,8 +62,10 @@ def test_the_tail_is_the_time_after_the_last_gradient(tmp_path: Path, form: str)
     assert statistics.median(differences) < max(300_000, usual / 10)
 
 
-def test_each_bucket_says_when_it_was_ready(tmp_path: Path) -> None:
-    found = run(tmp_path, "buckets")
+@pytest.mark.parametrize("form", ["buckets", "late"])
+def test_each_bucket_says_when_it_was_ready(tmp_path: Path, form: str) -> None:
+    """In the form `late`, torch starts to note gradients later than the forward ends."""
+    found = run(tmp_path, form)
     facts = found.events("ddp")[-1].data
     assert len(facts["bucket_bytes"]) > 2
     assert sum(facts["bucket_bytes"]) == facts["parameter_bytes"] == 8 * (64 * 64 + 64) * 4

@@ -70,8 +70,10 @@ class Outer(nn.Module):
         return self.inner(torch.tanh(self.before(x)))
 
 
-def plain(found, options=None, model=None):
+def plain(found, options=None, model=None, before_notes=None):
     one = Counted(model or layers(), **(options or {}))
+    if before_notes is not None:
+        one.model._check_sync_bufs_post_fwd = before_notes
     for _ in range(STEPS):
         step_of(found, [one.optimizer], [one], lambda: one.model(torch.randn(16, 64)).square().sum())
 
@@ -279,6 +281,7 @@ FORMS = {
     "views": lambda found: plain(found, {"gradient_as_bucket_view": True}),
     "static": lambda found: plain(found, {"static_graph": True}),
     "buckets": lambda found: plain(found, {"bucket_cap_mb": 0.02}, layers(8)),
+    "late": lambda found: plain(found, {"bucket_cap_mb": 0.02}, layers(8), lambda: time.sleep(0.01)),
     "unused": lambda found: plain(found, {"find_unused_parameters": True}, Branches()),
     "recomputed": lambda found: plain(found, model=Recomputed()),
     "accumulating": accumulating,

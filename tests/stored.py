@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.model.snapshot import Snapshots
-from dpmon.model.source import Wanted
-from dpmon.model.state import State
+from dpmon.model.state import State, Wanted
 from dpmon.record.kinds import Call, Record, RecordError, Size, Step
 from dpmon.record.payloads import UNTIMED, kind_of
 from dpmon.record.plainjson import load_event
@@ -106,7 +105,7 @@ class Recording:
     def state(self, t_ns: int | None = None, ended: Iterable[int] = (), **wanted: Any) -> State:
         """Return the state at the end, or at time `t_ns`; `wanted`: fields of Wanted."""
         store = self.store()
-        return self._snapshots.take(StoreAt(store, t_ns), store, Wanted(**wanted), frozenset(ended))
+        return self._snapshots.take(StoreAt(store, t_ns), Wanted(**wanted), frozenset(ended))
 
 
 def store_of(records: Iterable[bytes | Record] | Mapping[int, Iterable[bytes | Record]], origin_ns: int = 0) -> Store:
@@ -128,7 +127,7 @@ def state_of(
 def state_in(directory: Path, t_ns: int | None = None, **wanted: Any) -> State:
     """Return the state of the screen of the run in `directory`, at the end or at time `t_ns`."""
     with open_store(directory) as store:
-        return Snapshots().take(StoreAt(store, t_ns), store, Wanted(**wanted), frozenset())
+        return Snapshots().take(StoreAt(store, t_ns), Wanted(**wanted), frozenset())
 
 
 def _recorded(records: Iterable[Any] | Mapping[int, Iterable[Any]], origin_ns: int) -> Recording:

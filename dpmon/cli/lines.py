@@ -23,8 +23,7 @@ from dpmon.model.pace import speed
 from dpmon.model.process import Process
 from dpmon.model.ranks import training
 from dpmon.model.snapshot import Snapshots
-from dpmon.model.source import Wanted
-from dpmon.model.state import State
+from dpmon.model.state import State, Wanted
 from dpmon.rates import as_fields
 from dpmon.record.schema import PHASES
 from dpmon.run.activities import IDLE
@@ -120,7 +119,7 @@ class Lines:
     def _take(self, over: bool = False) -> None:
         with suppress(HistoryError, RunError), open_store(self._reader.directory) as store:
             ended = ended_of(self._reader.activities())
-            self._state = self._snapshots.take(StoreAt(store), store, Wanted(0 if over else _SPAN_S, over=over), ended)
+            self._state = self._snapshots.take(StoreAt(store), Wanted(0 if over else _SPAN_S, over=over), ended)
 
     def _put(self, said: dict[str, Any]) -> None:
         said["skipped"] = self._skipped

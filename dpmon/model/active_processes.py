@@ -8,30 +8,17 @@ end of their newest step or call, and their own end if a reader knows it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.process import Process
+
+if TYPE_CHECKING:
+    from dpmon.model.state import State
 
 _LATELY_NS = 30_000_000_000
 _SILENCE_NS, _SILENCE_STEPS = 2_000_000_000, 3
 """A process that has been silent for this many ns, and for the time of this many of its own steps, gives way to another
 that began or resumed after its newest step."""
-
-
-class StateView(Protocol):
-    """The part of dpmon.model.state.State that this module needs."""
-
-    @property
-    def processes(self) -> Mapping[int, Process]:
-        """All processes, by number."""
-
-    @property
-    def newest_ns(self) -> int:
-        """End of the newest step or call."""
-
-    @property
-    def ended(self) -> frozenset[int]:
-        """Processes that have ended."""
 
 
 class _Rivals(NamedTuple):
@@ -50,7 +37,7 @@ def ended_of(activities: Mapping[int, tuple[str, int]]) -> frozenset[int]:
     return frozenset(number for number, (what, _) in activities.items() if what == "ended")
 
 
-def some_are_silent(state: StateView) -> bool:
+def some_are_silent(state: State) -> bool:
     """Whether one of several recent trainings is silent, so that another may have taken over."""
     lately = _lately(state)
     return len(lately) > 1 and any(state.newest_ns - process.seen_ns >= _SILENCE_NS for process in lately)
@@ -71,7 +58,7 @@ def last_resumption(process: Process, since_ns: int, spans: Iterable[tuple[int |
     return process.seen_ns if process.seen_ns - seen >= silence else found
 
 
-def training_now(state: StateView) -> list[Process]:
+def training_now(state: State) -> list[Process]:
     """The processes that train now: with a step or call in the last half minute, unless another took over.
 
     A process that has ended counts only if no other one does: it is shown until another resumes.
@@ -103,7 +90,7 @@ def representative(training: Iterable[Process], processes: Mapping[int, Process]
     )
 
 
-def _lately(state: StateView) -> list[Process]:
+def _lately(state: State) -> list[Process]:
     return [p for p in state.processes.values() if p.seen_ns >= max(state.newest_ns - _LATELY_NS, 0)]
 
 

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpmon.model.communication import WRAPPERS_READ, Wrapper, newest_wrappers
 from dpmon.model.members import ns_in, text_in, whole_in
 from dpmon.model.process import Refusal
-from dpmon.model.source import Rows
 from dpmon.model.state import ModeChange, PauseChange, WarningText
 from dpmon.record.kinds import Event
 from dpmon.record.wire import MODES
+
+if TYPE_CHECKING:
+    from dpmon.store.store_at import StoreAt
 
 CHANGES_READ = 500
 """Most changes of mode to read; older ones do not affect the current mode."""
@@ -50,21 +52,21 @@ class Announced:
     """Pid, start and end of each wait for a line of input."""
 
     @classmethod
-    def read(cls, source: Rows) -> Announced:
-        """Read the events of a source."""
+    def read(cls, rows: StoreAt) -> Announced:
+        """Read the events up to the time of `rows`."""
         info = {
             number: event.data
-            for event in source.lasting("process")
+            for event in rows.lasting("process")
             if (number := whole_in(event.data, "process")) is not None
         }
-        texts = source.lasting("warning", TEXTS_READ)
+        texts = rows.lasting("warning", TEXTS_READ)
         return cls(
             info,
-            _known(mode_change(event.data) for event in source.lasting("mode", CHANGES_READ)),
-            _known(pause_change(event.data) for event in source.lasting("pause", TEXTS_READ)),
+            _known(mode_change(event.data) for event in rows.lasting("mode", CHANGES_READ)),
+            _known(pause_change(event.data) for event in rows.lasting("pause", TEXTS_READ)),
             _known(_warning(event) for event in texts),
-            newest_wrappers(event.data for event in source.lasting("ddp", WRAPPERS_READ)),
-            _known(_wait(event) for event in source.lasting("input", TEXTS_READ)),
+            newest_wrappers(event.data for event in rows.lasting("ddp", WRAPPERS_READ)),
+            _known(_wait(event) for event in rows.lasting("input", TEXTS_READ)),
         )
 
     def rank_of(self, process: int) -> int | None:

@@ -6,9 +6,9 @@ import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from dpmon.model.process import CallTrack, Spread
-from dpmon.model.source import Rows
 from dpmon.model.stats import median, percentile
 from dpmon.record.kinds import Call
 from dpmon.record.payloads import call_replicas, call_stages, is_timed, part_times
@@ -18,6 +18,9 @@ from dpmon.store.answers import CallHead
 from dpmon.store.parts import replica_series, stage_series
 from dpmon.store.quantiles import Counts
 from dpmon.store.tally import Key, Tally
+
+if TYPE_CHECKING:
+    from dpmon.store.store_at import StoreAt
 
 Root = tuple[str, str | None]
 HEADS_READ = 256
@@ -34,19 +37,19 @@ _MOST_PARTS = 256
 class SeenCalls:
     """Reads calls of one process, each once."""
 
-    source: Rows
+    rows: StoreAt
     process: int
     _read: dict[int, Call | None] = field(default_factory=dict)
 
     def call(self, head: CallHead) -> Call | None:
         """The full call; None if it is damaged."""
         if head.id not in self._read:
-            self._read[head.id] = self.source.call(self.process, head)
+            self._read[head.id] = self.rows.call(self.process, head)
         return self._read[head.id]
 
     def of_last_step(self) -> tuple[Call, ...]:
         """The calls of the last step, oldest first."""
-        heads = self.source.last_calls(self.process, STEP_CALLS_READ)
+        heads = self.rows.last_calls(self.process, STEP_CALLS_READ)
         return tuple(call for head in reversed(heads) if (call := self.call(head)) is not None)
 
 
@@ -64,7 +67,7 @@ def call_tracks(
     `tallies`: of the time range. `trained`: the modes with training steps. `mode`: the mode of the last step. If no
     tally has the times of a call, as in the first step, the newest calls provide them. `timed` False: without times.
     """
-    heads = calls.source.heads(calls.process, most)
+    heads = calls.rows.heads(calls.process, most)
     roots: dict[int, Root] = {}
     for head in heads:
         if head.layout not in roots and len(roots) < ROOTS_KEPT and (call := calls.call(head)) is not None:

@@ -6,13 +6,15 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpmon.model.members import SECOND, text_in, whole_in
 from dpmon.model.memory import Peak
-from dpmon.model.source import Rows
 from dpmon.model.state import DeviceTrack, ModeChange
 from dpmon.store.answers import ChartSample
+
+if TYPE_CHECKING:
+    from dpmon.store.store_at import StoreAt
 
 HISTORY_S = 640
 """Seconds of samples that the charts need."""
@@ -67,20 +69,20 @@ class Samples:
     host: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=HISTORY_S))
     """Host memory of the run's processes: time in ns, and bytes."""
 
-    def read(self, source: Rows) -> None:
-        """Read the new samples up to the time of `source`."""
-        if source.until_ns < self._until_ns:
+    def read(self, rows: StoreAt) -> None:
+        """Read the new samples up to the time of `rows`."""
+        if rows.until_ns < self._until_ns:
             self._tracks, self._last_id, self.began = {}, 0, self.began + 1
             self.host.clear()
-        self._until_ns = source.until_ns
-        for sample in source.samples(HISTORY_S * SECOND, self._last_id):
+        self._until_ns = rows.until_ns
+        for sample in rows.samples(HISTORY_S * SECOND, self._last_id):
             self._last_id = max(self._last_id, sample.id)
             if sample.device in self._tracks or len(self._tracks) <= _DEVICES:
                 self._tracks.setdefault(sample.device, _SampleTrack()).add(sample)
             if sample.device == _HOST and sample.run_mem is not None and sample.run_mem >= 0:
                 self.host.append((sample.t_ns, int(sample.run_mem)))
         for track in self._tracks.values():
-            event = source.sample(track.id)
+            event = rows.sample(track.id)
             track.data = event.data if event is not None else {}
 
     def devices(self) -> dict[int, DeviceTrack]:
@@ -119,7 +121,7 @@ def visits_of(changes: Iterable[ModeChange], process: int) -> list[Visit]:
     return found
 
 
-def device_peaks(source: Rows, process: int, visits: Sequence[Visit]) -> dict[str, dict[str, Peak]]:
+def device_peaks(rows: StoreAt, process: int, visits: Sequence[Visit]) -> dict[str, dict[str, Peak]]:
     """torch's peak of allocated memory, by mode and device.
 
     The peak never falls, so a peak from before a mode is only an upper bound for that mode.
@@ -128,7 +130,7 @@ def device_peaks(source: Rows, process: int, visits: Sequence[Visit]) -> dict[st
     for number, visit in list(enumerate(visits))[-_VISITS:]:
         end = visits[number + 1].begin_ns if number + 1 < len(visits) else None
         alone = len({each.mode for each in visits[: number + 1]}) == 1
-        event = source.memory(process, end)
+        event = rows.memory(process, end)
         listed = event.data.get("devices") if event is not None else None
         peaks = found.setdefault(visit.mode, {})
         for one in listed[:_DEVICES] if isinstance(listed, list) else ():
@@ -154,13 +156,13 @@ class HostPeaks:
     _peaks: dict[str, Peak] = field(default_factory=dict)
     _until_ns: int = -1
 
-    def read(self, source: Rows, samples: Samples, process: int, visits: Sequence[Visit]) -> dict[str, Peak]:
+    def read(self, rows: StoreAt, samples: Samples, process: int, visits: Sequence[Visit]) -> dict[str, Peak]:
         """The peaks up to the newest of the samples. Before the oldest sample, one peak per minute is known."""
         if not samples.host:
             return {}
         if self._of != (process, samples.began):
             self._of, self._peaks, self._until_ns = (process, samples.began), {}, -1
-            self._add_minutes(source.host_memory(0, samples.host[0][0] - _MINUTE), visits)
+            self._add_minutes(rows.host_memory(0, samples.host[0][0] - _MINUTE), visits)
         newest = samples.host[-1][0]
         for t_ns, held in samples.host:
             # Wait: the record of a change of mode arrives a moment after the change.

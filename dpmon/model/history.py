@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.members import SECOND
 from dpmon.model.process import Column, Process
-from dpmon.model.source import Tallies
 from dpmon.record.schema import EVALUATION, PHASES, REST, STEP
 from dpmon.store.figures import trains
 from dpmon.store.tally import WIDTHS, Tally
+
+if TYPE_CHECKING:
+    from dpmon.store.queries import Store
 
 COLUMNS = 640
 """Most columns to read."""
@@ -45,30 +47,28 @@ class Columns:
     _until: int = 0
     """All columns before this second are complete."""
 
-    def read(self, tallies: Tallies, process: int, begin_s: int, end_s: int, width: int) -> tuple[Column, ...]:
+    def read(self, store: Store, process: int, begin_s: int, end_s: int, width: int) -> tuple[Column, ...]:
         """The columns from `begin_s` to `end_s` (the second after the newest step), oldest first."""
         begin_s -= begin_s % width
         kept_process, kept_width, kept_begin = self._of
-        trained = frozenset(trains(tallies.kinds()))
+        trained = frozenset(trains(store.kinds()))
         if trained != self._trained:
             self._trained, kept_process = trained, -1
         if (kept_process, kept_width) != (process, width) or begin_s < kept_begin or end_s < self._until:
             self._of, self._closed, self._until = (process, width, begin_s), [], begin_s
         self._of = process, width, begin_s
         self._closed = [column for column in self._closed if column.second >= begin_s]
-        fresh = _added(tallies, process, max(self._until, begin_s), end_s, width, trained)
+        fresh = _added(store, process, max(self._until, begin_s), end_s, width, trained)
         until = max((end_s - _OPEN_S) // width * width, self._until)
         self._closed += [column for column in fresh if column.second < until]
         self._until = until
         return (*self._closed, *(column for column in fresh if column.second >= until))
 
 
-def _added(
-    tallies: Tallies, process: int, begin_s: int, end_s: int, width: int, trained: Collection[str]
-) -> list[Column]:
+def _added(store: Store, process: int, begin_s: int, end_s: int, width: int, trained: Collection[str]) -> list[Column]:
     widest = max(stored for stored in WIDTHS if width % stored == 0)
     found: dict[tuple[int, str, bool], Column] = {}
-    for start, _, key, tally in tallies.tally_rows(begin_s, end_s, process=process, sketches=False, widest=widest):
+    for start, _, key, tally in store.tally_rows(begin_s, end_s, process=process, sketches=False, widest=widest):
         if start >= begin_s and tally.steps:
             place = start // width * width, key.mode, bool(key.kind & EVALUATION) and key.mode in trained
             column = _column(*place, tally)

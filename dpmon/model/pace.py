@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.members import SECOND
 from dpmon.model.process import Process
-from dpmon.model.source import Tallies
 from dpmon.model.state import State
 from dpmon.rates import Rate
 from dpmon.record.kinds import Step
@@ -16,6 +15,9 @@ from dpmon.record.schema import EVALUATION, STEP
 from dpmon.store.answers import PaceRow
 from dpmon.store.figures import rate
 from dpmon.store.tally import Stat, Sum, Tally
+
+if TYPE_CHECKING:
+    from dpmon.store.queries import Store
 
 WINDOW_S = 10
 _OPEN_S = 2
@@ -66,16 +68,14 @@ class Paces:
     _rows: dict[int, list[PaceRow]] = field(default_factory=dict)
     _until_s: int = 0
 
-    def read(
-        self, tallies: Tallies, processes: Sequence[int], begin_s: int, end_s: int
-    ) -> Mapping[int, Sequence[PaceRow]]:
+    def read(self, store: Store, processes: Sequence[int], begin_s: int, end_s: int) -> Mapping[int, Sequence[PaceRow]]:
         """The rows of each process between two seconds, in order of time."""
         until_s = min(self._until_s, end_s)
-        counts = tallies.step_counts(begin_s, until_s) if begin_s < until_s else {}
+        counts = store.step_counts(begin_s, until_s) if begin_s < until_s else {}
         found = {number: _between(self._rows.get(number, ()), begin_s, until_s) for number in processes}
         if any(sum([row.steps for row in rows]) != counts.get(number, 0) for number, rows in found.items()):
             found, until_s = {number: [] for number in processes}, begin_s
-        for row in tallies.pace_rows(max(until_s, begin_s), end_s, processes):
+        for row in store.pace_rows(max(until_s, begin_s), end_s, processes):
             found[row.process].append(row)
         self._rows, self._until_s = found, max(end_s - _OPEN_S, 0)
         return found

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpmon.model.compare import Comparison
+from dpmon.model.members import SECOND
 from dpmon.model.memory import Peak
 from dpmon.model.uneven import Uneven
 from dpmon.rates import Rate
 from dpmon.record.kinds import Call, Step
 from dpmon.record.schema import PHASES as SCHEMA
 from dpmon.store.figures import Figures, PhaseFigures
+
+if TYPE_CHECKING:
+    from dpmon.store.store_at import StoreAt
 
 PHASES = tuple(phase.shown for phase in SCHEMA)
 """Shown phases of a step: `forward` is the part outside the phases of its calls."""
@@ -192,3 +196,14 @@ class Process:
     """The rate in all modes, once the run is over; of all processes together if it is one of several ranks."""
     compared: Comparison | None = None
     """Its dp steps against its single steps."""
+
+
+def figures_end_s(rows: StoreAt, process: Process) -> int:
+    """The second before which the figures of a process end; they include its newest step.
+
+    As of a time in the past, they include only whole seconds, unless the process has none yet.
+    """
+    assert process.last_step is not None
+    end_s = (process.last_step.start_ns + process.last_step.wall_ns) // SECOND + 1
+    whole_s = rows.until_s
+    return end_s if whole_s is None or whole_s <= process.began_ns // SECOND + 1 else min(end_s, whole_s)

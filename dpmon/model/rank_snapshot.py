@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from dpmon.model.members import SECOND
-from dpmon.model.process import Process, RankFigures
-from dpmon.model.source import Rows, Tallies, figures_end_s
+from dpmon.model.process import Process, RankFigures, figures_end_s
 from dpmon.model.state import State
 from dpmon.model.stragglers import SERIES as STRAGGLER_SERIES
 from dpmon.model.stragglers import RankTimes, rank_times
 from dpmon.record.schema import STEP
 from dpmon.store.figures import merged, trains
 from dpmon.store.tally import Key, Tally
+
+if TYPE_CHECKING:
+    from dpmon.store.store_at import StoreAt
 
 _MINUTE_S = 60
 RANK_STEPS, RANK_S = 50, 5
@@ -23,7 +26,7 @@ COLLECTIVES_S = 300
 _RANK_SERIES = (STEP, "forward", "backward")
 
 
-def together(rows: Rows, tallies: Tallies, state: State, focus: Process, others: Sequence[Process]) -> State:
+def together(rows: StoreAt, state: State, focus: Process, others: Sequence[Process]) -> State:
     """Add the ranks' common figures: their mean times, and the collectives of sampled steps."""
     end_ns = state.newest_ns + 1
     begin_s = max(end_ns // SECOND - COLLECTIVES_S, 0)
@@ -32,13 +35,13 @@ def together(rows: Rows, tallies: Tallies, state: State, focus: Process, others:
     steps, last = 0, None
     if found.samples:
         last = rows.last_sample(focus.process, begin_s * SECOND)
-        sums = tallies.sums(begin_s, end_ns // SECOND + 1)
+        sums = rows.store.sums(begin_s, end_ns // SECOND + 1)
         steps = sum(tally.steps for key, tally in sums.items() if key.process in numbers)
-    times = _rank_times(rows, tallies, focus, others)
+    times = _rank_times(rows, focus, others)
     return replace(state, ranks=times, collectives=found, last_sample=last, sampled_of=steps)
 
 
-def _rank_times(rows: Rows, tallies: Tallies, focus: Process, others: Sequence[Process]) -> tuple[RankTimes, ...]:
+def _rank_times(rows: StoreAt, focus: Process, others: Sequence[Process]) -> tuple[RankTimes, ...]:
     """The mean times of all ranks over about RANK_STEPS steps, in whole seconds."""
     if focus.last_step is None:
         return ()
@@ -47,7 +50,7 @@ def _rank_times(rows: Rows, tallies: Tallies, focus: Process, others: Sequence[P
     step_ns = focus.recent.step_ns or focus.last_step.wall_ns
     begin_s = max(end_s - max(-(-RANK_STEPS * step_ns // SECOND), RANK_S), 0)
     numbers = tuple(one.process for one in ranks)
-    found = tallies.tallies(begin_s, end_s, process=numbers, sketches=False, series=STRAGGLER_SERIES)
+    found = rows.store.tallies(begin_s, end_s, process=numbers, sketches=False, series=STRAGGLER_SERIES)
     mode = focus.last_step.mode
     trained = mode in trains((key.mode, key.kind) for key in found)
     by_process = _by_process(found, numbers)
@@ -57,7 +60,7 @@ def _rank_times(rows: Rows, tallies: Tallies, focus: Process, others: Sequence[P
     )
 
 
-def rank_figures(rows: Rows, tallies: Tallies, processes: Iterable[Process]) -> Iterator[Process]:
+def rank_figures(rows: StoreAt, processes: Iterable[Process]) -> Iterator[Process]:
     """The processes with their medians over the current minute and the one before."""
     alike: dict[int, dict[int, Process]] = {}
     for process in processes:
@@ -65,7 +68,7 @@ def rank_figures(rows: Rows, tallies: Tallies, processes: Iterable[Process]) -> 
             alike.setdefault(figures_end_s(rows, process), {})[process.process] = process
     for end_s, those in alike.items():
         begin_s = max(end_s // _MINUTE_S - 1, 0) * _MINUTE_S  # each minute has its own tally
-        found = _by_process(tallies.tallies(begin_s, end_s, process=tuple(those), series=_RANK_SERIES), those)
+        found = _by_process(rows.store.tallies(begin_s, end_s, process=tuple(those), series=_RANK_SERIES), those)
         for number, process in those.items():
             yield replace(process, figures=_figured(found[number], process))
 

@@ -16,6 +16,24 @@ from dpmon.model.process import Process
 from dpmon.model.stragglers import RankTimes, Straggler
 from dpmon.store.answers import Communicated, LastSample
 
+MOST_RANKS = 64
+"""Most ranks in a picture without scrolling."""
+
+
+class Wanted(NamedTuple):
+    """The optional parts of a picture."""
+
+    span_s: int = 120
+    """Time range of the histories and figures; 0 is the whole run."""
+    first_rank: int = 0
+    """The first of the visible ranks."""
+    ranks: int = MOST_RANKS
+    """Number of visible ranks. The run's first ranks, up to the same number, are also read."""
+    over: bool = False
+    """Whether the run is over."""
+    process: int | None = None
+    """The process whose figures the user wants to see; None for the one that represents the run."""
+
 
 class ModeChange(NamedTuple):
     """The answer to a request for a mode (or the mode at the start)."""

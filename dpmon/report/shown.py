@@ -25,7 +25,7 @@ class Shown:
         self._store, self._window = store, window
         with closing(RunReader(directory)) as reader:
             ended = ended_of(reader.activities())
-        state = processes_in(StoreAt(store), store, ended)
+        state = processes_in(StoreAt(store), ended)
         self._ranks = {number: process.rank for number, process in state.processes.items()}
         found = state.focus()
         self._first = 0 if found is None else found.process

@@ -9,50 +9,30 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from dpmon.rates import Rate
 from dpmon.record.schema import EVALUATION
 from dpmon.store.accounting import ACTIVITIES, union
 from dpmon.store.answers import TimeRow, TimeTogether
 from dpmon.store.figures import Figures, elapsed, figures, merged, modes_of, rate, trains
-from dpmon.store.tally import Key, Tally
+from dpmon.store.tally import ALL, Key, Tally
+
+if TYPE_CHECKING:
+    from dpmon.store.queries import Store
 
 _SECOND = 1_000_000_000
-
-
-class TallySource(Protocol):
-    """The methods of dpmon.store.queries.Store that a window needs."""
-
-    processes: list[int]
-
-    def of_all(self, begin_s: int, end_s: int) -> dict[Key, Tally]:
-        """Tallies of all processes together."""
-
-    def tallies(self, begin_s: int, end_s: int, *, process: int | None = None) -> dict[Key, Tally]:
-        """Tallies of each process, or of one."""
-
-    def tally_rows(self, begin_s: int, end_s: int, *, process: int) -> Iterable[tuple[int, int, Key, Tally]]:
-        """Start, width, key and tally of each row of one process, in order of time."""
-
-    def sums(self, begin_s: int, end_s: int) -> dict[Key, Tally]:
-        """Tallies of each process, without series."""
-
-    def time_sums(self, begin_s: int, end_s: int) -> list[TimeRow]:
-        """Return the activities of each process by mode."""
-
-    def times_together(self, begin_s: int, end_s: int) -> list[TimeTogether]:
-        """Return the activities of all processes together."""
-
-    def kinds(self) -> set[tuple[str, int]]:
-        """Mode and kind of all steps so far."""
 
 
 class Window:
     """All figures of the time between two seconds."""
 
-    def __init__(self, source: TallySource, begin_s: int = 0, end_s: int = 1 << 40) -> None:
+    def __init__(self, source: Store, begin_s: int = 0, end_s: int = 1 << 40, process: int | None = None) -> None:
+        """`process`: only its steps; None for all processes."""
         self._source = source
+        self._process = process
+        self.processes = source.processes if process is None else [process]
+        """Processes with steps at any time."""
         self._begin_s, self._end_s = begin_s, end_s
         self._kinds = source.kinds()
         self._trained = trains(self._kinds)
@@ -61,31 +41,32 @@ class Window:
     @cached_property
     def together(self) -> dict[Key, Tally]:
         """Tallies of all processes together."""
+        if self._process is not None:
+            return {key._replace(process=ALL): tally for key, tally in self.by_process.items()}
         return self._source.of_all(self._begin_s, self._end_s)
 
     @cached_property
     def by_process(self) -> dict[Key, Tally]:
         """Tallies of each process."""
-        return self._source.tallies(self._begin_s, self._end_s)
+        return self._source.tallies(self._begin_s, self._end_s, process=self._process)
 
     @cached_property
     def _sums(self) -> dict[Key, Tally]:
+        if self._process is not None:  # the sums of one process are its tallies
+            return self.by_process
         return self._source.sums(self._begin_s, self._end_s)
 
     @cached_property
     def times(self) -> list[TimeRow]:
         """The activities of each process by mode."""
+        if self._process is not None:
+            return self._source.time_rows(self._begin_s, self._end_s, process=self._process)
         return self._source.time_sums(self._begin_s, self._end_s)
 
     def rows(self, process: int) -> Iterator[tuple[Key, Tally]]:
         """Key and tally of each row of one process, in order of time."""
         for _, _, key, tally in self._source.tally_rows(self._begin_s, self._end_s, process=process):
             yield key, tally
-
-    @property
-    def processes(self) -> list[int]:
-        """Processes with steps at any time."""
-        return self._source.processes
 
     @property
     def modes(self) -> list[tuple[str, bool]]:
@@ -120,7 +101,7 @@ class Window:
     def rate(self, mode: str, evaluation: bool = False, process: int | None = None) -> Rate | None:
         """Steps and samples of a mode per elapsed time; None if no time has passed."""
         trained = self.trained(mode)
-        there = self._source.processes if process is None else [process]
+        there = self.processes if process is None else [process]
         tallies = {each: merged(self._sums, mode, evaluation, trained, process=each) for each in there}
         return rate(tallies, self._elapsed(mode, evaluation))
 
@@ -141,7 +122,7 @@ class Window:
 
     def mean(self, process: int | None = None) -> Rate | None:
         """Return the rate of all processes, or of one, over all modes, without evaluation steps of modes that train."""
-        tallies = {each: Tally() for each in (self._source.processes if process is None else [process])}
+        tallies = {each: Tally() for each in (self.processes if process is None else [process])}
         times = dict.fromkeys(tallies, (0, 0))
         for mode in {mode for mode, _ in self._kinds}:
             spent = self._elapsed(mode, False)

@@ -16,8 +16,7 @@ from dpmon.cleaning import clean
 from dpmon.model.active_processes import ended_of
 from dpmon.model.ranks import toggle_refusal
 from dpmon.model.snapshot import Snapshots
-from dpmon.model.source import MOST_RANKS, Wanted
-from dpmon.model.state import State
+from dpmon.model.state import MOST_RANKS, State, Wanted
 from dpmon.run.reader import NO_TRAINING
 from dpmon.text.traceback_line import traceback_line
 from dpmon.ui.panel_output import Output
@@ -247,7 +246,7 @@ class Feed:
         from dpmon.store.tables import HistoryError
 
         with suppress(HistoryError, RunError), self._recorded() as store:
-            return snapshots.take(StoreAt(store, t_ns), store, wanted, ended_of(self._activities))
+            return snapshots.take(StoreAt(store, t_ns), wanted, ended_of(self._activities))
         return None
 
     def _recorded(self) -> AbstractContextManager[Store]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import ModuleType
 
-from dpmon.model.source import MOST_RANKS
+from dpmon.model.state import MOST_RANKS
 from dpmon.ui import (
     panel_batch,
     panel_communication,

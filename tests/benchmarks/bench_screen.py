@@ -97,7 +97,7 @@ while training.steps < int(sys.argv[3]):
         drain.flush()
         output.refresh()
         with open_store(place) as store:
-            state = snapshots.take(StoreAt(store), store, Wanted(0))
+            state = snapshots.take(StoreAt(store), Wanted(0))
         whole(Scene(state, training.now, Facts(), alive=True), output, 120, 40, dark)
         if training.steps % (int(sys.argv[3]) // 10) == 0:
             print(training.steps * 10 // int(sys.argv[3]), f"{resident():.1f}", flush=True)

@@ -33,7 +33,7 @@ from steps import quantities  # noqa: E402
 from synthetic import one_after_the_other  # noqa: E402
 
 from dpmon.model.snapshot import Snapshots  # noqa: E402
-from dpmon.model.source import Wanted  # noqa: E402
+from dpmon.model.state import Wanted  # noqa: E402
 from dpmon.record.schema import PHASES  # noqa: E402
 from dpmon.record.step_spans import span_words  # noqa: E402
 from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step  # noqa: E402
@@ -218,7 +218,7 @@ class Live:
         began = time.process_time()
         with open_store(self.directory) as store:
             rows = StoreAt(store, None if t_s is None else t_s * SECOND)
-            state = snapshots.take(rows, store, wanted)
+            state = snapshots.take(rows, wanted)
         took = (time.process_time() - began) * 1e3
         assert state.focus() is not None
         return took

@@ -73,7 +73,7 @@ def player(state: Path, clock: Clock) -> Player:
 def shown(player: Player) -> State:
     """Return the state at the time of the playback."""
     with open_store(player.directory) as store:
-        return Snapshots().take(StoreAt(store, player.position_ns), store)
+        return Snapshots().take(StoreAt(store, player.position_ns))
 
 
 def last_step(state: State) -> int:

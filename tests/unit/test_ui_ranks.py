@@ -12,8 +12,7 @@ from synthetic import SECOND, Training
 from dpmon.model.pace import speed
 from dpmon.model.ranks import toggle_refusal, training, world
 from dpmon.model.snapshot import Snapshots
-from dpmon.model.source import MOST_RANKS
-from dpmon.model.state import State
+from dpmon.model.state import MOST_RANKS, State
 from dpmon.record.payloads import kind_of
 from dpmon.record.plainjson import load_event
 from dpmon.record.wire import mode_number, pack_event, pack_step
@@ -147,7 +146,7 @@ def test_the_rate_of_ranks_is_the_same_whatever_was_read_before() -> None:
                 late[rank] = []
         for t_ns in (None, None, chance.randrange(1, max(one.now for one in ranks))):
             shown = run.state(t_ns).focus()
-            with_nothing = Snapshots().take(StoreAt(run.store(), t_ns), run.store()).focus()
+            with_nothing = Snapshots().take(StoreAt(run.store(), t_ns)).focus()
             assert shown is not None
             assert with_nothing is not None
             assert shown.recent == with_nothing.recent

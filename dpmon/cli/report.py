@@ -63,5 +63,6 @@ def _text(directory: Path, output: str | None) -> str:
 def _page(directory: Path) -> str:
     from dpmon.report.collect import collect
     from dpmon.report.page import page
+    from dpmon.report.sections import document
 
-    return page(collect(directory))
+    return page(document(collect(directory)))

@@ -1,14 +1,14 @@
-"""The plots of a page, as plain data: dpmon.report.svg draws them."""
+"""Makes the plots of a page as plain data: dpmon.report.svg draws them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from dpmon.record.schema import PHASES
 from dpmon.report import sentences
+from dpmon.report.document import Plot, Values
+from dpmon.report.sentences import mode_title
 from dpmon.report.story import PARTS, Bin, Story
-from dpmon.report.table_rows import mode_title
 from dpmon.text.palettes import LIGHT
 
 # The colours of the screen's light theme, because the page has a light background.
@@ -20,38 +20,6 @@ _WAIT = "#bbbbbb"
 _MAX_DEVICES = 16
 _MAX_RANKS = 64
 _MAX_PAUSES = 100
-_TIME = "seconds since the run's start"
-
-
-class Values(NamedTuple):
-    """The values of one colour. Over time: a line, or `dots`, or bars from `x` to `ends`; else a bar in each row."""
-
-    name: str
-    colour: str
-    x: Sequence[float | None] = ()
-    y: Sequence[float | None] = ()
-    ends: Sequence[float] = ()
-    dots: bool = False
-    holds: bool = False
-    """Whether a value holds until the next one begins."""
-    whiskers: Sequence[float | None] = ()
-
-
-class Plot(NamedTuple):
-    """One plot: its title, a line of explanation, its series and its axes."""
-
-    name: str
-    title: str
-    note: str
-    series: Sequence[Values]
-    unit: str
-    rows: Sequence[str] = ()
-    """The names of the rows of a plot that is not over time."""
-    spans: Sequence[tuple[float, float, str]] = ()
-    """Times to mark, with a name: pauses."""
-    top: float | None = None
-    """The end of the axis; None: from the values."""
-    label: str = _TIME
 
 
 def plots(story: Story) -> list[Plot]:

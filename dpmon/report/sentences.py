@@ -234,6 +234,13 @@ def phase_notes(mode: ModeFacts) -> list[str]:
     return said + [quantity_words(*each, mode.steps) for each in mode.counted]
 
 
+def mode_title(mode: ModeFacts) -> str:
+    """A mode's name, with a note for virtual replicas; "ddp" or "fsdp" for ranks, as on the screen."""
+    if mode.distributed:
+        return RANK_MODES[mode.distributed]
+    return f"{mode.mode} (virtual)" if mode.virtual else mode.mode or "mode unknown"
+
+
 def of_whom(story: Story) -> str:
     """The words " of rank 0" for times over the run, if the run has several processes; else empty."""
     names = dict.fromkeys(mode.who for mode in story.evidence.modes if mode.who is not None)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from dpmon.cleaning import clean
 from dpmon.model.numbers import three
-from dpmon.report.plots import Plot, Values
+from dpmon.report.document import Plot, Values
 
 WIDTH, HEIGHT, ROW = 960.0, 300.0, 34.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70.0, 14.0, 16.0, 42.0
@@ -16,17 +16,19 @@ _USUAL, _CUT = 0.95, 4.0
 """An axis ends at 1.5 times this quantile of its values if the largest is more than `_CUT` times it: one long step, as
 an interrupt ends it, must not flatten the rest."""
 _TICKS = 6
+_TIME = "seconds since the run's start"
 
 
 def drawn(plot: Plot) -> str:
     """The legend and the drawing of a plot, as HTML."""
     legend = "".join(
-        f'<span><i style="background:{one.colour}"></i>{_text(one.name)}</span>' for one in plot.series if one.name
+        f'<span><i style="background:{one.colour}"></i>{escaped(one.name)}</span>' for one in plot.series if one.name
     )
     return f"<p class=legend>{legend}</p>\n{_Canvas(plot).text()}\n"
 
 
-def _text(text: object) -> str:
+def escaped(text: str) -> str:
+    """`text`, from anywhere, as harmless text of HTML."""
     return html.escape(clean(text))
 
 
@@ -51,7 +53,7 @@ class _Canvas:
         name = f"area-{self.plot.name}"
         rows = self._across() if self.plot.rows else self._upright()
         return (
-            f'<svg {size} aria-label="{_text(self.plot.title)}"><clipPath id="{name}"><rect {area}/></clipPath>'
+            f'<svg {size} aria-label="{escaped(self.plot.title)}"><clipPath id="{name}"><rect {area}/></clipPath>'
             f'{"".join(self._axes())}<g clip-path="url(#{name})">{"".join(rows)}</g>{self._cut_note()}</svg>'
         )
 
@@ -60,7 +62,7 @@ class _Canvas:
             return ""
         count = sum(value > self.top for value in _tops(self.plot))
         text = f"{count} higher, up to {three(self.largest)}: cut"
-        return f'<text x="{WIDTH - _RIGHT:g}" y="12" text-anchor="end">{_text(text)}</text>'
+        return f'<text x="{WIDTH - _RIGHT:g}" y="12" text-anchor="end">{escaped(text)}</text>'
 
     def _x(self, x: float) -> float:
         span = self.end - self.begin
@@ -81,16 +83,16 @@ class _Canvas:
                 y = self._y(value)
                 yield f'<path class=grid d="M{self.left} {y:.1f}H{WIDTH - _RIGHT}"/>'
                 yield f'<text x="{self.left - 6:g}" y="{y + 4:.1f}" text-anchor="end">{three(value)}</text>'
-        unit, label = _text(self.plot.unit), _text(self.plot.label)
+        unit = escaped(self.plot.unit)
         if self.plot.rows:
             yield f'<text x="{self.left:g}" y="{self.height - 6:g}">{unit}</text>'
             for row, name in enumerate(self.plot.rows):
                 place = f'x="{self.left - 6:g}" y="{_TOP + (row + 0.5) * ROW + 4:g}" text-anchor="end"'
-                yield f"<text {place}>{_text(name)}</text>"
+                yield f"<text {place}>{escaped(name)}</text>"
             return
         middle = (self.height - _BOTTOM + _TOP) / 2
         yield f'<text transform="translate(12 {middle:g}) rotate(-90)" text-anchor="middle">{unit}</text>'
-        yield f'<text x="{self.left + self.room / 2:g}" y="{self.height - 6:g}" text-anchor="middle">{label}</text>'
+        yield f'<text x="{self.left + self.room / 2:g}" y="{self.height - 6:g}" text-anchor="middle">{_TIME}</text>'
         span = self.end - self.begin
         step = _scale(span)[0]
         first = math.ceil(self.begin / step)
@@ -100,7 +102,7 @@ class _Canvas:
         for since, until, name in self.plot.spans:
             x, wide = self._x(since), self._x(until) - self._x(since)
             yield f'<rect class=span x="{x:.1f}" y="{_TOP}" width="{wide:.1f}" height="{bottom - _TOP}">'
-            yield f"<title>{_text(name)}</title></rect>"
+            yield f"<title>{escaped(name)}</title></rect>"
 
     def _upright(self) -> Iterator[str]:
         """Lines, dots, and bars over a stretch each, stacked in the order of the series."""
@@ -115,7 +117,7 @@ class _Canvas:
             for x, y in points if one.dots or len(points) <= 500 else ():
                 look = f'cx="{self._x(x):.1f}" cy="{self._y(y):.1f}" r="{2 if one.dots else 3}" fill="{one.colour}"'
                 faint = ' opacity=".4"' if one.dots else ' opacity="0"'
-                yield f"<circle {look}{faint}><title>{_text(one.name)}: {three(y)} at {x:g} s</title></circle>"
+                yield f"<circle {look}{faint}><title>{escaped(one.name)}: {three(y)} at {x:g} s</title></circle>"
 
     def _stack(self, one: Values, below: dict[float, float]) -> Iterator[str]:
         for x, end, y in zip(one.x, one.ends, one.y, strict=True):
@@ -144,7 +146,7 @@ class _Canvas:
     def _bar(self, x: float, y: float, wide: float, share: float, one: Values, value: float, *, upright: bool) -> str:
         tall = share * (self.height - _TOP - _BOTTOM) if upright else ROW - 10
         place = f'x="{x:.1f}" y="{y:.1f}" width="{max(wide, 0.5):.1f}" height="{tall:.1f}" fill="{one.colour}"'
-        return f"<rect {place}><title>{_text(one.name)}: {three(value)} {_text(self.plot.unit)}</title></rect>"
+        return f"<rect {place}><title>{escaped(one.name)}: {three(value)} {escaped(self.plot.unit)}</title></rect>"
 
     def _line(self, one: Values) -> str:
         """The path of a line; a value holds until the next one begins."""

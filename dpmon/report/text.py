@@ -1,28 +1,20 @@
-"""A report as lines of plain text, without colours or control characters."""
+"""Draws a report as lines of plain text, without colours or control characters."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dpmon.cleaning import clean
-from dpmon.model.evidence import ModeFacts
-from dpmon.model.finding import of_process
-from dpmon.model.memory import reasons
-from dpmon.model.numbers import UNKNOWN, duration
-from dpmon.report import sentences, table_rows
+from dpmon.model.numbers import duration
 from dpmon.report.collect import collect
-from dpmon.report.story import Story
-from dpmon.report.typeset import cut, more, sized_table, table, wrap, wrapped
-from dpmon.run.lookup import short_name
-from dpmon.text.quantities import clock, memory_of
+from dpmon.report.document import Bars, Document, Entries, Findings, Paragraph, Part, Table, Verbatim
+from dpmon.report.sections import MAX_ROWS, document
+from dpmon.text.cells import cut
+from dpmon.text.quantities import clock
 
 NARROWEST = 40
-MAX_ROWS = 40
-MAX_WARNINGS = 8
-MAX_CHANGES = 12
-_FLOW, _STAGES = "received -> returned", "STAGES (parts of the model on several devices)"
-_LABEL = 10
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -31,87 +23,98 @@ def report_text(directory: Path, width: int = 80) -> list[str]:
 
     Headings do not begin with a space.
     """
-    return text_lines(collect(directory), width)
+    return text_lines(document(collect(directory)), width)
 
 
-def text_lines(story: Story, width: int = 80) -> list[str]:
-    """The report of `story` in at most `width` cells (NARROWEST at least)."""
+def text_lines(report: Document, width: int = 80) -> list[str]:
+    """The report in at most `width` cells (NARROWEST at least)."""
     width = max(width, NARROWEST)
-    sections = (
-        _head(story, width),
-        _findings(story, width),
-        _time(story, width),
-        _steps(story, width),
-        *(_phases(title, mode, width) for title, mode in table_rows.phase_titles(story)),
-        _compared(story, width),
-        _sized(
-            "REPLICAS", table_rows.replica_rows(story), ("calls", "median", "p95", table_rows.ON_DEVICE), _FLOW, width
-        ),
-        _sized(
-            "RANKS",
-            table_rows.rank_rows(story),
-            ("steps", "calls", "step", "samples/s", table_rows.FORWARD_ON_DEVICE),
-            _FLOW,
-            width,
-        ),
-        _rank_times(story, width),
-        _communication(story, width),
-        _sized(
-            _STAGES,
-            table_rows.stage_rows(story),
-            ("calls", "host time", table_rows.ON_DEVICE),
-            f"parts: {_FLOW}",
-            width,
-        ),
-        _devices(story, width),
-        _memory(story, width),
-        _changes(story, width),
-        _pauses(story, width),
-        _warnings(story, width),
-        _output(story, width),
-        _record(story, width),
-    )
-    lines: list[str] = []
-    for section in sections:
-        lines += [*([""] if lines and section else []), *section]
+    lines = _wrap(f"{report.script} ({report.run}): {report.outcome}", width, "", "  ")
+    for fact in report.facts:
+        lines += _wrap(fact, width)
+    for section in report.sections:
+        lines += ["", clean(section.title.upper() + section.about)]
+        for part in section.parts:
+            lines += _part(part, width)
     return lines
 
 
-# ------------------------------------------------------------------------------------------------ sections
+def _part(part: Part, width: int) -> Iterable[str]:
+    if isinstance(part, Paragraph):
+        return _wrap(part.text, width)
+    if isinstance(part, Table):
+        return _table(part, width)
+    if isinstance(part, Entries):
+        return _entries(part, width)
+    if isinstance(part, Findings):
+        return _findings(part, width)
+    if isinstance(part, Verbatim):
+        return [cut(f"  {clean(line)}", width) for line in part.lines]
+    return _bars(part, width) if isinstance(part, Bars) else ()
 
 
-def _head(story: Story, width: int) -> list[str]:
-    lines = wrap(f"{story.info.script} ({short_name(story.info)}): {sentences.ended(story)}", width, "", "  ")
-    return [*lines, *wrapped(sentences.facts(story), width)]
+def _wrap(text: str, width: int, first: str = "  ", rest: str | None = None) -> list[str]:
+    rest = first if rest is None else rest
+    return textwrap.wrap(clean(text), width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False) or [
+        first.rstrip()
+    ]
 
 
-def _findings(story: Story, width: int) -> list[str]:
-    lines = ["FINDINGS"]
-    for number, finding in enumerate(story.findings, start=1):
-        head = f"{number:>3} "
-        lines += wrap(finding.text, width, head, "    ")
-        lines += wrap(f"evidence: {finding.ground}", width, "    ", "      ")
-        lines += wrap(f"try: {finding.advice}", width, "    ", "      ")
-    return lines if story.findings else [*lines, *wrap(sentences.findings_note(story), width)]
+def _more(rows: Sequence[object], shown: int) -> list[str]:
+    return [f"  and {len(rows) - shown:,} more; --json has them all"] if len(rows) > shown else []
 
 
-def _steps(story: Story, width: int) -> list[str]:
-    rows = table_rows.steps_table(story)
-    return ["STEPS", *table(rows, width), *_over_time(story, width)] if rows else []
+def _columns(rows: Sequence[Sequence[str]], width: int, left: int) -> list[str]:
+    """Columns as wide as their content, `left` of them left-aligned; whatever exceeds `width` is cut."""
+    rows = [[clean(cell) for cell in row] for row in rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(size) if column < left else cell.rjust(size)
+            for column, (cell, size) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append(cut("  " + "  ".join(cells).rstrip(), width))
+    return lines
 
 
-def _time(story: Story, width: int) -> list[str]:
-    spent = sentences.time_spent(story)
-    return ["TIME", *wrapped(spent, width)] if spent else []
+def _table(table: Table, width: int) -> list[str]:
+    """The last column of a table that flows goes to lines of its own if it does not fit."""
+    rows = [table.head, *table.rows[:MAX_ROWS]]
+    more = _more(table.rows, MAX_ROWS)
+    if not table.flows:
+        return [*_columns(rows, width, left=1), *more]
+    narrow = _columns([row[:-1] for row in rows], width, left=2)
+    widest = max(map(len, narrow))
+    if max(len(clean(row[-1])) for row in rows) <= width - widest - 2:
+        return [*(f"{line.ljust(widest)}  {clean(row[-1])}" for line, row in zip(narrow, rows, strict=True)), *more]
+    lines = narrow[:1]
+    for line, row in zip(narrow[1:], rows[1:], strict=True):
+        lines += [line, *_wrap(row[-1], width, "      ")]
+    return [*lines, *more]
 
 
-def _over_time(story: Story, width: int) -> list[str]:
-    """The mean time of a step over the run, as bars; empty if too little was recorded."""
-    bins = [one for one in story.bins if not one.evaluation]
-    if len(bins) < 2:
-        return []
+def _entries(entries: Entries, width: int) -> list[str]:
+    lines = []
+    for row in entries.rows[: entries.most]:
+        label, text = ("", "  ".join(row)) if len(row) != 2 else (clean(row[0]).ljust(entries.indent - 2), row[1])
+        lines += _wrap(text, width, f"  {label}", " " * entries.indent)
+    return [*lines, *_more(entries.rows, entries.most)]
+
+
+def _findings(part: Findings, width: int) -> list[str]:
+    lines = []
+    for number, finding in enumerate(part.findings, start=1):
+        lines += _wrap(finding.text, width, f"{number:>3} ", "    ")
+        lines += _wrap(f"evidence: {finding.ground}", width, "    ", "      ")
+        lines += _wrap(f"try: {finding.advice}", width, "    ", "      ")
+    return lines
+
+
+def _bars(part: Bars, width: int) -> list[str]:
+    bins = part.bins
     first, last = bins[0].start_ns, max(one.end_ns for one in bins)
-    cells = min(width - 4, 120, (last - first) // story.bin_ns)
+    cells = min(width - 4, 120, (last - first) // part.bin_ns)
     sums = [[0, 0] for _ in range(cells)]
     for one in bins:
         begin, end = ((at - first) * cells for at in (one.start_ns, one.end_ns))
@@ -121,125 +124,7 @@ def _over_time(story: Story, width: int) -> list[str]:
     means = [wall / steps if steps else None for wall, steps in sums]
     top = max(mean for mean in means if mean is not None)
     bars = "".join(" " if mean is None else _BARS[min(int(mean / top * 8), 7)] for mean in means)
-    name = sentences.of_whom(story)
-    scale = (
-        f"time of a step{name}, mean over each {duration((last - first) / cells)}; the highest bar is {duration(top)}"
-    )
-    scale += "; no bar where no step ran" if None in means else ""
+    scale = f"time of a step{part.whose}, mean over each {duration((last - first) / cells)}"
+    scale += f"; the highest bar is {duration(top)}" + ("; no bar where no step ran" if None in means else "")
     ends = clock(first) + clock(last).rjust(max(cells - 8, 9))
-    return [*wrap(scale, width), "  " + bars, "  " + ends]
-
-
-def _phases(title: str, mode: ModeFacts, width: int) -> list[str]:
-    return [
-        f"PHASES of a step, {clean(title)}",
-        *table(table_rows.phase_table(mode), width),
-        *wrapped(sentences.phase_notes(mode), width),
-    ]
-
-
-def _compared(story: Story, width: int) -> list[str]:
-    found = story.evidence.compared
-    return [] if found is None else ["DP AGAINST SINGLE", *wrapped(sentences.comparison(found), width)]
-
-
-def _sized(title: str, rows: Sequence[table_rows.Row], names: Sequence[str], sizes: str, width: int) -> list[str]:
-    """A table of replicas, ranks or stages."""
-    if not rows:
-        return []
-    return [title, *sized_table(table_rows.row_table(rows, names, sizes, MAX_ROWS), width), *more(len(rows), MAX_ROWS)]
-
-
-def _rank_times(story: Story, width: int) -> list[str]:
-    rows = table_rows.rank_times_table(table_rows.rank_rows(story), MAX_ROWS)
-    return ["RANKS: where a step goes", *table(rows, width), *more(len(story.ranks), MAX_ROWS)] if rows else []
-
-
-def _communication(story: Story, width: int) -> list[str]:
-    rows = table_rows.communication_rows(story)
-    lines = ["COMMUNICATION"]
-    for label, text in rows:
-        lines += wrap(text, width, f"  {clean(label).ljust(_LABEL)}", " " * (_LABEL + 2))
-    return lines if rows else []
-
-
-def _devices(story: Story, width: int) -> list[str]:
-    devices = story.evidence.devices
-    if not devices:
-        reason = story.gpu_absent
-        return ["DEVICES", *wrap(f"no GPU: {reason}" if reason else "no GPU was seen", width), *_host(story, width)]
-    rows: list[tuple[str, ...]] = [("", "use", "memory at most", "this run", "°C", "W", "")]
-    rows += map(table_rows.device_cells, devices)
-    lines = ["DEVICES", *table(rows, width)]
-    left = " that are left" if story.pruned else ""
-    left += ", without samples during pauses" if story.evidence.paused_ns else ""
-    use = f"use (share of time in which a kernel ran): median of the samples{left}"
-    lines += wrap(f"{use}; memory, °C and W: the highest", width)
-    return [*lines, *_host(story, width)]
-
-
-def _host(story: Story, width: int) -> list[str]:
-    host = story.host
-    if host is None:
-        return []
-    use = UNKNOWN if host.util_median is None else f"{host.util_median:.0f} %"
-    many = "one sample" if host.samples == 1 else f"{host.samples:,} samples"
-    text = f"host: processors {use} (median of {many}), memory"
-    return wrap(f"{text} {memory_of(host.mem_used_max, host.mem_total)} at most", width)
-
-
-def _memory(story: Story, width: int) -> list[str]:
-    held = story.evidence.memory[:MAX_ROWS]
-    if not held:
-        return []
-    lines = ["MEMORY as torch holds it", *table(table_rows.memory_table(held), width)]
-    for one in held:
-        for names, reason in reasons(one):
-            lines += wrap(f"{names} of {one.device}: {reason}", width)
-    return lines
-
-
-def _changes(story: Story, width: int) -> list[str]:
-    """Requested changes of mode; the head of the report names the initial mode."""
-    asked = [change for change in story.changes if change.requested_by != "start"]
-    if not asked:
-        return []
-    lines = ["MODE CHANGES"]
-    for change in asked[:MAX_CHANGES]:
-        step = (
-            f"step {UNKNOWN if change.step is None else f'{change.step:,}'}{of_process(change.process, story.evidence)}"
-        )
-        what = f"to {change.mode}" if change.refused is None else f"refused: {change.refused}"
-        lines += wrap(f"{clock(change.t_ns)}  {step}  {what}", width, "  ", "      ")
-    return [*lines, *more(len(asked), MAX_CHANGES)]
-
-
-def _pauses(story: Story, width: int) -> list[str]:
-    rows = table_rows.pause_rows(story)
-    if not rows:
-        return []
-    lines = ["PAUSES"]
-    for row in rows[:MAX_CHANGES]:
-        lines += wrap("  ".join(row), width, "  ", "      ")
-    lost = sentences.pauses_lost(story)
-    return [*lines, *more(len(rows), MAX_CHANGES), *(wrap(lost, width) if lost else ())]
-
-
-def _warnings(story: Story, width: int) -> list[str]:
-    if not story.warnings:
-        return []
-    lines = ["WARNINGS"]
-    for text in story.warnings[:MAX_WARNINGS]:
-        lines += wrap(text, width, "  ", "    ")
-    return [*lines, *more(len(story.warnings), MAX_WARNINGS)]
-
-
-def _output(story: Story, width: int) -> list[str]:
-    if not story.last_output:
-        return []
-    return ["LAST OUTPUT", *(cut(f"  {clean(line)}", width) for line in story.last_output)]
-
-
-def _record(story: Story, width: int) -> list[str]:
-    name = short_name(story.info)
-    return ["RECORD", *wrapped((f"{story.directory}", f"dpmon attach {name}   dpmon export {name}"), width)]
+    return [*_wrap(scale, width), "  " + bars, "  " + ends]

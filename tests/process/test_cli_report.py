@@ -53,13 +53,14 @@ def test_text_json_and_page_of_a_real_run(dpmon: Dpmon, tmp_path: Path) -> None:
 def test_the_page_works_offline_in_a_browser(state: Path, tmp_path: Path) -> None:
     from dpmon.report import collect
     from dpmon.report.page import page
+    from dpmon.report.sections import document
 
     evil = '</script><script>alert(1)</script><img src="http://example.invalid/x" onerror="alert(2)">'
     training = Training(root=evil, devices=("cuda:0", f"{evil}:1"), virtual=False)
     payloads = [*training.begin(), *training.run(800), *training.switch("single"), *training.run(400)]
     own = [device_event(t / 10, index, name=evil) for t in range(60) for index in (0, 1)]
     path = tmp_path / "page.html"
-    path.write_text(page(collect(keep({0: payloads, -1: own}, script=evil))), "utf-8")
+    path.write_text(page(document(collect(keep({0: payloads, -1: own}, script=evil)))), "utf-8")
     program = find()
     assert program is not None
     browser = Browser(program, tmp_path / "profile")

@@ -23,6 +23,7 @@ from dpmon.export.perfetto import write_trace
 from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
 from dpmon.report.page import page
+from dpmon.report.sections import document
 from dpmon.report.text import text_lines
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import load_exit, load_info
@@ -57,7 +58,7 @@ def test_reports_and_summaries_leave_no_file_open(state: Path) -> None:
 
 def test_text_page_and_json_of_the_report_have_the_communication(state: Path) -> None:
     story = collect(a_run())
-    text = text_lines(story, 200)
+    text = text_lines(document(story), 200)
     assert f"  straggler {HELD_UP}; slowest in {KNOWN} of {KNOWN} steps" in text
     assert f"  exposed   2.10 ms a step, 12 % of it; {KNOWN} steps" in text
     assert "  buckets   6: 1.00 MiB, 25.0 MiB ×5" in text
@@ -66,7 +67,7 @@ def test_text_page_and_json_of_the_report_have_the_communication(state: Path) ->
     assert head == "mean of a step data forward backward exposed wait slowest in"
     assert rows[0] == "rank 0 of 3 400 µs 3.10 ms 5.00 ms 2.10 ms 6.00 ms 0 %"
     assert rows[1] == "rank 1 of 3 6.40 ms 3.10 ms 5.00 ms 2.10 ms 0.00 µs 100 %"
-    made = page(story)
+    made = page(document(story))
     for said in ("Communication", "Where a step of each rank goes", HELD_UP, "6: 1.00 MiB, 25.0 MiB ×5"):
         assert said in made
     found = json.loads(json.dumps(as_object(story)))
@@ -92,12 +93,12 @@ def test_data_of_a_slow_rank_is_one_finding(state: Path) -> None:
     kinds = [finding.kind for finding in slow.findings]
     assert "straggler" in kinds
     assert "data" not in kinds
-    assert "  100 steps of rank 0; the others have rows below" in text_lines(slow, 200)
+    assert "  100 steps of rank 0; the others have rows below" in text_lines(document(slow), 200)
 
 
 def test_steps_without_a_pass_count_as_none_of_it(state: Path) -> None:
     story = collect(a_run(passes=((0, 1), (0, 1), (0, 1), (1, 0))))
-    text = " ".join(" ".join(text_lines(story, 200)).split())
+    text = " ".join(" ".join(text_lines(document(story), 200)).split())
     assert "passes 0.25 synchronised a step, 0.75 under no_sync" in text
     assert "synchronised backward passes: 0.25 passes a step, 25 passes in all" in text
     assert "backward passes under no_sync: 0.75 passes a step, 75 passes in all" in text
@@ -108,7 +109,7 @@ def test_steps_without_a_pass_count_as_none_of_it(state: Path) -> None:
 def test_a_single_bucket_hides_nothing(state: Path) -> None:
     times = {"iteration": 9, "comm_ms": 1.0, "overlap_ms": 0.99}
     for sizes, said in ([1 << 20] * 2, True), ([1 << 20], False):
-        text = text_lines(collect(a_run(wrapper={**times, "bucket_bytes": sizes})), 200)
+        text = text_lines(document(collect(a_run(wrapper={**times, "bucket_bytes": sizes}))), 200)
         assert any("99 % of 1.00 ms (torch: iteration 9" in line for line in text) == said
         assert any(line.startswith("  hidden") for line in text) == said
 
@@ -116,13 +117,13 @@ def test_a_single_bucket_hides_nothing(state: Path) -> None:
 def test_a_run_without_ranks_has_no_communication(state: Path) -> None:
     made, _ = joined_payloads(1, steps=40)
     story = collect(keep({0: made[0][:1] + made[0][3:]}))
-    text = text_lines(story, 100)
+    text = text_lines(document(story), 100)
     assert not any(line.startswith("RANKS") for line in text)
     assert as_object(story)["communication"] is None or not story.ranks
 
 
 def test_the_report_says_why_waits_are_unknown(state: Path) -> None:
-    text = text_lines(collect(a_run(world=8)), 200)
+    text = text_lines(document(collect(a_run(world=8))), 200)
     assert any("3 of 8 ranks are in this record" in line for line in text)
     assert "RANKS: where a step goes" not in text
 

@@ -20,6 +20,7 @@ from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
 from dpmon.report.page import page
 from dpmon.report.plots import plots
+from dpmon.report.sections import document
 
 NEAR = partial(pytest.approx, rel=0.004)
 """Relative error of medians, which come from sketches."""
@@ -78,7 +79,7 @@ def test_a_page_has_the_column_and_the_bars(state: Path) -> None:
     (plot,) = [plot for plot in plots(story) if plot.name == "replicas"]
     (device,) = plot.series
     assert (device.name, device.y, plot.unit) == ("on device", NEAR([5.0, 10.0]), "ms")
-    text = page(story)
+    text = page(document(story))
     table = text[text.index("Replicas</h2>") :]
     assert "<th>p95</th><th>on device</th><th class=text>received" in table
     row = table[table.index("Model 1") : table.index("</tr>", table.index("Model 1"))]

@@ -24,7 +24,7 @@ from dpmon.record.schema import PHASES, REST, STEP
 from dpmon.record.wire import mode_number, pack_step
 from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
-from dpmon.report.table_rows import _most
+from dpmon.report.sections import most_frequent
 from dpmon.report.text import report_text
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import load_exit, load_info
@@ -382,6 +382,6 @@ def test_evaluations_are_counted_separately_everywhere(run: Path) -> None:
 
 
 def test_sizes_of_evaluations_do_not_count_as_sizes_of_the_training() -> None:
-    assert _most([(120, "a"), (4, "b"), (0, "c")], 1) == "a (+1 other size, +1 in evaluation)"
-    assert _most([(120, "a"), (4, "b")], 0) == "a (+1 other size)"
-    assert _most([(0, "c")], 1) == "c"
+    assert most_frequent([(120, "a"), (4, "b"), (0, "c")], 1) == "a (+1 other size, +1 in evaluation)"
+    assert most_frequent([(120, "a"), (4, "b")], 0) == "a (+1 other size)"
+    assert most_frequent([(0, "c")], 1) == "c"

@@ -27,6 +27,7 @@ from dpmon.report.asjson import as_object
 from dpmon.report.device_totals import Devices
 from dpmon.report.page import page
 from dpmon.report.plots import plots
+from dpmon.report.sections import document
 from dpmon.report.story import PARTS
 from dpmon.report.stretches import BINS
 from dpmon.report.text import text_lines
@@ -304,7 +305,7 @@ def test_nothing_from_outside_steers_the_terminal_or_the_page(state: Path) -> No
     text = "\n".join(report_text(directory, 120))
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", text)
     assert "alert(1)" in text, "what is harmless is shown"
-    made = page(collect(directory))
+    made = page(document(collect(directory)))
     for hole in ("<script>alert", "<b onload", "\x1b", "\u202e"):
         assert hole not in made, hole
     assert "<script" not in made
@@ -313,7 +314,7 @@ def test_nothing_from_outside_steers_the_terminal_or_the_page(state: Path) -> No
 def test_an_invalid_mode_cannot_control_the_terminal(both: Path) -> None:
     story = collect(both)
     modes = tuple(mode._replace(mode=HOSTILE) for mode in story.evidence.modes)
-    text = "\n".join(text_lines(replace(story, evidence=replace(story.evidence, modes=modes))))
+    text = "\n".join(text_lines(document(replace(story, evidence=replace(story.evidence, modes=modes)))))
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", text)
     assert "PHASES of a step, <script>" in text
 

@@ -23,6 +23,7 @@ from dpmon.report.device_totals import Devices
 from dpmon.report.page import page
 from dpmon.report.pauses import Pauses, PauseTotals, Span, any_of, pauses_of, together
 from dpmon.report.plots import plots
+from dpmon.report.sections import document
 from dpmon.run.rundir import load_exit
 
 
@@ -73,7 +74,7 @@ def test_pauses_are_reported_and_are_in_no_figure_of_steps(state: Path) -> None:
     assert "  paused 2 times, for 12 min 00 s in all: that time is in no step, no phase and no figure" in lines
     assert section(lines, "PAUSES")[0].endswith("after step 100  for 10 min 00 s")
     assert len(section(lines, "PAUSES")) == 2
-    html_page = page(story)
+    html_page = page(document(story))
     assert "Pauses</h2>" in html_page
     assert "for 10 min 00 s" in html_page
     for plot in plots(story):
@@ -217,7 +218,7 @@ def test_refusals_are_no_pauses_however_many_there_were(state: Path) -> None:
     said = as_object(story)
     assert (len(said["pauses"]), said["pauses_left_out"], said["refusals_left_out"]) == (1000, 0, 5)
     assert (said["paused"]["times"], said["paused"]["seconds"]) == (1, pytest.approx(1.0))
-    assert "not listed here: 5 refusals" in page(story)
+    assert "not listed here: 5 refusals" in page(document(story))
 
 
 def one_after_another(second_s: int = 110, first_ends_s: int = 100) -> tuple[Path, str]:

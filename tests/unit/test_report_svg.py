@@ -11,8 +11,10 @@ from joined import joined_payloads
 from kept import keep
 
 from dpmon.report.collect import collect
+from dpmon.report.document import Plot, Values
 from dpmon.report.page import page
-from dpmon.report.plots import Plot, Values, plots
+from dpmon.report.plots import plots
+from dpmon.report.sections import document
 from dpmon.report.svg import HEIGHT, WIDTH, drawn
 
 
@@ -49,7 +51,7 @@ def test_ranks_are_drawn_and_the_straggler_waits_for_nobody(state: Path) -> None
     assert by_name["wait"] == [pytest.approx(ms, abs=0.01) for ms in (6.0, 0.0, 6.0)]
     bars = [one for one in svg_of(plot).iter("rect") if one.find("title") is not None]
     assert all(0 <= float(bar.attrib["x"]) + float(bar.attrib["width"]) <= WIDTH for bar in bars)
-    text = page(story)
+    text = page(document(story))
     assert len(text.encode()) < 200_000
     names = [re.sub(r"<.*?>", "", name) for name in re.findall(r"<h2 id=.*?>(.*?)</h2>", text)]
     assert re.findall(r'<a href="#part-\d+">(.*?)</a>', text) == names

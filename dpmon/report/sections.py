@@ -1,0 +1,308 @@
+"""Makes the document of a run from its story: every table, sentence and plot, once for all renderers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from dpmon.model.evidence import DeviceFacts, ModeFacts
+from dpmon.model.finding import duration_words, of_process
+from dpmon.model.memory import reasons
+from dpmon.model.numbers import UNKNOWN, duration, percent
+from dpmon.model.stragglers import sentence
+from dpmon.record.schema import EXPOSED, WAIT
+from dpmon.record.wire import CALL_PHASES
+from dpmon.report import sentences
+from dpmon.report.document import Bars, Document, Entries, Findings, Paragraph, Part, Section, Table, Verbatim
+from dpmon.report.pauses import Paused
+from dpmon.report.plots import plots
+from dpmon.report.story import Story
+from dpmon.run.lookup import short_name
+from dpmon.store.figures import PhaseFigures
+from dpmon.text.communicated import communication_facts
+from dpmon.text.quantities import clock, memory, memory_of, samples_rate
+
+MAX_ROWS = 40
+_MAX_WARNINGS = 8
+_MAX_CHANGES = 12
+_ON_DEVICE = "on device"
+_FLOW, _NOT_SEEN = "received -> returned", "sizes not seen"
+_PARTS_NAMED = 4
+
+
+def document(story: Story) -> Document:
+    """The report on the run of `story`; parts without data are omitted."""
+    drawn = {plot.name: plot for plot in plots(story)}
+    step_plots, replica_plots, rank_plots, device_plots = (
+        [drawn[name] for name in names if name in drawn]
+        for names in (("step-time", "speed", "phases", "modes"), ("replicas",), ("ranks",), ("use", "memory"))
+    )
+    info, compared, name = story.info, story.evidence.compared, short_name(story.info)
+    sections = (
+        Section("Findings", _findings(story)),
+        Section("Time", _paragraphs(sentences.time_spent(story))),
+        Section("Steps", [*_steps(story), *step_plots]),
+        *(Section("Phases", _phases(mode), f" of a step, {title}") for title, mode in _phase_titles(story)),
+        Section("dp against single", _paragraphs(sentences.comparison(compared)) if compared is not None else ()),
+        Section("Replicas", [*_replicas(story), *replica_plots]),
+        Section("Ranks", [*_ranks(story), *rank_plots]),
+        Section("Ranks", _rank_times(story), ": where a step goes"),
+        Section("Communication", _communication(story)),
+        Section("Stages", _stages(story), " (parts of the model on several devices)"),
+        Section("Devices", [*_devices(story), *device_plots]),
+        Section("Memory", _memory(story), " as torch holds it"),
+        Section("Mode changes", _changes(story)),
+        Section("Pauses", _pauses(story)),
+        Section("Warnings", _entries([(text,) for text in story.warnings], _MAX_WARNINGS, 4)),
+        Section("Last output", [Verbatim(story.last_output)] if story.last_output else ()),
+        Section("Record", _paragraphs((story.directory, f"dpmon attach {name}   dpmon export {name}"))),
+    )
+    there = [section for section in sections if section.parts]
+    return Document(info.script, name, story.state, sentences.ended(story), sentences.facts(story), there)
+
+
+def _paragraphs(texts: Iterable[str], soft: bool = False) -> list[Paragraph]:
+    return [Paragraph(text, soft) for text in texts]
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], flows: bool = False) -> list[Table]:
+    """The table of `rows`, if there are any. A column of device times is omitted if no row has one."""
+    rows = list(rows)
+    if not rows:
+        return []
+    kept = [n for n, name in enumerate(head) if not name.endswith(_ON_DEVICE) or any(row[n] != UNKNOWN for row in rows)]
+    return [Table([head[n] for n in kept], [[row[n] for n in kept] for row in rows], flows)]
+
+
+def _entries(rows: Sequence[Sequence[str]], most: int, indent: int, head: Sequence[str] = ()) -> list[Entries]:
+    return [Entries(rows, most, indent, head)] if rows else []
+
+
+# ------------------------------------------------------------------------------------------------ steps
+
+
+def _findings(story: Story) -> list[Part]:
+    return [Findings(story.findings) if story.findings else Paragraph(sentences.findings_note(story))]
+
+
+def _step_rows(story: Story) -> list[tuple[str, ModeFacts]]:
+    """The figures of each mode with a label: first without evaluations, then the evaluations."""
+    rows = [(sentences.mode_title(mode), mode) for mode in story.evidence.modes if mode.steps]
+    return [*rows, *((f"{sentences.mode_title(mode)}, evaluation", mode) for mode in story.evaluations)]
+
+
+def _phase_titles(story: Story) -> list[tuple[str, ModeFacts]]:
+    """`_step_rows` with the process in each label, if there are several."""
+    return [(title if mode.who is None else f"{title}, {mode.who}", mode) for title, mode in _step_rows(story)]
+
+
+def _steps(story: Story) -> list[Part]:
+    """If there are several processes, the times are those of one, and the other columns cover all."""
+    found = _step_rows(story)
+    named = any(mode.who is not None for _, mode in found)
+    rows = []
+    for title, mode in found:
+        who = (mode.who or "",) if named else ()
+        times = duration(mode.median_ns), duration(mode.p95_ns)
+        rows.append((title, f"{mode.all_steps:,}", *who, *times, samples_rate(mode.rate)))
+    head = ("mode", "steps", *(("times of",) if named else ()), "median", "p95", "samples/s")
+    bins = [one for one in story.bins if not one.evaluation]
+    bars = [Bars(bins, story.bin_ns, sentences.of_whom(story))] if rows and len(bins) > 1 else []
+    return [*_table(head, rows), *bars]
+
+
+def _phases(mode: ModeFacts) -> list[Part]:
+    """One row per phase with its host time, and its device time if any is known; then notes."""
+    rows = [
+        (label, percent(one.share), duration(one.median_ns), duration(one.p95_ns), duration(one.device_ns))
+        for label, one in _phase_rows(mode)
+    ]
+    head = ("phase", "share", "median", "p95", _ON_DEVICE)
+    return [*_table(head, rows), *_paragraphs(sentences.phase_notes(mode), soft=True)]
+
+
+def _phase_rows(mode: ModeFacts) -> list[tuple[str, PhaseFigures]]:
+    """The phases with their labels; phases of the calls are indented below forward."""
+    found = {figures.name: figures for figures in mode.phases}
+    calls = [part for part in CALL_PHASES if part in found]
+    rows: list[tuple[str, PhaseFigures]] = []
+    for name, figures in found.items():
+        if name not in CALL_PHASES:
+            rows.append((name, figures))
+            rows += [(f"  {part}", found[part]) for part in calls if name == "forward"]
+    return rows if "forward" in found else [*rows, *((part, found[part]) for part in calls)]
+
+
+# ------------------------------------------------------------------------------------------------ replicas and ranks
+
+
+def _flow(inputs: str | None, outputs: str | None) -> str:
+    return f"{inputs or _NOT_SEEN} -> {outputs or _NOT_SEEN}"
+
+
+def _replicas(story: Story) -> list[Table]:
+    """One row per replica and mode: its most frequent sizes, and the number of others."""
+    groups: dict[tuple[str, str, int, str], list[tuple[int, str]]] = {}
+    evaluated: Counter[tuple[str, str, int, str]] = Counter()
+    for line in story.replicas:
+        key = (line.mode, line.root, line.replica, line.device)
+        groups.setdefault(key, []).append((line.calls - line.evaluations, _flow(line.inputs, line.outputs)))
+        evaluated[key] += line.evaluations == line.calls
+    timed = {(fact.mode, fact.root, fact.replica, fact.device): fact for fact in story.evidence.replicas}
+    rows = []
+    for key, sizes in groups.items():
+        mode, root, replica, device = key
+        fact = timed.get(key)
+        label = f"{root} {replica}" if mode == "dp" else f"{root} {mode or '?'}"
+        calls = sum(calls for calls, _ in sizes) if fact is None else fact.calls
+        times = (None, None, None) if fact is None else (fact.median_ns, fact.p95_ns, fact.device_ns)
+        rows.append((label, device, f"{calls:,}", *map(duration, times), most_frequent(sizes, evaluated[key])))
+    return _table(("", "device", "calls", "median", "p95", _ON_DEVICE, _FLOW), rows, flows=True)
+
+
+def most_frequent(sizes: Iterable[tuple[int, str]], evaluated: int) -> str:
+    """The most frequent size, and the number of others. `evaluated`: how many sizes occur only in evaluations."""
+    ordered = sorted(sizes, key=lambda one: -one[0])
+    others = max(len(ordered) - evaluated, 1) - 1
+    more = [f"+{others} other size{'s' if others > 1 else ''}"] if others else []
+    more += [f"+{evaluated} in evaluation"] if 0 < evaluated < len(ordered) else []
+    return ordered[0][1] + (f" ({', '.join(more)})" if more else "")
+
+
+def _rank_label(process: int, rank: int | None, world: int | None) -> str:
+    return f"process {process}" if rank is None else f"rank {rank} of {world or '?'}"
+
+
+def _ranks(story: Story) -> list[Table]:
+    """One row per process, if several have trained."""
+    rows = [
+        (
+            _rank_label(line.process, line.rank, line.world),
+            line.device,
+            f"{line.steps:,}",
+            f"{line.calls:,}",
+            duration(line.median_ns),
+            samples_rate(line.rate),
+            duration(line.forward_ns),
+            _flow(line.inputs, line.outputs),
+        )
+        for line in story.ranks
+    ]
+    head = ("", "device", "steps", "calls", "step", "samples/s", f"forward {_ON_DEVICE}", _FLOW)
+    return _table(head, rows, flows=True)
+
+
+def _rank_times(story: Story) -> list[Table]:
+    """The parts of each rank's mean step, if any rank's wait is known."""
+    rows = []
+    for line in story.ranks:
+        times = line.times
+        if times is None or not times.joined:
+            continue
+        phases = (duration(times.phases.get(name)) for name in ("data", "forward", "backward"))
+        waits = duration(times.exposed_ns), duration(times.wait_ns), percent(times.slowest / times.joined)
+        rows.append((_rank_label(line.process, line.rank, line.world), *phases, *waits))
+    return _table(("mean of a step", "data", "forward", "backward", EXPOSED, WAIT, "slowest in"), rows)
+
+
+def _communication(story: Story) -> list[Entries]:
+    """The communication of the ranks, and the rank that the others wait for."""
+    found = story.evidence.communication
+    if found is None:
+        return []
+    slow = found.straggler()
+    straggler = [] if slow is None else [("straggler", sentence(slow, lately=False))]
+    rows = [*communication_facts(found), *straggler, *(("note", note) for note in found.other_waits())]
+    return _entries(rows, MAX_ROWS, 12, ("", ""))
+
+
+def _stages(story: Story) -> list[Table]:
+    """One row per stage of a model that lies on several devices."""
+    rows = []
+    for line in story.stages:
+        parts = ", ".join(line.parts[:_PARTS_NAMED])
+        if len(line.parts) > _PARTS_NAMED:
+            parts += f" and {len(line.parts) - _PARTS_NAMED} more"
+        flow = f"{parts}: {line.inputs or _NOT_SEEN} -> {line.outputs or 'not finished'}"
+        times = duration(line.time.median), duration(line.on_device.median)
+        rows.append((f"{line.root} {line.stage}", line.device, f"{line.calls:,}", *times, flow))
+    return _table(("", "device", "calls", "host time", _ON_DEVICE, f"parts: {_FLOW}"), rows, flows=True)
+
+
+# ------------------------------------------------------------------------------------------------ devices, events
+
+
+def _devices(story: Story) -> list[Part]:
+    parts: list[Part] = []
+    if story.evidence.devices:
+        head = ("", "use", "memory at most", "this run", "°C", "W", "")
+        left = " that are left" if story.pruned else ""
+        left += ", without samples during pauses" if story.evidence.paused_ns else ""
+        use = f"use (share of time in which a kernel ran): median of the samples{left}"
+        parts = [*_table(head, map(_device, story.evidence.devices))]
+        parts.append(Paragraph(f"{use}; memory, °C and W: the highest", soft=True))
+    else:
+        parts.append(Paragraph(f"no GPU: {story.gpu_absent}" if story.gpu_absent else "no GPU was seen"))
+    host = story.host
+    if host is not None:
+        use = UNKNOWN if host.util_median is None else f"{host.util_median:.0f} %"
+        many = "one sample" if host.samples == 1 else f"{host.samples:,} samples"
+        most = memory_of(host.mem_used_max, host.mem_total)
+        parts.append(Paragraph(f"host: processors {use} (median of {many}), memory {most} at most"))
+    return parts
+
+
+def _device(device: DeviceFacts) -> tuple[str, ...]:
+    number = f"GPU {device.index}" + (f" ({device.called})" if device.called else "")  # as the run's processes call it
+    return (
+        f"{number} {device.name}" if device.name else number,
+        percent(None if device.util_median is None else device.util_median / 100),
+        memory_of(device.mem_used_max, device.mem_total),
+        memory(device.mem_run_max),
+        UNKNOWN if device.temperature_max is None else f"{device.temperature_max:.0f}",
+        UNKNOWN if device.power_max is None else f"{device.power_max:.0f}",
+        "not used by this run" if device.of_run is False else "",
+    )
+
+
+def _memory(story: Story) -> list[Part]:
+    """The memory of each device by holder, and the reasons for unknown values."""
+    held = story.evidence.memory[:MAX_ROWS]
+    rows = [(one.device, *(memory(part) for part in one[1:6])) for one in held]
+    notes = (f"{names} of {one.device}: {reason}" for one in held for names, reason in reasons(one))
+    return [*_table(("", "model", "gradients", "optimizer", "rest", "peak"), rows), *_paragraphs(notes, soft=True)]
+
+
+def _changes(story: Story) -> list[Entries]:
+    """Requested changes of mode; the facts of the report name the initial mode."""
+    rows = []
+    for change in story.changes:
+        if change.requested_by != "start":
+            step = UNKNOWN if change.step is None else f"{change.step:,}"
+            what = f"to {change.mode}" if change.refused is None else f"refused: {change.refused}"
+            rows.append((clock(change.t_ns), f"step {step}{of_process(change.process, story.evidence)}", what))
+    return _entries(rows, _MAX_CHANGES, 6, ("time", "where", "what"))
+
+
+def _pauses(story: Story) -> list[Part]:
+    """Time, step before it and duration of each pause; with the process if there are several."""
+    rows = []
+    for pause in story.pauses:
+        step = UNKNOWN if pause.step is None else f"{pause.step:,}"
+        after = f"after step {step}{of_process(pause.process, story.evidence)}"
+        rows.append((clock(pause.start_ns), after, _how_long(story, pause)))
+    lost = sentences.pauses_lost(story)
+    notes = _paragraphs([lost] if rows and lost is not None else (), soft=True)
+    return [*_entries(rows, _MAX_CHANGES, 6, ("time", "where", "how long")), *notes]
+
+
+def _how_long(story: Story, pause: Paused) -> str:
+    if pause.refused is not None:
+        return f"refused: {pause.refused}"
+    if pause.on:
+        return "the run ended in it" if sentences.is_over(story) else "paused now"
+    if pause.took_ns is None:
+        return "its end was not recorded" + (
+            f"; a step began at {clock(pause.end_ns)}" if pause.end_ns is not None else ""
+        )
+    return f"for {duration_words(pause.took_ns)}" + (f", went on by itself: {pause.reason}" if pause.reason else "")

@@ -13,7 +13,7 @@
     └── JobError         a job of the screen that failed                 dpmon.ui.jobs
 
 Only `dpmon.cli` ends a command because of such an exception. Two other exceptions stay within their packages:
-dpmon.gpu.failure.CallFailed, a failed NVML call, and dpmon.tracer.replicas.Unsuited, which ends an attempt at dp. A
+dpmon.gpu.nvml.CallFailed, a failed NVML call, and dpmon.tracer.replicas.Unsuited, which ends an attempt at dp. A
 third, dpmon.ui.app.ScreenClosed, is a SystemExit.
 """
 

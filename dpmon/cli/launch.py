@@ -94,7 +94,7 @@ def _check_devices(names: str | None) -> None:
     """Raise RunError if --devices names a missing GPU. The driver is asked only if --devices names a GPU at all."""
     if names is None or "cuda" not in names:
         return
-    from dpmon.gpu.present import missing
+    from dpmon.gpu.nvml import missing
 
     why = missing(names)
     if why is not None:

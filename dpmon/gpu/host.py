@@ -6,45 +6,25 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from typing import Any
 
 import psutil
 
 from dpmon.gpu.proportional import ProportionalMemory
+from dpmon.gpu.sample import Missing, with_reasons
 
 _SCAN_SHARE = 0.01
 """Largest share of one core for finding new processes, which reads all processes of the machine."""
-
-
-@dataclass(frozen=True, slots=True)
-class HostSample:
-    """The machine at one instant. An unknown field is None, and `absent` has the reason by field name.
-
-    `cpu_pct`: share of all cores in use, 0..100. `run_cpu_pct`: use by the run's processes, 100 for one core.
-    `mem_used_bytes`: memory not available to a new program. `run_mem_bytes`: memory of the run's processes; a shared
-    page is divided among its processes (see `proportional`). `cpus`: processors of the machine. `load_1m`: mean number
-    of runnable threads over a minute.
-    """
-
-    cpu_pct: float | None = None
-    mem_used_bytes: int | None = None
-    mem_total_bytes: int | None = None
-    run_cpu_pct: float | None = None
-    run_mem_bytes: int | None = None
-    cpus: int | None = None
-    load_1m: float | None = None
-    absent: dict[str, str] = field(default_factory=dict)
+_TWO_SAMPLES = Missing("needs two samples")
 
 
 class HostSampler:
     """Samples the machine and the processes that descend from the run's command; for one thread only."""
 
-    def __init__(
-        self, clock: Callable[[], float] = time.monotonic, proportional: ProportionalMemory | None = None
-    ) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` returns monotonic seconds."""
         self._clock = clock
-        self._proportional = proportional or ProportionalMemory(clock)
+        self._proportional = ProportionalMemory(clock)
         self._machine: tuple[float, float] | None = None  # busy and total CPU seconds
         self._cpu: dict[psutil.Process, float] = {}  # the run's processes: CPU seconds used
         self._at: float | None = None
@@ -54,46 +34,42 @@ class HostSampler:
         """Process ids of the run, as of the last sample."""
         return frozenset(process.pid for process in self._cpu)
 
-    def sample(self, root_pid: int | None) -> HostSample:
-        """Take a sample. `root_pid`: the run's command; None before its start."""
-        absent: dict[str, str] = {}
-        cpu_pct = self._machine_cpu(absent)
-        used, total = self._memory(absent)
-        run_cpu, run_mem = self._run(root_pid, absent)
-        return HostSample(cpu_pct, used, total, run_cpu, run_mem, os.cpu_count(), self._load(absent), absent)
+    def sample(self, root_pid: int | None) -> dict[str, Any]:
+        """Return the fields of the `host` record, but for `t_s` and `gpu_absent`.
 
-    def _load(self, absent: dict[str, str]) -> float | None:
-        try:
-            return round(os.getloadavg()[0], 2)
-        except OSError as error:
-            absent["load_1m"] = f"the system does not report it: {error}"
-            return None
+        `root_pid`: the run's command; None before its start.
+        """
+        memory = _reported(psutil.virtual_memory)
+        run_cpu, run_mem = self._run(root_pid)
+        return with_reasons(
+            {
+                "cpu_pct": self._machine_cpu(),
+                # What is not available to a new program.
+                "mem_used_bytes": memory if isinstance(memory, Missing) else int(memory.total - memory.available),
+                "mem_total_bytes": memory if isinstance(memory, Missing) else int(memory.total),
+                "run_cpu_pct": run_cpu,
+                "run_mem_bytes": run_mem,
+                "cpus": os.cpu_count(),
+                "load_1m": _reported(lambda: round(os.getloadavg()[0], 2)),
+            }
+        )
 
-    def _machine_cpu(self, absent: dict[str, str]) -> float | None:
-        try:
-            times = psutil.cpu_times()
-        except (OSError, psutil.Error, RuntimeError) as error:
+    def _machine_cpu(self) -> float | Missing:
+        times = _reported(psutil.cpu_times)
+        if isinstance(times, Missing):
             self._machine = None
-            absent["cpu_pct"] = f"the system does not report it: {error}"
-            return None
+            return times
         # User time already includes the time of guests.
         total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
         busy = total - times.idle - getattr(times, "iowait", 0.0)
         before, self._machine = self._machine, (busy, total)
         if before is None or total <= before[1]:
-            absent["cpu_pct"] = "needs two samples"
-            return None
-        return round(min(100.0, max(0.0, 100 * (busy - before[0]) / (total - before[1]))), 1)
+            return _TWO_SAMPLES
+        share = (busy - before[0]) / (total - before[1])
+        return round(float(min(100.0, max(0.0, 100 * share))), 1)
 
-    def _memory(self, absent: dict[str, str]) -> tuple[int | None, int | None]:
-        try:
-            memory = psutil.virtual_memory()
-        except (OSError, psutil.Error, RuntimeError) as error:
-            absent["mem_used_bytes"] = absent["mem_total_bytes"] = f"the system does not report it: {error}"
-            return None, None
-        return int(memory.total - memory.available), int(memory.total)
-
-    def _run(self, root_pid: int | None, absent: dict[str, str]) -> tuple[float | None, int | None]:
+    def _run(self, root_pid: int | None) -> tuple[float | Missing, int | Missing]:
+        """Return the processors' use by the run's processes, in percent of one, and their memory."""
         now = self._clock()
         if now >= self._scan_due:
             self._find(root_pid)
@@ -120,16 +96,12 @@ class HostSampler:
         self._cpu = alive
         before_at, self._at = self._at, now
         if not alive:
-            reason = "the command has not started" if root_pid is None else "no process of the run is left"
-            absent.update(run_cpu_pct=reason, run_mem_bytes=reason)
             self._at = None
-            return None, None
-        memory, why = self._proportional.total(resident, parents)
-        if why is not None:
-            absent["run_mem_bytes"] = why
+            nothing = Missing("the command has not started" if root_pid is None else "no process of the run is left")
+            return nothing, nothing
+        memory = self._proportional.total(resident, parents)
         if before_at is None or now <= before_at:
-            absent["run_cpu_pct"] = "needs two samples"
-            return None, memory
+            return _TWO_SAMPLES, memory
         return round(100 * used / (now - before_at), 1), memory
 
     def _find(self, root_pid: int | None) -> None:
@@ -155,3 +127,10 @@ class HostSampler:
             with contextlib.suppress(psutil.Error):
                 times = process.cpu_times()
                 self._cpu[process] = times.user + times.system
+
+
+def _reported(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except (OSError, psutil.Error, RuntimeError) as error:
+        return Missing(f"the system does not report it: {error}")

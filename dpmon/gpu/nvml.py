@@ -1,7 +1,7 @@
-"""Guards every NVML call. No other module imports pynvml.
+"""The doorway to NVML: starts the library, guards every call, and puts failures into words.
 
-Any call may take seconds, or never return. If the library is shut down or exit() is called during a call, the process
-crashes. So this module counts the calls in flight.
+No other module imports pynvml. Any call may take seconds, or never return. If the library is shut down or exit() is
+called during a call, the process crashes. So this module counts the calls in flight.
 """
 
 from __future__ import annotations
@@ -13,9 +13,90 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from dpmon.gpu.failure import NO_START, UNINITIALIZED, CallFailed, call
-
+# NVML's own numbers (nvml.h); a driver may answer with any other.
+UNINITIALIZED, _NOT_SUPPORTED, _NO_PERMISSION, _DRIVER_NOT_LOADED, TIMEOUT = 1, 3, 4, 9, 10
+_LIBRARY_NOT_FOUND, _FUNCTION_NOT_FOUND, GPU_IS_LOST, _VERSION_MISMATCH = 12, 13, 15, 18
+_WORDS = {
+    UNINITIALIZED: "NVML is not initialised",
+    2: "NVML: invalid argument",
+    _NOT_SUPPORTED: "not supported",
+    _NO_PERMISSION: "no permission",
+    6: "NVML: not found",
+    7: "NVML: insufficient size",
+    8: "the GPU's external power cable is not connected",
+    _DRIVER_NOT_LOADED: "the NVIDIA driver is not loaded",
+    TIMEOUT: "NVML: timeout",
+    11: "NVML: interrupt problem in the driver",
+    _LIBRARY_NOT_FOUND: "no NVML library",
+    _FUNCTION_NOT_FOUND: "this driver does not offer it",
+    14: "the GPU's infoROM is corrupted",
+    GPU_IS_LOST: "the GPU is lost",
+    16: "the GPU needs a reset",
+    17: "NVML: blocked by the operating system",
+    _VERSION_MISMATCH: "driver and NVML library differ in version",
+    19: "NVML: in use",
+    20: "NVML: out of memory",
+    21: "no data yet",
+    22: "not supported on a virtual GPU with ECC",
+    23: "NVML: insufficient resources",
+    25: "this driver does not offer it",
+    26: "this driver does not offer it any more",
+    27: "NVML: not ready",
+    28: "NVML: GPU not found",
+    29: "NVML: the GPU's state does not allow an answer",
+    999: "NVML: unknown error",
+}
+_NO_START: dict[int | None, str] = {
+    _LIBRARY_NOT_FOUND: "no NVIDIA driver on this machine: libnvidia-ml.so.1 was not found",
+    _DRIVER_NOT_LOADED: "the NVIDIA driver is installed but not loaded",
+    _VERSION_MISMATCH: "the NVIDIA driver and its library differ in version: a reboot is due after an update",
+    _NO_PERMISSION: "no permission to talk to the NVIDIA driver",
+}
 NO_GPU = "the NVIDIA driver is loaded but sees no GPU"
+_NEVER = frozenset({_NOT_SUPPORTED, _FUNCTION_NOT_FOUND, 22, 25, 26})
+_GONE = frozenset({UNINITIALIZED, GPU_IS_LOST, 16, 28})
+
+COUNT_S = 3.0
+"""Longest wait for the driver before a run starts. Without an answer, no device counts as missing."""
+_WITHOUT_GPU = (NO_GPU, _NO_START[_DRIVER_NOT_LOADED], _NO_START[_LIBRARY_NOT_FOUND])
+"""NVML's reasons on a machine without an NVIDIA GPU."""
+_OTHERS = ("/dev/kfd", "/dev/dxg", "/dev/nvgpu", "/dev/nvhost-gpu", "/dev/nvmap")
+"""Device files of GPUs that torch calls cuda but NVML does not list: of AMD, WSL and NVIDIA Jetson."""
+
+
+class CallFailed(Exception):
+    """A failed call, with the reason in words, and NVML's error number if NVML failed."""
+
+    def __init__(self, reason: str, code: int | None = None, *, never: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.code = code
+        self.never = never or code in _NEVER  # asking again is useless
+        self.gone = code in _GONE  # the GPU as a whole does not answer
+
+
+def words_of(code: int) -> str:
+    """Return the meaning of an NVML return code."""
+    return _WORDS.get(code, f"NVML error {code}")
+
+
+def call(read: Callable[[], Any]) -> Any:
+    """Return the result of `read`. Raises CallFailed. NVML's errors are compared by number: they are not hashable."""
+    try:
+        return read()
+    except CallFailed:
+        raise
+    except AttributeError:
+        raise CallFailed("the installed nvidia-ml-py does not know it", never=True) from None
+    except Exception as error:  # noqa: BLE001 - ctypes and pynvml may raise anything; only one field is lost
+        code = getattr(error, "value", None)
+        if not isinstance(code, int):
+            # pynvml raises this if a function called without a version needs a newer driver.
+            if type(error).__name__ == "NVMLLibraryMismatchError":
+                code = _FUNCTION_NOT_FOUND
+            else:
+                raise CallFailed(f"NVML: {type(error).__name__}: {error}") from None
+        raise CallFailed(words_of(code), code) from None
 
 
 _waiting: set[Nvml] = set()
@@ -36,16 +117,12 @@ class Nvml:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._nvml: Any = None
         self._in_flight = 0
         self._closed = False
+        self.module: Any = None
+        """pynvml; None before `open`."""
         self.uninitialised = False
         """Whether the library reports that it is not initialised, so that it must be started again."""
-
-    @property
-    def module(self) -> Any:
-        """pynvml; None before `open`."""
-        return self._nvml
 
     def guard(self, read: Callable[[], Any]) -> Any:
         """Return the result of `read`. The library stays open meanwhile. Raises CallFailed, also after `close`."""
@@ -76,22 +153,56 @@ class Nvml:
         try:
             self.guard(pynvml.nvmlInit)
         except CallFailed as failure:
-            return NO_START.get(failure.code, f"NVML does not start: {failure.reason}")
-        self._nvml = pynvml
+            return _NO_START.get(failure.code, f"NVML does not start: {failure.reason}")
+        self.module = pynvml
         self.uninitialised = False
         return None
 
-    def count(self) -> int:
-        """Return the number of GPUs. Raises CallFailed."""
-        return int(self.guard(self._nvml.nvmlDeviceGetCount))
+    def count(self) -> tuple[int, str | None]:
+        """Start NVML and count the GPUs. Return their number, and why there are none (or None)."""
+        reason = self.open()
+        if reason is not None:
+            return 0, reason
+        try:
+            count = int(self.guard(self.module.nvmlDeviceGetCount))
+        except CallFailed as failure:
+            return 0, f"NVML cannot count the GPUs: {failure.reason}"
+        return count, None if count else NO_GPU
 
     def close(self) -> bool:
         """Shut the library down for good. Return False, without any action, while a call is in flight."""
         with self._lock:
             if self._in_flight:
                 return False
-            started, self._closed = self._nvml is not None and not self._closed, True
+            started, self._closed = self.module is not None and not self._closed, True
         if started:
             with contextlib.suppress(CallFailed):  # then it is already shut down
-                call(self._nvml.nvmlShutdown)
+                call(self.module.nvmlShutdown)
         return True
+
+
+def missing(names: str) -> str | None:
+    """Return why a device in `names` (cuda:0,cuda:1) is unavailable; None if all exist or if that is unknown."""
+    wanted = [name for name in names.split(",") if name.startswith("cuda")]
+    if not wanted or any(os.path.exists(path) for path in _OTHERS):
+        return None
+    answers: list[tuple[int, str | None]] = []
+
+    def ask() -> None:
+        nvml = Nvml()
+        answers.append(nvml.count())
+        nvml.close()
+
+    thread = threading.Thread(target=ask, name="dpmon NVML", daemon=True)
+    thread.start()
+    thread.join(COUNT_S)
+    if not answers:
+        return None
+    count, reason = answers[0]
+    if reason is not None:
+        return f"{wanted[0]} is not available: {reason}" if reason in _WITHOUT_GPU else None
+    for name in wanted:
+        if int(name.partition(":")[2] or 0) >= count:
+            there = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
+            return f"there is no {name} here, only {there}"
+    return None

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+
+from dpmon.gpu.sample import Missing
 
 BUDGET_SHARE = 0.01
 """Largest share of one core for readings in the long run."""
@@ -32,13 +33,8 @@ def read_pss(pid: int) -> int | None:
     return None
 
 
-@dataclass(slots=True)
-class _Reading:
-    shared: int
-    """Resident bytes that count for other processes."""
-    due_s: float
-    why: str | None = None
-    """Why there is no reading."""
+_Process = tuple[int, float]
+"""A process id, and when the process started (s)."""
 
 
 class ProportionalMemory:
@@ -50,82 +46,62 @@ class ProportionalMemory:
         """`clock` returns monotonic seconds; `read` returns the PSS of a process id in bytes."""
         self._clock = clock
         self._read = read
-        self._readings: dict[tuple[int, float], _Reading] = {}
+        self._readings: dict[_Process, tuple[int | Missing, float]] = {}
+        """Resident bytes that count for other processes, and when the next reading is due (s)."""
         self._typical: dict[int, float] = {}
         """Per parent: the mean shared part of the children read so far."""
         self._budget_s = BUDGET_MOST_S
         self._at_s = clock()
 
-    def total(
-        self, resident: Mapping[tuple[int, float], int], parents: Mapping[tuple[int, float], int] | None = None
-    ) -> tuple[int | None, str | None]:
-        """Return (bytes of all processes together, None), or (None, the reason).
+    def total(self, resident: Mapping[_Process, int], parents: Mapping[_Process, int]) -> int | Missing:
+        """Return the bytes of all processes together.
 
-        `resident`: bytes by process id and start. `parents`: ids of the known parents. A process without a reading is
-        estimated: its shared part is the mean of its siblings.
+        `resident`: bytes by process. `parents`: ids of the parents. A process without a reading is estimated: its
+        shared part is the mean of its siblings.
         """
-        parents = parents or {}
-        now = self._clock()
-        self._budget_s = min(self._budget_s + (now - self._at_s) * BUDGET_SHARE, BUDGET_MOST_S)
-        self._at_s = now
-        self._readings = {key: known for key, known in self._readings.items() if key in resident}
+        began = self._clock()
+        self._budget_s = min(self._budget_s + (began - self._at_s) * BUDGET_SHARE, BUDGET_MOST_S)
+        self._at_s = began
+        self._readings = {key: reading for key, reading in self._readings.items() if key in resident}
         # Unread processes come first, then those that have waited longest.
-        due = [(self._due(key), key) for key in resident if self._due(key) <= now]
-        for _, key in sorted(due):
-            if self._budget_s <= 0 or self._clock() - now >= AT_ONCE_S:
+        due = {key: self._readings[key][1] if key in self._readings else -1.0 for key in resident}
+        for key in sorted(due, key=lambda key: (due[key], key)):
+            if due[key] > began or self._budget_s <= 0 or self._clock() - began >= AT_ONCE_S:
                 break
             self._refresh(key, resident[key])
         self._learn(parents)
-        return self._sum(resident, parents)
-
-    def _due(self, key: tuple[int, float]) -> float:
-        known = self._readings.get(key)
-        return -1.0 if known is None else known.due_s
-
-    def _refresh(self, key: tuple[int, float], resident: int) -> None:
-        began = self._clock()
-        why = None
-        pss: int | None = 0
-        try:
-            pss = self._read(key[0])
-        except PermissionError:
-            why = f"the kernel does not let this user read the memory of process {key[0]}"
-        except FileNotFoundError:
-            why = f"the kernel does not report the proportional memory of process {key[0]}"  # or it has just ended
-        except OSError as error:
-            why = f"the memory of process {key[0]} cannot be read: {error.strerror}"
-        ended = self._clock()
-        took = ended - began
-        self._budget_s -= took
-        shared = max(resident - (pss or 0), 0) if pss is not None else resident
-        self._readings[key] = _Reading(shared, ended + max(EVERY_S, REST_FACTOR * took), why)
-
-    def _learn(self, parents: Mapping[tuple[int, float], int]) -> None:
-        """Update the mean shared part of each parent's children; keep the old mean while all children are new."""
-        shared: dict[int, list[int]] = {}
-        present = set(parents.values())
-        for key, parent in parents.items():
-            known = self._readings.get(key)
-            if known is not None and known.why is None:
-                shared.setdefault(parent, []).append(known.shared)
-        self._typical = {parent: mean for parent, mean in self._typical.items() if parent in present}
-        self._typical.update({parent: sum(each) / len(each) for parent, each in shared.items()})
-
-    def _sum(
-        self, resident: Mapping[tuple[int, float], int], parents: Mapping[tuple[int, float], int]
-    ) -> tuple[int | None, str | None]:
-        total = 0
-        unread = 0
+        total = unread = 0
         for key, size in resident.items():
-            known = self._readings.get(key)
-            if known is None:
-                typical = self._typical.get(parents.get(key, -1))
-                unread += typical is None
-                total += max(size - int(typical or 0), 0)
-            elif known.why is not None:
-                return None, known.why
-            else:
-                total += max(size - known.shared, 0)
+            shared = self._readings[key][0] if key in self._readings else self._typical.get(parents[key])
+            if isinstance(shared, Missing):
+                return shared
+            unread += shared is None
+            total += max(size - int(shared or 0), 0)
         if unread:
-            return None, f"the memory of {unread} of {len(resident)} processes has not been read yet"
-        return total, None
+            return Missing(f"the memory of {unread} of {len(resident)} processes has not been read yet")
+        return total
+
+    def _refresh(self, process: _Process, resident: int) -> None:
+        began = self._clock()
+        shared: int | Missing
+        try:
+            shared = max(resident - (self._read(process[0]) or 0), 0)
+        except PermissionError:
+            shared = Missing(f"the kernel does not let this user read the memory of process {process[0]}")
+        except FileNotFoundError:  # or it has just ended
+            shared = Missing(f"the kernel does not report the proportional memory of process {process[0]}")
+        except OSError as error:
+            shared = Missing(f"the memory of process {process[0]} cannot be read: {error.strerror}")
+        ended = self._clock()
+        self._budget_s -= ended - began
+        self._readings[process] = shared, ended + max(EVERY_S, REST_FACTOR * (ended - began))
+
+    def _learn(self, parents: Mapping[_Process, int]) -> None:
+        """Update the mean shared part of each parent's children; keep the old mean while all children are new."""
+        by_parent: dict[int, list[int]] = {}
+        for process, (shared, _) in self._readings.items():
+            if not isinstance(shared, Missing):
+                by_parent.setdefault(parents[process], []).append(shared)
+        present = set(parents.values())
+        self._typical = {parent: mean for parent, mean in self._typical.items() if parent in present}
+        self._typical.update({parent: sum(each) / len(each) for parent, each in by_parent.items()})

@@ -6,29 +6,27 @@ value, or `Missing`, for each field of the question. It raises what pynvml raise
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dpmon.gpu.failure import CallFailed, Missing, call
-from dpmon.gpu.gpm import GPM_FIELDS, gpm, nvlink
+from dpmon.gpu.nvml import TIMEOUT, CallFailed, call, words_of
+from dpmon.gpu.sample import Missing
 
-CHEAP_CALLS, EXPENSIVE_CALLS = 5, 3
-"""Most library calls per GPU and second by each of its two threads; 8 in total.
-
-When a GPU is first found, all questions in CHEAP are asked at once, so that its first sample has their answers."""
-OPENING_CALLS = 3
-"""Calls to open a GPU: handle, UUID, name."""
+CALLS = 8
+"""Most library calls per GPU and second, after its first round."""
 
 Way = Callable[[Any, Any, dict[str, Any]], tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Question:
-    """Fields that come from one answer, with the period of the question and its largest number of library calls.
+    """Fields that come from one answer, with the period of the question (s) and its largest number of library calls.
 
-    The first answer of `gpm` takes one call more. If a way is not supported, the next one is tried. `instead_of`: ask
-    only if that question has left the first field unanswered. `only_if`: ask only while that field is known to be true.
+    If a way is not supported, the next one is tried. `instead_of`: ask only if that question left the first field
+    unanswered.
     """
 
     fields: tuple[str, ...]
@@ -36,12 +34,13 @@ class Question:
     calls: int
     ways: tuple[Way, ...]
     instead_of: Question | None = None
-    only_if: str = ""
 
 
-NOT_SENSIBLE = Missing("NVML returned an implausible value")
+FIRST = Missing("needs two readings")
+_IMPLAUSIBLE = Missing("NVML returned an implausible value")
 _NO_XID = Missing("no XID error since the run's start")
 _MAX_INSTANCES = 8
+_ONCE = math.inf
 
 # nvml.h: NVML_CLOCKS_EVENT_REASON_*. The first bit (idle) does not count as throttling.
 _THROTTLE = {
@@ -58,6 +57,44 @@ _THROTTLE = {
 }
 _IDLE = 0x001
 
+# GPM's metrics by NVML's numbers (nvmlGpmMetricId_t): percent, then MiB/s.
+_PERCENT = {"sm_active_pct": 2, "tensor_active_pct": 5, "dram_active_pct": 10}
+_MIB_S = {"pcie_tx_bytes_s": 20, "pcie_rx_bytes_s": 21, "nvlink_rx_bytes_s": 60, "nvlink_tx_bytes_s": 61}
+_METRICS = {**_PERCENT, **_MIB_S}
+_NVLINK_TX_KIB, _NVLINK_RX_KIB = 138, 139  # NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _RX: payload in KiB, ever growing
+_ALL_LINKS = 0xFFFFFFFF
+
+
+def _get(take: Callable[[Any], Any], words: str) -> Way:
+    """Return a way that calls nvmlDeviceGet<first word>; further words are pynvml's constants after the handle."""
+    name, *which = words.split()
+
+    def way(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
+        constants = [int(each) if each.isdigit() else getattr(nvml, each) for each in which]
+        return (take(getattr(nvml, f"nvmlDeviceGet{name}")(handle, *constants)),)
+
+    return way
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+def _percent(value: Any) -> Any:
+    return int(value) if 0 <= value <= 100 else _IMPLAUSIBLE
+
+
+def _positive(value: Any) -> Any:
+    return int(value) if value > 0 else _IMPLAUSIBLE
+
+
+def _thousandth(value: Any) -> float:
+    return float(value / 1000)
+
+
+def _thousandfold(value: Any) -> int:
+    return int(value * 1000)
+
 
 def throttle_words(bits: int) -> list[str]:
     """Return the reasons for lowered clocks from NVML's bits; unknown bits are given as a number."""
@@ -65,65 +102,6 @@ def throttle_words(bits: int) -> list[str]:
     named = [word for bit, word in _THROTTLE.items() if bits & bit]
     unnamed = bits & ~(_IDLE | sum(_THROTTLE))
     return [*named, f"reason {unnamed:#x}"] if unnamed else named
-
-
-def _percent(value: Any) -> Any:
-    return int(value) if 0 <= value <= 100 else NOT_SENSIBLE
-
-
-def _thousandth(value: Any) -> float:
-    return float(value / 1000)
-
-
-def _got(take: Callable[[Any], Any], *names: str) -> tuple[Way, ...]:
-    """Return ways that call nvmlDeviceGet<name> with only the handle; `take` converts the result to a value."""
-
-    def way(name: str) -> Way:
-        return lambda nvml, handle, memo: (take(getattr(nvml, f"nvmlDeviceGet{name}")(handle)),)
-
-    return tuple(map(way, names))
-
-
-def _clock(which: str) -> tuple[Way, ...]:
-    return (lambda n, h, memo: (int(n.nvmlDeviceGetClockInfo(h, getattr(n, which))),),)
-
-
-def _ecc(which: str) -> tuple[Way, ...]:
-    return (lambda n, h, memo: (int(n.nvmlDeviceGetTotalEccErrors(h, getattr(n, which), n.NVML_VOLATILE_ECC)),),)
-
-
-def _pcie(which: str) -> tuple[Way, ...]:
-    """Return a way to read PCIe throughput; the driver measures for 20 ms, in units of 1000 bytes/s."""
-    return (lambda n, h, memo: (n.nvmlDeviceGetPcieThroughput(h, getattr(n, which)) * 1000,),)
-
-
-def _memory_v2(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
-    return int(memory.used), int(memory.total), int(memory.reserved)
-
-
-def _memory_v1(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    return int(memory.used), int(memory.total), Missing("this driver counts it as used")
-
-
-def _temperature(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
-    return (int(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),)
-
-
-def _temperature_v(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
-    return (int(nvml.nvmlDeviceGetTemperatureV(handle, nvml.NVML_TEMPERATURE_GPU)),)
-
-
-def _slowdown_at(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
-    limit = int(nvml.nvmlDeviceGetTemperatureThreshold(handle, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN))
-    return (limit if limit > 0 else NOT_SENSIBLE,)
-
-
-def _slowdown_by_margin(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
-    """Newer drivers report the distance to the nearest limit, not the limit."""
-    margin = int(nvml.nvmlDeviceGetMarginTemperature(handle))
-    return (int(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)) + margin,)
 
 
 def _held(processes: Any) -> dict[int, int | None]:
@@ -136,8 +114,29 @@ def _held(processes: Any) -> dict[int, int | None]:
     return held
 
 
-def _retired(cause: str) -> tuple[Way, ...]:
-    return (lambda n, h, memo: (len(n.nvmlDeviceGetRetiredPages(h, getattr(n, cause))),),)
+def _memory_v2(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+    return int(memory.used), int(memory.total), int(memory.reserved)
+
+
+def _memory_v1(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    return int(memory.used), int(memory.total), Missing("this driver counts it as used")
+
+
+def _slowdown_by_margin(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
+    """Newer drivers report the distance to the nearest limit, not the limit."""
+    margin = int(nvml.nvmlDeviceGetMarginTemperature(handle))
+    return (int(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)) + margin,)
+
+
+def _retired_pages(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the number of pages, for both causes. Two calls each: their number, then the list."""
+    causes = (
+        nvml.NVML_PAGE_RETIREMENT_CAUSE_MULTIPLE_SINGLE_BIT_ECC_ERRORS,
+        nvml.NVML_PAGE_RETIREMENT_CAUSE_DOUBLE_BIT_ECC_ERROR,
+    )
+    return (sum(len(nvml.nvmlDeviceGetRetiredPages(handle, cause)) for cause in causes),)
 
 
 def _xid(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
@@ -151,77 +150,133 @@ def _xid(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
         event = call(lambda: nvml.nvmlEventSetWait_v2(memo["set"], 0))
         memo["xid"] = int(event.eventData)
     except CallFailed as failure:
-        if failure.code != 10:  # no new event
+        if failure.code != TIMEOUT:  # no new event
             raise
     return (memo["xid"],)
 
 
-def _instances(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the MIG instances. Each call updates the UUID or the memory of one, with at most two library calls."""
-    known = memo.setdefault("instances", {})
-    turn = memo["turn"] = (memo.get("turn", -1) + 1) % (2 * _MAX_INSTANCES)
-    _look_at_instance(nvml, handle, memo, turn // 2, turn % 2 == 0)
-    return ([dict(known[index]["said"]) for index in sorted(known)],)
+def _mig(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
+    """Return whether the GPU is divided, and its instances. Each time, one of them is read, with three calls."""
+    if not nvml.nvmlDeviceGetMigMode(handle)[0]:
+        return False, []
+    instances = memo.setdefault("instances", {})
+    index = memo["index"] = (memo.get("index", -1) + 1) % _MAX_INSTANCES
+    instances.pop(index, None)
+    try:
+        found = call(lambda: nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
+    except CallFailed as failure:
+        if failure.gone:
+            raise
+        found = None  # there is no such instance
+    try:
+        if found:
+            instances[index] = call(lambda: _instance(nvml, found))
+    except CallFailed as failure:
+        if failure.gone:
+            raise
+        return True, Missing(failure.reason)
+    return True, [instances[index] for index in sorted(instances)]
 
 
-def _look_at_instance(nvml: Any, handle: Any, memo: dict[str, Any], index: int, first: bool) -> None:
-    known = memo["instances"]
-    if first:
-        try:
-            found = call(lambda: nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
-            if not found:
-                raise CallFailed("no handle")
-        except CallFailed as failure:
-            if failure.gone:
-                raise
-            known.pop(index, None)
-            return
-        said = {"uuid": nvml.nvmlDeviceGetUUID(found), "mem_used_bytes": None, "mem_total_bytes": None}
-        before = known.get(index)
-        if before is None or before["said"]["uuid"] != said["uuid"]:
-            known[index] = {"handle": found, "said": said}
-    elif index in known:
-        memory = nvml.nvmlDeviceGetMemoryInfo(known[index]["handle"])
-        known[index]["said"].update(mem_used_bytes=int(memory.used), mem_total_bytes=int(memory.total))
+def _instance(nvml: Any, handle: Any) -> dict[str, Any]:
+    uuid, memory = nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetMemoryInfo(handle)
+    return {"uuid": uuid, "mem_used_bytes": int(memory.used), "mem_total_bytes": int(memory.total)}
 
 
-CHEAP = (
-    Question(("util_pct",), 1, 1, _got(lambda rates: _percent(rates.gpu), "UtilizationRates")),
+def _gpm(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the metrics averaged since the last reading, with two calls (four at first). Each may be Missing.
+
+    The two sample buffers are never freed: freeing them is unsafe while the driver has lost the GPU.
+    """
+    if "now" not in memo:
+        if not nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
+            raise CallFailed("not supported", never=True)
+        memo["before"], memo["now"] = nvml.nvmlGpmSampleAlloc(), nvml.nvmlGpmSampleAlloc()
+        nvml.nvmlGpmSampleGet(handle, memo["now"])
+        return (FIRST,) * len(_METRICS)
+    # The older buffer takes the new reading, which is then compared with the newer buffer.
+    memo["now"], memo["before"] = memo["before"], memo["now"]
+    nvml.nvmlGpmSampleGet(handle, memo["now"])
+    asked = nvml.c_nvmlGpmMetricsGet_t()
+    asked.version = nvml.NVML_GPM_METRICS_GET_VERSION
+    asked.numMetrics = len(_METRICS)
+    asked.sample1, asked.sample2 = memo["before"], memo["now"]
+    for i, number in enumerate(_METRICS.values()):
+        asked.metrics[i].metricId = number
+    nvml.nvmlGpmMetricsGet(asked)
+    values: list[Any] = []
+    for i, name in enumerate(_METRICS):
+        metric = asked.metrics[i]
+        value = float(metric.value)
+        if metric.nvmlReturn:
+            values.append(Missing(words_of(int(metric.nvmlReturn))))
+        elif not 0 <= value < 1e9:  # also true for NaN
+            values.append(_IMPLAUSIBLE)
+        else:
+            values.append(round(value, 1) if name in _PERCENT else int(value * (1 << 20)))
+    return tuple(values)
+
+
+def _nvlink(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the bytes per second received and sent over all links since the last reading."""
+    fields = nvml.nvmlDeviceGetFieldValues(handle, [(_NVLINK_RX_KIB, _ALL_LINKS), (_NVLINK_TX_KIB, _ALL_LINKS)])
+    now = time.monotonic()
+    for field in fields:
+        if field.nvmlReturn:
+            raise CallFailed(words_of(int(field.nvmlReturn)), int(field.nvmlReturn))
+    counts = [int(field.value.ullVal) for field in fields]
+    before, memo["at"] = memo.get("at"), (now, counts)
+    if before is None:
+        return FIRST, FIRST
+    then, old = before
+    if any(new < last for new, last in zip(counts, old, strict=True)):
+        return (Missing("the counter was reset"),) * 2
+    return tuple(int((new - last) * 1024 / max(now - then, 1e-6)) for new, last in zip(counts, old, strict=True))
+
+
+def _ask(
+    field: str,
+    every_s: float,
+    take: Callable[[Any], Any],
+    *ways: str,
+    calls: int = 1,
+    instead_of: Question | None = None,
+) -> Question:
+    return Question((field,), every_s, calls, tuple(_get(take, words) for words in ways), instead_of)
+
+
+_SLOWDOWN = _get(_positive, "TemperatureThreshold NVML_TEMPERATURE_THRESHOLD_SLOWDOWN")
+_GPM = Question(tuple(_METRICS), 3, 3, (_gpm,))
+QUESTIONS = (
+    # These take microseconds.
+    _ask("uuid", _ONCE, _text, "UUID"),
+    _ask("name", _ONCE, _text, "Name"),
+    _ask("util_pct", 1, lambda rates: _percent(rates.gpu), "UtilizationRates"),
     Question(("mem_used_bytes", "mem_total_bytes", "mem_reserved_bytes"), 1, 1, (_memory_v2, _memory_v1)),
-    Question(("power_w",), 1, 1, _got(_thousandth, "PowerUsage")),
-    Question(("sm_clock_mhz",), 2, 1, _clock("NVML_CLOCK_SM")),
-    Question(("throttle",), 2, 1, _got(throttle_words, "CurrentClocksEventReasons", "CurrentClocksThrottleReasons")),
-    Question(("temperature_c",), 2, 1, (_temperature, _temperature_v)),
-    Question(("power_limit_w",), 30, 1, _got(_thousandth, "EnforcedPowerLimit", "PowerManagementLimit")),
-    Question(("temperature_limit_c",), 60, 2, (_slowdown_at, _slowdown_by_margin)),
-    Question(("mem_clock_mhz",), 5, 1, _clock("NVML_CLOCK_MEM")),
-    Question(("energy_j",), 10, 1, _got(_thousandth, "TotalEnergyConsumption")),
-    Question(
-        ("fan_pct",),
-        10,
-        1,
-        (*_got(_percent, "FanSpeed"), lambda n, h, memo: (_percent(n.nvmlDeviceGetFanSpeed_v2(h, 0)),)),
-    ),
-)
-"""Questions that take microseconds."""
-
-_GPM = Question(GPM_FIELDS, 3, 3, (gpm,))
-EXPENSIVE = (
-    Question(("mig",), 30, 1, _got(lambda modes: bool(modes[0]), "MigMode")),
-    Question(("mig_devices",), 3, 2, (_instances,), only_if="mig"),
+    _ask("power_w", 1, _thousandth, "PowerUsage"),
+    _ask("sm_clock_mhz", 2, int, "ClockInfo NVML_CLOCK_SM"),
+    _ask("throttle", 2, throttle_words, "CurrentClocksEventReasons", "CurrentClocksThrottleReasons"),
+    _ask("temperature_c", 2, int, "Temperature NVML_TEMPERATURE_GPU", "TemperatureV NVML_TEMPERATURE_GPU"),
+    _ask("power_limit_w", 30, _thousandth, "EnforcedPowerLimit", "PowerManagementLimit"),
+    Question(("temperature_limit_c",), 60, 2, (_SLOWDOWN, _slowdown_by_margin)),
+    _ask("mem_clock_mhz", 5, int, "ClockInfo NVML_CLOCK_MEM"),
+    _ask("energy_j", 10, _thousandth, "TotalEnergyConsumption"),
+    _ask("fan_pct", 10, _percent, "FanSpeed", "FanSpeed_v2 0"),
+    # These take milliseconds, are rarely needed, or are known to block.
+    Question(("mig", "mig_devices"), 6, 4, (_mig,)),
     # Two calls each: the number of processes, then the list.
-    Question(("compute",), 5, 2, _got(_held, "ComputeRunningProcesses_v3", "ComputeRunningProcesses_v2")),
-    Question(("graphics",), 10, 2, _got(_held, "GraphicsRunningProcesses_v3", "GraphicsRunningProcesses_v2")),
+    _ask("compute", 5, _held, "ComputeRunningProcesses_v3", "ComputeRunningProcesses_v2", calls=2),
+    _ask("graphics", 10, _held, "GraphicsRunningProcesses_v3", "GraphicsRunningProcesses_v2", calls=2),
     _GPM,
-    Question(("pcie_rx_bytes_s",), 10, 1, _pcie("NVML_PCIE_UTIL_RX_BYTES"), instead_of=_GPM),
-    Question(("pcie_tx_bytes_s",), 10, 1, _pcie("NVML_PCIE_UTIL_TX_BYTES"), instead_of=_GPM),
-    Question(("nvlink_rx_bytes_s", "nvlink_tx_bytes_s"), 5, 1, (nvlink,), instead_of=_GPM),
-    Question(("ecc_corrected",), 30, 1, _ecc("NVML_MEMORY_ERROR_TYPE_CORRECTED")),
-    Question(("ecc_uncorrected",), 30, 1, _ecc("NVML_MEMORY_ERROR_TYPE_UNCORRECTED")),
-    Question(("remapped_rows",), 60, 1, _got(lambda counts: sum(counts[:2]), "RemappedRows")),
-    Question(("retired_single",), 60, 2, _retired("NVML_PAGE_RETIREMENT_CAUSE_MULTIPLE_SINGLE_BIT_ECC_ERRORS")),
-    Question(("retired_double",), 60, 2, _retired("NVML_PAGE_RETIREMENT_CAUSE_DOUBLE_BIT_ECC_ERROR")),
-    Question(("persistence",), 60, 1, _got(bool, "PersistenceMode")),
+    # The driver measures for 20 ms, in units of 1000 bytes/s.
+    _ask("pcie_rx_bytes_s", 10, _thousandfold, "PcieThroughput NVML_PCIE_UTIL_RX_BYTES", instead_of=_GPM),
+    _ask("pcie_tx_bytes_s", 10, _thousandfold, "PcieThroughput NVML_PCIE_UTIL_TX_BYTES", instead_of=_GPM),
+    Question(("nvlink_rx_bytes_s", "nvlink_tx_bytes_s"), 5, 1, (_nvlink,), _GPM),
+    _ask("ecc_corrected", 30, int, "TotalEccErrors NVML_MEMORY_ERROR_TYPE_CORRECTED NVML_VOLATILE_ECC"),
+    _ask("ecc_uncorrected", 30, int, "TotalEccErrors NVML_MEMORY_ERROR_TYPE_UNCORRECTED NVML_VOLATILE_ECC"),
+    _ask("remapped_rows", 60, lambda counts: sum(counts[:2]), "RemappedRows"),
+    Question(("retired_pages",), 60, 4, (_retired_pages,)),
+    _ask("persistence", 60, bool, "PersistenceMode"),
     Question(("xid",), 5, 2, (_xid,)),
 )
-"""Questions that take milliseconds, are rarely needed, or are known to block."""
+"""All questions, those first whose answers the first sample needs."""

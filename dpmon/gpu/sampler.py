@@ -11,17 +11,15 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from dpmon.gpu.card import SILENT_S, Card
-from dpmon.gpu.device import pids_are_shared
+from dpmon.gpu.card import Card
 from dpmon.gpu.host import HostSampler
 from dpmon.gpu.nvml import Nvml, leave
-from dpmon.gpu.share import Run, TorchUse, bare_uuid, uses_of
+from dpmon.gpu.sample import Run, TorchUse, uses_of
 from dpmon.gpu.visible import Gpu, visible_gpus
 from dpmon.gpu.watch import GpuWatch
 from dpmon.record.codec import Decoder
@@ -35,6 +33,7 @@ SAME_WARNING_S = 60.0
 MAX_WARNINGS = 256
 MAX_USES = 1024
 _STOP_S = 1.0
+_INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # the kernel's fixed inode number for it (include/linux/proc_ns.h)
 
 
 class DeviceSampler:
@@ -64,10 +63,8 @@ class DeviceSampler:
         self._decoder = Decoder(-1)
         self._uses: dict[int, tuple[int, tuple[TorchUse, ...]]] = {}
         """Per process of the run: its process id, and its last report of GPUs."""
-        self._visible: tuple[tuple[str, ...], dict[str, bool]] = ((), {})
         self._said: dict[str, float] = {}
         self._said_lock = threading.Lock()
-        self._silent: set[int] = set()
         self._watch = GpuWatch(nvml(), interval_s, self._emit_device, self.warn)
         self._host = threading.Thread(target=self._watch_host, name="dpmon host", daemon=True)
 
@@ -107,13 +104,10 @@ class DeviceSampler:
         """Write a warning, at most once a minute for each text."""
         now = time.monotonic()
         with self._said_lock:
-            if now - self._said.get(text, -SAME_WARNING_S) < SAME_WARNING_S:
+            recent = {old: at for old, at in self._said.items() if now - at < SAME_WARNING_S}
+            if text in recent or len(recent) >= MAX_WARNINGS:
                 return
-            if len(self._said) >= MAX_WARNINGS:
-                self._said = {old: at for old, at in self._said.items() if now - at < SAME_WARNING_S}
-                if len(self._said) >= MAX_WARNINGS:
-                    return
-            self._said[text] = now
+            self._said = {**recent, text: now}
         self.emit("warning", {"process": None, "text": text})
 
     # ------------------------------------------------------------------------------------------ host thread
@@ -123,7 +117,7 @@ class DeviceSampler:
         due = time.monotonic()
         while not self._stop.is_set():
             self._emit_host(host)
-            self._report_silence()
+            self._watch.look()
             # After a pause (a suspended machine, SIGSTOP), one sample follows, not all missed ones.
             due = max(due + self._interval_s, time.monotonic())
             self._stop.wait(due - time.monotonic())
@@ -135,53 +129,30 @@ class DeviceSampler:
         except Exception as error:  # noqa: BLE001 - if the thread died, all later samples would be missing
             self.warn(f"the host could not be sampled: {type(error).__name__}: {error}")
             return
-        self.emit("host", {**asdict(sample), "gpu_absent": self._watch.absent()})
-
-    def _report_silence(self) -> None:
-        """Emit samples of GPUs that do not answer, and warn when a GPU stops or resumes answering."""
-        now = time.monotonic()
-        for card in self._watch.cards:
-            silences = [asker.silence(now) for asker in card.askers]
-            if max(silences, default=0.0) >= SILENT_S:
-                if card.index not in self._silent:
-                    self._silent.add(card.index)
-                    self.warn(f"NVML does not answer for GPU {card.index}")
-                if silences[0] >= SILENT_S:
-                    self._emit_device(card)
-            elif card.index in self._silent:
-                self._silent.discard(card.index)
-                self.warn(f"NVML answers again for GPU {card.index}")
+        self.emit("host", {**sample, "gpu_absent": self._watch.absent()})
 
     # ------------------------------------------------------------------------------------------ devices
 
     def _emit_device(self, card: Card) -> None:
         try:
-            self.emit("device", asdict(card.sample(self._run(), time.monotonic())))
+            self.emit("device", card.sample(self._run(card), time.monotonic()))
         except Exception as error:  # noqa: BLE001 - a bad answer must not end the thread that asks NVML
             self.warn(f"the sample of GPU {card.index} could not be written: {type(error).__name__}: {error}")
 
-    def _run(self) -> Run:
+    def _run(self, card: Card) -> Run:
         # An ended process holds no memory.
         uses = tuple(use for pid, of_process in self._uses.values() if psutil.pid_exists(pid) for use in of_process)
-        return Run(self._pids, self._same_pids, uses, self._seen_by_cuda())
+        return Run(self._pids, self._same_pids, uses, self._visible(card))
 
-    def _seen_by_cuda(self) -> dict[str, bool]:
-        """Return which GPUs the command's environment lets CUDA see, by UUID; recomputed when a UUID becomes known."""
+    def _visible(self, card: Card) -> bool | None:
+        """Return whether the command's environment lets CUDA see the GPU; None if unknown."""
         if self._environment is None:
             self._environment = _environment_of(self._root_pid())
-            if self._environment is None:
-                return {}
-        cards = self._watch.cards
-        key = tuple(",".join(sorted(card.uuids())) for card in cards)
-        if key != self._visible[0]:
-            gpus = [Gpu(card.uuid, card.uuids()) for card in cards]
-            order = self._environment.get("CUDA_DEVICE_ORDER")
-            seen = visible_gpus(self._environment.get("CUDA_VISIBLE_DEVICES"), order, gpus)
-            known = {
-                bare_uuid(gpu.uuid): see for gpu, see in zip(gpus, seen, strict=True) if gpu.uuid and see is not None
-            }
-            self._visible = key, known
-        return self._visible[1]
+        if self._environment is None or card.uuid is None:
+            return None
+        gpus = [Gpu(each.uuid, each.uuids()) for each in self._watch.cards]
+        order = self._environment.get("CUDA_DEVICE_ORDER")
+        return visible_gpus(self._environment.get("CUDA_VISIBLE_DEVICES"), order, gpus)[card.index]
 
 
 def _environment_of(pid: int | None) -> dict[str, str] | None:
@@ -192,3 +163,11 @@ def _environment_of(pid: int | None) -> dict[str, str] | None:
         return psutil.Process(pid).environ() or None
     except (psutil.Error, OSError):
         return None
+
+
+def pids_are_shared() -> bool:
+    """Whether this process is in the initial pid namespace; NVML reports ids of that namespace."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino == _INITIAL_PID_NAMESPACE
+    except OSError:
+        return False

@@ -13,8 +13,6 @@ import re
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from dpmon.gpu.share import bare_uuid
-
 _NUMBER = re.compile(r"[+-]?[0-9]+")
 MAX_ENTRIES = 1024
 
@@ -30,6 +28,11 @@ class Gpu:
     def divided(self) -> bool:
         """Whether it has MIG instances. CUDA then sees one instance, and an index does not show which one."""
         return len(self.uuids) > 1
+
+
+def bare_uuid(uuid: str) -> str:
+    """Return a UUID without its prefix: NVML writes GPU-8932f937-..., torch writes 8932f937-...."""
+    return uuid.removeprefix("GPU-").removeprefix("MIG-").lower()
 
 
 def cuda_order(text: str | None, order: str | None, gpus: Sequence[Gpu]) -> list[int | None] | None:

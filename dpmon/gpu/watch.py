@@ -1,7 +1,7 @@
-"""The threads that ask NVML: one that starts it and counts the GPUs, and two for each GPU.
+"""The threads that ask NVML: one that starts it and counts the GPUs, and one for each GPU.
 
-A call that never returns blocks only its own thread. No thread waits for these threads: samples are composed from the
-values that they have stored (`Card.sample`).
+A call that never returns blocks only its own thread; a GPU then gets a second one. No thread waits for these threads:
+samples are composed from the answers that they have stored (`Card.sample`).
 """
 
 from __future__ import annotations
@@ -11,22 +11,19 @@ import time
 from collections.abc import Callable
 
 from dpmon.gpu.card import RETRY_S, SILENT_S, Asker, Card
-from dpmon.gpu.failure import CallFailed
-from dpmon.gpu.nvml import NO_GPU, Nvml
-from dpmon.gpu.questions import CHEAP, CHEAP_CALLS, EXPENSIVE, EXPENSIVE_CALLS, OPENING_CALLS
+from dpmon.gpu.nvml import CallFailed, Nvml
+from dpmon.gpu.sample import NOT_ASKED
 
 NVML_PERIOD_S = 1.0
 """Shortest period of questions to NVML, whatever the interval: the driver answers under a lock that training needs."""
-FIRST_S = 0.5
-"""For this time after a GPU is found, all cheap questions are asked at once: its first sample has the answers."""
 MAX_GPUS = 64
+_MAX_ASKERS = 2
+"""Most threads of one GPU."""
 _STACK_BYTES = 1 << 20
-
-_NO_ANSWER_YET = "NVML has not answered yet"
 
 
 class GpuWatch:
-    """All GPUs of this machine. `tell` is called with a card after each round of cheap questions."""
+    """All GPUs of this machine. `tell` is called with a card once a period, usually after its questions."""
 
     def __init__(
         self, nvml: Nvml, interval_s: float, tell: Callable[[Card], None], warn: Callable[[str], None]
@@ -39,7 +36,7 @@ class GpuWatch:
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
         self._opening_s: float | None = None
-        self._absent: str | None = _NO_ANSWER_YET
+        self._absent: str | None = "NVML has not answered yet"
         self.cards: tuple[Card, ...] = ()
 
     def start(self) -> None:
@@ -52,6 +49,21 @@ class GpuWatch:
         if self.cards or since is None or time.monotonic() - since < SILENT_S:
             return self._absent
         return f"NVML has not answered for {time.monotonic() - since:.0f} s"
+
+    def look(self) -> None:
+        """Find calls that do not return: warn, let a second thread ask, and pass on the last answers."""
+        now = time.monotonic()
+        for card in self.cards:
+            card.askers = tuple(asker for asker in card.askers if not asker.ended)
+            silences = [asker.silence(now) for asker in card.askers]
+            silent = max(silences) >= SILENT_S
+            if silent != card.silent:
+                card.silent = silent
+                self._warn(f"NVML {'does not answer' if silent else 'answers again'} for GPU {card.index}")
+            if silences[-1] >= SILENT_S and len(card.askers) < _MAX_ASKERS:
+                self._ask_with(card, Asker(card, self._nvml))
+            if silences[-1] >= self._period_s:
+                self._tell(card)
 
     def stop(self, until_s: float) -> bool:
         """End by `until_s` (monotonic). Return False, without a shutdown, if a call is still in flight."""
@@ -67,77 +79,48 @@ class GpuWatch:
             thread.start()
         finally:
             threading.stack_size(before)
-        self._threads.append(thread)
+        self._threads = [*(each for each in self._threads if each.is_alive()), thread]
 
-    # ---------------------------------------------------------------- the library
+    # ---------------------------------------------------------------- the threads
 
     def _keep_open(self) -> None:
         pause = 0.0
         while not self._stop.wait(pause):
             if not self.cards or self._nvml.uninitialised:
                 self._opening_s = time.monotonic()
-                self._absent = self._open()
+                count, self._absent = self._nvml.count()
                 self._opening_s = None
+                for index in range(len(self.cards), min(count, MAX_GPUS)):
+                    card = Card(index)
+                    asker = Asker(card, self._nvml)
+                    self.cards = (*self.cards, card)
+                    self._ask_with(card, asker)
             pause = RETRY_S if self._absent is not None else self._period_s
 
-    def _open(self) -> str | None:
-        """Start the library, and two threads for each new GPU. Return why there is no GPU, or None."""
-        try:
-            absent = self._nvml.open()
-            if absent is not None:
-                return absent
-            count = min(self._nvml.count(), MAX_GPUS)
-        except CallFailed as failure:
-            return f"NVML cannot count the GPUs: {failure.reason}"
-        except Exception as error:  # noqa: BLE001 - if the thread died, all later samples would be missing
-            return f"NVML failed: {type(error).__name__}: {error}"
-        if not count and not self.cards:
-            return NO_GPU
-        for index in range(len(self.cards), count):
-            card = Card(index)
-            cheap, expensive = Asker(card, CHEAP, CHEAP_CALLS), Asker(card, EXPENSIVE, EXPENSIVE_CALLS)
-            self.cards = (*self.cards, card)
-            self._spawn(lambda c=card, a=cheap: self._ask(c, a, True), f"dpmon gpu {index}")  # type: ignore[misc]
-            self._spawn(lambda c=card, a=expensive: self._ask(c, a, False), f"dpmon gpu {index} expensive")  # type: ignore[misc]
-        return None
+    def _ask_with(self, card: Card, asker: Asker) -> None:
+        self._spawn(lambda: self._ask(card, asker), f"dpmon gpu {card.index}")
 
-    # ---------------------------------------------------------------- one GPU
-
-    def _ask(self, card: Card, asker: Asker, first: bool) -> None:
-        """Ask one GPU until `stop`. The first of its two threads also looks for a lost GPU, and calls `tell`."""
-        ask = asker.guarded(self._nvml.guard, time.monotonic)
+    def _ask(self, card: Card, asker: Asker) -> None:
+        """Ask one GPU until `stop`, or until this thread is left behind."""
         pause = 0.0
-        while not self._stop.wait(pause):
+        while asker.newest and not self._stop.wait(pause):
             began = time.monotonic()
-            if not self._nvml.uninitialised:
-                try:
-                    self._round(card, asker, ask, first)
-                except Exception as error:  # noqa: BLE001 - if the thread died, all later samples would be missing
-                    self._warn(f"GPU {card.index}: NVML failed: {type(error).__name__}: {error}")
-            elif first:
-                card.lose("NVML is being started again", began)
-                card.retry_at_s = 0.0
-            if first and not self._stop.is_set():
+            if card.handle is not None or began >= card.retry_at_s:
+                self._round(card, asker)
+            if asker.newest and not self._stop.is_set():
                 self._tell(card)
             pause = max(0.0, began + self._period_s - time.monotonic())
+        asker.ended = True
 
-    def _round(self, card: Card, asker: Asker, ask: Callable[[Callable[[], object]], object], first: bool) -> None:
-        calls, first_s = asker.calls, 0.0
+    def _round(self, card: Card, asker: Asker) -> None:
+        was = card.lost
         try:
-            if card.handle is None:
-                if not first or time.monotonic() < card.retry_at_s:
-                    return
-                was = card.lost if card.opened else ""
-                card.open(self._nvml.module, ask)
-                calls -= OPENING_CALLS
-                if card.opened == 1:
-                    first_s = FIRST_S
-                if was:
-                    self._warn(f"GPU {card.index} is back")
-            asker.round(self._nvml.module, ask, time.monotonic, calls, first_s)
+            asker.round()
         except CallFailed as failure:
-            if self._stop.is_set():
-                return
-            if card.lost != failure.reason:
-                self._warn(f"GPU {card.index}: {failure.reason}")
-            card.lose(failure.reason, time.monotonic())
+            if asker.newest and not self._stop.is_set():
+                if card.lost != failure.reason:
+                    self._warn(f"GPU {card.index}: {failure.reason}")
+                card.lose(failure.reason, time.monotonic())
+            return
+        if was not in ("", card.lost, NOT_ASKED.reason):
+            self._warn(f"GPU {card.index} is back")

@@ -21,7 +21,7 @@ from fake_nvml import GpuRing
 from running import Dpmon, wait_for
 from tracing import Script, Traced, traced
 
-from dpmon.gpu.share import bare_uuid
+from dpmon.gpu.visible import bare_uuid
 from dpmon.record.wire import mode_number
 from dpmon.tracer.events import DeviceSpan, DeviceTimes, TorchEvents
 

@@ -13,11 +13,8 @@ import sys
 from typing import Any
 
 from dpmon.gpu.card import Asker, Card
-from dpmon.gpu.device import VALUES
-from dpmon.gpu.failure import CallFailed
-from dpmon.gpu.nvml import Nvml
-from dpmon.gpu.questions import CHEAP, CHEAP_CALLS, EXPENSIVE, EXPENSIVE_CALLS
-from dpmon.gpu.share import Run
+from dpmon.gpu.nvml import CallFailed, Nvml
+from dpmon.gpu.sample import VALUES, Run
 
 CODES = [*range(1, 31), 99, 999, 31337]
 GONE = {1, 15, 16, 28}
@@ -75,26 +72,22 @@ def watched(nvml: Nvml, index: int, seconds: int = 40) -> Any:
     """A GPU after so many seconds of being asked."""
     now = [1000.0]
     card = Card(index)
-    askers = Asker(card, CHEAP, CHEAP_CALLS), Asker(card, EXPENSIVE, EXPENSIVE_CALLS)
+    asker = Asker(card, nvml, lambda: now[0])
     for _ in range(seconds):
         now[0] += 1
-        for asker in askers:
-            ask = asker.guarded(nvml.guard, lambda: now[0])
-            try:
-                if card.handle is None:
-                    card.open(nvml.module, ask)
-                asker.round(nvml.module, ask, lambda: now[0], asker.calls)
-            except CallFailed as failure:
-                card.lose(failure.reason, now[0])
-                nvml.uninitialised = False
+        try:
+            asker.round()
+        except CallFailed as failure:
+            card.lose(failure.reason, now[0])
+            nvml.uninitialised = False
     return card.sample(Run(same_pids=True), now[0])
 
 
 def missing(sample: Any) -> set[str]:
-    wrong = {name for name in VALUES if getattr(sample, name) is None and not sample.absent.get(name)}
+    wrong = {name for name in VALUES if sample[name] is None and not sample["absent"].get(name)}
     if wrong:
         raise AssertionError(f"absent without a reason: {wrong}")
-    return {name for name in VALUES if getattr(sample, name) is None} - TORCH - {"visible"}
+    return {name for name in VALUES if sample[name] is None} - TORCH - {"visible"}
 
 
 def main() -> None:

@@ -9,11 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import psutil
 import pytest
 
-from dpmon.gpu.host import HostSample, HostSampler
+from dpmon.gpu.host import HostSampler
 
 LIMIT_S = 100.0
 MIB = 1 << 20
@@ -44,7 +45,7 @@ def run_with_child() -> Iterator[tuple[subprocess.Popen[str], int]]:
         parent.communicate()
 
 
-def sample_until(host: HostSampler, root: int, holds: Callable[[HostSample], bool]) -> HostSample:
+def sample_until(host: HostSampler, root: int, holds: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
     deadline = time.monotonic() + LIMIT_S
     while True:
         sample = host.sample(root)
@@ -59,13 +60,13 @@ def test_a_child_counts_with_its_cpu_and_memory() -> None:
         host = HostSampler()
         # If this process has to wait between its clock and the processor times, a sample is too high.
         most = 100 * (psutil.cpu_count() or 1) * 1.5
-        sample = sample_until(host, parent.pid, lambda s: 5 < (s.run_cpu_pct or 0) < most)
+        sample = sample_until(host, parent.pid, lambda s: 5 < (s["run_cpu_pct"] or 0) < most)
         assert host.pids() == {parent.pid, child}
-        assert sample.run_mem_bytes is not None
-        assert 96 * MIB < sample.run_mem_bytes < 1024 * MIB
-        assert sample.cpu_pct is not None
-        assert 0 < sample.cpu_pct <= 100
-        assert sample.absent == {}
+        assert sample["run_mem_bytes"] is not None
+        assert 96 * MIB < sample["run_mem_bytes"] < 1024 * MIB
+        assert sample["cpu_pct"] is not None
+        assert 0 < sample["cpu_pct"] <= 100
+        assert sample["absent"] == {}
 
 
 def test_a_child_is_followed_when_its_parent_has_gone() -> None:
@@ -74,9 +75,9 @@ def test_a_child_is_followed_when_its_parent_has_gone() -> None:
         sample_until(host, parent.pid, lambda s: child in host.pids())
         parent.kill()
         parent.wait()
-        sample = sample_until(host, parent.pid, lambda s: host.pids() == {child} and s.run_cpu_pct is not None)
-        assert sample.run_mem_bytes is not None
-        assert sample.run_mem_bytes > 96 * MIB
+        sample = sample_until(host, parent.pid, lambda s: host.pids() == {child} and s["run_cpu_pct"] is not None)
+        assert sample["run_mem_bytes"] is not None
+        assert sample["run_mem_bytes"] > 96 * MIB
 
 
 def test_nothing_is_known_of_a_run_that_has_ended() -> None:
@@ -86,8 +87,8 @@ def test_nothing_is_known_of_a_run_that_has_ended() -> None:
         os.kill(child, signal.SIGKILL)
         parent.kill()  # not reaped: a zombie no longer counts
         sample = sample_until(host, parent.pid, lambda s: not host.pids())
-        assert (sample.run_cpu_pct, sample.run_mem_bytes) == (None, None)
-        assert sample.absent["run_mem_bytes"] == "no process of the run is left"
+        assert (sample["run_cpu_pct"], sample["run_mem_bytes"]) == (None, None)
+        assert sample["absent"]["run_mem_bytes"] == "no process of the run is left"
 
 
 def test_the_search_for_new_processes_is_rationed() -> None:
@@ -140,11 +141,11 @@ def family() -> Iterator[list[int]]:
 
 
 def test_pages_that_processes_share_count_once(family: list[int]) -> None:
-    sample = sample_until(HostSampler(), family[0], lambda s: s.run_mem_bytes is not None)
+    sample = sample_until(HostSampler(), family[0], lambda s: s["run_mem_bytes"] is not None)
     memory = [psutil.Process(pid).memory_full_info() for pid in family]
     assert len(family) == 5
     assert sum(one.rss for one in memory) > 5 * 96 * MIB
-    assert sample.run_mem_bytes == pytest.approx(sum(one.pss for one in memory), rel=0.05)
-    assert "run_mem_bytes" not in sample.absent
-    assert sample.run_mem_bytes is not None
-    assert sample.run_mem_bytes < 2 * 96 * MIB
+    assert sample["run_mem_bytes"] == pytest.approx(sum(one.pss for one in memory), rel=0.05)
+    assert "run_mem_bytes" not in sample["absent"]
+    assert sample["run_mem_bytes"] is not None
+    assert sample["run_mem_bytes"] < 2 * 96 * MIB

@@ -18,15 +18,17 @@ import pytest
 from fake_nvml import FOREVER, FakeNvml, GpuRing, library
 from running import Dpmon, wait_for
 
-from dpmon.gpu.device import VALUES, pids_are_shared
+from dpmon.gpu.sample import VALUES
+from dpmon.gpu.sampler import pids_are_shared
 
 pytestmark = pytest.mark.slow
 
 MIB, GIB = 1 << 20, 1 << 30
 WAITING = "import os, time\nwhile not os.path.exists('stop'):\n    time.sleep(0.05)\n"
 
-WELL, NO_POWER, LOST, HUNG, HUNG_LIST, UNIFIED, WSL, MIG, SLOW, SICK, FORBIDDEN, AMPERE = range(12)
-GPUS = 12
+WELL, NO_POWER, LOST, HUNG, HUNG_LIST, UNIFIED, WSL, MIG, SLOW, SICK, FORBIDDEN, AMPERE, STUCK = range(13)
+GPUS = 13
+CHEAP = ("util_pct", "mem_used_bytes", "mem_total_bytes", "power_w", "sm_clock_mhz")
 
 NOT_ON_WSL = (
     "nvmlDeviceGetComputeRunningProcesses_v*",
@@ -102,6 +104,11 @@ def known(ring: GpuRing, index: int, *names: str) -> bool:
     return bool(device) and not any(absent.get(name) in passing for name in names or VALUES)
 
 
+def silent(device: dict[str, Any], *names: str) -> bool:
+    """Return whether these fields are unknown because NVML does not answer."""
+    return all(device[name] is None and SILENT.fullmatch(device["absent"][name]) for name in names)
+
+
 def stage(ring: GpuRing, began: float) -> Stage:
     samples = [one for one in ring.of_kind("device") if one["t_s"] >= began]
     times = {index: [one["t_s"] for one in samples if one["index"] == index] for index in range(GPUS)}
@@ -130,16 +137,21 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         ring.until(lambda: ring.device(WELL).get("mem_run_bytes") or not pids_are_shared(), "this run's memory")
         ring.until(lambda: len(ring.device(MIG).get("mig_devices") or ()) == 2, "the instances")
         ring.until(lambda: ring.device(MIG)["mig_devices"][1]["mem_used_bytes"], "their memory")
+        ring.until(lambda: ring.device(WELL)["visible"] is None, "a sample that knows of the instances")
         told.stages["at work"] = stage(ring, 0.0)
         began = told.stages["at work"].ended
 
         fake.tell(
             *at_work(told.pid),
             f"rule * {LOST} 15",
-            f"rule nvmlDeviceGetUtilizationRates {HUNG} 0 {FOREVER}",
+            f"rule nvmlDevice* {HUNG} 0 {FOREVER}",
+            f"rule nvmlDeviceGetUtilizationRates {STUCK} 0 {FOREVER}",
         )
         ring.until(lambda: ring.device(LOST)["absent"].get("util_pct") == "the GPU is lost", "the loss")
-        ring.until(lambda: SILENT.fullmatch(ring.device(HUNG)["absent"].get("util_pct") or ""), "the silence")
+        ring.until(lambda: silent(ring.device(HUNG), *CHEAP), "the silence")
+        ring.until(lambda: silent(ring.device(STUCK), "util_pct"), "one silent question")
+        second = ring.device(STUCK)["t_s"]
+        ring.until(lambda: ring.device(STUCK)["t_s"] > second + 10, "ten seconds of it")
         told.stages["in trouble"] = stage(ring, began)
         began = told.stages["in trouble"].ended
 
@@ -147,7 +159,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
             *(line for line in at_work(told.pid) if not line.startswith("rule")),
             f"rule nvmlDeviceGetComputeRunningProcesses_v3 {HUNG_LIST} 0 {FOREVER}",
         )
-        for index in (LOST, HUNG, SICK):
+        for index in (LOST, HUNG, SICK, STUCK):
             ring.until(lambda index=index: ring.device(index).get("util_pct") == 40 + index, f"GPU {index} well again")
         told.stages["well again"] = stage(ring, began)
         ring.until(lambda: f"NVML answers again for GPU {HUNG}" in ring.warnings(), "the warning of its return")
@@ -258,10 +270,8 @@ def test_a_lost_gpu_has_the_reason_in_every_field_and_recovers(story: Story) -> 
 def test_a_hanging_gpu_shows_for_how_long_and_delays_no_other(story: Story) -> None:
     trouble = story.stages["in trouble"]
     hung = trouble.devices[HUNG]
-    cheap = ("util_pct", "mem_used_bytes", "mem_total_bytes", "power_w", "sm_clock_mhz")
-    assert {name: hung[name] for name in cheap} == dict.fromkeys(cheap)
-    assert all(SILENT.fullmatch(hung["absent"][name]) for name in cheap)
-    assert hung["sm_active_pct"] is None or hung["persistence"] is True  # values from its other thread are still known
+    assert silent(hung, *CHEAP)
+    assert (hung["uuid"], hung["name"]) == ("GPU-00000000-0000-0000-0000-000000000003", "NVIDIA H100 Fake")
     assert f"NVML does not answer for GPU {HUNG}" in story.warnings
     assert f"NVML answers again for GPU {HUNG}" in story.warnings
     # Samples of all other GPUs and the host continued.
@@ -270,6 +280,14 @@ def test_a_hanging_gpu_shows_for_how_long_and_delays_no_other(story: Story) -> N
         assert len(trouble.times[index]) >= seconds / 3, index
     assert len(trouble.hosts) >= seconds / 3
     assert story.stages["well again"].devices[HUNG]["util_pct"] == 43
+
+
+@slow
+def test_a_hanging_question_costs_only_its_own_field(story: Story) -> None:
+    stuck = story.stages["in trouble"].devices[STUCK]
+    assert silent(stuck, "util_pct")
+    assert [name for name in CHEAP if stuck[name] is None] == ["util_pct"]
+    assert story.stages["well again"].devices[STUCK]["util_pct"] == 40 + STUCK
 
 
 @slow

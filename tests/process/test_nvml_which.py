@@ -8,7 +8,7 @@ import pytest
 from fake_nvml import CUDA, FakeNvml, GpuRing, library
 from running import Dpmon
 
-from dpmon.gpu.device import pids_are_shared
+from dpmon.gpu.sampler import pids_are_shared
 
 pytestmark = pytest.mark.slow
 

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pynvml import NVMLError  # noqa: TID251 - the real error class: unhashable, compares badly
 
+from dpmon.gpu import card as card_module
 from dpmon.gpu.card import SILENT_S, Asker, Card
-from dpmon.gpu.device import VALUES
-from dpmon.gpu.failure import CallFailed, Missing, call
-from dpmon.gpu.questions import CHEAP, EXPENSIVE, Question, throttle_words
-from dpmon.gpu.share import Run
+from dpmon.gpu.nvml import CallFailed, call
+from dpmon.gpu.questions import CALLS, QUESTIONS, Question, throttle_words
+from dpmon.gpu.sample import VALUES, Missing, Run
 
 NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, GPU_IS_LOST, UNKNOWN = 3, 4, 13, 15, 999
 
 
 class Module:
-    """A fake pynvml with the functions that find a GPU."""
+    """A fake pynvml with the function that finds a GPU."""
 
     handle: Any = "handle"
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> Any:
         return self.handle
-
-    def nvmlDeviceGetUUID(self, handle: Any) -> str:
-        return "GPU-0"
-
-    def nvmlDeviceGetName(self, handle: Any) -> bytes:
-        return b"Fake \xff"
 
 
 class Clock:
@@ -40,24 +34,28 @@ class Clock:
 
 
 class Bench:
-    """A GPU, an Asker with these questions, and a fake clock."""
+    """A GPU that was found earlier, an Asker with these questions, and a fake clock."""
 
-    def __init__(self, *questions: Question, calls: int = 8) -> None:
+    def __init__(self, *questions: Question, found: bool = True) -> None:
         self.module = Module()
         self.clock = Clock()
-        self.card = Card(0)
-        self.asker = Asker(self.card, questions, calls)
-        self.ask: Callable[[Any], Any] = self.asker.guarded(call, self.clock)
-        self.card.open(self.module, self.ask)
+        self.card = Card(0, questions)
+        self.asker = self.another()
+        if found:
+            self.card.found("handle", self.clock.now)
 
-    def round(self, seconds: float = 1.0, calls: int | None = None) -> Any:
+    def another(self) -> Asker:
+        """Add a thread that asks; the one before it is left behind."""
+        return Asker(self.card, SimpleNamespace(module=self.module, guard=call), self.clock)  # type: ignore[arg-type]
+
+    def round(self, seconds: float = 1.0) -> Any:
         """Run a round after `seconds`; return the sample."""
         self.clock.now += seconds
-        self.asker.round(self.module, self.ask, self.clock, self.asker.calls if calls is None else calls)
+        self.card.askers[-1].round()
         return self.sample()
 
     def sample(self, run: Run | None = None) -> Any:
-        return self.card.sample(run or Run(), self.clock.now)
+        return SimpleNamespace(**self.card.sample(run or Run(), self.clock.now))
 
 
 class Told:
@@ -84,13 +82,21 @@ def test_each_question_is_asked_at_its_own_interval() -> None:
     for _ in range(60):
         sample = bench.round()
     assert (quick.asked, rare.asked) == (60, 2)
-    assert (sample.util_pct, sample.power_limit_w, sample.name) == (40, 700.0, "Fake �")
+    assert (sample.util_pct, sample.power_limit_w) == (40, 700.0)
 
 
-def test_questions_beyond_the_budget_wait_and_all_are_asked_equally_often() -> None:
+def test_text_that_is_not_utf_8_is_readable() -> None:
+    question = next(question for question in QUESTIONS if question.fields == ("name",))
+    bench = Bench(question)
+    bench.module.nvmlDeviceGetName = lambda handle: b"Fake \xff"  # type: ignore[attr-defined]
+    assert bench.round().name == "Fake �"
+
+
+def test_questions_beyond_the_budget_wait_and_all_are_asked_equally_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(card_module, "CALLS", 3)
     ways = [Told(i) for i in range(6)]
     names = ("util_pct", "power_w", "energy_j", "fan_pct", "xid", "sm_clock_mhz")
-    bench = Bench(*(Question((n,), 5, 2, (w,)) for n, w in zip(names, ways, strict=True)), calls=3)
+    bench = Bench(*(Question((n,), 5, 2, (w,)) for n, w in zip(names, ways, strict=True)))
     first = bench.round()
     assert sum(way.asked for way in ways) == 1
     assert [first.absent[name] for name in names[1:]] == ["not asked yet"] * 5
@@ -102,22 +108,23 @@ def test_questions_beyond_the_budget_wait_and_all_are_asked_equally_often() -> N
     assert max(way.asked for way in ways) - min(way.asked for way in ways) <= 1
 
 
-def test_the_first_round_asks_everything_and_later_ones_keep_to_the_budget() -> None:
+def test_the_first_round_asks_everything_and_later_ones_keep_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(card_module, "CALLS", 3)
     ways = [Told(i) for i in range(6)]
     old = Told(6)
     names = ("util_pct", "power_w", "energy_j", "fan_pct", "xid", "sm_clock_mhz")
     questions = [Question((n,), 1, 1, (w,)) for n, w in zip(names, ways, strict=True)]
     broken = Told(7)
     broken.code = NOT_SUPPORTED
-    bench = Bench(*questions, Question(("temperature_c",), 1, 1, (broken, old)), calls=3)
-    bench.asker.round(bench.module, bench.ask, bench.clock, 1, 0.5)
+    bench = Bench(*questions, Question(("temperature_c",), 1, 1, (broken, old)), found=False)
+    bench.round()
     assert [way.asked for way in (*ways, broken, old)] == [1] * 8, "also the next alternative if one is not supported"
     bench.round()
     assert sum(way.asked for way in (*ways, old)) == 7 + 3
 
 
-def test_a_slow_gpu_is_not_asked_everything_in_one_round() -> None:
-    bench = Bench()
+def test_a_slow_gpu_is_not_asked_everything_in_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(card_module, "CALLS", 1)
 
     def slow(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
         bench.clock.now += 0.4
@@ -125,8 +132,8 @@ def test_a_slow_gpu_is_not_asked_everything_in_one_round() -> None:
         return (1,)
 
     asked: list[float] = []
-    bench.asker = Asker(bench.card, tuple(Question((str(i),), 1, 1, (slow,)) for i in range(9)), 1)
-    bench.asker.round(bench.module, bench.ask, bench.clock, 1, 0.5)
+    bench = Bench(*(Question((str(i),), 1, 1, (slow,)) for i in range(9)), found=False)
+    bench.round()
     assert len(asked) == 2
 
 
@@ -144,7 +151,7 @@ def test_an_unsupported_call_is_replaced_by_the_next_one_and_not_repeated(code: 
         sample = bench.round()
     assert sample.util_pct is None
     assert sample.absent["util_pct"] in ("not supported", "this driver does not offer it")
-    assert (new.asked, old.asked) == (1, 21)
+    assert (new.asked, old.asked) == (1, 22)
 
 
 def test_a_failure_that_passes_is_asked_again() -> None:
@@ -181,20 +188,9 @@ def test_a_substitute_is_asked_only_for_missing_values() -> None:
     assert other.asked == 0
 
 
-def test_a_question_that_depends_on_a_field() -> None:
-    mig, instances = Told(False), Told([{"uuid": "MIG-1"}])
-    bench = Bench(Question(("mig",), 1, 1, (mig,)), Question(("mig_devices",), 1, 1, (instances,), only_if="mig"))
-    bench.round()
-    assert bench.round().mig_devices == []
-    assert instances.asked == 0
-    mig.answer = (True,)
-    bench.round()
-    assert bench.round().mig_devices == [{"uuid": "MIG-1"}]
-
-
 def test_a_lost_gpu_shows_no_values_and_drops_old_ones() -> None:
     way = Told(7)
-    bench = Bench(Question(("util_pct",), 1, 1, (way,)))
+    bench = Bench(Question(("uuid",), 60, 1, (Told("GPU-0"),)), Question(("util_pct",), 1, 1, (way,)))
     bench.round()
     way.code = GPU_IS_LOST
     with pytest.raises(CallFailed) as failure:
@@ -204,51 +200,88 @@ def test_a_lost_gpu_shows_no_values_and_drops_old_ones() -> None:
     assert sample.uuid == "GPU-0"
     assert sample.util_pct is None
     assert sample.absent["util_pct"] == "the GPU is lost"
-    asked = way.asked
-    assert bench.round().util_pct is None  # it is not asked without a handle
-    assert way.asked == asked
     way.code = None
-    bench.card.open(bench.module, bench.ask)
     assert bench.round().util_pct == 7
     assert way.memos[0] is not way.memos[-1]  # events and buffers of the old handle are void
 
 
 def test_an_answer_to_a_handle_that_was_lost_meanwhile_is_not_taken() -> None:
-    bench = Bench()
-    question = Question(("util_pct",), 1, 1, ())
-    opened = bench.card.opened
+    def lost_meanwhile(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
+        bench.card.lose("the GPU is lost", bench.clock.now)
+        bench.card.found("handle", bench.clock.now)
+        return (7,)
+
+    bench = Bench(Question(("util_pct",), 1, 1, (lost_meanwhile,)))
+    assert bench.round().util_pct is None
+
+
+def test_a_call_that_does_not_return_costs_only_its_own_fields() -> None:
+    """A second thread asks the other questions; the first one takes its late answer and nothing else."""
+    quick = Told(40)
+
+    def hangs(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
+        bench.clock.now += SILENT_S
+        bench.another()
+        for _ in range(20):
+            seen.append(bench.round())
+        return (250.0,)
+
+    seen: list[Any] = []
+    unasked = Told(30)
+    bench = Bench(
+        Question(("power_w",), 1, 1, (hangs,)),
+        Question(("util_pct",), 1, 1, (quick,)),
+        Question(("fan_pct",), 1, 1, (unasked,)),
+    )
+    bench.round()
+    assert [sample.util_pct for sample in seen] == [40] * 20
+    assert [sample.absent["power_w"] for sample in seen[::19]] == [
+        "NVML has not answered for 4 s",
+        "NVML has not answered for 23 s",
+    ]
+    assert (quick.asked, unasked.asked) == (20, 20)
+    assert bench.sample().power_w == 250.0
+
+
+def test_a_thread_that_was_left_behind_does_not_open_the_gpu() -> None:
+    bench = Bench(Question(("util_pct",), 1, 1, (Told(40),)))
     bench.card.lose("the GPU is lost", bench.clock.now)
-    bench.card.open(bench.module, bench.ask)
-    bench.card.take(question, (7,), bench.clock.now, opened)
-    assert bench.sample().util_pct is None
+    bench.another()
+    bench.asker.round()
+    assert bench.card.handle is None
 
 
 def test_a_null_handle_is_never_used() -> None:
-    bench = Bench()
+    bench = Bench(found=False)
     bench.module.handle = None
-    card = Card(1)
     with pytest.raises(CallFailed, match="no handle"):
-        card.open(bench.module, bench.ask)
-    assert card.handle is None
+        bench.round()
+    assert bench.card.handle is None
 
 
 def test_values_are_hidden_when_nvml_has_not_answered_for_long() -> None:
+    """Nobody asks the other questions: another thread hangs too."""
     quick, rare = Told(40), Told(700.0)
-    bench = Bench(Question(("util_pct",), 1, 1, (quick,)), Question(("power_limit_w",), 30, 1, (rare,)))
-    bench.round()
-    seen = []
 
-    def never_comes() -> None:
+    def hangs(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
         for seconds in (1.0, SILENT_S - 1.0, 9.0):
             bench.clock.now += seconds
             seen.append(bench.sample())
+        return (1,)
 
-    bench.ask(never_comes)
+    seen: list[Any] = []
+    bench = Bench(
+        Question(("util_pct",), 1, 1, (quick,)),
+        Question(("power_limit_w",), 30, 1, (rare,)),
+        Question(("fan_pct",), 60, 1, (hangs,)),
+    )
+    bench.round()
     assert [sample.util_pct for sample in seen] == [40, None, None]
     assert [sample.absent.get("util_pct") for sample in seen[1:]] == [
         "NVML has not answered for 3 s",
         "NVML has not answered for 12 s",
     ]
+    assert [sample.absent["fan_pct"] for sample in seen[1:]] == [sample.absent["util_pct"] for sample in seen[1:]]
     assert [sample.power_limit_w for sample in seen] == [700.0] * 3  # asked only every 30 s
     assert bench.round().util_pct == 40
 
@@ -277,15 +310,14 @@ def test_throttle_words(bits: int, words: list[str]) -> None:
 
 
 def test_the_questions_fit_into_eight_calls_a_second() -> None:
-    """The average number of due calls is below each thread's share, so that all calls are made."""
-    for questions, calls in ((CHEAP, 5), (EXPENSIVE, 3)):
-        asked = [q for q in questions if q.instead_of is None]
-        assert sum(q.calls / q.every_s for q in asked) <= calls
-        assert max(q.calls for q in questions) <= calls
-    fields = {name for q in (*CHEAP, *EXPENSIVE) for name in q.fields}
-    computed = {"uuid", "name", "of_run", "visible", "ordinals", "retired_pages", "processes", "process_count"}
+    """The average number of due calls is below the limit, so that all calls are made."""
+    asked = [question for question in QUESTIONS if question.instead_of is None]
+    assert CALLS == 8
+    assert sum(question.calls / question.every_s for question in asked) <= CALLS
+    fields = {name for question in QUESTIONS for name in question.fields}
+    computed = {"of_run", "visible", "ordinals", "processes", "process_count"}
     computed |= {"mem_run_bytes", "mem_others_bytes", "mem_torch_bytes"}
-    assert fields | computed == {*VALUES, "compute", "graphics", "retired_single", "retired_double"}
+    assert fields | computed == {*VALUES, "compute", "graphics"}
 
 
 def test_an_error_that_is_not_nvmls_is_contained() -> None:

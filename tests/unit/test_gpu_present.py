@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from pynvml import NVMLError  # noqa: TID251 - the real error class: unhashable, compares badly
 
-from dpmon.gpu import present
-from dpmon.gpu.present import missing
+from dpmon.gpu import nvml
+from dpmon.gpu.nvml import missing
 
 NO_PERMISSION, DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND, VERSION_MISMATCH, UNKNOWN = 4, 9, 12, 18, 999
 
@@ -48,7 +48,7 @@ def plain_machine(monkeypatch: pytest.MonkeyPatch) -> FakePynvml:
     """A machine with only the GPUs that NVML knows."""
     fake = FakePynvml()
     monkeypatch.setitem(sys.modules, "pynvml", fake)
-    monkeypatch.setattr(present, "_OTHERS", ())
+    monkeypatch.setattr(nvml, "_OTHERS", ())
     return fake
 
 
@@ -87,10 +87,10 @@ def test_a_driver_that_does_not_answer_and_gpus_of_others(
     plain_machine: FakePynvml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released = threading.Event()
-    monkeypatch.setattr(present, "WAIT_S", 0.0)
+    monkeypatch.setattr(nvml, "COUNT_S", 0.0)
     plain_machine.answers["nvmlInit"] = lambda: released.wait(60)
     assert missing("cuda:9") is None
     released.set()
-    monkeypatch.setattr(present, "WAIT_S", 60.0)
-    monkeypatch.setattr(present, "_OTHERS", ("/dev/null",))
+    monkeypatch.setattr(nvml, "COUNT_S", 60.0)
+    monkeypatch.setattr(nvml, "_OTHERS", ("/dev/null",))
     assert missing("cuda:9") is None

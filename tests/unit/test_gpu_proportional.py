@@ -8,6 +8,7 @@ import os
 import pytest
 
 from dpmon.gpu.proportional import AT_ONCE_S, BUDGET_SHARE, EVERY_S, ProportionalMemory, read_pss
+from dpmon.gpu.sample import Missing
 
 MIB = 1 << 20
 
@@ -30,28 +31,30 @@ class Kernel:
             raise answer
         return answer
 
-    def total(self, *resident: int) -> tuple[int | None, str | None]:
-        return self.memory.total({(pid, 1.0): size * MIB for pid, size in enumerate(resident)})
+    def total(self, *resident: int) -> int | Missing:
+        """The memory of processes without a common parent."""
+        sizes = {(pid, 1.0): size * MIB for pid, size in enumerate(resident)}
+        return self.memory.total(sizes, {key: -1 - key[0] for key in sizes})
 
 
 def test_shared_pages_count_once_and_growth_between_readings_is_seen() -> None:
     kernel = Kernel()
     kernel.answers = {0: 60 * MIB, 1: 50 * MIB}
-    assert kernel.total(100, 90) == (110 * MIB, None)
+    assert kernel.total(100, 90) == 110 * MIB
     kernel.now += 1
-    assert kernel.total(107, 90) == (117 * MIB, None)
+    assert kernel.total(107, 90) == 117 * MIB
     assert len(kernel.asked) == 2
     kernel.answers[0] = 62 * MIB
     kernel.now += EVERY_S
-    assert kernel.total(107, 90) == (112 * MIB, None)
+    assert kernel.total(107, 90) == 112 * MIB
     assert len(kernel.asked) == 4
 
 
 def test_a_process_that_has_gone_is_forgotten() -> None:
     kernel = Kernel()
     kernel.answers = {0: 60 * MIB, 1: None}
-    assert kernel.total(100, 90) == (60 * MIB, None)
-    assert kernel.total(100) == (60 * MIB, None)
+    assert kernel.total(100, 90) == 60 * MIB
+    assert kernel.total(100) == 60 * MIB
 
 
 @pytest.mark.parametrize(
@@ -65,10 +68,10 @@ def test_a_process_that_has_gone_is_forgotten() -> None:
 def test_memory_that_cannot_be_read_is_unknown_with_a_reason(error: OSError, reason: str) -> None:
     kernel = Kernel()
     kernel.answers = {0: 60 * MIB, 1: error}
-    assert kernel.total(100, 90) == (None, reason)
+    assert kernel.total(100, 90) == Missing(reason)
     kernel.answers[1] = 50 * MIB
     kernel.now += EVERY_S
-    assert kernel.total(100, 90) == (110 * MIB, None)
+    assert kernel.total(100, 90) == 110 * MIB
 
 
 def test_many_expensive_processes_are_read_one_after_the_other() -> None:
@@ -80,8 +83,8 @@ def test_many_expensive_processes_are_read_one_after_the_other() -> None:
         before = len(kernel.asked)
         found.append(kernel.total(*[600] * 9))
         assert (len(kernel.asked) - before) * kernel.takes_s < AT_ONCE_S + kernel.takes_s
-    assert found[0] == (None, "the memory of 7 of 9 processes has not been read yet")
-    assert found[-1] == (90 * MIB, None)
+    assert found[0] == Missing("the memory of 7 of 9 processes has not been read yet")
+    assert found[-1] == 90 * MIB
 
 
 def test_reading_keeps_to_its_budget_in_the_long_run() -> None:
@@ -90,7 +93,8 @@ def test_reading_keeps_to_its_budget_in_the_long_run() -> None:
     for second in range(1000):
         kernel.now = max(kernel.now, float(second))
         # New workers start every ten seconds.
-        kernel.memory.total({(worker, float(second // 10)): 600 * MIB for worker in range(4)})
+        workers = {(worker, float(second // 10)): 600 * MIB for worker in range(4)}
+        kernel.memory.total(workers, dict.fromkeys(workers, 0))
     assert 0 < len(kernel.asked) * kernel.takes_s < 1000 * BUDGET_SHARE + 2
 
 
@@ -104,8 +108,8 @@ def test_new_workers_are_estimated_from_their_siblings() -> None:
         workers = {(pid, float(second // 60)): 600 * MIB for pid in range(1, 17)}
         parents = {(0, 0.0): 100, **dict.fromkeys(workers, 0)}
         found.append(kernel.memory.total({(0, 0.0): 600 * MIB, **workers}, parents))
-    assert found[0] == (None, "the memory of 16 of 17 processes has not been read yet")
-    assert found[5:] == [(170 * MIB, None)] * 595
+    assert found[0] == Missing("the memory of 16 of 17 processes has not been read yet")
+    assert found[5:] == [170 * MIB] * 595
 
 
 def test_a_process_without_a_sibling_that_was_read_is_not_estimated() -> None:
@@ -113,10 +117,11 @@ def test_a_process_without_a_sibling_that_was_read_is_not_estimated() -> None:
     kernel.answers = dict.fromkeys(range(3), 10 * MIB)
     resident = {(pid, 1.0): 600 * MIB for pid in range(3)}
     parents = {(0, 1.0): 100, (1, 1.0): 0, (2, 1.0): 0}
-    assert kernel.memory.total(resident, parents)[1] == "the memory of 2 of 3 processes has not been read yet"
-    assert kernel.memory.total(resident, parents)[0] == 30 * MIB
+    not_read = Missing("the memory of 2 of 3 processes has not been read yet")
+    assert kernel.memory.total(resident, parents) == not_read
+    assert kernel.memory.total(resident, parents) == 30 * MIB
     kernel.now += 1
-    assert kernel.memory.total({**resident, (5, 1.0): 50 * MIB}, {**parents, (5, 1.0): 100})[0] is not None
+    assert isinstance(kernel.memory.total({**resident, (5, 1.0): 50 * MIB}, {**parents, (5, 1.0): 100}), int)
 
 
 def test_the_kernel_says_what_psutil_says() -> None:

@@ -18,8 +18,8 @@ from pynvml import NVMLError  # noqa: TID251 - the real error class: unhashable,
 from dpmon.gpu import card as card_module
 from dpmon.gpu import sampler as sampler_module
 from dpmon.gpu import watch as watch_module
-from dpmon.gpu.device import DeviceSample
 from dpmon.gpu.nvml import Nvml, leave
+from dpmon.gpu.sample import VALUES
 from dpmon.gpu.sampler import DeviceSampler
 from dpmon.record.codec import Decoder
 from dpmon.record.kinds import Event
@@ -49,7 +49,7 @@ class FakeNvml(Nvml):
     def open(self) -> str | None:
         if self.absent is None:
             self.uninitialised = False
-            self._nvml = SimpleNamespace(
+            self.module = SimpleNamespace(
                 nvmlDeviceGetCount=lambda: 2,
                 nvmlShutdown=self._shutdown,
                 nvmlDeviceGetHandleByIndex=lambda index: index + 1,
@@ -105,7 +105,6 @@ def of_kind(events: list[Event], kind: str) -> list[dict[str, Any]]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count 0.1 s without an answer as silence. Elsewhere the limit is longer, because the machine may be busy."""
-    monkeypatch.setattr(sampler_module, "SILENT_S", 0.1)
     monkeypatch.setattr(card_module, "SILENT_S", 0.1)
     monkeypatch.setattr(watch_module, "SILENT_S", 0.1)
 
@@ -145,7 +144,7 @@ def test_a_device_event_for_each_gpu_and_a_host_event_every_interval(make: Any) 
     events = watch.until(told, "samples")
     devices = of_kind(events, "device")
     assert {device["uuid"] for device in devices if device["index"] == 1} == {"GPU-1"}
-    assert set(devices[0]) == {"t_s", *DeviceSample.__slots__}
+    assert set(devices[0]) == {"t_s", "index", "absent", *VALUES}
     host = of_kind(events, "host")[-1]
     assert host["gpu_absent"] is None
     assert host["mem_total_bytes"] > host["mem_used_bytes"] > 0

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from dpmon.gpu.compose import compose
-from dpmon.gpu.share import MAX_PROCESSES, Run, TorchUse
+from dpmon.gpu.sample import MAX_PROCESSES, Missing, Run, TorchUse, compose
 
 WHO = {"uuid": "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "name": "Fake"}
 UUIDS = frozenset({"8932f937-d72c-4106-c12f-20bd9faed9f6", "11111111-2222"})
@@ -15,8 +14,7 @@ NONE: dict[int, int | None] = {}
 
 
 def sample(run: Run, **found: Any) -> Any:
-    found = {"compute": NONE, "graphics": NONE, **found}
-    return compose(0, WHO, {k: v for k, v in found.items() if v is not None}, {}, run, UUIDS)
+    return compose(0, {**WHO, "compute": NONE, "graphics": NONE, **found}, run, UUIDS)
 
 
 def torch(uuid: str, reserved: int | None = 100, process: int = 0, device: str = "cuda:1") -> Run:
@@ -36,69 +34,69 @@ def torch(uuid: str, reserved: int | None = 100, process: int = 0, device: str =
 )
 def test_by_the_drivers_list(held: Any, of_run: bool, mine: int | None, others: int | None) -> None:
     found = sample(Run(frozenset({1, 2})), compute=held)
-    assert (found.of_run, found.mem_run_bytes, found.mem_others_bytes) == (of_run, mine, others)
+    assert (found["of_run"], found["mem_run_bytes"], found["mem_others_bytes"]) == (of_run, mine, others)
     missing = {n for n, v in (("mem_run_bytes", mine), ("mem_others_bytes", others)) if v is None}
-    assert {n for n in missing if found.absent[n] == "the driver does not report memory by process"} == missing
+    assert {n for n in missing if found["absent"][n] == "the driver does not report memory by process"} == missing
 
 
 @pytest.mark.parametrize("held", [{}, {1: 100}, {7: 100}])
 def test_in_a_container_an_id_may_be_anybodys(held: Any) -> None:
     found = sample(Run(frozenset({1, 2}), False), compute=held)
-    assert (found.of_run, found.mem_run_bytes, found.mem_others_bytes) == (None, None, None)
-    assert "container" in found.absent["of_run"]
+    assert (found["of_run"], found["mem_run_bytes"], found["mem_others_bytes"]) == (None, None, None)
+    assert "container" in found["absent"]["of_run"]
 
 
 def test_torchs_uuid_decides_where_process_ids_cannot() -> None:
     found = sample(torch("8932F937-d72c-4106-c12f-20bd9faed9f6"))
-    assert found.of_run is True
-    assert found.ordinals == [{"process": 0, "device": "cuda:1"}]
-    assert found.mem_torch_bytes == 100
-    assert found.mem_run_bytes is None
+    assert found["of_run"] is True
+    assert found["ordinals"] == [{"process": 0, "device": "cuda:1"}]
+    assert found["mem_torch_bytes"] == 100
+    assert found["mem_run_bytes"] is None
 
 
 def test_an_instance_is_of_its_gpu() -> None:
-    assert sample(torch("MIG-11111111-2222")).of_run is True
+    assert sample(torch("MIG-11111111-2222"))["of_run"] is True
 
 
 def test_another_gpu_is_not_taken_for_it() -> None:
     found = sample(torch("00000000-d72c-4106-c12f-20bd9faed9f6"))
-    assert (found.of_run, found.ordinals, found.mem_torch_bytes) == (None, [], 0)
+    assert (found["of_run"], found["ordinals"], found["mem_torch_bytes"]) == (None, [], 0)
 
 
 def test_a_gpu_that_torch_sees_and_does_not_use() -> None:
     found = sample(torch(WHO["uuid"], reserved=0))
-    assert found.of_run is None
-    assert found.ordinals == [{"process": 0, "device": "cuda:1"}]
+    assert found["of_run"] is None
+    assert found["ordinals"] == [{"process": 0, "device": "cuda:1"}]
 
 
 def test_ranks_that_all_call_theirs_cuda_0() -> None:
     uses = tuple(TorchUse(rank, "cuda:0", f"GPU-{rank}", 10) for rank in range(3))
     for rank in range(3):
-        found = compose(rank, {"uuid": f"GPU-{rank}"}, {}, {}, Run(uses=uses), {str(rank)})
-        assert found.ordinals == [{"process": rank, "device": "cuda:0"}]
+        found = compose(rank, {"uuid": f"GPU-{rank}"}, Run(uses=uses), {str(rank)})
+        assert found["ordinals"] == [{"process": rank, "device": "cuda:0"}]
 
 
 def test_without_a_uuid_nothing_is_matched() -> None:
-    found = compose(0, {}, {}, {"uuid": "no permission"}, torch("8932"), frozenset())
-    assert (found.ordinals, found.of_run) == (None, None)
-    assert found.absent["ordinals"] == "NVML does not report the GPU's UUID"
+    found = compose(0, {"uuid": Missing("no permission")}, torch("8932"), frozenset())
+    assert (found["ordinals"], found["of_run"]) == (None, None)
+    assert found["absent"]["ordinals"] == "NVML does not report the GPU's UUID"
 
 
 def test_the_list_of_processes_is_bounded_and_counted() -> None:
     held = {pid: pid * 10 for pid in range(1, 101)}
     found = sample(Run(frozenset({1, 2})), compute=held)
-    assert (len(found.processes), found.process_count) == (MAX_PROCESSES, 100)
-    assert [one["pid"] for one in found.processes[:3]] == [2, 1, 100]
+    assert (len(found["processes"]), found["process_count"]) == (MAX_PROCESSES, 100)
+    assert [one["pid"] for one in found["processes"][:3]] == [2, 1, 100]
 
 
 def test_a_process_in_both_lists_holds_its_memory_once() -> None:
     found = sample(Run(frozenset({1})), compute={1: 100}, graphics={1: 40, 5: 7})
-    assert (found.mem_run_bytes, found.mem_others_bytes) == (100, 7)
+    assert (found["mem_run_bytes"], found["mem_others_bytes"]) == (100, 7)
 
 
 def test_a_failed_process_list_leaves_the_sum_unknown() -> None:
-    found = compose(0, WHO, {"compute": {1: 100}}, {"graphics": "no permission"}, Run(frozenset({1})), UUIDS)
-    assert (found.of_run, found.mem_run_bytes) == (None, None)
-    assert found.absent["mem_run_bytes"] == "no permission"
-    found = compose(0, WHO, {"compute": {1: 100}}, {"graphics": "not supported"}, Run(frozenset({1})), UUIDS)
-    assert (found.of_run, found.mem_run_bytes) == (True, 100)
+    found = sample(Run(frozenset({1})), compute={1: 100}, graphics=Missing("no permission"))
+    assert (found["of_run"], found["mem_run_bytes"]) == (None, None)
+    assert found["absent"]["mem_run_bytes"] == "no permission"
+    found = sample(Run(frozenset({1})), compute={1: 100}, graphics=Missing("not supported"))
+    assert (found["of_run"], found["mem_run_bytes"]) == (True, 100)

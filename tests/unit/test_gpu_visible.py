@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dpmon.gpu.share import bare_uuid
-from dpmon.gpu.visible import Gpu, cuda_order, visible_gpus
+from dpmon.gpu.visible import Gpu, bare_uuid, cuda_order, visible_gpus
 
 A, B, C, D = (
     "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6",

@@ -1,0 +1,145 @@
+"""Composes the `device` record of a GPU from NVML's answers and from what torch reports in the run. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from typing import Any
+
+from dpmon.gpu.visible import bare_uuid
+from dpmon.record.device_fields import DEVICE
+
+VALUES = tuple(each.name for each in DEVICE.fields if each.name not in ("t_s", "index", "absent"))
+"""The fields of a GPU that may be unknown."""
+_WITHOUT_NVML = ("uuid", "name", "visible", "ordinals", "mem_torch_bytes")
+"""The fields of a lost GPU that stay known."""
+MAX_PROCESSES = 16
+MAX_USES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Takes the place of a missing value, and gives the reason."""
+
+    reason: str
+
+
+NOT_ASKED = Missing("not asked yet")
+_NO_PIDS = Missing("inside a container the driver's process ids cannot be matched to ours")
+_NOT_BY_PROCESS = Missing("the driver does not report memory by process")
+_NO_REPORT = Missing("no running training process has reported the GPUs that torch uses")
+_NO_UUID = Missing("NVML does not report the GPU's UUID")
+_NO_RESERVED = Missing("torch does not report its reserved memory")
+_NOT_VISIBLE = Missing("CUDA_VISIBLE_DEVICES does not say whether CUDA sees it")
+_OF_PROCESSES = ("of_run", "mem_run_bytes", "mem_others_bytes", "processes", "process_count")
+_NO_SUCH_LIST = ("not supported", "this driver does not offer it")
+
+
+@dataclass(frozen=True, slots=True)
+class TorchUse:
+    """One GPU as one process of the run reports it: torch's name for it, and the reserved bytes."""
+
+    process: int
+    device: str
+    uuid: str
+    reserved_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The facts about the run that a sample of a GPU needs."""
+
+    pids: Set[int] = frozenset()
+    same_pids: bool = True
+    """Whether the driver's process ids are from the same namespace as ours."""
+    uses: tuple[TorchUse, ...] = ()
+    visible: bool | None = None
+    """Whether CUDA sees the GPU."""
+
+
+def with_reasons(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values, with None for each `Missing`, and its reason in `absent`."""
+    absent = {name: value.reason for name, value in values.items() if isinstance(value, Missing)}
+    return {**values, **dict.fromkeys(absent), "absent": absent}
+
+
+def compose(index: int, answers: Mapping[str, Any], run: Run, uuids: Set[str], lost: str = "") -> dict[str, Any]:
+    """Return the fields of the `device` record, but for `t_s`.
+
+    `answers`: NVML's values by field, or `Missing`. `uuids`: bare UUIDs of the GPU and its instances. `lost`: why the
+    GPU does not answer at all.
+    """
+    torch = _torch(run, uuids)
+    used = isinstance(torch["ordinals"], list) and bool(torch["ordinals"]) and torch["mem_torch_bytes"] != 0
+    known = {
+        **answers,
+        "visible": _NOT_VISIBLE if run.visible is None else run.visible,
+        **torch,
+        **_processes(answers, run, used),
+    }
+    values = {name: known.get(name, NOT_ASKED) for name in VALUES}
+    if lost:
+        values = {name: value if name in _WITHOUT_NVML else Missing(lost) for name, value in values.items()}
+    return {"index": index, **with_reasons(values)}
+
+
+def uses_of(process: int, devices: Any) -> tuple[TorchUse, ...]:
+    """Return the GPUs in the `devices` of a process's `memory` record, without invalid entries."""
+    uses = []
+    for device in devices[:MAX_USES] if isinstance(devices, list) else ():
+        if isinstance(device, Mapping) and isinstance(device.get("uuid"), str):
+            reserved = device.get("reserved_bytes")
+            known = reserved if isinstance(reserved, int) and not isinstance(reserved, bool) else None
+            uses.append(TorchUse(process, str(device.get("device")), device["uuid"], known))
+    return tuple(uses)
+
+
+def _torch(run: Run, uuids: Set[str]) -> dict[str, Any]:
+    """Return what torch reports about the GPU (or MIG instances) with these bare UUIDs."""
+    if not run.uses or not uuids:
+        return dict.fromkeys(("ordinals", "mem_torch_bytes"), _NO_UUID if run.uses else _NO_REPORT)
+    uses = [use for use in run.uses if bare_uuid(use.uuid) in uuids]
+    return {
+        "ordinals": [{"process": use.process, "device": use.device} for use in uses],
+        "mem_torch_bytes": _sum([use.reserved_bytes for use in uses], _NO_RESERVED),
+    }
+
+
+def _processes(answers: Mapping[str, Any], run: Run, used_by_torch: bool) -> dict[str, Any]:
+    """Return the shares of the run's processes and of others, from the driver's lists of processes.
+
+    In a container the driver's ids are the machine's, or hidden: an id equal to one of ours may belong to another
+    process, and an empty list does not mean that no process uses the GPU. Then only torch's report counts.
+    """
+    compute, graphics = answers.get("compute", NOT_ASKED), answers.get("graphics", NOT_ASKED)
+    if isinstance(graphics, Missing) and graphics.reason in _NO_SUCH_LIST:  # a GPU without a display engine
+        graphics = {}
+    for each in (compute, graphics):
+        if isinstance(each, Missing):
+            return {**dict.fromkeys(_OF_PROCESSES, each), **({"of_run": True} if used_by_torch else {})}
+    held: dict[int, int | None] = dict(compute)
+    for pid, used in graphics.items():  # a process in both lists holds it once
+        held[pid] = held.get(pid) if used is None else max(used, held.get(pid) or 0)
+    if run.same_pids:
+        ours = [used for pid, used in held.items() if pid in run.pids]
+        others = [used for pid, used in held.items() if pid not in run.pids]
+        return {
+            "of_run": bool(ours) or used_by_torch,
+            "mem_run_bytes": _sum(ours, _NOT_BY_PROCESS),
+            "mem_others_bytes": _sum(others, _NOT_BY_PROCESS),
+            "processes": _listed(held, run.pids, False),
+            "process_count": len(held),
+        }
+    known: dict[str, Any] = {"processes": _listed(held, frozenset(), None), "process_count": len(held)} if held else {}
+    return {**dict.fromkeys(_OF_PROCESSES, _NO_PIDS), **known, **({"of_run": True} if used_by_torch else {})}
+
+
+def _sum(parts: list[int | None], unknown: Missing) -> int | Missing:
+    known = [part for part in parts if part is not None]
+    return sum(known) if len(known) == len(parts) else unknown
+
+
+def _listed(held: Mapping[int, int | None], pids: Set[int], otherwise: bool | None) -> list[dict[str, Any]]:
+    rows = [{"pid": pid, "mem_bytes": used, "of_run": pid in pids or otherwise} for pid, used in held.items()]
+    rows.sort(key=lambda row: (row["of_run"] is not True, -(row["mem_bytes"] or 0), row["pid"] or 0))
+    return rows[:MAX_PROCESSES]

@@ -7,7 +7,7 @@ draws it has to make it harmless.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from dpmon.model.finding import Finding
 from dpmon.report.story import Bin
@@ -65,17 +65,13 @@ class Bars(NamedTuple):
 
 
 class Values(NamedTuple):
-    """The values of one colour. Over time: a line, or `dots`, or bars from `x` to `ends`; else a bar in each row."""
+    """The values of one colour: begin, end and value of each. In a plot of rows, they begin and end at their row."""
 
     name: str
     colour: str
-    x: Sequence[float | None] = ()
-    y: Sequence[float | None] = ()
-    ends: Sequence[float] = ()
-    dots: bool = False
-    holds: bool = False
-    """Whether a value holds until the next one begins."""
-    whiskers: Sequence[float | None] = ()
+    points: Sequence[tuple[float, float, float]]
+    kind: Literal["line", "steps", "dots", "bars", "whisker"]
+    """A line from begin to begin, or one in which a value holds until its end; bars stand on those of other series."""
 
 
 class Plot(NamedTuple):
@@ -88,8 +84,8 @@ class Plot(NamedTuple):
     unit: str
     rows: Sequence[str] = ()
     """The names of the rows of a plot that is not over time."""
-    spans: Sequence[tuple[float, float, str]] = ()
-    """Times to mark, with a name: pauses."""
+    spans: Sequence[tuple[float, float]] = ()
+    """Pauses in seconds, to mark."""
     top: float | None = None
     """The end of the axis; None: from the values."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from dpmon.cleaning import clean
 from dpmon.model.numbers import three
@@ -43,7 +43,7 @@ class _Canvas:
         usual = sorted(values)[int(_USUAL * (len(values) - 1))] if values else 0.0
         self.cut = plot.top is None and len(values) >= 10 and usual > 0 and self.largest > _CUT * usual
         self.step, self.top = _scale(plot.top or (1.5 * usual if self.cut else self.largest))
-        xs = [x for one in plot.series for x in (*one.x, *one.ends) if x is not None]
+        xs = [x for one in plot.series for begin, end, _ in one.points for x in (begin, end)]
         self.begin, self.end = (min(xs), max(xs)) if xs and not plot.rows else (0.0, 1.0)
 
     def text(self) -> str:
@@ -99,66 +99,57 @@ class _Canvas:
         for number in range(first, math.floor(self.end / step) + 1) if span else ():
             x = self._x(number * step)
             yield f'<text x="{x:.1f}" y="{bottom + 15:g}" text-anchor="middle">{number * step:g}</text>'
-        for since, until, name in self.plot.spans:
+        for since, until in self.plot.spans:
             x, wide = self._x(since), self._x(until) - self._x(since)
             yield f'<rect class=span x="{x:.1f}" y="{_TOP}" width="{wide:.1f}" height="{bottom - _TOP}">'
-            yield f"<title>{escaped(name)}</title></rect>"
+            yield "<title>paused</title></rect>"
 
     def _upright(self) -> Iterator[str]:
         """Lines, dots, and bars over a stretch each, stacked in the order of the series."""
         below: dict[float, float] = {}
         for one in self.plot.series:
-            if one.ends:
-                yield from self._stack(one, below)
+            if one.kind == "bars":
+                for begin, end, y in one.points:
+                    below[begin] = below.get(begin, 0.0) + y
+                    tall = y / self.top * (self.height - _TOP - _BOTTOM)
+                    yield self._bar(self._x(begin), self._y(below[begin]), self._x(end) - self._x(begin), tall, one, y)
                 continue
-            points = [(x, y) for x, y in zip(one.x, one.y, strict=True) if x is not None and y is not None]
-            if not one.dots:
+            dots = one.kind == "dots"
+            if not dots:
                 yield f'<path class=line stroke="{one.colour}" d="{self._line(one)}"/>'
-            for x, y in points if one.dots or len(points) <= 500 else ():
-                look = f'cx="{self._x(x):.1f}" cy="{self._y(y):.1f}" r="{2 if one.dots else 3}" fill="{one.colour}"'
-                faint = ' opacity=".4"' if one.dots else ' opacity="0"'
+            for x, _, y in one.points if dots or len(one.points) <= 500 else ():
+                look = f'cx="{self._x(x):.1f}" cy="{self._y(y):.1f}" r="{2 if dots else 3}" fill="{one.colour}"'
+                faint = ' opacity=".4"' if dots else ' opacity="0"'
                 yield f"<circle {look}{faint}><title>{escaped(one.name)}: {three(y)} at {x:g} s</title></circle>"
 
-    def _stack(self, one: Values, below: dict[float, float]) -> Iterator[str]:
-        for x, end, y in zip(one.x, one.ends, one.y, strict=True):
-            if x is None or not y:
-                continue
-            floor = below.get(x, 0.0)
-            below[x] = floor + y
-            yield self._bar(
-                self._x(x), self._y(below[x]), self._x(end) - self._x(x), y / self.top, one, y, upright=True
-            )
-
     def _across(self) -> Iterator[str]:
-        """A row of stacked bars for each name, with a whisker."""
-        below = [0.0] * len(self.plot.rows)
+        """A row of stacked bars for each name; a whisker begins at the left."""
+        ends: dict[float, float] = {}
         for one in self.plot.series:
-            for row, y in enumerate(one.y):
-                top = _TOP + row * ROW + 5
-                x = self.left + below[row] / self.top * self.room
-                if y:
-                    below[row] += y
-                    yield self._bar(x, top, y / self.top * self.room, 0.0, one, y, upright=False)
-                if one.whiskers and (most := one.whiskers[row]):
-                    end = self.left + most / self.top * self.room
-                    yield f'<path class=grid d="M{x:.1f} {top + 12:.1f}H{end:.1f}"/>'
+            for row, _, y in one.points:
+                top, wide = _TOP + row * ROW + 5, y / self.top * self.room
+                if one.kind == "whisker":
+                    yield f'<path class=grid d="M{self.left:.1f} {top + 12:.1f}H{self.left + wide:.1f}"/>'
+                else:
+                    x = self.left + ends.get(row, 0.0) / self.top * self.room
+                    yield self._bar(x, top, wide, ROW - 10, one, y)
+                    ends[row] = ends.get(row, 0.0) + y
 
-    def _bar(self, x: float, y: float, wide: float, share: float, one: Values, value: float, *, upright: bool) -> str:
-        tall = share * (self.height - _TOP - _BOTTOM) if upright else ROW - 10
+    def _bar(self, x: float, y: float, wide: float, tall: float, one: Values, value: float) -> str:
+        if not value:
+            return ""
         place = f'x="{x:.1f}" y="{y:.1f}" width="{max(wide, 0.5):.1f}" height="{tall:.1f}" fill="{one.colour}"'
         return f"<rect {place}><title>{escaped(one.name)}: {three(value)} {escaped(self.plot.unit)}</title></rect>"
 
     def _line(self, one: Values) -> str:
-        """The path of a line; a value holds until the next one begins."""
-        path, pen = [], "M"
-        for x, y in zip(one.x, one.y, strict=True):
-            if x is None or y is None:
-                pen = "M"
-                continue
-            if pen == "L" and one.holds:
-                path.append(f"H{self._x(x):.1f}")
-            path.append(f"{pen}{self._x(x):.1f} {self._y(y):.1f}")
-            pen = "L"
+        """The path of a line. Between values that hold until their end, there may be gaps."""
+        path, before = [], None
+        for begin, end, y in one.points:
+            joined = before is not None and (one.kind == "line" or before >= begin)
+            path.append(f"{'L' if joined else 'M'}{self._x(begin):.1f} {self._y(y):.1f}")
+            if end > begin:
+                path.append(f"H{self._x(end):.1f}")
+            before = end
         return "".join(path)
 
 
@@ -166,15 +157,11 @@ def _tops(plot: Plot) -> Iterator[float]:
     """The values that the value axis has to cover."""
     stacks: dict[float, float] = {}
     for one in plot.series:
-        places: Sequence[float | None] = range(len(one.y)) if plot.rows else one.x
-        for x, y in zip(places, one.y, strict=True):
-            if x is None or y is None:
-                continue
-            if one.ends or plot.rows:
+        for x, _, y in one.points:
+            if one.kind == "bars":
                 stacks[x] = stacks.get(x, 0.0) + y
             else:
                 yield y
-        yield from (value for value in one.whiskers if value)
     yield from stacks.values()
 
 

@@ -374,7 +374,8 @@ def test_time_without_steps_is_a_gap_and_a_long_step_is_none(state: Path) -> Non
     assert [gap for gap in gaps if gap] == [pytest.approx(9, abs=1)]
     assert (story.bins[-1].end_ns - story.bins[-1].start_ns) / SECOND in (5, 6, 7)
     (step_time,) = (plot for plot in plots(story) if plot.name == "step-time")
-    assert list(step_time.series[0].x).count(None) == 1
+    places = [(begin, end) for begin, end, _ in step_time.series[0].points]
+    assert sum(begin > end for (_, end), (begin, _) in pairwise(places)) == 1
     bars = next(line for line in report_text(keep({0: payloads}), 100) if "█" in line)
     assert re.search(r"▁ {8,10}▁", bars)
     assert "no bar where no step ran" in " ".join(report_text(keep({0: payloads}), 100))
@@ -599,10 +600,10 @@ def test_stretches_separate_modes_and_evaluations(state: Path) -> None:
     ]  # fmt: skip
     bars = drawn["phases"]
     for one in bars.series:
-        begins = [at for at in one.x if at is not None]
+        begins = [begin for begin, _, _ in one.points]
         assert len(begins) == len(set(begins)), "no two bars at one place: they would stand on each other"
-        assert all(end <= begin for end, begin in zip(one.ends, begins[1:], strict=False))
-    heights = [sum(part or 0.0 for part in parts) for parts in zip(*(one.y for one in bars.series), strict=True)]
+        assert all(end <= begin for (_, end, _), begin in zip(one.points, begins[1:], strict=False))
+    heights = [sum(y for _, _, y in parts) for parts in zip(*(one.points for one in bars.series), strict=True)]
     assert max(heights) < 55, "every step took 50 ms"
 
 
@@ -620,7 +621,7 @@ def test_phases_and_modes_have_the_colours_that_they_have_on_the_screen(state: P
         for one in drawn[name].series:
             phase = one.name.removesuffix(", the rest").removeprefix("parallel_")
             assert one.colour == on_screen(f"phase.{phase}")
-    lines = [(one.name, one.colour) for one in drawn["step-time"].series if not one.dots]
+    lines = [(one.name, one.colour) for one in drawn["step-time"].series if one.kind != "dots"]
     assert dict(lines)["dp: mean"] == on_screen("mode.dp")
     assert len({colour for _, colour in lines}) == len(lines) == 4, "evaluations have their own"
 

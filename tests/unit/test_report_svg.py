@@ -24,7 +24,8 @@ def svg_of(plot: Plot) -> ElementTree.Element:
 
 
 def lines(*values: float | None) -> Plot:
-    return Plot("p", "P", "", [Values("s", "#000000", [float(at) for at in range(len(values))], values)], "ms")
+    points = [(at, at + 1, y) for at, y in enumerate(values) if y is not None]
+    return Plot("p", "P", "", [Values("s", "#000000", points, "steps")], "ms")
 
 
 def test_one_long_step_does_not_flatten_the_others_and_is_told() -> None:
@@ -46,7 +47,7 @@ def test_ranks_are_drawn_and_the_straggler_waits_for_nobody(state: Path) -> None
     story = collect(keep(made))
     (plot,) = [plot for plot in plots(story) if plot.name == "ranks"]
     assert plot.rows == ["rank 0", "rank 1", "rank 2"]
-    by_name = {one.name: list(one.y) for one in plot.series}
+    by_name = {one.name: [y for _, _, y in one.points] for one in plot.series}
     assert by_name["data"] == [pytest.approx(ms) for ms in (0.4, 6.4, 0.4)]
     assert by_name["wait"] == [pytest.approx(ms, abs=0.01) for ms in (6.0, 0.0, 6.0)]
     bars = [one for one in svg_of(plot).iter("rect") if one.find("title") is not None]
@@ -59,7 +60,7 @@ def test_ranks_are_drawn_and_the_straggler_waits_for_nobody(state: Path) -> None
 
 
 def test_bars_stand_on_each_other(state: Path) -> None:
-    series = [Values(name, "#000000", [0.0, 1.0], [1.0, 2.0], [1.0, 2.0]) for name in ("a", "b")]
+    series = [Values(name, "#000000", [(0.0, 1.0, 1.0), (1.0, 2.0, 2.0)], "bars") for name in ("a", "b")]
     bars = [one for one in svg_of(Plot("p", "P", "", series, "ms")).iter("rect") if one.find("title") is not None]
     places = [(float(bar.attrib["y"]), float(bar.attrib["height"])) for bar in bars]
     assert len(places) == 4

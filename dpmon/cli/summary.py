@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dpmon.cleaning import clean
+from dpmon.model.evidence import ModeFacts
 from dpmon.model.finding import duration_words
-from dpmon.model.layouts import Layouts
-from dpmon.model.memory import held, reasons
+from dpmon.model.memory import Held, reasons
 from dpmon.model.numbers import count_of, duration, group
-from dpmon.model.stragglers import RankTimes, sentence
+from dpmon.model.run_facts import RunFacts
+from dpmon.model.stragglers import sentence
 from dpmon.record.schema import EVALUATION, PHASES, STEP
 from dpmon.record.wire import RANK_MODES
-from dpmon.report.pauses import pauses_in
+from dpmon.report.collect import facts_of
 from dpmon.report.sentences import ACTIVITY_NAMES, how_it_ended, times_paused, waited
-from dpmon.report.shown import Shown
-from dpmon.report.waits import waits_in
-from dpmon.report.whole_communication import communication_of
 from dpmon.run.activities import why_nothing
 from dpmon.run.files import read_tail
 from dpmon.run.lookup import short_name
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info
-from dpmon.store.figures import Figures, PhaseFigures
+from dpmon.store.figures import PhaseFigures
 from dpmon.store.opened import open_store
-from dpmon.store.queries import Store
 from dpmon.store.tables import HistoryError
-from dpmon.store.window import Window, accounted
 from dpmon.text.cells import cut, span_width
 from dpmon.text.quantities import memory, quantity_words, rate_words
 from dpmon.text.traceback_line import READ_BYTES, clean_traceback_line
@@ -41,8 +37,6 @@ _MAX_ROWS = 2
 """If not everything fits, longer lines are cut to this many rows, except for the lines about the end and the record."""
 _MAX_STAGES = 8
 _MAX_WARNINGS = 5
-_MEMORY_RECORDS = 10_000
-"""Number of newest records to read; each process writes one now and then."""
 _NOT_TRAINING = 0.05
 """The parts of the elapsed time are shown if more than this share of it was not training."""
 _TRIFLE = 0.001
@@ -77,7 +71,7 @@ def summary(directory: Path, how: ExitInfo | None) -> list[SummaryLine]:
     lines = [SummaryLine(_FIRST, _outcome(info, how)), *_with_priority(_MODE, _raised(directory, info, how))]
     try:
         with open_store(directory) as store:
-            lines += _SummaryLines(store, info, how, directory).lines(directory)
+            lines += _SummaryLines(facts_of(store, directory, how), info, how).lines(directory)
     except HistoryError as error:
         texts = [f"the history cannot be read: {error}"]
         lines += [_nothing(directory, info, how, texts), *_with_priority(_LACKS, _warnings(texts, short_name(info)))]
@@ -93,67 +87,51 @@ def _nothing(directory: Path, info: RunInfo, how: ExitInfo | None, warnings: Ite
 class _SummaryLines:
     """The lines from the store of a run."""
 
-    def __init__(self, store: Store, info: RunInfo, how: ExitInfo | None, directory: Path) -> None:
-        self._store, self._info, self._how = store, info, how
-        self._window = Window(store)
-        self._shown = Shown(store, self._window, directory)
-        shapes = store.shapes()
-        self._layouts = Layouts(shapes, {shape.process: store.definitions(shape.process) for shape in shapes})
-        self._processes = sorted({*store.processes, *self._layouts.processes})
-        self._members: dict[int, Mapping[str, Any]] = {
-            event.data["process"]: event.data
-            for event in store.events("process")
-            if type(event.data.get("process")) is int
-        }
-        """The newest `process` record of each process."""
+    def __init__(self, facts: RunFacts, info: RunInfo, how: ExitInfo | None) -> None:
+        self._facts, self._info, self._how = facts, info, how
 
     def lines(self, directory: Path) -> list[SummaryLine]:
         """All lines except how it ended and where the record is."""
-        warnings = [] if self._store.damaged is None else [self._store.damaged]
-        warnings += [text for event in self._store.events("warning") if isinstance(text := event.data.get("text"), str)]
+        facts = self._facts
+        warnings = [] if facts.store.damaged is None else [facts.store.damaged]
+        warnings += [warning.text for warning in facts.announced.warnings]
         found = _with_priority(_STEP, self._time_lines())
-        kinds = self._store.kinds() | self._layouts.kinds()
+        kinds = facts.store.kinds() | facts.layouts.kinds()
         if not kinds:
             found.append(_nothing(directory, self._info, self._how, warnings))
         for mode in sorted({mode for mode, _ in kinds}):
             found += self._mode_lines(mode, False)
-            if self._window.trained(mode) and any(kind & EVALUATION for name, kind in kinds if name == mode):
+            if facts.window.trained(mode) and any(kind & EVALUATION for name, kind in kinds if name == mode):
                 found += self._mode_lines(mode, True)
-        ranks = {process: self._rank(process)[0] for process in self._processes}
-        communicated = communication_of(self._store, self._window, ranks)
-        slow = None if communicated is None else communicated.straggler()
+        slow = None if facts.communication is None else facts.communication.straggler()
         found += [] if slow is None else [SummaryLine(_STEP, f"  {sentence(slow, lately=False)}")]
-        times = {one.rank: one for one in communicated.known} if communicated is not None else {}
-        found += _with_priority(_WHO, self._rank_lines(times))
+        found += _with_priority(_WHO, self._rank_lines())
         found += _with_priority(_PART, self._stage_lines())
         found += _with_priority(_WHO, self._replica_lines())
-        found += _with_priority(_PART, _memory_lines(self._store))
+        found += _with_priority(_PART, _memory_lines(facts.memory))
         return found + _with_priority(_LACKS, self._lacks(warnings))
 
     def _lacks(self, warnings: Iterable[str]) -> list[str]:
         """The gaps in the figures, and warnings."""
-        how = self._how
-        end_ns = int(how.seconds * 1e9) if how is not None and how.by == "supervisor" else None
-        paused = pauses_in(self._store).total(end_ns)
+        facts = self._facts
+        paused = facts.pauses.total(facts.end_ns)
         lacks: list[str] = []
         if paused.times:
-            lacks.append(f"{times_paused(paused, how is not None)}: that time is in no step and no phase")
-        if inputs := waits_in(self._store.events("process", "input")):
-            lacks.append(waited(inputs))
-        if self._store.dropped:
-            lacks.append(f"{group(self._store.dropped)} records were lost; the figures cover the rest")
+            lacks.append(f"{times_paused(paused, self._how is not None)}: that time is in no step and no phase")
+        if facts.announced.inputs:
+            lacks.append(waited(facts.announced.inputs))
+        if dropped := facts.store.dropped:
+            lacks.append(f"{group(dropped)} records were lost; the figures cover the rest")
         return [*lacks, *_warnings(warnings, short_name(self._info))]
 
     # ------------------------------------------------------------------------------------------ time and modes
 
     def _time_lines(self) -> list[str]:
         """The parts of the elapsed time, if more than _NOT_TRAINING of it was not training."""
-        there = self._window.together.values()
-        ends = [tally.last_ns for tally in there if tally.last_ns is not None]
-        if not ends:
+        last_ns = self._facts.last_step_ns
+        if last_ns is None:
             return []
-        elapsed = max(ends) if self._how is None else int(self._how.seconds * 1e9)
-        parts = accounted(self._window.spent, elapsed, self._window.lives)
+        parts = self._facts.spent_until(last_ns if self._how is None else int(self._how.seconds * 1e9))
         whole = sum(parts.values())
         if (parts["training"] or parts["evaluation"]) >= (1 - _NOT_TRAINING) * whole:
             return []
@@ -165,38 +143,37 @@ class _SummaryLines:
         return [f"time: {', '.join(texts)}"]
 
     def _longest(self) -> str:
-        for gap in self._store.gaps(1):
-            who = self._shown.name(gap.process)
+        for gap in self._facts.store.gaps(1):
+            who = self._facts.names.get(gap.process)
             of = "" if who is None else f" of {who}"
             return f" (longest {duration_words(gap.ns)} after step {group(gap.after_step)}{of})"
         return ""
 
     def _mode_name(self, mode: str) -> str:
         """The mode's name as on the screen: ranks have one device each, so they are neither dp nor single."""
-        by = self._layouts.distributed
+        by = self._facts.layouts.distributed
         return RANK_MODES[by] if mode == "single" and by else mode
 
     def _mode_lines(self, mode: str, evaluation: bool) -> list[SummaryLine]:
-        found = self._shown.figures(mode, evaluation)
-        who = self._shown.name(self._shown.process(mode, evaluation))
+        found = self._facts.mode(mode, evaluation)
         title = (
             (self._mode_name(mode) or "mode unknown")
-            + (" (virtual replicas)" if mode == "dp" and self._layouts.virtual else "")
+            + (" (virtual replicas)" if found.virtual else "")
             + (", evaluation" if evaluation else "")
         )
         speed = rate_words(found.rate)
-        head = f"{title}: {self._steps(found)}"
-        return [SummaryLine(_MODE, f"{head}, {speed}" if speed else head), *_phase_lines(found, who)]
+        head = f"{title}: {self._steps(mode, evaluation)}"
+        return [SummaryLine(_MODE, f"{head}, {speed}" if speed else head), *_phase_lines(found)]
 
-    def _steps(self, found: Figures) -> str:
+    def _steps(self, mode: str, evaluation: bool) -> str:
         """Steps, calls and processes. Ranks step together; other processes step independently."""
-        mode, evaluation = found.mode, found.evaluation
-        tallies = [self._window.tally(mode, evaluation, process) for process in self._store.processes]
+        facts = self._facts
+        tallies = [facts.window.tally(mode, evaluation, process) for process in facts.store.processes]
         counts = [tally.steps for tally in tallies if tally.steps]
-        calls = count_of(self._layouts.calls(mode, evaluation, self._window.trained(mode)), "call")
+        calls = count_of(facts.layouts.calls(mode, evaluation, facts.window.trained(mode)), "call")
         if len(counts) < 2:
             return f"{count_of(sum(counts), 'step')}, {calls}"
-        ranks = any(self._rank(process)[0] is not None for process in self._processes)
+        ranks = any(facts.rank(process) is not None for process in facts.processes)
         if ranks and len(set(counts)) == 1:
             return f"{count_of(counts[0], 'step')} of each of {len(counts)} ranks, {calls} in all"
         who = "ranks" if ranks else "processes"
@@ -204,39 +181,27 @@ class _SummaryLines:
 
     # ------------------------------------------------------------------------------------------ replicas, ranks, stages
 
-    def _rank(self, process: int) -> tuple[int | None, int | None]:
-        """The rank of a process, and the number of ranks."""
-        data = self._members.get(process, {})
-        rank, world = (value if type(value := data.get(key)) is int else None for key in ("rank", "world"))
-        return rank, world
-
-    def _rank_lines(self, times: Mapping[int | None, RankTimes]) -> list[str]:
-        """A line for each rank or process; `times`: the times of the ranks with known waits, by rank."""
-        if len(self._processes) < 2:
-            return []
-        ranks = {process: self._rank(process) for process in self._processes}
-        order = sorted(ranks, key=lambda process: (ranks[process][0] is None, ranks[process][0] or 0, process))
+    def _rank_lines(self) -> list[str]:
+        """A line for each rank or process, if there are several."""
+        ranks = self._facts.ranks
         lines = []
-        for process in order[:_MAX_REPLICA_LINES]:
-            rank, world = ranks[process]
-            sizes, (tally, speed) = self._layouts.of_process(process), self._window.of_process(process)
-            who = f"process {process}" if rank is None else f"rank {rank} of {world or '?'}"
-            text = f"  {who} {sizes.device}  {sizes.inputs or 'sizes not seen'} -> {sizes.outputs or 'sizes not seen'}"
-            text += f"  {count_of(sizes.calls, 'call')}, {count_of(tally.steps, 'step')}"
-            middle = tally.median(STEP)
-            if middle is not None:
-                text += f", step median {duration(middle)}"
-            if speed is not None:
-                text += f", {rate_words(speed)}"
-            if rank in times:
-                text += f", exposed {duration(times[rank].exposed_ns)}, wait {duration(times[rank].wait_ns)}"
+        for one in ranks[:_MAX_REPLICA_LINES]:
+            who = f"process {one.process}" if one.rank is None else f"rank {one.rank} of {one.world or '?'}"
+            text = f"  {who} {one.device}  {one.inputs or 'sizes not seen'} -> {one.outputs or 'sizes not seen'}"
+            text += f"  {count_of(one.calls, 'call')}, {count_of(one.steps, 'step')}"
+            if one.median_ns is not None:
+                text += f", step median {duration(one.median_ns)}"
+            if one.rate is not None:
+                text += f", {rate_words(one.rate)}"
+            if one.times is not None and one.times.joined:
+                text += f", exposed {duration(one.times.exposed_ns)}, wait {duration(one.times.wait_ns)}"
             lines.append(text)
-        lines += _more(len(order) - len(lines))
-        return ["ranks" if any(rank is not None for rank, _ in ranks.values()) else "processes", *lines]
+        lines += _more(len(ranks) - len(lines))
+        return ["ranks" if any(one.rank is not None for one in ranks) else "processes", *lines] if lines else []
 
     def _stage_lines(self) -> list[str]:
         lines = []
-        found = self._layouts.stages(self._window.by_process)
+        found = self._facts.layouts.stages(self._facts.window.by_process)
         shown = [stage for stage in found if stage.stage < _MAX_STAGES]  # a model that alternates devices has many
         for stage in shown[:_MAX_REPLICA_LINES]:
             parts = stage.parts
@@ -250,7 +215,7 @@ class _SummaryLines:
 
     def _replica_lines(self) -> list[str]:
         lines: list[str] = []
-        replicas = self._layouts.replicas(several=len(self._processes) > 1)
+        replicas = self._facts.layouts.replicas(several=len(self._facts.processes) > 1)
         several = len({one.root for one in replicas}) > 1
         groups = [list(found) for _, found in groupby(replicas, key=lambda one: one[:4])]
         shown = 0
@@ -277,15 +242,12 @@ def _more(count: int) -> list[str]:
     return [f"  and {count} more; dpmon export has them all"] if count > 0 else []
 
 
-def _phase_lines(found: Figures, who: str | None) -> list[SummaryLine]:
-    """The times of steps and of each phase that ran (the phases of calls below forward), then the quantities.
-
-    `who`: the process with these steps, if there are several.
-    """
+def _phase_lines(found: ModeFacts) -> list[SummaryLine]:
+    """The times of steps and of each phase that ran (the phases of calls below forward), then the quantities."""
     if not found.steps:
         return []
     whole = PhaseFigures(STEP, found.steps, found.median_ns, found.p95_ns, found.mean_ns, 1.0)
-    lines = [_phase_line(_STEP, "step" if who is None else f"step of {who}", whole)]
+    lines = [_phase_line(_STEP, "step" if found.who is None else f"step of {found.who}", whole)]
     for phase in PHASES:
         if phase.of_call:
             continue
@@ -308,14 +270,9 @@ def _phase_line(priority: int, label: str, phase: PhaseFigures) -> SummaryLine:
     )
 
 
-def _memory_lines(store: Store) -> list[str]:
-    newest: dict[int, Mapping[str, Any]] = {
-        event.data["process"]: event.data
-        for event in store.events("memory", newest=_MEMORY_RECORDS)
-        if type(event.data.get("process")) is int
-    }
+def _memory_lines(rows: Sequence[Held]) -> list[str]:
     lines = []
-    for row in held(newest.values())[:_MAX_REPLICA_LINES]:
+    for row in rows[:_MAX_REPLICA_LINES]:
         text = f"  {row.device}  model {memory(row.model)}, gradients {memory(row.gradients)}, "
         text += f"optimizer {memory(row.optimizer)}, rest {memory(row.rest)}, peak {memory(row.peak)}"
         why = "; ".join(f"{names}: {reason}" for names, reason in reasons(row))

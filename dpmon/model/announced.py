@@ -1,19 +1,20 @@
-"""Reads events of processes and of the supervisor: facts of a process, modes, pauses, warnings and waits. Pure.
+"""Reads the events of a run: facts of processes, modes, pauses, warnings, waits for input, loaders. Pure.
 
 Any program may have written an event, so invalid ones are ignored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from heapq import nlargest
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from dpmon.model.communication import WRAPPERS_READ, Wrapper, newest_wrappers
+from dpmon.model.evidence import LoaderStart
 from dpmon.model.members import ns_in, text_in, whole_in
-from dpmon.model.process import Refusal
+from dpmon.model.process import ProcessFacts, Refusal
 from dpmon.model.state import ModeChange, PauseChange, WarningText
-from dpmon.record.kinds import Event
 from dpmon.record.wire import MODES
 
 if TYPE_CHECKING:
@@ -22,10 +23,15 @@ if TYPE_CHECKING:
 CHANGES_READ = 500
 """Most changes of mode to read; older ones do not affect the current mode."""
 TEXTS_READ = 100
+WAITS_KEPT = 1000
+"""Most waits for input. The longest are kept, because only they can explain a long step."""
 ROOTS_KEPT = 32
 DEVICES_READ = 4096
 ANSWERING_STEPS = 100
 """Every root that is still called answers a request within this many steps."""
+
+
+_Read = TypeVar("_Read")
 
 
 class InForce(NamedTuple):
@@ -39,39 +45,34 @@ class InForce(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """The newest events of each kind, oldest first."""
+    """The events of each kind, oldest first."""
 
-    info: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    """Data of the newest `process` event, by process."""
+    info: Mapping[int, ProcessFacts] = field(default_factory=dict)
+    """The newest facts of each process."""
     changes: tuple[ModeChange, ...] = ()
     pauses: tuple[PauseChange, ...] = ()
     warnings: tuple[WarningText, ...] = ()
     wrappers: tuple[Wrapper, ...] = ()
     """The newest record of each DistributedDataParallel."""
-    _waits: tuple[tuple[int, int, int], ...] = ()
-    """Pid, start and end of each wait for a line of input."""
+    inputs: tuple[tuple[int | None, int, int], ...] = ()
+    """Waits for a line of input: process (None: one that does not train), start, end."""
 
     @classmethod
-    def read(cls, rows: StoreAt) -> Announced:
-        """Read the events up to the time of `rows`."""
-        info = {
-            number: event.data
-            for event in rows.lasting("process")
-            if (number := whole_in(event.data, "process")) is not None
-        }
-        texts = rows.lasting("warning", TEXTS_READ)
+    def read(cls, rows: StoreAt, *, every: bool = False) -> Announced:
+        """Read the events up to the time of `rows`: the newest of each kind, or (`every`) all."""
+
+        def data(kind: str, most: int) -> Iterator[Mapping[str, Any]]:
+            return (event.data for event in rows.lasting(kind, -1 if every else most))
+
+        info = {facts.process: facts for each in data("process", -1) if (facts := _process_facts(each)) is not None}
         return cls(
             info,
-            _known(mode_change(event.data) for event in rows.lasting("mode", CHANGES_READ)),
-            _known(pause_change(event.data) for event in rows.lasting("pause", TEXTS_READ)),
-            _known(_warning(event) for event in texts),
-            newest_wrappers(event.data for event in rows.lasting("ddp", WRAPPERS_READ)),
-            _known(_wait(event) for event in rows.lasting("input", TEXTS_READ)),
+            _known(map(mode_change, data("mode", CHANGES_READ))),
+            _known(map(pause_change, data("pause", TEXTS_READ))),
+            _known(map(_warning, data("warning", TEXTS_READ))),
+            newest_wrappers(data("ddp", WRAPPERS_READ)),
+            waits_in(info.values(), data("input", TEXTS_READ)),
         )
-
-    def rank_of(self, process: int) -> int | None:
-        """The rank that a process reported."""
-        return whole_in(self.info.get(process, {}), "rank")
 
     def in_force(self, process: int, step: tuple[str, int] | None, called: str) -> InForce:
         """The mode of a process; `step`: mode and end of its last step, `called`: the mode of its last call.
@@ -123,12 +124,50 @@ class Announced:
 
     def waits_of(self, process: int) -> tuple[tuple[int, int], ...]:
         """Start and end of each wait of a process for a line of input."""
-        pid = whole_in(self.info.get(process, {}), "pid")
-        return tuple((begin, end) for of, begin, end in self._waits if of == pid)
+        return tuple((begin, end) for of, begin, end in self.inputs if of == process)
 
 
-def _known(found: Any) -> tuple[Any, ...]:
+def _known(found: Iterable[_Read | None]) -> tuple[_Read, ...]:
     return tuple(one for one in found if one is not None)
+
+
+def waits_in(
+    processes: Iterable[ProcessFacts], records: Iterable[Mapping[str, Any]]
+) -> tuple[tuple[int | None, int, int], ...]:
+    """The longest waits in `input` records, in order of time: process (None: one that does not train), start, end."""
+    found = []
+    for data in records:
+        at, took = ns_in(data, "t_s"), ns_in(data, "waited_s")
+        if at is not None and took is not None:
+            found.append((took, at, whole_in(data, "pid")))
+    numbers = {one.pid: one.process for one in processes if one.pid is not None}
+    longest = sorted(nlargest(WAITS_KEPT, found), key=lambda one: (one[1], one[0]))
+    return tuple((None if pid is None else numbers.get(pid), at, at + took) for took, at, pid in longest)
+
+
+def loader_start(data: Mapping[str, Any]) -> LoaderStart | None:
+    """The content of a `loader` record; None if process, time or duration is missing."""
+    process, at, took = whole_in(data, "process"), ns_in(data, "t_s"), ns_in(data, "iter_s")
+    if process is None or at is None or took is None:
+        return None
+    return LoaderStart(
+        process,
+        at,
+        took,
+        whole_in(data, "workers"),
+        data.get("persistent") is True,
+        data.get("pinned") is True,
+        whole_in(data, "left_out") or 0,
+        (text_in(data, "loader"), whole_in(data, "batches")),
+    )
+
+
+def _process_facts(data: Mapping[str, Any]) -> ProcessFacts | None:
+    process = whole_in(data, "process")
+    if process is None:
+        return None
+    rank, world, pid = (whole_in(data, key) for key in ("rank", "world", "pid"))
+    return ProcessFacts(process, rank, world, pid, text_in(data, "python"), text_in(data, "torch"))
 
 
 def mode_change(data: Mapping[str, Any]) -> ModeChange | None:
@@ -160,11 +199,6 @@ def pause_change(data: Mapping[str, Any]) -> PauseChange | None:
     return PauseChange(number, at, step, paused, took, text_in(data, "reason"), text_in(data, "refused"))
 
 
-def _wait(event: Event) -> tuple[int, int, int] | None:
-    at, waited, pid = ns_in(event.data, "t_s"), ns_in(event.data, "waited_s"), whole_in(event.data, "pid")
-    return None if at is None or waited is None or pid is None else (pid, at, at + waited)
-
-
-def _warning(event: Event) -> WarningText | None:
-    text = text_in(event.data, "text")
-    return None if text is None else WarningText(whole_in(event.data, "process"), ns_in(event.data, "t_s"), text)
+def _warning(data: Mapping[str, Any]) -> WarningText | None:
+    text = text_in(data, "text")
+    return None if text is None else WarningText(whole_in(data, "process"), ns_in(data, "t_s"), text)

@@ -1,17 +1,21 @@
-"""The samples of devices and of the host, and the peak memory of each mode. Pure."""
+"""The samples of devices and of the host: the last minutes, the peak memory of each mode, the whole run. Pure."""
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf, isnan, nan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dpmon.model.members import SECOND, text_in, whole_in
+from dpmon.model.evidence import DeviceFacts, HostFacts
+from dpmon.model.members import SECOND, number_in, text_in, whole_in
 from dpmon.model.memory import Peak
 from dpmon.model.state import DeviceTrack, ModeChange
-from dpmon.store.answers import ChartSample
+from dpmon.model.stats import median
+from dpmon.store.answers import ChartSample, MinuteRow
 
 if TYPE_CHECKING:
     from dpmon.store.store_at import StoreAt
@@ -27,6 +31,22 @@ _VISITS = 16
 _MINUTE = 60 * SECOND
 _LATE_NS = 5 * SECOND
 _Values = tuple[float | None, float | None, float | None]
+POINTS = 400
+"""Most stretches of time per device."""
+_REASONS = 16
+_PROCESSORS = ("cpu_pct", "others", "own", "load", "at")
+_HIGHEST = ("mem_used_bytes", "mem_run_bytes", "mem_total_bytes", "temperature_c", "power_w")
+"""Figures reported by their highest value."""
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePoint:
+    """A GPU (or the host: index -1) over one stretch of time: means; None if unknown."""
+
+    t_ns: int
+    index: int
+    util_pct: float | None
+    mem_bytes: float | None
 
 
 @dataclass(slots=True)
@@ -203,3 +223,177 @@ def _keep_peak(peaks: dict[str, Peak], mode: str, used: int, sure: bool = True) 
     exact = sure and used > max(others, default=-1)
     exact = exact or (before is not None and before.exact and used <= before.bytes)
     peaks[mode] = Peak(max(used, before.bytes if before is not None and (before.exact or not exact) else 0), exact)
+
+
+# ------------------------------------------------------------------------------------------------ over the whole run
+
+
+@dataclass(slots=True)
+class _TotalsTrack:
+    name: str | None = None
+    uuid: str | None = None
+    called: str | None = None
+    of_run: bool | None = None
+    samples: int = 0
+    util: array[float] = field(default_factory=lambda: array("d"))
+    util_at: array[float] = field(default_factory=lambda: array("d"))
+    """Seconds since the run's start, for each of `util`; nan if unknown."""
+    highest: dict[str, float] = field(default_factory=dict)
+    throttled: Counter[str] = field(default_factory=Counter)
+    throttle_samples: int = 0
+    width: float = 1.0
+    sums: dict[int, list[float]] = field(default_factory=dict)
+    """By stretch: sum and number of utilisations, sum and number of memory values (bytes)."""
+
+    def identify(self, data: Mapping[str, Any]) -> None:
+        """Take the names of a GPU, and why its clocks were lowered."""
+        self.name = text_in(data, "name") or self.name
+        self.uuid = text_in(data, "uuid") or self.uuid
+        if isinstance(data.get("of_run"), bool):
+            self.of_run = bool(self.of_run) or data["of_run"]
+        ordinals, throttle = data.get("ordinals"), data.get("throttle")
+        if isinstance(ordinals, list) and ordinals and isinstance(ordinals[0], dict):
+            self.called = text_in(ordinals[0], "device") or self.called
+        if isinstance(throttle, list):
+            self.throttle_samples += 1
+            for reason in throttle[:_REASONS]:
+                if isinstance(reason, str) and (reason in self.throttled or len(self.throttled) < _REASONS):
+                    self.throttled[reason] += 1
+
+    def place(self, seconds: float, util: tuple[float, int], used: tuple[float, int]) -> None:
+        """Add sums of utilisation and memory, with their numbers of samples, to the stretch of their time."""
+        added = (*util, *used)
+        sums = self.sums.setdefault(int(seconds / self.width), [0.0, 0.0, 0.0, 0.0])
+        sums[:] = [a + b for a, b in zip(sums, added, strict=True)]
+        while len(self.sums) > POINTS:
+            before, self.sums = self.sums, {}
+            self.width *= 2
+            for place, values in before.items():
+                into = self.sums.setdefault(place // 2, [0.0, 0.0, 0.0, 0.0])
+                into[:] = [a + b for a, b in zip(into, values, strict=True)]
+
+
+class DeviceTotals:
+    """Extremes, medians, and means over stretches of time, from samples in the order of their time."""
+
+    def __init__(self) -> None:
+        self._tracks: dict[int, _TotalsTrack] = {}
+        self.last_ns = 0
+        """Time of the last sample."""
+        self.gpu_absent: str | None = None
+        """Why there are no GPUs."""
+        self._cpus = 0
+        self._processors: dict[str, array[float]] = {name: array("d") for name in _PROCESSORS}
+
+    def _track(self, index: int) -> _TotalsTrack | None:
+        if index not in self._tracks and len(self._tracks) > _DEVICES:
+            return None
+        return self._tracks.setdefault(index, _TotalsTrack())
+
+    def sample(self, kind: str, data: Mapping[str, Any]) -> None:
+        """Add a `device` or `host` record; a value of another type counts as unknown."""
+        index = whole_in(data, "index") if kind == "device" else _HOST
+        track = None if index is None else self._track(index)
+        if track is None:
+            return
+        track.samples += 1
+        seconds, used = number_in(data, "t_s"), number_in(data, "mem_used_bytes")
+        util = number_in(data, "util_pct" if kind == "device" else "cpu_pct")
+        if util is not None:
+            track.util.append(util)
+            track.util_at.append(nan if seconds is None else seconds)
+        for key in _HIGHEST:
+            if (value := number_in(data, key)) is not None:
+                track.highest[key] = max(track.highest.get(key, -inf), float(value))
+        if kind == "device":
+            track.identify(data)
+        else:
+            self.gpu_absent = text_in(data, "gpu_absent")
+            self._take_processors(data, seconds)
+        if seconds is not None and 0 <= seconds < 1e9:
+            self.last_ns = max(self.last_ns, int(seconds * 1e9))
+            track.place(seconds, _one(util), _one(used))
+
+    def rollup(self, row: MinuteRow) -> None:
+        """Add a figure of a minute with deleted samples, which is kept as an extreme and a mean."""
+        index = row.device
+        track = self._track(index) if row.samples > 0 and abs(row.total) < 1e300 and row.start_s < 1e9 else None
+        if track is None:
+            return
+        if row.name in _HIGHEST and abs(row.high) < 1e300:
+            track.highest[row.name] = max(track.highest.get(row.name, row.high), row.high)
+        if row.start_s < 0:  # the minute is no longer known
+            return
+        if row.name == ("cpu_pct" if index == _HOST else "util_pct"):
+            track.place(row.start_s + 30.0, (row.total, row.samples), (0.0, 0))
+        elif row.name == "mem_used_bytes":
+            track.place(row.start_s + 30.0, (0.0, 0), (row.total, row.samples))
+
+    def _take_processors(self, data: Mapping[str, Any], seconds: float | None) -> None:
+        """Add the processors' use, in total and by the run."""
+        cpus, use, own, load = (number_in(data, key) for key in ("cpus", "cpu_pct", "run_cpu_pct", "load_1m"))
+        if cpus is None or not 1 <= cpus < 1e6 or use is None or own is None:
+            return
+        self._cpus = int(cpus)
+        others = max(use * cpus / 100 - own / 100, 0.0)
+        taken = (use, others, own / 100, nan if load is None else load, nan if seconds is None else seconds)
+        for values, value in zip(self._processors.values(), taken, strict=True):
+            values.append(value)
+
+    def facts(self, paused: Sequence[tuple[int, int]] = ()) -> tuple[DeviceFacts, ...]:
+        """Every sampled GPU, without the host. `paused`: times (ns) that no median covers, in order."""
+        return tuple(self._facts(index, paused) for index in sorted(self._tracks) if index != _HOST)
+
+    def host(self, paused: Sequence[tuple[int, int]] = ()) -> DeviceFacts | None:
+        """The host as a device."""
+        return self._facts(_HOST, paused) if _HOST in self._tracks else None
+
+    def processors(self, paused: Sequence[tuple[int, int]] = ()) -> HostFacts | None:
+        """The machine's processors; None if nothing is known."""
+        *figures, at = self._processors.values()
+        use, others, own, load = (_unpaused(values, at, paused) for values in figures)
+        middle = [median(values) for values in (use, others, own, [value for value in load if not isnan(value)])]
+        if middle[0] is None or middle[1] is None or middle[2] is None:
+            return None
+        return HostFacts(len(use), self._cpus, middle[0], middle[1], middle[2], middle[3])
+
+    def _facts(self, index: int, paused: Sequence[tuple[int, int]]) -> DeviceFacts:
+        track = self._tracks[index]
+        high = track.highest.get
+        util = _unpaused(track.util, track.util_at, paused)
+        return DeviceFacts(
+            index, track.name, track.uuid, track.called, track.of_run, track.samples,
+            median(util), len(util),
+            high("mem_used_bytes"), high("mem_run_bytes"), high("mem_total_bytes"),
+            high("temperature_c"), high("power_w"), dict(track.throttled), track.throttle_samples,
+        )  # fmt: skip
+
+    def points(self) -> tuple[DevicePoint, ...]:
+        """Means over time, device by device."""
+        return tuple(
+            DevicePoint(
+                int((place + 0.5) * track.width * 1e9),
+                index,
+                util / utils if utils else None,
+                used / useds if useds else None,
+            )
+            for index, track in sorted(self._tracks.items())
+            for place, (util, utils, used, useds) in sorted(track.sums.items())
+        )
+
+
+def _one(value: float | None) -> tuple[float, int]:
+    return (0.0, 0) if value is None else (value, 1)
+
+
+def _unpaused(values: Sequence[float], at: Sequence[float], paused: Sequence[tuple[int, int]]) -> Sequence[float]:
+    """The values that were not sampled during a pause. `at`: their times (s)."""
+    begins = [begin for begin, _ in paused]
+    if not begins:
+        return values
+    found = []
+    for value, seconds in zip(values, at, strict=True):
+        place = -1 if isnan(seconds) else bisect_right(begins, seconds * 1e9) - 1
+        if place < 0 or seconds * 1e9 >= paused[place][1]:
+            found.append(value)
+    return found

@@ -96,6 +96,11 @@ class Layouts:
             if shape.mode == mode and (not trained or bool(shape.kind & EVALUATION) == evaluation)
         )
 
+    @property
+    def all_calls(self) -> int:
+        """Number of all calls, including those outside steps."""
+        return sum(shape.calls for shape in self._shapes)
+
     def kinds(self) -> set[tuple[str, int]]:
         """Mode and kind of all calls."""
         return {(shape.mode, shape.kind) for shape in self._shapes}

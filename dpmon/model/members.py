@@ -9,9 +9,10 @@ SECOND = 1_000_000_000
 
 
 def number_in(data: Mapping[str, Any], key: str) -> float | None:
-    """The number under `key`; a bool is not a number."""
+    """The finite number under `key`; a bool is not a number. Python's JSON accepts NaN and infinity."""
     value = data.get(key)
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    known = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+    return value if known else None
 
 
 def whole_in(data: Mapping[str, Any], key: str) -> int | None:
@@ -29,7 +30,6 @@ def text_in(data: Mapping[str, Any], key: str) -> str | None:
 def ns_in(data: Mapping[str, Any], key: str) -> int | None:
     """A time or a duration in seconds, as ns; None if it is negative or decades long."""
     seconds = number_in(data, key)
-    # Python's JSON accepts NaN and infinity.
     return int(seconds * SECOND) if seconds is not None and 0 <= seconds < 1e9 else None
 
 

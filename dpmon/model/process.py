@@ -123,6 +123,17 @@ class CallTrack:
     """If a step calls this root several times: its first call in a step, its second, ..."""
 
 
+class ProcessFacts(NamedTuple):
+    """The facts that a training process reported; None for a fact that it did not report."""
+
+    process: int
+    rank: int | None = None
+    world: int | None = None
+    pid: int | None = None
+    python: str | None = None
+    torch: str | None = None
+
+
 class Refusal(NamedTuple):
     """A mode that a root refused, on request or at its start."""
 
@@ -156,7 +167,7 @@ class Process:
 
     process: int
     rank: int | None = None
-    info: Mapping[str, Any] = field(default_factory=dict)
+    info: ProcessFacts = field(default_factory=lambda: ProcessFacts(-1))
     began_ns: int = -1
     """Start of its first step or call."""
     resumed_ns: int = -1

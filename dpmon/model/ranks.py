@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dpmon.model.members import whole_in
 from dpmon.model.process import Process
 from dpmon.model.state import State
 from dpmon.record.wire import RANK_MODES
@@ -23,7 +22,7 @@ def training(state: State) -> list[Process]:
 
 def world(process: Process) -> int | None:
     """The number of ranks, as the process reported it; None outside torch.distributed."""
-    value = whole_in(process.info, "world")
+    value = process.info.world
     return value if value is not None and value > 0 else None
 
 

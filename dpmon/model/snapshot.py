@@ -20,7 +20,7 @@ from dpmon.model.inputs import INPUT, waited_ns
 from dpmon.model.members import SECOND
 from dpmon.model.memory import HOST
 from dpmon.model.pace import WINDOW_S, Paces, Trained, rate_together, recent, recent_of_steps
-from dpmon.model.process import ModeTrack, Process, Recent, Summary, figures_end_s
+from dpmon.model.process import ModeTrack, Process, ProcessFacts, Recent, Summary, figures_end_s
 from dpmon.model.rank_snapshot import rank_figures, together
 from dpmon.model.state import State, Wanted
 from dpmon.model.uneven import uneven_steps
@@ -67,7 +67,7 @@ class Snapshots:
         events = Announced.read(rows)
         self._samples.read(rows)
         state = replace(
-            _processes(rows, events, ended),
+            processes_in(rows, events, ended),
             devices=dict(sorted(self._samples.devices().items())),
             host=self._samples.of_host(),
             mode_changes=events.changes,
@@ -183,16 +183,11 @@ class Snapshots:
         return replace(found, sides=sides)
 
 
-def processes_in(rows: StoreAt, ended: frozenset[int] = frozenset()) -> State:
-    """A state with only the processes, without their figures; parameters as in `Snapshots.take`."""
-    return _processes(rows, Announced.read(rows), ended)
-
-
 # ------------------------------------------------------------------------------------------------ each process
 
 
-def _processes(rows: StoreAt, events: Announced, ended: frozenset[int]) -> State:
-    """A state with only the processes, without their figures."""
+def processes_in(rows: StoreAt, events: Announced, ended: frozenset[int]) -> State:
+    """A state with only the processes, without their figures; parameters as in `Snapshots.take`."""
     numbers = {**dict.fromkeys(events.info), **rows.ranks}
     known = {number: _seen(rows, number, events) for number in sorted(numbers)}
     newest_ns = max((process.seen_ns for process in known.values()), default=-1)
@@ -209,11 +204,11 @@ def _seen(rows: StoreAt, number: int, events: Announced) -> Process:
     began = rows.first_ns(number) if seen >= 0 else None
     memory = rows.memory(number)
     force = events.in_force(number, None if step is None else (step.mode, ends[0]), "" if head is None else head.mode)
-    rank = rows.ranks.get(number)
+    rank, info = rows.ranks.get(number), events.info.get(number, ProcessFacts(number))
     return Process(
         number,
-        rank if rank is not None else events.rank_of(number),
-        events.info.get(number, {}),
+        rank if rank is not None else info.rank,
+        info,
         began_ns=-1 if began is None else began,
         resumed_ns=-1 if began is None else began,
         seen_ns=seen,

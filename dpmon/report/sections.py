@@ -9,12 +9,12 @@ from dpmon.model.evidence import DeviceFacts, ModeFacts
 from dpmon.model.finding import duration_words, of_process
 from dpmon.model.memory import reasons
 from dpmon.model.numbers import UNKNOWN, duration, percent
+from dpmon.model.pauses import Paused
 from dpmon.model.stragglers import sentence
 from dpmon.record.schema import EXPOSED, WAIT
 from dpmon.record.wire import CALL_PHASES
 from dpmon.report import sentences
 from dpmon.report.document import Bars, Document, Entries, Findings, Paragraph, Part, Section, Table, Verbatim
-from dpmon.report.pauses import Paused
 from dpmon.report.plots import plots
 from dpmon.report.story import Story
 from dpmon.run.lookup import short_name

@@ -6,17 +6,17 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
+from dpmon.model.announced import WAITS_KEPT
 from dpmon.model.compare import Comparison
 from dpmon.model.evidence import ModeFacts
 from dpmon.model.finding import MIN_STEPS, duration_words, measured_modes, of_process
 from dpmon.model.numbers import count_of, percent
+from dpmon.model.pauses import PauseTotals
 from dpmon.model.phase_notes import host_waits, partly_timed
 from dpmon.model.state import ModeChange
 from dpmon.model.verdict import sentence
 from dpmon.record.wire import RANK_MODES
-from dpmon.report.pauses import PauseTotals
 from dpmon.report.story import Story
-from dpmon.report.waits import KEPT
 from dpmon.run.rundir import ExitInfo
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.text.quantities import clock, quantity_words, run_time
@@ -130,12 +130,12 @@ def machine(story: Story) -> str:
 def waited(inputs: Sequence[tuple[int | None, int, int]]) -> str:
     """The number and time of waits for a line of input, and where that time counts."""
     times = "once" if len(inputs) == 1 else f"{len(inputs):,} times"
-    times = times if len(inputs) < KEPT else f"at least {times}"
+    times = times if len(inputs) < WAITS_KEPT else f"at least {times}"
     in_all = sum(end - begin for _, begin, end in inputs)
     where = ""
     if any(who is not None for who, _, _ in inputs):
         where = ": step times include that time, rates do not"
-    total = f"{duration_words(in_all)}{' in all' if 1 < len(inputs) < KEPT else ''}"
+    total = f"{duration_words(in_all)}{' in all' if 1 < len(inputs) < WAITS_KEPT else ''}"
     return f"waited for a line of input {times}, for {total}{where}"
 
 

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from dpmon.model.devices import DevicePoint
 from dpmon.model.evidence import DeviceFacts, Evidence, ModeFacts
 from dpmon.model.findings import Finding
 from dpmon.model.layouts import ReplicaSizes, StageSizes
+from dpmon.model.pauses import Paused, PauseTotals
+from dpmon.model.process import ProcessFacts
+from dpmon.model.run_facts import RankLine
 from dpmon.model.state import ModeChange
-from dpmon.model.stragglers import RankTimes
-from dpmon.rates import Rate
 from dpmon.record.schema import STEP_PHASES
 from dpmon.record.wire import CALL_PHASES
-from dpmon.report.pauses import Paused, PauseTotals
 from dpmon.run.rundir import ExitInfo, RunInfo
 
 PARTS = (*(name for name in STEP_PHASES if name != "forward"), *CALL_PHASES, "forward")
@@ -39,51 +40,6 @@ class Bin(NamedTuple):
     """Whether they are evaluations: neither backward pass nor optimizer, in a mode that otherwise trains."""
     elapsed_ns: int = 0
     """Time (ns) within steps of this kind and between steps, in this stretch."""
-
-
-@dataclass(frozen=True, slots=True)
-class DevicePoint:
-    """A GPU (or the host: index -1) over one stretch of time: means; None if unknown."""
-
-    t_ns: int
-    index: int
-    util_pct: float | None
-    mem_bytes: float | None
-
-
-class ProcessFacts(NamedTuple):
-    """The facts that a training process reported; None for a fact that it did not report."""
-
-    process: int
-    rank: int | None
-    world: int | None
-    pid: int | None
-    python: str | None
-    torch: str | None
-
-
-class RankLine(NamedTuple):
-    """One process of several: the most frequent inputs and outputs of its calls, and its steps; None if unknown.
-
-    `steps` excludes evaluations of modes that otherwise train; `calls` includes them.
-    """
-
-    process: int
-    rank: int | None
-    world: int | None
-    device: str
-    inputs: str | None
-    outputs: str | None
-    calls: int
-    steps: int
-    median_ns: float | None
-    rate: Rate | None
-    forward_ns: float | None
-    """Median device time of the forward of a step, on the slowest device."""
-    untimed: str | None
-    """Why `forward_ns` is unknown, if the record has a reason."""
-    times: RankTimes | None = None
-    """Mean times of training steps, without the first ones, of all processes with its rank. None without a rank."""
 
 
 @dataclass

@@ -202,8 +202,10 @@ class StoreAt:
         until = self.until_ns if until_ns is None else min(until_ns, self.until_ns)
         return next((event_in(text) for (text,) in self.store.query(query, (process, until))), None)
 
-    def communicated(self, begin_ns: int, end_ns: int, processes: Collection[int]) -> Communicated:
-        """Return the sampled collectives that these processes began between two times, up to `until_ns`."""
+    def communicated(
+        self, begin_ns: int = 0, end_ns: int = _LAST, processes: Collection[int] | None = None
+    ) -> Communicated:
+        """Return the sampled collectives that all or these processes began between two times, up to `until_ns`."""
         return communicated(self.store, begin_ns, min(end_ns, self.until_ns), processes)
 
     def last_sample(self, process: int, begin_ns: int) -> LastSample | None:

@@ -329,10 +329,8 @@ def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     rows, _ = _rows(scene, height + scene.view.scrolled.get("replicas", 0))
     drawn.append([])
     for process, track in rows:
-        pid, ranks = process.info.get("pid"), world(process) or UNKNOWN
+        pid, ranks = process.info.pid, world(process) or UNKNOWN
         who = f"process {process.process}" if process.rank is None else f"rank {process.rank} of {ranks}"
-        drawn.append(
-            [(f"{who}  {_of_call(track)}", "bold"), (f"  pid {pid if isinstance(pid, int) else UNKNOWN}", "dim")]
-        )
+        drawn.append([(f"{who}  {_of_call(track)}", "bold"), (f"  pid {UNKNOWN if pid is None else pid}", "dim")])
         drawn += every_size(track.last.inputs, track.last.outputs, width, look) if track is not None else []
     return drawn

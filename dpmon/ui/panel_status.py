@@ -270,9 +270,8 @@ def _facts(scene: Scene, look: Look, width: int) -> Row:
             # Processes are numbered from 0 like ranks, but "process 1 of 2" would suggest numbers from 1.
             one = f"process {process.process}, one of {many}"
             parts.append(one if process.rank is None else f"rank {process.rank} of {many}")
-        for key in ("python", "torch"):
-            value = process.info.get(key)
-            if isinstance(value, str):
+        for key, value in (("python", process.info.python), ("torch", process.info.torch)):
+            if value is not None:
                 parts.append(f"{key} {clean(value, 30)}")
     elif scene.facts.python:
         parts.append(f"Python: {scene.facts.python}")

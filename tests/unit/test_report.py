@@ -19,12 +19,12 @@ from kept import keep
 from synthetic import SECOND, Training, device_event, host_event
 
 from dpmon.cli.summary import summary_lines
+from dpmon.model.devices import DeviceTotals
 from dpmon.record.payloads import kind_of
 from dpmon.record.schema import SETTLING_STEPS
 from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
-from dpmon.report.device_totals import Devices
 from dpmon.report.page import page
 from dpmon.report.plots import plots
 from dpmon.report.sections import document
@@ -627,7 +627,7 @@ def test_phases_and_modes_have_the_colours_that_they_have_on_the_screen(state: P
 
 
 def test_the_maximum_of_summed_device_minutes_remains() -> None:
-    devices = Devices()
+    devices = DeviceTotals()
     devices.rollup(MinuteRow(BEFORE_S, 0, "temperature_c", 10, 600.0, 91.0))
     devices.rollup(MinuteRow(BEFORE_S, 0, "util_pct", 10, 600.0, 91.0))
     (device,) = devices.facts()

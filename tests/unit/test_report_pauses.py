@@ -14,14 +14,14 @@ from kept import keep
 from synthetic import SECOND, Training, device_event
 
 from dpmon.cli.summary import summary_lines
+from dpmon.model.devices import DeviceTotals
 from dpmon.model.inputs import waited_ns
+from dpmon.model.pauses import Pauses, PauseTotals, Span, any_of, pauses_of, together
 from dpmon.model.state import PauseChange
 from dpmon.record.wire import pack_event
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
-from dpmon.report.device_totals import Devices
 from dpmon.report.page import page
-from dpmon.report.pauses import Pauses, PauseTotals, Span, any_of, pauses_of, together
 from dpmon.report.plots import plots
 from dpmon.report.sections import document
 from dpmon.run.rundir import load_exit
@@ -284,11 +284,10 @@ def test_the_summary_of_a_run_that_was_killed_in_a_pause_says_so(state: Path) ->
 
 def test_a_gpu_sampled_only_in_pauses_has_no_utilisation() -> None:
     """Its work in a pause does not belong to the training."""
-    devices = Devices()
+    devices = DeviceTotals()
     for second in (10, 20):
         devices.sample("device", {"index": 0, "t_s": second, "util_pct": 0.0, "mem_used_bytes": 5})
-    devices.paused = [(5 * SECOND, 30 * SECOND)]
-    (found,) = devices.facts()
+    (found,) = devices.facts([(5 * SECOND, 30 * SECOND)])
     assert (found.util_median, found.mem_used_max) == (None, 5)
 
 

@@ -20,6 +20,7 @@ from dpmon.cli.summary import summary_lines
 from dpmon.model.history import pictured
 from dpmon.model.numbers import duration
 from dpmon.model.pace import speed
+from dpmon.model.process import ProcessFacts
 from dpmon.model.verdict import sentence
 from dpmon.record.kinds import Step
 from dpmon.run.rundir import load_exit
@@ -69,7 +70,7 @@ def test_panel_3_has_its_medians_and_the_last_step_at_80x24(replicas: int, mode:
 
 def test_a_part_without_room_in_the_header_is_left_out_entirely() -> None:
     scene = trained(virtual=True)
-    scene = with_process(scene, info={"python": "3.11.7", "torch": "2.13.0+cpu"})
+    scene = with_process(scene, info=ProcessFacts(0, python="3.11.7", torch="2.13.0+cpu"))
     for width in range(40, 130):
         row = screen(scene, width, 24)[2 if width < 110 else 1].rstrip()
         assert not row.endswith("…") or " · " not in row, row

@@ -10,6 +10,7 @@ from stored import Recording
 from synthetic import SECOND, Training
 
 from dpmon.model.pace import speed
+from dpmon.model.process import ProcessFacts
 from dpmon.model.ranks import toggle_refusal, training, world
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import MOST_RANKS, State
@@ -85,7 +86,9 @@ def test_ranks_that_average_by_hand_are_not_switched_either() -> None:
 
 def test_a_process_without_a_rank_is_numbered_and_not_counted() -> None:
     scene = scene_of(2)
-    processes = {number: replace(one, rank=None, info={}) for number, one in scene.state.processes.items()}
+    processes = {
+        number: replace(one, rank=None, info=ProcessFacts(number)) for number, one in scene.state.processes.items()
+    }
     scene = replace(scene, state=replace(scene.state, processes=processes))
     text = plain(status(scene, 160, 2, LOOK)[1])
     assert "process 1, one of 2" in text, "they are numbered from 0: that is the second"

@@ -16,9 +16,9 @@ from stored import Recording
 from synthetic import SECOND, Training
 
 from dpmon.cli.summary import summary_lines
-from dpmon.model.announced import Announced
+from dpmon.model.announced import WAITS_KEPT, Announced, waits_in
 from dpmon.model.inputs import INPUT, is_wait
-from dpmon.model.process import Process
+from dpmon.model.process import Process, ProcessFacts
 from dpmon.model.state import State
 from dpmon.model.verdict import sentence
 from dpmon.record.kinds import Event
@@ -26,7 +26,6 @@ from dpmon.record.wire import pack_event
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
 from dpmon.report.sentences import waited
-from dpmon.report.waits import KEPT, waits_in
 from dpmon.store.batch import Batch
 from dpmon.store.store_at import StoreAt
 from dpmon.store.writer import History
@@ -185,13 +184,12 @@ def test_a_script_that_waits_all_day_does_not_fill_its_history(
 
 
 def test_of_very_many_waits_only_the_longest_are_kept() -> None:
-    events = [Event("process", {"process": 3, "pid": PID})]
-    for number in range(2 * KEPT):
-        events.append(Event("input", {"pid": PID, "t_s": 2.0 * number, "waited_s": 1.0 + number % 2 / 2}))
-    waits = waits_in(events)
-    assert waits == [
-        (3, 2 * number * SECOND, (2 * number) * SECOND + 3 * SECOND // 2) for number in range(1, 2 * KEPT, 2)
-    ]
+    many = range(2 * WAITS_KEPT)
+    records = [{"pid": PID, "t_s": 2.0 * number, "waited_s": 1.0 + number % 2 / 2} for number in many]
+    waits = waits_in([ProcessFacts(3, pid=PID)], records)
+    assert waits == tuple(
+        (3, 2 * number * SECOND, (2 * number) * SECOND + 3 * SECOND // 2) for number in range(1, 2 * WAITS_KEPT, 2)
+    )
     assert waited(waits).startswith("waited for a line of input at least 1,000 times, for 25 min 00 s: step times")
     assert waited(waits[1:]).startswith("waited for a line of input 999 times, for 24 min 58 s in all: ")
 
@@ -204,7 +202,6 @@ NAMES = ("pid", "t_s", "waited_s")
 )
 def test_an_implausible_wait_is_ignored(values: tuple[object, ...]) -> None:
     data = dict(zip(NAMES, values, strict=False))
-    assert [who for who, _, _ in waits_in([Event("input", data)]) if who is not None] == []
     recording = Recording().add(with_waits()[1]).add([Event("input", data)], -1)
     assert Announced.read(StoreAt(recording.store())).waits_of(0) == ()
 

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from dpmon.model.announced import pause_change
 from dpmon.model.members import SECOND
 from dpmon.model.state import PauseChange
 from dpmon.store.accounting import union
-
-if TYPE_CHECKING:
-    from dpmon.store.queries import Store
-
 
 KEPT = 1000
 """Most rows, including refusals."""
@@ -98,13 +93,6 @@ class Pauses:
                 known.append((start, end_ns))
         ns += sum(end - start for start, end in union(known))
         return PauseTotals(times, ns, unended + (not ended), on, unplaced)
-
-
-def pauses_in(store: Store) -> Pauses:
-    """All pauses of a run."""
-    newest_ns = max((step.start_ns for step in store.steps(1)), default=-1)
-    changes = (change for event in store.events("pause") if (change := pause_change(event.data)) is not None)
-    return pauses_of(changes, store.next_step_ns, newest_ns)
 
 
 def pauses_of(

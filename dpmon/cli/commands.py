@@ -21,7 +21,7 @@ from dpmon.run.lookup import find_run, list_runs, newest_run, short_name
 from dpmon.run.reader import RunReader
 from dpmon.run.retention import is_kept
 from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info
-from dpmon.supervise.guard import keep_supervised
+from dpmon.supervise.guard import repeated
 from dpmon.supervise.start import ensure_supervisor
 from dpmon.text.ascii import in_stream
 from dpmon.text.cells import cut
@@ -38,8 +38,7 @@ def attach(options: argparse.Namespace) -> int:
     if goes_on_elsewhere(directory, load_info(directory), load_exit(directory)):
         # This machine cannot see the run's processes or the other machine's clock, so the run would look finished.
         raise RunError(f"{directory.name} runs on another machine; attach to it there (dpmon report also works here)")
-    ensure_supervisor(directory)
-    with keep_supervised(directory):
+    with repeated(ensure_supervisor(directory).look):
         return _follow(directory, options)
 
 

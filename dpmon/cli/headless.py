@@ -187,14 +187,12 @@ class Follower:
             return how, how is not None or gone
         for _ in range(len(self._owed)):  # `_forward` may put a signal back, and a new signal may add one
             self._forward(self._owed.popleft())
-        supervised = guard.look()
+        guard.look()
         how = guard.exit()
-        if not supervised and not self._reported_killed and (guard.killed or how is None or how.by == "foreground"):
+        if guard.killed and not self._reported_killed:
             self._reported_killed = True
             self.say("the supervisor was killed; the training goes on, and another supervisor takes over")
-        if guard.lost and not how:
-            self.say(guard.lost)
-        return how, how is not None or guard.lost is not None
+        return how, how is not None
 
     def _look_for_record(self) -> None:
         """Report once that the run's directory was deleted."""

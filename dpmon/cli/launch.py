@@ -6,8 +6,8 @@ import argparse
 import contextlib
 import os
 import shutil
+import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,10 +21,10 @@ from dpmon.run.files import open_file
 from dpmon.run.lookup import short_name
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunError, RunInfo, create_run, load_exit, load_info
-from dpmon.supervise.guard import Guard
+from dpmon.supervise.guard import Guard, repeated
 from dpmon.supervise.program import Command, resolve
 from dpmon.supervise.signals import become_reaper, keep_statuses, remember_signals
-from dpmon.supervise.start import Started, start_supervisor
+from dpmon.supervise.start import start_supervisor
 
 if TYPE_CHECKING:
     from typing import Literal
@@ -142,11 +142,11 @@ def _describe(options: argparse.Namespace, command: Command, headless: bool, inh
     )
 
 
-def _detached(directory: Path, info: RunInfo, supervisor: Started) -> int:
+def _detached(directory: Path, info: RunInfo, supervisor: subprocess.Popen[bytes]) -> int:
     """Wait for the start of the command and print how to return to the run; RunError if it could not start."""
     until = time.monotonic() + _START_S
     while load_info(directory).command_pid is None and time.monotonic() < until:
-        gone = supervisor.process.poll() is not None  # first: it may write the end and leave between the two lines
+        gone = supervisor.poll() is not None  # first: it may write the end and leave between the two lines
         how = load_exit(directory)
         if how is not None and how.error is not None:
             raise RunError(how.error)
@@ -186,40 +186,30 @@ def _metrics(asked: str | None) -> str | None:
 
 
 def _screen(guard: Guard, directory: Path, refresh: float, theme: str | None) -> int:
-    over = threading.Event()
-    watch = threading.Thread(target=_keep_looking, args=(guard, over), name="dpmon guard", daemon=True)
-    watch.start()
-    # The supervisor starts the command meanwhile, which takes about as long as importing the screen.
-    try:
-        from dpmon.ui.app import run_screen
+    with repeated(guard.look):
+        # The supervisor starts the command meanwhile, which takes about as long as importing the screen.
+        try:
+            from dpmon.ui.app import run_screen
 
-        result = run_screen(directory, refresh=refresh, theme=theme, known_exit=lambda: guard.outcome)
-    except KeyboardInterrupt:  # pressed before the screen could read the keyboard
-        result = "left"
-    if result == "left":
-        over.set()
-        speak(f"the training goes on; back to it: dpmon attach {short_name(guard.info)}")
-        return 0
-    how = _outcome(guard)
-    over.set()
+            result = run_screen(directory, refresh=refresh, theme=theme, known_exit=lambda: guard.outcome)
+        except KeyboardInterrupt:  # pressed before the screen could read the keyboard
+            result = "left"
+        if result == "left":
+            speak(f"the training goes on; back to it: dpmon attach {short_name(guard.info)}")
+            return 0
+        how = _outcome(guard)
     return closing(directory, how, speak)
 
 
 def _outcome(guard: Guard) -> ExitInfo | None:
     """How the run ended; None if no record of it appears within ten seconds after the screen saw the end."""
     until = time.monotonic() + 10.0
-    while time.monotonic() < until and guard.lost is None:
+    while time.monotonic() < until:
         how = guard.exit()
         if how is not None:
             return how
         time.sleep(0.02)
     return None
-
-
-def _keep_looking(guard: Guard, over: threading.Event) -> None:
-    while not over.wait(0.2):
-        with contextlib.suppress(Exception):  # the screen goes on whatever fails here
-            guard.look()
 
 
 if sys.platform != "linux":  # dpmon relies on /proc, pidfd and prctl

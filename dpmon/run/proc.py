@@ -94,6 +94,17 @@ def status_of_dead(pid: int, since: float | None) -> int | None:
     return process.exit_code
 
 
+def ended_child(pid: int) -> int | None:
+    """The status (as in subprocess) of a child that has ended; None while it runs. It is not reaped.
+
+    Raises ChildProcessError if it is not a child of this process.
+    """
+    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
 def every_process() -> dict[int, ProcessEntry]:
     """The process table, by number."""
     found = {}

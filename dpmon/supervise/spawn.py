@@ -43,20 +43,19 @@ def _log(path: Path) -> int:
     return open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 
-def start_command(
-    info: RunInfo, directory: Path, terminal: Terminal | None, outer: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
-    """Start the command in its own session; OSError if it cannot be started.
+def start_command(info: RunInfo, directory: Path, terminal: Terminal | None, outer: Mapping[str, str]) -> int:
+    """Start the command in its own session and return its process id; OSError if it cannot be started.
 
-    Its output goes straight into the log files. It inherits the descriptors that the user's shell gave to dpmon, which
-    `<(...)` needs. Descriptors that dpmon opened itself are closed on exec.
+    This process never reaps it, so that the foreground, which is a subreaper, can always learn how it ended. Its output
+    goes straight into the log files. It inherits the descriptors that the user's shell gave to dpmon, which `<(...)`
+    needs. Descriptors that dpmon opened itself are closed on exec.
     """
     if info.headless:
         out, err = _log(directory / "stdout.log"), _log(directory / "stderr.log")
     else:
         out = err = _log(directory / "output.log")
     try:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             info.command,
             stdin=None if terminal is None else terminal.slave,
             stdout=out,
@@ -71,3 +70,5 @@ def start_command(
         os.close(out)
         if err != out:
             os.close(err)
+    process.returncode = 0  # nobody waits with it, and without this it would reap the command when it is collected
+    return process.pid

@@ -8,14 +8,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import dpmon
 from dpmon.run.condition import command_alive
 from dpmon.run.files import open_file
 from dpmon.run.lock import needs_supervisor, take_lock
-from dpmon.run.rundir import load_exit, load_info
-from dpmon.supervise.outcome import open_pipe
+from dpmon.run.rundir import RunError, load_exit, load_info
 from dpmon.supervise.signals import ignored_again
 
 FINISH_S = 10.0
@@ -25,75 +23,82 @@ FINISH_S = 10.0
 # standard library's. The folder of dpmon comes right after the standard library, the rest of the caller's path last.
 _BOOT = """\
 import sys
-directory, how, outcome, home, *places = sys.argv[1:]
+directory, how, home, *places = sys.argv[1:]
 at = next((i for i, p in enumerate(sys.path) if p.endswith("-packages")), len(sys.path))
 sys.path.insert(at, home)
 sys.path += [p for p in places if p not in sys.path]
 from dpmon.supervise.supervisor import main
-main(directory, how, outcome)
+main(directory, how)
 """
 TAKE_OVER = "take over"
 
 
-class Started(NamedTuple):
-    """A supervisor, and the descriptor of the command's outcome (dpmon.supervise.outcome)."""
-
-    process: subprocess.Popen[bytes]
-    outcome: int
-
-
-def start_supervisor(directory: Path, *, stdin: bool) -> Started:
+def start_supervisor(directory: Path, *, stdin: bool) -> subprocess.Popen[bytes]:
     """Start the supervisor for the run in `directory`; with `stdin`, the command gets dpmon's own input.
 
     OSError if it cannot be started.
     """
     # Take the lock before the process exists, so that the run never seems to have lost its supervisor.
     lock = take_lock(directory)
-    ours, theirs = open_pipe()
     try:
-        for fd in (lock, theirs):
-            if fd is not None and fd >= 0:
-                os.set_inheritable(fd, True)
+        if lock is not None and lock >= 0:
+            os.set_inheritable(lock, True)
         # The supervisor passes dpmon's own signal settings on to the command.
-        how = "" if lock is None else str(lock)
-        return Started(_start(directory, how, str(theirs), stdin=stdin, before=ignored_again()), ours)
-    except BaseException:
-        os.close(ours)
-        raise
+        return _start(directory, "" if lock is None else str(lock), stdin=stdin, before=ignored_again())
     finally:
-        os.close(theirs)
         if lock is not None and lock >= 0:
             os.close(lock)
 
 
-def take_over(directory: Path) -> subprocess.Popen[bytes]:
-    """Start a supervisor for a run that has lost its own. It ends at once if another one was quicker.
+class Successor:
+    """Replaces the killed supervisor of a run, once: whatever killed it may kill each further one too."""
 
-    OSError if it cannot be started.
-    """
-    helper = _start(directory, TAKE_OVER, "", stdin=False)
-    _helpers.append(helper)
-    return helper
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._tried = False
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the supervisor started here."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def at_work(self) -> bool:
+        """Whether a supervisor started here is alive."""
+        return self._process is not None and self._process.poll() is None
+
+    def look(self) -> None:
+        """Start a supervisor if the run has none, and none was started here before.
+
+        It ends at once if another one was quicker.
+        """
+        # With a full or read-only disk, or without the directory, the run goes on as it is.
+        with contextlib.suppress(OSError, RunError):
+            if not self._tried and needs_supervisor(
+                self._directory, load_info(self._directory), load_exit(self._directory)
+            ):
+                self._tried = True
+                self._process = _start(self._directory, TAKE_OVER, stdin=False)
+                _started.append(self._process)
+
+    def finish(self) -> None:
+        """Wait for the supervisor started here, which reads the rest of the rings of a run that is over."""
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(FINISH_S)
 
 
-def ensure_supervisor(directory: Path) -> None:
-    """Start a supervisor if the run has none.
-
-    If the run is over, the supervisor only reads the rest of its rings. Wait for that, at most FINISH_S.
-    """
-    info = load_info(directory)
-    if not needs_supervisor(directory, info, load_exit(directory)):
-        return
-    try:
-        helper = take_over(directory)
-    except OSError:  # a full or read-only disk: the rings are read as they are
-        return
-    if not command_alive(info):
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            helper.wait(FINISH_S)
+def ensure_supervisor(directory: Path) -> Successor:
+    """Start a supervisor if the run has none; if the run is over, wait until its record is complete."""
+    successor = Successor(directory)
+    successor.look()
+    if not command_alive(load_info(directory)):
+        successor.finish()
+    return successor
 
 
-_helpers: list[subprocess.Popen[bytes]] = []
+_started: list[subprocess.Popen[bytes]] = []
 """Supervisors that may outlive this process. Python warns about a running process whose Popen is collected."""
 
 
@@ -106,7 +111,7 @@ def _is_here(place: str) -> bool:
 
 
 def _start(
-    directory: Path, how: str, outcome: str, *, stdin: bool, before: Callable[[], None] | None = None
+    directory: Path, how: str, *, stdin: bool, before: Callable[[], None] | None = None
 ) -> subprocess.Popen[bytes]:
     home = str(Path(dpmon.__file__).resolve().parent.parent)
     places = [place for place in sys.path if place and not _is_here(place)]
@@ -117,7 +122,7 @@ def _start(
         log = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     try:
         return subprocess.Popen(
-            [sys.executable, "-I", *bytecode, "-c", _BOOT, str(directory), how, outcome, home, *places],
+            [sys.executable, "-I", *bytecode, "-c", _BOOT, str(directory), how, home, *places],
             # Inside another run it must not look like one of that run's processes: `dpmon stop` would end it.
             env={name: value for name, value in os.environ.items() if name != "DPMON_RUN"},
             stdin=None if stdin else subprocess.DEVNULL,

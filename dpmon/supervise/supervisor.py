@@ -10,7 +10,6 @@ import contextlib
 import os
 import select
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -30,8 +29,7 @@ from dpmon.run.pidfd import open_pidfd
 from dpmon.run.rundir import ExitInfo, load_exit, load_info, output_paths, save
 from dpmon.run.terminal import INPUT_FIFO, Terminal
 from dpmon.run.waiting import InputWatch
-from dpmon.supervise.adopt import Adopted, Child, find_command, last_sign
-from dpmon.supervise.outcome import send_outcome
+from dpmon.supervise.adopt import WatchedCommand, find_command, last_sign
 from dpmon.supervise.process_ends import ProcessEnds
 from dpmon.supervise.room import OutputRoom
 from dpmon.supervise.signals import keep_statuses
@@ -87,10 +85,8 @@ def _log(text: str) -> None:
 class Supervisor:
     """One run from the start of its command, or from the takeover after a killed supervisor, to its end."""
 
-    def __init__(self, directory: Path, outcome: int | None = None) -> None:
-        """`outcome`: the descriptor for the command's end; None if nobody waits for it."""
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._outcome = outcome
         self._info = load_info(directory)
         self._terminal: Terminal | None = None
         self._leave_at: float | None = None
@@ -99,39 +95,38 @@ class Supervisor:
         """Name of the ring with this supervisor's samples."""
         self._warnings = WarningsLog(directory)
 
-    def run(self, lock: int | None) -> int:
-        """Start the command and stay until it has ended; return 0, or 2 if it could not be started."""
+    def run(self, lock: int | None) -> None:
+        """Start the command and stay until it has ended. `lock`: the descriptor that holds the run's lock."""
         inherited = _descriptors()
-        for own in (lock, self._outcome):
-            if own is not None:  # the command must not inherit it
-                os.set_inheritable(own, False)
-                inherited.remove(own)
         if lock is None:
             take_lock(self._directory)
+        else:  # the command must not inherit it
+            os.set_inheritable(lock, False)
+            inherited.remove(lock)
         self._handle_signals()
         try:
             if self._info.options.get("stdin") != "inherit":
                 # Without a screen the user's terminal echoes the input, and the log is for the script's output alone.
                 echo = None if self._info.headless else self._directory / "output.log"
                 self._terminal = Terminal(self._directory, *self._window(), echo)
-            command = Child(start_command(self._info, self._directory, self._terminal, os.environ))
+            pid = start_command(self._info, self._directory, self._terminal, os.environ)
         except OSError as error:
             text = f"{self._info.command[0]} cannot be started: {error.strerror or error}"
             _log(text)
             self._record(exit_info(self._info, 2, "supervisor", text))
-            return 2
+            return
         self._detach(inherited)
-        self._announce(command.pid, proc.started(command.pid))
-        self._watch(command)
-        return 0
+        started = proc.started(pid)
+        self._announce(pid, started)
+        self._watch(WatchedCommand(self._directory, self._info, pid, started))
 
-    def take_over(self) -> int:
-        """Continue a run until its end, after its supervisor was killed. Return 0, also if there is nothing to do."""
+    def take_over(self) -> None:
+        """Continue a run until its end, after its supervisor was killed, if no other supervisor does."""
         if take_lock(self._directory) is None:
-            return 0
+            return
         self._info = load_info(self._directory)
         if not needs_supervisor(self._directory, self._info, load_exit(self._directory)):
-            return 0
+            return
         self._handle_signals()
         self._detach([])
         pid, started = self._info.command_pid, self._info.command_started
@@ -140,22 +135,16 @@ class Supervisor:
             if found is not None:
                 pid, started = found.pid, found.started
             elif time.time() - self._info.started_unix < YOUNG_S:
-                return 0  # the command is about to be started
+                return  # the command is about to be started
         # The killed supervisor's terminal is gone, so nothing can be typed any more.
         with contextlib.suppress(OSError):
             remove_file(self._directory / INPUT_FIFO)
         self._announce(pid, started)
         if pid is None:
-            self._finish_unstarted()
+            why = "the supervisor was killed before it recorded what it started"
+            self._record(unknown_exit(self._info, "supervisor", why, last_sign(self._directory, self._info)))
         else:
-            self._watch(Adopted(self._directory, self._info), late=True)
-        return 0
-
-    def _finish_unstarted(self) -> None:
-        end = last_sign(self._directory, self._info).end_ns
-        why = "the supervisor was killed before it recorded what it started"
-        with contextlib.suppress(OSError):
-            save(self._directory, unknown_exit(self._info, "supervisor", why, end))
+            self._watch(WatchedCommand(self._directory, self._info, pid, started), late=True)
 
     # ------------------------------------------------------------------------------------------ start
 
@@ -226,7 +215,7 @@ class Supervisor:
                 break
         return _Silent()
 
-    def _watch(self, command: Child | Adopted, *, late: bool = False) -> None:
+    def _watch(self, command: WatchedCommand, *, late: bool = False) -> None:
         from dpmon.store.drain import Drain  # loads sqlite while the command loads torch, not before
         from dpmon.store.writer import LIMIT_BYTES
 
@@ -306,7 +295,7 @@ class Supervisor:
             HEADLESS_OUTPUT if self._info.headless else SCREEN_OUTPUT,
         )
 
-    def _catch_up(self, command: Child | Adopted, drain: Any, sampler: DeviceSampler | _Silent) -> None:
+    def _catch_up(self, command: WatchedCommand, drain: Any, sampler: DeviceSampler | _Silent) -> None:
         """Read the rest of the rings after the killed supervisor's position, and report the gap."""
         drain.flush()
         self._warnings.passed_on.update(drain.warnings_kept())
@@ -342,14 +331,10 @@ class Supervisor:
             return None
         return Metrics(path, self._directory, _warner(sampler))
 
-    def _learn(self, command: Child | Adopted) -> ExitInfo:
-        """Find out how the command ended. Report it to the foreground before any work that may fail or take long."""
+    def _learn(self, command: WatchedCommand) -> ExitInfo:
+        """Find out how the command ended, and why."""
         how = command.ending(self._info)
-        if how.cause is None:
-            how = replace(how, cause=self._cause(how))
-        self._send_outcome(replace(how, drained=False))
-        command.release()
-        return how
+        return how if how.cause is not None else replace(how, cause=self._cause(how))
 
     def _finish(self, how: ExitInfo, drain: Any, sampler: DeviceSampler | _Silent, metrics: Metrics | None) -> None:
         drain.flush(over=True)
@@ -370,13 +355,7 @@ class Supervisor:
         for gone in prune_runs(limits(os.environ), self._directory):
             _log(f"deleted {gone.name}: too old, or too large")
 
-    def _send_outcome(self, how: ExitInfo) -> None:
-        if self._outcome is not None:
-            send_outcome(self._outcome, how)
-            self._outcome = None
-
     def _record(self, how: ExitInfo) -> None:
-        self._send_outcome(how)
         try:
             save(self._directory, how)
         except OSError as error:
@@ -412,17 +391,14 @@ def _is_open(fd: int) -> bool:
     return True
 
 
-def main(directory: str, how: str, outcome: str) -> None:
-    """Supervise the run in `directory` and end the process.
-
-    `how`: TAKE_OVER, or the descriptor that holds the run's lock. `outcome`: the descriptor of the pipe to the
-    foreground. Either descriptor is "" if there is none.
-    """
+def main(directory: str, how: str) -> None:
+    """Supervise the run in `directory`. `how`: TAKE_OVER, or the descriptor that holds the run's lock, "" if none."""
     try:
-        supervisor = Supervisor(Path(directory), int(outcome) if outcome else None)
-        status = supervisor.take_over() if how == TAKE_OVER else supervisor.run(int(how) if how.isdecimal() else None)
+        supervisor = Supervisor(Path(directory))
+        if how == TAKE_OVER:
+            supervisor.take_over()
+        else:
+            supervisor.run(int(how) if how.isdecimal() else None)
     except Exception:  # noqa: BLE001 - the training goes on
         _log(traceback.format_exc())
-        # When the interpreter ends, Popen's finaliser would reap the command, and the foreground would lose its status.
-        os._exit(1)
-    sys.exit(status)
+        os._exit(1)  # do not wait for threads

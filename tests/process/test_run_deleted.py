@@ -139,14 +139,14 @@ def test_the_status_is_given_if_the_supervisor_is_killed_too(dpmon: Dpmon, first
 
 
 def test_a_supervisor_killed_before_it_could_write_exit_json(dpmon: Dpmon) -> None:
-    """The supervisor has reaped the command and informed the foreground, and is killed while it writes the record."""
+    """The supervisor is killed while it writes the record of the end."""
     script(dpmon)
     process = dpmon.start("script.py")
     begun(dpmon)
     info = dpmon.info()
     os.kill(process.pid, signal.SIGSTOP)
     finish(dpmon)
-    wait_for(lambda: proc.read(info["command_pid"]) is None, what="the command to be reaped")
+    wait_for(lambda: not proc.alive(info["command_pid"], None), what="the command's end")
     with contextlib.suppress(ProcessLookupError):
         os.kill(info["supervisor_pid"], signal.SIGKILL)
     until_unsupervised(info)
@@ -235,7 +235,6 @@ def test_stopping_from_the_screen(dpmon: Dpmon) -> None:
 
 
 def test_the_command_inherits_no_descriptor_of_dpmon(dpmon: Dpmon) -> None:
-    """Above all not the pipe for the outcome: a process that has it could write to it."""
     code = "import os; print(*sorted(os.readlink(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd')[:-1]))"
     dpmon.script(code)
     assert "pipe:" not in dpmon.run("script.py", stdin=subprocess.DEVNULL).text.replace("\n", " ")

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 
 from running import Dpmon, Terminal
 from test_run_faults import SLOW, begun, finish
-
-from dpmon.run.rundir import RunInfo
-from dpmon.supervise.adopt import Child
 
 SCRIPT = "import signal, sys\nprint(signal.getsignal(signal.SIGCHLD).name, flush=True)\nsys.exit(7)\n"
 IGNORED = "trap '' CHLD"
@@ -43,14 +39,3 @@ def test_the_status_of_a_run_with_a_screen(dpmon: Dpmon) -> None:
     terminal.shows("close")
     terminal.type("q")
     assert terminal.wait() == 7
-
-
-def test_the_status_of_a_command_reaped_by_another_process_is_unknown() -> None:
-    process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
-    process.wait()
-    command = Child(process)
-    assert command.over()
-    assert command.over()
-    how = command.ending(RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True))
-    assert (how.status, how.unknown) == (None, "a process other than its supervisor had reaped it")
-    command.release()

@@ -18,7 +18,6 @@ from dpmon.run.reader import RunReader
 from dpmon.run.rundir import RunError, RunInfo, create_run, save
 from dpmon.run.stop import NOTHING_RUNS, stop_run
 from dpmon.supervise.guard import Guard
-from dpmon.supervise.start import Started
 
 SLEEPER = [sys.executable, "-c", "print(1, flush=True); import time; time.sleep(600)"]
 
@@ -176,12 +175,12 @@ def test_the_foreground_signals_no_stranger_that_run_json_names(
         supervisor.wait()
         for since in (None, own(one).started - 1, own(one).started + 0.02):
             save(directory, replace(info, command_pid=one.pid, command_started=since))
-            guard = Guard(RunReader(directory), Started(supervisor, -1))
+            guard = Guard(RunReader(directory), supervisor)
             for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGKILL):
                 assert not guard.send(number)
         assert one.poll() is None
         save(directory, replace(info, command_pid=one.pid, command_started=own(one).started))
-        assert Guard(RunReader(directory), Started(supervisor, -1)).send(signal.SIGTERM)
+        assert Guard(RunReader(directory), supervisor).send(signal.SIGTERM)
         wait_for(lambda: one.poll() == -signal.SIGTERM)
 
 

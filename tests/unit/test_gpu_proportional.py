@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from dpmon.gpu.proportional import AT_ONCE_S, BUDGET_SHARE, EVERY_S, ProportionalMemory, read_pss
+from dpmon.gpu.host import AT_ONCE_S, BUDGET_SHARE, EVERY_S, ProportionalMemory, read_pss
 from dpmon.gpu.sample import Missing
 
 MIB = 1 << 20

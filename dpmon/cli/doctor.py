@@ -10,10 +10,8 @@ import textwrap
 from collections.abc import Iterator
 
 from dpmon.cleaning import clean
-from dpmon.cli.checks.check import OK, PROBLEM, STATES, Check
-from dpmon.cli.checks.installed import installed
-from dpmon.cli.checks.machine import limits, logout, state_directory
-from dpmon.cli.checks.screen import terminal
+from dpmon.cli.checks import OK, PROBLEM, STATES, Check
+from dpmon.cli.checks.machine import installed, limits, logout, state_directory, terminal
 from dpmon.cli.checks.trial import trial
 from dpmon.text.ascii import in_stream
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from dpmon.cli import doctor as command
-from dpmon.cli.checks import installed, machine, screen, trial
-from dpmon.cli.checks.check import STATES, Check, ok, problem, warning
+from dpmon.cli.checks import STATES, Check, machine, ok, problem, trial, warning
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -33,7 +32,7 @@ def test_a_check_that_is_well_has_no_remedy() -> None:
 def at_terminal(monkeypatch: pytest.MonkeyPatch, size: tuple[int, int] = (120, 40), **env: str) -> dict[str, Check]:
     monkeypatch.setattr(os, "isatty", lambda fd: True)
     monkeypatch.setattr(shutil, "get_terminal_size", lambda fallback: os.terminal_size(size))
-    return by_name(screen.terminal(env))
+    return by_name(machine.terminal(env))
 
 
 def test_a_terminal_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,10 +62,10 @@ def test_a_poor_terminal_is_a_warning(
 
 def test_without_a_terminal_dpmon_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "isatty", lambda fd: fd == 0)
-    found = by_name(screen.terminal({"TERM": "xterm"}))
+    found = by_name(machine.terminal({"TERM": "xterm"}))
     assert (found["terminal"].state, "stdout, stderr" in found["terminal"].found) == ("ok", True)
     monkeypatch.setattr("locale.getpreferredencoding", lambda _: "ANSI_X3.4-1968")
-    assert by_name(screen.terminal({}))["characters"].state == "warning"
+    assert by_name(machine.terminal({}))["characters"].state == "warning"
 
 
 # ------------------------------------------------------------------------------------------------ machine
@@ -208,11 +207,11 @@ def test_an_old_torch_is_a_warning() -> None:
 
 
 def test_installed_libraries_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(installed, "_version", lambda package: {"textual": "9.0.0"}.get(package))
-    found = by_name(installed.installed())
+    monkeypatch.setattr(machine, "_version", lambda package: {"textual": "9.0.0"}.get(package))
+    found = by_name(machine.installed())
     assert found["textual"].state == "warning"
-    monkeypatch.setattr(installed, "_version", lambda package: "8.2.9")
-    assert by_name(installed.installed())["textual"] == ok("textual", "8.2.9")
+    monkeypatch.setattr(machine, "_version", lambda package: "8.2.9")
+    assert by_name(machine.installed())["textual"] == ok("textual", "8.2.9")
 
 
 def test_lines_are_narrow_and_harmless(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,9 @@
-"""Checks the machine: the directory of the runs, the limits of processes, and the effect of logging out."""
+"""Checks the installed packages, the terminal, the directory of the runs, the limits, and the effect of logging out."""
 
 from __future__ import annotations
 
 import contextlib
+import locale
 import os
 import pwd
 import re
@@ -10,14 +11,22 @@ import resource
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from dpmon.cli.checks.check import Check, ok, problem, warning
+import dpmon
+from dpmon.cli.checks import Check, ok, problem, warning
 from dpmon.run.rundir import RunError, runs_directory, stand_ins
 from dpmon.text.quantities import memory
 
+_TESTED_TEXTUAL = "8.2."
+_PIP = f"{sys.executable} -m pip install"
+"""Installs into the Python that runs dpmon."""
+FULL_SIZE = (80, 24)
+"""Columns and rows for which the screen is made. A smaller terminal cuts or hides panels."""
 LITTLE_SPACE = 300 << 20
 """With less free space than this, the history of one run (256 MiB at most) may not fit."""
 SOME_SPACE = 2 << 30
@@ -26,6 +35,89 @@ LITTLE_SHM = 1 << 30
 """DataLoader workers pass batches through /dev/shm; a container has 64 MB of it by default."""
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "fuse.glusterfs", "afs"}
 _ASK_S = 5.0
+
+
+# ------------------------------------------------------------------------------------------------ packages
+
+
+def installed() -> Iterator[Check]:
+    """dpmon itself and the library of its screen: the versions in their metadata, without an import."""
+    yield ok("dpmon", dpmon.__version__)
+    textual = _version("textual")
+    if textual is None:
+        yield problem("textual", "not installed: dpmon cannot show a screen", f"{_PIP} 'textual=={_TESTED_TEXTUAL}*'")
+    elif not textual.startswith(_TESTED_TEXTUAL):
+        remedy = f"{_PIP} 'textual=={_TESTED_TEXTUAL}*'"
+        yield warning("textual", f"{textual} was not tested with dpmon ({_TESTED_TEXTUAL}* was)", remedy)
+    else:
+        yield ok("textual", textual)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+# ------------------------------------------------------------------------------------------------ terminal
+
+
+def terminal(environ: Mapping[str, str]) -> Iterator[Check]:
+    """Size, colours, characters, and whether the session survives a lost connection."""
+    missing = [name for fd, name in enumerate(("stdin", "stdout", "stderr")) if not os.isatty(fd)]
+    if missing:
+        yield ok("terminal", f"none at {', '.join(missing)}: dpmon runs without a screen (headless)")
+    elif environ.get("TERM", "dumb") in ("", "dumb"):
+        yield warning(
+            "terminal", "TERM is dumb or not set: no screen can be drawn", "set TERM, for example to xterm-256color"
+        )
+    else:
+        yield _size()
+        yield _colours(environ)
+    yield _characters()
+    yield from _session(environ)
+
+
+def _size() -> Check:
+    size = shutil.get_terminal_size((0, 0))
+    found = f"{size.columns}x{size.lines}"
+    if size.columns < FULL_SIZE[0] or size.lines < FULL_SIZE[1]:
+        return warning("terminal", f"{found} is small: panels are cut or hidden", "use 80x24 or more, best 110x27")
+    return ok("terminal", found)
+
+
+def _colours(environ: Mapping[str, str]) -> Check:
+    if environ.get("NO_COLOR"):
+        return ok("colours", "none: NO_COLOR is set")
+    term = environ.get("TERM", "")
+    if environ.get("COLORTERM", "") in ("truecolor", "24bit"):
+        return ok("colours", f"16 million (TERM={term})")
+    if "256" in term or "direct" in term:
+        return ok("colours", f"256 (TERM={term})")
+    return warning(
+        "colours", f"16 (TERM={term})", "if the terminal has more: TERM=xterm-256color, in tmux tmux-256color"
+    )
+
+
+def _characters() -> Check:
+    encoding = locale.getpreferredencoding(False)
+    if encoding.upper().replace("-", "") == "UTF8":
+        return ok("characters", "UTF-8")
+    return warning(
+        "characters",
+        f"{encoding}: charts cannot be drawn with blocks",
+        "export LC_ALL=C.UTF-8 (or another UTF-8 locale)",
+    )
+
+
+def _session(environ: Mapping[str, str]) -> Iterator[Check]:
+    if environ.get("TMUX"):
+        yield ok("session", "inside tmux")
+    elif environ.get("STY"):
+        yield ok("session", "inside screen")
+    elif environ.get("SSH_CONNECTION"):
+        yield ok("session", "over SSH: if it drops, the training goes on; `dpmon attach` shows it again")
 
 
 # ------------------------------------------------------------------------------------------------ state directory

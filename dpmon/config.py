@@ -84,8 +84,7 @@ def _count(value: Any) -> int:
     return int(value)
 
 
-def dimension(value: Any) -> int:
-    """Return the dimension of a tensor; ValueError, with the form that is expected, for anything else."""
+def _dimension(value: Any) -> int:
     if isinstance(value, bool) or not re.fullmatch(r"[0-7]", str(value)):
         raise ValueError("a number from 0 to 7")
     return int(value)
@@ -99,13 +98,14 @@ def _bytes(value: Any) -> int:
     return int(float(found[1]) * unit) if "." in found[1] else int(found[1]) * unit
 
 
-_SETTINGS: Mapping[str, Callable[[Any], Any]] = {
+SETTINGS: Mapping[str, Callable[[Any], Any]] = {
     "theme": _theme,
     "refresh": _refresh,
     "keep_runs": _count,
     "keep_bytes": _bytes,
-    "batch_dim": dimension,
+    "batch_dim": _dimension,
 }
+"""Returns the value of a setting; raises ValueError, with the form that is expected, for anything else."""
 
 
 def home(environ: Mapping[str, str]) -> Path | None:
@@ -137,10 +137,10 @@ def load(environ: Mapping[str, str]) -> Settings:
     path = config_path(environ)
     found: dict[str, Any] = {}
     for name, value in _file(path).items() if path is not None else ():
-        if name not in _SETTINGS:
-            raise ConfigError(f"{path}: there is no setting {name!r}; there are {', '.join(_SETTINGS)}")
+        if name not in SETTINGS:
+            raise ConfigError(f"{path}: there is no setting {name!r}; there are {', '.join(SETTINGS)}")
         found[name] = _checked(name, value, f"{path}: {name}")
-    for name in _SETTINGS:
+    for name in SETTINGS:
         variable = f"DPMON_{name.upper()}"
         if environ.get(variable):
             found[name] = _checked(name, environ[variable], variable)
@@ -149,7 +149,7 @@ def load(environ: Mapping[str, str]) -> Settings:
 
 def _checked(name: str, value: Any, where: str) -> Any:
     try:
-        return _SETTINGS[name](value)
+        return SETTINGS[name](value)
     except ValueError as error:
         raise ConfigError(f"{where} is {error}, not {str(value)[:60]!r}") from None
 

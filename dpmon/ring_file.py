@@ -1,5 +1,7 @@
 """The file of a ring: a header that is written once, words that change, and the data area.
 
+The whole file is allocated on the disk at once, so that later writes to its mapping cannot fail.
+
 The writer maps the file. Readers use pread: if the file is truncated, they get a short read, not a SIGBUS.
 
 Standard library only: this module is imported into the training process.
@@ -7,17 +9,24 @@ Standard library only: this module is imported into the training process.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import mmap
 import os
+import signal
 import stat
 import struct
 from typing import NamedTuple
 
-from dpmon.allocation import NoSizeSignal, write_in_place
 from dpmon.errors import DpmonError
 
 HEADER_BYTES = 4096
 _HEAD = struct.Struct("=8sIIQIiiiq")
+_LONG = struct.calcsize("l")
+_GET_FLAGS, _SET_FLAGS = 2 << 30 | _LONG << 16 | 0x6601, 1 << 30 | _LONG << 16 | 0x6602
+"""ioctl FS_IOC_GETFLAGS and FS_IOC_SETFLAGS (linux/fs.h)."""
+_NO_COPY_ON_WRITE = 0x00800000
+"""FS_NOCOW_FL."""
 
 
 class RingError(DpmonError):
@@ -50,6 +59,37 @@ def read_around(fd: int, path: str, size: int, at: int, room: int) -> bytes:
     first = min(size, room - at)
     data = read_whole(fd, path, first, HEADER_BYTES + at)
     return data if size == first else data + read_whole(fd, path, size - first, HEADER_BYTES)
+
+
+class NoSizeSignal:
+    """A context in which growing a file beyond RLIMIT_FSIZE only raises OSError.
+
+    Otherwise the kernel also sends SIGXFSZ to the thread that writes. Python ignores this signal, but a script may have
+    changed that: the signal would then kill the script, or run its handler.
+    """
+
+    def __enter__(self) -> None:
+        # The old mask is read first, so that it can be restored if the script's signal handler raises now.
+        self._before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGXFSZ})
+
+    def __exit__(self, *error: object) -> None:
+        if signal.SIGXFSZ not in self._before:
+            with contextlib.suppress(OSError):
+                signal.sigtimedwait({signal.SIGXFSZ}, 0)
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
+
+
+def write_in_place(fd: int) -> None:
+    """Switch copy-on-write off for an empty file (chattr +C), if the file system supports it.
+
+    On btrfs each write of a page needs new space, so on a full disk SIGBUS would kill the process.
+    """
+    flags = bytearray(_LONG)
+    with contextlib.suppress(OSError):  # other file systems do not support the flag
+        fcntl.ioctl(fd, _GET_FLAGS, flags, True)
+        flags[:4] = struct.pack("=I", struct.unpack("=I", flags[:4])[0] | _NO_COPY_ON_WRITE)
+        fcntl.ioctl(fd, _SET_FLAGS, flags)
 
 
 class RingFormat(NamedTuple):

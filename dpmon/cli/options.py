@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import dpmon
-from dpmon.config import dimension
+from dpmon.config import SETTINGS
 from dpmon.errors import DpmonError
 
 COMMANDS = ("run", "attach", "ls", "stop", "report", "export", "doctor", "keep", "rm")
@@ -64,11 +64,19 @@ def _replicas(text: str) -> int:
     return int(text)
 
 
-def _batch_dim(text: str) -> int:
-    try:
-        return dimension(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"expected {error}, not {text!r}") from None
+def _setting(name: str) -> Callable[[str], Any]:
+    """Return a check of the value of an option that is also a setting."""
+
+    def check(text: str) -> Any:
+        try:
+            return SETTINGS[name](text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"expected {error}, not {text!r}") from None
+
+    return check
+
+
+_batch_dim, _seconds = _setting("batch_dim"), _setting("refresh")
 
 
 def _devices(text: str) -> str:
@@ -78,16 +86,6 @@ def _devices(text: str) -> str:
     if len({name.partition(":")[0] for name in names}) > 1:
         raise argparse.ArgumentTypeError(f"all replicas must be on cpu or all on cuda, not {text!r}")
     return ",".join(names)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.1 <= seconds <= 60:
-        raise argparse.ArgumentTypeError(f"expected a number of seconds from 0.1 to 60, not {text!r}")
-    return seconds
 
 
 def _run_name(text: str) -> str:

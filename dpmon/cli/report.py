@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from dpmon.cleaning import json_text
-from dpmon.export.target import opened, stdout
+from dpmon.run.destination import opened, stdout
 from dpmon.run.lookup import find_run, short_name
 from dpmon.run.rundir import RunError, load_info
 from dpmon.text.ascii import in_stream

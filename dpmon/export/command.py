@@ -11,9 +11,8 @@ from dpmon.errors import DpmonError
 from dpmon.export.perfetto import write_trace
 from dpmon.export.records import history, kind, write_jsonl
 from dpmon.export.table import Tables
-from dpmon.export.target import opened, stdout
 from dpmon.record.fields import RECORDS
-from dpmon.run.destination import check_replaceable, replaced
+from dpmon.run.destination import check_replaceable, opened, replaced, stdout
 from dpmon.run.rundir import load_info
 
 

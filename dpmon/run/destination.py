@@ -1,6 +1,6 @@
-"""Writes to paths that the user gave: a regular file is replaced, a stream is written to directly.
+"""Writes to paths that the user gave, and to standard output.
 
-A device, a FIFO or a link at that path is never replaced.
+A regular file is replaced, a stream is written to directly. A device, a FIFO or a link at that path is never replaced.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import errno
 import os
 import re
 import stat
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -108,3 +109,30 @@ def replaced(path: Path, mode: int | None = None) -> Iterator[TextIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[TextIO]:
+    """A text file (UTF-8, "\\n") that replaces `path` when the block ends without an error; else nothing changes.
+
+    A stream (a FIFO, a terminal, /dev/fd/3) is written to directly. Like the record, a new file is readable only by its
+    owner; an existing file keeps its mode. Raises OSError if `path` cannot be written, or is neither a stream nor a
+    plain file.
+    """
+    if is_stream(path):
+        fd = open_stream(path)
+        with open(fd, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
+            yield file
+    else:
+        with replaced(path) as file:
+            yield file
+
+
+@contextlib.contextmanager
+def stdout() -> Iterator[TextIO]:
+    """Standard output as UTF-8, whatever the locale."""
+    out = sys.stdout
+    if hasattr(out, "reconfigure"):
+        out.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")
+    yield out
+    out.flush()

@@ -12,7 +12,7 @@ import pytest
 from documented import DOCS, README, ROOT, anchors, code, links, pages, patched, patches, prose, tables
 
 from dpmon.cli import options
-from dpmon.config import _SETTINGS, THEMES
+from dpmon.config import SETTINGS, THEMES
 from dpmon.ui.keys import BINDINGS, COMMANDS, PLAYED
 from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, arrange, is_wide
 from dpmon.ui.scene import NAMES as PANEL_NAMES
@@ -245,8 +245,8 @@ def test_getting_started_has_every_option_and_setting() -> None:
     page = text_of("docs/getting-started.md")
     found = {option for action in options._run_parser()._actions for option in action.option_strings}
     assert [option for option in found - {"-h", "--help", "--version"} if option not in page] == []
-    assert [name for name in (*_SETTINGS, *THEMES) if f"`{name}" not in page] == []
-    assert [name for name in _SETTINGS if f"`DPMON_{name.upper()}`" not in page] == []
+    assert [name for name in (*SETTINGS, *THEMES) if f"`{name}" not in page] == []
+    assert [name for name in SETTINGS if f"`DPMON_{name.upper()}`" not in page] == []
 
 
 @pytest.mark.parametrize("picture", ["main-job", "ranks", "toggle"])

@@ -22,11 +22,11 @@ from dpmon.export import ExportError, command, export
 from dpmon.export import records as run_export
 from dpmon.export.perfetto import write_trace
 from dpmon.export.table import Tables, row
-from dpmon.export.target import opened
 from dpmon.record.codec import Decoder
 from dpmon.record.fields import COLUMNS
 from dpmon.record.kinds import Call, Event, PhaseSpan, Record, Step
 from dpmon.record.wire import pack_event
+from dpmon.run.destination import opened
 from dpmon.run.rundir import load_info
 
 

@@ -76,7 +76,6 @@ def test_the_tracer_loads_of_dpmon_only_itself_its_ring_and_records() -> None:
         "dpmon.tracer",
         "dpmon.span_ring",
         "dpmon.ring_file",
-        "dpmon.allocation",
         "dpmon.errors",
         "dpmon.record.spans",
         "dpmon.record.wire",

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from dpmon.model.evidence import DeviceFacts, ModeFacts
-from dpmon.model.finding import duration_words, of_process
+from dpmon.model.finding import MIN_STEPS, duration_words, measured_modes, of_process
 from dpmon.model.memory import reasons
-from dpmon.model.numbers import UNKNOWN, duration, percent
+from dpmon.model.numbers import UNKNOWN, count_of, duration, percent
 from dpmon.model.pauses import Paused
 from dpmon.model.stragglers import sentence
 from dpmon.record.schema import EXPOSED, WAIT
@@ -82,7 +82,10 @@ def _entries(rows: Sequence[Sequence[str]], most: int, indent: int, head: Sequen
 
 
 def _findings(story: Story) -> list[Part]:
-    return [Findings(story.findings) if story.findings else Paragraph(sentences.findings_note(story))]
+    if story.findings:
+        return [Findings(story.findings)]
+    few = f"too few steps for findings ({MIN_STEPS} in one mode are needed)"
+    return [Paragraph("nothing stands out" if any(measured_modes(story.evidence)) else few)]
 
 
 def _step_rows(story: Story) -> list[tuple[str, ModeFacts]]:
@@ -291,9 +294,10 @@ def _pauses(story: Story) -> list[Part]:
         step = UNKNOWN if pause.step is None else f"{pause.step:,}"
         after = f"after step {step}{of_process(pause.process, story.evidence)}"
         rows.append((clock(pause.start_ns), after, _how_long(story, pause)))
-    lost = sentences.pauses_lost(story)
-    notes = _paragraphs([lost] if rows and lost is not None else (), soft=True)
-    return [*_entries(rows, _MAX_CHANGES, 6, ("time", "where", "how long")), *notes]
+    parts: list[Part] = [*_entries(rows, _MAX_CHANGES, 6, ("time", "where", "how long"))]
+    left = (story.pauses_left_out, "pause"), (story.refusals_left_out, "refusal")
+    lost = " and ".join(count_of(count, what) for count, what in left if count)
+    return [*parts, Paragraph(f"not listed here: {lost}", soft=True)] if parts and lost else parts
 
 
 def _how_long(story: Story, pause: Paused) -> str:

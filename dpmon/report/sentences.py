@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dpmon.model.announced import WAITS_KEPT
 from dpmon.model.compare import Comparison
 from dpmon.model.evidence import ModeFacts
-from dpmon.model.finding import MIN_STEPS, duration_words, measured_modes, of_process
+from dpmon.model.finding import duration_words, of_process
 from dpmon.model.numbers import count_of, percent
 from dpmon.model.pauses import PauseTotals
 from dpmon.model.phase_notes import host_waits, partly_timed
@@ -68,7 +68,13 @@ def is_over(story: Story) -> bool:
 def facts(story: Story) -> list[str]:
     """The basic facts: times and programs, and what is missing from the record."""
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(story.info.started_unix))
-    found = [f"began {began} in {story.info.cwd or 'a directory that is gone'}", what_ran(story), machine(story)]
+    process = story.processes[0] if story.processes else None
+    python, torch = (None, None) if process is None else (process.python, process.torch)
+    found = [
+        f"began {began} in {story.info.cwd or 'a directory that is gone'}",
+        what_ran(story),
+        f"Python {python or 'unknown'}, torch {torch or 'unknown'}, dpmon {story.info.versions.get('dpmon', '?')}",
+    ]
     if story.nothing is not None:
         found.append(f"nothing was traced: {story.nothing}")
     if story.standing is not None:
@@ -79,7 +85,10 @@ def facts(story: Story) -> list[str]:
     if story.evidence.inputs:
         found.append(waited(story.evidence.inputs))
     if story.pruned:
-        found.append(pruned(story))
+        found.append(
+            f"{story.pruned:,} older records were deleted to bound the history: the figures cover all steps, but single"
+            " steps and samples of that time are gone"
+        )
     if story.dropped:
         found.append(f"{story.dropped:,} records were lost; the figures cover the rest")
     return found
@@ -119,14 +128,6 @@ def _began(change: ModeChange, distributed: str | None) -> str:
     return f"{mode} on {virtual}{devices or 'devices unknown'}{reason}"
 
 
-def machine(story: Story) -> str:
-    """The versions of Python, torch and dpmon."""
-    process = story.processes[0] if story.processes else None
-    python = process.python if process is not None else None
-    torch = process.torch if process is not None else None
-    return f"Python {python or 'unknown'}, torch {torch or 'unknown'}, dpmon {story.info.versions.get('dpmon', '?')}"
-
-
 def waited(inputs: Sequence[tuple[int | None, int, int]]) -> str:
     """The number and time of waits for a line of input, and where that time counts."""
     times = "once" if len(inputs) == 1 else f"{len(inputs):,} times"
@@ -137,14 +138,6 @@ def waited(inputs: Sequence[tuple[int | None, int, int]]) -> str:
         where = ": step times include that time, rates do not"
     total = f"{duration_words(in_all)}{' in all' if 1 < len(inputs) < WAITS_KEPT else ''}"
     return f"waited for a line of input {times}, for {total}{where}"
-
-
-def pruned(story: Story) -> str:
-    """The deleted records and the effect on the figures."""
-    return (
-        f"{story.pruned:,} older records were deleted to bound the history: the figures cover all steps, but single"
-        " steps and samples of that time are gone"
-    )
 
 
 def paused(story: Story) -> str | None:
@@ -206,20 +199,6 @@ def time_spent(story: Story) -> list[str]:
         ]
         said.append(f"the longest gaps between steps: {', '.join(named)}")
     return said
-
-
-def pauses_lost(story: Story) -> str | None:
-    """The number of pauses and refusals that `pause_rows` omits; None if it omits none."""
-    left = [(story.pauses_left_out, "pause"), (story.refusals_left_out, "refusal")]
-    said = " and ".join(count_of(count, what) for count, what in left if count)
-    return f"not listed here: {said}" if said else None
-
-
-def findings_note(story: Story) -> str:
-    """The text in place of findings."""
-    if any(measured_modes(story.evidence)):
-        return "nothing stands out"
-    return f"too few steps for findings ({MIN_STEPS} in one mode are needed)"
 
 
 def phase_notes(mode: ModeFacts) -> list[str]:

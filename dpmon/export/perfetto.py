@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
 from dpmon.cleaning import json_text
-from dpmon.model.members import finite
+from dpmon.model.members import finite, number_in, whole_in
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Call, Collective, Event, Record, Sampled, Step
 from dpmon.record.schema import EXPOSED, WAIT
@@ -92,14 +92,15 @@ class _Trace:
         if values:
             self._put(ph="C", name=name, ts=at_us, pid=process.pid, tid=0, args=dict(values))
 
-    def _instant(self, process: _TraceProcess, name: str, at_us: float, scope: str, args: Any) -> None:
-        tid = self._track(process, ("marks",), "marks", 0)
+    def _instant(self, process: _TraceProcess, name: str, at_us: float, scope: str, args: Any, tid: int = 0) -> None:
+        """A mark in a thread, a process or the whole trace (`scope` t, p or g)."""
+        tid = tid or self._track(process, ("marks",), "marks", 0)
         self._put(ph="i", s=scope, name=name, ts=at_us, pid=process.pid, tid=tid, args=args)
 
     def _at(self, data: Mapping[str, Any]) -> float:
         """The time of an event in µs; the newest time so far if it has none."""
-        seconds = data.get("t_s")
-        if isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and 0 <= seconds < 1e9:
+        seconds = number_in(data, "t_s")
+        if seconds is not None and 0 <= seconds < 1e9:
             self._newest_us = max(self._newest_us, seconds * 1e6)
             return round(seconds * 1e6, 3)
         return round(self._newest_us, 3)
@@ -180,10 +181,7 @@ class _Trace:
         if step.start_ns >= 0 and step.wall_ns >= 0:
             self._spans(process, tid, step)
             for number, offset in enumerate(step.buckets, start=1):
-                self._put(
-                    ph="i", s="t", name=f"bucket {number} ready", ts=_us(step.start_ns + offset), pid=process.pid,
-                    tid=tid, args={},
-                )  # fmt: skip
+                self._instant(process, f"bucket {number} ready", _us(step.start_ns + offset), "t", {}, tid)
             at = (step.start_ns + step.wall_ns) / 1e3
             on_device = {name: took for name, took in (step.device_ms or {}).items() if took is not None}
             self._counter(process, "step phases on the device (ms)", at, on_device)
@@ -266,13 +264,12 @@ class _Trace:
 
     def _event(self, event: Event) -> None:
         data = event.data
-        number, rank = data.get("process"), data.get("rank")
-        rank = rank if type(rank) is int else None
-        if event.kind == "host" or (event.kind == "device" and type(data.get("index")) is int):
+        number = whole_in(data, "process")
+        if event.kind == "host" or (event.kind == "device" and whole_in(data, "index") is not None):
             self._sample(event)
             return
-        if type(number) is int:
-            process, scope = self._training(number, rank), "p"
+        if number is not None:
+            process, scope = self._training(number, whole_in(data, "rank")), "p"
         else:
             process, scope = self._process(_SUPERVISOR, _SUPERVISOR), "g"
         at = self._at(data)

@@ -55,7 +55,7 @@ class Tables:
 def row(record: Record) -> list[list[str]]:
     """The cells of a record in the order of its kind's columns; several rows for a memory record of several devices."""
     if isinstance(record, Call):
-        return [_cells("call", _call(record))]
+        return [_cells("call", {**as_json(record), **_call(record)}, ignore=("kind", "phases"))]
     if isinstance(record, Step):
         return [_cells("step", {**as_json(record), **_step(record)}, ignore=_SPREAD)]
     if not isinstance(record, Event):
@@ -112,14 +112,9 @@ def _span(span: PhaseSpan) -> str:
 
 
 def _call(call: Call) -> dict[str, Any]:
-    members = as_json(call)
     found: dict[str, Any] = {
-        **{
-            name: members[name]
-            for name in ("process", "rank", "step", "call", "root", "via", "virtual", "training", "grad")
-        },
-        **{name: members[name] for name in ("start_s", "wall_ms", "devices")},
-        **{name: members[name] or None for name in ("mode", "absent")},
+        "mode": call.mode or None,
+        "absent": as_json(call)["absent"] or None,
         "failed": call.failed,
         "rows": call.rows,
         "inputs": _sizes(call.inputs),
@@ -128,7 +123,7 @@ def _call(call: Call) -> dict[str, Any]:
     for name, phase in call.phases.items():
         found[f"{name}_host_ms"], found[f"{name}_device_ms"] = phase.host_ns / 1e6, phase.device_ms
     if call.stages:
-        found["stages"] = len(call.stages)
+        found["stages"], found["replicas"] = len(call.stages), None
         found["stage_devices"] = [stage.device for stage in call.stages]
         found["stage_parts"] = " | ".join(" ".join(stage.parts) for stage in call.stages)
         found["stage_host_ms"] = _many(None if s.host_ns is None else s.host_ns / 1e6 for s in call.stages)

@@ -63,6 +63,9 @@ class Stream:
         if self._file is None:
             return False
         data = os.read(self._file, CHUNK)
+        if not data and os.fstat(self._file).st_size < os.lseek(self._file, 0, os.SEEK_CUR):
+            os.lseek(self._file, 0, os.SEEK_SET)  # the supervisor cut the log off, because the disk is full
+            data = os.read(self._file, CHUNK)
         if data and self.open:
             self.write(data)
         return bool(data)

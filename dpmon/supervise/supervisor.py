@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 LEAVE_S = 2.0
 TAKEOVERS = 1000
-SCREEN_OUTPUT, HEADLESS_OUTPUT = 1 << 20, 64 << 20
+LAST_OUTPUT = 1 << 20
 """Bytes of the script's newest output that are kept even on a full disk."""
 SPARE_FILE, SPARE_BYTES = "spare", 1 << 16
 LITTLE_HISTORY = 32 << 20
@@ -288,12 +288,9 @@ class Supervisor:
                 os.posix_fallocate(file.fileno(), 0, SPARE_BYTES)
 
     def _room(self, sampler: DeviceSampler | _Silent) -> OutputRoom:
-        return OutputRoom(
-            output_paths(self._directory, self._info),
-            _warner(sampler),
-            # The foreground of a headless run may still have to pass some output on.
-            HEADLESS_OUTPUT if self._info.headless else SCREEN_OUTPUT,
-        )
+        # The foreground of a headless run has passed the output on, and must not do so again.
+        keep_last = 0 if self._info.headless else LAST_OUTPUT
+        return OutputRoom(output_paths(self._directory, self._info), _warner(sampler), keep_last)
 
     def _catch_up(self, command: WatchedCommand, drain: Any, sampler: DeviceSampler | _Silent) -> None:
         """Read the rest of the rings after the killed supervisor's position, and report the gap."""

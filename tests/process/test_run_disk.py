@@ -158,6 +158,7 @@ def test_a_disk_that_fills_up_meanwhile(dpmon: Dpmon, small_disk: Callable[..., 
     assert records[-1]["status"] == 0
     texts = [r["text"] for r in records if r["kind"] == "warning"]
     assert len([text for text in texts if "the disk is full" in text]) == 1, texts
+    assert len([text for text in texts if text.endswith("output were deleted, because the disk was full")]) == 1, texts
     assert len([text for text in texts if "history cannot be written" in text]) <= 1, texts
     found = [r["step"] for r in records if r["kind"] == "step"]
     dropped = next(r["count"] for r in records if r["kind"] == "dropped")

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from textual.pilot import Pilot
 
-from dpmon.run.lookup import find_run
+from dpmon.run.runs import find_run
 from dpmon.text.cells import span_width
 from dpmon.ui.look import Look, look
 from dpmon.ui.monitor import Monitor

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.ring import Ring
-from dpmon.run.rundir import ExitInfo, RunInfo, create_run, save
+from dpmon.run.rundir import ExitInfo, RunInfo, save
+from dpmon.run.runs import create_run
 from dpmon.store.drain import Drain
 from dpmon.store.writer import LIMIT_BYTES
 

@@ -14,13 +14,12 @@ from dpmon.cleaning import clean, json_text
 from dpmon.cli.launch import has_screen, json_lines
 from dpmon.cli.speak import closing, speak
 from dpmon.run import retention
-from dpmon.run.activities import describe_stall
-from dpmon.run.condition import goes_on, is_paused, run_state
-from dpmon.run.lock import goes_on_elsewhere
-from dpmon.run.lookup import find_run, list_runs, newest_run, short_name
+from dpmon.run.activities import describe_stall, is_paused
+from dpmon.run.condition import goes_on, goes_on_elsewhere, run_state
 from dpmon.run.reader import RunReader
 from dpmon.run.retention import is_kept
 from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info
+from dpmon.run.runs import find_run, list_runs, newest_run, short_name
 from dpmon.supervise.guard import repeated
 from dpmon.supervise.start import ensure_supervisor
 from dpmon.text.ascii import in_stream

@@ -20,10 +20,10 @@ from dpmon.cleaning import clean
 from dpmon.cli.speak import error_words
 from dpmon.run.condition import run_state
 from dpmon.run.files import open_file
-from dpmon.run.lookup import short_name
 from dpmon.run.rundir import ExitInfo, mark_stop
+from dpmon.run.runs import short_name
 from dpmon.run.terminal import send_input
-from dpmon.supervise.signals import FORWARDED
+from dpmon.supervise.guard import FORWARDED
 from dpmon.text.ascii import in_stream
 
 if TYPE_CHECKING:

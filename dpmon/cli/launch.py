@@ -18,13 +18,12 @@ from dpmon.cli.speak import closing, speak
 from dpmon.run import proc
 from dpmon.run.destination import check_replaceable
 from dpmon.run.files import open_file
-from dpmon.run.lookup import short_name
 from dpmon.run.reader import RunReader
-from dpmon.run.rundir import ExitInfo, RunError, RunInfo, create_run, load_exit, load_info
-from dpmon.supervise.guard import Guard, repeated
+from dpmon.run.rundir import ExitInfo, RunError, RunInfo, load_exit, load_info
+from dpmon.run.runs import create_run, short_name
+from dpmon.supervise.guard import Guard, become_reaper, remember_signals, repeated
 from dpmon.supervise.program import Command, resolve
-from dpmon.supervise.signals import become_reaper, keep_statuses, remember_signals
-from dpmon.supervise.start import start_supervisor
+from dpmon.supervise.start import keep_statuses, start_supervisor
 
 if TYPE_CHECKING:
     from typing import Literal

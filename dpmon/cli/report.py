@@ -10,8 +10,8 @@ from pathlib import Path
 
 from dpmon.cleaning import json_text
 from dpmon.run.destination import opened, stdout
-from dpmon.run.lookup import find_run, short_name
 from dpmon.run.rundir import RunError, load_info
+from dpmon.run.runs import find_run, short_name
 from dpmon.text.ascii import in_stream
 
 WIDTH_NO_TERMINAL = 80

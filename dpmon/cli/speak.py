@@ -50,8 +50,8 @@ def _room() -> tuple[int, int] | None:
 
 def _sum_up(directory: Path, how: ExitInfo | None, say: Callable[[str], None], brief: bool) -> None:
     from dpmon.cli.summary import ending_line, fitted, summary, summary_lines
-    from dpmon.run.lookup import short_name
     from dpmon.run.rundir import load_info
+    from dpmon.run.runs import short_name
 
     try:
         room = _room() if say is speak else None

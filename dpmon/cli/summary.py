@@ -20,9 +20,9 @@ from dpmon.report.collect import facts_of
 from dpmon.report.sentences import ACTIVITY_NAMES, how_it_ended, times_paused, waited
 from dpmon.run.activities import why_nothing
 from dpmon.run.files import read_tail
-from dpmon.run.lookup import short_name
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info
+from dpmon.run.runs import short_name
 from dpmon.store.figures import PhaseFigures
 from dpmon.store.opened import open_store
 from dpmon.store.tables import HistoryError

@@ -28,8 +28,8 @@ from dpmon.model.members import finite, number_in, whole_in
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Call, Collective, Event, Record, Sampled, Step
 from dpmon.record.schema import EXPOSED, WAIT
-from dpmon.run.lookup import short_name
 from dpmon.run.rundir import RunInfo
+from dpmon.run.runs import short_name
 
 MAX_LANES = 64
 MAX_TRACKS = 100_000

@@ -15,9 +15,9 @@ from dpmon.run.activities import describe_stall, why_nothing
 from dpmon.run.condition import run_state
 from dpmon.run.files import read_tail
 from dpmon.run.first_failure import failure
+from dpmon.run.notes import Uncaught, last_lines
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, load_info, stop_asked_unix
-from dpmon.run.uncaught import Uncaught, last_lines
 from dpmon.store.opened import open_store
 from dpmon.store.queries import Store
 from dpmon.store.store_at import StoreAt

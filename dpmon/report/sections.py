@@ -17,7 +17,7 @@ from dpmon.report import sentences
 from dpmon.report.document import Bars, Document, Entries, Findings, Paragraph, Part, Section, Table, Verbatim
 from dpmon.report.plots import plots
 from dpmon.report.story import Story
-from dpmon.run.lookup import short_name
+from dpmon.run.runs import short_name
 from dpmon.store.figures import PhaseFigures
 from dpmon.text.communicated import communication_facts
 from dpmon.text.quantities import clock, memory, memory_of, samples_rate

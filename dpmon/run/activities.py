@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 from dpmon.ring_file import RingError
 from dpmon.run import proc
-from dpmon.run.notes import read_notes
+from dpmon.run.notes import every_uncaught, read_notes
 from dpmon.run.rings import ProcessRing
 from dpmon.run.rundir import ExitInfo, RunInfo, ring_paths
-from dpmon.run.uncaught import every_uncaught
 from dpmon.run.waiting import waits_since
 
 QUIET_NS = 10_000_000_000
@@ -140,6 +139,13 @@ def _numbered(kind: str, numbers: Sequence[int]) -> str:
     texts = [", ".join(map(str, run)) if len(run) < 3 else f"{run[0]}-{run[-1]}" for run in runs]
     more = f" and {sum(map(len, runs[_MAX_NAMED:]))} more" if len(runs) > _MAX_NAMED else ""
     return f"{kind}{'es' if kind == 'process' else 's'} {', '.join(texts[:_MAX_NAMED])}{more}"
+
+
+def is_paused(directory: Path) -> bool:
+    """Whether every training process has paused, according to the rings of a run on this machine."""
+    found = [(ring.pid, what) for _, ring, what, _ in ring_activities(directory) if what != "ended"]
+    doing = [what for pid, what in found if proc.alive(pid, None)]
+    return bool(doing) and all(what == "paused" for what in doing)
 
 
 def describe_stall(directory: Path, info: RunInfo, state: str, how: ExitInfo | None) -> str | None:

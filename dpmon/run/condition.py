@@ -1,18 +1,68 @@
-"""The state of a run in one word."""
+"""The state of a run, in one word; the lock of its supervisor; how it ended, in the form of exit.json."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
+import signal
 import time
 from pathlib import Path
 
 from dpmon.run import proc
-from dpmon.run.activities import ring_activities
-from dpmon.run.ending import outcome
-from dpmon.run.lock import goes_on_elsewhere, supervised
+from dpmon.run.files import open_file
 from dpmon.run.rundir import ExitInfo, RunInfo, load_exit
 
+_LOCK_FILE = "supervisor.lock"
+UNSUPPORTED = -1
+SILENT_S = 86400.0
+"""A run of another machine without a write for this many seconds is over: a supervisor writes every second."""
 YOUNG_S = 60.0
 """A run younger than this may still start its command, even on a slow machine."""
+
+
+def take_lock(directory: Path) -> int | None:
+    """A descriptor that holds the lock until its last copy is closed; None if another process holds it.
+
+    UNSUPPORTED if the file system has no locks or cannot create the file: then nothing prevents a second supervisor.
+    """
+    try:
+        fd = open_file(directory / _LOCK_FILE, os.O_RDWR | os.O_CREAT)
+    except OSError:
+        return UNSUPPORTED
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        return None if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else UNSUPPORTED
+    return fd
+
+
+def supervised(info: RunInfo) -> bool:
+    """Whether the supervisor named in run.json is alive, even if it is suspended."""
+    return info.boot_id == proc.boot_id() and proc.is_running(info.supervisor_pid, info.supervisor_started)
+
+
+def goes_on_elsewhere(directory: Path, info: RunInfo, how: ExitInfo | None) -> bool:
+    """Whether another machine that shares the directory owns the run, and may still be running it.
+
+    This machine cannot see the run's processes, and perhaps not even its locks.
+    """
+    if (how is not None and how.drained) or info.host in ("", proc.host()) or info.boot_id == proc.boot_id():
+        return False
+    newest = 0.0
+    try:
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                newest = max(newest, entry.stat(follow_symlinks=False).st_mtime)
+    except OSError:
+        return True
+    return time.time() - newest < SILENT_S
+
+
+def needs_supervisor(directory: Path, info: RunInfo, how: ExitInfo | None) -> bool:
+    """Whether a run's record is unfinished and no supervisor is alive to finish it. Only `take_lock` makes sure."""
+    return (how is None or not how.drained) and not supervised(info) and not goes_on_elsewhere(directory, info, how)
 
 
 def command_alive(info: RunInfo) -> bool | None:
@@ -30,7 +80,7 @@ def goes_on(info: RunInfo) -> bool:
 def run_state(directory: Path, info: RunInfo) -> tuple[str, ExitInfo | None]:
     """The state in a word, and how the run ended, if it has.
 
-    With an exit, the word is from `dpmon.run.ending.outcome`. Without one, it is starting, running, ending, or one of
+    With an exit, the word is from `outcome`. Without one, it is starting, running, ending, or one of
     these: unsupervised (the command runs, but its supervisor was killed: `dpmon attach` starts another one); elsewhere
     (on another machine that shares the directory; this machine does not know whether it runs); lost (ended without a
     record of its end). `ls` shows a running run as paused if `is_paused` is true.
@@ -49,8 +99,50 @@ def run_state(directory: Path, info: RunInfo) -> tuple[str, ExitInfo | None]:
     return "ending" if watched else "lost", None
 
 
-def is_paused(directory: Path) -> bool:
-    """Whether every training process has paused, according to the rings of a run on this machine."""
-    found = [(ring.pid, what) for _, ring, what, _ in ring_activities(directory) if what != "ended"]
-    doing = [what for pid, what in found if proc.alive(pid, None)]
-    return bool(doing) and all(what == "paused" for what in doing)
+def exit_info(info: RunInfo, returncode: int, by: str, error: str | None = None, *, drained: bool = True) -> ExitInfo:
+    """The end of a run that ended just now; `returncode` as in subprocess (negative: the number of a signal)."""
+    name = None
+    if returncode < 0:
+        try:
+            name = signal.Signals(-returncode).name
+        except ValueError:  # a real-time signal
+            name = f"signal {-returncode}"
+    end = time.monotonic_ns()
+    return ExitInfo(
+        status=returncode & 0xFF if returncode >= 0 else 128 - returncode,
+        signal=name,
+        ended_unix=time.time(),
+        end_ns=end,
+        seconds=(end - info.start_ns) / 1e9,
+        by=by,
+        error=error,
+        drained=drained,
+    )
+
+
+def unknown_exit(info: RunInfo, by: str, why: str, end_ns: int, *, ended_unix: float | None = None) -> ExitInfo:
+    """An end without a known status, at `end_ns` (monotonic, as precise as possible)."""
+    seconds = max(end_ns - info.start_ns, 0) / 1e9
+    return ExitInfo(
+        status=None,
+        signal=None,
+        ended_unix=info.started_unix + seconds if ended_unix is None else ended_unix,
+        end_ns=end_ns,
+        seconds=seconds,
+        by=by,
+        unknown=why,
+    )
+
+
+def outcome(how: ExitInfo) -> str:
+    """One word for an end: finished, stopped (by the user), interrupted (SIGINT), killed (another signal), failed.
+
+    "ended" if the status is unknown.
+    """
+    if how.stopped:
+        return "stopped"
+    if how.status is None:
+        return "ended"
+    if how.signal is not None:
+        return "interrupted" if how.signal == "SIGINT" else "killed"
+    return "finished" if how.status == 0 else "failed"

@@ -81,22 +81,6 @@ def replace_file(new: Path, path: Path) -> None:
         os.replace(new.name, path.name, src_dir_fd=place, dst_dir_fd=place)
 
 
-def add_file(new: Path, path: Path) -> None:
-    """Rename the file `new` to `path`, in the same directory, atomically; FileExistsError if `path` exists.
-
-    On a file system without hard links it replaces `path`, as `replace_file` does.
-    """
-    with _parent(path) as place:
-        try:
-            os.link(new.name, path.name, src_dir_fd=place, dst_dir_fd=place)
-        except FileExistsError:
-            raise
-        except OSError:
-            os.replace(new.name, path.name, src_dir_fd=place, dst_dir_fd=place)
-        else:
-            os.unlink(new.name, dir_fd=place)
-
-
 def _check(path: Path, info: os.stat_result, flags: int, anyone: bool) -> None:
     if not stat.S_ISREG(info.st_mode):
         raise not_a_file(path, info.st_mode)

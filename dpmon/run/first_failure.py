@@ -1,4 +1,4 @@
-"""Why a run failed: the first of its processes that failed, and the first exception."""
+"""Why a run failed: the first of its processes that failed, the first exception, or a lack of memory."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dpmon.run.activities import ring_activities
-from dpmon.run.notes import Note, read_notes
+from dpmon.run.notes import Note, Uncaught, every_uncaught, read_notes
 from dpmon.run.rundir import RunInfo
-from dpmon.run.uncaught import Uncaught, every_uncaught
 
 STATUSES = "statuses.log"
 """Notes of the supervisor: the status (as in subprocess) of each process that it saw end with a status other than 0."""
@@ -121,3 +120,49 @@ def _deaths(directory: Path, stages: list[Note]) -> list[Death]:
     ranks = {note.pid: int(match[1]) for note in stages if (match := _RANK.search(note.text)) is not None}
     ranks |= {ring.pid: ring.rank for _, ring, _, _ in ring_activities(directory) if ring.rank is not None}
     return [Death(note.pid, note.at_ns, int(note.text), ranks[note.pid]) for note in notes if note.pid in ranks]
+
+
+class OomWatch:
+    """Counts the processes that the kernel has killed for lack of memory since this object was created.
+
+    Looks first at this process's control group, if the kernel provides its count (memory.events of cgroup v2), then at
+    the whole machine (/proc/vmstat).
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        group = _own_group(root)
+        self._places = [(group / "memory.events", "this control group")] if group is not None else []
+        self._places.append((root / "proc/vmstat", "this machine"))
+        self._before = [_oom_kills(path) for path, _ in self._places]
+
+    def cause(self, signal: str | None) -> str | None:
+        """Why a command was probably killed by `signal`; None if no process was killed for lack of memory."""
+        if signal != "SIGKILL":
+            return None
+        for (path, where), before in zip(self._places, self._before, strict=True):
+            now = _oom_kills(path)
+            if before is not None and now is not None and now > before:
+                return f"out of memory: the kernel killed {now - before} of {where}'s processes during the run"
+        return None
+
+
+def _own_group(root: Path) -> Path | None:
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("0::/"):
+            return root / "sys/fs/cgroup" / line[4:]
+    return None
+
+
+def _oom_kills(path: Path) -> int | None:
+    try:
+        for line in path.read_text().splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    except (OSError, ValueError):
+        pass
+    return None

@@ -7,16 +7,24 @@ cannot divide numbers of hundreds of digits.
 
 from __future__ import annotations
 
+import os
 import re
+import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
+from dpmon.record.plainjson import load_json
 from dpmon.run.files import open_file, read_file, read_tail
 
 _MAX_WARNINGS = 1 << 16
 """Most bytes of warnings.log to read at once."""
 _NOTE = re.compile(r"([0-9]{1,10}) ([0-9]{1,19}) (.+)")
+_MAX_ENDINGS = 1 << 18
+_MOST = 120
+"""Longest message in a sentence."""
+_PLACE_IN_C = re.compile(r"^\[[^\[\]\s]*:[0-9]+\] ")
+"""As at the start of gloo's messages: "[/gloo/transport/tcp/pair.cc:537] "."""
 
 
 class Note(NamedTuple):
@@ -70,3 +78,85 @@ class WarningsLog:
             return False
         self.passed_on[text] -= 1
         return True
+
+
+class Uncaught(NamedTuple):
+    """An exception that one process did not catch."""
+
+    pid: int
+    at_ns: int
+    """Monotonic time in ns."""
+    kind: str
+    """The name of its class."""
+    message: str = ""
+    rank: int | None = None
+    file: str | None = None
+    """`file` and `line`: where the script raised it, or called the code that raised it."""
+    line: int | None = None
+
+    @property
+    def text(self) -> str:
+        """The last line of its traceback."""
+        return f"{self.kind}: {self.message}" if self.message else self.kind
+
+    def sentence(self, cwd: str) -> str:
+        """Rank, exception and line of the script: "rank 1: RuntimeError: no such token (train.py:12)".
+
+        Of the exception's message, the first line without a place in C++ code, cut if it is long.
+        """
+        who = "" if self.rank is None else f"rank {self.rank}: "
+        place = self.place(cwd)
+        message = _PLACE_IN_C.sub("", self.message.strip().partition("\n")[0])
+        text = f"{self.kind}: {textwrap.shorten(message, _MOST, placeholder=' ...')}" if message else self.kind
+        return who + text + (f" ({place})" if place is not None else "")
+
+    def place(self, cwd: str) -> str | None:
+        """File and line of the script, as seen from the directory of the run: "train.py:12"."""
+        if self.file is None:
+            return None
+        inside = cwd and self.file.startswith(cwd.rstrip(os.sep) + os.sep)
+        return f"{os.path.relpath(self.file, cwd) if inside else self.file}:{self.line}"
+
+
+def uncaught_in(directory: Path, pid: int | None) -> str | None:
+    """The class name of the exception that ended the process `pid`; None if none did."""
+    return next((one.kind for one in every_uncaught(directory) if one.pid == pid), None)
+
+
+def last_lines(lines: list[str], raised: Uncaught | None, command: int | None) -> list[str]:
+    """The output up to the exception that ended the run, without the lines that a launcher prints after it.
+
+    `command`: the process id of the command. If the command itself raised the exception, all lines are returned.
+    """
+    if raised is None or raised.pid == command:
+        return lines
+    end = max((i for i, line in enumerate(lines) if line.rstrip().endswith(raised.text)), default=len(lines) - 1)
+    return lines[: end + 1]
+
+
+def every_uncaught(directory: Path) -> list[Uncaught]:
+    """The exceptions of all processes, in the order of their notes."""
+    found = []
+    for pid, at_ns, text in read_notes(directory / "endings.log", _MAX_ENDINGS):
+        kind, _, rest = text.partition(" ")
+        found.append(_of(pid, at_ns, kind, rest or "{}"))
+    return found
+
+
+def _of(pid: int, at_ns: int, kind: str, rest: str) -> Uncaught:
+    try:
+        more = load_json(rest)
+    except ValueError:
+        more = {}
+    if not isinstance(more, dict):
+        more = {}
+    message, rank, file, line = (more.get(name) for name in ("message", "rank", "file", "line"))
+    return Uncaught(
+        pid,
+        at_ns,
+        kind,
+        message if isinstance(message, str) else "",
+        rank if type(rank) is int else None,
+        file if isinstance(file, str) and type(line) is int else None,
+        line if type(line) is int else None,
+    )

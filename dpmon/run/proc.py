@@ -1,4 +1,4 @@
-"""Facts about processes from /proc: whether they are alive, when they started, and how they are related.
+"""Facts about processes from the kernel: whether they are alive, when they started, how they are related and ended.
 
 A process is identified by its id and its start in seconds since boot. Setting the clock does not change that start, so
 a reused id is never mistaken for the old process.
@@ -6,7 +6,9 @@ a reused id is never mistaken for the old process.
 
 from __future__ import annotations
 
+import fcntl
 import os
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,10 @@ TICK_S = 1 / _TICKS
 """Resolution of the start times of processes, in seconds."""
 _RUN = b"DPMON_RUN="
 _MAX_ENVIRON_BYTES = 1 << 23
+# ioctl PIDFD_GET_INFO, struct pidfd_info and PIDFD_INFO_EXIT: linux/pidfd.h; Linux 6.15 and later provide the exit.
+_INFO = struct.Struct("=QQ11Ii")
+_GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
+_INFO_EXIT = 1 << 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +98,26 @@ def status_of_dead(pid: int, since: float | None) -> int | None:
     if process is None or not process.dead or not same_start(process, since):
         return None
     return process.exit_code
+
+
+def open_pidfd(pid: int) -> int | None:
+    """A descriptor of the process with this number; None if it does not exist, or on an older kernel."""
+    try:
+        return os.pidfd_open(pid)
+    except (OSError, AttributeError, OverflowError):
+        return None
+
+
+def wait_status(fd: int) -> int | None:
+    """The wait status of a process that its parent has reaped; None if the kernel does not provide it."""
+    data = bytearray(_INFO.size)
+    _INFO.pack_into(data, 0, _INFO_EXIT, *(0,) * 13)
+    try:
+        fcntl.ioctl(fd, _GET_INFO, data, True)
+    except OSError:
+        return None
+    mask, *_, status = _INFO.unpack(data)
+    return int(status) if mask & _INFO_EXIT else None
 
 
 def ended_child(pid: int) -> int | None:

@@ -18,8 +18,7 @@ from dpmon.ring_file import RingError
 from dpmon.ring_reader import RingReader
 from dpmon.run import proc
 from dpmon.run.activities import newest_stage, process_activities, stages, stall_text
-from dpmon.run.condition import command_alive
-from dpmon.run.lock import supervised
+from dpmon.run.condition import command_alive, supervised
 from dpmon.run.rings import ProcessRing
 from dpmon.run.rundir import (
     INFO_FILE,

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dpmon.config import ConfigError, load
-from dpmon.run.condition import goes_on, run_state
+from dpmon.run.condition import goes_on, run_state, supervised, take_lock
 from dpmon.run.files import open_file, remove_file
-from dpmon.run.lock import supervised, take_lock
-from dpmon.run.lookup import list_runs
 from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info
+from dpmon.run.runs import list_runs
 
 _KEEP_FILE = "keep"
 _GONE = ".gone-"

@@ -1,4 +1,4 @@
-"""The directory of a run: creates it, finds it, and reads and writes run.json and exit.json."""
+"""The directory of a run: reads and writes run.json and exit.json, and knows its other files."""
 
 from __future__ import annotations
 
@@ -7,32 +7,25 @@ import json
 import os
 import re
 import stat
-import time
-import zlib
 from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from dpmon.config import home
 from dpmon.errors import DpmonError
-from dpmon.run import proc
-from dpmon.run.files import add_file, open_file, read_file, remove_file, replace_file
+from dpmon.run.files import open_file, read_file, remove_file, replace_file
 
 INFO_FILE = "run.json"
 EXIT_FILE = "exit.json"
 STOP_FILE = "stop-asked"
 """Its modification time is when the user last asked the run to stop."""
 _STOP_HOLDS_S = 300.0
-ROOM_BYTES = 24 << 20
-"""Free space that a run needs, in bytes: its rings, and some for the rest."""
 _MAX_JSON_BYTES = 1 << 22
 _MAX_DEPTH = 8
 _MAX_INT = 1 << 63
 MAX_SECONDS = 1e11
 """Three thousand years: a longer time, or a value that is not a number, did not come from a run."""
 MAX_STATUS = 255
-SHARED_MEMORY = "/dev/shm"
 _RING_NAME = re.compile(r"(?:process-(\d{1,6})|gpu(?:-\d{1,4})?)\.ring")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
@@ -186,11 +179,8 @@ def stop_asked_unix(directory: Path) -> float | None:
         return None
 
 
-def save(directory: Path, what: RunInfo | ExitInfo, *, anew: bool = False) -> None:
-    """Write run.json or exit.json in one step: a reader gets the old one or the new one, never half of it.
-
-    `anew`: do not replace a file; raise FileExistsError if it exists.
-    """
+def save(directory: Path, what: RunInfo | ExitInfo) -> None:
+    """Write run.json or exit.json in one step: a reader gets the old one or the new one, never half of it."""
     name = INFO_FILE if isinstance(what, RunInfo) else EXIT_FILE
     temporary = directory / f".{name}.{os.getpid()}"
     try:
@@ -198,10 +188,7 @@ def save(directory: Path, what: RunInfo | ExitInfo, *, anew: bool = False) -> No
         with open(fd, "w", encoding="utf-8") as file:
             json.dump(asdict(what), file, indent=1)
             file.write("\n")
-        if anew:
-            add_file(temporary, directory / name)
-        else:
-            replace_file(temporary, directory / name)
+        replace_file(temporary, directory / name)
     except BaseException:
         with contextlib.suppress(OSError):
             remove_file(temporary)
@@ -220,117 +207,6 @@ def check_directory(directory: Path) -> None:
         raise RunError(f"{directory} is not a directory")
     if info.st_uid != os.getuid():
         raise RunError(f"{directory} belongs to another user")
-
-
-def runs_directory() -> Path:
-    """The directory of all runs, under the user's state directory; it may not exist. RunError without a home directory.
-
-    The state directory is XDG_STATE_HOME or ~/.local/state. A relative XDG_STATE_HOME is ignored, as the XDG Base
-    Directory Specification asks, because processes with other current directories would resolve it differently.
-    """
-    state = os.environ.get("XDG_STATE_HOME", "")
-    if os.path.isabs(state):
-        return Path(state) / "dpmon" / "runs"
-    at_home = home(os.environ)
-    if at_home is None:
-        raise RunError("there is no home directory for runs; set XDG_STATE_HOME to an absolute path")
-    return at_home / ".local" / "state" / "dpmon" / "runs"
-
-
-def stand_ins() -> list[Path]:
-    """Replacements for `runs_directory` if it cannot store runs: a directory for temporary files, then memory.
-
-    Their names depend on the usual place, so that runs of different state directories do not mix.
-    """
-    mark = f"{zlib.crc32(os.fsencode(runs_directory())):08x}"
-    temporary = os.environ.get("TMPDIR", "")
-    # A process with another current directory, such as the supervisor, would resolve a relative path differently.
-    places = dict.fromkeys([temporary if os.path.isabs(temporary) else "/tmp", SHARED_MEMORY])
-    return [Path(place) / f"dpmon-{os.getuid()}-{mark}" / "runs" for place in places]
-
-
-def _make_private(directory: Path) -> None:
-    """Create a directory of mode 0700, whatever the umask; FileExistsError if the path exists."""
-    directory.mkdir(mode=0o700)
-    if os.lstat(directory).st_mode & 0o777 != 0o700:  # the umask removed permissions of the owner
-        os.chmod(directory, 0o700)
-
-
-def _prepare(runs: Path) -> None:
-    """Create a directory of runs if it is missing, and make it private; RunError if that fails."""
-    try:
-        state_home = runs.parent.parent
-        if runs == runs_directory():
-            # The XDG Base Directory Specification asks for mode 0700, also for missing parent directories.
-            for directory in [place for place in reversed((state_home, *state_home.parents)) if not place.exists()]:
-                with contextlib.suppress(FileExistsError):  # another dpmon made it first
-                    _make_private(directory)
-        elif not state_home.is_dir():
-            raise RunError(f"no run can be kept in {runs}: {state_home} is not a directory; set XDG_STATE_HOME")
-        for directory in (runs.parent, runs):
-            with contextlib.suppress(FileExistsError):
-                _make_private(directory)
-            info = os.stat(directory) if runs == runs_directory() else os.lstat(directory)
-            if info.st_uid != os.getuid() or not stat.S_ISDIR(info.st_mode):
-                raise RunError(f"{directory} belongs to another user; set XDG_STATE_HOME to a directory of yours")
-            if info.st_mode & 0o077:
-                os.chmod(directory, 0o700)
-    except OSError as error:
-        raise RunError(f"no run can be kept in {runs}: {error.strerror}; set XDG_STATE_HOME") from None
-
-
-def _free_bytes(runs: Path) -> int:
-    disk = os.statvfs(runs)
-    return disk.f_bavail * disk.f_frsize
-
-
-def create_run(draft: RunInfo) -> tuple[Path, RunInfo]:
-    """Create a directory for the run `draft`, fill in its id, and write run.json; RunError if that fails.
-
-    If the usual place cannot be used (read-only, full, another user's), the run gets a replacement. A sentence in
-    `options["elsewhere"]` says so.
-    """
-    usual = runs_directory()
-    try:
-        _prepare(usual)
-        free = _free_bytes(usual)
-        if free >= ROOM_BYTES:
-            return _make(usual, draft)
-        problem = RunError(f"{usual} has only {free >> 20} MiB left")
-    except RunError as error:
-        problem = error
-    for runs in stand_ins():
-        try:
-            _prepare(runs)
-            if _free_bytes(runs) < ROOM_BYTES:
-                continue
-            text = f"{str(problem).partition(';')[0]}: this run is kept in {runs}"
-            return _make(runs, replace(draft, options={**draft.options, "elsewhere": text}))
-        except RunError:
-            continue
-    # No place has enough space: use what is left in the usual place, or raise its error.
-    _prepare(usual)
-    return _make(usual, replace(draft, options={**draft.options, "elsewhere": str(problem)}))
-
-
-def _make(runs: Path, draft: RunInfo) -> tuple[Path, RunInfo]:
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(draft.started_unix))
-    for _ in range(1000):
-        run_id = f"{stamp}-{draft.name}-{os.urandom(2).hex()}"
-        directory, info = runs / run_id, replace(draft, id=run_id, host=proc.host())
-        try:
-            _make_private(directory)
-            save(directory, info)
-        except FileExistsError:
-            continue
-        except BaseException as error:
-            with contextlib.suppress(OSError):  # leave no empty run behind, even after an interrupt
-                directory.rmdir()
-            if isinstance(error, OSError):
-                raise RunError(f"{directory} cannot be created: {error.strerror}") from None
-            raise
-        return directory, info
-    raise RunError(f"no free name for a run in {runs}")
 
 
 def is_run_directory(directory: Path) -> bool:

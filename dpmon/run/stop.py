@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dpmon.run import proc
-from dpmon.run.condition import YOUNG_S
-from dpmon.run.lock import goes_on_elsewhere, supervised
+from dpmon.run.condition import YOUNG_S, goes_on_elsewhere, supervised
 from dpmon.run.proc import ProcessEntry
 from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info, mark_stop
 from dpmon.run.signalling import find_members, pid_of_unproven_command, send_to_all

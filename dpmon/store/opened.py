@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 
 from dpmon.ring_file import RingError
+from dpmon.run.condition import supervised
 from dpmon.run.files import check_database
-from dpmon.run.lock import supervised
 from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info, ring_paths
 from dpmon.store.drain import Drain
 from dpmon.store.queries import Store

@@ -7,6 +7,7 @@ the command, so the foreground can always learn how it ended, even if the run's 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from dpmon.run import proc
-from dpmon.run.ending import exit_info, unknown_exit
+from dpmon.run.condition import exit_info, unknown_exit
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, save
 from dpmon.run.signalling import command_of, find_members, send, send_to_all, send_to_group
@@ -27,6 +28,22 @@ STALLED_S = 5.0
 """A supervisor that has not recorded the command's end for this long is stopped or stuck."""
 _NOT_STARTED = "the supervisor ended before it started the command"
 _LOST = "the supervisor was killed, and another process had reaped the command"
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that a foreground without a screen passes on to the command; a hang-up only ends the foreground."""
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def become_reaper() -> None:
+    """Make orphans among this process's descendants its children; do nothing on systems without this call."""
+    with contextlib.suppress(OSError, AttributeError, ValueError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def remember_signals(early: list[int]) -> None:
+    """Keep the signals that arrive before the command is started: a quick Ctrl-C must not leave it running."""
+    for number in FORWARDED:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, _: early.append(number))
 
 
 @contextlib.contextmanager

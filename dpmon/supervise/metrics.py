@@ -19,8 +19,8 @@ from dpmon.record.fields import metrics_of
 from dpmon.record.schema import EVALUATION, EXPOSED, HELD, PHASES, QUANTITIES, STEP, WAIT, device_series
 from dpmon.run.destination import remove_parts, replaced
 from dpmon.run.files import read_file
-from dpmon.run.lookup import short_name
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info
+from dpmon.run.runs import short_name
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.store.figures import elapsed
 from dpmon.store.opened import open_store

@@ -16,7 +16,7 @@ from dpmon.run import proc
 from dpmon.run.activities import stages
 from dpmon.run.files import open_file
 from dpmon.run.first_failure import STATUSES
-from dpmon.run.pidfd import open_pidfd, wait_status
+from dpmon.run.proc import open_pidfd, wait_status
 from dpmon.run.signalling import is_named
 
 LOOK_S = 0.2

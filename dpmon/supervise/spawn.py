@@ -1,19 +1,33 @@
-"""Starts the user's command with the arguments, directory, descriptors and signals that it has without dpmon."""
+"""Starts the user's command as it would run without dpmon, watches it, and learns how it ended."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import dpmon
+from dpmon.ring_file import RingError
+from dpmon.run import proc
+from dpmon.run.condition import exit_info, unknown_exit
 from dpmon.run.files import open_file
-from dpmon.run.rundir import RunInfo
+from dpmon.run.notes import uncaught_in
+from dpmon.run.proc import open_pidfd, wait_status
+from dpmon.run.rings import ProcessRing
+from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, ring_paths
+from dpmon.run.signalling import is_named
 from dpmon.run.terminal import Terminal
-from dpmon.supervise.signals import ignored_again
+from dpmon.supervise.start import ignored_again
 
 _SITE = Path(dpmon.__file__).resolve().parent / "tracer" / "site"
+PATIENCE_S = 2.0
+"""Longest wait until another source knows the status: the foreground, whose child the command is, or the kernel."""
+_LOST = "the command's supervisor was killed before the command ended"
 
 
 def environment(info: RunInfo, directory: Path, outer: Mapping[str, str]) -> dict[str, str]:
@@ -72,3 +86,76 @@ def start_command(info: RunInfo, directory: Path, terminal: Terminal | None, out
             os.close(err)
     process.returncode = 0  # nobody waits with it, and without this it would reap the command when it is collected
     return process.pid
+
+
+class WatchedCommand:
+    """The command of a run, which this process or a killed supervisor has started. It is never reaped here."""
+
+    def __init__(self, directory: Path, info: RunInfo, pid: int, started: float | None) -> None:
+        self._directory = directory
+        self.pid = pid
+        self._started = started
+        self._same_boot = info.boot_id == proc.boot_id()
+        self._seen_alive = self._same_boot and proc.is_running(pid, started)
+        self._pidfd = open_pidfd(pid) if self._seen_alive else None
+        # Read the time of the last sign of life before dpmon writes to these files again.
+        self._last_ns = last_sign(directory, info)
+        self._returncode: int | None = None
+
+    def over(self) -> bool:
+        """Whether the command has ended, reaped or not. A later process with the same id does not count."""
+        if self._returncode is None:
+            try:
+                self._returncode = proc.ended_child(self.pid)
+            except ChildProcessError:
+                return not self._same_boot or not proc.is_running(self.pid, self._started)
+        return self._returncode is not None
+
+    def ending(self, info: RunInfo) -> ExitInfo:
+        """How the command ended, from its parent, the kernel, or its own last note; else unknown."""
+        now = time.monotonic_ns()
+        until = time.monotonic() + PATIENCE_S
+        while self._same_boot:
+            if self._returncode is not None:
+                return exit_info(info, self._returncode, "supervisor")
+            if (found := load_exit(self._directory)) is not None:
+                return found
+            status = None if self._pidfd is None else wait_status(self._pidfd)
+            status = proc.status_of_dead(self.pid, self._started) if status is None else status
+            if status is not None:
+                return exit_info(info, os.waitstatus_to_exitcode(status), "supervisor")
+            if not self._seen_alive or time.monotonic() > until:
+                break
+            time.sleep(0.02)
+        if not self._same_boot:
+            return unknown_exit(info, "supervisor", "the machine was restarted", self._last_ns)
+        end = now if self._seen_alive else self._last_ns
+        raised = uncaught_in(self._directory, self.pid)
+        if raised is None:
+            return unknown_exit(info, "supervisor", _LOST, end)
+        how = exit_info(info, -signal.SIGINT if raised == "KeyboardInterrupt" else 1, "tracer")
+        return replace(how, end_ns=end, seconds=(end - info.start_ns) / 1e9)
+
+
+def last_sign(directory: Path, info: RunInfo) -> int:
+    """The last sign of life of the training in the run's own files, on the monotonic clock of that boot (ns)."""
+    end = info.start_ns
+    for name in ("output.log", "stdout.log", "stderr.log"):
+        with contextlib.suppress(OSError):
+            end = max(end, info.start_ns + int(((directory / name).lstat().st_mtime - info.started_unix) * 1e9))
+    for process, path in ring_paths(directory):
+        with contextlib.suppress(RingError, OSError):
+            if process >= 0:
+                with contextlib.closing(ProcessRing(str(path))) as ring:
+                    end = max(end, ring.activity()[1])
+    return end
+
+
+def find_command(directory: Path) -> proc.ProcessEntry | None:
+    """Search for the command of a run. Its killed supervisor may have started it without recording the process."""
+    leaders = (process for pid, process in proc.every_process().items() if process.session == pid and not process.dead)
+    return min(
+        (process for process in leaders if is_named(process.pid, directory)),
+        key=lambda process: process.started,
+        default=None,
+    )

@@ -1,20 +1,23 @@
-"""Starts the supervisor of a run in the background, independent of the caller."""
+"""Starts the supervisor of a run in the background, independent of the caller.
+
+If dpmon was started with SIGCHLD ignored, the kernel reaps children itself, and their status is lost. A handler that
+does nothing makes the kernel keep the status. The command gets the signal ignored again, as it would without dpmon.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import dpmon
-from dpmon.run.condition import command_alive
+from dpmon.run.condition import command_alive, needs_supervisor, take_lock
 from dpmon.run.files import open_file
-from dpmon.run.lock import needs_supervisor, take_lock
 from dpmon.run.rundir import RunError, load_exit, load_info
-from dpmon.supervise.signals import ignored_again
 
 FINISH_S = 10.0
 """Longest wait until the record of a run is complete; some milliseconds per megabyte are usual."""
@@ -100,6 +103,29 @@ def ensure_supervisor(directory: Path) -> Successor:
 
 _started: list[subprocess.Popen[bytes]] = []
 """Supervisors that may outlive this process. Python warns about a running process whose Popen is collected."""
+
+
+_was_ignored = False
+
+
+def keep_statuses() -> None:
+    """Keep the statuses of this process's children from now on; call it in the main thread."""
+    global _was_ignored
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        _was_ignored = True
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+
+def ignored_again() -> Callable[[], None] | None:
+    """A function for a child to call before exec (`preexec_fn`); None if it needs none.
+
+    Only for a process without threads: between fork and exec other threads could hold locks.
+    """
+    return _ignore if _was_ignored else None
+
+
+def _ignore() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
 
 def _is_here(place: str) -> bool:

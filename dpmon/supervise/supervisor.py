@@ -18,23 +18,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpmon.run import proc
-from dpmon.run.condition import YOUNG_S
-from dpmon.run.ending import exit_info, unknown_exit
+from dpmon.run.condition import YOUNG_S, exit_info, needs_supervisor, take_lock, unknown_exit
 from dpmon.run.files import open_file, remove_file
-from dpmon.run.first_failure import failure
-from dpmon.run.lock import needs_supervisor, take_lock
+from dpmon.run.first_failure import OomWatch, failure
 from dpmon.run.notes import WarningsLog
-from dpmon.run.out_of_memory import OomWatch
-from dpmon.run.pidfd import open_pidfd
+from dpmon.run.proc import open_pidfd
 from dpmon.run.rundir import ExitInfo, load_exit, load_info, output_paths, save
 from dpmon.run.terminal import INPUT_FIFO, Terminal
 from dpmon.run.waiting import InputWatch
-from dpmon.supervise.adopt import WatchedCommand, find_command, last_sign
 from dpmon.supervise.process_ends import ProcessEnds
 from dpmon.supervise.room import OutputRoom
-from dpmon.supervise.signals import keep_statuses
-from dpmon.supervise.spawn import start_command
-from dpmon.supervise.start import TAKE_OVER
+from dpmon.supervise.spawn import WatchedCommand, find_command, last_sign, start_command
+from dpmon.supervise.start import TAKE_OVER, keep_statuses
 
 if TYPE_CHECKING:
     from dpmon.gpu.sampler import DeviceSampler

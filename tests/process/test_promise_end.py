@@ -14,7 +14,7 @@ from running import Dpmon, wait_for
 from sizes import reached
 
 from dpmon.run import proc
-from dpmon.run.out_of_memory import OomWatch
+from dpmon.run.first_failure import OomWatch
 from dpmon.run.reader import RunReader
 
 pytestmark = pytest.mark.slow

@@ -22,7 +22,7 @@ from test_run_records import STAYS, WRITER, expected, of_training, tailed
 
 from dpmon.record.wire import pack_event, pack_step
 from dpmon.ring import Ring
-from dpmon.run import ending, proc
+from dpmon.run import condition, proc
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import RunInfo, save
 from dpmon.store.drain import Drain
@@ -178,5 +178,5 @@ def test_promise_16_a_clock_that_is_set_changes_no_duration(monkeypatch: pytest.
     info = RunInfo("id", "n", ("c",), "s", "/", None, time.time(), time.monotonic_ns(), "", False)
     real = time.time()
     for hours in (-1, 1):
-        monkeypatch.setattr(ending.time, "time", lambda hours=hours: real + hours * 3600)
-        assert 0 <= ending.exit_info(info, 0, "x").seconds < 600
+        monkeypatch.setattr(condition.time, "time", lambda hours=hours: real + hours * 3600)
+        assert 0 <= condition.exit_info(info, 0, "x").seconds < 600

@@ -13,8 +13,8 @@ from running import Dpmon
 
 from dpmon.cli.checks import machine
 from dpmon.config import config_path, home
-from dpmon.run.lookup import list_runs
-from dpmon.run.rundir import RunError, runs_directory
+from dpmon.run.rundir import RunError
+from dpmon.run.runs import list_runs, runs_directory
 
 SCRIPT = "import os, sys; print(*sorted(os.listdir('.'))); sys.exit(7)"
 

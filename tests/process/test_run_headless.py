@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from running import Dpmon, wait_for
 
-from dpmon.run.lookup import short_name
 from dpmon.run.rundir import load_info
+from dpmon.run.runs import short_name
 
 # Variables that dpmon adds to the environment of the command (see docs/faq.md).
 OURS = {"PYTHONPATH", "PYTHONUNBUFFERED"}

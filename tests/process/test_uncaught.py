@@ -11,7 +11,7 @@ from running import Dpmon
 from tracing import traced
 
 from dpmon.run.first_failure import STATUSES, failure
-from dpmon.run.uncaught import Uncaught, last_lines
+from dpmon.run.notes import Uncaught, last_lines
 
 pytestmark = pytest.mark.slow
 

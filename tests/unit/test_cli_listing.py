@@ -23,8 +23,8 @@ from dpmon.export import export
 from dpmon.export.records import history
 from dpmon.record.kinds import Step
 from dpmon.report import report_text
-from dpmon.run.lookup import find_run
 from dpmon.run.rundir import RunError
+from dpmon.run.runs import find_run
 from dpmon.store.tables import SCHEMA_VERSION, HistoryError
 from dpmon.store.writer import History
 

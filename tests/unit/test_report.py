@@ -32,8 +32,8 @@ from dpmon.report.story import PARTS
 from dpmon.report.stretches import BINS
 from dpmon.report.text import text_lines
 from dpmon.run.condition import run_state
-from dpmon.run.lookup import short_name
 from dpmon.run.rundir import ExitInfo, load_exit, load_info, mark_stop, save
+from dpmon.run.runs import short_name
 from dpmon.store.answers import MinuteRow
 from dpmon.store.opened import can_be_opened
 from dpmon.store.tables import BEFORE_S

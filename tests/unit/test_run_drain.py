@@ -17,7 +17,8 @@ from synthetic import host_event
 from dpmon.export.records import history, write_jsonl
 from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step
 from dpmon.ring import Ring
-from dpmon.run.rundir import RunInfo, create_run
+from dpmon.run.rundir import RunInfo
+from dpmon.run.runs import create_run
 from dpmon.store import drain as drain_module
 from dpmon.store.drain import RETRY_S, Drain
 from dpmon.store.opened import open_store

@@ -14,9 +14,10 @@ from running import wait_for
 
 from dpmon.cli.launch import _detached
 from dpmon.run import proc
-from dpmon.run.ending import exit_info, unknown_exit
+from dpmon.run.condition import exit_info, unknown_exit
 from dpmon.run.reader import RunReader
-from dpmon.run.rundir import ExitInfo, RunError, RunInfo, create_run, load_exit, save
+from dpmon.run.rundir import ExitInfo, RunError, RunInfo, load_exit, save
+from dpmon.run.runs import create_run
 from dpmon.supervise import guard as guards
 from dpmon.supervise.guard import Guard
 from dpmon.supervise.start import Successor

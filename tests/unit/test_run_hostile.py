@@ -20,7 +20,8 @@ from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step
 from dpmon.report import report_text
 from dpmon.ring import Ring
 from dpmon.run.reader import RunReader
-from dpmon.run.rundir import ExitInfo, RunError, RunInfo, create_run, load_exit, save
+from dpmon.run.rundir import ExitInfo, RunError, RunInfo, load_exit, save
+from dpmon.run.runs import create_run
 from dpmon.store.drain import Drain
 from dpmon.store.opened import can_be_opened
 

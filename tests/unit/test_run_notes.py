@@ -11,8 +11,7 @@ from test_cli_progress import NOW_NS, FakeReader, still
 from dpmon.cli.checks.trial import _warnings
 from dpmon.cli.progress import ProgressLines
 from dpmon.run.activities import newest_stage, stages
-from dpmon.run.notes import Note, WarningsLog, parse_notes
-from dpmon.run.uncaught import every_uncaught
+from dpmon.run.notes import Note, WarningsLog, every_uncaught, parse_notes
 
 __all__ = ["still"]
 DAMAGE = {

@@ -15,7 +15,7 @@ from kept import fill, keep
 from synthetic import Training, host_event
 
 from dpmon.run import proc
-from dpmon.run.ending import exit_info
+from dpmon.run.condition import exit_info
 from dpmon.run.rundir import load_info, save
 from dpmon.store import opened as opened_module
 from dpmon.store.opened import open_store

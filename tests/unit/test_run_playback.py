@@ -10,7 +10,8 @@ from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import State
 from dpmon.record.wire import pack_event, pack_step
 from dpmon.ring import Ring
-from dpmon.run.rundir import ExitInfo, RunInfo, create_run, save
+from dpmon.run.rundir import ExitInfo, RunInfo, save
+from dpmon.run.runs import create_run
 from dpmon.store.drain import Drain
 from dpmon.store.opened import open_store
 from dpmon.store.store_at import StoreAt

@@ -22,9 +22,10 @@ from dpmon.ring import Ring
 from dpmon.run import proc
 from dpmon.run.activities import ProcessActivity, process_activities
 from dpmon.run.reader import PauseState, RunReader
-from dpmon.run.rundir import ExitInfo, RunInfo, create_run, save
+from dpmon.run.rundir import ExitInfo, RunInfo, save
+from dpmon.run.runs import create_run
 from dpmon.span_ring import SpanRing, Word
-from dpmon.supervise.adopt import last_sign
+from dpmon.supervise.spawn import last_sign
 
 START = 1_000_000_000
 

@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 from dpmon.run import proc, retention
-from dpmon.run.ending import exit_info
-from dpmon.run.lock import SILENT_S, take_lock
-from dpmon.run.lookup import list_runs
+from dpmon.run.condition import SILENT_S, exit_info, take_lock
 from dpmon.run.retention import Limits, is_kept, keep, limits, prune_runs, remove
-from dpmon.run.rundir import RunError, RunInfo, create_run, load_info, save
+from dpmon.run.rundir import RunError, RunInfo, load_info, save
+from dpmon.run.runs import create_run, list_runs
 
 
 def a_run(number: int, size: int = 0, pid: int | None = None, started: float | None = None) -> Path:

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from dpmon.run import rundir
-from dpmon.run.lookup import find_run, list_runs, newest_run, short_name
-from dpmon.run.rundir import ExitInfo, RunError, RunInfo, create_run, load_exit, load_info, runs_directory, save
+from dpmon.run import rundir, runs
+from dpmon.run.rundir import ExitInfo, RunError, RunInfo, load_exit, load_info, save
+from dpmon.run.runs import create_run, find_run, list_runs, newest_run, runs_directory, short_name
 
 
 def draft(name: str = "linear", started: float = 1_795_170_672.5) -> RunInfo:
@@ -61,7 +61,7 @@ def test_an_interrupt_at_any_line_leaves_no_directory_without_its_file(state: Pa
 
         def trace(frame: FrameType, event: str, _: object) -> Any:
             nonlocal left
-            if frame.f_code.co_filename != rundir.__file__:
+            if frame.f_code.co_filename not in (rundir.__file__, runs.__file__):
                 return None
             left -= event == "line"
             if event == "line" and left == 0:
@@ -170,7 +170,7 @@ def test_a_linked_run_json_is_refused(state: Path, tmp_path: Path) -> None:
 def test_a_foreign_owner_is_refused(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, _ = create_run(draft())
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    monkeypatch.setattr(rundir, "stand_ins", list)  # files created there would be left behind
+    monkeypatch.setattr(runs, "stand_ins", list)  # files created there would be left behind
     with pytest.raises(RunError, match="another user"):
         load_info(directory)
     with pytest.raises(RunError, match="another user"):

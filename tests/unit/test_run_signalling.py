@@ -15,7 +15,8 @@ from running import wait_for
 
 from dpmon.run import proc, signalling
 from dpmon.run.reader import RunReader
-from dpmon.run.rundir import RunError, RunInfo, create_run, save
+from dpmon.run.rundir import RunError, RunInfo, save
+from dpmon.run.runs import create_run
 from dpmon.run.stop import NOTHING_RUNS, stop_run
 from dpmon.supervise.guard import Guard
 

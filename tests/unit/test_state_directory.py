@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from dpmon.run import rundir
-from dpmon.run.rundir import RunError, RunInfo, create_run, stand_ins
+from dpmon.run import runs
+from dpmon.run.rundir import RunError, RunInfo
+from dpmon.run.runs import create_run, stand_ins
 
 
 def draft() -> RunInfo:
@@ -57,7 +58,7 @@ def test_a_temporary_directory_that_is_not_there_is_not_made(tmp_path: Path, mon
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(rundir, "SHARED_MEMORY", str(tmp_path / "no-memory"))
+    monkeypatch.setattr(runs, "SHARED_MEMORY", str(tmp_path / "no-memory"))
     for name in ("missing", "file", "link", "missing/deeper"):
         monkeypatch.setenv("TMPDIR", str(tmp_path / name))
         assert stand_ins()[0].is_relative_to(tmp_path / name)
@@ -88,7 +89,7 @@ def test_a_directory_of_another_user_is_not_used(tmp_path: Path, monkeypatch: py
     (tmp_path / "theirs").mkdir(mode=0o755)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    monkeypatch.setattr(rundir, "SHARED_MEMORY", str(tmp_path / "no-memory"))
+    monkeypatch.setattr(runs, "SHARED_MEMORY", str(tmp_path / "no-memory"))
     ours = stand_ins()[0].parent
     if trap == "link":
         ours.symlink_to(tmp_path / "theirs")

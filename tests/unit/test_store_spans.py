@@ -26,7 +26,8 @@ from dpmon.record.kinds import Event
 from dpmon.record.payloads import kind_of, step_fields
 from dpmon.record.plainjson import load_event
 from dpmon.record.spans import Flag, Kind
-from dpmon.run.rundir import RunInfo, create_run
+from dpmon.run.rundir import RunInfo
+from dpmon.run.runs import create_run
 from dpmon.span_reader import HOLE_NS
 from dpmon.span_ring import Word
 from dpmon.store import drain as drain_module

@@ -14,7 +14,8 @@ from synthetic import SECOND, Training, host_event
 from dpmon.record.schema import WAIT
 from dpmon.record.wire import pack_event, pack_step, pack_timed, with_extras
 from dpmon.ring import Ring
-from dpmon.run.rundir import RunInfo, create_run
+from dpmon.run.rundir import RunInfo
+from dpmon.run.runs import create_run
 from dpmon.store.drain import COMMIT_S, Drain
 from dpmon.store.opened import open_store
 

@@ -19,7 +19,8 @@ from pathlib import Path
 
 import dpmon
 from dpmon.cli.checks import Check, ok, problem, warning
-from dpmon.run.rundir import RunError, runs_directory, stand_ins
+from dpmon.run.rundir import RunError
+from dpmon.run.runs import runs_directory, stand_ins
 from dpmon.text.quantities import memory
 
 _TESTED_TEXTUAL = "8.2."

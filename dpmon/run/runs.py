@@ -1,0 +1,207 @@
+"""The directory of all runs: creates runs in it, and finds them by their names."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from dpmon.config import home
+from dpmon.run import proc
+from dpmon.run.rundir import ID, INFO_FILE, RunError, RunInfo, check_directory, load_info, save
+
+_IDS_NAMED = 8
+ROOM_BYTES = 24 << 20
+"""Free space that a run needs, in bytes: its rings, and some for the rest."""
+SHARED_MEMORY = "/dev/shm"
+
+
+def runs_directory() -> Path:
+    """The directory of all runs, under the user's state directory; it may not exist. RunError without a home directory.
+
+    The state directory is XDG_STATE_HOME or ~/.local/state. A relative XDG_STATE_HOME is ignored, as the XDG Base
+    Directory Specification asks, because processes with other current directories would resolve it differently.
+    """
+    state = os.environ.get("XDG_STATE_HOME", "")
+    if os.path.isabs(state):
+        return Path(state) / "dpmon" / "runs"
+    at_home = home(os.environ)
+    if at_home is None:
+        raise RunError("there is no home directory for runs; set XDG_STATE_HOME to an absolute path")
+    return at_home / ".local" / "state" / "dpmon" / "runs"
+
+
+def stand_ins() -> list[Path]:
+    """Replacements for `runs_directory` if it cannot store runs: a directory for temporary files, then memory.
+
+    Their names depend on the usual place, so that runs of different state directories do not mix.
+    """
+    mark = f"{zlib.crc32(os.fsencode(runs_directory())):08x}"
+    temporary = os.environ.get("TMPDIR", "")
+    # A process with another current directory, such as the supervisor, would resolve a relative path differently.
+    places = dict.fromkeys([temporary if os.path.isabs(temporary) else "/tmp", SHARED_MEMORY])
+    return [Path(place) / f"dpmon-{os.getuid()}-{mark}" / "runs" for place in places]
+
+
+def _make_private(directory: Path) -> None:
+    """Create a directory of mode 0700, whatever the umask; FileExistsError if the path exists."""
+    directory.mkdir(mode=0o700)
+    if os.lstat(directory).st_mode & 0o777 != 0o700:  # the umask removed permissions of the owner
+        os.chmod(directory, 0o700)
+
+
+def _prepare(runs: Path) -> None:
+    """Create a directory of runs if it is missing, and make it private; RunError if that fails."""
+    try:
+        state_home = runs.parent.parent
+        if runs == runs_directory():
+            # The XDG Base Directory Specification asks for mode 0700, also for missing parent directories.
+            for directory in [place for place in reversed((state_home, *state_home.parents)) if not place.exists()]:
+                with contextlib.suppress(FileExistsError):  # another dpmon made it first
+                    _make_private(directory)
+        elif not state_home.is_dir():
+            raise RunError(f"no run can be kept in {runs}: {state_home} is not a directory; set XDG_STATE_HOME")
+        for directory in (runs.parent, runs):
+            with contextlib.suppress(FileExistsError):
+                _make_private(directory)
+            info = os.stat(directory) if runs == runs_directory() else os.lstat(directory)
+            if info.st_uid != os.getuid() or not stat.S_ISDIR(info.st_mode):
+                raise RunError(f"{directory} belongs to another user; set XDG_STATE_HOME to a directory of yours")
+            if info.st_mode & 0o077:
+                os.chmod(directory, 0o700)
+    except OSError as error:
+        raise RunError(f"no run can be kept in {runs}: {error.strerror}; set XDG_STATE_HOME") from None
+
+
+def _free_bytes(runs: Path) -> int:
+    disk = os.statvfs(runs)
+    return disk.f_bavail * disk.f_frsize
+
+
+def create_run(draft: RunInfo) -> tuple[Path, RunInfo]:
+    """Create a directory for the run `draft`, fill in its id, and write run.json; RunError if that fails.
+
+    If the usual place cannot be used (read-only, full, another user's), the run gets a replacement. A sentence in
+    `options["elsewhere"]` says so.
+    """
+    usual = runs_directory()
+    try:
+        _prepare(usual)
+        free = _free_bytes(usual)
+        if free >= ROOM_BYTES:
+            return _make(usual, draft)
+        problem = RunError(f"{usual} has only {free >> 20} MiB left")
+    except RunError as error:
+        problem = error
+    for runs in stand_ins():
+        try:
+            _prepare(runs)
+            if _free_bytes(runs) < ROOM_BYTES:
+                continue
+            text = f"{str(problem).partition(';')[0]}: this run is kept in {runs}"
+            return _make(runs, replace(draft, options={**draft.options, "elsewhere": text}))
+        except RunError:
+            continue
+    # No place has enough space: use what is left in the usual place, or raise its error.
+    _prepare(usual)
+    return _make(usual, replace(draft, options={**draft.options, "elsewhere": str(problem)}))
+
+
+def _make(runs: Path, draft: RunInfo) -> tuple[Path, RunInfo]:
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(draft.started_unix))
+    for _ in range(1000):
+        run_id = f"{stamp}-{draft.name}-{os.urandom(2).hex()}"
+        directory, info = runs / run_id, replace(draft, id=run_id, host=proc.host())
+        try:
+            _make_private(directory)
+            save(directory, info)
+        except FileExistsError:
+            continue
+        except BaseException as error:
+            with contextlib.suppress(OSError):  # leave no empty run behind, even after an interrupt
+                directory.rmdir()
+            if isinstance(error, OSError):
+                raise RunError(f"{directory} cannot be created: {error.strerror}") from None
+            raise
+        return directory, info
+    raise RunError(f"no free name for a run in {runs}")
+
+
+def list_runs(unreadable: list[str] | None = None) -> list[tuple[Path, RunInfo]]:
+    """All readable runs of this user, oldest first, including those in replacement directories.
+
+    `unreadable`: a list that receives an error for each run with an unreadable run.json.
+    """
+    found = []
+    for runs in (runs_directory(), *stand_ins()):
+        try:
+            if runs != runs_directory():
+                check_directory(runs.parent)
+            names = os.listdir(runs)
+        except (OSError, RunError):
+            continue
+        for name in names:
+            if ID.fullmatch(name):
+                try:
+                    found.append((runs / name, load_info(runs / name)))
+                except RunError as error:
+                    # Without the file the run is just being created, or was just deleted.
+                    if unreadable is not None and os.path.lexists(runs / name / INFO_FILE):
+                        unreadable.append(str(error))
+    return sorted(found, key=lambda run: (run[1].started_unix, run[0].name))
+
+
+def short_name(info: RunInfo) -> str:
+    """The run's display name: its name and the four digits that distinguish it from others of that name."""
+    return f"{info.name}-{info.id[-4:]}"
+
+
+def newest_run(goes_on: Callable[[RunInfo], bool]) -> Path:
+    """The newest live run, else the newest of all; RunError if there is none."""
+    going = [directory for directory, info in reversed(list_runs()) if goes_on(info)]
+    return going[0] if going else find_run()
+
+
+def find_run(what: str = "last", *, only: bool = False, goes_on: Callable[[RunInfo], bool] | None = None) -> Path:
+    """The run named `what`: `last`, an id, a short name, a name (its latest run), or a unique prefix of one.
+
+    RunError if no run or several runs match. `only`: RunError also if several runs have that name. With `goes_on`, a
+    name means its live run; RunError if several are live.
+    """
+    runs = list_runs()
+    if not runs:
+        raise RunError(f"there is no run yet in {runs_directory()}")
+    if what == "last":
+        return runs[-1][0]
+    for meaning in (lambda run: run.id, short_name, lambda run: run.name):
+        same = [(directory, info) for directory, info in runs if meaning(info) == what]
+        if only and len(same) > 1:
+            raise RunError(f"{what!r} could be any of {len(same)} runs: {_listed([info.id for _, info in same])}")
+        going = [run for run in same if goes_on is not None and goes_on(run[1])] if len(same) > 1 else []
+        if len(going) > 1:
+            raise RunError(f"{what!r} matches {len(going)} live runs: {_listed([info.id for _, info in going])}")
+        if same:
+            return (going or same)[-1][0]
+    starts = [run for run in runs if what and _begins(run[1], what, only)]
+    if len(starts) > 1:
+        names = _listed([short_name(info) for _, info in starts])
+        raise RunError(f"{what!r} could be any of {len(starts)} runs: {names}")
+    if not starts:
+        raise RunError(f"there is no run {what!r}; `dpmon ls` lists them")
+    return starts[0][0]
+
+
+def _begins(info: RunInfo, what: str, only: bool) -> bool:
+    """Whether the run's id or short name begins with `what`; with `only`, only the id counts."""
+    return info.id.startswith(what) or (not only and short_name(info).startswith(what))
+
+
+def _listed(ids: list[str]) -> str:
+    """The newest ids, the newest first."""
+    shown = ", ".join(ids[: -_IDS_NAMED - 1 : -1])
+    return shown if len(ids) <= _IDS_NAMED else f"{shown} and {len(ids) - _IDS_NAMED} more (dpmon ls lists them)"

@@ -99,18 +99,20 @@ def run_state(directory: Path, info: RunInfo) -> tuple[str, ExitInfo | None]:
     return "ending" if watched else "lost", None
 
 
+def signal_name(number: int) -> str:
+    """The name of a signal; its number for a real-time signal."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def exit_info(info: RunInfo, returncode: int, by: str, error: str | None = None, *, drained: bool = True) -> ExitInfo:
     """The end of a run that ended just now; `returncode` as in subprocess (negative: the number of a signal)."""
-    name = None
-    if returncode < 0:
-        try:
-            name = signal.Signals(-returncode).name
-        except ValueError:  # a real-time signal
-            name = f"signal {-returncode}"
     end = time.monotonic_ns()
     return ExitInfo(
         status=returncode & 0xFF if returncode >= 0 else 128 - returncode,
-        signal=name,
+        signal=signal_name(-returncode) if returncode < 0 else None,
         ended_unix=time.time(),
         end_ns=end,
         seconds=(end - info.start_ns) / 1e9,

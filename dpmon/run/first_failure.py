@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import signal
 from pathlib import Path
 from typing import NamedTuple
 
 from dpmon.run.activities import ring_activities
+from dpmon.run.condition import signal_name
 from dpmon.run.notes import Note, Uncaught, every_uncaught, read_notes
 from dpmon.run.rundir import RunInfo
 
@@ -45,11 +45,7 @@ class Death(NamedTuple):
         """Rank and status: "rank 1 was ended by SIGABRT"."""
         if self.status >= 0:
             return f"rank {self.rank} exited with status {self.status}"
-        try:
-            name = signal.Signals(-self.status).name
-        except ValueError:  # a real-time signal
-            name = f"signal {-self.status}"
-        return f"rank {self.rank} was ended by {name}"
+        return f"rank {self.rank} was ended by {signal_name(-self.status)}"
 
 
 class FirstFailure(NamedTuple):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import Any
+from typing import NamedTuple
 
 from dpmon.cleaning import clean, json_text
 from dpmon.cli.launch import has_screen, json_lines
@@ -106,11 +106,11 @@ def ls(options: argparse.Namespace) -> int:
         speak(f"not listed: {unreadable[0]}{more}")
     if options.json:
         for run in runs:
-            print(json_text(run))
+            print(json_text(run._asdict()))
         return 0
     rows: list[tuple[str, ...]] = [("NAME", "STATE", "AGE", "TIME", "STEPS", "SAMPLES/S", "EXIT", "COMMAND")]
-    rows += [_row(run) for run in runs]
-    below = [(), *(_below(run) for run in runs)]
+    rows += [run.row() for run in runs]
+    below = [[], *(run.below() for run in runs)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     room = max(get_terminal_size().columns - sum(widths) - 2 * len(widths), _COMMAND_CELLS)
     for row, lines in zip(rows, below, strict=True):
@@ -122,46 +122,72 @@ def ls(options: argparse.Namespace) -> int:
     return 0
 
 
-def _describe(directory: Path, info: RunInfo) -> dict[str, Any]:
-    """One run, in the form of `ls --json`."""
+class _Listed(NamedTuple):
+    """One run, with the members of `ls --json`."""
+
+    id: str
+    name: str
+    state: str
+    kept: bool
+    started_unix: float
+    seconds: float
+    steps: int | None
+    """Steps of the process with the most: steps of ranks are not added up, because ranks step together."""
+    evaluation_steps: int | None
+    samples_per_s: float | None
+    status: int | None
+    signal: str | None
+    unknown: str | None
+    cause: str | None
+    standing: str | None
+    command: list[str]
+    directory: str
+
+    def row(self) -> tuple[str, ...]:
+        """The cells of the list."""
+        evaluations = f" ({self.evaluation_steps} evaluation)" if self.evaluation_steps else ""
+        return (
+            clean(self.name),
+            self.state + (", kept" if self.kept else ""),
+            _age(time.time() - self.started_unix),
+            clock(int(self.seconds * 1e9)),
+            "-" if self.steps is None else f"{self.steps}{evaluations}",
+            compact(self.samples_per_s),
+            "-" if self.status is None else clean(self.signal or self.status),
+            clean(" ".join(self.command)),
+        )
+
+    def below(self) -> list[str]:
+        """The lines below the row: the cause of its end, and where it stalled.
+
+        A launcher that the user stops ends with an exception of its own, which is no fault.
+        """
+        cause = None if self.state == "stopped" else self.cause
+        return [text for text in (cause, self.standing) if text is not None]
+
+
+def _describe(directory: Path, info: RunInfo) -> _Listed:
     state, how = run_state(directory, info)
     if state == "running" and is_paused(directory):
         state = "paused"
-    return {
-        "id": info.id,
-        "name": short_name(info),
-        "state": state,
-        "kept": is_kept(directory),
-        "started_unix": info.started_unix,
-        "seconds": max(time.time() - info.started_unix, 0.0) if how is None else how.seconds,
-        **_steps(directory),
-        **{name: getattr(how, name, None) for name in ("status", "signal", "unknown", "cause")},
-        "standing": describe_stall(directory, info, state, how),
-        "command": [info.script, *_arguments(info)],
-        "directory": str(directory),
-    }
-
-
-def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
-    return (
-        clean(run["name"]),
-        run["state"] + (", kept" if run["kept"] else ""),
-        _age(time.time() - run["started_unix"]),
-        clock(int(run["seconds"] * 1e9)),
-        _steps_text(run),
-        compact(run["samples_per_s"]),
-        "-" if run["status"] is None else clean(run["signal"] or run["status"]),
-        clean(" ".join(run["command"])),
+    # The words after the script, module or launcher.
+    skip = 1 if info.python is None else 3 if info.script.startswith("-m ") else 2
+    return _Listed(
+        info.id,
+        short_name(info),
+        state,
+        is_kept(directory),
+        info.started_unix,
+        max(time.time() - info.started_unix, 0.0) if how is None else how.seconds,
+        *_steps(directory),
+        None if how is None else how.status,
+        None if how is None else how.signal,
+        None if how is None else how.unknown,
+        None if how is None else how.cause,
+        describe_stall(directory, info, state, how),
+        [info.script, *info.command[skip:]],
+        str(directory),
     )
-
-
-def _below(run: Mapping[str, Any]) -> tuple[str, ...]:
-    """The lines below a run's row: the cause of its end, and where it stalled.
-
-    A launcher that the user stops ends with an exception of its own, which is no fault.
-    """
-    cause = None if run["state"] == "stopped" else run["cause"]
-    return tuple(text for text in (cause, run["standing"]) if text is not None)
 
 
 def keep(options: argparse.Namespace) -> int:
@@ -184,41 +210,19 @@ def rm(options: argparse.Namespace) -> int:
     return 0
 
 
-def _arguments(info: RunInfo) -> tuple[str, ...]:
-    """The words after the script, module or launcher."""
-    skip = 1 if info.python is None else 3 if info.script.startswith("-m ") else 2
-    return info.command[skip:]
-
-
-def _steps(directory: Path) -> dict[str, float | None]:
-    """The number of steps of the process with the most steps, of evaluation steps among them, and the run's samples/s.
-
-    Steps of several processes are not added up, because ranks step together. None if the record has no rings, or
-    cannot be read.
-    """
+def _steps(directory: Path) -> tuple[int | None, int | None, float | None]:
+    """Steps, evaluation steps and samples/s; None if the record has no rings, or cannot be read."""
     from dpmon.store.opened import open_store  # imported here because it loads sqlite
     from dpmon.store.tables import HistoryError
     from dpmon.store.window import Window
 
-    found: dict[str, float | None] = dict.fromkeys(("steps", "evaluation_steps", "samples_per_s"))
-    try:
-        with open_store(directory) as store:
-            most = max(store.rings.values(), key=lambda row: row.steps, default=None)
-            if most is not None:
-                window = Window(store)
-                rate = window.mean()
-                found |= {"steps": most.steps, "evaluation_steps": window.evaluation_steps(most.process)}
-                found["samples_per_s"] = None if rate is None else rate.samples_per_s
-    except (HistoryError, RunError):
-        pass
-    return found
-
-
-def _steps_text(run: Mapping[str, Any]) -> str:
-    evaluations = run["evaluation_steps"]
-    if run["steps"] is None:
-        return "-"
-    return f"{run['steps']}{f' ({evaluations} evaluation)' if evaluations else ''}"
+    with suppress(HistoryError, RunError), open_store(directory) as store:
+        most = max(store.rings.values(), key=lambda row: row.steps, default=None)
+        if most is not None:
+            window = Window(store)
+            rate = window.mean()
+            return most.steps, window.evaluation_steps(most.process), None if rate is None else rate.samples_per_s
+    return None, None, None
 
 
 def _age(seconds: float) -> str:

@@ -13,7 +13,7 @@ from dpmon.cleaning import clean
 from dpmon.cli.checks import OK, PROBLEM, STATES, Check
 from dpmon.cli.checks.machine import installed, limits, logout, state_directory, terminal
 from dpmon.cli.checks.trial import trial
-from dpmon.text.ascii import in_stream
+from dpmon.text.ascii import has_colours, in_stream
 
 WIDTH = 80
 _NAME = 13
@@ -31,7 +31,8 @@ def doctor(options: argparse.Namespace) -> int:
         found = []
         for check in _checks(options.python):
             found.append(check)
-            print(in_stream("\n".join(_lines(check, coloured=_coloured())), sys.stdout), flush=True)
+            lines = _lines(check, coloured=has_colours(sys.stdout, os.environ))
+            print(in_stream("\n".join(lines), sys.stdout), flush=True)
         print(_counts(found))
     return int(any(check.state == PROBLEM for check in found))
 
@@ -44,10 +45,6 @@ def _checks(python: str | None) -> Iterator[Check]:
     yield from state_directory()
     yield from limits()
     yield from logout()
-
-
-def _coloured() -> bool:
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def _lines(check: Check, *, coloured: bool) -> list[str]:

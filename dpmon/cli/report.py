@@ -7,12 +7,16 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dpmon.cleaning import json_text
 from dpmon.run.destination import opened, stdout
 from dpmon.run.rundir import RunError, load_info
 from dpmon.run.runs import find_run, short_name
-from dpmon.text.ascii import in_stream
+from dpmon.text.ascii import has_colours, in_stream
+
+if TYPE_CHECKING:
+    from dpmon.report.document import Document
 
 WIDTH_NO_TERMINAL = 80
 WIDEST = 120
@@ -20,12 +24,20 @@ WIDEST = 120
 
 def report(options: argparse.Namespace) -> int:
     """Print the report, or write it to the chosen file."""
+    from dpmon.report.asjson import as_object
+    from dpmon.report.collect import collect
+    from dpmon.report.page import page
+    from dpmon.report.sections import document
+
     directory, output = find_run(options.run), options.output
+    story = collect(directory)
     if options.html:
-        text = _page(directory)
+        text = page(document(story))
         output = output or f"{short_name(load_info(directory))}.html"
+    elif options.json:
+        text = json_text(as_object(story), indent=1) + "\n"
     else:
-        text = _json(directory) if options.json else _text(directory, output)
+        text = _text(document(story), on_terminal=output is None and sys.stdout.isatty())
     if output in (None, "-"):
         with stdout() as out:
             out.write(text)
@@ -41,28 +53,12 @@ def report(options: argparse.Namespace) -> int:
     return 0
 
 
-def _json(directory: Path) -> str:
-    from dpmon.report.asjson import as_object
-    from dpmon.report.collect import collect
+def _text(made: Document, *, on_terminal: bool) -> str:
+    from dpmon.report.text import text_lines
 
-    return json_text(as_object(collect(directory)), indent=1) + "\n"
-
-
-def _text(directory: Path, output: str | None) -> str:
-    from dpmon.report import report_text
-
-    terminal = output is None and sys.stdout.isatty()
-    width = min(shutil.get_terminal_size((WIDTH_NO_TERMINAL, 24)).columns, WIDEST) if terminal else WIDTH_NO_TERMINAL
-    lines = report_text(directory, width)
-    if terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb":
+    if not on_terminal:
+        return "\n".join(text_lines(made, WIDTH_NO_TERMINAL)) + "\n"
+    lines = text_lines(made, min(shutil.get_terminal_size((WIDTH_NO_TERMINAL, 24)).columns, WIDEST))
+    if has_colours(sys.stdout, os.environ):
         lines = [f"\x1b[1m{line}\x1b[0m" if line and not line.startswith(" ") else line for line in lines]
-    text = "\n".join(lines) + "\n"
-    return in_stream(text, sys.stdout) if terminal else text
-
-
-def _page(directory: Path) -> str:
-    from dpmon.report.collect import collect
-    from dpmon.report.page import page
-    from dpmon.report.sections import document
-
-    return page(document(collect(directory)))
+    return in_stream("\n".join(lines) + "\n", sys.stdout)

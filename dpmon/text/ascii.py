@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import unicodedata
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TextIO
 
 _SIGNS = {
     "–": "-",
@@ -43,6 +43,11 @@ def needs_ascii(environ: Mapping[str, str], encoding: str | None) -> bool:
     """Whether a terminal shows only ASCII, judged by its environment and the encoding of the output stream."""
     utf8 = (encoding or "").lower().replace("-", "").replace("_", "") == "utf8"
     return not utf8 or environ.get("TERM", "").startswith(("linux", "vt1", "vt2", "dumb"))
+
+
+def has_colours(stream: TextIO, environ: Mapping[str, str]) -> bool:
+    """Whether a stream is a terminal that may show colours."""
+    return stream.isatty() and not environ.get("NO_COLOR") and environ.get("TERM", "dumb") != "dumb"
 
 
 def ascii_for(char: str) -> str:

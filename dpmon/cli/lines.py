@@ -179,8 +179,8 @@ def _progress(focus: Process | None, state: State, now_ns: int) -> tuple[dict[st
         absent.update(dict.fromkeys(_RATES, fast.reason))
     elif fast.samples_per_s is None:
         absent.update(dict.fromkeys(_RATES[1::2], "the steps have no sample count"))
-    summary = focus.ranged
-    found = summary.figures if summary.mode == focus.mode and not summary.evaluation else None
+    ranged = focus.ranged
+    found = ranged if ranged.steps and ranged.mode == focus.mode and not ranged.evaluation else None
     if found is None:
         absent.update(dict.fromkeys(_FIGURES, "no step in this mode yet"))
     elif not any(phase.device_count for phase in found.phases):

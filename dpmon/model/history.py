@@ -1,14 +1,16 @@
-"""The steps of a process over time: columns of equal duration, as the screen draws them. Pure."""
+"""The steps of a process over time: columns of equal duration on the screen, stretches in a report. Pure."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.members import SECOND
 from dpmon.model.process import Column, Process
-from dpmon.record.schema import EVALUATION, PHASES, REST, STEP
+from dpmon.record.schema import EVALUATION, PHASES, REST, STEP, STEP_PHASES
+from dpmon.record.wire import CALL_PHASES
 from dpmon.store.figures import trains
 from dpmon.store.tally import WIDTHS, Tally
 
@@ -66,14 +68,42 @@ class Columns:
 
 
 def _added(store: Store, process: int, begin_s: int, end_s: int, width: int, trained: Collection[str]) -> list[Column]:
-    widest = max(stored for stored in WIDTHS if width % stored == 0)
-    found: dict[tuple[int, str, bool], Column] = {}
-    for start, _, key, tally in store.tally_rows(begin_s, end_s, process=process, sketches=False, widest=widest):
+    found = _sums(store, process, begin_s, end_s, width, trained)
+    return [_column(*place, found[place].tally) for place in sorted(found)]
+
+
+@dataclass(slots=True)
+class _Sum:
+    """Steps of one mode that ended in one stretch of time. `end_s`: the end of their tallies."""
+
+    tally: Tally = field(default_factory=Tally)
+    end_s: int = 0
+
+
+def _sums(
+    store: Store,
+    process: int,
+    begin_s: int,
+    end_s: int,
+    width: int,
+    trained: Collection[str],
+    finest: int = 1,
+) -> dict[tuple[int, str, bool], _Sum]:
+    """The steps of a process by stretch of `width` seconds: start, mode, and whether they are evaluations."""
+    found: dict[tuple[int, str, bool], _Sum] = {}
+    rows = store.tally_rows(begin_s, end_s, process=process, sketches=False, finest=finest, widest=_widest(width))
+    for start, wide, key, tally in rows:
         if start >= begin_s and tally.steps:
             place = start // width * width, key.mode, bool(key.kind & EVALUATION) and key.mode in trained
-            column = _column(*place, tally)
-            found[place] = _both(found[place], column) if place in found else column
-    return [found[place] for place in sorted(found)]
+            one = found.setdefault(place, _Sum())
+            one.tally.merge(tally)
+            one.end_s = max(one.end_s, start + wide)
+    return found
+
+
+def _widest(width: int) -> int:
+    """The widest stored tallies that fit into stretches of `width` seconds."""
+    return max(stored for stored in WIDTHS if width % stored == 0)
 
 
 def _column(second: int, mode: str, evaluation: bool, tally: Tally) -> Column:
@@ -189,3 +219,97 @@ def _of_slot(modes: Mapping[str, Column], before: str) -> Column:
     """The column of a slot: preferably of another mode than the one before."""
     others = sorted((column for mode, column in modes.items() if mode != before), key=lambda column: column.begin_ns)
     return others[0] if others else modes[before]
+
+
+# ------------------------------------------------------------------------------------------------ of a whole run
+
+BINS = 400
+"""About the most stretches of a run."""
+_SECONDS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600)
+"""Widths that are easy to read. Longer runs use whole hours."""
+PARTS = (*(name for name in STEP_PHASES if name != "forward"), *CALL_PHASES, "forward")
+"""The parts of a step's time; here `forward` is the part outside the phases of its calls."""
+
+
+class Bin(NamedTuple):
+    """The steps of one mode that ended within one stretch of time."""
+
+    start_ns: int
+    """Start of the stretch; earlier if a step that ended in it was already running and no other step ended."""
+    end_ns: int
+    mode: str
+    steps: int
+    wall_ns: int
+    longest_ns: int
+    samples: int | None
+    """None if a step has no sample count."""
+    parts: tuple[int, ...]
+    """Time in each of PARTS, ns."""
+    evaluation: bool = False
+    """Whether they are evaluations: neither backward pass nor optimizer, in a mode that otherwise trains."""
+    elapsed_ns: int = 0
+    """Time (ns) within steps of this kind and between steps, in this stretch."""
+
+
+def stretches(
+    store: Store, first_ns: int, last_ns: int, median_ns: float, shown: Mapping[tuple[str, bool], int]
+) -> tuple[int, tuple[Bin, ...]]:
+    """The width in ns and the stretches with steps, in order.
+
+    `shown`: by (mode, evaluation), the process with the steps that the stretches cover. `median_ns`: the
+    median step, which is the least width of a stretch. A stretch begins earlier if a step of its kind was already
+    running and no other one ended. All other time without steps is a gap.
+    """
+    seconds = _width(max(last_ns - first_ns, 0) / SECOND, median_ns / SECOND)
+    trained, end_s = trains(store.kinds()), (last_ns // SECOND // seconds + 1) * seconds
+    found = []
+    for process in sorted(set(shown.values())):
+        sums = _sums(store, process, 0, end_s, seconds, trained, _widest(seconds))
+        within, between = _spent(store, process, end_s, seconds, trained)
+        for (start, mode, evaluation), one in sums.items():
+            if shown.get((mode, evaluation)) != process:
+                continue
+            begin, elapsed = start, within[start, mode, evaluation] + between[start, mode, evaluation]
+            while (before := (begin - seconds, mode, evaluation)) not in sums and within[before] > 0:
+                begin -= seconds
+                elapsed += within[before]
+            begin = max(begin, first_ns // SECOND)  # a wide tally in place of deleted ones may begin earlier
+            found.append(_bin(begin, max(start + seconds, one.end_s), mode, evaluation, one.tally, elapsed))
+    return seconds * SECOND, tuple(sorted(found, key=lambda one: (one.end_ns, one.mode, one.evaluation)))
+
+
+def _width(span_s: float, step_s: float) -> int:
+    least = max(span_s / BINS, min(step_s, span_s))
+    hours = -(-least // 3600)
+    return next((seconds for seconds in _SECONDS if seconds >= least), int(hours) * 3600)
+
+
+def _spent(
+    store: Store, process: int, end_s: int, seconds: int, trained: Collection[str]
+) -> tuple[Counter[tuple[int, str, bool]], Counter[tuple[int, str, bool]]]:
+    """The time (ns) of a process within steps, and between them, by stretch as in `_sums`."""
+    within: Counter[tuple[int, str, bool]] = Counter()
+    between: Counter[tuple[int, str, bool]] = Counter()
+    width = _widest(seconds)
+    for row in store.time_rows(0, end_s, finest=width, widest=width, process=process):
+        start = row.start_s // seconds * seconds
+        within[start, row.mode, False] += max(row.spent["training"], 0)
+        between[start, row.mode, False] += max(row.spent["between"], 0)
+        within[start, row.mode, row.mode in trained] += max(row.spent["evaluation"], 0)
+    return within, between
+
+
+def _bin(start_s: int, end_s: int, mode: str, evaluation: bool, tally: Tally, elapsed_ns: int) -> Bin:
+    samples = tally.sum("samples")
+    return Bin(
+        start_ns=start_s * SECOND,
+        end_ns=end_s * SECOND,
+        mode=mode,
+        steps=tally.steps,
+        wall_ns=tally.stat(STEP).total,
+        longest_ns=tally.high_ns or 0,
+        samples=samples.total if samples.count == tally.steps else None,
+        parts=tuple(tally.stat(REST if name == "forward" else name).total for name in PARTS),
+        evaluation=evaluation,
+        elapsed_ns=elapsed_ns,
+    )

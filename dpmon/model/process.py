@@ -16,15 +16,16 @@ from dpmon.model.uneven import Uneven
 from dpmon.rates import Rate
 from dpmon.record.kinds import Call, Step
 from dpmon.record.schema import PHASES as SCHEMA
-from dpmon.store.figures import Figures, PhaseFigures
+from dpmon.store.figures import Figures, figures
+from dpmon.store.tally import Tally
 
 if TYPE_CHECKING:
     from dpmon.store.store_at import StoreAt
 
 PHASES = tuple(phase.shown for phase in SCHEMA)
 """Shown phases of a step: `forward` is the part outside the phases of its calls."""
-NO_STEPS = tuple(PhaseFigures(name, 0, None, None, None, None) for name in PHASES)
-"""The figures of phases that did not run."""
+NO_STEPS = figures("", False, Tally(), None)
+"""The figures of a time range without steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,52 +44,6 @@ class Column:
     """Sums in the order of PHASES."""
     evaluation: bool = False
     """Whether its steps are evaluations, in a mode that also trains."""
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """The steps of one mode in a time range; `figures` is None without steps."""
-
-    figures: Figures | None = None
-    phases: tuple[PhaseFigures, ...] = NO_STEPS
-    """As shown: `forward` is the part outside the phases of the calls."""
-    uneven: Uneven | None = None
-    """How uneven the steps are, if the median does not represent their speed."""
-
-    @property
-    def steps(self) -> int:
-        """Number of steps."""
-        return self.figures.steps if self.figures is not None else 0
-
-    @property
-    def mode(self) -> str:
-        """The mode of the steps; "" without steps."""
-        return self.figures.mode if self.figures is not None else ""
-
-    @property
-    def evaluation(self) -> bool:
-        """Whether these are the evaluation steps of a mode that also trains."""
-        return self.figures is not None and self.figures.evaluation
-
-    @property
-    def median_ns(self) -> float | None:
-        """The median step."""
-        return self.figures.median_ns if self.figures is not None else None
-
-    @property
-    def p95_ns(self) -> float | None:
-        """The 95th percentile of the steps."""
-        return self.figures.p95_ns if self.figures is not None else None
-
-    @property
-    def mean_ns(self) -> float | None:
-        """The mean step."""
-        return self.figures.mean_ns if self.figures is not None else None
-
-    @property
-    def rate(self) -> Rate | None:
-        """Steps and samples per elapsed time."""
-        return self.figures.rate if self.figures is not None else None
 
 
 class ModeTrack(NamedTuple):
@@ -199,9 +154,11 @@ class Process:
     """The history in the time range, oldest first."""
     column_s: int = 1
     """Seconds per column."""
-    ranged: Summary = field(default_factory=Summary)
+    ranged: Figures = NO_STEPS
     """The steps of the current mode in the time range; of the last step's mode if there are none."""
-    whole: Summary = field(default_factory=Summary)
+    uneven: Uneven | None = None
+    """How uneven these steps are, if the median does not represent their speed."""
+    whole: Figures = NO_STEPS
     """The steps of the whole run, once it is over."""
     mean: Rate | None = None
     """The rate in all modes, once the run is over; of all processes together if it is one of several ranks."""

@@ -20,13 +20,13 @@ from dpmon.model.inputs import INPUT, waited_ns
 from dpmon.model.members import SECOND
 from dpmon.model.memory import HOST
 from dpmon.model.pace import WINDOW_S, Paces, Trained, rate_together, recent, recent_of_steps
-from dpmon.model.process import ModeTrack, Process, ProcessFacts, Recent, Summary, figures_end_s
+from dpmon.model.process import NO_STEPS, ModeTrack, Process, ProcessFacts, Recent, figures_end_s
 from dpmon.model.rank_snapshot import rank_figures, together
 from dpmon.model.state import State, Wanted
-from dpmon.model.uneven import uneven_steps
+from dpmon.model.uneven import Uneven, uneven_steps
 from dpmon.record.schema import STEP
 from dpmon.record.wire import RANK_MODES
-from dpmon.store.figures import trains
+from dpmon.store.figures import Figures, trains
 from dpmon.store.window import Window
 
 if TYPE_CHECKING:
@@ -119,9 +119,11 @@ class Snapshots:
         width = width_of_columns(wanted.span_s, length_s)
         shown_s = min(2 * wanted.span_s, COLUMNS) if wanted.span_s else length_s + width
         found = _called(rows, process, ranged, step.mode)
+        figures = _figures(ranged, process.process, mode)
         found = replace(
             found,
-            ranged=_summary(rows, ranged, process.process, mode, waits),
+            ranged=figures,
+            uneven=_uneven(rows, figures, process.process, waits),
             recent=_recent(rows, self._paces, process, others, end_s),
             columns=self._columns.read(rows.store, process.process, max(end_s - shown_s, 0), end_s, width),
             column_s=width,
@@ -130,7 +132,7 @@ class Snapshots:
         if wanted.over:
             found = replace(
                 found,
-                whole=_summary(rows, whole, process.process, mode, waits),
+                whole=_figures(whole, process.process, mode),
                 mean=(whole if process.rank is None else _of_run(rows)).mean(),
             )
         if not any(via in RANK_MODES for _, via in found.calls):
@@ -273,21 +275,24 @@ def _with_devices(process: Process) -> Process:
 # ------------------------------------------------------------------------------------------------ figures
 
 
-def _summary(rows: StoreAt, window: Window, process: int, mode: str, waits: Sequence[tuple[int, int]]) -> Summary:
+def _figures(window: Window, process: int, mode: str) -> Figures:
     """The figures of a mode's training steps; of its evaluation steps if there are no others in this time."""
     found = window.figures(mode, process=process)
     if not found.steps and window.trained(mode):
         found = window.figures(mode, True, process)
-    if not found.steps:
-        return Summary()
-    uneven = uneven_steps(found.tally, (), waits)
-    if uneven is not None:
-        uneven = uneven_steps(found.tally, rows.longest(process, mode, _LONG_READ), waits)
+    return found if found.steps else NO_STEPS
+
+
+def _uneven(rows: StoreAt, figures: Figures, process: int, waits: Sequence[tuple[int, int]]) -> Uneven | None:
+    """How uneven the steps of these figures are."""
+    tally = figures.tally
+    if uneven_steps(tally, (), waits) is None:
+        return None
+    uneven = uneven_steps(tally, rows.longest(process, figures.mode, _LONG_READ), waits)
     if uneven is not None and uneven.phase == INPUT:  # the time of these steps is then the time of the waits
-        tally = found.tally
         waited = waited_ns(waits, tally.first_ns or 0, tally.last_ns or 0)
-        uneven = uneven._replace(time=min(waited / max(tally.stat(STEP).total, 1), 1.0))
-    return Summary(found, found.parts, uneven)
+        return uneven._replace(time=min(waited / max(tally.stat(STEP).total, 1), 1.0))
+    return uneven
 
 
 def _recent(rows: StoreAt, paces: Paces, process: Process, others: Sequence[Process], end_s: int) -> Recent:

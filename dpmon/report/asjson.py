@@ -7,9 +7,10 @@ from typing import Any
 
 from dpmon.model.communication_fields import communication_fields, rank_fields
 from dpmon.model.evidence import DeviceFacts, Evidence, HostFacts, ModeFacts
+from dpmon.model.history import PARTS, Bin
 from dpmon.model.verdict import sentence
 from dpmon.rates import as_fields
-from dpmon.report.story import PARTS, Bin, Story
+from dpmon.report.story import Story
 from dpmon.store.figures import counted_as_fields
 
 _GAPS = 100

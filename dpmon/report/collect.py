@@ -8,9 +8,9 @@ from pathlib import Path
 
 from dpmon.model.active_processes import ended_of
 from dpmon.model.findings import findings
+from dpmon.model.history import stretches
 from dpmon.model.run_facts import RunFacts
 from dpmon.report.story import Story
-from dpmon.report.stretches import stretches
 from dpmon.run.activities import describe_stall, why_nothing
 from dpmon.run.condition import run_state
 from dpmon.run.files import read_tail

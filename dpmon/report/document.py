@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from dpmon.model.finding import Finding
-from dpmon.report.story import Bin
+from dpmon.model.history import Bin
 
 
 class Paragraph(NamedTuple):

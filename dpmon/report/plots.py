@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
+from dpmon.model.history import PARTS, Bin
 from dpmon.record.schema import PHASES
 from dpmon.report import sentences
 from dpmon.report.document import Plot, Values
-from dpmon.report.story import PARTS, Bin, Story
+from dpmon.report.story import Story
 from dpmon.text.palettes import LIGHT
 
 # The colours of the screen's light theme, because the page has a light background.

@@ -4,42 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from dpmon.model.devices import DevicePoint
 from dpmon.model.evidence import DeviceFacts, Evidence, ModeFacts
 from dpmon.model.findings import Finding
+from dpmon.model.history import Bin
 from dpmon.model.layouts import ReplicaSizes, StageSizes
 from dpmon.model.pauses import Paused, PauseTotals
 from dpmon.model.process import ProcessFacts
 from dpmon.model.run_facts import RankLine
 from dpmon.model.state import ModeChange
-from dpmon.record.schema import STEP_PHASES
-from dpmon.record.wire import CALL_PHASES
 from dpmon.run.rundir import ExitInfo, RunInfo
-
-PARTS = (*(name for name in STEP_PHASES if name != "forward"), *CALL_PHASES, "forward")
-"""The parts of a step's time; here `forward` is the part outside the phases of its calls."""
-
-
-class Bin(NamedTuple):
-    """The steps of one mode that ended within one stretch of time."""
-
-    start_ns: int
-    """Start of the stretch; earlier if a step that ended in it was already running and no other step ended."""
-    end_ns: int
-    mode: str
-    steps: int
-    wall_ns: int
-    longest_ns: int
-    samples: int | None
-    """None if a step has no sample count."""
-    parts: tuple[int, ...]
-    """Time in each of PARTS, ns."""
-    evaluation: bool = False
-    """Whether they are evaluations: neither backward pass nor optimizer, in a mode that otherwise trains."""
-    elapsed_ns: int = 0
-    """Time (ns) within steps of this kind and between steps, in this stretch."""
 
 
 @dataclass

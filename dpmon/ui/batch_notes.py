@@ -8,13 +8,13 @@ from dpmon.cleaning import clean
 from dpmon.model.inputs import INPUT, WAITING_TEXT
 from dpmon.model.numbers import group, percent
 from dpmon.model.phase_notes import host_waits, partly_timed
-from dpmon.model.process import PHASES, Process, Summary
+from dpmon.model.process import PHASES, Process
 from dpmon.model.ranks import distributed
 from dpmon.model.step_timeline import StepTimeline
 from dpmon.record.kinds import Call
 from dpmon.record.schema import phase_shown
 from dpmon.record.step_spans import MAX_SPANS
-from dpmon.store.figures import PhaseFigures
+from dpmon.store.figures import Figures, PhaseFigures
 from dpmon.text.cells import wrapped
 from dpmon.text.quantities import rate_words
 from dpmon.ui.look import Look
@@ -23,15 +23,15 @@ from dpmon.ui.scene import Scene
 
 
 def notes(
-    scene: Scene, process: Process, numbers: Summary, timeline: StepTimeline | None, width: int, most: int, look: Look
+    scene: Scene, process: Process, numbers: Figures, timeline: StepTimeline | None, width: int, most: int, look: Look
 ) -> list[Row]:
     """At most `most` rows of notes on the figures and the last step."""
     said = [
         *_between(numbers),
-        *unevenness(numbers),
-        *host_waits(numbers.phases),
-        *partly_timed(numbers.phases),
-        *missing(process, numbers.phases),
+        *unevenness(process),
+        *host_waits(numbers.parts),
+        *partly_timed(numbers.parts),
+        *missing(process, numbers.parts),
         *(_not_drawn(timeline) if timeline is not None else ()),
     ]
     if not said or not most:
@@ -40,7 +40,7 @@ def notes(
     return [[(line, "dim")] for line in wrapped(text, width, most, look.glyphs.more)]
 
 
-def _between(numbers: Summary) -> list[str]:
+def _between(numbers: Figures) -> list[str]:
     """The share of training time between steps, if it is large enough to matter."""
     rate = numbers.rate
     if rate is None or not rate.apart or rate.steps_within <= rate.steps_per_s:
@@ -48,9 +48,9 @@ def _between(numbers: Summary) -> list[str]:
     return [f"{percent(1 - rate.steps_per_s / rate.steps_within)} of the time is between steps: {rate_words(rate)}"]
 
 
-def unevenness(numbers: Summary) -> list[str]:
+def unevenness(process: Process) -> list[str]:
     """A note that a few steps take most of the time, with the phase that makes them longer; empty for even steps."""
-    found = numbers.uneven
+    found = process.uneven
     if found is None:
         return []
     if found.phase == INPUT:

@@ -7,12 +7,12 @@ from itertools import groupby
 
 from dpmon.model.history import Picture, pictured
 from dpmon.model.numbers import duration, group, percent
-from dpmon.model.process import Process, Summary
+from dpmon.model.process import NO_STEPS, Process
 from dpmon.model.ranks import distributed, training
 from dpmon.model.step_timeline import last_step_timeline
 from dpmon.record.schema import phase_shown
 from dpmon.record.wire import RANK_MODES
-from dpmon.store.figures import PhaseFigures
+from dpmon.store.figures import Figures, PhaseFigures
 from dpmon.text.cells import cut, right
 from dpmon.text.quantities import clock, quantity_words, span_words
 from dpmon.ui.batch_notes import notes, usual
@@ -41,13 +41,13 @@ def wanted_rows(scene: Scene) -> int:
     return 4 + 5 + 1 + bool(timeline.buckets) + sampled + min(max(len(timeline.lanes), ranks), 8)
 
 
-def figures(scene: Scene) -> Summary:
+def figures(scene: Scene) -> Figures:
     """Figures of the current mode in the time range; of the previous mode until the current one has a step there."""
     process = scene.process
-    return Summary() if process is None else process.ranged
+    return NO_STEPS if process is None else process.ranged
 
 
-def title(scene: Scene, look: Look, numbers: Summary, width: int) -> tuple[Row, Row]:
+def title(scene: Scene, look: Look, numbers: Figures, width: int) -> tuple[Row, Row]:
     """The panel's title with the time range, and the main numbers of that range, for a frame of `width` cells.
 
     In a narrow frame the last numbers give way to the mode or rank, then the time range does.
@@ -79,7 +79,7 @@ def title(scene: Scene, look: Look, numbers: Summary, width: int) -> tuple[Row, 
     return [*head, (dot + span, "dim")] if width_of(corner) + width_of([(dot + span, "")]) <= room else head, corner
 
 
-def batch(scene: Scene, width: int, height: int, look: Look, numbers: Summary) -> list[Row]:
+def batch(scene: Scene, width: int, height: int, look: Look, numbers: Figures) -> list[Row]:
     """The panel's rows, inside its frame: figures, history, the last step, and notes at the end."""
     process = scene.process
     if process is None or not numbers.steps:
@@ -91,10 +91,10 @@ def batch(scene: Scene, width: int, height: int, look: Look, numbers: Summary) -
     height -= len(said)
     columns = _with_column(process, numbers)
     table = _table(columns, numbers, width, look, with_median=height >= 3, with_tail=height >= _TALL - 1)
-    if any(phase.device_count for phase in numbers.phases) and height >= 6 and _widths(width, 0)[0]:
+    if any(phase.device_count for phase in numbers.parts) and height >= 6 and _widths(width, 0)[0]:
         table.insert(3, _devices(columns, width))
-    if numbers.figures is not None and numbers.figures.counted and height >= _TALL:
-        texts = (quantity_words(*each, numbers.steps) for each in numbers.figures.counted)
+    if numbers.counted and height >= _TALL:
+        texts = (quantity_words(*each, numbers.steps) for each in numbers.counted)
         table.append([(cut(f" {look.glyphs.middot} ".join(texts), width, look.glyphs.more), "")])
     if scene.view.zoom == "batch":
         table.append(_step_count(numbers, width, look))
@@ -124,7 +124,7 @@ def _others(scene: Scene) -> list[Process]:
     ]
 
 
-def _step_count(numbers: Summary, width: int, look: Look) -> Row:
+def _step_count(numbers: Figures, width: int, look: Look) -> Row:
     """The number of steps behind the figures."""
     text = f"{group(numbers.steps)} steps"
     if not look.colour or look.glyphs.ascii:
@@ -147,13 +147,13 @@ def _name(phase: str, room: int, look: Look, *, rest: bool) -> Row:
     return [*([(text[:at], "")] if at else []), (letter, f"chip.{phase}"), (text[at + 1 :], "")]
 
 
-def _with_column(process: Process, numbers: Summary) -> list[PhaseFigures]:
+def _with_column(process: Process, numbers: Figures) -> list[PhaseFigures]:
     """The phases with a column: every phase that ran, and the usual phases of this kind of training."""
-    return [phase for phase in numbers.phases if phase.ran or usual(process, phase.name)]
+    return [phase for phase in numbers.parts if phase.ran or usual(process, phase.name)]
 
 
 def _table(
-    columns: Sequence[PhaseFigures], numbers: Summary, width: int, look: Look, *, with_median: bool, with_tail: bool
+    columns: Sequence[PhaseFigures], numbers: Figures, width: int, look: Look, *, with_median: bool, with_tail: bool
 ) -> list[Row]:
     label, cell = _widths(width, len(columns))
     whole = _has_step(width, len(columns))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dpmon.cleaning import clean
 from dpmon.model.numbers import duration, group
 from dpmon.model.pace import Speed, speed
-from dpmon.model.process import Summary
+from dpmon.model.process import NO_STEPS
 from dpmon.model.ranks import world
 from dpmon.model.stragglers import in_short
 from dpmon.text.cells import cut, right, span_width
@@ -147,7 +147,7 @@ def _narrow_means(scene: Scene, width: int) -> Row:
 def _median(scene: Scene) -> Row:
     """The median step of a finished run in one mode, with the mode's name if there were several."""
     process = scene.process
-    whole = process.whole if process is not None else Summary()
+    whole = process.whole if process is not None else NO_STEPS
     several = process is not None and process.compared is not None and len(process.compared.sides) > 1
     mode = f" ({whole.mode})" if several else ""
     return [("   median ", "dim"), (duration(whole.median_ns), "bold"), (mode, "dim")]

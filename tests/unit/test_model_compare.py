@@ -293,7 +293,7 @@ def test_figures_of_alternating_fast_and_slow_seconds_are_those_of_all_steps() -
         assert numbers.rate is not None
         assert numbers.rate.samples_per_s == pytest.approx(32e9 * len(walls) / sum(walls), rel=0.03)
         assert numbers.median_ns == pytest.approx(walls[len(walls) // 2], rel=0.005)
-        assert numbers.phases[0].median_ns == pytest.approx(walls[len(walls) // 2] / 4, rel=0.005)
+        assert numbers.parts[0].median_ns == pytest.approx(walls[len(walls) // 2] / 4, rel=0.005)
         assert numbers.p95_ns is not None
         assert numbers.p95_ns == pytest.approx(walls[-int(-0.95 * len(walls) // 1) - 1], rel=0.01)
 

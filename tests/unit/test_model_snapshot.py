@@ -59,7 +59,7 @@ def took(**phases: int) -> dict[str, CallPhase]:
 
 def phases_of(records: Iterable[Record]) -> dict[str, int | None]:
     """Return the mean of each phase as panel 3 shows it, µs."""
-    shown = of_run(records, span_s=0).ranged.phases
+    shown = of_run(records, span_s=0).ranged.parts
     return {phase.name: None if not phase.ran else round((phase.mean_ns or 0) / 1000) for phase in shown}
 
 
@@ -94,7 +94,7 @@ def test_calls_longer_than_the_forward_are_not_subtracted_from_it() -> None:
 
 def test_a_phase_that_did_not_run_has_no_figures() -> None:
     process = of_run([a_step(phases={"forward": 15_000, "other": 5000})], span_s=0)
-    figures = {phase.name: phase for phase in process.ranged.phases}
+    figures = {phase.name: phase for phase in process.ranged.parts}
     assert (figures["backward"].ran, figures["backward"].median_ns, figures["backward"].share) == (0, None, None)
     assert figures["forward"].median_ns == pytest.approx(15_000, rel=0.004)
     assert figures["forward"].share == pytest.approx(0.75)
@@ -116,7 +116,7 @@ def test_figures_against_plain_arithmetic() -> None:
     rate = numbers.rate
     assert rate is not None
     assert rate.samples_per_s == pytest.approx(200 * 30 / (training.now - steps[0].start_ns) * 1e9)
-    assert sum(phase.share or 0 for phase in numbers.phases) == pytest.approx(1.0)
+    assert sum(phase.share or 0 for phase in numbers.parts) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(("count", "expected"), [(0, None), (1, 1), (20, 19), (100, 95), (21, 20)])

@@ -12,14 +12,13 @@ from synthetic import SECOND, Training, decoded
 
 from dpmon.cli.progress import ProgressLines
 from dpmon.cli.summary import summary_lines
-from dpmon.model.history import pictured
+from dpmon.model.history import BINS, pictured
 from dpmon.model.pace import speed
 from dpmon.rates import span_rate
 from dpmon.record.kinds import is_evaluation
 from dpmon.record.wire import pack_event
 from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
-from dpmon.report.stretches import BINS
 from dpmon.run.reader import RunReader
 from dpmon.supervise.metrics import Metrics
 from dpmon.text.quantities import rate_words, samples_rate

@@ -20,6 +20,7 @@ from synthetic import SECOND, Training, device_event, host_event
 
 from dpmon.cli.summary import summary_lines
 from dpmon.model.devices import DeviceTotals
+from dpmon.model.history import BINS, PARTS
 from dpmon.record.payloads import kind_of
 from dpmon.record.schema import SETTLING_STEPS
 from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step
@@ -28,8 +29,6 @@ from dpmon.report.asjson import as_object
 from dpmon.report.page import page
 from dpmon.report.plots import plots
 from dpmon.report.sections import document
-from dpmon.report.story import PARTS
-from dpmon.report.stretches import BINS
 from dpmon.report.text import text_lines
 from dpmon.run.condition import run_state
 from dpmon.run.rundir import ExitInfo, load_exit, load_info, mark_stop, save

@@ -81,7 +81,8 @@ def test_if_few_steps_take_most_time_the_mean_comes_first_and_the_median_is_expl
 
 def test_even_steps_have_no_such_word() -> None:
     assert "uneven" not in text_of(scene_of(Training()), 120, 40)
-    few = panel_batch.figures(alternating(every=50, long_ns=2_000_000))
+    few = alternating(every=50, long_ns=2_000_000).process
+    assert few is not None
     assert few.uneven is None
 
 
@@ -142,8 +143,8 @@ def test_the_reason_for_a_dash_is_that_of_the_record() -> None:
     process = scene.process
     assert process is not None
     numbers = panel_batch.figures(scene)
-    assert missing(process, numbers.phases) == []
-    none = [phase._replace(ran=0, share=None, median_ns=None) for phase in numbers.phases]
+    assert missing(process, numbers.parts) == []
+    none = [phase._replace(ran=0, share=None, median_ns=None) for phase in numbers.parts]
 
     def said(**changes: Any) -> str:
         return " | ".join(missing(focused(with_call(scene, **changes)), none))

@@ -86,11 +86,11 @@ def test_a_wait_is_named_among_many_short_steps() -> None:
     training.step_ns = SECOND // 1000
     payloads += training.run(5000)
     for span in (0, 120):
-        found = focus_of(recorded(payloads, waits, span_s=span)).ranged.uneven
+        found = focus_of(recorded(payloads, waits, span_s=span)).uneven
         assert found is not None
         assert found.phase == INPUT
         assert found.time == pytest.approx(waits[0][1] / (training.now / SECOND - 2), rel=0.05)
-    assert focus_of(recorded(payloads, waits, span_s=3)).ranged.uneven is None, "the last seconds are without it"
+    assert focus_of(recorded(payloads, waits, span_s=3)).uneven is None, "the last seconds are without it"
 
 
 def test_a_wait_between_two_trainings_is_in_no_step() -> None:
@@ -107,7 +107,7 @@ def test_a_wait_between_two_trainings_is_in_no_step() -> None:
             wait = training.now / SECOND + 0.3, 59.0
             training.now += 60 * SECOND
     state = recorded(payloads, [wait], span_s=0)
-    found = focus_of(state).ranged.uneven
+    found = focus_of(state).uneven
     assert found is not None
     assert found.phase == "data"
     assert "waiting for input" not in drawn(state)

@@ -235,5 +235,5 @@ def _rank(process: Process) -> dict[str, Any]:
         "process": process.process,
         "rank": process.rank,
         "step": step,
-        **_ms(figures.step_ns, figures.step_p95_ns),
+        **_ms(figures.median_ns, figures.p95_ns),
     }

@@ -6,10 +6,10 @@ import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from statistics import median
 from typing import TYPE_CHECKING
 
 from dpmon.model.process import CallTrack, Spread
-from dpmon.model.stats import median, percentile
 from dpmon.record.kinds import Call
 from dpmon.record.payloads import call_replicas, call_stages, is_timed, part_times
 from dpmon.record.schema import EVALUATION, device_series, is_device_series
@@ -140,7 +140,7 @@ def _of_heads(calls: SeenCalls, heads: Sequence[CallHead]) -> CallTrack | None:
                 if device_ms is not None:
                     on_device.setdefault(index, []).append(device_ms * 1e6)
     count = len(last.replicas) or len(last.stages)
-    spreads = tuple(_spread_of(took.get(index, ())) for index in range(count))
+    spreads = tuple(spread_of(took.get(index, ())) for index in range(count))
     return CallTrack(last, spreads, {index: middle for index, ns in on_device.items() if (middle := median(ns))})
 
 
@@ -151,8 +151,13 @@ def _times(payload: bytes) -> list[tuple[int, float | None]]:
     return [(ran, None if known is None else known.of(index)) for index, ran in enumerate(took)]
 
 
-def _spread_of(values: Sequence[float]) -> Spread | None:
-    return _spread(percentile(values, 0.05), median(values), percentile(values, 0.95), len(values))
+def spread_of(values: Sequence[float]) -> Spread | None:
+    """The spread of times, with the nearest ranks as 5th and 95th percentile; None without times."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    low, high = (ordered[max(-int(-part * len(ordered) // 1), 1) - 1] for part in (0.05, 0.95))
+    return Spread(low, median(ordered), high, len(ordered))
 
 
 def _spread(low: float | None, middle: float | None, high: float | None, calls: int) -> Spread | None:

@@ -8,13 +8,13 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isnan, nan
+from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpmon.model.evidence import DeviceFacts, HostFacts
 from dpmon.model.members import SECOND, number_in, text_in, whole_in
 from dpmon.model.memory import Peak
 from dpmon.model.state import DeviceTrack, ModeChange
-from dpmon.model.stats import median
 from dpmon.store.answers import ChartSample, MinuteRow
 
 if TYPE_CHECKING:
@@ -352,10 +352,11 @@ class DeviceTotals:
         """The machine's processors; None if nothing is known."""
         *figures, at = self._processors.values()
         use, others, own, load = (_unpaused(values, at, paused) for values in figures)
-        middle = [median(values) for values in (use, others, own, [value for value in load if not isnan(value)])]
-        if middle[0] is None or middle[1] is None or middle[2] is None:
+        if not use:
             return None
-        return HostFacts(len(use), self._cpus, middle[0], middle[1], middle[2], middle[3])
+        known = [value for value in load if not isnan(value)]
+        load_median = median(known) if known else None
+        return HostFacts(len(use), self._cpus, median(use), median(others), median(own), load_median)
 
     def _facts(self, index: int, paused: Sequence[tuple[int, int]]) -> DeviceFacts:
         track = self._tracks[index]
@@ -363,7 +364,7 @@ class DeviceTotals:
         util = _unpaused(track.util, track.util_at, paused)
         return DeviceFacts(
             index, track.name, track.uuid, track.called, track.of_run, track.samples,
-            median(util), len(util),
+            median(util) if util else None, len(util),
             high("mem_used_bytes"), high("mem_run_bytes"), high("mem_total_bytes"),
             high("temperature_c"), high("power_w"), dict(track.throttled), track.throttle_samples,
         )  # fmt: skip

@@ -20,9 +20,9 @@ from dpmon.model.finding import (
     phase_times,
     ratio_words,
 )
-from dpmon.model.inputs import INPUT, WAITING_TEXT, waited_ns
 from dpmon.model.numbers import percent
 from dpmon.model.stragglers import Straggler
+from dpmon.model.uneven import INPUT, WAITING_TEXT, waited_ns
 from dpmon.model.verdict import sentence
 
 COPY_SHARE = 0.2

@@ -107,15 +107,6 @@ class Recent(NamedTuple):
     """The mean step."""
 
 
-class RankFigures(NamedTuple):
-    """Medians (ns) of one of several training processes; None if unknown."""
-
-    step_ns: float | None = None
-    forward_ns: float | None = None
-    backward_ns: float | None = None
-    step_p95_ns: float | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Process:
     """One training process of the run. The fields after `memory` are known only if the picture shows the process."""
@@ -146,8 +137,8 @@ class Process:
     """The root called last."""
     last_calls: tuple[Call, ...] = ()
     """The calls of its last step."""
-    figures: RankFigures = field(default_factory=RankFigures)
-    """Medians if several processes train."""
+    figures: Figures = NO_STEPS
+    """Its last one to two minutes, if several processes train; only step, forward and backward."""
     recent: Recent = field(default_factory=Recent)
     modes: Mapping[str, ModeTrack] = field(default_factory=dict)
     columns: tuple[Column, ...] = ()

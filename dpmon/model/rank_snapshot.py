@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dpmon.model.members import SECOND
-from dpmon.model.process import Process, RankFigures, figures_end_s
+from dpmon.model.process import Process, figures_end_s
 from dpmon.model.state import State
 from dpmon.model.stragglers import SERIES as STRAGGLER_SERIES
 from dpmon.model.stragglers import RankTimes, rank_times
 from dpmon.record.schema import STEP
-from dpmon.store.figures import merged, trains
+from dpmon.store.figures import Figures, figures, merged, trains
 from dpmon.store.tally import Key, Tally
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _rank_times(rows: StoreAt, focus: Process, others: Sequence[Process]) -> tup
 
 
 def rank_figures(rows: StoreAt, processes: Iterable[Process]) -> Iterator[Process]:
-    """The processes with their medians over the current minute and the one before."""
+    """The processes with their figures over the current minute and the one before."""
     alike: dict[int, dict[int, Process]] = {}
     for process in processes:
         if process.last_step is not None:
@@ -81,9 +81,8 @@ def _by_process(tallies: Mapping[Key, Tally], processes: Iterable[int]) -> dict[
     return found
 
 
-def _figured(tallies: Mapping[Key, Tally], process: Process) -> RankFigures:
+def _figured(tallies: Mapping[Key, Tally], process: Process) -> Figures:
     assert process.last_step is not None
     mode = process.last_step.mode
     tally = merged(tallies, mode, False, mode in trains((key.mode, key.kind) for key in tallies))
-    step, forward, backward = (tally.median(series) for series in _RANK_SERIES)
-    return RankFigures(step, forward, backward, tally.quantile(STEP, 0.95))
+    return figures(mode, False, tally, None)

@@ -15,15 +15,14 @@ from dpmon.model.communication import Communication, communication, ranks_in
 from dpmon.model.compare import Comparison, compare_modes, first_with_both
 from dpmon.model.devices import DeviceTotals
 from dpmon.model.evidence import Evidence, LoaderStart, LongStep, ModeFacts
-from dpmon.model.inputs import INPUT, is_wait, waited_ns
-from dpmon.model.layouts import Layouts, most_common
+from dpmon.model.layouts import Layouts, batch_facts, most_common, replica_facts
 from dpmon.model.members import SECOND, whole_in
 from dpmon.model.memory import Held, held
 from dpmon.model.pauses import Pauses, Span, any_of, pauses_of, together
 from dpmon.model.process import ProcessFacts
-from dpmon.model.replica_facts import batch_facts, replica_facts
 from dpmon.model.snapshot import processes_in
 from dpmon.model.stragglers import RankTimes
+from dpmon.model.uneven import INPUT, is_wait, waited_ns
 from dpmon.rates import Rate
 from dpmon.record.schema import EVALUATION, SETTLING, STEP, STEP_PHASES, device_series
 from dpmon.record.wire import CALL_PHASES

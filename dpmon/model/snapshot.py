@@ -16,14 +16,13 @@ from dpmon.model.calls_seen import SeenCalls, call_tracks
 from dpmon.model.compare import MODES_COMPARED, Comparison, compare_modes
 from dpmon.model.devices import HostPeaks, Samples, Visit, device_peaks, visits_of
 from dpmon.model.history import COLUMNS, Columns, width_of_columns
-from dpmon.model.inputs import INPUT, waited_ns
 from dpmon.model.members import SECOND
 from dpmon.model.memory import HOST
 from dpmon.model.pace import WINDOW_S, Paces, Trained, rate_together, recent, recent_of_steps
 from dpmon.model.process import NO_STEPS, ModeTrack, Process, ProcessFacts, Recent, figures_end_s
 from dpmon.model.rank_snapshot import rank_figures, together
 from dpmon.model.state import State, Wanted
-from dpmon.model.uneven import Uneven, uneven_steps
+from dpmon.model.uneven import INPUT, Uneven, uneven_steps, waited_ns
 from dpmon.record.schema import STEP
 from dpmon.record.wire import RANK_MODES
 from dpmon.store.figures import Figures, trains

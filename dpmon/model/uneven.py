@@ -1,18 +1,34 @@
-"""Uneven steps: some take far longer than others, so the median does not represent the speed. Pure."""
+"""Uneven steps: some take far longer than others, so the median does not represent the speed. Pure.
+
+A step that is long because it waits for a line of input does not count as slow. The supervisor measures starts and ends
+of these waits to a fraction of a second.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from dpmon.model.inputs import INPUT, waited_ns
 from dpmon.record.schema import PHASES, STEP
 from dpmon.store.answers import LongRow
 from dpmon.store.quantiles import middle
 from dpmon.store.tally import Tally
 
+INPUT = "input"
+"""Named in place of a phase if waits for input took most of the time."""
+WAITING_TEXT = "waiting for input"
 _APART = 1.25
 """Largest ratio of mean to median, or of median to mean, without a note."""
+
+
+def waited_ns(spans: Iterable[tuple[int, int]], start_ns: int, end_ns: int) -> int:
+    """How much of the time from `start_ns` to `end_ns` (ns) lies in `spans`, which do not overlap."""
+    return sum(max(min(end, end_ns) - max(begin, start_ns), 0) for begin, end in spans)
+
+
+def is_wait(spans: Iterable[tuple[int, int]], start_ns: int, end_ns: int) -> bool:
+    """Whether waits (`spans`) take most of the step from `start_ns` to `end_ns`."""
+    return 2 * waited_ns(spans, start_ns, end_ns) > end_ns - start_ns > 0
 
 
 class Uneven(NamedTuple):

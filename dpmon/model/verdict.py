@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dpmon.model.compare import COPIES, WORTH, Comparison, Reason
-from dpmon.model.inputs import INPUT, WAITING_TEXT
 from dpmon.model.numbers import duration, percent, times
+from dpmon.model.uneven import INPUT, WAITING_TEXT
 
 
 def sentence(found: Comparison) -> str | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dpmon.cleaning import clean
-from dpmon.model.inputs import INPUT, WAITING_TEXT
 from dpmon.model.numbers import group, percent
 from dpmon.model.phase_notes import host_waits, partly_timed
 from dpmon.model.process import PHASES, Process
 from dpmon.model.ranks import distributed
 from dpmon.model.step_timeline import StepTimeline
+from dpmon.model.uneven import INPUT, WAITING_TEXT
 from dpmon.record.kinds import Call
 from dpmon.record.schema import phase_shown
 from dpmon.record.step_spans import MAX_SPANS

@@ -297,9 +297,9 @@ def _sizes_table(scene: Scene, width: int, height: int, look: Look) -> list[Row]
                 (" ", ""),
                 *fit([(result, "")], gave, more),
                 (right(UNKNOWN if batch is None else str(batch), count_room), ""),
-                (right(duration(process.figures.forward_ns), cell), ""),
-                (right(duration(process.figures.backward_ns), cell), ""),
-                (right(duration(process.figures.step_ns), cell), "bold"),
+                (right(_median(process, "forward"), cell), ""),
+                (right(_median(process, "backward"), cell), ""),
+                (right(duration(process.figures.median_ns), cell), "bold"),
             ]
         )
     drawn += [[] for _ in range(count - len(rows))]  # not drawn, but counted by the frame
@@ -316,6 +316,11 @@ def _missing(processes: list[Process], count: int) -> list[Row]:
     if wanted <= count or any(process.rank is None for process in processes):
         return []
     return [[(f"{count} of {wanted} ranks train in this run", "wait")]]
+
+
+def _median(process: Process, phase: str) -> str:
+    found = process.figures.phase(phase)
+    return duration(None if found is None else found.median_ns)
 
 
 def _of_call(track: CallTrack | None) -> str:

@@ -15,9 +15,9 @@ from synthetic import SECOND, Training, device_event
 
 from dpmon.cli.summary import summary_lines
 from dpmon.model.devices import DeviceTotals
-from dpmon.model.inputs import waited_ns
 from dpmon.model.pauses import Pauses, PauseTotals, Span, any_of, pauses_of, together
 from dpmon.model.state import PauseChange
+from dpmon.model.uneven import waited_ns
 from dpmon.record.wire import pack_event
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object

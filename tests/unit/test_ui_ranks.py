@@ -100,7 +100,7 @@ def test_each_rank_has_a_row_with_its_own_sizes_and_times() -> None:
     ranks = training(scene.state)
     assert [(each.rank, world(each)) for each in ranks] == [(0, 3), (1, 3), (2, 3)]
     assert {each.last_step.step for each in ranks if each.last_step is not None} == {200}
-    fast, _, slow = (each.figures.step_ns or 0 for each in ranks)
+    fast, _, slow = (each.figures.median_ns or 0 for each in ranks)
     assert 1.5 < slow / fast < 2.5
     text = [plain(row) for row in panel_ranks.table(scene, 100, 10, LOOK)]
     assert [line.split()[:2] for line in text[1:4]] == [["0", "cuda:0"], ["1", "cuda:1"], ["2", "cuda:2"]]

@@ -73,7 +73,7 @@ def _added(store: Store, process: int, begin_s: int, end_s: int, width: int, tra
 
 
 @dataclass(slots=True)
-class _Sum:
+class _StretchSum:
     """Steps of one mode that ended in one stretch of time. `end_s`: the end of their tallies."""
 
     tally: Tally = field(default_factory=Tally)
@@ -88,14 +88,14 @@ def _sums(
     width: int,
     trained: Collection[str],
     finest: int = 1,
-) -> dict[tuple[int, str, bool], _Sum]:
+) -> dict[tuple[int, str, bool], _StretchSum]:
     """The steps of a process by stretch of `width` seconds: start, mode, and whether they are evaluations."""
-    found: dict[tuple[int, str, bool], _Sum] = {}
+    found: dict[tuple[int, str, bool], _StretchSum] = {}
     rows = store.tally_rows(begin_s, end_s, process=process, sketches=False, finest=finest, widest=_widest(width))
     for start, wide, key, tally in rows:
         if start >= begin_s and tally.steps:
             place = start // width * width, key.mode, bool(key.kind & EVALUATION) and key.mode in trained
-            one = found.setdefault(place, _Sum())
+            one = found.setdefault(place, _StretchSum())
             one.tally.merge(tally)
             one.end_s = max(one.end_s, start + wide)
     return found

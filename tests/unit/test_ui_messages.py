@@ -349,11 +349,10 @@ def test_a_search_hit_in_a_directory_name_stays_visible(tmp_path: Path, needle: 
 
 def test_the_phases_of_the_calls_and_the_rest_add_up_to_the_whole_forward() -> None:
     ranged = focused(trained(60, step_ns=1_000_000_000)).ranged
-    assert ranged.figures is not None
-    whole = ranged.figures.phase("forward")
+    whole = ranged.phase("forward")
     assert whole is not None
     assert whole.ran == 60
-    parts = {phase.name: phase.share or 0 for phase in ranged.phases}
+    parts = {phase.name: phase.share or 0 for phase in ranged.parts}
     assert whole.share == pytest.approx(sum(parts[n] for n in ("scatter", "replicate", "apply", "gather", "forward")))
 
 

@@ -9,7 +9,7 @@
     ├── RingError        a file that is not a usable ring                 dpmon.ring_file
     ├── HistoryError     a history that cannot be read or written         dpmon.store.tables
     ├── RecordError      bytes that are not a record                      dpmon.record.kinds
-    ├── ExportError      data that cannot be exported                     dpmon.export.command
+    ├── ExportError      data that cannot be exported                     dpmon.export
     └── JobError         a job of the screen that failed                 dpmon.ui.jobs
 
 Only `dpmon.cli` ends a command because of such an exception. Two other exceptions stay within their packages:

@@ -1,5 +1,69 @@
 """`dpmon export`: writes a run's records, one at a time, in formats that other programs read."""
 
-from dpmon.export.command import ExportError, export
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import TextIO
+
+from dpmon.errors import DpmonError
+from dpmon.export.perfetto import write_trace
+from dpmon.export.records import history, kind, write_jsonl
+from dpmon.export.table import Tables
+from dpmon.record.fields import RECORDS
+from dpmon.run.destination import check_replaceable, opened, replaced, stdout
+from dpmon.run.rundir import load_info
 
 __all__ = ["ExportError", "export"]
+
+
+class ExportError(DpmonError):
+    """The export cannot be written; the text is one sentence for the user."""
+
+
+def export(directory: Path, form: str = "jsonl", output: str | None = None, only: str | None = None) -> None:
+    """Write the current records of the run in `directory`, which may still be running.
+
+    `form`: jsonl, csv or perfetto. `output`: a file, "-" or None for standard output; for csv a directory with one file
+    per kind, unless `only` (one of RECORDS) selects one kind. A file is replaced in one step, at the end.
+    Raises ExportError, or RunError if the directory is not a run.
+    """
+    piped = output in (None, "-")
+    if form == "csv" and only is None and piped:
+        raise ExportError("csv writes one file per kind: give a directory with -o, or choose one kind (--kind call)")
+    if form == "perfetto" and only is not None:
+        raise ExportError("a perfetto trace holds all kinds: --kind is for jsonl and csv")
+    try:
+        if form == "csv" and only is None:
+            _write_tables(directory, Path(str(output)))
+            return
+        with stdout() if piped else opened(Path(str(output))) as file:
+            _write_one(directory, form, only, file)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        where = "standard output" if piped else error.filename if form == "csv" and error.filename else output
+        raise ExportError(f"{where} cannot be written: {error.strerror or error}") from None
+
+
+def _write_one(directory: Path, form: str, only: str | None, file: TextIO) -> None:
+    if form == "perfetto":
+        write_trace(load_info(directory), history(directory), file)
+        return
+    if form == "jsonl":
+        write_jsonl(directory, file, only)
+        return
+    tables = Tables(lambda _: file)
+    tables.begin(str(only))
+    tables.write(record for record in history(directory) if kind(record) == only)
+
+
+def _write_tables(directory: Path, where: Path) -> None:
+    """Write one file per kind of record; all files get their names at the end."""
+    os.makedirs(where, exist_ok=True)
+    for name in RECORDS:  # check all files before writing the first
+        check_replaceable(where / f"{name}.csv")
+    with contextlib.ExitStack() as files:
+        tables = Tables(lambda which: files.enter_context(replaced(where / f"{which}.csv")))
+        tables.write(history(directory))

@@ -18,7 +18,7 @@ from synthetic import SECOND, Training, decoded, device_event, host_event
 from traceformat import read
 
 from dpmon.cli.lines import LineFile
-from dpmon.export import ExportError, command, export
+from dpmon.export import ExportError, export
 from dpmon.export import records as run_export
 from dpmon.export.perfetto import write_trace
 from dpmon.export.table import Tables, row
@@ -306,7 +306,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(command if form == "perfetto" else run_export, "history", broken)
+        patched.setattr(f"dpmon.export.{'' if form == 'perfetto' else 'records.'}history", broken)
         with pytest.raises(ExportError, match="No space left"):
             export(directory, form, str(target))
     assert target.read_text() == "before"

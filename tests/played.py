@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from time import monotonic_ns as clock
 from types import SimpleNamespace
 from typing import Any
@@ -81,7 +81,9 @@ class Process:
     def __init__(self) -> None:
         self.device = Device()
         self.faults: list[Any] = []
-        self.session: Any = SimpleNamespace(off=False, fault=lambda *what, **_: self.faults.append(what))
+        self.session: Any = SimpleNamespace(
+            off=False, fault=lambda *what, **_: self.faults.append(what), guarded=lambda *_, **__: nullcontext()
+        )
         self.recorder = Recorder(self.session)
         self.spans: list[tuple[int, int, int, int]] = []
         self.recorder.put = self.put

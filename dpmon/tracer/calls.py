@@ -24,7 +24,6 @@ from dpmon.tracer.session import Session
 from dpmon.tracer.sites import Functional, Site, Sites
 from dpmon.tracer.split import Split, SplitCall
 from dpmon.tracer.threads import Thread
-from dpmon.tracer.timing import Mark
 
 REQUEST = Word.REQUEST
 _LEARNS = (Flag.TRAINING | Flag.GRAD) << FLAGS_AT
@@ -80,7 +79,7 @@ class CallTracer:
                     inside = recorder.still_inside(me)
                 if inside in hiding or tracing() is not None or graph_task() != -1:
                     return original(module, *args, **kwargs)
-                site = None
+                site = mark = None
                 inputs = 0
                 try:
                     site = sites.get(id(module))
@@ -111,15 +110,14 @@ class CallTracer:
                         else:
                             inputs = session.inputs(args, kwargs, memo)
                         value = None
+                        if recorder.timing is not None:
+                            mark = recorder.timing.call_begins(me, site.gpus)
                 except Exception as error:  # noqa: BLE001 - our fault must not reach the script
                     session.fault("begin", error)
                 if site is None:
                     return other(module, me, args, kwargs)
                 kind, plain, layout = site.kind, site.plain, site.head
                 head = layout | me.head | inside << INSIDE_AT | kind
-                mark = None
-                if recorder.timing is not None:
-                    mark = self._timed(me, site)
                 if root:
                     me.root = site
                 began = clock()
@@ -178,14 +176,6 @@ class CallTracer:
                 raise
 
         return named_like(traced, original)
-
-    def _timed(self, me: Thread, site: Site) -> Mark | None:
-        """Begin to measure the device times of a call. Never raises."""
-        try:
-            return None if self.recorder.timing is None else self.recorder.timing.call_begins(me, site.gpus)
-        except Exception as error:  # noqa: BLE001 - our fault must not reach the script
-            self.session.fault("events", error, fatal=False)
-            return None
 
     def flags(self, module: Any) -> int:
         """Return the flags for a call's span: whether the module trains, and whether gradients are enabled."""
@@ -250,16 +240,13 @@ class CallTracer:
 
     def _bound(self, args: Any, kwargs: Any) -> Any:
         """Return a stand-in for the module, and its arguments; None to run the call as written. Never raises."""
-        try:
+        with self.session.guarded("functional"):
             bound = _bind(args, kwargs)
-            if bound is None:
-                return None
-            module, inputs, *given, named = bound
-            inputs = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
-            return self.sites.functional(module, _as_given(given)), inputs, named or {}
-        except Exception as error:  # noqa: BLE001 - the call runs as written
-            self.session.fault("functional", error)
-            return None
+            if bound is not None:
+                module, inputs, *given, named = bound
+                inputs = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+                return self.sites.functional(module, _as_given(given)), inputs, named or {}
+        return None
 
     def _functional_site(self, call: Functional, me: Thread, args: Any) -> Site | None:
         if not self.session.ready():
@@ -272,12 +259,10 @@ class CallTracer:
         """Run the function without recording it. Without GPUs, it still needs virtual replicas."""
         ids, output, dim = call.given
         inside = me.inside
-        try:
+        plan = function = None
+        with self.session.guarded("functional"):
             plan = self.modes.unrecorded(call.module, ids)
             function = None if plan is None else self.split.functional_for(plan)
-        except Exception as error:  # noqa: BLE001 - the call runs as written
-            self.session.fault("functional", error)
-            plan = function = None
         try:
             me.inside = Kind.WRAPPED  # its phases are not composed calls
             if plan is None or function is None:

@@ -141,22 +141,18 @@ class GradientSync:
         node = next((node for tensor in args[0] if (node := tensor.grad_fn) is not None), None)
         if node is None:
             return
-        fault = self._session.fault
+        guard = self._session.guarded("gradients", fatal=False)
 
         def computed() -> None:
-            try:
+            with guard:
                 self._computed = monotonic_ns()
                 if timing is not None:
                     self._mark = timing.begin(me, Kind.SYNC)
-            except Exception as error:  # noqa: BLE001 - our fault must not reach the script
-                fault("gradients", error, fatal=False)
 
         def begins(_: Any) -> None:
-            try:
+            with guard:
                 handle.remove()
                 _engine.queue_callback(computed)
-            except Exception as error:  # noqa: BLE001 - our fault must not reach the script
-                fault("gradients", error, fatal=False)
 
         handle = node.register_prehook(begins)
 

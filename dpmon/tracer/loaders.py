@@ -74,34 +74,26 @@ class Loaders:
                 drop_frames(error)
                 loader = None
                 raise
-            try:
+            with self.session.guarded("loader", fatal=False):
                 self._started(iterator, began, monotonic_ns() - began)
-            except Exception as error:  # noqa: BLE001 - the loader has started anyway
-                self.session.fault("loader", error, fatal=False)
             return iterator
 
         return named_like(__iter__, original)
 
     def opened(self) -> None:
         """Write the events that were kept until the ring was open."""
-        try:
-            with self._lock:
-                early, self._early = self._early, []
-                for data in early:
-                    self.session.event("loader", **data)
-        except Exception as error:  # noqa: BLE001 - our fault must not reach the script
-            self.session.fault("loader", error, fatal=False)
+        with self.session.guarded("loader", fatal=False), self._lock:
+            early, self._early = self._early, []
+            for data in early:
+                self.session.event("loader", **data)
 
     def at_exit(self) -> None:
         """Write the last start if it was left out. Its event counts the other starts that were left out."""
-        try:
-            with self._lock:
-                if self._last is not None and self.session.ring is not None:
-                    self._left_out -= 1
-                    self._left_out_ns -= self._last[2]
-                    self.session.event("loader", **self._data(*self._last))
-        except Exception as error:  # noqa: BLE001 - the interpreter is ending
-            self.session.fault("loader", error, fatal=False)
+        with self.session.guarded("loader", fatal=False), self._lock:
+            if self._last is not None and self.session.ring is not None:
+                self._left_out -= 1
+                self._left_out_ns -= self._last[2]
+                self.session.event("loader", **self._data(*self._last))
 
     def _started(self, iterator: Any, began_ns: int, took_ns: int) -> None:
         session = self.session

@@ -15,13 +15,6 @@ _MAX_WRAPPERS = 8
 PARAMETERS, BUFFERS, MODULES = "_parameters", "_buffers", "_modules"
 _TRACED = "_actual_script_module"
 """Attribute of a module from torch.jit.trace that holds its tables."""
-_COLUMNS, _ROWS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
-_SPARSE = {
-    torch.sparse_coo: ("_indices", "_values"),
-    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _COLUMNS),
-    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _ROWS),
-}
-"""Methods that return the dense parts of a sparse tensor."""
 
 
 def _table(module: Any, name: str) -> Any:
@@ -39,9 +32,15 @@ def values_of(module: Any, table: str) -> list[Any]:
 
 
 def parts_of(tensor: Any) -> tuple[Any, ...]:
-    """Return the dense tensors of a tensor of torch's own type: itself, or several if it is sparse."""
-    names = _SPARSE.get(tensor.layout)
-    return (tensor,) if names is None else tuple(getattr(tensor, name)() for name in names)
+    """Return the dense tensors of a tensor of torch's own type: itself, or indices and values of a sparse tensor (COO).
+
+    Raises NotImplementedError for other layouts.
+    """
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout is not torch.strided:
+        raise NotImplementedError
+    return (tensor,)
 
 
 def modules_of(root: Any) -> Iterator[Any]:

@@ -30,8 +30,6 @@ class OptimizerSteps:
         self._recorder = recorder
         self.on_unseen: Callable[[], None] = lambda: None
         """Called when optimizers step but no call was seen."""
-        self.on_step: Callable[[Any], None] = lambda optimizer: None
-        """Called with an optimizer at its first step, and at many later steps."""
         self.on_another: Callable[[], None] = lambda: None
         """Called after the first step of an optimizer, because the loop may have changed."""
         self._known: dict[int, tuple[Any, int]] = {}
@@ -107,7 +105,7 @@ class OptimizerSteps:
                 if recorder.stepped == recorder.sample_at:
                     recorder.soon()
                 if recorder.steps_since_fetch > STALE or number != self._only:
-                    self._stepped(me, optimizer, number)
+                    self._stepped(me, number)
             except Exception as error:  # noqa: BLE001 - the step is done anyway
                 fault("optimizer", error)
 
@@ -128,10 +126,9 @@ class OptimizerSteps:
         known[key] = weakref.ref(optimizer, gone), number
         return known[key]
 
-    def _stepped(self, me: Thread, optimizer: Any, number: int) -> None:
+    def _stepped(self, me: Thread, number: int) -> None:
         """Handle an optimizer step that may end a training step, or that shows which optimizers the loop has."""
         recorder = self._recorder
-        self.on_step(optimizer)
         if recorder.ring is None:
             self._unseen += 1
             if self._unseen == UNSEEN:

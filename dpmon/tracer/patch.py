@@ -38,7 +38,7 @@ import torch
 
 from dpmon.record.spans import Kind
 from dpmon.span_ring import SpanRing
-from dpmon.tracer import oom
+from dpmon.tracer import allocator
 from dpmon.tracer.append import note
 from dpmon.tracer.calls import CallTracer
 from dpmon.tracer.collectives import Collectives
@@ -112,9 +112,8 @@ def install() -> None:
     recorder.on_idle, optimizers.on_unseen = idle, roots.unseen
     recorder.on_loop_over = memory.on_optimizer = roots.on_made = expect_model
     recorder.on_look = lambda now: min(roots.look(now), memory.look(now), collectives.look(now))
-    optimizers.on_step, optimizers.on_another = memory.stepped, lambda: expect_model(missed=True)
+    optimizers.on_another = lambda: expect_model(missed=True)
     recorder.on_pause = Pauser(session, recorder).wait
-    sites.on_site = memory.sooner
     sites.on_gpus = recorder.times_devices
 
     for number, name in enumerate((*PRIMITIVE_NAMES, "scatter")):
@@ -137,20 +136,16 @@ def install() -> None:
     Copies(session, recorder).install()
     gradients.install()
     roots.listen()
-    try:
+    with session.guarded("startup", fatal=False):
         startup.install()
-    except Exception as error:  # noqa: BLE001 - only the startup notes are lost
-        session.fault("startup", error, fatal=False)
     roots.watch()
     queued = getattr(torch.cuda, "_queued_calls", None)  # torch runs these when it initialises CUDA
     if isinstance(queued, list):
         queued += [(cuda_starting.set, []), (sites.all_may_move, [])]
     parts = (recorder, optimizers, modes, sites, compositions, memory, loaders, gradients, collectives)
     _at_the_end(session, recorder, memory, loaders, collectives, [part.reset for part in parts])
-    try:
+    with session.guarded("dynamo", fatal=False):  # at worst, torch.compile tries a model with graph breaks once more
         hide_from_dynamo()
-    except Exception as error:  # noqa: BLE001 - at worst, torch.compile tries a model with graph breaks once more
-        session.fault("dynamo", error, fatal=False)
 
 
 def _everywhere(original: Any, name: str, traced: Any) -> None:
@@ -171,12 +166,10 @@ def _constructing(original: Callable[..., Any], modes: Modes, calls: CallTracer)
             drop_frames(error)
             self = module = None
             raise
-        try:
+        with modes.session.guarded("construct"):
             modes.constructed(self, dim)
             if type(self) is not torch.nn.DataParallel:
                 calls.adopt(type(self))
-        except Exception as error:  # noqa: BLE001 - the object is made anyway
-            modes.session.fault("construct", error)
 
     return named_like(__init__, original)
 
@@ -215,10 +208,8 @@ def _at_the_end(
 
     def end() -> None:
         for part in (collectives, loaders, recorder):
-            try:
+            with session.guarded("exit"):
                 part.at_exit()
-            except Exception as error:  # noqa: BLE001 - the interpreter is ending
-                session.fault("exit", error)
         try:
             ending = uncaught(rank_and_world()[0])
             if ending is not None:  # shows which of several processes ended the run, and why
@@ -231,9 +222,8 @@ def _at_the_end(
     def at_exit() -> None:
         ignored = False
         try:
-            ignored = _ignore_interrupts()
-        except Exception as error:  # noqa: BLE001 - the interpreter is ending
-            session.fault("exit", error)
+            with session.guarded("exit"):
+                ignored = _ignore_interrupts()
         finally:
             try:
                 end()
@@ -247,7 +237,7 @@ def _at_the_end(
         recorder.opened(ring)
         memory.opened()
         loaders.opened()
-        oom.watch(session)
+        allocator.watch(session)
         # A child of multiprocessing ends by os._exit, after its own finalizers.
         util = sys.modules.get("multiprocessing.util")
         process = sys.modules.get("multiprocessing.process")

@@ -386,14 +386,12 @@ class Recorder:
 
         `fewer`: number of optimizer steps on the stack that `me.steps` does not contain yet.
         """
-        try:
+        with self.session.guarded("optimizer"):
             around = sum(frame.f_code in _AROUND_STEPS for frame in outwards(sys._getframe(1))) - fewer
             while len(me.steps) > around:
                 me.inside, _, _, mark, _ = me.steps.pop()
                 if mark is not None:
                     mark.raised()
-        except Exception as error:  # noqa: BLE001 - our fault must not reach the script
-            self.session.fault("optimizer", error)
         return me.inside
 
     # ---------------------------------------------------------------- between two steps
@@ -419,16 +417,13 @@ class Recorder:
 
     def at_exit(self) -> None:
         """Record the end of the process; mark the ring as ended unless another thread may still train. Never raises."""
-        try:
+        with self.session.guarded("exit"):
             if self.timing is not None:
                 self.timing.at_exit()
-            ring = self.ring
-            if ring is not None:
+            if self.ring is not None:
                 self.session.write_line(end=True, uncaught=_raised())
                 if not _others_run():
                     self.words[Word.ENDED] = 1
-        except Exception as error:  # noqa: BLE001 - the interpreter is ending
-            self.session.fault("exit", error)
 
 
 def _raised() -> bool:

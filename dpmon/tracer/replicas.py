@@ -128,12 +128,10 @@ class Probe:
 
     def raised(self) -> None:
         """Handle an exception of the module on this thread. Never raises."""
-        try:
+        with self._watch.recorder.session.guarded("hooks", fatal=False):
             self._nested = 0
             self._watch.recorder.thread().inside = self._around
             self._failed(monotonic_ns())
-        except Exception as error:  # noqa: BLE001 - the script's exception must be raised
-            self._watch.recorder.session.fault("hooks", error, fatal=False)
 
 
 class ReplicaWatch:

@@ -79,6 +79,7 @@ class Roots:
         self.session = session
         self.recorder = recorder
         self.calls = calls
+        self._guard = session.guarded("modules", fatal=False)
         self.original: Callable[..., Any] = torch.nn.Module.__call__
         self.called = calls.wrapper(self.original, self._other, self._site_of, root=True)
         """Traces the calls of a root's class."""
@@ -223,7 +224,7 @@ class Roots:
 
     def _given(self, module: Any, name: str, part: Any) -> None:
         """Note a module that gets a parameter or a submodule, and trace the model inside a wrapper."""
-        try:
+        with self._guard:
             known = self._made.get(id(module))
             if (known is not None and known() is module) or "_is_replica" in module.__dict__:
                 return
@@ -236,12 +237,10 @@ class Roots:
                 self._register(type(part))
             if not self._watching:
                 self.on_made()
-        except Exception as error:  # noqa: BLE001 - our fault must not reach the script's module
-            self.session.fault("modules", error, fatal=False)
 
     def _know_models(self) -> None:
         """Trace the modules that the script may call later: models that were made, and submodules with submodules."""
-        try:
+        with self._guard:
             made = [module for known in list(self._made.values()) if (module := known()) is not None]
             self._made.clear()
             parts = {id(part) for module in made for part in values_of(module, MODULES)}
@@ -251,8 +250,6 @@ class Roots:
                 for part in (module, *(part for part in values_of(module, MODULES) if values_of(part, MODULES))):
                     if _is_model(part):
                         self._register(type(part))
-        except Exception as error:  # noqa: BLE001 - then the next watch finds them
-            self.session.fault("modules", error, fatal=False)
 
     def _class_gone(self, key: int) -> Callable[[Any], object]:
         classes = self._classes

@@ -87,6 +87,28 @@ class Memo:
         self.number = 0
 
 
+class FaultGuard:
+    """Keeps our faults away from the script: an exception of ours ends the block, and is counted.
+
+    Exceptions of the script's signal handlers and interrupts pass.
+    """
+
+    __slots__ = ("_fatal", "_session", "_where")
+
+    def __init__(self, session: Session, where: str, fatal: bool) -> None:
+        self._session = session
+        self._where = where
+        self._fatal = fatal
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self._session.fault(self._where, error, self._fatal)
+        return True
+
+
 class Session:
     """Writes the record of one traced process."""
 
@@ -164,10 +186,8 @@ class Session:
         if self.ring is None:
             self.ring = self._open()
         if not self._described:
-            try:
+            with self.guarded("process", fatal=False):
                 self.event("process", **self._describe())
-            except Exception as error:  # noqa: BLE001 - only this event is lost
-                self.fault("process", error, fatal=False)
             self._described = True
         self.on_open(self.ring)
         self._opened = True
@@ -303,6 +323,10 @@ class Session:
 
     # ---------------------------------------------------------------- faults
 
+    def guarded(self, where: str, fatal: bool = True) -> FaultGuard:
+        """Return a guard of a block that does `_DOING[where]`. The hot path has `try` and `fault` instead."""
+        return FaultGuard(self, where, fatal)
+
     def fault(self, where: str, error: BaseException, fatal: bool = True) -> None:
         """Count a fault of ours. With `fatal`, the third fault at the same place switches the tracer off.
 
@@ -332,7 +356,6 @@ _DOING = {
     "begin": "noted the beginning of a call",
     "before": "noted the beginning of a call",
     "end": "noted the end of a call",
-    "success": "noted the end of a call",
     "view": "prepared the model for the replicas",
     "functional": "noted a call of data_parallel",
     "composed": "noted a scatter, replicate, parallel_apply or gather",
@@ -355,7 +378,6 @@ _DOING = {
     "dynamo": "told torch.compile to skip dpmon's own functions",
     "startup": "noted the startup of the process",
     "modules": "noted which models the script makes",
-    "let go": "forgot the replicas of a call",
     "ending": "noted the exception that ends the process",
     "exit": "finished the record at the end of the process",
 }

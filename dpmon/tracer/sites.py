@@ -130,8 +130,6 @@ class Sites:
         self.known: dict[int, Site] = {}
         """By id. The traced functions refer to this dict: never replace it."""
         self._functionals: dict[int, Functional] = {}
-        self.on_site: Callable[[], None] = lambda: None
-        """Called when a module is first called, or planned again."""
         self.on_gpus: Callable[[], None] = lambda: None
         """Called before the first call of a module on a GPU."""
         self.reset()
@@ -203,9 +201,7 @@ class Sites:
 
     def _new(self, module: Any, plan: Plan, via: str | None) -> Site:
         key, known = id(module), self.known
-        site = Site(module, plan, via, lambda _: known.pop(key, None))
-        self.on_site()
-        return site
+        return Site(module, plan, via, lambda _: known.pop(key, None))
 
     def ready(self, site: Site) -> Site | None:
         """Define the site's layout and register the site for all threads; None if the layout cannot be written."""

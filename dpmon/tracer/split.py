@@ -55,14 +55,14 @@ class SplitCall:
 
     __slots__ = ("around", "before", "head", "plan", "primitives", "running", "share", "site", "watch", "wrapped")
 
-    def __init__(self, site: Site, around: Any) -> None:
+    def __init__(self, site: Site, around: Any, watch: ReplicaWatch | None = None) -> None:
         self.site = site
         self.plan = site.plan
         self.head = site.head
         """Layout and flags of its span: see Sites.head."""
         self.around = around
         """The enclosing call of this thread that also runs over several devices; None for none."""
-        self.watch: ReplicaWatch | None = None
+        self.watch = watch
         """Hooks on the replicas."""
         self.primitives: set[int] = set()
         """Phases that have run, as kinds of spans."""
@@ -88,13 +88,11 @@ class Split:
 
     def run(self, me: Thread, site: Site, original: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
         """Run a call in place of `original(module, *args, **kwargs)`. The caller must call `settle` afterwards."""
-        try:
-            call = SplitCall(site, me.split)
-            if site.plan.mode == DP:
-                call.watch = ReplicaWatch(self.recorder, me, site, strict=site.via is None)
-            me.split = call
-        except Exception as error:  # noqa: BLE001 - the call runs as written
-            self.session.fault("begin", error)
+        call = None
+        with self.session.guarded("begin"):
+            replicas = ReplicaWatch(self.recorder, me, site, strict=site.via is None) if site.plan.mode == DP else None
+            call = me.split = SplitCall(site, me.split, replicas)
+        if call is None:
             return original(module, *args, **kwargs)
         if isinstance(module, Functional):
             return self._functional(call, original, module, args, kwargs)
@@ -123,19 +121,19 @@ class Split:
         if call is None or call.site is not site:  # an interrupt came before the SplitCall existed
             return site.head
         me.split = call.around
-        try:
-            if me.tried is not None:
-                self.modes.tried(me, failed)
-            if self.modes.doubtful and me.inside == 0:
-                self.modes.decide(call.wrapped)
-            if call.share is not None and not failed:
-                self._lone_replica(me, call, outputs)
-            if call.site.own and not failed:
-                self._bypassed(call)
-        except Exception as error:  # noqa: BLE001 - the script has its result anyway
-            self.session.fault("end", error)
-        finally:
-            self._drop_replicas(call.watch)
+        with self.session.guarded("end"):
+            try:
+                if me.tried is not None:
+                    self.modes.tried(me, failed)
+                if self.modes.doubtful and me.inside == 0:
+                    self.modes.decide(call.wrapped)
+                if call.share is not None and not failed:
+                    self._lone_replica(me, call, outputs)
+                if call.site.own and not failed:
+                    self._bypassed(call)
+            finally:
+                if call.watch is not None:
+                    call.watch.close()
         return call.head
 
     def _lone_replica(self, me: Thread, call: SplitCall, outputs: int) -> None:
@@ -144,14 +142,6 @@ class Split:
         inputs = self.session.inputs(args, kwargs, call.site.share)
         head = Kind.REPLICA | me.head | call.site.kind << INSIDE_AT
         self.recorder.write(head, began, monotonic_ns() - began, inputs | outputs << 32)
-
-    def _drop_replicas(self, watch: ReplicaWatch | None) -> None:
-        """Drop all references to a finished call's replicas. Never raises."""
-        try:
-            if watch is not None:
-                watch.close()
-        except Exception as error:  # noqa: BLE001 - then the garbage collector frees them
-            self.session.fault("let go", error, fatal=False)
 
     def _bypassed(self, call: SplitCall) -> None:
         """Note the phases that are missing because the script's subclass runs them itself."""
@@ -179,10 +169,10 @@ class Split:
             return original(functional, *args, **kwargs)
         chosen = list(plan.device_ids)
         if plan.virtual is not None:
-            try:
+            function = None
+            with self.session.guarded("functional"):
                 function = self.functional_for(plan)
-            except Exception as error:  # noqa: BLE001 - the call runs as written
-                self.session.fault("functional", error)
+            if function is None:
                 return original(functional, *args, **kwargs)
             return function(module, args, chosen, None, dim, kwargs)
         if plan.mode == DP:
@@ -211,11 +201,11 @@ class Split:
         call.running = module
         if plan.device_ids is None:
             return original(module, *args, **kwargs)
-        try:
+        view = None
+        with self.session.guarded("view"):
             view = call.running = _view(module, plan, call.site.dim)
             self._remember(call, module)
-        except Exception as error:  # noqa: BLE001 - the call runs as written
-            self.session.fault("view", error)
+        if view is None:
             return original(module, *args, **kwargs)
         if plan.virtual is None:
             result = original(view, *args, **kwargs)
@@ -243,30 +233,24 @@ class Split:
         """Save the state that a first attempt at dp may change, in case it fails. Never raises."""
         if call.site.proven or call.plan.virtual is None:
             return
-        try:
+        with self.session.guarded("before"):
             call.before = Before(module, call.plan.virtual.base)
-        except Exception as error:  # noqa: BLE001 - then the attempt cannot be undone
-            self.session.fault("before", error)
 
     def _worked(self, call: SplitCall, module: Any) -> None:
         """Forget earlier failures, because dp worked. Never raises."""
-        try:
+        with self.session.guarded("end"):
             call.site.proven = True
             self.modes.succeeded(module)
-        except Exception as error:  # noqa: BLE001 - the result is there anyway
-            self.session.fault("success", error)
 
     def _take_back(self, module: Any, view: Any) -> None:
         """Copy to the script's object the attributes that a subclass set on the view in the call. Never raises."""
         if type(module) is torch.nn.DataParallel:
             return
-        try:
+        with self.session.guarded("view"):
             own = module.__dict__
             for name, value in view.__dict__.items():
                 if name not in _OVERLAID and own.get(name, own) is not value:
                     own[name] = value
-        except Exception as error:  # noqa: BLE001 - the result is there anyway
-            self.session.fault("view", error)
 
     # ---------------------------------------------------------------- bare roots
 
@@ -293,25 +277,25 @@ class Split:
         """Note why dp failed for this call, and prepare to run it as it would run without dpmon. Never raises."""
         watch, call.watch, call.share, call.primitives = call.watch, None, None, set()
         me.inside = call.site.kind  # not reset yet, if a lone replica ran on this thread
-        try:
-            self.recorder.write(Kind.RESTARTED | me.head | call.site.kind << INSIDE_AT, monotonic_ns(), 0)
-            if call.before is not None:
-                call.before.restore()
-            reason = str(why) if isinstance(why, (str, Unsuited)) else f"the model raised {in_a_line(why)}"
-            plan = self.modes.failed(me, module, reason, final)
-            if plan is None:
-                plan = self._planned_anew(call.site, module).plan
-                self.modes.announce()
-            call.plan = plan
-            call.head = self.sites.head(call.site, plan)
-        except Exception as error:  # noqa: BLE001 - the call runs as written
-            self.session.fault("fall back", error)
-        finally:
-            self._drop_replicas(watch)
-            if isinstance(why, Exception):
-                # A frame in the error's traceback has a local variable that refers to the error. This cycle would keep
-                # the call's arguments alive until the next garbage collection.
-                why.__traceback__ = None
+        with self.session.guarded("fall back"):
+            try:
+                self.recorder.write(Kind.RESTARTED | me.head | call.site.kind << INSIDE_AT, monotonic_ns(), 0)
+                if call.before is not None:
+                    call.before.restore()
+                reason = str(why) if isinstance(why, (str, Unsuited)) else f"the model raised {in_a_line(why)}"
+                plan = self.modes.failed(me, module, reason, final)
+                if plan is None:
+                    plan = self._planned_anew(call.site, module).plan
+                    self.modes.announce()
+                call.plan = plan
+                call.head = self.sites.head(call.site, plan)
+            finally:
+                if watch is not None:
+                    watch.close()
+        if isinstance(why, Exception):
+            # A frame in the error's traceback has a local variable that refers to the error. This cycle would keep
+            # the call's arguments alive until the next garbage collection.
+            why.__traceback__ = None
 
     def _planned_anew(self, site: Site, module: Any) -> Site:
         fresh = self.sites.of_root(module, ()) if site.via is None else self.sites.of_wrapper(module)

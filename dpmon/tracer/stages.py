@@ -103,7 +103,7 @@ class Stages:
         return reasons if self._absent is None else {**reasons, "stages": self._absent}
 
     def _hooks(self, part: Part) -> tuple[Callable[..., None], Callable[..., None]]:
-        session = self.session
+        session, guard = self.session, self.session.guarded("stages")
         got, gave = Memo(), Memo()
 
         def enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -113,7 +113,7 @@ class Stages:
             self._running.append((part, sys.exc_info()[1]))
             if len(self._running) > 1:
                 return
-            try:
+            with guard:
                 self._current = None
                 last = self._ran[-1] if self._ran else None
                 device = part.device or _device_of((args, kwargs)) or (last.device if last is not None else "")
@@ -129,8 +129,6 @@ class Stages:
                 last.ended = 0
                 self._current = last
                 last.began = last.began or monotonic_ns()
-            except Exception as error:  # noqa: BLE001 - missing sizes must not stop a training
-                session.fault("stages", error)
 
         def leave(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
             now = monotonic_ns()
@@ -143,15 +141,14 @@ class Stages:
                     break
             if self._running or sys.exc_info()[1] is not caught:
                 return  # the part raised: it has no end, and the forward may continue
-            try:
-                stage = self._current
-                if stage is not None:
-                    stage.ended = now
-                    if stage.mark is not None:
-                        stage.mark.lap()
-                    stage.outputs = session.outputs(result, gave)
-            except Exception as error:  # noqa: BLE001 - missing sizes must not stop a training
-                session.fault("stages", error)
+            stage = self._current
+            if stage is None:
+                return
+            with guard:
+                stage.ended = now
+                if stage.mark is not None:
+                    stage.mark.lap()
+                stage.outputs = session.outputs(result, gave)
 
         return enter, leave
 
@@ -162,19 +159,14 @@ class Stages:
         self._running.clear()
         self._thread = get_ident()
         self._open = True
-        try:
+        with self.session.guarded("stages"):
             for part in self.parts:
                 module = part.module()
                 if module is None:
                     continue
-                own = module.__dict__
-                own["_forward_pre_hooks"][KEY] = part.enter
-                own["_forward_pre_hooks_with_kwargs"][KEY] = True
-                own["_forward_hooks"][KEY] = part.leave
-                own["_forward_hooks_with_kwargs"][KEY] = True
-                own["_forward_hooks_always_called"][KEY] = True
-        except Exception as error:  # noqa: BLE001 - the call continues without stages
-            self.session.fault("stages", error)
+                hooks = part.enter, True, part.leave, True, True
+                for name, hook in zip(_TABLES, hooks, strict=True):
+                    module.__dict__[name][KEY] = hook
 
     def end(self, recorder: Recorder, me: Thread) -> str | None:
         """Write the stages when a call of the root ends, and remove the hooks. Never raises.
@@ -184,22 +176,16 @@ class Stages:
         if not self._open:
             return None
         self._open = False
-        try:
+        with self.session.guarded("stages"):
             for stage in self._ran:
                 self._write(recorder, me, stage)
-        except Exception as error:  # noqa: BLE001 - only the stages are lost
-            self.session.fault("stages", error)
         self._ran = []
         self._running.clear()  # its exceptions would keep their frames alive
         for part in self.parts:
-            try:
-                module = part.module()
-                if module is not None:
-                    for name in _TABLES:
-                        module.__dict__[name].pop(KEY, None)
-            except Exception as error:  # noqa: BLE001 - the other parts must lose their hooks, too
-                self.session.fault("stages", error)
-
+            module = part.module()
+            with self.session.guarded("stages"):  # the other parts must lose their hooks, too
+                for name in _TABLES if module is not None else ():
+                    module.__dict__[name].pop(KEY, None)
         return _THREADS if self._elsewhere else None
 
     def _write(self, recorder: Recorder, me: Thread, stage: TracedStage) -> None:

@@ -78,11 +78,9 @@ class Startup:
             self._note(lambda: IN_SCRIPT)
 
     def _note(self, text: Callable[[], str]) -> None:
-        try:
+        with self.session.guarded("startup", fatal=False):
             if self.session.ring is None:
                 note(text())
-        except Exception as error:  # noqa: BLE001 - our fault must not reach the script
-            self.session.fault("startup", error, fatal=False)
 
 
 def _first_batch(iterator: Any) -> str:

@@ -139,7 +139,7 @@ def _tensors(values: Iterable[Any], depth: int) -> Iterator[Any]:
 
 
 def _parts(tensor: Any) -> tuple[Any, ...]:
-    """Return the plain tensors that hold a tensor's data: several for a sparse one or a wrapper (DTensor, quantized).
+    """Return the plain tensors that hold a tensor's data: several for a sparse tensor or a wrapper (DTensor).
 
     A wrapper's own storage reports the size of all parts but holds no data. Raises NotImplementedError for a wrapper
     that does not list its parts (through `__tensor_flatten__`, see `torch.utils._python_dispatch`).
@@ -153,8 +153,4 @@ def _parts(tensor: Any) -> tuple[Any, ...]:
         inner = [getattr(tensor, name) for name in flatten()[0]]
         # A DTensor lists its mesh in addition to its local tensor.
         return tuple(part for value in inner if isinstance(value, torch.Tensor) for part in _parts(value))
-    if torch._is_functional_tensor(tensor):
-        return _parts(torch._from_functional_tensor(tensor))
-    if tensor.is_quantized and tensor.qscheme() in (torch.per_channel_affine, torch.per_channel_affine_float_qparams):
-        return tensor, tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
     return parts_of(tensor)

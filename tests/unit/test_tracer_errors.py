@@ -53,8 +53,8 @@ def test_every_guarded_place_names_what_dpmon_was_doing() -> None:
     """The warning about a fault names what dpmon was doing, not a place in its code."""
     places = {
         match
-        for path in (Path(__file__).parents[2] / "dpmon" / "tracer").glob("*.py")
-        for match in re.findall(r"(?:[.]fault|\bfault)\(\"([^\"]+)\"", path.read_text())
+        for path in (Path(__file__).parents[2] / "dpmon" / "tracer").rglob("*.py")
+        for match in re.findall(r"\b(?:_?fault|guarded)\(\"([^\"]+)\"", path.read_text())
     }
     assert len(places) > 20
     assert places == set(_DOING)

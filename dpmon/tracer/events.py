@@ -2,50 +2,80 @@
 
 An event is recorded on the current stream at the beginning and the end of a phase. A phase that begins at the end of
 another phase shares its event. Between two steps, the training thread queries the events and reads the times between
-them. Each device has a pool of events. If the pool is empty, because the device is far behind, a phase is not timed,
-and `untimed` counts it. During the capture of a CUDA graph, no event is recorded or queried: an event would become a
-part of the graph, and a query would end the capture.
+them. Then the events are used again. While a device is far behind, no more phases are timed. During the capture of a
+CUDA graph, no event is recorded or queried: an event would become a part of the graph, and a query would end the
+capture.
 
 The time between two events of a stream includes the time while the device waits for the host.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from dpmon.record.wire import Untimed
-from dpmon.tracer.captures import Captures
+from dpmon.tracer.frames import drop_frames, named_like
 
-POOL_EVENTS = 256
-"""Events in the pool of each device."""
+MAX_PENDING = 128
+"""Most phases of a device that wait for their times."""
 _cuda: Any = torch.cuda  # its type hints differ between versions of torch
 MAX_FAULTS = 3
 MAX_STREAMS = 256
 
 
-class Events(Protocol):
-    """Operations on a device's events."""
+class Captures:
+    """True while a CUDA graph is being captured in this process. Any thread may begin and end a capture.
 
-    def capturing(self) -> bool:
-        """Whether an event could become a part of a CUDA graph, or a query could end a capture."""
+    During a capture in "global" mode, torch's usual mode, CUDA refuses cudaEventQuery and ends the capture, even if
+    another thread or another stream queries the event. torch reports only the state of the current stream.
+    """
 
-    def make(self) -> Any:
-        """Make an event. It belongs to no device until it is recorded."""
+    def __init__(self) -> None:
+        self._graphs: dict[int, weakref.ref[Any]] = {}
+        """Graphs being captured, by id. A deleted graph no longer counts, even if its capture never ended."""
 
-    def record(self, event: Any, device: int) -> None:
-        """Queue an event on the device's current stream."""
+    def __bool__(self) -> bool:
+        return bool(self._graphs)
 
-    def done(self, event: Any) -> bool:
-        """Whether the device has reached the event; does not wait."""
+    def watch(self, kind: Any) -> None:
+        """Wrap the methods of a graph class such as torch.cuda.CUDAGraph. Raises AttributeError if torch lacks them."""
+        begin, end = kind.capture_begin, kind.capture_end
+        kind.capture_begin, kind.capture_end = self._beginning(begin), self._ending(end)
 
-    def between_ms(self, first: Any, last: Any) -> float:
-        """Return the time between two finished events."""
+    def _beginning(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            key, graphs = id(graph), self._graphs
+            try:
+                # Set before the capture begins: a query in between would end it.
+                graphs[key] = weakref.ref(graph, lambda _: graphs.pop(key, None))
+                return original(graph, *args, **kwargs)
+            except BaseException as error:
+                graphs.pop(key, None)
+                drop_frames(error)
+                graph, args, kwargs = None, (), {}
+                raise
+
+        return named_like(capture_begin, original)
+
+    def _ending(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def capture_end(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            key = id(graph)
+            try:
+                return original(graph, *args, **kwargs)
+            except BaseException as error:
+                drop_frames(error)
+                graph, args, kwargs = None, (), {}
+                raise
+            finally:
+                self._graphs.pop(key, None)
+
+        return named_like(capture_end, original)
 
 
 _captures: Captures | None = None
@@ -139,26 +169,20 @@ class DeviceSpan:
 class DeviceTimes:
     """Times phases on devices. Any thread may begin and end a phase; one thread collects the times between steps."""
 
-    def __init__(self, events: Events, fault: Callable[[BaseException], None], pool_events: int = POOL_EVENTS) -> None:
+    def __init__(
+        self, events: TorchEvents, fault: Callable[[BaseException], None], max_pending: int = MAX_PENDING
+    ) -> None:
         """`fault` is called with each error. After MAX_FAULTS errors, nothing more is timed."""
         self._events = events
         self._fault = fault
-        self._limit = pool_events
+        self._limit = max_pending
         self._free: dict[int, list[Any]] = {}
-        self._counters: dict[int, Iterator[int]] = {}
-        """Counter of the events made, by device. It is safe between threads: it yields each number once."""
-        self._made: dict[int, int] = {}
-        """Number of events made, by device."""
-        self._taken: dict[int, int] = {}
-        """Events taken in this step, by device."""
-        self._needs: dict[int, int] = {}
-        """Highest recent number of events in a step, by device."""
+        """Events that may be used again, by device."""
         self._skips = False
         """Whether this step is not timed."""
         self._pending: dict[int, deque[DeviceSpan]] = {}
+        """By device, the ended phases whose times are not known yet."""
         self._faults = 0
-        self.untimed = 0
-        """Number of phases without a free event."""
 
     @property
     def off(self) -> bool:
@@ -186,10 +210,7 @@ class DeviceTimes:
                 self._release(span.device, span.first)
                 span.first = None
                 return
-        pending = self._pending.get(span.device)
-        if pending is None:
-            pending = self._pending.setdefault(span.device, deque())
-        pending.append(span)
+        self._pending[span.device].append(span)
 
     def lap(self, span: DeviceSpan) -> None:
         """Mark a possible end of a phase; it counts if no later lap follows."""
@@ -257,8 +278,11 @@ class DeviceTimes:
         """Record an event now. Return it and Untimed.NONE, or None and the reason."""
         if self._faults >= MAX_FAULTS:
             return None, Untimed.FAULT
-        if self._skips:
-            self.untimed += 1
+        pending = self._pending.get(device)
+        if pending is None:
+            pending = self._pending.setdefault(device, deque())
+            self._free.setdefault(device, [])
+        if self._skips or len(pending) >= self._limit:
             return None, Untimed.NO_EVENT
         event = None
         try:
@@ -266,13 +290,10 @@ class DeviceTimes:
             if events.capturing():
                 return None, Untimed.CAPTURED
             event = self._take(device)
-            if event is None:
-                self.untimed += 1
-                return None, Untimed.NO_EVENT
             events.record(event, device)
         except Exception as error:  # noqa: BLE001 - it is not timed
             if event is not None:
-                self._free.setdefault(device, []).append(event)
+                self._free[device].append(event)
             self._failed(error)
             return None, Untimed.FAULT
         return _RecordedEvent(event), Untimed.NONE
@@ -280,38 +301,21 @@ class DeviceTimes:
     def end_step(self) -> None:
         """End a step. The next step is timed as a whole or not at all.
 
-        If a step were timed until the events run out, the last phases on a device that is far behind would never be
-        timed.
+        If a step were timed until the limit of pending phases, the last phases on a device that is far behind would
+        never be timed.
         """
-        for device, taken in self._taken.items():
-            before = self._needs.get(device, 0)
-            # A long evaluation is forgotten after some steps.
-            self._needs[device] = max(taken, before - (before >> 3))
-        self._taken.clear()
-        self._skips = any(
-            len(self._free.get(device, ())) + self._limit - self._made.get(device, 0) < min(need, self._limit)
-            for device, need in self._needs.items()
-        )
+        self._skips = any(len(pending) > self._limit // 2 for pending in self._pending.values())
 
     def _take(self, device: int) -> Any:
-        self._taken[device] = self._taken.get(device, 0) + 1
-        free = self._free.get(device)
-        if free is None:
-            free = self._free.setdefault(device, [])
         try:
-            return free.pop()
+            return self._free[device].pop()
         except IndexError:  # empty; a check before `pop` would race with other threads
-            pass
-        number = next(self._counters.setdefault(device, count()))
-        if number >= self._limit:
-            return None
-        self._made[device] = number + 1
-        return self._events.make()
+            return self._events.make()
 
     def _release(self, device: int, mark: _RecordedEvent) -> None:
         mark.users -= 1
         if mark.users == 0:
-            self._free.setdefault(device, []).append(mark.event)
+            self._free[device].append(mark.event)
 
     def _failed(self, error: BaseException) -> None:
         self._faults += 1

@@ -16,7 +16,7 @@ import torch
 
 from dpmon.record.spans import FLAGS_AT, SITE_AT, Flag, Kind
 from dpmon.record.wire import Untimed
-from dpmon.tracer.events import DeviceSpan, DeviceTimes, Events, TorchEvents
+from dpmon.tracer.events import DeviceSpan, DeviceTimes, TorchEvents
 from dpmon.tracer.threads import Thread
 
 MAX_STEPS = 64
@@ -116,7 +116,7 @@ class Timing:
         write: Callable[[int, int, int, int], int],
         fault: Callable[..., None],
         one_in: Callable[[], int] = lambda: 0,
-        events: Events | None = None,
+        events: TorchEvents | None = None,
     ) -> None:
         """`write` takes a span (SpanRing.put), `fault` takes errors (Session.fault).
 

@@ -27,7 +27,6 @@ import torch
 from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind
 from dpmon.record.wire import Unended
 from dpmon.tracer.collective_ends import CollectiveSample, Ends, Launched
-from dpmon.tracer.collective_operators import OPERATORS, Operator
 from dpmon.tracer.frames import drop_frames, outwards
 from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.session import Session
@@ -38,6 +37,41 @@ _SWITCH_INTERVAL_S = 1.0
 """Python's thread switch interval during `_switch`, which takes 0.1 ms: so no other thread runs Python code then."""
 _DISTRIBUTED = os.path.dirname(os.path.abspath(torch.distributed.__file__)) + os.sep
 _KEY: Any = torch._C.DispatchKey.BackendSelect
+
+
+class Operator(NamedTuple):
+    """Meaning of the arguments of an operator."""
+
+    name: str
+    """Name in records."""
+    group: int
+    """Index of the process group."""
+    counted: int
+    """Index of the tensors that give the size of the collective, by the convention of nccl-tests."""
+    by_ranks: bool = False
+    """Whether these tensors are one rank's part: the size is then their bytes times the number of ranks."""
+
+
+OPERATORS = {
+    "allreduce_": Operator("all_reduce", 1, 0),
+    "allreduce_coalesced_": Operator("all_reduce", 1, 0),
+    "broadcast_": Operator("broadcast", 1, 0),
+    "reduce_": Operator("reduce", 1, 0),
+    "allgather_": Operator("all_gather", 2, 0),
+    "_allgather_base_": Operator("all_gather", 2, 0),
+    "allgather_coalesced_": Operator("all_gather", 2, 0),
+    "allgather_into_tensor_coalesced_": Operator("all_gather", 2, 0),
+    "reduce_scatter_": Operator("reduce_scatter", 2, 1),
+    "_reduce_scatter_base_": Operator("reduce_scatter", 2, 1),
+    "reduce_scatter_tensor_coalesced_": Operator("reduce_scatter", 2, 1),
+    "alltoall_": Operator("all_to_all", 2, 1),
+    "alltoall_base_": Operator("all_to_all", 2, 1),
+    "gather_": Operator("gather", 2, 1, by_ranks=True),
+    "scatter_": Operator("scatter", 2, 0, by_ranks=True),
+    "barrier": Operator("barrier", 1, 0),
+    "monitored_barrier_": Operator("barrier", 1, 0),
+}
+"""The operators that get a kernel, by their names in torch.ops.c10d."""
 
 
 class _ProcessGroup(NamedTuple):

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from inspect import CO_OPTIMIZED
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-import torch
-
-from dpmon.tracer.tracebacks import drop_outermost
-
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-OF_CALLS = frozenset(f"{_HERE}{name}.py" for name in ("calls", "split", "compositions", "roots"))
+OF_CALLS = frozenset(f"{_HERE}{name}.py" for name in ("calls", "split", "primitives", "roots"))
 """Files with functions that are on the stack while a call is traced."""
+_KEEPS_TRACEBACK = sys.version_info < (3, 11)
+"""Whether a bare `raise` restores the traceback that was caught, and so undoes a change of `__traceback__`."""
 
 
 def outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -56,6 +55,44 @@ def drop_frames(error: BaseException) -> None:
         drop_outermost(error)
 
 
+def drop_outermost(error: BaseException) -> None:
+    """Remove the outermost entry of the traceback of an exception that is being handled.
+
+    On Python 3.10 it stays if it is the only one.
+    """
+    entry = error.__traceback__
+    if entry is None:
+        return
+    following = entry.tb_next
+    if _KEEPS_TRACEBACK and following is not None:
+        _overwrite(entry, following)
+    else:
+        error.__traceback__ = following
+
+
+class _Entry(ctypes.Structure):
+    """A traceback object of CPython 3.10 (Include/cpython/traceback.h)."""
+
+    _fields_ = (
+        ("head", ctypes.c_char * object.__basicsize__),
+        ("tb_next", ctypes.c_void_p),
+        ("tb_frame", ctypes.c_void_p),
+        ("tb_lasti", ctypes.c_int),
+        ("tb_lineno", ctypes.c_int),
+    )
+
+
+def _overwrite(entry: TracebackType, following: TracebackType) -> None:
+    """Make `entry` a copy of `following`, which comes after it."""
+    old, new = entry.tb_frame, following.tb_frame
+    # In this order, a frame's reference count is never lower than the number of traceback objects that refer to it.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(new))
+    target, source = _Entry.from_address(id(entry)), _Entry.from_address(id(following))
+    target.tb_frame, target.tb_lasti, target.tb_lineno = source.tb_frame, source.tb_lasti, source.tb_lineno
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(old))
+    entry.tb_next = following.tb_next
+
+
 def named_like(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     """Give a wrapper the name, module and signature of the original."""
     for name in ("__module__", "__name__", "__qualname__", "__doc__"):
@@ -76,6 +113,8 @@ def hide_from_dynamo() -> None:
     It skips only a frame that would be the outermost frame of a graph. Inside a graph, it traces through our frames as
     before. Without this function, it would retry from our frame after a graph break, and would compile our code.
     """
+    import torch  # imported here, because dpmon.tracer.inject uses this module while torch is being imported
+
     frames: Any = torch._C._dynamo.eval_frame
     skip = getattr(frames, "skip_code", None)
     strategy: Any = None

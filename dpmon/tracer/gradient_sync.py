@@ -24,7 +24,7 @@ import torch
 
 from dpmon.record.spans import FLAGS_AT, LEAD_NS, MAX_LEAD, SITE_AT, WRAPPER_AT, Flag, Kind
 from dpmon.tracer.frames import drop_frames, named_like
-from dpmon.tracer.names import class_name
+from dpmon.tracer.module_tables import class_name
 from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.session import Session
 from dpmon.tracer.threads import Thread

@@ -19,7 +19,7 @@ from torch.utils import data as torch_data
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from dpmon.tracer.frames import drop_frames, named_like
-from dpmon.tracer.names import class_name
+from dpmon.tracer.module_tables import class_name
 from dpmon.tracer.session import Session, raise_from_signal
 
 EVERY_NS = 1_000_000_000

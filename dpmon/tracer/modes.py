@@ -13,7 +13,7 @@ import torch
 
 from dpmon.record.wire import MODES
 from dpmon.span_ring import Word
-from dpmon.tracer.names import RootNames
+from dpmon.tracer.module_tables import RootNames
 from dpmon.tracer.plans import (
     DP,
     HOLDS,

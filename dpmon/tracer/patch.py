@@ -42,7 +42,6 @@ from dpmon.tracer import allocator
 from dpmon.tracer.append import note
 from dpmon.tracer.calls import CallTracer
 from dpmon.tracer.collectives import Collectives
-from dpmon.tracer.compositions import Compositions
 from dpmon.tracer.copies import Copies
 from dpmon.tracer.exceptions import uncaught
 from dpmon.tracer.frames import drop_frames, hide_from_dynamo, named_like
@@ -52,7 +51,7 @@ from dpmon.tracer.memory_looks import Memory
 from dpmon.tracer.modes import Modes
 from dpmon.tracer.optimizers import OptimizerSteps
 from dpmon.tracer.pause import Pauser
-from dpmon.tracer.primitives import Primitives
+from dpmon.tracer.primitives import Compositions, Primitives
 from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.roots import Roots
 from dpmon.tracer.session import Config, Session, rank_and_world

@@ -7,8 +7,16 @@ from typing import Any
 
 import torch
 
-from dpmon.tracer.module_tables import BUFFERS, PARAMETERS, buffers_of, modules_of, parameters_of, values_of
-from dpmon.tracer.names import class_name, is_a
+from dpmon.tracer.module_tables import (
+    BUFFERS,
+    PARAMETERS,
+    buffers_of,
+    class_name,
+    is_a,
+    modules_of,
+    parameters_of,
+    values_of,
+)
 from dpmon.tracer.virtual import VirtualDevices
 
 DP, SINGLE = 1, 2

@@ -21,8 +21,7 @@ import torch
 from dpmon.record.spans import Kind
 from dpmon.tracer.calls import CallTracer
 from dpmon.tracer.frames import first_argument
-from dpmon.tracer.module_tables import MODULES, modules_of, parameters_of, values_of
-from dpmon.tracer.names import class_name
+from dpmon.tracer.module_tables import MODULES, class_name, modules_of, parameters_of, values_of
 from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.session import Session
 from dpmon.tracer.sites import Site

@@ -12,8 +12,7 @@ import torch
 from dpmon.record.spans import FLAGS_AT, SITE_AT, Flag, Kind
 from dpmon.record.wire import DDP, FSDP, RANK_MODES
 from dpmon.tracer.modes import Modes
-from dpmon.tracer.module_tables import Place, in_training_mode, modules_of, wrapped_by
-from dpmon.tracer.names import class_name, is_a
+from dpmon.tracer.module_tables import Place, class_name, in_training_mode, is_a, modules_of, wrapped_by
 from dpmon.tracer.plans import DP, SINGLE, Plan, overrides
 from dpmon.tracer.session import Memo, Session
 from dpmon.tracer.stages import Stages, stages_of

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dpmon.record.wire import MORE, shortened
-from dpmon.tracer.names import class_name, is_a
+from dpmon.tracer.module_tables import class_name, is_a
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter

@@ -15,7 +15,7 @@ import torch
 
 from dpmon.tracer.append import note
 from dpmon.tracer.frames import drop_frames, named_like
-from dpmon.tracer.names import class_name
+from dpmon.tracer.module_tables import class_name
 from dpmon.tracer.session import Session
 
 IN_SCRIPT = "in the script"

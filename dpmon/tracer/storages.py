@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from dpmon.tracer.module_tables import BUFFERS, PARAMETERS, modules_of, parts_of, values_of
-from dpmon.tracer.names import class_name, is_a
+from dpmon.tracer.module_tables import BUFFERS, PARAMETERS, class_name, is_a, modules_of, parts_of, values_of
 
 MAX_TENSORS = 5_000
 """Most tensors of a kind that are counted: to count one takes about 5 us, and the training waits for it."""

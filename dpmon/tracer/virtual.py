@@ -29,8 +29,7 @@ import torch
 from torch.autograd import Function
 
 from dpmon.record.spans import Kind
-from dpmon.tracer.cores import available_cores
-from dpmon.tracer.workers import ReplicaThread
+from dpmon.tracer.workers import ReplicaThread, available_cores
 
 PRIMITIVE_NAMES = ("scatter_kwargs", "replicate", "parallel_apply", "gather")
 """Names of DataParallel's phases in the module that defines it."""

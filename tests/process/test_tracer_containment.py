@@ -17,7 +17,7 @@ FEW = 8
 """Largest number of warnings from one broken function, including those about calls that could not be split."""
 
 GUARDS = {
-    "tracer.compositions.Compositions.run",
+    "tracer.primitives.Compositions.run",
     "tracer.calls.CallTracer._bound",
     "tracer.frames.drop_frames",
     "tracer.loaders.Loaders.at_exit",
@@ -139,7 +139,7 @@ def test_the_injected_faults_covered_most_functions_of_the_tracer(runs: dict[str
     assert len(run.warnings) + len(run.events("warning")) > 50
     by_hand_broken = {function(name) for name in by_hand.printed}
     assert not any(math.isnan(number) for number in by_hand.printed["nothing"][1])
-    for module in ("compositions", "memory_looks", "pause", "stages", "storages"):
+    for module in ("primitives", "memory_looks", "pause", "stages", "storages"):
         assert sum(name.startswith(f"tracer.{module}.") for name in by_hand_broken) >= 3
     assert broken | by_hand_broken >= GUARDS
 

@@ -16,7 +16,7 @@ STEPS = 40
 HAS = torch._C._dispatch_has_kernel_for_dispatch_key
 how = sys.argv[1]
 ours = sys.modules["dpmon.tracer.collectives"]
-operators = sys.modules["dpmon.tracer.collective_operators"]
+operators = sys.modules["dpmon.tracer.collective_kernels"]
 if how == "asked":
     ours.FIRST = ours.MAX_DISTANCE
 elif how == "lacks":

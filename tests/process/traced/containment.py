@@ -28,12 +28,12 @@ from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 MODULES = (
-    "tracer.append", "tracer.calls", "tracer.cores", "tracer.frames", "tracer.loaders", "tracer.modes",
+    "tracer.append", "tracer.calls", "tracer.workers", "tracer.frames", "tracer.loaders", "tracer.modes",
     "tracer.optimizers", "tracer.patch", "tracer.plans", "tracer.recorder", "tracer.replicas", "tracer.roots",
     "tracer.session", "tracer.sites", "tracer.sizes", "tracer.split", "tracer.module_tables", "tracer.primitives",
     "tracer.virtual", "tracer.inject", "span_ring", "ring_file", "record.wire",
 )  # fmt: skip
-BY_HAND = ("tracer.compositions", "tracer.memory_looks", "tracer.pause", "tracer.stages", "tracer.storages")
+BY_HAND = ("tracer.primitives", "tracer.memory_looks", "tracer.pause", "tracer.stages", "tracer.storages")
 DEVICES = ("tracer.timing", "tracer.events")
 LIMIT_S = 60
 OURS = os.environ["OURS"]

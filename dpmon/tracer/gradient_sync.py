@@ -45,6 +45,8 @@ _WORDS = struct.Struct("<Q")
 NO_NOTES = "this version of torch does not note when gradients are ready"
 NOT_TIMED = "torch has not timed an iteration yet"
 ADDED_UP = "this version of torch adds it up over iterations"
+_NEWER = "num_buckets_reduced"
+"""A member of torch's logging data since torch sets the size of unused parameters in each iteration (not in 2.4)."""
 _MAX_RANKS = 4096
 _WRAPPER_MASK = (1 << 24 - WRAPPER_AT) - 1
 
@@ -358,7 +360,7 @@ def _facts(wrapper: _TracedWrapper, module: Any, data: Any) -> dict[str, Any]:
         "bucket_bytes": _whole(data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes")),
         "bucket_cap_bytes": data.get("bucket_cap_bytes"),
         "find_unused_parameters": bool(data.get("find_unused_parameters")),
-        "unused_bytes": None if _is_sum(data) else data.get("unused_parameter_size"),
+        "unused_bytes": data.get("unused_parameter_size") if _NEWER in data else None,
         "gradient_as_bucket_view": bool(data.get("gradient_as_bucket_view")),
         "static_graph": bool(data.get("static_graph")),
         "comm_hook": data.get("comm_hook"),
@@ -367,23 +369,13 @@ def _facts(wrapper: _TracedWrapper, module: Any, data: Any) -> dict[str, Any]:
     }
 
 
-def _is_sum(data: Any) -> bool:
-    """Whether torch's size of unused parameters is a sum over several iterations.
-
-    torch 2.4 sets it to 0 only in an iteration that uses all parameters (Logger::set_runtime_stats_and_log). Later
-    versions set it in each iteration; their data has `num_buckets_reduced`.
-    """
-    newer = "num_buckets_reduced" in data
-    return not newer and bool(data.get("unused_parameter_size")) and (data.get("iteration") or 0) > 1
-
-
 def _times(wrapper: _TracedWrapper, data: Any) -> dict[str, Any]:
     """Return torch's times of the communication and its overlap with the computation, and reasons for absent values.
 
     torch samples these times; they are from the last sampled iteration.
     """
     absent = {} if wrapper.notes else {"sync": NO_NOTES}
-    if _is_sum(data):
+    if _NEWER not in data:
         absent["unused_bytes"] = ADDED_UP
     comm, overlap = data.get("backward_comm_time"), data.get("backward_compute_comm_overlap_time")
     if comm:

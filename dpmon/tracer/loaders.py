@@ -18,7 +18,6 @@ import torch
 from torch.utils import data as torch_data
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
-from dpmon.tracer.frames import drop_frames, named_like
 from dpmon.tracer.module_tables import class_name
 from dpmon.tracer.session import Session, raise_from_signal
 
@@ -62,23 +61,11 @@ class Loaders:
 
     def iterating(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """The traced form of DataLoader.__iter__."""
-        is_compiling = torch.compiler.is_dynamo_compiling
 
-        def __iter__(loader: Any) -> Any:
-            if is_compiling():
-                return original(loader)
-            began = monotonic_ns()
-            try:
-                iterator = original(loader)
-            except BaseException as error:
-                drop_frames(error)
-                loader = None
-                raise
-            with self.session.guarded("loader", fatal=False):
-                self._started(iterator, began, monotonic_ns() - began)
-            return iterator
+        def started(iterator: Any, began: int, loader: object) -> None:
+            self._started(iterator, began, monotonic_ns() - began)
 
-        return named_like(__iter__, original)
+        return self.session.followed(original, started, "loader", fatal=False)
 
     def opened(self) -> None:
         """Write the events that were kept until the ring was open."""

@@ -17,7 +17,6 @@ from typing import Any
 
 from dpmon.record.spans import INSIDE_AT, SITE_AT, Kind
 from dpmon.tracer import allocator
-from dpmon.tracer.frames import drop_frames, named_like
 from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.session import Session
 from dpmon.tracer.sites import Functional, Sites
@@ -73,22 +72,15 @@ class Memory:
     def constructing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the traced form of Optimizer.__init__, which remembers the optimizer weakly."""
 
-        def __init__(self_: Any, *args: Any, **kwargs: Any) -> None:
-            try:
-                original(self_, *args, **kwargs)
-            except BaseException as error:
-                drop_frames(error)
-                self_, args, kwargs = None, (), {}
-                raise
-            with self.session.guarded("optimizers", fatal=False):
-                key, known = id(self_), self._optimizers
-                known[key] = weakref.ref(self_, lambda _: known.pop(key, None))
-                if not self._made:
-                    self._made = True
-                    self.opened()
-                self.on_optimizer()
+        def made(_: object, began: int, optimizer: Any, *args: object, **kwargs: object) -> None:
+            key, known = id(optimizer), self._optimizers
+            known[key] = weakref.ref(optimizer, lambda _: known.pop(key, None))
+            if not self._made:
+                self._made = True
+                self.opened()
+            self.on_optimizer()
 
-        return named_like(__init__, original)
+        return self.session.followed(original, made, "optimizers", fatal=False)
 
     def opened(self) -> None:
         """Report to the assembler that the script makes optimizers.

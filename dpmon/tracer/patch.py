@@ -44,7 +44,7 @@ from dpmon.tracer.calls import CallTracer
 from dpmon.tracer.collectives import Collectives
 from dpmon.tracer.copies import Copies
 from dpmon.tracer.exceptions import uncaught
-from dpmon.tracer.frames import drop_frames, hide_from_dynamo, named_like
+from dpmon.tracer.frames import hide_from_dynamo
 from dpmon.tracer.gradient_sync import GradientSync
 from dpmon.tracer.loaders import Loaders
 from dpmon.tracer.memory_looks import Memory
@@ -158,19 +158,12 @@ def _everywhere(original: Any, name: str, traced: Any) -> None:
 def _constructing(original: Callable[..., Any], modes: Modes, calls: CallTracer) -> Callable[..., Any]:
     """Return the traced form of DataParallel.__init__, which notes `dim`: torch does not store it without GPUs."""
 
-    def __init__(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, dim: int = 0) -> None:
-        try:
-            original(self, module, device_ids, output_device, dim)
-        except BaseException as error:
-            drop_frames(error)
-            self = module = None
-            raise
-        with modes.session.guarded("construct"):
-            modes.constructed(self, dim)
-            if type(self) is not torch.nn.DataParallel:
-                calls.adopt(type(self))
+    def made(_: object, began: int, wrapper: Any, module: Any, *given: Any, dim: int = 0, **named: Any) -> None:
+        modes.constructed(wrapper, given[2] if len(given) > 2 else dim)
+        if type(wrapper) is not torch.nn.DataParallel:
+            calls.adopt(type(wrapper))
 
-    return named_like(__init__, original)
+    return modes.session.followed(original, made, "construct")
 
 
 def _no_interrupt(number: int, frame: object) -> None:

@@ -188,25 +188,17 @@ class Recorder:
         return -1
 
     def write_again(self, head: int, start: int, took: int, sizes: int, error: BaseException) -> bool:
-        """Write a span again after an error or a signal; return whether to raise the error."""
-        for attempt in (lambda: self.write(head, start, took, sizes), lambda: self._blame(error)):
-            try:
-                attempt()
-            except Exception as fault:  # noqa: BLE001 - our fault, or an exception of the script's signal handler
-                if fault is error or self._is_the_scripts(fault):
-                    return True
-            except BaseException:  # noqa: BLE001 - an interrupt, raised in place of both errors
-                return True
-        return not isinstance(error, Exception)
+        """Write a span again after an error or a signal; return whether to raise the error.
 
-    def _blame(self, error: BaseException) -> None:
-        if isinstance(error, Exception):
-            self.session.fault("span", error)
-
-    def _is_the_scripts(self, fault: Exception) -> bool:
+        It is raised unless it is a fault of ours.
+        """
+        guard = self.session.guarded("span")
         try:
-            self.session.fault("span", fault)
-        except BaseException:  # noqa: BLE001 - `fault` raises only the script's exceptions
+            with guard:
+                self.write(head, start, took, sizes)
+            with guard:
+                raise error
+        except BaseException:  # noqa: BLE001 - an interrupt, or an exception of a signal handler
             return True
         return False
 

@@ -6,7 +6,6 @@ There is one `Session` per process. The ring is opened at the first traced call,
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 import platform
@@ -26,6 +25,7 @@ from dpmon.span_ring import SLOTS, SpanRing
 from dpmon.tracer import sizes
 from dpmon.tracer.append import append, note
 from dpmon.tracer.exceptions import in_a_line
+from dpmon.tracer.frames import drop_frames, named_like
 
 Tensor = torch.Tensor
 
@@ -37,8 +37,6 @@ MAX_UNWRITTEN = 64
 RETRY_NS = 1_000_000_000
 """Time between two attempts to write a line after a failure."""
 MAX_PROCESSES = 512
-MAX_TRIES = 1 << 14
-_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 SMALL_SLOTS = 4 << 10
 LARGE_RINGS = 8
 """Most processes with a full-size ring, because hundreds of short-lived forked children must not fill the disk."""
@@ -129,8 +127,6 @@ class Session:
         # Reentrant: a signal handler of the script may call the model while this thread holds the lock.
         self._lock = threading.RLock()
         self._opening = False
-        self._tries = 0
-        """Attempts to open the ring that found no free file descriptor; the script may free one later."""
         self._layouts, self._sizes = itertools.count(1), itertools.count(MAX_SITE + 1)
         """Numbers of definitions. Numbers of layouts, stages and collectives must fit into a span's site."""
         self._known: dict[Hashable, int] = {}
@@ -171,9 +167,6 @@ class Session:
                 try:
                     self._finish_opening()
                 except OSError as error:
-                    if error.errno in _NO_DESCRIPTOR and self._tries < MAX_TRIES:
-                        self._tries += 1
-                        return False
                     self.off = True
                     note(f"no record of process {os.getpid()}: {error}", "warnings.log")
                     return False
@@ -321,7 +314,32 @@ class Session:
                 self._known[key] = number
         return number or 0
 
-    # ---------------------------------------------------------------- faults
+    # ---------------------------------------------------------------- wrappers and faults
+
+    def followed(
+        self, original: Callable[..., Any], after: Callable[..., object], where: str, fatal: bool = True
+    ) -> Callable[..., Any]:
+        """Return the traced form of a function: calls `after(result, began, *args, **kwargs)` when it has returned.
+
+        `began`: its start (monotonic ns). Faults of `after` are guarded. Not for the hot path.
+        """
+        guard, is_compiling = self.guarded(where, fatal), torch.compiler.is_dynamo_compiling
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                return original(*args, **kwargs)
+            began = monotonic_ns()
+            try:
+                result = original(*args, **kwargs)
+            except BaseException as error:
+                drop_frames(error)
+                args, kwargs = (), {}
+                raise
+            with guard:
+                after(result, began, *args, **kwargs)
+            return result
+
+        return named_like(wrapper, original)
 
     def guarded(self, where: str, fatal: bool = True) -> FaultGuard:
         """Return a guard of a block that does `_DOING[where]`. The hot path has `try` and `fault` instead."""

@@ -54,7 +54,7 @@ def test_every_guarded_place_names_what_dpmon_was_doing() -> None:
     places = {
         match
         for path in (Path(__file__).parents[2] / "dpmon" / "tracer").rglob("*.py")
-        for match in re.findall(r"\b(?:_?fault|guarded)\(\"([^\"]+)\"", path.read_text())
+        for match in re.findall(r"\b(?:_?fault|guarded|followed)\((?:\w+, \w+, )?\"([^\"]+)\"", path.read_text())
     }
     assert len(places) > 20
     assert places == set(_DOING)

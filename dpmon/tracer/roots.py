@@ -31,11 +31,11 @@ Module = torch.nn.Module
 
 WATCH_STEPS = 16
 """Steps without a new root after which the watch ends."""
-WATCH_SOON_NS, WATCH_EVERY_NS = 20_000_000, 2_000_000_000
+WATCH_SOON_NS, WATCH_EVERY_NS = 20_000_000, 20_000_000_000
 """Waits between short watches of one step each, which find roots that appear later.
 
 The first wait is 2 * WATCH_SOON_NS. Each wait is twice as long as the one before, up to WATCH_EVERY_NS. A watch changes
-torch's class Module, so Python discards its caches for that class, and some steps are slower.
+torch's class Module, so Python discards its caches for all modules, and dozens of steps are slower.
 """
 
 MAX_MADE = 1 << 14

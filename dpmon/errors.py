@@ -13,8 +13,8 @@
     └── JobError         a job of the screen that failed                 dpmon.ui.jobs
 
 Only `dpmon.cli` ends a command because of such an exception. Two other exceptions stay within their packages:
-dpmon.gpu.nvml.CallFailed, a failed NVML call, and dpmon.tracer.replicas.Unsuited, which ends an attempt at dp. A
-third, dpmon.ui.app.ScreenClosed, is a SystemExit.
+dpmon.gpu.nvml.CallFailed, a failed NVML call, and dpmon.tracer.calls.replicas.Unsuited, which ends an attempt at dp.
+A third, dpmon.ui.app.ScreenClosed, is a SystemExit.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from dpmon.assemble import Assembler
 from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind, unpacked
 from dpmon.record.wire import Untimed
 from dpmon.span_ring import Word
-from dpmon.tracer.optimizers import OptimizerSteps
-from dpmon.tracer.recorder import Recorder
-from dpmon.tracer.timing import Timing
+from dpmon.tracer.devices.timing import Timing
+from dpmon.tracer.steps.optimizers import OptimizerSteps
+from dpmon.tracer.steps.recorder import Recorder
 
 __all__ = ["Device", "Process"]
 

@@ -95,7 +95,7 @@ def _drop_own_frame(error: BaseException) -> None:
     # The import system removes its own frames from a traceback if they form an unbroken chain down to the module's
     # code. Our frame breaks the chain.
     try:
-        from dpmon.tracer.frames import drop_outermost
+        from dpmon.tracer.core.frames import drop_outermost
     except ImportError:  # a Python without ctypes
         return
     while (entry := error.__traceback__) is not None and entry.tb_frame.f_code.co_filename == __file__:

@@ -38,28 +38,27 @@ import torch
 
 from dpmon.record.spans import Kind
 from dpmon.span_ring import SpanRing
-from dpmon.tracer import allocator
 from dpmon.tracer.append import note
-from dpmon.tracer.calls import CallTracer
-from dpmon.tracer.collectives import Collectives
-from dpmon.tracer.copies import Copies
-from dpmon.tracer.exceptions import uncaught
-from dpmon.tracer.frames import hide_from_dynamo
-from dpmon.tracer.gradient_sync import GradientSync
-from dpmon.tracer.loaders import Loaders
-from dpmon.tracer.memory_looks import Memory
-from dpmon.tracer.modes import Modes
-from dpmon.tracer.optimizers import OptimizerSteps
-from dpmon.tracer.pause import Pauser
-from dpmon.tracer.primitives import Compositions, Primitives
-from dpmon.tracer.recorder import Recorder
-from dpmon.tracer.roots import Roots
-from dpmon.tracer.session import Config, Session, rank_and_world
-from dpmon.tracer.sites import Sites
-from dpmon.tracer.split import Split
-from dpmon.tracer.startup import Startup
-from dpmon.tracer.timing import cuda_starting
-from dpmon.tracer.virtual import PRIMITIVE_NAMES, Originals
+from dpmon.tracer.calls.call_wrapper import CallTracer
+from dpmon.tracer.calls.primitives import Compositions, Primitives
+from dpmon.tracer.calls.roots import Roots
+from dpmon.tracer.calls.sites import Sites
+from dpmon.tracer.calls.split import Split
+from dpmon.tracer.collectives import Collectives, GradientSync
+from dpmon.tracer.core.exceptions import uncaught
+from dpmon.tracer.core.frames import hide_from_dynamo
+from dpmon.tracer.core.session import Config, Session, rank_and_world
+from dpmon.tracer.devices.timing import cuda_starting
+from dpmon.tracer.memory import allocator
+from dpmon.tracer.memory.measurement import Memory
+from dpmon.tracer.modes.decision import Modes
+from dpmon.tracer.modes.virtual import PRIMITIVE_NAMES, Originals
+from dpmon.tracer.steps.copies import Copies
+from dpmon.tracer.steps.loaders import Loaders
+from dpmon.tracer.steps.optimizers import OptimizerSteps
+from dpmon.tracer.steps.pause import Pauser
+from dpmon.tracer.steps.recorder import Recorder
+from dpmon.tracer.steps.startup import Startup
 
 _installed = False
 """Whether the tracer is installed in this process. A second installation would record every call twice."""

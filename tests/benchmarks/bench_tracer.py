@@ -83,7 +83,7 @@ def untraced_data_parallel(replicas: int) -> Callable[[Any, Any], Any]:
 
     import torch
 
-    from dpmon.tracer.virtual import PRIMITIVE_NAMES, Originals, VirtualDevices, with_globals
+    from dpmon.tracer.modes.virtual import PRIMITIVE_NAMES, Originals, VirtualDevices, with_globals
 
     module = importlib.import_module("torch.nn.parallel.data_parallel")
     originals = Originals(module, importlib.import_module("torch.nn.parallel.scatter_gather"))

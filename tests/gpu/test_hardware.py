@@ -23,7 +23,7 @@ from tracing import Script, Traced, traced
 
 from dpmon.gpu.visible import bare_uuid
 from dpmon.record.wire import mode_number
-from dpmon.tracer.events import DeviceSpan, DeviceTimes, TorchEvents
+from dpmon.tracer.devices.events import DeviceSpan, DeviceTimes, TorchEvents
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -186,7 +186,7 @@ def test_phases_equal_those_of_the_profiler(profiled: Traced, row: Any, phase: s
 
 
 def test_events_measure_the_devices_own_time(gpu: str, row: Any) -> None:
-    """Times of dpmon.tracer.events, compared with two events around all of them."""
+    """Times of dpmon.tracer.devices.events, compared with two events around all of them."""
     faults: list[BaseException] = []
     times = DeviceTimes(TorchEvents(), faults.append)
     x = torch.randn(4096, 4096, device=gpu)

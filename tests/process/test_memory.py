@@ -10,7 +10,7 @@ import torch
 from running import Dpmon
 from tracing import text_of, traced
 
-from dpmon.tracer.storages import MAX_TENSORS, MODEL, Walk
+from dpmon.tracer.memory.storages import MAX_TENSORS, MODEL, Walk
 
 
 def test_memory_sums_equal_those_of_the_script(dpmon: Dpmon, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ EDITS: tuple[tuple[str, str, str], ...] = (
     ("record/spans.py", "DOING = {\n", 'DOING = {\n    Kind.AWAIT: "await",\n'),
     ("record/spans.py", "COUNTED = {", 'COUNTED = {Kind.AWAIT: "tokens", '),
     (
-        "tracer/recorder.py",
+        "tracer/steps/recorder.py",
         "                try:\n                    if me.noted:\n",
         "                if kind == Kind.BACKWARD:\n"
         "                    began = clock()\n"

@@ -19,9 +19,9 @@ from dpmon.record.kinds import Step
 from dpmon.run import proc
 from dpmon.run.reader import RunReader
 from dpmon.run.rings import ProcessRing
-from dpmon.tracer.pause import Pauser
-from dpmon.tracer.recorder import Recorder
-from dpmon.tracer.session import Config, Session
+from dpmon.tracer.core.session import Config, Session
+from dpmon.tracer.steps.pause import Pauser
+from dpmon.tracer.steps.recorder import Recorder
 
 LOOPS = ("with_calls_only", "with_an_optimizer", "with_a_loader")
 LOOP = """\
@@ -328,7 +328,7 @@ def test_an_interrupt_ends_a_pause_that_was_requested_again_meanwhile(
         slept.append(reader.request_pause(False))
         reader.request_pause(True)
 
-    monkeypatch.setattr("dpmon.tracer.pause.sleep", sleep)
+    monkeypatch.setattr("dpmon.tracer.steps.pause.sleep", sleep)
     reader.request_pause(True)
     with pytest.raises(KeyboardInterrupt):
         Pauser(session, Recorder(session)).wait()

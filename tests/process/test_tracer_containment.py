@@ -17,34 +17,36 @@ FEW = 8
 """Largest number of warnings from one broken function, including those about calls that could not be split."""
 
 GUARDS = {
-    "tracer.primitives.Compositions.run",
-    "tracer.calls.CallTracer._bound",
-    "tracer.frames.drop_frames",
-    "tracer.loaders.Loaders.at_exit",
-    "tracer.modes.Modes.composed_devices",
-    "tracer.recorder.Recorder._fetch_raised",
-    "tracer.recorder.Recorder.failed",
-    "tracer.recorder.Recorder.still_inside",
-    "tracer.recorder.Recorder.within",
-    "tracer.roots.Roots._other",
-    "tracer.roots._RootCall.__get__",
-    "tracer.session.FaultGuard.__enter__",
-    "tracer.session.FaultGuard.__exit__",
-    "tracer.session.FaultGuard.__init__",
-    "tracer.session.Session._looked_at",
-    "tracer.session.Session.guarded",
-    "tracer.session.Session.inputs",
-    "tracer.split.Split._fall_back",
-    "tracer.split.Split._remember",
-    "tracer.split.Split._root",
-    "tracer.split.Split._take_back",
-    "tracer.split.Split._worked",
-    "tracer.split.Split._wrapper",
-    "tracer.split.Split.run",
-    "tracer.stages.Stages.begin",
-    "tracer.stages.Stages.end",
-    "tracer.virtual._Broadcast.backward",
-    "tracer.virtual._Gather.backward",
+    "tracer.calls.primitives.Compositions.run",
+    "tracer.calls.call_wrapper.CallTracer._bound",
+    "tracer.core.frames.drop_frames",
+    "tracer.core.frames.drop_outermost",
+    "tracer.modes.workers.ReplicaThread.run",
+    "tracer.steps.loaders.Loaders.at_exit",
+    "tracer.modes.decision.Modes.composed_devices",
+    "tracer.steps.recorder.Recorder._fetch_raised",
+    "tracer.steps.recorder.Recorder.failed",
+    "tracer.steps.recorder.Recorder.still_inside",
+    "tracer.steps.recorder.Recorder.within",
+    "tracer.calls.roots.Roots._other",
+    "tracer.calls.roots._RootCall.__get__",
+    "tracer.core.session.FaultGuard.__enter__",
+    "tracer.core.session.FaultGuard.__exit__",
+    "tracer.core.session.FaultGuard.__init__",
+    "tracer.core.session.Session._looked_at",
+    "tracer.core.session.Session.guarded",
+    "tracer.core.session.Session.inputs",
+    "tracer.calls.split.Split._fall_back",
+    "tracer.calls.split.Split._remember",
+    "tracer.calls.split.Split._root",
+    "tracer.calls.split.Split._take_back",
+    "tracer.calls.split.Split._worked",
+    "tracer.calls.split.Split._wrapper",
+    "tracer.calls.split.Split.run",
+    "tracer.calls.stages.Stages.begin",
+    "tracer.calls.stages.Stages.end",
+    "tracer.modes.virtual._Broadcast.backward",
+    "tracer.modes.virtual._Gather.backward",
 }
 """Functions that torch or the script calls directly, or that contain faults; nothing contains their own faults."""
 
@@ -123,23 +125,23 @@ def test_the_injected_faults_covered_most_functions_of_the_tracer(runs: dict[str
     assert run.printed["nothing"][1].count("a bad batch") == 3
     assert len(broken) > 80
     for module in (
-        "calls",
-        "loaders",
-        "modes",
-        "recorder",
-        "replicas",
-        "roots",
-        "session",
-        "sites",
-        "sizes",
-        "split",
-        "virtual",
+        "calls.call_wrapper",
+        "steps.loaders",
+        "modes.decision",
+        "steps.recorder",
+        "calls.replicas",
+        "calls.roots",
+        "core.session",
+        "calls.sites",
+        "core.sizes",
+        "calls.split",
+        "modes.virtual",
     ):
         assert sum(name.startswith(f"tracer.{module}.") for name in broken) >= 3
     assert len(run.warnings) + len(run.events("warning")) > 50
     by_hand_broken = {function(name) for name in by_hand.printed}
     assert not any(math.isnan(number) for number in by_hand.printed["nothing"][1])
-    for module in ("primitives", "memory_looks", "pause", "stages", "storages"):
+    for module in ("calls.primitives", "memory.measurement", "steps.pause", "calls.stages", "memory.storages"):
         assert sum(name.startswith(f"tracer.{module}.") for name in by_hand_broken) >= 3
     assert broken | by_hand_broken >= GUARDS
 
@@ -150,5 +152,5 @@ def test_no_fault_of_what_times_devices_reaches_the_script(on_devices: Traced) -
     found = {name: why for name, why in leaks(on_devices).items() if function(name) not in GUARDS}
     assert not found, "\n".join(f"{name}: {why}" for name, why in found.items())
     broken = {function(name) for name in on_devices.printed}
-    for module in ("timing", "events"):
+    for module in ("devices.timing", "devices.events"):
         assert sum(name.startswith(f"tracer.{module}.") for name in broken) >= 4

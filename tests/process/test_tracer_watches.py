@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 SCRIPT = """
 import sys, time, torch
 from torch import nn
-roots = sys.modules["dpmon.tracer.roots"]
+roots = sys.modules["dpmon.tracer.calls.roots"]
 class Own(nn.Module):
     "Its class has a __call__ of its own, so that only a watch sees its calls."
     def __init__(self):

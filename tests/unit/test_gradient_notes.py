@@ -9,7 +9,7 @@ import pytest
 
 from dpmon.assemble.nesting import leads_of
 from dpmon.record.spans import LEAD_NS, MAX_LEAD, Kind, Span
-from dpmon.tracer.gradient_sync import LOOK_EVERY, GradientSync, _TracedWrapper
+from dpmon.tracer.collectives.gradient_sync import LOOK_EVERY, GradientSync, _TracedWrapper
 
 
 class Module(SimpleNamespace):

@@ -9,8 +9,7 @@ import pytest
 
 from dpmon.record.spans import FLAGS_AT, Flag, Kind
 from dpmon.record.wire import Unended
-from dpmon.tracer import collective_ends
-from dpmon.tracer.collective_ends import CollectiveSample, Ends, Launched
+from dpmon.tracer.collectives.ends import CollectiveSample, Ends, Launched
 
 
 def test_a_collective_is_recorded_although_the_process_ends_before_a_poll(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,7 +17,7 @@ def test_a_collective_is_recorded_although_the_process_ends_before_a_poll(monkey
     written: list[tuple[int, ...]] = []
     session: Any = None
     recorder: Any = SimpleNamespace(write=lambda *words: written.append(words))
-    monkeypatch.setattr(collective_ends, "start_new_thread", lambda *_: None)
+    monkeypatch.setattr("dpmon.tracer.collectives.ends.start_new_thread", lambda *_: None)
     ends = Ends(session, recorder, CollectiveSample())
     ends.wait_for(Launched(None, Kind.COLLECTIVE, 5, 40))
     ends.stop()

@@ -17,8 +17,8 @@ from played import Process
 
 from dpmon.record.kinds import Step
 from dpmon.record.spans import Kind
-from dpmon.tracer.copies import Copies, where_cuda, where_to
-from dpmon.tracer.timing import MAX_COPIES
+from dpmon.tracer.devices.timing import MAX_COPIES
+from dpmon.tracer.steps.copies import Copies, where_cuda, where_to
 
 pytestmark = pytest.mark.slow
 
@@ -182,7 +182,7 @@ def test_a_fault_of_dpmon_stops_no_copy(setting: Setting, monkeypatch: pytest.Mo
     def fails(*_: Any) -> int:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("dpmon.tracer.copies._bytes", fails)
+    monkeypatch.setattr("dpmon.tracer.steps.copies._bytes", fails)
     batch = torch.zeros(1)
     assert setting.to(batch, "cuda:0") is batch
     assert [what[0] for what in setting.faults] == ["span"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from dpmon.tracer.exceptions import in_a_line
-from dpmon.tracer.session import _DOING
+from dpmon.tracer.core.exceptions import in_a_line
+from dpmon.tracer.core.session import _DOING
 
 RETOLD = """Caught {kind} in replica 1 on device 1.
 Original Traceback (most recent call last):

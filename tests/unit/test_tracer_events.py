@@ -9,7 +9,7 @@ import torch
 from played import Device
 
 from dpmon.record.wire import Untimed
-from dpmon.tracer.events import MAX_FAULTS, MAX_PENDING, Captures, DeviceSpan, DeviceTimes, TorchEvents
+from dpmon.tracer.devices.events import MAX_FAULTS, MAX_PENDING, Captures, DeviceSpan, DeviceTimes, TorchEvents
 
 
 class Bench:

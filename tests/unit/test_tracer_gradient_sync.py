@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from dpmon.record.spans import FLAGS_AT, Flag, Kind
-from dpmon.tracer import timing
-from dpmon.tracer.gradient_sync import GradientSync
+from dpmon.tracer.collectives.gradient_sync import GradientSync
+from dpmon.tracer.devices import timing
 
 
 @pytest.mark.parametrize("mark", [None, timing._NOT_TIMED])

@@ -22,7 +22,7 @@ from torch.utils.data import (
     random_split,
 )
 
-from dpmon.tracer.loaders import _batches
+from dpmon.tracer.steps.loaders import _batches
 
 ROWS = TensorDataset(torch.ones(23, 2))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from dpmon.tracer.storages import MODEL, Walk
+from dpmon.tracer.memory.storages import MODEL, Walk
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch calls half of these kinds deprecated, the others beta
 

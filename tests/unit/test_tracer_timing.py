@@ -11,7 +11,7 @@ from played import Process
 from dpmon.record.payloads import UNTIMED
 from dpmon.record.spans import DOING, FLAGS_AT, Flag, Kind, unpacked
 from dpmon.record.wire import Untimed
-from dpmon.tracer.threads import Thread
+from dpmon.tracer.core.threads import Thread
 
 WHOLE = {"data": 0.5, "forward": 2.0, "backward": 3.0, "optimizer": 1.0}
 SAMPLED = UNTIMED[Untimed.SAMPLED]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dpmon.tracer.virtual import _Torch
+from dpmon.tracer.modes.virtual import _Torch
 
 
 def test_parallel_apply_finds_everything_else_of_torch() -> None:

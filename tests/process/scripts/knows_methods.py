@@ -11,7 +11,7 @@ import torch._dynamo.utils
 from torch import nn
 
 if sys.argv[1] == "replaced":
-    from dpmon.tracer.copies import Copies
+    from dpmon.tracer.steps.copies import Copies
 
     torch.version.cuda = "13.0"
     original = torch.Tensor.to

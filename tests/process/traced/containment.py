@@ -28,13 +28,20 @@ from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 MODULES = (
-    "tracer.append", "tracer.calls", "tracer.workers", "tracer.frames", "tracer.loaders", "tracer.modes",
-    "tracer.optimizers", "tracer.patch", "tracer.plans", "tracer.recorder", "tracer.replicas", "tracer.roots",
-    "tracer.session", "tracer.sites", "tracer.sizes", "tracer.split", "tracer.module_tables", "tracer.primitives",
-    "tracer.virtual", "tracer.inject", "span_ring", "ring_file", "record.wire",
+    "tracer.append", "tracer.calls.call_wrapper", "tracer.modes.workers", "tracer.core.frames",
+    "tracer.steps.loaders", "tracer.modes.decision", "tracer.steps.optimizers", "tracer.patch", "tracer.modes.plans",
+    "tracer.steps.recorder", "tracer.calls.replicas", "tracer.calls.roots", "tracer.core.session",
+    "tracer.calls.sites", "tracer.core.sizes", "tracer.calls.split", "tracer.core.module_tables",
+    "tracer.calls.primitives", "tracer.modes.virtual", "tracer.inject", "span_ring", "ring_file", "record.wire",
 )  # fmt: skip
-BY_HAND = ("tracer.primitives", "tracer.memory_looks", "tracer.pause", "tracer.stages", "tracer.storages")
-DEVICES = ("tracer.timing", "tracer.events")
+BY_HAND = (
+    "tracer.calls.primitives",
+    "tracer.memory.measurement",
+    "tracer.steps.pause",
+    "tracer.calls.stages",
+    "tracer.memory.storages",
+)
+DEVICES = ("tracer.devices.timing", "tracer.devices.events")
 LIMIT_S = 60
 OURS = os.environ["OURS"]
 # Python 3.12 warns of what may go wrong in a child of a process with threads.
@@ -315,7 +322,7 @@ if sys.argv[1:] == ["on", "devices"]:
     with open(os.environ["PLAYS_CUDA"]) as file:
         space = {"__name__": "plays_cuda"}
         exec(file.read(), space)
-    importlib.import_module("dpmon.tracer.timing")
+    importlib.import_module("dpmon.tracer.devices.timing")
     space["begin"]()
     targets = dict(functions(DEVICES))
     ever, late = used(targets, train)
@@ -330,7 +337,9 @@ elif sys.argv[1:]:
     jobs = {"nothing": (nothing, train_by_hand, nothing)}
     for name in ever:
         target = targets[name]
-        if not name.startswith((*BY_HAND, "tracer.calls.", "tracer.modes.", "tracer.plans.")):
+        if not name.startswith(
+            (*BY_HAND, "tracer.calls.call_wrapper.", "tracer.modes.decision.", "tracer.modes.plans.")
+        ):
             continue  # functions shared with other trainings are tried without an argument
         if name not in late or name.startswith(BY_HAND):
             jobs[f"{name} from the start"] = (lambda target=target: breaking(target), train_by_hand, nothing)

@@ -1,0 +1,1 @@
+"""Calls of models, over one device or several."""

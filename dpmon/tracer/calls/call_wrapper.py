@@ -1,0 +1,309 @@
+"""Traces calls of models: wraps Module.__call__ of a root, DataParallel.forward and data_parallel.
+
+The wrapper always runs torch's own code, even if the tracer fails. It removes its own frame from tracebacks
+(dpmon.tracer.core.frames).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import get_ident
+from time import monotonic_ns
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+
+from dpmon.record.spans import FLAGS_AT, INSIDE_AT, Flag, Kind
+from dpmon.span_ring import Word
+from dpmon.tracer.calls.sites import Functional, Site, Sites
+from dpmon.tracer.calls.split import Split, SplitCall
+from dpmon.tracer.core.frames import drop_frames, named_like, with_own_code
+from dpmon.tracer.core.module_tables import in_training_mode
+from dpmon.tracer.core.session import Session
+from dpmon.tracer.core.threads import Thread
+from dpmon.tracer.modes.decision import Modes
+from dpmon.tracer.steps.recorder import Recorder
+
+REQUEST = Word.REQUEST
+_LEARNS = (Flag.TRAINING | Flag.GRAD) << FLAGS_AT
+_HIDING = frozenset(kind for kind in range(32) if kind not in (0, Kind.FETCH, Kind.OPTIMIZER, Kind.COPY))
+"""Kinds of spans inside which a call of a module is not recorded as a call."""
+
+
+class CallTracer:
+    """Traces the calls of one process."""
+
+    def __init__(self, session: Session, recorder: Recorder, modes: Modes, sites: Sites, split: Split) -> None:
+        self.session = session
+        self.recorder = recorder
+        self.modes = modes
+        self.sites = sites
+        self.split = split
+
+    # ---------------------------------------------------------------- the wrapper
+
+    def wrapper(
+        self,
+        original: Callable[..., Any],
+        other: Callable[..., Any],
+        site_of: Callable[[Any, Thread, Any], Site | None],
+        *,
+        root: bool,
+    ) -> Callable[..., Any]:
+        """The traced form of `original`, a function of a module and its arguments.
+
+        `site_of(module, thread, args)` makes the site of a module at its first call; None if its calls are not
+        recorded. `other(module, thread, args, kwargs)` runs such calls. `root`: whether the modules are bare roots.
+        A call of a bare root inside another call is not recorded; a data-parallel call inside a root is.
+        """
+        session, recorder, modes = self.session, self.recorder, self.modes
+        threads, new, sites = recorder.threads, recorder.thread, self.sites.known
+        hiding = _HIDING if root else _HIDING - {Kind.CALL}
+        is_compiling, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
+        tracing = torch._C._get_tracing_state  # during torch.jit.trace, sizes are tensors of its graph
+        function_modes = torch._C._len_torch_function_stack  # a mode of the script would see our reads of sizes
+        graph_task = torch._C._current_graph_task_id  # not -1 while autograd recomputes a checkpoint, on any thread
+        clock, tensor = monotonic_ns, torch.Tensor
+        run, settle = self.split.run, self.split.settle
+
+        def traced(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                return original(module, *args, **kwargs)
+            me = around = None
+            inside = 0
+            try:
+                me = threads.get(get_ident()) or new()
+                inside, around = me.inside, me.split
+                if inside == Kind.OPTIMIZER:
+                    inside = recorder.still_inside(me)
+                if inside in hiding or tracing() is not None or graph_task() != -1:
+                    return original(module, *args, **kwargs)
+                site = mark = None
+                inputs = 0
+                try:
+                    site = sites.get(id(module))
+                    if inside == 0:
+                        recorder.calls = number = recorder.calls + 1
+                        if number > recorder.calls_before_step:
+                            recorder.called(me)
+                    elif recorder.training_thread is None:  # for example in the closure of an optimizer
+                        recorder.called(me)
+                    if inside != Kind.CALL and recorder.words[REQUEST] != modes.serial and modes.poll():
+                        self.sites.forget()
+                        site = None
+                    if site is None or (site.moves and not site.is_current()):
+                        with torch._C.DisableTorchFunction():  # hides our reads from the script's modes
+                            site = None if session.off else site_of(module, me, args)
+                    if site is not None:
+                        if not root and inside and me.split is not None:
+                            me.split.wrapped = True
+                        memo, seen = site.inputs, function_modes()
+                        if (
+                            len(args) == 1
+                            and not (kwargs or seen)
+                            and type(value := args[0]) is tensor
+                            and value.shape == memo.shape
+                            and value.dtype is memo.dtype
+                        ):
+                            inputs = memo.number
+                        else:
+                            inputs = session.inputs(args, kwargs, memo)
+                        value = None
+                        if recorder.timing is not None:
+                            mark = recorder.timing.call_begins(me, site.gpus)
+                except Exception as error:  # noqa: BLE001 - our fault must not reach the script
+                    session.fault("begin", error)
+                if site is None:
+                    return other(module, me, args, kwargs)
+                kind, plain, layout = site.kind, site.plain, site.head
+                head = layout | me.head | inside << INSIDE_AT | kind
+                if root:
+                    me.root = site
+                began = clock()
+                recorder.words[me.word] = began
+                recorder.kinds[me.number] = kind
+                try:
+                    me.inside = kind
+                    result = (
+                        original(module, *args, **kwargs) if plain else run(me, site, original, module, args, kwargs)
+                    )
+                except BaseException as error:
+                    me.inside = inside
+                    try:
+                        if not plain:
+                            head = head ^ layout | settle(me, site, 0, True)
+                        head |= self.flags(module)
+                    except Exception as fault:  # noqa: BLE001 - the script's exception must be raised
+                        session.fault("end", fault)
+                    recorder.failed(me, head, began, inputs, error, mark)
+                    raise
+                me.inside = inside
+                took = outputs = 0
+                try:
+                    took = clock() - began
+                    recorder.kinds[me.number] = inside
+                    if mark is not None:
+                        head |= mark.end()
+                    memo = site.outputs
+                    if (
+                        not seen
+                        and type(result) is tensor
+                        and result.shape == memo.shape
+                        and result.dtype is memo.dtype
+                    ):
+                        outputs = memo.number
+                    else:
+                        outputs = session.outputs(result, memo)
+                    if not plain:
+                        head = head ^ layout | settle(me, site, outputs, False)
+                    if site.via is None and is_grad_enabled() and module.__dict__.get("training") is True:
+                        head |= _LEARNS
+                    else:
+                        head |= self.flags(module)
+                    number = recorder.put(head, began, took, inputs | outputs << 32)
+                    if mark is not None:
+                        mark.written(number)
+                except BaseException as error:
+                    if recorder.write_again(head, began, took or clock() - began, inputs | outputs << 32, error):
+                        raise
+                return result
+            except BaseException as error:
+                if me is not None:  # an interrupt may have come between any two lines
+                    me.inside, me.split = inside, around
+                drop_frames(error)
+                module, args, kwargs, value, result, around = None, (), {}, None, None, None
+                raise
+
+        return named_like(traced, original)
+
+    def flags(self, module: Any) -> int:
+        """Return the flags for a call's span: whether the module trains, and whether gradients are enabled."""
+        return (Flag.TRAINING * in_training_mode(module) | Flag.GRAD * torch.is_grad_enabled()) << FLAGS_AT
+
+    # ---------------------------------------------------------------- DataParallel
+
+    def forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The traced form of DataParallel.forward."""
+
+        def other(module: Any, me: Thread, args: Any, kwargs: Any) -> Any:
+            return original(module, *args, **kwargs)
+
+        traced: Callable[..., Any] = with_own_code(self.wrapper(original, other, self._wrapper_site, root=False))
+        return traced
+
+    def _wrapper_site(self, module: Any, me: Thread, args: Any) -> Site | None:
+        if not self.session.ready():
+            return None
+        return self.sites.ready(self.sites.of_wrapper(module))
+
+    def adopt(self, kind: type) -> None:
+        """Trace a subclass of DataParallel with its own forward."""
+        for base in kind.__mro__:
+            forward = base.__dict__.get("forward")
+            if base is torch.nn.DataParallel or isinstance(forward, _Forward):
+                return
+            if forward is not None:
+                if isinstance(forward, FunctionType):
+                    base.forward = _Forward(forward, self.forward(forward))  # type: ignore[attr-defined]
+                return
+
+    # ---------------------------------------------------------------- the functional form
+
+    def functional(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The traced form of the function torch.nn.parallel.data_parallel."""
+
+        def run(call: Functional, *args: Any, **kwargs: Any) -> Any:
+            ids, output, dim = call.given
+            return original(call.module, args, ids, output, dim, kwargs)
+
+        def other(call: Functional, me: Thread, args: Any, kwargs: Any) -> Any:
+            return self._unrecorded(original, me, call, args, kwargs)
+
+        traced = self.wrapper(run, other, self._functional_site, root=False)
+
+        def data_parallel(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():
+                return original(*args, **kwargs)
+            try:
+                bound = self._bound(args, kwargs)
+                if bound is None:
+                    return original(*args, **kwargs)
+                call, inputs, named = bound
+                return traced(call, *inputs, **named)
+            except BaseException as error:
+                drop_frames(error)
+                args, kwargs, bound, call, inputs, named = (), {}, None, None, None, None
+                raise
+
+        return named_like(data_parallel, original)
+
+    def _bound(self, args: Any, kwargs: Any) -> Any:
+        """Return a stand-in for the module, and its arguments; None to run the call as written. Never raises."""
+        with self.session.guarded("functional"):
+            bound = _bind(args, kwargs)
+            if bound is not None:
+                module, inputs, *given, named = bound
+                inputs = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+                return self.sites.functional(module, _as_given(given)), inputs, named or {}
+        return None
+
+    def _functional_site(self, call: Functional, me: Thread, args: Any) -> Site | None:
+        if not self.session.ready():
+            return None
+        if me.inside == Kind.CALL and me.root is not None:
+            self.sites.splits_itself(me.root)
+        return self.sites.ready(self.sites.of_functional(call))
+
+    def _unrecorded(self, original: Callable[..., Any], me: Thread, call: Functional, args: Any, kwargs: Any) -> Any:
+        """Run the function without recording it. Without GPUs, it still needs virtual replicas."""
+        ids, output, dim = call.given
+        inside = me.inside
+        plan = function = None
+        with self.session.guarded("functional"):
+            plan = self.modes.unrecorded(call.module, ids)
+            function = None if plan is None else self.split.functional_for(plan)
+        try:
+            me.inside = Kind.WRAPPED  # its phases are not composed calls
+            if plan is None or function is None:
+                return original(call.module, args, ids, output, dim, kwargs)
+            me.split = SplitCall(Site(call, plan, "data_parallel", lambda _: None), me.split)
+            try:
+                return function(call.module, args, list(plan.device_ids or ()), None, dim, kwargs)
+            finally:
+                me.split = me.split.around
+        finally:
+            me.inside = inside
+
+
+class _Forward:
+    """Descriptor for the forward of a script's subclass: instances get the traced function, the class the original."""
+
+    def __init__(self, original: Any, traced: Any) -> None:
+        self._original = original
+        self._traced = traced
+
+    def __get__(self, module: Any, owner: Any = None) -> Any:
+        return self._original if module is None else MethodType(self._traced, module)
+
+    def __reduce__(self) -> Any:
+        # A class that is pickled by value (cloudpickle) contains the script's function, not ours.
+        return next, (iter([self._original]),)
+
+
+_ARGUMENTS = ("module", "inputs", "device_ids", "output_device", "dim", "module_kwargs")
+
+
+def _bind(args: Any, kwargs: Any) -> Any:
+    """Return the arguments of the functional data_parallel in order; None if the call is invalid."""
+    named = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+    if len(named) != len(args) + len(kwargs) or not set(named) <= set(_ARGUMENTS) or "inputs" not in named:
+        return None  # torch reports the error
+    if not isinstance(named.get("module"), torch.nn.Module):
+        return None
+    return tuple(named.get(name, 0 if name == "dim" else None) for name in _ARGUMENTS)
+
+
+def _as_given(given: Any) -> tuple[Any, ...]:
+    ids, output, dim = given
+    return (None if ids is None else tuple(ids)), output, dim

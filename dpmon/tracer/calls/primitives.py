@@ -1,0 +1,245 @@
+"""Traces scatter, replicate, parallel_apply and gather: as phases of a call, or in calls that the script composes.
+
+In a composed call, each of these functions writes a span with the flag BY_SCRIPT, and dpmon.assemble joins these spans
+into calls. A replica may be any callable passed to parallel_apply, not only one of torch's replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from threading import get_ident
+from time import monotonic_ns
+from typing import Any
+
+import torch
+
+from dpmon.record.spans import FLAGS_AT, INSIDE_AT, Flag, Kind
+from dpmon.span_ring import Word
+from dpmon.tracer.calls.replicas import ODD, ReplicaWatch, Unsuited
+from dpmon.tracer.calls.sites import Site, Sites
+from dpmon.tracer.core.frames import drop_frames, named_like
+from dpmon.tracer.core.module_tables import in_training_mode, name_of
+from dpmon.tracer.core.session import Memo, Session
+from dpmon.tracer.core.sizes import leaves
+from dpmon.tracer.core.threads import Thread
+from dpmon.tracer.modes.decision import Modes
+from dpmon.tracer.modes.virtual import BROADCAST_APPLY, PRIMITIVES, REPLICATE, SCATTER, SCATTER_KWARGS, Originals
+from dpmon.tracer.steps.recorder import Recorder
+
+KIND_OF = (*PRIMITIVES, Kind.SCATTER, Kind.SCATTER, Kind.REPLICATE, Kind.GATHER)
+"""Kind of each function in `Originals.all`."""
+_OURS = frozenset((Kind.CALL, Kind.WRAPPED))
+_MOVING = frozenset((Kind.SCATTER, Kind.REPLICATE, Kind.GATHER))
+MAX_SITES = 256
+_OUTSIDE = frozenset((0, Kind.FETCH, Kind.CALL, Kind.OPTIMIZER, Kind.COPY))
+"""Spans in which the script's own code runs."""
+
+
+class Primitives:
+    """Traces the primitives on every thread of one process."""
+
+    def __init__(self, recorder: Recorder, originals: Originals, compositions: Compositions) -> None:
+        self.recorder = recorder
+        self.originals = originals
+        self.compositions = compositions
+
+    def traced(self, number: int) -> Callable[..., Any]:
+        """The traced form of one function in `Originals.all`."""
+        recorder, compositions = self.recorder, self.compositions
+        original, kind = self.originals.all[number], KIND_OF[number]
+        fault = recorder.session.fault
+        is_compiling = torch.compiler.is_dynamo_compiling
+
+        def phase(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                return original(*args, **kwargs)
+            me, inside = None, 0
+            try:
+                me = recorder.threads.get(get_ident()) or recorder.thread()
+                call, inside = me.split, me.inside
+                if inside in _MOVING:  # a primitive inside another one is not a phase
+                    return original(*args, **kwargs)
+                if call is None or inside not in _OURS:
+                    return compositions.run(me, number, kind, original, args, kwargs)
+                if kind == Kind.GATHER and call.watch is not None and call.watch.odd:
+                    raise Unsuited(ODD)
+                if kind == Kind.PARALLEL_APPLY and call.watch is not None and not call.watch.hooked:
+                    try:
+                        args, kwargs = call.watch.wrapped_arguments(args, kwargs)
+                    except Exception as error:  # noqa: BLE001 - missing sizes must not stop a training
+                        fault("replicas", error)
+                virtual = call.plan.virtual
+                function = original if virtual is None else virtual.primitives[number]
+                timing = recorder.timing
+                mark = None if timing is None else timing.primitive_begins(me, call.site.gpus, kind)
+                head = kind | me.head | inside << INSIDE_AT
+                result = recorder.within(me, head, mark, None, function, args, kwargs)
+                call.primitives.add(kind)
+                try:
+                    if number == REPLICATE and call.watch is not None and "parallel_apply" in call.site.own:
+                        call.watch.hook(result)  # the script's own method runs them
+                    elif number == SCATTER_KWARGS and len(call.plan.devices) == 1:
+                        call.share = result[0][0], result[1][0], monotonic_ns()
+                        me.inside = Kind.REPLICA  # until the call ends, torch runs the module itself
+                except Exception as error:  # noqa: BLE001 - torch has the result anyway
+                    fault("replicas", error)
+                return result
+            except BaseException as error:
+                if me is not None:  # an interrupt may have come between any two lines
+                    me.inside = inside
+                drop_frames(error)
+                args, kwargs, call, virtual, result = (), {}, None, None, None
+                raise
+
+        return named_like(phase, original)
+
+
+# ------------------------------------------------------------------------------------------------ composed calls
+
+
+class _Composed:
+    """Stands in for the module of a site, because a composed call belongs to no single module."""
+
+
+class Compositions:
+    """Traces composed calls on every thread of one process."""
+
+    def __init__(self, session: Session, recorder: Recorder, modes: Modes, sites: Sites) -> None:
+        self.session = session
+        self.recorder = recorder
+        self.modes = modes
+        self.sites = sites
+        self._sites: dict[Any, tuple[int, _Composed, Site]] = {}
+        """By root and devices: the mode request (`Modes.serial`) that the plan follows, the owner, and the site."""
+
+    def reset(self) -> None:
+        """Set the initial state, also in a forked child."""
+        self._sites.clear()
+
+    def run(self, me: Thread, number: int, kind: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a primitive that the script calls itself. The caller removes our frames from a traceback."""
+        session, recorder = self.session, self.recorder
+        inside = me.inside
+        if (
+            inside not in _OUTSIDE
+            or torch._C._current_graph_task_id() != -1
+            or torch._C._get_tracing_state() is not None
+        ):
+            return original(*args, **kwargs)
+        function, watch, mark = original, None, None
+        head = kind | me.head | inside << INSIDE_AT | Flag.BY_SCRIPT << FLAGS_AT
+        records = not session.off
+        try:
+            # Needed even after the tracer has given up, because the script depends on the virtual devices.
+            virtual = self.modes.composed_devices()
+            if virtual is not None:
+                function = virtual.primitives[number]
+            if records and kind == Kind.PARALLEL_APPLY:
+                records = False
+                found = self._begins(me, virtual, args, kwargs) if session.ready() else None
+                if found is not None:
+                    records = True
+                    watch, more = found
+                    head |= more
+                    args, kwargs = watch.wrapped_arguments(args, kwargs)
+            timing = recorder.timing
+            if records and timing is not None:
+                mark = timing.begin(me, kind) if watch is None else timing.call_begins(me, watch.site.gpus)
+        except Exception as error:  # noqa: BLE001 - the script's function runs anyway
+            session.fault("composed", error)
+        try:
+            if records:
+                sizes = partial(self._sizes, me, number, kind, args, kwargs)
+                return recorder.within(me, head, mark, sizes, function, args, kwargs)
+            me.inside = kind
+            return function(*args, **kwargs)
+        finally:
+            me.inside = inside
+            if watch is not None:
+                watch.close()
+
+    def _sizes(self, me: Thread, number: int, kind: int, args: Any, kwargs: Any, result: Any) -> int:
+        """Return the sizes for a primitive's span; store the devices passed to the primitive in `me.passed_devices`."""
+        if kind == Kind.GATHER:
+            return self.session.outputs(result, Memo()) << 32
+        if kind == Kind.SCATTER:
+            given, me.passed_devices = _scattered(number, args, kwargs)
+            return self.session.sizes("0", tuple(given))
+        if kind == Kind.REPLICATE and me.passed_devices is None:
+            # Broadcast.apply(devices, *tensors); replicate(module, devices)
+            position = 0 if number == BROADCAST_APPLY else 1
+            me.passed_devices = _several(args[position] if len(args) > position else kwargs.get("devices"))
+        return 0
+
+    def _begins(self, me: Thread, virtual: Any, args: Any, kwargs: Any) -> tuple[ReplicaWatch, int] | None:
+        """Return the watch of a new parallel_apply and the flags for its span; None if it is not recorded."""
+        recorder, modes = self.recorder, self.modes
+        modules = args[0] if args else kwargs.get("modules")
+        if not isinstance(modules, (list, tuple)) or not modules:
+            return None
+        if me.inside == 0:
+            recorder.calls += 1
+            if recorder.calls > recorder.calls_before_step:
+                recorder.called(me)
+            if recorder.words[Word.REQUEST] != modes.serial and modes.poll():
+                self.sites.forget()
+        elif me.inside == Kind.CALL and me.root is not None:
+            self.sites.splits_itself(me.root)
+        devices, me.passed_devices = me.passed_devices, None
+        site = self._site(modules, devices, virtual)
+        if modes.unannounced:
+            modes.announce()
+        grad = torch.is_grad_enabled()  # a function has no training mode: enabled gradients count as training
+        training = in_training_mode(modules[0]) if isinstance(modules[0], torch.nn.Module) else grad
+        head = site.head | (Flag.TRAINING * training | Flag.GRAD * grad) << FLAGS_AT
+        return ReplicaWatch(recorder, me, site, strict=False), head
+
+    def _site(self, modules: Any, offered: tuple[Any, ...] | None, virtual: Any) -> Site:
+        modes = self.modes
+        root = name_of(modules[0])
+        given = range(len(modules)) if offered is None else offered
+        count = max(len(given), len(modules))
+        if virtual is not None:
+            devices = tuple(f"cpu:{i}" for i in range(count))
+        elif len(given) == count:
+            devices = tuple(str(torch.device("cuda", d) if isinstance(d, int) else d) for d in given)
+        else:
+            devices = tuple(f"cuda:{i}" for i in range(count))
+        known = self._sites.get((root, devices))
+        if known is not None and known[0] == modes.serial:
+            return known[2]
+        if len(self._sites) >= MAX_SITES:
+            self._sites.clear()
+        owner = _Composed()
+        site = Site(owner, modes.plan_composed(root, devices, virtual), "data_parallel", lambda _: None)
+        site.root, site.kind = root, Kind.PARALLEL_APPLY
+        site.number = self.sites.number(owner)
+        if site.gpus:
+            self.sites.on_gpus()
+        site.head = self.sites.head(site, site.plan)
+        self._sites[root, devices] = modes.serial, owner, site
+        return site
+
+
+def _scattered(number: int, args: Any, kwargs: Any) -> tuple[list[Any], tuple[Any, ...] | None]:
+    """Return the input signatures and the target devices of scatter function `number` of `Originals.all`."""
+    if number == SCATTER_KWARGS:  # scatter_kwargs(inputs, kwargs, devices)
+        values = args[0] if args else kwargs["inputs"]
+        named = (args[1] if len(args) > 1 else kwargs.get("kwargs")) or {}
+        devices = args[2] if len(args) > 2 else kwargs.get("target_gpus")
+    elif number == SCATTER:  # scatter(inputs, devices)
+        value = args[0] if args else kwargs["inputs"]
+        named = value if isinstance(value, dict) else {}
+        values = () if isinstance(value, dict) else tuple(value) if type(value) in (tuple, list) else (value,)
+        devices = args[1] if len(args) > 1 else kwargs.get("target_gpus")
+    else:  # Scatter.apply(devices, sizes, dim, tensor)
+        values, named, devices = args[3:], {}, args[0]
+    found = [leaf for at, value in enumerate(values) for leaf in leaves(value, str(at))]
+    found += [leaf for name, value in named.items() for leaf in leaves(value, name)]
+    return found, _several(devices)
+
+
+def _several(devices: Any) -> tuple[Any, ...] | None:
+    """Return a copy of a list of devices, because dpmon must not keep the script's list alive; None if not a list."""
+    return tuple(devices) if isinstance(devices, (list, tuple, range)) else None

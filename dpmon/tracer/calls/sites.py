@@ -1,0 +1,290 @@
+"""The modules that are called, how their calls run, and the last sizes seen."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from itertools import count, islice
+from typing import Any
+
+import torch
+
+from dpmon.record.spans import FLAGS_AT, SITE_AT, Flag, Kind
+from dpmon.record.wire import DDP, FSDP, RANK_MODES
+from dpmon.tracer.calls.stages import Stages, stages_of
+from dpmon.tracer.core.module_tables import Place, class_name, in_training_mode, is_a, modules_of, wrapped_by
+from dpmon.tracer.core.session import Memo, Session
+from dpmon.tracer.devices.timing import gpus_of, may_be_used
+from dpmon.tracer.modes.decision import Modes
+from dpmon.tracer.modes.plans import DP, SINGLE, Plan, overrides
+
+MAX_SITES = 1024
+MAX_NUMBERS = 1 << 14
+MAX_KIN = 16
+"""Most known models that are compared with a new model: one may be a part of the other."""
+MAX_PARTS = 10_000
+"""Most modules searched in each of these models."""
+_NOT_APART = {
+    DDP: {"all_reduce": "the ranks average their gradients within the backward pass; this time is not separated"},
+    FSDP: {
+        "all_gather": "the ranks gather the weights within forward and backward; this time is not separated",
+        "reduce_scatter": "the ranks reduce their gradients within the backward pass; this time is not separated",
+    },
+}
+"""By `via`: the ranks' collectives, and why they are not phases of a call."""
+
+
+class Functional:
+    """Stands for a module that torch's functional data_parallel calls repeatedly with the same devices."""
+
+    __slots__ = ("__weakref__", "_module", "given")
+
+    def __init__(self, module: Any, given: tuple[Any, ...]) -> None:
+        self._module = weakref.ref(module)
+        self.given = given
+        """Devices, output device and dim."""
+
+    @property
+    def module(self) -> Any:
+        """The module, while it lives."""
+        return self._module()
+
+    @property
+    def training(self) -> bool:
+        """Whether the module is in training mode."""
+        return in_training_mode(self.module)
+
+
+class Site:
+    """A called module, with the plan for its calls and the last sizes seen."""
+
+    __slots__ = (
+        "absent",
+        "dim",
+        "first",
+        "gpus",
+        "head",
+        "inputs",
+        "kind",
+        "module",
+        "moves",
+        "number",
+        "outputs",
+        "own",
+        "place",
+        "plain",
+        "plan",
+        "proven",
+        "replicas",
+        "root",
+        "share",
+        "stages",
+        "via",
+    )
+
+    def __init__(self, module: Any, plan: Plan, via: str | None, gone: Callable[[Any], object]) -> None:
+        self.module = weakref.ref(module, gone)
+        self.plan = plan
+        self.via = via
+        """The class of the wrapper, or the function `data_parallel` or `fully_shard`; None for other bare roots."""
+        self.kind = Kind.WRAPPED if not (via is None or via in RANK_MODES) or plan.mode == DP else Kind.CALL
+        self.gpus = gpus_of(plan.devices)
+        self.plain = False
+        """Whether only the module's own code runs: no phases, no DataParallel inside."""
+        self.root = ""
+        """The name of the model: see Sites.name."""
+        self.number = 0
+        """Number of the model; a wrapper shares it."""
+        self.dim = self.first = 0
+        """`dim`: the dimension along which a batch is split. `first`: number of leading arguments that are weights."""
+        self.head = 0
+        """Layout and flags for the span of a call: see Sites.head."""
+        self.inputs, self.outputs, self.share = Memo(), Memo(), Memo()
+        """For the arguments of a call, its result, and the arguments of a lone replica."""
+        self.replicas: list[tuple[Memo, Memo]] = []
+        self.stages: Stages | None = None
+        """The model's stages, if its parts are on several devices."""
+        self.proven = False
+        """Whether dp has worked for this module."""
+        self.place: Place | None = None
+        """Where the module was when the plan was made; None if the plan does not depend on it."""
+        self.moves = False
+        """Whether the module may have moved since then."""
+        self.own: tuple[str, ...] = ()
+        """The methods of DataParallel that the script's subclass overrides."""
+        self.absent: dict[str, str] = {}
+        """Reasons for missing parts of its calls, for example because these methods bypass torch's functions."""
+
+    def is_current(self) -> bool:
+        """Whether the module is still where it was when the plan was made."""
+        return self.place is None or not self.place.has_moved()
+
+
+class Sites:
+    """Keeps a site for each module that one process calls."""
+
+    def __init__(self, session: Session, modes: Modes) -> None:
+        self.session = session
+        self.modes = modes
+        self.known: dict[int, Site] = {}
+        """By id. The traced functions refer to this dict: never replace it."""
+        self._functionals: dict[int, Functional] = {}
+        self.on_gpus: Callable[[], None] = lambda: None
+        """Called before the first call of a module on a GPU."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Set the initial state, also in a forked child."""
+        self.forget()
+        self._numbers: dict[Any, tuple[Any, int]] = {}
+        self._next = count(1)
+
+    def forget(self) -> None:
+        """Plan all calls again."""
+        self.known.clear()
+        self._functionals.clear()
+
+    def all_may_move(self) -> None:
+        """Expect modules to move to a GPU, because CUDA is or will be initialised."""
+        for site in list(self.known.values()):
+            site.moves = site.place is not None
+
+    # ---------------------------------------------------------------- how each kind is called
+
+    def of_root(self, module: Any, args: tuple[Any, ...]) -> Site:
+        """Make the site of a bare root. `args`: the arguments of its call."""
+        weights = weights_given(type(module))
+        if weights and args and isinstance(args[0], (list, tuple)):
+            site = self._new(module, self.modes.stateless(module, args[0]), None)
+            site.first = weights
+            site.root = self.modes.names.of(getattr(module, "stateless_model", module))
+            return site
+        plan = self.modes.plan(module, False)
+        ddp = isinstance(module, torch.nn.parallel.DistributedDataParallel)
+        site = self._new(module, plan, DDP if ddp else FSDP if is_a(module, "FSDPModule") else None)
+        site.root = self.modes.names.of(module)
+        site.dim = self.session.config.batch_dim
+        site.place = Place(module)
+        if plan.mode == SINGLE:
+            site.stages = stages_of(module.module if ddp else module, self.session)
+            if site.stages is not None:
+                site.gpus = gpus_of(site.stages.devices)
+            site.plain = site.stages is None and not _holds_wrapper(module)
+        return site
+
+    def of_wrapper(self, module: Any) -> Site:
+        """Make the site of a DataParallel."""
+        site = self._new(module, self.modes.plan(module, True), class_name(module))
+        site.root = self.modes.names.of(module)
+        site.dim = self.modes.dim_of(module) or 0
+        site.own = own_methods(type(module))
+        return site
+
+    def functional(self, module: Any, given: tuple[Any, ...]) -> Functional:
+        """Return the stand-in for a module passed to `data_parallel`. `given`: devices, output device and dim."""
+        found = self._functionals.get(id(module))
+        if found is None or found.given != given or found.module is not module:
+            if len(self._functionals) >= MAX_SITES:
+                self._functionals.clear()
+            found = self._functionals[id(module)] = Functional(module, given)
+        return found
+
+    def of_functional(self, functional: Functional) -> Site:
+        """Make the site of a module passed to `data_parallel`."""
+        module = functional.module
+        site = self._new(functional, self.modes.functional(module, functional.given[0]), "data_parallel")
+        site.root = self.modes.names.of(module)
+        site.dim = functional.given[2]
+        site.place = Place(module)
+        return site
+
+    def _new(self, module: Any, plan: Plan, via: str | None) -> Site:
+        key, known = id(module), self.known
+        return Site(module, plan, via, lambda _: known.pop(key, None))
+
+    def ready(self, site: Site) -> Site | None:
+        """Define the site's layout and register the site for all threads; None if the layout cannot be written."""
+        module = site.module()
+        site.number = self.number(module.module if isinstance(module, Functional) else module)
+        device = None if site.place is None else site.place.device
+        site.moves = device is not None and (device.type != "cpu" or may_be_used())
+        site.head = self.head(site, site.plan)
+        if self.modes.unannounced:
+            self.modes.announce()
+        if site.gpus:
+            self.on_gpus()
+        self.known.pop(id(module), None)
+        if not site.head >> SITE_AT:
+            return None
+        if len(self.known) >= MAX_SITES:
+            self.known.clear()
+        self.known[id(module)] = site
+        return site
+
+    def number(self, module: Any) -> int:
+        """Return the number of a model, valid while it lives. Its wrappers and called parts share the number."""
+        inner = wrapped_by(module)
+        known = self._numbers.get(id(inner))
+        if known is None or known[0]() is not inner:
+            if len(self._numbers) >= MAX_NUMBERS:
+                self._numbers.clear()
+            known = self._numbers[id(inner)] = weakref.ref(inner), self._number_of_kin(inner) or next(self._next)
+        return known[1]
+
+    def _number_of_kin(self, module: Any) -> int:
+        """Return the number of a known model that contains the module or is part of it; 0 if there is none."""
+        if not isinstance(module, torch.nn.Module):
+            return 0
+        known = [(model, number) for ref, number in self._numbers.values() if (model := ref()) is not None][:MAX_KIN]
+        parts = {id(part) for part in islice(modules_of(module), MAX_PARTS)}
+        for model, number in known:
+            if not isinstance(model, torch.nn.Module):
+                continue
+            if id(model) in parts or any(part is module for part in islice(modules_of(model), MAX_PARTS)):
+                return number
+        return 0
+
+    def splits_itself(self, root: Site) -> None:
+        """Note that a bare root's forward itself runs a part of the root data-parallel: the root cannot be split."""
+        module = root.module()
+        if module is not None and not self.modes.splits_itself(module, True):
+            self.known.pop(id(module), None)  # its next call is planned again
+
+    # ---------------------------------------------------------------- layouts
+
+    def head(self, site: Site, plan: Plan) -> int:
+        """Return layout and flags for the span of a call by this plan. The layout is 0 if it cannot be written."""
+        devices = plan.devices if site.stages is None else site.stages.devices
+        key = site.root, site.via, devices, tuple(site.absent.items()), plan.on_cpu, site.number, site.dim, site.first
+        number = self.session.define(key, lambda: _spell(site, plan))
+        flags = Flag.DP if plan.mode == DP else Flag.SINGLE
+        if plan.virtual is not None and plan.mode == DP:
+            flags |= Flag.VIRTUAL
+        return number << SITE_AT | flags << FLAGS_AT
+
+
+def _spell(site: Site, plan: Plan) -> dict[str, Any]:
+    devices, absent = plan.devices, plan.absent
+    if site.stages is not None:
+        devices, absent = site.stages.devices, site.stages.absent
+    absent = {**absent, **_NOT_APART.get(site.via or "", {})}
+    layout = {"root": site.root, "via": site.via, "devices": list(devices), "absent": {**absent, **site.absent}}
+    return {**layout, "module": site.number, "dim": site.dim, "first": site.first}
+
+
+def own_methods(kind: type) -> tuple[str, ...]:
+    """Return the names of the methods that a subclass of DataParallel overrides."""
+    return tuple(
+        name for name in ("forward", "scatter", "replicate", "parallel_apply", "gather") if overrides(kind, name)
+    )
+
+
+def weights_given(kind: type) -> int:
+    """Return how many leading arguments are parameters and buffers; 0 if the module holds these itself."""
+    if not kind.__module__.startswith("torch._functorch"):
+        return 0
+    return {"FunctionalModule": 1, "FunctionalModuleWithBuffers": 2}.get(kind.__name__, 0)
+
+
+def _holds_wrapper(module: Any) -> bool:
+    return any(isinstance(inner, torch.nn.DataParallel) for inner in modules_of(module))

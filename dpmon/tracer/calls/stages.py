@@ -1,0 +1,255 @@
+"""Records the stages of a bare root with parts on several devices: inputs, outputs and times of each device.
+
+The first call of a root checks whether it is on several devices; a model on one device costs nothing more. On several
+devices, the parts of the root get hooks when a call begins and lose them when the call ends, on the training thread
+only. So the script never copies or pickles our hooks. Consecutive parts on one device make one stage. Each stage has a
+host time, and on a GPU also a device time from events. No synchronisation is added.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from threading import get_ident
+from time import monotonic_ns
+from typing import Any
+
+import torch
+
+from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind
+from dpmon.record.wire import shortened
+from dpmon.tracer.core.module_tables import buffers_of, modules_of, parameters_of
+from dpmon.tracer.core.session import Memo, Session
+from dpmon.tracer.core.sizes import MAX_PATH, tensors_in
+from dpmon.tracer.core.threads import Thread
+from dpmon.tracer.devices.timing import Mark, Timing, gpu_of
+from dpmon.tracer.steps.recorder import Recorder
+
+KEY = -7062
+"""Key of our hooks. torch counts up from 0, so no other hook has a negative key."""
+MAX_STAGES = 64
+MAX_PARTS = 256
+MAX_DEPTH = 4
+_MAX_NAMES = 64
+
+_WHY = {
+    "cpu": "host time is all there is",
+    "meta": "it holds only shapes: nothing is computed",
+}
+_NO_EVENTS = "it was not timed"
+_COMPILED = "the model is compiled: hooks on its parts would break its graph"
+_THREADS = "parts of the model ran on other threads at the same time: they are in no stage"
+
+
+class Part:
+    """A part of the root on one device. `device`: None without parameters; such a part runs on its input's device."""
+
+    __slots__ = ("device", "enter", "leave", "module", "name")
+
+    def __init__(self, name: str, module: Any, device: str | None) -> None:
+        self.name = name
+        self.module = weakref.ref(module)
+        self.device = device
+        self.enter: Callable[..., None]
+        self.leave: Callable[..., None]
+
+
+class TracedStage:
+    """One stage of the current call.
+
+    `inputs`, `outputs`: definitions of its sizes (0 if unknown). `began`, `ended`: monotonic ns (`ended` is 0 if it has
+    no end).
+    """
+
+    __slots__ = ("began", "device", "ended", "inputs", "mark", "names", "outputs")
+
+    def __init__(self, device: str, inputs: int) -> None:
+        self.device = device
+        self.inputs = inputs
+        self.outputs = 0
+        self.names: list[str] = []
+        self.began = self.ended = 0
+        self.mark: Mark | None = None
+        """Its device time, if the device is a GPU."""
+
+
+class Stages:
+    """The parts of one root, and their stages in the current call."""
+
+    def __init__(self, session: Session, devices: tuple[str, ...], parts: list[Part], absent: str | None) -> None:
+        self.session = session
+        self.devices = devices
+        self.parts = parts
+        self._absent = absent
+        self._ran: list[TracedStage] = []
+        self._current: TracedStage | None = None
+        """Stage of the running part; None if it is beyond the limit."""
+        self._running: list[tuple[Part, Any]] = []
+        """The running parts, outermost first, each with the exception that was being handled when the part began."""
+        self._thread = 0
+        self._elsewhere = False
+        """Whether a part has run on another thread. Such a part is in no stage."""
+        self._open = False
+        self._timing: Timing | None = None
+        for part in parts:
+            part.enter, part.leave = self._hooks(part)
+
+    @property
+    def absent(self) -> dict[str, str]:
+        """Reasons for the missing fields of a call with stages."""
+        why = (f"{device}: {_WHY.get(device.partition(':')[0], _NO_EVENTS)}" for device in self.devices)
+        reasons = {"device_ms": "; ".join(why)}
+        return reasons if self._absent is None else {**reasons, "stages": self._absent}
+
+    def _hooks(self, part: Part) -> tuple[Callable[..., None], Callable[..., None]]:
+        session, guard = self.session, self.session.guarded("stages")
+        got, gave = Memo(), Memo()
+
+        def enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if get_ident() != self._thread:
+                self._elsewhere = True
+                return
+            self._running.append((part, sys.exc_info()[1]))
+            if len(self._running) > 1:
+                return
+            with guard:
+                self._current = None
+                last = self._ran[-1] if self._ran else None
+                device = part.device or _device_of((args, kwargs)) or (last.device if last is not None else "")
+                if last is None or last.device != device:
+                    if len(self._ran) >= MAX_STAGES:
+                        return
+                    last = TracedStage(device, session.inputs(args, kwargs, got))
+                    self._ran.append(last)
+                    if self._timing is not None:
+                        last.mark = self._timing.part_begins(Kind.STAGE, gpu_of(device))
+                if part.name not in last.names and len(last.names) < _MAX_NAMES:
+                    last.names.append(part.name)
+                last.ended = 0
+                self._current = last
+                last.began = last.began or monotonic_ns()
+
+        def leave(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+            now = monotonic_ns()
+            if get_ident() != self._thread or not any(known is part for known, _ in self._running):
+                return  # a hook of the script raised before `enter` ran
+            caught = None
+            while self._running:
+                ended, caught = self._running.pop()
+                if ended is part:
+                    break
+            if self._running or sys.exc_info()[1] is not caught:
+                return  # the part raised: it has no end, and the forward may continue
+            stage = self._current
+            if stage is None:
+                return
+            with guard:
+                stage.ended = now
+                if stage.mark is not None:
+                    stage.mark.lap()
+                stage.outputs = session.outputs(result, gave)
+
+        return enter, leave
+
+    def begin(self, recorder: Recorder) -> None:
+        """Hook the parts when a call of the root begins on the training thread. Never raises."""
+        self._ran = []
+        self._timing = recorder.timing
+        self._running.clear()
+        self._thread = get_ident()
+        self._open = True
+        with self.session.guarded("stages"):
+            for part in self.parts:
+                module = part.module()
+                if module is None:
+                    continue
+                hooks = part.enter, True, part.leave, True, True
+                for name, hook in zip(_TABLES, hooks, strict=True):
+                    module.__dict__[name][KEY] = hook
+
+    def end(self, recorder: Recorder, me: Thread) -> str | None:
+        """Write the stages when a call of the root ends, and remove the hooks. Never raises.
+
+        Return why the stages are incomplete; None if they are complete.
+        """
+        if not self._open:
+            return None
+        self._open = False
+        with self.session.guarded("stages"):
+            for stage in self._ran:
+                self._write(recorder, me, stage)
+        self._ran = []
+        self._running.clear()  # its exceptions would keep their frames alive
+        for part in self.parts:
+            module = part.module()
+            with self.session.guarded("stages"):  # the other parts must lose their hooks, too
+                for name in _TABLES if module is not None else ():
+                    module.__dict__[name].pop(KEY, None)
+        return _THREADS if self._elsewhere else None
+
+    def _write(self, recorder: Recorder, me: Thread, stage: TracedStage) -> None:
+        names, device = tuple(stage.names), stage.device
+        number = self.session.define(("stage", device, names), lambda: {"device": device, "parts": list(names)})
+        head = Kind.STAGE | me.head | Kind.CALL << INSIDE_AT | number << SITE_AT
+        if stage.mark is not None:
+            head |= stage.mark.end() if stage.ended else stage.mark.raised()
+        if not stage.ended:
+            head |= Flag.FAILED << FLAGS_AT
+        took = stage.ended - stage.began if stage.ended else 0
+        outputs = stage.outputs if stage.ended else 0
+        slot = recorder.write(head, stage.began, took, stage.inputs | outputs << 32)
+        if stage.mark is not None:
+            stage.mark.written(slot)
+
+
+_TABLES = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+
+
+def _device_of(value: Any) -> str | None:
+    found = tensors_in(value)
+    return str(found[0].device) if found else None
+
+
+def stages_of(module: Any, session: Session) -> Stages | None:
+    """Make the stages of a root; None if the root is on one device."""
+    devices = _devices(module)
+    if len(devices) < 2:
+        return None
+    if _compiled(module):
+        return Stages(session, devices, [], _COMPILED)
+    parts = list(_parts(module, "", 0))[:MAX_PARTS]
+    return Stages(session, devices, parts, None)
+
+
+def _devices(module: Any) -> tuple[str, ...]:
+    """Return the devices of the parameters and buffers, in order of appearance."""
+    found: dict[Any, None] = {}
+    for tensors in (parameters_of(module), buffers_of(module)):
+        for tensor in tensors:
+            found[tensor.device] = None
+    return tuple(str(device) for device in found)
+
+
+def _parts(module: Any, prefix: str, depth: int) -> Iterator[Part]:
+    """Yield the top-level parts; a part on several devices is divided further."""
+    for name, child in torch.nn.Module.named_children(module):
+        devices = _devices(child)
+        path = prefix + name
+        if len(devices) > 1 and depth < MAX_DEPTH:
+            yield from _parts(child, f"{path}.", depth + 1)
+        elif not isinstance(child, torch.jit.ScriptModule):
+            yield Part(shortened(path, MAX_PATH), child, devices[0] if devices else None)
+
+
+def _compiled(module: Any) -> bool:
+    return any(
+        getattr(inner, "_compiled_call_impl", None) is not None or type(inner).__module__.startswith("torch._dynamo")
+        for inner in modules_of(module)
+    )

@@ -1,0 +1,11 @@
+"""Communication between ranks: synchronised backward passes, and sampled collectives.
+
+`gradient_sync`: when the gradients of DistributedDataParallel were ready. `samples`: when collectives are sampled;
+`kernels` see each collective of a sample, and `ends` finds when it ended. Other parts of the tracer import only this
+module.
+"""
+
+from dpmon.tracer.collectives.gradient_sync import GradientSync
+from dpmon.tracer.collectives.samples import Collectives
+
+__all__ = ["Collectives", "GradientSync"]

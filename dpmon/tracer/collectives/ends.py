@@ -1,0 +1,151 @@
+"""The ends of sampled collectives on the CPU.
+
+A thread polls `is_completed` of each unfinished collective. It runs only while a collective is unfinished or a sample
+may launch more. It drops the Work object, which may hold tensors, on completion or after MAX_WAIT_NS. The thread never
+blocks on a collective, and it registers no callbacks. A recorded end is late by up to 0.1 ms or a twentieth of the
+collective's duration.
+"""
+
+from __future__ import annotations
+
+from _thread import allocate_lock, start_new_thread
+from collections import deque
+from contextlib import suppress
+from time import monotonic_ns, sleep, thread_time_ns
+from typing import Any, NamedTuple
+
+from dpmon.record.spans import FLAGS_AT, Flag
+from dpmon.record.wire import Unended
+from dpmon.tracer.core.session import Session
+from dpmon.tracer.steps.recorder import Recorder
+
+DISPATCH_NS = 15_000
+"""Cost of a kernel outside its own code: the dispatcher converts the arguments and waits for the GIL."""
+MAX_WAIT_NS = 10_000_000_000
+_SHORTEST_S, _LONGEST_S = 50e-6, 5e-3
+"""Limits of the time between two polls."""
+_DRAIN_S = 0.05
+"""Longest wait for the polling thread at the end of the process."""
+
+
+class CollectiveSample:
+    """The number of collectives in the current sample, and the cost of the sample."""
+
+    def __init__(self) -> None:
+        self.on = False
+        """Whether a sample is running."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Clear the counts."""
+        self.launches: list[None] = []
+        """One entry for each collective. Threads that add entries at the same time lose none; a sum could lose some."""
+        self.began = 0
+        """Start of the sample (monotonic ns)."""
+        self.own_ns = self.polled_ns = 0
+        """Time spent in the kernels of the collectives and in polling (ns)."""
+
+    def cost_ns(self) -> int:
+        """Return the cost of the sample so far (ns)."""
+        return self.own_ns + self.polled_ns + len(self.launches) * DISPATCH_NS
+
+
+class Launched(NamedTuple):
+    """An unfinished collective."""
+
+    work: Any
+    """The torch.distributed.Work of the collective."""
+    head: int
+    """First word of its span."""
+    start: int
+    bytes: int
+
+
+class Ends:
+    """Waits for the ends of the collectives of one process, and writes their spans."""
+
+    def __init__(self, session: Session, recorder: Recorder, sample: CollectiveSample) -> None:
+        self._session = session
+        self._recorder = recorder
+        self._sample = sample
+        self.reset()
+
+    def reset(self) -> None:
+        """Set the initial state, also in a forked child."""
+        self.failed = False
+        """Whether a fault of ours has ended the polling thread."""
+        self._new: deque[Launched] = deque()
+        self._life = object()
+        """Token of the polling thread. When it is replaced, the thread ends."""
+        self._polling = False
+        self._wake = allocate_lock()
+        """Released to rouse the polling thread. An interrupt in `set` could leave a threading.Event unusable."""
+        self._wake.acquire()
+
+    def wait_for(self, launched: Launched) -> None:
+        """Write the span of a collective once it has ended."""
+        self._new.append(launched)
+        if self._polling:
+            self.rouse()
+        else:  # the thread sets `_polling`: if it were set here, an interrupt could leave it true without a thread
+            start_new_thread(self._poll, (self._life,))
+
+    def rouse(self) -> None:
+        """Rouse the polling thread, now or when it is about to wait."""
+        with suppress(RuntimeError):  # it is roused already
+            self._wake.release()
+
+    def _poll(self, life: object) -> None:
+        """Poll the unfinished collectives until the sample is over and all have ended."""
+        self._polling = True
+        waiting: list[Launched] = []
+        new, before = self._new, thread_time_ns()
+        try:
+            while self._life is life:
+                while new:
+                    with suppress(IndexError):  # two polling threads may run for a moment
+                        waiting.append(new.popleft())
+                waiting = [launched for launched in waiting if not self._over(launched)]
+                spent, before = before, thread_time_ns()
+                self._sample.polled_ns += before - spent
+                if waiting:
+                    sleep(min(max((monotonic_ns() - waiting[-1].start) / 20e9, _SHORTEST_S), _LONGEST_S))
+                    continue
+                if self._sample.on:
+                    self._wake.acquire()
+                    continue
+                self._polling = False
+                if not new:
+                    break
+                self._polling = True
+            for launched in waiting:
+                self._write(launched, Unended.ENDED)
+        except Exception as error:  # noqa: BLE001 - only ends are lost
+            self.failed = True
+            self._session.fault("collectives", error, fatal=False)
+        self._polling = False
+        self.rouse()  # wakes the other polling thread, if two were started
+
+    def _over(self, launched: Launched) -> bool:
+        """Write the span of a collective if it has ended or the wait is too long; return whether it was written."""
+        if launched.work.is_completed():
+            self._recorder.write(launched.head, launched.start, monotonic_ns() - launched.start, launched.bytes)
+            return True
+        if monotonic_ns() - launched.start < MAX_WAIT_NS:
+            return False
+        self._write(launched, Unended.LATE)
+        return True
+
+    def _write(self, launched: Launched, why: int) -> None:
+        self._recorder.write(launched.head | Flag.UNENDED << FLAGS_AT, launched.start, why, launched.bytes)
+
+    def stop(self) -> None:
+        """End the polling thread and wait briefly for it: it must not run while the interpreter ends."""
+        self._life = object()
+        self.rouse()
+        until = monotonic_ns() + int(_DRAIN_S * 1e9)
+        while self._polling and monotonic_ns() < until:
+            sleep(_SHORTEST_S)
+        while self._new:  # the thread has not run since they were launched
+            with suppress(IndexError):
+                self._write(self._new.popleft(), Unended.ENDED)

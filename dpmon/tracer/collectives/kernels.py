@@ -1,0 +1,282 @@
+"""The kernels that see each collective of a sampled step.
+
+Python kernels for the operators of `c10d` are registered at the dispatch key BackendSelect for one sampled step, and
+removed after it. That key comes after autograd and before the backends. So the kernels see all collectives that
+DistributedDataParallel, FSDP2 or the script launches, from C++ or Python. This includes functional collectives,
+compiled functions and inference mode. A kernel of the script at another key runs as before. (A kernel at an autograd
+key would miss functional collectives and inference mode.) `send` and `recv` have no kernel, because they are not
+collectives.
+
+torch 2.14 adds its own hooks at this place (pytorch #186300). dpmon does not use them: torch 2.14.1 crashes if a hook
+is removed while another thread is about to enter it, and dpmon cannot detect a thread that launches from C++.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from threading import get_ident
+from time import monotonic_ns
+from typing import Any, NamedTuple
+
+import torch
+
+from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind
+from dpmon.record.wire import Unended
+from dpmon.tracer.collectives.ends import CollectiveSample, Ends, Launched
+from dpmon.tracer.core.frames import drop_frames, outwards
+from dpmon.tracer.core.session import Session
+from dpmon.tracer.steps.recorder import Recorder
+
+MAX_RANKS = 1024
+"""Larger groups have no list of ranks in their definition."""
+_SWITCH_INTERVAL_S = 1.0
+"""Python's thread switch interval during `_switch`, which takes 0.1 ms: so no other thread runs Python code then."""
+_DISTRIBUTED = os.path.dirname(os.path.abspath(torch.distributed.__file__)) + os.sep
+_KEY: Any = torch._C.DispatchKey.BackendSelect
+
+
+class Operator(NamedTuple):
+    """Meaning of the arguments of an operator."""
+
+    name: str
+    """Name in records."""
+    group: int
+    """Index of the process group."""
+    counted: int
+    """Index of the tensors that give the size of the collective, by the convention of nccl-tests."""
+    by_ranks: bool = False
+    """Whether these tensors are one rank's part: the size is then their bytes times the number of ranks."""
+
+
+OPERATORS = {
+    "allreduce_": Operator("all_reduce", 1, 0),
+    "allreduce_coalesced_": Operator("all_reduce", 1, 0),
+    "broadcast_": Operator("broadcast", 1, 0),
+    "reduce_": Operator("reduce", 1, 0),
+    "allgather_": Operator("all_gather", 2, 0),
+    "_allgather_base_": Operator("all_gather", 2, 0),
+    "allgather_coalesced_": Operator("all_gather", 2, 0),
+    "allgather_into_tensor_coalesced_": Operator("all_gather", 2, 0),
+    "reduce_scatter_": Operator("reduce_scatter", 2, 1),
+    "_reduce_scatter_base_": Operator("reduce_scatter", 2, 1),
+    "reduce_scatter_tensor_coalesced_": Operator("reduce_scatter", 2, 1),
+    "alltoall_": Operator("all_to_all", 2, 1),
+    "alltoall_base_": Operator("all_to_all", 2, 1),
+    "gather_": Operator("gather", 2, 1, by_ranks=True),
+    "scatter_": Operator("scatter", 2, 0, by_ranks=True),
+    "barrier": Operator("barrier", 1, 0),
+    "monitored_barrier_": Operator("barrier", 1, 0),
+}
+"""The operators that get a kernel, by their names in torch.ops.c10d."""
+
+
+class _ProcessGroup(NamedTuple):
+    """Facts about a process group."""
+
+    name: str
+    size: int
+    ranks: tuple[int, ...] | None
+    """None for all ranks or unknown ranks."""
+    backend: str | None
+    """The backend for the type of the device; None if unknown."""
+
+
+class Kernels:
+    """The kernels of one process; they record each collective that is launched during a sample."""
+
+    def __init__(self, session: Session, recorder: Recorder, ends: Ends, sample: CollectiveSample) -> None:
+        self._session = session
+        self._recorder = recorder
+        self._ends = ends
+        self._sample = sample
+        self.reset()
+
+    def reset(self) -> None:
+        """Set the initial state, also in a forked child, where the parent's kernels stay but only forward calls."""
+        self.inherited: Any = getattr(self, "_library", None) or getattr(self, "inherited", None)
+        """The library with the parent's kernels, kept alive because deleting it would remove them; or None."""
+        self._library: Any = None
+        """The library with this process's kernels, while they are registered."""
+        self._shared = False
+        """Whether other threads launch collectives, so that the kernels must stay."""
+        self._within = 0
+        """Number of kernels that are running."""
+        self._groups: dict[tuple[Any, str], _ProcessGroup] = {}
+        """By process group and type of the device, for one sample."""
+
+    def register(self) -> bool:
+        """Register the kernels; False if that is not possible now."""
+        return self._switch(self._register)
+
+    def remove(self) -> bool:
+        """Remove the kernels; False if that is not possible now."""
+        return self._switch(self._remove)
+
+    def _switch(self, change: Callable[[], None]) -> bool:
+        """Register or remove the kernels; False if another thread may launch a collective at the same time.
+
+        torch's table of kernels must not change while another thread reads it. So no other thread runs Python code
+        here, and no other thread may already be in torch.distributed. If another thread launches a collective during a
+        sample, the kernels stay for good.
+        """
+        if self._shared:
+            return True
+        if self._within > 0:
+            return False
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        try:
+            if _others_communicate():
+                return False
+            change()
+        finally:
+            sys.setswitchinterval(interval)
+        return True
+
+    def _register(self) -> None:
+        library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+        self._library = library
+        below = torch._C._dispatch_keyset_full_after(_KEY)
+        for name, operator in OPERATORS.items():
+            packet = getattr(torch.ops.c10d, name, None)
+            if packet is None or torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", "BackendSelect"):
+                continue  # another version of torch, or a kernel of the script
+            kernel = self._kernel(packet.default, operator, below)
+            library.impl(name, kernel, "BackendSelect", with_keyset=True)
+
+    def _remove(self) -> None:
+        if self._library is not None:
+            self._library._destroy()
+            self._library = None
+        self._groups.clear()
+
+    def _kernel(self, op: Any, operator: Operator, below: Any) -> Callable[..., Any]:
+        redispatch, clock, fault = op.redispatch, monotonic_ns, self._session.fault
+
+        def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            began = clock()
+            try:
+                self._within += 1
+                try:
+                    result = redispatch(keyset & below, *args, **kwargs)
+                finally:
+                    self._within -= 1
+                launches = self._sample.launches  # another thread may end this sample, or begin one, at any time
+                if self._sample.on and began >= self._sample.began:
+                    launched = clock()
+                    try:
+                        self._launched(operator, args, result, began, launched, launches)
+                    except Exception as error:  # noqa: BLE001 - the collective is already launched
+                        fault("collectives", error, fatal=False)
+                    self._sample.own_ns += clock() - launched
+                return result
+            except BaseException as error:
+                drop_frames(error)
+                args, kwargs, result = (), {}, None
+                raise
+
+        return kernel
+
+    def _launched(
+        self, operator: Operator, args: tuple[Any, ...], result: Any, began: int, now: int, launches: list[None]
+    ) -> None:
+        """Record a collective that was just launched, and count it in `launches`."""
+        recorder = self._recorder
+        me = recorder.threads.get(get_ident()) or recorder.thread()
+        with torch._C.DisableTorchFunction():  # hides our reads from the script's modes
+            tensors = _flat(args[operator.counted])
+            first = tensors[0] if tensors else _flat(args[1 - operator.counted])[0]
+            device, dtype = first.device.type, first.dtype
+            if device == "meta":
+                return  # torch.compile only traces the function
+            size = sum([tensor.nbytes for tensor in tensors])
+        group = self._group(args[operator.group], device)
+        if operator.name == "barrier":
+            size = 0  # its tensor only selects the device
+        elif operator.by_ranks:
+            size *= group.size
+        if me is not recorder.training_thread and recorder.training_thread is not None:
+            # With GPUs, autograd launches the collectives of a backward pass on its own threads.
+            self._shared = self._shared or recorder.kinds[recorder.training_thread.number] != Kind.BACKWARD
+        launches.append(None)
+        site = self._site(operator.name, group, device, dtype)
+        if not site:
+            return
+        head = Kind.COLLECTIVE | me.head | me.inside << INSIDE_AT | site << SITE_AT
+        work = result[-1] if isinstance(result, (tuple, list)) else result
+        if work is None:  # the operator waits for the result itself
+            recorder.write(head, began, now - began, size)
+        elif device != "cpu" or (operator.name, group.backend) == ("reduce_scatter", "gloo"):
+            why = Unended.ON_DEVICE if device != "cpu" else Unended.NEVER_REPORTED
+            recorder.write(head | Flag.UNENDED << FLAGS_AT, began, why, size)
+        else:
+            work = _distributed().Work.unbox(work)
+            if work.is_completed():
+                recorder.write(head, began, now - began, size)
+            else:
+                self._ends.wait_for(Launched(work, head, began, size))
+
+    def _group(self, boxed: Any, device: str) -> _ProcessGroup:
+        group = _distributed().ProcessGroup.unbox(boxed)
+        found = self._groups.get((group, device))
+        if found is None:
+            size = group.size()
+            ranks = backend = None
+            if size != torch.distributed.get_world_size() and size <= MAX_RANKS:
+                with suppress(KeyError, ValueError, RuntimeError):  # the script made it without torch.distributed
+                    ranks = tuple(torch.distributed.get_process_group_ranks(group))
+            with suppress(RuntimeError):
+                backend = str(group._get_backend(torch.device(device)).name())
+            found = self._groups[group, device] = _ProcessGroup(str(group.group_name), size, ranks, backend)
+        return found
+
+    def _site(self, operation: str, group: _ProcessGroup, device: str, dtype: Any) -> int:
+        key = "collective", operation, group, device, dtype
+
+        def spell() -> dict[str, Any]:
+            ranks = None if group.ranks is None else list(group.ranks)
+            kind = str(dtype).removeprefix("torch.")
+            facts = {"operation": operation, "group": group.name, "size": group.size, "ranks": ranks}
+            return {**facts, "dtype": kind, "backend": group.backend, "device": device}
+
+        return self._session.define(key, spell)
+
+
+def _others_communicate() -> bool:
+    """Whether another thread is in torch.distributed, and may launch a collective at any time."""
+    me = get_ident()
+    return any(
+        frame.f_code.co_filename.startswith(_DISTRIBUTED)
+        for ident, innermost in sys._current_frames().items()
+        if ident != me
+        for frame in outwards(innermost)
+    )
+
+
+def _flat(tensors: Any) -> list[Any]:
+    """Return the tensors in a tensor, a list, or a list of lists."""
+    if isinstance(tensors, torch.Tensor):
+        return [tensors]
+    return [tensor for part in tensors for tensor in ((part,) if isinstance(part, torch.Tensor) else part)]
+
+
+def _distributed() -> Any:
+    return torch._C._distributed_c10d
+
+
+def missing() -> str | None:
+    """Return what this torch lacks for recording collectives; None if it has everything."""
+    for holder, name in (
+        (torch._C, "_dispatch_keyset_full_after"),
+        (torch._C, "_dispatch_has_kernel_for_dispatch_key"),
+        (_distributed(), "Work"),
+    ):
+        if not hasattr(holder, name):
+            return f"this torch has no {name}, which recording collectives needs"
+    if "with_keyset" not in inspect.signature(torch.library.Library.impl).parameters:
+        return "kernels of this torch do not get the dispatch keys, which recording collectives needs"
+    return None

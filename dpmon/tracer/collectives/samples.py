@@ -1,0 +1,278 @@
+"""Decides when a sample of the collectives begins and ends.
+
+A sample has a span for each collective (`kernels`, `ends`) and a span for the whole sample. The end
+of a collective on a GPU stays unknown: the host would have to query events of a stream that may be capturing a graph.
+The end of a reduce_scatter of gloo stays unknown, too: its Work never reports completion.
+
+All ranks wait for the slowest rank in a collective. If the ranks sampled different steps, every sample would slow all
+ranks down. So a rank samples when its number of optimizer steps is a multiple of its distance, and every distance is a
+power of two: ranks with the same distance sample the same steps, and a rank with a larger distance samples some of
+them. In a loop without an optimizer, the time decides.
+
+A sample should hold one training step. `look` checks it between steps. If it holds collectives but no backward pass has
+ended since the last look, the collectives come from an evaluation: the sample is discarded, and another sample follows
+the next optimizer step. After several discarded samples in a row, the next sample is kept as it is.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from time import monotonic_ns
+
+import torch
+
+from dpmon.record.spans import FLAGS_AT, SITE_AT, Flag, Kind
+from dpmon.span_ring import Word
+from dpmon.tracer.collectives.ends import CollectiveSample, Ends
+from dpmon.tracer.collectives.kernels import Kernels, missing
+from dpmon.tracer.core.session import Session, raise_from_signal
+from dpmon.tracer.steps.recorder import Recorder
+
+NEVER = 1 << 62
+WAIT_NS, SOON_NS = 1_000_000_000, 50_000_000
+"""Interval between checks for a process group (WAIT_NS), and between checks for an open ring (SOON_NS)."""
+LOOK_NS = 500_000_000
+"""Interval between checks whether a reader has requested a sample."""
+FIRST = 8
+"""Optimizer steps before the first sample."""
+MIN_DISTANCE, MAX_DISTANCE = 4, 1 << 16
+"""Limits of the optimizer steps between two samples."""
+SHARE = 0.002
+"""Largest share of this process's time that samples may cost. The aim is at most 0.005 in total: ranks wait for each
+other, so a step grows by the cost of up to two ranks (tests/benchmarks/bench_collectives.py)."""
+APART_NS = 10_000_000_000
+"""Least time between two samples, unless a reader requests one or a sample is discarded."""
+TIMED_NS = 2_000_000_000
+"""Least time before the first sample in a loop without an optimizer."""
+MAX_LOOKS = 64
+"""A sample ends after this many looks, even if no optimizer has stepped."""
+MAX_DISCARDED = 4
+"""Most samples discarded in a row. Without this limit, a loop with collectives but no backward pass between two looks
+would have all its samples discarded."""
+RETRY_NS = 50_000_000
+"""Time until the next attempt to register or remove the kernels, if another thread was in torch.distributed."""
+MAX_PUT_OFF = 100
+"""After this many failed attempts in a row, the reason for the missing samples is recorded."""
+_BESIDE = "another thread of the process was in torch.distributed at every attempt to record a step"
+
+
+class Collectives:
+    """Samples the collectives of one process."""
+
+    def __init__(self, session: Session, recorder: Recorder) -> None:
+        self._session = session
+        self._recorder = recorder
+        self._sample = CollectiveSample()
+        self._ends = Ends(session, recorder, self._sample)
+        self._kernels = Kernels(session, recorder, self._ends, self._sample)
+        self.reset()
+
+    def reset(self) -> None:
+        """Set the initial state, also in a forked child."""
+        self._sample.reset()
+        self._sample.on = False
+        self._ends.reset()
+        self._kernels.reset()
+        self._put_off = 0
+        """Failed attempts to begin a sample since the last sample."""
+        self._ready = False
+        """Whether there is a process group and torch has the functions needed."""
+        self._given_up = False
+        self._stepped = self._looks = 0
+        """Number of optimizer steps at the start of the sample; number of looks since then."""
+        self._backwards = 0
+        """Number of backward passes at the last look."""
+        self._spoiled = False
+        """Whether the sample holds collectives that do not belong to one training step."""
+        self._discarded = 0
+        """Number of samples discarded in a row."""
+        self._is_discarded = False
+        """Whether this sample or the last one is discarded, so that another follows as soon as possible."""
+        self._spent = 0
+        """Cost of all samples since the distance was last set (ns)."""
+        self._last = self._last_stepped = 0
+        """Time and number of optimizer steps when the distance was last set."""
+        self._every = 0
+        """Distance: optimizer steps from one sample to the next."""
+        self._earliest = 0
+        """When the next sample may be taken."""
+        self._asked = 0
+        """Number of the last request acted upon."""
+
+    # ---------------------------------------------------------------- between two steps
+
+    def look(self, now: int) -> int:
+        """Begin or end a sample if it is time to; return when to call again (monotonic ns)."""
+        if self._ends.failed and not self._given_up:
+            self._give_up()
+        if self._given_up:
+            return NEVER
+        try:
+            if self._sample.on:
+                return self._go_on(now)
+            if not self._ready and not self._usable(now):
+                return NEVER if self._given_up else now + (SOON_NS if self._session.ring is None else WAIT_NS)
+            asked = self._recorder.words[Word.SAMPLE]
+            if asked != self._asked or self._is_time(now):
+                if not self._begin():
+                    self._put_off += 1
+                    if self._put_off == MAX_PUT_OFF:
+                        self._say_why(now, _BESIDE)
+                    return now + RETRY_NS
+                self._asked = asked
+                return 0
+            return 0 if self._is_discarded and not self._recorder.stepped else now + LOOK_NS
+        except Exception as error:  # noqa: BLE001 - the training continues
+            self._failed(error)
+            return NEVER
+
+    def _failed(self, error: Exception) -> None:
+        """Give up after a fault of ours. Raises only exceptions of the script's signal handlers."""
+        raise_from_signal(error)
+        self._give_up()
+        self._session.fault("collectives", error, fatal=False)
+
+    def _give_up(self) -> None:
+        """Take no more samples, and leave the current sample without an end."""
+        self._given_up = True
+        with suppress(Exception):
+            self._kernels.remove()
+        self._sample.on = False
+        self._ends.rouse()
+
+    def _usable(self, now: int) -> bool:
+        """Whether collectives can be recorded now."""
+        distributed = torch.distributed
+        if self._session.ring is None or not (distributed.is_available() and distributed.is_initialized()):
+            return False
+        why = missing() or (self._kernels.inherited and "the process was forked while its parent recorded collectives")
+        if why:
+            self._given_up = True
+            self._say_why(now, why)
+            return False
+        recorder = self._recorder
+        self._ready = True
+        self._last, self._last_stepped = now, recorder.stepped
+        self._every = FIRST
+        self._next()
+        return True
+
+    def _say_why(self, now: int, why: str) -> None:
+        """Record why there are no samples."""
+        site = self._session.define(("collectives", why), lambda: {"operation": None, "why": why})
+        self._recorder.write(Kind.COLLECTIVE | self._recorder.thread().head | site << SITE_AT, now, 0)
+
+    def _next(self) -> None:
+        """Schedule a sample for the next number of optimizer steps that is a multiple of the distance."""
+        self._recorder.sample_at = (self._recorder.stepped // self._every + 1) * self._every
+
+    def _is_time(self, now: int) -> bool:
+        """Return whether to take a sample now. Before `_earliest`, move it to the next multiple of the distance."""
+        recorder = self._recorder
+        if not recorder.stepped:
+            ready = recorder.backwards != self._backwards or not self._is_discarded
+            return ready and now >= max(self._earliest, self._last + TIMED_NS)
+        if recorder.stepped < recorder.sample_at:
+            return False
+        if now < self._earliest:
+            self._next()
+            return False
+        return True
+
+    def _begin(self) -> bool:
+        """Begin a sample; False if that is not possible now."""
+        began = monotonic_ns()
+        self._stepped, self._backwards = self._recorder.stepped, self._recorder.backwards
+        self._spoiled = self._is_discarded = False
+        self._recorder.sample_at = self._stepped + 1  # check after this step, even after an interrupt
+        self._looks = 0
+        self._sample.reset()
+        try:
+            if not self._kernels.register():
+                return False
+        except BaseException:
+            self._kernels.remove()
+            raise
+        self._sample.began = monotonic_ns()
+        self._sample.own_ns += self._sample.began - began
+        self._put_off = 0
+        self._sample.on = True
+        return True
+
+    def _go_on(self, now: int) -> int:
+        """End the sample if its step is over, or if it holds collectives of an evaluation."""
+        recorder = self._recorder
+        self._looks += 1
+        if not self._is_over():
+            trained = not recorder.has_run_backward or recorder.backwards != self._backwards
+            self._backwards = recorder.backwards
+            if not trained and not self._sample.launches:
+                self._sample.began, self._looks = now, 0  # it holds nothing yet
+                return 0
+            self._spoiled = self._spoiled or not trained
+            if not self._discards() and self._looks < MAX_LOOKS:
+                return 0
+        recorder.sample_at = recorder.stepped + 1
+        self._is_discarded = self._discards()
+        if not self._end(now):
+            self._spoiled = True  # it will hold more than a step
+            return now + RETRY_NS
+        self._spent += self._sample.cost_ns()
+        if self._is_discarded:
+            self._discarded += 1
+            self._earliest = now
+            return now + LOOK_NS if recorder.stepped else 0
+        if not self._spoiled:
+            self._discarded = 0
+        since, steps = now - self._last, recorder.stepped - self._last_stepped
+        self._last, self._last_stepped = now, recorder.stepped
+        self._earliest = now + max(APART_NS, 0 if recorder.stepped else int(self._spent / SHARE))
+        self._every = _distance(self._spent, since, steps)
+        self._spent = 0
+        self._next()
+        return now + LOOK_NS
+
+    def _discards(self) -> bool:
+        """Whether the sample would be discarded if it ended now."""
+        return self._spoiled and self._discarded < MAX_DISCARDED
+
+    def _is_over(self) -> bool:
+        """Whether the sampled step is over: after an optimizer step or, in a loop without one, a backward pass."""
+        recorder = self._recorder
+        if recorder.stepped:
+            return recorder.stepped != self._stepped
+        return not recorder.has_run_backward or recorder.backwards != self._backwards
+
+    def _end(self, now: int) -> bool:
+        """End the sample; False if that is not possible now."""
+        if not self._kernels.remove():
+            return False
+        self._sample.on = False
+        # Another thread may be launching a collective. If it is counted, it began before this time.
+        ended = monotonic_ns()
+        head = Kind.COLLECTIVE | self._recorder.thread().head
+        if self._is_discarded:
+            head |= Flag.FAILED << FLAGS_AT
+        began = self._sample.began
+        self._recorder.write(head, began, ended - began, len(self._sample.launches))
+        self._ends.rouse()
+        self._sample.own_ns += monotonic_ns() - now
+        return True
+
+    def at_exit(self) -> None:
+        """End the current sample and the polling thread, which must not run while the interpreter ends."""
+        if self._sample.on:
+            self._is_discarded = self._discards() or not self._is_over()  # an unfinished step is discarded, too
+            self._end(monotonic_ns())
+        self._given_up = True
+        self._ends.stop()
+
+
+def _distance(spent: int, since: int, steps: int) -> int:
+    """Return the optimizer steps between two samples: a power of two, so that ranks sample the same steps.
+
+    `spent`: cost of the samples since the distance was last set (ns). `since`: time since then (ns). `steps`: optimizer
+    steps since then.
+    """
+    needed = max(spent / SHARE, APART_NS) * max(steps, 1) / max(since, 1)
+    return min(max(1 << max(int(needed) - 1, 0).bit_length(), MIN_DISTANCE), MAX_DISTANCE)

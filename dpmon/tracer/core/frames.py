@@ -1,0 +1,148 @@
+"""Hides wrappers: in names and signatures, in tracebacks, and from torch.compile."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from inspect import CO_OPTIMIZED
+from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+OF_CALLS = frozenset(
+    os.path.join(_HERE, "calls", f"{name}.py") for name in ("call_wrapper", "split", "primitives", "roots")
+)
+"""Files with functions that are on the stack while a call is traced."""
+_KEEPS_TRACEBACK = sys.version_info < (3, 11)
+"""Whether a bare `raise` restores the traceback that was caught, and so undoes a change of `__traceback__`."""
+
+
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame and its callers, innermost first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def first_argument(frame: FrameType) -> Any:
+    """Return the value of a running function's first argument; None if it has no arguments.
+
+    Before Python 3.13, the frame keeps the dict that `f_locals` returns. The dict would hold every variable of the
+    function until it returns, even deleted variables. So it is emptied again, unless the script got the same dict from
+    `locals()` or a debugger will write it back.
+    """
+    code = frame.f_code
+    if not code.co_argcount or not code.co_flags & CO_OPTIMIZED:
+        return None
+    values: Any = frame.f_locals
+    found = values.get(code.co_varnames[0])
+    if type(values) is dict and sys.getrefcount(values) <= 3 and sys.gettrace() is None:
+        values.clear()
+    return found
+
+
+def drop_frames(error: BaseException) -> None:
+    """Remove our frames from the head of an exception's traceback; the caller raises it again.
+
+    The remaining frames still refer to ours (`f_back`). `traceback.clear_frames` no longer reaches our frames, so the
+    objects in them would live as long as the exception. Therefore this function clears the frames that have ended. The
+    caller still runs, so it sets its own variables to None.
+    """
+    while (entry := error.__traceback__) is not None and entry.tb_frame.f_code.co_filename.startswith(_HERE):
+        with suppress(RuntimeError):  # the frame of the caller, or of its callers, still runs
+            entry.tb_frame.clear()
+        drop_outermost(error)
+
+
+def drop_outermost(error: BaseException) -> None:
+    """Remove the outermost entry of the traceback of an exception that is being handled.
+
+    On Python 3.10 it stays if it is the only one.
+    """
+    entry = error.__traceback__
+    if entry is None:
+        return
+    following = entry.tb_next
+    if _KEEPS_TRACEBACK and following is not None:
+        _overwrite(entry, following)
+    else:
+        error.__traceback__ = following
+
+
+class _Entry(ctypes.Structure):
+    """A traceback object of CPython 3.10 (Include/cpython/traceback.h)."""
+
+    _fields_ = (
+        ("head", ctypes.c_char * object.__basicsize__),
+        ("tb_next", ctypes.c_void_p),
+        ("tb_frame", ctypes.c_void_p),
+        ("tb_lasti", ctypes.c_int),
+        ("tb_lineno", ctypes.c_int),
+    )
+
+
+def _overwrite(entry: TracebackType, following: TracebackType) -> None:
+    """Make `entry` a copy of `following`, which comes after it."""
+    old, new = entry.tb_frame, following.tb_frame
+    # In this order, a frame's reference count is never lower than the number of traceback objects that refer to it.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(new))
+    target, source = _Entry.from_address(id(entry)), _Entry.from_address(id(following))
+    target.tb_frame, target.tb_lasti, target.tb_lineno = source.tb_frame, source.tb_lasti, source.tb_lineno
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(old))
+    entry.tb_next = following.tb_next
+
+
+def named_like(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a wrapper the name, module and signature of the original."""
+    for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+        setattr(wrapper, name, getattr(original, name))
+    wrapper.__dict__["__wrapped__"] = original
+    return wrapper
+
+
+def with_own_code(wrapper: Any) -> Any:
+    """Give a wrapper its own code object, so that torch.compile starts at it and compiles the original as written."""
+    wrapper.__code__ = wrapper.__code__.replace()
+    return wrapper
+
+
+def hide_from_dynamo() -> None:
+    """Make torch.compile skip our frames, as it skips torch's own frames around a module's forward.
+
+    It skips only a frame that would be the outermost frame of a graph. Inside a graph, it traces through our frames as
+    before. Without this function, it would retry from our frame after a graph break, and would compile our code.
+    """
+    import torch  # imported here, because dpmon.tracer.inject uses this module while torch is being imported
+
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = getattr(frames, "skip_code", None)
+    strategy: Any = None
+    if skip is None:  # later versions of torch. torch._C is used because importing torch._dynamo takes a second
+        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    for code in _codes():
+        if skip is None:
+            frames.set_code_exec_strategy(code, strategy)
+        else:
+            skip(code)
+
+
+def _codes() -> Iterator[CodeType]:
+    """Yield the code objects of dpmon's functions and classes in this process."""
+    found: list[Any] = []
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("dpmon."):
+            continue
+        mine = [value for value in vars(module).values() if getattr(value, "__module__", None) == name]
+        for value in mine:
+            found += vars(value).values() if isinstance(value, type) else [value]
+    home = os.path.dirname(os.path.dirname(_HERE))
+    while found:
+        value = found.pop()
+        value = getattr(value, "fget", getattr(value, "__func__", value))
+        code = value if isinstance(value, CodeType) else getattr(value, "__code__", None)
+        if isinstance(code, CodeType) and code.co_filename.startswith(home):
+            yield code
+            found += [inner for inner in code.co_consts if isinstance(inner, CodeType)]

@@ -1,0 +1,432 @@
+"""This process's record: its ring of spans, the lines beside it, and the handling of our faults.
+
+There is one `Session` per process. The ring is opened at the first traced call, so processes that never make one
+(DataLoader workers, compile workers, launchers) have no record. A forked child begins a new record.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import signal
+import sys
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from time import monotonic_ns
+from typing import Any
+
+import torch
+
+from dpmon.record.spans import MAX_SITE
+from dpmon.record.wire import packed_json, shortened
+from dpmon.span_ring import SLOTS, SpanRing
+from dpmon.tracer.append import append, note
+from dpmon.tracer.core import sizes
+from dpmon.tracer.core.exceptions import in_a_line
+from dpmon.tracer.core.frames import drop_frames, named_like
+
+Tensor = torch.Tensor
+
+MAX_FAULTS = 3
+MAX_KNOWN = 1 << 14
+MAX_BYTES_OF_LINES = 1 << 26
+"""Most bytes of lines of one process. Beyond this limit, new sizes and events are lost."""
+MAX_UNWRITTEN = 64
+RETRY_NS = 1_000_000_000
+"""Time between two attempts to write a line after a failure."""
+MAX_PROCESSES = 512
+SMALL_SLOTS = 4 << 10
+LARGE_RINGS = 8
+"""Most processes with a full-size ring, because hundreds of short-lived forked children must not fill the disk."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """The options of the command line, passed on in the environment."""
+
+    directory: str
+    start_ns: int
+    mode: str
+    """auto, script, dp or single."""
+    replicas: int | None
+    devices: tuple[str, ...]
+    batch_dim: int = 0
+
+    @classmethod
+    def from_environment(cls) -> Config:
+        """Read DPMON_*; raises KeyError or ValueError if the supervisor did not set it."""
+        replicas = os.environ.get("DPMON_REPLICAS")
+        devices = os.environ.get("DPMON_DEVICES")
+        return cls(
+            directory=os.environ["DPMON_RUN"],
+            start_ns=int(os.environ["DPMON_START_NS"]),
+            mode=os.environ.get("DPMON_MODE", "auto"),
+            replicas=int(replicas) if replicas else None,
+            devices=tuple(name.strip() for name in devices.split(",")) if devices else (),
+            batch_dim=int(os.environ.get("DPMON_BATCH_DIM", 0)),
+        )
+
+    @property
+    def explicit(self) -> bool:
+        """Whether replicas or devices were requested."""
+        return self.replicas is not None or bool(self.devices)
+
+
+class Memo:
+    """Caches shape and dtype of the last lone tensor at one place, and the number of their definition."""
+
+    __slots__ = ("dtype", "number", "shape")
+
+    def __init__(self) -> None:
+        self.shape: Any = None
+        self.dtype: Any = None
+        self.number = 0
+
+
+class FaultGuard:
+    """Keeps our faults away from the script: an exception of ours ends the block, and is counted.
+
+    Exceptions of the script's signal handlers and interrupts pass.
+    """
+
+    __slots__ = ("_fatal", "_session", "_where")
+
+    def __init__(self, session: Session, where: str, fatal: bool) -> None:
+        self._session = session
+        self._where = where
+        self._fatal = fatal
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self._session.fault(self._where, error, self._fatal)
+        return True
+
+
+class Session:
+    """Writes the record of one traced process."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.off = False
+        """Whether nothing is recorded (any more)."""
+        self.process = -1
+        self.rank: int | None = None
+        self.world: int | None = None
+        self.on_open: Callable[[SpanRing], None] = lambda ring: None
+        """Called with the new ring."""
+        self.on_off: Callable[[], None] = lambda: None
+        """Called when the tracer gives up."""
+        self._forget()
+
+    def _forget(self) -> None:
+        # Reentrant: a signal handler of the script may call the model while this thread holds the lock.
+        self._lock = threading.RLock()
+        self._opening = False
+        self._layouts, self._sizes = itertools.count(1), itertools.count(MAX_SITE + 1)
+        """Numbers of definitions. Numbers of layouts, stages and collectives must fit into a span's site."""
+        self._known: dict[Hashable, int] = {}
+        self._retry_ns = 0
+        """When a line may be written again (monotonic ns)."""
+        self._torn = False
+        """Whether the last line may be incomplete."""
+        self._unwritten: list[bytes] = []
+        """Events that could not be written; they are written before the next line."""
+        self._faults: dict[str, int] = {}
+        self.ring: SpanRing | None = None
+        self._described = False
+        """Whether the process event was written."""
+        self._opened = False
+        """Whether the ring is open and `on_open` has run."""
+
+    def after_fork(self) -> None:
+        """Begin a new record in a forked child."""
+        self._forget()
+        self.off = False
+
+    # ---------------------------------------------------------------- the ring
+
+    def ready(self) -> bool:
+        """Open the ring if necessary; return False if nothing is recorded (a DataLoader worker, no room, given up)."""
+        if self._opened:
+            return True
+        if self.off:
+            return False
+        if torch.utils.data.get_worker_info() is not None:
+            self.off = True
+            return False
+        with self._lock:
+            if self._opening:
+                return False
+            if not self._opened:
+                self._opening = True
+                try:
+                    self._finish_opening()
+                except OSError as error:
+                    self.off = True
+                    note(f"no record of process {os.getpid()}: {error}", "warnings.log")
+                    return False
+                finally:
+                    self._opening = False
+        return True
+
+    def _finish_opening(self) -> None:
+        """Open the ring, or complete an earlier attempt that an interrupt or another exception broke off."""
+        if self.ring is None:
+            self.ring = self._open()
+        if not self._described:
+            with self.guarded("process", fatal=False):
+                self.event("process", **self._describe())
+            self._described = True
+        self.on_open(self.ring)
+        self._opened = True
+
+    def _open(self) -> SpanRing:
+        self.rank, self.world = rank_and_world()
+        for number in range(MAX_PROCESSES):
+            try:
+                ring = SpanRing(
+                    os.path.join(self.config.directory, f"process-{number}.ring"),
+                    process=number,
+                    rank=-1 if self.rank is None else self.rank,
+                    world=-1 if self.world is None else self.world,
+                    start_ns=self.config.start_ns,
+                    slots=SLOTS if number < LARGE_RINGS else SMALL_SLOTS,
+                )
+            except FileExistsError:
+                continue
+            self.process = number
+            return ring
+        raise OSError(f"more than {MAX_PROCESSES} processes in one run")
+
+    def _describe(self) -> dict[str, Any]:
+        return {
+            "world": self.world,
+            "pid": os.getpid(),
+            "argv": [shortened(str(argument)) for argument in sys.argv[:32]],
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            # torch.cuda.is_available() may initialise the driver. Forked children do not survive that.
+            "device_kind": "cuda" if torch.cuda.is_initialized() else "cpu",  # type: ignore[no-untyped-call]
+        }
+
+    # ---------------------------------------------------------------- lines
+
+    def _line(self, value: Mapping[str, Any], keep: bool = False) -> bool:
+        """Append a line to the process's file; return False on failure. With `keep`, the line is then written later."""
+        now = monotonic_ns()
+        line = packed_json(value) + b"\n"
+        if now >= self._retry_ns:
+            data = (b"\n" if self._torn else b"") + b"".join(self._unwritten) + line
+            self._torn = True  # until the line is known to be complete
+            try:
+                if append(self.config.directory, f"process-{self.process}.jsonl", data, MAX_BYTES_OF_LINES):
+                    self._torn = False
+                    self._unwritten.clear()
+                    return True
+            except Exception as error:  # noqa: BLE001 - a full disk, a deleted directory
+                raise_from_signal(error)
+            self._retry_ns = now + RETRY_NS
+        if keep and len(self._unwritten) < MAX_UNWRITTEN:
+            self._unwritten.append(line)
+        return False
+
+    def write_line(self, **data: Any) -> None:
+        """Write a line for the assembler only."""
+        if self.ring is not None:
+            with self._lock:
+                self._retry_ns = 0
+                self._line(data)
+
+    def event(self, kind: str, fill: str | None = None, **data: Any) -> None:
+        """Write a rare record of this process.
+
+        `fill`: whether it gets the step and call numbers of the "next" or the "last" call; None for neither.
+        """
+        if self.ring is not None:
+            now = monotonic_ns()
+            common: dict[str, Any] = {"kind": kind, "process": self.process, "rank": self.rank}
+            common["t_s"] = (now - self.config.start_ns) / 1e9
+            line = {**common, **data, "at": now}
+            if fill is not None:
+                line["fill"] = fill
+            with self._lock:
+                self._line(line, keep=True)
+
+    def warn(self, text: str, fill: str | None = None) -> None:
+        """Write a warning for the user of dpmon. The script does not see it."""
+        if self.ring is not None:
+            self.event("warning", fill, text=text)
+        else:
+            note(text, "warnings.log")
+
+    # ---------------------------------------------------------------- definitions
+
+    def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], memo: Memo) -> int:
+        """Return the number of the definition for the sizes of a call's arguments; 0 if they could not be read."""
+        lone = args[0] if len(args) == 1 and not kwargs else None
+        return self._looked_at("0", lone, memo, lambda: sizes.signature_of_call(args, kwargs))
+
+    def outputs(self, value: Any, memo: Memo) -> int:
+        """Return the number of the definition for the sizes of a result; 0 if they could not be read."""
+        return self._looked_at("", value, memo, lambda: sizes.signature_of_value(value))
+
+    def _looked_at(self, lone_path: str, lone: Any, memo: Memo, signature: Callable[[], Any]) -> int:
+        """Return the number of the definition of a signature. The memo caches it if `lone` is a plain tensor."""
+        try:
+            if torch._C._len_torch_function_stack():
+                with torch._C.DisableTorchFunction():  # a mode of the script would see our reads
+                    return self.sizes(lone_path, signature())
+            if type(lone) is not Tensor:
+                return self.sizes(lone_path, signature())
+            shape, dtype = lone.shape, lone.dtype
+            if shape != memo.shape or dtype is not memo.dtype:
+                number = self.sizes(lone_path, (shape, dtype))
+                if not number:
+                    return 0
+                memo.shape, memo.dtype, memo.number = shape, dtype, number
+            return memo.number
+        except Exception as error:  # noqa: BLE001 - anything may be passed to a module, and returned by it
+            self.fault("sizes", error, fatal=False)
+            return 0
+
+    def sizes(self, lone_path: str, signature: Any) -> int:
+        """Return the number of the definition of a signature (see dpmon.tracer.core.sizes)."""
+        return self.define((lone_path, signature), lambda: sizes.spell_out(signature, lone_path), self._sizes)
+
+    def define(self, key: Hashable, spell: Callable[[], Any], numbers: Iterator[int] | None = None) -> int:
+        """Return the number of the definition for `key`, made by `spell` if it is new; 0 if it cannot be written."""
+        number = self._known.get(key)
+        if number is not None:
+            return number
+        with self._lock:
+            number = self._known.get(key)
+            if number is None and self.ring is not None:
+                if len(self._known) >= MAX_KNOWN:
+                    self._known.clear()
+                number = next(self._layouts if numbers is None else numbers)
+                if not self._line({"define": number, "value": spell()}):
+                    return 0
+                self._known[key] = number
+        return number or 0
+
+    # ---------------------------------------------------------------- wrappers and faults
+
+    def followed(
+        self, original: Callable[..., Any], after: Callable[..., object], where: str, fatal: bool = True
+    ) -> Callable[..., Any]:
+        """Return the traced form of a function: calls `after(result, began, *args, **kwargs)` when it has returned.
+
+        `began`: its start (monotonic ns). Faults of `after` are guarded. Not for the hot path.
+        """
+        guard, is_compiling = self.guarded(where, fatal), torch.compiler.is_dynamo_compiling
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                return original(*args, **kwargs)
+            began = monotonic_ns()
+            try:
+                result = original(*args, **kwargs)
+            except BaseException as error:
+                drop_frames(error)
+                args, kwargs = (), {}
+                raise
+            with guard:
+                after(result, began, *args, **kwargs)
+            return result
+
+        return named_like(wrapper, original)
+
+    def guarded(self, where: str, fatal: bool = True) -> FaultGuard:
+        """Return a guard of a block that does `_DOING[where]`. The hot path has `try` and `fault` instead."""
+        return FaultGuard(self, where, fatal)
+
+    def fault(self, where: str, error: BaseException, fatal: bool = True) -> None:
+        """Count a fault of ours. With `fatal`, the third fault at the same place switches the tracer off.
+
+        Raises only exceptions of the script's signal handlers.
+        """
+        raise_from_signal(error)
+        try:
+            count = self._faults[where] = self._faults.get(where, 0) + 1
+            if len(self._faults) == count == 1:  # later faults mostly follow from the first
+                self.warn(
+                    f"dpmon's tracer failed while it {_DOING[where]}: {in_a_line(error)}."
+                    " The training is not affected; the record may be incomplete"
+                )
+            if fatal and count >= MAX_FAULTS and not self.off:
+                self.off = True
+                self.on_off()
+                self.warn(
+                    f"dpmon's tracer gave up after it failed {count} times while it {_DOING[where]}:"
+                    " nothing more is recorded"
+                )
+        except Exception:  # noqa: BLE001 - the fault cannot be reported, and must not reach the script
+            self.off = True
+
+
+_DOING = {
+    "process": "described the process",
+    "begin": "noted the beginning of a call",
+    "before": "noted the beginning of a call",
+    "end": "noted the end of a call",
+    "view": "prepared the model for the replicas",
+    "functional": "noted a call of data_parallel",
+    "composed": "noted a scatter, replicate, parallel_apply or gather",
+    "fall back": "let a call run on one device after dp had failed",
+    "replicas": "timed the replicas",
+    "hooks": "noted the inputs and outputs of a replica",
+    "sizes": "noted the sizes of inputs and outputs",
+    "stages": "noted the stages of a model that lies on several devices",
+    "loader": "noted the start of a loader",
+    "phase": "noted the beginning of a phase of the step",
+    "span": "noted the end of a phase of the step",
+    "optimizer": "noted a step of an optimizer",
+    "optimizers": "looked for the script's optimizers",
+    "memory": "measured the memory of the devices",
+    "events": "timed work on a device",
+    "gradients": "noted when the gradients of a backward pass were ready",
+    "collectives": "recorded the collectives of a step",
+    "out of memory": "noted an out-of-memory error",
+    "construct": "noted that a DataParallel was made",
+    "dynamo": "told torch.compile to skip dpmon's own functions",
+    "startup": "noted the startup of the process",
+    "modules": "noted which models the script makes",
+    "ending": "noted the exception that ends the process",
+    "exit": "finished the record at the end of the process",
+}
+"""Description of what the tracer did, for each place that reports a fault."""
+
+
+def raise_from_signal(error: BaseException) -> None:
+    """Raise an error again if a signal handler of the script raised it. Otherwise the caller may suppress it."""
+    if _from_a_signal(error):
+        raise error
+
+
+def _from_a_signal(error: BaseException) -> bool:
+    """Whether a signal handler of the script raised the error, which can happen at any of our instructions."""
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    functions = [getattr(handler, "__func__", handler) for handler in handlers]
+    codes = {getattr(function, "__code__", None) for function in functions} - {None}
+    traceback = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code in codes:
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
+def rank_and_world() -> tuple[int | None, int | None]:
+    """Return this process's rank and the number of ranks; None for both if it is not a rank."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    try:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except (KeyError, ValueError):
+        return None, None

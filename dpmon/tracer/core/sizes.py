@@ -1,0 +1,182 @@
+"""Sizes of the tensors in the inputs and outputs of a module, as hashable signatures.
+
+A signature consists of paths, shapes and dtypes, and holds no tensor. The hot path looks it up in a table. A new
+signature is spelled out (paths, bytes) once. The signature of a DTensor has the shape of its local part and its global
+shape.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Mapping
+from math import prod
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+from dpmon.record.wire import MORE, shortened
+from dpmon.tracer.core.module_tables import class_name, is_a
+
+Tensor = torch.Tensor
+Parameter = torch.nn.Parameter
+
+MAX_LEAVES = 64
+"""Most tensors listed from the arguments of a call, or from a result: a growing list must not enlarge records or slow
+the training."""
+MAX_VISITED = 512
+"""Most values searched for tensors, because the search runs at every call with such an argument."""
+MAX_CHECKED = 4096
+MAX_DEPTH = 16
+MAX_PATH = 120
+MAX_EXTENTS = 2048
+"""Most dimensions in one definition, summed over all shapes."""
+
+
+def signature_of_value(value: Any) -> Hashable:
+    """Return the signature of a result: (shape, dtype) of a lone tensor, else the result of `leaves`."""
+    if type(value) is Tensor:
+        return value.shape, value.dtype
+    return leaves(value, "")
+
+
+def signature_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
+    """Return the signature of arguments; paths begin with the position or the keyword."""
+    if len(args) == 1 and not kwargs:
+        value = args[0]
+        if type(value) is Tensor:
+            return value.shape, value.dtype
+    found: list[Any] = []
+    budget = [MAX_VISITED]
+    for index, value in enumerate(args):
+        _walk(value, str(index), found, budget, 0)
+    for name, value in kwargs.items():
+        _walk(value, shortened(str(name), MAX_PATH), found, budget, 0)
+    return _bounded(found, budget)
+
+
+def leaves(value: Any, path: str) -> tuple[Any, ...]:
+    """Return (path, shape, dtype) of each tensor in `value`. Paths begin with `path`. A DTensor adds its full shape."""
+    found: list[Any] = []
+    budget = [MAX_VISITED]
+    _walk(value, path, found, budget, 0)
+    return _bounded(found, budget)
+
+
+def _bounded(found: list[Any], budget: list[int]) -> tuple[Any, ...]:
+    if len(found) > MAX_LEAVES or budget[0] < 0:
+        found[MAX_LEAVES:] = [(MORE, (), torch.bool)]
+    return tuple(found)
+
+
+def _walk(value: Any, path: str, found: list[Any], budget: list[int], depth: int) -> None:
+    if len(found) > MAX_LEAVES or budget[0] < 0 or depth > MAX_DEPTH:
+        return
+    budget[0] -= 1
+    if isinstance(value, Tensor):
+        found.append((path, *_shape_and_dtype(value)))
+        return
+    if value is None or isinstance(value, (str, bytes, int, float, bool)):
+        return
+    for name, child in _children(value):
+        inner = f"{path}.{name}" if path else name
+        if len(inner) > MAX_PATH:
+            inner = shortened(inner, MAX_PATH)
+        _walk(child, inner, found, budget, depth + 1)
+        if len(found) > MAX_LEAVES or budget[0] < 0:
+            return
+
+
+def _shape_and_dtype(tensor: Any) -> tuple[Any, ...]:
+    # A subclass may react to attribute access, and must not notice the tracer.
+    if type(tensor) is Tensor or type(tensor) is Parameter:
+        return tensor.shape, tensor.dtype
+    with torch._C.DisableTorchFunctionSubclass():
+        shape, dtype = tensor.shape, tensor.dtype
+        # Not by to_local(): autograd would record it.
+        local = tensor._local_tensor.shape if is_a(tensor, "DTensor") else None
+    if type(dtype) is not torch.dtype:
+        raise TypeError(f"the dtype of a {class_name(tensor)} is not a torch.dtype")
+    shape = torch.Size(shape)  # a copy: the script's subclass of Size must not be kept alive
+    return (shape, dtype) if local is None else (torch.Size(local), dtype, shape)
+
+
+def _children(value: Any) -> Any:
+    if isinstance(value, dict):
+        return ((str(key), child) for key, child in value.items())
+    if isinstance(value, tuple):
+        fields = getattr(value, "_fields", None)
+        if fields is not None:
+            return zip((str(name) for name in fields), value, strict=False)
+        return ((str(i), child) for i, child in enumerate(value))
+    if isinstance(value, (list, set, frozenset)):
+        return ((str(i), child) for i, child in enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return ((f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value))
+    if isinstance(value, Mapping):
+        return ((str(key), child) for key, child in value.items())
+    if isinstance(value, (torch.nn.Module, type, ModuleType, FunctionType)):
+        return ()
+    # A batch of the script's own class: read its attributes without running its code.
+    try:
+        own = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return ()
+    return list(own.items()) if type(own) is dict else ()
+
+
+def spell_out(signature: Any, lone_path: str) -> list[tuple[Any, ...]]:
+    """Return (path, shape, dtype, bytes) of each tensor; a DTensor adds its global shape.
+
+    `lone_path`: the path of a lone tensor.
+    """
+    if len(signature) == 2 and isinstance(signature[1], torch.dtype):
+        signature = ((lone_path, *signature),)
+    result: list[tuple[Any, ...]] = []
+    extents = 0
+    for path, shape, dtype, *wholes in signature:
+        if path == MORE:
+            result.append((MORE, [], "", 0))
+            continue
+        extents += len(shape) * (1 + len(wholes))
+        if extents > MAX_EXTENTS:
+            return [*result, (MORE, [], "", 0)]
+        shape, *wholes = ([int(extent) for extent in each] for each in (shape, *wholes))
+        result.append((path, shape, str(dtype).removeprefix("torch."), dtype.itemsize * prod(shape), *wholes))
+    return result
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors among the first MAX_CHECKED values in a value. Do not keep them beyond the call."""
+    found: list[Tensor] = []
+    _collect(value, found, [MAX_CHECKED], 0)
+    return found
+
+
+def _collect(value: Any, found: list[Tensor], budget: list[int], depth: int) -> None:
+    if budget[0] <= 0 or depth > MAX_DEPTH:
+        return
+    budget[0] -= 1
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif value is not None and not isinstance(value, (str, bytes, int, float, bool)):
+        for _, child in _children(value):
+            _collect(child, found, budget, depth + 1)
+
+
+def gathers(value: Any, depth: int = 0) -> bool:
+    """Whether torch's gather preserves a result: tensors with rows, None, and dicts, lists and tuples of these."""
+    if value is None or isinstance(value, Tensor):
+        return value is None or value.dim() > 0
+    if depth > MAX_DEPTH:
+        return False
+    if isinstance(value, dict):
+        return all(gathers(child, depth + 1) for child in value.values())
+    return isinstance(value, (list, tuple)) and all(gathers(child, depth + 1) for child in value)
+
+
+def first_rows(signature: Any, dim: int) -> int:
+    """Return the rows along `dim` of the first tensor with this dimension; -1 if there is none."""
+    lone = len(signature) == 2 and isinstance(signature[1], torch.dtype)
+    shapes = [signature[0]] if lone else [shape for _, shape, *_ in signature]
+    return next((int(shape[dim]) for shape in shapes if len(shape) > dim), -1)

@@ -1,0 +1,1 @@
+"""Times of phases on GPUs, from events."""

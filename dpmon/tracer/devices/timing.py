@@ -1,0 +1,283 @@
+"""Device times of the phases of a process that trains on GPUs, from events on the working streams.
+
+A `Timing` exists only after a call runs on a GPU, so other processes pay nothing for it. The span of a phase is written
+when the host finishes the phase, with a flag that the phase is timed. Its device times become known some steps later.
+They are then written, one span per device, with the number of the phase's span.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from random import Random
+from threading import Event
+
+import torch
+
+from dpmon.record.spans import FLAGS_AT, SITE_AT, Flag, Kind
+from dpmon.record.wire import Untimed
+from dpmon.tracer.core.threads import Thread
+from dpmon.tracer.devices.events import DeviceSpan, DeviceTimes, TorchEvents
+
+MAX_STEPS = 64
+"""Longest wait for a device time, in steps."""
+MAX_COPIES = 16
+"""Most timed copies in one step, so that enough events are left for the phases."""
+MAX_ONE_IN = 1024
+_TIMED, _UNTIMED = Flag.TIMED << FLAGS_AT, Flag.UNTIMED << FLAGS_AT
+_COUNT_ANYWAY = frozenset((Kind.FETCH, Kind.CALL, Kind.WRAPPED, Kind.BACKWARD, Kind.COPY))
+"""Phases that keep their device times even if they raise."""
+_PRIMITIVES = frozenset((Kind.SCATTER, Kind.REPLICATE, Kind.PARALLEL_APPLY, Kind.GATHER))
+
+
+def gpu_of(device: str) -> int:
+    """The index in `cuda:1`, or in `cuda:1/0` (a virtual replica); -1 if it is not a GPU."""
+    kind, _, rest = device.partition(":")
+    index = rest.partition("/")[0]
+    return int(index or 0) if kind == "cuda" and (not index or index.isdecimal()) else -1
+
+
+def gpus_of(devices: Sequence[str]) -> tuple[int, ...]:
+    """The GPUs among the devices, each once, in order."""
+    return tuple(dict.fromkeys(index for index in map(gpu_of, devices) if index >= 0))
+
+
+class Mark:
+    """The events around one phase, on each of its devices. Its methods never raise."""
+
+    __slots__ = ("_kind", "_shares", "_timing", "number", "spans", "step")
+
+    def __init__(self, timing: Timing, kind: int, spans: list[DeviceSpan], shares: bool = False) -> None:
+        """`shares`: the next phase of the call may begin at the event that ends this one."""
+        self._timing = timing
+        self._kind = kind
+        self._shares = shares
+        self.spans = spans
+        self.number = -1
+        """Number of the phase's span."""
+        self.step = 0
+        """Number of steps that had ended when the span was written."""
+
+    def end(self) -> int:
+        """End the phase; return the flags for the head of its span."""
+        timing = self._timing
+        for span in self.spans:
+            timing.times.end(span)
+            if self._shares:
+                timing.last[span.device] = span
+        return _TIMED
+
+    def lap(self) -> None:
+        """Mark a possible end of the phase; it counts if no later lap follows."""
+        for span in self.spans:
+            self._timing.times.lap(span)
+
+    def raised(self) -> int:
+        """End a phase that raised; return the flags for the head of its span."""
+        if self._kind in _COUNT_ANYWAY:
+            return self.end()
+        for span in self.spans:
+            self._timing.times.abandon(span)
+        return 0 if self._kind in _PRIMITIVES else _TIMED
+
+    def written(self, number: int) -> None:
+        """Remember the number of the phase's written span; -1 if it was not written."""
+        if number >= 0:
+            self.number = number
+            self._timing.wait_for(self)
+
+
+class _UntimedMark(Mark):
+    """Stands for a phase in a step that is not timed."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None: ...
+
+    def end(self) -> int:
+        return _UNTIMED
+
+    def lap(self) -> None: ...
+
+    def raised(self) -> int:
+        return _UNTIMED
+
+    def written(self, number: int) -> None: ...
+
+
+_NOT_TIMED = _UntimedMark()
+
+
+class Timing:
+    """Measures the device times of one process. Its methods never raise."""
+
+    def __init__(
+        self,
+        write: Callable[[int, int, int, int], int],
+        fault: Callable[..., None],
+        one_in: Callable[[], int] = lambda: 0,
+        events: TorchEvents | None = None,
+    ) -> None:
+        """`write` takes a span (SpanRing.put), `fault` takes errors (Session.fault).
+
+        `one_in` returns k to time one step in k; 0 and 1 time every step.
+        """
+        self._write_span = write
+        self._fault = fault
+        self._one_in = one_in
+        self.training_thread: Thread | None = None
+        """The training thread."""
+        self.times = DeviceTimes(events or TorchEvents(), self._failed)
+        self.gpus: tuple[int, ...] = ()
+        """GPUs for the phases of this step: those of the last step's calls, and those of this step's calls so far."""
+        self._used: tuple[int, ...] = ()
+        """GPUs of the calls of this step so far."""
+        self._called = False
+        """Whether this step has a call."""
+        self._skips = False
+        """Whether this step is not timed."""
+        self.random = Random()  # does not change the script's random numbers
+        self._block = self._left = self._chosen = 0
+        """One step in each block is timed. `_block`: steps in a block. `_left`: steps left in this block. `_chosen`:
+        value of `_left` at the timed step."""
+        self.synced: Callable[[], int] | None = None
+        """Returns the number of synchronised backward passes, so that all ranks time the same steps."""
+        self._waiting: deque[Mark] = deque()
+        self._steps = 0
+        self._copies = 0
+        self.last: dict[int, DeviceSpan] = {}
+        """Per device: the last finished phase of the current call."""
+
+    def _failed(self, error: BaseException) -> None:
+        self._fault("events", error, fatal=False)
+
+    # ---------------------------------------------------------------- phases
+
+    def begin(self, me: Thread, kind: int) -> Mark | None:
+        """Begin a phase on all GPUs of the step."""
+        return self._begin(me, kind, self.gpus)
+
+    def call_begins(self, me: Thread, gpus: tuple[int, ...]) -> Mark | None:
+        """Begin a call on the GPUs of its model."""
+        if me is not self.training_thread:
+            return None
+        if me.inside not in (Kind.CALL, Kind.WRAPPED):
+            if not (self._called or gpus):
+                self.gpus = ()  # the last step's GPUs may be idle in this step
+            self._called = True
+            if gpus != self._used:
+                self._used = tuple(dict.fromkeys((*self._used, *gpus)))
+                self.gpus = tuple(dict.fromkeys((*self.gpus, *gpus)))
+        self.last.clear()
+        return self._begin(me, Kind.CALL, gpus)
+
+    def primitive_begins(self, me: Thread, gpus: tuple[int, ...], kind: int) -> Mark | None:
+        """Begin a phase of a call: on each device, at the end of the previous phase."""
+        return self._begin(me, kind, gpus, shares=True)
+
+    def replica_begins(self, devices: Sequence[str], index: int) -> Mark | None:
+        """Begin a replica, on its own thread and stream."""
+        return self.part_begins(Kind.REPLICA, gpu_of(devices[index]) if index < len(devices) else -1)
+
+    def part_begins(self, kind: int, gpu: int) -> Mark | None:
+        """Begin a part of a call of the training thread, on one GPU (-1: none). Any thread may call this."""
+        if gpu < 0:
+            return None
+        if self._skips:
+            return _NOT_TIMED
+        return Mark(self, kind, [self.times.begin(gpu)])
+
+    def copy_begins(self, me: Thread, gpu: int) -> Mark | None:
+        """Begin a copy to one GPU."""
+        self._copies += 1
+        return self._begin(me, Kind.COPY, (gpu,)) if self._copies <= MAX_COPIES or self._skips else None
+
+    def _begin(self, me: Thread, kind: int, gpus: Sequence[int], shares: bool = False) -> Mark | None:
+        if not gpus or me is not self.training_thread:
+            return None
+        if self._skips:
+            return _NOT_TIMED
+        begin = self.times.begin
+        last = self.last if shares else {}
+        return Mark(self, kind, [begin(gpu, last.get(gpu)) for gpu in gpus], shares)
+
+    # ---------------------------------------------------------------- reading
+
+    def wait_for(self, mark: Mark) -> None:
+        """Write the times of a phase once they are known. The span of the phase has been written."""
+        if all(span.settled for span in mark.spans):  # it is not timed
+            self._write(mark, Untimed.NONE)
+            return
+        mark.step = self._steps
+        self._waiting.append(mark)
+
+    def step_ends(self) -> None:
+        """Write the known times, because a step may have ended."""
+        self._copies = 0
+        if self._called:
+            self._steps += 1
+            self.gpus = self._used
+            self._used, self._called = (), False
+            self._choose()
+        self.read()
+        self.times.end_step()
+
+    def _choose(self) -> None:
+        """Decide whether the next step is timed."""
+        block = min(self._one_in(), MAX_ONE_IN)
+        if self.synced is not None:
+            # Ranks with larger blocks time a subset of the steps that other ranks time.
+            self._skips = _mixed(self.synced()) & (1 << (block - 1).bit_length()) - 1 != 0 if block > 1 else False
+            return
+        if block != self._block or self._left == 0:
+            self._block = self._left = block
+            self._chosen = self.random.randint(1, block) if block > 1 else 0
+        self._skips = block > 1 and self._left != self._chosen
+        self._left -= self._left > 0
+
+    def read(self, unread: int = Untimed.NONE) -> None:
+        """Write the known times. `unread`: if not NONE, also write all other times as unknown, with this reason."""
+        waiting = self._waiting
+        try:
+            self.times.collect()
+            while waiting:
+                mark = waiting[0]
+                late = Untimed.LATE if self._steps - mark.step > MAX_STEPS else unread
+                if not (late or all(span.settled for span in mark.spans)):
+                    break
+                self._write(mark, late)  # an interrupt before the next line repeats this; the reader drops duplicates
+                del waiting[0]
+        except Exception as error:  # noqa: BLE001 - the training continues
+            self._failed(error)
+
+    def _write(self, mark: Mark, late: int) -> None:
+        for span in mark.spans:
+            why = Untimed.NONE if span.ms is not None else span.why or late
+            site = span.device & 0xFF | min(len(mark.spans), 0xFF) << 8 | why << 16
+            took = 0 if span.ms is None else int(span.ms * 1e6)
+            self._write_span(Kind.DEVICE_TIME | site << SITE_AT, 0, took, mark.number)
+
+    def at_exit(self) -> None:
+        """Write all times at the end of the process; unfinished times stay unknown."""
+        self.read(Untimed.ENDED)
+
+
+def _mixed(number: int) -> int:
+    """Mix the bits of a number, the same way in every process (the finaliser of MurmurHash3)."""
+    number = (number ^ number >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    number = (number ^ number >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return number ^ number >> 16
+
+
+cuda_starting = Event()
+"""Set when CUDA is about to be initialised; another thread may then use CUDA before it counts as initialised."""
+
+
+def may_be_used() -> bool:
+    """Whether CUDA is initialised, or about to be."""
+    return cuda_starting.is_set() or usable()
+
+
+def usable() -> bool:
+    """Whether CUDA is initialised in this process."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

@@ -1,0 +1,1 @@
+"""Memory of models, gradients and optimizer states."""

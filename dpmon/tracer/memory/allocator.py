@@ -1,0 +1,119 @@
+"""torch's allocator of each GPU: its statistics, and its state just before an out-of-memory error.
+
+Statistics are read between two steps, and only after CUDA is initialised: by then CUDA_VISIBLE_DEVICES has taken
+effect, even if the script sets it late. No function here waits for a stream. torch calls an observer before it raises
+an out-of-memory error; until then, the observer costs nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from dpmon.tracer.core.session import Session
+
+MAX_REPORTS = 16
+"""Most records of out-of-memory errors per process: a script may try smaller and smaller batches."""
+_STATISTICS = {
+    "allocated_bytes": "allocated_bytes.all.current",
+    "reserved_bytes": "reserved_bytes.all.current",
+    "peak_bytes": "allocated_bytes.all.peak",
+    "inactive_split_bytes": "inactive_split_bytes.all.current",
+    "alloc_retries": "num_alloc_retries",
+    "ooms": "num_ooms",
+}
+_uuids: dict[int, str | None] = {}
+_watched: list[Session] = []
+_reports = [0]
+
+
+def _usable() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def statistics() -> dict[str, dict[str, Any]]:
+    """Return the UUID and the statistics of each GPU that torch uses in this process, by name (`cuda:1`).
+
+    `inactive_split_bytes`: free remainders of blocks in use (fragmentation). `alloc_retries`: allocations that failed
+    until the cache was emptied. `ooms`: allocations that failed even then.
+    """
+    found = {}
+    for index in range(torch.cuda.device_count() if _usable() else 0):
+        known = torch.cuda.memory_stats(index)
+        stats = {name: known.get(key) for name, key in _STATISTICS.items()}
+        if stats["reserved_bytes"] or stats["peak_bytes"]:
+            found[f"cuda:{index}"] = {**stats, "uuid": _uuid_of(index)}
+    return found
+
+
+def _uuid_of(index: int) -> str | None:
+    """Return the UUID of torch's cuda:<index> or of its MIG instance, without prefix; None if unknown.
+
+    The driver is asked first (cuDeviceGetUuid_v2): only newer versions of torch report a UUID, and none reports that
+    of a MIG instance.
+    """
+    if index not in _uuids:
+        _uuids[index] = _by_driver(index) or _by_torch(index)
+    return _uuids[index]
+
+
+def _by_driver(index: int) -> str | None:
+    if torch.version.hip is not None:
+        return None
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")  # torch has loaded it
+        ask = driver.cuDeviceGetUuid_v2
+    except (OSError, AttributeError):
+        return None
+    device = ctypes.c_int()
+    raw = (ctypes.c_ubyte * 16)()
+    if driver.cuDeviceGet(ctypes.byref(device), index) or ask(raw, device):
+        return None
+    text = bytes(raw).hex()
+    return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
+
+
+def _by_torch(index: int) -> str | None:
+    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+    return None if uuid is None else str(uuid)
+
+
+# ------------------------------------------------------------------------------------------------ out of memory
+
+
+def watch(session: Session) -> None:
+    """Record out-of-memory errors from now on. Does nothing before CUDA is initialised, or on later calls."""
+    if _watched or not _usable():
+        return
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is None:
+        return
+    _watched.append(session)
+    with session.guarded("out of memory", fatal=False):  # an allocator may have no observers
+        attach(_observed)
+
+
+def _observed(device: int, asked: int, total: int, free: int) -> None:
+    """Called by torch on the allocating thread, without torch's lock, before the error is raised."""
+    session = _watched[0]
+    with session.guarded("out of memory", fatal=False):
+        _reports[0] += 1
+        if _reports[0] > MAX_REPORTS:
+            return
+        stats = torch.cuda.memory_stats(device)
+        names = ("allocated_bytes", "reserved_bytes", "inactive_split_bytes")
+        state: dict[str, Any] = {"device": f"cuda:{device}"}
+        state |= {"asked_bytes": asked, "total_bytes": total, "free_bytes": free}
+        state |= {name: stats.get(_STATISTICS[name]) for name in names}
+        session.event("oom", **state)
+        gib = {name: _gib(state[f"{name}_bytes"]) for name in ("asked", "free", "total", "allocated", "reserved")}
+        session.warn(
+            f"{state['device']} is out of memory: {gib['asked']} GiB were requested, {gib['free']} of {gib['total']}"
+            f" GiB are free; torch holds {gib['reserved']} GiB, tensors use {gib['allocated']} GiB of that"
+        )
+
+
+def _gib(count: Any) -> str:
+    return f"{count / (1 << 30):.2f}" if isinstance(count, int) else "–"

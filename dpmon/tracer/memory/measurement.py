@@ -1,0 +1,204 @@
+"""Measures the memory of each device: models, their gradients, optimizer states, and the rest.
+
+The first measurement follows the first steps. Later ones follow every few seconds, or less often if they are expensive.
+Tensors are counted after each backward pass of the measured step, and the count with most gradients is used: many
+scripts clear the gradients before the step ends. This time is in the step's `other`. The result is recorded between two
+steps. A storage that holds, for example, both a parameter and an optimizer state counts once, for the first of them in
+the order above. The statistics of torch's allocator are read and never reset: the peak is the highest value since the
+start, or since the script reset it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from time import monotonic_ns
+from typing import Any
+
+from dpmon.record.spans import INSIDE_AT, SITE_AT, Kind
+from dpmon.tracer.calls.sites import Functional, Sites
+from dpmon.tracer.core.session import Session
+from dpmon.tracer.memory import allocator
+from dpmon.tracer.memory.storages import GRADIENTS, MAX_TENSORS, STATES, Walk
+from dpmon.tracer.steps.recorder import Recorder
+
+EVERY_NS = 5_000_000_000
+SAME_NS = 60_000_000_000
+"""Interval between events while nothing changes."""
+WAIT_FACTOR = 1000
+"""A measurement that took t is followed by a wait of WAIT_FACTOR * t, so all take at most a thousandth of the time."""
+COUNTS_NS = 10_000_000
+"""Time spent in a step after which no other count begins in it."""
+NEVER = 1 << 62
+
+_NO_BACKWARD_YET = "no backward pass was seen before this measurement"
+_NO_BACKWARD = "the measured step had no backward pass, and earlier gradients are gone"
+_NO_STATISTICS = "torch keeps no statistics of this device's allocator"
+_PARTS = ("model_bytes", "gradients_bytes", "optimizer_bytes")
+_ALLOCATOR = ("allocated_bytes", "rest_bytes", "reserved_bytes", "peak_bytes")
+
+
+class Memory:
+    """Measures the memory of one process."""
+
+    def __init__(self, session: Session, recorder: Recorder, sites: Sites) -> None:
+        self.session = session
+        self.recorder = recorder
+        self.sites = sites
+        self.on_optimizer: Callable[[], None] = lambda: None
+        """Called after an optimizer is made."""
+        self._optimizers: dict[int, weakref.ref[Any]] = {}
+        """The living optimizers, by id."""
+        self._made = False
+        """Whether an optimizer was made."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Set the initial state, also in a forked child."""
+        self._due = self._steps = 0
+        self._reported: list[dict[str, Any]] = []
+        self._reported_ns = 0
+        self._peaks: dict[str, tuple[int, int]] = {}
+        """Per device: the peak at the last measurement, and the number of the last look before that peak."""
+        self._looks = self._looked_at = 0
+        """Number of looks, and number of the last look that completed a measurement."""
+        self._walk: Walk | None = None
+        """The count with most gradients in the measured step; None until its first backward pass ends."""
+        self._spent = 0
+        """Time of the measurement so far (ns)."""
+
+    # ---------------------------------------------------------------- when
+
+    def constructing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the traced form of Optimizer.__init__, which remembers the optimizer weakly."""
+
+        def made(_: object, began: int, optimizer: Any, *args: object, **kwargs: object) -> None:
+            key, known = id(optimizer), self._optimizers
+            known[key] = weakref.ref(optimizer, lambda _: known.pop(key, None))
+            if not self._made:
+                self._made = True
+                self.opened()
+            self.on_optimizer()
+
+        return self.session.followed(original, made, "optimizers", fatal=False)
+
+    def opened(self) -> None:
+        """Report to the assembler that the script makes optimizers.
+
+        Called when the ring opens, and when the first optimizer is made.
+        """
+        if self._made:
+            self.session.write_line(optimizer=1)
+
+    def look(self, now: int) -> int:
+        """Measure between two steps if it is time to. Return when to call again (monotonic ns). Never raises."""
+        if now < self._due or self.session.ring is None:
+            return self._due
+        self._steps += 1
+        if self._steps == 1:
+            return 0  # optimizers make their states in the first steps
+        if self._walk is None and self.recorder.on_backward is None:
+            self.recorder.on_backward = self._count
+            return 0
+        self.recorder.on_backward = None
+        walk, self._walk = self._walk, None
+        self._due = NEVER  # after a fault of ours, nothing is measured any more
+        with self.session.guarded("memory", fatal=False):
+            self._looks += 1
+            self._report(walk, now)
+            self._due = self._took(now) + max(EVERY_NS, self._spent * WAIT_FACTOR)
+            self._spent = 0
+        return self._due
+
+    # ---------------------------------------------------------------- the count
+
+    def _count(self) -> None:
+        """Count after a backward pass of a measured step."""
+        with self.session.guarded("memory", fatal=False):
+            began = monotonic_ns()
+            if self._spent < COUNTS_NS:
+                walk = self._walked()
+                self._took(began)
+                if self._walk is None or walk.total(GRADIENTS) >= self._walk.total(GRADIENTS):
+                    self._walk = walk
+
+    def _walked(self) -> Walk:
+        found = [site.module() for site in list(self.sites.known.values())]
+        models = [owner.module if isinstance(owner, Functional) else owner for owner in found]
+        optimizers = [made for known in list(self._optimizers.values()) if (made := known()) is not None]
+        return Walk([module for module in models if module is not None], optimizers)
+
+    def _took(self, began: int) -> int:
+        """Write the span of this look, which began at `began`; return its end (monotonic ns)."""
+        ended = monotonic_ns()
+        me = self.recorder.thread()
+        head = Kind.MEMORY | me.head | me.inside << INSIDE_AT | self._looks << SITE_AT
+        self.recorder.write(head, began, ended - began)
+        self._spent += ended - began
+        return ended
+
+    # ---------------------------------------------------------------- what
+
+    def _report(self, counted: Walk | None, now: int) -> None:
+        """Record a measurement. `counted`: the count of the measured step; None if it had no backward pass."""
+        walk = counted or self._walked()
+        statistics = allocator.statistics()
+        walk.held.pop("meta", None)
+        if statistics:
+            allocator.watch(self.session)
+        for device in statistics:
+            walk.held.setdefault(device, [0, 0, 0])
+        devices = [
+            self._entry(walk, name, statistics.get(name), self._unknown(walk, name, counted is None))
+            for name in sorted(walk.held)
+        ]
+        self._looked_at = self._looks
+        same = devices == self._reported
+        if not devices or (same and now - self._reported_ns < SAME_NS):
+            return
+        self._reported, self._reported_ns = devices, now
+        took = (self._spent + monotonic_ns() - now) / 1e6
+        self.session.event("memory", "last", step=None, look=self._looks, took_ms=took, devices=devices, absent={})
+
+    def _unknown(self, walk: Walk, device: str, no_backward: bool) -> dict[str, str]:
+        """Return the reason for each part that is not fully known."""
+        absent = {}
+        for kind, part in enumerate(_PARTS):
+            known = f"{walk.held[device][kind]:,} bytes on this device"
+            names = walk.unsized[kind]
+            if kind in walk.more:
+                absent[part] = f"not measured: there are more than {MAX_TENSORS:,} tensors"
+            elif names:
+                many = sum(names.values())
+                does = "does not report its size" if many == 1 else "do not report their size"
+                absent[part] = f"{many:,} of its tensors {does} ({', '.join(names)}); the others hold {known}"
+        if no_backward and not walk.total(GRADIENTS):
+            absent.setdefault(_PARTS[GRADIENTS], _NO_BACKWARD if self.recorder.has_run_backward else _NO_BACKWARD_YET)
+        if not walk.total(STATES) and not (self._optimizers and self.recorder.stepped):
+            why = "no optimizer had stepped before this measurement"
+            absent.setdefault(_PARTS[STATES], why if self._optimizers else "no torch optimizer was made")
+        return absent
+
+    def _entry(self, walk: Walk, name: str, stats: dict[str, Any] | None, absent: dict[str, str]) -> dict[str, Any]:
+        """Return the facts of one device. `absent`: reasons for unknown parts."""
+        held = walk.held[name]
+        entry: dict[str, Any] = {"device": name, **dict(zip(_PARTS, held, strict=True))}
+        if stats is None:
+            unknown_parts = (*_ALLOCATOR, "peak_after_step")
+            entry.update(dict.fromkeys(unknown_parts))
+            absent.update(dict.fromkeys(unknown_parts, _NO_STATISTICS))
+        else:
+            before, after = self._peaks.get(name, (-1, 0))
+            if stats["peak_bytes"] != before:  # it grew, or the script has reset it
+                after = self._looked_at
+            self._peaks[name] = stats["peak_bytes"], after
+            unknown = next((part for part in _PARTS if part in absent), None)
+            rest = stats["allocated_bytes"] - sum(held)
+            entry.update(stats, rest_bytes=rest if rest >= 0 and unknown is None else None, peak_after_look=after)
+            if unknown is not None:
+                absent["rest_bytes"] = f"{unknown} is not known"
+            elif rest < 0:
+                absent["rest_bytes"] = "part of the tensors' memory is not from torch's allocator"
+        if name in walk.shared:
+            entry["shared_bytes"] = walk.shared[name]
+        return {**entry, **{part: None for part in _PARTS if part in absent}, "absent": absent}

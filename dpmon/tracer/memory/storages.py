@@ -1,0 +1,155 @@
+"""Sums the memory of models, gradients and optimizer states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+import torch
+
+from dpmon.tracer.core.module_tables import BUFFERS, PARAMETERS, class_name, is_a, modules_of, parts_of, values_of
+
+MAX_TENSORS = 5_000
+"""Most tensors of a kind that are counted: to count one takes about 5 us, and the training waits for it."""
+MAX_DEPTH = 4
+MAX_TYPES = 4
+"""Most types of tensors that are named if the size of the tensors is unknown."""
+MODEL, GRADIENTS, STATES = range(3)
+_UNREADABLE = (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, LookupError)
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__
+
+
+class Walk:
+    """The bytes of models, gradients and optimizer states. A shared storage counts for the first of these."""
+
+    def __init__(self, models: Iterable[Any], optimizers: Iterable[Any]) -> None:
+        """`models`: roots, which may share parts."""
+        self.held: dict[str, list[int]] = {}
+        """Per device, bytes of each kind."""
+        self.shared: dict[str, int] = {}
+        """Per device, bytes of models in shared memory of the host."""
+        self.unsized: tuple[dict[str, int], ...] = ({}, {}, {})
+        """Per kind, the number of tensors of unknown size by type."""
+        self.more: set[int] = set()
+        """Kinds with more than MAX_TENSORS tensors; tensors beyond the limit are not counted."""
+        self._seen: set[tuple[str, int]] = set()
+        modules = list({id(module): module for root in models for module in modules_of(root)}.values())
+        with torch._C.DisableTorchFunction():
+            for module in modules:
+                for name in _opaque(module):
+                    self._add_unsized(MODEL, name)
+            self._add_all(MODEL, (tensor for module in modules for tensor in _parameters(module, with_buffers=True)))
+            self._add_all(GRADIENTS, (gradient for module in modules for gradient in self._gradients(module)))
+            self._add_all(STATES, (tensor for optimizer in optimizers for tensor in _states(optimizer)))
+
+    def total(self, kind: int) -> int:
+        """Bytes of one kind on all devices."""
+        return sum(held[kind] for held in self.held.values())
+
+    def _add_all(self, kind: int, tensors: Iterator[Any]) -> None:
+        for tensor in islice(tensors, MAX_TENSORS):
+            try:
+                for part in _parts(tensor):
+                    storage = part.untyped_storage()
+                    if storage.device.type != "meta":  # a fake tensor reports another device but holds no data
+                        self._add(kind, str(part.device), storage)
+            except _UNREADABLE:
+                self._add_unsized(kind, class_name(tensor))
+                with suppress(Exception):
+                    self.held.setdefault(str(tensor.device), [0, 0, 0])
+        if next(tensors, None) is not None:
+            self.more.add(kind)
+
+    def _add(self, kind: int, device: str, storage: Any) -> None:
+        key = device, storage._cdata
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        size = storage.nbytes()
+        self.held.setdefault(device, [0, 0, 0])[kind] += size
+        if kind == MODEL and storage.device.type == "cpu" and storage.is_shared():
+            self.shared[device] = self.shared.get(device, 0) + size
+
+    def _gradients(self, module: Any) -> Iterator[Any]:
+        for tensor in _parameters(module, with_buffers=False):
+            try:
+                gradient = tensor.grad if tensor.is_leaf else None
+            except _UNREADABLE:
+                self._add_unsized(GRADIENTS, class_name(tensor))
+                continue
+            if gradient is not None:
+                yield gradient
+        for shard in _shards(module):
+            gradient = getattr(shard, "unsharded_accumulated_grad", None)
+            if gradient is not None:
+                yield gradient
+
+    def _add_unsized(self, kind: int, name: str) -> None:
+        names = self.unsized[kind]
+        name = name if name in names or len(names) < MAX_TYPES else "others"
+        names[name] = names.get(name, 0) + 1
+
+
+def _parameters(module: Any, with_buffers: bool) -> list[Any]:
+    tensors = values_of(module, PARAMETERS) + (values_of(module, BUFFERS) if with_buffers else [])
+    for shard in _shards(module):
+        tensors += (shard.sharded_param, getattr(shard, "_unsharded_param", None))
+    return [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+
+
+def _states(optimizer: Any) -> Iterator[Any]:
+    state = getattr(optimizer, "state", None)
+    return _tensors(list(state.values()), 0) if isinstance(state, dict) else iter(())
+
+
+def _shards(module: Any) -> list[Any]:
+    """Return fully_shard's parameters of a module and its parts. While in use, each also has an unsharded form.
+
+    The modules' own tables contain one form of each parameter; the other form may hold memory or a gradient, too. The
+    private names of torch that are used here may change; then only the tables are counted.
+    """
+    if not is_a(module, "FSDPModule"):
+        return []
+    try:
+        state = module._get_fsdp_state()
+        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        return [shard for group in groups if group is not None for shard in group.fsdp_params]
+    except AttributeError:
+        return []
+
+
+def _opaque(module: Any) -> Iterator[str]:
+    """Yield the module's class name for each C++ object that holds weights outside its tables (quantized modules)."""
+    for value in list(module.__dict__.values()):
+        if isinstance(value, torch.ScriptObject):
+            yield class_name(module)
+
+
+def _tensors(values: Iterable[Any], depth: int) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif depth < MAX_DEPTH and isinstance(value, dict):
+            yield from _tensors(list(value.values()), depth + 1)
+        elif depth < MAX_DEPTH and isinstance(value, (list, tuple)):
+            yield from _tensors(value, depth + 1)
+
+
+def _parts(tensor: Any) -> tuple[Any, ...]:
+    """Return the plain tensors that hold a tensor's data: several for a sparse tensor or a wrapper (DTensor).
+
+    A wrapper's own storage reports the size of all parts but holds no data. Raises NotImplementedError for a wrapper
+    that does not list its parts (through `__tensor_flatten__`, see `torch.utils._python_dispatch`).
+    """
+    if type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
+        if tensor.untyped_storage().device.type == "meta":
+            return (tensor,)
+        flatten = getattr(tensor, "__tensor_flatten__", None)
+        if flatten is None:
+            raise NotImplementedError
+        inner = [getattr(tensor, name) for name in flatten()[0]]
+        # A DTensor lists its mesh in addition to its local tensor.
+        return tuple(part for value in inner if isinstance(value, torch.Tensor) for part in _parts(value))
+    return parts_of(tensor)

@@ -1,0 +1,1 @@
+"""Whether calls run as dp or single, and replicas that share a device."""

@@ -1,0 +1,364 @@
+"""Decides whether calls run as dp or single, and why a request is refused.
+
+A `Plan` describes how calls of one module run. It is made at the first call of the module, and again after each
+request.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from dpmon.record.wire import MODES
+from dpmon.span_ring import Word
+from dpmon.tracer.core.module_tables import RootNames
+from dpmon.tracer.core.session import Session
+from dpmon.tracer.core.threads import Thread
+from dpmon.tracer.modes.plans import (
+    DP,
+    HOLDS,
+    SINGLE,
+    Plan,
+    default_device,
+    device_of,
+    on_one,
+    refused,
+    uncopyable,
+    unreplicable,
+    unsplittable,
+)
+from dpmon.tracer.modes.virtual import Originals, VirtualDevices
+
+DEFAULT_VIRTUAL = 2
+MAX_EVENTS = 64
+MAX_FAILURES = 3
+
+
+class Modes:
+    """Decides the mode of each call in one process."""
+
+    def __init__(self, session: Session, originals: Originals) -> None:
+        self.session = session
+        self.originals = originals
+        self._constructed: dict[int, tuple[Any, int]] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Set the initial state, also in a forked child."""
+        config = self.session.config
+        self.locked = config.mode == "script"
+        """Whether dpmon leaves the computation as written."""
+        self.chosen = MODES.index(config.mode) if config.mode in MODES[1:] else 0
+        """The requested mode, as an index of MODES; 0 if none was requested."""
+        self.by_user = False
+        """Whether a reader requested the mode while the training ran."""
+        self.serial = 0
+        """Number of the last request acted upon."""
+        self._refused: dict[int, tuple[Any, str, int]] = {}
+        """By id of a module: a weak reference to it, why dp failed, and number of failures in a row."""
+        self._splitting: dict[int, Any] = {}
+        """By id: weak references to bare roots with a data_parallel or similar call in their forward."""
+        self._events = 0
+        self.names = RootNames()
+        self.unannounced: list[tuple[str, Plan]] = []
+        """Roots and their plans that are not recorded yet."""
+        self.doubtful: list[tuple[str, Plan]] = []
+        """Refusals for roots that hold a DataParallel. They are dropped if the DataParallel runs in the root's call."""
+        self._virtual: dict[tuple[int, str], VirtualDevices] = {}
+
+    def constructed(self, wrapper: Any, dim: int) -> None:
+        """Note the `dim` of a new DataParallel; torch does not store it on a machine without GPUs."""
+        key = id(wrapper)  # not a WeakKeyDictionary: a subclass may compare and hash as it likes
+        self._constructed[key] = weakref.ref(wrapper, lambda _: self._constructed.pop(key, None)), dim
+
+    def dim_of(self, wrapper: Any) -> int | None:
+        """The dimension along which a DataParallel splits; None if it was not made here (copied, loaded)."""
+        known = self._constructed.get(id(wrapper))
+        return known[1] if known is not None and known[0]() is wrapper else None
+
+    # ---------------------------------------------------------------- requests
+
+    def poll(self) -> bool:
+        """Act on a new request; return whether calls must be planned again. Called only between calls."""
+        ring = self.session.ring
+        if ring is None or ring.words[Word.REQUEST] == self.serial:
+            return False
+        self.serial = ring.words[Word.REQUEST]
+        wanted = ring.words[Word.WANTED]
+        if self.locked or wanted not in (DP, SINGLE):
+            reason = "--mode script leaves the computation as written" if self.locked else "unknown mode"
+            self.session.event("mode", mode=None, requested_by="user", refused=reason, reason=reason)
+            self._acknowledge(0)
+            return False
+        self.chosen = wanted
+        self.by_user = True
+        self._refused.clear()
+        self._events = 0
+        return True
+
+    def _acknowledge(self, mode: int) -> None:
+        """Publish the number of the last request and the mode in force."""
+        ring = self.session.ring
+        if ring is not None:
+            ring.words[Word.MODE] = mode
+            ring.words[Word.ANSWERED] = self.serial
+
+    def plan(self, module: torch.nn.Module, wrapper: bool) -> Plan:
+        """Make the plan for `module`: a DataParallel (`wrapper`) or a bare root."""
+        plan = self._for_wrapper(module) if wrapper else self._for_root(module)
+        holds = plan.refused and not wrapper and (plan.reason or "").startswith(HOLDS)
+        (self.doubtful if holds else self.unannounced).append((self.names.of(module), plan))
+        return plan
+
+    def stateless(self, module: torch.nn.Module, weights: Any) -> Plan:
+        """Make the plan for a model that gets its weights as call arguments; it runs on their device."""
+        tensor = next((value for value in weights if isinstance(value, torch.Tensor)), None)
+        here = (str(torch.device("cpu") if tensor is None else tensor.device),)
+        if self.chosen == DP and not self.locked:
+            plan = refused(here[0], "its weights are arguments of each call")
+        else:
+            plan = Plan(SINGLE, here)
+        self.unannounced.append((self.names.of(module), plan))
+        return plan
+
+    def failed(self, me: Thread, module: torch.nn.Module, reason: str, final: bool) -> Plan | None:
+        """Handle a failure of dp in one call. Return the plan for that call; None to plan the module again.
+
+        A batch may be at fault (a single row for BatchNorm), so the next call tries dp again. After MAX_FAILURES
+        failures in a row, or if `final`, the module stays single until dp is requested again.
+        """
+        known = self._refused.get(id(module))
+        known = known if known is not None and known[0]() is module else None
+        count = MAX_FAILURES if final else known[2] + 1 if known is not None else 1
+        self._refused[id(module)] = (weakref.ref(module), reason, count)
+        if count >= MAX_FAILURES:
+            return None
+        text = f"dp was not possible for call {{call}}, which ran on one device: {reason}"
+        me.tried = text, id(module), known
+        return refused(device_of(module) or "cpu", reason)
+
+    def tried(self, me: Thread, failed: bool) -> None:
+        """End a call that ran on one device after dp had failed.
+
+        `failed`: whether the call raised on one device, too. Then the script is at fault, not dp.
+        """
+        text, key, before = me.tried
+        me.tried = None
+        if not failed:
+            self.session.warn(text, "last")
+        elif before is None:
+            self._refused.pop(key, None)
+        else:
+            self._refused[key] = before
+
+    def succeeded(self, module: torch.nn.Module) -> None:
+        """Forget earlier failures of the module, because dp worked."""
+        if self._refused:
+            self._refused.pop(id(module), None)
+
+    def decide(self, runs_inside: bool) -> None:
+        """Announce or drop the doubtful refusals after a root's call. `runs_inside`: the call ran its DataParallel."""
+        made, self.doubtful = self.doubtful, []
+        if not runs_inside:
+            self.unannounced += made
+            self.announce("last")
+
+    def announce(self, first: str = "next") -> None:
+        """Acknowledge and record the new plans. `first`: whether their first call is the "next" or the "last" call."""
+        made, self.unannounced = self.unannounced, []
+        ring = self.session.ring
+        if ring is None:
+            return
+        for root, plan in made:
+            self._acknowledge(plan.mode)
+            self._events += 1
+            if self._events > MAX_EVENTS:
+                continue
+            config = self.session.config
+            if plan.refused and plan.mode == SINGLE and not self.by_user and (config.explicit or config.mode == "dp"):
+                self.session.warn(f"dp was requested, but {root} runs on one device: {plan.reason}")
+            self.session.event(
+                "mode",
+                first,
+                step=None,
+                call=None,
+                root=root,
+                mode=MODES[plan.mode],
+                requested_by="user" if self.by_user else "start",
+                devices=list(plan.devices),
+                virtual=plan.virtual is not None,
+                reason=plan.reason,
+                refused=plan.reason if plan.refused else None,
+            )
+
+    # ---------------------------------------------------------------- plans
+
+    def functional(self, module: torch.nn.Module, device_ids: Any) -> Plan:
+        """Make the plan for torch's functional data_parallel of `module` over `device_ids` (None: all devices)."""
+        plan = self._for_functional(module, device_ids)
+        self.unannounced.append((self.names.of(module), plan))
+        return plan
+
+    def unrecorded(self, module: torch.nn.Module, device_ids: Any) -> Plan | None:
+        """Make the plan of `functional` for a call that is not recorded; None if the call runs as written."""
+        plan = self._for_functional(module, device_ids)
+        return plan if plan.virtual is not None else None
+
+    def _for_functional(self, module: torch.nn.Module, device_ids: Any) -> Plan:
+        inner = device_of(module) or default_device()
+        here = (str(inner),)
+        if self.locked or inner.type not in ("cpu", "cuda"):
+            return Plan(DP, here)
+        if inner.type == "cpu":
+            if torch.cuda.is_available():
+                return Plan(DP, here)  # torch raises a clear error
+            refusal = unreplicable(module)
+            if refusal is not None:
+                return Plan(SINGLE, here, (0,), self._shared(1, inner), refusal, True)
+            if self.chosen == SINGLE:
+                return Plan(SINGLE, here, (0,), self._shared(1, inner))
+            if device_ids is None or self.session.config.explicit:
+                return self._spread(inner)
+            return self._share(len(device_ids), inner, "no GPU: replicas share the CPU")
+        if self.session.config.explicit and self.chosen != SINGLE:
+            plan = self._spread(inner)
+            if plan.virtual is None or unreplicable(module) is None:
+                return plan
+        count = torch.cuda.device_count()
+        ids = [torch._utils._get_device_index(i, True) for i in device_ids] if device_ids is not None else range(count)
+        own = tuple(f"cuda:{i}" for i in ids)
+        if self.chosen == SINGLE and len(own) > 1:
+            return Plan(SINGLE, own[:1], tuple(ids)[:1])
+        return Plan(DP if len(own) > 1 else SINGLE, own)
+
+    def splits_itself(self, module: Any, found: bool = False) -> bool:
+        """Return whether a bare root's forward has made a data_parallel or similar call before.
+
+        `found`: whether it has just made one, which is remembered.
+        """
+        known = self._splitting.get(id(module))
+        if found:
+            self._splitting[id(module)] = weakref.ref(module)
+        return known is not None and known() is module
+
+    def plan_composed(self, root: str, devices: tuple[str, ...], virtual: VirtualDevices | None) -> Plan:
+        """Make the plan for calls that a script composes from primitives, over the devices that the script passes."""
+        reason = None if virtual is None else "no GPU: replicas share the CPU"
+        if self.chosen == SINGLE and not self.locked:
+            reason = "the script composes replicate, scatter, parallel_apply and gather itself"
+            plan = Plan(DP, devices, None, virtual, reason, True)
+        else:
+            asked = self.session.config.replicas
+            if asked is not None and asked != len(devices) and not self.locked:
+                reason = f"the script itself passes {len(devices)} devices to the primitives; {asked} were requested"
+            plan = Plan(DP, devices, None, virtual, reason)
+        self.unannounced.append((root, plan))
+        return plan
+
+    def composed_devices(self) -> VirtualDevices | None:
+        """Return virtual devices for the script's own calls of primitives without a GPU; None to run as written."""
+        if self.locked or torch.cuda.is_available():
+            return None
+        return self._shared(DEFAULT_VIRTUAL, torch.device("cpu"))
+
+    def _refusal(self, module: torch.nn.Module) -> str | None:
+        known = self._refused.get(id(module))
+        if known is None or known[0]() is not module or known[2] < MAX_FAILURES:
+            return None
+        return known[1]
+
+    def _for_wrapper(self, module: Any) -> Plan:
+        own = tuple(f"{module.src_device_obj.type}:{i}" for i in module.device_ids)
+        # A module without parameters, such as a loss, runs on the devices of its inputs.
+        inner = device_of(module.module) or (module.src_device_obj if own else default_device())
+        here = (str(inner),)
+        if self.locked:
+            mode = DP if len(own) > 1 else SINGLE
+            return Plan(mode, own or here)
+        mode = self.chosen or DP
+        if mode == SINGLE:
+            return on_one(module, own) if len(own) > 1 else Plan(SINGLE, own or here)
+        refusal = self._refusal(module)
+        if refusal is None and not own and self.dim_of(module) is None:
+            refusal = "this DataParallel was copied or loaded: its dim is not known"
+        if refusal is None and not own:
+            refusal = unreplicable(module.module)
+        if refusal is not None:
+            return Plan(SINGLE, own[:1] or here, tuple(module.device_ids[:1]) if own else None, None, refusal, True)
+        if own and not self.session.config.explicit and (len(own) > 1 or not self.by_user):
+            return Plan(DP, own)
+        unfit = uncopyable(module)
+        if unfit is not None:
+            return Plan(DP if len(own) > 1 else SINGLE, own or here, None, None, unfit, True)
+        plan = self._spread(inner)
+        if plan.refused and len(own) > 1:  # as written, the call would run on all its devices
+            return on_one(module, own, plan.reason)
+        return plan
+
+    def _for_root(self, module: torch.nn.Module) -> Plan:
+        inner = device_of(module)
+        here = (str(inner or "cpu"),)
+        if self.locked:
+            return Plan(SINGLE, here)
+        mode = self.chosen or (DP if self.session.config.explicit else SINGLE)
+        if mode == SINGLE:
+            return Plan(SINGLE, here)
+        refusal = self._refusal(module) or unsplittable(module)
+        if self.splits_itself(module):
+            refusal = "its own forward runs a part of it data-parallel"
+        if refusal is not None:
+            return refused(here[0], refusal)
+        return self._spread(inner)
+
+    def _spread(self, base: torch.device | None) -> Plan:
+        """Plan dp over the requested devices, or over all available devices."""
+        if base is None:
+            return refused("cpu", "the module has no parameters")
+        config = self.session.config
+        devices = [torch.device(name) for name in config.devices]
+        if devices:
+            if len(set(devices)) == len(devices) and all(device.type != "cpu" for device in devices):
+                return self._real([d.index or 0 for d in devices], base)
+            if len({(d.type, d.index or 0) for d in devices}) > 1:
+                return refused(base, "virtual replicas share one device, but --devices names several")
+            if devices[0].type != base.type or (base.type == "cuda" and (devices[0].index or 0) != (base.index or 0)):
+                return refused(base, f"--devices names {devices[0]}, but the module is on {base}")
+            return self._share(len(devices), base, "requested by --devices")
+        if base.type == "cuda":
+            count = torch.cuda.device_count()
+            wanted = config.replicas or count
+            first = base.index or 0
+            if wanted <= count and (wanted > 1 or config.replicas):
+                others = [i for i in range(count) if i != first]
+                return self._real([first, *others][:wanted], base)
+            if config.replicas:
+                return self._share(config.replicas, base, f"{config.replicas} replicas on {count} GPU(s)")
+            return refused(base, "there is only one GPU; --replicas N makes virtual replicas")
+        if base.type != "cpu":
+            return refused(base, f"DataParallel does not run on {base.type}")
+        if torch.cuda.is_available() and not config.replicas:
+            return refused(base, "the module is on the CPU of a machine with GPUs")
+        reason = "no GPU" if not torch.cuda.is_available() else "the module is on the CPU"
+        return self._share(config.replicas or DEFAULT_VIRTUAL, base, f"{reason}: replicas share the CPU")
+
+    def _real(self, ids: list[int], base: torch.device) -> Plan:
+        if ids[0] != (base.index or 0) or base.type != "cuda":
+            return refused(base, f"the module is on {base}, but the first device is cuda:{ids[0]}")
+        count = torch.cuda.device_count()  # CUDA_VISIBLE_DEVICES may leave fewer than the machine has
+        if max(ids) >= count:
+            reason = f"this process has no cuda:{max(ids)}: it has {count} GPU{'s' if count > 1 else ''}"
+            return refused(base, reason)
+        return Plan(DP, tuple(f"cuda:{i}" for i in ids), tuple(ids))
+
+    def _share(self, count: int, base: torch.device, reason: str) -> Plan:
+        virtual = self._shared(count, base)
+        return Plan(DP, virtual.names, tuple(range(count)), virtual, reason)
+
+    def _shared(self, count: int, base: torch.device) -> VirtualDevices:
+        key = (count, str(base))
+        virtual = self._virtual.get(key)
+        if virtual is None:
+            virtual = self._virtual[key] = VirtualDevices(count, base, self.originals)
+        return virtual

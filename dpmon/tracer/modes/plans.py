@@ -1,0 +1,139 @@
+"""Plans how the calls of a module run, and decides whether a module can run over several devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dpmon.tracer.core.module_tables import (
+    BUFFERS,
+    PARAMETERS,
+    buffers_of,
+    class_name,
+    is_a,
+    modules_of,
+    parameters_of,
+    values_of,
+)
+from dpmon.tracer.modes.virtual import VirtualDevices
+
+DP, SINGLE = 1, 2
+HOLDS = "it holds a"
+"""Start of the reason when a bare root cannot be split because it contains a wrapper."""
+_HOST_ONLY = "the devices are CPUs: host time is all there is"
+_NO_EVENTS = "it was not timed: only calls of the training thread are timed"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How calls of one module run."""
+
+    mode: int
+    devices: tuple[str, ...]
+    """Names of the devices in records."""
+    device_ids: tuple[int, ...] | None = None
+    """Device ids that replace the script's; None leaves the call as written."""
+    virtual: VirtualDevices | None = None
+    reason: str | None = None
+    """The reason why the plan differs from the request, or why the replicas are virtual."""
+    refused: bool = False
+
+    @property
+    def absent(self) -> dict[str, str]:
+        """Reasons for missing fields in a record of such a call."""
+        return {"device_ms": _HOST_ONLY if self.on_cpu else _NO_EVENTS}
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether no accelerator takes part."""
+        return all(name.startswith("cpu") for name in self.devices)
+
+
+def refused(device: object, reason: str) -> Plan:
+    """Make the plan for a call that runs on one device although dp was requested."""
+    return Plan(SINGLE, (str(device),), None, None, reason, True)
+
+
+def on_one(module: Any, own: tuple[str, ...], reason: str | None = None) -> Plan:
+    """Make the plan that runs a DataParallel on the first of its devices; `reason` is None if that was requested."""
+    unfit = uncopyable(module)
+    if unfit is not None:
+        return Plan(DP, own, None, None, unfit, True)
+    for name in ("forward", "scatter"):
+        if overrides(type(module), name):
+            odd = f"{class_name(module)} has its own {name}, which may not work on one device"
+            return Plan(DP, own, None, None, odd, True)
+    return Plan(SINGLE, own[:1], tuple(module.device_ids[:1]), None, reason, reason is not None)
+
+
+def overrides(kind: type, name: str) -> bool:
+    """Whether a subclass of DataParallel has its own method of this name."""
+    return next(base for base in kind.__mro__ if name in base.__dict__) is not torch.nn.DataParallel
+
+
+def device_of(module: torch.nn.Module) -> torch.device | None:
+    """The device of a module's first parameter, or of its first buffer; None if it has neither."""
+    tensor: torch.Tensor | None = next(parameters_of(module), None)
+    if tensor is None:
+        tensor = next(buffers_of(module), None)
+    return None if tensor is None else tensor.device
+
+
+def default_device() -> torch.device:
+    """The device on which torch's data parallelism runs a module without parameters and buffers."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def unsplittable(module: torch.nn.Module) -> str | None:
+    """Why a bare root cannot be run by data_parallel; None if it can."""
+    unfit = unreplicable(module)
+    if unfit is not None:
+        return unfit
+    for inner in modules_of(module):
+        if isinstance(inner, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
+            return f"{HOLDS} {class_name(inner)} of its own"
+    devices = {str(tensor.device) for tensor in parameters_of(module)}
+    devices |= {str(tensor.device) for tensor in buffers_of(module)}
+    if len(devices) > 1:
+        return f"its parameters are spread over {', '.join(sorted(devices))}"
+    return None
+
+
+def uncopyable(module: Any) -> str | None:
+    """Why dpmon must not make short-lived copies of this module; None if it may.
+
+    A copy shares the module's attributes, so its finaliser could close the module's files.
+    """
+    if not hasattr(type(module), "__del__"):
+        return None
+    return f"{class_name(module)} has a __del__, which every copy would also run"
+
+
+def _is_sharded(module: Any) -> bool:
+    """Whether the module's own parameters or buffers are divided among several ranks.
+
+    Between forward and backward, the parameters of a module given to fully_shard may be ordinary tensors.
+    """
+    if is_a(module, "FSDPModule") or is_a(module, "FullyShardedDataParallel"):
+        return True
+    return any(is_a(tensor, "DTensor") for table in (PARAMETERS, BUFFERS) for tensor in values_of(module, table))
+
+
+def unreplicable(module: torch.nn.Module) -> str | None:
+    """Why dpmon does not replicate a module, on virtual or real devices; None if it does."""
+    for inner in modules_of(module):
+        if _is_sharded(inner):
+            return "its parameters are sharded over the ranks, which must all run the same calls"
+        unfit = uncopyable(inner)
+        if unfit is not None:
+            return unfit
+        compiled = getattr(inner, "_compiled_call_impl", None) is not None
+        # The attribute is on the forward of the instance (compiled for this module only) or of the class.
+        compiled |= getattr(getattr(inner, "forward", None), "_torchdynamo_orig_callable", None) is not None
+        if compiled or type(inner).__module__.startswith("torch._dynamo"):
+            return "a module compiled by torch.compile cannot be replicated"
+        if isinstance(inner, torch.jit.ScriptModule):
+            return "dpmon does not replicate a TorchScript module"
+    return None

@@ -1,0 +1,165 @@
+"""Records copies from the host to a GPU by `Tensor.to` and `Tensor.cuda`, as a phase of the step.
+
+The two methods are replaced right after the import of torch, if torch was built for GPUs. Some code compares methods by
+identity (a subclass in its `__torch_function__`, torch.overrides). This still works: torch passes the replacements to
+such code, too, because torch/csrc/utils/python_arg_parser.cpp looks the method up in torch.Tensor. Until a call has run
+on a GPU, the replacements only call the originals.
+
+The time of a copy is subtracted from the enclosing phase. Only copies that the training thread makes in a step count.
+Scattered batches, replicated parameters, `Tensor.copy_` and tensors made on a GPU do not count. Tensors of a class with
+its own `__torch_dispatch__` do not count either (torch.compile traces with such classes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import get_ident
+from types import MethodDescriptorType, MethodType
+from typing import Any
+
+import torch
+
+from dpmon.record.spans import INSIDE_AT, Kind
+from dpmon.tracer.core.frames import drop_frames
+from dpmon.tracer.core.module_tables import parts_of
+from dpmon.tracer.core.session import Session, raise_from_signal
+from dpmon.tracer.steps.recorder import Recorder
+
+_Original = Callable[..., Any]
+_Where = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+_GPU = "cuda"
+_WITHIN = frozenset((Kind.COPY, Kind.SCATTER, Kind.REPLICATE, Kind.GATHER))
+"""Spans that move tensors to devices themselves."""
+_PYTHON: Any = torch._C.DispatchKey.Python
+
+
+class Copies:
+    """Traces the copies of one process. Its own code never raises."""
+
+    def __init__(self, session: Session, recorder: Recorder) -> None:
+        self._session = session
+        self._recorder = recorder
+
+    def install(self, kind: Any = torch.Tensor) -> None:
+        """Put the traced methods into torch's tensor class, if torch was built for GPUs."""
+        if torch.version.cuda is None and torch.version.hip is None:
+            return
+        kind.to = self.traced(kind.to, where_to)
+        kind.cuda = self.traced(kind.cuda, where_cuda)
+
+    def traced(self, original: _Original, where: _Where) -> _Original:
+        """The traced form of a method that copies; `where` finds the target device in its arguments."""
+        session, recorder = self._session, self._recorder
+        name = original.__name__
+
+        def method(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                me = recorder.threads.get(get_ident())
+                if recorder.timing is None or me is None or me is not recorder.training_thread or me.inside in _WITHIN:
+                    return original(tensor, *args, **kwargs)
+                gpu = -1 if session.off else self._gpu(tensor, where, args, kwargs)
+                if gpu < 0:
+                    return original(tensor, *args, **kwargs)
+                mark = recorder.timing.copy_begins(me, gpu)
+                head = Kind.COPY | me.head | me.inside << INSIDE_AT
+                return recorder.within(me, head, mark, _bytes, original, (tensor, *args), kwargs)
+            except BaseException as error:
+                drop_frames(error)
+                tensor, args, kwargs = None, (), {}
+                raise
+
+        method.__module__, method.__name__, method.__qualname__ = "torch", name, f"Tensor.{name}"
+        return _Method(original, method, recorder)
+
+    def _gpu(self, tensor: Any, where: _Where, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Return the index of the GPU that a host tensor is copied to; -1 for any other call."""
+        try:
+            device = where(args, kwargs)
+            if device is None or type(device) is torch.dtype or torch._C._get_tracing_state() is not None:
+                return -1  # torch.jit.trace would record our reads
+            with torch._C.DisableTorchFunction():  # hides our reads from subclasses and modes
+                if torch._C._dispatch_keys(tensor).has(_PYTHON) or not tensor.is_cpu:
+                    return -1
+                if isinstance(device, torch.Tensor):
+                    device = device.device
+                elif isinstance(device, str):
+                    device = torch.device(device)
+            index: Any = device
+            if not isinstance(device, int) or isinstance(device, bool):
+                if not isinstance(device, torch.device) or device.type != _GPU:
+                    return -1
+                index = torch.cuda.current_device() if device.index is None else device.index
+            return index if index < torch.cuda.device_count() else -1
+        except Exception as error:  # noqa: BLE001 - the original reports faulty arguments
+            raise_from_signal(error)
+            return -1
+
+
+class _Method:
+    """Replaces a C method in torch.Tensor. It is a descriptor like the original, because torch.compile checks that.
+
+    It is equal to the original, so that it is found in tables that were made before the replacement.
+    """
+
+    __objclass__ = torch._C.TensorBase
+
+    def __init__(self, original: Any, function: _Original, recorder: Recorder) -> None:
+        self.__module__ = "torch"
+        self.__name__ = original.__name__
+        self.__qualname__ = f"Tensor.{original.__name__}"
+        self.__doc__ = original.__doc__
+        self.__wrapped__ = original
+        self._function = function
+        self._recorder = recorder
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return MethodDescriptorType
+
+    def __get__(self, tensor: Any, kind: Any = None) -> Any:
+        if tensor is None:
+            return self
+        if self._recorder.timing is None:  # no call has run on a GPU yet
+            return self.__wrapped__.__get__(tensor, kind)
+        return MethodType(self._function, tensor)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._function(*args, **kwargs)
+        except BaseException as error:
+            drop_frames(error)
+            args, kwargs = (), {}
+            raise
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self.__wrapped__
+
+    def __hash__(self) -> int:
+        return hash(self.__wrapped__)
+
+    def __repr__(self) -> str:
+        return repr(self.__wrapped__)
+
+    def __reduce__(self) -> str:
+        return self.__qualname__  # pickle finds this name in torch, with or without dpmon
+
+
+def _bytes(copied: Any) -> int:
+    """Return the number of bytes copied: the size of the result, since the host converts the dtype; 0 if unknown."""
+    try:
+        with torch._C.DisableTorchFunction():
+            return sum(part.nelement() * part.element_size() for part in parts_of(copied))
+    except Exception as error:  # noqa: BLE001 - the copy is already made
+        raise_from_signal(error)
+        return 0
+
+
+def where_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The device argument of to(device, ...), to(other, ...) or to(dtype, ...), by position or by name."""
+    return args[0] if args else kwargs.get("device", kwargs.get("other"))
+
+
+def where_cuda(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The device argument of cuda(device=None, ...)."""
+    device = args[0] if args else kwargs.get("device")
+    return _GPU if device is None else device

@@ -1,0 +1,204 @@
+"""Records how long `DataLoader.__iter__` took, which includes the start of the worker processes.
+
+While starts are rare, each start becomes a `loader` event. A script may make a loader for every step, so the events are
+limited, and each event counts the starts left out before it. Fetches are recorded by `recorder`.
+
+The ring is opened at the first call, usually after the first loader has started. Events are kept until then.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from operator import attrgetter
+from time import monotonic_ns
+from typing import Any
+
+import torch
+from torch.utils import data as torch_data
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
+
+from dpmon.tracer.core.module_tables import class_name
+from dpmon.tracer.core.session import Session, raise_from_signal
+
+EVERY_NS = 1_000_000_000
+"""Shortest time between two events with the same facts."""
+MAX_RECENT = 8
+"""Most events within EVERY_NS."""
+MAX_EARLY = 16
+"""Most events that are kept until the ring is open."""
+MAX_DEPTH = 8
+"""Deepest nesting of samplers and datasets that is searched for a length."""
+
+_ITERABLE = "dpmon does not ask an IterableDataset for its length: torch would warn if it then yields more"
+
+
+# Plain tuples, because torch.compile would compile the constructors of classes made at run time.
+_Facts = tuple[str, int | str, int | None, bool, bool]
+"""Class of a loader's dataset, number of batches or why it is unknown, number of workers, whether workers persist."""
+_Start = tuple[_Facts, int, int]
+"""The facts of a loader, when its start began, and how long it took (ns)."""
+
+
+class Loaders:
+    """Records the starts of loaders in one process."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.reset()
+
+    def reset(self) -> None:
+        """Set the initial state, also in a forked child."""
+        # Reentrant: a signal handler of the script may start a loader while this thread holds the lock.
+        self._lock = threading.RLock()
+        self._recent: dict[_Facts, int] = {}
+        """When the last event with these facts was made."""
+        self._early: list[dict[str, Any]] = []
+        self._left_out = self._left_out_ns = 0
+        """Number of starts since the last event, and their total time (ns)."""
+        self._last: _Start | None = None
+        """The last start since the last event; it is recorded when the process ends."""
+
+    def iterating(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The traced form of DataLoader.__iter__."""
+
+        def started(iterator: Any, began: int, loader: object) -> None:
+            self._started(iterator, began, monotonic_ns() - began)
+
+        return self.session.followed(original, started, "loader", fatal=False)
+
+    def opened(self) -> None:
+        """Write the events that were kept until the ring was open."""
+        with self.session.guarded("loader", fatal=False), self._lock:
+            early, self._early = self._early, []
+            for data in early:
+                self.session.event("loader", **data)
+
+    def at_exit(self) -> None:
+        """Write the last start if it was left out. Its event counts the other starts that were left out."""
+        with self.session.guarded("loader", fatal=False), self._lock:
+            if self._last is not None and self.session.ring is not None:
+                self._left_out -= 1
+                self._left_out_ns -= self._last[2]
+                self.session.event("loader", **self._data(*self._last))
+
+    def _started(self, iterator: Any, began_ns: int, took_ns: int) -> None:
+        session = self.session
+        if session.off or not issubclass(type(iterator), _BaseDataLoaderIter):
+            return
+        facts = _facts(iterator.__dict__)
+        with self._lock:
+            if not self._is_wanted(facts, began_ns):
+                self._left_out += 1
+                self._left_out_ns += took_ns
+                self._last = facts, began_ns, took_ns
+                return
+            self._recent[facts] = began_ns
+            data = self._data(facts, began_ns, took_ns)
+            if session.ring is None:
+                self._early.append(data)
+            else:
+                session.event("loader", **data)
+
+    def _is_wanted(self, facts: _Facts, began_ns: int) -> bool:
+        if self.session.ring is None and len(self._early) >= MAX_EARLY:
+            return False
+        before = self._recent.get(facts)
+        if before is not None:
+            return began_ns - before >= EVERY_NS
+        if len(self._recent) >= MAX_RECENT:
+            self._recent = {known: at for known, at in self._recent.items() if began_ns - at < EVERY_NS}
+        return len(self._recent) < MAX_RECENT
+
+    def _data(self, facts: _Facts, began_ns: int, took_ns: int) -> dict[str, Any]:
+        """Return the event of a start, with the count of starts left out before it, and reset the count."""
+        loader, batches, workers, persistent, pinned = facts
+        known = isinstance(batches, int)
+        left_out, left_out_ns = self._left_out, self._left_out_ns
+        self._left_out = self._left_out_ns = 0
+        self._last = None
+        return {
+            "t_s": (began_ns - self.session.config.start_ns) / 1e9,
+            "loader": loader,
+            "batches": batches if known else None,
+            "workers": workers,
+            "persistent": persistent,
+            "pinned": pinned,
+            "iter_s": took_ns / 1e9,
+            "left_out": left_out,
+            "left_out_s": left_out_ns / 1e9,
+            "absent": {} if known else {"batches": batches},
+        }
+
+
+# ------------------------------------------------------------------------------------------------ facts
+
+
+def _facts(iterator: dict[str, Any]) -> _Facts:
+    """Return the facts of a loader, which torch copies to the attributes of its iterator."""
+    try:
+        batches = _batches(iterator)
+    except Exception as error:  # noqa: BLE001 - the script may have changed torch's own objects
+        raise_from_signal(error)
+        batches = f"it cannot be read ({class_name(error)})"
+    workers = iterator.get("_num_workers")
+    dataset, persistent = class_name(iterator.get("_dataset")), iterator.get("_persistent_workers") is True
+    return dataset, batches, workers if type(workers) is int else None, persistent, iterator.get("_pin_memory") is True
+
+
+def _batches(iterator: dict[str, Any]) -> int | str:
+    """Return the length of the loader, or why it is unknown. Runs no code of the script."""
+    if iterator.get("_dataset_kind") != _DatasetKind.Map:
+        return _ITERABLE
+    sampler = iterator.get("_index_sampler")
+    if type(sampler) is not torch_data.BatchSampler:
+        return _length(sampler)
+    rows, size = _length(sampler.sampler), sampler.batch_size
+    if isinstance(rows, str):
+        return rows
+    return rows // size if sampler.drop_last else -(-rows // size)
+
+
+def _length(value: Any) -> int | str:
+    """Return the length of a sampler or dataset, or why it is unknown. Reads only built-in types and torch's own."""
+    for _ in range(MAX_DEPTH):
+        kind = type(value)
+        if kind in _SIZED:
+            return len(value)
+        inside = _INSIDE.get(kind)
+        if inside is None:
+            return f"the length of {class_name(value)} is computed by the script's code, which dpmon does not run"
+        value = inside(value)
+        if type(value) is int:
+            return int(value)
+    return "the dataset is nested too deeply"
+
+
+def _first_rows(dataset: Any) -> Any:
+    first = dataset.tensors[0]
+    if type(first) is not torch.Tensor:
+        return first
+    with torch._C.DisableTorchFunction():  # a mode of the script would see our reads
+        return first.shape[0]
+
+
+def _total(dataset: Any) -> Any:
+    return dataset.cumulative_sizes[-1]
+
+
+def _samples(sampler: Any) -> Any:
+    return sampler.data_source if sampler._num_samples is None else sampler._num_samples
+
+
+_SIZED = frozenset((list, tuple, range, dict, str, bytes))
+_INSIDE: dict[type, Callable[[Any], Any]] = {
+    torch_data.SequentialSampler: attrgetter("data_source"),
+    torch_data.RandomSampler: _samples,
+    torch_data.SubsetRandomSampler: attrgetter("indices"),
+    torch_data.WeightedRandomSampler: attrgetter("num_samples"),
+    torch_data.DistributedSampler: attrgetter("num_samples"),
+    torch_data.TensorDataset: _first_rows,
+    torch_data.Subset: attrgetter("indices"),
+    torch_data.ConcatDataset: _total,
+}
+"""By type of torch's own samplers and datasets: a function that returns the length, or an object of the same length."""

@@ -1,0 +1,103 @@
+"""Notes the activity of a process before its first call, while it has no ring for records.
+
+A note is a line in stages.log: the current operation and, after a colon, its details. Notes end once the ring exists,
+so the steady state costs nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dpmon.tracer.append import note
+from dpmon.tracer.core.frames import drop_frames, named_like
+from dpmon.tracer.core.module_tables import class_name
+from dpmon.tracer.core.session import Session
+
+IN_SCRIPT = "in the script"
+MAX_LOADERS = 16
+"""Most loaders with a note of their first batch: a script may read from many loaders before it calls a model."""
+
+
+class Startup:
+    """Writes the notes of one process."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._loaders = 0
+
+    def install(self) -> None:
+        """Replace init_process_group wherever torch.distributed exports it, to note when it begins and ends."""
+        original = getattr(torch.distributed, "init_process_group", None)  # some builds lack it
+        if original is None:
+            return
+        traced = self._joining(original)
+        for name, module in list(sys.modules.items()):
+            if not name.startswith("torch.distributed"):
+                continue
+            members = getattr(module, "__dict__", None)  # a script may put None there to forbid an import
+            if type(members) is dict and members.get("init_process_group") is original:
+                members["init_process_group"] = traced
+
+    def _joining(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def init_process_group(*args: Any, **kwargs: Any) -> Any:
+            self._note(lambda: _group(args, kwargs))
+            try:
+                joined = original(*args, **kwargs)
+            except BaseException as error:
+                self._ended(error)
+                drop_frames(error)
+                args, kwargs = (), {}
+                raise
+            self._ended(None)
+            return joined
+
+        return named_like(init_process_group, original)
+
+    def fetch_begins(self, iterator: Any) -> bool:
+        """Note the first fetch of a loader before the first call. Return whether it was noted."""
+        if self._loaders >= MAX_LOADERS or getattr(iterator, "_num_yielded", None) != 0:
+            return False
+        if torch.utils.data.get_worker_info() is not None:
+            return False
+        self._loaders += 1
+        self._note(lambda: _first_batch(iterator))
+        return True
+
+    def fetch_ends(self, error: BaseException | None) -> None:
+        """Note that the batch has arrived, or that the fetch raised `error`."""
+        self._ended(error)
+
+    def _ended(self, error: BaseException | None) -> None:
+        # After an interrupt, the last note stays, because it shows where the process was.
+        if error is None or isinstance(error, Exception):
+            self._note(lambda: IN_SCRIPT)
+
+    def _note(self, text: Callable[[], str]) -> None:
+        with self.session.guarded("startup", fatal=False):
+            if self.session.ring is None:
+                note(text())
+
+
+def _first_batch(iterator: Any) -> str:
+    workers = getattr(iterator, "_num_workers", 0)
+    with_workers = f", {workers} worker{'' if workers == 1 else 's'}" if workers else ""
+    dataset = class_name(getattr(iterator, "_dataset", None))
+    return f"waiting for data: the first batch of {dataset}{with_workers}"
+
+
+def _group(args: Any, kwargs: Any) -> str:
+    """Describe the process group, as far as the script or its launcher specifies it."""
+    backend = kwargs.get("backend", args[0] if args else None)
+    rank, world = kwargs.get("rank", -1), kwargs.get("world_size", -1)
+    if type(rank) is not int or rank < 0:
+        rank = os.environ.get("RANK", "")
+    if type(world) is not int or world < 0:
+        world = os.environ.get("WORLD_SIZE", "")
+    found = [str(backend)] if isinstance(backend, str) else []
+    found += [f"rank {rank} of {world}"] if rank != "" and world != "" else []
+    return "joining the process group" + (f": {', '.join(found)}" if found else "")

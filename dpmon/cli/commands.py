@@ -122,7 +122,7 @@ def ls(options: argparse.Namespace) -> int:
     return 0
 
 
-class _Listed(NamedTuple):
+class Listed(NamedTuple):
     """One run, with the members of `ls --json`."""
 
     id: str
@@ -166,13 +166,13 @@ class _Listed(NamedTuple):
         return [text for text in (cause, self.standing) if text is not None]
 
 
-def _describe(directory: Path, info: RunInfo) -> _Listed:
+def _describe(directory: Path, info: RunInfo) -> Listed:
     state, how = run_state(directory, info)
     if state == "running" and is_paused(directory):
         state = "paused"
     # The words after the script, module or launcher.
     skip = 1 if info.python is None else 3 if info.script.startswith("-m ") else 2
-    return _Listed(
+    return Listed(
         info.id,
         short_name(info),
         state,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from running import Dpmon, Terminal, wait_for
 
-from dpmon.cli.commands import _below
+from dpmon.cli.commands import Listed
 from dpmon.run import proc
 
 WAIT = """\
@@ -111,9 +111,10 @@ def test_a_list_cuts_long_commands_only_on_a_terminal(dpmon: Dpmon) -> None:
     assert row.rpartition("  ")[2] == " ".join(words)[: len(row.rpartition("  ")[2]) - 1] + "…"
 
 
-@pytest.mark.parametrize(("state", "shown"), [("stopped", ("rank 0",)), ("failed", ("SignalException", "rank 0"))])
-def test_the_own_exception_of_a_stopped_launcher_is_not_listed(state: str, shown: tuple[str, ...]) -> None:
-    assert _below({"state": state, "cause": "SignalException", "standing": "rank 0"}) == shown
+@pytest.mark.parametrize(("state", "shown"), [("stopped", ["rank 0"]), ("failed", ["SignalException", "rank 0"])])
+def test_the_own_exception_of_a_stopped_launcher_is_not_listed(state: str, shown: list[str]) -> None:
+    run = Listed(*[None] * len(Listed._fields))  # type: ignore[arg-type]
+    assert run._replace(state=state, cause="SignalException", standing="rank 0").below() == shown
 
 
 def test_a_beginning_of_several_run_names_is_refused(dpmon: Dpmon) -> None:

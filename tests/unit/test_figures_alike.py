@@ -14,7 +14,7 @@ from kept import keep
 from stage import LOOK
 from synthetic import SECOND, Training
 
-from dpmon.cli.commands import _describe, _row
+from dpmon.cli.commands import _describe
 from dpmon.cli.lines import Lines
 from dpmon.cli.summary import summary_lines
 from dpmon.model.numbers import duration, percent
@@ -377,8 +377,8 @@ def test_evaluations_are_counted_separately_everywhere(run: Path) -> None:
         " ".join(report_text(run, 120)).split()
     )
     listed = _describe(run, load_info(run))
-    assert (listed["steps"], listed["evaluation_steps"]) == (training + evaluations, evaluations)
-    assert f"{training + evaluations} ({evaluations} evaluation)" in _row(listed)
+    assert (listed.steps, listed.evaluation_steps) == (training + evaluations, evaluations)
+    assert f"{training + evaluations} ({evaluations} evaluation)" in listed.row()
 
 
 def test_sizes_of_evaluations_do_not_count_as_sizes_of_the_training() -> None:

@@ -104,7 +104,7 @@ def test_every_field_of_a_report_is_described(objects: list[dict[str, Any]]) -> 
 
 def test_every_field_of_a_listed_run_is_described(state: Path) -> None:
     directory = keep({0: [*Training().begin(), *Training().run(3)]})
-    check("dpmon ls --json", _describe(directory, load_info(directory)))
+    check("dpmon ls --json", _describe(directory, load_info(directory))._asdict())
 
 
 def test_every_field_of_a_status_line_is_described(state: Path) -> None:

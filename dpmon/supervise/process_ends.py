@@ -29,7 +29,7 @@ class ProcessEnds:
     """Watches each process of the run that has noted a stage. Every process that imports torch notes one."""
 
     def __init__(self, directory: Path, command: int, poller: select.poll) -> None:
-        """`poller`: wakes the supervisor as soon as a watched process ends."""
+        """`poller`: the supervisor waits with it; when it wakes the supervisor, call `note`."""
         self._directory = directory
         self._poller = poller
         self._known = {command}
@@ -38,22 +38,21 @@ class ProcessEnds:
         self._look_at = 0.0
         self._size = -1
 
-    def look(self, now: float) -> None:
-        """Note the processes that have ended, and look for new ones from time to time."""
-        self._note_ends()
-        if now >= self._look_at:
-            self._look_at = now + LOOK_S
-            with contextlib.suppress(OSError):
-                self._find()
-
     def close(self) -> None:
         """Note the last ends, and watch no longer."""
-        self._note_ends()
+        self.note()
         for fd in [*self._watched]:
             self._forget(fd)
 
-    def _find(self) -> None:
-        size = (self._directory / "stages.log").lstat().st_size
+    def look(self, now: float) -> None:
+        """Look for new processes from time to time."""
+        if now < self._look_at:
+            return
+        self._look_at = now + LOOK_S
+        try:
+            size = (self._directory / "stages.log").lstat().st_size
+        except OSError:
+            return
         if size == self._size:
             return
         self._size = size
@@ -70,30 +69,22 @@ class ProcessEnds:
             else:
                 self._forget(fd)
 
-    def _note_ends(self) -> None:
-        if not self._watched:
-            return
-        own = select.poll()
-        for fd in self._watched:
-            own.register(fd, select.POLLIN)
-        for fd, _ in own.poll(0):
-            at_ns = time.monotonic_ns()
+    def note(self) -> None:
+        """Note the watched processes that have ended."""
+        at_ns = time.monotonic_ns()
+        for fd in [fd for fd, _ in self._poller.poll(0) if fd in self._watched]:
             pid, started = self._watched[fd]
             status = proc.status_of_dead(pid, started)
             status = wait_status(fd) if status is None else status
             self._forget(fd)
             if status:
-                self._append(f"{pid} {at_ns} {os.waitstatus_to_exitcode(status)}\n")
+                with contextlib.suppress(OSError):
+                    log = open_file(self._directory / STATUSES, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                    with open(log, "ab") as file:
+                        file.write(b"%d %d %d\n" % (pid, at_ns, os.waitstatus_to_exitcode(status)))
 
     def _forget(self, fd: int) -> None:
         del self._watched[fd]
         with contextlib.suppress(KeyError):
             self._poller.unregister(fd)
         os.close(fd)
-
-    def _append(self, line: str) -> None:
-        with (
-            contextlib.suppress(OSError),
-            open(open_file(self._directory / STATUSES, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as file,
-        ):
-            file.write(line.encode())

@@ -255,7 +255,7 @@ class Supervisor:
                 self._terminal.register(poller)
             if poller.poll(0 if busy else DRAIN_S * 1000):
                 look_at = 0.0  # the command may have ended
-                ends.look(time.monotonic())  # at once, because the order of ends and exceptions matters
+                ends.note()  # at once, because the order of ends and exceptions matters
                 if self._terminal is not None:
                     self._terminal.serve()
         ends.close()

@@ -14,7 +14,7 @@ from dpmon.cleaning import clean, json_text
 from dpmon.cli.launch import has_screen, json_lines
 from dpmon.cli.speak import closing, speak
 from dpmon.run import retention
-from dpmon.run.activities import describe_stall, is_paused
+from dpmon.run.activities import describe_stall
 from dpmon.run.condition import goes_on, goes_on_elsewhere, run_state
 from dpmon.run.reader import RunReader
 from dpmon.run.retention import is_kept
@@ -168,8 +168,10 @@ class Listed(NamedTuple):
 
 def _describe(directory: Path, info: RunInfo) -> Listed:
     state, how = run_state(directory, info)
-    if state == "running" and is_paused(directory):
-        state = "paused"
+    if state == "running":
+        reader = RunReader(directory)
+        state = state if reader.paused().since_ns is None else "paused"
+        reader.close()
     # The words after the script, module or launcher.
     skip = 1 if info.python is None else 3 if info.script.startswith("-m ") else 2
     return Listed(

@@ -141,13 +141,6 @@ def _numbered(kind: str, numbers: Sequence[int]) -> str:
     return f"{kind}{'es' if kind == 'process' else 's'} {', '.join(texts[:_MAX_NAMED])}{more}"
 
 
-def is_paused(directory: Path) -> bool:
-    """Whether every training process has paused, according to the rings of a run on this machine."""
-    found = [(ring.pid, what) for _, ring, what, _ in ring_activities(directory) if what != "ended"]
-    doing = [what for pid, what in found if proc.alive(pid, None)]
-    return bool(doing) and all(what == "paused" for what in doing)
-
-
 def describe_stall(directory: Path, info: RunInfo, state: str, how: ExitInfo | None) -> str | None:
     """Where a stalled run is, or where it was when a signal ended it; None for other runs."""
     if state in ("running", "unsupervised"):

@@ -83,7 +83,7 @@ def run_state(directory: Path, info: RunInfo) -> tuple[str, ExitInfo | None]:
     With an exit, the word is from `outcome`. Without one, it is starting, running, ending, or one of
     these: unsupervised (the command runs, but its supervisor was killed: `dpmon attach` starts another one); elsewhere
     (on another machine that shares the directory; this machine does not know whether it runs); lost (ended without a
-    record of its end). `ls` shows a running run as paused if `is_paused` is true.
+    record of its end).
     """
     # Check the processes before exit.json: then everything that they wrote before they ended is visible.
     alive, watched = command_alive(info), supervised(info)

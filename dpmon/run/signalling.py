@@ -22,8 +22,6 @@ from dpmon.run.rundir import RunInfo
 
 _PROCESS_GROUP = 1 << 2
 """PIDFD_SIGNAL_PROCESS_GROUP (linux/pidfd.h), Linux 6.9 and later."""
-_NO_PIDFD = (errno.ENOSYS, errno.EPERM)
-"""Errors from an old kernel, or from a sandbox that refuses the call."""
 
 
 def is_named(pid: int, directory: Path) -> bool:
@@ -116,39 +114,23 @@ def send_to_all(members: Mapping[int, ProcessEntry], root: int | None, number: i
 def _deliver(process: ProcessEntry, number: int, *, group: bool) -> bool:
     if process.pid <= 1:
         return False
-    fd = None
+    fd = proc.open_pidfd(process.pid)
     try:
-        fd = _open(process.pid)
         if not proc.alive(process.pid, process.started):
             return False
-        if fd is None or not _through(fd, number, _PROCESS_GROUP if group else 0):
-            (os.killpg if group else os.kill)(process.pid, number)
+        if fd is not None:
+            try:
+                signal.pidfd_send_signal(fd, number, None, _PROCESS_GROUP if group else 0)
+            except OSError as error:
+                if not group or error.errno != errno.EINVAL:
+                    return False
+            else:
+                return True
+        # The kernel has no pidfds, or none for groups, or a sandbox refuses the call.
+        (os.killpg if group else os.kill)(process.pid, number)
     except (OSError, OverflowError):
         return False
     finally:
         if fd is not None:
             os.close(fd)
-    return True
-
-
-def _open(pid: int) -> int | None:
-    """A pidfd; None if the kernel has none. OSError if there is no such process."""
-    try:
-        return os.pidfd_open(pid)
-    except AttributeError:
-        return None
-    except OSError as error:
-        if error.errno in _NO_PIDFD:
-            return None
-        raise
-
-
-def _through(fd: int, number: int, flags: int) -> bool:
-    """Send through a pidfd; False if the kernel does not support it, OSError if the process has gone."""
-    try:
-        signal.pidfd_send_signal(fd, number, None, flags)
-    except OSError as error:
-        if flags and error.errno == errno.EINVAL:  # before Linux 6.9
-            return False
-        raise
     return True

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, TextIO
+from typing import TextIO
 
 from dpmon.cleaning import json_text
 from dpmon.model.members import finite, number_in, whole_in
@@ -58,7 +58,7 @@ class _TraceProcess:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.tracks: dict[tuple[Any, ...], int] = {}
+        self.tracks: dict[tuple[object, ...], int] = {}
         self.lanes: dict[str, list[int]] = {}
         """End of the last slice (ns) on each track, for calls, collectives and samples."""
         self.known: set[str] = set()
@@ -68,20 +68,20 @@ class _TraceProcess:
 class _Trace:
     def __init__(self, file: TextIO) -> None:
         self._file = file
-        self._processes: dict[Any, _TraceProcess] = {}
+        self._processes: dict[object, _TraceProcess] = {}
         self._tracks = 0
         self._newest_us = 0.0
         self._first = True
 
     # ------------------------------------------------------------------------------------------ events
 
-    def _put(self, **event: Any) -> None:
+    def _put(self, **event: object) -> None:
         text = json_text(event, separators=(",", ":"), allow_nan=False)
         self._file.write(("[\n" if self._first else ",\n") + text)
         self._first = False
 
     def _slice(
-        self, process: _TraceProcess, tid: int, name: str, start_ns: int, took_ns: int, args: Any = None
+        self, process: _TraceProcess, tid: int, name: str, start_ns: int, took_ns: int, args: object = None
     ) -> None:
         if start_ns >= 0 and took_ns >= 0:
             self._newest_us = max(self._newest_us, (start_ns + took_ns) / 1e3)
@@ -92,12 +92,12 @@ class _Trace:
         if values:
             self._put(ph="C", name=name, ts=at_us, pid=process.pid, tid=0, args=dict(values))
 
-    def _instant(self, process: _TraceProcess, name: str, at_us: float, scope: str, args: Any, tid: int = 0) -> None:
+    def _instant(self, process: _TraceProcess, name: str, at_us: float, scope: str, args: object, tid: int = 0) -> None:
         """A mark in a thread, a process or the whole trace (`scope` t, p or g)."""
         tid = tid or self._track(process, ("marks",), "marks", 0)
         self._put(ph="i", s=scope, name=name, ts=at_us, pid=process.pid, tid=tid, args=args)
 
-    def _at(self, data: Mapping[str, Any]) -> float:
+    def _at(self, data: Mapping[str, object]) -> float:
         """The time of an event in µs; the newest time so far if it has none."""
         seconds = number_in(data, "t_s")
         if seconds is not None and 0 <= seconds < 1e9:
@@ -107,7 +107,7 @@ class _Trace:
 
     # ------------------------------------------------------------------------------------------ tracks
 
-    def _process(self, key: Any, name: str) -> _TraceProcess:
+    def _process(self, key: object, name: str) -> _TraceProcess:
         found = self._processes.get(key)
         if found is None:
             found = self._processes[key] = _TraceProcess(len(self._processes) + 1)
@@ -118,7 +118,7 @@ class _Trace:
     def _training(self, process: int, rank: int | None) -> _TraceProcess:
         return self._process(process, f"process {process}" if rank is None else f"rank {rank} (process {process})")
 
-    def _track(self, process: _TraceProcess, key: tuple[Any, ...], name: str, order: int) -> int:
+    def _track(self, process: _TraceProcess, key: tuple[object, ...], name: str, order: int) -> int:
         """The thread id of a track. Ids are unique in the trace: shared ones would confuse Perfetto."""
         tid = process.tracks.get(key)
         if tid is None:
@@ -170,7 +170,7 @@ class _Trace:
         process = self._training(step.process, step.rank)
         tid = self._track(process, ("steps",), "steps", 1)
         phases = {name: took / 1e6 for name, took in step.phases.items()}
-        args: dict[str, Any] = {"mode": step.mode or None, "samples": step.samples, "phases_ms": phases}
+        args: dict[str, object] = {"mode": step.mode or None, "samples": step.samples, "phases_ms": phases}
         args |= step.quantities
         if step.missing_spans:
             args["missing_spans"] = step.missing_spans
@@ -216,7 +216,7 @@ class _Trace:
         keys = ("step", "call", "via", "mode", "virtual", "training", "grad", "devices", "inputs", "outputs", "absent")
         self._slice(process, tid, call.root, call.start_ns, call.wall_ns, {key: members[key] for key in keys})
         for name, phase in call.phases.items():
-            args: dict[str, Any] = {} if phase.device_ms is None else {"device_ms": phase.device_ms}
+            args: dict[str, object] = {} if phase.device_ms is None else {"device_ms": phase.device_ms}
             self._part(process, tid, call, name, phase.offset_ns, phase.host_ns, args)
         for share in call.replicas:
             key = ("replica", lane, share.replica, share.device)
@@ -256,7 +256,7 @@ class _Trace:
         self._slice(process, tid, "sampled", one.start_ns, one.wall_ns, args)
 
     def _part(
-        self, process: _TraceProcess, tid: int, call: Call, name: str, offset_ns: int, took_ns: int, args: Any
+        self, process: _TraceProcess, tid: int, call: Call, name: str, offset_ns: int, took_ns: int, args: object
     ) -> None:
         """Write a slice within a call. A slice beyond the call is damaged and would break the track."""
         if 0 <= offset_ns <= offset_ns + took_ns <= call.wall_ns and took_ns >= 0:
@@ -298,7 +298,7 @@ class _Trace:
                 reason = absent.get(key) if isinstance(absent, Mapping) else None
                 self._instant(process, f"{key} is unknown from here on", at, "p", {"reason": reason})
 
-    def _memory(self, process: _TraceProcess, data: Mapping[str, Any], at: float) -> None:
+    def _memory(self, process: _TraceProcess, data: Mapping[str, object], at: float) -> None:
         devices = data.get("devices")
         for one in devices if isinstance(devices, list) else ():
             if isinstance(one, Mapping):
@@ -326,6 +326,6 @@ def _title(event: Event) -> str:
     return event.kind
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     # Only Python's JSON accepts NaN and infinity.
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from dpmon.cleaning import json_text
 from dpmon.record.jsonl import as_json
@@ -34,7 +34,7 @@ def history(directory: Path) -> Iterator[Record]:
     yield Event("dropped", dropped)
     how = load_exit(directory)
     if how is not None:
-        data: dict[str, Any] = {"status": how.status, "signal": how.signal, "t_s": how.seconds, "by": how.by}
+        data: dict[str, object] = {"status": how.status, "signal": how.signal, "t_s": how.seconds, "by": how.by}
         if how.unknown is not None:
             data["absent"] = {"status": how.unknown}
         if how.cause is not None:

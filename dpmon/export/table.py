@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import csv
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TextIO
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TextIO
 
 from dpmon.cleaning import harmless, json_text
 from dpmon.export.records import kind
@@ -34,22 +34,20 @@ class Tables:
 
     def __init__(self, open_table: Callable[[str], TextIO]) -> None:
         self._open = open_table
-        self._writers: dict[str, Any] = {}
+        self._tables: dict[str, Callable[[Iterable[Sequence[str]]], object]] = {}
 
-    def begin(self, which: str) -> Any:
-        """The writer of one kind, after its header; unknown kinds share the table `other`."""
+    def begin(self, which: str) -> Callable[[Iterable[Sequence[str]]], object]:
+        """What writes rows of one kind, after its header; unknown kinds share the table `other`."""
         which = which if which in COLUMNS else "other"
-        writer = self._writers.get(which)
-        if writer is None:
-            writer = self._writers[which] = csv.writer(self._open(which), lineterminator="\n")
-            writer.writerow((*COLUMNS.get(which, _OTHER), "more"))
-        return writer
+        if which not in self._tables:
+            self._tables[which] = csv.writer(self._open(which), lineterminator="\n").writerows
+            self._tables[which]([(*COLUMNS.get(which, _OTHER), "more")])
+        return self._tables[which]
 
     def write(self, records: Iterable[Record]) -> None:
         """Write every record's row."""
         for record in records:
-            writer = self.begin(kind(record))
-            writer.writerows(row(record))
+            self.begin(kind(record))(row(record))
 
 
 def row(record: Record) -> list[list[str]]:
@@ -68,13 +66,13 @@ def row(record: Record) -> list[list[str]]:
     return [_cells(record.kind, record.data)]
 
 
-def _cells(which: str, values: Mapping[str, Any], ignore: tuple[str, ...] = ()) -> list[str]:
+def _cells(which: str, values: Mapping[str, object], ignore: tuple[str, ...] = ()) -> list[str]:
     columns = COLUMNS[which]
     more = {key: value for key, value in values.items() if key not in columns and key not in ignore}
     return [*(_text(values.get(column)) for column in columns), _text(more or None)]
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, str):
@@ -97,7 +95,7 @@ def _cell(text: str) -> str:
 # ------------------------------------------------------------------------------------------------ kinds
 
 
-def _step(step: Step) -> dict[str, Any]:
+def _step(step: Step) -> dict[str, object]:
     on_device = {f"{name}_device_ms": took for name, took in (step.device_ms or {}).items()}
     return {
         **{f"{name}_ms": took / 1e6 for name, took in step.phases.items()},
@@ -111,8 +109,8 @@ def _span(span: PhaseSpan) -> str:
     return f"{span.phase}:{span.offset_ns / 1e6!r}:{span.host_ns / 1e6!r}"
 
 
-def _call(call: Call) -> dict[str, Any]:
-    found: dict[str, Any] = {
+def _call(call: Call) -> dict[str, object]:
+    found: dict[str, object] = {
         "mode": call.mode or None,
         "absent": as_json(call)["absent"] or None,
         "failed": call.failed,
@@ -166,7 +164,7 @@ def _extents(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 
 
-def _memory(data: Mapping[str, Any]) -> list[list[str]]:
+def _memory(data: Mapping[str, object]) -> list[list[str]]:
     """One row per device; each repeats the record's other members."""
     common = {key: value for key, value in data.items() if key not in ("devices", "absent")}
     if data.get("absent"):

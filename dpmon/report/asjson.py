@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from dpmon.model.communication_fields import communication_fields, rank_fields
 from dpmon.model.evidence import DeviceFacts, Evidence, HostFacts, ModeFacts
@@ -36,7 +35,7 @@ _DEVICE = (
 )
 
 
-def as_object(story: Story) -> dict[str, Any]:
+def as_object(story: Story) -> dict[str, object]:
     """The report of `story` as an object with these members."""
     evidence = story.evidence
     return {
@@ -109,9 +108,9 @@ def _s(ns: float | None) -> float | None:
     return None if ns is None else ns / 1e9
 
 
-def _fields(fact: object, *names: str) -> dict[str, Any]:
+def _fields(fact: object, *names: str) -> dict[str, object]:
     """These fields of a fact by their names in JSON: times in s or ms instead of ns."""
-    members: dict[str, Any] = {}
+    members: dict[str, object] = {}
     for name in names:
         value = getattr(fact, name)
         if name in _SECONDS:
@@ -125,7 +124,7 @@ def _fields(fact: object, *names: str) -> dict[str, Any]:
     return members
 
 
-def _mode(mode: ModeFacts) -> dict[str, Any]:
+def _mode(mode: ModeFacts) -> dict[str, object]:
     return {
         **_fields(mode, "virtual", "process", "rank", "median_ns", "p95_ns"),
         "mode": mode.mode or None,
@@ -144,19 +143,19 @@ def _mode(mode: ModeFacts) -> dict[str, Any]:
     }
 
 
-def _elapsed(evidence: Evidence) -> dict[str, Any]:
+def _elapsed(evidence: Evidence) -> dict[str, object]:
     if not evidence.spent:
         return {}
     gaps = [_fields(gap, "process", "after_step", "begin_ns", "ns") for gap in evidence.gaps[:_GAPS]]
     return {**{f"{activity}_s": ns / 1e9 for activity, ns in evidence.spent.items()}, "gaps": gaps}
 
 
-def _on_device(median_ns: float | None, calls: int, untimed: str | None) -> dict[str, Any]:
+def _on_device(median_ns: float | None, calls: int, untimed: str | None) -> dict[str, object]:
     absent = {} if untimed is None else {"device_median_ms": untimed}
     return {"device_median_ms": _ms(median_ns), "device_calls": calls, "absent": absent}
 
 
-def _ranks(story: Story) -> list[dict[str, Any]]:
+def _ranks(story: Story) -> list[dict[str, object]]:
     name = "forward_device_median_ms"
     return [
         {
@@ -170,7 +169,7 @@ def _ranks(story: Story) -> list[dict[str, Any]]:
     ]
 
 
-def _host(host: DeviceFacts | None, processors: HostFacts | None) -> dict[str, Any] | None:
+def _host(host: DeviceFacts | None, processors: HostFacts | None) -> dict[str, object] | None:
     if host is None:
         return None
     names = {"cpus": "cpus", "others_cpus": "others", "run_cpus": "own", "load": "load"}
@@ -181,7 +180,7 @@ def _host(host: DeviceFacts | None, processors: HostFacts | None) -> dict[str, A
     }
 
 
-def _compared(evidence: Evidence) -> dict[str, Any] | None:
+def _compared(evidence: Evidence) -> dict[str, object] | None:
     found = evidence.compared
     if found is None:
         return None
@@ -193,7 +192,7 @@ def _compared(evidence: Evidence) -> dict[str, Any] | None:
     }
 
 
-def _bin(one: Bin) -> dict[str, Any]:
+def _bin(one: Bin) -> dict[str, object]:
     return {
         **_fields(one, "start_ns", "end_ns", "evaluation", "steps", "elapsed_ns", "longest_ns", "samples"),
         "mode": one.mode or None,

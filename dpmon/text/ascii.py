@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import unicodedata
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import TextIO
 
 _SIGNS = {
     "–": "-",
@@ -64,7 +64,7 @@ def ascii_text(text: str) -> str:
     return text if text.isascii() else "".join(map(ascii_for, text))
 
 
-def in_stream(text: str, stream: Any) -> str:
+def in_stream(text: str, stream: TextIO) -> str:
     """The text for `stream`: in ASCII if the terminal needs it; unchanged for a file or a pipe."""
     try:
         shown = stream.isatty()

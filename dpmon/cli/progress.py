@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
-from dpmon.model.communication import WRAPPERS_READ, communication, newest_wrappers, ranks_in
-from dpmon.model.members import SECOND, whole_in
+from dpmon.model.announced import Announced
+from dpmon.model.communication import communication, ranks_in
+from dpmon.model.members import SECOND
 from dpmon.model.numbers import group
 from dpmon.model.stragglers import Straggler, in_short
 from dpmon.record.schema import EVALUATION
@@ -17,6 +18,7 @@ from dpmon.run.rundir import RunError
 from dpmon.store.figures import elapsed, rate
 from dpmon.store.opened import open_store
 from dpmon.store.queries import Store
+from dpmon.store.store_at import StoreAt
 from dpmon.store.tables import HistoryError
 from dpmon.store.tally import Key, Sum, Tally
 from dpmon.store.window import Window
@@ -81,23 +83,19 @@ class ProgressLines:
         if len(processes) > 1:
             parts.append(f"{len(processes)} processes")
         parts += self._rates(store, counts)
-        members = [event.data for event in store.events("process")]
-        ranks = any(_is_rank(data.get("world")) for data in members)
+        events = Announced.read(StoreAt(store))
+        ranks = any((facts.world or 0) > 1 for facts in events.info.values())
         if newest.mode and not (ranks and newest.mode == "single"):
-            virtual = any(event.data.get("virtual") is True for event in store.events("mode", newest=1))
+            virtual = bool(events.changes) and events.changes[-1].virtual
             parts.append(newest.mode + (" (virtual)" if virtual and newest.mode == "dp" else ""))
-        slow = self._straggler(store, members) if ranks else None
+        slow = self._straggler(store, events) if ranks else None
         return "  ".join(parts if slow is None else [*parts, in_short(slow)])
 
-    def _straggler(self, store: Store, members: Sequence[Mapping[str, Any]]) -> Straggler | None:
+    def _straggler(self, store: Store, events: Announced) -> Straggler | None:
         """The rank that the others waited for in the last _LATELY_S seconds."""
         end_s = self._last_ns // SECOND + 1
-        ranks = {
-            process: whole_in(data, "rank") for data in members if (process := whole_in(data, "process")) is not None
-        }
-        times = ranks_in(Window(store, max(end_s - _LATELY_S, 0), end_s), ranks)
-        wrappers = newest_wrappers(event.data for event in store.events("ddp", newest=WRAPPERS_READ))
-        found = communication(times, wrappers, lately=True)
+        times = ranks_in(Window(store, max(end_s - _LATELY_S, 0), end_s), events.info)
+        found = communication(times, events.wrappers, lately=True)
         return None if found is None else found.straggler()
 
     def _rates(self, store: Store, counts: Mapping[Key, Tally]) -> list[str]:
@@ -146,10 +144,6 @@ class ProgressLines:
         text, at = stage
         text = f"waiting for the first step, {text}" if text in IDLE else text
         return f"{text} ({(now - at) / 1e9:.0f} s)"
-
-
-def _is_rank(world: object) -> bool:
-    return isinstance(world, int) and world > 1
 
 
 def _no_step(ns: int) -> str:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpmon.model.members import number_in, text_in, whole_in
 from dpmon.model.stragglers import RankTimes, Straggler, rank_times, straggler
 from dpmon.store.answers import Communicated
 from dpmon.store.tally import Tally
 from dpmon.store.window import Window
+
+if TYPE_CHECKING:
+    from dpmon.model.process import ProcessFacts
 
 BUCKETS_READ = 4096
 WRAPPERS_READ = 256
@@ -297,14 +300,14 @@ def _a_step(ranks: Sequence[RankTimes], counts: Sequence[int]) -> float | None:
 # ------------------------------------------------------------------------------------------------ of a whole run
 
 
-def ranks_in(window: Window, ranks: Mapping[int, int | None]) -> tuple[RankTimes, ...]:
+def ranks_in(window: Window, facts: Mapping[int, ProcessFacts]) -> tuple[RankTimes, ...]:
     """The mean times of each rank in a window; a restarted rank includes all its processes.
 
-    `ranks`: by process. Omits processes without a rank, and the first steps after a change of mode.
+    `facts`: by process. Omits processes without a rank, and the first steps after a change of mode.
     """
     found: dict[int, tuple[int, Tally]] = {}
     for process in window.processes:
-        rank = ranks.get(process)
+        rank = facts[process].rank if process in facts else None
         if rank is not None:
             whole = found.get(rank, (process, Tally()))[1]
             for mode, evaluation in window.modes:

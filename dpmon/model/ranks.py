@@ -1,10 +1,30 @@
-"""The processes of a distributed run side by side. Pure."""
+"""The processes of a distributed run side by side: which ones train, their figures, their sampled collectives. Pure."""
 
 from __future__ import annotations
 
-from dpmon.model.process import Process
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from dpmon.model.members import SECOND
+from dpmon.model.process import Process, figures_end_s
 from dpmon.model.state import State
+from dpmon.model.stragglers import SERIES as STRAGGLER_SERIES
+from dpmon.model.stragglers import RankTimes, rank_times
+from dpmon.record.schema import STEP
 from dpmon.record.wire import RANK_MODES
+from dpmon.store.figures import Figures, figures, merged, trains
+from dpmon.store.tally import Key, Tally
+
+if TYPE_CHECKING:
+    from dpmon.store.store_at import StoreAt
+
+_MINUTE_S = 60
+RANK_STEPS, RANK_S = 50, 5
+"""Fewest steps and seconds for a comparison of the ranks."""
+COLLECTIVES_S = 300
+"""Seconds of sampled collectives to show; only some steps are sampled."""
+_RANK_SERIES = (STEP, "forward", "backward")
 
 
 def training(state: State) -> list[Process]:
@@ -42,3 +62,68 @@ def toggle_refusal(state: State) -> str | None:
     if process.rank is not None and (world(process) or 1) > 1:
         return "several ranks train, each on its own device"
     return None
+
+
+# ------------------------------------------------------------------------------------------------ in a snapshot
+
+
+def together(rows: StoreAt, state: State, focus: Process, others: Sequence[Process]) -> State:
+    """Add the ranks' common figures: their mean times, and the collectives of sampled steps."""
+    end_ns = state.newest_ns + 1
+    begin_s = max(end_ns // SECOND - COLLECTIVES_S, 0)
+    numbers = [process.process for process in (focus, *others)]
+    found = rows.communicated(begin_s * SECOND, end_ns, numbers)
+    steps, last = 0, None
+    if found.samples:
+        last = rows.last_sample(focus.process, begin_s * SECOND)
+        sums = rows.store.sums(begin_s, end_ns // SECOND + 1)
+        steps = sum(tally.steps for key, tally in sums.items() if key.process in numbers)
+    times = _rank_times(rows, focus, others)
+    return replace(state, ranks=times, collectives=found, last_sample=last, sampled_of=steps)
+
+
+def _rank_times(rows: StoreAt, focus: Process, others: Sequence[Process]) -> tuple[RankTimes, ...]:
+    """The mean times of all ranks over about RANK_STEPS steps, in whole seconds."""
+    if focus.last_step is None:
+        return ()
+    ranks = sorted((focus, *others), key=lambda process: (process.rank is None, process.rank or 0))
+    end_s = max(figures_end_s(rows, one) for one in ranks if one.last_step is not None)
+    step_ns = focus.recent.step_ns or focus.last_step.wall_ns
+    begin_s = max(end_s - max(-(-RANK_STEPS * step_ns // SECOND), RANK_S), 0)
+    numbers = tuple(one.process for one in ranks)
+    found = rows.store.tallies(begin_s, end_s, process=numbers, sketches=False, series=STRAGGLER_SERIES)
+    mode = focus.last_step.mode
+    trained = mode in trains((key.mode, key.kind) for key in found)
+    by_process = _by_process(found, numbers)
+    return tuple(
+        rank_times(one.process, one.rank, merged(by_process[one.process], mode, False, trained, settled=True))
+        for one in ranks
+    )
+
+
+def rank_figures(rows: StoreAt, processes: Iterable[Process]) -> Iterator[Process]:
+    """The processes with their figures over the current minute and the one before."""
+    alike: dict[int, dict[int, Process]] = {}
+    for process in processes:
+        if process.last_step is not None:
+            alike.setdefault(figures_end_s(rows, process), {})[process.process] = process
+    for end_s, those in alike.items():
+        begin_s = max(end_s // _MINUTE_S - 1, 0) * _MINUTE_S  # each minute has its own tally
+        found = _by_process(rows.store.tallies(begin_s, end_s, process=tuple(those), series=_RANK_SERIES), those)
+        for number, process in those.items():
+            yield replace(process, figures=_figured(found[number], process))
+
+
+def _by_process(tallies: Mapping[Key, Tally], processes: Iterable[int]) -> dict[int, dict[Key, Tally]]:
+    """The tallies of each of these processes."""
+    found: dict[int, dict[Key, Tally]] = {process: {} for process in processes}
+    for key, tally in tallies.items():
+        found[key.process][key] = tally
+    return found
+
+
+def _figured(tallies: Mapping[Key, Tally], process: Process) -> Figures:
+    assert process.last_step is not None
+    mode = process.last_step.mode
+    tally = merged(tallies, mode, False, mode in trains((key.mode, key.kind) for key in tallies))
+    return figures(mode, False, tally, None)

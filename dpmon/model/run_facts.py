@@ -117,7 +117,7 @@ class RunFacts:
     @cached_property
     def communication(self) -> Communication | None:
         """The communication of the ranks; None if no ranks train together."""
-        ranks = ranks_in(self.window, {process: facts.rank for process, facts in self.announced.info.items()})
+        ranks = ranks_in(self.window, self.announced.info)
         steps = sum(one.steps for one in ranks)
         return communication(ranks, self.announced.wrappers, self._rows.communicated(), steps, lately=False)
 

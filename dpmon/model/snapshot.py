@@ -20,7 +20,7 @@ from dpmon.model.members import SECOND
 from dpmon.model.memory import HOST
 from dpmon.model.pace import WINDOW_S, Paces, Trained, rate_together, recent, recent_of_steps
 from dpmon.model.process import NO_STEPS, ModeTrack, Process, ProcessFacts, Recent, figures_end_s
-from dpmon.model.rank_snapshot import rank_figures, together
+from dpmon.model.ranks import rank_figures, together
 from dpmon.model.state import State, Wanted
 from dpmon.model.uneven import INPUT, Uneven, uneven_steps, waited_ns
 from dpmon.record.schema import STEP

@@ -88,6 +88,9 @@ class Metrics:
         remove_parts(path)  # left by a supervisor that was killed during a write
         self._directory = directory
         self._info = load_info(directory)
+        self._run = {"run": short_name(self._info)}
+        self._ranks: Mapping[int, int | None] = {}
+        """Rank by process."""
         self._warn = warn
         self._failing = self._over = False
         self._due = 0.0
@@ -130,8 +133,7 @@ class Metrics:
 
     def text(self, how: ExitInfo | None) -> str:
         """The text of the file."""
-        info = self._info
-        run = {"run": short_name(info)}
+        info, run = self._info, self._run
         about = {**run, "id": info.id, "name": info.name, "script": info.script}
         lines: list[str] = []
         lines += metric("run_info", "gauge", "The run that the other metrics describe.", [(about, 1)])
@@ -144,14 +146,13 @@ class Metrics:
             lines += metric("run_exit_status", "gauge", "The run's exit status.", [(run, how.status)])
         # A history that is unreadable now may be readable later.
         with contextlib.suppress(HistoryError), open_store(self._directory, as_written=True) as store:
-            self._recorded = self._record_lines(store, run)
+            self._recorded = self._record_lines(store)
         return "\n".join([*lines, *self._recorded]) + "\n"
 
-    def _record_lines(self, store: Store, run: _Labels) -> list[str]:
-        window = Window(store)
-        ranks = {ring.process: ring.rank for ring in store.rings.values()}
-        lines = [*self._step_lines(window, ranks, run), *_figure_lines(window, ranks, run)]
-        lines += self._time_lines(window, ranks, run)
+    def _record_lines(self, store: Store) -> list[str]:
+        window, run = Window(store), self._run
+        self._ranks = {ring.process: ring.rank for ring in store.rings.values()}
+        lines = [*self._step_lines(window), *self._figure_lines(window), *self._time_lines(window)]
         lines += self._counter(
             "records_dropped_total", "Records that were lost before they were read.", [(run, store.dropped)]
         )
@@ -170,7 +171,7 @@ class Metrics:
                 wrappers[process, wrapper] = event.data
         for gauge in metrics_of("ddp"):
             values = [
-                ({**run, **_process_labels(process, ranks.get(process)), "wrapper": str(number)}, data.get(gauge.name))
+                ({**self._of_process(process), "wrapper": str(number)}, data.get(gauge.name))
                 for (process, number), data in sorted(wrappers.items())
             ]
             lines += metric(gauge.metric, "gauge", gauge.help, _known(values, gauge.scale))
@@ -180,8 +181,12 @@ class Metrics:
                 lines += metric(gauge.metric, "gauge", gauge.help, known)
         return lines
 
-    def _step_lines(self, window: Window, ranks: Mapping[int, int | None], run: _Labels) -> list[str]:
-        found = _by_mode(window, ranks, run)
+    def _of_process(self, process: int) -> dict[str, str]:
+        rank = self._ranks.get(process)
+        return {**self._run, "process": str(process), "rank": "" if rank is None else str(rank)}
+
+    def _step_lines(self, window: Window) -> list[str]:
+        found = self._by_mode(window)
         lines = self._durations(found)
         lines += self._phases("step", "steps", "Time of the steps by phase.", found)
         text = "Time of the steps' calls by phase; it lies within the steps' forward."
@@ -240,9 +245,9 @@ class Metrics:
                 lines += self._counter(*_COUNTED[series], [(labels, stat.count) for labels, stat in known])
         return lines
 
-    def _time_lines(self, window: Window, ranks: Mapping[int, int | None], run: _Labels) -> list[str]:
+    def _time_lines(self, window: Window) -> list[str]:
         """Each process's time by activity, its steps and samples, and its newest step."""
-        by_mode = [one for one in _by_mode(window, ranks, run, evaluation=False) if window.trained(one.mode)]
+        by_mode = [one for one in self._by_mode(window, evaluation=False) if window.trained(one.mode)]
         times = {mode: elapsed(window.times, mode, False, True) for mode in {one.mode for one in by_mode}}
         samples = [(one, one.tally.sum("samples")) for one in by_mode]
         spent: dict[tuple[int, str], int] = {}
@@ -253,7 +258,9 @@ class Metrics:
         last: dict[int, tuple[int, int]] = {}
         for key, tally in window.by_process.items():
             last[key.process] = max(last.get(key.process, (0, 0)), (tally.last_ns or 0, tally.last_step or 0))
-        newest = [({**run, "process": str(process)}, *one) for process, one in sorted(last.items())[:MAX_PROCESSES]]
+        newest = [
+            ({**self._run, "process": str(process)}, *one) for process, one in sorted(last.items())[:MAX_PROCESSES]
+        ]
         return [
             *self._counter(
                 "training_seconds_total",
@@ -270,7 +277,7 @@ class Metrics:
             *self._counter(
                 "time_seconds_total", "Time of a process by activity, since it began to record.",
                 [
-                    ({**run, **_process_labels(process, ranks.get(process)), "activity": activity}, ns / 1e9)
+                    ({**self._of_process(process), "activity": activity}, ns / 1e9)
                     for process in processes
                     for activity in ACTIVITIES
                     if (ns := spent[process, activity]) > 0
@@ -282,6 +289,54 @@ class Metrics:
             *metric(
                 "last_step_time_seconds", "gauge", "When the newest step ended, since 1970.",
                 [(labels, self._info.started_unix + at / 1e9) for labels, at, _ in newest],
+            ),
+        ]  # fmt: skip
+
+    def _by_mode(self, window: Window, *, evaluation: bool = True) -> list[_Series]:
+        """The steps of each process and mode, with or without evaluations."""
+        found: dict[tuple[int, str], Tally] = {}
+        for key, tally in window.by_process.items():
+            if evaluation or not key.kind & EVALUATION:
+                found.setdefault((key.process, key.mode), Tally()).merge(tally)
+        return [
+            _Series({**self._of_process(process), "mode": mode or "unknown"}, process, mode, tally)
+            for (process, mode), tally in sorted(found.items(), key=lambda item: item[0])[: 2 * MAX_PROCESSES]
+        ]
+
+    def _figure_lines(self, window: Window) -> list[str]:
+        """The figures of each mode as in summary and report: the times of each process, the rate of all."""
+        found, rates = [], []
+        for mode, evaluation in window.modes:
+            kind = "evaluation" if evaluation or not window.trained(mode) else "training"
+            labels = {"mode": mode or "unknown", "kind": kind}
+            if (rate := window.rate(mode, evaluation)) is not None:
+                rates.append(({**self._run, **labels}, rate))
+            for process in window.processes[:MAX_PROCESSES]:
+                figures = window.figures(mode, evaluation, process)
+                if figures.steps:
+                    found.append(({**self._of_process(process), **labels}, figures))
+        steps = [(labels, figures.median_ns, figures.p95_ns, figures.mean_ns) for labels, figures in found]
+        phases = [
+            ({**labels, "phase": phase.name}, part.median_ns, part.p95_ns, part.mean_ns)
+            for labels, figures in found
+            for phase in PHASES
+            if (part := figures.phase(phase.name)) is not None
+        ]
+        samples = [(labels, rate.samples_per_s) for labels, rate in rates if rate.samples_per_s is not None]
+        return [
+            *metric("step_quantile_seconds", "gauge", "Quantiles of step times over the whole run.", _quantiles(steps)),
+            *metric("step_mean_seconds", "gauge", "Mean step time over the whole run.", _means(steps)),
+            *metric(
+                "phase_quantile_seconds", "gauge", "Quantiles of a phase over steps that ran it.", _quantiles(phases)
+            ),
+            *metric("phase_mean_seconds", "gauge", "Mean of a phase over steps that ran it.", _means(phases)),
+            *metric(
+                "steps_per_second", "gauge", "Steps per second of elapsed training time over the whole run.",
+                [(labels, rate.steps_per_s) for labels, rate in rates],
+            ),
+            *metric(
+                "samples_per_second", "gauge", "Samples per second of elapsed training time over the whole run.",
+                samples,
             ),
         ]  # fmt: skip
 
@@ -297,57 +352,6 @@ class Metrics:
         return self._highest[key]
 
 
-def _by_mode(
-    window: Window, ranks: Mapping[int, int | None], run: _Labels, *, evaluation: bool = True
-) -> list[_Series]:
-    """The steps of each process and mode, with or without evaluations."""
-    found: dict[tuple[int, str], Tally] = {}
-    for key, tally in window.by_process.items():
-        if evaluation or not key.kind & EVALUATION:
-            found.setdefault((key.process, key.mode), Tally()).merge(tally)
-    return [
-        _Series(
-            {**run, **_process_labels(process, ranks.get(process)), "mode": mode or "unknown"}, process, mode, tally
-        )
-        for (process, mode), tally in sorted(found.items(), key=lambda item: item[0])[: 2 * MAX_PROCESSES]
-    ]
-
-
-def _figure_lines(window: Window, ranks: Mapping[int, int | None], run: _Labels) -> list[str]:
-    """The figures of each mode over the whole run, as in the summary and the report: times by process, common rates."""
-    found, rates = [], []
-    for mode, evaluation in window.modes:
-        kind = "evaluation" if evaluation or not window.trained(mode) else "training"
-        labels = {"mode": mode or "unknown", "kind": kind}
-        if (rate := window.rate(mode, evaluation)) is not None:
-            rates.append(({**run, **labels}, rate))
-        for process in window.processes[:MAX_PROCESSES]:
-            figures = window.figures(mode, evaluation, process)
-            if figures.steps:
-                found.append(({**run, **_process_labels(process, ranks.get(process)), **labels}, figures))
-    steps = [(labels, figures.median_ns, figures.p95_ns, figures.mean_ns) for labels, figures in found]
-    phases = [
-        ({**labels, "phase": phase.name}, part.median_ns, part.p95_ns, part.mean_ns)
-        for labels, figures in found
-        for phase in PHASES
-        if (part := figures.phase(phase.name)) is not None
-    ]
-    samples = [(labels, rate.samples_per_s) for labels, rate in rates if rate.samples_per_s is not None]
-    return [
-        *metric("step_quantile_seconds", "gauge", "Quantiles of step times over the whole run.", _quantiles(steps)),
-        *metric("step_mean_seconds", "gauge", "Mean step time over the whole run.", _means(steps)),
-        *metric("phase_quantile_seconds", "gauge", "Quantiles of a phase over steps that ran it.", _quantiles(phases)),
-        *metric("phase_mean_seconds", "gauge", "Mean of a phase over steps that ran it.", _means(phases)),
-        *metric(
-            "steps_per_second", "gauge", "Steps per second of elapsed training time over the whole run.",
-            [(labels, rate.steps_per_s) for labels, rate in rates],
-        ),
-        *metric(
-            "samples_per_second", "gauge", "Samples per second of elapsed training time over the whole run.", samples
-        ),
-    ]  # fmt: skip
-
-
 _Durations = Iterable[tuple[_Labels, float | None, float | None, float | None]]
 """Labels, median, p95 and mean in ns."""
 
@@ -361,10 +365,6 @@ def _quantiles(found: _Durations) -> Iterator[tuple[_Labels, float]]:
 
 def _means(found: _Durations) -> Iterator[tuple[_Labels, float]]:
     return ((labels, mean / 1e9) for labels, _, _, mean in found if mean is not None)
-
-
-def _process_labels(process: int, rank: int | None) -> dict[str, str]:
-    return {"process": str(process), "rank": "" if rank is None else str(rank)}
 
 
 def _device_labels(index: int, data: Mapping[str, Any]) -> dict[str, str]:

@@ -66,7 +66,7 @@ def test_step_speed_and_mode(state: Path) -> None:
 
 
 def test_virtual_replicas_are_called_so_only_under_dp(state: Path) -> None:
-    mode = pack_event("mode", {"mode": "dp", "virtual": True})
+    mode = pack_event("mode", {"process": 0, "mode": "dp", "virtual": True})
     assert line([mode, step(1)]).endswith("  dp (virtual)")
     assert line([mode, step(1, mode="single")]).endswith("  single")
 

@@ -62,7 +62,7 @@ class GpuWatch:
                 self._warn(f"NVML {'does not answer' if silent else 'answers again'} for GPU {card.index}")
             if silences[-1] >= SILENT_S and len(card.askers) < _MAX_ASKERS:
                 self._ask_with(card, Asker(card, self._nvml))
-            if silences[-1] >= self._period_s:
+            if silences[-1] >= self._period_s / 2:  # its thread will not pass them on in this period
                 self._tell(card)
 
     def stop(self, until_s: float) -> bool:

@@ -24,19 +24,18 @@ from dpmon.model.process import Process
 from dpmon.model.ranks import training
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import State, Wanted
-from dpmon.rates import as_fields
 from dpmon.record.schema import PHASES
 from dpmon.run.activities import IDLE
 from dpmon.run.destination import is_stream, open_stream, open_truncated
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunError, is_run_directory
-from dpmon.store.figures import Figures, counted_as_fields
+from dpmon.store.figures import Figures, counted_as_fields, rate_as_fields
 from dpmon.store.opened import open_store
 from dpmon.store.store_at import StoreAt
 from dpmon.store.tables import HistoryError
 
 EVERY_S = 1.0
-_RATES = tuple(as_fields(None))
+_RATES = tuple(rate_as_fields(None))
 _FIGURES = ("step_ms", "phases", "call_phases", "quantities")
 _SPAN_S = 120
 """Seconds that the figures of a live run cover, as on a screen that has just opened."""
@@ -190,7 +189,7 @@ def _progress(focus: Process | None, state: State, now_ns: int) -> tuple[dict[st
         "process": focus.process,
         "rank": focus.rank,
         "step": focus.last_step.step,
-        **as_fields(fast.rate),
+        **rate_as_fields(fast.rate),
         "mode": focus.mode or None,
         "virtual": focus.virtual,
         "step_ms": None if found is None else _ms(found.median_ns, found.p95_ns),

@@ -19,10 +19,9 @@ from typing import NamedTuple
 
 from dpmon.model.memory import Peak
 from dpmon.model.uneven import Uneven, uneven_steps
-from dpmon.rates import Rate
 from dpmon.record.schema import EVALUATION, REST, SETTLING, STEP
 from dpmon.store.answers import LongRow
-from dpmon.store.figures import PhaseFigures, figures, parts_of_step
+from dpmon.store.figures import PhaseFigures, Rate, figures, parts_of_step
 from dpmon.store.quantiles import Counts, bounds, median, middle
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key, Tally
 from dpmon.store.window import Window

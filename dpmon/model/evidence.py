@@ -9,9 +9,8 @@ from typing import NamedTuple
 from dpmon.model.communication import Communication
 from dpmon.model.compare import Comparison
 from dpmon.model.memory import Held
-from dpmon.rates import Rate
 from dpmon.store.answers import GapRow
-from dpmon.store.figures import Counted, PhaseFigures
+from dpmon.store.figures import Counted, PhaseFigures, Rate
 
 
 class ModeFacts(NamedTuple):

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from dpmon.model.members import SECOND
 from dpmon.model.process import Process
 from dpmon.model.state import State
-from dpmon.rates import Rate
 from dpmon.record.kinds import Step
 from dpmon.record.schema import EVALUATION, STEP
 from dpmon.store.answers import PaceRow
-from dpmon.store.figures import rate
+from dpmon.store.figures import Rate, rate
 from dpmon.store.tally import Stat, Sum, Tally
 
 if TYPE_CHECKING:

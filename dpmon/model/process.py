@@ -13,10 +13,9 @@ from dpmon.model.compare import Comparison
 from dpmon.model.members import SECOND
 from dpmon.model.memory import Peak
 from dpmon.model.uneven import Uneven
-from dpmon.rates import Rate
 from dpmon.record.kinds import Call, Step
 from dpmon.record.schema import PHASES as SCHEMA
-from dpmon.store.figures import Figures, figures
+from dpmon.store.figures import Figures, Rate, figures
 from dpmon.store.tally import Tally
 
 if TYPE_CHECKING:

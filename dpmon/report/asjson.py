@@ -8,9 +8,8 @@ from dpmon.model.communication_fields import communication_fields, rank_fields
 from dpmon.model.evidence import DeviceFacts, Evidence, HostFacts, ModeFacts
 from dpmon.model.history import PARTS, Bin
 from dpmon.model.verdict import sentence
-from dpmon.rates import as_fields
 from dpmon.report.story import Story
-from dpmon.store.figures import counted_as_fields
+from dpmon.store.figures import counted_as_fields, rate_as_fields
 
 _GAPS = 100
 _SECONDS = {
@@ -130,7 +129,7 @@ def _mode(mode: ModeFacts) -> dict[str, object]:
         "mode": mode.mode or None,
         "steps": mode.all_steps,
         "process_steps": mode.steps,
-        **as_fields(mode.rate),
+        **rate_as_fields(mode.rate),
         "phases": {
             phase.name: {
                 **_fields(phase, "share", "median_ns", "p95_ns", "device_count"),
@@ -160,7 +159,7 @@ def _ranks(story: Story) -> list[dict[str, object]]:
     return [
         {
             **_fields(line, "process", "rank", "world", "device", "inputs", "outputs", "calls", "steps", "median_ns"),
-            **as_fields(line.rate),
+            **rate_as_fields(line.rate),
             name: _ms(line.forward_ns),
             "absent": {} if line.untimed is None else {name: line.untimed},
             **rank_fields(line.times),

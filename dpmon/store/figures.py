@@ -1,5 +1,9 @@
 """Defines every figure in one place: medians, tails, means, shares and rates of a mode's steps. Pure.
 
+A rate is a number of steps or samples divided by the elapsed training time. That time runs from the start of the first
+step to the end of the last one, without pauses, evaluations and waits for input (dpmon.store.accounting). The time
+between two steps counts, for example to start workers, write a checkpoint or log an epoch.
+
 Figures come from tallies (dpmon.store.tally), which the store adds up for any time. Evaluation steps are separate from
 training steps. A mode that never trains has the figures of its evaluation steps.
 """
@@ -10,13 +14,37 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from dpmon.rates import Rate, span_rate
 from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, REST, SETTLING, STEP, Quantity, device_series
 from dpmon.store.answers import TimeRow
 from dpmon.store.tally import Key, Sum, Tally
 
+SAME_RATE = 0.03
+"""Up to this relative difference of the two rates, only the first one is shown."""
 Counted = tuple[tuple[Quantity, Sum], ...]
 """Quantities with their sums over the steps with a known value."""
+
+
+class Rate(NamedTuple):
+    """Steps and samples per second of elapsed training time, and per second within steps.
+
+    Samples are None if a step has no sample count.
+    """
+
+    steps_per_s: float
+    samples_per_s: float | None
+    steps_within: float
+    samples_within: float | None
+
+    @property
+    def apart(self) -> bool:
+        """Whether the two rates differ so much that both must be shown."""
+        return abs(self.steps_within / self.steps_per_s - 1) > SAME_RATE
+
+
+def rate_as_fields(rate: Rate | None) -> dict[str, float | None]:
+    """Return the values of the rate by their names in JSON; all are None without a rate."""
+    names = ("steps_per_s", "samples_per_s", "steps_per_s_within_steps", "samples_per_s_within_steps")
+    return dict(zip(names, rate or (None,) * len(names), strict=True))
 
 
 class PhaseFigures(NamedTuple):
@@ -190,7 +218,13 @@ def rate(tallies: Mapping[int, Tally], times: Mapping[int, tuple[int, int]], *, 
     samples = sum(each.total for each in knowing) if sum(each.count for each in knowing) == steps else None
     whole, within = (sum(times[process][part] for process in there) for part in (0, 1))
     at_once = float(len(there)) if together else _at_once([tallies[process] for process in there])
-    return span_rate(steps, samples, whole, within, at_once)
+    within = within or whole
+    return Rate(
+        steps * 1e9 / whole,
+        None if samples is None else samples * 1e9 / whole * at_once,
+        steps * 1e9 / within,
+        None if samples is None else samples * 1e9 / within * at_once,
+    )
 
 
 def _at_once(tallies: Sequence[Tally]) -> float:

@@ -11,11 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from dpmon.rates import Rate
 from dpmon.record.schema import EVALUATION
 from dpmon.store.accounting import ACTIVITIES, union
 from dpmon.store.answers import TimeRow, TimeTogether
-from dpmon.store.figures import Figures, elapsed, figures, merged, modes_of, rate, trains
+from dpmon.store.figures import Figures, Rate, elapsed, figures, merged, modes_of, rate, trains
 from dpmon.store.tally import ALL, Key, Tally
 
 if TYPE_CHECKING:

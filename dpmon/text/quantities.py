@@ -6,8 +6,8 @@ Durations, counts and percentages are in `dpmon.model.numbers`, because findings
 from __future__ import annotations
 
 from dpmon.model.numbers import UNKNOWN, group, minutes, three
-from dpmon.rates import Rate
 from dpmon.record.schema import Quantity
+from dpmon.store.figures import Rate
 from dpmon.store.tally import Sum
 
 

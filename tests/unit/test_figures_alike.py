@@ -18,7 +18,6 @@ from dpmon.cli.commands import _describe
 from dpmon.cli.lines import Lines
 from dpmon.cli.summary import summary_lines
 from dpmon.model.numbers import duration, percent
-from dpmon.rates import as_fields
 from dpmon.record.payloads import kind_of
 from dpmon.record.schema import PHASES, REST, STEP
 from dpmon.record.wire import mode_number, pack_step
@@ -28,7 +27,7 @@ from dpmon.report.sections import most_frequent
 from dpmon.report.text import report_text
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import load_exit, load_info
-from dpmon.store.figures import Figures
+from dpmon.store.figures import Figures, rate_as_fields
 from dpmon.store.opened import open_store
 from dpmon.store.window import Window
 from dpmon.supervise.metrics import Metrics
@@ -85,7 +84,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def figures_of(found: Figures) -> Iterator[tuple[str, str, Any]]:
     """Return all figures of a mode: series, figure and number (times in ns)."""
     yield from ((STEP, name, getattr(found, f"{name}_ns")) for name in ("median", "p95", "mean"))
-    yield from ((STEP, "rate", found.rate), *((STEP, *rate) for rate in as_fields(found.rate).items()))
+    yield from ((STEP, "rate", found.rate), *((STEP, *rate) for rate in rate_as_fields(found.rate).items()))
     for phase in found.phases:
         if phase.ran:
             yield from ((phase.name, name, getattr(phase, f"{name}_ns")) for name in ("median", "p95", "mean"))
@@ -148,7 +147,7 @@ def in_json(said: Iterable[tuple[str, bool, Mapping[str, Any], Mapping[str, Any]
     """Return the figures that both forms of JSON have, from objects for steps and for phases."""
     found: Shown = {}
     for mode, evaluation, step, phases in said:
-        of_step = {name: step[name] for name in ("median_ms", "p95_ms", *as_fields(None)) if name in step}
+        of_step = {name: step[name] for name in ("median_ms", "p95_ms", *rate_as_fields(None)) if name in step}
         of_phase = {
             phase: {name: took[name] for name in ("share", "median_ms", "p95_ms")} for phase, took in phases.items()
         }
@@ -259,7 +258,7 @@ PLACES = {
     "summary": Place(in_summary, MODES, {**_TEXT, "rate": rate_words}, _TEXT),
     "report": Place(in_report, MODES, {**_TEXT, "rate": samples_rate}, {**_TEXT, "share": percent}),
     "report as JSON": Place(
-        in_report_as_json, MODES, {**_JSON, **dict.fromkeys(as_fields(None), _same)}, {**_JSON, "share": _same}
+        in_report_as_json, MODES, {**_JSON, **dict.fromkeys(rate_as_fields(None), _same)}, {**_JSON, "share": _same}
     ),
     "last line of JSON": Place(in_last_line, LAST, _JSON, {**_JSON, "share": _same}),
     "metrics": Place(in_metrics, MODES, {**_GAUGES, "steps_per_s": _same, "samples_per_s": _same}, _GAUGES),
@@ -316,7 +315,7 @@ def test_the_times_of_ranks_are_those_of_one_rank_everywhere(monkeypatch: pytest
     (mode,) = said["modes"]
     assert (mode["steps"], mode["process"], mode["rank"], mode["process_steps"]) == (2 * steps, 0, 0, steps)
     assert mode["phases"]["data"]["median_ms"] == median / 1e6
-    assert mode["samples_per_s"] == as_fields(rate)["samples_per_s"]
+    assert mode["samples_per_s"] == rate_as_fields(rate)["samples_per_s"]
     assert sum(one["steps"] for one in said["time"]["stretches"]) == steps
     last = last_line(directory)
     assert (last["process"], last["rank"], last["phases"]["data"]["median_ms"]) == (0, 0, median / 1e6)
@@ -345,7 +344,7 @@ def test_rates_of_all_modes_and_of_each(run: Path) -> None:
         each = {mode: window.rate(mode) for mode in ("single", "dp")}
     assert together is not None
     said = last_line(run)
-    assert {name: said[name] for name in as_fields(None)} == as_fields(together)
+    assert {name: said[name] for name in rate_as_fields(None)} == rate_as_fields(together)
     for feed in (Feed(run, lambda: RunReader(run)), _PlaybackFeed(run, lambda: Player(run))):
         text = on_screen(run, feed)[1]
         assert (

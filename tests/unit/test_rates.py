@@ -14,12 +14,12 @@ from dpmon.cli.progress import ProgressLines
 from dpmon.cli.summary import summary_lines
 from dpmon.model.history import BINS, pictured
 from dpmon.model.pace import speed
-from dpmon.rates import span_rate
 from dpmon.record.kinds import is_evaluation
 from dpmon.record.wire import pack_event
 from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
 from dpmon.run.reader import RunReader
+from dpmon.store.figures import Rate
 from dpmon.supervise.metrics import Metrics
 from dpmon.text.quantities import rate_words, samples_rate
 
@@ -32,11 +32,11 @@ def test_a_step_is_an_evaluation_if_neither_backward_nor_optimizer_ran(absent: i
 
 
 def test_texts_show_both_rates_only_if_they_differ() -> None:
-    nearly, apart = (span_rate(10, 40, elapsed, SECOND) for elapsed in (SECOND * 102 // 100, 4 * SECOND))
+    nearly, apart = Rate(10 / 1.02, 40 / 1.02, 10, 40), Rate(2.5, 10, 10, 40)
     assert rate_words(nearly) == "39.2 samples/s"
     assert rate_words(apart) == "10.0 samples/s (40.0 within steps)"
     assert samples_rate(apart) == "10.0 (40.0 within steps)"
-    assert rate_words(span_rate(10, None, 4 * SECOND, SECOND)) == "2.50 steps/s (10.0 within steps)"
+    assert rate_words(Rate(2.5, None, 10, None)) == "2.50 steps/s (10.0 within steps)"
     assert (rate_words(None), samples_rate(None)) == ("", "–")
 
 

@@ -162,19 +162,16 @@ def _mig(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
     instances = memo.setdefault("instances", {})
     index = memo["index"] = (memo.get("index", -1) + 1) % _MAX_INSTANCES
     instances.pop(index, None)
+    found = None
     try:
         found = call(lambda: nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
-    except CallFailed as failure:
-        if failure.gone:
-            raise
-        found = None  # there is no such instance
-    try:
         if found:
             instances[index] = call(lambda: _instance(nvml, found))
     except CallFailed as failure:
         if failure.gone:
             raise
-        return True, Missing(failure.reason)
+        if found:  # if not, there is no such instance
+            return True, Missing(failure.reason)
     return True, [instances[index] for index in sorted(instances)]
 
 

@@ -22,8 +22,7 @@ from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info
 from dpmon.run.runs import find_run, list_runs, newest_run, short_name
 from dpmon.supervise.guard import repeated
 from dpmon.supervise.start import ensure_supervisor
-from dpmon.text.ascii import in_stream
-from dpmon.text.cells import cut
+from dpmon.text.cells import cut, in_stream
 from dpmon.text.quantities import clock, compact
 
 _LAST_OUTPUT = 4096

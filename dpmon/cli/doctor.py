@@ -13,7 +13,7 @@ from dpmon.cleaning import clean
 from dpmon.cli.checks import OK, PROBLEM, STATES, Check
 from dpmon.cli.checks.machine import installed, limits, logout, state_directory, terminal
 from dpmon.cli.checks.trial import trial
-from dpmon.text.ascii import has_colours, in_stream
+from dpmon.text.cells import has_colours, in_stream
 
 WIDTH = 80
 _NAME = 13

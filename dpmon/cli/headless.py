@@ -24,7 +24,7 @@ from dpmon.run.rundir import ExitInfo, mark_stop
 from dpmon.run.runs import short_name
 from dpmon.run.terminal import send_input
 from dpmon.supervise.guard import FORWARDED
-from dpmon.text.ascii import in_stream
+from dpmon.text.cells import in_stream
 
 if TYPE_CHECKING:
     from dpmon.cli.lines import LineFile, Lines

@@ -13,7 +13,7 @@ from dpmon.cleaning import json_text
 from dpmon.run.destination import opened, stdout
 from dpmon.run.rundir import RunError, load_info
 from dpmon.run.runs import find_run, short_name
-from dpmon.text.ascii import has_colours, in_stream
+from dpmon.text.cells import has_colours, in_stream
 
 if TYPE_CHECKING:
     from dpmon.report.document import Document

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dpmon.cleaning import clean
 from dpmon.run.rundir import ExitInfo, RunError
-from dpmon.text.ascii import in_stream
+from dpmon.text.cells import in_stream
 
 UNKNOWN_STATUS = 2
 _HEAD = "dpmon: "

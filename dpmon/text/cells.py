@@ -1,4 +1,4 @@
-"""The width of plain text in terminal cells, and functions to cut and wrap it.
+"""The width of plain text in terminal cells, functions to cut and wrap it, and ASCII for terminals that need it.
 
 The widths are equal to Rich's, which Textual uses on the screen; a test compares every character. The command line gets
 them without importing Rich. The text must be clean (`dpmon.cleaning`).
@@ -6,8 +6,11 @@ them without importing Rich. The text must be clean (`dpmon.cleaning`).
 
 from __future__ import annotations
 
+import os
 import unicodedata
+from collections.abc import Mapping
 from functools import lru_cache
+from typing import TextIO
 
 _KEPT_BELOW = 512
 """Texts of this length or more are not cached, because the cache holds the texts themselves."""
@@ -24,6 +27,30 @@ _WIDE = frozenset(
     )
 )
 """Wide since Unicode 16; older versions of Python list them as narrow."""
+_SIGNS = {
+    "–": "-",
+    "µ": "u",
+    "°": " ",
+    "…": ">",
+    "·": "-",
+    "×": "x",
+    "≤": "<",
+    "→": ">",
+    "±": "~",
+    "─": "-",
+    "━": "=",
+    "│": "|",
+    # The blocks of the history chart and of tqdm's progress bars.
+    **dict(zip("▁▂▃▄▅▆▇█", ".:-=+*##", strict=True)),
+    "▉": "#",
+    "▊": "#",
+    "▋": "=",
+    "▌": "=",
+    "▍": "-",
+    "▎": "-",
+    "▏": "|",
+}
+"""ASCII replacements for the screen's signs."""
 
 
 @lru_cache(maxsize=4096)
@@ -95,3 +122,38 @@ def right(text: str, width: int) -> str:
     """`text` right-aligned in `width` cells, cut with a sign if it is longer."""
     shown = cut(text, width)
     return " " * (width - span_width(shown)) + shown
+
+
+# ------------------------------------------------------------------------------------------------ ASCII
+
+
+def needs_ascii(environ: Mapping[str, str], encoding: str | None) -> bool:
+    """Whether a terminal shows only ASCII, judged by its environment and the encoding of the output stream."""
+    utf8 = (encoding or "").lower().replace("-", "").replace("_", "") == "utf8"
+    return not utf8 or environ.get("TERM", "").startswith(("linux", "vt1", "vt2", "dumb"))
+
+
+def has_colours(stream: TextIO, environ: Mapping[str, str]) -> bool:
+    """Whether a stream is a terminal that may show colours."""
+    return stream.isatty() and not environ.get("NO_COLOR") and environ.get("TERM", "dumb") != "dumb"
+
+
+def ascii_for(char: str) -> str:
+    """The ASCII replacement of one character, of the same width."""
+    if char.isascii():
+        return char
+    return _SIGNS.get(char, "?" * char_width(char))
+
+
+def ascii_text(text: str) -> str:
+    """The text in ASCII, as wide as before."""
+    return text if text.isascii() else "".join(map(ascii_for, text))
+
+
+def in_stream(text: str, stream: TextIO) -> str:
+    """The text for `stream`: in ASCII if the terminal needs it; unchanged for a file or a pipe."""
+    try:
+        shown = stream.isatty()
+    except (AttributeError, ValueError, OSError):
+        return text
+    return ascii_text(text) if shown and needs_ascii(os.environ, getattr(stream, "encoding", None)) else text

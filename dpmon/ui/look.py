@@ -9,7 +9,7 @@ from rich.style import Style
 
 from dpmon.config import THEMES
 from dpmon.record.schema import PHASES
-from dpmon.text.ascii import needs_ascii
+from dpmon.text.cells import needs_ascii
 from dpmon.text.palettes import PALETTES, named
 from dpmon.ui.themes import MONO_STYLES, composed, styles_of
 

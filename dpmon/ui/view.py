@@ -12,7 +12,7 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
-from dpmon.text.ascii import ascii_text
+from dpmon.text.cells import ascii_text
 from dpmon.ui.direct import patch_row
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, plain, width_of

@@ -13,7 +13,7 @@ import pytest
 from rich.cells import cell_len
 
 from dpmon.cleaning import LIMIT, clean, harmless
-from dpmon.text.ascii import ascii_text
+from dpmon.text.cells import ascii_text
 from dpmon.ui.rows import Row, plain
 from dpmon.ui.terminal_text import COLUMNS, HEIGHT, TerminalPage
 

@@ -201,11 +201,11 @@ def keep(options: argparse.Namespace) -> int:
 
 def rm(options: argparse.Namespace) -> int:
     """Delete finished runs; delete none of them if an argument is ambiguous or names a protected run."""
-    found = dict.fromkeys(find_run(run, only=True) for run in options.runs)
-    for directory in found:
+    directories = dict.fromkeys(find_run(run, only=True) for run in options.runs)
+    for directory in directories:
         if is_kept(directory):
             raise RunError(f"{directory.name} is kept: run `dpmon keep --not {directory.name}` first")
-    for directory in found:
+    for directory in directories:
         retention.remove(directory, load_info(directory))
         print(f"{directory.name} is deleted")
     return 0

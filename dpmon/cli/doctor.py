@@ -24,17 +24,17 @@ _COLOURS = {"ok": "32", "warning": "33", "problem": "31"}
 def doctor(options: argparse.Namespace) -> int:
     """Run all checks and print them; return 1 if there is a problem, else 0 (also with warnings)."""
     if options.json:
-        found = list(_checks(options.python))
-        worst = max((STATES.index(check.state) for check in found), default=0)
-        print(json.dumps({"state": STATES[worst], "checks": [check._asdict() for check in found]}, indent=1))
+        checks = list(_checks(options.python))
+        worst = max((STATES.index(check.state) for check in checks), default=0)
+        print(json.dumps({"state": STATES[worst], "checks": [check._asdict() for check in checks]}, indent=1))
     else:
-        found = []
+        checks = []
         for check in _checks(options.python):
-            found.append(check)
+            checks.append(check)
             lines = _lines(check, coloured=has_colours(sys.stdout, os.environ))
             print(in_stream("\n".join(lines), sys.stdout), flush=True)
-        print(_counts(found))
-    return int(any(check.state == PROBLEM for check in found))
+        print(_counts(checks))
+    return int(any(check.state == PROBLEM for check in checks))
 
 
 def _checks(python: str | None) -> Iterator[Check]:
@@ -60,9 +60,9 @@ def _lines(check: Check, *, coloured: bool) -> list[str]:
     return [f"{state}{check.name:<{_NAME}}{first}", *(" " * (_STATE + _NAME) + line for line in rest)]
 
 
-def _counts(found: list[Check]) -> str:
-    counts = {state: sum(check.state == state for check in found) for state in STATES}
-    if counts[OK] == len(found):
+def _counts(checks: list[Check]) -> str:
+    counts = {state: sum(check.state == state for check in checks) for state in STATES}
+    if counts[OK] == len(checks):
         return "all checks passed"
     said = [f"{count} {state}{'s' if count > 1 else ''}" for state, count in counts.items() if state != OK and count]
     return f"{' and '.join(said)}; all other checks passed"

@@ -108,12 +108,12 @@ class _Trace:
     # ------------------------------------------------------------------------------------------ tracks
 
     def _process(self, key: object, name: str) -> _TraceProcess:
-        found = self._processes.get(key)
-        if found is None:
-            found = self._processes[key] = _TraceProcess(len(self._processes) + 1)
-            self._put(ph="M", name="process_name", pid=found.pid, tid=0, args={"name": name})
-            self._put(ph="M", name="process_sort_index", pid=found.pid, tid=0, args={"sort_index": found.pid})
-        return found
+        process = self._processes.get(key)
+        if process is None:
+            process = self._processes[key] = _TraceProcess(len(self._processes) + 1)
+            self._put(ph="M", name="process_name", pid=process.pid, tid=0, args={"name": name})
+            self._put(ph="M", name="process_sort_index", pid=process.pid, tid=0, args={"sort_index": process.pid})
+        return process
 
     def _training(self, process: int, rank: int | None) -> _TraceProcess:
         return self._process(process, f"process {process}" if rank is None else f"rank {rank} (process {process})")

@@ -110,7 +110,7 @@ def _span(span: PhaseSpan) -> str:
 
 
 def _call(call: Call) -> dict[str, object]:
-    found: dict[str, object] = {
+    cells: dict[str, object] = {
         "mode": call.mode or None,
         "absent": as_json(call)["absent"] or None,
         "failed": call.failed,
@@ -119,27 +119,27 @@ def _call(call: Call) -> dict[str, object]:
         "outputs": _sizes(call.outputs),
     }
     for name, phase in call.phases.items():
-        found[f"{name}_host_ms"], found[f"{name}_device_ms"] = phase.host_ns / 1e6, phase.device_ms
+        cells[f"{name}_host_ms"], cells[f"{name}_device_ms"] = phase.host_ns / 1e6, phase.device_ms
     if call.stages:
-        found["stages"], found["replicas"] = len(call.stages), None
-        found["stage_devices"] = [stage.device for stage in call.stages]
-        found["stage_parts"] = " | ".join(" ".join(stage.parts) for stage in call.stages)
-        found["stage_host_ms"] = _many(None if s.host_ns is None else s.host_ns / 1e6 for s in call.stages)
+        cells["stages"], cells["replicas"] = len(call.stages), None
+        cells["stage_devices"] = [stage.device for stage in call.stages]
+        cells["stage_parts"] = " | ".join(" ".join(stage.parts) for stage in call.stages)
+        cells["stage_host_ms"] = _many(None if s.host_ns is None else s.host_ns / 1e6 for s in call.stages)
         if any(stage.device_ms is not None for stage in call.stages):
-            found["stage_device_ms"] = _many(stage.device_ms for stage in call.stages)
-        found["stage_crossed_bytes"] = _many(stage.crossed for stage in call.stages)
-        return found
+            cells["stage_device_ms"] = _many(stage.device_ms for stage in call.stages)
+        cells["stage_crossed_bytes"] = _many(stage.crossed for stage in call.stages)
+        return cells
     shares = call.replicas
-    found["replicas"] = len(shares)
-    found["idle_devices"] = list(call.devices[len(shares) :]) if call.mode == "dp" else None
-    found["replica_devices"] = [share.device for share in shares]
-    found["replica_rows"] = _many(rows_of(share.inputs, call.dim) for share in shares)
-    found["replica_host_ms"] = _many(share.host_ns / 1e6 for share in shares)
+    cells["replicas"] = len(shares)
+    cells["idle_devices"] = list(call.devices[len(shares) :]) if call.mode == "dp" else None
+    cells["replica_devices"] = [share.device for share in shares]
+    cells["replica_rows"] = _many(rows_of(share.inputs, call.dim) for share in shares)
+    cells["replica_host_ms"] = _many(share.host_ns / 1e6 for share in shares)
     if any(share.device_ms is not None for share in shares):
-        found["replica_device_ms"] = _many(share.device_ms for share in shares)
-    found["replica_inputs"] = " | ".join(_sizes(share.inputs) or "" for share in shares)
-    found["replica_outputs"] = " | ".join(_sizes(share.outputs) or "" for share in shares)
-    return found
+        cells["replica_device_ms"] = _many(share.device_ms for share in shares)
+    cells["replica_inputs"] = " | ".join(_sizes(share.inputs) or "" for share in shares)
+    cells["replica_outputs"] = " | ".join(_sizes(share.outputs) or "" for share in shares)
+    return cells
 
 
 def _many(values: Iterable[float | int | None]) -> str:
@@ -170,8 +170,8 @@ def _memory(data: Mapping[str, object]) -> list[list[str]]:
     if data.get("absent"):
         common["record_absent"] = data["absent"]
     devices = data.get("devices")
-    found = []
+    rows = []
     for one in devices if isinstance(devices, list) else ():
         with contextlib.suppress(TypeError):
-            found.append(_cells("memory", {**common, **one}))
-    return found
+            rows.append(_cells("memory", {**common, **one}))
+    return rows

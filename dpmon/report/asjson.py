@@ -180,14 +180,14 @@ def _host(host: DeviceFacts | None, processors: HostFacts | None) -> dict[str, o
 
 
 def _compared(evidence: Evidence) -> dict[str, object] | None:
-    found = evidence.compared
-    if found is None:
+    compared = evidence.compared
+    if compared is None:
         return None
     return {
-        "sentence": sentence(found),
-        **_fields(found, "missing", "efficiency", "outcome", "by_mean"),
-        **dict(zip(("speedup", "low", "high"), found.speedup or (None, None, None), strict=True)),
-        "steps": {mode: side.steps for mode, side in found.sides.items()},
+        "sentence": sentence(compared),
+        **_fields(compared, "missing", "efficiency", "outcome", "by_mean"),
+        **dict(zip(("speedup", "low", "high"), compared.speedup or (None, None, None), strict=True)),
+        "steps": {mode: side.steps for mode, side in compared.sides.items()},
     }
 
 

@@ -25,21 +25,21 @@ _MAX_PAUSES = 100
 
 def plots(story: Story) -> list[Plot]:
     """The plots for which the run has data."""
-    found = [_step_time(story), _speed(story), _parts_over_time(story), _parts_of_modes(story), _replicas(story)]
-    found += [_ranks(story), _devices(story, "util_pct"), _devices(story, "mem_bytes")]
-    return [plot for plot in found if plot is not None]
+    every = [_step_time(story), _speed(story), _parts_over_time(story), _parts_of_modes(story), _replicas(story)]
+    every += [_ranks(story), _devices(story, "util_pct"), _devices(story, "mem_bytes")]
+    return [plot for plot in every if plot is not None]
 
 
 def _pauses(story: Story) -> list[tuple[float, float]]:
     """The pauses of the training in seconds."""
     until = max((point.t_ns for point in story.points), default=0)
     until = max([until, *(one.end_ns for one in story.bins)])
-    found = []
+    spans = []
     for pause in story.pauses[:_MAX_PAUSES]:
         end = until if pause.on else pause.end_ns
         if pause.refused is None and pause.start_ns is not None and end is not None and end > pause.start_ns:
-            found.append((_seconds(pause.start_ns), _seconds(end)))
-    return found
+            spans.append((_seconds(pause.start_ns), _seconds(end)))
+    return spans
 
 
 def _modes(story: Story) -> list[tuple[str, str, list[Bin]]]:

@@ -101,10 +101,10 @@ def _phase_titles(story: Story) -> list[tuple[str, ModeFacts]]:
 
 def _steps(story: Story) -> list[Part]:
     """If there are several processes, the times are those of one, and the other columns cover all."""
-    found = _step_rows(story)
-    named = any(mode.who is not None for _, mode in found)
+    modes = _step_rows(story)
+    named = any(mode.who is not None for _, mode in modes)
     rows = []
-    for title, mode in found:
+    for title, mode in modes:
         who = (mode.who or "",) if named else ()
         times = duration(mode.median_ns), duration(mode.p95_ns)
         rows.append((title, f"{mode.all_steps:,}", *who, *times, samples_rate(mode.rate)))
@@ -126,14 +126,14 @@ def _phases(mode: ModeFacts) -> list[Part]:
 
 def _phase_rows(mode: ModeFacts) -> list[tuple[str, PhaseFigures]]:
     """The phases with their labels; phases of the calls are indented below forward."""
-    found = {figures.name: figures for figures in mode.phases}
-    calls = [part for part in CALL_PHASES if part in found]
+    phases = {figures.name: figures for figures in mode.phases}
+    calls = [part for part in CALL_PHASES if part in phases]
     rows: list[tuple[str, PhaseFigures]] = []
-    for name, figures in found.items():
+    for name, figures in phases.items():
         if name not in CALL_PHASES:
             rows.append((name, figures))
-            rows += [(f"  {part}", found[part]) for part in calls if name == "forward"]
-    return rows if "forward" in found else [*rows, *((part, found[part]) for part in calls)]
+            rows += [(f"  {part}", phases[part]) for part in calls if name == "forward"]
+    return rows if "forward" in phases else [*rows, *((part, phases[part]) for part in calls)]
 
 
 # ------------------------------------------------------------------------------------------------ replicas and ranks
@@ -210,12 +210,12 @@ def _rank_times(story: Story) -> list[Table]:
 
 def _communication(story: Story) -> list[Entries]:
     """The communication of the ranks, and the rank that the others wait for."""
-    found = story.evidence.communication
-    if found is None:
+    communication = story.evidence.communication
+    if communication is None:
         return []
-    slow = found.straggler()
+    slow = communication.straggler()
     straggler = [] if slow is None else [("straggler", sentence(slow, lately=False))]
-    rows = [*communication_facts(found), *straggler, *(("note", note) for note in found.other_waits())]
+    rows = [*communication_facts(communication), *straggler, *(("note", note) for note in communication.other_waits())]
     return _entries(rows, MAX_ROWS, 12, ("", ""))
 
 

@@ -70,28 +70,28 @@ def facts(story: Story) -> list[str]:
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(story.info.started_unix))
     process = story.processes[0] if story.processes else None
     python, torch = (None, None) if process is None else (process.python, process.torch)
-    found = [
+    texts = [
         f"began {began} in {story.info.cwd or 'a directory that is gone'}",
         what_ran(story),
         f"Python {python or 'unknown'}, torch {torch or 'unknown'}, dpmon {story.info.versions.get('dpmon', '?')}",
     ]
     if story.nothing is not None:
-        found.append(f"nothing was traced: {story.nothing}")
+        texts.append(f"nothing was traced: {story.nothing}")
     if story.standing is not None:
-        found.append(story.standing)
+        texts.append(story.standing)
     pauses = paused(story)
     if pauses is not None:
-        found.append(pauses)
+        texts.append(pauses)
     if story.evidence.inputs:
-        found.append(waited(story.evidence.inputs))
+        texts.append(waited(story.evidence.inputs))
     if story.pruned:
-        found.append(
+        texts.append(
             f"{story.pruned:,} older records were deleted to bound the history: the figures cover all steps, but single"
             " steps and samples of that time are gone"
         )
     if story.dropped:
-        found.append(f"{story.dropped:,} records were lost; the figures cover the rest")
-    return found
+        texts.append(f"{story.dropped:,} records were lost; the figures cover the rest")
+    return texts
 
 
 def what_ran(story: Story) -> str:
@@ -226,14 +226,14 @@ def of_whom(story: Story) -> str:
     return f" of {' and '.join(names)}" if names else ""
 
 
-def comparison(found: Comparison) -> list[str]:
+def comparison(compared: Comparison) -> list[str]:
     """dp against single in sentences."""
-    if found.speedup is None:
-        return [found.missing or "no verdict"]
-    value, low, high = found.speedup
+    if compared.speedup is None:
+        return [compared.missing or "no verdict"]
+    value, low, high = compared.speedup
     text = f"speed-up {value:.2f} (95 %: {low:.2f} to {high:.2f})"
-    if found.efficiency is not None:
-        text += f", {percent(found.efficiency)} per device"
-    steps = " and ".join(f"{count_of(side.steps, 'step')} in {mode}" for mode, side in found.sides.items())
+    if compared.efficiency is not None:
+        text += f", {percent(compared.efficiency)} per device"
+    steps = " and ".join(f"{count_of(side.steps, 'step')} in {mode}" for mode, side in compared.sides.items())
     without = "not counting the first steps after a change of mode, and steps of another batch size or kind"
-    return [sentence(found) or "", f"{text}; from {steps}, {without}"]
+    return [sentence(compared) or "", f"{text}; from {steps}, {without}"]

@@ -14,37 +14,39 @@ _RUNS = 4
 """Most runs of equal buckets to name."""
 
 
-def communication_facts(found: Communication) -> list[tuple[str, str]]:
+def communication_facts(traffic: Communication) -> list[tuple[str, str]]:
     """Labels and texts, the most important first."""
     rows: list[tuple[str, str]] = []
-    if found.exposed_ns is not None:
-        steps = f"{'last ' * found.lately}{count_of(found.joined, 'step')}"
-        rows.append(("exposed", f"{duration(found.exposed_ns)} a step, {percent(found.exposed_share)} of it; {steps}"))
-        who = count_of(len(found.waiting), "rank" if len(found.waiting) == len(found.known) else "waiting rank")
-        rows.append(("wait", f"{duration(found.wait_ns)}, {percent(found.wait_share)}; mean of {who}"))
-    if found.missing is not None:
-        rows.append(("wait", f"unknown: {found.missing}"))
-    if found.torch_times is not None and found.hidden_share is not None:
-        rows.append(("hidden", _hidden(found, found.torch_times)))
-    rows += [("" if row else "sampled", text) for row, text in enumerate(operations(found))]
-    several = len(found.wrappers) > 1
-    for one in found.wrappers:
+    if traffic.exposed_ns is not None:
+        steps = f"{'last ' * traffic.lately}{count_of(traffic.joined, 'step')}"
+        rows.append(
+            ("exposed", f"{duration(traffic.exposed_ns)} a step, {percent(traffic.exposed_share)} of it; {steps}")
+        )
+        who = count_of(len(traffic.waiting), "rank" if len(traffic.waiting) == len(traffic.known) else "waiting rank")
+        rows.append(("wait", f"{duration(traffic.wait_ns)}, {percent(traffic.wait_share)}; mean of {who}"))
+    if traffic.missing is not None:
+        rows.append(("wait", f"unknown: {traffic.missing}"))
+    if traffic.torch_times is not None and traffic.hidden_share is not None:
+        rows.append(("hidden", _hidden(traffic, traffic.torch_times)))
+    rows += [("" if row else "sampled", text) for row, text in enumerate(operations(traffic))]
+    several = len(traffic.wrappers) > 1
+    for one in traffic.wrappers:
         rows.append((f"buckets{f' {one.root}' if several else ''}", buckets(one)))
-    if found.wrappers:
-        rows.append(("group", _group(found.wrappers[0])))
-    if found.synced:
-        under = f", {three(found.unsynced)} under no_sync" if found.unsynced else ""
-        rows.append(("passes", f"{three(found.synced)} synchronised a step{under}"))
+    if traffic.wrappers:
+        rows.append(("group", _group(traffic.wrappers[0])))
+    if traffic.synced:
+        under = f", {three(traffic.unsynced)} under no_sync" if traffic.unsynced else ""
+        rows.append(("passes", f"{three(traffic.synced)} synchronised a step{under}"))
     return rows
 
 
-def operations(found: Communication) -> list[str]:
+def operations(traffic: Communication) -> list[str]:
     """A line for each kind of collective in the sampled steps: number, size, speed."""
-    collectives = found.collectives
+    collectives = traffic.collectives
     if collectives.why is not None and not collectives.samples:
         return [f"collectives: {collectives.why}"]
     lines = []
-    of = "" if found.one_in is None else f"; 1 step in {group(found.one_in)}"
+    of = "" if traffic.one_in is None else f"; 1 step in {group(traffic.one_in)}"
     for one in collectives.operations[:_OPERATIONS]:
         count = three(one.collectives / collectives.samples) if collectives.samples else group(one.collectives)
         size = f" of {memory(one.bytes / one.collectives)}" if one.bytes else ""
@@ -60,10 +62,10 @@ def bandwidth(bytes_s: float) -> str:
     return f"{three(bytes_s / 1e9)} GB/s" if bytes_s >= 1e9 else f"{three(bytes_s / 1e6)} MB/s"
 
 
-def _hidden(found: Communication, one: Wrapper) -> str:
+def _hidden(traffic: Communication, one: Wrapper) -> str:
     """The share of communication that the backward pass hid, from torch's own times of one iteration."""
     who = "" if one.rank is None else f", rank {one.rank}"
-    return f"{percent(found.hidden_share)} of {duration(one.comm_ns)} (torch: iteration {group(one.iteration)}{who})"
+    return f"{percent(traffic.hidden_share)} of {duration(one.comm_ns)} (torch: iteration {group(one.iteration)}{who})"
 
 
 def buckets(one: Wrapper) -> str:

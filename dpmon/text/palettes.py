@@ -46,9 +46,9 @@ class Palette:
     @property
     def by_phase(self) -> Mapping[str, str]:
         """The colour of each phase, by the phase's name on the screen."""
-        found = dict(zip(_COLOURED, self.phases, strict=True))
-        others = (phase.shown for phase in PHASES if phase.shown not in found)
-        return found | dict(zip(others, cycle(self.spare), strict=False))
+        colours = dict(zip(_COLOURED, self.phases, strict=True))
+        others = (phase.shown for phase in PHASES if phase.shown not in colours)
+        return colours | dict(zip(others, cycle(self.spare), strict=False))
 
 
 DARK = Palette(

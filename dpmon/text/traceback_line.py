@@ -30,5 +30,5 @@ def traceback_line(end: bytes) -> str | None:
 
 def clean_traceback_line(end: bytes, most: int = 300) -> str | None:
     """The line found by `traceback_line`, cut to `most` characters and safe for a terminal."""
-    found = traceback_line(end)
-    return None if found is None else harmless(found)[:most]
+    line = traceback_line(end)
+    return None if line is None else harmless(line)[:most]

@@ -21,7 +21,7 @@ from dpmon.model.memory import Peak
 from dpmon.model.uneven import Uneven, uneven_steps
 from dpmon.record.schema import EVALUATION, REST, SETTLING, STEP
 from dpmon.store.answers import LongRow
-from dpmon.store.figures import PhaseFigures, Rate, figures, parts_of_step
+from dpmon.store.figures import Figures, PhaseFigures, figures
 from dpmon.store.quantiles import Counts, bounds, median, middle
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key, Tally
 from dpmon.store.window import Window
@@ -52,30 +52,6 @@ class Interval(NamedTuple):
     high: float
 
 
-class Side(NamedTuple):
-    """One mode, over the compared steps; times in ns."""
-
-    mode: str
-    steps: int
-    """Number of compared steps."""
-    seen: int
-    """Steps of this mode, without evaluations if the mode trains."""
-    median_ns: float | None
-    p95_ns: float | None
-    mean_ns: float | None
-    rate: Rate | None
-    """Over all steps of the mode, compared or not."""
-    phases: tuple[PhaseFigures, ...]
-    """As in dpmon.store.figures.Figures."""
-    memory: Mapping[str, Peak] = {}
-    """Peak of allocated memory in this mode, by device."""
-
-    @property
-    def parts(self) -> tuple[PhaseFigures, ...]:
-        """The phases that add up to the step, with their names on the screen; forward excludes its calls' phases."""
-        return parts_of_step(self.phases)
-
-
 class Reason(NamedTuple):
     """The reason for a verdict: the phase that changed most, its share of the dp step, its median in each mode (ns)."""
 
@@ -89,8 +65,12 @@ class Reason(NamedTuple):
 class Comparison:
     """Both modes side by side. `missing` says why there is no speed-up; otherwise `outcome` describes it."""
 
-    sides: Mapping[str, Side] = field(default_factory=dict)
-    """The modes with steps, by name."""
+    sides: Mapping[str, Figures] = field(default_factory=dict)
+    """The figures of each mode over the compared steps; the rate is over all steps of the mode."""
+    seen: Mapping[str, int] = field(default_factory=dict)
+    """All steps of each mode, without evaluations if the mode trains."""
+    memory: Mapping[str, Mapping[str, Peak]] = field(default_factory=dict)
+    """Peak of allocated memory by mode and device."""
     devices: tuple[str, ...] = ()
     """The devices of dp."""
     virtual: bool = False
@@ -240,13 +220,9 @@ def compare_modes(
         mode: window.tally(mode, process=who, settled=len(there) == 2) if kind is None else _taken(tallies, mode, kind)
         for mode in there
     }
-    sides = {}
-    for mode in there:
-        found = figures(mode, False, taken[mode], window.rate(mode, process=who))
-        seen = window.tally(mode, process=who).steps
-        medians = found.median_ns, found.p95_ns, found.mean_ns
-        sides[mode] = Side(mode, found.steps, seen, *medians, found.rate, found.phases)
-    base = Comparison(sides=sides, devices=tuple(devices), virtual=virtual)
+    sides = {mode: figures(mode, False, taken[mode], window.rate(mode, process=who)) for mode in there}
+    seen = {mode: window.tally(mode, process=who).steps for mode in there}
+    base = Comparison(sides=sides, seen=seen, devices=tuple(devices), virtual=virtual)
     lacking = {mode: MIN_STEPS - each[kind] for mode, each in kinds.items() if kind and each[kind] < MIN_STEPS}
     if len(there) < 2 or lacking:
         return replace(base, missing=_lacking(there, lacking))
@@ -344,7 +320,7 @@ def _judged(
     return replace(base, speedup=found, efficiency=each, outcome=outcome, reason=reason, cost=cost)
 
 
-def _means(found: Interval, sides: Mapping[str, Side]) -> float | None:
+def _means(found: Interval, sides: Mapping[str, Figures]) -> float | None:
     """The ratio of the means, if it lies well outside the interval of the medians' ratio."""
     single, dp = (sides[mode].mean_ns for mode in MODES_COMPARED)
     means = single / dp if single and dp else found.value
@@ -364,13 +340,13 @@ def _more_uneven_mode(
     return found
 
 
-def _cost(dp: Side) -> Reason | None:
+def _cost(dp: Figures) -> Reason | None:
     copies = [phase for phase in dp.phases if phase.name in COPIES and phase.share is not None]
     most = max(copies, key=lambda phase: phase.share or 0, default=None)
     return Reason(most.name, most.share, most.median_ns, None) if most is not None else None
 
 
-def _largest(sides: Mapping[str, Side], outcome: str) -> Reason | None:
+def _largest(sides: Mapping[str, Figures], outcome: str) -> Reason | None:
     """The phase that explains most of the difference; the replicas' forward counts as forward."""
     if outcome == "even":  # the copying, if its share is large enough to mention
         cost = _cost(sides["dp"])
@@ -388,7 +364,7 @@ def _largest(sides: Mapping[str, Side], outcome: str) -> Reason | None:
     return Reason(name, shares.get(name), took["dp"].get(name), took["single"].get(name))
 
 
-def _by_phase(side: Side, figure: Callable[[PhaseFigures], float | None]) -> dict[str, float]:
+def _by_phase(side: Figures, figure: Callable[[PhaseFigures], float | None]) -> dict[str, float]:
     """A figure of each phase that ran. `forward` is the replicas' forward plus the rest of the forward."""
     found: dict[str, float] = {}
     for phase in side.phases:

@@ -179,9 +179,7 @@ class Snapshots:
             ]
             found = compare_modes(window, number, devices=devices, virtual=virtual, longest=longest, waits=waits)
             self._compared = _Compared(key, end_s, found) if every_s > 1 else None
-        peaks = {mode: track.peaks for mode, track in process.modes.items()}
-        sides = {mode: side._replace(memory=peaks.get(mode, {})) for mode, side in found.sides.items()}
-        return replace(found, sides=sides)
+        return replace(found, memory={mode: track.peaks for mode, track in process.modes.items() if track.peaks})
 
 
 # ------------------------------------------------------------------------------------------------ each process

@@ -62,12 +62,6 @@ class RankTimes(NamedTuple):
     """Whether its model makes ranks wait for each other in the forward, too."""
 
     @property
-    def backward_ns(self) -> float | None:
-        """The whole backward pass, including the wait."""
-        found = self.phases.get("backward")
-        return None if found is None else found + self.phases.get(_SYNC, 0.0)
-
-    @property
     def wait_share(self) -> float | None:
         """The share of its step time that the rank waited (0 to 1)."""
         return self.wait_ns / self.step_ns if self.wait_ns is not None and self.step_ns else None

@@ -82,7 +82,9 @@ class Figures(NamedTuple):
     @property
     def parts(self) -> tuple[PhaseFigures, ...]:
         """The phases that add up to the step, with their names on the screen; forward excludes its calls' phases."""
-        return parts_of_step(self.phases)
+        named = {phase.name: phase for phase in self.phases}
+        found = ((phase, named[REST if phase.name == "forward" else phase.name]) for phase in PHASES)
+        return tuple(figures._replace(name=phase.shown) for phase, figures in found)
 
     @property
     def counted(self) -> Counted:
@@ -97,13 +99,6 @@ class Figures(NamedTuple):
     def phase(self, name: str) -> PhaseFigures | None:
         """One phase; None if it did not run."""
         return next((phase for phase in self.phases if phase.name == name and phase.ran), None)
-
-
-def parts_of_step(phases: Iterable[PhaseFigures]) -> tuple[PhaseFigures, ...]:
-    """The phases that add up to the step, with their names on the screen; forward excludes its calls' phases."""
-    named = {phase.name: phase for phase in phases}
-    found = ((phase, named[REST if phase.name == "forward" else phase.name]) for phase in PHASES)
-    return tuple(figures._replace(name=phase.shown) for phase, figures in found)
 
 
 def counted_as_fields(counted: Counted) -> dict[str, dict[str, int]]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dpmon.cleaning import clean
-from dpmon.model.compare import Comparison, Side
+from dpmon.model.compare import Comparison
 from dpmon.model.memory import HOST, Peak
 from dpmon.model.numbers import UNKNOWN, count_of, duration, group, percent, times
 from dpmon.model.process import PHASES
 from dpmon.model.step_timeline import Piece
 from dpmon.model.verdict import sentence
 from dpmon.record.schema import REST, SETTLING_STEPS, phase_named, phase_shown
+from dpmon.store.figures import Figures
 from dpmon.text.cells import cut, right, wrapped
 from dpmon.text.quantities import compact, memory
 from dpmon.ui.chart import ceiling
@@ -145,24 +146,24 @@ class _CompareTable:
 
     def steps(self) -> Row:
         """How many steps are compared, and their samples; before a comparison, how many steps were seen."""
-        sides, samples = self.found.sides, self.found.samples
+        found, samples = self.found, self.found.samples
         if samples is None:
-            return self.line("steps seen", {m: group(side.seen) for m, side in sides.items()}, "dim")
+            return self.line("steps seen", {m: group(seen) for m, seen in found.seen.items()}, "dim")
         note: Row = [(f"of {group(samples)} samples each", "dim")]
-        return self.line("compared", {m: group(side.steps) for m, side in sides.items()}, "dim", note)
+        return self.line("compared", {m: group(side.steps) for m, side in found.sides.items()}, "dim", note)
 
     def memory(self) -> list[Row]:
         """One row per device: peak allocated memory; without GPUs the memory of the run's processes."""
-        sides = self.found.sides
-        devices = sorted({device for side in sides.values() for device in side.memory if device != HOST})
+        peaks = {mode: self.found.memory.get(mode, {}) for mode in self.found.sides}
+        devices = sorted({device for each in peaks.values() for device in each if device != HOST})
         if not devices:
-            if not any(HOST in side.memory for side in sides.values()):
+            if not any(HOST in each for each in peaks.values()):
                 return []
-            return [self.line("memory", {m: _peak(s.memory.get(HOST)) for m, s in sides.items()})]
+            return [self.line("memory", {m: _peak(each.get(HOST)) for m, each in peaks.items()})]
         return [
             self.line(
                 ("peak " if index == 0 else "     ") + clean(device, 12).replace("cuda:", "gpu "),
-                {m: _peak(s.memory.get(device)) for m, s in sides.items()},
+                {m: _peak(each.get(device)) for m, each in peaks.items()},
             )
             for index, device in enumerate(devices)
         ]
@@ -201,7 +202,7 @@ class _CompareTable:
         ]
 
 
-def _laid(side: Side) -> list[Piece]:
+def _laid(side: Figures) -> list[Piece]:
     """The medians of a mode's phases in order, end to end."""
     pieces: list[Piece] = []
     at = 0
@@ -274,7 +275,7 @@ def _refused(scene: Scene) -> str:
 
 def _no_memory(found: Comparison) -> list[str]:
     """A note if only one mode has a memory figure, for example because the other was short."""
-    without = [side.mode for side in found.sides.values() if not side.memory]
+    without = [mode for mode in found.sides if mode not in found.memory]
     return [f"{mode}: no sample of its memory was read" for mode in without if len(without) == 1]
 
 
@@ -293,6 +294,6 @@ def _coverage(found: Comparison) -> str:
         f"median, p95 and phases without the first {SETTLING_STEPS} steps and the {SETTLING_STEPS} after each switch",
         "samples/s: all training, without pauses and evaluations",
     ]
-    if any(not peak.exact for side in found.sides.values() for peak in side.memory.values()):
+    if any(not peak.exact for mode in found.sides for peak in found.memory.get(mode, {}).values()):
         parts.append("≤: the peak came before this mode, which used at most that")
     return "; ".join(parts)

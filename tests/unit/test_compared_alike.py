@@ -72,7 +72,7 @@ def test_a_playback_compares_what_was_until_then(long: Path) -> None:
     player.seek(player.length_ns * 6 // 10)
     feed.tick()
     found, _ = judged(feed)
-    there = {mode: side.seen for mode, side in found.sides.items()}
+    there = found.seen
     assert there["dp"] < 3500, "what came later has no part in it"
     warm = {"single": 5, "dp": 10}
     for mode, side in found.sides.items():

@@ -173,7 +173,7 @@ def test_a_mode_that_was_not_seen_is_no_zero() -> None:
     warm = compare({"single": [], "dp": steps(100)}, seen={"single": 3, "dp": 105})
     assert warm.missing == "no verdict yet: it needs 20 more steps in single"
     assert warm.sides["single"].median_ns is None
-    assert warm.sides["single"].seen == 3
+    assert warm.seen["single"] == 3
 
 
 def test_only_steps_of_the_same_batch_are_compared() -> None:
@@ -243,7 +243,7 @@ def test_the_steps_after_a_change_of_mode_are_left_out() -> None:
     assert found.devices == ("cpu:0", "cpu:1")
     assert found.speedup is not None
     assert found.speedup.value == pytest.approx(5, rel=0.1)
-    assert found.sides["single"].seen == 60 + SETTLING_STEPS
+    assert found.seen["single"] == 60 + SETTLING_STEPS
 
 
 def test_a_mode_of_long_ago_keeps_its_steps() -> None:
@@ -279,7 +279,7 @@ def test_figures_of_alternating_fast_and_slow_seconds_are_those_of_all_steps() -
     for mode, all_steps in every.items():
         walls = sorted(one.wall_ns for one in all_steps)
         side = found.sides[mode]
-        assert side.seen == len(walls)
+        assert found.seen[mode] == len(walls)
         assert side.rate is not None
         assert side.rate.samples_per_s == pytest.approx(32e9 * len(walls) / sum(walls))
         assert side.median_ns == pytest.approx(walls[len(walls) // 2], rel=0.05)
@@ -314,9 +314,9 @@ def test_a_peak_of_another_mode_is_only_an_upper_bound() -> None:
     records += decoded([*training.switch("dp"), *training.run(50)])
     records += [memory(80, cuda_0=(400, 0), cuda_1=(120, 50)), memory(100, cuda_0=(400, 0), cuda_1=(130, 80))]
     found = compared(records)
-    assert found.sides["single"].memory == {"cuda:0": Peak(400, True)}
-    assert found.sides["dp"].memory["cuda:0"] == Peak(400, False)
-    assert found.sides["dp"].memory["cuda:1"] == Peak(130, True)
+    assert found.memory["single"] == {"cuda:0": Peak(400, True)}
+    assert found.memory["dp"]["cuda:0"] == Peak(400, False)
+    assert found.memory["dp"]["cuda:1"] == Peak(130, True)
 
 
 def test_memory_that_stays_resident_is_only_an_upper_bound() -> None:

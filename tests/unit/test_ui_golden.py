@@ -191,4 +191,4 @@ def test_the_recorded_run_is_read_completely_and_in_order() -> None:
     assert process.last_step.step == 190
     assert [(change.mode, change.step) for change in state.mode_changes] == [("dp", 1), ("single", 61), ("dp", 151)]
     assert process.compared is not None
-    assert {mode: side.seen for mode, side in process.compared.sides.items()} == {"dp": 100, "single": 90}
+    assert process.compared.seen == {"dp": 100, "single": 90}

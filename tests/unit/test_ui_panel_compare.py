@@ -176,9 +176,9 @@ def test_each_mode_has_its_own_memory(kind: str, name: str, later_s: int) -> Non
     """If its samples are older than the charts, the maximum of each minute is known."""
     events, training = two_visits(kind, later_s)
     scene = Scene(state_of(events), training.now, FACTS, alive=True)
-    found = panel_compare.figures(scene).sides
-    assert found["dp"].memory[name].bytes == 799 << 20
-    assert found["single"].memory[name].bytes == pytest.approx(399 << 20, rel=0.2)
+    found = panel_compare.figures(scene).memory
+    assert found["dp"][name].bytes == 799 << 20
+    assert found["single"][name].bytes == pytest.approx(399 << 20, rel=0.2)
     assert "memory" not in compare_text(scene, 60, 14)[-1]
 
 
@@ -187,9 +187,9 @@ def test_a_mode_without_samples_has_no_memory(kind: str, name: str) -> None:
     events, training = two_visits(kind)
     samples = [each for each in events if b"peak_bytes" in each or b"run_mem_bytes" in each]
     scene = Scene(state_of([each for each in events if each not in samples[:101]]), training.now, FACTS, alive=True)
-    found = panel_compare.figures(scene).sides
-    assert found["dp"].memory[name].bytes == 799 << 20
-    assert not found["single"].memory
+    found = panel_compare.figures(scene).memory
+    assert found["dp"][name].bytes == 799 << 20
+    assert "single" not in found
     for view in (View(), View(zoom="compare")):
         text = " ".join(compare_text(replace(scene, view=view), 60, 20))
         assert "single: no sample of its memory was read" in text

@@ -1,14 +1,15 @@
-"""The commands for existing runs: attach, ls, stop, export, keep, rm."""
+"""The commands for existing runs: attach, ls, stop, report, export, keep, rm."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.cleaning import clean, json_text
 from dpmon.cli.launch import has_screen, json_lines
@@ -16,15 +17,21 @@ from dpmon.cli.speak import closing, speak
 from dpmon.run import retention
 from dpmon.run.activities import describe_stall
 from dpmon.run.condition import goes_on, goes_on_elsewhere, run_state
+from dpmon.run.destination import opened, stdout
 from dpmon.run.reader import RunReader
 from dpmon.run.retention import is_kept
 from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info
 from dpmon.run.runs import find_run, list_runs, newest_run, short_name
 from dpmon.supervise.guard import repeated
 from dpmon.supervise.start import ensure_supervisor
-from dpmon.text.cells import cut, in_stream
+from dpmon.text.cells import cut, has_colours, in_stream
 from dpmon.text.quantities import clock, compact
 
+if TYPE_CHECKING:
+    from dpmon.report.document import Document
+
+WIDTH_NO_TERMINAL, WIDEST = 80, 120
+"""Columns of a report without a terminal, and the most on one."""
 _LAST_OUTPUT = 4096
 _COMMAND_CELLS = 12
 """Fewest cells of a command in a list for a terminal."""
@@ -91,6 +98,51 @@ def export(options: argparse.Namespace) -> int:
 
     write(find_run(options.run), options.format, options.output, options.kind)
     return 0
+
+
+# ------------------------------------------------------------------------------------------------ report
+
+
+def report(options: argparse.Namespace) -> int:
+    """Print the report, or write it to the chosen file."""
+    from dpmon.report.asjson import as_object
+    from dpmon.report.collect import collect
+    from dpmon.report.page import page
+    from dpmon.report.sections import document
+
+    directory, output = find_run(options.run), options.output
+    story = collect(directory)
+    if options.html:
+        text = page(document(story))
+        output = output or f"{short_name(load_info(directory))}.html"
+    elif options.json:
+        text = json_text(as_object(story), indent=1) + "\n"
+    else:
+        text = _report_text(document(story), on_terminal=output is None and sys.stdout.isatty())
+    if output in (None, "-"):
+        with stdout() as out:
+            out.write(text)
+        return 0
+    path = Path(output)
+    try:
+        with opened(path) as file:
+            file.write(text)
+    except OSError as error:
+        raise RunError(f"{path} cannot be written: {error.strerror or error}") from None
+    if options.html:
+        print(path)
+    return 0
+
+
+def _report_text(made: Document, *, on_terminal: bool) -> str:
+    from dpmon.report.text import text_lines
+
+    if not on_terminal:
+        return "\n".join(text_lines(made, WIDTH_NO_TERMINAL)) + "\n"
+    lines = text_lines(made, min(get_terminal_size((WIDTH_NO_TERMINAL, 24)).columns, WIDEST))
+    if has_colours(sys.stdout, os.environ):
+        lines = [f"\x1b[1m{line}\x1b[0m" if line and not line.startswith(" ") else line for line in lines]
+    return in_stream("\n".join(lines) + "\n", sys.stdout)
 
 
 # ------------------------------------------------------------------------------------------------ ls

@@ -31,10 +31,6 @@ def main(words: Sequence[str]) -> int:
             from dpmon.cli.launch import run
 
             return run(options)
-        if command == "report":
-            from dpmon.cli.report import report
-
-            return report(options)
         if command == "doctor":
             from dpmon.cli.doctor import doctor
 
@@ -45,6 +41,7 @@ def main(words: Sequence[str]) -> int:
             "attach": commands.attach,
             "ls": commands.ls,
             "stop": commands.stop,
+            "report": commands.report,
             "export": commands.export,
             "keep": commands.keep,
             "rm": commands.rm,

@@ -139,7 +139,7 @@ def test_the_screen_loads_neither_torch_nor_pynvml_nor_the_tracer() -> None:
 
 
 def test_exports_and_reports_load_neither_torch_nor_a_screen() -> None:
-    added = added_by(all_of("export", "report") + "\nimport dpmon.cli.report")
+    added = added_by(all_of("export", "report") + "\nimport dpmon.cli.commands")
     assert not tops(added) & {"torch", "numpy", "textual", "rich", "pynvml"}
     above = ("dpmon.tracer", "dpmon.gpu", "dpmon.supervise.supervisor", "dpmon.ui")
     assert not [name for name in added if name.startswith(above)]

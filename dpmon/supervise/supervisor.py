@@ -144,10 +144,8 @@ class Supervisor:
     # ------------------------------------------------------------------------------------------ start
 
     def _window(self) -> tuple[int, int]:
-        window = self._info.options.get("window")
-        if isinstance(window, (list, tuple)) and len(window) == 2 and all(type(n) is int for n in window):
-            return min(window[0], 9999), min(window[1], 9999)
-        return 24, 80
+        rows, columns = self._info.options.get("window", (24, 80))
+        return min(rows, 9999), min(columns, 9999)
 
     def _handle_signals(self) -> None:
         keep_statuses()
@@ -371,16 +369,9 @@ class Supervisor:
 
 def _descriptors() -> list[int]:
     """Open descriptors beyond the usual three, before dpmon opens any here."""
-    found = [int(name) for name in os.listdir("/proc/self/fd")]
-    return [fd for fd in found if fd > 2 and _is_open(fd)]
-
-
-def _is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:  # the descriptor of the listing itself
-        return False
-    return True
+    found = map(int, os.listdir("/proc/self/fd"))
+    # The listing has its own descriptor, which is closed by now.
+    return [fd for fd in found if fd > 2 and os.path.lexists(f"/proc/self/fd/{fd}")]
 
 
 def main(directory: str, how: str) -> None:

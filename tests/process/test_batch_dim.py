@@ -40,13 +40,36 @@ def test_the_dimension_of_the_batch_counts_the_samples(dpmon: Dpmon, by: str) ->
     assert calls[1].split(",")[at] == ("35" if by == "nothing" else "20")
 
 
-def test_a_toggle_splits_along_this_dimension(dpmon: Dpmon) -> None:
-    script = dpmon.script(SCRIPT.replace("torch.nn.LSTM(4, 8)", "torch.nn.Linear(4, 8)").replace(")[0].sum", ").sum"))
-    assert dpmon.run("--batch-dim", "1", "--replicas", "2", script).status == 0
-    calls = [record for record in dpmon.records() if record["kind"] == "call"]
-    shapes = [[size["shape"] for replica in call["replicas"] for size in replica["inputs"]] for call in calls]
-    assert shapes == [[[35, 10, 4]] * 2] * 8 + [[[35, 5, 4]] * 2] * 3
-    assert samples(dpmon) == [20] * 8 + [10] * 3
+ROWS_LAST = """
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.LSTM(4, 16)
+last = torch.nn.Linear(16, 10)
+
+class Last(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.last = model, last
+
+    def forward(self, x):  # its result has the batch in dimension 0
+        return self.last(self.lstm(x)[0][-1])
+
+net = Last()
+for _ in range(4):
+    print(torch.log_softmax(net(torch.randn(35, 20, 4)), 1)[:, 0].mean().item())
+"""
+"""A replica's result has as many columns as rows, so its shape does not show that it was joined along the wrong one."""
+
+
+def test_no_batch_is_split_along_another_dimension(dpmon: Dpmon) -> None:
+    alone = dpmon.run("--mode", "script", dpmon.script(ROWS_LAST))
+    split = dpmon.run("--batch-dim", "1", "--replicas", "2", dpmon.script(ROWS_LAST))
+    assert (split.status, split.out) == (0, alone.out)
+    records = dpmon.records()
+    assert {record["mode"] for record in records if record["kind"] == "call"} == {"single"}
+    (refusal,) = {record["refused"] for record in records if record["kind"] == "mode" and record["refused"]}
+    assert "along its first dimension only" in refusal
 
 
 @pytest.mark.parametrize("value", ["-1", "8", "x", "1.5"])

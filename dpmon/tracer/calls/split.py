@@ -260,8 +260,8 @@ class Split:
         plan = call.plan
         self._remember(call, module)
         try:
-            result = self.functional_for(plan)(module, args, plan.device_ids, None, call.site.dim, kwargs)
-            reason = changed_meaning(result, args, kwargs, call.site.dim, 0 if call.watch is None else call.watch.ran)
+            result = self.functional_for(plan)(module, args, plan.device_ids, None, 0, kwargs)
+            reason = changed_meaning(result, args, kwargs, 0 if call.watch is None else call.watch.ran)
         except Exception as error:  # noqa: BLE001 - without us this call would not have been data parallel
             self._fall_back(call, me, module, error, isinstance(error, Unsuited))
         else:
@@ -303,14 +303,14 @@ class Split:
         return fresh
 
 
-def changed_meaning(result: Any, args: Any, kwargs: Any, dim: int, replicas: int) -> str | None:
+def changed_meaning(result: Any, args: Any, kwargs: Any, replicas: int) -> str | None:
     """Return why dp would change the meaning of a result for the script; None if it would not.
 
     A script that uses DataParallel expects a vector of losses; other scripts do not.
     """
-    rows = sizes.first_rows(sizes.signature_of_call(args, kwargs), dim)
+    rows = sizes.first_rows(sizes.signature_of_call(args, kwargs))
     for tensor in sizes.tensors_in(result):
-        count = tensor.shape[dim] if tensor.dim() > dim else 0
+        count = tensor.shape[0] if tensor.dim() else 0
         if count != rows:
             kind = "a scalar" if tensor.dim() == 1 and count == replicas else "tensors of other lengths"
             return f"{ROWS}: the model returns {kind} for the {rows} rows of the batch"

@@ -308,6 +308,8 @@ class Modes:
         refusal = self._refusal(module) or unsplittable(module)
         if self.splits_itself(module):
             refusal = "its own forward runs a part of it data-parallel"
+        if self.session.config.batch_dim:
+            refusal = "--batch-dim is not 0: dpmon splits a batch along its first dimension only"
         if refusal is not None:
             return refused(here[0], refusal)
         return self._spread(inner)

@@ -114,7 +114,7 @@ def _findings(part: Findings, width: int) -> list[str]:
 def _bars(part: Bars, width: int) -> list[str]:
     bins = part.bins
     first, last = bins[0].start_ns, max(one.end_ns for one in bins)
-    cells = min(width - 4, 120, (last - first) // part.bin_ns)
+    cells = max(min(width - 4, 120, (last - first) // part.bin_ns), 1)  # the last stretch may be shorter than others
     sums = [[0, 0] for _ in range(cells)]
     for one in bins:
         begin, end = ((at - first) * cells for at in (one.start_ns, one.end_ns))

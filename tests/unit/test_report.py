@@ -364,7 +364,7 @@ def test_the_number_of_stretches_is_bounded_and_no_step_is_lost(state: Path) -> 
 def test_two_modes_within_one_stretch_that_is_cut_short_are_one_bar(both: Path) -> None:
     story = replace(collect(both), bin_ns=3600 * SECOND)
     assert {one.mode for one in story.bins} == {"dp", "single"}
-    assert "  █" in text_lines(story, 100)
+    assert "  █" in text_lines(document(story), 100)
 
 
 def test_time_without_steps_is_a_gap_and_a_long_step_is_none(state: Path) -> None:

@@ -46,7 +46,7 @@ from dpmon.tracer.calls.sites import Sites
 from dpmon.tracer.calls.split import Split
 from dpmon.tracer.collectives import Collectives, GradientSync
 from dpmon.tracer.core.exceptions import uncaught
-from dpmon.tracer.core.frames import hide_from_dynamo
+from dpmon.tracer.core.frames import Function, hide_from_dynamo
 from dpmon.tracer.core.session import Config, Session, rank_and_world
 from dpmon.tracer.devices.timing import cuda_starting
 from dpmon.tracer.memory import allocator
@@ -146,7 +146,7 @@ def install() -> None:
         hide_from_dynamo()
 
 
-def _everywhere(original: Any, name: str, traced: Any) -> None:
+def _everywhere(original: object, name: str, traced: object) -> None:
     """Put a function's traced form wherever a script may import it from, so that all imports get the same object."""
     for place in ("", ".data_parallel", ".replicate", ".parallel_apply", ".scatter_gather"):
         module = importlib.import_module(f"torch.nn.parallel{place}")
@@ -154,10 +154,10 @@ def _everywhere(original: Any, name: str, traced: Any) -> None:
             setattr(module, name, traced)
 
 
-def _constructing(original: Callable[..., Any], modes: Modes, calls: CallTracer) -> Callable[..., Any]:
+def _constructing(original: Function, modes: Modes, calls: CallTracer) -> Function:
     """Return the traced form of DataParallel.__init__, which notes `dim`: torch does not store it without GPUs."""
 
-    def made(_: object, began: int, wrapper: Any, module: Any, *given: Any, dim: int = 0, **named: Any) -> None:
+    def made(_: object, __: int, wrapper: object, module: object, *given: Any, dim: int = 0, **more: object) -> None:
         modes.constructed(wrapper, given[2] if len(given) > 2 else dim)
         if type(wrapper) is not torch.nn.DataParallel:
             calls.adopt(type(wrapper))

@@ -18,7 +18,7 @@ from dpmon.record.spans import FLAGS_AT, INSIDE_AT, Flag, Kind
 from dpmon.span_ring import Word
 from dpmon.tracer.calls.sites import Functional, Site, Sites
 from dpmon.tracer.calls.split import Split, SplitCall
-from dpmon.tracer.core.frames import drop_frames, named_like, with_own_code
+from dpmon.tracer.core.frames import Function, drop_frames, named_like, with_own_code
 from dpmon.tracer.core.module_tables import in_training_mode
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.core.threads import Thread
@@ -45,12 +45,12 @@ class CallTracer:
 
     def wrapper(
         self,
-        original: Callable[..., Any],
-        other: Callable[..., Any],
+        original: Function,
+        other: Function,
         site_of: Callable[[Any, Thread, Any], Site | None],
         *,
         root: bool,
-    ) -> Callable[..., Any]:
+    ) -> Function:
         """The traced form of `original`, a function of a module and its arguments.
 
         `site_of(module, thread, args)` makes the site of a module at its first call; None if its calls are not
@@ -67,7 +67,7 @@ class CallTracer:
         clock, tensor = monotonic_ns, torch.Tensor
         run, settle = self.split.run, self.split.settle
 
-        def traced(module: Any, *args: Any, **kwargs: Any) -> Any:
+        def traced(module: object, *args: object, **kwargs: object) -> Any:
             if is_compiling():
                 return original(module, *args, **kwargs)
             me = around = None
@@ -177,22 +177,22 @@ class CallTracer:
 
         return named_like(traced, original)
 
-    def flags(self, module: Any) -> int:
+    def flags(self, module: object) -> int:
         """Return the flags for a call's span: whether the module trains, and whether gradients are enabled."""
         return (Flag.TRAINING * in_training_mode(module) | Flag.GRAD * torch.is_grad_enabled()) << FLAGS_AT
 
     # ---------------------------------------------------------------- DataParallel
 
-    def forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self, original: Function) -> Function:
         """The traced form of DataParallel.forward."""
 
-        def other(module: Any, me: Thread, args: Any, kwargs: Any) -> Any:
+        def other(module: object, me: Thread, args: Any, kwargs: Any) -> Any:
             return original(module, *args, **kwargs)
 
-        traced: Callable[..., Any] = with_own_code(self.wrapper(original, other, self._wrapper_site, root=False))
+        traced: Function = with_own_code(self.wrapper(original, other, self._wrapper_site, root=False))
         return traced
 
-    def _wrapper_site(self, module: Any, me: Thread, args: Any) -> Site | None:
+    def _wrapper_site(self, module: object, me: Thread, args: object) -> Site | None:
         if not self.session.ready():
             return None
         return self.sites.ready(self.sites.of_wrapper(module))
@@ -210,19 +210,19 @@ class CallTracer:
 
     # ---------------------------------------------------------------- the functional form
 
-    def functional(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def functional(self, original: Function) -> Function:
         """The traced form of the function torch.nn.parallel.data_parallel."""
 
-        def run(call: Functional, *args: Any, **kwargs: Any) -> Any:
+        def run(call: Functional, *args: object, **kwargs: object) -> Any:
             ids, output, dim = call.given
             return original(call.module, args, ids, output, dim, kwargs)
 
-        def other(call: Functional, me: Thread, args: Any, kwargs: Any) -> Any:
+        def other(call: Functional, me: Thread, args: object, kwargs: object) -> Any:
             return self._unrecorded(original, me, call, args, kwargs)
 
         traced = self.wrapper(run, other, self._functional_site, root=False)
 
-        def data_parallel(*args: Any, **kwargs: Any) -> Any:
+        def data_parallel(*args: object, **kwargs: object) -> Any:
             if torch.compiler.is_dynamo_compiling():
                 return original(*args, **kwargs)
             try:
@@ -238,7 +238,7 @@ class CallTracer:
 
         return named_like(data_parallel, original)
 
-    def _bound(self, args: Any, kwargs: Any) -> Any:
+    def _bound(self, args: object, kwargs: object) -> Any:
         """Return a stand-in for the module, and its arguments; None to run the call as written. Never raises."""
         with self.session.guarded("functional"):
             bound = _bind(args, kwargs)
@@ -248,14 +248,14 @@ class CallTracer:
                 return self.sites.functional(module, _as_given(given)), inputs, named or {}
         return None
 
-    def _functional_site(self, call: Functional, me: Thread, args: Any) -> Site | None:
+    def _functional_site(self, call: Functional, me: Thread, args: object) -> Site | None:
         if not self.session.ready():
             return None
         if me.inside == Kind.CALL and me.root is not None:
             self.sites.splits_itself(me.root)
         return self.sites.ready(self.sites.of_functional(call))
 
-    def _unrecorded(self, original: Callable[..., Any], me: Thread, call: Functional, args: Any, kwargs: Any) -> Any:
+    def _unrecorded(self, original: Function, me: Thread, call: Functional, args: object, kwargs: object) -> Any:
         """Run the function without recording it. Without GPUs, it still needs virtual replicas."""
         ids, output, dim = call.given
         inside = me.inside
@@ -279,11 +279,11 @@ class CallTracer:
 class _Forward:
     """Descriptor for the forward of a script's subclass: instances get the traced function, the class the original."""
 
-    def __init__(self, original: Any, traced: Any) -> None:
+    def __init__(self, original: object, traced: Function) -> None:
         self._original = original
         self._traced = traced
 
-    def __get__(self, module: Any, owner: Any = None) -> Any:
+    def __get__(self, module: object, owner: object = None) -> Any:
         return self._original if module is None else MethodType(self._traced, module)
 
     def __reduce__(self) -> Any:

@@ -6,7 +6,6 @@ into calls. A replica may be any callable passed to parallel_apply, not only one
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from threading import get_ident
 from time import monotonic_ns
@@ -18,7 +17,7 @@ from dpmon.record.spans import FLAGS_AT, INSIDE_AT, Flag, Kind
 from dpmon.span_ring import Word
 from dpmon.tracer.calls.replicas import ODD, ReplicaWatch, Unsuited
 from dpmon.tracer.calls.sites import Site, Sites
-from dpmon.tracer.core.frames import drop_frames, named_like
+from dpmon.tracer.core.frames import Function, drop_frames, named_like
 from dpmon.tracer.core.module_tables import in_training_mode, name_of
 from dpmon.tracer.core.session import Memo, Session
 from dpmon.tracer.core.sizes import leaves
@@ -44,14 +43,14 @@ class Primitives:
         self.originals = originals
         self.compositions = compositions
 
-    def traced(self, number: int) -> Callable[..., Any]:
+    def traced(self, number: int) -> Function:
         """The traced form of one function in `Originals.all`."""
         recorder, compositions = self.recorder, self.compositions
         original, kind = self.originals.all[number], KIND_OF[number]
         fault = recorder.session.fault
         is_compiling = torch.compiler.is_dynamo_compiling
 
-        def phase(*args: Any, **kwargs: Any) -> Any:
+        def phase(*args: object, **kwargs: object) -> Any:
             if is_compiling():
                 return original(*args, **kwargs)
             me, inside = None, 0
@@ -117,7 +116,7 @@ class Compositions:
         """Set the initial state, also in a forked child."""
         self._sites.clear()
 
-    def run(self, me: Thread, number: int, kind: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(self, me: Thread, number: int, kind: int, original: Function, args: Any, kwargs: Any) -> Any:
         """Run a primitive that the script calls itself. The caller removes our frames from a traceback."""
         session, recorder = self.session, self.recorder
         inside = me.inside
@@ -159,7 +158,7 @@ class Compositions:
             if watch is not None:
                 watch.close()
 
-    def _sizes(self, me: Thread, number: int, kind: int, args: Any, kwargs: Any, result: Any) -> int:
+    def _sizes(self, me: Thread, number: int, kind: int, args: Any, kwargs: Any, result: object) -> int:
         """Return the sizes for a primitive's span; store the devices passed to the primitive in `me.passed_devices`."""
         if kind == Kind.GATHER:
             return self.session.outputs(result, Memo()) << 32
@@ -172,7 +171,7 @@ class Compositions:
             me.passed_devices = _several(args[position] if len(args) > position else kwargs.get("devices"))
         return 0
 
-    def _begins(self, me: Thread, virtual: Any, args: Any, kwargs: Any) -> tuple[ReplicaWatch, int] | None:
+    def _begins(self, me: Thread, virtual: object, args: Any, kwargs: Any) -> tuple[ReplicaWatch, int] | None:
         """Return the watch of a new parallel_apply and the flags for its span; None if it is not recorded."""
         recorder, modes = self.recorder, self.modes
         modules = args[0] if args else kwargs.get("modules")
@@ -240,6 +239,6 @@ def _scattered(number: int, args: Any, kwargs: Any) -> tuple[list[Any], tuple[An
     return found, _several(devices)
 
 
-def _several(devices: Any) -> tuple[Any, ...] | None:
+def _several(devices: object) -> tuple[Any, ...] | None:
     """Return a copy of a list of devices, because dpmon must not keep the script's list alive; None if not a list."""
     return tuple(devices) if isinstance(devices, (list, tuple, range)) else None

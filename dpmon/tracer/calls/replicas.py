@@ -50,7 +50,7 @@ class Probe:
         self._mark: Any = None
         """Its device time; None if it is not timed."""
 
-    def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(self, module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook: runs on the replica's thread. It returns None, so the inputs stay unchanged.
 
         A module may call itself. The outermost call has the inputs and outputs of the replica.
@@ -69,7 +69,7 @@ class Probe:
             recorder.session.fault("hooks", error)
         self._began = monotonic_ns()
 
-    def leave(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def leave(self, module: object, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
         """Forward hook; torch calls it with None for a replica that raised."""
         now = monotonic_ns()
         watch = self._watch
@@ -103,7 +103,7 @@ class Probe:
             mark.written(number)
         watch.ran += 1
 
-    def hook(self, replica: Any) -> None:
+    def hook(self, replica: object) -> None:
         """Put the two hooks on a replica, after the script's own hooks."""
         own = replica.__dict__
         for name, hook in (("_forward_pre_hooks", self.enter), ("_forward_hooks", self.leave)):
@@ -113,7 +113,7 @@ class Probe:
             own[name] = OrderedDict(own[name])
             own[name][KEY] = True
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run the callable of this probe. parallel_apply calls the probe in place of the callable."""
         self.enter(None, args, kwargs)
         try:

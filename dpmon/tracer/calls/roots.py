@@ -21,7 +21,7 @@ import torch
 from dpmon.record.spans import Kind
 from dpmon.tracer.calls.call_wrapper import CallTracer
 from dpmon.tracer.calls.sites import Site
-from dpmon.tracer.core.frames import first_argument
+from dpmon.tracer.core.frames import Function, first_argument
 from dpmon.tracer.core.module_tables import MODULES, class_name, modules_of, parameters_of, values_of
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.core.threads import Thread
@@ -58,7 +58,7 @@ class _RootCall:
     def __init__(self, roots: Roots) -> None:
         self._called, self._original, self._watcher = roots.called, roots.original, roots.watcher
 
-    def __get__(self, module: Any, owner: Any = None) -> Any:
+    def __get__(self, module: object, owner: object = None) -> Any:
         now = Module.__call__
         if module is None:  # torch.compile looks here, and expects the class's own function
             return self._original if now is self._watcher else now
@@ -79,7 +79,7 @@ class Roots:
         self.recorder = recorder
         self.calls = calls
         self._guard = session.guarded("modules", fatal=False)
-        self.original: Callable[..., Any] = torch.nn.Module.__call__
+        self.original: Function = torch.nn.Module.__call__
         self.called = calls.wrapper(self.original, self._other, self._site_of, root=True)
         """Traces the calls of a root's class."""
         self.watcher = calls.wrapper(self.original, self._other, self._site_of, root=True)
@@ -119,7 +119,7 @@ class Roots:
         self.on_made: Callable[[], object] = lambda: None
         """Called when a module is made while no watch is active."""
 
-    def _other(self, module: Any, me: Thread, args: Any, kwargs: Any) -> Any:
+    def _other(self, module: object, me: Thread, args: Any, kwargs: Any) -> Any:
         """Run the call of a module that is not recorded. The caller removes our frames from a traceback."""
         if "_is_replica" not in module.__dict__:
             return self.original(module, *args, **kwargs)
@@ -130,7 +130,7 @@ class Roots:
         finally:
             me.inside = around
 
-    def _site_of(self, module: Any, me: Thread, args: Any) -> Site | None:
+    def _site_of(self, module: object, me: Thread, args: Any) -> Site | None:
         """The site of a module; None if its calls are not recorded."""
         if not self._is_root(module) or not self.session.ready():
             return None
@@ -148,7 +148,7 @@ class Roots:
             self._register(kind, called=True)
         return self.calls.sites.ready(self.calls.sites.of_root(module, args))
 
-    def _is_root(self, module: Any) -> bool:
+    def _is_root(self, module: object) -> bool:
         known = self._verdicts.get(id(module))
         if known is not None and known[0]() is module:
             return known[1]
@@ -162,7 +162,7 @@ class Roots:
             self._look_above(module)
         return verdict
 
-    def _look_above(self, module: Any) -> None:
+    def _look_above(self, module: object) -> None:
         """Warn if the script calls the forward of an enclosing module directly, so that only its parts are seen."""
         frame: Any = sys._getframe(1)
         while frame is not None:
@@ -221,7 +221,7 @@ class Roots:
         registering.register_module_parameter_registration_hook(self._given)
         registering.register_module_module_registration_hook(self._given)
 
-    def _given(self, module: Any, name: str, part: Any) -> None:
+    def _given(self, module: object, name: str, part: object) -> None:
         """Note a module that gets a parameter or a submodule, and trace the model inside a wrapper."""
         with self._guard:
             known = self._made.get(id(module))
@@ -302,7 +302,7 @@ class Roots:
         return self._due
 
 
-def _is_model(module: Any) -> bool:
+def _is_model(module: object) -> bool:
     """Whether calls of a module are recorded. Modules without parameters (a loss, a transform) are not.
 
     A DataParallel is traced through its forward.

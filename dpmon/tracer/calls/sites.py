@@ -39,7 +39,7 @@ class Functional:
 
     __slots__ = ("__weakref__", "_module", "given")
 
-    def __init__(self, module: Any, given: tuple[Any, ...]) -> None:
+    def __init__(self, module: object, given: tuple[Any, ...]) -> None:
         self._module = weakref.ref(module)
         self.given = given
         """Devices, output device and dim."""
@@ -82,7 +82,7 @@ class Site:
         "via",
     )
 
-    def __init__(self, module: Any, plan: Plan, via: str | None, gone: Callable[[Any], object]) -> None:
+    def __init__(self, module: object, plan: Plan, via: str | None, gone: Callable[[Any], object]) -> None:
         self.module = weakref.ref(module, gone)
         self.plan = plan
         self.via = via
@@ -180,7 +180,7 @@ class Sites:
         site.own = own_methods(type(module))
         return site
 
-    def functional(self, module: Any, given: tuple[Any, ...]) -> Functional:
+    def functional(self, module: object, given: tuple[Any, ...]) -> Functional:
         """Return the stand-in for a module passed to `data_parallel`. `given`: devices, output device and dim."""
         found = self._functionals.get(id(module))
         if found is None or found.given != given or found.module is not module:
@@ -198,7 +198,7 @@ class Sites:
         site.place = Place(module)
         return site
 
-    def _new(self, module: Any, plan: Plan, via: str | None) -> Site:
+    def _new(self, module: object, plan: Plan, via: str | None) -> Site:
         key, known = id(module), self.known
         return Site(module, plan, via, lambda _: known.pop(key, None))
 
@@ -221,7 +221,7 @@ class Sites:
         self.known[id(module)] = site
         return site
 
-    def number(self, module: Any) -> int:
+    def number(self, module: object) -> int:
         """Return the number of a model, valid while it lives. Its wrappers and called parts share the number."""
         inner = wrapped_by(module)
         known = self._numbers.get(id(inner))
@@ -231,7 +231,7 @@ class Sites:
             known = self._numbers[id(inner)] = weakref.ref(inner), self._number_of_kin(inner) or next(self._next)
         return known[1]
 
-    def _number_of_kin(self, module: Any) -> int:
+    def _number_of_kin(self, module: object) -> int:
         """Return the number of a known model that contains the module or is part of it; 0 if there is none."""
         if not isinstance(module, torch.nn.Module):
             return 0
@@ -286,5 +286,5 @@ def weights_given(kind: type) -> int:
     return {"FunctionalModule": 1, "FunctionalModuleWithBuffers": 2}.get(kind.__name__, 0)
 
 
-def _holds_wrapper(module: Any) -> bool:
+def _holds_wrapper(module: object) -> bool:
     return any(isinstance(inner, torch.nn.DataParallel) for inner in modules_of(module))

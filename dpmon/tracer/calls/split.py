@@ -8,7 +8,6 @@ the buffers are restored first, until dp has worked once for the module.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from time import monotonic_ns
 from typing import Any
 
@@ -20,6 +19,7 @@ from dpmon.tracer.calls.replicas import ROWS, ReplicaWatch, Unsuited
 from dpmon.tracer.calls.sites import Functional, Site, Sites
 from dpmon.tracer.core import sizes
 from dpmon.tracer.core.exceptions import in_a_line
+from dpmon.tracer.core.frames import Function
 from dpmon.tracer.core.module_tables import buffers_of
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.core.threads import Thread
@@ -34,7 +34,7 @@ _OVERLAID = frozenset(("device_ids", "src_device_obj", "output_device", "dim"))
 class Before:
     """The random state and the buffers of a module, restored after a failed attempt at dp."""
 
-    def __init__(self, module: Any, device: torch.device) -> None:
+    def __init__(self, module: object, device: torch.device) -> None:
         self._random = torch.get_rng_state()
         self._device = device
         self._there = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -55,7 +55,7 @@ class SplitCall:
 
     __slots__ = ("around", "before", "head", "plan", "primitives", "running", "share", "site", "watch", "wrapped")
 
-    def __init__(self, site: Site, around: Any, watch: ReplicaWatch | None = None) -> None:
+    def __init__(self, site: Site, around: object, watch: ReplicaWatch | None = None) -> None:
         self.site = site
         self.plan = site.plan
         self.head = site.head
@@ -84,9 +84,9 @@ class Split:
         self.modes = modes
         self.sites = sites
         self.originals = originals
-        self._functionals: dict[Any, Callable[..., Any]] = {}
+        self._functionals: dict[Any, Function] = {}
 
-    def run(self, me: Thread, site: Site, original: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, me: Thread, site: Site, original: Function, module: object, args: Any, kwargs: Any) -> Any:
         """Run a call in place of `original(module, *args, **kwargs)`. The caller must call `settle` afterwards."""
         call = None
         with self.session.guarded("begin"):
@@ -160,9 +160,7 @@ class Split:
 
     # ---------------------------------------------------------------- the functional form
 
-    def _functional(
-        self, call: SplitCall, original: Callable[..., Any], functional: Functional, args: Any, kwargs: Any
-    ) -> Any:
+    def _functional(self, call: SplitCall, original: Function, functional: Functional, args: Any, kwargs: Any) -> Any:
         plan = call.plan
         module, (_, output, dim) = functional.module, functional.given
         if plan.device_ids is None:
@@ -182,10 +180,10 @@ class Split:
             result = self.originals.gather([result], output, dim)
         return result
 
-    def functional_for(self, plan: Plan) -> Callable[..., Any]:
+    def functional_for(self, plan: Plan) -> Function:
         """torch's function data_parallel over the devices of a plan."""
         if plan.virtual is None:
-            function: Callable[..., Any] = self.originals.data_parallel
+            function: Function = self.originals.data_parallel
             return function
         functional = self._functionals.get(plan.virtual)
         if functional is None:
@@ -194,9 +192,7 @@ class Split:
 
     # ---------------------------------------------------------------- DataParallel
 
-    def _wrapper(
-        self, call: SplitCall, me: Thread, original: Callable[..., Any], module: Any, args: Any, kwargs: Any
-    ) -> Any:
+    def _wrapper(self, call: SplitCall, me: Thread, original: Function, module: Any, args: Any, kwargs: Any) -> Any:
         plan = call.plan
         call.running = module
         if plan.device_ids is None:
@@ -229,7 +225,7 @@ class Split:
             return result
         return original(module, *args, **kwargs)
 
-    def _remember(self, call: SplitCall, module: Any) -> None:
+    def _remember(self, call: SplitCall, module: object) -> None:
         """Save the state that a first attempt at dp may change, in case it fails. Never raises."""
         if call.site.proven or call.plan.virtual is None:
             return
@@ -242,7 +238,7 @@ class Split:
             call.site.proven = True
             self.modes.succeeded(module)
 
-    def _take_back(self, module: Any, view: Any) -> None:
+    def _take_back(self, module: object, view: object) -> None:
         """Copy to the script's object the attributes that a subclass set on the view in the call. Never raises."""
         if type(module) is torch.nn.DataParallel:
             return
@@ -254,9 +250,7 @@ class Split:
 
     # ---------------------------------------------------------------- bare roots
 
-    def _root(
-        self, call: SplitCall, me: Thread, original: Callable[..., Any], module: Any, args: Any, kwargs: Any
-    ) -> Any:
+    def _root(self, call: SplitCall, me: Thread, original: Function, module: object, args: Any, kwargs: Any) -> Any:
         plan = call.plan
         self._remember(call, module)
         try:
@@ -297,13 +291,13 @@ class Split:
             # the call's arguments alive until the next garbage collection.
             why.__traceback__ = None
 
-    def _planned_anew(self, site: Site, module: Any) -> Site:
+    def _planned_anew(self, site: Site, module: object) -> Site:
         fresh = self.sites.of_root(module, ()) if site.via is None else self.sites.of_wrapper(module)
         self.sites.ready(fresh)
         return fresh
 
 
-def changed_meaning(result: Any, args: Any, kwargs: Any, replicas: int) -> str | None:
+def changed_meaning(result: object, args: Any, kwargs: Any, replicas: int) -> str | None:
     """Return why dp would change the meaning of a result for the script; None if it would not.
 
     A script that uses DataParallel expects a vector of losses; other scripts do not.
@@ -317,7 +311,7 @@ def changed_meaning(result: Any, args: Any, kwargs: Any, replicas: int) -> str |
     return None
 
 
-def _view(module: Any, plan: Plan, dim: int) -> Any:
+def _view(module: object, plan: Plan, dim: int) -> Any:
     """Return a copy of a DataParallel with other devices. It shares all else with `module`, which stays unchanged."""
     ids = list(plan.device_ids or ())
     view: Any = object.__new__(type(module))

@@ -47,7 +47,7 @@ class Part:
 
     __slots__ = ("device", "enter", "leave", "module", "name")
 
-    def __init__(self, name: str, module: Any, device: str | None) -> None:
+    def __init__(self, name: str, module: object, device: str | None) -> None:
         self.name = name
         self.module = weakref.ref(module)
         self.device = device
@@ -106,7 +106,7 @@ class Stages:
         session, guard = self.session, self.session.guarded("stages")
         got, gave = Memo(), Memo()
 
-        def enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def enter(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if get_ident() != self._thread:
                 self._elsewhere = True
                 return
@@ -130,7 +130,7 @@ class Stages:
                 self._current = last
                 last.began = last.began or monotonic_ns()
 
-        def leave(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        def leave(module: object, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
             now = monotonic_ns()
             if get_ident() != self._thread or not any(known is part for known, _ in self._running):
                 return  # a hook of the script raised before `enter` ran
@@ -212,12 +212,12 @@ _TABLES = (
 )
 
 
-def _device_of(value: Any) -> str | None:
+def _device_of(value: object) -> str | None:
     found = tensors_in(value)
     return str(found[0].device) if found else None
 
 
-def stages_of(module: Any, session: Session) -> Stages | None:
+def stages_of(module: object, session: Session) -> Stages | None:
     """Make the stages of a root; None if the root is on one device."""
     devices = _devices(module)
     if len(devices) < 2:
@@ -228,7 +228,7 @@ def stages_of(module: Any, session: Session) -> Stages | None:
     return Stages(session, devices, parts, None)
 
 
-def _devices(module: Any) -> tuple[str, ...]:
+def _devices(module: object) -> tuple[str, ...]:
     """Return the devices of the parameters and buffers, in order of appearance."""
     found: dict[Any, None] = {}
     for tensors in (parameters_of(module), buffers_of(module)):
@@ -248,7 +248,7 @@ def _parts(module: Any, prefix: str, depth: int) -> Iterator[Part]:
             yield Part(shortened(path, MAX_PATH), child, devices[0] if devices else None)
 
 
-def _compiled(module: Any) -> bool:
+def _compiled(module: object) -> bool:
     return any(
         getattr(inner, "_compiled_call_impl", None) is not None or type(inner).__module__.startswith("torch._dynamo")
         for inner in modules_of(module)

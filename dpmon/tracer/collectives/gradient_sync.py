@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from dpmon.record.spans import FLAGS_AT, LEAD_NS, MAX_LEAD, SITE_AT, WRAPPER_AT, Flag, Kind
-from dpmon.tracer.core.frames import drop_frames, named_like
+from dpmon.tracer.core.frames import Function, drop_frames, named_like
 from dpmon.tracer.core.module_tables import class_name
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.core.threads import Thread
@@ -86,11 +86,11 @@ class GradientSync:
             self._recorder.on_gradients = self._backward_ended
             self._recorder.on_backward_begins = self._backward_begins
 
-    def _traced(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _traced(self, original: Function) -> Function:
         is_compiling, clock, is_grad_enabled = torch.compiler.is_dynamo_compiling, monotonic_ns, torch.is_grad_enabled
         wrappers, waiting, threads = self._wrappers, self._waiting, self._recorder.threads
 
-        def _post_forward(module: Any, output: Any) -> Any:
+        def _post_forward(module: Any, output: object) -> Any:
             if is_compiling():
                 return original(module, output)
             began = clock()
@@ -116,7 +116,7 @@ class GradientSync:
 
         return named_like(_post_forward, original)
 
-    def _known(self, module: Any) -> _TracedWrapper:
+    def _known(self, module: object) -> _TracedWrapper:
         """Remember a wrapper while it lives."""
         key, wrappers = id(module), self._wrappers
         wrapper = wrappers[key] = _TracedWrapper(module, next(self._made), lambda _: wrappers.pop(key, None))
@@ -151,7 +151,7 @@ class GradientSync:
                 if timing is not None:
                     self._mark = timing.begin(me, Kind.SYNC)
 
-        def begins(_: Any) -> None:
+        def begins(_: object) -> None:
             with guard:
                 handle.remove()
                 _engine.queue_callback(computed)
@@ -207,7 +207,7 @@ class GradientSync:
                 self._finish(wrapper, wrapper.module(), ended)
                 break
 
-    def _finish(self, wrapper: _TracedWrapper, module: Any, ended: int) -> None:
+    def _finish(self, wrapper: _TracedWrapper, module: object, ended: int) -> None:
         """Count the finished backward pass of a wrapper, and record the wrapper's facts when they are due."""
         wrapper.waits = False
         self._waiting.remove(wrapper)
@@ -386,5 +386,5 @@ def _times(wrapper: _TracedWrapper, data: Any) -> dict[str, Any]:
     return {**times, "absent": absent}
 
 
-def _whole(text: Any) -> list[int]:
+def _whole(text: object) -> list[int]:
     return [int(part) for part in text.split(",")] if isinstance(text, str) and text else []

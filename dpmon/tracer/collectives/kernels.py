@@ -27,7 +27,7 @@ import torch
 from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind
 from dpmon.record.wire import Unended
 from dpmon.tracer.collectives.ends import CollectiveSample, Ends, Launched
-from dpmon.tracer.core.frames import drop_frames, outwards
+from dpmon.tracer.core.frames import Function, drop_frames, outwards
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.steps.recorder import Recorder
 
@@ -154,10 +154,10 @@ class Kernels:
             self._library = None
         self._groups.clear()
 
-    def _kernel(self, op: Any, operator: Operator, below: Any) -> Callable[..., Any]:
+    def _kernel(self, op: Any, operator: Operator, below: object) -> Function:
         redispatch, clock, fault = op.redispatch, monotonic_ns, self._session.fault
 
-        def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        def kernel(keyset: Any, *args: object, **kwargs: object) -> Any:
             began = clock()
             try:
                 self._within += 1
@@ -182,7 +182,7 @@ class Kernels:
         return kernel
 
     def _launched(
-        self, operator: Operator, args: tuple[Any, ...], result: Any, began: int, now: int, launches: list[None]
+        self, operator: Operator, args: tuple[Any, ...], result: object, began: int, now: int, launches: list[None]
     ) -> None:
         """Record a collective that was just launched, and count it in `launches`."""
         recorder = self._recorder
@@ -220,7 +220,7 @@ class Kernels:
             else:
                 self._ends.wait_for(Launched(work, head, began, size))
 
-    def _group(self, boxed: Any, device: str) -> _ProcessGroup:
+    def _group(self, boxed: object, device: str) -> _ProcessGroup:
         group = _distributed().ProcessGroup.unbox(boxed)
         found = self._groups.get((group, device))
         if found is None:
@@ -234,7 +234,7 @@ class Kernels:
             found = self._groups[group, device] = _ProcessGroup(str(group.group_name), size, ranks, backend)
         return found
 
-    def _site(self, operation: str, group: _ProcessGroup, device: str, dtype: Any) -> int:
+    def _site(self, operation: str, group: _ProcessGroup, device: str, dtype: object) -> int:
         key = "collective", operation, group, device, dtype
 
         def spell() -> dict[str, Any]:

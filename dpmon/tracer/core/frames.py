@@ -12,6 +12,8 @@ from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+Function = Callable[..., Any]
+"""A function of torch or of the script."""
 OF_CALLS = frozenset(
     os.path.join(_HERE, "calls", f"{name}.py") for name in ("call_wrapper", "split", "primitives", "roots")
 )
@@ -95,7 +97,7 @@ def _overwrite(entry: TracebackType, following: TracebackType) -> None:
     entry.tb_next = following.tb_next
 
 
-def named_like(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+def named_like(wrapper: Function, original: Function) -> Function:
     """Give a wrapper the name, module and signature of the original."""
     for name in ("__module__", "__name__", "__qualname__", "__doc__"):
         setattr(wrapper, name, getattr(original, name))

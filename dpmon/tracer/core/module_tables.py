@@ -24,7 +24,7 @@ _TRACED = "_actual_script_module"
 """Attribute of a module from torch.jit.trace that holds its tables."""
 
 
-def _table(module: Any, name: str) -> Any:
+def _table(module: object, name: str) -> Any:
     """Return a table of a module: a dict, or a similar object of TorchScript; None if its `__init__` has not run."""
     own = module.__dict__
     if name not in own and _TRACED in own:
@@ -32,7 +32,7 @@ def _table(module: Any, name: str) -> Any:
     return own.get(name)
 
 
-def values_of(module: Any, table: str) -> list[Any]:
+def values_of(module: object, table: str) -> list[Any]:
     """Return the values in one of a module's own tables, without None."""
     found = _table(module, table)
     return [] if found is None else [value for value in list(found.values()) if value is not None]
@@ -50,7 +50,7 @@ def parts_of(tensor: Any) -> tuple[Any, ...]:
     return (tensor,)
 
 
-def modules_of(root: Any) -> Iterator[Any]:
+def modules_of(root: object) -> Iterator[Any]:
     """Yield the module and all its submodules, each once, parents before children."""
     seen = {id(root)}
     waiting = [root]
@@ -63,7 +63,7 @@ def modules_of(root: Any) -> Iterator[Any]:
                 waiting.append(part)
 
 
-def wrapped_by(module: Any) -> Any:
+def wrapped_by(module: object) -> Any:
     """The module inside wrappers; the module itself if it is not a wrapper."""
     for _ in range(_MAX_WRAPPERS):
         if isinstance(module, _WRAPPERS):
@@ -77,7 +77,7 @@ def wrapped_by(module: Any) -> Any:
     return module
 
 
-def in_training_mode(module: Any) -> bool:
+def in_training_mode(module: object) -> bool:
     """Whether the module inside wrappers is in training mode; the flag of a wrapper may differ.
 
     In torch 2.4, `eval` of a compiled model does not change the flag of its wrapper. A property of the script's class
@@ -91,13 +91,13 @@ def in_training_mode(module: Any) -> bool:
     return torch.is_grad_enabled() if of_script else bool(inner.training)
 
 
-def parameters_of(root: Any) -> Iterator[Any]:
+def parameters_of(root: object) -> Iterator[Any]:
     """Yield all parameters; a shared parameter appears more than once."""
     for module in modules_of(root):
         yield from values_of(module, PARAMETERS)
 
 
-def buffers_of(root: Any) -> Iterator[Any]:
+def buffers_of(root: object) -> Iterator[Any]:
     """Yield all buffers; a shared buffer appears more than once."""
     for module in modules_of(root):
         yield from values_of(module, BUFFERS)
@@ -111,7 +111,7 @@ class Place:
 
     __slots__ = ("_module", "_name", "_table", "device")
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: object) -> None:
         self.device: Any = None
         """A torch.device; None for a module without tensors."""
         for table in (PARAMETERS, BUFFERS):
@@ -145,7 +145,7 @@ _own_module = type.__dict__["__module__"].__get__
 _own_mro = type.__dict__["__mro__"].__get__
 
 
-def class_name(value: Any) -> str:
+def class_name(value: object) -> str:
     """The name of a value's class, as stored in the class; its metaclass cannot change it.
 
     fully_shard gives a module a class derived from the script's class; the result is the name of the script's class.
@@ -156,7 +156,7 @@ def class_name(value: Any) -> str:
     return shortened(_own_name(bases[at + 1] if at else kind))
 
 
-def is_a(value: Any, name: str) -> bool:
+def is_a(value: object, name: str) -> bool:
     """Whether a value's class is, or derives from, the class `name` of torch.distributed. Imports nothing."""
     return _place_of(name, _own_mro(type(value))) is not None
 
@@ -170,7 +170,7 @@ def _place_of(name: str, bases: tuple[type, ...]) -> int | None:
     return None
 
 
-def name_of(called: Any) -> str:
+def name_of(called: object) -> str:
     """Return the name of a callable: of a module's class, of a function, or of the function in a partial."""
     if isinstance(called, torch.nn.Module):
         return class_name(called)
@@ -185,7 +185,7 @@ class RootNames:
     def __init__(self) -> None:
         self._names: dict[int, tuple[Any, str]] = {}
 
-    def of(self, module: Any) -> str:
+    def of(self, module: object) -> str:
         """Return the class of a model without its wrappers, and what tells it from others of its class that live.
 
         That is its variable in the script if several of the class have one; else a number, from the second on.
@@ -202,7 +202,7 @@ class RootNames:
         return known[1]
 
 
-def _variable(model: Any, kind: str) -> str | None:
+def _variable(model: object, kind: str) -> str | None:
     """Return the class and global variable of a model; None unless several variables hold models of this class."""
     variables: dict[int, str] = {}
     for name, value in list(getattr(sys.modules.get("__main__"), "__dict__", {}).items()):

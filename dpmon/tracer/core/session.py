@@ -25,7 +25,7 @@ from dpmon.span_ring import SLOTS, SpanRing
 from dpmon.tracer.append import append, note
 from dpmon.tracer.core import sizes
 from dpmon.tracer.core.exceptions import in_a_line
-from dpmon.tracer.core.frames import drop_frames, named_like
+from dpmon.tracer.core.frames import Function, drop_frames, named_like
 
 Tensor = torch.Tensor
 
@@ -235,14 +235,14 @@ class Session:
             self._unwritten.append(line)
         return False
 
-    def write_line(self, **data: Any) -> None:
+    def write_line(self, **data: object) -> None:
         """Write a line for the assembler only."""
         if self.ring is not None:
             with self._lock:
                 self._retry_ns = 0
                 self._line(data)
 
-    def event(self, kind: str, fill: str | None = None, **data: Any) -> None:
+    def event(self, kind: str, fill: str | None = None, **data: object) -> None:
         """Write a rare record of this process.
 
         `fill`: whether it gets the step and call numbers of the "next" or the "last" call; None for neither.
@@ -271,11 +271,11 @@ class Session:
         lone = args[0] if len(args) == 1 and not kwargs else None
         return self._looked_at("0", lone, memo, lambda: sizes.signature_of_call(args, kwargs))
 
-    def outputs(self, value: Any, memo: Memo) -> int:
+    def outputs(self, value: object, memo: Memo) -> int:
         """Return the number of the definition for the sizes of a result; 0 if they could not be read."""
         return self._looked_at("", value, memo, lambda: sizes.signature_of_value(value))
 
-    def _looked_at(self, lone_path: str, lone: Any, memo: Memo, signature: Callable[[], Any]) -> int:
+    def _looked_at(self, lone_path: str, lone: object, memo: Memo, signature: Callable[[], Any]) -> int:
         """Return the number of the definition of a signature. The memo caches it if `lone` is a plain tensor."""
         try:
             if torch._C._len_torch_function_stack():
@@ -294,7 +294,7 @@ class Session:
             self.fault("sizes", error, fatal=False)
             return 0
 
-    def sizes(self, lone_path: str, signature: Any) -> int:
+    def sizes(self, lone_path: str, signature: object) -> int:
         """Return the number of the definition of a signature (see dpmon.tracer.core.sizes)."""
         return self.define((lone_path, signature), lambda: sizes.spell_out(signature, lone_path), self._sizes)
 
@@ -316,16 +316,14 @@ class Session:
 
     # ---------------------------------------------------------------- wrappers and faults
 
-    def followed(
-        self, original: Callable[..., Any], after: Callable[..., object], where: str, fatal: bool = True
-    ) -> Callable[..., Any]:
+    def followed(self, original: Function, after: Callable[..., object], where: str, fatal: bool = True) -> Function:
         """Return the traced form of a function: calls `after(result, began, *args, **kwargs)` when it has returned.
 
         `began`: its start (monotonic ns). Faults of `after` are guarded. Not for the hot path.
         """
         guard, is_compiling = self.guarded(where, fatal), torch.compiler.is_dynamo_compiling
 
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args: object, **kwargs: object) -> Any:
             if is_compiling():
                 return original(*args, **kwargs)
             began = monotonic_ns()

@@ -33,7 +33,7 @@ MAX_EXTENTS = 2048
 """Most dimensions in one definition, summed over all shapes."""
 
 
-def signature_of_value(value: Any) -> Hashable:
+def signature_of_value(value: object) -> Hashable:
     """Return the signature of a result: (shape, dtype) of a lone tensor, else the result of `leaves`."""
     if type(value) is Tensor:
         return value.shape, value.dtype
@@ -55,7 +55,7 @@ def signature_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hasha
     return _bounded(found, budget)
 
 
-def leaves(value: Any, path: str) -> tuple[Any, ...]:
+def leaves(value: object, path: str) -> tuple[Any, ...]:
     """Return (path, shape, dtype) of each tensor in `value`. Paths begin with `path`. A DTensor adds its full shape."""
     found: list[Any] = []
     budget = [MAX_VISITED]
@@ -69,7 +69,7 @@ def _bounded(found: list[Any], budget: list[int]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _walk(value: Any, path: str, found: list[Any], budget: list[int], depth: int) -> None:
+def _walk(value: object, path: str, found: list[Any], budget: list[int], depth: int) -> None:
     if len(found) > MAX_LEAVES or budget[0] < 0 or depth > MAX_DEPTH:
         return
     budget[0] -= 1
@@ -101,7 +101,7 @@ def _shape_and_dtype(tensor: Any) -> tuple[Any, ...]:
     return (shape, dtype) if local is None else (torch.Size(local), dtype, shape)
 
 
-def _children(value: Any) -> Any:
+def _children(value: object) -> Any:
     if isinstance(value, dict):
         return ((str(key), child) for key, child in value.items())
     if isinstance(value, tuple):
@@ -146,14 +146,14 @@ def spell_out(signature: Any, lone_path: str) -> list[tuple[Any, ...]]:
     return result
 
 
-def tensors_in(value: Any) -> list[Tensor]:
+def tensors_in(value: object) -> list[Tensor]:
     """Return the tensors among the first MAX_CHECKED values in a value. Do not keep them beyond the call."""
     found: list[Tensor] = []
     _collect(value, found, [MAX_CHECKED], 0)
     return found
 
 
-def _collect(value: Any, found: list[Tensor], budget: list[int], depth: int) -> None:
+def _collect(value: object, found: list[Tensor], budget: list[int], depth: int) -> None:
     if budget[0] <= 0 or depth > MAX_DEPTH:
         return
     budget[0] -= 1
@@ -164,7 +164,7 @@ def _collect(value: Any, found: list[Tensor], budget: list[int], depth: int) -> 
             _collect(child, found, budget, depth + 1)
 
 
-def gathers(value: Any, depth: int = 0) -> bool:
+def gathers(value: object, depth: int = 0) -> bool:
     """Whether torch's gather preserves a result: tensors with rows, None, and dicts, lists and tuples of these."""
     if value is None or isinstance(value, Tensor):
         return value is None or value.dim() > 0

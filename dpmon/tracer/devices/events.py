@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from dpmon.record.wire import Untimed
-from dpmon.tracer.core.frames import drop_frames, named_like
+from dpmon.tracer.core.frames import Function, drop_frames, named_like
 
 MAX_PENDING = 128
 """Most phases of a device that wait for their times."""
@@ -48,8 +48,8 @@ class Captures:
         begin, end = kind.capture_begin, kind.capture_end
         kind.capture_begin, kind.capture_end = self._beginning(begin), self._ending(end)
 
-    def _beginning(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
+    def _beginning(self, original: Function) -> Function:
+        def capture_begin(graph: object, *args: object, **kwargs: object) -> Any:
             key, graphs = id(graph), self._graphs
             try:
                 # Set before the capture begins: a query in between would end it.
@@ -63,8 +63,8 @@ class Captures:
 
         return named_like(capture_begin, original)
 
-    def _ending(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def capture_end(graph: Any, *args: Any, **kwargs: Any) -> Any:
+    def _ending(self, original: Function) -> Function:
+        def capture_end(graph: object, *args: object, **kwargs: object) -> Any:
             key = id(graph)
             try:
                 return original(graph, *args, **kwargs)
@@ -115,7 +115,7 @@ class TorchEvents:
         """An event with timing; CUDA creates it when it is first recorded."""
         return _cuda.Event(enable_timing=True)
 
-    def record(self, event: Any, device: int) -> None:
+    def record(self, event: object, device: int) -> None:
         """Record on this thread's current stream."""
         if self._current is None:
             self._record(event, _cuda.current_stream(device))
@@ -128,11 +128,11 @@ class TorchEvents:
             stream = self._streams[key] = _cuda.current_stream(device)
         self._record(event, stream)
 
-    def done(self, event: Any) -> bool:
+    def done(self, event: object) -> bool:
         """Call cudaEventQuery."""
         return bool(self._query(event))
 
-    def between_ms(self, first: Any, last: Any) -> float:
+    def between_ms(self, first: object, last: object) -> float:
         """Call cudaEventElapsedTime."""
         return float(self._elapsed(first, last))
 
@@ -142,7 +142,7 @@ class _RecordedEvent:
 
     __slots__ = ("event", "reached", "users")
 
-    def __init__(self, event: Any) -> None:
+    def __init__(self, event: object) -> None:
         self.event = event
         self.users = 1
         self.reached = False

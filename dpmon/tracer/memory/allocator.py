@@ -115,5 +115,5 @@ def _observed(device: int, asked: int, total: int, free: int) -> None:
         )
 
 
-def _gib(count: Any) -> str:
+def _gib(count: object) -> str:
     return f"{count / (1 << 30):.2f}" if isinstance(count, int) else "–"

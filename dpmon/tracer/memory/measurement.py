@@ -17,6 +17,7 @@ from typing import Any
 
 from dpmon.record.spans import INSIDE_AT, SITE_AT, Kind
 from dpmon.tracer.calls.sites import Functional, Sites
+from dpmon.tracer.core.frames import Function
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.memory import allocator
 from dpmon.tracer.memory.storages import GRADIENTS, MAX_TENSORS, STATES, Walk
@@ -69,10 +70,10 @@ class Memory:
 
     # ---------------------------------------------------------------- when
 
-    def constructing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def constructing(self, original: Function) -> Function:
         """Return the traced form of Optimizer.__init__, which remembers the optimizer weakly."""
 
-        def made(_: object, began: int, optimizer: Any, *args: object, **kwargs: object) -> None:
+        def made(_: object, began: int, optimizer: object, *args: object, **kwargs: object) -> None:
             key, known = id(optimizer), self._optimizers
             known[key] = weakref.ref(optimizer, lambda _: known.pop(key, None))
             if not self._made:

@@ -72,7 +72,7 @@ class Walk:
         if kind == MODEL and storage.device.type == "cpu" and storage.is_shared():
             self.shared[device] = self.shared.get(device, 0) + size
 
-    def _gradients(self, module: Any) -> Iterator[Any]:
+    def _gradients(self, module: object) -> Iterator[Any]:
         for tensor in _parameters(module, with_buffers=False):
             try:
                 gradient = tensor.grad if tensor.is_leaf else None
@@ -92,14 +92,14 @@ class Walk:
         names[name] = names.get(name, 0) + 1
 
 
-def _parameters(module: Any, with_buffers: bool) -> list[Any]:
+def _parameters(module: object, with_buffers: bool) -> list[Any]:
     tensors = values_of(module, PARAMETERS) + (values_of(module, BUFFERS) if with_buffers else [])
     for shard in _shards(module):
         tensors += (shard.sharded_param, getattr(shard, "_unsharded_param", None))
     return [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
 
 
-def _states(optimizer: Any) -> Iterator[Any]:
+def _states(optimizer: object) -> Iterator[Any]:
     state = getattr(optimizer, "state", None)
     return _tensors(list(state.values()), 0) if isinstance(state, dict) else iter(())
 
@@ -120,7 +120,7 @@ def _shards(module: Any) -> list[Any]:
         return []
 
 
-def _opaque(module: Any) -> Iterator[str]:
+def _opaque(module: object) -> Iterator[str]:
     """Yield the module's class name for each C++ object that holds weights outside its tables (quantized modules)."""
     for value in list(module.__dict__.values()):
         if isinstance(value, torch.ScriptObject):

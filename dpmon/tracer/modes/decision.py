@@ -68,12 +68,12 @@ class Modes:
         """Refusals for roots that hold a DataParallel. They are dropped if the DataParallel runs in the root's call."""
         self._virtual: dict[tuple[int, str], VirtualDevices] = {}
 
-    def constructed(self, wrapper: Any, dim: int) -> None:
+    def constructed(self, wrapper: object, dim: int) -> None:
         """Note the `dim` of a new DataParallel; torch does not store it on a machine without GPUs."""
         key = id(wrapper)  # not a WeakKeyDictionary: a subclass may compare and hash as it likes
         self._constructed[key] = weakref.ref(wrapper, lambda _: self._constructed.pop(key, None)), dim
 
-    def dim_of(self, wrapper: Any) -> int | None:
+    def dim_of(self, wrapper: object) -> int | None:
         """The dimension along which a DataParallel splits; None if it was not made here (copied, loaded)."""
         known = self._constructed.get(id(wrapper))
         return known[1] if known is not None and known[0]() is wrapper else None
@@ -195,13 +195,13 @@ class Modes:
 
     # ---------------------------------------------------------------- plans
 
-    def functional(self, module: torch.nn.Module, device_ids: Any) -> Plan:
+    def functional(self, module: torch.nn.Module, device_ids: object) -> Plan:
         """Make the plan for torch's functional data_parallel of `module` over `device_ids` (None: all devices)."""
         plan = self._for_functional(module, device_ids)
         self.unannounced.append((self.names.of(module), plan))
         return plan
 
-    def unrecorded(self, module: torch.nn.Module, device_ids: Any) -> Plan | None:
+    def unrecorded(self, module: torch.nn.Module, device_ids: object) -> Plan | None:
         """Make the plan of `functional` for a call that is not recorded; None if the call runs as written."""
         plan = self._for_functional(module, device_ids)
         return plan if plan.virtual is not None else None
@@ -233,7 +233,7 @@ class Modes:
             return Plan(SINGLE, own[:1], tuple(ids)[:1])
         return Plan(DP if len(own) > 1 else SINGLE, own)
 
-    def splits_itself(self, module: Any, found: bool = False) -> bool:
+    def splits_itself(self, module: object, found: bool = False) -> bool:
         """Return whether a bare root's forward has made a data_parallel or similar call before.
 
         `found`: whether it has just made one, which is remembered.

@@ -101,7 +101,7 @@ def unsplittable(module: torch.nn.Module) -> str | None:
     return None
 
 
-def uncopyable(module: Any) -> str | None:
+def uncopyable(module: object) -> str | None:
     """Why dpmon must not make short-lived copies of this module; None if it may.
 
     A copy shares the module's attributes, so its finaliser could close the module's files.
@@ -111,7 +111,7 @@ def uncopyable(module: Any) -> str | None:
     return f"{class_name(module)} has a __del__, which every copy would also run"
 
 
-def _is_sharded(module: Any) -> bool:
+def _is_sharded(module: object) -> bool:
     """Whether the module's own parameters or buffers are divided among several ranks.
 
     Between forward and backward, the parameters of a module given to fully_shard may be ordinary tensors.

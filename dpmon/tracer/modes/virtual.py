@@ -19,16 +19,16 @@ from __future__ import annotations
 import importlib
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch.autograd import Function
 
 from dpmon.record.spans import Kind
+from dpmon.tracer.core.frames import Function
 from dpmon.tracer.modes.workers import ReplicaThread, available_cores
 
 PRIMITIVE_NAMES = ("scatter_kwargs", "replicate", "parallel_apply", "gather")
@@ -41,11 +41,11 @@ SCATTER_KWARGS, REPLICATE, PARALLEL_APPLY, GATHER, SCATTER, SCATTER_APPLY, BROAD
 _NOWHERE = nullcontext()
 
 
-class _Scatter(Function):
+class _Scatter(torch.autograd.Function):
     """Cut a tensor as comm.scatter does; the first chunk stays where it is, the others are copied."""
 
     @staticmethod
-    def forward(ctx: Any, targets: Sequence[int], sizes: Any, dim: int, tensor: torch.Tensor) -> Any:
+    def forward(ctx: Any, targets: Sequence[int], sizes: object, dim: int, tensor: torch.Tensor) -> Any:
         ctx.dim = dim
         chunks = tensor.chunk(len(targets), dim) if sizes is None else tensor.split(sizes, dim)  # type: ignore[no-untyped-call]
         return (chunks[0], *(chunk.clone() for chunk in chunks[1:]))
@@ -55,11 +55,11 @@ class _Scatter(Function):
         return None, None, None, torch.cat(grads, ctx.dim)
 
 
-class _Gather(Function):
+class _Gather(torch.autograd.Function):
     """Put the replicas' tensors together along `dim`; zero-dimensional ones become a vector."""
 
     @staticmethod
-    def forward(ctx: Any, target: Any, dim: int, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, target: object, dim: int, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.dim = dim
         ctx.scalars = dim == 0 and all(tensor.dim() == 0 for tensor in tensors)
         if ctx.scalars:
@@ -79,7 +79,7 @@ class _Gather(Function):
         return (None, None, *(piece[0] if ctx.scalars else piece for piece in pieces))
 
 
-class _Broadcast(Function):
+class _Broadcast(torch.autograd.Function):
     """Give the parameters to every replica: the originals to the first, copies to the others. Gradients are summed."""
 
     @staticmethod
@@ -116,7 +116,7 @@ def _broadcast(tensors: Sequence[torch.Tensor], devices: Sequence[int], detach: 
 class _Instead:
     """A module with other members in place of some of its own."""
 
-    def __init__(self, module: Any, **members: Any) -> None:
+    def __init__(self, module: object, **members: object) -> None:
         self._module = module
         vars(self).update(members)
 
@@ -128,14 +128,14 @@ class _Torch(_Instead):
     """The module torch as parallel_apply sees it, with one device for all replicas."""
 
     def __init__(self, base: torch.device) -> None:
-        def on_device(_: Any = None) -> Any:
+        def on_device(_: object = None) -> Any:
             return torch.cuda.device(base) if base.type == "cuda" else _NOWHERE
 
         # A new thread begins on the default stream, but the batch may have been prepared on another stream.
-        def stream(_: Any = None) -> Any:
+        def stream(_: object = None) -> Any:
             return torch.accelerator.current_stream(base.index) if base.type == "cuda" else _NOWHERE
 
-        def cuda_stream(_: Any = None) -> Any:
+        def cuda_stream(_: object = None) -> Any:
             return torch.cuda.current_stream(base) if base.type == "cuda" else _NOWHERE
 
         def on_stream(stream: Any) -> Any:
@@ -154,10 +154,10 @@ class _Torch(_Instead):
         self.amp = _Instead(torch.amp, autocast=_autocast_on(base))
 
 
-def _autocast_on(base: torch.device) -> Callable[..., Any]:
+def _autocast_on(base: torch.device) -> Function:
     """Replaces torch's autocast: the same, but on `base`. Older versions of parallel_apply ask for "cuda"."""
 
-    def autocast(*_: Any, enabled: bool = True, **__: Any) -> Any:
+    def autocast(*_: object, enabled: bool = True, **__: object) -> Any:
         return torch.amp.autocast(base.type, enabled=enabled)
 
     return autocast
@@ -166,7 +166,7 @@ def _autocast_on(base: torch.device) -> Callable[..., Any]:
 def _on_gpu(base: torch.device, own: Any, ours: Any) -> SimpleNamespace:
     """Replaces torch's Scatter if the replicas share a GPU; `own` is torch's apply."""
 
-    def apply(targets: Sequence[int], sizes: Any, dim: int, tensor: torch.Tensor) -> Any:
+    def apply(targets: Sequence[int], sizes: object, dim: int, tensor: torch.Tensor) -> Any:
         if tensor.device == base:
             return ours.apply(targets, sizes, dim, tensor)
         return own([base.index] * len(targets), sizes, dim, tensor)
@@ -177,13 +177,13 @@ def _on_gpu(base: torch.device, own: Any, ours: Any) -> SimpleNamespace:
 def _gather_on(base: torch.device, own: Any) -> SimpleNamespace:
     """Replaces torch's Gather if the replicas share a GPU."""
 
-    def apply(target: Any, dim: int, *tensors: torch.Tensor) -> Any:
+    def apply(target: object, dim: int, *tensors: torch.Tensor) -> Any:
         return own(base.index, dim, *tensors)
 
     return SimpleNamespace(apply=apply)
 
 
-def _index(device: Any, *_: Any, **__: Any) -> int:
+def _index(device: Any, *_: object, **__: object) -> int:
     if isinstance(device, (str, torch.device)):
         return torch.device(device).index or 0
     return 0 if device is None else int(device)
@@ -197,7 +197,7 @@ def _names_used(code: CodeType) -> set[str]:
     return names
 
 
-def with_globals(function: Callable[..., Any], **changed: Any) -> Callable[..., Any]:
+def with_globals(function: Function, **changed: object) -> Function:
     """Return a copy of a torch function with other globals. Raises TypeError if the function is not as expected."""
     if not isinstance(function, FunctionType):
         raise TypeError(f"{function!r} is not a plain function: this version of torch is not supported")
@@ -242,7 +242,7 @@ class VirtualDevices:
             with_globals(originals.parallel_apply, **apply_globals),
             with_globals(originals.gather, Gather=join),
         )
-        self.primitives: tuple[Callable[..., Any], ...] = (
+        self.primitives: tuple[Function, ...] = (
             *of_phases,
             scatter,
             cut.apply,
@@ -257,7 +257,7 @@ class VirtualDevices:
         separator = "/" if self.base.type != "cpu" else ":"
         return tuple(f"{self.base}{separator}{i}" for i in range(self.count))
 
-    def functional(self, data_parallel: Callable[..., Any]) -> Callable[..., Any]:
+    def functional(self, data_parallel: Function) -> Function:
         """Return torch's functional data_parallel for these devices."""
         base = self.base
         shim = SimpleNamespace(device=lambda *_: base)
@@ -276,7 +276,7 @@ class Originals:
         self.data_parallel = data_parallel.data_parallel
         functions: Any = importlib.import_module("torch.nn.parallel._functions")
         self.functions = functions
-        self.all: tuple[Callable[..., Any], ...] = (
+        self.all: tuple[Function, ...] = (
             self.scatter_kwargs,
             self.replicate,
             self.parallel_apply,

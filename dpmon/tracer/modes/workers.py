@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from dpmon.tracer.core.frames import Function
+
 _CGROUPS = Path("/sys/fs/cgroup")
 _ACTIVE: dict[int, Any] = getattr(threading, "_active", {})
 """Python's table of threads by id. A worker gets an entry if its replica asks for the current thread."""
@@ -34,8 +36,8 @@ class ReplicaThread:
 
     __slots__ = ("_args", "_done", "_target", "_threads", "join")
 
-    def __init__(self, share: int, target: Callable[..., Any], args: tuple[Any, ...] = ()) -> None:
-        self._target: Callable[..., Any] = target
+    def __init__(self, share: int, target: Function, args: tuple[Any, ...] = ()) -> None:
+        self._target: Function = target
         self._args = args
         self._threads = min(share, torch.get_num_threads())
         self._done = allocate_lock()

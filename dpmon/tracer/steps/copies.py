@@ -20,12 +20,11 @@ from typing import Any
 import torch
 
 from dpmon.record.spans import INSIDE_AT, Kind
-from dpmon.tracer.core.frames import drop_frames
+from dpmon.tracer.core.frames import Function, drop_frames
 from dpmon.tracer.core.module_tables import parts_of
 from dpmon.tracer.core.session import Session, raise_from_signal
 from dpmon.tracer.steps.recorder import Recorder
 
-_Original = Callable[..., Any]
 _Where = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 _GPU = "cuda"
 _WITHIN = frozenset((Kind.COPY, Kind.SCATTER, Kind.REPLICATE, Kind.GATHER))
@@ -47,12 +46,12 @@ class Copies:
         kind.to = self.traced(kind.to, where_to)
         kind.cuda = self.traced(kind.cuda, where_cuda)
 
-    def traced(self, original: _Original, where: _Where) -> _Original:
+    def traced(self, original: Function, where: _Where) -> Function:
         """The traced form of a method that copies; `where` finds the target device in its arguments."""
         session, recorder = self._session, self._recorder
         name = original.__name__
 
-        def method(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        def method(tensor: object, *args: object, **kwargs: object) -> Any:
             try:
                 me = recorder.threads.get(get_ident())
                 if recorder.timing is None or me is None or me is not recorder.training_thread or me.inside in _WITHIN:
@@ -103,7 +102,7 @@ class _Method:
 
     __objclass__ = torch._C.TensorBase
 
-    def __init__(self, original: Any, function: _Original, recorder: Recorder) -> None:
+    def __init__(self, original: Any, function: Function, recorder: Recorder) -> None:
         self.__module__ = "torch"
         self.__name__ = original.__name__
         self.__qualname__ = f"Tensor.{original.__name__}"
@@ -116,14 +115,14 @@ class _Method:
     def __class__(self) -> Any:
         return MethodDescriptorType
 
-    def __get__(self, tensor: Any, kind: Any = None) -> Any:
+    def __get__(self, tensor: object, kind: object = None) -> Any:
         if tensor is None:
             return self
         if self._recorder.timing is None:  # no call has run on a GPU yet
             return self.__wrapped__.__get__(tensor, kind)
         return MethodType(self._function, tensor)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         try:
             return self._function(*args, **kwargs)
         except BaseException as error:
@@ -144,7 +143,7 @@ class _Method:
         return self.__qualname__  # pickle finds this name in torch, with or without dpmon
 
 
-def _bytes(copied: Any) -> int:
+def _bytes(copied: object) -> int:
     """Return the number of bytes copied: the size of the result, since the host converts the dtype; 0 if unknown."""
     try:
         with torch._C.DisableTorchFunction():

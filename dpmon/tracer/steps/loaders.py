@@ -18,6 +18,7 @@ import torch
 from torch.utils import data as torch_data
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
+from dpmon.tracer.core.frames import Function
 from dpmon.tracer.core.module_tables import class_name
 from dpmon.tracer.core.session import Session, raise_from_signal
 
@@ -59,10 +60,10 @@ class Loaders:
         self._last: _Start | None = None
         """The last start since the last event; it is recorded when the process ends."""
 
-    def iterating(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def iterating(self, original: Function) -> Function:
         """The traced form of DataLoader.__iter__."""
 
-        def started(iterator: Any, began: int, loader: object) -> None:
+        def started(iterator: object, began: int, loader: object) -> None:
             self._started(iterator, began, monotonic_ns() - began)
 
         return self.session.followed(original, started, "loader", fatal=False)
@@ -82,7 +83,7 @@ class Loaders:
                 self._left_out_ns -= self._last[2]
                 self.session.event("loader", **self._data(*self._last))
 
-    def _started(self, iterator: Any, began_ns: int, took_ns: int) -> None:
+    def _started(self, iterator: object, began_ns: int, took_ns: int) -> None:
         session = self.session
         if session.off or not issubclass(type(iterator), _BaseDataLoaderIter):
             return

@@ -60,7 +60,7 @@ class OptimizerSteps:
         is_compiling, clock = torch.compiler.is_dynamo_compiling, monotonic_ns
         fault = recorder.session.fault
 
-        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        def before(optimizer: object, args: object, kwargs: object) -> None:
             if is_compiling():
                 return
             try:
@@ -81,7 +81,7 @@ class OptimizerSteps:
             except Exception as error:  # noqa: BLE001 - our fault must not reach the script
                 fault("optimizer", error)
 
-        def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        def after(optimizer: object, args: object, kwargs: object) -> None:
             if is_compiling():
                 return
             try:
@@ -111,12 +111,12 @@ class OptimizerSteps:
 
         return before, after
 
-    def _numbered(self, optimizer: Any) -> tuple[Any, int]:
+    def _numbered(self, optimizer: object) -> tuple[Any, int]:
         """Give an optimizer a number for its lifetime; return a weak reference to the optimizer, and the number."""
         recorder, known = self._recorder, self._known
         number, key = next(self._numbers) & MAX_SITE, id(optimizer)
 
-        def gone(_: Any) -> None:
+        def gone(_: object) -> None:
             known.pop(key, None)
             if number == self._only:
                 self._only = 0

@@ -125,7 +125,7 @@ def _why_unsupervised(session: Session) -> str | None:
     return None if _alive(pid, since) else "the supervisor is gone"
 
 
-def _alive(pid: Any, since: Any) -> bool:
+def _alive(pid: object, since: object) -> bool:
     """Whether the process `pid`, started `since` seconds after boot, still runs."""
     if type(pid) is not int or not isinstance(since, (int, float)):
         return False

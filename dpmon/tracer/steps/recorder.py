@@ -25,7 +25,7 @@ import torch
 from dpmon.record.spans import FLAGS_AT, INSIDE_AT, Flag, Kind
 from dpmon.ring_file import HEADER_BYTES
 from dpmon.span_ring import THREADS, SpanRing, Word
-from dpmon.tracer.core.frames import OF_CALLS, drop_frames, named_like, outwards
+from dpmon.tracer.core.frames import OF_CALLS, Function, drop_frames, named_like, outwards
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.core.threads import Thread
 from dpmon.tracer.devices.timing import Mark, Timing, usable
@@ -233,7 +233,7 @@ class Recorder:
         head: int,
         mark: Mark | None,
         sizes: Callable[[Any], int] | None,
-        original: Callable[..., Any],
+        original: Function,
         args: Any,
         kwargs: Any,
     ) -> Any:
@@ -270,14 +270,14 @@ class Recorder:
                 raise
         return result
 
-    def phase(self, kind: int, original: Callable[..., Any]) -> Callable[..., Any]:
+    def phase(self, kind: int, original: Function) -> Function:
         """The traced form of a function that is one phase: a fetch, or a backward pass."""
         session, threads, new = self.session, self.threads, self.thread
         is_compiling, clock, within = torch.compiler.is_dynamo_compiling, monotonic_ns, self.within
         graph_task = torch._C._current_graph_task_id  # autograd also runs nested backward passes on its own threads
         fetch = kind == Kind.FETCH
 
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args: object, **kwargs: object) -> Any:
             if is_compiling():
                 return original(*args, **kwargs)
             me, inside = None, 0
@@ -340,7 +340,7 @@ class Recorder:
 
     # ---------------------------------------------------------------- fetch
 
-    def _fetch_begins(self, me: Thread, iterator: Any) -> None:
+    def _fetch_begins(self, me: Thread, iterator: object) -> None:
         if me is self.training_thread or self.training_thread is None:
             if self.idle == IDLE:
                 self.on_idle()

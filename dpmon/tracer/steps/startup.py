@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dpmon.tracer.append import note
-from dpmon.tracer.core.frames import drop_frames, named_like
+from dpmon.tracer.core.frames import Function, drop_frames, named_like
 from dpmon.tracer.core.module_tables import class_name
 from dpmon.tracer.core.session import Session
 
@@ -43,8 +43,8 @@ class Startup:
             if type(members) is dict and members.get("init_process_group") is original:
                 members["init_process_group"] = traced
 
-    def _joining(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def init_process_group(*args: Any, **kwargs: Any) -> Any:
+    def _joining(self, original: Function) -> Function:
+        def init_process_group(*args: object, **kwargs: object) -> Any:
             self._note(lambda: _group(args, kwargs))
             try:
                 joined = original(*args, **kwargs)
@@ -58,7 +58,7 @@ class Startup:
 
         return named_like(init_process_group, original)
 
-    def fetch_begins(self, iterator: Any) -> bool:
+    def fetch_begins(self, iterator: object) -> bool:
         """Note the first fetch of a loader before the first call. Return whether it was noted."""
         if self._loaders >= MAX_LOADERS or getattr(iterator, "_num_yielded", None) != 0:
             return False
@@ -83,7 +83,7 @@ class Startup:
                 note(text())
 
 
-def _first_batch(iterator: Any) -> str:
+def _first_batch(iterator: object) -> str:
     workers = getattr(iterator, "_num_workers", 0)
     with_workers = f", {workers} worker{'' if workers == 1 else 's'}" if workers else ""
     dataset = class_name(getattr(iterator, "_dataset", None))

@@ -175,8 +175,8 @@ def gathers(value: object, depth: int = 0) -> bool:
     return isinstance(value, (list, tuple)) and all(gathers(child, depth + 1) for child in value)
 
 
-def first_rows(signature: Any, dim: int) -> int:
-    """Return the rows along `dim` of the first tensor with this dimension; -1 if there is none."""
+def first_rows(signature: Any) -> int:
+    """Return the rows of the first tensor that has any; -1 if there is none."""
     lone = len(signature) == 2 and isinstance(signature[1], torch.dtype)
     shapes = [signature[0]] if lone else [shape for _, shape, *_ in signature]
-    return next((int(shape[dim]) for shape in shapes if len(shape) > dim), -1)
+    return next((int(shape[0]) for shape in shapes if shape), -1)

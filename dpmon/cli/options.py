@@ -133,49 +133,37 @@ def _run_parser() -> _Parser:
 
 def _command_parser(command: str) -> _Parser:
     parser = _Parser(prog=f"dpmon {command}", description=_DESCRIPTIONS[command], allow_abbrev=False)
-    if command == "doctor":
-        parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
-        parser.add_argument("--python", metavar="PYTHON", help="the Python that would run the script")
-    elif command == "rm":
-        parser.add_argument(
-            "runs", metavar="RUN", nargs="+", help="an id, the unique start of an id, or a name that only one run has"
-        )
-    elif command == "ls":
-        parser.add_argument("--json", action="store_true", help="one JSON object per line")
-    else:
+    add = parser.add_argument
+    if command == "rm":
+        add("runs", metavar="RUN", nargs="+", help="an id, the unique start of an id, or a name that only one run has")
+    elif command not in ("doctor", "ls"):
         # Without a RUN, attach shows a live one.
         default = None if command == "attach" else "last"
         optional = {"nargs": None} if command == "stop" else {"nargs": "?", "default": default}
-        meaning = "a name, an id, the unique start of either, or `last`"
-        parser.add_argument("run", metavar="RUN", help=meaning, **optional)
+        add("run", metavar="RUN", help="a name, an id, the unique start of either, or `last`", **optional)
     if command == "attach":
-        parser.add_argument("--refresh", type=_seconds, metavar="SECONDS", help="seconds between updates of the screen")
-        parser.add_argument("--headless", action="store_true", help="follow the run without a screen")
-        parser.add_argument(
-            "--json", nargs="?", const="-", metavar="=FILE", help="one JSON line per second, on stderr or in FILE"
-        )
+        add("--refresh", type=_seconds, metavar="SECONDS", help="seconds between updates of the screen")
+        add("--headless", action="store_true", help="follow the run without a screen")
+        add("--json", nargs="?", const="-", metavar="=FILE", help="one JSON line per second, on stderr or in FILE")
+    if command == "doctor":
+        add("--json", action="store_true", help="one JSON object, for programs")
+        add("--python", metavar="PYTHON", help="the Python that would run the script")
+    if command == "ls":
+        add("--json", action="store_true", help="one JSON object per line")
+    if command == "keep":
+        add("--not", dest="kept", action="store_false", help="end the protection")
     if command == "report":
         form = parser.add_mutually_exclusive_group()
         form.add_argument("--json", action="store_true", help="one JSON object, for programs")
         form.add_argument("--html", action="store_true", help="a self-contained page with plots")
-        parser.add_argument(
-            "-o", "--output", metavar="FILE", help="output file (default: standard output, or RUN.html with --html)"
-        )
-    if command == "keep":
-        parser.add_argument("--not", dest="kept", action="store_false", help="end the protection")
+        add("-o", "--output", metavar="FILE", help="output file (default: standard output, or RUN.html with --html)")
     if command == "export":
         from dpmon.record.fields import RECORDS
 
-        parser.add_argument(
-            "--format",
-            choices=("jsonl", "csv", "perfetto"),
-            default="jsonl",
-            help="jsonl: one JSON object per line; csv: one table per kind; perfetto: a trace for ui.perfetto.dev",
-        )
-        parser.add_argument("--kind", choices=tuple(RECORDS), help="only this kind of record (jsonl and csv)")
-        parser.add_argument(
-            "-o", "--output", metavar="FILE", help="output file (default: standard output); for csv, a directory"
-        )
+        forms = "jsonl: one JSON object per line; csv: one table per kind; perfetto: a trace for ui.perfetto.dev"
+        add("--format", choices=("jsonl", "csv", "perfetto"), default="jsonl", help=forms)
+        add("--kind", choices=tuple(RECORDS), help="only this kind of record (jsonl and csv)")
+        add("-o", "--output", metavar="FILE", help="output file (default: standard output); for csv, a directory")
     return parser
 
 

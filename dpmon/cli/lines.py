@@ -17,7 +17,7 @@ from typing import Any
 
 from dpmon.cleaning import json_text
 from dpmon.model.active_processes import ended_of
-from dpmon.model.communication_fields import communication_fields, rank_fields
+from dpmon.model.json_fields import communication_fields, fields_of, phase_fields, rank_fields
 from dpmon.model.members import finite
 from dpmon.model.pace import speed
 from dpmon.model.process import Process
@@ -192,19 +192,12 @@ def _progress(focus: Process | None, state: State, now_ns: int) -> tuple[dict[st
         **rate_as_fields(fast.rate),
         "mode": focus.mode or None,
         "virtual": focus.virtual,
-        "step_ms": None if found is None else _ms(found.median_ns, found.p95_ns),
+        "step_ms": None if found is None else fields_of(found, "median_ns", "p95_ns"),
         "phases": None if found is None else _phases(found, of_call=False),
         "call_phases": None if found is None else _phases(found, of_call=True),
         "quantities": None if found is None else counted_as_fields(found.counted),
     }
     return said, absent
-
-
-def _ms(median_ns: float | None, p95_ns: float | None) -> dict[str, float | None]:
-    return {
-        "median_ms": None if median_ns is None else median_ns / 1e6,
-        "p95_ms": None if p95_ns is None else p95_ns / 1e6,
-    }
 
 
 def _why_untimed(focus: Process) -> str | None:
@@ -215,16 +208,10 @@ def _why_untimed(focus: Process) -> str | None:
     return track.last.absent.get("device_ms") if track is not None else None
 
 
-def _phases(figures: Figures, *, of_call: bool) -> dict[str, Any]:
+def _phases(figures: Figures, *, of_call: bool) -> dict[str, object]:
     """The phases that ran: the phases of the calls if `of_call`, else the phases of the step."""
-    found = {}
-    for named in PHASES:
-        phase = figures.phase(named.name) if named.of_call == of_call else None
-        if phase is not None:
-            on_device = None if phase.device_ns is None else phase.device_ns / 1e6
-            times = {**_ms(phase.median_ns, phase.p95_ns), "share": phase.share, "device_median_ms": on_device}
-            found[named.name] = times
-    return found
+    phases = {named.name: figures.phase(named.name) for named in PHASES if named.of_call == of_call}
+    return {name: phase_fields(phase) for name, phase in phases.items() if phase is not None}
 
 
 def _rank(process: Process) -> dict[str, Any]:
@@ -234,5 +221,5 @@ def _rank(process: Process) -> dict[str, Any]:
         "process": process.process,
         "rank": process.rank,
         "step": step,
-        **_ms(figures.median_ns, figures.p95_ns),
+        **fields_of(figures, "median_ns", "p95_ns"),
     }

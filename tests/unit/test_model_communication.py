@@ -9,11 +9,11 @@ from joined import MS, ddp_event, joined_ranks
 
 from dpmon.model.announced import Announced
 from dpmon.model.communication import Communication, Wrapper, communication, newest_wrappers, wrapper
-from dpmon.model.communication_fields import communication_fields
 from dpmon.model.evidence import Evidence, ModeFacts
 from dpmon.model.finding import MIN_STEPS, Finding
 from dpmon.model.findings import findings
 from dpmon.model.found_between_ranks import between_ranks
+from dpmon.model.json_fields import communication_fields
 from dpmon.model.stragglers import RankTimes, Straggler, held_up, in_short, rank_times, sentence, straggler
 from dpmon.record.plainjson import load_event
 from dpmon.store.answers import Communicated

@@ -1,0 +1,105 @@
+"""The fields of facts as members of JSON, the same in the report and in the lines of `--json`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dpmon.model.communication import Communication
+from dpmon.model.stragglers import RankTimes, Straggler, sentence
+from dpmon.store.answers import Operation
+from dpmon.store.figures import PhaseFigures
+
+_SECONDS = {
+    "t_ns": "t_s",
+    "begin_ns": "t_s",
+    "start_ns": "start_s",
+    "end_ns": "end_s",
+    "ns": "seconds",
+    "took_ns": "seconds",
+}
+"""The members with a time since the run's start, or with a long duration; other times are in ms."""
+_UNITS = {
+    **{name: f"{name}_bytes" for name in ("mem_used_max", "mem_run_max", "mem_total")},
+    **{name: f"{name}_bytes" for name in ("model", "gradients", "optimizer", "rest", "peak")},
+    "util_median": "util_median_pct",
+    "temperature_max": "temperature_max_c",
+    "power_max": "power_max_w",
+    "device_ns": "device_median_ms",
+}
+_WRAPPER = (
+    *("process", "rank", "root", "backend", "group_size", "parameter_bytes", "bucket_cap_bytes", "comm_hook"),
+    *("find_unused_parameters", "unused_bytes", "gradient_as_bucket_view", "static_graph", "broadcast_buffers"),
+    *("sync_batch_norm", "bucket_bytes"),
+)
+
+
+def ms(ns: float | None) -> float | None:
+    """A time of ns in ms."""
+    return None if ns is None else ns / 1e6
+
+
+def fields_of(fact: object, *names: str) -> dict[str, object]:
+    """These fields of a fact by their names in JSON: times in s or ms instead of ns."""
+    members: dict[str, object] = {}
+    for name in names:
+        value = getattr(fact, name)
+        if name in _SECONDS:
+            members[_SECONDS[name]] = None if value is None else value / 1e9
+        elif name.endswith("_ns"):
+            members[_UNITS.get(name, f"{name[:-3]}_ms")] = ms(value)
+        elif isinstance(value, Mapping):
+            members[name] = dict(value)
+        else:
+            members[_UNITS.get(name, name)] = list(value) if isinstance(value, tuple) else value
+    return members
+
+
+def phase_fields(phase: PhaseFigures) -> dict[str, object]:
+    """The times of a phase and its share of the steps."""
+    return fields_of(phase, "share", "median_ns", "p95_ns", "device_ns")
+
+
+def rank_fields(times: RankTimes | None) -> dict[str, object]:
+    """The mean times of a rank in ms; null if unknown."""
+    phases = times.phases if times is not None else {}
+    return {
+        **{f"{name}_ms": ms(phases.get(name)) for name in ("data", "forward", "backward")},
+        "exposed_ms": None if times is None else ms(times.exposed_ns),
+        "wait_ms": None if times is None else ms(times.wait_ns),
+        "slowest": None if times is None or not times.joined else times.slowest,
+        "joined_steps": 0 if times is None else times.joined,
+    }
+
+
+def communication_fields(communication: Communication | None) -> dict[str, object] | None:
+    """The communication as JSON members; None if no ranks train together."""
+    if communication is None:
+        return None
+    timed, collectives = communication.torch_times, communication.collectives
+    return {
+        **fields_of(communication, "exposed_ns", "exposed_share", "wait_ns", "wait_share", "missing"),
+        "joined_steps": communication.joined,
+        **fields_of(communication, "synced", "unsynced"),
+        "straggler": _straggler(communication.straggler(), communication.lately),
+        "torch": None if timed is None else fields_of(timed, "process", "iteration", "comm_ns", "overlap_ns"),
+        "sampled": {
+            "samples": collectives.samples,
+            "one_in": communication.one_in,
+            "absent": collectives.why,
+            "operations": [_operation(one) for one in collectives.operations],
+        },
+        "wrappers": [{"wrapper": one.number, **fields_of(one, *_WRAPPER)} for one in communication.wrappers],
+    }
+
+
+def _straggler(slow: Straggler | None, lately: bool) -> dict[str, object] | None:
+    if slow is None:
+        return None
+    names = ("process", "rank", "share", "slowest", "steps", "phase", "ranks", "excess_ns", "own_ns", "others_ns")
+    return {**fields_of(slow, *names), "sentence": sentence(slow, lately=lately)}
+
+
+def _operation(one: Operation) -> dict[str, object]:
+    bandwidths = ("alg_bytes_s", "bus_bytes_s")
+    absent = {} if one.no_bandwidth is None else dict.fromkeys(bandwidths, one.no_bandwidth)
+    return {**fields_of(one, "name", "size", "collectives", "bytes", "ended", *bandwidths), "absent": absent}

@@ -141,7 +141,7 @@ def waits_in(
         if at is not None and took is not None:
             found.append((took, at, whole_in(data, "pid")))
     numbers = {one.pid: one.process for one in processes if one.pid is not None}
-    longest = sorted(nlargest(WAITS_KEPT, found), key=lambda one: (one[1], one[0]))
+    longest = sorted(nlargest(WAITS_KEPT, found, key=lambda one: one[:2]), key=lambda one: (one[1], one[0]))
     return tuple((None if pid is None else numbers.get(pid), at, at + took) for took, at, pid in longest)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from kept import keep
@@ -21,7 +22,8 @@ def test_every_reader_survives(
     drained: bool,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("dpmon.cli.commands.ensure_supervisor", lambda directory: None)
+    nobody = SimpleNamespace(look=lambda: None)
+    monkeypatch.setattr("dpmon.cli.commands.ensure_supervisor", lambda directory: nobody)
     training = Training()
     own = [host_event(1.0), device_event(1.0, 0), *spoiled(DAMAGE[what])]
     records = [*training.begin(), *training.run(5), *spoiled(DAMAGE[what]), *training.run(5)]

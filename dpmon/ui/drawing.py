@@ -12,12 +12,13 @@ from pathlib import Path
 from textual import events
 from textual.app import App, ComposeResult
 from textual.driver import Driver as TextualDriver
+from textual.drivers.linux_driver import LinuxDriver
 from textual.geometry import Size
 from textual.timer import Timer
 
 from dpmon.ui.dialogs import Dialog
+from dpmon.ui.driver import Driver
 from dpmon.ui.feed import Feed, OpenStore, Reader
-from dpmon.ui.key_queue import KeyQueue
 from dpmon.ui.layout import Slot
 from dpmon.ui.leaving import Leaving, terminal_gone
 from dpmon.ui.look import Look
@@ -28,8 +29,6 @@ from dpmon.ui.view import PanelView
 
 _PLACES = ("status", *PANELS, "footer", "timeline", "small")
 _REPAINT_S = 60.0
-_QUEUED_WRITES = 2
-"""If more writes than this wait for the terminal, a frame is skipped."""
 
 
 def _open(directory: Path) -> Reader:
@@ -41,6 +40,7 @@ def _open(directory: Path) -> Reader:
 class Drawing(App[str]):
     """Draws one run at a regular interval."""
 
+    ALLOW_SELECT = False
     ENABLE_COMMAND_PALETTE = False
     CSS = """
     Screen { overflow: hidden; }
@@ -55,13 +55,14 @@ class Drawing(App[str]):
         refresh: float = 1.0,
         open_reader: Callable[[], Reader] | None = None,
         open_store: OpenStore | None = None,
-        direct: bool = True,
     ) -> None:
-        """`refresh`: seconds between pictures; `direct`: whether changed cells may bypass Textual's compositor."""
+        """`refresh`: seconds between pictures."""
         super().__init__(ansi_color=not look.colour)
         self.look = look
         self.period = refresh
-        self.direct = direct
+        self.terminal: Driver | None = None
+        """The driver of a real terminal; it announces itself."""
+        self._was_ready = True
         self.feed = Feed(directory, open_reader or (lambda: _open(directory)), open_store=open_store)
         self.leaving = Leaving(self._ask_to_exit)
         self.problem: Exception | None = None
@@ -71,15 +72,10 @@ class Drawing(App[str]):
         self._still: Scene | None = None
         self._stopping: str | None = None
         self._ticking: Timer | None = None
-        self._keys = KeyQueue(super().on_event, lambda: not self._dialog_open)
         self._panels = {name: PanelView(name, look) for name in _PLACES}
 
     def get_driver_class(self) -> type[TextualDriver]:
         """Our driver instead of Textual's LinuxDriver; any other driver stays as Textual chose it."""
-        from textual.drivers.linux_driver import LinuxDriver
-
-        from dpmon.ui.driver import Driver
-
         found = super().get_driver_class()
         return Driver if found is LinuxDriver else found
 
@@ -146,23 +142,15 @@ class Drawing(App[str]):
     def _picture(self) -> None:
         if self._still is None:
             self.feed.output.refresh()
-        if self._queued() <= _QUEUED_WRITES:
+        ready = self.terminal is None or self.terminal.ready()
+        if ready or self._was_ready:  # a terminal that is still busy at the second look is stalled: skip the picture
             self.draw()
+        self._was_ready = ready
         self.after_tick()
 
     @property
     def _dialog_open(self) -> bool:
         return len(self.screen_stack) > 1
-
-    async def on_event(self, event: events.Event) -> None:
-        """Handle keys one by one, in the order of typing (`KeyQueue`)."""
-        if not isinstance(event, events.Key):
-            await super().on_event(event)
-        elif event.is_forwarded:
-            await super().on_event(event)
-            await self._keys.release()
-        else:
-            await self._keys.add(event)
 
     def _look_at_size(self) -> None:
         """Adopt the terminal's size if no signal announced it, or the signal came too early."""
@@ -192,18 +180,6 @@ class Drawing(App[str]):
             panel.set_look(look)
         self.draw()
 
-    def _queued(self) -> int:
-        """Number of writes that wait for the terminal; 0 if Textual does not provide it."""
-        queue = getattr(getattr(self._driver, "_writer_thread", None), "_queue", None)
-        return int(queue.qsize()) if queue is not None else 0
-
-    def _past_compositor(self) -> Callable[[str], object] | None:
-        """A function that writes to the terminal past Textual; None if there is none."""
-        if self.is_headless or not self.direct:
-            return None
-        write = getattr(self._driver, "write", None)
-        return write if callable(write) else None
-
     def _repaint(self) -> None:
         """Send the whole picture again, over anything that another program wrote to the terminal."""
         self.screen.refresh()
@@ -232,8 +208,8 @@ class Drawing(App[str]):
             scene = self.scene()
         painted = paint(scene, self.feed.output, slots, self.look)
         # Bypass the compositor only while every panel keeps its place and nothing covers it.
-        write = self._past_compositor() if slots == self.slots and len(self.screen_stack) == 1 else None
-        patches: list[str] = []
+        direct = self.terminal is not None and slots == self.slots and not self._dialog_open
+        changes: list[str] = []
         with self.batch_update():
             for name, panel in self._panels.items():
                 slot = slots.get(name)
@@ -241,10 +217,10 @@ class Drawing(App[str]):
                     panel.display = slot is not None
                 if slot is not None:
                     settled = panel.place(slot.x, slot.y, slot.width, slot.height)
-                    panel.show(painted[name], patches.append if settled and write is not None else None)
+                    panel.show(painted[name], changes if settled and direct else None)
         self.slots = slots
-        if patches:
-            write("".join(patches))  # type: ignore[misc]
+        if self.terminal is not None and changes:
+            self.terminal.write("".join(changes))
 
     def painted_rows(self) -> list[Row]:
         """The rows on the screen, without dialogs."""

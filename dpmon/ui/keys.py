@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from textual.binding import Binding, BindingType
-
 from dpmon.text.quantities import range_words
 from dpmon.ui import panel_communication, panel_ranks
 from dpmon.ui.layout import Slot
@@ -18,10 +16,12 @@ from dpmon.ui.panel_replicas import choices
 from dpmon.ui.scene import NAMES, PANELS, RANGES, RANK_NAMES, Scene, View
 
 __all__ = [
-    "BINDINGS",
+    "ACTIONS",
+    "ANYWHERE",
     "COMMANDS",
     "PERIODS",
     "PLAYED",
+    "PLAYED_ACTIONS",
     "KeyCommand",
     "neighbour",
     "next_panel",
@@ -209,30 +209,31 @@ _PAIRS: tuple[tuple[str, str, str, str], ...] = (
 _PANEL_KEYS = tuple((str(number), f"panel('{name}')", name) for number, name in enumerate(PANELS, start=1))
 
 
-def _bindings() -> list[BindingType]:
-    found: dict[str, str] = {command.names: command.action for command in COMMANDS if command.names}
-    found |= {names: action for _, names, action, _ in _PAIRS}
-    found |= {key: action for key, action, _ in _PANEL_KEYS}
-    found |= {
-        "up": "arrow('up')",
-        "down": "arrow('down')",
-        "left": "arrow('left')",
-        "right": "arrow('right')",
-        "pageup": "scroll_page(-1)",
-        "pagedown": "scroll_page(1)",
-        "home": f"scroll(-{FAR})",
-        "ctrl+z": "suspend_process",
-    }
-    return [
-        Binding("ctrl+c,ctrl+q", "leave(True)", priority=True, show=False),
-        # Priority, because Textual uses these keys to move a focus between widgets, which no widget here can have.
-        Binding("tab", "next_panel(1)", priority=True, show=False),
-        Binding("shift+tab", "next_panel(-1)", priority=True, show=False),
-        *(Binding(names, action, show=False) for names, action in found.items()),
-    ]
-
-
-BINDINGS: list[BindingType] = _bindings()
+ACTIONS: dict[str, str] = {
+    name: action
+    for names, action in (
+        *((command.names, command.action) for command in COMMANDS if command.names),
+        *((names, action) for _, names, action, _ in _PAIRS),
+        *((key, action) for key, action, _ in _PANEL_KEYS),
+        ("up", "arrow('up')"),
+        ("down", "arrow('down')"),
+        ("left", "arrow('left')"),
+        ("right", "arrow('right')"),
+        ("pageup", "scroll_page(-1)"),
+        ("pagedown", "scroll_page(1)"),
+        ("home", f"scroll(-{FAR})"),
+        ("tab", "next_panel(1)"),
+        ("shift+tab", "next_panel(-1)"),
+        ("ctrl+z", "suspend_process"),
+        ("ctrl+c,ctrl+q", "leave(True)"),
+    )
+    for name in names.split(",")
+}
+"""The action of each key, by Textual's name of the key."""
+ANYWHERE = ("ctrl+c", "ctrl+q")
+"""Keys that have their action in dialogs, too."""
+PLAYED_ACTIONS = ACTIONS | {command.names: command.action for command in PLAYED}
+"""The same for a playback."""
 
 
 def possible(scene: Scene) -> list[tuple[str, str, str]]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import ClassVar
 
 from textual import events
-from textual.binding import BindingType
 
 from dpmon.cleaning import clean
 from dpmon.run.reader import NO_TRAINING
@@ -36,13 +35,19 @@ _FORMS = [
 class Monitor(Stopping):
     """The live screen of one run."""
 
-    BINDINGS: ClassVar[list[BindingType]] = keys.BINDINGS
+    ACTIONS: ClassVar[Mapping[str, str]] = keys.ACTIONS
     _clicked = View()
     """The view before the click changed it, with the clicked panel in focus."""
 
-    def on_key(self, event: events.Key) -> None:
-        """Report a key that has no meaning here."""
-        if event.key not in self.screen.active_bindings and not self._dialog_open:
+    async def on_event(self, event: events.Event) -> None:
+        """Handle a key at once, so that keys typed ahead reach the dialog that an earlier key opens."""
+        if not isinstance(event, events.Key):
+            await super().on_event(event)
+        elif self._dialog_open and event.key not in keys.ANYWHERE:
+            self.screen.post_message(event)
+        elif event.key in self.ACTIONS:
+            await self.run_action(self.ACTIONS[event.key])
+        else:
             self._say(f"{key_name(event)} does nothing here: ? shows the keys")
 
     # ------------------------------------------------------------------------------------------ moving

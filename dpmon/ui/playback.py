@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from textual.binding import Binding, BindingType
-
 from dpmon.run.activities import newest_stage, stages
 from dpmon.run.reader import PauseState
 from dpmon.run.rundir import ExitInfo, RunError, RunInfo, load_exit, load_info, output_paths
@@ -19,7 +17,7 @@ from dpmon.store.store_at import StoreAt
 from dpmon.store.tables import HistoryError
 from dpmon.ui.dialogs import Dialog
 from dpmon.ui.feed import Feed, Reader
-from dpmon.ui.keys import PLAYED
+from dpmon.ui.keys import PLAYED_ACTIONS
 from dpmon.ui.look import Look
 from dpmon.ui.monitor import Monitor
 from dpmon.ui.scene import SECOND, Playing, Scene, View
@@ -219,7 +217,7 @@ class _PlaybackFeed(Feed):
 class Playback(Monitor):
     """Plays one finished run."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding(command.names, command.action, show=False) for command in PLAYED]
+    ACTIONS: ClassVar[Mapping[str, str]] = PLAYED_ACTIONS
 
     def __init__(
         self,
@@ -228,9 +226,8 @@ class Playback(Monitor):
         *,
         refresh: float = 1.0,
         open_player: Callable[[], Player] | None = None,
-        direct: bool = True,
     ) -> None:
-        super().__init__(directory, look, refresh=refresh, direct=direct)
+        super().__init__(directory, look, refresh=refresh)
         self._playing_feed = _PlaybackFeed(directory, open_player or (lambda: Player(directory)))
         self.feed = self._playing_feed
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from rich.control import Control
 from rich.segment import Segment
 from rich.style import Style
 from textual import events
@@ -12,10 +13,9 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
-from dpmon.text.cells import ascii_text
-from dpmon.ui.direct import patch_row
+from dpmon.text.cells import ascii_text, char_width
 from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, plain, width_of
+from dpmon.ui.rows import Row, merged, plain, width_of
 
 
 class PanelView(Widget):
@@ -61,10 +61,11 @@ class PanelView(Widget):
             styles.height = height
         return self.region == Region(x, y, width, height)
 
-    def show(self, rows: Sequence[Row], write: Callable[[str], None] | None = None) -> None:
-        """Draw `rows` from now on. Textual draws changed rows; with `write`, changed cells go past it to the terminal.
+    def show(self, rows: Sequence[Row], changes: list[str] | None = None) -> None:
+        """Draw `rows` from now on. Textual draws changed rows from their left edge.
 
-        Pass `write` only if the terminal shows the whole widget, in its place and with the rows of the last call.
+        With `changes`, the text for the terminal that draws only the changed cells is appended to it instead. Pass it
+        only if the terminal shows the whole widget, in its place and with the rows of the last call.
         """
         fresh = [in_ascii(row) for row in rows] if self.look.glyphs.ascii else list(rows)
         before = self._rows
@@ -75,11 +76,11 @@ class PanelView(Widget):
             self._strips.pop(index, None)
         self._rows = fresh
         self.drawn += len(changed)
-        if write is not None and len(fresh) == len(before):
-            system = self.app.console.color_system
-            x, y = self.region.offset
-            pieces = (patch_row(x, y + i, before[i], fresh[i], self.look, system) for i in changed)
-            write("".join(pieces))
+        if changes is not None and len(fresh) == len(before):
+            for y in changed:
+                x, cells = changed_cells(before[y], fresh[y])
+                changes.append(Control.move_to(self.region.x + x, self.region.y + y).segment.text)
+                changes.append(self._strip(cells).render(self.app.console))
             return
         width = max(self.size.width, max(map(width_of, fresh), default=0))
         self.refresh(*(Region(0, y, width, 1) for y in changed or range(len(fresh), len(before))))
@@ -129,6 +130,22 @@ class PanelView(Widget):
     def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
         """Report a turn of the wheel towards the end."""
         self.post_message(self.Wheel(self.panel, 3))
+
+
+def changed_cells(before: Row, after: Row) -> tuple[int, Row]:
+    """The column of the first cell that differs, and the cells of `after` from there to the last one that differs.
+
+    The rows are equally wide. A mark without a width stays with the character before it.
+    """
+    old, new = ([(char, style) for text, style in row for char in text] for row in (before, after))
+    most = min(len(old), len(new))
+    first = next((i for i in range(most) if old[i] != new[i]), most)
+    while first and not all(char_width(char) for char, _ in (*old[first : first + 1], *new[first : first + 1])):
+        first -= 1
+    last = next((i for i in range(most - first) if old[-1 - i] != new[-1 - i]), most - first)
+    while last and not char_width(new[-last][0]):
+        last -= 1
+    return width_of(new[:first]), merged(new[first : len(new) - last])
 
 
 def in_ascii(row: Row) -> Row:

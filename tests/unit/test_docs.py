@@ -13,7 +13,7 @@ from documented import DOCS, README, ROOT, anchors, code, links, pages, patched,
 
 from dpmon.cli import options
 from dpmon.config import SETTINGS, THEMES
-from dpmon.ui.keys import BINDINGS, COMMANDS, PLAYED
+from dpmon.ui.keys import ACTIONS, COMMANDS, PLAYED
 from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, arrange, is_wide
 from dpmon.ui.scene import NAMES as PANEL_NAMES
 from dpmon.ui.scene import PANELS, RANK_NAMES
@@ -139,8 +139,8 @@ def test_every_command_is_described(command: str) -> None:
 
 
 def binding_names() -> list[list[str]]:
-    """Return the keys of each binding, as the documentation writes them."""
-    return [[NAMES.get(name, name) for name in str(binding.key).split(",")] for binding in BINDINGS]  # type: ignore[union-attr]
+    """Return the keys of each action, as the documentation writes them."""
+    return [[NAMES.get(name, name) for name in ACTIONS if ACTIONS[name] == action] for action in set(ACTIONS.values())]
 
 
 KEYS = {name for names in binding_names() for name in names}

@@ -21,8 +21,7 @@ from dpmon.ring import Ring
 from dpmon.ui import jobs
 from dpmon.ui.dialogs import LINE_MOST, Choice, Commands, Pages
 from dpmon.ui.help import help_rows
-from dpmon.ui.key_queue import KeyQueue
-from dpmon.ui.keys import BINDINGS, COMMANDS, neighbour, other_period, other_range
+from dpmon.ui.keys import ACTIONS, COMMANDS, neighbour, other_period, other_range
 from dpmon.ui.layout import arrange
 from dpmon.ui.look import look
 from dpmon.ui.rows import plain
@@ -33,7 +32,7 @@ from dpmon.ui.tail import Tail
 def test_every_action_that_is_bound_exists() -> None:
     from dpmon.ui.monitor import Monitor
 
-    actions = {binding.action.partition("(")[0] for binding in BINDINGS}  # type: ignore[union-attr]
+    actions = {action.partition("(")[0] for action in ACTIONS.values()}
     assert {name for name in actions if not hasattr(Monitor, f"action_{name}")} == set()
     assert len({command.key for command in COMMANDS}) == len(COMMANDS) - 1, "only n has two meanings, one at a time"
 
@@ -327,26 +326,6 @@ async def test_a_line_is_as_long_as_a_terminal_takes_and_has_no_controls(tmp_pat
             assert "more" not in line
 
 
-async def test_too_many_waiting_keys_are_dropped_and_ctrl_c_comes_first() -> None:
-    sent: list[str] = []
-
-    async def forward(event: events.Key) -> None:
-        sent.append(event.key)
-        event._set_forwarded()
-
-    keys = KeyQueue(forward, lambda: True, lambda: 0.0)
-    for _ in range(5000):
-        await keys.add(events.Key("d", "d"))
-    await keys.add(events.Key("ctrl+c", None))
-    await keys.add(events.Key("a", "a"))
-    for _ in range(5000):
-        await keys.release()
-    assert sent == ["d", "ctrl+c", "a"]
-    for _ in range(5000):
-        await keys.add(events.Key("d", "d"))
-        assert len(keys._waiting) <= 1000
-
-
 @pytest.mark.parametrize("hidden", [False, True])
 async def test_a_message_confirms_a_line_sent_to_a_headless_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden: bool
@@ -366,27 +345,6 @@ async def test_a_message_confirms_a_line_sent_to_a_headless_run(
             else:
                 await on.shows("sent to the script: yes")
             assert ("yes" in on.text()) != hidden
-
-
-async def test_a_key_that_never_comes_back_holds_the_others_up_for_a_moment_only() -> None:
-    sent: list[str] = []
-    now = 0.0
-
-    async def forward(event: events.Key) -> None:
-        sent.append(event.key)
-        event._set_forwarded()
-
-    keys = KeyQueue(forward, lambda: True, lambda: now)
-    for key in "abc":
-        await keys.add(events.Key(key, key))
-    assert sent == ["a"]
-    await keys.release()
-    assert sent == ["a", "b"]
-    now = 2.0
-    await keys.add(events.Key("d", "d"))
-    assert sent == ["a", "b", "c"], "b is lost"
-    await keys.release()
-    assert sent == ["a", "b", "c", "d"]
 
 
 async def test_stop_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

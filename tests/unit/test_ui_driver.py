@@ -1,0 +1,138 @@
+"""Bytes from a terminal: whatever they are, the next key works, and no answer of the terminal counts as a key."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from running import wait_for
+from sizes import size
+from textual import events
+from textual.message import Message
+
+from dpmon.ui.driver import Driver
+
+
+class Typist:
+    """A terminal to type into, and the messages of its driver's input thread."""
+
+    def __init__(self, write: int) -> None:
+        self._write = write
+        self.found: list[Message] = []
+
+    def type(self, data: bytes) -> None:
+        os.write(self._write, data)
+
+    def names(self) -> list[str]:
+        """Return the messages: keys by name, others by class."""
+        return [each.key if isinstance(each, events.Key) else type(each).__name__ for each in self.found]
+
+    def until(self, last: str) -> list[str]:
+        """Wait for a message, and return all."""
+        wait_for(lambda: last in self.names()[-1:], 20, last)
+        return self.names()
+
+
+@contextmanager
+def keyboard() -> Iterator[Typist]:
+    """Run the input thread of a driver without a terminal."""
+    read, write = os.pipe()
+    typist = Typist(write)
+    driver = Driver.__new__(Driver)
+    driver.fileno, driver.exit_event = read, threading.Event()
+    driver.process_message = typist.found.append  # type: ignore[method-assign, assignment]
+    thread = threading.Thread(target=driver.run_input_thread)
+    thread.start()
+    yield typist
+    driver.exit_event.set()
+    thread.join()
+    os.close(read)
+    os.close(write)
+
+
+NOTHING = [
+    b"\xe9",
+    b"\xff\xfe\xc3",
+    b"\x1b]11;rgb:dddd/xxxx/pppp\x07",
+    b"\x1b]11;rgb:dddd/xxxx/pppp\x1b\\",
+    b"\x1bP1$rdpx\x1b\\\x1b_Gdpx\x1b\\\x1b^dpx\x1b\\\x1bXdpx\x1b\\",
+    b"\x1b]0;dpx",
+    b"\x1b[?62;1;4c\x1b[>0;276;0c\x1b[0n",
+    b"\x1b[48;99999;99999;0;0t",
+    b"\x1b[?2048;2$y",
+    b"\x1b[100;1u",
+    b"\x1b[201~",
+]
+
+
+@pytest.mark.parametrize("data", NOTHING, ids=repr)
+def test_what_is_no_key(data: bytes) -> None:
+    with keyboard() as typist:
+        typist.type(data)
+        time.sleep(0.1)
+        typist.type(b"q")
+        assert [name for name in typist.until("q") if name != "InBandWindowResize"] == ["q"]
+
+
+def test_keys_clicks_and_pastes() -> None:
+    with keyboard() as typist:
+        typist.type(b"2\x1b[A\x1bOA\x1b[Z\x1b[21~\xc3")
+        typist.type(b"\xa9\x1b[<0;3;4M\x1b[<0;3;4m\x1b[<64;3;4M\x1b[I\x1b[200~dpx\n\x03\x1b[201~q")
+        names = ["2", "up", "up", "shift+tab", "f10", "é", "MouseDown", "MouseUp", "MouseScrollUp", "AppFocus", "Paste"]
+        assert typist.until("q") == [*names, "q"]
+        typist.type(b"\x1b")
+        assert typist.until("escape")[-2:] == ["q", "escape"]
+        typist.type(b"\x1bd")
+        assert typist.until("alt+d")[-2:] == ["escape", "alt+d"]  # bound to nothing, because d acts on the training
+
+
+def test_a_paste_without_an_end_ends() -> None:
+    with keyboard() as typist:
+        typist.type(b"\x1b[200~one")
+        time.sleep(0.2)
+        typist.type(b" two")
+        typist.until("Paste")
+        typist.type(b"q")
+        assert typist.until("q") == ["Paste", "q"]
+        assert typist.found[0].text == "one two"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("key", "name"), [(b"\x03", "ctrl+c"), (b"\x1a", "ctrl+z")])
+def test_ctrl_c_and_ctrl_z_work_in_a_paste_that_does_not_end(key: bytes, name: str) -> None:
+    with keyboard() as typist:
+        typist.type(b"\x1b[200~text")
+        time.sleep(0.1)
+        typist.type(key)
+        assert typist.until(name) == ["Paste", name]
+
+
+PIECES = [
+    *NOTHING,
+    b"\x1b[1;2A",
+    b"\x1b[M \xe9\xff",
+    b"\x1b[200~",
+    b"\x1b[201~",
+    b"\x1b",
+    b"\x1b[",
+    b"\x1b[<0;999999;",
+    b"\x1bO",
+]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_after_any_input_the_next_key_works(seed: int) -> None:
+    chance = random.Random(seed)
+    with keyboard() as typist:
+        for _ in range(size(10, 1000)):
+            for _ in range(chance.randrange(1, 60)):
+                data = chance.choice(PIECES) if chance.random() < 0.7 else chance.randbytes(chance.randrange(1, 200))
+                typist.type(data[: chance.randrange(len(data)) + 1] if chance.random() < 0.3 else data)
+            time.sleep(1.3)
+            typist.found.clear()
+            typist.type(b"q")
+            assert typist.until("q")[-1:] == ["q"]

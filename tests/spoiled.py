@@ -19,7 +19,7 @@ EVENTS: dict[str, dict[str, object]] = {
     "pause": {"process": 0, "t_s": 0.4, "paused": True, "step": 1, "paused_s": 1.0, "reason": None, "refused": None},
     "input": {"process": None, "pid": 1, "t_s": 0.5, "waited_s": 2.0},
     "loader": {"process": 0, "t_s": 0.5, "loader": "D", "batches": 3, "workers": 2, "persistent": True, "iter_s": 0.1,
-               "left_out": 0, "left_out_s": 0.0, "absent": {}},
+               "start": 2, "left_out": 0, "left_out_s": 0.0, "absent": {}},
     "warning": {"process": 0, "t_s": 0.6, "text": "x"},
     "oom": {"process": 0, "t_s": 0.7, "device": "cpu:0", "step": 1, "text": "x"},
     "exit": {"status": 0, "signal": None, "t_s": 1.0, "unknown": None, "cause": None},

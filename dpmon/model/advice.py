@@ -6,8 +6,6 @@ threads on a machine with room to spare.
 
 from __future__ import annotations
 
-from collections import Counter
-
 from dpmon.model.evidence import Evidence, HostFacts, LoaderStart, ModeFacts
 from dpmon.model.finding import MIN_STEPS, duration_words, most_affected, of_whom
 from dpmon.model.numbers import percent
@@ -80,16 +78,13 @@ def _kept(evidence: Evidence, process: int) -> str:
 
 
 def restarted(evidence: Evidence, process: int) -> list[LoaderStart]:
-    """The starts of the loaders that start their workers again in every epoch."""
+    """The starts at which a loader started its workers again."""
     return [one for one in _again(evidence, process) if one.workers]
 
 
 def _again(evidence: Evidence, process: int) -> list[LoaderStart]:
-    """The starts of the loaders that start more than once and keep no workers."""
-    own = [one for one in evidence.loaders if one.process == process and not one.persistent]
-    starts = Counter(one.loader for one in own)
-    more = {one.loader for one in own if one.left_out}
-    return [one for one in own if starts[one.loader] > 1 or one.loader in more]
+    """The later starts of loaders that keep no workers. A loader made anew for each epoch could not keep them."""
+    return [one for one in evidence.loaders if one.process == process and not one.persistent and one.start > 1]
 
 
 def for_copies(evidence: Evidence, process: int) -> str:

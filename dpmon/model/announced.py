@@ -157,8 +157,7 @@ def loader_start(data: Mapping[str, Any]) -> LoaderStart | None:
         whole_in(data, "workers"),
         data.get("persistent") is True,
         data.get("pinned") is True,
-        whole_in(data, "left_out") or 0,
-        (text_in(data, "loader"), whole_in(data, "batches")),
+        whole_in(data, "start") or 1,
     )
 
 

@@ -157,10 +157,8 @@ class LoaderStart(NamedTuple):
     workers: int | None
     persistent: bool
     pinned: bool = False
-    left_out: int = 0
-    """Number of earlier starts without a record."""
-    loader: tuple[str | None, int | None] = (None, None)
-    """The class of its dataset and its number of batches, which tell loaders apart."""
+    start: int = 1
+    """Which start of this DataLoader object it is."""
 
 
 @dataclass(frozen=True)

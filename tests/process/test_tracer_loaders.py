@@ -10,7 +10,7 @@ from tracing import Traced, alone, traced
 
 from dpmon.export.table import row
 
-FACTS = ("loader", "batches", "workers", "persistent", "left_out", "absent")
+FACTS = ("loader", "batches", "workers", "persistent", "start", "left_out", "absent")
 
 
 def loaders(run: Traced, process: int = 0) -> list[dict[str, Any]]:
@@ -57,7 +57,8 @@ print(json.dumps(clocks))
 @pytest.mark.parametrize("workers", ["new", "persistent"])
 def test_the_start_of_workers_is_recorded_for_each_epoch(tmp_path: Path, workers: str, mode: str | None) -> None:
     run = traced(tmp_path, EPOCHS, workers, mode=mode)
-    assert facts(run) == [("TensorDataset", 4, 2, workers == "persistent", 0, {})] * 2
+    kept = workers == "persistent"
+    assert facts(run) == [("TensorDataset", 4, 2, kept, start, 0, {}) for start in (1, 2)]
     for event, (began, took) in zip(loaders(run), run.printed, strict=True):
         assert 0 < event["iter_s"] * 1e9 <= took
         assert took - event["iter_s"] * 1e9 < max(
@@ -79,10 +80,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 model = torch.nn.Linear(4, 1)
 rows = torch.randn(1000, 4)
+same = DataLoader(TensorDataset(rows), batch_size=10)
 began, started, spent = time.monotonic(), 0, 0
 while time.monotonic() < began + 1.5:
     data = TensorDataset(rows[: 10 + started % 100] if sys.argv[1] == "different" else rows)
-    loader = DataLoader(data, batch_size=10)
+    loader = same if sys.argv[1] == "same" else DataLoader(data, batch_size=10)
     before = time.monotonic_ns()
     batches = iter(loader)
     spent += time.monotonic_ns() - before
@@ -93,12 +95,13 @@ print(json.dumps([started, spent, time.monotonic() - began]))
 """
 
 
-@pytest.mark.parametrize(("what", "each_second"), [("alike", 1), ("different", 8)])
+@pytest.mark.parametrize(("what", "each_second"), [("same", 1), ("alike", 1), ("different", 8)])
 def test_a_loader_for_each_step_is_counted(tmp_path: Path, what: str, each_second: int) -> None:
     run = traced(tmp_path, OFTEN, what)
     started, spent_ns, took_s = run.printed
     found = loaders(run)
     assert started > 100
+    assert found[-1]["start"] == (started if what == "same" else 1)
     assert 2 <= len(found) <= each_second * (took_s + 1) + 1
     assert sum(1 + event["left_out"] for event in found) == started
     recorded_s = sum(event["iter_s"] + event["left_out_s"] for event in found)

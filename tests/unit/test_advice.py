@@ -20,9 +20,10 @@ KEEPS = "persistent_workers"
 
 
 def loaders(*starts: float, workers: int = 2, persistent: bool = False, **more: Any) -> tuple[LoaderStart, ...]:
-    """Return starts of one loader, each at a second of the run."""
+    """Return starts of one loader, each at a second of the run; with `start`: of loaders that are started once."""
     return tuple(
-        LoaderStart(0, int(at * SECOND), SECOND, workers, persistent, loader=("Images", 100), **more) for at in starts
+        LoaderStart(0, int(at * SECOND), SECOND, workers, persistent, **{"start": number, **more})
+        for number, at in enumerate(starts, 1)
     )
 
 
@@ -72,9 +73,11 @@ TABLE: dict[str, tuple[str, list[Evidence], dict[str, Evidence]]] = {
     # advice: its words, where it is given, and where it is not given
     "keep the workers, data": (
         KEEPS,
-        [WAITS(1, 50), WAITS(1, 50, workers=0), FEW(1, 50), WAITS(50, left_out=3)],
+        [WAITS(1, 50), WAITS(1, 50, workers=0), FEW(1, 50), WAITS(50, start=4)],
         {
             "one epoch": WAITS(1),
+            "made anew in each epoch": WAITS(1, 50, start=1),
+            "two loaders, each read once": FEW(1, 50, start=1),
             "one epoch with few long fetches": FEW(1),
             "no workers": FEW(1, 50, workers=0),
             "already kept": WAITS(1, 50, persistent=True),
@@ -85,12 +88,22 @@ TABLE: dict[str, tuple[str, list[Evidence], dict[str, Evidence]]] = {
     "keep the workers, stall": (
         KEEPS,
         [STALLED(1, 50)],
-        {"one epoch": STALLED(1), "no workers": STALLED(1, 50, workers=0), "kept": STALLED(1, 50, persistent=True)},
+        {
+            "one epoch": STALLED(1),
+            "made anew": STALLED(1, 50, start=1),
+            "no workers": STALLED(1, 50, workers=0),
+            "kept": STALLED(1, 50, persistent=True),
+        },
     ),
     "keep the workers, between": (
         KEEPS,
         [GAPS(1, 10)],
-        {"first start": GAPS(10), "no workers": GAPS(1, 10, workers=0), "kept": GAPS(1, 10, persistent=True)},
+        {
+            "first start": GAPS(10),
+            "made anew": GAPS(1, 10, start=1),
+            "no workers": GAPS(1, 10, workers=0),
+            "kept": GAPS(1, 10, persistent=True),
+        },
     ),
     "pinned memory": ("pin_memory", [COPIES(), COPIES(1)], {"pinned": COPIES(1, pinned=True)}),
     "set_device": (

@@ -469,7 +469,8 @@ def epochs(gap_s: float, workers: int | None = None, persistent: bool = False) -
     for epoch in range(6):
         if epoch and workers is not None:
             start = {"process": 0, "rank": None, "t_s": training.now / SECOND + 0.1 * gap_s, "iter_s": 0.8 * gap_s}
-            payloads.append(pack_event("loader", {**start, "workers": workers, "persistent": persistent}))
+            kept = {"workers": workers, "persistent": persistent, "start": epoch + 1}
+            payloads.append(pack_event("loader", {**start, **kept}))
         training.now += int(gap_s * SECOND) if epoch else 0
         payloads += training.run(20)
     return payloads, training.now / SECOND

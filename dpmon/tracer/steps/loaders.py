@@ -13,6 +13,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from time import monotonic_ns
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.utils import data as torch_data
@@ -30,6 +31,8 @@ MAX_EARLY = 16
 """Most events that are kept until the ring is open."""
 MAX_DEPTH = 8
 """Deepest nesting of samplers and datasets that is searched for a length."""
+MAX_KNOWN = 64
+"""Most loader objects whose starts are counted; a script may make a loader for every step."""
 
 _ITERABLE = "dpmon does not ask an IterableDataset for its length: torch would warn if it then yields more"
 
@@ -37,8 +40,8 @@ _ITERABLE = "dpmon does not ask an IterableDataset for its length: torch would w
 # Plain tuples, because torch.compile would compile the constructors of classes made at run time.
 _Facts = tuple[str, int | str, int | None, bool, bool]
 """Class of a loader's dataset, number of batches or why it is unknown, number of workers, whether workers persist."""
-_Start = tuple[_Facts, int, int]
-"""The facts of a loader, when its start began, and how long it took (ns)."""
+_Start = tuple[_Facts, int, int, int]
+"""The facts of a loader, when its start began, how long it took (ns), and the number of the start."""
 
 
 class Loaders:
@@ -59,12 +62,14 @@ class Loaders:
         """Number of starts since the last event, and their total time (ns)."""
         self._last: _Start | None = None
         """The last start since the last event; it is recorded when the process ends."""
+        self._starts: dict[int, tuple[ref[object], int]] = {}
+        """By id of a loader: the loader, and how often it has started."""
 
     def iterating(self, original: Function) -> Function:
         """The traced form of DataLoader.__iter__."""
 
         def started(iterator: object, began: int, loader: object) -> None:
-            self._started(iterator, began, monotonic_ns() - began)
+            self._started(iterator, began, monotonic_ns() - began, loader)
 
         return self.session.followed(original, started, "loader", fatal=False)
 
@@ -83,23 +88,34 @@ class Loaders:
                 self._left_out_ns -= self._last[2]
                 self.session.event("loader", **self._data(*self._last))
 
-    def _started(self, iterator: object, began_ns: int, took_ns: int) -> None:
+    def _started(self, iterator: object, began_ns: int, took_ns: int, loader: object) -> None:
         session = self.session
         if session.off or not issubclass(type(iterator), _BaseDataLoaderIter):
             return
         facts = _facts(iterator.__dict__)
         with self._lock:
+            start = self._count(loader)
             if not self._is_wanted(facts, began_ns):
                 self._left_out += 1
                 self._left_out_ns += took_ns
-                self._last = facts, began_ns, took_ns
+                self._last = facts, began_ns, took_ns, start
                 return
             self._recent[facts] = began_ns
-            data = self._data(facts, began_ns, took_ns)
+            data = self._data(facts, began_ns, took_ns, start)
             if session.ring is None:
                 self._early.append(data)
             else:
                 session.event("loader", **data)
+
+    def _count(self, loader: object) -> int:
+        """Count a start of this loader object; return its number, from 1."""
+        known, before = self._starts.pop(id(loader), (None, 0))
+        if known is None or known() is not loader:
+            known, before = ref(loader), 0
+            if len(self._starts) >= MAX_KNOWN:
+                del self._starts[next(iter(self._starts))]
+        self._starts[id(loader)] = known, before + 1
+        return before + 1
 
     def _is_wanted(self, facts: _Facts, began_ns: int) -> bool:
         if self.session.ring is None and len(self._early) >= MAX_EARLY:
@@ -111,7 +127,7 @@ class Loaders:
             self._recent = {known: at for known, at in self._recent.items() if began_ns - at < EVERY_NS}
         return len(self._recent) < MAX_RECENT
 
-    def _data(self, facts: _Facts, began_ns: int, took_ns: int) -> dict[str, Any]:
+    def _data(self, facts: _Facts, began_ns: int, took_ns: int, start: int) -> dict[str, Any]:
         """Return the event of a start, with the count of starts left out before it, and reset the count."""
         loader, batches, workers, persistent, pinned = facts
         known = isinstance(batches, int)
@@ -125,6 +141,7 @@ class Loaders:
             "workers": workers,
             "persistent": persistent,
             "pinned": pinned,
+            "start": start,
             "iter_s": took_ns / 1e9,
             "left_out": left_out,
             "left_out_s": left_out_ns / 1e9,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
@@ -26,6 +27,7 @@ from dpmon.record.schema import SETTLING_STEPS
 from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
+from dpmon.report.document import Table
 from dpmon.report.page import page
 from dpmon.report.plots import plots
 from dpmon.report.sections import document
@@ -308,6 +310,21 @@ def test_nothing_from_outside_steers_the_terminal_or_the_page(state: Path) -> No
     for hole in ("<script>alert", "<b onload", "\x1b", "\u202e"):
         assert hole not in made, hole
     assert "<script" not in made
+
+
+def test_text_and_page_have_the_same_sections_and_cells(both: Path) -> None:
+    made = document(collect(both))
+    names = [section.title + section.about for section in made.sections]
+    drawn, lines = page(made), text_lines(made, 200)
+    assert re.findall(r'<h2 id="part-\d+">(.*?)</h2>', drawn) == names
+    assert [line for line in lines[1:] if line and line[0] != " "] == [
+        section.title.upper() + section.about for section in made.sections
+    ]
+    tables = [part for section in made.sections for part in section.parts if isinstance(part, Table)]
+    assert len(tables) == 5
+    for cell in (cell for table in tables for row in table.rows for cell in row if cell):
+        assert html.escape(cell.strip()) in drawn
+        assert cell in "\n".join(lines)
 
 
 def test_an_invalid_mode_cannot_control_the_terminal(both: Path) -> None:

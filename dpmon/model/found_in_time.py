@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dpmon.model.advice import DATA_SHARE, data_share, for_copies, for_data, for_spread, is_timed, restarted
+from dpmon.model.compare import sentence
 from dpmon.model.evidence import Evidence, LongStep, ModeFacts
 from dpmon.model.finding import (
     MIN_STEPS,
@@ -23,7 +24,6 @@ from dpmon.model.finding import (
 from dpmon.model.numbers import percent
 from dpmon.model.stragglers import Straggler
 from dpmon.model.uneven import INPUT, WAITING_TEXT, waited_ns
-from dpmon.model.verdict import sentence
 
 COPY_SHARE = 0.2
 """Smallest share of the step to report: for copies to the device, for replicate, and for scatter with gather. The last

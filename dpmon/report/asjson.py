@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dpmon.model.compare import sentence
 from dpmon.model.evidence import DeviceFacts, Evidence, HostFacts, ModeFacts
 from dpmon.model.history import PARTS, Bin
 from dpmon.model.json_fields import communication_fields, fields_of, ms, phase_fields, rank_fields
-from dpmon.model.verdict import sentence
 from dpmon.report.story import Story
 from dpmon.store.figures import counted_as_fields, rate_as_fields
 

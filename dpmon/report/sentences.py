@@ -7,14 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from dpmon.model.announced import WAITS_KEPT
-from dpmon.model.compare import Comparison
+from dpmon.model.compare import Comparison, sentence
 from dpmon.model.evidence import ModeFacts
-from dpmon.model.finding import duration_words, of_process
+from dpmon.model.finding import duration_words, host_waits, of_process, partly_timed
 from dpmon.model.numbers import count_of, percent
 from dpmon.model.pauses import PauseTotals
-from dpmon.model.phase_notes import host_waits, partly_timed
 from dpmon.model.state import ModeChange
-from dpmon.model.verdict import sentence
 from dpmon.record.wire import RANK_MODES
 from dpmon.report.story import Story
 from dpmon.run.rundir import ExitInfo

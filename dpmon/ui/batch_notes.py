@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dpmon.cleaning import clean
+from dpmon.model.finding import host_waits, partly_timed
 from dpmon.model.numbers import group, percent
-from dpmon.model.phase_notes import host_waits, partly_timed
 from dpmon.model.process import PHASES, Process
 from dpmon.model.ranks import distributed
 from dpmon.model.step_timeline import StepTimeline

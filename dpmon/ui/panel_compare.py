@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dpmon.cleaning import clean
-from dpmon.model.compare import Comparison
+from dpmon.model.compare import Comparison, sentence
 from dpmon.model.memory import HOST, Peak
 from dpmon.model.numbers import UNKNOWN, count_of, duration, group, percent, times
 from dpmon.model.process import PHASES
 from dpmon.model.step_timeline import Piece
-from dpmon.model.verdict import sentence
 from dpmon.record.schema import REST, SETTLING_STEPS, phase_named, phase_shown
 from dpmon.store.figures import Figures
 from dpmon.text.cells import cut, right, wrapped

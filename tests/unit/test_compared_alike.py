@@ -9,8 +9,7 @@ from kept import keep
 from stage import LOOK
 from synthetic import SECOND, Training
 
-from dpmon.model.compare import Comparison
-from dpmon.model.verdict import sentence
+from dpmon.model.compare import Comparison, sentence
 from dpmon.report import collect
 from dpmon.run.reader import RunReader
 from dpmon.ui import panel_compare

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dpmon.model.evidence import ModeFacts
-from dpmon.model.phase_notes import host_waits, partly_timed
+from dpmon.model.finding import host_waits, partly_timed
 from dpmon.report.sentences import phase_notes
 from dpmon.store.figures import PhaseFigures
 

@@ -17,11 +17,11 @@ from test_ui_playback import shown, shows
 
 from dpmon.cli.speak import closing
 from dpmon.cli.summary import summary_lines
+from dpmon.model.compare import sentence
 from dpmon.model.history import pictured
 from dpmon.model.numbers import duration
 from dpmon.model.pace import speed
 from dpmon.model.process import ProcessFacts
-from dpmon.model.verdict import sentence
 from dpmon.record.kinds import Step
 from dpmon.run.rundir import load_exit
 from dpmon.ui.dialogs import Commands, Pages

@@ -17,10 +17,10 @@ from synthetic import SECOND, Training
 
 from dpmon.cli.summary import summary_lines
 from dpmon.model.announced import WAITS_KEPT, Announced, waits_in
+from dpmon.model.compare import sentence
 from dpmon.model.process import Process, ProcessFacts
 from dpmon.model.state import State
 from dpmon.model.uneven import INPUT, is_wait
-from dpmon.model.verdict import sentence
 from dpmon.record.kinds import Event
 from dpmon.record.wire import pack_event
 from dpmon.report import collect, report_text

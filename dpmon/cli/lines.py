@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from dpmon.cleaning import json_text
 from dpmon.model.active_processes import ended_of
@@ -109,9 +108,9 @@ class Lines:
             self._put_exit(how)
 
     def _put_exit(self, how: ExitInfo | None) -> None:
-        seconds = None if how is None else how.seconds
-        said = {"kind": "exit", "run": self._reader.info.id, "t_s": seconds}
-        said |= {"status": None if how is None else how.status, "signal": None if how is None else how.signal}
+        said: dict[str, object] = {"kind": "exit", "run": self._reader.info.id}
+        said["t_s"] = None if how is None else how.seconds
+        said |= {name: getattr(how, name, None) for name in ("status", "signal")}
         self._put({**said, "absent": {"status": "how it ended is unknown"}} if how is None else said)
         self._reader.close()
 
@@ -120,19 +119,19 @@ class Lines:
             ended = ended_of(self._reader.activities())
             self._state = self._snapshots.take(StoreAt(store), Wanted(0 if over else _SPAN_S, over=over), ended)
 
-    def _put(self, said: dict[str, Any]) -> None:
+    def _put(self, said: dict[str, object]) -> None:
         said["skipped"] = self._skipped
         line = json_text(finite(said), separators=(",", ":")).encode() + b"\n"
         self._skipped = 0 if self._write(line) else self._skipped + 1
 
     # ------------------------------------------------------------------------------------------ the lines
 
-    def _status(self, over: bool = False) -> dict[str, Any]:
+    def _status(self, over: bool = False) -> dict[str, object]:
         state, info = self._state, self._reader.refresh()
         now_ns = time.monotonic_ns() - info.start_ns
         focus = state.focus()
         absent: dict[str, str] = {}
-        said: dict[str, Any] = {"kind": "status", "run": info.id, "t_s": round(now_ns / 1e9, 3)}
+        said: dict[str, object] = {"kind": "status", "run": info.id, "t_s": round(now_ns / 1e9, 3)}
         said["state"] = "ended" if over else self._doing(focus)
         progress, lacks = _progress(focus, state, now_ns)
         said |= progress
@@ -166,7 +165,7 @@ class Lines:
         return "running"
 
 
-def _progress(focus: Process | None, state: State, now_ns: int) -> tuple[dict[str, Any], dict[str, str]]:
+def _progress(focus: Process | None, state: State, now_ns: int) -> tuple[dict[str, object], dict[str, str]]:
     """Step, rates and times of the process that represents the run; and the reasons for null values, by name."""
     absent: dict[str, str] = {}
     if focus is None or focus.last_step is None:
@@ -185,7 +184,7 @@ def _progress(focus: Process | None, state: State, now_ns: int) -> tuple[dict[st
     elif not any(phase.device_count for phase in found.phases):
         reason = _why_untimed(focus)
         absent |= {} if reason is None else {"device_median_ms": reason}
-    said = {
+    said: dict[str, object] = {
         "process": focus.process,
         "rank": focus.rank,
         "step": focus.last_step.step,
@@ -214,7 +213,7 @@ def _phases(figures: Figures, *, of_call: bool) -> dict[str, object]:
     return {name: phase_fields(phase) for name, phase in phases.items() if phase is not None}
 
 
-def _rank(process: Process) -> dict[str, Any]:
+def _rank(process: Process) -> dict[str, object]:
     figures = process.figures
     step = process.last_step.step if process.last_step is not None else None
     return {

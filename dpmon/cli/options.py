@@ -6,7 +6,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import dpmon
 from dpmon.config import SETTINGS
@@ -64,10 +64,10 @@ def _replicas(text: str) -> int:
     return int(text)
 
 
-def _setting(name: str) -> Callable[[str], Any]:
+def _setting(name: str) -> Callable[[str], object]:
     """Return a check of the value of an option that is also a setting."""
 
-    def check(text: str) -> Any:
+    def check(text: str) -> object:
         try:
             return SETTINGS[name](text)
         except ValueError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import nlargest
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from dpmon.model.communication import WRAPPERS_READ, Wrapper, newest_wrappers
 from dpmon.model.evidence import LoaderStart
@@ -61,7 +61,7 @@ class Announced:
     def read(cls, rows: StoreAt, *, every: bool = False) -> Announced:
         """Read the events up to the time of `rows`: the newest of each kind, or (`every`) all."""
 
-        def data(kind: str, most: int) -> Iterator[Mapping[str, Any]]:
+        def data(kind: str, most: int) -> Iterator[Mapping[str, object]]:
             return (event.data for event in rows.lasting(kind, -1 if every else most))
 
         info = {facts.process: facts for each in data("process", -1) if (facts := _process_facts(each)) is not None}
@@ -132,7 +132,7 @@ def _known(found: Iterable[_Read | None]) -> tuple[_Read, ...]:
 
 
 def waits_in(
-    processes: Iterable[ProcessFacts], records: Iterable[Mapping[str, Any]]
+    processes: Iterable[ProcessFacts], records: Iterable[Mapping[str, object]]
 ) -> tuple[tuple[int | None, int, int], ...]:
     """The longest waits in `input` records, in order of time: process (None: one that does not train), start, end."""
     found = []
@@ -145,7 +145,7 @@ def waits_in(
     return tuple((None if pid is None else numbers.get(pid), at, at + took) for took, at, pid in longest)
 
 
-def loader_start(data: Mapping[str, Any]) -> LoaderStart | None:
+def loader_start(data: Mapping[str, object]) -> LoaderStart | None:
     """The content of a `loader` record; None if process, time or duration is missing."""
     process, at, took = whole_in(data, "process"), ns_in(data, "t_s"), ns_in(data, "iter_s")
     if process is None or at is None or took is None:
@@ -161,7 +161,7 @@ def loader_start(data: Mapping[str, Any]) -> LoaderStart | None:
     )
 
 
-def _process_facts(data: Mapping[str, Any]) -> ProcessFacts | None:
+def _process_facts(data: Mapping[str, object]) -> ProcessFacts | None:
     process = whole_in(data, "process")
     if process is None:
         return None
@@ -169,7 +169,7 @@ def _process_facts(data: Mapping[str, Any]) -> ProcessFacts | None:
     return ProcessFacts(process, rank, world, pid, text_in(data, "python"), text_in(data, "torch"))
 
 
-def mode_change(data: Mapping[str, Any]) -> ModeChange | None:
+def mode_change(data: Mapping[str, object]) -> ModeChange | None:
     """The content of a `mode` record; None if process or mode is missing."""
     number, mode = whole_in(data, "process"), text_in(data, "mode")
     if number is None or mode not in MODES:
@@ -189,7 +189,7 @@ def mode_change(data: Mapping[str, Any]) -> ModeChange | None:
     )
 
 
-def pause_change(data: Mapping[str, Any]) -> PauseChange | None:
+def pause_change(data: Mapping[str, object]) -> PauseChange | None:
     """The content of a `pause` record; None if its process, or whether it paused or resumed, is missing."""
     number, paused = whole_in(data, "process"), data.get("paused")
     if number is None or not isinstance(paused, bool):
@@ -198,6 +198,6 @@ def pause_change(data: Mapping[str, Any]) -> PauseChange | None:
     return PauseChange(number, at, step, paused, took, text_in(data, "reason"), text_in(data, "refused"))
 
 
-def _warning(data: Mapping[str, Any]) -> WarningText | None:
+def _warning(data: Mapping[str, object]) -> WarningText | None:
     text = text_in(data, "text")
     return None if text is None else WarningText(whole_in(data, "process"), ns_in(data, "t_s"), text)

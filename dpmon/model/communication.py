@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.members import number_in, text_in, whole_in
 from dpmon.model.stragglers import RankTimes, Straggler, rank_times, straggler
@@ -329,7 +329,7 @@ class _Unused:
         self._unknown = False
         self._iteration: int | None = None
 
-    def add(self, data: Mapping[str, Any]) -> None:
+    def add(self, data: Mapping[str, object]) -> None:
         """Add the next record; several records may repeat one iteration."""
         unused, iteration = whole_in(data, "unused_bytes"), whole_in(data, "iteration")
         absent = data.get("absent")
@@ -343,9 +343,9 @@ class _Unused:
         self._iteration = iteration
 
 
-def newest_wrappers(records: Iterable[Mapping[str, Any]]) -> tuple[Wrapper, ...]:
+def newest_wrappers(records: Iterable[Mapping[str, object]]) -> tuple[Wrapper, ...]:
     """The newest record of each wrapper, from a run's `ddp` records in order; unused parameters cover all records."""
-    newest: dict[tuple[int | None, int | None], Mapping[str, Any]] = {}
+    newest: dict[tuple[int | None, int | None], Mapping[str, object]] = {}
     unused: dict[tuple[int | None, int | None], _Unused] = {}
     for data in records:
         key = whole_in(data, "process"), whole_in(data, "wrapper")
@@ -358,7 +358,7 @@ def newest_wrappers(records: Iterable[Mapping[str, Any]]) -> tuple[Wrapper, ...]
     )
 
 
-def wrapper(data: Mapping[str, Any]) -> Wrapper | None:
+def wrapper(data: Mapping[str, object]) -> Wrapper | None:
     """The facts in a `ddp` record; None if it names no process."""
     process = whole_in(data, "process")
     if process is None:
@@ -390,7 +390,7 @@ def wrapper(data: Mapping[str, Any]) -> Wrapper | None:
     )
 
 
-def _group(data: Mapping[str, Any]) -> tuple[int, ...] | None:
+def _group(data: Mapping[str, object]) -> tuple[int, ...] | None:
     """The process group of a wrapper; None if it is unknown or invalid."""
     listed, rank = data.get("group"), whole_in(data, "rank")
     if not isinstance(listed, list) or any(type(one) is not int for one in listed) or rank not in listed:
@@ -398,6 +398,6 @@ def _group(data: Mapping[str, Any]) -> tuple[int, ...] | None:
     return tuple(sorted(listed))
 
 
-def _ns(data: Mapping[str, Any], key: str) -> float | None:
+def _ns(data: Mapping[str, object], key: str) -> float | None:
     value = number_in(data, key)
     return value * 1e6 if value is not None and 0 <= value < 1e9 else None

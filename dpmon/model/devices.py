@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isnan, nan
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.evidence import DeviceFacts, HostFacts
 from dpmon.model.members import SECOND, number_in, text_in, whole_in
@@ -55,7 +55,7 @@ class _SampleTrack:
 
     id: int = 0
     t_ns: int = -(1 << 63)
-    data: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, object] = field(default_factory=dict)
     values: deque[_Values] = field(default_factory=lambda: deque(maxlen=HISTORY_S))
 
     def add(self, sample: ChartSample) -> None:
@@ -245,12 +245,13 @@ class _TotalsTrack:
     sums: dict[int, list[float]] = field(default_factory=dict)
     """By stretch: sum and number of utilisations, sum and number of memory values (bytes)."""
 
-    def identify(self, data: Mapping[str, Any]) -> None:
+    def identify(self, data: Mapping[str, object]) -> None:
         """Take the names of a GPU, and why its clocks were lowered."""
         self.name = text_in(data, "name") or self.name
         self.uuid = text_in(data, "uuid") or self.uuid
-        if isinstance(data.get("of_run"), bool):
-            self.of_run = bool(self.of_run) or data["of_run"]
+        of_run = data.get("of_run")
+        if isinstance(of_run, bool):
+            self.of_run = bool(self.of_run) or of_run
         ordinals, throttle = data.get("ordinals"), data.get("throttle")
         if isinstance(ordinals, list) and ordinals and isinstance(ordinals[0], dict):
             self.called = text_in(ordinals[0], "device") or self.called
@@ -290,7 +291,7 @@ class DeviceTotals:
             return None
         return self._tracks.setdefault(index, _TotalsTrack())
 
-    def sample(self, kind: str, data: Mapping[str, Any]) -> None:
+    def sample(self, kind: str, data: Mapping[str, object]) -> None:
         """Add a `device` or `host` record; a value of another type counts as unknown."""
         index = whole_in(data, "index") if kind == "device" else _HOST
         track = None if index is None else self._track(index)
@@ -329,7 +330,7 @@ class DeviceTotals:
         elif row.name == "mem_used_bytes":
             track.place(row.start_s + 30.0, (0.0, 0), (row.total, row.samples))
 
-    def _take_processors(self, data: Mapping[str, Any], seconds: float | None) -> None:
+    def _take_processors(self, data: Mapping[str, object], seconds: float | None) -> None:
         """Add the processors' use, in total and by the run."""
         cpus, use, own, load = (number_in(data, key) for key in ("cpus", "cpu_pct", "run_cpu_pct", "load_1m"))
         if cpus is None or not 1 <= cpus < 1e6 or use is None or own is None:

@@ -3,37 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 SECOND = 1_000_000_000
 
 
-def number_in(data: Mapping[str, Any], key: str) -> float | None:
+def number_in(data: Mapping[str, object], key: str) -> float | None:
     """The finite number under `key`; a bool is not a number. Python's JSON accepts NaN and infinity."""
     value = data.get(key)
-    known = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
-    return value if known else None
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300:
+        return value
+    return None
 
 
-def whole_in(data: Mapping[str, Any], key: str) -> int | None:
+def whole_in(data: Mapping[str, object], key: str) -> int | None:
     """The whole number under `key`; a bool is not a number."""
     value = data.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def text_in(data: Mapping[str, Any], key: str) -> str | None:
+def text_in(data: Mapping[str, object], key: str) -> str | None:
     """The text under `key`."""
     value = data.get(key)
     return value if isinstance(value, str) else None
 
 
-def ns_in(data: Mapping[str, Any], key: str) -> int | None:
+def ns_in(data: Mapping[str, object], key: str) -> int | None:
     """A time or a duration in seconds, as ns; None if it is negative or decades long."""
     seconds = number_in(data, key)
     return int(seconds * SECOND) if seconds is not None and 0 <= seconds < 1e9 else None
 
 
-def finite(value: Any) -> Any:
+def finite(value: object) -> object:
     """The value with None for NaN and infinity, which only Python accepts as JSON."""
     if isinstance(value, float) and not abs(value) < 1e308:
         return None

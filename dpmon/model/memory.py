@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 HOST = "host"
 """The key in a mode's peaks for the sampled memory of all processes of the run."""
@@ -37,7 +37,7 @@ class Held(NamedTuple):
     """How many of the processes know the model, the gradients, the optimizer states and the rest."""
 
 
-def held(records: Iterable[Mapping[str, Any]]) -> list[Held]:
+def held(records: Iterable[Mapping[str, object]]) -> list[Held]:
     """One row per device, by name, from the newest `memory` record of each process."""
     rows: dict[str, Held] = {}
     for record in records:
@@ -75,7 +75,7 @@ def _is_trifle(row: Held) -> bool:
     return row.device.partition(":")[0] == "cpu" and sum(part or 0 for part in row[1:5]) < TRIFLE_BYTES
 
 
-def _row(one: Mapping[str, Any]) -> Held:
+def _row(one: Mapping[str, object]) -> Held:
     model, gradients, optimizer, rest, peak = (
         _bytes(one.get(f"{key}_bytes")) for key in ("model", "gradients", "optimizer", "rest", "peak")
     )
@@ -83,7 +83,7 @@ def _row(one: Mapping[str, Any]) -> Held:
     reasons = {str(k): str(v) for k, v in absent.items()} if isinstance(absent, Mapping) else {}
     shared = min(_bytes(one.get("shared_bytes")) or 0, model or 0)
     known = tuple(int(part is not None) for part in (model, gradients, optimizer, rest))
-    return Held(one["device"], model, gradients, optimizer, rest, peak, reasons, shared, 1, known)
+    return Held(str(one["device"]), model, gradients, optimizer, rest, peak, reasons, shared, 1, known)
 
 
 def _both(one: Held, other: Held) -> Held:
@@ -98,5 +98,5 @@ def _both(one: Held, other: Held) -> Held:
     return Held(one.device, model, gradients, optimizer, rest, None, reasons, shared, processes, known)
 
 
-def _bytes(value: Any) -> int | None:
+def _bytes(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.compare import Comparison
 from dpmon.model.members import SECOND
@@ -128,7 +128,7 @@ class Process:
     """By root, for the roots that refused in their last answer."""
     paused_since_ns: int | None = None
     """Start of its pause; None if it is not paused."""
-    memory: Mapping[str, Any] = field(default_factory=dict)
+    memory: Mapping[str, object] = field(default_factory=dict)
     """The newest record of the devices' memory."""
     calls: Mapping[tuple[str, str | None], CallTrack] = field(default_factory=dict)
     """By root and its wrapper."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dpmon.model.active_processes import representative, training_now
 from dpmon.model.communication import Communication, Wrapper, communication
@@ -76,7 +76,7 @@ class WarningText(NamedTuple):
 class DeviceTrack(NamedTuple):
     """The newest sample of a GPU, or of the host, and its histories: one value per second, None if unknown."""
 
-    data: Mapping[str, Any] = {}
+    data: Mapping[str, object] = {}
     t_ns: int | None = None
     second: int = -1
     """Time of the newest value."""

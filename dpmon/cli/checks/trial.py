@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from dpmon.cli.checks import Check, ok, problem, warning
 from dpmon.record.kinds import Call
@@ -61,7 +60,7 @@ _REMEDIES = (
 class _TrialResults:
     """The results of the child and the sampler."""
 
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, object] = field(default_factory=dict)
     seconds: float = 0.0
     failure: str = ""
     calls: list[Call] = field(default_factory=list)

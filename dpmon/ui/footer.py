@@ -1,4 +1,4 @@
-"""The last row: the keys that work now, or the keys of an open dialog.
+"""The last row: the keys that work now, or the keys of an open dialog. Above it, the time line of a playback.
 
 If there is not enough room, the least useful keys are left out first.
 """
@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dpmon.text.cells import span_width
+from dpmon.text.quantities import clock
 from dpmon.ui.keys import COMMANDS, KeyCommand
 from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, fit
-from dpmon.ui.scene import Scene
+from dpmon.ui.rows import Row, fit, width_of
+from dpmon.ui.scene import Playing, Scene
 
 _LAST = ("?", "q", ":")
 """Keys shown at every width; "more" lists the keys that do not fit."""
@@ -40,6 +41,10 @@ _SHORT = {
 """Short forms of words for a row that is too narrow."""
 _ROOMY = 100
 """From this many cells on, keys stand two cells apart."""
+_KEYS = (("space", "play"), (", .", "step"), ("b f", "10 s"), ("< >", "speed"), ("g G", "ends"))
+_DONE, _REST = "━", "─"
+_LEAST, _PREFERRED = 7, 20
+"""Least and preferred number of cells of the line; keys are left out to make room for it."""
 
 
 class _KeyHint(NamedTuple):
@@ -119,3 +124,47 @@ def key_at(row: Row, x: int) -> str | None:
         if x < column:
             return key
     return None
+
+
+def timeline(playing: Playing, width: int, look: Look) -> list[Row]:
+    """One row of `width` cells: state and speed, position, and the keys."""
+    speed = f"{playing.speed:g}{look.glyphs.times}"
+    word = "playing" if playing.playing else "stopped"
+    head: Row = [(f" {word} ", "good" if playing.playing else "wait"), (f"{speed:>5} ", "bold")]
+    here, whole = clock(playing.position_ns), clock(playing.length_ns)
+    head.append((f"{here} ", "bold"))
+    end: Row = [(f" {whole}", "dim")]
+    room = width - width_of(head) - width_of(end) - 1
+    keys = _keys(playing, room - _PREFERRED, 2)
+    if len(keys) < 3 * len(_KEYS):  # more keys are better than a long line
+        keys = _keys(playing, room - _LEAST, 1)
+    room = max(width - width_of(head) - width_of(end) - width_of(keys) - 1, 1)
+    done = round((room - 1) * min(max(playing.position_ns / max(playing.length_ns, 1), 0.0), 1.0))
+    line: Row = [(_DONE * done, "good"), (look.glyphs.dot, "title"), (_REST * (room - 1 - done), "dim")]
+    return [fit([*head, *line, *end, *keys], width, look.glyphs.more)]
+
+
+def _keys(playing: Playing, width: int, gap: int) -> Row:
+    """The keys that fit in `width` cells, each with its word."""
+    row: Row = []
+    for key, word in _KEYS:
+        text = "stop" if word == "play" and playing.playing else word
+        piece: Row = [(" " * gap, ""), (key, "key"), (" " + text, "dim")]
+        if width_of(row) + width_of(piece) > width:
+            break
+        row += piece
+    return row
+
+
+def position_at(row: Row, x: int) -> float | None:
+    """The fraction of the whole, 0 to 1, at column `x` of the time line; None beside it."""
+    column, here, done, rest = 0, None, 0, 0
+    for text, style in row:
+        if style == "title":
+            here = column
+        elif text and not text.strip(_DONE + _REST):
+            done, rest = (len(text), rest) if here is None else (done, len(text))
+        column += span_width(text)
+    if here is None or not here - done <= x <= here + rest:
+        return None
+    return (x - here + done) / max(done + rest, 1)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 from dpmon.model.state import MOST_RANKS
+from dpmon.text.cells import wrapped
 from dpmon.ui import (
     panel_batch,
     panel_communication,
@@ -16,15 +17,18 @@ from dpmon.ui import (
     panel_replicas,
     panel_stages,
 )
-from dpmon.ui.footer import footer
+from dpmon.ui.footer import footer, timeline
 from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, Slot, arrange
 from dpmon.ui.look import Look
 from dpmon.ui.panel_output import Output, marked
-from dpmon.ui.panel_status import status
-from dpmon.ui.rows import Row, box, fit
+from dpmon.ui.panel_status import cut_answer, status
+from dpmon.ui.replies import answer
+from dpmon.ui.rows import Row, box, cropped, fit, plain, width_of
 from dpmon.ui.scene import PANELS, Scene
-from dpmon.ui.timeline import timeline
-from dpmon.ui.toast import laid_over, toast
+
+_WIDEST = 84
+_SHARE = 2
+"""The note covers at most one in this many rows of the screen."""
 
 
 def places(scene: Scene, width: int, height: int) -> dict[str, Slot]:
@@ -155,3 +159,24 @@ def joined(slots: Mapping[str, Slot], painted: Mapping[str, list[Row]]) -> list[
         for index, row in enumerate(painted[panel]):
             rows[slot.y + index] += row
     return rows
+
+
+def toast(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
+    """A framed note with the full text of a message that the first rows had to cut; empty if they show everything."""
+    if not cut_answer(scene, width, look):
+        return []
+    across = min(width, _WIDEST)
+    room = max(height // _SHARE - 2, 1)
+    lines = wrapped(plain(answer(scene, look)), across - 4, room, look.glyphs.more)
+    rows: list[Row] = [[(line, "")] for line in lines]
+    return box([("in full", "wait")], [], rows, across, len(rows) + 2, look.glyphs, focused=True)
+
+
+def laid_over(painted: dict[str, list[Row]], slots: Mapping[str, Slot], rows: Sequence[Row], y: int) -> None:
+    """Put `rows` over the painted screen from row `y` on, at its left."""
+    for panel, slot in slots.items():
+        for index, row in enumerate(rows, y - slot.y):
+            if 0 <= index < len(painted[panel]):
+                covered = cropped(row, slot.x, slot.x + slot.width)
+                left = cropped(painted[panel][index], width_of(covered), slot.width)
+                painted[panel][index] = [*covered, *left]

@@ -17,11 +17,11 @@ from dpmon.store.store_at import StoreAt
 from dpmon.store.tables import HistoryError
 from dpmon.ui.dialogs import Dialog
 from dpmon.ui.feed import Feed, Reader
+from dpmon.ui.footer import position_at
 from dpmon.ui.keys import PLAYED_ACTIONS
 from dpmon.ui.look import Look
 from dpmon.ui.monitor import Monitor
 from dpmon.ui.scene import SECOND, Playing, Scene, View
-from dpmon.ui.timeline import position_at
 from dpmon.ui.view import PanelView
 
 SPEEDS = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 100.0)

@@ -25,6 +25,7 @@ from dpmon.model.process import ProcessFacts
 from dpmon.record.kinds import Step
 from dpmon.run.rundir import load_exit
 from dpmon.ui.dialogs import Commands, Pages
+from dpmon.ui.footer import timeline
 from dpmon.ui.keys import COMMANDS, PLAYED, possible
 from dpmon.ui.paint import whole
 from dpmon.ui.panel_compare import compare as compare_rows
@@ -33,7 +34,6 @@ from dpmon.ui.panel_output import title as output_title
 from dpmon.ui.rows import plain, width_of
 from dpmon.ui.scene import NAMES, Facts, Pausing, Playing, RunEnd, Scene, View
 from dpmon.ui.tail import Tail
-from dpmon.ui.timeline import timeline
 
 
 def trained(steps: int = 200, *, over: bool = False, **options: object) -> Scene:

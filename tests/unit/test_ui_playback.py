@@ -10,11 +10,11 @@ import pytest
 from test_run_playback import SECOND, Clock, a_run
 from textual.pilot import Pilot
 
+from dpmon.ui.footer import position_at, timeline
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.playback import Playback, Player
 from dpmon.ui.rows import plain, width_of
 from dpmon.ui.scene import Playing
-from dpmon.ui.timeline import position_at, timeline
 
 LOOK = Look(UNICODE, COLOUR, True)
 

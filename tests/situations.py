@@ -15,7 +15,7 @@ from dpmon.model.state import State
 from dpmon.record.kinds import Record
 from dpmon.ui.look import ASCII, COLOUR, MONO, UNICODE, Look
 from dpmon.ui.paint import whole
-from dpmon.ui.panel_output import Output
+from dpmon.ui.panels.panel_output import Output
 from dpmon.ui.rows import plain
 from dpmon.ui.scene import Facts, RunEnd, Scene, Toggle, View
 

@@ -19,7 +19,7 @@ from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import MOST_RANKS, State, Wanted
 from dpmon.run.reader import NO_TRAINING
 from dpmon.text.traceback_line import traceback_line
-from dpmon.ui.panel_output import Output
+from dpmon.ui.panels.panel_output import Output
 from dpmon.ui.scene import Facts, Pausing, RunEnd, Scene, Toggle, View, all_finished
 from dpmon.ui.tail import Tail
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from dpmon.text.quantities import range_words
-from dpmon.ui import panel_communication, panel_ranks
 from dpmon.ui.layout import Slot
-from dpmon.ui.panel_replicas import choices
+from dpmon.ui.panels import panel_communication, panel_ranks
+from dpmon.ui.panels.panel_replicas import choices
 from dpmon.ui.scene import NAMES, PANELS, RANGES, RANK_NAMES, Scene, View
 
 __all__ = [

@@ -17,7 +17,7 @@ from dpmon.ui import jobs, keys
 from dpmon.ui.dialogs import Choice, Commands, Dialog, LineDialog, Pages, key_name
 from dpmon.ui.footer import key_at
 from dpmon.ui.help import help_rows
-from dpmon.ui.panel_replicas import choices
+from dpmon.ui.panels.panel_replicas import choices
 from dpmon.ui.picture import svg
 from dpmon.ui.rows import Row
 from dpmon.ui.scene import PANELS, View

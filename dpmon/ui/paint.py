@@ -7,7 +7,10 @@ from types import ModuleType
 
 from dpmon.model.state import MOST_RANKS
 from dpmon.text.cells import wrapped
-from dpmon.ui import (
+from dpmon.ui.footer import footer, timeline
+from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, Slot, arrange
+from dpmon.ui.look import Look
+from dpmon.ui.panels import (
     panel_batch,
     panel_communication,
     panel_compare,
@@ -17,11 +20,8 @@ from dpmon.ui import (
     panel_replicas,
     panel_stages,
 )
-from dpmon.ui.footer import footer, timeline
-from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, Slot, arrange
-from dpmon.ui.look import Look
-from dpmon.ui.panel_output import Output, marked
-from dpmon.ui.panel_status import cut_answer, status
+from dpmon.ui.panels.panel_output import Output, marked
+from dpmon.ui.panels.panel_status import cut_answer, status
 from dpmon.ui.replies import answer
 from dpmon.ui.rows import Row, box, cropped, fit, plain, width_of
 from dpmon.ui.scene import PANELS, Scene

@@ -70,7 +70,7 @@ from dpmon.run.rundir import RunInfo, save
 from dpmon.store.store_at import StoreAt
 from dpmon.ui.look import look
 from dpmon.ui.paint import whole
-from dpmon.ui.panel_output import Output
+from dpmon.ui.panels.panel_output import Output
 from dpmon.ui.scene import Facts, Scene
 from dpmon.ui.tail import Tail
 

@@ -12,8 +12,8 @@ from synthetic import SECOND, Training
 from dpmon.model.compare import Comparison, sentence
 from dpmon.report import collect
 from dpmon.run.reader import RunReader
-from dpmon.ui import panel_compare
 from dpmon.ui.feed import Feed
+from dpmon.ui.panels import panel_compare
 from dpmon.ui.playback import Player, _PlaybackFeed
 from dpmon.ui.rows import plain
 from dpmon.ui.scene import View

@@ -29,10 +29,10 @@ from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
 from dpmon.report.text import report_text
 from dpmon.run.rundir import load_info
-from dpmon.ui import panel_batch, panel_replicas
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.paint import whole
-from dpmon.ui.panel_output import Output
+from dpmon.ui.panels import panel_batch, panel_replicas
+from dpmon.ui.panels.panel_output import Output
 from dpmon.ui.rows import plain, width_of
 from dpmon.ui.scene import Facts, Scene, View
 

@@ -32,9 +32,9 @@ from dpmon.store.opened import open_store
 from dpmon.store.window import Window
 from dpmon.supervise.metrics import Metrics
 from dpmon.text.quantities import compact, rate_words, samples_rate
-from dpmon.ui import panel_batch, panel_compare
 from dpmon.ui.feed import Feed
-from dpmon.ui.panel_status import status
+from dpmon.ui.panels import panel_batch, panel_compare
+from dpmon.ui.panels.panel_status import status
 from dpmon.ui.playback import Player, _PlaybackFeed
 from dpmon.ui.rows import Row, plain
 from dpmon.ui.scene import View

@@ -15,7 +15,7 @@ from dpmon.record.fields import COLUMNS
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Size
 from dpmon.store.answers import Shape
-from dpmon.ui import panel_replicas
+from dpmon.ui.panels import panel_replicas
 
 WRITTEN = [["0", [4, 8], "float32", 128, [8, 8]], ["mask", [8], "bool", 8]]
 SIZES = (Size("0", (4, 8), "float32", 128, (8, 8)), Size("mask", (8,), "bool", 8))

@@ -10,10 +10,10 @@ from synthetic import SECOND, Training, device_event, host_event
 
 from dpmon.model.memory import held, reasons
 from dpmon.record.wire import pack_event
-from dpmon.ui import panel_devices
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.paint import whole
-from dpmon.ui.panel_output import Output
+from dpmon.ui.panels import panel_devices
+from dpmon.ui.panels.panel_output import Output
 from dpmon.ui.rows import plain, width_of
 from dpmon.ui.scene import Scene, View
 

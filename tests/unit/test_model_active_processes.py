@@ -10,7 +10,7 @@ from synthetic import SECOND, Training, decoded
 from dpmon.model.ranks import training
 from dpmon.model.state import State
 from dpmon.record.kinds import Call, Record, Step
-from dpmon.ui import panel_ranks
+from dpmon.ui.panels import panel_ranks
 from dpmon.ui.scene import Scene
 
 LOOKS = 60

@@ -13,10 +13,10 @@ from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Call, Record, RecordError
 from dpmon.record.payloads import call_replicas, call_stages
 from dpmon.record.wire import pack_call, pack_definition
-from dpmon.ui import panel_stages
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.paint import whole
-from dpmon.ui.panel_output import Output
+from dpmon.ui.panels import panel_stages
+from dpmon.ui.panels.panel_output import Output
 from dpmon.ui.rows import plain, width_of
 from dpmon.ui.scene import Facts, Scene, View
 

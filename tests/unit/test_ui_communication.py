@@ -13,12 +13,12 @@ from synthetic import SECOND
 from dpmon.model.step_timeline import last_step_timeline
 from dpmon.record.kinds import Collective
 from dpmon.store.answers import LastSample
-from dpmon.ui import panel_batch, panel_communication, panel_ranks
 from dpmon.ui.keys import possible
 from dpmon.ui.look import ASCII, COLOUR, MONO, UNICODE, Look
 from dpmon.ui.paint import places, rank_room, whole
-from dpmon.ui.panel_output import Output
-from dpmon.ui.panel_status import status
+from dpmon.ui.panels import panel_batch, panel_communication, panel_ranks
+from dpmon.ui.panels.panel_output import Output
+from dpmon.ui.panels.panel_status import status
 from dpmon.ui.rank_map import rank_map
 from dpmon.ui.replies import answer
 from dpmon.ui.rows import plain, width_of

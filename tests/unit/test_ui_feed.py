@@ -18,7 +18,7 @@ from dpmon.store.queries import Store
 from dpmon.store.tables import HistoryError
 from dpmon.ui.feed import Feed
 from dpmon.ui.paint import whole
-from dpmon.ui.panel_output import Output
+from dpmon.ui.panels.panel_output import Output
 from dpmon.ui.rows import plain
 from dpmon.ui.scene import Scene, View, life
 

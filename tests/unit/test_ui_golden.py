@@ -25,7 +25,7 @@ from dpmon.record.kinds import Call, Record
 from dpmon.record.wire import pack_event
 from dpmon.ui.look import ASCII, COLOUR, MONO, UNICODE, Look
 from dpmon.ui.paint import paint, places
-from dpmon.ui.panel_output import Output
+from dpmon.ui.panels.panel_output import Output
 from dpmon.ui.rows import Row, plain
 from dpmon.ui.scene import Facts, RunEnd, Scene, View
 from dpmon.ui.view import in_ascii

@@ -13,7 +13,7 @@ from dpmon.model.compare import Interval
 from dpmon.model.memory import HOST
 from dpmon.record.kinds import Event
 from dpmon.record.wire import pack_event
-from dpmon.ui import panel_compare
+from dpmon.ui.panels import panel_compare
 from dpmon.ui.rows import plain
 from dpmon.ui.scene import Playing, RunEnd, Scene, View
 

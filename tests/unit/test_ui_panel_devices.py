@@ -9,7 +9,7 @@ import pytest
 from situations import FACTS, LOOK, MONO_ASCII, gpu_scene, rows_text, scene_of, situations, state_of
 from synthetic import Training, device_event
 
-from dpmon.ui import panel_devices
+from dpmon.ui.panels import panel_devices
 from dpmon.ui.rows import plain, width_of
 from dpmon.ui.scene import Scene
 

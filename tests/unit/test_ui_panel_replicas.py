@@ -11,8 +11,8 @@ from synthetic import Training, decoded
 
 from dpmon.model.numbers import duration
 from dpmon.record.kinds import Call, Event, Record, Size, Step
-from dpmon.ui import panel_replicas
 from dpmon.ui.paint import places, scroll_room
+from dpmon.ui.panels import panel_replicas
 from dpmon.ui.rows import plain
 from dpmon.ui.scene import Scene, View
 

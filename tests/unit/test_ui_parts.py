@@ -18,7 +18,7 @@ from dpmon.ui.dialogs import LineDialog
 from dpmon.ui.footer import footer, key_at, keys
 from dpmon.ui.help import help_rows
 from dpmon.ui.look import ASCII, COLOUR, LETTERS, MONO, UNICODE, Look, choose
-from dpmon.ui.panel_output import shifted
+from dpmon.ui.panels.panel_output import shifted
 from dpmon.ui.rows import box, fit, plain, width_of
 from dpmon.ui.scene import Facts, Pausing, RunEnd, Scene, View
 from dpmon.ui.waterfall import lane_row, main_row

@@ -7,7 +7,7 @@ from dataclasses import replace
 from situations import LOOK, rows_text, scene_of
 from synthetic import SECOND, Training, host_event
 
-from dpmon.ui import panel_devices
+from dpmon.ui.panels import panel_devices
 
 
 def test_the_history_of_a_run_that_is_shorter_than_the_range_fills_the_chart() -> None:

@@ -19,11 +19,11 @@ from dpmon.record.plainjson import load_event
 from dpmon.record.wire import mode_number, pack_event, pack_step
 from dpmon.store.store_at import StoreAt
 from dpmon.store.window import Window
-from dpmon.ui import panel_batch, panel_communication, panel_ranks
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.paint import places, rank_room, whole
-from dpmon.ui.panel_output import Output
-from dpmon.ui.panel_status import status
+from dpmon.ui.panels import panel_batch, panel_communication, panel_ranks
+from dpmon.ui.panels.panel_output import Output
+from dpmon.ui.panels.panel_status import status
 from dpmon.ui.rows import plain, width_of
 from dpmon.ui.scene import Facts, Scene, View, mode_words
 

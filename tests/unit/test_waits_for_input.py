@@ -30,7 +30,7 @@ from dpmon.store.batch import Batch
 from dpmon.store.store_at import StoreAt
 from dpmon.store.writer import History
 from dpmon.ui.paint import whole
-from dpmon.ui.panel_output import Output
+from dpmon.ui.panels.panel_output import Output
 from dpmon.ui.rows import plain
 from dpmon.ui.scene import Scene
 

@@ -6,8 +6,8 @@ from dpmon.cleaning import clean
 from dpmon.text.cells import cut, right, span_width, wrapped
 from dpmon.text.quantities import memory
 from dpmon.ui.look import Look
-from dpmon.ui.panel_replicas import device_time, every_size, host_time, shown, size_text
-from dpmon.ui.panel_replicas import title as replicas_title
+from dpmon.ui.panels.panel_replicas import device_time, every_size, host_time, shown, size_text
+from dpmon.ui.panels.panel_replicas import title as replicas_title
 from dpmon.ui.rows import Row, fit
 from dpmon.ui.scene import Scene
 

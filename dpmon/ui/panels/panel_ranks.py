@@ -17,8 +17,8 @@ from dpmon.model.stragglers import RankTimes, Straggler, in_short, sentence
 from dpmon.text.cells import right, span_width, wrapped
 from dpmon.ui.chart import busy_bar, busy_legend
 from dpmon.ui.look import Look
-from dpmon.ui.panel_replicas import every_size, kind, shown, size_text
-from dpmon.ui.panel_status import tells_straggler
+from dpmon.ui.panels.panel_replicas import every_size, kind, shown, size_text
+from dpmon.ui.panels.panel_status import tells_straggler
 from dpmon.ui.rank_map import legend, rank_map
 from dpmon.ui.rows import Row, fit, width_of
 from dpmon.ui.scene import RANK_NAMES, Scene, devices_in_short

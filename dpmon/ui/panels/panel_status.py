@@ -11,7 +11,7 @@ from dpmon.model.stragglers import in_short
 from dpmon.text.cells import cut, right, span_width
 from dpmon.text.quantities import clock, compact, within_words
 from dpmon.ui.look import Look
-from dpmon.ui.panel_batch import figures
+from dpmon.ui.panels.panel_batch import figures
 from dpmon.ui.replies import answer
 from dpmon.ui.rows import Row, columns, fit, plain, width_of
 from dpmon.ui.scene import READING, SECOND, Life, Scene, life, mode_words

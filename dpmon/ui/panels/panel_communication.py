@@ -9,8 +9,8 @@ from dpmon.model.numbers import duration, percent
 from dpmon.model.ranks import distributed
 from dpmon.text.cells import right, wrapped
 from dpmon.text.communicated import communication_facts
-from dpmon.ui import panel_ranks
 from dpmon.ui.look import Look
+from dpmon.ui.panels import panel_ranks
 from dpmon.ui.rows import Row
 from dpmon.ui.scene import RANK_NAMES, Scene
 

@@ -21,7 +21,7 @@ from dpmon.text.quantities import memory, memory_of
 from dpmon.ui.chart import bar, parts_bar, resampled, spark
 from dpmon.ui.device_facts import device_name, facts, label, mine, reasons
 from dpmon.ui.look import Look
-from dpmon.ui.panel_host import host
+from dpmon.ui.panels.panel_host import host
 from dpmon.ui.rows import Row, fit, width_of
 from dpmon.ui.scene import NAMES, Scene
 

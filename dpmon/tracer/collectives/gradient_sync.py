@@ -42,7 +42,6 @@ FACTS_EVERY_NS = 10_000_000_000
 MAX_BUCKETS = 1024
 _LEADS = struct.Struct("<4e")
 _WORDS = struct.Struct("<Q")
-NO_NOTES = "this version of torch does not note when gradients are ready"
 NOT_TIMED = "torch has not timed an iteration yet"
 ADDED_UP = "this version of torch adds it up over iterations"
 _NEWER = "num_buckets_reduced"
@@ -80,11 +79,9 @@ class GradientSync:
     def install(self) -> None:
         """Trace the end of each forward of a DistributedDataParallel, where torch starts to note the gradients."""
         kind = torch.nn.parallel.DistributedDataParallel
-        original = getattr(kind, "_post_forward", None)
-        if original is not None:
-            kind._post_forward = self._traced(original)  # type: ignore[method-assign]
-            self._recorder.on_gradients = self._backward_ended
-            self._recorder.on_backward_begins = self._backward_begins
+        kind._post_forward = self._traced(kind._post_forward)  # type: ignore[method-assign]
+        self._recorder.on_gradients = self._backward_ended
+        self._recorder.on_backward_begins = self._backward_begins
 
     def _traced(self, original: Function) -> Function:
         is_compiling, clock, is_grad_enabled = torch.compiler.is_dynamo_compiling, monotonic_ns, torch.is_grad_enabled
@@ -183,12 +180,10 @@ class GradientSync:
         found = []
         last = max(self._computed, began)
         for wrapper in tuple(self._waiting):
-            module = wrapper.module()
+            module, end = wrapper.module(), ended - wrapper.base
             if module is None:
                 self._waiting.remove(wrapper)
-            elif not wrapper.notes:
-                self._finish(wrapper, module, ended)
-            elif wrapper.averages and (ready := wrapper.ready(_notes(module), ended - wrapper.base)):
+            elif wrapper.averages and (ready := wrapper.ready(module.reducer.get_backward_stats(), end)):
                 if not (wrapper.partly or wrapper.in_parts):  # then all notes are from this pass, none before it began
                     wrapper.base = max(wrapper.base, began - min(ready))
                 found.append((wrapper, module, ready))
@@ -244,7 +239,7 @@ class GradientSync:
         """Record the facts of a wrapper if they have changed."""
         data = module._get_ddp_logging_data()
         wrapper.divide(data)
-        facts = {**_facts(wrapper, module, data), **_times(wrapper, data)}
+        facts = {**_facts(wrapper, module, data), **_times(data)}
         if facts != wrapper.facts:
             wrapper.facts = facts
             self._session.event("ddp", fill="last", **facts)
@@ -254,7 +249,7 @@ class _TracedWrapper:
     """A DistributedDataParallel, and when the gradients of its last backward pass were ready."""
 
     __slots__ = (
-        *("averages", "base", "buckets", "due", "facts", "in_parts", "inner", "latest", "module", "notes", "number"),
+        *("averages", "base", "buckets", "due", "facts", "in_parts", "inner", "latest", "module", "number"),
         *("partly", "passes", "pick", "seen", "several", "values", "waits"),
     )
 
@@ -273,8 +268,6 @@ class _TracedWrapper:
         """Whether several backward passes of one forward have computed the gradients."""
         self.partly = bool(module.find_unused_parameters)
         """Whether a synchronised pass may leave gradients out."""
-        self.notes = hasattr(module.reducer, "get_backward_stats")
-        """Whether this version of torch notes when gradients are ready."""
         self.passes = 0
         """Number of finished backward passes, synchronised or not."""
         self.due = 0
@@ -339,12 +332,6 @@ class _TracedWrapper:
         return [max(fresh[index], 0) for index in self.latest]
 
 
-def _notes(module: Any) -> list[int]:
-    """Return torch's notes of one wrapper. Earlier versions of torch return a list per device."""
-    notes: list[Any] = module.reducer.get_backward_stats()
-    return notes[0] if notes and isinstance(notes[0], list) else notes
-
-
 def _facts(wrapper: _TracedWrapper, module: Any, data: Any) -> dict[str, Any]:
     group = module.process_group
     ranks = torch.distributed.get_process_group_ranks(group)
@@ -369,12 +356,12 @@ def _facts(wrapper: _TracedWrapper, module: Any, data: Any) -> dict[str, Any]:
     }
 
 
-def _times(wrapper: _TracedWrapper, data: Any) -> dict[str, Any]:
+def _times(data: Any) -> dict[str, Any]:
     """Return torch's times of the communication and its overlap with the computation, and reasons for absent values.
 
     torch samples these times; they are from the last sampled iteration.
     """
-    absent = {} if wrapper.notes else {"sync": NO_NOTES}
+    absent = {}
     if _NEWER not in data:
         absent["unused_bytes"] = ADDED_UP
     comm, overlap = data.get("backward_comm_time"), data.get("backward_compute_comm_overlap_time")

@@ -69,10 +69,10 @@ for _ in range(400):
 
 
 def test_a_device_that_is_far_behind(tmp_path: Path, gpus: Simulated) -> None:
-    """It ends its first step after all are queued: the pool of events is empty and does not grow."""
+    """It ends its first step after all are queued: the number of events is bounded."""
     run, ours, theirs = with_and_without(tmp_path, gpus, BEHIND, (), 1, kernel_us=30_000_000, queue=100_000)
-    # A step is not timed if it may need more events than are free.
-    assert 240 < ours["cudaEventCreateWithFlags"] - theirs.get("cudaEventCreateWithFlags", 0) <= 256
+    # No step is timed while 128 phases wait for their times; each has two events.
+    assert 240 < ours["cudaEventCreateWithFlags"] - theirs.get("cudaEventCreateWithFlags", 0) <= 2 * (128 + 4)
     for function in WAITING:
         assert ours.get(function, 0) == theirs.get(function, 0), function
     assert len(run.steps()) == len(run.calls()) == 400

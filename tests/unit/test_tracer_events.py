@@ -110,11 +110,11 @@ def test_events_of_the_pool_are_reused() -> None:
 def test_a_device_that_is_far_behind_costs_no_more_events_and_is_counted() -> None:
     bench = Bench()
     spans = [bench.phase(1.0) for _ in range(1000)]
-    assert bench.device.made == 256
-    assert bench.times.waiting() == 128
-    assert {span.why for span in spans[128:]} == {Untimed.NO_EVENT}
+    assert bench.device.made == 2 * MAX_PENDING
+    assert bench.times.waiting() == MAX_PENDING
+    assert {span.why for span in spans[MAX_PENDING:]} == {Untimed.NO_EVENT}
     bench.device.reached = bench.device.now
-    assert bench.collected() == [1.0] * 128 + [None] * 872
+    assert bench.collected() == [1.0] * MAX_PENDING + [None] * (1000 - MAX_PENDING)
     bench.phase(1.0)
     assert bench.times.waiting() == 1
 

@@ -22,8 +22,8 @@ import torch
 from dpmon.record.wire import Untimed
 from dpmon.tracer.core.frames import Function, drop_frames, named_like
 
-MAX_PENDING = 128
-"""Most phases of a device that wait for their times."""
+MAX_PENDING = 256
+"""Most phases of a device that wait for their times. No step begins to be timed while half of them wait."""
 _cuda: Any = torch.cuda  # its type hints differ between versions of torch
 MAX_FAULTS = 3
 MAX_STREAMS = 256
@@ -304,7 +304,7 @@ class DeviceTimes:
         If a step were timed until the limit of pending phases, the last phases on a device that is far behind would
         never be timed.
         """
-        self._skips = any(len(pending) > self._limit // 2 for pending in self._pending.values())
+        self._skips = any(len(pending) >= self._limit // 2 for pending in self._pending.values())
 
     def _take(self, device: int) -> Any:
         try:

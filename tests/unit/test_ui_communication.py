@@ -114,8 +114,11 @@ def test_panel_and_status_of_a_hanging_run_say_where_its_ranks_are() -> None:
     scene = replace(scene_of(3, slow=1), stalled=STALL)
     assert scene.stall is None, "the last step has just ended"
     scene = replace(scene, now_ns=scene.now_ns + 34_000_000_000)
-    assert " ".join(texts(panel_ranks.table(scene, 76, 12, LOOK))[4:]) == STALL
+    assert " ".join(texts(panel_ranks.table(full(scene), 76, 12, LOOK))[4:]) == STALL
     assert STALL in plain(status(scene, 120, 2, LOOK)[1])
+    small = texts(panel_ranks.table(scene, 76, 4, LOOK))
+    assert list(rank_lines(small)) == [0, 1, 2], "the sentence is in the message, and hides no rank"
+    assert "no new phase" not in " ".join(small)
     pending = replace(scene, toggle=Toggle("dp", "pending", scene.now_ns - SECOND))
     assert STALL in plain(status(pending, 120, 2, LOOK)[1]), "nobody answers while it hangs"
     for other in (

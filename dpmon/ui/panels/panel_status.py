@@ -194,12 +194,10 @@ def _has_answer(scene: Scene, look: Look) -> bool:
     return scene.stopping is not None or bool(answer(scene, look))
 
 
-def tells_straggler(scene: Scene, look: Look) -> bool:
-    """Whether the message is about the rank that the others wait for, so that no panel has to repeat it."""
-    other = (
-        scene.stopping is not None or scene.over or scene.stall is not None or answer(scene, look) or _warning(scene)
-    )
-    return not other and scene.state.straggler() is not None
+def tells_ranks(scene: Scene, look: Look) -> bool:
+    """Whether the message is about a stall, or the rank that the others wait for, so that no panel has to repeat it."""
+    other = scene.stopping is not None or scene.over or answer(scene, look) or _warning(scene)
+    return not other and (scene.stall is not None or scene.state.straggler() is not None)
 
 
 def _message(scene: Scene, look: Look, width: int) -> Row:
@@ -217,7 +215,7 @@ def _message(scene: Scene, look: Look, width: int) -> Row:
     if scene.stall is not None:
         return [(f"{look.glyphs.focus} ", "wait"), (clean(scene.stall, 400), "")]
     slow = scene.state.straggler()
-    if slow is not None:  # see tells_straggler
+    if slow is not None:  # see tells_ranks
         return [(f"{look.glyphs.focus} ", "wait"), (in_short(slow), "")]
     process = scene.process
     rates = _speed(scene)

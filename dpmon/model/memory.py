@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from dpmon.model.process import Process
 
 HOST = "host"
 """The key in a mode's peaks for the sampled memory of all processes of the run."""
@@ -30,15 +33,27 @@ class Held(NamedTuple):
     peak: int | None
     """Peak of torch's allocations; None for several processes: their peaks may come at different times."""
     absent: Mapping[str, str]
-    shared: int = 0
-    """Bytes in shared memory, counted once: the most that one process holds."""
+    shared: Mapping[str, int] = {}
+    """Bytes of each part of the model in shared memory, which counts once for all processes that hold it."""
     processes: int = 1
+    """Number of processes, with those that are not measured yet."""
     known: tuple[int, ...] = ()
     """How many of the processes know the model, the gradients, the optimizer states and the rest."""
 
 
-def held(records: Iterable[Mapping[str, object]]) -> list[Held]:
-    """One row per device, by name, from the newest `memory` record of each process."""
+def held_by(processes: Iterable[Process], focus: Process | None) -> list[Held]:
+    """One row per device, of the processes that ran at the same time as the one in focus."""
+    together = [
+        process
+        for process in processes
+        if focus is None or (process.began_ns <= focus.seen_ns and focus.began_ns <= process.seen_ns)
+    ]
+    records = [process.memory for process in together if process.memory]
+    return held(records, len(together) - len(records))
+
+
+def held(records: Iterable[Mapping[str, object]], unmeasured: int = 0) -> list[Held]:
+    """One row per device, by name, from the newest `memory` record of each process that has one."""
     rows: dict[str, Held] = {}
     for record in records:
         devices = record.get("devices")
@@ -51,7 +66,11 @@ def held(records: Iterable[Mapping[str, object]]) -> list[Held]:
                 rows[new.device] = new
             elif before is not None:
                 rows[new.device] = _both(before, new)
-    return [rows[device] for device in sorted(rows) if len(rows) == 1 or not _is_trifle(rows[device])]
+    return [
+        rows[device]._replace(processes=rows[device].processes + unmeasured)
+        for device in sorted(rows)
+        if len(rows) == 1 or not _is_trifle(rows[device])
+    ]
 
 
 def reasons(row: Held) -> list[tuple[str, str]]:
@@ -60,12 +79,13 @@ def reasons(row: Held) -> list[tuple[str, str]]:
     for name in Held._fields[1:6]:
         if getattr(row, name) is None and (reason := row.absent.get(f"{name}_bytes")):
             found.setdefault(reason, []).append(name)
-    rows = [(" and ".join(names), reason) for reason, names in found.items()]
     for name, known in zip(Held._fields[1:5], row.known, strict=False):
         if 0 < known < row.processes:
             why = row.absent.get(f"{name}_bytes")
-            rows.append((name, f"{known} of {row.processes} processes" + (f" (others: {why})" if why else "")))
-    if row.shared and row.processes > 1:
+            others = f"{known} of {row.processes} processes" + (f" (others: {why})" if why else "")
+            found.setdefault(others, []).append(name)
+    rows = [(" and ".join(names), reason) for reason, names in found.items()]
+    if row.shared and len(row.shared) < row.known[0]:
         rows.append(("model", "its part in shared memory is counted once"))
     return rows
 
@@ -81,19 +101,31 @@ def _row(one: Mapping[str, object]) -> Held:
     )
     absent = one.get("absent")
     reasons = {str(k): str(v) for k, v in absent.items()} if isinstance(absent, Mapping) else {}
-    shared = min(_bytes(one.get("shared_bytes")) or 0, model or 0)
+    files, shared = one.get("shared_files"), min(_bytes(one.get("shared_bytes")) or 0, model or 0)
     known = tuple(int(part is not None) for part in (model, gradients, optimizer, rest))
-    return Held(str(one["device"]), model, gradients, optimizer, rest, peak, reasons, shared, 1, known)
+    return Held(
+        str(one["device"]),
+        model,
+        gradients,
+        optimizer,
+        rest,
+        peak,
+        reasons,
+        {files: shared} if isinstance(files, str) else {},
+        1,
+        known,
+    )
 
 
 def _both(one: Held, other: Held) -> Held:
     model, gradients, optimizer, rest = (
         None if a is None and b is None else (a or 0) + (b or 0) for a, b in zip(one[1:5], other[1:5], strict=True)
     )
-    model = None if model is None else model - min(one.shared, other.shared)
+    twice = sum(min(size, other.shared.get(files, 0)) for files, size in one.shared.items())
+    model = None if model is None else model - twice
     reasons = {**one.absent, **other.absent}
     reasons.setdefault("peak_bytes", "several processes use it: their peaks may come at different times")
-    shared, processes = max(one.shared, other.shared), one.processes + other.processes
+    shared, processes = {**one.shared, **other.shared}, one.processes + other.processes
     known = tuple(a + b for a, b in zip(one.known, other.known, strict=True))
     return Held(one.device, model, gradients, optimizer, rest, None, reasons, shared, processes, known)
 

@@ -16,10 +16,11 @@ from dpmon.model.compare import Comparison, compare_modes, first_with_both
 from dpmon.model.devices import DeviceTotals
 from dpmon.model.evidence import Evidence, LoaderStart, LongStep, ModeFacts
 from dpmon.model.layouts import Layouts, batch_facts, most_common, replica_facts
-from dpmon.model.members import SECOND, whole_in
-from dpmon.model.memory import Held, held
+from dpmon.model.members import SECOND
+from dpmon.model.memory import Held, held_by
 from dpmon.model.pauses import Pauses, Span, any_of, pauses_of, together
 from dpmon.model.process import ProcessFacts
+from dpmon.model.ranks import training
 from dpmon.model.snapshot import processes_in
 from dpmon.model.stragglers import RankTimes
 from dpmon.model.uneven import INPUT, is_wait, waited_ns
@@ -75,7 +76,7 @@ class RunFacts:
         self.store = rows.store
         self.end_ns = end_ns
         self.announced = Announced.read(rows, every=True)
-        state = processes_in(rows, self.announced, ended)
+        self._state = state = processes_in(rows, self.announced, ended)
         self._ranks = {number: process.rank for number, process in state.processes.items()}
         focus = state.focus()
         self._focus = 0 if focus is None else focus.process
@@ -148,13 +149,8 @@ class RunFacts:
 
     @cached_property
     def memory(self) -> list[Held]:
-        """The memory of each device, from the newest record of each process."""
-        newest = {
-            process: event.data
-            for event in self.store.events("memory")
-            if (process := whole_in(event.data, "process")) is not None
-        }
-        return held(newest.values())
+        """The memory of each device, of the processes that trained last."""
+        return held_by(training(self._state), self._state.focus())
 
     # ------------------------------------------------------------------------------------------ modes
 

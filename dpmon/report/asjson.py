@@ -10,6 +10,7 @@ from dpmon.report.story import Story
 from dpmon.store.figures import counted_as_fields, rate_as_fields
 
 _GAPS = 100
+_PARTS = ("model_bytes", "gradients_bytes", "optimizer_bytes", "rest_bytes")
 _DEVICE = (
     *("index", "name", "uuid", "called", "of_run", "samples", "util_median", "mem_used_max", "mem_run_max"),
     *("mem_total", "temperature_max", "power_max", "throttled"),
@@ -56,7 +57,12 @@ def as_object(story: Story) -> dict[str, object]:
         "devices": [fields_of(device, *_DEVICE) for device in evidence.devices],
         "host": _host(story.host, evidence.host),
         "memory": [
-            fields_of(row, "device", "model", "gradients", "optimizer", "rest", "peak", "absent")
+            {
+                **fields_of(row, "device", "model", "gradients", "optimizer", "rest", "peak", "processes"),
+                "known": dict(zip(_PARTS, row.known, strict=True)),
+                "shared_bytes": sum(row.shared.values()),
+                "absent": {name: why for name, why in row.absent.items() if getattr(row, name[:-6], None) is None},
+            }
             for row in evidence.memory
         ],
         "compared": _compared(evidence),

@@ -33,19 +33,30 @@ def test_memory_sums_equal_those_of_the_script(dpmon: Dpmon, tmp_path: Path) -> 
 
 
 SHARED = """
+import os, sys
 import torch
 model = torch.nn.Linear(4, 4).share_memory()
 model.register_buffer("own", torch.zeros(3))
 for _ in range(6):
     model(torch.ones(2, 4)).sum().backward()
-print(sum(tensor.nbytes for tensor in model.parameters()))
+if os.fork():
+    os.wait()
+    print(sum(tensor.nbytes for tensor in model.parameters()))
+else:
+    if len(sys.argv) > 1:
+        model = torch.nn.Linear(4, 4).share_memory()
+    for _ in range(6):
+        model(torch.ones(2, 4)).sum().backward()
 """
 
 
-def test_the_part_of_a_model_in_shared_memory_is_recorded(tmp_path: Path) -> None:
-    result = traced(tmp_path, SHARED)
-    (cpu,) = result.events("memory")[-1].data["devices"]
+@pytest.mark.parametrize("another", [[], ["another"]])
+def test_the_part_of_a_model_in_shared_memory_is_recorded(tmp_path: Path, another: list[str]) -> None:
+    result = traced(tmp_path, SHARED, *another)
+    (cpu,) = result.events("memory", 0)[-1].data["devices"]
     assert cpu["shared_bytes"] == result.printed == cpu["model_bytes"] - 3 * 4
+    (child,) = result.events("memory", 1)[-1].data["devices"]
+    assert (cpu["shared_files"] == child["shared_files"]) == (not another)
 
 
 @pytest.mark.gpu

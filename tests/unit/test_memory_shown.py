@@ -8,7 +8,8 @@ import pytest
 from stored import state_of
 from synthetic import SECOND, Training, device_event, host_event
 
-from dpmon.model.memory import held, reasons
+from dpmon.model.memory import held, held_by, reasons
+from dpmon.model.process import Process
 from dpmon.record.wire import pack_event
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.paint import whole
@@ -29,6 +30,9 @@ def one(device: str, *sizes: int | None, **absent: str) -> dict[str, Any]:
 
 def record(process: int, *devices: dict[str, Any]) -> dict[str, Any]:
     return {"process": process, "rank": None, "t_s": 2.5, "step": 3, "devices": list(devices), "absent": {}}
+
+
+MEASURED = record(0, one("cpu", 100, 100, 200, None, None))
 
 
 def test_a_device_of_several_processes_is_added_up() -> None:
@@ -56,11 +60,32 @@ def test_a_process_without_an_optimizer_does_not_hide_the_others() -> None:
 
 
 def test_shared_memory_is_counted_once() -> None:
-    records = [record(process, {**one("cpu", 100, 10, 20, None, None), "shared_bytes": 80}) for process in range(3)]
+    shared = {**one("cpu", 100, 10, 20, None, None), "shared_bytes": 80, "shared_files": "a"}
+    records = [record(process, shared) for process in range(3)]
     (row,) = held(records)
     assert row[1:4] == (80 + 3 * 20, 30, 60)
     assert ("model", "its part in shared memory is counted once") in reasons(row)
     assert all(word != "model" for word, _ in reasons(held(records[:1])[0]))
+    (row,) = held([*records, record(3, {**shared, "shared_files": "b"})])
+    assert row.model == 80 + 3 * 20 + 100, "another model, in shared memory of its own"
+    (row,) = held([record(0, shared), record(1, {**shared, "shared_files": "b"})])
+    assert row.model == 200
+    assert all(word != "model" for word, _ in reasons(row))
+
+
+def test_a_process_that_is_not_measured_yet_is_counted() -> None:
+    processes = [Process(number, began_ns=0, seen_ns=9, memory=MEASURED if number else {}) for number in range(2)]
+    (row,) = held_by(processes, processes[0])
+    assert row.model == 100
+    assert ("model and gradients and optimizer", "1 of 2 processes") in reasons(row)
+    assert held_by(processes[:1], processes[0]) == []
+
+
+def test_processes_that_follow_one_another_are_not_added_up() -> None:
+    processes = [Process(n, began_ns=10 * n, seen_ns=10 * n + 9, memory=MEASURED) for n in range(3)]
+    assert [held_by(processes, one)[0].model for one in processes] == [100] * 3
+    both = [*processes, Process(3, began_ns=5, seen_ns=15, memory=MEASURED)]
+    assert held_by(both, both[3])[0].model == 300, "it ran beside two of them"
 
 
 def test_implausible_memory_is_not_shown() -> None:

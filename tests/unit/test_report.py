@@ -519,6 +519,22 @@ def test_the_time_of_a_run_is_accounted_for(state: Path) -> None:
     assert not any(line == "TIME" for line in report_text(keep({}), 100))
 
 
+def test_memory_in_json_counts_the_processes_that_know_it(state: Path) -> None:
+    device = {"device": "cpu", "model_bytes": 100, "gradients_bytes": 100, "optimizer_bytes": 200}
+    no = {**device, "optimizer_bytes": None, "absent": {"optimizer_bytes": "no torch optimizer was made"}}
+    payloads = {}
+    for process, devices in enumerate(([device], [no], None)):
+        training = Training(process=process)
+        payloads[process] = [*training.begin(), *training.run(9)]
+        if devices is not None:
+            payloads[process].append(pack_event("memory", {"process": process, "t_s": 2.0, "devices": devices}))
+    (row,) = as_object(collect(keep(payloads, seconds=5.0)))["memory"]
+    assert (row["model_bytes"], row["optimizer_bytes"], row["rest_bytes"]) == (200, 200, None)
+    assert row["processes"] == 3
+    assert row["known"] == {"model_bytes": 2, "gradients_bytes": 2, "optimizer_bytes": 1, "rest_bytes": 0}
+    assert "optimizer_bytes" not in row["absent"], "a reason for what is null, not for what is known"
+
+
 def test_time_between_the_steps_is_found_if_it_is_much(state: Path) -> None:
     payloads, end = epochs(1.0)
     (found,) = (one for one in collect(keep({0: payloads}, seconds=end)).findings if one.kind == "between")

@@ -20,7 +20,7 @@ from dpmon.tracer.calls.sites import Functional, Sites
 from dpmon.tracer.core.frames import Function
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.memory import allocator
-from dpmon.tracer.memory.storages import GRADIENTS, MAX_TENSORS, STATES, Walk
+from dpmon.tracer.memory.storages import GRADIENTS, MAX_TENSORS, STATES, Walk, mapped_files
 from dpmon.tracer.steps.recorder import Recorder
 
 EVERY_NS = 5_000_000_000
@@ -201,5 +201,5 @@ class Memory:
             elif rest < 0:
                 absent["rest_bytes"] = "part of the tensors' memory is not from torch's allocator"
         if name in walk.shared:
-            entry["shared_bytes"] = walk.shared[name]
+            entry.update(shared_bytes=walk.shared[name], shared_files=mapped_files(walk.shared_at))
         return {**entry, **{part: None for part in _PARTS if part in absent}, "absent": absent}

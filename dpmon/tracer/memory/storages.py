@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -30,6 +31,8 @@ class Walk:
         """Per device, bytes of each kind."""
         self.shared: dict[str, int] = {}
         """Per device, bytes of models in shared memory of the host."""
+        self.shared_at: list[int] = []
+        """The addresses of these models' storages."""
         self.unsized: tuple[dict[str, int], ...] = ({}, {}, {})
         """Per kind, the number of tensors of unknown size by type."""
         self.more: set[int] = set()
@@ -71,6 +74,7 @@ class Walk:
         self.held.setdefault(device, [0, 0, 0])[kind] += size
         if kind == MODEL and storage.device.type == "cpu" and storage.is_shared():
             self.shared[device] = self.shared.get(device, 0) + size
+            self.shared_at.append(storage.data_ptr())
 
     def _gradients(self, module: object) -> Iterator[Any]:
         for tensor in _parameters(module, with_buffers=False):
@@ -90,6 +94,19 @@ class Walk:
         names = self.unsized[kind]
         name = name if name in names or len(names) < MAX_TYPES else "others"
         names[name] = names.get(name, 0) + 1
+
+
+def mapped_files(addresses: Iterable[int]) -> str | None:
+    """Return a name for the files mapped at these addresses, alike in all processes that map them; None if unknown."""
+    files = []
+    with suppress(OSError), open("/proc/self/maps", "rb") as maps:
+        for line in maps:
+            where, permissions, _, device, inode = line.split(None, 5)[:5]
+            if permissions.endswith(b"s"):
+                begin, _, end = where.partition(b"-")
+                files.append((range(int(begin, 16), int(end, 16)), device + b" " + inode))
+    found = {file for address in addresses for places, file in files if address in places}
+    return f"{crc32(b' '.join(sorted(found))):08x}" if found else None
 
 
 def _parameters(module: object, with_buffers: bool) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from dpmon.cleaning import clean
 from dpmon.model.members import number_in
-from dpmon.model.memory import Held, held
+from dpmon.model.memory import Held, held_by
 from dpmon.model.memory import reasons as reasons_of_memory
 from dpmon.model.numbers import UNKNOWN
 from dpmon.model.ranks import training
@@ -126,7 +126,7 @@ def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
 
 
 def _held(scene: Scene) -> list[Held]:
-    return held(process.memory for process in training(scene.state) if process.memory)
+    return held_by(training(scene.state), scene.state.focus())
 
 
 def _memory_rows(scene: Scene, width: int, *, with_reasons: bool = True) -> list[Row]:

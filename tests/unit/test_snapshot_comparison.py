@@ -17,4 +17,4 @@ def test_the_comparison_goes_on_with_the_run() -> None:
         process = recording.state().focus()
         assert process is not None
         assert process.compared is not None
-        assert training.steps - process.compared.sides["dp"].seen <= training.steps / 60 + 1
+        assert training.steps - process.compared.seen["dp"] <= training.steps / 60 + 1

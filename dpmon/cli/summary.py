@@ -10,16 +10,16 @@ from typing import NamedTuple
 from dpmon.cleaning import clean
 from dpmon.model.evidence import ModeFacts
 from dpmon.model.finding import duration_words
+from dpmon.model.layouts import flow
 from dpmon.model.memory import Held, reasons
 from dpmon.model.numbers import count_of, duration, group
 from dpmon.model.run_facts import RunFacts
 from dpmon.model.stragglers import sentence
 from dpmon.record.schema import EVALUATION, PHASES, STEP
 from dpmon.record.wire import RANK_MODES
-from dpmon.report.collect import facts_of
+from dpmon.report.collect import facts_of, output_end
 from dpmon.report.sentences import ACTIVITY_NAMES, how_it_ended, times_paused, waited
 from dpmon.run.activities import why_nothing
-from dpmon.run.files import read_tail
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info
 from dpmon.run.runs import short_name
@@ -28,7 +28,7 @@ from dpmon.store.opened import open_store
 from dpmon.store.tables import HistoryError
 from dpmon.text.cells import cut, span_width
 from dpmon.text.quantities import memory, quantity_words, rate_words
-from dpmon.text.traceback_line import READ_BYTES, clean_traceback_line
+from dpmon.text.traceback_line import clean_traceback_line
 
 _MAX_REPLICA_LINES = 40
 _MAX_SIZES = 3
@@ -186,8 +186,7 @@ class _SummaryLines:
         ranks = self._facts.ranks
         lines = []
         for one in ranks[:_MAX_REPLICA_LINES]:
-            who = f"process {one.process}" if one.rank is None else f"rank {one.rank} of {one.world or '?'}"
-            text = f"  {who} {one.device}  {one.inputs or 'sizes not seen'} -> {one.outputs or 'sizes not seen'}"
+            text = f"  {one.label} {one.device}  {flow(one.inputs, one.outputs)}"
             text += f"  {count_of(one.calls, 'call')}, {count_of(one.steps, 'step')}"
             if one.median_ns is not None:
                 text += f", step median {duration(one.median_ns)}"
@@ -204,10 +203,8 @@ class _SummaryLines:
         found = self._facts.layouts.stages(self._facts.window.by_process)
         shown = [stage for stage in found if stage.stage < _MAX_STAGES]  # a model that alternates devices has many
         for stage in shown[:_MAX_REPLICA_LINES]:
-            parts = stage.parts
-            names = ", ".join(parts[:4]) + (f" and {len(parts) - 4} more" if len(parts) > 4 else "")
-            text = f"  {stage.root} stage {stage.stage} {stage.device}  {names}  {stage.inputs or 'sizes not seen'} -> "
-            text += f"{stage.outputs or 'not finished'}  {count_of(stage.calls, 'call')}"
+            text = f"  {stage.root} stage {stage.stage} {stage.device}  {stage.named_parts}"
+            text += f"  {flow(stage.inputs, stage.outputs, 'not finished')}  {count_of(stage.calls, 'call')}"
             middle = stage.time.median
             lines.append(text if middle is None else f"{text}, host time median {duration(middle)}")
         lines += _more(len(found) - len(lines))
@@ -225,11 +222,10 @@ class _SummaryLines:
             shown += 1
             for one in found[:_MAX_SIZES]:
                 whose = f"{one.root} " if several else ""
-                sizes = f"{one.inputs or 'sizes not seen'} -> {one.outputs or 'sizes not seen'}"
                 replica = f"replica {one.replica} " if one.mode == "dp" else ""
                 who = f"{self._mode_name(one.mode) or '?'} {whose}{replica}{one.device}"
                 evaluated = f", {one.evaluations:,} in evaluation" if one.evaluations else ""
-                lines.append(f"  {who}  {sizes}  {count_of(one.calls, 'call')}{evaluated}")
+                lines.append(f"  {who}  {flow(one.inputs, one.outputs)}  {count_of(one.calls, 'call')}{evaluated}")
             if others := found[_MAX_SIZES:]:
                 lines.append(
                     f"    and {count_of(len(others), 'other size')}, {count_of(sum(o.calls for o in others), 'call')}"
@@ -341,11 +337,8 @@ def _outcome(info: RunInfo, how: ExitInfo | None) -> str:
 
 def _raised(directory: Path, info: RunInfo, how: ExitInfo | None) -> list[str]:
     """The exception that ended a script under a screen, because the script's output disappeared with the screen."""
-    paths = RunReader(directory).output_paths
-    if how is None or not how.status or how.stopped or how.cause or len(paths) > 1:
+    reader = RunReader(directory)
+    if how is None or not how.status or how.stopped or how.cause or len(reader.output_paths) > 1:
         return []
-    try:
-        last = clean_traceback_line(read_tail(paths[0], READ_BYTES))
-    except OSError:
-        return []
+    last = clean_traceback_line(output_end(reader))
     return [] if last is None else [f"exception: {last}  (dpmon report {short_name(info)})"]

@@ -16,6 +16,12 @@ from dpmon.store.parts import replica_series, stage_series
 from dpmon.store.tally import Key, Stat, Tally
 
 _TENSORS_NAMED = 4
+_PARTS_NAMED = 4
+
+
+def flow(inputs: str | None, outputs: str | None, unfinished: str = "sizes not seen") -> str:
+    """What was received and returned; `unfinished`: in place of outputs that are not known."""
+    return f"{inputs or 'sizes not seen'} -> {outputs or unfinished}"
 
 
 class ReplicaSizes(NamedTuple):
@@ -55,6 +61,12 @@ class StageSizes(NamedTuple):
     on_device: Stat
     untimed: str | None
     """Why the device time is unknown, if the record gives a reason."""
+
+    @property
+    def named_parts(self) -> str:
+        """The first parts, and the number of others."""
+        more = len(self.parts) - _PARTS_NAMED
+        return ", ".join(self.parts[:_PARTS_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 class Layouts:

@@ -66,6 +66,11 @@ class RankLine(NamedTuple):
     times: RankTimes | None = None
     """Mean times of training steps, without the first ones, of all processes with its rank. None without a rank."""
 
+    @property
+    def label(self) -> str:
+        """Its rank, or its process: "rank 0 of 2", "process 1"."""
+        return f"process {self.process}" if self.rank is None else f"rank {self.rank} of {self.world or '?'}"
+
 
 class RunFacts:
     """The facts of one run, from its beginning to now or to its end."""

@@ -45,7 +45,7 @@ def collect(directory: Path) -> Story:
     failed = how is not None and how.status and how.signal is None and not how.stopped
     why = failure(directory, info, how.status) if how is not None and failed else None
     raised = None if why is None else why.raised
-    end = _output_end(reader) if how is not None and how.status else b""
+    end = output_end(reader) if how is not None and how.status else b""
     story.standing = describe_stall(directory, info, state, how)
     death = None if why is None or why.death is None else why.death.text
     story.evidence = replace(story.evidence, stall=story.standing, death=death)
@@ -94,7 +94,7 @@ def _read(story: Story, facts: RunFacts, stop_asked_ns: int | None) -> None:
     story.paused_alone_ns = facts.paused_alone_ns
 
 
-def _output_end(reader: RunReader) -> bytes:
+def output_end(reader: RunReader) -> bytes:
     """The end of the script's output (of its stderr, if that has a file); empty if it cannot be read."""
     try:
         return read_tail(reader.output_paths[-1], READ_BYTES)

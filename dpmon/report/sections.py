@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from dpmon.model.evidence import DeviceFacts, ModeFacts
 from dpmon.model.finding import MIN_STEPS, duration_words, measured_modes, of_process
+from dpmon.model.layouts import flow
 from dpmon.model.memory import reasons
 from dpmon.model.numbers import UNKNOWN, count_of, duration, percent
 from dpmon.model.pauses import Paused
@@ -26,8 +27,7 @@ MAX_ROWS = 40
 _MAX_WARNINGS = 8
 _MAX_CHANGES = 12
 _ON_DEVICE = "on device"
-_FLOW, _NOT_SEEN = "received -> returned", "sizes not seen"
-_PARTS_NAMED = 4
+_FLOW = "received -> returned"
 
 
 def document(story: Story) -> Document:
@@ -139,17 +139,13 @@ def _phase_rows(mode: ModeFacts) -> list[tuple[str, PhaseFigures]]:
 # ------------------------------------------------------------------------------------------------ replicas and ranks
 
 
-def _flow(inputs: str | None, outputs: str | None) -> str:
-    return f"{inputs or _NOT_SEEN} -> {outputs or _NOT_SEEN}"
-
-
 def _replicas(story: Story) -> list[Table]:
     """One row per replica and mode: its most frequent sizes, and the number of others."""
     groups: dict[tuple[str, str, int, str], list[tuple[int, str]]] = {}
     evaluated: Counter[tuple[str, str, int, str]] = Counter()
     for line in story.replicas:
         key = (line.mode, line.root, line.replica, line.device)
-        groups.setdefault(key, []).append((line.calls - line.evaluations, _flow(line.inputs, line.outputs)))
+        groups.setdefault(key, []).append((line.calls - line.evaluations, flow(line.inputs, line.outputs)))
         evaluated[key] += line.evaluations == line.calls
     timed = {(fact.mode, fact.root, fact.replica, fact.device): fact for fact in story.evidence.replicas}
     rows = []
@@ -172,22 +168,18 @@ def most_frequent(sizes: Iterable[tuple[int, str]], evaluated: int) -> str:
     return ordered[0][1] + (f" ({', '.join(more)})" if more else "")
 
 
-def _rank_label(process: int, rank: int | None, world: int | None) -> str:
-    return f"process {process}" if rank is None else f"rank {rank} of {world or '?'}"
-
-
 def _ranks(story: Story) -> list[Table]:
     """One row per process, if several have trained."""
     rows = [
         (
-            _rank_label(line.process, line.rank, line.world),
+            line.label,
             line.device,
             f"{line.steps:,}",
             f"{line.calls:,}",
             duration(line.median_ns),
             samples_rate(line.rate),
             duration(line.forward_ns),
-            _flow(line.inputs, line.outputs),
+            flow(line.inputs, line.outputs),
         )
         for line in story.ranks
     ]
@@ -204,7 +196,7 @@ def _rank_times(story: Story) -> list[Table]:
             continue
         phases = (duration(times.phases.get(name)) for name in ("data", "forward", "backward"))
         waits = duration(times.exposed_ns), duration(times.wait_ns), percent(times.slowest / times.joined)
-        rows.append((_rank_label(line.process, line.rank, line.world), *phases, *waits))
+        rows.append((line.label, *phases, *waits))
     return _table(("mean of a step", "data", "forward", "backward", EXPOSED, WAIT, "slowest in"), rows)
 
 
@@ -223,12 +215,9 @@ def _stages(story: Story) -> list[Table]:
     """One row per stage of a model that lies on several devices."""
     rows = []
     for line in story.stages:
-        parts = ", ".join(line.parts[:_PARTS_NAMED])
-        if len(line.parts) > _PARTS_NAMED:
-            parts += f" and {len(line.parts) - _PARTS_NAMED} more"
-        flow = f"{parts}: {line.inputs or _NOT_SEEN} -> {line.outputs or 'not finished'}"
+        sizes = f"{line.named_parts}: {flow(line.inputs, line.outputs, 'not finished')}"
         times = duration(line.time.median), duration(line.on_device.median)
-        rows.append((f"{line.root} {line.stage}", line.device, f"{line.calls:,}", *times, flow))
+        rows.append((f"{line.root} {line.stage}", line.device, f"{line.calls:,}", *times, sizes))
     return _table(("", "device", "calls", "host time", _ON_DEVICE, f"parts: {_FLOW}"), rows, flows=True)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dpmon.cleaning import harmless
 from dpmon.record.fields import metrics_of
 from dpmon.record.schema import EVALUATION, EXPOSED, HELD, PHASES, QUANTITIES, STEP, WAIT, device_series
 from dpmon.run.destination import remove_parts, replaced
@@ -29,7 +30,6 @@ from dpmon.store.queries import Store
 from dpmon.store.tables import HistoryError
 from dpmon.store.tally import Tally
 from dpmon.store.window import Window
-from dpmon.supervise.exposition import histogram, metric
 
 EVERY_S = 5.0
 """Seconds between two writes; Prometheus reads every 15 to 60 s."""
@@ -39,6 +39,7 @@ BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 _HEAD_BYTES = 1 << 14
 MAX_PROCESSES = 1024
 MAX_DEVICES = 256
+MAX_LABEL = 200
 
 
 _OF_RANKS = (
@@ -378,3 +379,41 @@ def _known(values: Iterable[tuple[_Labels, Any]], scale: float) -> list[tuple[_L
         for labels, value in values
         if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
     ]
+
+
+# ------------------------------------------------------------------------------------------------ text format
+
+# Written from Prometheus' description (prometheus.io, "Exposition formats", 0.0.4).
+
+
+def metric(name: str, kind: str, text: str, values: Iterable[tuple[_Labels, float]]) -> list[str]:
+    """The lines of one metric, with its help and type; empty if it has no values."""
+    samples = [f"dpmon_{name}{_labels(labels)} {_number(value)}" for labels, value in values]
+    return [f"# HELP dpmon_{name} {text}", f"# TYPE dpmon_{name} {kind}", *samples] if samples else []
+
+
+def histogram(
+    name: str, text: str, bounds: Sequence[float], series: Iterable[tuple[_Labels, Sequence[int], float]]
+) -> list[str]:
+    """The lines of a histogram. `series`: labels, counts of each bucket and above the last bound, sum."""
+    lines = []
+    for labels, buckets, total in series:
+        below = 0
+        for bound, count in zip((*map(_number, bounds), "+Inf"), buckets, strict=True):
+            below += count
+            lines.append(f"dpmon_{name}_bucket{_labels({**labels, 'le': bound})} {below}")
+        lines.append(f"dpmon_{name}_sum{_labels(labels)} {_number(total)}")
+        lines.append(f"dpmon_{name}_count{_labels(labels)} {below}")
+    return [f"# HELP dpmon_{name} {text}", f"# TYPE dpmon_{name} histogram", *lines] if lines else []
+
+
+def _labels(labels: _Labels) -> str:
+    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()) + "}"
+
+
+def _escaped(value: str) -> str:
+    return harmless(value[:MAX_LABEL]).replace("\\", "\\\\").replace('"', '\\"')  # as the format requires
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else repr(float(value))

@@ -15,7 +15,7 @@ from dpmon.model.memory import Held, reasons
 from dpmon.model.numbers import count_of, duration, group
 from dpmon.model.run_facts import RunFacts
 from dpmon.model.stragglers import sentence
-from dpmon.record.schema import EVALUATION, PHASES, STEP
+from dpmon.record.schema import EVALUATION, STEP
 from dpmon.record.wire import RANK_MODES
 from dpmon.report.collect import facts_of, output_end
 from dpmon.report.sentences import ACTIVITY_NAMES, how_it_ended, times_paused, waited
@@ -244,18 +244,9 @@ def _phase_lines(found: ModeFacts) -> list[SummaryLine]:
         return []
     whole = PhaseFigures(STEP, found.steps, found.median_ns, found.p95_ns, found.mean_ns, 1.0)
     lines = [_phase_line(_STEP, "step" if found.who is None else f"step of {found.who}", whole)]
-    for phase in PHASES:
-        if phase.of_call:
-            continue
-        if (figures := found.phase(phase.name)) is not None:
-            lines.append(_phase_line(_PHASE, f"  {phase.name}", figures))
-        if phase.name == "forward":
-            parts = [part for phase in PHASES if phase.of_call and (part := found.phase(phase.name)) is not None]
-            priorities = [_PHASE if (part.share or 0) >= _LARGE else _PART for part in parts]
-            lines += [
-                _phase_line(priority, f"    {part.name}", part)
-                for priority, part in zip(priorities, parts, strict=True)
-            ]
+    for depth, phase in found.nested_phases():
+        priority = _PHASE if not depth or (phase.share or 0) >= _LARGE else _PART
+        lines.append(_phase_line(priority, f"  {'  ' * depth}{phase.name}", phase))
     return lines + [SummaryLine(_PART, f"  {quantity_words(*each, found.steps)}") for each in found.counted]
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from dpmon.model.communication import Communication
 from dpmon.model.compare import Comparison
 from dpmon.model.memory import Held
+from dpmon.record.wire import CALL_PHASES
 from dpmon.store.answers import GapRow
 from dpmon.store.figures import Counted, PhaseFigures, Rate
 
@@ -53,6 +54,16 @@ class ModeFacts(NamedTuple):
     def share(self, *names: str) -> float:
         """The share of all step time that phases took together (0 to 1)."""
         return sum(phase.share or 0.0 for phase in self.phases if phase.name in names)
+
+    def nested_phases(self) -> list[tuple[int, PhaseFigures]]:
+        """The phases with their depth: those of the calls are one deeper, below forward, if it ran."""
+        calls = [phase for phase in self.phases if phase.name in CALL_PHASES]
+        rows: list[tuple[int, PhaseFigures]] = []
+        for phase in self.phases:
+            if phase.name not in CALL_PHASES:
+                rows.append((0, phase))
+                rows += [(1, part) for part in calls if phase.name == "forward"]
+        return rows if any(depth for depth, _ in rows) else [*rows, *((0, part) for part in calls)]
 
     def phase(self, name: str) -> PhaseFigures | None:
         """The figures of one phase; None if it did not run."""

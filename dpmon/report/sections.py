@@ -13,13 +13,11 @@ from dpmon.model.numbers import UNKNOWN, count_of, duration, percent
 from dpmon.model.pauses import Paused
 from dpmon.model.stragglers import sentence
 from dpmon.record.schema import EXPOSED, WAIT
-from dpmon.record.wire import CALL_PHASES
 from dpmon.report import sentences
 from dpmon.report.document import Bars, Document, Entries, Findings, Paragraph, Part, Section, Table, Verbatim
 from dpmon.report.plots import plots
 from dpmon.report.story import Story
 from dpmon.run.runs import short_name
-from dpmon.store.figures import PhaseFigures
 from dpmon.text.communicated import communication_facts
 from dpmon.text.quantities import clock, memory, memory_of, samples_rate
 
@@ -117,23 +115,11 @@ def _steps(story: Story) -> list[Part]:
 def _phases(mode: ModeFacts) -> list[Part]:
     """One row per phase with its host time, and its device time if any is known; then notes."""
     rows = [
-        (label, percent(one.share), duration(one.median_ns), duration(one.p95_ns), duration(one.device_ns))
-        for label, one in _phase_rows(mode)
+        ("  " * depth + one.name, percent(one.share), *map(duration, (one.median_ns, one.p95_ns, one.device_ns)))
+        for depth, one in mode.nested_phases()
     ]
     head = ("phase", "share", "median", "p95", _ON_DEVICE)
     return [*_table(head, rows), *_paragraphs(sentences.phase_notes(mode), soft=True)]
-
-
-def _phase_rows(mode: ModeFacts) -> list[tuple[str, PhaseFigures]]:
-    """The phases with their labels; phases of the calls are indented below forward."""
-    phases = {figures.name: figures for figures in mode.phases}
-    calls = [part for part in CALL_PHASES if part in phases]
-    rows: list[tuple[str, PhaseFigures]] = []
-    for name, figures in phases.items():
-        if name not in CALL_PHASES:
-            rows.append((name, figures))
-            rows += [(f"  {part}", phases[part]) for part in calls if name == "forward"]
-    return rows if "forward" in phases else [*rows, *((part, phases[part]) for part in calls)]
 
 
 # ------------------------------------------------------------------------------------------------ replicas and ranks

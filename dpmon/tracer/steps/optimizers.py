@@ -143,7 +143,7 @@ class OptimizerSteps:
         self._boundary = self._boundary or number
         if number in self._cycle:
             self._boundary = self._cycle[-1]
-            self._only = number if len(self._cycle) == 1 else 0
+            self._only = number if len(self._cycle) == 1 and recorder.ring is not None else 0
             self._cycle.clear()
         self._cycle.append(number)
         if recorder.steps_since_fetch > STALE and number == self._boundary:

@@ -1,235 +1,1340 @@
-"""Training loops of many shapes, each in a forked child, which the tracer records as a separate process.
+"""Training loops of many shapes that count their own steps; what ends a step is written in docs/tracing.md."""
 
-Prints process ids and results of the children as JSON.
-"""
-
-import atexit
 import contextlib
+import copy
 import gc
 import itertools
-import json
-import os
-import sys
+import queue
+import threading
 import time
-import traceback
 import warnings
 
 import torch
-import torch._dynamo  # the first optimizer of a process imports it, which takes a second
+from counted import Cell, Later, Net, Other, data, learn, loader, look, loop, mse, sgd
 from torch import nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
 
-OURS = os.environ["OURS"]
-
-loops = {}
-# Python 3.12 warns of what may go wrong in a child of a process with threads.
-warnings.filterwarnings("ignore", message=".*multi-threaded.*", category=DeprecationWarning)
+# ------------------------------------------------------------------------------------------ many calls a step
 
 
-def loop(function):
-    loops[function.__name__] = function
-    return function
-
-
-class Net(nn.Module):
-    def __init__(self, inputs=4, outputs=1):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs))
-
-    def forward(self, x):
-        return self.layers(x)
-
-
-class Critic(Net):
-    pass
-
-
-class Loss(nn.Module):
-    """A module without parameters, as every loss of torch is."""
-
-    def forward(self, out, target):
-        return (out - target).pow(2).mean()
-
-
-def loader(rows=100, batch=30, **options):
-    return DataLoader(TensorDataset(torch.randn(rows, 4), torch.randn(rows, 1)), batch_size=batch, **options)
-
-
-def sgd(*models):
-    return torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.01)
-
-
-def learn(model, optimizer, x, y):
-    optimizer.zero_grad()
-    loss = Loss()(model(x), y)
-    loss.backward()
-    optimizer.step()
+def unrolled(count, model, length):
+    state = torch.zeros(6, 4)
+    for _ in range(length):
+        state = model(torch.randn(6, 4), state)
+    return state.pow(2).mean()
 
 
 @loop
-def wrapped():
-    """The usual loop, with DataParallel."""
-    model = nn.DataParallel(Net())
+def recurrent(count):
+    model = count.watch(Cell())
     optimizer = sgd(model)
-    for x, y in loader():
-        learn(model, optimizer, x, y)
+    for length in (300, 200, 300, 90, 150):
+        count.back(unrolled(count, model, length))
+        count.step(optimizer)
 
 
 @loop
-def bare():
-    model = Net()
+def recurrent_from_a_loader(count):
+    model = count.watch(Cell())
     optimizer = sgd(model)
-    for x, y in loader():
-        learn(model, optimizer, x, y)
+    for _ in count.batches(loader()):
+        count.back(unrolled(count, model, 150))
+        count.step(optimizer, ends=False)
 
 
 @loop
-def forward_only():
-    model = Net()
-    for x, _ in loader():
-        model(x)
+def episodes(count):
+    """Reinforcement learning: the policy is called a row at a time, and learns when the episode is over."""
+    policy = count.watch(Net())
+    optimizer = sgd(policy)
+    for length in (5, 130, 70, 3, 1, 260, 64, 65, 66, 12):
+        count.back(sum(policy(torch.randn(1, 4)).sum() for _ in range(length)))
+        count.step(optimizer)
 
 
 @loop
-def gan():
-    """Two models and two optimizers per batch: three calls of the critic, one of the generator used twice."""
-    maker, critic = Net(4, 4), Critic()
-    one, two = sgd(critic), sgd(maker)
-    for x, _ in loader():
-        fake = maker(torch.randn(len(x), 4))
-        one.zero_grad()
-        (critic(fake.detach()).mean() - critic(x).mean()).backward()
-        one.step()
-        two.zero_grad()
-        (-critic(fake).mean()).backward()
-        two.step()
+def episodes_before_any_optimizer(count):
+    """The optimizer is made when the first episode has been played."""
+    policy = count.watch(Net())
+    optimizer = None
+    for length in (40, 20, 50):
+        loss = sum(policy(torch.randn(1, 4)).sum() for _ in range(length))
+        optimizer = optimizer or sgd(policy)
+        count.back(loss)
+        count.step(optimizer)
 
 
 @loop
-def gan_without_a_loader():
-    maker, critic = Net(4, 4), Critic()
-    one, two = sgd(critic), sgd(maker)
-    count = 0
-    for _ in range(5):
-        fake = maker(torch.randn(6, 4))
-        one.zero_grad()
-        critic(fake.detach()).mean().backward()
-        one.step()
-        two.zero_grad()
-        critic(fake).mean().backward()
-        two.step()
-        count += 1
-    return count
-
-
-@loop
-def three_optimizers_without_a_loader():
-    models = [Net() for _ in range(3)]
-    optimizers = [sgd(model) for model in models]
-    count = 0
-    for _ in range(4):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            learn(model, optimizer, torch.randn(12, 4), torch.randn(12, 1))
-        count += 1
-    return count
-
-
-@loop
-def critic_steps_more_often():
-    maker, critic = Net(), Critic(inputs=4)
-    make, judge = sgd(maker), sgd(critic)
-    for _ in range(3):
-        for _ in range(3):
-            learn(critic, judge, torch.randn(12, 4), torch.randn(12, 1))
-        learn(maker, make, torch.randn(12, 4), torch.randn(12, 1))
-
-
-@loop
-def accumulation():
-    """The optimizer steps in every second batch."""
-    model = Net()
-    optimizer = sgd(model)
-    for number, (x, y) in enumerate(loader(rows=60, batch=10)):
-        Loss()(model(x), y).backward()
-        if number % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def one_ahead(batches):
-    """As accelerate's loaders do, to know which batch is the last one when they return it."""
-    batches = iter(batches)
-    batch = next(batches)
-    for following in batches:
-        yield batch
-        batch = following
-    yield batch
-
-
-@loop
-def fetched_one_ahead():
-    """An evaluation, a sleep, a training: the last batch of each comes after the loader's end."""
-    model = Net()
-    optimizer = sgd(model)
-    for _ in range(2):
-        model.eval()
+def rollouts_in_training_mode(count):
+    """As in PPO: calls that collect data without gradients, but in training mode, belong to the step."""
+    policy = count.watch(Net())
+    optimizer = sgd(policy)
+    for _ in range(6):
         with torch.no_grad():
-            for x, _ in one_ahead(loader(rows=30, batch=10)):
-                model(x)
-        model.train()
-        time.sleep(1)
-        for x, y in one_ahead(loader(rows=40, batch=10)):
-            learn(model, optimizer, x, y)
-        time.sleep(1)
+            for _ in range(100):
+                policy(torch.randn(2, 4))
+        for _ in range(3):
+            learn(count, policy, optimizer, *data(32))
 
 
 @loop
-def micro_batches_fetched_together():
-    """As in transformers' Trainer: first all batches of an optimizer step, then a call and a backward pass for each."""
-    model = Net()
+def rollouts_in_eval_mode(count):
+    """With eval(), each such call is an evaluation."""
+    policy = count.watch(Net())
+    optimizer = sgd(policy)
+    for _ in range(4):
+        for _ in range(100):
+            look(count, policy, torch.randn(2, 4))
+        for _ in range(3):
+            learn(count, policy, optimizer, *data(32))
+
+
+@loop
+def a_target_network(count):
+    """As in DQN: acts a few times, then learns from the output of another network."""
+    model, target = count.watch(Net(), Other())
+    target.eval()
     optimizer = sgd(model)
-    for _ in range(2):
-        batches = one_ahead(loader(rows=40, batch=5))
-        for number in range(3):
-            for x, y in list(itertools.islice(batches, 3)):
-                Loss()(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if number == 1:
-                model.eval()
-                with torch.no_grad():
-                    for x, _ in one_ahead(loader(rows=10, batch=5)):
-                        model(x)
-                model.train()
+    for number in range(40):
+        for _ in range(4):
+            with torch.no_grad():
+                model(torch.randn(1, 4))
+        if number < 20:  # only collects
+            continue
+        x, _ = data(32)
+        with torch.no_grad():
+            y = target(x)
+        learn(count, model, optimizer, x, y)
+        if number % 10 == 0:
+            target.load_state_dict(model.state_dict())
 
 
 @loop
-def gan_fetched_one_ahead():
-    """A critic with two backward passes per batch has no second batch."""
-    maker, critic = Net(4, 4), Critic()
-    one, two = sgd(critic), sgd(maker)
-    for x, _ in one_ahead(loader(rows=40, batch=10)):
-        one.zero_grad()
-        critic(x).mean().backward()
-        fake = maker(torch.randn(len(x), 4))
-        critic(fake.detach()).mean().backward()
-        one.step()
-        two.zero_grad()
-        critic(fake).mean().backward()
-        two.step()
+def another_policy_plays(count):
+    """As in PPO: the calls of the old policy are a part of the first step that learns from them."""
+    policy, old = count.watch(Net(), Other())
+    old.eval()
+    optimizer = sgd(policy)
+    for _ in range(4):
+        with torch.no_grad():
+            for _ in range(120):
+                old(torch.randn(1, 4))
+        for _ in range(5):
+            learn(count, policy, optimizer, *data(64))
+        old.load_state_dict(policy.state_dict())
+
+
+# ------------------------------------------------------------------------------------------ no optimizer
 
 
 @loop
-def a_call_before_the_loader():
-    """As if a summary or a graph of the model is made first."""
-    model = Net()
+def inference(count):
+    model = count.watch(Net())
+    for rows in range(1, 201):
+        look(count, model, torch.randn(rows, 4))
+
+
+@loop
+def inference_with_an_optimizer_made(count):
+    model = count.watch(Net())
+    sgd(model)
+    for rows in range(1, 101):
+        look(count, model, torch.randn(rows, 4))
+
+
+@loop
+def inference_from_a_loader(count):
+    model = count.watch(Net()).eval()
+    for x, _ in count.batches(loader(rows=400, batch=3)):
+        look(count, model, x, ends=False)
+
+
+@loop
+def by_hand(count):
+    """Gradient descent without an optimizer."""
+    model = count.watch(Net())
+    for _ in range(200):
+        x, y = data()
+        model.zero_grad()
+        count.back((model(x) - y).pow(2).mean())
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.01 * p.grad
+        count.end()
+
+
+@loop
+def by_hand_from_a_loader(count):
+    model = count.watch(Net())
+    for x, y in count.batches(loader(rows=120, batch=30)):
+        model.zero_grad()
+        count.back(mse(model(x), y))
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.01 * p.grad
+
+
+@loop
+def backward_across_rpc(count):
+    """An RPC agent runs the backward pass; its result is a context, so the parameters have no gradients."""
+    import tempfile
+
+    from torch.distributed import autograd, rpc
+
+    warnings.filterwarnings("ignore", message=".*ProcessGroupGloo.*")  # torch's own use of it
+    with tempfile.NamedTemporaryFile() as store:
+        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store.name}")
+        rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+        model = count.watch(Net())
+        with autograd.context() as context:
+            autograd.backward(context, [model(torch.randn(8, 4)).sum()])
+            assert len(autograd.get_gradients(context)) == 4
+        count.did("backward")
+        rpc.shutdown()
+
+
+@loop
+def recurrent_by_hand(count):
+    """Hundreds of calls for each backward pass."""
+    model = count.watch(Cell())
+    for length in (100, 30, 300, 64, 65):
+        count.back(unrolled(count, model, length))
+        count.end()
+
+
+@loop
+def by_hand_after_an_optimizer(count):
+    model = count.watch(Net())
+    optimizer = sgd(model)
+    for _ in range(10):
+        learn(count, model, optimizer, *data())
+    del optimizer
+    gc.collect()
+    for _ in range(100):
+        count.back(model(data()[0]).mean())
+        count.end()
+
+
+@loop
+def calls_with_gradients_and_no_more(count):
+    """An evaluation that forgets no_grad() and eval()."""
+    model = count.watch(Net())
+    for _ in range(100):
+        model(torch.randn(3, 4))
+        count.end()
+
+
+@loop
+def two_models_that_only_infer(count):
+    first, second = count.watch(Net(), Other())
+    for _ in range(100):
+        look(count, first, torch.randn(3, 4), ends=False)
+        look(count, second, torch.randn(3, 4))
+
+
+@loop
+def by_hand_with_two_calls(count):
+    """Computes gradients of two calls at a time."""
+    model = count.watch(Net())
+    for _ in range(100):
+        (x, y), (z, _) = data(), data(5)
+        loss = (model(x) - y).pow(2).mean() + model(z).mean()
+        gradients = count.gradients(loss, list(model.parameters()))
+        with torch.no_grad():
+            for p, gradient in zip(model.parameters(), gradients, strict=True):
+                p -= 0.01 * gradient
+        count.end()
+
+
+@loop
+def by_hand_with_an_evaluation_between(count):
+    model = count.watch(Net())
+    for number in range(30):
+        count.back(model(data()[0]).mean())
+        count.end()
+        if number % 10 == 9:
+            for _ in range(3):
+                look(count, model, torch.randn(7, 4))
+
+
+# ------------------------------------------------------------------------------------------ evaluation
+
+
+@loop
+def looks_before_anything_is_known(count):
+    model = count.watch(Net())
+    for _ in range(70):
+        look(count, model, torch.randn(5, 4))
+    optimizer = sgd(model)
+    for _ in range(10):
+        learn(count, model, optimizer, *data())
+
+
+@loop
+def a_look_before_each_step(count):
+    model = count.watch(Net())
+    optimizer = sgd(model)
+    for _ in range(10):
+        look(count, model, torch.randn(5, 4))
+        learn(count, model, optimizer, *data())
+
+
+@loop
+def looks_after_steps_of_a_loader(count):
+    """Within a step of a loader, a look is a part of it; its rows are more, but do not count."""
+    model, held_out = count.watch(Net()), torch.randn(100, 4)
+    optimizer = sgd(model)
+    for number, (x, y) in enumerate(count.batches(loader(rows=120, batch=30))):
+        learn(count, model, optimizer, x, y, ends=False)
+        if number % 2:
+            look(count, model, held_out, ends=False)
+
+
+@loop
+def a_call_before_the_loader(count):
+    """As if a summary or a graph of the model is made first, a second before; it is a separate step."""
+    model = count.watch(Net())
     optimizer = sgd(model)
     with torch.no_grad():
         model(torch.randn(3, 4))
+    count.end()
     time.sleep(1)
-    for x, y in loader():
-        learn(model, optimizer, x, y)
+    for x, y in count.batches(loader()):
+        learn(count, model, optimizer, x, y, ends=False)
+
+
+@loop
+def training_after_an_evaluation_without_a_loader(count):
+    """As on ranks that receive their batches: first the bare model is evaluated, then a wrapper trains."""
+    model = Net()
+    wrapper = nn.Sequential(model)
+    optimizer = sgd(model)
+    for epoch in range(2):
+        model.eval()
+        with torch.no_grad():
+            for _ in range(3):
+                count.call(model, data()[0])
+                count.end()
+        wrapper.train()
+        if not epoch:
+            time.sleep(1)
+        for _ in range(4):
+            learn(count, lambda x: count.call(wrapper, x), optimizer, *data())
+
+
+@loop
+def a_sanity_check_first(count):
+    """As Lightning does it: two batches of the evaluation before anything else."""
+    model = count.watch(Net())
+    held_out = loader(rows=30, batch=10)
+    for number, (x, _) in enumerate(count.batches(held_out)):
+        look(count, model, x, ends=False)
+        if number == 1:
+            break
+    count.end()
+    optimizer = sgd(model)
+    for _ in range(2):
+        for x, y in count.batches(loader()):
+            learn(count, model, optimizer, x, y, ends=False)
+        for x, _ in count.batches(held_out):
+            look(count, model, x, ends=False)
+
+
+@loop
+def evaluation_in_the_middle_of_an_epoch(count):
+    model = count.watch(Net())
+    optimizer = sgd(model)
+    for _ in range(2):
+        for number, (x, y) in enumerate(count.batches(loader(rows=60, batch=10))):
+            learn(count, model, optimizer, x, y, ends=False)
+            if number % 3 == 2:
+                for z, _ in count.batches(loader(rows=14, batch=7)):
+                    look(count, model, z, ends=False)
+
+
+@loop
+def generation_after_each_epoch(count):
+    """Token by token, as an evaluation without a loader."""
+    model = count.watch(Net())
+    optimizer = sgd(model)
+    for _ in range(3):
+        for x, y in count.batches(loader()):
+            learn(count, model, optimizer, x, y, ends=False)
+        for _ in range(100):
+            look(count, model, torch.randn(1, 4))
+
+
+@loop
+def with_and_without_a_loader(count):
+    model = count.watch(Net())
+    optimizer = sgd(model)
+    for _ in range(2):
+        for x, y in count.batches(loader()):
+            learn(count, model, optimizer, x, y, ends=False)
+        for _ in range(10):
+            learn(count, model, optimizer, *data())
+        for _ in range(3):
+            look(count, model, torch.randn(5, 4))
+
+
+@loop
+def evaluation_of_the_bare_model(count):
+    """Beside its DataParallel, without a loader."""
+    model = Net()
+    wrapper = nn.DataParallel(model)
+    count.watch(model, wrapper)
+    optimizer = sgd(wrapper)
+    for _ in range(3):
+        for _ in range(4):
+            look(count, model, torch.randn(5, 4))
+        for _ in range(6):
+            learn(count, wrapper, optimizer, *data())
+
+
+@loop
+def evaluation_of_the_bare_model_from_a_loader(count):
+    model = Net()
+    wrapper = nn.DataParallel(model)
+    count.watch(model, wrapper)
+    optimizer = sgd(wrapper)
+    for _ in range(2):
+        for x, y in count.batches(loader()):
+            learn(count, wrapper, optimizer, x, y, ends=False)
+        for x, _ in count.batches(loader(rows=20, batch=10)):
+            look(count, wrapper.module, x, ends=False)
+
+
+@loop
+def evaluation_of_the_average(count):
+    """A copy of the model that follows it, and is evaluated now and then."""
+    model, average = count.watch(Net(), Other())
+    optimizer = sgd(model)
+    for _ in range(3):
+        for x, y in count.batches(loader()):
+            learn(count, model, optimizer, x, y, ends=False)
+            with torch.no_grad():
+                for mine, its in zip(average.parameters(), model.parameters(), strict=True):
+                    mine.lerp_(its, 0.1)
+        for x, _ in count.batches(loader(rows=20, batch=10)):
+            look(count, average, x, ends=False)
+
+
+@loop
+def another_model_is_evaluated_last(count):
+    """A saved model is loaded and tested without a loader or an optimizer."""
+    model = count.watch(Net())
+    for _ in range(20):
+        count.back(model(data()[0]).mean())
+        count.end()
+    best = count.watch(Other())
+    for _ in range(9):
+        look(count, best, torch.randn(7, 4))
+
+
+@loop
+def another_model_is_evaluated_after_an_optimizer(count):
+    model = count.watch(Net())
+    optimizer = sgd(model)
+    for _ in range(20):
+        learn(count, model, optimizer, *data())
+    best, worst = count.watch(Other(), Cell())
+    worst.eval()
+    for _ in range(9):
+        look(count, best, torch.randn(7, 4), ends=False)
+        with torch.no_grad():
+            worst(torch.randn(5, 4), torch.randn(5, 4))
+        count.end()
+
+
+@loop
+def another_model_is_evaluated_between_epochs(count):
+    model, average = count.watch(Net(), Other())
+    optimizer = sgd(model)
+    for _ in range(2):
+        for x, y in count.batches(loader()):
+            learn(count, model, optimizer, x, y, ends=False)
+        for _ in range(5):
+            look(count, average, torch.randn(7, 4))
+
+
+@loop
+def a_teacher(count):
+    teacher, student = count.watch(Other(), Net())
+    teacher.eval()
+    optimizer = sgd(student)
+    for _ in range(10):
+        x, _ = data()
+        look(count, teacher, x, ends=False)
+        learn(count, student, optimizer, x, data()[1])
+
+
+@loop
+def a_teacher_from_a_loader(count):
+    """It sees more rows than the student, which do not count."""
+    teacher, student = count.watch(Other(), Net())
+    optimizer = sgd(student)
+    for x, y in count.batches(loader(rows=120, batch=30)):
+        look(count, teacher, torch.cat([x, x]), ends=False)
+        learn(count, student, optimizer, x, y, ends=False)
+
+
+# ------------------------------------------------------------------------------------------ several optimizers
+
+
+@loop
+def a_second_model_later(count):
+    first, second = count.watch(Net(), Other())
+    optimizer = sgd(first)
+    for _ in range(50):
+        learn(count, first, optimizer, *data())
+    optimizer = sgd(second)
+    for _ in range(101):
+        learn(count, second, optimizer, *data())
+
+
+@loop
+def one_model_after_another(count):
+    """Each with a loop and an evaluation of its own; that of the second comes before its training."""
+    first = count.watch(Other())
+    optimizer = sgd(first)
+    for _ in range(10):
+        for x, y in count.batches(loader()):
+            learn(count, first, optimizer, x, y, ends=False)
+    second = count.watch(Net())
+    with torch.no_grad():
+        for _ in range(3):
+            second(torch.randn(5, 4))
+            count.end()
+    optimizer = sgd(second)
+    for x, y in count.batches(loader()):
+        learn(count, second, optimizer, x, y, ends=False)
+
+
+@loop
+def another_model_later(count):
+    """It trains after many steps of the first one, which is no longer called; nor are all modules watched then."""
+    for model in count.watch(Net(), Later()):
+        for x, y in count.batches(loader(rows=400, batch=10)):
+            learn(count, model, sgd(model), x, y, ends=False)
+
+
+@loop
+def another_model_later_without_a_loader(count):
+    for model in count.watch(Net(), Later()):
+        optimizer = sgd(model)
+        for _ in range(100):
+            learn(count, model, optimizer, *data())
+
+
+@loop
+def another_model_later_that_is_only_called(count):
+    with torch.no_grad():
+        for model in count.watch(Net(), Later()):
+            for _ in range(100):
+                model(torch.randn(12, 4))
+                count.end()
+
+
+def train(count, model, batches, *, ends=False):
+    optimizer = sgd(model)
+    for x, y in batches:
+        learn(count, lambda x: count.call(model, x), optimizer, x, y, ends=ends)
+
+
+def batches_of_a_loader_that_goes_on(count):
+    """Sixty batches; the end of the loader would be a sign that another loop may follow."""
+    return itertools.islice(count.batches(loader(rows=400, batch=5)), 60)
+
+
+def call_five_times(count, model, *, ends=False):
+    """Call a model after the training; the calls belong to the last step of a loader that may go on."""
+    with torch.no_grad():
+        for _ in range(5):
+            count.call(model, torch.randn(6, 4))
+            if ends:
+                count.end()
+
+
+@loop
+def the_model_beside_its_wrapper(count):
+    model = Net()
+    train(count, nn.DataParallel(model), batches_of_a_loader_that_goes_on(count))
+    call_five_times(count, model)
+
+
+@loop
+def the_model_beside_its_ranks_wrapper(count):
+    from torch import distributed
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    model = Net()
+    wrapper = nn.parallel.DistributedDataParallel(model)
+    optimizer = sgd(wrapper)
+    for x, y in batches_of_a_loader_that_goes_on(count):
+        learn(count, lambda x: count.call(wrapper, x), optimizer, x, y, ends=False)
+        count.did("sync")
+    call_five_times(count, model)
+    distributed.destroy_process_group()
+
+
+@loop
+def the_model_beside_its_average(count):
+    model = Net()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    train(count, model, batches_of_a_loader_that_goes_on(count))
+    average.update_parameters(model)
+    call_five_times(count, average)
+    call_five_times(count, average.module)
+
+
+@loop
+def a_part_by_itself(count):
+    """An autoencoder; only one half of it is used after the training."""
+    model = nn.Sequential(Net(4, 2), Other(2, 1))
+    train(count, model, batches_of_a_loader_that_goes_on(count))
+    call_five_times(count, model[0])
+
+
+@loop
+def made_and_called_after_the_training(count):
+    train(count, Net(), [data()] * 60, ends=True)
+    call_five_times(count, Later(), ends=True)
+
+
+@loop
+def made_in_the_middle_and_called_later(count):
+    model = Net()
+    train(count, model, [data()] * 60, ends=True)
+    later = Later()
+    train(count, model, [data()] * 60, ends=True)
+    call_five_times(count, later, ends=True)
+
+
+@loop
+def a_second_optimizer_beside_the_first(count):
+    """Both are alive from the beginning; one is used after the other."""
+    first, second = count.watch(Net(), Other())
+    one, two = sgd(first), sgd(second)
+    for model, optimizer in ((first, one), (second, two)):
+        for _ in range(3):
+            learn(count, model, optimizer, *data())
+
+
+@loop
+def three_models_one_after_another(count):
+    """Each learns and is evaluated; the last optimizer is deleted; the first model goes on learning."""
+    first, second, third = count.watch(Net(), Other(), Cell())
+    one, two = sgd(first), sgd(second)
+    for model, optimizer in ((first, one), (second, two)):
+        for _ in range(5):
+            learn(count, model, optimizer, *data())
+        for _ in range(5):
+            look(count, model, torch.randn(5, 4))
+    three = sgd(third)
+    for _ in range(5):
+        count.back(unrolled(count, third, 80))
+        count.step(three)
+    del three
+    for _ in range(70):
+        look(count, first, torch.randn(5, 4))
+    for _ in range(5):
+        learn(count, first, one, *data())
+
+
+@loop
+def an_optimizer_an_epoch(count):
+    model = count.watch(Net())
+    for _ in range(5):
+        optimizer = sgd(model)
+        for _ in range(7):
+            learn(count, model, optimizer, *data())
+
+
+def judge(count, maker, critic, one, rows):
+    with torch.no_grad():
+        fake = maker(torch.randn(rows, 4))
+    one.zero_grad()
+    count.back(critic(fake).mean() - critic(torch.randn(rows, 4)).mean())
+    count.step(one, ends=False)
+
+
+def make(count, maker, critic, two, rows):
+    two.zero_grad()
+    count.back(-critic(maker(torch.randn(rows, 4))).mean())
+    count.step(two, ends=False)
+
+
+@loop
+def adversaries(count):
+    maker, critic = count.watch(Net(4, 4), Other())
+    one, two = sgd(critic), sgd(maker)
+    for _ in range(8):
+        judge(count, maker, critic, one, 6)
+        make(count, maker, critic, two, 6)
+        count.end()
+
+
+@loop
+def adversaries_from_a_loader(count):
+    """The generator learns only in every third batch."""
+    maker, critic = count.watch(Net(4, 4), Other())
+    one, two = sgd(critic), sgd(maker)
+    for number, (x, _) in enumerate(count.batches(loader(rows=90, batch=10))):
+        judge(count, maker, critic, one, len(x))
+        if number % 3 == 2:
+            make(count, maker, critic, two, len(x))
+
+
+@loop
+def adversaries_that_share_a_fake(count):
+    """Three calls of the critic; the output of the generator's call is used twice."""
+    maker, critic = count.watch(Net(4, 4), Other())
+    one, two = sgd(critic), sgd(maker)
+    for x, _ in count.batches(loader(rows=100, batch=30)):
+        fake = maker(torch.randn(len(x), 4))
+        one.zero_grad()
+        count.back(critic(fake.detach()).mean() - critic(x).mean())
+        count.step(one, ends=False)
+        two.zero_grad()
+        count.back(-critic(fake).mean())
+        count.step(two, ends=False)
+
+
+@loop
+def a_critic_that_learns_more_often(count):
+    """Each step of the critic's optimizer ends a step; that of the generator is part of the next one."""
+    maker, critic = count.watch(Net(4, 4), Other())
+    one, two = sgd(critic), sgd(maker)
+    for _ in range(5):
+        for _ in range(3):
+            judge(count, maker, critic, one, 6)
+            count.end()
+        make(count, maker, critic, two, 6)
+    count.end()
+
+
+@loop
+def an_ensemble(count):
+    """All members are called, and then all their optimizers step."""
+    members = count.watch(Net(), Other(), Net())
+    optimizers = [sgd(member) for member in members]
+    for _ in range(6):
+        x, y = data()
+        count.back(sum((member(x) - y).pow(2).mean() for member in members))
+        for optimizer in optimizers:
+            count.step(optimizer, ends=False)
+        count.end()
+
+
+@loop
+def three_that_take_turns(count):
+    """A step ends with the last of the optimizers; the first step waits until they repeat."""
+    models = count.watch(Net(), Net(), Net())
+    optimizers = [sgd(model) for model in models]
+    for _ in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            learn(count, model, optimizer, *data(), ends=False)
+        count.end()
+
+
+# ------------------------------------------------------------------------------------------ what an optimizer is given
+
+
+@loop
+def accumulation(count):
+    count.sums = True
+    model = count.watch(Net())
+    optimizer = sgd(model)
+    for _ in range(6):
+        for _ in range(5):
+            count.back(model(data()[0]).mean())
+        count.step(optimizer)
+        optimizer.zero_grad()
+
+
+@loop
+def accumulation_from_a_loader(count):
+    """Each batch is a step; every third one has a step of the optimizer."""
+    model = count.watch(Net())
+    optimizer = sgd(model)
+    for number, (x, _) in enumerate(count.batches(loader(rows=90, batch=10)), 1):
+        count.back(model(x).mean())
+        if number % 3 == 0:
+            count.step(optimizer, ends=False)
+
+
+@loop
+def parts_of_a_batch(count):
+    """A batch in three micro-batches, one step of the optimizer."""
+    model = count.watch(Net())
+    optimizer = sgd(model)
+    for x, y in count.batches(loader(rows=120, batch=30)):
+        optimizer.zero_grad()
+        for part, goal in zip(x.split(10), y.split(10), strict=True):
+            count.back(mse(model(part), goal) / 3)
+        count.step(optimizer, ends=False)
+
+
+def closed(count, model, optimizer, x, y):
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(x) - y).pow(2).mean()
+        count.back(loss)
+        return loss
+
+    return closure
+
+
+@loop
+def a_search_along_a_line(count):
+    model = count.watch(Net())
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+    for _ in range(5):
+        count.step(optimizer, closed(count, model, optimizer, *data()))
+
+
+@loop
+def a_search_along_a_line_at_last(count):
+    """As for physics-informed networks: after another optimizer."""
+    model = count.watch(Net())
+    optimizer = torch.optim.Adam(model.parameters())
+    x, y = data()
+    for _ in range(30):
+        learn(count, model, optimizer, x, y)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
+    for _ in range(7):
+        count.step(optimizer, closed(count, model, optimizer, x, y))
+
+
+@loop
+def a_search_along_a_line_from_a_loader(count):
+    model = count.watch(Net())
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+    for x, y in count.batches(loader()):
+        count.step(optimizer, closed(count, model, optimizer, x, y), ends=False)
+
+
+@loop
+def a_closure(count):
+    """As Lightning does it: forward and backward within the optimizer's step."""
+    model = count.watch(Net())
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(10):
+        count.step(optimizer, closed(count, model, optimizer, *data()))
+
+
+@loop
+def sharpness(count):
+    """As in SAM: the gradient is taken twice, and the second counts. It looks like accumulation (docs/tracing.md)."""
+    count.sums = True
+    model = count.watch(Net())
+    optimizer = sgd(model)
+    for _ in range(8):
+        x, y = data()
+        count.back((model(x) - y).pow(2).mean())
+        with torch.no_grad():
+            moves = [0.01 * p.grad for p in model.parameters()]
+            for p, move in zip(model.parameters(), moves, strict=True):
+                p += move
+        optimizer.zero_grad()
+        count.back((model(x) - y).pow(2).mean())
+        with torch.no_grad():
+            for p, move in zip(model.parameters(), moves, strict=True):
+                p -= move
+        count.step(optimizer)
+
+
+def scaled(count, optimizer, scaler, loss, clips=None):
+    optimizer.zero_grad()
+    count.back(scaler.scale(loss))
+    if clips is not None:
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(clips, 1.0)
+    before = scaler.get_scale()
+    scaler.step(optimizer)
+    scaler.update()
+    if scaler.get_scale() >= before:  # else the scaler skipped the optimizer
+        count.did("optimizer")
+        return True
+    return False
+
+
+@loop
+def mixed_precision(count):
+    """In the third step, an overflow skips the optimizer, so its call belongs to the next step."""
+    count.sums = True
+    model = count.watch(Net())
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=4.0)
+    skipped = 0
+    for number in range(8):
+        x, y = data()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = (model(x) - y).pow(2).mean()
+        if scaled(count, optimizer, scaler, loss * (float("inf") if number == 2 else 1.0)):
+            count.end()
+        else:
+            skipped += 1
+    assert skipped == 1
+
+
+@loop
+def mixed_precision_from_a_loader(count):
+    model = count.watch(Net())
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=4.0)
+    for number, (x, y) in enumerate(count.batches(loader(rows=60, batch=10))):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = mse(model(x).float(), y)
+        scaled(count, optimizer, scaler, loss * (float("inf") if number == 2 else 1.0), clips=model.parameters())
+
+
+@loop
+def steps_in_the_backward_pass(count):
+    """Each parameter has its own optimizer, which steps as soon as the gradient is ready."""
+    model = count.watch(Net())
+    optimizers = {p: torch.optim.SGD([p], lr=0.01) for p in model.parameters()}
+
+    def step(p):
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+        count.did("optimizer")
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    for _ in range(10):
+        count.back(model(data()[0]).mean())
+        count.end()
+
+
+# ------------------------------------------------------------------------------------------ where batches come from
+
+
+@loop
+def loaders_side_by_side(count):
+    """Three are read together; the step begins with the first."""
+    model = count.watch(Net())
+    optimizer = sgd(model)
+    for (x, y), (z, _), _ in count.batches(
+        zip(loader(rows=60, batch=10), loader(rows=60, batch=10), loader(rows=60, batch=10), strict=True)
+    ):
+        optimizer.zero_grad()
+        count.back((model(x) - y).pow(2).mean() + model(z).mean())
+        count.step(optimizer, ends=False)
+
+
+@loop
+def a_loader_within_another_ones_step(count):
+    """Unlabelled batches beside labelled ones; their loader starts again at its end."""
+    model = count.watch(Net())
+    optimizer = sgd(model)
+    more = iter(loader(rows=60, batch=20))
+    for x, y in count.batches(loader(rows=100, batch=10)):
+        try:
+            z, _ = next(more)
+        except StopIteration:
+            more = iter(loader(rows=60, batch=20))
+            z, _ = next(more)
+        optimizer.zero_grad()
+        count.back((model(x) - y).pow(2).mean() + model(z).mean())
+        count.step(optimizer, ends=False)
+
+
+@loop
+def one_batch_again_and_again(count):
+    """The loader delivers one batch."""
+    model = count.watch(Net())
+    optimizer = sgd(model)
+    x, y = next(iter(loader()))
+    count.did("data")
+    for _ in range(200):
+        learn(count, model, optimizer, x, y)
+
+
+@loop
+def fetched_by_a_thread(count):
+    """A thread reads ahead, as prefetching loaders do."""
+    batches = queue.Queue(2)
+
+    def fetch():
+        for batch in loader():
+            batches.put(batch)
+        batches.put(None)
+
+    thread = threading.Thread(target=fetch)
+    thread.start()
+    model = count.watch(Net())
+    optimizer = sgd(model)
+    while (batch := batches.get()) is not None:
+        learn(count, model, optimizer, *batch)
+    thread.join()
+
+
+def one_ahead(count, loader, sizes=1):
+    """Yield batches as accelerate's loaders do, which fetch one more, to know which one is the last.
+
+    `sizes`: how many batches a step has.
+    """
+    batches = iter(loader)
+    batch = next(batches)
+    for number, following in enumerate(batches):
+        if number % sizes == 0:
+            count.end()
+        count.did("data")
+        yield batch
+        batch = following
+    if (number + 1) % sizes == 0:
+        count.end()
+    yield batch
+    count.end()
+
+
+@loop
+def fetched_one_ahead(count):
+    """An evaluation, a sleep, a training: the last batch of each comes after the loader's end."""
+    model = count.watch(Net())
+    optimizer = sgd(model)
+    for epoch in range(2):
+        for x, _ in one_ahead(count, loader(rows=30, batch=10)):
+            look(count, model, x, ends=False)
+        if not epoch:
+            time.sleep(1)
+        for x, y in one_ahead(count, loader(rows=40, batch=10)):
+            learn(count, model, optimizer, x, y, ends=False)
+        if not epoch:
+            time.sleep(1)
+
+
+@loop
+def micro_batches_fetched_together(count):
+    """As in transformers' Trainer: first all batches of an optimizer step, then a call and a backward pass for each."""
+    model = count.watch(Net())
+    optimizer = sgd(model)
+    for _ in range(2):
+        batches = one_ahead(count, loader(rows=40, batch=5), sizes=3)
+        for number in range(3):
+            together = list(itertools.islice(batches, 3))
+            if number == 2:  # the last batch was fetched in the last step of the evaluation
+                count.new()
+            for x, y in together:
+                count.back(mse(model(x), y))
+            count.sums = True
+            count.step(optimizer)
+            count.sums = False
+            optimizer.zero_grad()
+            if number == 1:
+                for x, _ in one_ahead(count, loader(rows=10, batch=5)):
+                    look(count, model, x, ends=False)
+
+
+@loop
+def adversaries_fetched_one_ahead(count):
+    """A critic with two backward passes per batch has no second batch."""
+    maker, critic = count.watch(Net(4, 4), Other())
+    one, two = sgd(critic), sgd(maker)
+    for x, _ in one_ahead(count, loader(rows=40, batch=10)):
+        one.zero_grad()
+        count.back(critic(x).mean())
+        fake = maker(torch.randn(len(x), 4))
+        count.back(critic(fake.detach()).mean())
+        count.step(one, ends=False)
+        two.zero_grad()
+        count.back(critic(fake).mean())
+        count.step(two, ends=False)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.randn(37, 4))
+
+
+@loop
+def a_stream(count):
+    model = count.watch(Net())
+    optimizer = sgd(model)
+    for _ in range(3):
+        for x in count.batches(DataLoader(Stream(), batch_size=5)):
+            learn(count, model, optimizer, x, torch.zeros(len(x), 1), ends=False)
+
+
+@loop
+def a_stream_that_never_ends(count):
+    """Calls next() on a loader that starts again at its end."""
+    model = count.watch(Net())
+    optimizer = sgd(model)
+    batches = iter(())
+    for _ in range(30):
+        try:
+            batch = next(batches)
+        except StopIteration:
+            count.end()
+            batches = iter(loader())
+            batch = next(batches)
+        count.end()
+        count.did("data")
+        learn(count, model, optimizer, *batch, ends=False)
+    count.end()
+
+
+@loop
+def a_list_of_batches(count):
+    model = count.watch(Net())
+    optimizer = sgd(model)
+    batches = [data(rows) for rows in (9, 9, 9, 4)]
+    for _ in range(4):
+        for x, y in batches:
+            learn(count, model, optimizer, x, y)
+
+
+@loop
+def left_early(count):
+    """By break, by next() until the end, by an exception that the loop survives; a loader is thrown away."""
+    model = count.watch(Net())
+    optimizer = sgd(model)
+    for _ in range(3):
+        for number, (x, y) in enumerate(count.batches(loader())):
+            learn(count, model, optimizer, x, y, ends=False)
+            if number == 1:
+                break
+    batches = count.batches(loader(rows=20, batch=10))
+    while True:
+        try:
+            x, y = next(batches)
+        except StopIteration:
+            break
+        learn(count, model, optimizer, x, y, ends=False)
+    iter(loader())
+    next(iter(loader()))
+    for _ in count.batches(loader(rows=20, batch=10)):
+        with contextlib.suppress(KeyError):
+            raise KeyError("a bad batch")
+    for x, y in count.batches(loader(rows=20, batch=10)):
+        learn(count, model, optimizer, x, y, ends=False)
+
+
+@loop
+def a_loader_read_to_its_end_first(count):
+    """The data are loaded once. The epochs go over the loaded batches, so the loader no longer counts."""
+    model = count.watch(Net())
+    optimizer = sgd(model)
+    kept = list(loader())
+    for _ in range(20):
+        for x, y in kept:
+            learn(count, model, optimizer, x, y)
+
+
+@loop
+def batches_that_are_skipped(count):
+    """The loop catches an exception and goes on; a call without a backward pass is in the step of its batch."""
+    model = count.watch(Net())
+    optimizer = sgd(model)
+    for number, (x, y) in enumerate(count.batches(loader(rows=70, batch=10))):
+        with contextlib.suppress(KeyError):
+            if number == 2:
+                raise KeyError("before the call")
+            loss = (model(x) - y).pow(2).mean()
+            if number == 4:
+                raise KeyError("after the call")
+            optimizer.zero_grad()
+            count.back(loss)
+            count.step(optimizer, ends=False)
+
+
+@loop
+def exceptions_without_a_loader(count):
+    """A failed call belongs to the next step that ends."""
+    model = count.watch(Net())
+    optimizer = sgd(model)
+    for number in range(9):
+        with contextlib.suppress(KeyError):
+            loss = model(data()[0]).mean()
+            if number in (0, 4):
+                raise KeyError("after the call")
+            count.back(loss)
+            count.sums = number in (6, 7)  # only then, two calls of a step have a backward pass each
+            if number == 6:
+                raise KeyError("after the backward pass")
+            count.step(optimizer)
+
+
+# ------------------------------------------------------------------------------------------ how it is called
+
+
+@loop
+def in_a_thread(count):
+    def train():
+        model = count.watch(Net())
+        optimizer = sgd(model)
+        for _ in range(2):
+            for x, y in count.batches(loader()):
+                learn(count, model, optimizer, x, y, ends=False)
+            for _ in range(3):
+                look(count, model, torch.randn(5, 4))
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+
+
+class Deep(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.blocks = nn.ModuleList(Net(4, 4) for _ in range(3))
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+def computed_again(count, wrap, reentrant):
+    deep = Deep(reentrant)
+    model = wrap(deep)
+    count.watch(*{deep, model})
+    optimizer = sgd(model)
+    for x, _ in count.batches(loader(rows=120, batch=30)):
+        optimizer.zero_grad()
+        count.back(model(x.requires_grad_()).pow(2).mean())
+        count.step(optimizer, ends=False)
+
+
+@loop
+def checkpoints(count):
+    """What is computed again in the backward pass is no call."""
+    computed_again(count, lambda model: model, False)
+
+
+@loop
+def checkpoints_reentrant(count):
+    computed_again(count, lambda model: model, True)
+
+
+@loop
+def checkpoints_wrapped(count):
+    computed_again(count, nn.DataParallel, False)
+
+
+@loop
+def checkpoints_wrapped_reentrant(count):
+    computed_again(count, nn.DataParallel, True)
+
+
+@loop
+def checkpointed_as_a_whole(count):
+    model = count.watch(Net())
+    optimizer = sgd(model)
+    x = torch.randn(6, 4, requires_grad=True)
+    for reentrant in (False, True):
+        count.back(checkpoint(model, x, use_reentrant=reentrant).sum())
+        count.step(optimizer)
+
+
+@loop
+def compiled(count):
+    model = torch.compile(Net(), backend="eager")
+    optimizer = sgd(model)
+    for number in range(8):
+        x, y = data()
+        if number % 3 == 2:
+            model.eval()
+            with torch.no_grad():
+                count.call(model, x)
+            count.end()
+            model.train()
+        optimizer.zero_grad()
+        count.back((count.call(model, x) - y).pow(2).mean())
+        count.step(optimizer)
+
+
+@loop
+def scripted(count):
+    module = torch.jit.script(Net())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    for _ in range(6):
+        count.back(count.call(module, data()[0]).mean())
+        count.step(optimizer)
+
+
+@loop
+def recorded(count):
+    """Return the result of torch.jit.trace, which also calls the model; this is recorded if it checks the result."""
+    module = torch.jit.trace(Net(), torch.randn(3, 4), check_trace=False)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    for _ in range(6):
+        count.back(count.call(module, data()[0]).mean())
+        count.step(optimizer)
+
+
+@loop
+def with_other_weights(count):
+    model = count.watch(Net())
+    weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(list(weights.values()), lr=0.01)
+    for _ in range(6):
+        x, y = data()
+        optimizer.zero_grad()
+        count.back((functional_call(model, weights, (x,)) - y).pow(2).mean())
+        count.step(optimizer)
+
+
+@loop
+def gradients_of_a_function(count):
+    """torch.func.grad: no backward() anywhere, and the weights are replaced."""
+    model = count.watch(Net())
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(weights, x, y):
+        return (functional_call(model, weights, (x,)) - y).pow(2).mean()
+
+    for _ in range(80):
+        gradients = torch.func.grad(loss)(weights, *data())
+        count.did("backward")
+        weights = {name: weight - 0.01 * gradients[name] for name, weight in weights.items()}
+        count.end()
+
+
+@loop
+def learning_to_learn(count):
+    """MAML: two inner steps by autograd.grad for each of three tasks, then one step of the optimizer."""
+    model = count.watch(Net())
+    optimizer = sgd(model)
+    for _ in range(5):
+        outer = 0
+        for _ in range(3):
+            weights = dict(model.named_parameters())
+            for _ in range(2):
+                x, y = data(5)
+                loss = (functional_call(model, weights, (x,)) - y).pow(2).mean()
+                gradients = count.gradients(loss, list(weights.values()), create_graph=True)
+                pairs = zip(weights.items(), gradients, strict=True)
+                weights = {name: weight - 0.1 * gradient for (name, weight), gradient in pairs}
+            x, y = data(15)
+            outer = outer + (functional_call(model, weights, (x,)) - y).pow(2).mean()
+        optimizer.zero_grad()
+        count.back(outer)
+        count.step(optimizer)
+
+
+@loop
+def given_its_weights(count):
+    """MAML: two inner steps per step; the weights are arguments and become plain tensors, which are no samples."""
+    from functorch import make_functional
+
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    count.sums = True
+    model, weights = make_functional(Net())
+    count.watch(model.stateless_model)
+    optimizer = torch.optim.SGD(weights, lr=0.01)
+    for _ in range(4):
+        inner = weights
+        for _ in range(2):
+            loss = model(inner, torch.randn(10, 4)).pow(2).mean()
+            gradients = count.gradients(loss, inner, create_graph=True)
+            inner = [weight - 0.1 * gradient for weight, gradient in zip(inner, gradients, strict=True)]
+        optimizer.zero_grad()
+        count.back(model(inner, torch.randn(10, 4)).pow(2).mean())
+        count.step(optimizer)
 
 
 class Trains(nn.Module):
@@ -249,750 +1354,48 @@ class Trains(nn.Module):
 
 
 @loop
-def steps_within_a_call():
-    model = Trains()
+def steps_within_a_call(count):
+    model = count.watch(Trains())
     for _ in range(4):
         model(torch.randn(12, 4))
+        count.did("backward", "optimizer")
+        count.end()
 
 
 @loop
-def training_after_an_evaluation_without_a_loader():
-    """As on ranks that receive their batches: first the bare model is evaluated, then a wrapper trains."""
+def learning_to_learn_from_copies(count):
+    """First-order MAML: a copy of the model with its own optimizer for each task."""
     model = Net()
-    wrapper = nn.Sequential(model)
-    optimizer = sgd(model)
-    x, y = torch.randn(12, 4), torch.randn(12, 1)
-    for _ in range(2):
-        model.eval()
-        with torch.no_grad():
-            for _ in range(3):
-                model(x)
-        wrapper.train()
-        time.sleep(1)
+    for _ in range(6):
+        fast = count.watch(copy.deepcopy(model))
+        optimizer = sgd(fast)
         for _ in range(4):
-            learn(wrapper, optimizer, x, y)
-
-
-@loop
-def taught_without_a_loader():
-    """A teacher that only infers runs before the student that learns: one step, not two."""
-    teacher, student = Critic().eval(), Net()
-    optimizer = sgd(student)
-    x = torch.randn(12, 4)
-    for _ in range(5):
+            learn(count, fast, optimizer, *data())
         with torch.no_grad():
-            y = teacher(x)
-        learn(student, optimizer, x, y)
+            for mine, its in zip(model.parameters(), fast.parameters(), strict=True):
+                mine.lerp_(its, 0.1)
 
 
 @loop
-def optimizer_only():
-    model = Net()
+def a_penalty_on_gradients(count):
+    """As in WGAN-GP: gradients with respect to the inputs are part of the loss."""
+    model = count.watch(Net())
     optimizer = sgd(model)
-    x, y = torch.randn(12, 4), torch.randn(12, 1)
     for _ in range(6):
-        learn(model, optimizer, x, y)
-
-
-@loop
-def accumulation_without_a_loader():
-    model = Net()
-    optimizer = sgd(model)
-    x, y = torch.randn(12, 4), torch.randn(12, 1)
-    for _ in range(4):
-        for _ in range(3):
-            Loss()(model(x), y).backward()
-        optimizer.step()
+        x = torch.randn(12, 4, requires_grad=True)
+        out = model(x)
+        (slope,) = count.gradients(out.sum(), x, create_graph=True)
         optimizer.zero_grad()
-
-
-class Thrice(Net):
-    """Calls three data-parallel networks."""
-
-    def __init__(self):
-        super().__init__()
-        self.parts = nn.ModuleList(nn.DataParallel(nn.Linear(4, 4)) for _ in range(3))
-
-    def forward(self, x):
-        for part in self.parts:
-            x = part(x)
-        return super().forward(x)
+        count.back(out.mean() + (slope.norm(dim=1) - 1).pow(2).mean())
+        count.step(optimizer)
 
 
 @loop
-def long_accumulation_without_a_loader():
-    """Forty calls a step, each with three within it."""
-    model = Thrice()
+def compared_with_itself(count):
+    """As in SimSiam: the model is called on both views."""
+    model = count.watch(Net())
     optimizer = sgd(model)
-    for _ in range(3):
-        for _ in range(40):
-            model(torch.randn(2, 4)).sum().backward()
-        optimizer.step()
+    for x, _ in count.batches(loader(rows=60, batch=10)):
         optimizer.zero_grad()
-
-
-class Small(Net):
-    pass
-
-
-class Big(Net):
-    pass
-
-
-@loop
-def one_model_after_another():
-    """Each with a loop and an evaluation of its own; that of the second comes before its training."""
-    small = Small()
-    optimizer = sgd(small)
-    for _ in range(10):
-        for x, y in loader():
-            learn(small, optimizer, x, y)
-    big = Big()
-    with torch.no_grad():
-        for _ in range(3):
-            big(torch.randn(5, 4))
-    optimizer = sgd(big)
-    for x, y in loader():
-        learn(big, optimizer, x, y)
-
-
-@loop
-def calls_only():
-    model = Net()
-    for rows in (3, 5, 7, 9):
-        with torch.no_grad():
-            model(torch.randn(rows, 4))
-
-
-@loop
-def closure():
-    """LBFGS calls the model in its step, any number of times."""
-    model = Net()
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
-    x, y = torch.randn(12, 4), torch.randn(12, 1)
-    times = 0
-
-    def again():
-        nonlocal times
-        times += 1
-        optimizer.zero_grad()
-        loss = Loss()(model(x), y)
-        loss.backward()
-        return loss
-
-    for _ in range(3):
-        optimizer.step(again)
-    return times
-
-
-@loop
-def optimizers_that_raise():
-    """No loader; the first optimizer raises in its second step, another one in its first and only step."""
-
-    class Stops(torch.optim.SGD):
-        fails = False
-
-        def step(self, closure=None):
-            if self.fails:
-                raise ArithmeticError("the gradient is not finite")
-            return super().step(closure)
-
-    model, other = Net(), Critic()
-    optimizer = Stops(model.parameters(), lr=0.01)
-    spare = Stops(other.parameters(), lr=0.01)
-    spare.fails = True
-    for number in range(9):
-        optimizer.fails = number == 1
-        if number == 4:
-            with contextlib.suppress(ArithmeticError):
-                spare.step()
-        with contextlib.suppress(ArithmeticError):
-            learn(model, optimizer, torch.randn(12, 4), torch.randn(12, 1))
-
-
-@loop
-def optimizers_within_each_other():
-    """No loader; one optimizer steps another one, which raises once."""
-
-    class Outer(torch.optim.SGD):
-        def step(self, closure=None):
-            with contextlib.suppress(ArithmeticError):
-                inner.step()
-            return super().step(closure)
-
-    class Inner(torch.optim.SGD):
-        steps = 0
-
-        def step(self, closure=None):
-            self.steps += 1
-            if self.steps == 3:
-                raise ArithmeticError("once")
-            return super().step(closure)
-
-    model = Net()
-    inner, outer = Inner(model.parameters(), lr=0.01), Outer(model.parameters(), lr=0.01)
-    for _ in range(6):
-        learn(model, outer, torch.randn(12, 4), torch.randn(12, 1))
-
-
-@loop
-def evaluation_between():
-    model = Net()
-    optimizer = sgd(model)
-    train, held_out = loader(), loader(rows=20, batch=10)
-    for _ in range(2):
-        model.train()
-        for x, y in train:
-            learn(model, optimizer, x, y)
-        model.eval()
-        with torch.no_grad():
-            for x, _ in held_out:
-                model(x)
-
-
-@loop
-def left_early():
-    """break, next() by hand until StopIteration, an exception that the loop survives, a loader that is thrown away."""
-    model = Net()
-    optimizer = sgd(model)
-    for number, (x, y) in enumerate(loader()):
-        learn(model, optimizer, x, y)
-        if number == 1:
-            break
-    batches = iter(loader(rows=20, batch=10))
-    while True:
-        try:
-            x, y = next(batches)
-        except StopIteration:
-            break
-        learn(model, optimizer, x, y)
-    iter(loader())
-    next(iter(loader()))
-    for x, _ in loader(rows=20, batch=10):
-        try:
-            if len(x) == 10:
-                raise KeyError("a bad batch")
-        except KeyError:
-            continue
-    for x, y in loader(rows=20, batch=10):
-        learn(model, optimizer, x, y)
-
-
-@loop
-def checkpoints():
-    """Recomputation in the backward pass is not a call."""
-    x = torch.randn(6, 4)
-
-    class Deep(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(Net(4, 4) for _ in range(3))
-
-        def forward(self, x, reentrant):
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=reentrant)
-            return x
-
-    model = Deep()
-    optimizer = sgd(model)
-    for reentrant in (False, True):
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(x.requires_grad_(), reentrant).sum().backward()
-            optimizer.step()
-
-
-@loop
-def checkpointed_as_a_whole():
-    model = Net()
-    optimizer = sgd(model)
-    x = torch.randn(6, 4, requires_grad=True)
-    for reentrant in (False, True):
-        checkpoint(model, x, use_reentrant=reentrant).sum().backward()
-        optimizer.step()
-
-
-@loop
-def a_second_optimizer():
-    """As for fine-tuning: another optimizer from here on, and no loader."""
-    model = Net()
-    x, y = torch.randn(12, 4), torch.randn(12, 1)
-    for count in (5, 80):
-        optimizer = sgd(model)
-        for _ in range(count):
-            learn(model, optimizer, x, y)
-
-
-class Later(nn.Module):
-    """A class unrelated to Net."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 1)
-
-    def forward(self, x):
-        return self.layer(x)
-
-
-@loop
-def another_model_later():
-    """It trains after many steps of the first one, which is no longer called."""
-    for model in (Net(), Later()):
-        for x, y in loader(rows=400, batch=10):
-            learn(model, sgd(model), x, y)
-
-
-@loop
-def another_model_later_without_a_loader():
-    x, y = torch.randn(12, 4), torch.randn(12, 1)
-    for model in (Net(), Later()):
-        optimizer = sgd(model)
-        for _ in range(100):
-            learn(model, optimizer, x, y)
-
-
-@loop
-def another_model_later_that_is_only_called():
-    with torch.no_grad():
-        for model in (Net(), Later()):
-            for _ in range(100):
-                model(torch.randn(12, 4))
-
-
-class Counted:
-    """Calls modules, and counts the calls by class and wrapper."""
-
-    def __init__(self):
-        self.calls = {}
-
-    def __call__(self, module, *args):
-        wrapped = isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel))
-        via = type(module).__name__ if wrapped else None
-        name = f"{type(module.module if wrapped else module).__name__} {via}"
-        self.calls[name] = self.calls.get(name, 0) + 1
-        return module(*args)
-
-
-def train(counted, model, optimizer, batches):
-    for x, y in batches:
-        optimizer.zero_grad()
-        Loss()(counted(model, x), y).backward()
-        optimizer.step()
-
-
-def left_early_batches():
-    """Sixty batches of a loader that never ends. Its end would be a sign that another loop may follow."""
-    return itertools.islice(loader(rows=400, batch=5), 60)
-
-
-@loop
-def the_model_beside_its_wrapper():
-    counted, model = Counted(), Net()
-    wrapper = nn.DataParallel(model)
-    train(counted, wrapper, sgd(wrapper), left_early_batches())
-    with torch.no_grad():
-        for _ in range(5):
-            counted(model, torch.randn(6, 4))
-    return counted.calls
-
-
-@loop
-def the_model_beside_its_wrapper_from_a_loader():
-    counted, model = Counted(), Net()
-    wrapper = nn.DataParallel(model)
-    optimizer, examples = sgd(wrapper), loader(rows=30, batch=10)
-    for _ in range(3):
-        train(counted, wrapper, optimizer, left_early_batches())
-        with torch.no_grad():
-            for x, _ in examples:
-                counted(wrapper.module, x)
-    return counted.calls
-
-
-@loop
-def the_model_beside_its_ranks_wrapper():
-    from torch import distributed
-
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    counted, model = Counted(), Net()
-    wrapper = nn.parallel.DistributedDataParallel(model)
-    train(counted, wrapper, sgd(wrapper), left_early_batches())
-    with torch.no_grad():
-        for _ in range(5):
-            counted(wrapper.module, torch.randn(6, 4))
-    distributed.destroy_process_group()
-    return counted.calls
-
-
-@loop
-def the_model_beside_its_average():
-    counted, model = Counted(), Net()
-    average = torch.optim.swa_utils.AveragedModel(model)
-    train(counted, model, sgd(model), left_early_batches())
-    with torch.no_grad():
-        for _ in range(5):
-            average.update_parameters(model)
-            counted(average, torch.randn(6, 4))
-    for _ in range(5):
-        counted(average.module, torch.randn(6, 4))
-    return counted.calls
-
-
-@loop
-def a_part_by_itself():
-    """An autoencoder; only one half of it is used after the training."""
-    counted = Counted()
-    model = nn.Sequential(Net(4, 2), Critic(2, 1))
-    train(counted, model, sgd(model), left_early_batches())
-    with torch.no_grad():
-        for _ in range(5):
-            counted(model[0], torch.randn(6, 4))
-    return counted.calls
-
-
-@loop
-def made_and_called_after_the_training():
-    counted, model = Counted(), Net()
-    x, y = torch.randn(12, 4), torch.randn(12, 1)
-    train(counted, model, sgd(model), [(x, y)] * 60)
-    later = Later()
-    for _ in range(5):
-        counted(later, x)
-    return counted.calls
-
-
-@loop
-def made_in_the_middle_and_called_later():
-    counted, model = Counted(), Net()
-    optimizer = sgd(model)
-    x, y = torch.randn(12, 4), torch.randn(12, 1)
-    train(counted, model, optimizer, [(x, y)] * 60)
-    later = Later()
-    train(counted, model, optimizer, [(x, y)] * 60)
-    for _ in range(5):
-        counted(later, x)
-    return counted.calls
-
-
-@loop
-def a_layer_by_itself():
-    """Called between two trainings, so that the tracer finds it at some time."""
-    counted, model = Counted(), nn.Sequential(Net(), nn.Linear(1, 1))
-    optimizer = sgd(model)
-    x, y = torch.randn(12, 4), torch.randn(12, 1)
-    train(counted, model, optimizer, [(x, y)] * 100)
-    for _ in range(600):
-        counted(model[1], torch.randn(3, 1))
-        train(counted, model, optimizer, [(x, y)])
-    return {name.split()[0]: count for name, count in counted.calls.items()}
-
-
-@loop
-def given_its_weights():
-    """MAML: two inner steps per step; the weights are arguments and become plain tensors."""
-    from functorch import make_functional
-
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    model, weights = make_functional(Net())
-    optimizer = torch.optim.SGD(weights, lr=0.01)
-    for _ in range(4):
-        inner = weights
-        for _ in range(2):
-            loss = model(inner, torch.randn(10, 4)).pow(2).mean()
-            gradients = torch.autograd.grad(loss, inner, create_graph=True)
-            inner = [weight - 0.1 * gradient for weight, gradient in zip(inner, gradients, strict=True)]
-        optimizer.zero_grad()
-        model(inner, torch.randn(10, 4)).pow(2).mean().backward()
-        optimizer.step()
-
-
-@loop
-def backward_across_rpc():
-    import tempfile
-
-    from torch.distributed import autograd, rpc
-
-    warnings.filterwarnings("ignore", message=".*ProcessGroupGloo.*")  # torch's own use of it
-    with tempfile.NamedTemporaryFile() as store:
-        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store.name}")
-        rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
-        model = Net()
-        with autograd.context() as context:
-            autograd.backward(context, [model(torch.randn(8, 4)).sum()])
-            found = len(autograd.get_gradients(context))
-        rpc.shutdown()
-    return found
-
-
-@loop
-def forwards_called_directly():
-    """Each layer trains separately in its own method, which calls forward() without Module.__call__."""
-    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
-    x = torch.randn(12, 4)
-    for layer in layers:
-        optimizer = sgd(layer)
-        for _ in range(2):
-            optimizer.zero_grad()
-            layer.forward(x).pow(2).mean().backward()
-            optimizer.step()
-
-
-@loop
-def two_loaders():
-    model = Net()
-    optimizer = sgd(model)
-    for (x, y), _ in zip(loader(), loader(rows=200, batch=60), strict=True):
-        learn(model, optimizer, x, y)
-
-
-@loop
-def fetched_by_a_thread():
-    """A thread reads ahead, as prefetching loaders do."""
-    import queue
-    import threading
-
-    batches = queue.Queue(2)
-
-    def fetch():
-        for batch in loader():
-            batches.put(batch)
-        batches.put(None)
-
-    thread = threading.Thread(target=fetch)
-    thread.start()
-    model = Net()
-    optimizer = sgd(model)
-    while (batch := batches.get()) is not None:
-        learn(model, optimizer, *batch)
-    thread.join()
-
-
-@loop
-def trains_in_a_thread():
-    import threading
-
-    thread = threading.Thread(target=bare)
-    thread.start()
-    thread.join()
-
-
-@loop
-def a_thread_beside_it():
-    """A thread evaluates another model repeatedly during the training."""
-    import threading
-
-    over, started = threading.Event(), threading.Event()
-    model = Net()
-    optimizer = sgd(model)
-
-    def evaluate():
-        other = Critic()
-        for x, _ in loader(rows=1000, batch=5):
-            with torch.no_grad():
-                other(x)
-            started.set()
-            if over.is_set():
-                return
-
-    thread = threading.Thread(target=evaluate)
-    for number, (x, y) in enumerate(loader()):
-        learn(model, optimizer, x, y)
-        if number == 0:
-            thread.start()
-            started.wait()
-    over.set()
-    thread.join()
-
-
-@loop
-def failing_parts():
-    """A dataset, a backward pass and an optimizer that raise; the loop goes on."""
-
-    class Bad(torch.utils.data.Dataset):
-        def __len__(self):
-            return 6
-
-        def __getitem__(self, index):
-            if index == 2:
-                raise OSError("cannot be read")
-            return torch.randn(4), torch.randn(1)
-
-    class Stubborn(torch.optim.SGD):
-        times = 0
-
-        def step(self, closure=None):
-            Stubborn.times += 1
-            if Stubborn.times == 2:
-                raise RuntimeError("not now")
-            return super().step(closure)
-
-    class Backward(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, fail):
-            ctx.fail = fail
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            if ctx.fail:
-                raise ZeroDivisionError("in backward")
-            return grad, None
-
-    model = Net()
-    optimizer = Stubborn(model.parameters(), lr=0.01)
-    batches = iter(DataLoader(Bad(), batch_size=1))
-    told = []
-    for number in range(6):
-        try:
-            x, _ = next(batches)
-            optimizer.zero_grad()
-            Backward.apply(model(x), number == 4).sum().backward()
-            optimizer.step()
-        except (OSError, RuntimeError, ZeroDivisionError) as error:
-            frames, part = [], error.__traceback__
-            while part is not None:
-                frames.append(part.tb_frame.f_code.co_filename)
-                part = part.tb_next
-            told.append([type(error).__name__, sum(frame.startswith(OURS) for frame in frames)])
-    return told
-
-
-class Rows(torch.utils.data.Dataset):
-    """Runs its own model for every row, like a dataset that computes embeddings."""
-
-    def __init__(self):
-        self.embed = nn.Linear(4, 4)
-
-    def __len__(self):
-        return 40
-
-    def __getitem__(self, index):
-        with torch.no_grad():
-            return self.embed(torch.full((4,), float(index)))
-
-
-@loop
-def workers():
-    model = Critic()
-    optimizer = sgd(model)
-    for x in DataLoader(Rows(), batch_size=10, num_workers=2, multiprocessing_context="fork"):
-        optimizer.zero_grad()
-        model(x).sum().backward()
-        optimizer.step()
-
-
-@loop
-def model_in_the_dataset():
-    """Without workers: the dataset's model is called by the training process itself, while it fetches."""
-    model = Critic()
-    optimizer = sgd(model)
-    for x in DataLoader(Rows(), batch_size=10):
-        optimizer.zero_grad()
-        model(x).sum().backward()
-        optimizer.step()
-
-
-@loop
-def forks_a_child():
-    """Trains, then forks a child that trains too, then goes on itself."""
-    model = Net()
-    optimizer = sgd(model)
-    x, y = torch.randn(12, 4), torch.randn(12, 1)
-    for _ in range(2):
-        learn(model, optimizer, x, y)
-    sys.stdout.flush()
-    pid = os.fork()
-    if not pid:
-        for _ in range(3):
-            learn(model, optimizer, x, y)
-        end()
-    os.waitpid(pid, 0)
-    for _ in range(2):
-        learn(model, optimizer, x, y)
-    return pid
-
-
-@loop
-def forks_a_child_with_a_wrapper():
-    """Made before the fork, called after it."""
-    model = nn.DataParallel(Net())
-    model(torch.randn(6, 4))
-    pid = os.fork()
-    if not pid:
-        model(torch.randn(6, 4))
-        end()
-    os.waitpid(pid, 0)
-    return pid
-
-
-@loop
-def multiprocessing_child():
-    """Ends by os._exit, after multiprocessing's own finalizers; the parent calls no model."""
-    import multiprocessing
-
-    child = multiprocessing.get_context("fork").Process(target=optimizer_only)
-    child.start()
-    child.join()
-    return child.pid
-
-
-@loop
-def forward_fails():
-    class Fails(Net):
-        def forward(self, x):
-            if len(x) in (5, 10):
-                raise ValueError("too few rows")
-            return super().forward(x)
-
-    told = []
-    for model in (Fails(), nn.DataParallel(Fails())):
-        optimizer = sgd(model)
-        for x, y in loader():
-            try:
-                learn(model, optimizer, x, y)
-            except ValueError:
-                told.append(traceback.format_exc().count(OURS))
-    return told
-
-
-@loop
-def by_hand():
-    """Neither loader nor optimizer, but gradients."""
-    model = Net()
-    x, y = torch.randn(12, 4), torch.randn(12, 1)
-    for _ in range(10):
-        model.zero_grad()
-        Loss()(model(x), y).backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 0.01 * p.grad
-
-
-def end():
-    """End as Python does, but without cleaning up torch, which takes a second."""
-    atexit._run_exitfuncs()
-    os._exit(0)
-
-
-def main():
-    said = {}
-    gc.freeze()
-    for name, function in loops.items():
-        read, write = os.pipe()
-        sys.stdout.flush()
-        pid = os.fork()
-        if not pid:
-            torch.manual_seed(0)
-            os.close(read)
-            told = function()
-            os.write(write, json.dumps(told).encode())
-            end()
-        os.close(write)
-        with open(read, "rb") as pipe:
-            told = pipe.read()
-        _, status = os.waitpid(pid, 0)
-        said[name] = [pid, status, json.loads(told) if told else "nothing"]
-    print(json.dumps(said))
-
-
-main()
+        count.back((model(x) - model(x + 0.1)).pow(2).mean())
+        count.step(optimizer, ends=False)

@@ -35,15 +35,6 @@ def lines_path(ring: str) -> str:
     return f"{ring.removesuffix('.ring')}.jsonl"
 
 
-def holds_spans(path: str) -> bool:
-    """Whether the file begins like a ring of spans. Raises OSError if it cannot be opened."""
-    fd = _opened(path, os.O_RDONLY)
-    try:
-        return stat.S_ISREG(os.fstat(fd).st_mode) and os.pread(fd, 8, 0) == FORMAT.magic
-    finally:
-        os.close(fd)
-
-
 class SpanReader:
     """Reads a ring of spans. Never blocks the writer, and never trusts the file."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sqlite3
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -14,12 +15,10 @@ from typing import Any
 
 import pytest
 
-from dpmon.record.codec import Decoder
 from dpmon.record.kinds import Event
-from dpmon.ring_file import RingError
-from dpmon.ring_reader import RingReader
+from dpmon.record.plainjson import load_event
 
-__all__ = ["CUDA", "FOREVER", "Asked", "FakeNvml", "GpuRing", "compiler", "library"]
+__all__ = ["CUDA", "FOREVER", "Asked", "FakeNvml", "RunSamples", "compiler", "library"]
 
 NVML, CUDA = (Path(__file__).parent / "nvml" / name for name in ("fake_nvml.c", "fake_cuda.c"))
 SONAMES = {NVML: "libnvidia-ml.so.1", CUDA: "libcuda.so.1"}
@@ -114,32 +113,36 @@ class FakeNvml:
         ]
 
 
-class GpuRing:
-    """Reads the gpu.ring of a supervisor while it is written."""
+class RunSamples:
+    """Reads the events of a supervisor from its history while it is written."""
 
-    def __init__(self, path: Path) -> None:
-        self._reader = RingReader(str(path))
-        self._decoder = Decoder(-1)
+    def __init__(self, history: Path) -> None:
+        self._db = sqlite3.connect(f"{history.absolute().as_uri()}?mode=ro", uri=True)
+        self._last = 0
         self.events: list[Event] = []
+        self._read()
 
     @classmethod
-    def of(cls, run: Callable[[], Path], limit: float = 60.0) -> GpuRing:
-        """Open the ring of the run in the directory `run()`, after waiting for it."""
+    def of(cls, run: Callable[[], Path], limit: float = 60.0) -> RunSamples:
+        """Open the history of the run in the directory `run()`, after waiting for it."""
         deadline = time.monotonic() + limit
         while True:
             try:
-                return cls(run() / "gpu.ring")
-            except (RingError, OSError, AssertionError):  # not there yet, or being created
+                return cls(run() / "history.sqlite")
+            except (sqlite3.Error, AssertionError):  # not there yet, or being created
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.02)
 
+    def _read(self) -> None:
+        query = "SELECT id, json FROM events WHERE process IS NULL AND id > ? ORDER BY id"
+        for number, text in self._db.execute(query, (self._last,)).fetchall():
+            self._last = number
+            self.events.append(Event(*load_event(text)))
+
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         """Return the events of one kind so far."""
-        for payload in self._reader.read():
-            event = self._decoder.decode(payload)
-            assert isinstance(event, Event)
-            self.events.append(event)
+        self._read()
         return [dict(event.data) for event in self.events if event.kind == kind]
 
     def device(self, index: int) -> dict[str, Any]:

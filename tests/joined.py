@@ -7,15 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stored import Recording
-from synthetic import Training
+from synthetic import Training, changed, step_row
 
-from dpmon.record.payloads import kind_of
-from dpmon.record.plainjson import load_event
+from dpmon.record.history_rows import BUCKET, Row
+from dpmon.record.kinds import Event
 from dpmon.record.schema import SPAN_PHASES
-from dpmon.record.step_spans import BUCKET, span_words
-from dpmon.record.wire import DDP, mode_number, pack_event, pack_step, with_extras
+from dpmon.record.wire import DDP
 
-__all__ = ["MS", "USUAL", "ddp_event", "joined_payloads", "joined_ranks"]
+__all__ = ["MS", "USUAL", "ddp_event", "joined_ranks", "joined_rows"]
 
 MS = 1_000_000
 USUAL: Mapping[str, float] = {"data": 0.4, "forward": 3.1, "backward": 5.0, "optimizer": 1.0}
@@ -31,12 +30,12 @@ class _Rank(Training):
     def _wobble(self, ns: float) -> int:
         return int(ns)
 
-    def joined(self, number: int, sync_ns: int, passes: tuple[int, int]) -> list[bytes]:
+    def joined(self, number: int, sync_ns: int, passes: tuple[int, int]) -> list[Row]:
         """Return a step whose backward pass ends `sync_ns` after its last gradient, if it has synchronised passes."""
         start, took, (synced, unsynced) = self.now, dict(self.times), passes
         self.shares = {"single": {"rest" if name == "forward" else name: ns for name, ns in took.items()}}
         sync_ns = sync_ns if synced else 0
-        *payloads, _ = self.step()
+        *rows, _ = self.step()
         wall = sum(took.values()) + sync_ns
         names = ("data", "forward", "backward", "optimizer")
         spans, at = [], start
@@ -49,25 +48,22 @@ class _Rank(Training):
                 spans.append((SPAN_PHASES.index("sync"), ready, sync_ns))
             at += whole
         parts = [took[name] for name in names]
-        payload = pack_step(
-            mode_number("single"), self.steps, start, wall, self.batch, parts, span_words(spans, start, wall)
-        )
         extras = {"sync": sync_ns, "synced": synced, "sync_number": number} if synced else {}
         extras |= {"unsynced": unsynced} if unsynced else {}
         self.now = start + wall
-        return [*payloads, with_extras(payload, extras)]
+        return [*rows, step_row("single", self.steps, start, wall, self.batch, parts, spans, **extras)]
 
 
 def joined_ranks(count: int, **how: Any) -> tuple[Recording, int]:
-    """Return a run of ranks and its end (ns); `how`: arguments of `joined_payloads`."""
+    """Return a run of ranks and its end (ns); `how`: arguments of `joined_rows`."""
     run = Recording()
-    payloads, end = joined_payloads(count, **how)
-    for rank, own in payloads.items():
+    rows, end = joined_rows(count, **how)
+    for rank, own in rows.items():
         run.add(own, rank, rank)
     return run, end
 
 
-def joined_payloads(
+def joined_rows(
     count: int,
     *,
     slow: int | tuple[int, ...] | None = None,
@@ -80,8 +76,8 @@ def joined_payloads(
     usual: Mapping[str, float] = USUAL,
     exposed_ms: float = EXPOSED_MS,
     noise: float = 0.02,
-) -> tuple[dict[int, list[bytes]], int]:
-    """Return the payloads of each rank, and the end (ns).
+) -> tuple[dict[int, list[Row]], int]:
+    """Return the rows of each rank, and the end (ns).
 
     `slow`: the rank or ranks that need `extra_ms` more for `phase` in each step. `passes`: numbers of synchronised and
     other backward passes of a step, repeated over the steps. `wrapper`: fields of the `ddp` record.
@@ -90,24 +86,24 @@ def joined_payloads(
     slow_ones = (slow,) if isinstance(slow, int) else slow or ()
     usually: dict[str, Any] = {"virtual": False, "mode": "single", "via": DDP, "step_ns": 100}
     ranks = [_Rank(process=rank, rank=rank, devices=(f"cuda:{rank % 8}",), **usually) for rank in range(count)]
-    payloads = [[_in_world(one, world or count) for one in rank.begin()] for rank in ranks]
-    for rank, own in enumerate(payloads):
+    rows = [[_in_world(one, world or count) for one in rank.begin()] for rank in ranks]
+    for rank, own in enumerate(rows):
         own.append(ddp_event(rank, world or count, **(wrapper or {})))
     for number in range(steps):
         for rank, one in enumerate(ranks):
             took = {name: ms + (extra_ms if rank in slow_ones and name == phase else 0) for name, ms in usual.items()}
             one.times = {name: int(ms * MS * chance.gauss(1, noise)) for name, ms in took.items()}
         ready = [sum(one.times.values()) - one.times["optimizer"] for one in ranks]
-        for one, own, at in zip(ranks, payloads, ready, strict=True):
+        for one, own, at in zip(ranks, rows, ready, strict=True):
             tail = max(ready) - at + int(exposed_ms * MS)
             own += one.joined(number + 1, tail, passes[number % len(passes)])
         together = max(one.now for one in ranks)
         for one in ranks:
             one.now = together
-    return dict(enumerate(payloads)), together
+    return dict(enumerate(rows)), together
 
 
-def ddp_event(rank: int, size: int, **more: Any) -> bytes:
+def ddp_event(rank: int, size: int, **more: Any) -> Event:
     """Return a `ddp` record."""
     usual = {
         "process": rank,
@@ -134,12 +130,9 @@ def ddp_event(rank: int, size: int, **more: Any) -> bytes:
         "overlap_ms": 5.9,
         "absent": {},
     }
-    return pack_event("ddp", {**usual, **more})
+    return Event("ddp", {**usual, **more})
 
 
-def _in_world(payload: bytes, world: int) -> bytes:
-    """Return a payload; in the record of the process, set the number of ranks."""
-    if kind_of(payload) != "event":
-        return payload
-    kind, data = load_event(payload[1:].decode())
-    return pack_event(kind, {**data, "world": world}) if kind == "process" else payload
+def _in_world(row: Row, world: int) -> Row:
+    """Return a row; in the record of the process, set the number of ranks."""
+    return changed(row, world=world) if isinstance(row, Event) and row.kind == "process" else row

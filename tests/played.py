@@ -161,8 +161,8 @@ class Process:
         self._heard = True
         new = [unpacked(self._fed + at, *words) for at, words in enumerate(self.spans[self._fed :])]
         self._fed = len(self.spans)
-        payloads = self._assembler.feed(new, lines)
+        rows = self._assembler.feed(new, lines)
         if end:
-            payloads += self._assembler.end()
+            rows += self._assembler.end()
         assert self._assembler.dropped == 0
-        return decoded(payloads)
+        return decoded(rows)

@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 
 from dpmon.assemble import Assembler
 from dpmon.assemble.assembler import Predecessor
-from dpmon.record.codec import Decoder
+from dpmon.record.history_rows import CollectiveRow, Definition, Resolver, Row
 from dpmon.record.kinds import Call, Collective, Event, Sampled, Step
-from dpmon.record.payloads import kind_of
 from dpmon.record.spans import Flag, Kind, Span
-from dpmon.record.wire import DEFINE_TAG
 
 __all__ = ["KINDS", "MS", "Result", "Script", "apart", "assembled", "decoded", "in_portions", "numbered", "resumed_at"]
 
@@ -220,7 +218,7 @@ class Script:
 
 
 class Result(NamedTuple):
-    """The records in payloads, by kind."""
+    """The records in rows, by kind."""
 
     calls: list[Call]
     steps: list[Step]
@@ -241,11 +239,11 @@ def letters(step: Step) -> str:
     return "".join(name[0] for name in ("data", "copy", "forward", "backward", "optimizer") if name in step.phases)
 
 
-def decoded(payloads: Sequence[bytes]) -> Result:
-    decoder = Decoder(0)
+def decoded(rows: Sequence[Row]) -> Result:
+    resolver = Resolver(0)
     found = Result([], [], [], [], [])
-    for payload in payloads:
-        record = decoder.decode(payload)
+    for row in rows:
+        record = resolver.record(row)
         if isinstance(record, Call):
             found.calls.append(record)
         elif isinstance(record, Step):
@@ -259,16 +257,19 @@ def decoded(payloads: Sequence[bytes]) -> Result:
     return found
 
 
-def apart(payloads: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
-    """Separate payloads of steps from those of collectives, which can be anywhere among them if read in portions."""
-    free = [one for one in payloads if kind_of(one) == "collective" or (one[0] == DEFINE_TAG and b"operation" in one)]
-    return [one for one in payloads if one not in free], sorted(free)
+def apart(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
+    """Separate rows of steps from those of collectives, which can be anywhere among them if read in portions."""
+    return [row for row in rows if not _is_free(row)], sorted(str(row) for row in rows if _is_free(row))
 
 
-def in_portions(script: Script, cuts: Sequence[int], lines: Sequence[int] | None = None) -> list[bytes]:
-    """Return the payloads if a reader stops at each span in `cuts`, with as many lines read as `lines` says."""
+def _is_free(row: Row) -> bool:
+    return isinstance(row, CollectiveRow) or (isinstance(row, Definition) and "operation" in row.value)
+
+
+def in_portions(script: Script, cuts: Sequence[int], lines: Sequence[int] | None = None) -> list[Row]:
+    """Return the rows if a reader stops at each span in `cuts`, with as many lines read as `lines` says."""
     assembler = Assembler()
-    out: list[bytes] = []
+    out: list[Row] = []
     before = lines_read = 0
     for at, cut in enumerate([*cuts, len(script.spans)]):
         until = script.needed(cut) if lines is None else max(lines[at], script.needed(cut))
@@ -291,9 +292,9 @@ def assembled(script: Script) -> Result:
     return decoded(whole)
 
 
-def numbered(payloads: Sequence[bytes]) -> list[bytes]:
+def numbered(rows: Sequence[Row]) -> list[Row]:
     """Leave out definitions, which a successor writes again."""
-    return [payload for payload in payloads if kind_of(payload) != "definition"]
+    return [row for row in rows if not isinstance(row, Definition)]
 
 
 def successor_of(first: Assembler, lines: list[dict[str, Any]], cut: int, kept: Result) -> Assembler:
@@ -302,13 +303,13 @@ def successor_of(first: Assembler, lines: list[dict[str, Any]], cut: int, kept: 
     return Assembler.successor(lines, Predecessor(*numbers, first.thread, first.position, cut, first.pending))
 
 
-def resumed_at(script: Script, cut: int) -> tuple[list[bytes], list[bytes]]:
-    """Return the payloads of an assembler that stops at span `cut`, and those of its successor."""
+def resumed_at(script: Script, cut: int) -> tuple[list[Row], list[Row]]:
+    """Return the rows of an assembler that stops at span `cut`, and those of its successor."""
     first = Assembler()
     lines = script.needed(cut)
     out = first.feed(script.spans[:cut], script.lines_between(0, lines))
     second = successor_of(first, script.lines_between(0, lines), cut, decoded(out))
-    more = []
+    more: list[Row] = []
     at = first.position
     while at < len(script.spans):
         until = min(at + 3, len(script.spans))

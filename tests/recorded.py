@@ -1,39 +1,43 @@
 """Reads a real run: 190 steps of examples/linear.py over two virtual replicas, with two switches of mode.
 
 It was run with `--hidden 1024 --batch-size 2048` on a busy machine without a GPU, so steps take up to two seconds. The
-file has the start of the run (monotonic ns), then, compressed, the source (0: training, 1: supervisor), length and
-bytes of each payload.
+file is compressed JSON: the start of the run (monotonic ns), then the source (0: training, 1: supervisor), class and
+members of each row.
 """
 
 from __future__ import annotations
 
-import struct
+import json
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from synthetic import decoded
 
+from dpmon.record.history_rows import CallParts, CallRow, Definition, Row, StepRow
 from dpmon.record.kinds import Call, Event, PhaseSpan, Record, Step
 
 _FILE = Path(__file__).parent / "data" / "linear.records"
+_ROWS = {"CallRow": CallRow, "StepRow": StepRow, "Definition": Definition, "Event": Event}
 
 
 def linear_run() -> list[Record]:
     """Return its records in the order in which a screen would have read them."""
-    data = _FILE.read_bytes()
-    (start_ns,) = struct.unpack_from("<Q", data)
-    body = zlib.decompress(data[8:])
-    payloads: tuple[list[bytes], list[bytes]] = ([], [])
-    at = 0
-    while at < len(body):
-        source, length = struct.unpack_from("<BI", body, at)
-        payloads[source].append(body[at + 5 : at + 5 + length])
-        at += 5 + length
-    records = [record for each in payloads for record in decoded(each, origin_ns=start_ns)]
+    data = json.loads(zlib.decompress(_FILE.read_bytes()))
+    rows: tuple[list[Row], list[Row]] = ([], [])
+    for source, kind, members in data["rows"]:
+        rows[source].append(_row(kind, members))
+    records = [record for each in rows for record in decoded(each, origin_ns=data["start_ns"])]
     calls = {record.step: record for record in records if isinstance(record, Call)}
     with_spans = (_with_spans(one, calls[one.step]) if isinstance(one, Step) else one for one in records)
     return sorted(with_spans, key=_end_ns)
+
+
+def _row(kind: str, members: list[Any]) -> Any:
+    if kind == "CallRow":
+        return CallRow(*members[:-1], CallParts(*members[-1]))
+    return _ROWS[kind](*members)
 
 
 def _with_spans(step: Step, call: Call) -> Step:

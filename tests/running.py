@@ -23,6 +23,8 @@ from sizes import LONG
 from warm import python
 
 from dpmon.run import proc
+from dpmon.run.condition import supervised
+from dpmon.run.rundir import load_info
 
 __all__ = ["Dpmon", "Result", "Terminal", "until_unsupervised", "wait_for"]
 
@@ -187,11 +189,12 @@ class Dpmon:
         return found
 
     def exit(self, limit: float = 60.0) -> dict[str, Any]:
-        """Return exit.json of the newest run, after waiting for it."""
+        """Return exit.json of the newest run, after waiting for it and for the last records."""
 
         def ended() -> dict[str, Any] | None:
             path = self.last() / "exit.json"
-            return json.loads(path.read_text()) if path.exists() else None
+            how = json.loads(path.read_text()) if path.exists() else None
+            return how if how is None or how["drained"] or not supervised(load_info(self.last())) else None
 
         found = wait_for(ended, limit, "exit.json")
         assert found is not None

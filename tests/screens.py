@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pyte
+from stored import Recording
 from synthetic import Training
 
-from dpmon.ring import Ring
 from dpmon.run import proc
 from dpmon.span_ring import SpanRing, Word
 
@@ -62,20 +62,18 @@ class Run:
         (directory / "run.json").write_text(json.dumps(info))
         self.log = (directory / "output.log").open("ab", buffering=0)
         self.training = Training(devices=("cpu:0", "cpu:1", "cpu:2"), start_ns=time.monotonic_ns())
-        self.ring: Ring | None = None
+        self.recording: Recording | None = None
         self.control: SpanRing | None = None
-        """The ring with requests to the training process; its records are in another one."""
+        """The ring with requests to the training process; it has no spans."""
 
     def train(self, steps: int) -> None:
         """Record `steps` steps that end about now."""
-        if self.ring is None or self.control is None:
+        if self.recording is None or self.control is None:
             self.control = SpanRing(str(self.directory / "process-0.ring"), process=0, start_ns=self.start_ns, slots=64)
-            self.ring = Ring(str(self.directory / "process-1.ring"), process=0, start_ns=self.start_ns)
-            for payload in self.training.begin():
-                self.ring.write(payload)
+            self.recording = Recording(self.start_ns, self.directory)
+            self.recording.add(self.training.begin())
         self.training.now = max(self.training.now, time.monotonic_ns() - steps * self.training.step_ns)
-        for payload in self.training.run(steps):
-            self.ring.write(payload)
+        self.recording.add(self.training.run(steps))
         self.control.words[Word.SPAN_START] = time.monotonic_ns()
 
     def end(self, status: int, signal_name: str | None = None) -> None:

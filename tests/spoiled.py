@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 
 from synthetic import device_event, host_event
 
-from dpmon.record.wire import DEFINE_HEAD, DEFINE_TAG, EVENT_TAG
+from dpmon.record.kinds import Event
+from dpmon.record.plainjson import load_event
 
-__all__ = ["DAMAGE", "spoiled"]
+__all__ = ["DAMAGE", "spoiled", "spoiled_lines"]
 
 EVENTS: dict[str, dict[str, object]] = {
     "process": {"process": 0, "pid": 1, "rank": 0, "world": 2, "t_s": 0.1, "devices": ["cpu:0"], "torch": "2.13",
@@ -23,8 +25,8 @@ EVENTS: dict[str, dict[str, object]] = {
     "warning": {"process": 0, "t_s": 0.6, "text": "x"},
     "oom": {"process": 0, "t_s": 0.7, "device": "cpu:0", "step": 1, "text": "x"},
     "exit": {"status": 0, "signal": None, "t_s": 1.0, "unknown": None, "cause": None},
-    "device": json.loads(device_event(1.0, 0)[1:]),
-    "host": json.loads(host_event(1.0)[1:]),
+    "device": dict(device_event(1.0, 0).data),
+    "host": dict(host_event(1.0).data),
 }  # fmt: skip
 DEFINITIONS: tuple[object, ...] = (
     {"root": "M", "via": None, "virtual": True, "devices": ["cpu:0"], "absent": {}},
@@ -46,24 +48,39 @@ DAMAGE = {
 }
 
 
-def spoiled(damage: str) -> list[bytes]:
-    """Yield each event with one damaged member, and each definition with one damaged part."""
+def spoiled_events(damage: str) -> list[str]:
+    """Return the JSON of each event with one damaged member."""
     found = []
     for kind, data in EVENTS.items():
         for member in ("kind", *data):
-            text = json.dumps({"kind": kind, **data, member: "HERE"}).replace('"HERE"', damage)
-            found.append(bytes((EVENT_TAG,)) + text.encode())
-        found.append(bytes((EVENT_TAG,)) + damage.encode())
-    number = 1000
+            found.append(json.dumps({"kind": kind, **data, member: "HERE"}).replace('"HERE"', damage))
+        found.append(damage)
+    return found
+
+
+def spoiled_definitions(damage: str) -> list[str]:
+    """Return the JSON of each definition with one damaged part."""
+    found = []
     for value in DEFINITIONS:
-        parts = value if isinstance(value, dict) else range(4)
-        for part in parts:
-            number += 1
+        for part in value if isinstance(value, dict) else range(4):
             changed = {**value, part: "HERE"} if isinstance(value, dict) else [list(value[0])]  # type: ignore[index]
             if isinstance(changed, list):
                 changed[0][part] = "HERE"
-            text = json.dumps(changed).replace('"HERE"', damage)
-            found.append(DEFINE_HEAD.pack(DEFINE_TAG, number) + text.encode())
-        number += 1
-        found.append(DEFINE_HEAD.pack(DEFINE_TAG, number) + damage.encode())
+            found.append(json.dumps(changed).replace('"HERE"', damage))
+        found.append(damage)
+    return found
+
+
+def spoiled_lines(damage: str) -> bytes:
+    """Return lines of a training process with all of them."""
+    lines = [f'{{"define": {n}, "value": {text}}}' for n, text in enumerate(spoiled_definitions(damage), 1000)]
+    return "".join(f"{line}\n" for line in [*spoiled_events(damage), *lines]).encode()
+
+
+def spoiled(damage: str) -> list[Event]:
+    """Return the events that can be read as JSON."""
+    found = []
+    for text in spoiled_events(damage):
+        with suppress(ValueError):
+            found.append(Event(*load_event(text)))
     return found

@@ -1,34 +1,21 @@
-"""Writes records into a history in memory, as a supervisor does, and reads the state of the screen from it."""
+"""Writes records into a history, as a supervisor does, and reads the state of the screen from it."""
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+from synthetic import flags_of
+
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import State, Wanted
-from dpmon.record.kinds import Call, Record, RecordError, Size, Step
-from dpmon.record.payloads import UNTIMED, kind_of
-from dpmon.record.plainjson import load_event
-from dpmon.record.schema import SPAN_PHASES
-from dpmon.record.step_spans import span_words
-from dpmon.record.wire import (
-    BODY_PHASES,
-    CALL_PHASES,
-    STEP_EXTRAS,
-    TIMED_PHASES,
-    call_flags,
-    mode_number,
-    pack_call,
-    pack_definition,
-    pack_event,
-    pack_step,
-    pack_timed,
-    with_extras,
-)
+from dpmon.record.history_rows import UNTIMED, CallParts, CallRow, Definition, Row, StepRow
+from dpmon.record.kinds import Call, Event, Record, RecordError, Size, Step
+from dpmon.record.schema import SPAN_PHASES, SYNC_NUMBER
+from dpmon.record.wire import CALL_PHASES
 from dpmon.store.accounts import Accounts
 from dpmon.store.batch import Batch
 from dpmon.store.intake import Intake
@@ -36,9 +23,9 @@ from dpmon.store.opened import open_store
 from dpmon.store.queries import Store
 from dpmon.store.store_at import StoreAt
 from dpmon.store.tables import RingRow
-from dpmon.store.writer import History
+from dpmon.store.writer import LIMIT_BYTES, History
 
-__all__ = ["Recording", "packed", "state_in", "state_of", "store_of"]
+__all__ = ["Recording", "rows_of", "state_in", "state_of", "store_of"]
 
 SUPERVISOR = -1
 _OF_SUPERVISOR = ("device", "host", "input", "exit")
@@ -46,27 +33,37 @@ _BATCH = 2000
 
 
 class Recording:
-    """A run written by a test, from payloads or records."""
+    """A run written by a test, from rows or records."""
 
-    def __init__(self, origin_ns: int = 0) -> None:
-        """`origin_ns`: start of the run on the clock of the payloads."""
+    def __init__(self, origin_ns: int = 0, directory: Path | None = None, limit_bytes: int = LIMIT_BYTES) -> None:
+        """`origin_ns`: start of the run on the clock of the rows. `directory`: of a run; None: write to memory."""
         self.origin_ns = origin_ns
-        self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-        self._history = History(self._db, {"run": "test", "start_ns": origin_ns})
+        about = {"run": "test", "start_ns": origin_ns}
+        if directory is None:
+            self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+            self._history = History(self._db, about, limit_bytes)
+        else:
+            self._history = History.open(directory, about, limit_bytes)
+            self._db = self._history._db
         self._accounts = Accounts()
         self._intakes: dict[int, Intake] = {}
-        self._packers: dict[int, _Packer] = {}
+        self._makers: dict[int, _Maker] = {}
         self._next_id = 1
         self._snapshots = Snapshots()
 
-    def add(self, records: Iterable[bytes | Record], process: int = 0, rank: int | None = None) -> Recording:
-        """Write the records of a process. Samples, waits for input and the exit are stored as the supervisor's."""
+    def add(
+        self, records: Iterable[Row | Record], process: int = 0, rank: int | None = None, skip: bool = False
+    ) -> Recording:
+        """Write the records of a process. Samples, waits for input and the exit are stored as the supervisor's.
+
+        `skip`: leave out those that are refused, as a supervisor does.
+        """
         batch = Batch()
         for count, record in enumerate(records, start=1):
-            for payload in [record] if isinstance(record, bytes) else self._packer(process).pack(record):
-                intake = self._intake(_source(payload, process), rank)
-                if intake.add(batch, self._next_id, payload):
-                    self._next_id += 1
+            for row in self._makers.setdefault(process, _Maker()).rows(record):
+                intake = self._intake(_source(row, process), rank)
+                with suppress(RecordError) if skip else nullcontext():
+                    self._next_id += intake.add(batch, self._next_id, row)
             if count % _BATCH == 0:
                 batch = self._write(batch)
         self._write(batch)
@@ -77,26 +74,34 @@ class Recording:
         with suppress(RecordError):
             self.add([record], process)
 
+    def end(self) -> None:
+        """Count the last calls, as at the end of the run."""
+        batch = Batch()
+        for process, intake in self._intakes.items():
+            if process >= 0:
+                intake.flush(batch)
+        self._write(batch)
+
     def missed(self, count: int) -> None:
         """Set how many records were overwritten before they could be read."""
         self._intake(0, None).row.missed = count
         self._write(Batch())
 
     def _write(self, batch: Batch) -> Batch:
-        batch.rings = [intake.row for intake in self._intakes.values()]
+        batch.rings = [intake.row for process, intake in self._intakes.items() if process >= 0]
         self._history.write(batch)
         return Batch()
 
     def _intake(self, process: int, rank: int | None) -> Intake:
         found = self._intakes.get(process)
         if found is None:
-            name = "gpu.ring" if process < 0 else f"process-{process}.ring"
-            row = RingRow(name, process, rank if process >= 0 else None, 4242)
+            row = RingRow(f"process-{process}.ring", process, rank if process >= 0 else None, 4242)
             found = self._intakes[process] = Intake(row, self.origin_ns, self._accounts)
         return found
 
-    def _packer(self, process: int) -> _Packer:
-        return self._packers.setdefault(process, _Packer())
+    def close(self) -> None:
+        """Close the history in a directory."""
+        self._history.close()
 
     def store(self) -> Store:
         """Return the store with all records so far."""
@@ -108,13 +113,13 @@ class Recording:
         return self._snapshots.take(StoreAt(store, t_ns), Wanted(**wanted), frozenset(ended))
 
 
-def store_of(records: Iterable[bytes | Record] | Mapping[int, Iterable[bytes | Record]], origin_ns: int = 0) -> Store:
+def store_of(records: Iterable[Row | Record] | Mapping[int, Iterable[Row | Record]], origin_ns: int = 0) -> Store:
     """Return the store of a run of one process, or of several."""
     return _recorded(records, origin_ns).store()
 
 
 def state_of(
-    records: Iterable[bytes | Record] | Mapping[int, Iterable[bytes | Record]],
+    records: Iterable[Row | Record] | Mapping[int, Iterable[Row | Record]],
     t_ns: int | None = None,
     *,
     origin_ns: int = 0,
@@ -137,44 +142,43 @@ def _recorded(records: Iterable[Any] | Mapping[int, Iterable[Any]], origin_ns: i
     return found
 
 
-def _source(payload: bytes, process: int) -> int:
-    if kind_of(payload) != "event":
+def _source(row: Row, process: int) -> int:
+    if not isinstance(row, Event):
         return process
-    kind, data = load_event(payload[1:].decode())
-    ours = kind in _OF_SUPERVISOR or (kind == "warning" and data.get("process") is None)
+    ours = row.kind in _OF_SUPERVISOR or (row.kind == "warning" and row.data.get("process") is None)
     return SUPERVISOR if ours else process
 
 
 # ------------------------------------------------------------------------------------------------ records
 
 
-def packed(records: Iterable[Record]) -> list[bytes]:
-    """Return the payloads of records, with the definitions that they need."""
-    packer = _Packer()
-    return [payload for record in records for payload in packer.pack(record)]
+def rows_of(records: Iterable[Row | Record]) -> list[Row]:
+    """Return the rows of records, with the definitions that they need."""
+    maker = _Maker()
+    return [row for record in records for row in maker.rows(record)]
 
 
-class _Packer:
-    """Makes payloads from records of one process."""
+class _Maker:
+    """Makes rows from records of one process."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
 
-    def pack(self, record: Record) -> list[bytes]:
+    def rows(self, record: Row | Record) -> list[Row]:
         """Return new definitions, then the record."""
         if isinstance(record, Call):
             return self._call(record)
-        return [_step(record) if isinstance(record, Step) else pack_event(record.kind, record.data)]
+        return [_step(record) if isinstance(record, Step) else record]  # type: ignore[list-item]
 
-    def _define(self, out: list[bytes], value: Any) -> int:
+    def _define(self, out: list[Row], value: Any) -> int:
         key = repr(value)
         if key not in self._numbers:
-            # Larger than the numbers in payloads that the same test may have written.
+            # Larger than the numbers in rows that the same test may have written.
             self._numbers[key] = 1000 + len(self._numbers)
-            out.append(pack_definition(self._numbers[key], value))
+            out.append(Definition(self._numbers[key], value))
         return self._numbers[key]
 
-    def _sizes(self, out: list[bytes], sizes: Sequence[Size] | None) -> int:
+    def _sizes(self, out: list[Row], sizes: Sequence[Size] | None) -> int:
         if sizes is None:
             return 0
         written = [[size.path, list(size.shape), size.dtype, size.bytes] for size in sizes]
@@ -183,8 +187,8 @@ class _Packer:
                 one.append(list(size.global_shape))
         return self._define(out, written)
 
-    def _call(self, call: Call) -> list[bytes]:
-        out: list[bytes] = []
+    def _call(self, call: Call) -> list[Row]:
+        out: list[Row] = []
         layout = {
             "root": call.root, "via": call.via, "virtual": call.virtual, "devices": list(call.devices),
             "absent": dict(call.absent),
@@ -192,47 +196,35 @@ class _Packer:
         number, inputs, outputs = (
             self._define(out, layout), self._sizes(out, call.inputs), self._sizes(out, call.outputs)
         )  # fmt: skip
-        phases: list[int] = []
-        for name in CALL_PHASES:
-            phase = call.phases.get(name)
-            phases += (-1, 0) if phase is None else (phase.offset_ns, phase.host_ns)
-        replicas: list[int] = []
-        for each in call.replicas:
-            replicas += (self._sizes(out, each.inputs), self._sizes(out, each.outputs), each.offset_ns, each.host_ns)
-        stages: list[int] = []
-        for stage in call.stages:
-            about = self._define(out, {"device": stage.device, "parts": list(stage.parts)})
-            took = -1 if stage.host_ns is None else stage.host_ns
-            stages += (about, self._sizes(out, stage.inputs), self._sizes(out, stage.outputs), stage.offset_ns, took)
-        flags = call_flags(call.virtual, call.training, call.grad, call.failed)
-        payload = pack_call(
-            mode_number(call.mode), flags, number, call.step, call.call, call.start_ns, call.wall_ns, inputs, outputs,
-            phases, replicas, stages,
-        )  # fmt: skip
-        parts: Sequence[Any] = call.replicas or call.stages
-        times = [phase.device_ms if (phase := call.phases.get(name)) else None for name in CALL_PHASES]
-        times += [part.device_ms for part in parts]
-        timed = any(time is not None for time in times)
-        return [*out, pack_timed(payload, times, 0) if timed else payload]
+        ran = [call.phases.get(name) for name in CALL_PHASES]
+        replicas = [
+            (self._sizes(out, each.inputs), self._sizes(out, each.outputs), each.offset_ns, each.host_ns)
+            for each in call.replicas
+        ]
+        stages = [
+            (
+                self._define(out, {"device": stage.device, "parts": list(stage.parts)}),
+                self._sizes(out, stage.inputs), self._sizes(out, stage.outputs), stage.offset_ns, stage.host_ns,
+            )
+            for stage in call.stages
+        ]  # fmt: skip
+        parts = CallParts([phase and (phase.offset_ns, phase.host_ns) for phase in ran], replicas, stages)
+        flags = flags_of(call.virtual, call.training, call.grad, call.failed)
+        row = CallRow(
+            call.step, call.call, call.mode, flags, number, call.start_ns, call.wall_ns, inputs, outputs, parts
+        )
+        times = [phase and phase.device_ms for phase in ran]
+        times += [part.device_ms for part in (*call.replicas, *call.stages)]
+        return [*out, row.timed(times, 0) if any(time is not None for time in times) else row]
 
 
-def _spans(step: Step) -> list[int]:
-    if not step.spans:
-        return []
-    spans = [(SPAN_PHASES.index(name), step.start_ns + begin, took) for name, begin, took in step.spans]
-    return span_words(spans, step.start_ns, step.wall_ns, step.missing_spans)
-
-
-def _step(step: Step) -> bytes:
-    took = [step.phases.get(name, -1) for name in BODY_PHASES]
-    samples = -1 if step.samples is None else step.samples
-    numbers = step.step, step.start_ns, step.wall_ns, samples
-    payload = pack_step(mode_number(step.mode), *numbers, took, _spans(step))
-    known = {**step.phases, **step.quantities}
-    extras = {name: value for name in STEP_EXTRAS if (value := known.get(name)) is not None}
-    payload = with_extras(payload, extras) if extras else payload
+def _step(step: Step) -> StepRow:
+    phases = {name: took for name, took in step.phases.items() if name in SPAN_PHASES}
+    counts = {**step.quantities, "samples": step.samples, SYNC_NUMBER: step.sync_number}
+    known = {name: count for name, count in counts.items() if count is not None}
+    spans = [(SPAN_PHASES.index(name), begin, took) for name, begin, took in step.spans]
+    row = StepRow(step.step, step.mode, step.start_ns, step.wall_ns, phases, known, spans, step.missing_spans)
     if step.device_ms is None:
-        return payload
+        return row
     why = UNTIMED.index(step.untimed) if step.untimed in UNTIMED else 0
-    names = [name for name in TIMED_PHASES if name in BODY_PHASES or name in step.phases]
-    return pack_timed(payload, [step.device_ms.get(name) for name in names], why)
+    return row.timed([step.device_ms.get(name) for name in SPAN_PHASES], why)

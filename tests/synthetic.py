@@ -1,4 +1,4 @@
-"""Makes the payloads of a training without a training, for tests of code that reads them."""
+"""Makes the rows of a training without a training, for tests of code that reads them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,96 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from dpmon.record.codec import Decoder
-from dpmon.record.kinds import Record
-from dpmon.record.step_spans import span_words
-from dpmon.record.wire import CALL_PHASES, call_flags, mode_number, pack_call, pack_definition, pack_event, pack_step
+from dpmon.record.history_rows import CallParts, CallRow, Definition, Resolver, Row, StepRow
+from dpmon.record.kinds import Event, Record
+from dpmon.record.schema import SPAN_PHASES
+from dpmon.record.spans import Flag
+from dpmon.record.wire import CALL_PHASES
 
 SECOND = 1_000_000_000
+LEARNS = Flag.TRAINING | Flag.GRAD
+"""The flags of a call that trains."""
+BODY = SPAN_PHASES[:4]
+"""The phases of `step_row`."""
+_KINDS = {CallRow: "call", StepRow: "step", Event: "event", Definition: "definition"}
 
 
-def decoded(payloads: Iterable[bytes], process: int = 0, rank: int | None = None, origin_ns: int = 0) -> list[Record]:
-    """Return the records in `payloads`, as a reader of one ring sees them."""
-    decoder = Decoder(process, rank, origin_ns)
-    return [record for payload in payloads if (record := decoder.decode(payload)) is not None]
+def decoded(rows: Iterable[Row], process: int = 0, rank: int | None = None, origin_ns: int = 0) -> list[Record]:
+    """Return the records in `rows`, as a reader of one process sees them."""
+    resolver = Resolver(process, rank, origin_ns)
+    return [record for row in rows if (record := resolver.record(row)) is not None]
+
+
+def kind_of(row: Row) -> str:
+    """Return the kind of a row: call, step, event, definition or collective."""
+    return _KINDS.get(type(row), "collective")
+
+
+def flags_of(virtual: bool, training: bool, grad: bool, failed: bool) -> int:
+    """Return the flags of a call."""
+    return virtual * Flag.VIRTUAL | training * Flag.TRAINING | grad * Flag.GRAD | failed * Flag.FAILED
+
+
+def parts_of(
+    phases: Sequence[int] = (-1, 0) * 4, replicas: Sequence[int] = (), stages: Sequence[int] = ()
+) -> CallParts:
+    """Return the parts of a call from their numbers.
+
+    `phases`: offset (-1: did not run) and duration of each of CALL_PHASES. `replicas`: inputs, outputs, offset and
+    duration of each. `stages`: definition, inputs, outputs, offset and duration (-1: did not end) of each.
+    """
+    ran = [(at, took) if at >= 0 else None for at, took in zip(phases[::2], phases[1::2], strict=True)]
+    each = zip(*(stages[at::5] for at in range(5)), strict=True)
+    return CallParts(
+        ran,
+        list(zip(*(replicas[at::4] for at in range(4)), strict=True)),
+        [(*one, took if took >= 0 else None) for *one, took in each],
+    )
+
+
+def call_row(
+    mode: str,
+    flags: int,
+    layout: int,
+    step: int,
+    call: int,
+    start_ns: int,
+    wall_ns: int,
+    inputs: int,
+    outputs: int,
+    phases: Sequence[int] = (-1, 0) * 4,
+    replicas: Sequence[int] = (),
+    stages: Sequence[int] = (),
+) -> CallRow:
+    """Return a call; for its parts, see `parts_of`."""
+    numbers = step, call, mode, flags, layout, start_ns, wall_ns, inputs, outputs
+    return CallRow(*numbers, parts_of(phases, replicas, stages))
+
+
+def step_row(
+    mode: str,
+    step: int,
+    start_ns: int,
+    wall_ns: int,
+    samples: int | None,
+    phases: Sequence[int],
+    spans: Iterable[tuple[int, int, int]] = (),
+    **more: int,
+) -> StepRow:
+    """Return a step. `phases`: ns of BODY, -1 if it did not run. `spans`: with absolute starts. `more`: other phases
+    and quantities."""
+    took = {name: ns for name, ns in zip(BODY, phases, strict=True) if ns >= 0}
+    took |= {name: ns for name, ns in more.items() if name in SPAN_PHASES}
+    counts = {} if samples is None or samples < 0 else {"samples": samples}
+    counts |= {name: count for name, count in more.items() if name not in SPAN_PHASES}
+    offsets = [(phase, start - start_ns, ns) for phase, start, ns in spans]
+    return StepRow(step, mode, start_ns, wall_ns, took, counts, offsets)
+
+
+def changed(event: Row, **data: Any) -> Event:
+    """Return an event with changed data."""
+    assert isinstance(event, Event)
+    return Event(event.kind, {**event.data, **data})
 
 
 def chunks(rows: int, devices: int) -> list[int]:
@@ -27,7 +105,7 @@ def chunks(rows: int, devices: int) -> list[int]:
 
 
 def one_after_the_other(start_ns: int, took: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield the spans of a step whose phases (in the order of `pack_step`) follow each other directly."""
+    """Yield the spans of a step whose phases (in the order of BODY) follow each other directly."""
     for phase, ns in enumerate(took):
         if ns >= 0:
             yield phase, start_ns, ns
@@ -35,7 +113,7 @@ def one_after_the_other(start_ns: int, took: Sequence[int]) -> Iterator[tuple[in
 
 
 class Training:
-    """Makes the payloads of one process step by step, with random variations of given times."""
+    """Makes the rows of one process step by step, with random variations of given times."""
 
     def __init__(
         self,
@@ -78,13 +156,13 @@ class Training:
             "single": {"data": 5, "rest": 40, "backward": 40, "optimizer": 13},
         }
 
-    def begin(self) -> list[bytes]:
+    def begin(self) -> list[Row]:
         """Return what a process writes first: the records of the process and of its first mode."""
         who = {"process": self.process, "rank": self.rank, "t_s": self.now / SECOND}
         facts = {"world": None, "pid": 4242, "argv": ["linear.py"], "python": "3.11.2", "torch": "2.13.0"}
-        return [pack_event("process", {**who, **facts, "device_kind": "cpu"}), self.mode_event("start")]
+        return [Event("process", {**who, **facts, "device_kind": "cpu"}), self.mode_event("start")]
 
-    def mode_event(self, requested_by: str, refused: str | None = None) -> bytes:
+    def mode_event(self, requested_by: str, refused: str | None = None) -> Event:
         """Return the record of the mode in force, as the tracer writes it."""
         data = {
             "process": self.process,
@@ -99,31 +177,31 @@ class Training:
             "reason": "no GPU on this machine" if self.virtual else None,
             "refused": refused,
         }
-        return pack_event("mode", data)
+        return Event("mode", data)
 
-    def switch(self, mode: str) -> list[bytes]:
+    def switch(self, mode: str) -> list[Row]:
         """Change the mode; return its record, as after a request of the user."""
         self.mode = mode
         return [self.mode_event("user")]
 
-    def _define(self, payloads: list[bytes], value: Any) -> int:
+    def _define(self, rows: list[Row], value: Any) -> int:
         key = repr(value)
         if key not in self.defined:
             self.defined[key] = len(self.defined) + 1
-            payloads.append(pack_definition(self.defined[key], value))
+            rows.append(Definition(self.defined[key], value))
         return self.defined[key]
 
-    def _sizes(self, payloads: list[bytes], rows: int, columns: int, path: str) -> int:
-        return self._define(payloads, [[path, [rows, columns], "float32", rows * columns * 4]])
+    def _sizes(self, out: list[Row], rows: int, columns: int, path: str) -> int:
+        return self._define(out, [[path, [rows, columns], "float32", rows * columns * 4]])
 
     def _wobble(self, ns: float) -> int:
         return int(ns * self.random.uniform(0.85, 1.2))
 
-    def step(self, rows: int | None = None, failed: bool = False, evaluates: bool = False) -> list[bytes]:
-        """Return the payloads of one step: new definitions, one call (`evaluates`: of an evaluation), the step."""
+    def step(self, rows: int | None = None, failed: bool = False, evaluates: bool = False) -> list[Row]:
+        """Return the rows of one step: new definitions, one call (`evaluates`: of an evaluation), the step."""
         rows = self.batch if rows is None else rows
         self.steps += 1
-        out: list[bytes] = []
+        out: list[Row] = []
         shares = self.shares[self.mode]
         took = {name: self._wobble(self.step_ns * share / 100) for name, share in shares.items()}
         call_start = self.now + took["data"]
@@ -156,38 +234,24 @@ class Training:
                 self._sizes(out, share, width, path) for width, path in zip(self.features, ("0", ""), strict=True)
             )
             replicas += [got, gave, apply_at, self._wobble(inside * 0.9)]
-        flags = call_flags(self.virtual and dp, not evaluates, not evaluates, failed)
-        number = mode_number(self.mode)
-        out.append(
-            pack_call(
-                number,
-                flags,
-                layout_number,
-                self.steps,
-                self.steps,
-                call_start,
-                forward,
-                inputs,
-                outputs,
-                phases,
-                replicas,
-            )
-        )
+        flags = flags_of(self.virtual and dp, not evaluates, not evaluates, failed)
+        numbers = layout_number, self.steps, self.steps, call_start, forward, inputs, outputs
+        out.append(call_row(self.mode, flags, *numbers, phases, replicas))
         wall = int((took["data"] + forward + took["backward"] + took["optimizer"]) * 1.01)
         parts = [took["data"], forward, took["backward"], took["optimizer"]]
-        spans = span_words(list(one_after_the_other(self.now, parts)), self.now, wall)
-        out.append(pack_step(number, self.steps, self.now, wall, rows, parts, spans))
+        spans = one_after_the_other(self.now, parts)
+        out.append(step_row(self.mode, self.steps, self.now, wall, rows, parts, spans))
         self.now += wall
         return out
 
-    def run(self, steps: int) -> list[bytes]:
-        """Return the payloads of several steps."""
-        return [payload for _ in range(steps) for payload in self.step()]
+    def run(self, steps: int) -> list[Row]:
+        """Return the rows of several steps."""
+        return [row for _ in range(steps) for row in self.step()]
 
 
 def host_event(
     t_s: float, cpu: float | None = 43.0, gpu_absent: str | None = "NVML library not found", **more: Any
-) -> bytes:
+) -> Event:
     """Return a sample of the host, as the supervisor writes it."""
     data = {
         "t_s": t_s,
@@ -199,10 +263,10 @@ def host_event(
         "gpu_absent": gpu_absent,
         "absent": {},
     }
-    return pack_event("host", {**data, **more})
+    return Event("host", {**data, **more})
 
 
-def device_event(t_s: float, index: int, **more: Any) -> bytes:
+def device_event(t_s: float, index: int, **more: Any) -> Event:
     """Return a sample of one GPU, as the supervisor writes it."""
     data = {
         "t_s": t_s,
@@ -220,10 +284,10 @@ def device_event(t_s: float, index: int, **more: Any) -> bytes:
         "sm_clock_mhz": 1980,
         "absent": {},
     }
-    return pack_event("device", {**data, **more})
+    return Event("device", {**data, **more})
 
 
-def whole_device_event(t_s: float, index: int, **more: Any) -> bytes:
+def whole_device_event(t_s: float, index: int, **more: Any) -> Event:
     """Return a sample of one GPU with values in all fields that NVML can fill."""
     known = {
         "visible": True,

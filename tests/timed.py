@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from synthetic import Training
+from synthetic import LEARNS, Training, call_row, step_row
 
-from dpmon.record.payloads import kind_of
-from dpmon.record.wire import Untimed, pack_call, pack_definition, pack_step, pack_timed
+from dpmon.record.history_rows import CallRow, Definition, Row, StepRow
+from dpmon.record.wire import Untimed
 
 GPUS = ("cuda:0", "cuda:1")
 OF_CALL = (0.5, 1.0, 2.0, 0.25)
@@ -17,22 +17,22 @@ HOST_ONLY = "the devices are CPUs: host time is all there is"
 
 
 def timed(
-    payloads: Sequence[bytes],
+    rows: Sequence[Row],
     replicas: Callable[[int], Sequence[float | None]] = lambda number: (1.5, 1.75),
     why: int = Untimed.NONE,
     of_step: Sequence[float | None] = OF_STEP,
     of_call: Sequence[float | None] = OF_CALL,
-) -> list[bytes]:
+) -> list[Row]:
     """Return the records with device times; `replicas`: times of the replicas in call `number`, ms."""
-    found, number = [], 0
-    for payload in payloads:
-        kind = kind_of(payload)
-        number += kind == "call"
-        if kind == "call":
-            payload = pack_timed(payload, (*of_call, *replicas(number)), why)
-        elif kind == "step":
-            payload = pack_timed(payload, of_step, why)
-        found.append(payload)
+    found: list[Row] = []
+    number = 0
+    for row in rows:
+        if isinstance(row, CallRow):
+            number += 1
+            row = row.timed((*of_call, *replicas(number)), why)
+        elif isinstance(row, StepRow):
+            row = row.timed(of_step, why)
+        found.append(row)
     return found
 
 
@@ -41,27 +41,28 @@ def growing(number: int) -> tuple[float, float]:
     return float(number), 2.0 * number
 
 
-def trained(steps: int = 9, replicas: Any = growing, **how: Any) -> list[bytes]:
+def trained(steps: int = 9, replicas: Any = growing, **how: Any) -> list[Row]:
     made = Training(devices=GPUS, virtual=False)
     return [*made.begin(), *timed(made.run(steps), replicas, **how)]
 
 
-def staged(calls: int, took: Callable[[int], Sequence[float | None]] | None) -> list[bytes]:
+def staged(calls: int, took: Callable[[int], Sequence[float | None]] | None) -> list[Row]:
     """Return calls of a model with two stages; calls with an even number have another size."""
     absent = {"device_ms": HOST_ONLY}
     layout = {"root": "Toy", "via": None, "virtual": False, "devices": list(GPUS), "absent": absent}
-    found = [
-        pack_definition(1, layout),
-        pack_definition(2, [["0", [30, 8], "int64", 1920]]),
-        pack_definition(3, [["", [30, 5], "float32", 600]]),
-        pack_definition(4, {"device": "cuda:0", "parts": ["embedding"]}),
-        pack_definition(5, {"device": "cuda:1", "parts": ["rnn"]}),
-        pack_definition(6, [["", [15, 5], "float32", 300]]),
+    found: list[Row] = [
+        Definition(1, layout),
+        Definition(2, [["0", [30, 8], "int64", 1920]]),
+        Definition(3, [["", [30, 5], "float32", 600]]),
+        Definition(4, {"device": "cuda:0", "parts": ["embedding"]}),
+        Definition(5, {"device": "cuda:1", "parts": ["rnn"]}),
+        Definition(6, [["", [15, 5], "float32", 300]]),
     ]
     for number in range(1, calls + 1):
         gave = 6 if number % 2 == 0 else 3
         stages = (4, 2, 3, 0, 2_000_000, 5, 3, gave, 2_000_000, 5_000_000)
-        call = pack_call(2, 6, 1, number, number, number * 10**7, 9_000_000, 2, gave, (-1, 0) * 4, (), stages)
-        found.append(call if took is None else pack_timed(call, (*[None] * 4, *took(number)), Untimed.LATE))
-        found.append(pack_step(2, number, number * 10**7, 9_500_000, 30, (-1, 9_000_000, -1, -1)))
+        numbers = 1, number, number, number * 10**7, 9_000_000, 2, gave
+        call = call_row("single", LEARNS, *numbers, stages=stages)
+        found.append(call if took is None else call.timed((*[None] * 4, *took(number)), Untimed.LATE))
+        found.append(step_row("single", number, number * 10**7, 9_500_000, 30, (-1, 9_000_000, -1, -1)))
     return found

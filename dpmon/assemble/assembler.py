@@ -1,21 +1,22 @@
-"""Connects the modules of this package: takes the spans and lines of one process, and returns payloads."""
+"""Connects the modules of this package: takes the spans and lines of one process, and returns rows."""
 
 from __future__ import annotations
 
-import struct
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dpmon.assemble.definitions import Definitions
-from dpmon.assemble.device_waits import DeviceWaits, EventPayload, Pending
+from dpmon.assemble.device_waits import DeviceWaits, Pending, PlacedEvent
 from dpmon.assemble.event_queue import EventQueue, QueuedEvent
 from dpmon.assemble.nesting import CALLS, PRIMITIVES, Block, block_of
 from dpmon.assemble.sampled_collectives import SampledCollectives
 from dpmon.assemble.step_recorder import Item, StepRecorder
 from dpmon.assemble.step_rules import StepRules
+from dpmon.record.history_rows import Row
+from dpmon.record.kinds import Event
 from dpmon.record.spans import DOING, Flag, Kind, Span
-from dpmon.record.wire import Untimed, pack_event
+from dpmon.record.wire import Untimed
 
 MAX_NESTED = 1 << 14
 """Most spans that wait for their enclosing span."""
@@ -31,7 +32,7 @@ _CUT_OFF = (
     " fits best, and the last step was cut off"
 )
 _INNER = (Kind.REPLICA, Kind.STAGE, Kind.RESTARTED)
-_DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, struct.error)
+_DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 
 
 class Predecessor(NamedTuple):
@@ -62,7 +63,7 @@ class Assembler:
         self._recorder = StepRecorder(self._known, self._communication)
         self._rules = StepRules(self._known, self._recorder, self._closed)
         self._waits = DeviceWaits()
-        self._out: list[bytes] = []
+        self._out: list[Row] = []
         self._next = 0
         """Number of the next span."""
         self._caught_up = 0
@@ -103,8 +104,8 @@ class Assembler:
 
     # ------------------------------------------------------------------------------------------ input
 
-    def feed(self, spans: Sequence[Span], lines: Sequence[Mapping[str, Any]]) -> list[bytes]:
-        """Take spans in order of number, and the lines read after them. Return payloads in order."""
+    def feed(self, spans: Sequence[Span], lines: Sequence[Mapping[str, Any]]) -> list[Row]:
+        """Take spans in order of number, and the lines read after them. Return rows in order."""
         self._take_lines(lines)
         for span in spans:
             try:
@@ -115,12 +116,12 @@ class Assembler:
             if len(spans) < CAUGHT_UP:  # all spans before these events have been taken
                 self._place(self._events.older(self._events_before))
             self._events_before = self._events.count
-        return self._payloads()
+        return self._rows()
 
-    def take_current_span(self, kind: int, since_ns: int) -> list[bytes]:
+    def take_current_span(self, kind: int, since_ns: int) -> list[Row]:
         """Take kind and start of the training thread's unfinished span, read before the spans of the last `feed`.
 
-        Return payloads.
+        Return rows.
         """
         if kind == Kind.FETCH and self._next >= self._caught_up:
             self._place(self._events.taken(since_ns - 1))
@@ -128,10 +129,10 @@ class Assembler:
                 self._rules.fetches(since_ns)
             except _DAMAGE:
                 self._dropped += 1
-        return self._payloads()
+        return self._rows()
 
-    def end(self) -> list[bytes]:
-        """Finish, because the process is gone and no more spans come. Return the last payloads."""
+    def end(self) -> list[Row]:
+        """Finish, because the process is gone and no more spans come. Return the last rows."""
         self._place(self._events.older(self._events.count))
         recorder, fresh = self._recorder, not self._recorder.number
         try:
@@ -139,13 +140,13 @@ class Assembler:
             # A killed process may have been in the middle of a training step.
             self._rules.end(self._rules.has_trained if self._uncaught is None else self._uncaught)
             if fresh and recorder.number and self._rules.has_trained and self._uncaught is not False:
-                recorder.out.append(pack_event("warning", {"process": None, "t_s": None, "text": _CUT_OFF}))
+                recorder.out.append(Event("warning", {"process": None, "t_s": None, "text": _CUT_OFF}))
             recorder.end()
             self._closed([], False)
         except _DAMAGE:
             self._dropped += 1
         self._communication.end()
-        return self._payloads(Untimed.ENDED)
+        return self._rows(Untimed.ENDED)
 
     def _release_closures(self) -> None:
         """Take the calls in an optimizer step that has not ended, as LBFGS makes them in its closure."""
@@ -263,32 +264,32 @@ class Assembler:
     # ------------------------------------------------------------------------------------------ output
 
     def _closed(self, items: list[Item], step: bool) -> None:
-        """Take the payloads recorded from `items`. `step`: whether a step ended with them."""
+        """Take the rows recorded from `items`. `step`: whether a step ended with them."""
         recorder = self._recorder
         out, recorder.out = recorder.out, []
-        if self._waits.idle and not any(isinstance(payload, Pending) for payload in out):
+        if self._waits.idle and not any(isinstance(row, Pending) for row in out):
             self._emit(out)  # type: ignore[arg-type]  # nothing is pending
         elif out:
             self._waits.add(out, min(self._firsts(items), default=None), step)
             self._emit(self._waits.ready())
 
-    def _emit(self, payloads: Iterable[bytes | EventPayload]) -> None:
+    def _emit(self, rows: Iterable[Row | PlacedEvent]) -> None:
         unsent = self._recorder.unsent
         if not unsent:
-            self._out += payloads  # type: ignore[arg-type]  # they contain no event
+            self._out += rows  # type: ignore[arg-type]  # they contain no event
             return
-        for payload in payloads:
-            if isinstance(payload, EventPayload):
-                unsent.discard(payload.event)
-                self._out.append(payload.payload)
+        for row in rows:
+            if isinstance(row, PlacedEvent):
+                unsent.discard(row.number)
+                self._out.append(row.event)
             else:
-                self._out.append(payload)
+                self._out.append(row)
 
-    def _payloads(self, unread: int = Untimed.NONE) -> list[bytes]:
+    def _rows(self, unread: int = Untimed.NONE) -> list[Row]:
         if not self._waits.idle:
             self._emit(self._waits.ready(unread))
         out, self._out = self._out, []
-        return out + self._communication.payloads()
+        return out + self._communication.rows()
 
     # ------------------------------------------------------------------------------------------ resuming
 

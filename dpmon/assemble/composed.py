@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from dpmon.assemble.call_packing import UnnumberedCall, unnumbered_call
+from dpmon.assemble.call_parts import unnumbered_call
 from dpmon.assemble.definitions import Definitions
+from dpmon.assemble.device_waits import Pending
 from dpmon.record.spans import Flag, Kind, Span
 
 _NOT_SCATTERED = "the script did not scatter in this step"
@@ -34,7 +35,7 @@ class _PartialCall:
 class Composer:
     """Composes the calls of one process and passes each complete call to `finish`."""
 
-    def __init__(self, known: Definitions, finish: Callable[[UnnumberedCall], None]) -> None:
+    def __init__(self, known: Definitions, finish: Callable[[Pending], None]) -> None:
         self._known = known
         self._finish = finish
         self._partial: dict[int, _PartialCall] = {}
@@ -100,7 +101,7 @@ class Composer:
             given += last + 1
         return self._known.add_sizes(leaves[:_MAX_LEAVES])
 
-    def _composed_call(self, partial: _PartialCall, apply: Span) -> UnnumberedCall:
+    def _composed_call(self, partial: _PartialCall, apply: Span) -> Pending:
         start, last = partial.primitives[0].start, partial.primitives[-1]
         outputs = self._known.known_sizes(last.outputs) if last.kind == Kind.GATHER else 0
         absent = _absent(partial, bool(outputs), bool(apply.flags & Flag.FAILED))

@@ -7,16 +7,16 @@ the same number for the same value.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
+from dpmon.record.history_rows import Definition
 from dpmon.record.kinds import collective_in
-from dpmon.record.wire import pack_definition
 
 OWN = 1 << 31
 MAX_DEFINITIONS = 1 << 15
-"""Most definitions of each sort: half the limit of a decoder, so that the decoder keeps all of them."""
+"""Most definitions of each sort: with these sorts, a reader keeps all of them (dpmon.record.history_rows)."""
 _LARGEST = 1 << 53
 _MAX_DEVICES = 4096
 """Most devices of a layout, because each device takes memory in every call."""
@@ -24,7 +24,7 @@ _KEYS = ("root", "via", "devices", "absent")
 
 
 class Layout:
-    """How the calls of one module run. For `dim` and `first`, see `Definitions.rows`."""
+    """How the calls of one module run. For `dim` and `first`, see `Definitions.batch`."""
 
     __slots__ = ("devices", "dim", "first", "module", "value")
 
@@ -59,7 +59,7 @@ class Definitions:
         self._stages: dict[int, dict[str, Any]] = {}
         self._collectives: dict[int, dict[str, Any]] = {}
         self._sent: set[int] = set()
-        """Numbers that already have a payload."""
+        """Numbers that already have a row."""
 
     def add(self, line: Mapping[str, Any]) -> bool:
         """Take a line; False if it defines nothing or is damaged."""
@@ -98,7 +98,7 @@ class Definitions:
         return layout.module if layout is not None else -1 - number
 
     def sizes(self, number: int) -> list[Any]:
-        """Return the sizes with this number, in the form for dpmon.record.wire.pack_definition; empty if unknown."""
+        """Return the sizes with this number, as in dpmon.record.history_rows.Definition; empty if unknown."""
         return self._values.get(number, [])
 
     def known_sizes(self, number: int) -> int:
@@ -113,7 +113,7 @@ class Definitions:
         """Return the definition of a collective; None if unknown."""
         return self._collectives.get(number)
 
-    def rows(self, number: int, dim: int, first: int) -> int:
+    def batch(self, number: int, dim: int, first: int) -> int:
         """Return the rows along `dim` of the first tensor with that dimension, from argument `first` on; -1 if none."""
         for path, shape, *_ in self.sizes(number):
             argument = path.partition(".")[0]
@@ -142,13 +142,13 @@ class Definitions:
             _keep(self.layouts, own, Layout(own, {**value, **extra}))
         return own
 
-    def payloads(self, *numbers: int) -> list[bytes]:
-        """Return a payload for each of these definitions that has none yet; skip number 0."""
+    def rows(self, numbers: Iterable[int]) -> list[Definition]:
+        """Return a row for each of these definitions that has none yet; skip number 0."""
         found = []
         for number in numbers:
             if number and number not in self._sent:
                 self._sent.add(number)
-                found.append(pack_definition(number, self._value(number)))
+                found.append(Definition(number, self._value(number)))
         return found
 
     def _value(self, number: int) -> Any:

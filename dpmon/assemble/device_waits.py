@@ -1,7 +1,7 @@
-"""Holds the payloads of a step until their device times arrive.
+"""Holds the rows of a step until their device times arrive.
 
-Later payloads wait, too, so that payloads keep their order. After MAX_STEPS further steps, a payload is released
-without its missing times.
+Later rows wait, too, so that rows keep their order. After MAX_STEPS further steps, a row is released without its
+missing times.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
+from dpmon.record.history_rows import CallRow, Row, StepRow, known_ms
+from dpmon.record.kinds import Event
 from dpmon.record.spans import Span
-from dpmon.record.wire import Untimed, pack_timed
+from dpmon.record.wire import Untimed
 
 MAX_STEPS = 64
 MAX_GROUPS = 1 << 13
@@ -21,37 +23,38 @@ MAX_TIMED_SPANS = 1 << 16
 _MS = 1e6
 
 Slots: TypeAlias = "list[list[tuple[int, int]]]"
-"""For each time of a payload: pairs (number of a span, sign). On each device, the times of the spans are added
+"""For each time of a row: pairs (number of a span, sign). On each device, the times of the spans are added
 (sign 1) or subtracted (sign -1)."""
 
 
 class Pending(NamedTuple):
-    """A payload of a call or step that waits for device times."""
+    """A call or step that waits for device times."""
 
-    payload: bytes
+    row: CallRow | StepRow
     slots: Slots
     why: int
-    least: int
+    """Reason for missing times, if no span gives another."""
+    least: int = -1
     """Index of the time for which the fastest device counts (-1: none). For all others, the slowest device counts."""
 
 
-class EventPayload(NamedTuple):
-    """The payload of an event, with its number."""
+class PlacedEvent(NamedTuple):
+    """An event with its place among the rows, and its number."""
 
-    payload: bytes
-    event: int
-
-
-Payload: TypeAlias = "bytes | Pending | EventPayload"
+    event: Event
+    number: int
 
 
-class _PayloadGroup:
-    """Payloads that were recorded together."""
+Waiting: TypeAlias = "Row | Pending | PlacedEvent"
 
-    __slots__ = ("ends_step", "first", "payloads", "steps")
 
-    def __init__(self, payloads: Sequence[Payload], steps: int, first: int | None, ends_step: bool) -> None:
-        self.payloads = payloads
+class _Group:
+    """Rows that were recorded together."""
+
+    __slots__ = ("ends_step", "first", "rows", "steps")
+
+    def __init__(self, rows: Sequence[Waiting], steps: int, first: int | None, ends_step: bool) -> None:
+        self.rows = rows
         self.steps = steps
         """Number of steps so far."""
         self.ends_step = ends_step
@@ -60,14 +63,14 @@ class _PayloadGroup:
 
 
 class DeviceWaits:
-    """The queue of payloads of one process."""
+    """The queue of rows of one process."""
 
     def __init__(self) -> None:
         self._times: dict[int, list[tuple[int, float | None, int]]] = {}
         """By span: device, ms (None: unknown) and the reason for an unknown time."""
         self._expected: dict[int, int] = {}
         """By span: number of devices that will report a time."""
-        self._queue: deque[_PayloadGroup] = deque()
+        self._queue: deque[_Group] = deque()
         self._steps = 0
 
     def firsts(self) -> list[int]:
@@ -86,19 +89,19 @@ class DeviceWaits:
             oldest = next(iter(self._times))
             del self._times[oldest], self._expected[oldest]
 
-    def add(self, payloads: Sequence[Payload], first: int | None, step: bool) -> None:
-        """Queue payloads that were made from the span `first` and later ones."""
+    def add(self, rows: Sequence[Waiting], first: int | None, step: bool) -> None:
+        """Queue rows that were made from the span `first` and later ones."""
         self._steps += step
-        self._queue.append(_PayloadGroup(payloads, self._steps, first, step))
+        self._queue.append(_Group(rows, self._steps, first, step))
 
     @property
     def idle(self) -> bool:
-        """Whether no payloads wait."""
+        """Whether no rows wait."""
         return not self._queue
 
-    def ready(self, unread: int = Untimed.NONE) -> list[bytes | EventPayload]:
-        """Take out complete and overdue payloads; with `unread` (reason for missing times), take out all."""
-        found: list[bytes | EventPayload] = []
+    def ready(self, unread: int = Untimed.NONE) -> list[Row | PlacedEvent]:
+        """Take out complete and overdue rows; with `unread` (reason for missing times), take out all."""
+        found: list[Row | PlacedEvent] = []
         while self._queue:
             group = self._queue[0]
             why = unread
@@ -107,17 +110,17 @@ class DeviceWaits:
                     break
                 why = Untimed.LATE
             self._queue.popleft()
-            for one in group.payloads:
-                found.append(self._packed(one, why) if isinstance(one, Pending) else one)
+            for one in group.rows:
+                found.append(self._timed(one, why) if isinstance(one, Pending) else one)
             for number in _numbers(group) if group.ends_step else ():
                 self._times.pop(number, None)
                 self._expected.pop(number, None)
         return found
 
-    def _settled(self, group: _PayloadGroup) -> bool:
+    def _settled(self, group: _Group) -> bool:
         return all(len(self._times.get(number, ())) >= self._expected.get(number, 1) for number in _numbers(group))
 
-    def _packed(self, one: Pending, unread: int) -> bytes:
+    def _timed(self, one: Pending, unread: int) -> CallRow | StepRow:
         why = Untimed.NONE
         times: list[float | None] = []
         for index, slot in enumerate(one.slots):
@@ -133,13 +136,13 @@ class DeviceWaits:
                     else:
                         by_device[device] = by_device.get(device, 0.0) + sign * ms
             of_all = min if index == one.least else max
-            times.append(None if missing or not by_device else max(0.0, of_all(by_device.values())))
-        return pack_timed(one.payload, times, min(why or one.why, 0xFF))
+            times.append(None if missing or not by_device else known_ms(max(0.0, of_all(by_device.values()))))
+        return one.row.timed(times, why or one.why)
 
 
-def _numbers(group: _PayloadGroup) -> Iterator[int]:
+def _numbers(group: _Group) -> Iterator[int]:
     """Yield the numbers of the spans that the times of a group consist of."""
-    for one in group.payloads:
+    for one in group.rows:
         if isinstance(one, Pending):
             for slot in one.slots:
                 for number, _ in slot:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from dpmon.record.wire import pack_event
+from dpmon.record.kinds import Event
 
 NEVER = 1 << 64
 """A time after the end of every span."""
@@ -31,8 +31,8 @@ class QueuedEvent:
         """Whether the training pauses from here on."""
         return self.data["kind"] == "pause" and self.data.get("paused") is True
 
-    def packed(self, step: int, call: int, looks: Mapping[int, int]) -> bytes:
-        """Return its payload. `looks`: for each look at the memory, by its number, the last step begun before it."""
+    def placed(self, step: int, call: int, looks: Mapping[int, int]) -> Event:
+        """Return its record. `looks`: for each look at the memory, by its number, the last step begun before it."""
         data = dict(self.data)
         kind = data.pop("kind")
         if self.fill in ("next", "last"):
@@ -43,7 +43,7 @@ class QueuedEvent:
         data.pop("look", None)
         if isinstance(data.get("devices"), list):
             data["devices"] = [_with_step(device, looks) for device in data["devices"]]
-        return pack_event(kind, data)
+        return Event(kind, data)
 
     def peaks(self) -> list[int]:
         """Return the memory looks that it refers to."""

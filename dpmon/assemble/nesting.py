@@ -10,15 +10,16 @@ import struct
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from dpmon.record import schema
+from dpmon.record.history_rows import BUCKET, MAX_SPANS
 from dpmon.record.schema import SPAN_PHASES, SYNC_NUMBER
 from dpmon.record.spans import COUNTED, DOING, LEAD_NS, MAX_LEAD, WRAPPER_AT, Flag, Kind, Span
-from dpmon.record.step_spans import BUCKET, MAX_SPANS
-from dpmon.record.wire import STEP_EXTRAS
 
-DATA, FORWARD, BACKWARD, OPTIMIZER, COPY, SYNC = range(6)
-"""Indices in SPAN_PHASES and in dpmon.record.wire.TIMED_PHASES."""
-QUANTITIES = tuple(name for name in STEP_EXTRAS if name not in SPAN_PHASES)
-"""Quantities and numbers of a step that come from spans, in the order of records."""
+DATA, FORWARD, BACKWARD, OPTIMIZER, COPY, SYNC = map(
+    SPAN_PHASES.index, ("data", "forward", "backward", "optimizer", "copy", "sync")
+)
+QUANTITIES = (*(quantity.name for quantity in schema.QUANTITIES if quantity.name != "samples"), SYNC_NUMBER)
+"""Quantities and numbers of a step that come from spans."""
 SYNCED, UNSYNCED, SYNC_NUMBER_AT = (QUANTITIES.index(name) for name in ("synced", "unsynced", SYNC_NUMBER))
 _PARTS = (Kind.REPLICA, Kind.STAGE, Kind.RESTARTED)
 PHASE_OF = tuple(

@@ -15,8 +15,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from dpmon.assemble.definitions import Definitions
+from dpmon.record.history_rows import CollectiveRow, Definition
 from dpmon.record.spans import Flag, Span
-from dpmon.record.wire import Collected, pack_collective
 
 MAX_STEPS = 32
 """Most remembered steps. A collective that ends more than this many steps later is recorded without a step."""
@@ -47,15 +47,15 @@ class SampledCollectives:
         self._known = known
         self._steps: deque[tuple[int, int, int]] = deque(maxlen=MAX_STEPS)
         """Start, end and number of the last steps."""
-        self._held: list[Collected] = []
+        self._held: list[CollectiveRow] = []
         """Collectives of the unfinished sample."""
         self._sampled: deque[_Sample] = deque(maxlen=MAX_SAMPLES)
         """The last samples."""
-        self._waiting: list[Collected] = []
+        self._waiting: list[CollectiveRow] = []
         """Collectives that wait until a step ends after their launch."""
         self._before: dict[str, list[tuple[int, int]]] = {}
         """Start and end of the last collectives by group."""
-        self._ready: list[Collected] = []
+        self._ready: list[CollectiveRow] = []
         self.skips = False
         """Whether to discard the next sample, because a predecessor may have read a part of it."""
 
@@ -72,7 +72,7 @@ class SampledCollectives:
             launched = value["operation"] is not None
             if took >= 0 and launched:
                 queued = self._queued(str(value["group"]), span)
-        one = Collected(span.number, span.site, span.inside, unended & 0xFF, 0, span.start, took, queued, quantity)
+        one = CollectiveRow(span.number, span.site, span.inside, unended & 0xFF, 0, span.start, took, queued, quantity)
         if launched:
             self._hold(one)
             return True
@@ -86,7 +86,7 @@ class SampledCollectives:
             self._place(one)
         return True
 
-    def _hold(self, one: Collected) -> None:
+    def _hold(self, one: CollectiveRow) -> None:
         """Hold a collective until its sample is over. If the sample is over already, place or discard it now."""
         sample = next((each for each in self._sampled if one.start < each.end), None)
         if sample is None:
@@ -113,7 +113,7 @@ class SampledCollectives:
             del self._before[next(iter(self._before))]
         return max(ends, default=span.start) - span.start
 
-    def _place(self, one: Collected) -> None:
+    def _place(self, one: CollectiveRow) -> None:
         if self._steps and self._steps[-1][1] > one.time_of_step:
             self._ready.append(one._replace(step=self._step_at(one.time_of_step)))
         else:
@@ -145,11 +145,11 @@ class SampledCollectives:
         self._held.clear()
         self._waiting.clear()
 
-    def payloads(self) -> list[bytes]:
-        """Return the payloads of the collectives with known steps, each once, with their definitions."""
-        found: list[bytes] = []
+    def rows(self) -> list[CollectiveRow | Definition]:
+        """Return the collectives with known steps, each once, with their definitions."""
+        found: list[CollectiveRow | Definition] = []
         for one in self._ready:
-            found += self._known.payloads(one.definition)
-            found.append(pack_collective(one))
+            found += self._known.rows((one.definition,))
+            found.append(one)
         self._ready.clear()
         return found

@@ -1,34 +1,32 @@
-"""Turns the blocks of a step into payloads: its calls, the events between them, and the step itself."""
+"""Turns the blocks of a step into rows: its calls, the events between them, and the step itself."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
-from dpmon.assemble.call_packing import WIRE_FLAGS, UnnumberedCall, mode_of, pack_numbered, unnumbered_call
+from dpmon.assemble.call_parts import FLAGS, mode_of, unnumbered_call
 from dpmon.assemble.composed import Composer
 from dpmon.assemble.definitions import Definitions
-from dpmon.assemble.device_waits import EventPayload, Payload, Pending
+from dpmon.assemble.device_waits import Pending, PlacedEvent, Waiting
 from dpmon.assemble.event_queue import QueuedEvent
 from dpmon.assemble.nesting import COPY, EDGE, LEARNS, PHASE_OF, PRIMITIVES, QUANTITY_OF, Block, Inner
 from dpmon.assemble.sampled_collectives import SampledCollectives
 from dpmon.assemble.sampling import Sampling
 from dpmon.assemble.step_totals import StepTotals
+from dpmon.record.history_rows import MAX_SPANS, CallRow
 from dpmon.record.spans import Flag, Kind, Span
-from dpmon.record.step_spans import MAX_SPANS
-from dpmon.record.wire import PLAIN_TAG, PLAIN_WORDS, Untimed, pack_timed
+from dpmon.record.wire import Untimed
 
 Item: TypeAlias = "Block | QueuedEvent"
 _SLOW = Flag.TIMED | Flag.UNTIMED | Flag.FAILED
-_PLAIN = struct.Struct(PLAIN_WORDS)
 _MAX_KNOWN = 1 << 15
 _MAX_LOOKS = 64
 _NOTHING: Sequence[Any] = ()
 
 
 class StepRecorder:
-    """Makes and numbers the payloads of one process."""
+    """Makes and numbers the rows of one process."""
 
     def __init__(self, known: Definitions, communication: SampledCollectives) -> None:
         self.known = known
@@ -47,14 +45,14 @@ class StepRecorder:
         self.unsent: set[int] = set()
         """Numbers of events that are placed but not yet returned."""
         self.dropped = 0
-        self.out: list[Payload] = []
+        self.out: list[Waiting] = []
         self.sampling = Sampling()
         self._peaks: set[int] = set()
         self._totals = StepTotals()
         self._step = 1
         self._composer = Composer(known, self._record_call)
-        self._known: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
-        """Words of the payload, module and rows, by (layout, inputs, outputs) of a plain call."""
+        self._known: dict[tuple[int, int, int], tuple[bool, int, int, int, int]] = {}
+        """What `_learn` returns, by (layout, inputs, outputs) of a call."""
 
     # ------------------------------------------------------------------------------------------ steps
 
@@ -62,7 +60,7 @@ class StepRecorder:
         """Record the remaining items of a step, then the step."""
         self.part(totals, items)
         self.number += 1
-        self.out.append(totals.packed(self.number, start, max(end - start, 0)))
+        self.out.append(totals.row(self.number, start, max(end - start, 0)))
         self._communication.step(self.number, start, end)
         if totals.on_devices:
             self.sampling.step(max(end - start, 0), not totals.skipped)
@@ -159,23 +157,23 @@ class StepRecorder:
             if thread == self.thread:
                 self._count(flags, -1 - site, -1)
             return
-        layout, sizes, module, rows = known
+        plain, inputs, outputs, module, rows = known
         if thread == self.thread:
             self._count(flags, module, rows)
         parts = inner.parts.get(call[0]) if inner is not None else None
-        if parts or flags & _SLOW or layout < 0:
+        if parts or flags & _SLOW or not plain:
             self._record_call(unnumbered_call(self.known, call, site, parts or ()))
             return
         self.calls = number = self.calls + 1
         if self.awaiting_call:
             self._emit_awaiting_call()
-        tag = PLAIN_TAG | (1 if flags & Flag.DP else 2) << 8 | WIRE_FLAGS[flags & 15] << 16 | layout
-        self.out.append(_PLAIN.pack(tag, self._step, number, start, took, sizes))
+        mode = mode_of(flags)
+        self.out.append(CallRow(self._step, number, mode, flags & FLAGS, site, start, took, inputs, outputs))
 
-    def _learn(self, call: Span) -> tuple[int, int, int, int] | None:
-        """Return, and cache, two words of the payload, module and rows of calls with this layout and these sizes.
+    def _learn(self, call: Span) -> tuple[bool, int, int, int, int] | None:
+        """Return, and cache, facts of the calls with this layout and these sizes; None if the layout is unknown.
 
-        The first word is negative if a call without parts does not have exactly one replica. None: unknown layout.
+        They are whether a call without parts has exactly one replica, the known inputs and outputs, module and rows.
         """
         site, inputs, outputs = call.site, self.known.known_sizes(call.inputs), self.known.known_sizes(call.outputs)
         layout = self.known.layouts.get(site)
@@ -183,23 +181,24 @@ class StepRecorder:
             return None
         if len(self._known) >= _MAX_KNOWN:
             self._known.clear()
-        self.out += self.known.payloads(site, inputs, outputs)
-        rows = self.known.rows(inputs, layout.dim, layout.first)
-        plain = layout.devices and "replicas" not in layout.value["absent"]
-        known = (site << 32 if plain else -1, inputs | outputs << 32, layout.module, rows)
+        self.out += self.known.rows((site, inputs, outputs))
+        rows = self.known.batch(inputs, layout.dim, layout.first)
+        plain = layout.devices > 0 and "replicas" not in layout.value["absent"]
+        known = plain, inputs, outputs, layout.module, rows
         self._known[call.site, call.inputs, call.outputs] = known
         return known
 
-    def _record_call(self, call: UnnumberedCall) -> None:
+    def _record_call(self, call: Pending) -> None:
         self.calls += 1
-        self.out += self.known.payloads(*call.definitions())
+        assert isinstance(call.row, CallRow)
+        row = call.row._replace(step=self._step, call=self.calls)
+        self.out += self.known.rows(sorted(row.definitions))
         if self.awaiting_call:
             self._emit_awaiting_call()
-        payload = pack_numbered(call, self._step, self.calls)
         if call.why == Untimed.SAMPLED:
-            self.out.append(pack_timed(payload, [None] * len(call.slots), call.why))
+            self.out.append(row.timed([None] * len(call.slots), call.why))
         else:
-            self.out.append(Pending(payload, call.slots, call.why, -1) if any(call.slots) else payload)
+            self.out.append(call._replace(row=row) if any(call.slots) else row)
 
     def _primitive(self, span: Span, inner: Inner | None) -> None:
         """Record a primitive that the script calls itself."""
@@ -211,7 +210,7 @@ class StepRecorder:
         if layout is None:
             self.dropped += 1
         elif span.thread == self.thread:
-            self._count(span.flags, layout.module, self.known.rows(inputs, layout.dim, layout.first))
+            self._count(span.flags, layout.module, self.known.batch(inputs, layout.dim, layout.first))
 
     def _count(self, flags: int, module: int, rows: int) -> None:
         """Count the rows of a call on the training thread."""
@@ -254,7 +253,7 @@ class StepRecorder:
         self._emit_awaiting_call()
 
     def _emit(self, event: QueuedEvent, step: int, call: int) -> None:
-        self.out.append(EventPayload(event.packed(step, call, self.memory_looks), event.number))
+        self.out.append(PlacedEvent(event.placed(step, call, self.memory_looks), event.number))
         peaks = event.peaks()
         if peaks:
             self._peaks = set(peaks)

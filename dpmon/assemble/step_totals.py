@@ -1,17 +1,14 @@
-"""Sums up the spans of a step, and packs the step."""
+"""Sums up the spans of a step, and makes the row of the step."""
 
 from __future__ import annotations
 
-import struct
-
-from dpmon.assemble.device_waits import Payload, Pending, Slots
-from dpmon.assemble.nesting import BACKWARD, COPY, DATA, OPTIMIZER, QUANTITIES, SYNC, SYNC_NUMBER_AT
+from dpmon.assemble.call_parts import LARGEST
+from dpmon.assemble.device_waits import Pending, Slots
+from dpmon.assemble.nesting import BACKWARD, COPY, DATA, OPTIMIZER, QUANTITIES, SYNC_NUMBER_AT
+from dpmon.record.history_rows import MAX_SPANS, StepRow
 from dpmon.record.schema import SPAN_PHASES
-from dpmon.record.step_spans import MAX_SPANS, span_words
-from dpmon.record.wire import BODY_PHASES, Untimed, pack_step, pack_timed, with_extras
+from dpmon.record.wire import Untimed
 
-_EXTRAS = (*SPAN_PHASES[len(BODY_PHASES) :], *QUANTITIES)
-_LARGEST = (1 << 62) - 1
 _MAX_TIMED = 4096
 """Most spans with device times in one step."""
 
@@ -32,7 +29,7 @@ class StepTotals:
         """Value of each quantity; -1: not counted."""
         self.learned_rows = self.evaluated_rows = -1
         """Rows of the calls that train or record gradients, and rows of the other calls."""
-        self.mode = 0
+        self.mode = ""
         self.learns = False
         """Whether a call trains or records gradients."""
         self.failed = False
@@ -65,11 +62,6 @@ class StepTotals:
         return bool(self.timed) or self.crowded or self.skipped
 
     @property
-    def _timed_phases(self) -> int:
-        """Number of TIMED_PHASES in its record."""
-        return SYNC + 1 if self.times[SYNC] >= 0 else COPY + (self.times[COPY] >= 0)
-
-    @property
     def unfinished(self) -> bool:
         """Whether it should learn but has no backward pass and no optimizer step."""
         return self.learns and self.times[BACKWARD] < 0 and self.times[OPTIMIZER] < 0
@@ -98,31 +90,28 @@ class StepTotals:
         self.timed.clear()
         self.mixed.clear()
 
-    def packed(self, step: int, start: int, wall: int) -> Payload:
-        """Return the payload of the step."""
-        data, forward, backward, optimizer, *others = self.times
+    def row(self, step: int, start: int, wall: int) -> StepRow | Pending:
+        """Return the row of the step."""
         samples = self.learned_rows if self.learned_rows >= 0 else self.evaluated_rows
         # Without a loader, calls with a backward pass each are micro-batches.
-        if data < 0 and not self.several and self.learning_calls == self.backwards > 1 and samples >= 0:
+        if self.times[DATA] < 0 and not self.several and self.learning_calls == self.backwards > 1 and samples >= 0:
             samples = self.sum_of_rows
-        spans = span_words(self.spans, start, wall, self.missing_spans)
-        phases = data, forward, backward, optimizer
-        wall, samples = min(wall, _LARGEST), min(samples, _LARGEST)
-        try:
-            payload = pack_step(self.mode, step, start, wall, samples, phases, spans)
-        except struct.error:
-            payload = pack_step(self.mode, step, start, wall, samples, [min(took, _LARGEST) for took in phases], spans)
-        found = zip(_EXTRAS, others + self.counts, strict=True)
-        extras = {name: min(value, _LARGEST) for name, value in found if value >= 0}
-        if extras:
-            payload = with_extras(payload, extras)
+        spans = [(phase, begin - start, took) for phase, begin, took in self.spans]
+        if any(begin < 0 or begin + took > wall for _, begin, took in spans):  # damaged: cut at the limits of the step
+            starts = [min(max(begin, 0), wall) for _, begin, _ in spans]
+            spans = [(phase, at, min(took, wall - at)) for at, (phase, _, took) in zip(starts, spans, strict=True)]
+        phases = {name: min(took, LARGEST) for name, took in zip(SPAN_PHASES, self.times, strict=True) if took >= 0}
+        counts = {name: min(count, LARGEST) for name, count in zip(QUANTITIES, self.counts, strict=True) if count >= 0}
+        if samples >= 0:
+            counts["samples"] = min(samples, LARGEST)
+        row = StepRow(step, self.mode, start, min(wall, LARGEST), phases, counts, spans, self.missing_spans)
         if self.skipped:
-            return pack_timed(payload, [None] * self._timed_phases, Untimed.SAMPLED)
-        return Pending(payload, *self._slots(), DATA) if self.timed or self.crowded else payload
+            return row.timed([None] * len(SPAN_PHASES), Untimed.SAMPLED)
+        return Pending(row, *self._slots(), DATA) if self.timed or self.crowded else row
 
     def _slots(self) -> tuple[Slots, int]:
         """Return the spans that add up to the device time of each phase, and the reason for missing times."""
-        slots: Slots = [[] for _ in range(self._timed_phases)]
+        slots: Slots = [[] for _ in SPAN_PHASES]
         if self.crowded or len(self.timed) > _MAX_TIMED:
             return slots, Untimed.TOO_MANY
         for number, phase, around in self.timed:

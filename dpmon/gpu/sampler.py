@@ -1,4 +1,4 @@
-"""Writes device and host samples of a run to its gpu.ring, once a second.
+"""Samples the devices and the host of a run, once a second.
 
 One thread samples the host. Other threads ask NVML (see `watch`). An NVML call may take seconds or never return, so
 nothing waits for these threads.
@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,12 +21,7 @@ from dpmon.gpu.nvml import Nvml, leave
 from dpmon.gpu.sample import Run, TorchUse, uses_of
 from dpmon.gpu.visible import Gpu, visible_gpus
 from dpmon.gpu.watch import GpuWatch
-from dpmon.record.codec import Decoder
-from dpmon.record.kinds import Event, RecordError
-from dpmon.record.wire import pack_event
-from dpmon.ring import Ring
 
-RING_BYTES = 1 << 20
 SAME_WARNING_S = 60.0
 """Shortest time between two warnings with the same text."""
 MAX_WARNINGS = 256
@@ -37,30 +31,24 @@ _INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # the kernel's fixed inode number for it (i
 
 
 class DeviceSampler:
-    """Samples GPUs and host on its own threads, and writes the supervisor's other events."""
+    """Samples GPUs and host on its own threads."""
 
     def __init__(
         self,
-        ring_path: Path,
-        start_ns: int,
+        emit: Callable[[str, Mapping[str, Any]], None],
         root_pid: Callable[[], int | None],
         interval_s: float = 1.0,
         *,
         nvml: Callable[[], Nvml] = Nvml,
     ) -> None:
-        """Make the ring, so that `emit` works at once. `root_pid` returns the command's process id, or None.
-
-        Raises OSError (FileExistsError if the name is taken).
-        """
-        self._ring = Ring(os.fspath(ring_path), process=-1, start_ns=start_ns, capacity=RING_BYTES)
-        self._start_ns = start_ns
+        """`emit` records an event, from any thread. `root_pid` returns the command's process id, or None."""
+        self._emit = emit
         self._root_pid = root_pid
         self._interval_s = interval_s
         self._environment: dict[str, str] | None = None
         self._stop = threading.Event()
         self._pids: frozenset[int] = frozenset()
         self._same_pids = pids_are_shared()
-        self._decoder = Decoder(-1)
         self._uses: dict[int, tuple[int, tuple[TorchUse, ...]]] = {}
         """Per process of the run: its process id, and its last report of GPUs."""
         self._said: dict[str, float] = {}
@@ -74,7 +62,7 @@ class DeviceSampler:
         self._host.start()
 
     def stop(self) -> None:
-        """Stop sampling within about a second, even if NVML never answers; `emit` still works afterwards."""
+        """Stop sampling within about a second, even if NVML never answers."""
         self._stop.set()
         until = time.monotonic() + _STOP_S
         if self._host.ident is None:
@@ -83,19 +71,8 @@ class DeviceSampler:
         if not self._watch.stop(until):
             atexit.register(leave, 0)
 
-    def emit(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Write one event, from any thread. `t_s` (seconds since the run's start) is added if missing."""
-        if "t_s" not in data:
-            data = {"t_s": (time.monotonic_ns() - self._start_ns) / 1e9, **data}
-        self._ring.write(pack_event(kind, data))
-
-    def take_event(self, payload: bytes, pid: int) -> None:
+    def take_memory(self, data: Mapping[str, Any], pid: int) -> None:
         """Take a `memory` record of the training process `pid`. It names the GPUs that torch uses there."""
-        try:
-            record = self._decoder.decode(payload)
-        except RecordError:
-            return
-        data = record.data if isinstance(record, Event) else {}
         process, devices = data.get("process"), data.get("devices")
         if isinstance(process, int) and (process in self._uses or len(self._uses) < MAX_USES):
             self._uses = {**self._uses, process: (pid, uses_of(process, devices))}
@@ -108,7 +85,7 @@ class DeviceSampler:
             if text in recent or len(recent) >= MAX_WARNINGS:
                 return
             self._said = {**recent, text: now}
-        self.emit("warning", {"process": None, "text": text})
+        self._emit("warning", {"process": None, "text": text})
 
     # ------------------------------------------------------------------------------------------ host thread
 
@@ -129,13 +106,13 @@ class DeviceSampler:
         except Exception as error:  # noqa: BLE001 - if the thread died, all later samples would be missing
             self.warn(f"the host could not be sampled: {type(error).__name__}: {error}")
             return
-        self.emit("host", {**sample, "gpu_absent": self._watch.absent()})
+        self._emit("host", {**sample, "gpu_absent": self._watch.absent()})
 
     # ------------------------------------------------------------------------------------------ devices
 
     def _emit_device(self, card: Card) -> None:
         try:
-            self.emit("device", card.sample(self._run(card), time.monotonic()))
+            self._emit("device", card.sample(self._run(card), time.monotonic()))
         except Exception as error:  # noqa: BLE001 - a bad answer must not end the thread that asks NVML
             self.warn(f"the sample of GPU {card.index} could not be written: {type(error).__name__}: {error}")
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from statistics import median
 from typing import TYPE_CHECKING
 
 from dpmon.model.process import CallTrack, Spread
+from dpmon.record.history_rows import CallParts
 from dpmon.record.kinds import Call
-from dpmon.record.payloads import call_replicas, call_stages, is_timed, part_times
 from dpmon.record.schema import EVALUATION, device_series, is_device_series
 from dpmon.store import quantiles
 from dpmon.store.answers import CallHead
@@ -70,14 +69,14 @@ def call_tracks(
     heads = calls.rows.heads(calls.process, most)
     roots: dict[int, Root] = {}
     for head in heads:
-        if head.layout not in roots and len(roots) < ROOTS_KEPT and (call := calls.call(head)) is not None:
-            roots[head.layout] = call.root, call.via
-    known = [head for head in heads if head.layout in roots]
+        if head.row.layout not in roots and len(roots) < ROOTS_KEPT and (call := calls.call(head)) is not None:
+            roots[head.row.layout] = call.root, call.via
+    known = [head for head in heads if head.row.layout in roots]
     if not known:
         return {}, None
     by_root: dict[Root, list[CallHead]] = {}
     for head in known:
-        by_root.setdefault(roots[head.layout], []).append(head)
+        by_root.setdefault(roots[head.row.layout], []).append(head)
     parts = _parts(known, roots, whole=len(heads) < most)
     found: dict[Root, CallTrack] = {}
     for root, own in by_root.items():
@@ -91,7 +90,7 @@ def call_tracks(
             track = CallTrack(call, times, on_device) if any(times) else _of_heads(calls, own)
             if track is not None:
                 found[root] = CallTrack(track.last, track.times, track.device_ns, tuple(nth) if len(nth) > 1 else ())
-    newest = roots[known[0].layout]
+    newest = roots[known[0].row.layout]
     return found, newest if newest in found else None
 
 
@@ -102,13 +101,13 @@ def _parts(heads: Sequence[CallHead], roots: Mapping[int, Root], *, whole: bool)
     """
     steps: dict[int, list[CallHead]] = {}
     for head in reversed(heads):
-        steps.setdefault(head.step, []).append(head)
+        steps.setdefault(head.row.step, []).append(head)
     found: dict[Root, list[list[CallHead]]] = {}
     for index, of_step in enumerate(steps.values()):
         if index or whole:
             counts: dict[Root, int] = {}
             for head in of_step:
-                root = roots[head.layout]
+                root = roots[head.row.layout]
                 nth = counts[root] = counts.get(root, 0) + 1
                 if nth <= PARTS_KEPT:
                     parts = found.setdefault(root, [])
@@ -123,32 +122,28 @@ def _of_heads(calls: SeenCalls, heads: Sequence[CallHead]) -> CallTrack | None:
     last = calls.call(heads[0])
     if last is None:
         return None
-    alike = [
-        head
-        for head in heads
-        if (head.layout, head.mode, head.evaluates) == (heads[0].layout, heads[0].mode, heads[0].evaluates)
-    ]
+    newest = heads[0].row
+    similar = newest.layout, newest.mode, newest.evaluates
+    alike = [head for head in heads if (head.row.layout, head.row.mode, head.row.evaluates) == similar]
     took: dict[int, list[float]] = {}
     on_device: dict[int, list[float]] = {}
     for head in alike[:_TIMED]:
-        if head.failed:
+        if head.row.failed:
             continue
-        with suppress(struct.error, ValueError, LookupError):
-            for index, (ns, device_ms) in enumerate(_times(head.payload)[:_MOST_PARTS]):
-                if ns >= 0:
-                    took.setdefault(index, []).append(ns)
-                if device_ms is not None:
-                    on_device.setdefault(index, []).append(device_ms * 1e6)
+        for index, (ns, device_ms) in enumerate(_times(head.row.whole)[:_MOST_PARTS]):
+            if ns is not None:
+                took.setdefault(index, []).append(ns)
+            if device_ms is not None:
+                on_device.setdefault(index, []).append(device_ms * 1e6)
     count = len(last.replicas) or len(last.stages)
     spreads = tuple(spread_of(took.get(index, ())) for index in range(count))
     return CallTrack(last, spreads, {index: middle for index, ns in on_device.items() if (middle := median(ns))})
 
 
-def _times(payload: bytes) -> list[tuple[int, float | None]]:
-    """For each replica or stage of a call: host time in ns (-1: it did not end), device time in ms."""
-    took = [ran for _, _, _, ran in call_replicas(payload)] or [ran for *_, ran in call_stages(payload)]
-    known = part_times(payload) if is_timed(payload) else None
-    return [(ran, None if known is None else known.of(index)) for index, ran in enumerate(took)]
+def _times(parts: CallParts) -> list[tuple[int | None, float | None]]:
+    """For each replica or stage of a call: host time in ns (None: it did not end), device time in ms."""
+    took = [ran for *_, ran in parts.replicas or parts.stages]
+    return list(zip_longest(took, parts.of_devices[: len(took)]))
 
 
 def spread_of(values: Sequence[float]) -> Spread | None:
@@ -174,13 +169,12 @@ def _of_tallies(
     alike = _alike(head, tallies, trained, mode)
     series: list[Collection[str]] = []
     if call.replicas:
-        names = (replica_series(head.layout, index) for index in range(min(len(call.replicas), _MOST_PARTS)))
+        names = (replica_series(head.row.layout, index) for index in range(min(len(call.replicas), _MOST_PARTS)))
         series = [(name, device_series(name)) for name in names]
     else:
-        with suppress(struct.error, ValueError, LookupError):
-            for index, stage in enumerate(call_stages(head.payload)[:_MOST_PARTS]):
-                any_sizes = stage_series(head.layout, index, stage[0], 0, 0).removesuffix("0 0")
-                series.append({name for tally in alike for name in tally.stats if name.startswith(any_sizes)})
+        for index, stage in enumerate(head.row.whole.stages[:_MOST_PARTS]):
+            any_sizes = stage_series(head.row.layout, index, stage[0], 0, 0).removesuffix("0 0")
+            series.append({name for tally in alike for name in tally.stats if name.startswith(any_sizes)})
     found = [_merged(alike, [name for name in names if not is_device_series(name)]) for names in series]
     devices = [_merged(alike, [name for name in names if is_device_series(name)]) for names in series]
     middles = {index: quantiles.median(counts) for index, counts in enumerate(devices)}
@@ -189,11 +183,11 @@ def _of_tallies(
 
 def _alike(head: CallHead, tallies: Mapping[Key, Tally], trained: Collection[str], mode: str) -> list[Tally]:
     """The tallies of steps that may include such a call: a root that cannot be split also runs in dp steps."""
-    for name in (mode, head.mode):
+    for name in (mode, head.row.mode):
         found = [
             tally
             for key, tally in tallies.items()
-            if key.mode == name and (name not in trained or bool(key.kind & EVALUATION) == head.evaluates)
+            if key.mode == name and (name not in trained or bool(key.kind & EVALUATION) == head.row.evaluates)
         ]
         if found:
             return found

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dpmon.model.evidence import BatchFacts, ReplicaFacts
-from dpmon.record.payloads import UNTIMED
+from dpmon.record.history_rows import UNTIMED
 from dpmon.record.schema import EVALUATION, device_series
 from dpmon.record.wire import RANK_MODES
 from dpmon.store.answers import Shape

@@ -198,11 +198,12 @@ def _seen(rows: StoreAt, number: int, events: Announced) -> Process:
     """The facts of a process without its figures."""
     step = next(iter(rows.steps(number, 1)), None)
     head = next(iter(rows.heads(number, 1)), None)
-    ends = [-1 if step is None else step.start_ns + step.wall_ns, -1 if head is None else head.end_ns]
+    ends = [-1 if step is None else step.start_ns + step.wall_ns, -1 if head is None else head.row.end]
     seen = max(ends)
     began = rows.first_ns(number) if seen >= 0 else None
     memory = rows.memory(number)
-    force = events.in_force(number, None if step is None else (step.mode, ends[0]), "" if head is None else head.mode)
+    mode = "" if head is None else head.row.mode
+    force = events.in_force(number, None if step is None else (step.mode, ends[0]), mode)
     rank, info = rows.ranks.get(number), events.info.get(number, ProcessFacts(number))
     return Process(
         number,

@@ -1,1 +1,1 @@
-"""The format of records: fields (schema, fields), bytes (wire), decoding (codec) and JSON (jsonl)."""
+"""The format of records: fields (schema, fields), rows (history_rows), names (wire) and JSON (jsonl)."""

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from dpmon.record.device_fields import DEVICE, HOST, MEMORY, OOM
 from dpmon.record.field import ABSENT, DEVICES, INPUTS, MODE, OUTPUTS, START, WALL, WHO, Field, RecordKind, T, only_csv
+from dpmon.record.history_rows import MAX_SPANS
 from dpmon.record.rank_fields import COLLECTIVE, DDP, SAMPLED
-from dpmon.record.schema import QUANTITIES, STEP_PHASES
-from dpmon.record.step_spans import MAX_SPANS
-from dpmon.record.wire import CALL_PHASES, TIMED_PHASES
+from dpmon.record.schema import QUANTITIES, SPAN_PHASES, STEP_PHASES
+from dpmon.record.wire import CALL_PHASES
 
 _CALL = RecordKind(
     "call",
@@ -98,7 +98,7 @@ _STEP = RecordKind(
             "the time of each phase on the slowest device (for data: on the device that waits least); missing if the"
             " step used no GPU",
             "ms",
-            tuple(f"{name}_device_ms" for name in STEP_PHASES if name in TIMED_PHASES),
+            tuple(f"{name}_device_ms" for name in STEP_PHASES if name in SPAN_PHASES),
         ),
         Field(
             "spans",

@@ -13,7 +13,6 @@ __all__ = [
     "CallPhase",
     "Collective",
     "Event",
-    "PartTimes",
     "PhaseSpan",
     "Record",
     "RecordError",
@@ -139,17 +138,6 @@ class Call:
     def __deepcopy__(self, memo: object) -> Call:
         """Records never change, so a copy shares the original."""
         return self
-
-
-class PartTimes(NamedTuple):
-    """Device times of each replica or stage of a call (ms; None: unknown), and the reason for unknown ones."""
-
-    ms: Sequence[float | None]
-    why: str
-
-    def of(self, index: int) -> float | None:
-        """Return the time of the part at `index`."""
-        return self.ms[index] if index < len(self.ms) else None
 
 
 @dataclass(frozen=True, slots=True)

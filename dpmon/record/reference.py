@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from dpmon.record.field import Field, RecordKind
 from dpmon.record.fields import RECORDS
-from dpmon.record.schema import PHASES, QUANTITIES
-from dpmon.record.wire import TIMED_PHASES
+from dpmon.record.schema import PHASES, QUANTITIES, SPAN_PHASES
 
 _HEAD = """\
 # Records
@@ -68,7 +67,7 @@ def _phases() -> str:
             phase.letter,
             "calls" if phase.of_call else "step",
             phase.meaning,
-            "yes" if phase.of_call or phase.name in TIMED_PHASES else "no",
+            "yes" if phase.of_call or phase.name in SPAN_PHASES else "no",
         )
         for phase in PHASES
     ]

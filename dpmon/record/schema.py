@@ -1,15 +1,15 @@
 """Defines the phases and quantities of a step, each once, with unit, meaning and labels.
 
 Tables of the store, columns of CSV, keys of JSON, metrics, figures of the report and the summary, the screen's phase
-table and legend, and docs/records.md all come from these lists. To add a phase or quantity, add it here, in `wire` (its
-number in the bytes) and where it is measured.
+table and legend, and docs/records.md all come from these lists. To add a phase or quantity, add it here and where it
+is measured.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dpmon.record.wire import BODY_PHASES, CALL_PHASES, MODES, STEP_EXTRAS
+from dpmon.record.wire import CALL_PHASES, MODES
 
 __all__ = [
     "EVALUATION",
@@ -198,13 +198,11 @@ SYNC_NUMBER = "sync_number"
 """Number of a step's last synchronised backward pass. It is the same on all ranks."""
 
 _BY_NAME = {phase.name: phase for phase in PHASES}
-SPAN_PHASES = (*BODY_PHASES, *(name for name in STEP_EXTRAS if name in _BY_NAME))
-"""The phases with spans, in order of their numbers; append new ones."""
+_BODY = ("data", "forward", "backward", "optimizer")
+SPAN_PHASES = (*_BODY, *(name for name in STEP_PHASES[:-1] if name not in _BODY))
+"""The phases with spans and device times, in order of their numbers in rows."""
 _BY_LABEL = {phase.shown: phase for phase in PHASES}
 assert tuple(phase.name for phase in PHASES if phase.of_call) == CALL_PHASES, "schema and wire differ in call phases"
-assert {"samples", *STEP_PHASES, *(quantity.name for quantity in QUANTITIES)} == {
-    *("samples", *BODY_PHASES, *STEP_EXTRAS, "other")
-} - {SYNC_NUMBER}, "schema and wire differ in the phases and quantities of a step"
 
 
 def phase_named(name: str) -> Phase:

@@ -71,11 +71,9 @@ def ring_activities(directory: Path) -> Iterator[tuple[int, ProcessRing, str, in
 
     The ring is open until the next item is requested.
     """
-    for process, path in ring_paths(directory):
-        if process < 0:
-            continue
+    for path in ring_paths(directory):
         with contextlib.suppress(RingError, OSError), contextlib.closing(ProcessRing(str(path))) as ring:
-            yield process, ring, *ring.activity()
+            yield ring.process, ring, *ring.activity()
 
 
 def process_activities(directory: Path, *, over: bool) -> list[ProcessActivity]:

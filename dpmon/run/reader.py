@@ -8,22 +8,18 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
-from dpmon.record.plainjson import load_event
-from dpmon.record.wire import mode_number, pack_event
+from dpmon.record.wire import mode_number
 from dpmon.ring_file import RingError
-from dpmon.ring_reader import RingReader
 from dpmon.run import proc
 from dpmon.run.activities import newest_stage, process_activities, stages, stall_text
 from dpmon.run.condition import command_alive, supervised
 from dpmon.run.rings import ProcessRing
 from dpmon.run.rundir import (
     INFO_FILE,
-    MAX_SECONDS,
-    MAX_STATUS,
     ExitInfo,
     RunError,
     RunInfo,
@@ -36,13 +32,10 @@ from dpmon.run.waiting import waits_since
 
 _Answer = TypeVar("_Answer")
 
-POLL_BYTES = 1 << 20
 NO_TRAINING = "no training process is running"
 """Why a request has no addressee."""
 _LOOK_S = 0.1
 """Time between two checks whether a process is alive."""
-_EXIT = pack_event("exit", {})[:-1]
-"""The start of an exit record."""
 _RANKS = "the ranks of a distributed training wait for each other: pausing would let their collectives time out"
 
 
@@ -122,8 +115,6 @@ class RunReader:
         self._processes: dict[str, _LiveProcess] = {}
         """Training processes by the name of their ring."""
         self._exit: ExitInfo | None = None
-        self._endings: dict[str, RingReader] = {}
-        """Rings of supervisors, which may contain the run's exit."""
 
     def refresh(self) -> RunInfo:
         """Read run.json again if it was replaced; keep the old contents while it cannot be read."""
@@ -140,10 +131,7 @@ class RunReader:
         """Close the descriptors; the reader is of no further use."""
         for process in self._processes.values():
             process.ring.close()
-        for ring in self._endings.values():
-            ring.close()
         self._processes.clear()
-        self._endings.clear()
 
     # ------------------------------------------------------------------------------------------ state
 
@@ -169,43 +157,9 @@ class RunReader:
 
     def exit(self) -> ExitInfo | None:
         """How the run ended; None while it runs."""
-        if self._exit is None:
-            self._exit = load_exit(self.directory) or self._exit_from_ring() or self._known_exit()
+        if self._exit is None or not self._exit.drained:
+            self._exit = load_exit(self.directory) or self._exit or self._known_exit()
         return self._exit
-
-    def _exit_from_ring(self) -> ExitInfo | None:
-        """The exit from a supervisor's ring, because the disk may have had no space for exit.json."""
-        # A living supervisor will still write exit.json, which says more than the ring.
-        data = {} if self.supervised() else self._exit_event()
-        status, seconds = data.get("status"), data.get("t_s")
-        signal, unknown, cause = data.get("signal"), data.get("unknown"), data.get("cause")
-        status = status if type(status) is int and 0 <= status <= MAX_STATUS else None
-        if status is None and not isinstance(unknown, str):
-            return None
-        if not isinstance(seconds, (int, float)) or not abs(seconds) < MAX_SECONDS:
-            return None
-        return ExitInfo(
-            status=status,
-            signal=signal if isinstance(signal, str) else None,
-            unknown=unknown if isinstance(unknown, str) else None,
-            cause=cause if isinstance(cause, str) else None,
-            ended_unix=self.info.started_unix + seconds,
-            end_ns=self.info.start_ns + int(seconds * 1e9),
-            seconds=float(seconds),
-            by="supervisor",
-        )
-
-    def _exit_event(self) -> Mapping[str, Any]:
-        """The data of the exit in a supervisor's ring; empty if there is none yet."""
-        for process, path in ring_paths(self.directory):
-            if process < 0:
-                with contextlib.suppress(RingError, OSError, ValueError):  # incomplete, truncated or damaged
-                    if path.name not in self._endings:
-                        self._endings[path.name] = RingReader(str(path), live=True)
-                    for payload in self._endings[path.name].read(POLL_BYTES):
-                        if payload.startswith(_EXIT):
-                            return load_event(payload[1:].decode())[1]
-        return {}
 
     def supervised(self) -> bool:
         """Whether the run's supervisor, as named in run.json, is alive."""
@@ -263,10 +217,9 @@ class RunReader:
         return [process for process in self._processes.values() if process.alive()]
 
     def _find_processes(self) -> None:
-        for number, path in ring_paths(self.directory, self._processes):
-            if number >= 0:
-                with contextlib.suppress(RingError, OSError):  # its header will be complete in a moment
-                    self._processes[path.name] = _LiveProcess(ProcessRing(str(path)))
+        for path in ring_paths(self.directory, self._processes):
+            with contextlib.suppress(RingError, OSError):  # its header will be complete in a moment
+                self._processes[path.name] = _LiveProcess(ProcessRing(str(path)))
 
     @property
     def output_paths(self) -> tuple[Path, ...]:

@@ -26,7 +26,7 @@ _MAX_INT = 1 << 63
 MAX_SECONDS = 1e11
 """Three thousand years: a longer time, or a value that is not a number, did not come from a run."""
 MAX_STATUS = 255
-_RING_NAME = re.compile(r"(?:process-(\d{1,6})|gpu(?:-\d{1,4})?)\.ring")
+_RING_NAME = re.compile(r"process-(\d{1,6})\.ring")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 ID = re.compile(rf"\d{{8}}-\d{{6}}-{_NAME.pattern}-[0-9a-f]{{4}}")
@@ -220,8 +220,8 @@ def output_paths(directory: Path, info: RunInfo) -> tuple[Path, ...]:
     return tuple(directory / name for name in names)
 
 
-def ring_paths(directory: Path, known: Container[str] = ()) -> list[tuple[int, Path]]:
-    """The rings of a run with the number of their process (-1: the supervisor), sorted by number.
+def ring_paths(directory: Path, known: Container[str] = ()) -> list[Path]:
+    """The rings of a run, sorted by the number of their process.
 
     `known`: names to skip.
     """
@@ -233,5 +233,5 @@ def ring_paths(directory: Path, known: Container[str] = ()) -> list[tuple[int, P
     for name in names:
         match = None if name in known else _RING_NAME.fullmatch(name)
         if match:
-            found.append((-1 if match[1] is None else int(match[1]), directory / name))
-    return sorted(found)
+            found.append((int(match[1]), directory / name))
+    return [path for _, path in sorted(found)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from dpmon.record.history_rows import CallRow
 from dpmon.record.kinds import Collective, bus_factor, unknown_bandwidth
-from dpmon.record.wire import FAILED, GRAD, TRAINING
 
 
 class TimeRow(NamedTuple):
@@ -101,7 +101,7 @@ class Shape(NamedTuple):
     stages: tuple[tuple[int, int, int], ...]
     """Definition, inputs and outputs (0: it did not end) of each stage."""
     untimed: int
-    """Why a device time is missing: an index of dpmon.record.payloads.UNTIMED; 0 if none is."""
+    """Why a device time is missing: an index of dpmon.record.history_rows.UNTIMED; 0 if none is."""
     calls: int
 
 
@@ -162,25 +162,10 @@ class LastSample(NamedTuple):
 
 
 class CallHead(NamedTuple):
-    """The fields of a call that are readable without its definitions."""
+    """A call without its definitions."""
 
     id: int
-    step: int
-    layout: int
-    mode: str
-    flags: int
-    end_ns: int
-    payload: bytes
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether the call belongs to an evaluation: neither in training mode nor with gradients."""
-        return not self.flags & (TRAINING | GRAD)
-
-    @property
-    def failed(self) -> bool:
-        """Whether it raised an exception."""
-        return bool(self.flags & FAILED)
+    row: CallRow
 
 
 class ChartSample(NamedTuple):

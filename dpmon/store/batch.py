@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
-from dpmon.record.wire import Collected
+from dpmon.record.history_rows import CollectiveRow
 from dpmon.store.accounting import Spent
 from dpmon.store.rounds import Joined
 from dpmon.store.tables import RingRow
@@ -51,6 +51,8 @@ class Batch:
     communicated: dict[tuple[int, int, int], list[int]] = field(default_factory=dict)
     """Values of COLLECTIVE_SUMS by second, process and definition."""
     events: list[tuple[Any, ...]] = field(default_factory=list)
+    characters: int = 0
+    """Characters of JSON in `events`."""
     rings: list[RingRow] = field(default_factory=list)
     tallied: dict[tuple[int, Key], EndedSteps] = field(default_factory=dict)
     """Steps by the second they ended in and their tally."""
@@ -67,6 +69,11 @@ class Batch:
     """Count, total, lowest and highest value by minute (its first second), device and name."""
 
     @property
+    def rows(self) -> int:
+        """The number of rows of records."""
+        return sum(map(len, (self.definitions, self.calls, self.steps, self.collectives, self.events)))
+
+    @property
     def entries(self) -> int:
         """The number of rows and sums to write."""
         rows: Iterable[Sized] = (
@@ -78,7 +85,12 @@ class Batch:
         )
         return sum(len(part) for part in (*rows, *sums))
 
-    def collective(self, number: int, process: int, collected: Collected) -> None:
+    def event(self, number: int, process: int | None, kind: str, t_ns: int | None, text: str) -> None:
+        """Add an event; `text`: its JSON."""
+        self.events.append((number, process, kind, t_ns, text))
+        self.characters += len(text)
+
+    def collective(self, number: int, process: int, collected: CollectiveRow) -> None:
         """Add a collective or a sample, and add it to the sums of its second."""
         self.collectives.append((number, process, *collected))
         ended, timed = collected.took >= 0, collected.took >= 0 and collected.definition > 0

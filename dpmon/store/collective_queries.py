@@ -32,7 +32,7 @@ def collectives(
 def _decoded(store: Store, query: str, values: Sequence[int]) -> Iterator[Collective | Sampled]:
     """Yield the records of a query, without damaged ones."""
     for row in store.query(query, values):
-        with suppress(RecordError, LookupError):
+        with suppress(RecordError):
             yield store.collective(row)
 
 
@@ -84,7 +84,7 @@ def communicated(
             samples, launched = samples + count, launched + quantity
             continue
         with suppress(LookupError):
-            facts = store.decoder(process).facts(definition)
+            facts = store.resolver(process).facts(definition)
             if facts["operation"] is None:
                 why = facts["why"]
                 continue

@@ -1,25 +1,27 @@
-"""Moves the records from the rings into the history."""
+"""Moves the records of the training processes, and those of the supervisor itself, into the history."""
 
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from dpmon.record.kinds import RecordError
-from dpmon.record.wire import pack_event
+from dpmon.record.history_rows import Row
+from dpmon.record.kinds import Event, RecordError
 from dpmon.ring_file import RingError
-from dpmon.run.files import remove_file
 from dpmon.run.proc import alive
 from dpmon.run.rundir import RunInfo, ring_paths
 from dpmon.store.accounts import Accounts
 from dpmon.store.batch import Batch
 from dpmon.store.intake import Intake
 from dpmon.store.resume import resume_accounts, resume_intake, resume_rounds
-from dpmon.store.sources import FrameSource, open_source
+from dpmon.store.sources import SpanSource
 from dpmon.store.tables import HistoryError, RingRow
 from dpmon.store.writer import LIMIT_BYTES, History
 
@@ -35,35 +37,33 @@ FIND_S = 0.2
 """Time between two searches for new rings."""
 GONE_S = 1.0
 """Time between two checks that a process is alive."""
-COMMIT_BYTES = 1 << 19
-"""Commit at this many bytes: fewer than a large ring holds, so that a kill loses nothing."""
+COMMIT_ROWS = 1 << 12
+"""Commit at this many rows: fewer than a ring holds, so that a kill loses nothing."""
 HOLD_BYTES = 32 << 20
 """Most memory (approximate) for records while the history cannot be written; newer records stay in the rings."""
-_RECORD_BYTES = 1024
-"""Approximate memory of a decoded record without its payload."""
-_SECOND_BYTES = 1024
-"""Approximate memory of the sums of one second."""
+_ROW_BYTES = 1024
+"""Approximate memory of a row, or of the sums of one second."""
+MAX_OWN = 4096
+"""Most records of the supervisor that wait for the history. Further ones are counted as missed."""
 RETRY_S = 5.0
 WARN_AGAIN_S = 300.0
 """Shortest time between two warnings about failures: writes to a full disk may succeed and fail in turn."""
-_MEMORY = pack_event("memory", {})[:-1]
-"""First bytes of a memory event."""
-_EXIT = pack_event("exit", {})[:-1]
-_MOST_PUT_OFF = 32
-_AWAITED = tuple(pack_event(kind, {})[:-1] for kind in ("mode", "pause", "warning"))
-"""First bytes of events that a user waits for; they are committed at once."""
+_AWAITED = ("mode", "pause", "warning")
+"""Events that a user waits for; they are committed at once."""
+_OWN = "supervisor"
+"""Name of the supervisor's row among the rings. It has no ring: the row counts its missed records."""
 
 
 class _RingIntake:
-    """A ring and the intake of its payloads."""
+    """A ring and the intake of its rows."""
 
     def __init__(self, path: Path, row: RingRow | None, start_ns: int, accounts: Accounts) -> None:
         """Continue where `row` left off. Raises RingError or OSError."""
-        self.ring = open_source(path, row)
+        self.ring = SpanSource(path, row)
         self.resumes = row is not None and row.pid == self.ring.pid
         """Whether the history already has records of this ring."""
         if row is None or not self.resumes:
-            missed = 0 if row is None else row.missed + row.lost
+            missed = 0 if row is None else row.missed
             row = RingRow(path.name, self.ring.process, self.ring.rank, self.ring.pid, missed=missed)
         self.row = row
         self.intake = Intake(self.row, start_ns, accounts)
@@ -74,8 +74,6 @@ class _RingIntake:
         self.look_at = 0.0
         self.counted = self.ring.over
         """Whether all its calls are counted, even those outside steps."""
-        self.put_off = 0
-        """Number of times that the exit event was read. It is put back while other rings have unread records."""
 
     def note(self) -> None:
         """Update the row to the position that has been read."""
@@ -83,7 +81,7 @@ class _RingIntake:
 
     def look(self, now: float) -> None:
         """Check from time to time whether its process is gone."""
-        if now >= self.look_at and self.row.process >= 0 and not self.ring.over:
+        if now >= self.look_at and not self.ring.over:
             self.look_at = now + GONE_S
             self.gone = not alive(self.ring.pid, None)
 
@@ -95,28 +93,25 @@ class Drain:
         self,
         directory: Path,
         info: RunInfo,
-        warn: Callable[[str], None],
         limit_bytes: int = LIMIT_BYTES,
         history: History | None = None,
     ) -> None:
         """`history`: the history to write; None: the history in the run's directory, limited to `limit_bytes`."""
         self._directory = directory
         self._info = info
-        self._warn = warn
+        self._in_memory = history is not None
         self._limit_bytes = limit_bytes
         self._history: History | None = None
         self._kept: dict[str, RingRow] = {}
         """The rows of the rings in the history."""
         self._sources: dict[str, _RingIntake] = {}
         self._refused: set[str] = set()
-        self._taken: list[tuple[_RingIntake, list[bytes]]] = []
-        """Payloads that were read from rings and are not in the batch yet."""
+        self._own: deque[Event] = deque()
+        """Records of the supervisor that are not in the batch yet."""
+        self._own_missed = 0
+        """Number of records of this supervisor that were dropped."""
         self._batch = Batch()
         self._accounts = Accounts()
-        self._bytes = 0
-        """Bytes of payloads and sums that are not written yet."""
-        self._records = 0
-        """Payloads that are not written yet."""
         self._next_id = 1
         self._find_at = 0.0
         self._take_at = 0.0
@@ -125,10 +120,24 @@ class Drain:
         self.failure: Exception | None = None
         """Why the history cannot be written now; None if it can."""
         self._silent_until = 0.0
-        self.on_memory_event: Callable[[bytes, int], None] = lambda payload, pid: None
-        """Called with payload and pid for each `memory` event of a training process; the event names its GPUs."""
+        self.on_memory_event: Callable[[Mapping[str, Any], int], None] = lambda data, pid: None
+        """Called with data and pid for each `memory` event of a training process; the event names its GPUs."""
         if history is not None:
             self._go_on_in(history)
+
+    def emit(self, kind: str, data: Mapping[str, Any]) -> None:
+        """Record an event of the supervisor, from any thread. `t_s` (s since the run's start) is added if missing."""
+        if "t_s" not in data:
+            data = {"t_s": (time.monotonic_ns() - self._info.start_ns) / 1e9, **data}
+        if len(self._own) < MAX_OWN:
+            self._own.append(Event(kind, data))
+        else:
+            self._own_missed += 1
+
+    def warn(self, text: str) -> None:
+        """Record a warning of the supervisor. A reader, which only adds to its copy of a history, records none."""
+        if not self._in_memory:
+            self.emit("warning", {"process": None, "text": text})
 
     def drain(self, now: float) -> bool:
         """Take new records, and write if a commit is due. Return whether more records are ready. `now`: monotonic s."""
@@ -143,12 +152,14 @@ class Drain:
                 for source in self._sources.values():
                     more = self._take(source, now) or more
                 self._take_at = now + TAKE_S if len(self._sources) > MANY_RINGS and not more else now
-        if now >= self._commit_at or self._bytes >= COMMIT_BYTES:
+            self._take_own()
+        if now >= self._commit_at or self._batch.rows >= COMMIT_ROWS:
             self._write(now)
         return more and self._has_room()
 
     def _has_room(self) -> bool:
-        return self._bytes + _RECORD_BYTES * self._records < HOLD_BYTES
+        batch = self._batch
+        return batch.characters + _ROW_BYTES * (batch.rows + len(batch.tallied)) < HOLD_BYTES
 
     def flush(self, over: bool = False, last: bool = False) -> None:
         """Take and write all records in the rings, in a limited number of reads.
@@ -174,20 +185,6 @@ class Drain:
                     break
         self._write(now)
 
-    def drop_samples(self, current: str) -> None:
-        """Delete the sample rings of killed supervisors that are completely in the history; keep `current`."""
-        for name, source in self._sources.items():
-            kept = self._kept.get(name)
-            if (
-                source.row.process < 0
-                and name != current
-                and kept is not None
-                and isinstance(source.ring, FrameSource)
-                and source.ring.is_in(kept)
-            ):
-                with suppress(OSError):
-                    remove_file(self._directory / name)
-
     def warnings_kept(self) -> list[str]:
         """Return the texts of the supervisor's warnings in the history."""
         return [] if self._history is None else self._history.warnings()
@@ -207,7 +204,7 @@ class Drain:
     # ------------------------------------------------------------------------------------------ rings
 
     def _find_rings(self) -> None:
-        for _, path in ring_paths(self._directory, self._sources.keys() | self._refused):
+        for path in ring_paths(self._directory, self._sources.keys() | self._refused):
             kept = self._kept.get(path.name)
             try:
                 source = _RingIntake(path, kept and replace(kept), self._info.start_ns, self._accounts)
@@ -215,7 +212,7 @@ class Drain:
                 # A new ring may be incomplete: its header follows a moment later.
                 if time.time() - _modified(path) > RETRY_S:
                     self._refused.add(path.name)
-                    self._warn(f"{path.name} cannot be read: {error}")
+                    self.warn(f"{path.name} cannot be read: {error}")
                 continue
             self._sources[path.name] = source
             if source.resumes and self._history is not None:
@@ -223,57 +220,42 @@ class Drain:
                     resume_intake(self._history, source.intake)
 
     def _take(self, source: _RingIntake, now: float) -> bool:
-        """Take the payloads of one ring; return whether it filled faster than it was read."""
+        """Take the rows of one ring; return whether it filled faster than it was read."""
         source.look(now)
-        ring = source.ring
         try:
-            payloads, more = ring.take(int(now * 1e9), source.gone)
+            rows, more = source.ring.take(int(now * 1e9), source.gone)
         except (RingError, OSError):
             return False
-        if source.row.process < 0 and any(payload.startswith(_EXIT) for payload in payloads):
-            # Write the records from before the exit first: other rings may still hold some.
-            source.put_off += 1
-            if source.put_off < _MOST_PUT_OFF and isinstance(ring, FrameSource) and self._others_have_more():
-                ring.put_back()
-                return True
-        self._add(source, payloads)
+        for row in rows:
+            if not self._add(source.intake, row):
+                source.unreadable += 1
+            if isinstance(row, Event) and row.kind == "memory":
+                self.on_memory_event(row.data, source.ring.pid)
+        if source.ring.over and not source.counted:
+            source.counted = True
+            source.intake.flush(self._batch)
         return more
 
-    def _others_have_more(self) -> bool:
-        for source in self._sources.values():
-            with suppress(RingError, OSError):
-                if source.row.process >= 0 and source.ring.has_more():
-                    return True
-        return False
+    def _take_own(self) -> None:
+        """Take the supervisor's own records."""
+        if not self._own:
+            return
+        row = RingRow(_OWN, -1, None, os.getpid())
+        intake = Intake(row, self._info.start_ns, self._accounts)
+        while self._own:
+            if not self._add(intake, self._own.popleft()):
+                self._own_missed += 1
 
-    def _add(self, source: _RingIntake, payloads: list[bytes]) -> None:
-        """Note payloads of a ring. Decoding them later, all together before the write, is cheaper."""
-        self._taken.append((source, payloads))
-        self._records += len(payloads)
-        self._bytes += sum(map(len, payloads))
-        for payload in payloads:
-            if payload.startswith(_AWAITED):
-                self._commit_at = 0.0
-            elif payload.startswith(_MEMORY):
-                self.on_memory_event(payload, source.ring.pid)
-
-    def _fill_batch(self) -> None:
-        """Put all taken payloads into the batch."""
-        batch, before = self._batch, len(self._batch.tallied)
-        for source, payloads in self._taken:
-            add = source.intake.add
-            for payload in payloads:
-                try:
-                    if add(batch, self._next_id, payload):
-                        self._next_id += 1
-                except RecordError:
-                    source.unreadable += 1
-        self._taken.clear()
-        for source in self._sources.values():
-            if source.ring.over and not source.counted:
-                source.counted = True
-                source.intake.flush(batch)
-        self._bytes += _SECOND_BYTES * (len(batch.tallied) - before)
+    def _add(self, intake: Intake, row: Row) -> bool:
+        """Put a row into the batch; return False if it is damaged."""
+        try:
+            if intake.add(self._batch, self._next_id, row):
+                self._next_id += 1
+        except RecordError:
+            return False
+        if isinstance(row, Event) and row.kind in _AWAITED:
+            self._commit_at = 0.0
+        return True
 
     # ------------------------------------------------------------------------------------------ history
 
@@ -307,11 +289,14 @@ class Drain:
         if self._history is None or now < self._retry_at:
             return
         self._commit_at = self._next_commit(now)
-        self._fill_batch()
         for source in self._sources.values():
             source.note()
         self._batch.rings = [source.row for name, source in self._sources.items() if self._kept.get(name) != source.row]
-        if not self._batch.rings:
+        if self._own_missed:
+            before = self._kept.get(_OWN)
+            missed = self._own_missed + (0 if before is None else before.missed)
+            self._batch.rings.append(RingRow(_OWN, -1, None, os.getpid(), missed=missed))
+        if not (self._batch.rings or self._batch.events):
             return
         try:
             self._history.write(self._batch)
@@ -320,7 +305,7 @@ class Drain:
             return
         self._kept.update((row.name, replace(row)) for row in self._batch.rings)
         self._batch = Batch()
-        self._bytes = self._records = 0
+        self._own_missed = 0
         self.failure = None
 
     def _next_commit(self, now: float) -> float:
@@ -334,7 +319,7 @@ class Drain:
         self._retry_at = now + RETRY_S
         if self.failure is None and now >= self._silent_until:
             self._silent_until = now + WARN_AGAIN_S
-            self._warn(f"the history cannot be written ({error}); the run continues, but older records may be lost")
+            self.warn(f"the history cannot be written ({error}); the run continues, but older records may be lost")
         self.failure = error
 
 

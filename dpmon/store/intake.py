@@ -7,32 +7,15 @@ of the step contains their phases, and the calls take the kind of the step.
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from dpmon.record.codec import MAX_DEFINITIONS
-from dpmon.record.kinds import RecordError, is_evaluation
-from dpmon.record.payloads import (
-    BACKWARD_AT,
-    OPTIMIZER_AT,
-    SAMPLES_AT,
-    call_head,
-    call_replicas,
-    call_stages,
-    definition,
-    kind_of,
-    known_times,
-    part_times,
-    step_fields,
-    step_times,
-    why_number,
-    without_times,
-)
-from dpmon.record.plainjson import load_event
+from dpmon.record.history_rows import MAX_DEFINITIONS, CallRow, CollectiveRow, Definition, Row, StepRow
+from dpmon.record.kinds import Event, RecordError, is_evaluation
+from dpmon.record.plainjson import load_json
 from dpmon.record.schema import (
     EVALUATION,
     PHASES,
@@ -40,14 +23,17 @@ from dpmon.record.schema import (
     REST,
     SETTLING,
     SETTLING_STEPS,
+    SPAN_PHASES,
     STEP_PHASES,
+    SYNC_NUMBER,
     device_series,
 )
-from dpmon.record.wire import CALL_PHASES, FAILED, GRAD, MODES, TRAINING, VIRTUAL, unpack_collective
+from dpmon.record.spans import Flag
+from dpmon.record.wire import CALL_PHASES, packed_json
 from dpmon.store.accounting import LATEST_NS
 from dpmon.store.accounts import Accounts, ns_of
 from dpmon.store.batch import GAP_NS, Batch, ShapeKey
-from dpmon.store.parts import replica_series, stage_series
+from dpmon.store.parts import parts_column, replica_series, stage_series
 from dpmon.store.rounds import SyncStep
 from dpmon.store.tables import RingRow
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key, StepFacts
@@ -60,15 +46,16 @@ HELD_CALLS = 4096
 """Most calls of a process that are held for their step."""
 _MAX_INT = (1 << 63) - 1
 _APPLY = CALL_PHASES.index("parallel_apply")
-_LEARNS = TRAINING | GRAD
+_LEARNS = Flag.TRAINING | Flag.GRAD
 _CALL_AT = {name: index for index, name in enumerate(CALL_PHASES)}
-_SYNCED_AT = [quantity.name for quantity in QUANTITIES].index("synced")
 _STEP_AT = {name: index for index, name in enumerate(STEP_PHASES)}
+_SYNC_AT = SPAN_PHASES.index("sync")
+_QUANTITY_NAMES = tuple(quantity.name for quantity in QUANTITIES)
 _phases_of = itemgetter(
     *(len(STEP_PHASES) + _CALL_AT[phase.name] if phase.of_call else _STEP_AT[phase.name] for phase in PHASES)
 )
 """Returns values in the order of PHASES, from the phases of a step followed by the phases of its calls."""
-_DAMAGE = (RecordError, LookupError, ValueError, TypeError, AttributeError, struct.error, RecursionError)
+_DAMAGE = (LookupError, ValueError, TypeError, AttributeError, RecursionError)
 
 
 class _HeldCall(NamedTuple):
@@ -80,16 +67,16 @@ class _HeldCall(NamedTuple):
     mode: str
     layout: int
     flags: int
-    phases: tuple[int, ...]
-    """ns in the order of CALL_PHASES; -1: did not run."""
-    device_ms: Mapping[str, float] | None
+    phases: tuple[int | None, ...]
+    """ns in the order of CALL_PHASES; None: did not run."""
+    device_ms: Mapping[str, float | None]
     parts: list[tuple[str, int]]
     sizes: str
     untimed: int
 
 
 class Intake:
-    """Puts the payloads of one ring into a batch, and decodes no more than necessary."""
+    """Puts the rows of one ring into a batch."""
 
     def __init__(self, row: RingRow, start_ns: int, accounts: Accounts) -> None:
         self.row = row
@@ -120,70 +107,61 @@ class Intake:
         mode: str | None,
         steps_in_mode: int,
         sizes: Iterable[int],
-        waiting: Iterable[tuple[int, bytes]],
+        waiting: Iterable[tuple[int, CallRow]],
         shapes: Iterable[ShapeKey] = (),
     ) -> None:
         """Continue the history of an earlier supervisor.
 
-        `steps_in_mode`: steps since the mode last changed. `sizes`: batch sizes with their own tallies. `waiting`: id
-        and payload of calls that wait for their step. `shapes`: the shapes in the history.
+        `steps_in_mode`: steps since the mode last changed. `sizes`: batch sizes with their own tallies. `waiting`: the
+        calls that wait for their step, with their ids. `shapes`: the shapes in the history.
         """
         self._mode, self._steps_in_mode = mode, steps_in_mode
         self._sizes.update(sizes)
         self._shapes.update(shapes)
         self._calls = []
-        for number, payload in waiting:
+        for number, row in waiting:
             with suppress(*_DAMAGE):
-                inner = without_times(payload)
-                self._calls.append(_held(number, payload, inner, call_head(inner)))
+                self._calls.append(_held(number, row))
 
-    def add(self, batch: Batch, number: int, payload: bytes) -> bool:
-        """Put `payload` into `batch` under the id `number`; False for a definition, which takes no id.
+    def add(self, batch: Batch, number: int, row: Row) -> bool:
+        """Put `row` into `batch` under the id `number`; False for a definition, which takes no id.
 
-        Raises RecordError if `payload` is not a record.
+        Raises RecordError if its numbers are impossible.
         """
-        kind = kind_of(payload)
-        try:
-            if kind == "call":
-                self._call(batch, number, payload)
-            elif kind == "step":
-                self._step(batch, number, payload)
-            elif kind == "event":
-                batch.events.append(self._event(batch, number, payload))
-            elif kind == "collective":
-                self._collective(batch, number, payload)
-            elif kind == "definition":
-                which, value = definition(payload)
-                self.learn(which, value)
-                batch.definitions.append((self.row.process, which, json.dumps(value, separators=(",", ":"))))
-                return False
-            else:
-                raise RecordError("unknown kind of record")
-        except _DAMAGE as error:
-            if isinstance(error, RecordError):
-                raise
-            raise RecordError(f"unreadable record: {type(error).__name__}") from None
+        if isinstance(row, CallRow):
+            self._call(batch, number, row)
+        elif isinstance(row, StepRow):
+            self._step(batch, number, row)
+        elif isinstance(row, Event):
+            try:
+                self._event(batch, number, row)
+            except _DAMAGE as error:
+                raise RecordError(f"damaged event: {type(error).__name__}") from None
+        elif isinstance(row, CollectiveRow):
+            self._collective(batch, number, row)
+        else:
+            self._define(batch, row)
+            return False
         return True
+
+    def _define(self, batch: Batch, row: Definition) -> None:
+        self.learn(*row)
+        batch.definitions.append((self.row.process, row.number, json.dumps(row.value, separators=(",", ":"))))
 
     # ------------------------------------------------------------------------------------------ calls
 
-    def _call(self, batch: Batch, number: int, payload: bytes) -> None:
-        inner = without_times(payload)
-        head = call_head(inner)
-        _, _, _, _, step, call, start, wall, inputs, *_ = head
-        began = start - self._start_ns
-        _check(began, wall, step, call)
-        held = _held(number, payload, inner, head)
-        self._calls.append(held)
-        named = number, self.row.process, call, step, held.mode, began, wall, self._rows.get(inputs), payload
-        phases = [took if took >= 0 else None for took in held.phases]
-        batch.calls.append((*named, *phases))
+    def _call(self, batch: Batch, number: int, row: CallRow) -> None:
+        row = row._replace(start=row.start - self._start_ns)
+        _check(row.start, row.wall, row.step, row.call)
+        self._calls.append(_held(number, row))
+        rows = self._rows.get(row.inputs)
+        batch.calls.append((number, self.row.process, *row[:-1], parts_column(row.parts), rows))
         if len(self._calls) > HELD_CALLS:  # a process with calls outside steps
             self._count(batch, [self._calls.pop(0)], None)
         self._place(number)
         self._note_held()
         self.row.calls += 1
-        self.row.last_call = call
+        self.row.last_call = row.call
 
     def _note_held(self) -> None:
         self.row.held_id = self._calls[0].number if self._calls else None
@@ -192,7 +170,7 @@ class Intake:
         """Count the sizes of calls. `kind`: kind of their step; None if they are in no step."""
         for call in calls:
             of_call = kind if kind is not None else EVALUATION * (call.flags & _LEARNS == 0)
-            virtual = int(call.flags & VIRTUAL > 0)
+            virtual = int(call.flags & Flag.VIRTUAL > 0)
             shape = self.row.process, call.mode, of_call, call.layout, virtual, call.sizes, call.untimed
             if shape not in self._shapes:
                 if len(self._shapes) < SHAPES:
@@ -210,38 +188,38 @@ class Intake:
 
     # ------------------------------------------------------------------------------------------ steps
 
-    def _step(self, batch: Batch, number: int, payload: bytes) -> None:
-        mode_number, step, start, wall, phases, counted, spans, sync_number = step_fields(payload)
-        mode = MODES[mode_number]
-        began = start - self._start_ns
+    def _step(self, batch: Batch, number: int, row: StepRow) -> None:
+        step, mode, began, wall = row.step, row.mode, row.start - self._start_ns, row.wall
         _check(began, wall, step)
-        evaluation = is_evaluation(phases[BACKWARD_AT], phases[OPTIMIZER_AT]) and not self._learns(step)
+        evaluation = is_evaluation(row.phases.get("backward"), row.phases.get("optimizer")) and not self._learns(step)
         kind = self._kind(mode, evaluation)
         calls = self._of_step(batch, step, kind)
-        own = [*phases, max(0, wall - sum([took for took in phases if took >= 0]))]
+        own = [*map(row.phases.get, STEP_PHASES[:-1]), max(0, wall - sum(row.phases.values()))]
         by_call, rest = _of_calls(own, calls)
-        values = [took if took >= 0 else None for took in _phases_of((*own, *by_call))]
-        quantities = [count if count >= 0 else None for count in counted]
-        times = step_times(payload)
-        device = _device_times(times, calls, by_call)
+        values = _phases_of((*own, *by_call))
+        quantities = [row.counts.get(name) for name in _QUANTITY_NAMES]
+        device = _device_times(row, calls, by_call)
         parts = [part for call in calls for part in call.parts]
-        facts = StepFacts(step, max(wall, 0), quantities, values, rest, len(calls), device, parts)
+        facts = StepFacts(step, wall, quantities, values, rest, len(calls), device, parts)
         process = self.row.process
-        key = Key(process, mode, kind, self._batch_size(quantities[SAMPLES_AT]))
+        key = Key(process, mode, kind, self._batch_size(row.counts.get("samples")))
         batch.step(key, began, facts)
-        spent, gap = self._accounts.account(process).step(step, mode, began, max(wall, 0), evaluation)
+        spent, gap = self._accounts.account(process).step(step, mode, began, wall, evaluation)
         batch.spend(process, spent)
         if gap is not None and gap.ns >= GAP_NS:
             batch.gaps.append((process, *gap))
         named = number, process, step, mode, began, wall, kind, len(calls)
-        numbers = sync_number if sync_number >= 0 else None, None, None
-        batch.steps.append((*named, *quantities, *values, rest, times, spans or None, *numbers))
-        if sync_number >= 0:
-            second = (began + max(wall, 0)) // 1_000_000_000
+        times = None if row.device_ms is None else json.dumps([row.why, *row.device_ms], separators=(",", ":"))
+        spans = json.dumps([part for span in row.spans for part in span], separators=(",", ":")) if row.spans else None
+        sync_number = row.counts.get(SYNC_NUMBER)
+        rest_of = rest, times, spans, row.missing_spans, sync_number, None, None
+        batch.steps.append((*named, *quantities, *values, *rest_of))
+        if sync_number is not None:
+            second = (began + wall) // 1_000_000_000
             # With devices, the host does not wait for other ranks, so its time does not measure the communication.
-            tail = phases[_STEP_AT["sync"]] if times is None else device_tail(known_times(times))
+            tail = row.phases.get("sync") if row.device_ms is None else device_tail(row.device_ms)
             if tail is not None:
-                synced = SyncStep(number, key, second, sync_number, counted[_SYNCED_AT], tail)
+                synced = SyncStep(number, key, second, sync_number, row.counts.get("synced", 0), tail)
                 batch.joined += self._accounts.rounds.step(process, synced)
         self._place(number)
         self._note_held()
@@ -250,7 +228,7 @@ class Intake:
 
     def _learns(self, step: int) -> bool:
         """Whether all calls of a step train and none failed: a server (RPC) has no backward pass of its own."""
-        flags = [call.flags & (_LEARNS | FAILED) for call in self._calls if call.step == step]
+        flags = [call.flags & (_LEARNS | Flag.FAILED) for call in self._calls if call.step == step]
         return set(flags) == {_LEARNS}
 
     def _of_step(self, batch: Batch, step: int, kind: int) -> list[_HeldCall]:
@@ -288,52 +266,44 @@ class Intake:
 
     # ------------------------------------------------------------------------------------------ collectives
 
-    def _collective(self, batch: Batch, number: int, payload: bytes) -> None:
-        collected = unpack_collective(payload)
-        collected = collected._replace(start=collected.start - self._start_ns)
-        _check(
-            collected.start,
-            max(collected.took, 0),
-            collected.number,
-            collected.step,
-            collected.queued,
-            collected.quantity,
-        )
-        batch.collective(number, self.row.process, collected)
+    def _collective(self, batch: Batch, number: int, row: CollectiveRow) -> None:
+        row = row._replace(start=row.start - self._start_ns)
+        _check(row.start, max(row.took, 0), row.number, row.step, row.queued, row.quantity)
+        batch.collective(number, self.row.process, row)
 
     # ------------------------------------------------------------------------------------------ events
 
-    def _event(self, batch: Batch, number: int, payload: bytes) -> tuple[Any, ...]:
-        text = payload[1:].decode()
-        kind, data = load_event(text)
+    def _event(self, batch: Batch, number: int, event: Event) -> None:
+        kind, data = event.kind, event.data
+        kind.encode()  # ValueError for a lone surrogate, which the database rejects
         t_ns = ns_of(data.get("t_s"))
         process = self.row.process if self.row.process >= 0 else None
-        kind.encode()  # ValueError for a lone surrogate, which the database rejects
         self._accounts.event(batch, process, kind, data, t_ns)
         if process is None and t_ns is not None and kind in ("device", "host"):
             _add_sample(batch, t_ns, kind, data)
-        return (number, process, kind, t_ns, text)
+        text = packed_json({"kind": kind, **data})
+        if b"NaN" in text or b"Infinity" in text:  # not JSON: unknown
+            text = packed_json(load_json(text))
+        batch.event(number, process, kind, t_ns, text.decode())
 
 
-def _held(number: int, payload: bytes, inner: bytes, head: Sequence[int]) -> _HeldCall:
-    """Return the parts of a call to hold. `inner`: payload without device times. `head`: its numbers
-    (dpmon.record.payloads)."""
-    mode, flags, _, layout, step, _, _, _, inputs, outputs, *phases = head
-    took = tuple([took if at >= 0 else -1 for at, took in zip(phases[::2], phases[1::2], strict=True)])
-    replicas, stages = call_replicas(inner), call_stages(inner)
-    parts = [(replica_series(layout, i), ran if ran > 0 else 0) for i, (_, _, _, ran) in enumerate(replicas)]
-    parts += [(stage_series(layout, i, *stage[:3]), stage[4]) for i, stage in enumerate(stages) if stage[4] >= 0]
-    sizes = _sizes_text(inputs, outputs, *[part[:2] for part in replicas], *[part[:3] for part in stages])
-    if inner is payload:
-        return _HeldCall(number, step, MODES[mode], layout, flags, took, None, parts, sizes, 0)
-    named = [replica_series(layout, i) for i in range(len(replicas))]
-    named = named or [stage_series(layout, i, *stage[:3]) for i, stage in enumerate(stages)]
-    times = part_times(payload)
-    known = ((name, times.of(i)) for i, name in enumerate(named))
-    parts += [(device_series(name), int(ms * 1e6)) for name, ms in known if ms is not None]
-    return _HeldCall(
-        number, step, MODES[mode], layout, flags, took, known_times(payload), parts, sizes, why_number(payload)
+def _held(number: int, row: CallRow) -> _HeldCall:
+    """Return the parts of a call to hold."""
+    parts, layout = row.whole, row.layout
+    took = tuple([None if at is None else at[1] for at in parts.phases])
+    timed = [(replica_series(layout, i), ran) for i, (_, _, _, ran) in enumerate(parts.replicas)]
+    timed += [(stage_series(layout, i, *one[:3]), one[4]) for i, one in enumerate(parts.stages) if one[4] is not None]
+    sizes = _sizes_text(
+        row.inputs, row.outputs, *[one[:2] for one in parts.replicas], *[one[:3] for one in parts.stages]
     )
+    if parts.device_ms is None:
+        return _HeldCall(number, row.step, row.mode, layout, row.flags, took, {}, timed, sizes, 0)
+    named = [replica_series(layout, i) for i in range(len(parts.replicas))]
+    named = named or [stage_series(layout, i, *one[:3]) for i, one in enumerate(parts.stages)]
+    known = zip(named, parts.of_devices, strict=False)
+    timed += [(device_series(name), int(ms * 1e6)) for name, ms in known if ms is not None]
+    why = parts.why if None in parts.device_ms else 0
+    return _HeldCall(number, row.step, row.mode, layout, row.flags, took, parts.of_phases, timed, sizes, why)
 
 
 @lru_cache(4096)
@@ -348,53 +318,55 @@ def _without_sizes(text: str) -> str:
     return _sizes_text(0, 0, *((0, 0) if len(part) == 2 else (part[0], 0, 0) for part in parts))
 
 
-def _of_calls(own: Sequence[int], calls: Sequence[_HeldCall]) -> tuple[list[int], int | None]:
-    """Return the summed phases of a step's calls (-1: did not run), and the rest of its forward.
+def _of_calls(own: Sequence[int | None], calls: Sequence[_HeldCall]) -> tuple[list[int | None], int | None]:
+    """Return the summed phases of a step's calls (None: did not run), and the rest of its forward.
 
     `own`: the step's phases in the order of STEP_PHASES. Calls of other threads, or calls repeated in the backward
     pass, may take longer than the whole forward. Then the phases cannot be separated, and all time counts as forward.
     """
-    sums = list(calls[0].phases) if calls else [-1] * len(CALL_PHASES)
+    sums: list[int | None] = list(calls[0].phases) if calls else [None] * len(CALL_PHASES)
     for call in calls[1:]:
         for index, took in enumerate(call.phases):
-            if took >= 0:
-                sums[index] = max(sums[index], 0) + took
-    forward, copy = own[_STEP_AT["forward"]], own[_STEP_AT["copy"]]
-    if forward < 0:
-        return [-1] * len(CALL_PHASES), None
-    inside = sum([took for took in sums if took > 0])
+            if took is not None:
+                sums[index] = (sums[index] or 0) + took
+    forward, copy, apply = own[_STEP_AT["forward"]], own[_STEP_AT["copy"]], sums[_APPLY]
+    if forward is None:
+        return [None] * len(CALL_PHASES), None
+    inside = sum([took for took in sums if took])
     over = inside - forward
-    if 0 < over <= min(copy, sums[_APPLY]):
+    if copy and apply and 0 < over <= min(copy, apply):
         # A single replica runs on the training thread: its copies are subtracted from the forward, not from the call.
-        sums[_APPLY] -= over
+        sums[_APPLY] = apply - over
         inside = forward
     if inside > forward:
-        return [-1] * len(CALL_PHASES), forward
+        return [None] * len(CALL_PHASES), forward
     return sums, forward - inside
 
 
-def _device_times(times: bytes | None, calls: Sequence[_HeldCall], by_call: Sequence[int]) -> dict[str, int]:
+def _device_times(row: StepRow, calls: Sequence[_HeldCall], by_call: Sequence[int | None]) -> dict[str, int]:
     """Return device times (ns) by phase: of the step, of its calls if all of them are timed, and of the REST."""
-    timed = [call for call in calls if call.device_ms]
-    if times is None and not timed:
+    timed = any(call.device_ms for call in calls)
+    if row.device_ms is None and not timed:
         return {}
-    found = {} if times is None else {name: int(ms * 1e6) for name, ms in known_times(times).items()}
+    known = zip(SPAN_PHASES, row.device_ms or (), strict=False)
+    found = {name: int(ms * 1e6) for name, ms in known if ms is not None}
     for name, index in _CALL_AT.items() if timed else ():
-        if by_call[index] < 0:
+        if by_call[index] is None:
             continue
-        ran = [call.device_ms for call in calls if call.phases[index] >= 0]
-        known = [ms[name] for ms in ran if ms is not None and name in ms]
-        if known and len(known) == len(ran):
-            found[name] = int(sum(known) * 1e6)
-    inside = [name for name, index in _CALL_AT.items() if by_call[index] >= 0]
+        ran = [call.device_ms.get(name) for call in calls if call.phases[index] is not None]
+        of_calls = [ms for ms in ran if ms is not None]
+        if of_calls and len(of_calls) == len(ran):
+            found[name] = int(sum(of_calls) * 1e6)
+    inside = [name for name, index in _CALL_AT.items() if by_call[index] is not None]
     if "forward" in found and all(name in found for name in inside):
         found[REST] = max(found["forward"] - sum(found[name] for name in inside), 0)
     return found
 
 
-def device_tail(times: Mapping[str, float]) -> int | None:
-    """Return the device time (ns) of a step's phase `sync`, or None. `times`: its device times (ms) by phase."""
-    return int(times["sync"] * 1e6) if "sync" in times else None
+def device_tail(times: Sequence[float | None]) -> int | None:
+    """Return the device time (ns) of a step's phase `sync`, or None. `times`: its device times (ms) of SPAN_PHASES."""
+    ms = times[_SYNC_AT] if len(times) > _SYNC_AT else None
+    return None if ms is None else int(ms * 1e6)
 
 
 def _add_sample(batch: Batch, t_ns: int, kind: str, data: Mapping[str, Any]) -> None:

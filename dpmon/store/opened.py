@@ -87,7 +87,7 @@ def _store(directory: Path, info: RunInfo, stack: ExitStack, as_written: bool) -
 def _with_rings(directory: Path, info: RunInfo, memory: sqlite3.Connection, damaged: str | None = None) -> Store:
     """Make the store of a history in memory, after adding the contents of the rings."""
     history = _history(memory, info)
-    drain = Drain(directory, info, lambda text: None, history=history)
+    drain = Drain(directory, info, history=history)
     drain.flush(over=True, last=load_exit(directory) is not None)
     drain.close()
     if drain.failure is not None:
@@ -124,7 +124,7 @@ def _stamps(path: Path) -> list[tuple[int, int]]:
 
 
 def _is_written(directory: Path, info: RunInfo) -> bool:
-    """Whether a supervisor lives and writes the history. After it has recorded the command's end, it writes no more."""
+    """Whether a supervisor lives and writes the history. After the command's end, it may lack the last records."""
     written = max(_stamps(directory / HISTORY_FILE), default=(0, 0))[0] / 1e9
     return supervised(info) and time.time() - written < STALE_S and load_exit(directory) is None
 
@@ -132,7 +132,7 @@ def _is_written(directory: Path, info: RunInfo) -> bool:
 def _have_more(directory: Path, rings: Mapping[str, RingRow]) -> bool:
     """Whether the rings of a run hold more than its history."""
     over = load_exit(directory) is not None
-    for _, path in ring_paths(directory):
+    for path in ring_paths(directory):
         with suppress(RingError, OSError):
             if holds_more(path, rings.get(path.name), over):
                 return True

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import heapq
 import sqlite3
-import struct
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from operator import itemgetter
 from typing import Any
 
-from dpmon.record.codec import Decoder, kept_step_times
+from dpmon.record.history_rows import CollectiveRow, Resolver, StepRow
 from dpmon.record.kinds import Call, Collective, Event, Record, RecordError, Sampled, Step
 from dpmon.record.plainjson import load_event, load_json
 from dpmon.record.schema import EVALUATION, EXPOSED, MODES, QUANTITIES, SETTLING, STEP, STEP_PHASES, SYNC_NUMBER, WAIT
-from dpmon.record.step_spans import kept_spans
-from dpmon.record.wire import Collected
 from dpmon.store.answers import GapRow, LongRow, MinuteRow, Shape
+from dpmon.store.parts import call_in, check_numbers, check_times
 from dpmon.store.sums import TALLY, TALLY_AT, Parameters, Sums, key_in, whole
 from dpmon.store.tables import (
+    CALL_ROW,
     COLLECTIVE_COLUMNS,
     LASTING,
     LASTING_KINDS,
@@ -40,19 +39,19 @@ _AT_ONCE = 5000
 """Number of ids read in one transaction."""
 _LONG_PHASES = tuple(f"{name}_ns" for name in STEP_PHASES)
 _AT = {name: index for index, name in enumerate(STEP_COLUMNS)}
-_plain_of = itemgetter(*map(_AT.__getitem__, ("process", "step", "mode", "start_ns", "wall_ns", "device", "spans")))
-_phases_of = itemgetter(*(_AT[f"{name}_ns"] for name in STEP_PHASES))
-_sync_of = itemgetter(*map(_AT.__getitem__, (SYNC_NUMBER, f"{EXPOSED}_ns", f"{WAIT}_ns")))
+_plain_of = itemgetter(*map(_AT.__getitem__, ("process", "step", "mode", "start_ns", "wall_ns")))
+_phases_of = itemgetter(*(_AT[f"{name}_ns"] for name in STEP_PHASES[:-1]))
+_rest_of = itemgetter(*map(_AT.__getitem__, ("spans", "missing_spans", "device", f"{EXPOSED}_ns", f"{WAIT}_ns")))
 _STEP_COLUMNS = ", ".join(STEP_COLUMNS)
 _TABLES = {
-    "calls": "process, payload",
+    "calls": f"process, {CALL_ROW}",
     "steps": _STEP_COLUMNS,
     "events": "json",
     "collectives": COLLECTED,
 }
 """Columns of each table with records."""
-_COUNTED = tuple(quantity.name for quantity in QUANTITIES)
-_quantities_of = itemgetter(*map(_AT.__getitem__, _COUNTED))
+_COUNTED = (*(quantity.name for quantity in QUANTITIES), SYNC_NUMBER)
+_counts_of = itemgetter(*map(_AT.__getitem__, _COUNTED))
 LONG_COLUMNS = ", ".join(("process", "step", "mode", "kind", "start_ns", "wall_ns", *_LONG_PHASES))
 """Columns of a step for `long_row`."""
 _SHAPE_CHARACTERS = 1 << 20
@@ -68,13 +67,13 @@ class Store(Sums):
         super().__init__(db, query_limits, origin_ns, damaged)
         self._unreadable = 0
         """Number of damaged rows found by `records`."""
-        self._decoders: dict[int, Decoder] = {}
+        self._resolvers: dict[int, Resolver] = {}
         self._ranks = {ring.process: ring.rank for ring in reversed(self.rings.values())}
 
     @property
     def dropped(self) -> int:
         """Number of lost records: lost by their writer, overwritten before they were read, or unreadable."""
-        return self._unreadable + sum(ring.missed + ring.lost for ring in self.rings.values())
+        return self._unreadable + sum(ring.missed for ring in self.rings.values())
 
     def rank(self, process: int) -> int | None:
         """The rank of a process; None if it has none."""
@@ -87,13 +86,13 @@ class Store(Sums):
             query += f" AND number IN ({', '.join('?' * len(numbers))})"
         return definitions_in(self._rows(query, (process, *(numbers or ()))))
 
-    def decoder(self, process: int) -> Decoder:
-        """Return a decoder that knows the definitions of a process."""
-        found = self._decoders.get(process)
+    def resolver(self, process: int) -> Resolver:
+        """Return a resolver that knows the definitions of a process."""
+        found = self._resolvers.get(process)
         if found is None:
-            found = self._decoders[process] = Decoder(process, self.rank(process), self.origin_ns)
+            found = self._resolvers[process] = Resolver(process, self.rank(process))
             for number, value in self.definitions(process).items():
-                with suppress(LookupError, ValueError, TypeError, AttributeError):
+                with suppress(RecordError):
                     found.define(number, value)
         return found
 
@@ -174,34 +173,32 @@ class Store(Sums):
 
     def _step(self, row: Sequence[Any]) -> Step:
         """Return the record in a row of STEP_COLUMNS. Raises RecordError if it is damaged."""
-        process, number, mode, start, wall, device, packed = _plain_of(row)
-        phases, quantities, sync = _phases_of(row), _quantities_of(row), _sync_of(row)
+        process, number, mode, start, wall = _plain_of(row)
+        phases, counts = _phases_of(row), _counts_of(row)
+        spans, missing, device, exposed, wait = _rest_of(row)
         known = type(process) is type(number) is type(start) is type(wall) is int and mode in MODES
-        if not known or not are_optional((*phases, *quantities, *sync)):
+        if not known or not are_optional((*phases, *counts, exposed, wait, missing)):
             raise RecordError("damaged row in steps")
-        counted = {name: count for name, count in zip(_COUNTED, quantities, strict=True) if count is not None}
         try:
-            spans, missing, buckets = kept_spans(packed) if isinstance(packed, bytes) else ((), 0, ())
-            found = Step(
-                process=process,
-                rank=self.rank(process),
-                step=number,
-                mode=mode,
-                start_ns=start,
-                wall_ns=wall,
-                samples=counted.pop("samples", None),
-                phases={name: took for name, took in zip(STEP_PHASES, phases, strict=True) if took is not None},
-                quantities=counted,
-                spans=spans,
-                missing_spans=missing,
-                buckets=buckets,
-                sync_number=sync[0],
-                exposed_ns=sync[1],
-                wait_ns=sync[2],
+            flat = [] if spans is None else load_json(spans)
+            why, *times = [0] if device is None else load_json(device)
+            check_numbers((why, *flat))
+            check_times(times)
+            step = StepRow(
+                number,
+                mode,
+                start,
+                wall,
+                {name: took for name, took in zip(STEP_PHASES, phases, strict=False) if took is not None},
+                {name: count for name, count in zip(_COUNTED, counts, strict=True) if count is not None},
+                list(zip(flat[::3], flat[1::3], flat[2::3], strict=True)),
+                missing,
+                None if device is None else times,
+                why,
             )
-            return kept_step_times(found, device) if isinstance(device, bytes) else found
-        except (struct.error, ValueError, IndexError):
+        except (ValueError, TypeError, LookupError):
             raise RecordError("damaged row in steps") from None
+        return self.resolver(process).step(step, exposed, wait)
 
     def records(self) -> Iterator[Record]:
         """Yield every record so far in the order of arrival; damaged records count as `dropped`.
@@ -233,7 +230,7 @@ class Store(Sums):
         for _, table, *row in heapq.merge(*tables, key=itemgetter(0)):
             try:
                 record = self._record(table, row)
-            except (RecordError, LookupError, ValueError, TypeError, AttributeError, RecursionError, struct.error):
+            except (RecordError, LookupError, ValueError, TypeError, AttributeError, RecursionError):
                 record = None
             if record is None:
                 self._unreadable += 1
@@ -250,8 +247,8 @@ class Store(Sums):
     def _record(self, table: str, row: Sequence[Any]) -> Record | None:
         """Return the record in a row; None, or an exception, if it is damaged."""
         if table == "calls":
-            process, payload = row
-            return self.decoder(process).decode(payload)
+            process, *columns = row
+            return self.resolver(process).record(call_in(columns))
         if table == "steps":
             return self._step(row)
         if table == "collectives":
@@ -263,8 +260,7 @@ class Store(Sums):
         process, *numbers = row
         if any(type(number) is not int for number in row):
             raise RecordError("damaged row in collectives")
-        collected = Collected(*numbers)
-        return self.decoder(process).collective(collected._replace(start=collected.start + self.origin_ns))
+        return self.resolver(process).collective(CollectiveRow(*numbers))
 
     def newest_ns(self) -> int:
         """Return the end of the last record (ns); 0 if there is none."""
@@ -298,14 +294,13 @@ class Store(Sums):
         """
         of_step, values = ("", ()) if step is None else (" AND step = ?", (step,))
         query = (
-            f"SELECT payload FROM calls WHERE process = ? AND start_ns + wall_ns <= ?{of_step} ORDER BY id DESC LIMIT ?"
+            f"SELECT {CALL_ROW} FROM calls WHERE process = ? AND start_ns + wall_ns <= ?{of_step}"
+            " ORDER BY id DESC LIMIT ?"
         )
         found = []
-        for (payload,) in self._rows(query, (process, end_ns, *values, most)):
-            with suppress(RecordError, LookupError, TypeError):
-                record = self.decoder(process).decode(payload)
-                if isinstance(record, Call):
-                    found.append(record)
+        for columns in self._rows(query, (process, end_ns, *values, most)):
+            with suppress(RecordError):
+                found.append(self.resolver(process).call(call_in(columns)))
         return found
 
     def events(

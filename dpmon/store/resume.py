@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import struct
 from collections import Counter
 from contextlib import suppress
 from itertools import takewhile
 from typing import Any
 
-from dpmon.record.payloads import known_times
+from dpmon.record.kinds import RecordError
 from dpmon.record.plainjson import load_json
 from dpmon.record.schema import EVALUATION, SETTLING_STEPS
 from dpmon.store.accounting import LATEST_NS
 from dpmon.store.accounts import Accounts
 from dpmon.store.batch import Batch
 from dpmon.store.intake import Intake, device_tail
+from dpmon.store.parts import call_in
 from dpmon.store.rounds import Joined, SyncStep
-from dpmon.store.tables import LASTING, RingRow, all_integers
+from dpmon.store.tables import CALL_ROW, LASTING, RingRow, all_integers
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key, known_keys
 from dpmon.store.writer import History
 
@@ -77,9 +77,9 @@ def resume_rounds(history: History, accounts: Accounts) -> list[Joined]:
     for number, process, mode, kind, samples, start, wall, tail, device, passes, last in history.rows(
         query, (_RECENT,)
     ):
-        if isinstance(device, bytes):
-            with suppress(struct.error):
-                tail = device_tail(known_times(device))
+        if device is not None:
+            with suppress(ValueError, TypeError, LookupError):
+                tail = device_tail(load_json(device)[1:])
         key = Key(process, mode, kind, NO_SAMPLES if samples is None else samples)
         key = key if key in keys else key._replace(batch=OTHER_SIZES)
         if all_integers(number, process, start, wall, tail, passes, last) and key in keys:
@@ -99,8 +99,11 @@ def resume_intake(history: History, intake: Intake) -> None:
     in_mode = sum(1 for _ in takewhile(lambda step: step[3] == mode, last))
     calls = []
     if row.held_id is not None:
-        query = "SELECT id, payload FROM calls WHERE process = ? AND id >= ? AND (id > ? OR step > ?) ORDER BY id"
-        calls = history.rows(query, (row.process, row.held_id, last_id, -1 if row.last_step is None else row.last_step))
+        query = f"SELECT id, {CALL_ROW} FROM calls WHERE process = ? AND id >= ? AND (id > ? OR step > ?) ORDER BY id"
+        held = history.rows(query, (row.process, row.held_id, last_id, -1 if row.last_step is None else row.last_step))
+        for number, *columns in held:
+            with suppress(RecordError):
+                calls.append((number, call_in(columns)))
     keys = known_keys(history.rows("SELECT process, mode, kind, batch FROM keys WHERE process = ?", (row.process,)))
     query = "SELECT process, mode, kind, layout, virtual, sizes, untimed FROM shapes WHERE process = ?"
     shapes = history.rows(query, (row.process,))

@@ -6,20 +6,18 @@ time, so a binary search finds the newest row before a time.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Collection
 from contextlib import suppress
 from functools import lru_cache
 
-from dpmon.record.codec import Decoder
+from dpmon.record.history_rows import Resolver
 from dpmon.record.kinds import Call, Event, RecordError, Step
-from dpmon.record.payloads import call_head, call_replicas, call_stages
 from dpmon.record.schema import EVALUATION, SETTLING
-from dpmon.record.wire import MODES
 from dpmon.store.answers import CallHead, ChartSample, Communicated, LastSample, LongRow
 from dpmon.store.collective_queries import communicated, last_sample
+from dpmon.store.parts import call_in
 from dpmon.store.queries import LONG_COLUMNS, Store, event_in, long_row
-from dpmon.store.tables import LASTING, all_integers
+from dpmon.store.tables import CALL_ROW, LASTING, all_integers
 
 _LAST = (1 << 63) - 1
 _SECOND = 1_000_000_000
@@ -44,7 +42,7 @@ class StoreAt:
         self._ids: dict[tuple[str, int], int] = {}
         rings = [ring for ring in store.rings.values() if ring.process >= 0]
         self._rings = {ring.process: ring for ring in rings}
-        self.missed = sum(ring.missed + ring.lost for ring in store.rings.values())
+        self.missed = sum(ring.missed for ring in store.rings.values())
         """Number of lost records."""
         self.open_calls = sum(ring.open_calls for ring in rings)
         """Calls so far of processes without a step."""
@@ -115,26 +113,24 @@ class StoreAt:
         if not rows or not all_integers(*rows[0]):
             return []
         low = rows[1][0] if len(rows) > 1 else 0
-        return [head for head in self._heads(process, low, rows[0][0], most) if head.step == rows[0][1]]
+        return [head for head in self._heads(process, low, rows[0][0], most) if head.row.step == rows[0][1]]
 
     def _heads(self, process: int, low: int, high: int, most: int) -> list[CallHead]:
-        query = "SELECT id, payload FROM calls WHERE process = ? AND id BETWEEN ? AND ? ORDER BY id DESC LIMIT ?"
+        query = f"SELECT id, {CALL_ROW} FROM calls WHERE process = ? AND id BETWEEN ? AND ? ORDER BY id DESC LIMIT ?"
+        rows = self.store.query(query, (process, max(low, self._bounds(process)[0]), high, most))
         found = []
-        for number, payload in self.store.query(query, (process, max(low, self._bounds(process)[0]), high, most)):
-            with suppress(LookupError, TypeError, ValueError, struct.error):
-                mode, flags, _, layout, of, _, start, wall, *_ = call_head(payload)
-                end = start - self.store.origin_ns + wall
-                found.append(CallHead(number, of, layout, MODES[mode], flags, end, payload))
+        for number, *columns in rows:
+            with suppress(RecordError):
+                found.append(CallHead(number, call_in(columns)))
         return found
 
     def call(self, process: int, head: CallHead) -> Call | None:
         """Return the full call; None if it is damaged."""
-        with suppress(RecordError, LookupError, TypeError, ValueError, struct.error):
-            decoder = Decoder(process, self.ranks.get(process), self.store.origin_ns)
-            for number, value in self.store.definitions(process, _numbers(head.payload)).items():
-                decoder.define(number, value)
-            record = decoder.decode(head.payload)
-            return record if isinstance(record, Call) else None
+        with suppress(RecordError):
+            resolver = Resolver(process, self.ranks.get(process))
+            for number, value in self.store.definitions(process, head.row.definitions).items():
+                resolver.define(number, value)
+            return resolver.call(head.row)
         return None
 
     def _last_id(self, table: str, process: int) -> int:
@@ -273,17 +269,6 @@ class StoreAt:
 
 _lasting = lru_cache(maxsize=1024)(event_in)
 """Caches parsed events, because every frame asks for the lasting ones."""
-
-
-def _numbers(payload: bytes) -> set[int]:
-    """Return the numbers of the definitions that a call refers to."""
-    _, _, _, layout, _, _, _, _, inputs, outputs, *_ = call_head(payload)
-    found = {layout, inputs, outputs}
-    for got, gave, _, _ in call_replicas(payload):
-        found |= {got, gave}
-    for stage, got, gave, _, _ in call_stages(payload):
-        found |= {stage, got, gave}
-    return found
 
 
 def _sample(number: int, t_ns: int, kind: str, index: object, *values: object) -> ChartSample | None:

@@ -6,16 +6,16 @@
                  step, the numbers of its last step and call, its training thread, its events that are not in the
                  history, whether it has ended, and the calls so far while no step has ended
     definitions  process, number, value (JSON): layouts and sizes that calls refer to
-    calls        id, process, call, step, mode, start_ns, wall_ns, rows, payload (dpmon.record.codec), ns of each phase
+    calls        id, process, the fields of CallRow (dpmon.record.history_rows; parts: JSON or NULL), rows
     steps        id, process, step, mode, start_ns, wall_ns, kind (dpmon.record.schema.KINDS), calls, each quantity,
                  the ns of each phase (NULL: did not run; phases of its calls are sums), rest_ns (its forward without
-                 the phases of its calls), device (NULL, or its device times: dpmon.record.payloads.step_times), spans
-                 (start and duration of its phases: dpmon.record.step_spans.kept_spans; NULL: none), sync_number (number
-                 of its last synchronised backward pass), exposed_ns and wait_ns (dpmon.store.rounds; NULL: the other
-                 ranks' steps are not known)
+                 the phases of its calls), device (NULL, or JSON: `why`, then `device_ms` of StepRow),
+                 spans (JSON: `spans` of StepRow, flat; NULL: none), missing_spans, sync_number (number of its last
+                 synchronised backward pass), exposed_ns and wait_ns (dpmon.store.rounds; NULL: the other ranks' steps
+                 are not known)
     events       id, process (NULL: the supervisor), kind, t_ns, json
     collectives  id, process, number (of its span), definition (0: a sample, with the collectives of one step), phase,
-                 unended, step (0: none), start_ns, wall_ns, queued_ns, quantity: dpmon.record.wire.Collected
+                 unended, step (0: none), start_ns, wall_ns, queued_ns, quantity: see CollectiveRow
     collective_sums  start_s (one second; -1: see below), process, definition, count (collectives that began in that
                  second; definition 0: samples), bytes (definition 0: collectives of the samples), ended (collectives
                  with a known end), timed_bytes and ran_ns (bytes and running time of the ended collectives)
@@ -29,7 +29,7 @@
     gaps         id, process, after_step, before_step, mode, begin_ns, end_ns, ns: the longer times between two steps
     shapes       number of calls by process, mode, kind, layout, virtual, sizes (JSON: the definitions of inputs and
                  outputs of the call, then of each replica, or stage and sizes of each stage) and untimed (why a device
-                 time is missing: dpmon.record.payloads.UNTIMED); sizes beyond the limit per process are 0 (unknown)
+                 time is missing: dpmon.record.history_rows.UNTIMED); sizes beyond the limit per process are 0 (unknown)
     device_rollups  start_s (one minute; -1: see below), device (index; -1: the host), name, count, total, low, high
 
 A tally of 10 s or more is made when its time is over: meta's `whole_10`, `whole_60`, and so on, give the second up to
@@ -66,6 +66,7 @@ __all__ = [
     "ACTIVITY_COLUMNS",
     "BEFORE_S",
     "CALL_COLUMNS",
+    "CALL_ROW",
     "COLLECTIVE_COLUMNS",
     "COLLECTIVE_SUMS",
     "HISTORY_FILE",
@@ -92,7 +93,7 @@ __all__ = [
 BEFORE_S = -1
 """`start_s` of the device_rollups and collective_sums that cover all time before the remaining ones."""
 HISTORY_FILE = "history.sqlite"
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 LASTING_KINDS = ("process", "mode", "exit", "warning", "pause", "input", "loader", "ddp")
 """Events kept when older rows are deleted, because they concern the whole run; of some kinds only the newest."""
 LASTING = f"kind IN ({', '.join(repr(kind) for kind in LASTING_KINDS)})"
@@ -104,20 +105,22 @@ STEP_COLUMNS: Mapping[str, str] = {
     **dict.fromkeys((quantity.name for quantity in QUANTITIES), "INTEGER"),
     **dict.fromkeys((f"{phase.name}_ns" for phase in PHASES), "INTEGER"),
     "rest_ns": "INTEGER",
-    "device": "BLOB",
-    "spans": "BLOB",
+    **dict.fromkeys(("device", "spans"), "TEXT"),
+    "missing_spans": "INTEGER",
     **dict.fromkeys((SYNC_NUMBER, *(f"{name}_ns" for name in (EXPOSED, WAIT))), "INTEGER"),
 }
 """The columns of steps and their types."""
 CALL_COLUMNS: Mapping[str, str] = {
     "id": "INTEGER PRIMARY KEY",
-    **dict.fromkeys(("process", "call", "step"), "INTEGER"),
+    **dict.fromkeys(("process", "step", "call"), "INTEGER"),
     "mode": "TEXT",
-    **dict.fromkeys(("start_ns", "wall_ns", "rows"), "INTEGER"),
-    "payload": "BLOB",
-    **dict.fromkeys((f"{phase.name}_ns" for phase in PHASES if phase.of_call), "INTEGER"),
+    **dict.fromkeys(("flags", "layout", "start_ns", "wall_ns", "inputs", "outputs"), "INTEGER"),
+    "parts": "TEXT",
+    "rows": "INTEGER",
 }
 """The columns of calls and their types."""
+CALL_ROW = ", ".join(tuple(CALL_COLUMNS)[2:-1])
+"""The columns of a CallRow."""
 COLLECTIVE_COLUMNS: Mapping[str, str] = {
     "id": "INTEGER PRIMARY KEY",
     **dict.fromkeys(("process", "number", "definition", "phase", "unended", "step"), "INTEGER"),
@@ -139,7 +142,7 @@ SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS rings (
     name TEXT PRIMARY KEY, process INTEGER, rank INTEGER, pid INTEGER, position INTEGER, sequence INTEGER,
-    missed INTEGER, lost INTEGER, calls INTEGER, steps INTEGER, last_step INTEGER,
+    missed INTEGER, calls INTEGER, steps INTEGER, last_step INTEGER,
     first_id INTEGER, last_id INTEGER, held_id INTEGER, last_call INTEGER, lines INTEGER, thread INTEGER,
     pending TEXT, ended INTEGER, open_calls INTEGER) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS definitions (
@@ -212,13 +215,11 @@ class RingRow:
     rank: int | None
     pid: int
     position: int = 0
-    """Where to continue: a byte in a ring of frames, or the number of the first span of the open step."""
+    """Where to continue: the number of the first span of the open step."""
     sequence: int = 0
-    """Number of records read from a ring of frames, or the number of the next unread span."""
+    """Number of the next unread span."""
     missed: int = 0
     """Records that were overwritten before they were read, were damaged or could not be kept."""
-    lost: int = 0
-    """Records that the writer could not write."""
     calls: int = 0
     steps: int = 0
     last_step: int | None = None
@@ -229,9 +230,9 @@ class RingRow:
     """Id of the first call that waits for its step; None if no call waits."""
     last_call: int | None = None
     lines: int | None = None
-    """Bytes read of the lines beside a ring of spans."""
+    """Bytes read of the lines beside the ring."""
     thread: int | None = None
-    """Number of the training thread of a ring of spans; -1 while unknown."""
+    """Number of the training thread; -1 while unknown."""
     pending: str = ""
     """Numbers of the events that were read and are not in the history yet."""
     ended: bool = False

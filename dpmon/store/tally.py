@@ -149,7 +149,11 @@ class SeriesNames:
     """Assigns the numbers under which series are stored. `unwritten`: names that are not written yet."""
 
     def __init__(self, names: Iterable[tuple[int, str]] = ()) -> None:
-        self.by_number = {number: name for number, name in names if type(number) is int and isinstance(name, str)}
+        self.by_number = {
+            number: name
+            for number, name in names
+            if type(number) is int and 0 <= number <= 0xFFFF and isinstance(name, str)
+        }
         self._numbers = {name: number for number, name in self.by_number.items()}
         self._next = max(self.by_number, default=-1) + 1
         self.unwritten: list[tuple[int, str]] = []

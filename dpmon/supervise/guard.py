@@ -88,6 +88,9 @@ class Guard:
     def exit(self) -> ExitInfo | None:
         """How the run ended, from any source; None while unknown."""
         how = self._reader.exit()
+        if how is not None and not how.drained and self._supervisor.poll() is None:
+            # The supervisor is writing the last records, unless it is stopped or stuck.
+            how = how if time.monotonic_ns() > how.end_ns + STALLED_S * 1e9 else None
         # A new supervisor may have recorded an unknown end before this process recorded the status.
         return self.outcome if how is None or (how.status is None and self.outcome is not None) else how
 

@@ -143,11 +143,9 @@ def last_sign(directory: Path, info: RunInfo) -> int:
     for name in ("output.log", "stdout.log", "stderr.log"):
         with contextlib.suppress(OSError):
             end = max(end, info.start_ns + int(((directory / name).lstat().st_mtime - info.started_unix) * 1e9))
-    for process, path in ring_paths(directory):
-        with contextlib.suppress(RingError, OSError):
-            if process >= 0:
-                with contextlib.closing(ProcessRing(str(path))) as ring:
-                    end = max(end, ring.activity()[1])
+    for path in ring_paths(directory):
+        with contextlib.suppress(RingError, OSError), contextlib.closing(ProcessRing(str(path))) as ring:
+            end = max(end, ring.activity()[1])
     return end
 
 

@@ -12,10 +12,10 @@ import select
 import signal
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dpmon.run import proc
 from dpmon.run.condition import YOUNG_S, exit_info, needs_supervisor, take_lock, unknown_exit
@@ -33,11 +33,11 @@ from dpmon.supervise.start import TAKE_OVER, keep_statuses
 
 if TYPE_CHECKING:
     from dpmon.gpu.sampler import DeviceSampler
+    from dpmon.store.drain import Drain
     from dpmon.supervise.metrics import Metrics
 
 
 LEAVE_S = 2.0
-TAKEOVERS = 1000
 LAST_OUTPUT = 1 << 20
 """Bytes of the script's newest output that are kept even on a full disk."""
 SPARE_FILE, SPARE_BYTES = "spare", 1 << 16
@@ -48,27 +48,6 @@ DRAIN_S = 0.05
 to reach the history. A ring is full in 0.3 s at 100,000 spans a second, so it must be read more often."""
 LOOK_S = 0.2
 """Time between two checks of everything that changes rarely."""
-
-
-class _Silent:
-    """Replaces the sampler if its ring cannot be made. Records go to supervisor.log."""
-
-    def start(self) -> None:
-        pass
-
-    def stop(self) -> None:
-        pass
-
-    def emit(self, kind: str, data: Mapping[str, Any]) -> None:
-        _log(f"{kind}: {dict(data)}")
-
-    def take_event(self, payload: bytes, pid: int) -> None:
-        pass
-
-
-def _warner(sampler: DeviceSampler | _Silent) -> Callable[[str], None]:
-    """The function that records a warning of dpmon."""
-    return lambda text: sampler.emit("warning", {"process": None, "text": text})
 
 
 def _log(text: str) -> None:
@@ -86,8 +65,6 @@ class Supervisor:
         self._terminal: Terminal | None = None
         self._leave_at: float | None = None
         self._oom = OomWatch()
-        self._samples = ""
-        """Name of the ring with this supervisor's samples."""
         self._warnings = WarningsLog(directory)
 
     def run(self, lock: int | None) -> None:
@@ -193,34 +170,16 @@ class Supervisor:
 
     # ------------------------------------------------------------------------------------------ watch
 
-    def _sampler(self, pid: int) -> DeviceSampler | _Silent:
-        from dpmon.gpu.sampler import DeviceSampler
-
-        for number in range(TAKEOVERS):
-            name = f"gpu-{number}.ring" if number else "gpu.ring"
-            try:
-                self._samples = name
-                return DeviceSampler(self._directory / name, self._info.start_ns, lambda: pid)
-            except FileExistsError:
-                continue
-            except OSError as error:
-                _log(f"no device samples: {error}")
-                break
-        return _Silent()
-
     def _watch(self, command: WatchedCommand, *, late: bool = False) -> None:
+        from dpmon.gpu.sampler import DeviceSampler
         from dpmon.store.drain import Drain  # loads sqlite while the command loads torch, not before
         from dpmon.store.writer import LIMIT_BYTES
 
-        sampler = self._sampler(command.pid)
-        drain = Drain(
-            self._directory,
-            self._info,
-            _warner(sampler),
-            LITTLE_HISTORY if "elsewhere" in self._info.options else LIMIT_BYTES,
-        )
-        metrics = self._metrics(sampler)
-        room = self._room(sampler)
+        limit = LITTLE_HISTORY if "elsewhere" in self._info.options else LIMIT_BYTES
+        drain = Drain(self._directory, self._info, limit)
+        sampler = DeviceSampler(drain.emit, lambda: command.pid)
+        metrics = self._metrics(drain.warn)
+        room = self._room(drain.warn)
         self._set_aside()
         if late:
             self._catch_up(command, drain, sampler)
@@ -228,11 +187,11 @@ class Supervisor:
             sampler.start()
             elsewhere = self._info.options.get("elsewhere")
             if isinstance(elsewhere, str):
-                _warner(sampler)(elsewhere)
+                drain.warn(elsewhere)
         poller = self._poller(command.pid)
-        reads = InputWatch(self._directory, command.pid, lambda *wait: self._record_wait(sampler, command.pid, *wait))
+        reads = InputWatch(self._directory, command.pid, lambda *wait: self._record_wait(drain, command.pid, *wait))
         ends = ProcessEnds(self._directory, command.pid, poller)
-        drain.on_memory_event = sampler.take_event
+        drain.on_memory_event = sampler.take_memory
         ended, look_at = False, 0.0
         while self._leave_at is None or time.monotonic() < self._leave_at:
             now = time.monotonic()
@@ -240,7 +199,7 @@ class Supervisor:
                 look_at = now + LOOK_S
                 ended = command.over()
                 for text in self._warnings.new():
-                    _warner(sampler)(text)
+                    drain.warn(text)
             busy = drain.drain(now)
             room.look(now)
             reads.look(now)
@@ -267,10 +226,10 @@ class Supervisor:
             drain.close()
             sampler.stop()
 
-    def _record_wait(self, sampler: DeviceSampler | _Silent, pid: int, since_ns: int, seen_ns: int) -> None:
+    def _record_wait(self, drain: Drain, pid: int, since_ns: int, seen_ns: int) -> None:
         """Record a finished wait of the command for a line of input, so that its step is not called slow."""
         seconds = (since_ns - self._info.start_ns) / 1e9
-        sampler.emit("input", {"pid": pid, "t_s": seconds, "waited_s": (seen_ns - since_ns) / 1e9})
+        drain.emit("input", {"pid": pid, "t_s": seconds, "waited_s": (seen_ns - since_ns) / 1e9})
 
     def _set_aside(self) -> None:
         """Reserve space for exit.json, so that it can be written even on a full disk."""
@@ -280,23 +239,22 @@ class Supervisor:
             with open(fd, "wb") as file:
                 os.posix_fallocate(file.fileno(), 0, SPARE_BYTES)
 
-    def _room(self, sampler: DeviceSampler | _Silent) -> OutputRoom:
+    def _room(self, warn: Callable[[str], None]) -> OutputRoom:
         # The foreground of a headless run has passed the output on, and must not do so again.
         keep_last = 0 if self._info.headless else LAST_OUTPUT
-        return OutputRoom(output_paths(self._directory, self._info), _warner(sampler), keep_last)
+        return OutputRoom(output_paths(self._directory, self._info), warn, keep_last)
 
-    def _catch_up(self, command: WatchedCommand, drain: Any, sampler: DeviceSampler | _Silent) -> None:
+    def _catch_up(self, command: WatchedCommand, drain: Drain, sampler: DeviceSampler) -> None:
         """Read the rest of the rings after the killed supervisor's position, and report the gap."""
         drain.flush()
         self._warnings.passed_on.update(drain.warnings_kept())
         last_ns = drain.last_sample_ns()
-        drain.drop_samples(self._samples)
         if command.over():
             return
         since = "" if last_ns is None else f" after {last_ns / 1e9:.0f} s"
         now = (time.monotonic_ns() - self._info.start_ns) / 1e9
         text = f"the supervisor was killed{since}; another one goes on from {now:.0f} s: no device samples in between"
-        _warner(sampler)(text)
+        drain.warn(text)
         sampler.start()
 
     def _poller(self, pid: int) -> select.poll:
@@ -307,7 +265,7 @@ class Supervisor:
             poller.register(fd, select.POLLIN)
         return poller
 
-    def _metrics(self, sampler: DeviceSampler | _Silent) -> Metrics | None:
+    def _metrics(self, warn: Callable[[str], None]) -> Metrics | None:
         """The writer of the metrics file, if one was requested."""
         asked = self._info.options.get("metrics")
         if not isinstance(asked, str) or "\0" in asked:
@@ -319,22 +277,24 @@ class Supervisor:
             # The directory may come from another machine. Then the run must not replace a file of this machine,
             # except a metrics file that this run wrote.
             return None
-        return Metrics(path, self._directory, _warner(sampler))
+        return Metrics(path, self._directory, warn)
 
     def _learn(self, command: WatchedCommand) -> ExitInfo:
-        """Find out how the command ended, and why."""
+        """Find out how the command ended, and why. Record it at once, before any work that may fail or take long."""
         how = command.ending(self._info)
-        return how if how.cause is not None else replace(how, cause=self._cause(how))
+        how = how if how.cause is not None else replace(how, cause=self._cause(how))
+        with contextlib.suppress(OSError):
+            remove_file(self._directory / SPARE_FILE)
+        self._record(replace(how, drained=False))
+        return how
 
-    def _finish(self, how: ExitInfo, drain: Any, sampler: DeviceSampler | _Silent, metrics: Metrics | None) -> None:
+    def _finish(self, how: ExitInfo, drain: Drain, sampler: DeviceSampler, metrics: Metrics | None) -> None:
         drain.flush(over=True)
         data = {"status": how.status, "signal": how.signal, "t_s": how.seconds}
         data |= {name: text for name in ("unknown", "cause") if (text := getattr(how, name)) is not None}
-        sampler.emit("exit", data)
+        drain.emit("exit", data)
         drain.flush()
         drain.close()
-        with contextlib.suppress(OSError):
-            remove_file(self._directory / SPARE_FILE)
         self._record(replace(how, drained=True))
         if metrics is not None:
             metrics.end(how)

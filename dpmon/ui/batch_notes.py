@@ -11,9 +11,9 @@ from dpmon.model.process import PHASES, Process
 from dpmon.model.ranks import distributed
 from dpmon.model.step_timeline import StepTimeline
 from dpmon.model.uneven import INPUT, WAITING_TEXT
+from dpmon.record.history_rows import MAX_SPANS
 from dpmon.record.kinds import Call
 from dpmon.record.schema import phase_shown
-from dpmon.record.step_spans import MAX_SPANS
 from dpmon.store.figures import Figures, PhaseFigures
 from dpmon.text.cells import wrapped
 from dpmon.text.quantities import rate_words

@@ -39,13 +39,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import pytest
 from bench_start import first_picture
 from bench_store import Busy, Live
+from rowring import RowRing, use_row_rings
 from running import Dpmon
 from synthetic import Training, device_event, host_event
 from yardstick import Yardstick
 
-from dpmon.ring import Ring
 from dpmon.run import proc
 from dpmon.run.rundir import load_info
 from dpmon.store.drain import Drain
@@ -61,9 +62,10 @@ _MEMORY = """
 import sys, time
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
+import pytest
+from rowring import RowRing, use_row_rings
 from synthetic import Training
 from dpmon.model.snapshot import Snapshots, Wanted
-from dpmon.ring import Ring
 from dpmon.store.drain import Drain
 from dpmon.store.opened import open_store
 from dpmon.run.rundir import RunInfo, save
@@ -81,16 +83,15 @@ def resident():
 place = Path(sys.argv[1])
 info = RunInfo("id", "n", ("c",), "s", "/", None, 0.0, 0, "", False)
 save(place, info)
-ring = Ring(str(place / "process-0.ring"), process=0, start_ns=0)
-drain = Drain(place, info, print)
+use_row_rings(pytest.MonkeyPatch())
+ring = RowRing(place / "process-0.ring", 8000)
+drain = Drain(place, info)
 training = Training(devices=[f"cuda:{i}" for i in range(8)], virtual=False)
-for payload in training.begin():
-    ring.write(payload)
+ring.write(*training.begin())
 log = open(place / "output.log", "ab", buffering=0)
 output, dark, snapshots = Output([Tail(place / "output.log")]), look("dark"), Snapshots()
 while training.steps < int(sys.argv[3]):
-    for payload in training.run(50):
-        ring.write(payload)
+    ring.write(*training.run(50))
     drain.drain(time.monotonic())
     log.write(b"".join(b"step %d loss 0.4119\\n" % (training.steps + i) for i in range(50)))
     if training.steps % 1000 == 0:
@@ -132,20 +133,18 @@ class Generated:
         self.start = start
         self.rates = steps_per_s, lines_per_s
         self.over = threading.Event()
-        self.writers: list[tuple[Ring, Training]] = []
+        self.writers: list[tuple[RowRing, Training]] = []
+        use_row_rings(pytest.MonkeyPatch())
         for number in range(ranks):
             devices = [f"cuda:{i}" for i in range(8)] if ranks == 1 else ["cuda:0"]
             step_ns = int(0.98e9 / steps_per_s)
             training = Training(
                 process=number, devices=devices, virtual=False, batch=256, step_ns=step_ns, start_ns=start
             )
-            path, rank = str(directory / f"process-{number}.ring"), number if ranks > 1 else -1
-            ring = Ring(path, process=number, rank=rank, world=ranks, start_ns=start)
-            for payload in training.begin():
-                ring.write(payload)
+            ring = RowRing(directory / f"process-{number}.ring", 8000)
+            ring.write(*training.begin())
             self.writers.append((ring, training))
-        self.gpus = Ring(str(directory / "gpu.ring"), process=-1, start_ns=start)
-        self.drain = Drain(directory, load_info(directory), print)
+        self.drain = Drain(directory, load_info(directory))
         self.thread = threading.Thread(target=self._write)
 
     def __enter__(self) -> Generated:
@@ -175,8 +174,7 @@ class Generated:
                 spent = time.monotonic() - began
                 for ring, training in self.writers:
                     while training.steps < spent * steps_per_s:
-                        for payload in training.step():
-                            ring.write(payload)
+                        ring.write(*training.step())
                 due = int(spent * lines_per_s)
                 log.write(b"".join(b"line %d loss 0.4119 of the epoch\n" % i for i in range(lines, due)))
                 lines = max(lines, due)
@@ -188,8 +186,8 @@ class Generated:
                             "temperature_c": chance.randint(60, 70),
                             "mem_used_bytes": chance.randint(60, 80) << 30,
                         }
-                        self.gpus.write(device_event(spent, index, **values))
-                    self.gpus.write(host_event(spent, chance.uniform(20, 90), None))
+                        self.drain.emit("device", device_event(spent, index, **values).data)
+                    self.drain.emit("host", host_event(spent, chance.uniform(20, 90), None).data)
                 self.drain.drain(time.monotonic())
 
 

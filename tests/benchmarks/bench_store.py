@@ -2,7 +2,7 @@
 
     python tests/benchmarks/bench_store.py [--seconds 60] [--refreshes 15] [--only writing reading]
 
-Writing: processes record into rings at a given rate of the run's clock, and a drain takes the records and writes them,
+Writing: rows of processes appear at a given rate of the run's clock, and a drain takes the records and writes them,
 as in the supervisor (bench_supervisor.py measures that as a whole, with its samplers).
 
 Reading: a run of a day at ten steps a second is made by the writer of tallies out of minutes that resemble each other;
@@ -24,20 +24,21 @@ import tempfile
 import time
 from pathlib import Path
 
+import pytest
 from yardstick import Yardstick
 
 TESTS = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TESTS))
 
+from rowring import RowRing, use_row_rings  # noqa: E402
 from steps import quantities  # noqa: E402
-from synthetic import one_after_the_other  # noqa: E402
+from synthetic import LEARNS, call_row, one_after_the_other, step_row  # noqa: E402
 
 from dpmon.model.snapshot import Snapshots  # noqa: E402
 from dpmon.model.state import Wanted  # noqa: E402
+from dpmon.record.history_rows import CallRow, Definition  # noqa: E402
+from dpmon.record.kinds import Event  # noqa: E402
 from dpmon.record.schema import PHASES  # noqa: E402
-from dpmon.record.step_spans import span_words  # noqa: E402
-from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step  # noqa: E402
-from dpmon.ring import Ring  # noqa: E402
 from dpmon.run import proc  # noqa: E402
 from dpmon.run.rundir import RunInfo, save  # noqa: E402
 from dpmon.store.accounting import Spent  # noqa: E402
@@ -74,23 +75,22 @@ def info_of(directory: Path) -> RunInfo:
 
 
 class Process:
-    """Writes calls and steps into its own ring."""
+    """Writes calls and steps into its own ring of rows, as an assembler makes them."""
 
     def __init__(self, directory: Path, number: int, ranks: int, replicas: int) -> None:
-        rank = number if ranks > 1 else -1
-        path = str(directory / f"process-{number}.ring")
-        self.ring = Ring(path, process=number, rank=rank, world=ranks, start_ns=0, capacity=1 << 20)
+        rank = number if ranks > 1 else None
+        self.ring = RowRing(directory / f"process-{number}.ring", 8000)
         self._replicas = replicas
         self._chance = random.Random(number)
         self._step = 0
         pid = 100_000 + number
-        self.ring.write(pack_event("process", {"process": number, "rank": rank, "pid": pid, "t_s": 0.0}))
+        self.ring.write(Event("process", {"process": number, "rank": rank, "pid": pid, "t_s": 0.0}))
         devices = [f"cpu:{index}" for index in range(max(replicas, 1))]
         via = "DataParallel" if replicas else None
         layout = {"root": "Model", "via": via, "virtual": replicas > 1, "devices": devices, "absent": {}}
-        self.ring.write(pack_definition(1, layout))
+        self.ring.write(Definition(1, layout))
         for which, rows in ((2, 64), (3, 8), (4, 8)):
-            self.ring.write(pack_definition(which, [["0", [rows, 5], "float32", 20 * rows]]))
+            self.ring.write(Definition(which, [["0", [rows, 5], "float32", 20 * rows]]))
 
     def step(self, start: int, wall: int) -> None:
         """Write a call and a step."""
@@ -100,17 +100,17 @@ class Process:
         if self._replicas:
             phases = [0, call // 20, call // 20, call // 5, call // 4, call // 2, call * 9 // 10, call // 20]
             parts = [part for _ in range(self._replicas) for part in (3, 4, 1000, call // 3 + self._step % 1000)]
-            self.ring.write(pack_call(1, 7, 1, self._step, self._step, start, call, 2, 4, phases, parts))
+            self.ring.write(call_row("dp", LEARNS, 1, self._step, self._step, start, call, 2, 4, phases, parts))
         else:
-            self.ring.write(pack_call(2, 6, 1, self._step, self._step, start, call, 2, 4, (-1, 0) * 4, (2, 4, 0, call)))
+            self.ring.write(CallRow(self._step, self._step, "single", LEARNS, 1, start, call, 2, 4))
         phases = (wall // 50, call + call // 50, int(wall * 0.3 * wobble), wall // 50)
-        spans = span_words(list(one_after_the_other(start, phases)), start, wall)
-        self.ring.write(pack_step(1 if self._replicas else 2, self._step, start, wall, 64, phases, spans))
+        mode = "dp" if self._replicas else "single"
+        self.ring.write(step_row(mode, self._step, start, wall, 64, phases, one_after_the_other(start, phases)))
 
 
 def share(directory: Path, ranks: int, per_second: float, replicas: int, seconds: int) -> float:
     """Return the share of a core that the drain takes, per cent."""
-    drain = Drain(directory, info_of(directory), print)
+    drain = Drain(directory, info_of(directory))
     processes = [Process(directory, number, ranks, replicas) for number in range(ranks)]
     took = 0.0
     period = SECOND / per_second
@@ -199,7 +199,7 @@ class Live:
         info = info_of(directory)
         a_day(directory, ranks)
         self._processes = [Process(directory, number, ranks, 0) for number in range(ranks)]
-        self._drain = Drain(directory, info, print, 1 << 40)
+        self._drain = Drain(directory, info, 1 << 40)
         self._second = DAY_S - LIVE_S
         for _ in range(LIVE_S):
             self.go_on()
@@ -230,7 +230,7 @@ class Busy:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._process = Process(directory, 0, 1, 0)
-        self._drain = Drain(directory, info_of(directory), print)
+        self._drain = Drain(directory, info_of(directory))
         self._second = 0
         for _ in range(3600):
             self.go_on()
@@ -270,6 +270,7 @@ def main() -> None:
     parser.add_argument("--refreshes", type=int, default=15, help="number of refreshes of each kind")
     parser.add_argument("--only", nargs="*", choices=("writing", "reading"), default=("writing", "reading"))
     options = parser.parse_args()
+    use_row_rings(pytest.MonkeyPatch())
     print(Yardstick().state())
     if "writing" in options.only:
         writing(options.seconds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fake_nvml import FakeNvml, GpuRing
+from fake_nvml import FakeNvml, RunSamples
 from fake_nvml import library as nvml
 from running import Dpmon
 from simulated import Simulated
@@ -97,7 +97,7 @@ def test_gpus_are_identified_by_uuid_in_any_order(dpmon: Dpmon, tmp_path: Path, 
     )
     env = {**gpus.environment(4, reversed=1), **fake.environment(), "CUDA_VISIBLE_DEVICES": chosen}
     process = dpmon.start(*dpmon.warm(env), "--headless", "--mode", "script", script, env=env)
-    ring = GpuRing.of(dpmon.last)
+    ring = RunSamples.of(dpmon.last)
     first = 3 if chosen.startswith("GPU") else 0
     wanted = {i: [] for i in range(4)}
     wanted[first], wanted[2] = ([{"process": 0, "device": f"cuda:{i}"}] for i in range(2))

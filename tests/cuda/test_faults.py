@@ -8,7 +8,7 @@ import pytest
 from simulated import Simulated
 from tracing import alone, traced
 
-from dpmon.record.payloads import UNTIMED
+from dpmon.record.history_rows import UNTIMED
 from dpmon.record.wire import Untimed
 
 pytestmark = pytest.mark.simulated

@@ -9,8 +9,8 @@ from running import Dpmon
 from simulated import Simulated
 
 from dpmon.export.records import history
+from dpmon.record.history_rows import UNTIMED
 from dpmon.record.kinds import Step
-from dpmon.record.payloads import UNTIMED
 from dpmon.record.wire import Untimed
 
 pytestmark = pytest.mark.simulated

@@ -10,7 +10,7 @@ from running import wait_for
 from simulated import Simulated
 from tracing import Script, traced
 
-from dpmon.record.payloads import UNTIMED
+from dpmon.record.history_rows import UNTIMED
 from dpmon.record.wire import Untimed, mode_number
 
 pytestmark = pytest.mark.simulated

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_nvml import GpuRing
+from fake_nvml import RunSamples
 from running import Dpmon, wait_for
 from tracing import Script, Traced, traced
 
@@ -60,7 +60,7 @@ def test_figures_of_nvml_equal_those_of_nvidia_smi(dpmon: Dpmon, gpu: str, row: 
     fields += ("temperature.gpu", "clocks.mem", "persistence_mode", "ecc.errors.uncorrected.volatile.total")
     script = dpmon.script("import time, torch\nx = torch.ones(1, device='cuda')\ntime.sleep(25)\n")
     process = dpmon.start("--headless", script)
-    ring = GpuRing.of(dpmon.last)
+    ring = RunSamples.of(dpmon.last)
     ring.until(lambda: ring.of_kind("host"), "the first sample")
     assert ring.of_kind("host")[-1]["gpu_absent"] is None
 
@@ -105,7 +105,7 @@ def test_queries_of_nvml_are_cheap(dpmon: Dpmon, gpu: str, row: Any) -> None:
     script = dpmon.script("import time\ntime.sleep(60)\n")
     dpmon.start("--headless", script)
     supervisor = psutil.Process(dpmon.info()["supervisor_pid"])
-    ring = GpuRing.of(dpmon.last)
+    ring = RunSamples.of(dpmon.last)
     ring.until(lambda: len(ring.of_kind("host")) >= 5, "the start")
     before, at = supervisor.cpu_times(), ring.of_kind("host")[-1]["t_s"]
     ring.until(lambda: ring.of_kind("host")[-1]["t_s"] >= at + 30, "half a minute")
@@ -121,7 +121,7 @@ def test_queries_of_nvml_are_cheap(dpmon: Dpmon, gpu: str, row: Any) -> None:
 def test_the_gpu_of_the_run_is_known_by_uuid(dpmon: Dpmon, gpu: str) -> None:
     script = dpmon.script(TRAINING)
     process = dpmon.start("--headless", script, gpu, 20_000, "bare", "losses")
-    ring = GpuRing.of(dpmon.last)
+    ring = RunSamples.of(dpmon.last)
     uuid = bare_uuid(str(torch.cuda.get_device_properties(0).uuid))
 
     def ours() -> dict[str, Any]:

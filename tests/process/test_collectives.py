@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed.fsdp
+from synthetic import kind_of
 from torch_aborts import unless_aborted
 from tracing import Script, Traced, alone, text_of, traced
 
 from dpmon.record.kinds import Collective, Sampled
-from dpmon.record.payloads import kind_of
 
 pytestmark = pytest.mark.slow
 
@@ -245,7 +245,7 @@ def test_a_reader_asks_for_a_sample(tmp_path: Path) -> None:
     ring = script.ring()
     ring.request_sample()
     until = time.monotonic() + 100
-    while time.monotonic() < until and not any(kind_of(payload) == "collective" for payload in ring.read()):
+    while time.monotonic() < until and not any(kind_of(row) == "collective" for row in ring.read()):
         time.sleep(0.05)
     (script.cwd / "enough").touch()
     run = script.end()

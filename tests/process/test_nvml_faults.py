@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_nvml import FOREVER, FakeNvml, GpuRing, library
+from fake_nvml import FOREVER, FakeNvml, RunSamples, library
 from running import Dpmon, wait_for
 
 from dpmon.gpu.sample import VALUES
@@ -96,7 +96,7 @@ class Story:
     log: str = ""
 
 
-def known(ring: GpuRing, index: int, *names: str) -> bool:
+def known(ring: RunSamples, index: int, *names: str) -> bool:
     """Return whether the newest sample of a GPU has values or reasons for all these fields."""
     device = ring.device(index)
     absent = device.get("absent", {})
@@ -109,7 +109,7 @@ def silent(device: dict[str, Any], *names: str) -> bool:
     return all(device[name] is None and SILENT.fullmatch(device["absent"][name]) for name in names)
 
 
-def stage(ring: GpuRing, began: float) -> Stage:
+def stage(ring: RunSamples, began: float) -> Stage:
     samples = [one for one in ring.of_kind("device") if one["t_s"] >= began]
     times = {index: [one["t_s"] for one in samples if one["index"] == index] for index in range(GPUS)}
     hosts = [one["t_s"] for one in ring.of_kind("host") if one["t_s"] >= began]
@@ -128,7 +128,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     try:
         told = Story(fake, dpmon.info()["command_pid"])
         fake.tell(*at_work(told.pid))
-        ring = GpuRing.of(dpmon.last)
+        ring = RunSamples.of(dpmon.last)
         ring.until(lambda: all(known(ring, i) for i in (WELL, UNIFIED, AMPERE)), "all fields of the GPUs that are well")
         ring.until(
             lambda: ring.device(AMPERE)["pcie_tx_bytes_s"] and ring.device(AMPERE)["nvlink_tx_bytes_s"], "traffic"
@@ -399,7 +399,7 @@ class Absent:
 
     def says(self, awaited: str) -> None:
         self.dpmon.info()
-        ring = GpuRing.of(self.dpmon.last)
+        ring = RunSamples.of(self.dpmon.last)
 
         def said() -> bool:
             hosts = ring.of_kind("host")
@@ -478,7 +478,7 @@ def test_an_old_driver_without_symbols(dpmon: Dpmon, tmp_path: Path) -> None:
     dpmon.script(WAITING)
     process = dpmon.start("--headless", "script.py", env=fake.environment())
     dpmon.info()
-    ring = GpuRing.of(dpmon.last)
+    ring = RunSamples.of(dpmon.last)
     ring.until(
         lambda: known(ring, 0, "processes", "mem_used_bytes", "throttle", "mig", "pcie_rx_bytes_s"), "the fields"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fake_nvml import FakeNvml, GpuRing, library
+from fake_nvml import FakeNvml, RunSamples, library
 from running import Dpmon
 
 from dpmon.gpu.card import FIRST_S
@@ -25,7 +25,7 @@ def test_the_first_sample_has_every_cheap_figure(dpmon: Dpmon, tmp_path: Path) -
     dpmon.script(WAITING)
     process = dpmon.start("--headless", "script.py", env=fake.environment())
     try:
-        ring = GpuRing.of(dpmon.last)
+        ring = RunSamples.of(dpmon.last)
         ring.until(lambda: len(ring.of_kind("device")) >= 10, "samples")
     finally:
         (dpmon.cwd / "stop").touch()

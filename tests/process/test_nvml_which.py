@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fake_nvml import CUDA, FakeNvml, GpuRing, library
+from fake_nvml import CUDA, FakeNvml, RunSamples, library
 from running import Dpmon
 
 from dpmon.gpu.sampler import pids_are_shared
@@ -22,7 +22,7 @@ def test_gpus_are_matched_by_uuid_and_never_by_index(dpmon: Dpmon, tmp_path: Pat
     library(tmp_path, source=CUDA)
     fake.tell("gpus 4", *(f"set {i} uuid GPU-00000000-0000-0000-0000-00000000000{i}" for i in range(4)))
     process = dpmon.start("--headless", SCRIPT, env={**fake.environment(), "CUDA_VISIBLE_DEVICES": "0"})
-    ring = GpuRing.of(dpmon.last)
+    ring = RunSamples.of(dpmon.last)
     wanted = {0: [], 1: [{"process": 0, "device": "cuda:0"}], 2: [], 3: [{"process": 0, "device": "cuda:1"}]}
     ring.until(lambda: {i: ring.device(i).get("ordinals") for i in range(4)} == wanted, "what torch says")
     ring.until(lambda: all(ring.device(i)["process_count"] == 0 for i in range(4)) or not pids_are_shared(), "lists")
@@ -65,7 +65,7 @@ def test_which_gpus_the_command_may_see(dpmon: Dpmon, tmp_path: Path, order: str
     dpmon.script("import os, time\nwhile not os.path.exists('stop'):\n    time.sleep(0.05)\n")
     extra = {"CUDA_DEVICE_ORDER": order} if order else {}
     process = dpmon.start("--headless", "script.py", env={**fake.environment(), "CUDA_VISIBLE_DEVICES": "2,0", **extra})
-    ring = GpuRing.of(dpmon.last)
+    ring = RunSamples.of(dpmon.last)
     ring.until(lambda: all(ring.device(i).get("uuid") for i in range(3)), "the GPUs")
     seen = [True, False, True] if order else [None] * 3
     ring.until(lambda: [ring.device(i)["visible"] for i in range(3)] == seen, "what the command may see")

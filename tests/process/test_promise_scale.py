@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 import writer
+from rowring import RowRing, use_row_rings
 from running import Dpmon, wait_for
 from sizes import reached, size
 from stored import state_in
+from synthetic import step_row
 from test_run_records import STAYS, WRITER, expected, of_training, tailed
 
-from dpmon.record.wire import pack_event, pack_step
-from dpmon.ring import Ring
 from dpmon.run import condition, proc
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import RunInfo, save
@@ -135,16 +135,17 @@ def test_promise_8_attach_and_leave(dpmon: Dpmon) -> None:
     reached("P8", f"{cycles} times: complete after {slowest:.2f} s at most, memory {grown / MIB:+.1f} MiB")
 
 
-def test_promise_16_a_long_run_stays_small(tmp_path: Path) -> None:
+def test_promise_16_a_long_run_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A simulated day with a step and samples of eight devices per second, drained continuously."""
     seconds, limit = size(2400, 86_400), size(1, 48) * MIB
-    ring = Ring(str(tmp_path / "process-0.ring"), process=0, start_ns=0, capacity=1 << 17)
-    gpu = Ring(str(tmp_path / "gpu.ring"), process=-1, start_ns=0, capacity=1 << 17)
+    use_row_rings(monkeypatch)
+    ring = RowRing(tmp_path / "process-0.ring", 100)
     info = RunInfo("id", "n", ("c",), "s", "/", None, 0.0, 0, "", False)
-    drain = Drain(tmp_path, info, pytest.fail, limit)
+    drain = Drain(tmp_path, info, limit)
+    drain.warn = pytest.fail  # type: ignore[method-assign]
     memory = 0
     for second in range(1, seconds + 1):
-        ring.write(pack_step(1, second, second * SECOND, SECOND // 2 + second, 8, (1000, 50_000, 40_000, 5000)))
+        ring.write(step_row("dp", second, second * SECOND, SECOND // 2 + second, 8, (1000, 50_000, 40_000, 5000)))
         for index in range(8):
             sample = {
                 "t_s": float(second),
@@ -153,7 +154,7 @@ def test_promise_16_a_long_run_stays_small(tmp_path: Path) -> None:
                 "power_w": 300.5,
                 "uuid": "u" * 40,
             }
-            gpu.write(pack_event("device", sample))
+            drain.emit("device", sample)
         if second % 20 == 0:
             drain.flush()
         if second == seconds // 3:

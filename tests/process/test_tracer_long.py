@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tracing import Script, ScriptRing, Traced, text_of
 
-from dpmon.record.codec import Decoder
+from dpmon.record.history_rows import Resolver
 from dpmon.record.kinds import Call, Record, Step
 
 pytestmark = pytest.mark.slow
@@ -25,13 +25,13 @@ def tailed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traced, list[Recor
     script = Script(place, text_of("long"))
     reader = script.ring()
     until = time.monotonic() + 250
-    decoder = Decoder(0)
+    resolver = Resolver(0)
     found: list[Record] = []
     over = False
     while not over and time.monotonic() < until:
         over = script.process.poll() is not None
-        while payloads := reader.read():
-            found += [record for payload in payloads if (record := decoder.decode(payload)) is not None]
+        while rows := reader.read():
+            found += [record for row in rows if (record := resolver.record(row)) is not None]
             calls = next((record.call for record in reversed(found) if isinstance(record, Call)), 0)
             (place / "new").write_text(str(calls))
             (place / "new").replace(place / "read")

@@ -66,15 +66,14 @@ def test_from_the_first_second_to_the_end(run: Run, terminal: Start) -> None:
 
 def test_a_toggle_is_requested_and_answered_through_the_ring(run: Run, terminal: Start) -> None:
     run.train(50)
-    assert run.ring is not None
+    assert run.recording is not None
     assert run.control is not None
     seen = terminal()
     seen.shows("d → single")
     seen.press("d")
     seen.shows("single pending")
     assert (run.control.words[Word.REQUEST], run.control.words[Word.WANTED]) == (1, 2)
-    for payload in run.training.switch("single"):
-        run.ring.write(payload)
+    run.recording.add(run.training.switch("single"))
     run.train(5)
     run.control.words[Word.MODE], run.control.words[Word.ANSWERED] = 2, 1
     seen.shows("single from step 51 on")

@@ -22,11 +22,11 @@ from sizes import LONG
 from warm import Piped
 
 import dpmon
-from dpmon.record.codec import Decoder
+from dpmon.record.history_rows import Resolver, Row
 from dpmon.record.kinds import Call, Event, Record, RecordError, Step
 from dpmon.ring_file import RingError
 from dpmon.run.rings import ProcessRing
-from dpmon.store.sources import open_source
+from dpmon.store.sources import SpanSource
 from dpmon.store.tables import RingRow
 
 __all__ = ["SITE", "Script", "Traced", "alone", "read_run", "text_of", "traced"]
@@ -51,7 +51,7 @@ class Traced:
     """Records of all processes, ring by ring."""
     missed: int
     unreadable: tuple[str, ...]
-    """Errors of the decoder, one per payload that it refused."""
+    """Errors of the resolver, one per row that it refused."""
     warnings: tuple[str, ...]
     """Lines of warnings.log, without process and time."""
     stages: tuple[str, ...]
@@ -223,25 +223,25 @@ def _lines(path: Path) -> tuple[str, ...]:
 
 
 class ScriptRing(ProcessRing):
-    """The ring of a script, with its payloads."""
+    """The ring of a script, with its rows."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))
-        self._source = open_source(path, None)
+        self._source = SpanSource(path, None)
         self._row = RingRow(path.name, self.process, self.rank, self.pid)
 
-    def read(self, *, gone: bool = False) -> list[bytes]:
-        """Return the new payloads; `gone`: the process has ended."""
-        found: list[bytes] = []
+    def read(self, *, gone: bool = False) -> list[Row]:
+        """Return the new rows; `gone`: the process has ended."""
+        found: list[Row] = []
         more = True
         while more:
-            payloads, more = self._source.take(time.monotonic_ns(), gone)
-            found += payloads
+            rows, more = self._source.take(time.monotonic_ns(), gone)
+            found += rows
         return found
 
-    def rest(self) -> list[bytes]:
-        """Return the remaining payloads of a process that has ended."""
-        found: list[bytes] = []
+    def rest(self) -> list[Row]:
+        """Return the remaining rows of a process that has ended."""
+        found: list[Row] = []
         while not self._source.over:
             found += self.read(gone=True)
         return found
@@ -267,10 +267,10 @@ def read_run(directory: Path, origin_ns: int = 0) -> tuple[list[Record], int, li
     unreadable: list[str] = []
     for path in sorted(directory.glob("process-*.ring"), key=lambda path: (len(path.name), path.name)):
         reader = ScriptRing(path)
-        decoder = Decoder(reader.process, reader.rank, origin_ns)
-        for payload in reader.rest():
+        resolver = Resolver(reader.process, reader.rank, origin_ns)
+        for row in reader.rest():
             try:
-                record = decoder.decode(payload)
+                record = resolver.record(row)
             except RecordError as error:
                 unreadable.append(str(error))
             else:

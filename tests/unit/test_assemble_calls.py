@@ -8,8 +8,8 @@ import pytest
 from pretend import MS, Script, assembled, decoded
 
 from dpmon.assemble import Assembler
+from dpmon.record.history_rows import UNTIMED
 from dpmon.record.kinds import Call
-from dpmon.record.payloads import UNTIMED
 from dpmon.record.spans import Flag, Kind, Span
 from dpmon.record.wire import Untimed
 

@@ -9,7 +9,7 @@ import pytest
 from pretend import KINDS, Script, apart, decoded, in_portions, numbered, resumed_at, successor_of
 
 from dpmon.assemble import Assembler, step_rules
-from dpmon.record.codec import Decoder
+from dpmon.record.history_rows import Resolver
 from dpmon.record.kinds import RecordError
 from dpmon.record.spans import Flag, Kind, Span
 
@@ -327,10 +327,10 @@ def test_damaged_spans_raise_nothing(seed: int) -> None:
         assert 0 <= assembler.position <= len(spans)
         payloads += assembler.take_current_span(draw.randrange(20), draw.getrandbits(64))
     payloads += assembler.end()
-    decoder = Decoder(0)
+    decoder = Resolver(0)
     for payload in payloads:
         try:
-            decoder.decode(payload)
+            decoder.record(payload)
         except RecordError as error:
             raise AssertionError(payload) from error
     assert assembler.dropped

@@ -9,9 +9,9 @@ from pretend import MS, START, Script, apart, assembled, decoded, in_portions, r
 from test_assemble_resumed import Chance
 
 from dpmon.assemble import step_rules
+from dpmon.record.history_rows import MAX_SPANS
 from dpmon.record.kinds import Step
 from dpmon.record.spans import Flag
-from dpmon.record.step_spans import MAX_SPANS
 
 
 def ran(step: Step) -> list[tuple[str, float, float]]:

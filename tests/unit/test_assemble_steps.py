@@ -7,11 +7,11 @@ from itertools import pairwise
 
 import pytest
 from pretend import MS, Result, Script, assembled, decoded, in_portions
+from synthetic import kind_of
 
 from dpmon.assemble import Assembler
 from dpmon.assemble.device_waits import MAX_GROUPS
 from dpmon.record.kinds import Step
-from dpmon.record.payloads import kind_of
 from dpmon.record.spans import Flag, Kind
 
 LEARN, FETCHED, LOOK = "fbo", "dfbo", "f"
@@ -148,7 +148,7 @@ def training_calls_only(script: Script) -> None:
 
 
 def encoder_and_decoder(script: Script) -> None:
-    one, two = script.model("Encoder"), script.model("Decoder")
+    one, two = script.model("Encoder"), script.model("Resolver")
     for _ in range(3):
         script.evaluate(one)
         script.evaluate(two)

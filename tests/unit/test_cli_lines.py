@@ -9,22 +9,20 @@ from typing import Any
 
 import pytest
 from kept import keep
-from synthetic import Training
+from synthetic import Training, step_row
 from timed import GPUS, HOST_ONLY, OF_CALL, staged, timed, trained
 
 from dpmon.cli.lines import Lines, _progress
 from dpmon.model.state import State
-from dpmon.record.payloads import UNTIMED, call_head, kind_of
-from dpmon.record.wire import CALL_PHASES, Untimed, pack_step
+from dpmon.record.history_rows import UNTIMED, CallRow, Row, StepRow
+from dpmon.record.wire import CALL_PHASES, Untimed
 from dpmon.run.reader import RunReader
 
 
-def line_of(payloads: Sequence[bytes]) -> dict[str, Any]:
+def line_of(rows: Sequence[Row]) -> dict[str, Any]:
     """Return the line of a headless run with these records."""
     said: list[bytes] = []
-    lines = Lines(
-        RunReader(keep({0: payloads}, status=None, drained=False)), lambda line: bool(said.append(line)) or True
-    )
+    lines = Lines(RunReader(keep({0: rows}, status=None)), lambda line: bool(said.append(line)) or True)
     lines.tick(1e9)
     lines.end(None)
     found: dict[str, Any] = json.loads(said[0])
@@ -78,16 +76,16 @@ def test_a_line_is_of_the_mode_in_force(state: Path) -> None:
 
 def test_several_calls_of_a_step_count_together_as_on_the_host(state: Path) -> None:
     made = Training(devices=GPUS, virtual=False)
-    payloads: list[bytes] = []
+    payloads: list[Row] = []
     for _ in range(20):
-        call = [payload for payload in made.step() if kind_of(payload) != "step"]
+        call = [row for row in made.step() if not isinstance(row, StepRow)]
         number = made.steps
         made.steps -= 1
         again = made.step()
         assert made.steps == number
         # Their forward on the host is that of both calls.
-        took = sum(call_head(payload)[7] for payload in (*call, *again) if kind_of(payload) == "call")
-        step = pack_step(1, number, made.now, 3 * took, 60, (-1, took, took, -1))
+        took = sum(row.wall for row in (*call, *again) if isinstance(row, CallRow))
+        step = step_row("dp", number, made.now, 3 * took, 60, (-1, took, took, -1))
         payloads += timed([*call, *again[:-1], step], of_step=(None, 8.0, 3.0, None))
     said = line_of([*made.begin(), *payloads])
     assert on_device(said["call_phases"]) == near(

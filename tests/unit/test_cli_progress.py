@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 from kept import keep
+from stored import Recording
+from synthetic import step_row
 
 from dpmon.cli.progress import ProgressLines
-from dpmon.record.wire import mode_number, pack_event, pack_step
-from dpmon.ring import Ring
-from dpmon.run.rundir import load_info
-from dpmon.store.drain import Drain
+from dpmon.record.history_rows import Row
+from dpmon.record.kinds import Event
 
 _SECOND = 10**9
 NOW_NS = 10**15
@@ -47,16 +47,16 @@ class FakeReader:
 
 def step(
     number: int, samples: int | None = 30, mode: str = "dp", every_ms: int = 100, start_ns: int | None = None
-) -> bytes:
+) -> Row:
     """Return a step that ends when the next one begins."""
     wall = every_ms * 10**6
     start = number * wall if start_ns is None else start_ns
     phases = (-1, wall // 2, wall // 4, -1)
-    return pack_step(mode_number(mode), number, start, wall, -1 if samples is None else samples, phases)
+    return step_row(mode, number, start, wall, samples, phases)
 
 
-def line(*processes: Iterable[bytes]) -> str:
-    """Return the line of Progress for the payloads of each process."""
+def line(*processes: Iterable[Row]) -> str:
+    """Return the line of Progress for the rows of each process."""
     directory = keep(dict(enumerate(processes)), status=None)
     return ProgressLines(FakeReader(directory)).line()  # type: ignore[arg-type]
 
@@ -66,7 +66,7 @@ def test_step_speed_and_mode(state: Path) -> None:
 
 
 def test_virtual_replicas_are_called_so_only_under_dp(state: Path) -> None:
-    mode = pack_event("mode", {"process": 0, "mode": "dp", "virtual": True})
+    mode = Event("mode", {"process": 0, "mode": "dp", "virtual": True})
     assert line([mode, step(1)]).endswith("  dp (virtual)")
     assert line([mode, step(1, mode="single")]).endswith("  single")
 
@@ -82,22 +82,19 @@ def test_ranks_step_together(state: Path) -> None:
 
 def test_ranks_have_no_mode(state: Path) -> None:
     who = {"process": 0, "t_s": 0.0}
-    assert line([pack_event("process", {**who, "world": 2}), step(1, mode="single")]).endswith("samples/s")
-    assert line([pack_event("process", {**who, "world": 1}), step(1, mode="single")]).endswith("  single")
+    assert line([Event("process", {**who, "world": 2}), step(1, mode="single")]).endswith("samples/s")
+    assert line([Event("process", {**who, "world": 1}), step(1, mode="single")]).endswith("  single")
 
 
 class Going:
-    """A live run, whose store gets payloads of one process as they are added."""
+    """A live run, whose store gets rows of one process as they are added."""
 
     def __init__(self) -> None:
         self.directory = keep({}, status=None)
-        self._ring = Ring(str(self.directory / "process-0.ring"), process=0, start_ns=0, capacity=1 << 20)
-        self._drain = Drain(self.directory, load_info(self.directory), print)
+        self._recording = Recording(0, self.directory)
 
-    def take(self, *payloads: bytes) -> None:
-        for payload in payloads:
-            self._ring.write(payload)
-        self._drain.flush()
+    def take(self, *rows: Row) -> None:
+        self._recording.add(rows)
 
 
 def test_each_line_has_the_rate_since_the_last_one(state: Path) -> None:
@@ -132,7 +129,7 @@ def test_a_line_after_an_evaluation_has_the_rate_of_the_training(state: Path) ->
     ):
         for _ in range(count):
             number += 1
-            run.take(pack_step(2, number, at, wall, 16, (-1, 10, 5 if trains else -1, -1)))
+            run.take(step_row("single", number, at, wall, 16, (-1, 10, 5 if trains else -1, -1)))
             at += wall
         lines.append(progress.line())
     assert [said.split("  ")[1] for said in lines] == ["100 steps/s", "10.0 steps/s", "evaluation", "5.00 steps/s"]
@@ -140,7 +137,7 @@ def test_a_line_after_an_evaluation_has_the_rate_of_the_training(state: Path) ->
 
 def test_without_steps_it_says_what_is_waited_for(state: Path) -> None:
     assert line() == "waiting for the first step"
-    reader = FakeReader(keep({}, status=None, drained=False))
+    reader = FakeReader(keep({}, status=None))
     progress = ProgressLines(reader)  # type: ignore[arg-type]
     reader.reached = ("importing torch", NOW_NS - 3 * 10**9)
     assert progress.line() == "importing torch (3 s)"
@@ -168,7 +165,7 @@ def test_the_line_after_the_last_step_does_not_wait_for_a_first_step(state: Path
 def test_a_pause_is_no_part_of_the_speed(state: Path) -> None:
     who = {"process": 0, "t_s": 0.2, "paused": True, "paused_s": None}
     over = {**who, "t_s": 4.2, "paused": False, "paused_s": 4.0}
-    records = [step(1), pack_event("pause", who), pack_event("pause", over), step(2, start_ns=_SECOND * 42 // 10)]
+    records = [step(1), Event("pause", who), Event("pause", over), step(2, start_ns=_SECOND * 42 // 10)]
     assert line(records).startswith("step 2  10.0 steps/s")
 
 

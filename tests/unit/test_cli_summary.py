@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 from kept import keep
+from rowring import fill, use_row_rings
 from synthetic import SECOND, Training
 from test_run_playback import a_run
 
 from dpmon.cli.speak import closing, speak
 from dpmon.cli.summary import SummaryLine, fitted, summary, summary_lines
-from dpmon.record.wire import pack_event
+from dpmon.record.kinds import Event
 from dpmon.run.rundir import load_exit
 from dpmon.text.cells import cut
 
@@ -119,9 +120,13 @@ def test_a_replica_is_named_after_its_model_where_there_are_several(state: Path)
     ]
 
 
-def test_an_unreadable_history_is_reported_and_the_rings_are_summarised(state: Path) -> None:
+def test_an_unreadable_history_is_reported_and_the_rings_are_summarised(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_row_rings(monkeypatch)
     training = Training()
-    directory = keep({0: [*training.begin(), *training.run(20)]})
+    directory = keep({})
+    fill(directory / "process-0.ring", [*training.begin(), *training.run(20)])
     (directory / "history.sqlite").write_bytes(b"x" * 5000)
     lines = summary_lines(directory, load_exit(directory))
     assert any(line.startswith("dp (virtual replicas): 20 steps, 20 calls, ") for line in lines)
@@ -135,7 +140,7 @@ def test_the_parts_of_the_elapsed_time_stand_there_if_not_nearly_all_was_trainin
     training.now += 4 * SECOND
     payloads += training.run(20)
     seconds = training.now / SECOND + 1
-    directory = keep({0: payloads, -1: [pack_event("exit", {"status": 0, "t_s": seconds})]}, seconds=seconds)
+    directory = keep({0: payloads, -1: [Event("exit", {"status": 0, "t_s": seconds})]}, seconds=seconds)
     line = summary_lines(directory, load_exit(directory))[1]
     between = f"between steps 4.00 s (longest 4.00 s after step {gap_after})"
     assert line == f"time: start-up 3.00 s, training {seconds - 8:.2f} s, {between}, after the last step 1.00 s"
@@ -222,7 +227,7 @@ def test_a_summary_leaves_room_for_the_prompt_and_its_headline(
 
 def test_further_warnings_are_counted_and_the_command_that_lists_them_is_named(state: Path) -> None:
     training = Training(mode="single")
-    warnings = [pack_event("warning", {"process": 0, "t_s": 1.0, "text": f"warning number {n}"}) for n in range(12)]
+    warnings = [Event("warning", {"process": 0, "t_s": 1.0, "text": f"warning number {n}"}) for n in range(12)]
     directory = keep({0: [*training.begin(), *training.run(5), *warnings]})
     lines = summary_lines(directory, load_exit(directory))
     assert [line for line in lines if line.startswith("warning: ")] == [

@@ -11,15 +11,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from joined import joined_payloads
+from joined import joined_rows
 from kept import keep
 from prometheus_client.parser import text_string_to_metric_families
+from synthetic import changed
 from traceformat import read
 
 from dpmon.cli.lines import Lines
 from dpmon.cli.progress import ProgressLines
 from dpmon.cli.summary import summary_lines
 from dpmon.export.perfetto import write_trace
+from dpmon.record.history_rows import Row
+from dpmon.record.kinds import Event
 from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
 from dpmon.report.page import page
@@ -39,7 +42,7 @@ KNOWN = STEPS - 5
 
 def a_run(status: int | None = 0, **how: Any) -> Path:
     """Make a run of three ranks; the second waits long for data."""
-    made, _ = joined_payloads(3, **{"slow": 1, "phase": "data", "steps": STEPS, "noise": 0.0, **how})
+    made, _ = joined_rows(3, **{"slow": 1, "phase": "data", "steps": STEPS, "noise": 0.0, **how})
     return keep(made, status=status)
 
 
@@ -115,7 +118,7 @@ def test_a_single_bucket_hides_nothing(state: Path) -> None:
 
 
 def test_a_run_without_ranks_has_no_communication(state: Path) -> None:
-    made, _ = joined_payloads(1, steps=40)
+    made, _ = joined_rows(1, steps=40)
     story = collect(keep({0: made[0][:1] + made[0][3:]}))
     text = text_lines(document(story), 100)
     assert not any(line.startswith("RANKS") for line in text)
@@ -129,9 +132,9 @@ def test_the_report_says_why_waits_are_unknown(state: Path) -> None:
 
 
 def test_restarted_ranks_are_reported_together(state: Path) -> None:
-    first, end = joined_payloads(2, slow=1, steps=60, noise=0.0)
-    second, _ = joined_payloads(2, slow=1, steps=60, noise=0.0)
-    moved = {2 + rank: [_of(rank, payload) for payload in own] for rank, own in second.items()}
+    first, end = joined_rows(2, slow=1, steps=60, noise=0.0)
+    second, _ = joined_rows(2, slow=1, steps=60, noise=0.0)
+    moved = {2 + rank: [_of(rank, row) for row in own] for rank, own in second.items()}
     directory = keep({**first, **moved})
     found = as_object(collect(directory))
     assert found["communication"]["joined_steps"] == 2 * 55
@@ -139,11 +142,14 @@ def test_restarted_ranks_are_reported_together(state: Path) -> None:
     assert end > 0
 
 
-def _of(rank: int, payload: bytes, *, moved_rank: bool = False) -> bytes:
-    """Return the event for another process; `moved_rank`: its rank in another group of two."""
-    for name in ("process", "rank") if moved_rank else ("process",):
-        payload = payload.replace(f'"{name}":{rank},'.encode(), f'"{name}":{rank + 2},'.encode())
-    return payload.replace(b'"group":[0,1]', b'"group":[2,3]') if moved_rank else payload
+def _of(rank: int, row: Row, *, moved_rank: bool = False) -> Row:
+    """Return the row for another process; `moved_rank`: its rank in another group of two."""
+    if not isinstance(row, Event):
+        return row
+    data = {name: rank + 2 for name in ("process", "rank")[: 1 + moved_rank] if row.data.get(name) == rank}
+    if moved_rank and row.data.get("group") == [0, 1]:
+        data["group"] = [2, 3]
+    return changed(row, **data)
 
 
 def test_the_summary_names_the_slow_rank_and_the_waits(state: Path) -> None:
@@ -163,8 +169,8 @@ def test_the_line_of_progress_names_the_slow_rank(state: Path) -> None:
 
 
 def test_the_line_of_progress_compares_ranks_of_one_process_group_only(state: Path) -> None:
-    made, _ = joined_payloads(2, slow=1, phase="data", steps=STEPS, noise=0.0)
-    fast, _ = joined_payloads(2, steps=STEPS, noise=0.0)
+    made, _ = joined_rows(2, slow=1, phase="data", steps=STEPS, noise=0.0)
+    fast, _ = joined_rows(2, steps=STEPS, noise=0.0)
     moved = {2 + rank: [_of(rank, payload, moved_rank=True) for payload in own] for rank, own in fast.items()}
     reader: Any = SimpleNamespace(directory=keep({**made, **moved}, status=None), info=SimpleNamespace(start_ns=0))
     assert "  others wait for rank 1: 6.00 ms (34 %), data" in (ProgressLines(reader).line() or "")

@@ -18,7 +18,7 @@ from dpmon.run import proc
 from dpmon.run.destination import check_replaceable, is_stream
 from dpmon.run.rundir import ExitInfo, RunError, load_exit
 from dpmon.supervise.metrics import EVERY_S, Metrics
-from dpmon.supervise.supervisor import Supervisor, _Silent
+from dpmon.supervise.supervisor import Supervisor
 
 STREAMS = ("a FIFO", "a device")
 NOT_STREAMS = [kind for kind in PLACES if kind not in STREAMS]
@@ -246,7 +246,7 @@ def test_a_directory_from_another_machine_replaces_no_file(
         before = target.read_text()
     elif before is not None:
         target.write_text(before)
-    metrics = Supervisor(directory)._metrics(_Silent())
+    metrics = Supervisor(directory)._metrics(print)
     if metrics is not None:
         metrics.end(ExitInfo(0, None, 1.7e9, 5, 5.0, "supervisor"))
     now = target.read_text() if target.exists() else None

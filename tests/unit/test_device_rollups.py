@@ -7,10 +7,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from dpmon.record.wire import pack_event
-from dpmon.ring import Ring
 from dpmon.run.rundir import RunInfo
 from dpmon.store.batch import Batch
 from dpmon.store.drain import Drain
@@ -27,14 +23,10 @@ def minutes_in(directory: Path) -> list[tuple[Any, ...]]:
 
 
 def test_the_drain_sums_up_samples(tmp_path: Path) -> None:
-    gpu = Ring(str(tmp_path / "gpu.ring"), process=-1, start_ns=0)
+    drain = Drain(tmp_path, RunInfo("id", "n", ("c",), "s", "/", None, 0.0, 0, "", False))
     for second in range(90):
-        gpu.write(
-            pack_event("device", {"t_s": float(second), "index": 1, "name": "x", "util_pct": second, "absent": {}})
-        )
-        gpu.write(pack_event("host", {"t_s": float(second), "cpu_pct": 50.0, "run_cpu_pct": None}))
-    info = RunInfo("id", "n", ("c",), "s", "/", None, 0.0, 0, "", False)
-    drain = Drain(tmp_path, info, pytest.fail)
+        drain.emit("device", {"t_s": float(second), "index": 1, "name": "x", "util_pct": second, "absent": {}})
+        drain.emit("host", {"t_s": float(second), "cpu_pct": 50.0, "run_cpu_pct": None})
     drain.flush()
     drain.close()
     assert minutes_in(tmp_path) == [

@@ -287,4 +287,4 @@ def test_every_patch_fits(page: Path) -> None:
 
 
 def test_there_are_patches() -> None:
-    assert len(patches(DOCS / "contributing.md")) >= 7
+    assert len(patches(DOCS / "contributing.md")) >= 6

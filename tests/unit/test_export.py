@@ -22,10 +22,9 @@ from dpmon.export import ExportError, export
 from dpmon.export import records as run_export
 from dpmon.export.perfetto import write_trace
 from dpmon.export.table import Tables, row
-from dpmon.record.codec import Decoder
 from dpmon.record.fields import COLUMNS
+from dpmon.record.history_rows import Resolver
 from dpmon.record.kinds import Call, Event, PhaseSpan, Record, Step
-from dpmon.record.wire import pack_event
 from dpmon.run.destination import opened
 from dpmon.run.rundir import load_info
 
@@ -57,7 +56,7 @@ def samples() -> list[bytes]:
         },
         {"device": "cuda:1", "model_bytes": 10},
     ]
-    return [*found, pack_event("memory", memory), pack_event("warning", {"process": None, "t_s": None, "text": "a\nb"})]
+    return [*found, Event("memory", memory), Event("warning", {"process": None, "t_s": None, "text": "a\nb"})]
 
 
 @pytest.fixture
@@ -200,8 +199,8 @@ def test_ranks_are_processes_with_names(state: Path) -> None:
     directory = keep({})
     records: list[Record] = []
     for number, payloads in made.items():
-        decoder = Decoder(number, rank=1 - number)
-        records += [record for payload in payloads if (record := decoder.decode(payload)) is not None]
+        decoder = Resolver(number, rank=1 - number)
+        records += [record for payload in payloads if (record := decoder.record(payload)) is not None]
     file = io.StringIO()
     write_trace(load_info(directory), records, file)
     trace = read(file.getvalue())
@@ -378,7 +377,7 @@ def test_a_descriptor_that_leads_into_a_pipe_is_written(directory: Path) -> None
 
 
 def test_text_that_is_no_unicode_is_no_reason_to_fail(state: Path, tmp_path: Path) -> None:
-    directory = keep({-1: [pack_event("warning", {"process": None, "t_s": 1.0, "text": "\ud800\x1b[31m\x00"})]})
+    directory = keep({-1: [Event("warning", {"process": None, "t_s": 1.0, "text": "\ud800\x1b[31m\x00"})]})
     for form in ("jsonl", "perfetto"):
         export(directory, form, str(tmp_path / form))
         assert (tmp_path / form).read_bytes().isascii()

@@ -9,18 +9,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from joined import joined_payloads
+from joined import joined_rows
 from kept import keep
 from stage import LOOK
-from synthetic import SECOND, Training
+from synthetic import SECOND, Training, kind_of, step_row
 
 from dpmon.cli.commands import _describe
 from dpmon.cli.lines import Lines
 from dpmon.cli.summary import summary_lines
 from dpmon.model.numbers import duration, percent
-from dpmon.record.payloads import kind_of
 from dpmon.record.schema import PHASES, REST, STEP
-from dpmon.record.wire import mode_number, pack_step
 from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
 from dpmon.report.sections import most_frequent
@@ -70,8 +68,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         payloads += training.run(60)
         for _ in range(12):
             payloads += [payload for payload in training.step(evaluates=True) if kind_of(payload) != "step"]
-            number, took = mode_number(training.mode), SECOND // 4 + training.random.randrange(SECOND // 4)
-            payloads.append(pack_step(number, training.steps, training.now, took, 30, (took // 9, took // 2, -1, -1)))
+            took = SECOND // 4 + training.random.randrange(SECOND // 4)
+            payloads.append(
+                step_row(training.mode, training.steps, training.now, took, 30, (took // 9, took // 2, -1, -1))
+            )
             training.now += took
         training.now += 3 * SECOND
         training.step_ns = SECOND
@@ -286,7 +286,7 @@ def test_a_figure_is_the_same_wherever_it_is_shown(run: Path, name: str) -> None
 
 def test_the_times_of_ranks_are_those_of_one_rank_everywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    made, end = joined_payloads(2, slow=1, phase="data", extra_ms=38.0)
+    made, end = joined_rows(2, slow=1, phase="data", extra_ms=38.0)
     directory = keep(made, seconds=end / SECOND + 1)
     with open_store(directory) as store:
         window = Window(store)

@@ -10,8 +10,8 @@ from synthetic import Training
 from dpmon.assemble.definitions import Definitions
 from dpmon.export import table
 from dpmon.model.layouts import Layouts
-from dpmon.record.codec import Decoder
 from dpmon.record.fields import COLUMNS
+from dpmon.record.history_rows import Resolver
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Size
 from dpmon.store.answers import Shape
@@ -26,10 +26,10 @@ def test_a_definition_keeps_the_global_shape() -> None:
     assert definitions.add({"define": 7, "value": WRITTEN})
     assert [list(size) for size in definitions.sizes(7)] == WRITTEN
     assert not Definitions().add({"define": 7, "value": [["0", [4], "float32", 16, ["4"]]]})
-    decoder = Decoder(0)
-    for payload in definitions.payloads(7):
-        decoder.decode(payload)
-    assert decoder._known(7) == SIZES
+    resolver = Resolver(0)
+    for row in definitions.rows([7]):
+        resolver.record(row)
+    assert resolver._sizes(7) == SIZES
 
 
 def test_json_csv_report_and_screen_say_both_shapes() -> None:

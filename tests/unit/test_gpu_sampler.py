@@ -7,8 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,10 +20,7 @@ from dpmon.gpu import watch as watch_module
 from dpmon.gpu.nvml import Nvml, leave
 from dpmon.gpu.sample import VALUES
 from dpmon.gpu.sampler import DeviceSampler
-from dpmon.record.codec import Decoder
 from dpmon.record.kinds import Event
-from dpmon.record.wire import pack_event
-from dpmon.ring_reader import RingReader
 
 INTERVAL_S = 0.02
 LIMIT_S = 60.0
@@ -78,23 +74,22 @@ class FakeNvml(Nvml):
 
 
 class Watch:
-    """Reads the ring of a sampler until a condition holds."""
+    """Takes the events of a sampler, and waits until a condition holds."""
 
-    def __init__(self, path: Path) -> None:
-        self.reader = RingReader(str(path))
-        self.decoder = Decoder(-1)
-        self.events: list[Event] = []
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self._taken: list[Event] = []
+
+    def take(self, kind: str, data: Mapping[str, Any]) -> None:
+        self._taken.append(Event(kind, {"t_s": time.monotonic() - self.began, **data}))
 
     def until(self, holds: Callable[[list[Event]], Any], what: str) -> list[Event]:
         deadline = time.monotonic() + LIMIT_S
         while True:
-            for payload in self.reader.read():
-                event = self.decoder.decode(payload)
-                assert isinstance(event, Event)
-                self.events.append(event)
-            if holds(self.events):
-                return self.events
-            assert time.monotonic() < deadline, f"{what}: {[event.kind for event in self.events][-20:]}"
+            events = list(self._taken)
+            if holds(events):
+                return events
+            assert time.monotonic() < deadline, f"{what}: {[event.kind for event in events][-20:]}"
             threading.Event().wait(0.005)
 
 
@@ -110,7 +105,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[DeviceSampler, Watch]]]:
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[DeviceSampler, Watch]]]:
     """A function that starts a fast sampler over a fake NVML; all are stopped afterwards."""
     monkeypatch.setattr(watch_module, "NVML_PERIOD_S", INTERVAL_S)
     monkeypatch.setattr(watch_module, "RETRY_S", INTERVAL_S)
@@ -119,11 +114,11 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     made: list[tuple[DeviceSampler, FakeNvml]] = []
 
     def maker(nvml: FakeNvml, root_pid: Callable[[], int | None] = lambda: None) -> tuple[DeviceSampler, Watch]:
-        path = tmp_path / f"gpu-{len(made)}.ring"
-        sampler = DeviceSampler(path, time.monotonic_ns(), root_pid, INTERVAL_S, nvml=lambda: nvml)
+        watch = Watch()
+        sampler = DeviceSampler(watch.take, root_pid, INTERVAL_S, nvml=lambda: nvml)
         made.append((sampler, nvml))
         sampler.start()
-        return sampler, Watch(path)
+        return sampler, watch
 
     yield maker
     for sampler, nvml in made:
@@ -194,7 +189,7 @@ def test_an_nvml_that_never_answers_holds_up_neither_host_nor_stop(
     sampler.stop()  # returns although the gate is closed
     assert nvml.shutdowns == 0  # shutting down NVML during a call would crash
     assert left == [(leave, 0)]  # and so would the library's exit handler
-    sampler.emit("exit", {"status": 0, "signal": None})
+    watch.take("exit", {})
     nvml.gate.set()
     for thread in sampler._watch._threads:
         thread.join(LIMIT_S)
@@ -222,9 +217,9 @@ def test_a_gpu_that_falls_silent_is_shown_as_unknown_and_comes_back(make: Any, i
     assert device["util_pct"] is None
     assert (device["uuid"], device["name"]) == (f"GPU-{device['index']}", "Fake")
     watch.until(lambda e: len(of_kind(e, "warning")) == 2, "a warning for each")
-    hosts = len(of_kind(watch.events, "host"))
+    hosts = len(of_kind(watch._taken, "host"))
     watch.until(lambda e: len(of_kind(e, "host")) > hosts + 20, "host samples")
-    assert len(of_kind(watch.events, "warning")) == 2  # once, not once a sample
+    assert len(of_kind(watch._taken, "warning")) == 2  # once, not once a sample
     nvml.gate.set()
     watch.until(lambda e: "NVML answers again for GPU 1" in [w["text"] for w in of_kind(e, "warning")], "the second")
     watch.until(lambda e: of_kind(e, "device")[-1]["util_pct"] is not None, "values")
@@ -257,7 +252,7 @@ def test_processes_of_the_run_are_distinguished_from_others(make: Any) -> None:
     nvml.processes = [os.getpid(), 1]
     _, watch = make(nvml, os.getpid)
     watch.until(lambda e: of_kind(e, "device") and of_kind(e, "device")[-1]["of_run"], "our own process id")
-    device = of_kind(watch.events, "device")[-1]
+    device = of_kind(watch._taken, "device")[-1]
     assert (device["mem_run_bytes"], device["mem_others_bytes"]) == (100, 100)
     host = of_kind(watch.until(lambda e: len(of_kind(e, "host")) > 2, "host"), "host")[-1]
     assert host["run_mem_bytes"] > 1 << 20
@@ -269,17 +264,17 @@ def test_gpus_reported_by_torch_in_a_training_process_are_used(make: Any) -> Non
     sampler, watch = make(nvml)
 
     def say(process: Any, devices: Any) -> None:
-        sampler.take_event(pack_event("memory", {"process": process, "devices": devices}), os.getpid())
+        sampler.take_memory({"process": process, "devices": devices}, os.getpid())
 
     say(3, [{"device": "cuda:0", "uuid": "1", "reserved_bytes": 500}, {"device": "cpu"}, "junk"])
     watch.until(lambda e: [d for d in of_kind(e, "device") if d["index"] == 1 and d["of_run"]], "the GPU of the run")
-    device = next(d for d in reversed(watch.events) if d.kind == "device" and d.data["index"] == 1).data
+    device = next(d for d in reversed(watch._taken) if d.kind == "device" and d.data["index"] == 1).data
     assert device["ordinals"] == [{"process": 3, "device": "cuda:0"}]
     assert device["mem_torch_bytes"] == 500
     for junk in (None, {}, [{"uuid": 5}], [{"uuid": "x", "reserved_bytes": True}]):
         say(4, junk)
     say("x", [])
-    sampler.take_event(b"\x04{", os.getpid())
+    sampler.take_memory({"process": "x"}, os.getpid())
 
 
 def test_memory_of_a_process_that_has_ended_no_longer_counts(make: Any) -> None:
@@ -287,7 +282,7 @@ def test_memory_of_a_process_that_has_ended_no_longer_counts(make: Any) -> None:
     ended = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     for process, pid in ((0, os.getpid()), (1, ended.pid)):
         devices = [{"device": "cuda:0", "uuid": "1", "reserved_bytes": 500 + process}]
-        sampler.take_event(pack_event("memory", {"process": process, "devices": devices}), pid)
+        sampler.take_memory({"process": process, "devices": devices}, pid)
 
     def last(events: Any) -> Any:
         return next((e.data for e in reversed(events) if e.kind == "device" and e.data["index"] == 1), {})
@@ -303,36 +298,12 @@ def test_a_lasting_failure_is_reported_once_a_minute(make: Any) -> None:
     for i in range(2000):
         sampler.warn("the same")
         sampler.warn(f"another {i}")
-    sampler.emit("exit", {"status": 0, "signal": None})
+    watch.take("exit", {})
     events = watch.until(lambda e: of_kind(e, "exit"), "the end")
     texts = [data["text"] for data in of_kind(events, "warning")]
     assert texts.count("the same") == 1
     assert len(texts) <= sampler_module.MAX_WARNINGS
 
 
-def test_events_from_many_threads_are_complete(make: Any) -> None:
-    sampler, watch = make(FakeNvml())
-    threads = [
-        threading.Thread(target=lambda n=n: [sampler.emit("warning", {"text": f"{n}:{i}"}) for i in range(100)])
-        for n in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    events = watch.until(lambda e: len(of_kind(e, "warning")) >= 800, "warnings")
-    assert {data["text"] for data in of_kind(events, "warning")} == {f"{n}:{i}" for n in range(8) for i in range(100)}
-    assert all(data["t_s"] > 0 for data in of_kind(events, "warning"))
-
-
-def test_a_name_that_is_taken_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "gpu.ring").touch()
-    with pytest.raises(FileExistsError):
-        DeviceSampler(tmp_path / "gpu.ring", 0, lambda: None)
-
-
-def test_stop_without_start(tmp_path: Path) -> None:
-    sampler = DeviceSampler(tmp_path / "gpu.ring", 0, lambda: None)
-    sampler.stop()
-    sampler.emit("exit", {"status": 0, "signal": None, "t_s": 1.5})
-    assert Watch(tmp_path / "gpu.ring").until(bool, "the event")[0].data["t_s"] == 1.5
+def test_stop_without_start() -> None:
+    DeviceSampler(Watch().take, lambda: None).stop()

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 from kept import keep
-from spoiled import DAMAGE, spoiled
+from spans import Training as Spans
+from spoiled import DAMAGE, spoiled, spoiled_lines
 from stored import state_in
 from synthetic import Training, device_event, host_event
 
@@ -15,11 +16,11 @@ from dpmon.cli.main import main
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("drained", [True, False], ids=["history", "rings"])
+@pytest.mark.parametrize("where", ["history", "rings"])
 @pytest.mark.parametrize("what", DAMAGE)
 def test_every_reader_survives(
     state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], what: str,
-    drained: bool,
+    where: str,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     nobody = SimpleNamespace(look=lambda: None)
@@ -27,7 +28,16 @@ def test_every_reader_survives(
     training = Training()
     own = [host_event(1.0), device_event(1.0, 0), *spoiled(DAMAGE[what])]
     records = [*training.begin(), *training.run(5), *spoiled(DAMAGE[what]), *training.run(5)]
-    keep({0: records, -1: own}, status=0, drained=drained)
+    if where == "rings":
+        directory = keep({})
+        training = Spans(str(directory / "process-0.ring"), 0)
+        training.step()
+        with open(directory / "process-0.jsonl", "ab") as lines:
+            lines.write(spoiled_lines(DAMAGE[what]))
+        training.step()
+        training.end()
+    else:
+        keep({0: records, -1: own})
     for words in (
         ["ls"], ["report"], ["report", "--json"], ["report", "--html"], ["export", "-o", "out"],
         ["export", "--format", "csv", "-o", "tables"], ["export", "--format", "perfetto", "-o", "trace"],

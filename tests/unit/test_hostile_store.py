@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kept import fill, keep
+from kept import keep
+from rowring import fill, use_row_rings
 from sizes import LONG
 from synthetic import Training, host_event
 from test_hostile_history import ENDLESS, folded
 
+from dpmon.record.history_rows import Row
 from dpmon.run.rundir import RunError
 from dpmon.store.opened import open_store
 from dpmon.store.queries import Store
@@ -26,9 +28,10 @@ VALUES = ("'x'", "x'ff00'", "NULL", "-1", "1e999", "0.5", str((1 << 63) - 1), st
 
 
 @pytest.fixture
-def directory(state: Path) -> Path:
+def directory(state: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run of two processes with both modes."""
-    records: dict[int, list[bytes]] = {-1: [host_event(1.0)]}
+    use_row_rings(monkeypatch)
+    records: dict[int, list[Row]] = {-1: [host_event(1.0)]}
     for process in (0, 1):
         training = Training(process=process)
         records[process] = [*training.begin(), *training.run(30)]
@@ -76,10 +79,9 @@ def test_damaged_rows_are_left_out(directory: Path, table: str, complete: bool) 
     path = directory / HISTORY_FILE
     if not complete:
         for process in (0, 1):
-            ring = directory / f"process-{process}.ring"
-            ring.unlink()
             more = Training(process=process)
-            fill(ring, process, [*more.begin(), *more.run(40), *more.switch("single"), *more.run(40)])
+            rows = [*more.begin(), *more.run(40), *more.switch("single"), *more.run(40)]
+            fill(directory / f"process-{process}.ring", rows)
     whole = path.read_bytes()
     with closing(sqlite3.connect(path)) as db:
         names = [row[1] for row in db.execute(f"PRAGMA table_info({table})")]

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from joined import joined_payloads
+from joined import joined_rows
 from kept import keep
 from synthetic import SECOND, Training, device_event, host_event
 from timed import staged
 
 from dpmon.cli.commands import _describe
 from dpmon.cli.lines import Lines
-from dpmon.record.wire import pack_event
+from dpmon.record.kinds import Event
 from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
 from dpmon.run.reader import RunReader
@@ -66,7 +66,7 @@ def check(section: str, *objects: dict[str, Any]) -> None:
 
 
 def event(kind: str, **data: Any) -> bytes:
-    return pack_event(kind, {"process": 0, "rank": None, **data})
+    return Event(kind, {"process": 0, "rank": None, **data})
 
 
 @pytest.fixture
@@ -85,8 +85,8 @@ def objects(state: Path) -> list[dict[str, Any]]:
     ]
     own = [host_event(float(t)) for t in range(15)]
     own += [device_event(float(t), 0, throttle=["power cap"]) for t in range(15)]
-    own.append(pack_event("input", {"pid": 4242, "t_s": 7.0, "waited_s": 1.0}))
-    ranked, end = joined_payloads(3, slow=1, phase="data", steps=100, noise=0.0)
+    own.append(Event("input", {"pid": 4242, "t_s": 7.0, "waited_s": 1.0}))
+    ranked, end = joined_rows(3, slow=1, phase="data", steps=100, noise=0.0)
     runs = [
         keep({0: payloads, -1: own}, status=1, seconds=training.now / SECOND),
         keep(ranked, seconds=end / SECOND),
@@ -108,7 +108,7 @@ def test_every_field_of_a_listed_run_is_described(state: Path) -> None:
 
 
 def test_every_field_of_a_status_line_is_described(state: Path) -> None:
-    ranked, _ = joined_payloads(2, steps=100)
+    ranked, _ = joined_rows(2, steps=100)
     made = [keep(ranked), keep({0: staged(4, None), -1: [host_event(1.0), device_event(1.0, 0)]}), keep({})]
     found = []
     for directory in made:

@@ -10,7 +10,7 @@ from synthetic import SECOND, Training, device_event, host_event
 
 from dpmon.model.memory import held, held_by, reasons
 from dpmon.model.process import Process
-from dpmon.record.wire import pack_event
+from dpmon.record.kinds import Event
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.paint import whole
 from dpmon.ui.panels import panel_devices
@@ -96,7 +96,7 @@ def test_implausible_memory_is_not_shown() -> None:
 
 def scene_of(*devices: dict[str, Any], gpus: int = 0) -> Scene:
     training = Training()
-    payloads = [*training.begin(), *training.run(5), pack_event("memory", record(0, *devices))]
+    payloads = [*training.begin(), *training.run(5), Event("memory", record(0, *devices))]
     payloads += [device_event(2.0, index) for index in range(gpus)] or [host_event(2.0)]
     return Scene(state_of(payloads), 3 * SECOND, alive=True)
 

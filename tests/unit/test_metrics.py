@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from kept import keep
 from prometheus_client.parser import text_string_to_metric_families
-from synthetic import SECOND, Training, decoded, device_event, host_event
+from rowring import RowRing, use_row_rings
+from synthetic import SECOND, Training, decoded, device_event, host_event, kind_of, step_row
 
 from dpmon.cleaning import harmless
-from dpmon.record.kinds import Call
-from dpmon.record.payloads import kind_of
-from dpmon.record.wire import CALL_PHASES, Untimed, pack_event, pack_step, pack_timed
-from dpmon.ring import Ring
+from dpmon.record.history_rows import CallRow, StepRow
+from dpmon.record.kinds import Call, Event
+from dpmon.record.wire import CALL_PHASES, Untimed
 from dpmon.run.rundir import ExitInfo, load_info
 from dpmon.store.drain import Drain
 from dpmon.store.opened import open_store
@@ -54,7 +54,7 @@ def written(
 def test_the_metrics_file_has_the_figures_of_the_record(state: Path, tmp_path: Path) -> None:
     training = Training()
     own = [host_event(1.0, cpu=50.0), device_event(1.0, 0), device_event(2.0, 0, util_pct=40, power_w=None)]
-    own.append(pack_event("warning", {"process": None, "t_s": 1.0, "text": "x"}))
+    own.append(Event("warning", {"process": None, "t_s": 1.0, "text": "x"}))
     payloads = [*training.begin(), *training.run(40)]
     directory = keep({0: payloads, -1: own}, status=None)
     found = written(directory, tmp_path / "it.prom")
@@ -85,16 +85,15 @@ def test_the_metrics_file_has_the_figures_of_the_record(state: Path, tmp_path: P
 def test_device_time_is_counted_with_the_number_of_steps_that_have_it(state: Path, tmp_path: Path) -> None:
     """Nine of ten steps are timed, and the data of seven; each mean is over the timed ones."""
     training = Training(devices=("cuda:0", "cuda:1"), virtual=False)
-    payloads, number = [], 0
-    for payload in training.run(10):
-        kind = kind_of(payload)
-        number += kind == "call"
-        if kind == "call":
-            payload = pack_timed(payload, (number, 1.0, None, 0.0, 9.0, 9.0), Untimed.LATE)
-        elif kind == "step" and number > 1:
-            payload = pack_timed(payload, (None if number < 5 else 2.0, 4.0, float(number), None), Untimed.LATE)
-        payloads.append(payload)
-    found = written(keep({0: payloads}, status=None), tmp_path / "it.prom")
+    rows, number = [], 0
+    for row in training.run(10):
+        if isinstance(row, CallRow):
+            number += 1
+            row = row.timed((number, 1.0, None, 0.0, 9.0, 9.0), Untimed.LATE)
+        elif isinstance(row, StepRow) and number > 1:
+            row = row.timed((None if number < 5 else 2.0, 4.0, float(number), None), Untimed.LATE)
+        rows.append(row)
+    found = written(keep({0: rows}, status=None), tmp_path / "it.prom")
     who = (("mode", "dp"), ("process", "0"), ("rank", ""))
     said = {
         (name.removesuffix("_total"), dict(labels)["phase"]): value
@@ -121,7 +120,7 @@ def test_device_time_is_counted_with_the_number_of_steps_that_have_it(state: Pat
 def test_the_histogram_counts_every_step_once_within_its_bounds(state: Path, tmp_path: Path) -> None:
     """A bound may be off by 0.4 %: half of the steps are below one by that much, and half above one."""
     walls = [int(bound * 1e9 * (1 + side)) for bound in BOUNDS_S for side in (-0.0041, 0.0041)]
-    steps = [pack_step(2, number, 10**9, wall, -1, (-1,) * 4) for number, wall in enumerate(walls, start=1)]
+    steps = [step_row("single", number, 10**9, wall, -1, (-1,) * 4) for number, wall in enumerate(walls, start=1)]
     found = written(keep({0: steps}, status=None), tmp_path / "it.prom")
     who = (("mode", "single"), ("process", "0"), ("rank", ""))
     for number, bound in enumerate(BOUNDS_S):
@@ -135,7 +134,7 @@ def test_the_activities_of_a_process_add_up_to_its_time(state: Path, tmp_path: P
     payloads = [*training.begin(), *training.run(50)]
     for _ in range(10):  # without a backward pass and an optimizer
         payloads += [payload for payload in training.step(evaluates=True) if kind_of(payload) != "step"]
-        payloads.append(pack_step(2, training.steps, training.now, 10**6, 30, (10, 10**5, -1, -1)))
+        payloads.append(step_row("single", training.steps, training.now, 10**6, 30, (10, 10**5, -1, -1)))
         training.now += 10**6
     directory = keep({0: payloads}, status=None)
     found = written(directory, tmp_path / "it.prom")
@@ -146,23 +145,21 @@ def test_the_activities_of_a_process_add_up_to_its_time(state: Path, tmp_path: P
     assert sum(spent.values()) == pytest.approx(whole)
 
 
-def test_a_late_wait_for_input_makes_no_counter_decrease(state: Path, tmp_path: Path) -> None:
+def test_a_late_wait_for_input_makes_no_counter_decrease(
+    state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     training = Training(mode="single", step_ns=100_000_000)
     directory = keep({}, status=None)
     info = load_info(directory)
-    process, own = (
-        Ring(str(directory / name), process=number, start_ns=0, capacity=1 << 17)
-        for name, number in (("process-0.ring", 0), ("gpu.ring", -1))
-    )
-    drain = Drain(directory, info, print)
+    use_row_rings(monkeypatch)
+    process = RowRing(directory / "process-0.ring")
+    drain = Drain(directory, info)
     metrics = Metrics(tmp_path / "it.prom", directory, print)
     written_before: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
     for number in range(4):
-        for payload in [*(training.begin() if not number else ()), *training.run(20)]:
-            process.write(payload)
+        process.write(*(training.begin() if not number else ()), *training.run(20))
         if number == 2:
-            began = training.now / SECOND - 1.5
-            own.write(pack_event("input", {"pid": 4242, "t_s": began, "waited_s": 1.0}))
+            drain.emit("input", {"pid": 4242, "t_s": training.now / SECOND - 1.5, "waited_s": 1.0})
         drain.flush()
         metrics.tick(number * 100.0)
         found = samples(tmp_path / "it.prom")
@@ -221,13 +218,14 @@ def test_a_failure_to_write_is_reported_once(state: Path, tmp_path: Path) -> Non
     assert samples(tmp_path / "no" / "it.prom")
 
 
-def test_counters_go_on_while_the_run_does(state: Path, tmp_path: Path) -> None:
+def test_counters_go_on_while_the_run_does(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = keep({}, status=None)
-    ring = Ring(str(directory / "process-0.ring"), process=0, start_ns=0, capacity=1 << 17)
-    drain = Drain(directory, load_info(directory), print)
+    use_row_rings(monkeypatch)
+    ring = RowRing(directory / "process-0.ring")
+    drain = Drain(directory, load_info(directory))
     metrics = Metrics(tmp_path / "it.prom", directory, print)
     for number in range(1, 4):
-        ring.write(pack_step(1, number, number * 10**9, 10**9, 4, (1, 1, 1, 1)))
+        ring.write(step_row("dp", number, number * 10**9, 10**9, 4, (1, 1, 1, 1)))
         drain.flush()
         metrics.tick(number * 100.0)
         found = samples(tmp_path / "it.prom")

@@ -15,7 +15,6 @@ from dpmon.model.findings import findings
 from dpmon.model.found_between_ranks import between_ranks
 from dpmon.model.json_fields import communication_fields
 from dpmon.model.stragglers import RankTimes, Straggler, held_up, in_short, rank_times, sentence, straggler
-from dpmon.record.plainjson import load_event
 from dpmon.store.answers import Communicated
 from dpmon.store.figures import PhaseFigures
 from dpmon.store.store_at import StoreAt
@@ -23,7 +22,7 @@ from dpmon.store.tally import Tally
 
 
 def wrapped(rank: int = 0, **more: Any) -> Wrapper:
-    found = wrapper(load_event(ddp_event(rank, 2, **more)[1:].decode())[1])
+    found = wrapper(ddp_event(rank, 2, **more).data)
     assert found is not None
     return found
 
@@ -377,7 +376,7 @@ def searched(*unused: int | None, rank: int = 0, iterations: tuple[int, ...] = (
         ddp_event(rank, 2, find_unused_parameters=True, unused_bytes=size, iteration=iteration)
         for size, iteration in zip(unused, iterations, strict=True)
     ]
-    return list(newest_wrappers(load_event(record[1:].decode())[1] for record in records))
+    return list(newest_wrappers(record.data for record in records))
 
 
 def test_a_search_for_unused_parameters_is_found_where_there_are_none() -> None:
@@ -407,7 +406,7 @@ def test_a_search_is_not_called_useless_where_torch_adds_up_what_it_found() -> N
         1, 2, find_unused_parameters=True, unused_bytes=None, iteration=200, absent={"unused_bytes": "-"}
     )
     records = [ddp_event(1, 2, find_unused_parameters=True, iteration=100), summed]
-    (other,) = newest_wrappers(load_event(record[1:].decode())[1] for record in records)
+    (other,) = newest_wrappers(record.data for record in records)
     assert other.most_unused_bytes is None
     assert found_in(EVEN, *searched(0, 0, 0), other) == []
 

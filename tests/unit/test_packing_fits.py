@@ -1,4 +1,4 @@
-"""A JSON record fits into the ring, however long its texts are."""
+"""JSON of a record is short, however long its texts are."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from dpmon.record.wire import DEFINE_HEAD, MAX_JSON, MORE, pack_definition, pack_event, shortened
-from dpmon.ring import MAX_PAYLOAD
+from dpmon.record.wire import MAX_JSON, MORE, packed_json, shortened
 
 
 def test_a_name_is_cut_with_a_mark() -> None:
@@ -27,20 +26,19 @@ def test_a_name_becomes_a_plain_str() -> None:
 @pytest.mark.parametrize("character", ["x", "\U0001f600", "\udcff", '"'])
 @pytest.mark.parametrize(("count", "length"), [(1, 1_000_000), (64, 120), (64, 5000)])
 def test_a_definition_always_fits(character: str, count: int, length: int) -> None:
-    sizes = [(character * length, [3, 4], "float32", 48)] * count
-    packed = pack_definition(7, sizes)
-    assert len(packed) <= MAX_JSON + DEFINE_HEAD.size < MAX_PAYLOAD
-    found = json.loads(packed[DEFINE_HEAD.size :])
+    packed = packed_json([(character * length, [3, 4], "float32", 48)] * count)
+    assert len(packed) <= MAX_JSON
+    found = json.loads(packed)
     assert [size[1:] for size in found] == [[[3, 4], "float32", 48]] * count
     assert found[0][0].rstrip(MORE) in character * length
 
 
 def test_an_event_always_fits() -> None:
-    packed = pack_event("warning", {"text": "t" * 1_000_000, "absent": {"devices": "d" * 100_000}})
-    assert len(packed) < MAX_PAYLOAD
-    assert json.loads(packed[1:])["text"] == "t" * 4095 + MORE
+    packed = packed_json({"text": "t" * 1_000_000, "absent": {"devices": "d" * 100_000}})
+    assert len(packed) <= MAX_JSON
+    assert json.loads(packed)["text"] == "t" * 4095 + MORE
 
 
 def test_a_text_that_fits_is_not_changed() -> None:
     text = "t" * 50_000
-    assert json.loads(pack_event("warning", {"text": text})[1:])["text"] == text
+    assert json.loads(packed_json({"text": text}))["text"] == text

@@ -14,8 +14,7 @@ from dpmon.cli.progress import ProgressLines
 from dpmon.cli.summary import summary_lines
 from dpmon.model.history import BINS, pictured
 from dpmon.model.pace import speed
-from dpmon.record.kinds import is_evaluation
-from dpmon.record.wire import pack_event
+from dpmon.record.kinds import Event, is_evaluation
 from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
 from dpmon.run.reader import RunReader
@@ -128,14 +127,14 @@ def test_a_pause_and_a_wait_for_input_are_in_no_rate(state: Path) -> None:
     payloads = [*training.begin(), *training.run(40)]
     at = training.now / SECOND
     event = {"process": 0, "rank": None, "step": training.steps, "reason": None, "refused": None}
-    payloads.append(pack_event("pause", {**event, "t_s": at, "paused": True, "paused_s": None}))
+    payloads.append(Event("pause", {**event, "t_s": at, "paused": True, "paused_s": None}))
     training.now += 7 * SECOND
-    payloads.append(pack_event("pause", {**event, "t_s": at + 7, "paused": False, "paused_s": 7.0}))
+    payloads.append(Event("pause", {**event, "t_s": at + 7, "paused": False, "paused_s": 7.0}))
     payloads += training.run(20)
     began = training.now
     training.now += 5 * SECOND
     payloads += training.run(20)
-    waits = pack_event("input", {"pid": 4242, "t_s": began / SECOND, "waited_s": 5.0})
+    waits = Event("input", {"pid": 4242, "t_s": began / SECOND, "waited_s": 5.0})
     true = truth(payloads)[1]
     directory = keep({0: payloads, -1: [waits]}, seconds=training.now / 1e9)
     assert as_object(collect(directory))["modes"][0]["samples_per_s"] == pytest.approx(true, rel=0.001)

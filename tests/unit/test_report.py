@@ -17,14 +17,15 @@ from typing import Any
 
 import pytest
 from kept import keep
-from synthetic import SECOND, Training, device_event, host_event
+from synthetic import LEARNS, SECOND, Training, call_row, device_event, host_event, kind_of, step_row
 
 from dpmon.cli.summary import summary_lines
 from dpmon.model.devices import DeviceTotals
 from dpmon.model.history import BINS, PARTS
-from dpmon.record.payloads import kind_of
+from dpmon.record.history_rows import Definition
+from dpmon.record.kinds import Event
 from dpmon.record.schema import SETTLING_STEPS
-from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step
+from dpmon.record.spans import Flag
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
 from dpmon.report.document import Table
@@ -55,7 +56,7 @@ def both(state: Path) -> Path:
         {"device": "cpu", "model_bytes": 4096, "gradients_bytes": 4096, "optimizer_bytes": 0,
          "absent": {"rest_bytes": "torch keeps no statistics"}}]}  # fmt: skip
     own = [host_event(float(t)) for t in range(30)]
-    return keep({0: [*toggled(), pack_event("memory", memory)], -1: own}, seconds=5.0)
+    return keep({0: [*toggled(), Event("memory", memory)], -1: own}, seconds=5.0)
 
 
 def section(lines: list[str], title: str) -> list[str]:
@@ -113,7 +114,7 @@ def test_a_run_that_goes_on_that_is_lost_and_that_trained_nothing(state: Path) -
     lines = report_text(keep({}, status=None, command_pid=None, started_unix=time.time()), 80)
     assert lines[0].endswith("not started yet")
     assert "nothing was traced: the command was not started" in "\n".join(lines)
-    lines = report_text(keep({0: Training().run(3)}, status=None, drained=False), 80)
+    lines = report_text(keep({0: Training().run(3)}, status=None), 80)
     assert lines[0].endswith("how it ended is unknown")
     assert section(lines, "FINDINGS") == ["  too few steps for findings (30 in one mode are needed)"]
     lines = report_text(keep({}), 80)
@@ -122,7 +123,7 @@ def test_a_run_that_goes_on_that_is_lost_and_that_trained_nothing(state: Path) -
 
 def test_a_warning_about_the_runs_directory_does_not_explain_that_nothing_was_traced(state: Path) -> None:
     where = "no run can be kept in /x: this run is kept in /tmp/x"
-    warning = pack_event("warning", {"process": None, "t_s": 0.0, "text": where})
+    warning = Event("warning", {"process": None, "t_s": 0.0, "text": where})
     directory = keep({-1: [warning]}, options={"elsewhere": where})
     text = "\n".join(report_text(directory, 200))
     assert "nothing was traced: no Python process of the run imported torch" in text
@@ -264,7 +265,7 @@ def test_a_stall_is_placed_and_the_first_steps_are_none(state: Path) -> None:
         at, out = 0, []
         for number in range(1, 101):
             wall = 8 * SECOND if number == slow else 10_000_000
-            out.append(pack_step(2, number, at, wall, 4, (wall - 3_000_000, 1_000_000, 1_000_000, -1)))
+            out.append(step_row("single", number, at, wall, 4, (wall - 3_000_000, 1_000_000, 1_000_000, -1)))
             at += wall
         return out
 
@@ -288,17 +289,19 @@ def test_no_line_is_wider_than_the_terminal(both: Path, width: int) -> None:
 def test_nothing_from_outside_steers_the_terminal_or_the_page(state: Path) -> None:
     layout = {"root": HOSTILE, "via": "DataParallel", "virtual": True, "devices": ["cpu:0", HOSTILE], "absent": {}}
     sizes = [[HOSTILE, [4, 5], HOSTILE, 80]]
-    out = [pack_definition(1, layout), pack_definition(2, sizes)]
+    out = [Definition(1, layout), Definition(2, sizes)]
     for number in range(1, 60):
         shares = (2, 2, 0, 5) * 2
-        out.append(pack_call(1, 1, 1, number, number, number * SECOND, 50, 2, 2, (0, 1, 2, 3, 4, 5, 6, 7), shares))
-        out.append(pack_step(1, number, number * SECOND, 900, 4, (1, 2, -1, -1)))
+        out.append(
+            call_row("dp", Flag.VIRTUAL, 1, number, number, number * SECOND, 50, 2, 2, (0, 1, 2, 3, 4, 5, 6, 7), shares)
+        )
+        out.append(step_row("dp", number, number * SECOND, 900, 4, (1, 2, -1, -1)))
     mode = {"process": 0, "mode": "dp", "root": HOSTILE, "devices": [HOSTILE], "reason": HOSTILE, "t_s": 1.0}
-    out += [pack_event("mode", {**mode, "requested_by": who, "refused": why, "virtual": True})
+    out += [Event("mode", {**mode, "requested_by": who, "refused": why, "virtual": True})
             for who, why in (("start", None), ("user", HOSTILE))]  # fmt: skip
-    out += [pack_event("warning", {"process": 0, "t_s": 1.0, "text": HOSTILE})]
-    out += [pack_event("process", {"process": 0, "python": HOSTILE, "torch": HOSTILE})]
-    out += [pack_event("memory", {"process": 0, "devices": [{"device": HOSTILE, "absent": {"rest_bytes": HOSTILE}}]})]
+    out += [Event("warning", {"process": 0, "t_s": 1.0, "text": HOSTILE})]
+    out += [Event("process", {"process": 0, "python": HOSTILE, "torch": HOSTILE})]
+    out += [Event("memory", {"process": 0, "devices": [{"device": HOSTILE, "absent": {"rest_bytes": HOSTILE}}]})]
     own = [device_event(float(t), 0, name=HOSTILE, uuid=HOSTILE, throttle=[HOSTILE], ordinals=[{"device": HOSTILE}])
            for t in range(30)]  # fmt: skip
     directory = keep({0: out, -1: own}, status=1, name="evil", script=f"{HOSTILE}.py", cwd=HOSTILE)
@@ -337,17 +340,15 @@ def test_an_invalid_mode_cannot_control_the_terminal(both: Path) -> None:
 
 def test_records_that_make_no_sense_are_survived(state: Path) -> None:
     nonsense = [
-        pack_event("device", {"index": 0, "t_s": float("nan"), "util_pct": float("inf"), "throttle": [1], "name": 5}),
-        pack_event("device", {"index": "x"}),
-        pack_event("host", {"t_s": 1e300, "gpu_absent": 7}),
-        pack_event("mode", {"process": 0, "mode": 5, "devices": "x", "t_s": None}),
-        pack_event("memory", {"process": 0, "devices": 7}),
-        pack_step(1, 1, -5, -7, -1, (1, 2, 3, 4)),
-        pack_call(1, 0, 99, 1, 1, -5, -7, 98, 97, (0, 1, 2, 3, 4, 5, 6, 7), (96, 95, 0, -5)),
-        b"\x02",
-        b"",
+        Event("device", {"index": 0, "t_s": float("nan"), "util_pct": float("inf"), "throttle": [1], "name": 5}),
+        Event("device", {"index": "x"}),
+        Event("host", {"t_s": 1e300, "gpu_absent": 7}),
+        Event("mode", {"process": 0, "mode": 5, "devices": "x", "t_s": None}),
+        Event("memory", {"process": 0, "devices": 7}),
+        step_row("dp", 1, -5, -7, -1, (1, 2, 3, 4)),
+        call_row("dp", 0, 99, 1, 1, -5, -7, 98, 97, (0, 1, 2, 3, 4, 5, 6, 7), (96, 95, 0, 5)),
     ]
-    directory = keep({0: nonsense}, drained=False)
+    directory = keep({0: nonsense})
     story = collect(directory)
     assert report_text(directory, 80)
     assert json.dumps(as_object(story), allow_nan=False)
@@ -369,7 +370,7 @@ def test_the_number_of_stretches_is_bounded_and_no_step_is_lost(state: Path) -> 
     payloads, at = [*Training(mode="single").begin()], 0
     for number in range(1, 3001):
         at += 900_000_000 if number == 1500 else 300_000_000
-        payloads.append(pack_step(2 if number % 7 else 1, number, at, 250_000_000, 4, (1000, 2000, 3000, -1)))
+        payloads.append(step_row("single" if number % 7 else "dp", number, at, 250_000_000, 4, (1000, 2000, 3000, -1)))
     story = collect(keep({0: payloads}, seconds=1000.0))
     assert len({one.end_ns for one in story.bins}) <= BINS
     assert sum(one.steps for one in story.bins) == 3000
@@ -406,14 +407,14 @@ def test_time_without_steps_is_a_gap_and_a_long_step_is_none(state: Path) -> Non
 def evaluated(train: int, evaluate: int, rounds: int = 1, via: str | None = None) -> list[bytes]:
     """Return training steps of 10 ms, then evaluation steps of 1 ms, each with a call."""
     layout = {"root": "M", "via": via, "virtual": False, "devices": ["cpu"], "absent": {}}
-    out, at = [pack_definition(1, layout), pack_definition(2, [["0", [4, 5], "float32", 80]])], SECOND
+    out, at = [Definition(1, layout), Definition(2, [["0", [4, 5], "float32", 80]])], SECOND
     for number in range(1, rounds * (train + evaluate) + 1):
         trains = (number - 1) % (train + evaluate) < train
         wall, forward = (10_000_000, 4_000_000) if trains else (1_000_000, 50_000)
         none = (-1, 0) * 4
-        out.append(pack_call(2, 6 if trains else 0, 1, number, number, at, forward, 2, 2, none, (2, 2, 0, forward)))
+        out.append(call_row("single", LEARNS * trains, 1, number, number, at, forward, 2, 2, none, (2, 2, 0, forward)))
         rest = (5_900_000, 50_000) if trains else (-1, -1)
-        out.append(pack_step(2, number, at, wall, 4, (10_000 if trains else 900_000, forward, *rest)))
+        out.append(step_row("single", number, at, wall, 4, (10_000 if trains else 900_000, forward, *rest)))
         at += wall
     return out
 
@@ -476,7 +477,7 @@ def test_deleted_rows_change_no_figure(state: Path) -> None:
 
 def pausing(at_s: float, step: int, took_s: float | None = None) -> bytes:
     data = {"process": 0, "rank": None, "t_s": at_s, "step": step, "paused": took_s is None, "paused_s": took_s}
-    return pack_event("pause", {**data, "reason": None, "refused": None})
+    return Event("pause", {**data, "reason": None, "refused": None})
 
 
 def epochs(gap_s: float, workers: int | None = None, persistent: bool = False) -> tuple[list[bytes], float]:
@@ -487,7 +488,7 @@ def epochs(gap_s: float, workers: int | None = None, persistent: bool = False) -
         if epoch and workers is not None:
             start = {"process": 0, "rank": None, "t_s": training.now / SECOND + 0.1 * gap_s, "iter_s": 0.8 * gap_s}
             kept = {"workers": workers, "persistent": persistent, "start": epoch + 1}
-            payloads.append(pack_event("loader", {**start, **kept}))
+            payloads.append(Event("loader", {**start, **kept}))
         training.now += int(gap_s * SECOND) if epoch else 0
         payloads += training.run(20)
     return payloads, training.now / SECOND
@@ -527,7 +528,7 @@ def test_memory_in_json_counts_the_processes_that_know_it(state: Path) -> None:
         training = Training(process=process)
         payloads[process] = [*training.begin(), *training.run(9)]
         if devices is not None:
-            payloads[process].append(pack_event("memory", {"process": process, "t_s": 2.0, "devices": devices}))
+            payloads[process].append(Event("memory", {"process": process, "t_s": 2.0, "devices": devices}))
     (row,) = as_object(collect(keep(payloads, seconds=5.0)))["memory"]
     assert (row["model_bytes"], row["optimizer_bytes"], row["rest_bytes"]) == (200, 200, None)
     assert row["processes"] == 3
@@ -555,7 +556,7 @@ def test_workers_that_start_in_every_epoch_are_named(state: Path, workers: int, 
 
 def test_a_loader_record_that_makes_no_sense_is_survived(state: Path) -> None:
     payloads, end = epochs(1.0)
-    payloads += [pack_event("loader", data) for data in ({}, {"process": 0, "t_s": "x", "iter_s": []}, {"t_s": 1.0})]
+    payloads += [Event("loader", data) for data in ({}, {"process": 0, "t_s": "x", "iter_s": []}, {"t_s": 1.0})]
     assert collect(keep({0: payloads}, seconds=end)).evidence.loaders == ()
 
 
@@ -609,7 +610,7 @@ def long_training(slow: int, steps: int = 6000, evaluations: bool = False) -> li
         wall = 45_000_000 + wait
         evaluates = evaluations and number % 10 == 0
         phases = (wait, 20_000_000, *((-1, -1) if evaluates else (20_000_000, 5_000_000)))
-        out.append(pack_step(2 if number <= 1000 else 1, number, at, wall, 4, phases))
+        out.append(step_row("single" if number <= 1000 else "dp", number, at, wall, 4, phases))
         at += wall
     return out
 

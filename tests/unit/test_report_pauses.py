@@ -18,7 +18,7 @@ from dpmon.model.devices import DeviceTotals
 from dpmon.model.pauses import Pauses, PauseTotals, Span, any_of, pauses_of, together
 from dpmon.model.state import PauseChange
 from dpmon.model.uneven import waited_ns
-from dpmon.record.wire import pack_event
+from dpmon.record.kinds import Event
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
 from dpmon.report.page import page
@@ -37,7 +37,7 @@ def section(lines: list[str], title: str) -> list[str]:
 def pause_event(at_s: float, step: int, took_s: float | None = None, *, process: int = 0, **more: Any) -> bytes:
     """Return the event as the tracer writes it: the beginning of a pause, or with `took_s` its end."""
     data = {"process": process, "rank": None, "t_s": at_s, "step": step, "paused": took_s is None, "paused_s": took_s}
-    return pack_event("pause", {**data, "reason": None, "refused": None, **more})
+    return Event("pause", {**data, "reason": None, "refused": None, **more})
 
 
 def paused_run(took_s: float = 600.0, at_the_end_s: float = 0.0) -> Path:
@@ -300,7 +300,7 @@ def test_a_gpu_sampled_only_in_pauses_has_no_utilisation() -> None:
     ],
 )  # fmt: skip
 def test_pauses_that_make_no_sense_are_survived(state: Path, event: dict[str, Any]) -> None:
-    payloads = [*Training().begin(), *Training().run(3), pack_event("pause", {"process": 0, **event})]
+    payloads = [*Training().begin(), *Training().run(3), Event("pause", {"process": 0, **event})]
     directory = keep({0: payloads})
     assert report_text(directory, 80)
     assert json.dumps(as_object(collect(directory)))

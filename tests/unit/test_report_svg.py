@@ -7,7 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from joined import joined_payloads
+from joined import joined_rows
 from kept import keep
 
 from dpmon.report.collect import collect
@@ -43,7 +43,7 @@ def test_odd_values_are_drawn_inside(values: tuple[float | None, ...]) -> None:
 
 
 def test_ranks_are_drawn_and_the_straggler_waits_for_nobody(state: Path) -> None:
-    made, _ = joined_payloads(3, slow=1, phase="data", steps=100, noise=0.0)
+    made, _ = joined_rows(3, slow=1, phase="data", steps=100, noise=0.0)
     story = collect(keep(made))
     (plot,) = [plot for plot in plots(story) if plot.name == "ranks"]
     assert plot.rows == ["rank 0", "rank 1", "rank 2"]

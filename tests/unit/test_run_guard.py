@@ -175,3 +175,22 @@ def test_a_killed_supervisor_is_replaced_once(state: Path, monkeypatch: pytest.M
         successor.finish()
         assert not successor.at_work
     assert began == ["take over"]
+
+
+def test_an_end_counts_when_the_last_records_are_written_or_nobody_writes_them(state: Path) -> None:
+    info = RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True)
+    directory, _ = create_run(info)
+    now = exit_info(info, 5, "supervisor", drained=False)
+    earlier = replace(now, end_ns=now.end_ns - 10**10)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as supervisor:
+        guard = Guard(RunReader(directory), supervisor)
+        save(directory, now)
+        assert guard.exit() is None, "the supervisor is writing them"
+        save(directory, earlier)
+        assert guard.exit() == earlier, "the supervisor is stopped or stuck"
+        save(directory, replace(now, drained=True))
+        assert guard.exit() == replace(now, drained=True)
+        supervisor.kill()
+        supervisor.wait()
+        save(directory, now)
+        assert Guard(RunReader(directory), supervisor).exit() == now, "it was killed"

@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 from sizes import size
 from spans import Training
-from stored import state_in
+from stored import Recording, state_in
+from synthetic import call_row, step_row
 
 from dpmon.cli.summary import summary_lines
 from dpmon.export.records import history
+from dpmon.record.history_rows import Definition, Row
 from dpmon.record.jsonl import as_json
-from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step
+from dpmon.record.kinds import Event
 from dpmon.report import report_text
-from dpmon.ring import Ring
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunError, RunInfo, load_exit, save
 from dpmon.run.runs import create_run
@@ -28,7 +29,7 @@ from dpmon.store.opened import can_be_opened
 pytestmark = pytest.mark.slow
 
 START = 1_000_000_000
-RINGS = ("process-0.ring", "process-1.ring", "process-1.jsonl")
+RINGS = ("process-1.ring", "process-1.jsonl")
 
 
 @pytest.fixture
@@ -39,21 +40,21 @@ def whole(state: Path) -> Path:
         boot_id="", headless=True,
     )  # fmt: skip
     directory, info = create_run(info)
-    ring = Ring(str(directory / "process-0.ring"), process=0, start_ns=START, capacity=1 << 17)
-    ring.write(pack_event("process", {"process": 0, "t_s": 0.0}))
     layout = {"root": "M", "via": None, "virtual": True, "devices": ["cpu:0", "cpu:1"], "absent": {}}
-    ring.write(pack_definition(1, layout))
-    ring.write(pack_definition(2, [["0", [4, 5], "float32", 80]]))
+    sizes = [["0", [4, 5], "float32", 80]]
+    rows: list[Row] = [Event("process", {"process": 0, "t_s": 0.0}), Definition(1, layout), Definition(2, sizes)]
+    for step in range(1, 121):
+        phases, shares = (0, 1, 2, 3, 4, 5, 6, 7), (2, 2, 0, 5) * 2
+        rows.append(call_row("dp", 11, 1, step, step, START + step, 5, 2, 2, phases, shares))
+        rows.append(step_row("dp", step, START + step, 900, 4, (1, 2, -1, -1)))
+    run = Recording(START, directory)
+    run.add(rows)
+    run.close()
     spans = Training(str(directory / "process-1.ring"), 1, slots=1 << 9)
-    drain = Drain(directory, info, print)
+    drain = Drain(directory, info)
     for part in range(2):
         for _ in range(10):
             spans.step()
-        for number in range(60):
-            step = part * 60 + number + 1
-            phases, shares = (0, 1, 2, 3, 4, 5, 6, 7), (2, 2, 0, 5) * 2
-            ring.write(pack_call(1, 7, 1, step, step, START + step, 5, 2, 2, phases, shares))
-            ring.write(pack_step(1, step, START + step, 900, 4, (1, 2, -1, -1)))
         if not part:
             drain.flush()
     drain.close()

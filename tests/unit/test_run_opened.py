@@ -11,19 +11,23 @@ from typing import Any
 
 import pytest
 from everything import alike, everything
-from kept import fill, keep
+from kept import keep
+from rowring import fill, use_row_rings
 from synthetic import Training, host_event
 
+from dpmon.record.history_rows import Row
+from dpmon.record.kinds import Event
 from dpmon.run import proc
 from dpmon.run.condition import exit_info
 from dpmon.run.rundir import load_info, save
 from dpmon.store import opened as opened_module
+from dpmon.store.drain import Drain
 from dpmon.store.opened import open_store
 from dpmon.store.tables import HISTORY_FILE, HistoryError
 
 
-def payloads(steps: int = 300) -> dict[int, list[bytes]]:
-    """Return records of a process that trained in both modes, and of the supervisor."""
+def rows(steps: int = 300) -> dict[int, list[Row]]:
+    """Return rows of a process that trained in both modes, and of the supervisor."""
     training = Training()
     records = [*training.begin(), *training.run(steps // 2)]
     records += [*training.switch("single"), *training.run(steps - steps // 2)]
@@ -36,48 +40,69 @@ def read(directory: Path) -> dict[str, Any]:
         return everything(store)
 
 
+@pytest.fixture(autouse=True)
+def _rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_row_rings(monkeypatch)
+
+
+def recorded(part: float = 1.0, *, history: bool = True, **about: Any) -> Path:
+    """Return a run with all rows in its ring, and this part of them in its history, as a supervisor wrote it."""
+    directory = keep({}, status=None, **about)
+    own, supervisor = rows()[0], rows()[-1]
+    in_history = int(len(own) * part)
+    ring = fill(directory / "process-0.ring", own[:in_history])
+    drain = Drain(directory, load_info(directory))
+    for event in supervisor:
+        assert isinstance(event, Event)
+        drain.emit(event.kind, event.data)
+    drain.flush()
+    drain.close()
+    ring.write(*own[in_history:])
+    if not history:
+        (directory / HISTORY_FILE).unlink()
+    return directory
+
+
 @pytest.fixture
 def whole(state: Path) -> dict[str, Any]:
     """Answers of the store of a run with a complete history."""
-    return read(keep(payloads()))
+    return read(recorded())
+
+
+def without_samples(answers: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what only the history has: the records of the supervisor."""
+    return {**answers, "events": {**answers["events"], "host": []}}
 
 
 def test_a_complete_history_is_queried_in_its_file(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opened_module, "_with_rings", lambda *_: pytest.fail("copied"))
-    assert read(keep(payloads()))["tallies"]
+    assert read(recorded())["tallies"]
 
 
 def test_without_a_history_everything_is_read_from_the_rings(whole: dict[str, Any]) -> None:
-    alike(read(keep(payloads(), drained=False)), whole)
+    alike(read(recorded(history=False)), without_samples(whole))
 
 
 def test_many_rows_of_rings_are_not_taken_for_an_endless_table(state: Path) -> None:
     training = Training()
     steps = [training.step()[-1] for _ in range(12_000)]
-    with open_store(keep({0: steps}, drained=False)) as store:
+    directory = keep({})
+    (directory / HISTORY_FILE).unlink()
+    fill(directory / "process-0.ring", steps)
+    with open_store(directory) as store:
         assert len(store.steps(1 << 30)) == 12_000
         assert store.damaged is None
 
 
 @pytest.mark.parametrize("part", [0.01, 0.3, 0.301, 0.999])
 def test_records_missing_in_the_history_are_read_from_the_rings(whole: dict[str, Any], part: float) -> None:
-    directory = keep({process: records[: int(len(records) * part) + 1] for process, records in payloads().items()})
-    append(directory)
+    directory = recorded(part)
     alike(read(directory), whole)
     alike(read(directory), whole)
-
-
-def append(directory: Path) -> None:
-    """Write all records to the rings: those in the history, and the others."""
-    for process, records in payloads().items():
-        path = directory / ("gpu.ring" if process < 0 else f"process-{process}.ring")
-        path.unlink(missing_ok=True)
-        fill(path, process, records)
 
 
 def test_an_active_supervisor_is_trusted_until_it_stops_writing(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = keep({0: payloads()[0][:100]}, status=None, boot_id=proc.boot_id())
-    append(directory)
+    directory = recorded(0.3, boot_id=proc.boot_id())
     us = {"supervisor_pid": os.getpid(), "supervisor_started": proc.started(os.getpid())}
     save(directory, replace(load_info(directory), **us))
     monkeypatch.setattr("dpmon.store.opened.STALE_S", 600.0)
@@ -92,8 +117,7 @@ def test_an_active_supervisor_is_trusted_until_it_stops_writing(state: Path, mon
 @pytest.mark.parametrize("drained", [False, True], ids=["before it read the rings", "after it read the rings"])
 def test_a_supervisor_is_not_trusted_after_the_end_of_the_command(state: Path, drained: bool) -> None:
     """It may have replaced a killed one and not have read the rings; and workers may outlive the command."""
-    directory = keep({0: payloads()[0][:100]}, status=None, boot_id=proc.boot_id())
-    append(directory)
+    directory = recorded(0.3, boot_id=proc.boot_id())
     us = {"supervisor_pid": os.getpid(), "supervisor_started": proc.started(os.getpid())}
     info = replace(load_info(directory), **us)
     save(directory, info)
@@ -103,7 +127,7 @@ def test_a_supervisor_is_not_trusted_after_the_end_of_the_command(state: Path, d
 
 @pytest.mark.parametrize("damage", ["no database", "cut off", "a directory", "another schema"])
 def test_a_damaged_history_is_reported_and_the_rings_are_read(whole: dict[str, Any], damage: str) -> None:
-    directory = keep(payloads())
+    directory = recorded()
     path = directory / HISTORY_FILE
     if damage == "no database":
         path.write_bytes(b"x" * 10_000)
@@ -119,12 +143,12 @@ def test_a_damaged_history_is_reported_and_the_rings_are_read(whole: dict[str, A
     with open_store(directory) as store:
         assert store.damaged is not None
         assert store.damaged.startswith("the history cannot be read: ")
-        alike(everything(store), whole)
+        alike(everything(store), without_samples(whole))
 
 
 def test_records_are_read_in_parts_between_which_others_write(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dpmon.store.queries._AT_ONCE", 7)
-    directory = keep(payloads())
+    directory = keep(rows())
     with open_store(directory) as store:
         whole = list(store.records())
         found = []
@@ -137,8 +161,7 @@ def test_records_are_read_in_parts_between_which_others_write(state: Path, monke
 
 
 def test_the_writer_of_the_history_opens_it_without_a_copy(state: Path) -> None:
-    directory = keep({process: records[:100] for process, records in payloads().items()})
-    append(directory)
+    directory = recorded(0.15)
     with open_store(directory, as_written=True) as store:
         assert sum(tally.steps for tally in store.sums().values()) < 60
     assert sum(1 for _ in read(directory)["steps"][0]) == 300

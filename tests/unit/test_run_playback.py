@@ -5,15 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from stored import Recording
+from synthetic import step_row
 
 from dpmon.model.process import ProcessFacts
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import State
-from dpmon.record.wire import pack_event, pack_step
-from dpmon.ring import Ring
+from dpmon.record.history_rows import Row
+from dpmon.record.kinds import Event
 from dpmon.run.rundir import ExitInfo, RunInfo, save
 from dpmon.run.runs import create_run
-from dpmon.store.drain import Drain
 from dpmon.store.opened import open_store
 from dpmon.store.store_at import StoreAt
 from dpmon.ui.playback import Player
@@ -40,22 +41,23 @@ class Clock:
 def a_run(steps: int = STEPS, every_ns: int = SECOND // 2, pieces: int = 60) -> Path:
     info = RunInfo("", "n", ("c",), "s.py", "/", None, 1e9, START, "", False)
     directory, info = create_run(info)
-    rings = [Ring(str(directory / f"process-{n}.ring"), process=n, start_ns=START) for n in range(2)]
-    for ring, n in zip(rings, range(2), strict=True):
-        ring.write(pack_event("process", {"process": n, "rank": n, "world": 2, "t_s": 0.1}))
-    gpu = Ring(str(directory / "gpu.ring"), process=-1, start_ns=START)
-    drain = Drain(directory, info, pytest.fail)
+    run = Recording(START, directory)
+    for n in range(2):
+        run.add([Event("process", {"process": n, "rank": n, "world": 2, "t_s": 0.1})], n)
+    parts: dict[int, list[Row]] = {0: [], 1: [], -1: []}
     for number in range(1, steps + 1):
         at = number * every_ns
-        rings[number % 2].write(pack_step(1 + number % 2, number, START + at - 1000, 1000, 4, (1, 2, 3, 4)))
+        mode = ("dp", "single")[number % 2]
+        parts[number % 2].append(step_row(mode, number, START + at - 1000, 1000, 4, (1, 2, 3, 4)))
         if at % SECOND == 0:
-            gpu.write(pack_event("host", {"t_s": at / SECOND, "cpu_pct": 5.0, "gpu_absent": "none"}))
+            parts[-1].append(Event("host", {"t_s": at / SECOND, "cpu_pct": 5.0, "gpu_absent": "none"}))
         if number == steps // 2:
-            rings[0].write(pack_event("warning", {"process": 0, "t_s": at / SECOND, "text": "half-way"}))
-        if number % pieces == 0:
-            drain.flush()
-    drain.flush()
-    drain.close()
+            parts[0].append(Event("warning", {"process": 0, "t_s": at / SECOND, "text": "half-way"}))
+        if number % pieces == 0 or number == steps:
+            for process, rows in parts.items():
+                run.add(rows, process)
+            parts = {0: [], 1: [], -1: []}
+    run.close()
     end = steps * every_ns + SECOND
     (directory / "stages.log").write_text(f"1 {START + 7} importing torch\n1 {START + SECOND} torch imported\n")
     save(directory, ExitInfo(0, None, 1e9, START + end, end / SECOND, "supervisor"))

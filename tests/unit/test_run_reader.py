@@ -17,8 +17,6 @@ from running import wait_for
 
 from dpmon.cli.main import main
 from dpmon.record.spans import DOING
-from dpmon.record.wire import pack_event
-from dpmon.ring import Ring
 from dpmon.run import proc
 from dpmon.run.activities import ProcessActivity, process_activities
 from dpmon.run.reader import PauseState, RunReader
@@ -160,19 +158,12 @@ def test_a_killed_process_counts_as_ended(run: tuple[Path, RunInfo], reader: Run
     assert wait_for(lambda: (now := reader.activities()[0])[0] == "ended" and now) == ("ended", 0)
 
 
-def test_the_end_is_read_from_the_file_or_the_ring(run: tuple[Path, RunInfo], reader: RunReader) -> None:
+def test_the_end_is_read_from_the_file(run: tuple[Path, RunInfo], reader: RunReader) -> None:
     assert reader.exit() is None
-    ring = Ring(str(run[0] / "gpu.ring"), process=-1, start_ns=START)
-    ring.write(pack_event("exit", {"status": 137, "signal": "SIGKILL", "t_s": 2.5}))
+    save(run[0], ExitInfo(137, "SIGKILL", 1.0, 2, 2.5, "supervisor"))
     found = reader.exit()
     assert found is not None
-    assert (found.status, found.signal, found.seconds, found.end_ns) == (137, "SIGKILL", 2.5, START + 2_500_000_000)
-    other = RunReader(run[0])
-    save(run[0], ExitInfo(3, None, 1.0, 2, 0.5, "supervisor"))
-    found = other.exit()
-    assert found is not None
-    assert found.status == 3
-    other.close()
+    assert (found.status, found.signal, found.seconds) == (137, "SIGKILL", 2.5)
 
 
 def test_whether_the_command_lives(run: tuple[Path, RunInfo], reader: RunReader) -> None:

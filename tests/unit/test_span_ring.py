@@ -10,7 +10,6 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,8 @@ from spans import Children, Lines, everything, head, numbered, opened, own_numbe
 import dpmon.span_reader
 import dpmon.span_ring
 from dpmon.record.spans import LAP_AT, Kind, Span
-from dpmon.ring import Ring
 from dpmon.ring_file import HEADER_BYTES, RingError
-from dpmon.span_reader import HOLE_NS, SpanReader, holds_spans, lines_path
+from dpmon.span_reader import HOLE_NS, SpanReader, lines_path
 from dpmon.span_ring import SLOT, SLOT_BYTES, SLOTS, SpanRing, Word
 
 WRITER = Path(__file__).resolve().parent.parent / "spans.py"
@@ -77,7 +75,6 @@ def test_the_header_names_the_writer(ring: SpanRing, reader: SpanReader, path: s
     assert (reader.start_ns, reader.slots) == (77, FEW)
     with pytest.raises(FileExistsError):
         SpanRing(path, process=0)
-    assert holds_spans(path)
 
 
 def test_a_span_and_its_parts(ring: SpanRing, reader: SpanReader) -> None:
@@ -338,7 +335,7 @@ def test_things_that_are_no_rings(tmp_path: Path, ring: SpanRing, path: str) -> 
     (tmp_path / "link.ring").symlink_to(path)
     (tmp_path / "directory.ring").mkdir()
     os.mkfifo(tmp_path / "pipe.ring")
-    Ring(str(tmp_path / "frames.ring"), process=0)
+    (tmp_path / "frames.ring").write_bytes(b"DPMONRNG" + bytes(HEADER_BYTES + FEW * SLOT_BYTES))
     (tmp_path / "new.ring").write_bytes(bytes(HEADER_BYTES + FEW * SLOT_BYTES))
     gc.collect()  # what other tests left open
     before = len(os.listdir("/proc/self/fd"))
@@ -346,8 +343,6 @@ def test_things_that_are_no_rings(tmp_path: Path, ring: SpanRing, path: str) -> 
         other = str(tmp_path / f"{name}.ring")
         with pytest.raises((RingError, OSError)):
             SpanReader(other)
-        with suppress(OSError):
-            assert not holds_spans(other)
     assert len(os.listdir("/proc/self/fd")) <= before
 
 

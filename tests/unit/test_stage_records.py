@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import struct
-
 import pytest
 from stored import state_of
-from synthetic import SECOND
+from synthetic import LEARNS, SECOND, call_row
 
-from dpmon.record.codec import Decoder
+from dpmon.record.history_rows import Definition, Resolver, Row
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Call, Record, RecordError
-from dpmon.record.payloads import call_replicas, call_stages
-from dpmon.record.wire import pack_call, pack_definition
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.paint import whole
 from dpmon.ui.panels import panel_stages
@@ -23,27 +19,27 @@ from dpmon.ui.scene import Facts, Scene, View
 LOOK = Look(UNICODE, COLOUR, True)
 ABSENT = {"device_ms": "cpu: host time is all there is; cuda:0: device times are not recorded by this version"}
 DEFINITIONS = [
-    pack_definition(1, {"root": "Toy", "via": None, "devices": ["cpu", "cuda:0"], "absent": ABSENT}),
-    pack_definition(2, [["0", [30, 8], "int64", 1920]]),
-    pack_definition(3, [["", [30, 8, 32], "float32", 30720]]),
-    pack_definition(4, [["", [30, 5], "float32", 600]]),
-    pack_definition(5, {"device": "cpu", "parts": ["embedding"]}),
-    pack_definition(6, {"device": "cuda:0", "parts": ["rnn", "classes"]}),
+    Definition(1, {"root": "Toy", "via": None, "devices": ["cpu", "cuda:0"], "absent": ABSENT}),
+    Definition(2, [["0", [30, 8], "int64", 1920]]),
+    Definition(3, [["", [30, 8, 32], "float32", 30720]]),
+    Definition(4, [["", [30, 5], "float32", 600]]),
+    Definition(5, {"device": "cpu", "parts": ["embedding"]}),
+    Definition(6, {"device": "cuda:0", "parts": ["rnn", "classes"]}),
 ]
-NONE = (-1, 0) * 4
 STAGES = [5, 2, 3, 100, 2_000_000, 6, 3, 4, 2_500_000, 5_000_000]
 
 
-def call(number: int, stages: list[int], replicas: tuple[int, ...] = ()) -> bytes:
-    return pack_call(2, 6, 1, number, number, number * 10_000_000, 9_000_000, 2, 4, NONE, replicas, stages)
+def call(number: int, stages: list[int]) -> Row:
+    numbers = 1, number, number, number * 10_000_000, 9_000_000, 2, 4
+    return call_row("single", LEARNS, *numbers, stages=stages)
 
 
-def decoded(*payloads: bytes) -> list[Record]:
-    decoder = Decoder(0)
-    return [record for payload in (*DEFINITIONS, *payloads) if (record := decoder.decode(payload)) is not None]
+def decoded(*rows: Row) -> list[Record]:
+    resolver = Resolver(0)
+    return [record for row in (*DEFINITIONS, *rows) if (record := resolver.record(row)) is not None]
 
 
-def test_a_call_with_stages_is_read_as_it_was_packed() -> None:
+def test_a_call_with_stages_has_what_its_row_says() -> None:
     (found,) = decoded(call(1, STAGES))
     assert isinstance(found, Call)
     assert found.replicas == ()
@@ -66,25 +62,13 @@ def test_a_call_with_stages_is_read_as_it_was_packed() -> None:
     assert record["absent"] == ABSENT
 
 
-def test_replicas_and_stages_are_distinguished() -> None:
-    payload = call(1, STAGES, (2, 4, 0, 5, 2, 4, 1, 6))
-    assert call_replicas(payload) == [(2, 4, 0, 5), (2, 4, 1, 6)]
-    assert call_stages(payload) == [tuple(STAGES[:5]), tuple(STAGES[5:])]
-    assert call_stages(call(1, [])) == []
+def test_an_unknown_stage_is_refused() -> None:
+    with pytest.raises(RecordError):
+        decoded(call(1, [99, *STAGES[1:5]]))
 
 
-def test_damage_is_no_record() -> None:
-    payload = bytearray(call(1, STAGES))
-    payload[3] = 200
-    with pytest.raises(struct.error):
-        call_stages(bytes(payload))
-    for damaged in (bytes(payload), call(1, STAGES)[:-3], call(1, [99, *STAGES[1:5]])):
-        with pytest.raises(RecordError):
-            decoded(damaged)
-
-
-def scene_of(*payloads: bytes) -> Scene:
-    return Scene(state_of([*DEFINITIONS, *payloads]), SECOND, Facts(script="toy.py"), alive=True)
+def scene_of(*rows: Row) -> Scene:
+    return Scene(state_of([*DEFINITIONS, *rows]), SECOND, Facts(script="toy.py"), alive=True)
 
 
 def test_the_screen_has_a_row_a_stage_and_what_could_not_be_measured() -> None:

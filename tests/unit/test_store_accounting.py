@@ -12,7 +12,7 @@ import pytest
 from kept import keep
 from synthetic import Training
 
-from dpmon.record.wire import pack_event
+from dpmon.record.kinds import Event
 from dpmon.store.accounting import Account, Spent
 from dpmon.store.opened import open_store
 from dpmon.store.window import Window, accounted
@@ -238,7 +238,7 @@ def test_processes_that_train_one_after_another_have_ended_when_the_next_one_tra
         training.now = now
         records[process] = [*training.begin(), *training.run(50)]
         now = training.now
-    exit_event = pack_event("exit", {"status": 0, "t_s": now / SECOND + 1, "signal": None})
+    exit_event = Event("exit", {"status": 0, "t_s": now / SECOND + 1, "signal": None})
     with open_store(keep({**records, -1: [exit_event]})) as store:
         found = accounted(Window(store).spent, now + SECOND, Window(store).lives)
     assert found["training"] + found["between"] == pytest.approx(now - SECOND, rel=0.01)

@@ -22,10 +22,11 @@ from dpmon.export.perfetto import write_trace
 from dpmon.export.records import history
 from dpmon.export.table import Tables
 from dpmon.record.fields import COLUMNS, RECORDS
+from dpmon.record.history_rows import CollectiveRow
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Collective, Record, Sampled
 from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, THREAD_AT, Kind, Span
-from dpmon.record.wire import Collected, Unended
+from dpmon.record.wire import Unended
 from dpmon.run.rundir import load_info
 from dpmon.span_ring import SpanRing
 from dpmon.store import collective_sums
@@ -184,7 +185,7 @@ def test_the_queries_of_each_second_are_cheap() -> None:
         for process in range(64):
             for which in range(200):
                 number += 1
-                one = Collected(number, 1 + which % 6, 0, 0, 0, second * SECOND, 1000, 0, 4096)
+                one = CollectiveRow(number, 1 + which % 6, 0, 0, 0, second * SECOND, 1000, 0, 4096)
                 batch.collective(number, process, one)
     history.write(batch)
     store = Store(db, history.query_limits, 0)

@@ -11,19 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from synthetic import LEARNS, call_row, flags_of, step_row
 
-from dpmon.record.kinds import RecordError
+from dpmon.record.history_rows import Definition, Row
+from dpmon.record.kinds import Event, RecordError
 from dpmon.record.schema import EVALUATION, SETTLING, SETTLING_STEPS
-from dpmon.record.wire import (
-    CALL_PHASES,
-    call_flags,
-    pack_call,
-    pack_definition,
-    pack_event,
-    pack_step,
-    pack_timed,
-    with_extras,
-)
+from dpmon.record.wire import CALL_PHASES
 from dpmon.store.accounts import Accounts
 from dpmon.store.batch import Batch
 from dpmon.store.intake import BATCH_SIZES, HELD_CALLS, SHAPES, Intake
@@ -34,7 +27,7 @@ from dpmon.store.writer import History
 
 MS = 1_000_000
 SECOND = 1000 * MS
-DP, SINGLE = 1, 2
+DP, SINGLE = "dp", "single"
 PHASES_AT = (0, 1 * MS, 1 * MS, 2 * MS, 3 * MS, 5 * MS, 8 * MS, 1 * MS)
 """Offset and duration of each phase of a call: 1, 2, 5 and 1 ms."""
 TOOK = (1 * MS, 2 * MS, 5 * MS, 1 * MS)
@@ -42,7 +35,7 @@ TRAIN, EVALUATE = (1 * MS, 20 * MS, 10 * MS, 2 * MS), (1 * MS, 20 * MS, -1, -1)
 
 
 class Ring:
-    """Passes payloads of one process to an intake, without a ring."""
+    """Passes rows of one process to an intake, without a ring."""
 
     def __init__(self, process: int = 0, accounts: Accounts | None = None) -> None:
         self.row = RingRow(f"process-{process}.ring", process, None, 1)
@@ -54,22 +47,22 @@ class Ring:
         self.number = 0
         self.calls = 0
 
-    def add(self, payload: bytes) -> None:
-        self.ids += self.intake.add(self.batch, self.ids + 1, payload)
+    def add(self, row: Row) -> None:
+        self.ids += self.intake.add(self.batch, self.ids + 1, row)
 
-    def call(self, mode: int = DP, phases: tuple[int, ...] = PHASES_AT, ahead: int = 1, **more: Any) -> None:
+    def call(self, mode: str = DP, phases: tuple[int, ...] = PHASES_AT, ahead: int = 1, **more: Any) -> None:
         """Add a call of the next step, or of a step further `ahead`."""
         self.calls += 1
-        flags = more.get("flags", call_flags(virtual=False, training=True, grad=True, failed=False))
+        flags = more.get("flags", LEARNS)
         sizes = more.get("sizes", (2, 3))
-        payload = pack_call(mode, flags, 1, self.number + ahead, self.calls, self.now + MS, 10 * MS, *sizes, phases,
-                            more.get("replicas", (2, 3, 0, 4 * MS) * 2))  # fmt: skip
-        self.add(pack_timed(payload, more["times"], more.get("why", 0)) if "times" in more else payload)
+        row = call_row(mode, flags, 1, self.number + ahead, self.calls, self.now + MS, 10 * MS, *sizes, phases,
+                       more.get("replicas", (2, 3, 0, 4 * MS) * 2))  # fmt: skip
+        self.add(row.timed(more["times"], more.get("why", 0)) if "times" in more else row)
 
-    def step(self, mode: int = DP, phases: tuple[int, ...] = TRAIN, samples: int = 8, wall: int = 40 * MS) -> None:
+    def step(self, mode: str = DP, phases: tuple[int, ...] = TRAIN, samples: int = 8, wall: int = 40 * MS) -> None:
         """Add the next step, directly after the last one."""
         self.number += 1
-        self.add(pack_step(mode, self.number, self.now, wall, samples, phases))
+        self.add(step_row(mode, self.number, self.now, wall, samples, phases))
         self.now += wall
 
     @property
@@ -117,7 +110,7 @@ def test_the_first_steps_and_those_after_a_toggle_settle(ring: Ring) -> None:
 def test_an_evaluation_is_a_kind_of_its_own_and_settles_too(ring: Ring) -> None:
     for phases in (TRAIN, EVALUATE, TRAIN, TRAIN, TRAIN, EVALUATE, (1, 2, 3, -1), (1, 2, -1, 3)):
         trains = phases != EVALUATE
-        ring.call(flags=call_flags(virtual=False, training=trains, grad=trains, failed=False))
+        ring.call(flags=flags_of(virtual=False, training=trains, grad=trains, failed=False))
         ring.step(phases=phases)
     both = EVALUATION | SETTLING
     assert kinds(ring) == [SETTLING, both, SETTLING, SETTLING, SETTLING, EVALUATION, 0, 0]
@@ -127,8 +120,8 @@ def test_an_evaluation_is_a_kind_of_its_own_and_settles_too(ring: Ring) -> None:
 def test_a_step_of_calls_that_train_is_no_evaluation_without_a_backward_pass(ring: Ring) -> None:
     """As in a server of torch's RPC, where the backward pass runs in threads of torch."""
     for training in (True, True, True, True, False):
-        ring.call(flags=call_flags(virtual=False, training=True, grad=True, failed=False))
-        ring.call(flags=call_flags(virtual=False, training=True, grad=training, failed=False))
+        ring.call(flags=flags_of(virtual=False, training=True, grad=True, failed=False))
+        ring.call(flags=flags_of(virtual=False, training=True, grad=training, failed=False))
         ring.step(phases=EVALUATE)
     assert [kind & EVALUATION for kind in kinds(ring)] == [0, 0, 0, 0, EVALUATION]
 
@@ -178,8 +171,8 @@ def test_a_lone_replicas_copies_are_no_part_of_its_forward(
     """Its forward is 3 ms shorter than the phases of its calls: its copies took this time, or it is unknown."""
     ring.call(phases=(0, 1 * MS, 1 * MS, 2 * MS, 3 * MS, 7 * MS, 10 * MS, 1 * MS))
     ring.number += 1
-    step = pack_step(DP, ring.number, ring.now, 40 * MS, 8, (1 * MS, 8 * MS, 10 * MS, 1 * MS))
-    ring.add(with_extras(step, {"copy": copied * MS, "copied_bytes": 4096}) if copied else step)
+    extras = {"copy": copied * MS, "copied_bytes": 4096} if copied else {}
+    ring.add(step_row(DP, ring.number, ring.now, 40 * MS, 8, (1 * MS, 8 * MS, 10 * MS, 1 * MS), **extras))
     assert ring.last["parallel_apply_ns"] == (None if apply is None else apply * MS)
     assert ring.last["rest_ns"] == rest * MS
     assert ring.last["copied_bytes"] == (4096 if copied else None)
@@ -198,8 +191,8 @@ def test_device_times_count_where_every_call_has_them(ring: Ring) -> None:
     ring.call(times=times)
     ring.call(times=(0.5, 1.0, 1.0, None, 1.0, None), why=1)
     ring.number += 1
-    step = pack_step(DP, ring.number, ring.now, 60 * MS, 8, (1 * MS, 30 * MS, 10 * MS, 1 * MS))
-    ring.add(pack_timed(step, (None, 20.0, 9.0, 1.5), 1))
+    step = step_row(DP, ring.number, ring.now, 60 * MS, 8, (1 * MS, 30 * MS, 10 * MS, 1 * MS))
+    ring.add(step.timed((None, 20.0, 9.0, 1.5), 1))
     (facts,) = ring.facts()
     assert facts.device == {
         "forward": 20 * MS, "backward": 9 * MS, "optimizer": 1_500_000, "scatter": MS, "parallel_apply": 4 * MS,
@@ -211,7 +204,7 @@ def test_device_times_count_where_every_call_has_them(ring: Ring) -> None:
 
 def test_calls_in_no_step_are_counted_when_their_process_ends(ring: Ring) -> None:
     ring.call()
-    ring.call(SINGLE, flags=call_flags(virtual=False, training=False, grad=False, failed=False))
+    ring.call(SINGLE, flags=flags_of(virtual=False, training=False, grad=False, failed=False))
     assert not ring.batch.shapes
     ring.intake.flush(ring.batch)
     assert ring.shapes() == {("dp", 0): 1, ("single", EVALUATION): 1}
@@ -246,7 +239,7 @@ def test_a_call_of_the_next_step_waits_for_it(ring: Ring) -> None:
 
 
 def test_sizes_are_those_of_the_call_and_of_each_replica(ring: Ring) -> None:
-    ring.add(pack_definition(2, [["x", [24, 5], "float32", 480]]))
+    ring.add(Definition(2, [["x", [24, 5], "float32", 480]]))
     ring.call(replicas=(4, 5, 0, 1, 6, 7, 0, 1))
     ring.step()
     ((_, _, _, layout, virtual, sizes, untimed),) = ring.batch.shapes
@@ -255,21 +248,19 @@ def test_sizes_are_those_of_the_call_and_of_each_replica(ring: Ring) -> None:
 
 
 @pytest.mark.parametrize(
-    "payload",
+    "row",
     [
-        pack_step(DP, 1, 1 << 62, 5, 8, TRAIN),
-        pack_step(DP, 1, SECOND, 1 << 62, 8, TRAIN),
-        pack_step(DP, 1 << 63, SECOND, 5, 8, TRAIN),
-        pack_step(9, 1, SECOND, 5, 8, TRAIN),
-        pack_call(DP, 0, 1, 1, 1, 1 << 62, 5, 2, 3, PHASES_AT, (2, 3, 0, 1)),
-        pack_call(DP, 0, 1, 1, 1 << 63, SECOND, 5, 2, 3, PHASES_AT, (2, 3, 0, 1)),
-        pack_call(DP, 0, 1, 1, 1, SECOND, 5, 2, 3, PHASES_AT, (2, 3, 0, 1))[:-1],
+        step_row(DP, 1, 1 << 62, 5, 8, TRAIN),
+        step_row(DP, 1, SECOND, 1 << 62, 8, TRAIN),
+        step_row(DP, 1 << 63, SECOND, 5, 8, TRAIN),
+        call_row(DP, 0, 1, 1, 1, 1 << 62, 5, 2, 3, PHASES_AT, (2, 3, 0, 1)),
+        call_row(DP, 0, 1, 1, 1 << 63, SECOND, 5, 2, 3, PHASES_AT, (2, 3, 0, 1)),
     ],
 )
-def test_a_damaged_record_leaves_nothing(ring: Ring, payload: bytes) -> None:
-    """Its time is beyond that of any run, or it is truncated."""
+def test_a_row_with_impossible_numbers_leaves_nothing(ring: Ring, row: Row) -> None:
+    """Its time is beyond that of any run."""
     with pytest.raises(RecordError):
-        ring.add(payload)
+        ring.add(row)
     empty, found = Batch(), ring.batch
     assert (found.calls, found.steps, found.tallied, found.spent) == ([], [], {}, {}) == (
         empty.calls, empty.steps, empty.tallied, empty.spent,
@@ -289,8 +280,8 @@ def spent(ring: Ring) -> Counter[str]:
     return +found
 
 
-def event(kind: str, **data: Any) -> bytes:
-    return pack_event(kind, data)
+def event(kind: str, **data: Any) -> Event:
+    return Event(kind, data)
 
 
 def test_a_process_is_known_by_the_pid_that_waits(ring: Ring) -> None:
@@ -352,12 +343,12 @@ def test_a_successor_continues_the_tallies(tmp_path: Path) -> None:
         assert written(tmp_path / str(cut), payloads, [cut]) == rows, cut
 
 
-def records(ring: Ring) -> Iterator[bytes]:
-    """Yield payloads with toggles, several calls per step, a pause, sizes and an evaluation."""
-    kept: list[bytes] = []
+def records(ring: Ring) -> Iterator[Row]:
+    """Yield rows with toggles, several calls per step, a pause, sizes and an evaluation."""
+    kept: list[Row] = []
     ring.add = kept.append  # type: ignore[method-assign]
     ring.add(event("process", process=0, pid=77, t_s=0.5))
-    ring.add(pack_definition(2, [["x", [24, 5], "float32", 480]]))
+    ring.add(Definition(2, [["x", [24, 5], "float32", 480]]))
     for number in range(14):
         mode = DP if number not in (7, 8, 9) else SINGLE
         for _ in range(number % 3):
@@ -371,10 +362,10 @@ def records(ring: Ring) -> Iterator[bytes]:
     return iter(kept)
 
 
-def written(directory: Path, payloads: list[bytes], cuts: list[int]) -> list[Any]:
+def written(directory: Path, given: list[Row], cuts: list[int]) -> list[Any]:
     """Return the rows of a history after several supervisors, each of which begins at a cut."""
     directory.mkdir()
-    for begin, end in zip([0, *cuts], [*cuts, len(payloads)], strict=True):
+    for begin, end in zip([0, *cuts], [*cuts, len(given)], strict=True):
         history = History.open(directory, {})
         row = history.rings().get("process-0.ring") or RingRow("process-0.ring", 0, None, 1)
         accounts, batch = Accounts(), Batch()
@@ -383,9 +374,9 @@ def written(directory: Path, payloads: list[bytes], cuts: list[int]) -> list[Any
             resume_accounts(history, accounts)
             resume_intake(history, intake)
         number = history.next_id
-        for payload in payloads[begin:end]:
-            number += intake.add(batch, number, payload)
-        if end == len(payloads):
+        for one in given[begin:end]:
+            number += intake.add(batch, number, one)
+        if end == len(given):
             intake.flush(batch)
             accounts.event(batch, None, "exit", {}, 5 * SECOND)
         batch.rings = [row]
@@ -438,8 +429,8 @@ def test_the_rows_of_the_newest_definitions_are_remembered(monkeypatch: pytest.M
     monkeypatch.setattr("dpmon.store.intake.MAX_DEFINITIONS", 10)
     ring = Ring()
     for number in range(1, 100):
-        ring.add(pack_definition(1, [["x", [7, 5], "int64", 8]]))
-        ring.add(pack_definition(1 + number, [["x", [number, 5], "int64", 8]]))
+        ring.add(Definition(1, [["x", [7, 5], "int64", 8]]))
+        ring.add(Definition(1 + number, [["x", [number, 5], "int64", 8]]))
     for number in (1, 100, 2):
         ring.call(sizes=(number, 3))
     rows = [dict(zip(CALL_COLUMNS, row, strict=True))["rows"] for row in ring.batch.calls]

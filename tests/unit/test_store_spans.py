@@ -18,12 +18,13 @@ from everything import everything as everything_in
 from running import wait_for
 from sizes import reached, size
 from spans import Children, Training, everything, head, opened
+from synthetic import kind_of
 
 from dpmon.assemble import step_rules
 from dpmon.assemble.assembler import Assembler
 from dpmon.export.records import history
+from dpmon.record.history_rows import Row
 from dpmon.record.kinds import Event
-from dpmon.record.payloads import kind_of, step_fields
 from dpmon.record.plainjson import load_event
 from dpmon.record.spans import Flag, Kind
 from dpmon.run.rundir import RunInfo
@@ -33,6 +34,8 @@ from dpmon.span_ring import Word
 from dpmon.store import drain as drain_module
 from dpmon.store.drain import COMMIT_S, GONE_S, Drain
 from dpmon.store.opened import open_store
+from dpmon.store.parts import call_in
+from dpmon.store.tables import CALL_ROW
 from dpmon.store.writer import History
 
 WRITER = Path(__file__).resolve().parent.parent / "spans.py"
@@ -42,7 +45,7 @@ from pathlib import Path
 from dpmon.run.rundir import load_info
 from dpmon.store.drain import Drain
 directory = Path(sys.argv[1])
-drain = Drain(directory, load_info(directory), print)
+drain = Drain(directory, load_info(directory))
 print("ready", flush=True)
 while True:
     drain.drain(time.monotonic())
@@ -72,7 +75,9 @@ class Run:
         return str(self.directory / f"process-{process}.ring")
 
     def _new(self) -> Drain:
-        return Drain(self.directory, self.info, self.warnings.append)
+        drain = Drain(self.directory, self.info)
+        drain.warn = self.warnings.append  # type: ignore[method-assign]
+        return drain
 
     def look(self, seconds: float = COMMIT_S) -> None:
         """Let time pass, then drain until nothing more can be read."""
@@ -118,35 +123,34 @@ def children() -> Iterator[Children]:
     found.end()
 
 
-def payloads_of(path: str) -> tuple[list[bytes], int]:
-    """Return all payloads of a ring from a single assembler, and the number of calls."""
+def rows_of(path: str) -> tuple[list[Row], int]:
+    """Return all rows of a ring from a single assembler, and the number of calls."""
     with opened(path) as reader:
         spans = everything(reader, over=True)
         lines = [line for part in reader.lines() for line in part]
         assert reader.missed == 0
     assembler = Assembler()
-    payloads = [*assembler.feed(spans, lines), *assembler.end()]
-    return payloads, sum(span.kind == Kind.CALL for span in spans)
+    rows = [*assembler.feed(spans, lines), *assembler.end()]
+    return rows, sum(span.kind == Kind.CALL for span in spans)
 
 
 def check(run: Run, process: int = 0) -> int:
     """Assert that the history has all of a ring exactly once; return how many steps there are."""
-    payloads, calls = payloads_of(run.ring(process))
-    of = {kind: [one for one in payloads if kind_of(one) == kind] for kind in ("call", "step", "event")}
+    made, calls = rows_of(run.ring(process))
+    of = {kind: [one for one in made if kind_of(one) == kind] for kind in ("call", "step", "event")}
     only = f"WHERE process = {process}"
     assert len(of["call"]) == len(of["step"]) == calls
     rows = run.rows(f"SELECT call, step FROM calls {only} ORDER BY id")
     assert rows == [(number, number) for number in range(1, calls + 1)]
-    assert [row[0] for row in run.rows(f"SELECT payload FROM calls {only} ORDER BY id")] == of["call"]
-    steps = [step_fields(one) for one in of["step"]]
+    assert [call_in(row) for row in run.rows(f"SELECT {CALL_ROW} FROM calls {only} ORDER BY id")] == of["call"]
     assert run.rows(f"SELECT step, start_ns, wall_ns, calls FROM steps {only} ORDER BY id") == [
-        (one.step, one.start_ns, one.wall_ns, 1) for one in steps
+        (one.step, one.start, one.wall, 1) for one in of["step"]
     ]
-    events = [load_event(one[1:].decode()) for one in of["event"]]
+    events = [(one.kind, one.data) for one in of["event"]]
     found = run.rows(f"SELECT kind, json FROM events {only} ORDER BY id")
     assert [(kind, load_event(text)[1]) for kind, text in found] == events
-    assert run.rows(f"SELECT calls, steps, last_step, last_call, missed, lost, ended FROM rings {only}") == [
-        (calls, calls, calls or None, calls or None, 0, 0, 1)
+    assert run.rows(f"SELECT calls, steps, last_step, last_call, missed, ended FROM rings {only}") == [
+        (calls, calls, calls or None, calls or None, 0, 1)
     ]
     return calls
 

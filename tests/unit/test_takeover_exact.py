@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 from everything import alike, everything
+from rowring import RowRing, use_row_rings
 from sizes import size
-from synthetic import SECOND, Training, host_event
+from synthetic import SECOND, Training, changed, host_event, step_row
 
+from dpmon.record.history_rows import Row
+from dpmon.record.kinds import Event
 from dpmon.record.schema import WAIT
-from dpmon.record.wire import pack_event, pack_step, pack_timed, with_extras
-from dpmon.ring import Ring
 from dpmon.run.rundir import RunInfo
 from dpmon.run.runs import create_run
 from dpmon.store.drain import COMMIT_S, Drain
@@ -21,15 +22,16 @@ from dpmon.store.opened import open_store
 
 pytestmark = pytest.mark.slow
 
-Rounds = list[dict[int, list[bytes]]]
-"""Payloads that each process writes between two reads of the supervisor (-1: the supervisor itself)."""
+Rounds = list[dict[int, list[Row]]]
+"""Rows that each process writes between two reads of the supervisor (-1: the supervisor itself)."""
 
 
-def eventful(chance: random.Random, process: int) -> Iterator[list[bytes]]:
+def eventful(chance: random.Random, process: int) -> Iterator[list[Row]]:
     """Yield a few records at a time of a training with all activities."""
     training = Training(process=process, rank=process, step_ns=75_000_000, batch=30, seed=process)
-    yield [record.replace(b"4242", b"%d" % (4242 + process)) for record in training.begin()]
-    yield [pack_event("ddp", {"process": process, "rank": process, "t_s": training.now / SECOND, "group": [0, 1]})]
+    first, *others = training.begin()
+    yield [changed(first, pid=4242 + process), *others]
+    yield [Event("ddp", {"process": process, "rank": process, "t_s": training.now / SECOND, "group": [0, 1]})]
     passes = 0
     for number in range(150):
         what = chance.random()
@@ -51,24 +53,26 @@ def eventful(chance: random.Random, process: int) -> Iterator[list[bytes]]:
         if what > 0.35:  # a synchronised backward pass
             passes += 1
             sync = {"sync": chance.randrange(1, 9_000_000), "synced": 1, "sync_number": passes}
-            records[-1] = with_extras(records[-1], sync)
+            row = records[-1]
+            phases = {**row.phases, "sync": sync.pop("sync")}
+            records[-1] = row._replace(phases=phases, counts={**row.counts, **sync})
         if what < 0.45:
-            records[-1] = pack_timed(records[-1], (None, 1.5, 2.5, None, None, 3.5)[: 4 if what <= 0.35 else 6], 3)
+            records[-1] = records[-1].timed((None, 1.5, 2.5, None, None, 3.5), 3)
         yield from ([record] for record in records) if what > 0.6 else [records]
 
 
-def evaluation(training: Training) -> list[bytes]:
+def evaluation(training: Training) -> list[Row]:
     """A step without gradients."""
     training.steps += 1
     took = training.step_ns // 3
-    record = pack_step(1, training.steps, training.now, took, 30, (1000, took - 2000, -1, -1))
+    record = step_row("dp", training.steps, training.now, took, 30, (1000, took - 2000, -1, -1))
     training.now += took
     return [record]
 
 
-def _pause(process: int, paused: bool, at: int, took: int | None) -> bytes:
+def _pause(process: int, paused: bool, at: int, took: int | None) -> Event:
     data = {"process": process, "t_s": at / SECOND, "paused": paused, "paused_s": took and took / SECOND}
-    return pack_event("pause", {**data, "step": 1, "reason": None, "refused": None})
+    return Event("pause", {**data, "step": 1, "reason": None, "refused": None})
 
 
 def rounds(seed: int) -> Rounds:
@@ -78,7 +82,7 @@ def rounds(seed: int) -> Rounds:
     found: Rounds = []
     t_s = 2.0
     while writers:
-        each: dict[int, list[bytes]] = {}
+        each: dict[int, list[Row]] = {}
         for process in list(writers):
             if process == 1 and len(found) < 20:
                 continue
@@ -97,10 +101,10 @@ def rounds(seed: int) -> Rounds:
                 "t_s": t_s - 1.5,
                 "waited_s": chance.random() * 2,
             }
-            each[-1] = [host_event(t_s), pack_event("input", wait)]
+            each[-1] = [host_event(t_s), Event("input", wait)]
         found.append(each)
     found.append({0: Training().step()[:-1]})  # a call that is in no step
-    found.append({-1: [pack_event("exit", {"status": 0, "t_s": t_s + 3, "signal": None})]})
+    found.append({-1: [Event("exit", {"status": 0, "t_s": t_s + 3, "signal": None})]})
     return found
 
 
@@ -113,21 +117,28 @@ class Run:
             boot_id="", headless=True,
         )  # fmt: skip
         self.directory, self._info = create_run(info)
-        self._rings: dict[int, Ring] = {}
+        self._rings: dict[int, RowRing] = {}
         self._drain = self._new()
         self._killed: list[Drain] = []
         self._now = 100.0
 
     def _new(self) -> Drain:
-        return Drain(self.directory, self._info, lambda text: pytest.fail(text))
+        drain = Drain(self.directory, self._info)
+        drain.warn = pytest.fail  # type: ignore[method-assign]
+        return drain
 
-    def write(self, records: Mapping[int, Sequence[bytes]]) -> None:
-        for process, payloads in records.items():
+    def write(self, records: Mapping[int, Sequence[Row]]) -> None:
+        """Write rows to the rings, and the supervisor's own ones, which a kill would lose, to the history."""
+        for process, rows in records.items():
+            if process < 0:
+                for event in rows:
+                    assert isinstance(event, Event)
+                    self._drain.emit(event.kind, event.data)
+                self.look(COMMIT_S)
+                continue
             if process not in self._rings:
-                name = "gpu.ring" if process < 0 else f"process-{process}.ring"
-                self._rings[process] = Ring(str(self.directory / name), process=process, start_ns=0)
-            for payload in payloads:
-                self._rings[process].write(payload)
+                self._rings[process] = RowRing(self.directory / f"process-{process}.ring")
+            self._rings[process].write(*rows)
 
     def look(self, seconds: float) -> None:
         self._now += seconds
@@ -153,7 +164,8 @@ class Run:
 
 @pytest.mark.parametrize("seed", range(20, 20 + size(4, 40)))
 @pytest.mark.parametrize("when", ["after a commit", "at any time"])
-def test_takeovers_leave_no_trace(state: Path, seed: int, when: str) -> None:
+def test_takeovers_leave_no_trace(state: Path, monkeypatch: pytest.MonkeyPatch, seed: int, when: str) -> None:
+    use_row_rings(monkeypatch)
     chance = random.Random(seed)
     undisturbed, killed = Run(), Run()
     for records in rounds(seed):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from played import Process
 
-from dpmon.record.payloads import UNTIMED
+from dpmon.record.history_rows import UNTIMED
 from dpmon.record.spans import DOING, FLAGS_AT, Flag, Kind, unpacked
 from dpmon.record.wire import Untimed
 from dpmon.tracer.core.threads import Thread

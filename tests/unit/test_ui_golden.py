@@ -21,8 +21,7 @@ from recorded import linear_run
 from stored import state_of
 from synthetic import SECOND, Training, decoded, host_event, whole_device_event
 
-from dpmon.record.kinds import Call, Record
-from dpmon.record.wire import pack_event
+from dpmon.record.kinds import Call, Event, Record
 from dpmon.ui.look import ASCII, COLOUR, MONO, UNICODE, Look
 from dpmon.ui.paint import paint, places
 from dpmon.ui.panels.panel_output import Output
@@ -38,7 +37,7 @@ BARE = Look(ASCII, MONO, False)
 
 
 def memory(training: Training, peaks: list[dict[str, Any]]) -> bytes:
-    return pack_event("memory", {"process": 0, "rank": None, "t_s": training.now / SECOND, "devices": peaks})
+    return Event("memory", {"process": 0, "rank": None, "t_s": training.now / SECOND, "devices": peaks})
 
 
 def starting() -> Scene:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 from stage import Stage, stage
+from stored import Recording
 from synthetic import SECOND, Training, decoded
 from textual import events
 
 from dpmon.record.kinds import Event
-from dpmon.ring import Ring
 from dpmon.ui import jobs
 from dpmon.ui.dialogs import LINE_MOST, Choice, Commands, Pages
 from dpmon.ui.help import help_rows
@@ -216,9 +216,9 @@ def a_run(tmp_path: Path) -> Path:
     }
     (run / "run.json").write_text(json.dumps(info))
     training = Training()
-    ring = Ring(str(run / "process-0.ring"), process=0, start_ns=1)
-    for payload in [*training.begin(), *training.run(20)]:
-        ring.write(payload)
+    recording = Recording(1, run)
+    recording.add([*training.begin(), *training.run(20)])
+    recording.close()
     return run
 
 

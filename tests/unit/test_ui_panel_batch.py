@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from situations import FACTS, LOOK, MONO_ASCII, focused, rows_text, scene_of, state_of, text_of, with_call, with_process
 from stored import Recording
-from synthetic import Training
+from synthetic import Training, step_row
 from timed import GPUS, timed
 
 from dpmon.model.history import pictured
 from dpmon.model.process import PHASES, Column
-from dpmon.record.wire import Untimed, pack_step
+from dpmon.record.wire import Untimed
 from dpmon.ui.batch_notes import missing
 from dpmon.ui.chart import stacked
 from dpmon.ui.look import LETTERS, UNICODE, Look
@@ -309,7 +309,7 @@ def test_a_short_evaluation_has_its_word_in_the_history() -> None:
     payloads = [*training.begin(), *training.run(60)]
     for _ in range(3):
         *call, _ = training.step(evaluates=True)
-        payloads += [*call, pack_step(1, training.steps, training.now, SECOND, 30, (1000, SECOND // 2, -1, -1))]
+        payloads += [*call, step_row("dp", training.steps, training.now, SECOND, 30, (1000, SECOND // 2, -1, -1))]
         training.now += SECOND
     payloads += training.run(40)
     scene = scene_of(training, 0, payloads)

@@ -12,7 +12,6 @@ from dpmon.model.announced import ROOTS_KEPT
 from dpmon.model.compare import Interval
 from dpmon.model.memory import HOST
 from dpmon.record.kinds import Event
-from dpmon.record.wire import pack_event
 from dpmon.ui.panels import panel_compare
 from dpmon.ui.rows import plain
 from dpmon.ui.scene import Playing, RunEnd, Scene, View
@@ -159,12 +158,12 @@ def two_visits(kind: str, later_s: int = 0) -> tuple[list[bytes], Training]:
             return host_event(at, run_mem_bytes=peak)
         peak = highest = max(peak, highest)
         one = {"device": "cuda:0", "peak_bytes": peak, "peak_after_step": training.steps}
-        return pack_event("memory", {"process": 0, "rank": None, "t_s": at, "devices": [one]})
+        return Event("memory", {"process": 0, "rank": None, "t_s": at, "devices": [one]})
 
     for mode, peak, seconds in (("single", 300, 100), ("dp", 700, 100), ("dp", 500, later_s)):
         events += training.switch(mode)
         beside = {"process": 0, "t_s": training.now / SECOND, "step": training.steps, "mode": "single", "root": "Head"}
-        events.append(pack_event("mode", {**beside, "devices": ["cuda:0"], "virtual": False}))
+        events.append(Event("mode", {**beside, "devices": ["cuda:0"], "virtual": False}))
         for second in range(seconds):
             events += [*training.step(), sample((peak + second % 100) << 20)]
     return events, training
@@ -185,7 +184,7 @@ def test_each_mode_has_its_own_memory(kind: str, name: str, later_s: int) -> Non
 @pytest.mark.parametrize(("kind", "name"), [("host", HOST), ("device", "cuda:0")])
 def test_a_mode_without_samples_has_no_memory(kind: str, name: str) -> None:
     events, training = two_visits(kind)
-    samples = [each for each in events if b"peak_bytes" in each or b"run_mem_bytes" in each]
+    samples = [each for each in events if "peak_bytes" in str(each) or "run_mem_bytes" in str(each)]
     scene = Scene(state_of([each for each in events if each not in samples[:101]]), training.now, FACTS, alive=True)
     found = panel_compare.figures(scene).memory
     assert found["dp"][name].bytes == 799 << 20

@@ -7,16 +7,15 @@ from dataclasses import replace
 
 import pytest
 from stored import Recording
-from synthetic import SECOND, Training
+from synthetic import SECOND, Training, changed, step_row
 
 from dpmon.model.pace import speed
 from dpmon.model.process import ProcessFacts
 from dpmon.model.ranks import toggle_refusal, training, world
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import MOST_RANKS, State
-from dpmon.record.payloads import kind_of
-from dpmon.record.plainjson import load_event
-from dpmon.record.wire import mode_number, pack_event, pack_step
+from dpmon.record.history_rows import Row
+from dpmon.record.kinds import Event
 from dpmon.store.store_at import StoreAt
 from dpmon.store.window import Window
 from dpmon.ui.look import COLOUR, UNICODE, Look
@@ -48,18 +47,15 @@ def recorded(
             process=rank + 1, rank=rank, devices=(f"cuda:{rank}",), virtual=False, via=via, mode="single",
             batch=20 if last else 30, step_ns=4_000_000 if last else 2_000_000, seed=rank,
         )  # fmt: skip
-        begin = [in_world(payload, ranks if world is None else world) for payload in one.begin()]
+        begin = [in_world(row, ranks if world is None else world) for row in one.begin()]
         run.add([*begin, *one.run(steps)], rank + 1, rank)
         now = max(now, one.now)
     return run, Scene(run.state(), now + SECOND // 10, FACTS, alive=True, can_toggle=True)
 
 
-def in_world(payload: bytes, world: int) -> bytes:
-    """Return a payload; in the record of the process, set the number of ranks."""
-    if kind_of(payload) != "event":
-        return payload
-    kind, data = load_event(payload[1:].decode())
-    return pack_event(kind, {**data, "world": world}) if kind == "process" else payload
+def in_world(row: Row, world: int) -> Row:
+    """Return a row; in the record of the process, set the number of ranks."""
+    return changed(row, world=world) if isinstance(row, Event) and row.kind == "process" else row
 
 
 def test_ranks_are_not_switched_and_their_mode_is_their_own() -> None:
@@ -178,7 +174,7 @@ def test_an_evaluation_by_one_rank_is_in_no_training_rate(step_ns: int) -> None:
     for _ in range(10):
         ranks[0].steps += 1
         took = (step_ns // 100, step_ns * 9 // 10, -1, -1)
-        run.add([pack_step(mode_number("single"), ranks[0].steps, ranks[0].now, step_ns // 2, 256, took)], 0, 0)
+        run.add([step_row("single", ranks[0].steps, ranks[0].now, step_ns // 2, 256, took)], 0, 0)
         ranks[0].now += step_ns // 2
     for rank, one in enumerate(ranks):
         one.now = ranks[0].now
@@ -212,7 +208,7 @@ def test_the_samples_of_ranks_are_unknown_while_a_step_of_one_has_no_count() -> 
         if rank == 1:
             one.steps += 1
             took = (1000, 50_000_000, 20_000_000, 10_000_000)
-            run.add([pack_step(mode_number("single"), one.steps, one.now, SECOND // 10, -1, took)], rank, rank)
+            run.add([step_row("single", one.steps, one.now, SECOND // 10, -1, took)], rank, rank)
     state = run.state()
     rate = speed(training(state)[0], state, state.newest_ns).rate
     assert rate is not None

@@ -22,7 +22,6 @@ from dpmon.model.process import Process, ProcessFacts
 from dpmon.model.state import State
 from dpmon.model.uneven import INPUT, is_wait
 from dpmon.record.kinds import Event
-from dpmon.record.wire import pack_event
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
 from dpmon.report.sentences import waited
@@ -56,7 +55,7 @@ def with_waits(*seconds: float, mode: str = "single") -> tuple[Training, list[by
 
 
 def wait_events(waits: Sequence[Wait], pid: int = PID) -> list[bytes]:
-    return [pack_event("input", {"pid": pid, "t_s": at, "waited_s": took}) for at, took in waits]
+    return [Event("input", {"pid": pid, "t_s": at, "waited_s": took}) for at, took in waits]
 
 
 def recorded(payloads: Sequence[bytes], waits: Sequence[Wait], pid: int = PID, span_s: int = 120) -> State:

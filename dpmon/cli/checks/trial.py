@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from dpmon.cli.checks import Check, ok, problem, warning
 from dpmon.record.kinds import Call
@@ -69,6 +70,13 @@ class _TrialResults:
     devices: dict[int, str] = field(default_factory=dict)
     absent: str | None = _NOT_YET
 
+    def take(self, kind: str, data: Mapping[str, Any]) -> None:
+        """Take a sample of the host or a GPU, on a thread of the sampler."""
+        if kind == "device":
+            self.devices[data["index"]] = data["name"] or "GPU without a name"
+        elif kind == "host":
+            self.absent = data["gpu_absent"]
+
 
 def trial(python: str | None, environ: Mapping[str, str]) -> Iterator[Check]:
     """Run the trial with the Python that would run a script (`python`: the value of --python)."""
@@ -101,7 +109,7 @@ def _try(directory: Path, python: str | None, environ: Mapping[str, str]) -> _Tr
     from dpmon.gpu.sampler import DeviceSampler
 
     seen = _TrialResults()
-    sampler = DeviceSampler(directory / "gpu.ring", info.start_ns, lambda: None)
+    sampler = DeviceSampler(seen.take, lambda: None)
     sampler.start()
     until = time.monotonic() + NVML_S
     try:
@@ -155,12 +163,6 @@ def _read(seen: _TrialResults, directory: Path) -> None:
         processes = {ring.process for ring in store.rings.values() if ring.process >= 0}
         seen.calls = [call for process in processes for call in store.calls(_MAX_CALLS, process=process)]
         seen.warnings = [str(event.data.get("text")) for event in store.events("warning")]
-        for event in store.events("device"):
-            if isinstance(index := event.data.get("index"), int):
-                seen.devices[index] = str(event.data.get("name") or "GPU without a name")
-        for event in store.events("host", newest=1):
-            absent = event.data.get("gpu_absent")
-            seen.absent = absent if isinstance(absent, str) else None
 
 
 def _warnings(directory: Path) -> list[str]:

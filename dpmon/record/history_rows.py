@@ -1,0 +1,434 @@
+"""The rows of steps, calls and collectives: the assembler makes them, the store writes them, readers resolve them.
+
+Facts that do not change from batch to batch (names, devices, shapes) are a row of their own, a definition. Other rows
+refer to it by number. A `Resolver` knows the definitions and turns rows into records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from dpmon.record.kinds import (
+    Call,
+    CallPhase,
+    Collective,
+    Event,
+    PhaseSpan,
+    Record,
+    RecordError,
+    Replica,
+    Sampled,
+    Size,
+    Stage,
+    Step,
+    collective_in,
+)
+from dpmon.record.schema import QUANTITIES, SPAN_PHASES, STEP_PHASES, SYNC_NUMBER
+from dpmon.record.spans import DOING, Flag
+from dpmon.record.wire import CALL_PHASES
+
+UNTIMED = (
+    "",
+    "the device had not finished it after 64 more steps",
+    "a CUDA graph was being captured: an event recorded then becomes part of the graph",
+    "too few events were free: the device is so far behind that most of its 256 events are in use",
+    "the device's events failed",
+    "the process ended before the device had finished it",
+    "it raised an exception",
+    "the device is the CPU: host time is all there is",
+    "it began on one stream and ended on another, which was ahead",
+    "the step has more phases than can be timed (4096)",
+    "the step copies more tensors to devices than can be timed (16)",
+    "steps are so short that only a random sample of them is timed on devices",
+)
+"""Why a device time is unknown: the texts for the numbers of `dpmon.record.wire.Untimed`."""
+UNENDED = (
+    "",
+    "it ran on a device, and the host does not wait for its end",
+    "it was not complete after 10 s",
+    "the process ended before it was complete",
+    "gloo does not report when a reduce_scatter is complete",
+)
+"""Why the end of a collective is unknown: the texts for the numbers of `dpmon.record.wire.Unended`."""
+_BEFORE = "it ran before the first call on a GPU, or not on the training thread"
+MAX_SPANS = 256
+"""Most recorded spans in one step; later spans are only counted."""
+BUCKET = len(SPAN_PHASES)
+"""Takes the place of a phase in a span that marks when the last gradient of a bucket was ready; without a duration."""
+MAX_DEFINITIONS = 1 << 16
+"""Most definitions of each sort of a process. Beyond this limit, readers drop the oldest."""
+_COUNTED = tuple(quantity.name for quantity in QUANTITIES)
+_NO_PHASES = (None,) * len(CALL_PHASES)
+_made = tuple.__new__
+
+# ------------------------------------------------------------------------------------------------ rows
+
+
+class Definition(NamedTuple):
+    """A layout (root, via, devices, absent), a stage (device, parts), a collective, or sizes.
+
+    A size is (path, shape, dtype, bytes), and the global shape for a DTensor. A collective is (operation, group, size,
+    ranks, dtype, backend, device), or (operation None, why) if collectives cannot be recorded.
+    """
+
+    number: int
+    value: Any
+
+
+class CallParts(NamedTuple):
+    """The parts of a call. Each begins `offset` after the call (ns)."""
+
+    phases: Sequence[tuple[int, int] | None] = _NO_PHASES
+    """Offset and duration of each of CALL_PHASES; None if it did not run."""
+    replicas: Sequence[tuple[int, int, int, int]] = ()
+    """Inputs and outputs (definitions, 0 unknown), offset and duration of each replica."""
+    stages: Sequence[tuple[int, int, int, int, int | None]] = ()
+    """Definition, then as of a replica; duration None if it did not end."""
+    device_ms: Sequence[float | None] | None = None
+    """Device times of CALL_PHASES, then of the replicas or stages; None if the call used no GPU."""
+    why: int = 0
+    """Why a device time is None: a number of Untimed."""
+
+    @property
+    def of_devices(self) -> Sequence[float | None]:
+        """Device times of the replicas or stages, in order; empty if unknown."""
+        return (self.device_ms or ())[len(CALL_PHASES) :]
+
+    @property
+    def of_phases(self) -> dict[str, float | None]:
+        """Device times of the phases that ran."""
+        named = zip(CALL_PHASES, self.phases, self.device_ms or (), strict=False)
+        return {name: ms for name, at, ms in named if at is not None}
+
+
+class CallRow(NamedTuple):
+    """A call. Times in ns."""
+
+    step: int
+    call: int
+    mode: str
+    flags: int
+    """The lowest four of dpmon.record.spans.Flag."""
+    layout: int
+    start: int
+    """Monotonic; in the history, since the run's start. The same holds for other rows."""
+    wall: int
+    inputs: int
+    outputs: int
+    parts: CallParts | None = None
+    """None: it has no phases, and one replica that takes the whole call."""
+
+    @property
+    def whole(self) -> CallParts:
+        """Its parts, also if it has only one replica."""
+        return self.parts or CallParts(replicas=((self.inputs, self.outputs, 0, self.wall),))
+
+    @property
+    def end(self) -> int:
+        """When it ended."""
+        return self.start + self.wall
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether it belongs to an evaluation: neither in training mode nor with gradients."""
+        return not self.flags & (Flag.TRAINING | Flag.GRAD)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it raised an exception."""
+        return bool(self.flags & Flag.FAILED)
+
+    @property
+    def definitions(self) -> set[int]:
+        """The numbers of all definitions that it refers to."""
+        parts = self.whole
+        inner = [*(one[:2] for one in parts.replicas), *(one[:3] for one in parts.stages)]
+        return {self.layout, self.inputs, self.outputs}.union(*inner) - {0}
+
+    def timed(self, times: Sequence[float | None], why: int) -> CallRow:
+        """Return the call with device times."""
+        return self._replace(parts=self.whole._replace(device_ms=times, why=why))
+
+
+class StepRow(NamedTuple):
+    """A step. Times in ns."""
+
+    step: int
+    mode: str
+    start: int
+    wall: int
+    phases: Mapping[str, int]
+    """Durations of the phases that ran, without `other`."""
+    counts: Mapping[str, int]
+    """Its known quantities (dpmon.record.schema.QUANTITIES) and its SYNC_NUMBER."""
+    spans: Sequence[tuple[int, int, int]] = ()
+    """Phase (an index in SPAN_PHASES, or BUCKET), offset from the step's start and duration of each, in order of start,
+    outer before nested ones; at most MAX_SPANS."""
+    missing_spans: int = 0
+    """Number of spans left out."""
+    device_ms: Sequence[float | None] | None = None
+    """Device times of SPAN_PHASES; None if the step used no GPU."""
+    why: int = 0
+    """Why a device time is None: a number of Untimed."""
+
+    def timed(self, times: Sequence[float | None], why: int) -> StepRow:
+        """Return the step with device times."""
+        return self._replace(device_ms=times, why=why)
+
+
+class CollectiveRow(NamedTuple):
+    """A collective, or a sample if `definition` is 0: a period in which all collectives are recorded.
+
+    If the definition has no operation, it gives the reason why there are no samples.
+    """
+
+    number: int
+    """Number of its span."""
+    definition: int
+    phase: int
+    """Kind of the span in which it was launched; 0 for none."""
+    unended: int
+    """Why its end is unknown: a number of Unended."""
+    step: int
+    """The step that ran at its start, or at the middle of a sample; 0 for none."""
+    start: int
+    """When it was launched."""
+    took: int
+    """ns from the launch to its end; -1 if unknown."""
+    queued: int
+    """ns from the launch to the end of the collectives launched earlier on its group; -1 if unknown."""
+    quantity: int
+    """Bytes of a collective, or number of collectives of a sample."""
+
+    @property
+    def time_of_step(self) -> int:
+        """The time that decides to which step it belongs: the launch of a collective, the middle of a sample."""
+        return self.start if self.definition else self.start + self.took // 2
+
+
+Row = CallRow | StepRow | CollectiveRow | Definition | Event
+"""What the assembler makes."""
+
+# ------------------------------------------------------------------------------------------------ records
+
+
+class CallLayout(NamedTuple):
+    """The definition of a layout."""
+
+    root: str
+    via: str | None
+    devices: tuple[str, ...]
+    absent: Mapping[str, str]
+    dim: int
+
+
+def _sizes(value: Any) -> tuple[Size, ...]:
+    return tuple(
+        Size(str(path), _shape(shape), str(dtype), int(count), _shape(wholes[0]) if wholes else None)
+        for path, shape, dtype, count, *wholes in value
+    )
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(int(extent) for extent in value)
+
+
+def _defined(value: Any) -> tuple[str, Any]:
+    """Return the sort of a definition, and its value. Raises LookupError, ValueError or TypeError if it is damaged."""
+    if not isinstance(value, dict):
+        return "sizes", _sizes(value)
+    if "parts" in value:
+        return "stage", (str(value["device"]), tuple(str(name) for name in value["parts"]))
+    if "operation" in value:
+        return "collective", collective_in(value)
+    return "layout", CallLayout(
+        str(value["root"]),
+        None if value["via"] is None else str(value["via"]),
+        tuple(str(name) for name in value["devices"]),
+        {str(key): str(reason) for key, reason in value["absent"].items()},
+        int(value.get("dim", 0)),
+    )
+
+
+_SAMPLE = {"operation": None, "why": None}
+"""Takes the place of a definition for samples, which have none."""
+_DAMAGE = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError)
+
+
+class Resolver:
+    """Turns one process's rows into records. `origin`: the time of the rows at the run's start (ns)."""
+
+    def __init__(self, process: int, rank: int | None = None, origin: int = 0) -> None:
+        self._process = process
+        self._rank = rank
+        self._origin = origin
+        self._known: dict[str, dict[int, Any]] = {name: {} for name in ("layout", "sizes", "stage", "collective")}
+        """Definitions by number, of each sort."""
+
+    def define(self, number: int, value: Any) -> None:
+        """Remember a definition. Raises RecordError if it is damaged."""
+        try:
+            sort, known = _defined(value)
+        except _DAMAGE as error:
+            raise RecordError(f"damaged definition: {error}") from None
+        table = self._known[sort]
+        table.pop(number, None)
+        table[number] = known
+        if len(table) > MAX_DEFINITIONS:
+            del table[next(iter(table))]
+
+    def record(self, row: Row) -> Record | None:
+        """Return the record in a row; None for a definition, which is remembered. Raises RecordError if damaged."""
+        if isinstance(row, Definition):
+            self.define(*row)
+            return None
+        if isinstance(row, Event):
+            return row
+        if isinstance(row, CallRow):
+            return self.call(row)
+        return self.step(row) if isinstance(row, StepRow) else self.collective(row)
+
+    def call(self, row: CallRow) -> Call:
+        """Return the record of a call. Raises RecordError if the row or a definition is damaged."""
+        try:
+            return self._call(row)
+        except _DAMAGE as error:
+            raise RecordError(f"damaged call: {type(error).__name__}: {error}") from None
+
+    def step(self, row: StepRow, exposed_ns: int | None = None, wait_ns: int | None = None) -> Step:
+        """Return the record of a step, with its wait for other ranks. Raises RecordError if the row is damaged."""
+        try:
+            return self._step(row, exposed_ns, wait_ns)
+        except _DAMAGE as error:
+            raise RecordError(f"damaged step: {type(error).__name__}: {error}") from None
+
+    def collective(self, row: CollectiveRow) -> Collective | Sampled:
+        """Return the record of a collective or a sample. Raises RecordError if the row or a definition is damaged."""
+        try:
+            return self._collective(row)
+        except _DAMAGE as error:
+            raise RecordError(f"damaged collective: {type(error).__name__}: {error}") from None
+
+    def _sizes(self, number: int) -> tuple[Size, ...] | None:
+        found: tuple[Size, ...] | None = self._known["sizes"][number] if number else None
+        return found
+
+    def _call(self, row: CallRow) -> Call:
+        layout, parts = self._known["layout"][row.layout], row.whole
+        sizes, times = self._sizes, iter(parts.of_devices)
+        phases = {
+            name: CallPhase(*at, None if parts.device_ms is None else parts.device_ms[index])
+            for index, (name, at) in enumerate(zip(CALL_PHASES, parts.phases, strict=True))
+            if at is not None
+        }
+        replicas: tuple[Replica, ...] = tuple(
+            [
+                # The constructor would take twice as long, and this runs millions of times.
+                _made(Replica, (i, layout.devices[i], offset, took, sizes(got), sizes(gave), next(times, None)))
+                for i, (got, gave, offset, took) in enumerate(parts.replicas)
+            ]
+        )
+        stages = tuple(
+            Stage(i, device, names, offset, took, sizes(got), sizes(gave), next(times, None))
+            for i, (which, got, gave, offset, took) in enumerate(parts.stages)
+            for device, names in (self._known["stage"][which],)
+        )
+        absent = layout.absent
+        if parts.device_ms is not None:
+            absent = {key: text for key, text in absent.items() if key != "device_ms"}
+            of_parts: tuple[CallPhase | Replica | Stage, ...] = (*phases.values(), *replicas, *stages)
+            if any(part.device_ms is None for part in of_parts):
+                absent["device_ms"] = untimed_text(parts.why)
+        return Call(
+            process=self._process,
+            rank=self._rank,
+            step=row.step,
+            call=row.call,
+            root=layout.root,
+            via=layout.via,
+            mode=row.mode,
+            virtual=bool(row.flags & Flag.VIRTUAL),
+            training=bool(row.flags & Flag.TRAINING),
+            grad=bool(row.flags & Flag.GRAD),
+            failed=bool(row.flags & Flag.FAILED),
+            start_ns=row.start - self._origin,
+            wall_ns=row.wall,
+            devices=layout.devices,
+            dim=layout.dim,
+            phases=phases,
+            replicas=replicas,
+            inputs=sizes(row.inputs),
+            outputs=sizes(row.outputs),
+            absent=absent,
+            stages=stages,
+        )
+
+    def _step(self, row: StepRow, exposed_ns: int | None, wait_ns: int | None) -> Step:
+        known = {name: took for name in STEP_PHASES if (took := row.phases.get(name)) is not None}
+        known["other"] = max(0, row.wall - sum(known.values()))
+        counted = {name: count for name in _COUNTED if (count := row.counts.get(name)) is not None}
+        times = None
+        if row.device_ms is not None:
+            times = {name: ms for name, ms in zip(SPAN_PHASES, row.device_ms, strict=False) if name in known}
+        return Step(
+            process=self._process,
+            rank=self._rank,
+            step=row.step,
+            mode=row.mode,
+            start_ns=row.start - self._origin,
+            wall_ns=row.wall,
+            samples=counted.pop("samples", None),
+            phases=known,
+            device_ms=times,
+            untimed=untimed_text(row.why) if times is not None and None in times.values() else None,
+            quantities=counted,
+            spans=tuple([_made(PhaseSpan, (SPAN_PHASES[at], *rest)) for at, *rest in row.spans if at != BUCKET]),
+            missing_spans=row.missing_spans,
+            buckets=tuple([offset for at, offset, _ in row.spans if at == BUCKET]),
+            sync_number=row.counts.get(SYNC_NUMBER),
+            exposed_ns=exposed_ns,
+            wait_ns=wait_ns,
+        )
+
+    def facts(self, number: int) -> dict[str, Any]:
+        """Return the definition of a collective by its number. Raises LookupError if it is unknown."""
+        found: dict[str, Any] = self._known["collective"][number]
+        return found
+
+    def _collective(self, row: CollectiveRow) -> Collective | Sampled:
+        facts: dict[str, Any] = self.facts(row.definition) if row.definition else _SAMPLE
+        start, step = row.start - self._origin, row.step or None
+        if facts["operation"] is None:
+            why = facts["why"]
+            count = row.quantity if why is None else None
+            return Sampled(self._process, self._rank, step, start, max(row.took, 0), count, why)
+        ranks = facts["ranks"]
+        return Collective(
+            process=self._process,
+            rank=self._rank,
+            step=step,
+            operation=facts["operation"],
+            phase=DOING.get(row.phase, "other"),
+            bytes=row.quantity,
+            dtype=facts["dtype"],
+            group=facts["group"],
+            size=facts["size"],
+            ranks=None if ranks is None else tuple(ranks),
+            backend=facts["backend"],
+            device=facts["device"],
+            start_ns=start,
+            took_ns=row.took if row.took >= 0 else None,
+            queued_ns=row.queued if row.queued >= 0 else None,
+            unended=UNENDED[row.unended] if 0 < row.unended < len(UNENDED) else None,
+        )
+
+
+def known_ms(time: float) -> float | None:
+    """Return a device time (ms), rounded to six decimals; None if it is implausible."""
+    return round(time, 6) if 0 <= time < 1e9 else None
+
+
+def untimed_text(number: int) -> str:
+    """Return why a device time is unknown, by its number of Untimed."""
+    return UNTIMED[number] if 0 < number < len(UNTIMED) else _BEFORE

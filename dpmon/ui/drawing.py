@@ -16,9 +16,10 @@ from textual.drivers.linux_driver import LinuxDriver
 from textual.geometry import Size
 from textual.timer import Timer
 
+from dpmon.run.reader import RunReader
 from dpmon.ui.dialogs import Dialog
 from dpmon.ui.driver import Driver
-from dpmon.ui.feed import Feed, OpenStore, Reader
+from dpmon.ui.feed import Feed, OpenStore
 from dpmon.ui.layout import Slot
 from dpmon.ui.leaving import Leaving, terminal_gone
 from dpmon.ui.look import Look
@@ -29,12 +30,6 @@ from dpmon.ui.view import PanelView
 
 _PLACES = ("status", *PANELS, "footer", "timeline", "small")
 _REPAINT_S = 60.0
-
-
-def _open(directory: Path) -> Reader:
-    from dpmon.run.reader import RunReader
-
-    return RunReader(directory)
 
 
 class Drawing(App[str]):
@@ -53,7 +48,7 @@ class Drawing(App[str]):
         look: Look,
         *,
         refresh: float = 1.0,
-        open_reader: Callable[[], Reader] | None = None,
+        open_reader: Callable[[], RunReader] | None = None,
         open_store: OpenStore | None = None,
     ) -> None:
         """`refresh`: seconds between pictures."""
@@ -63,7 +58,7 @@ class Drawing(App[str]):
         self.terminal: Driver | None = None
         """The driver of a real terminal; it announces itself."""
         self._was_ready = True
-        self.feed = Feed(directory, open_reader or (lambda: _open(directory)), open_store=open_store)
+        self.feed = Feed(directory, open_reader or (lambda: RunReader(directory)), open_store=open_store)
         self.leaving = Leaving(self._ask_to_exit)
         self.problem: Exception | None = None
         """Why the run could not be opened."""

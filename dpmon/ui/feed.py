@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dpmon.cleaning import clean
 from dpmon.model.active_processes import ended_of
 from dpmon.model.ranks import toggle_refusal
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import MOST_RANKS, State, Wanted
-from dpmon.run.reader import NO_TRAINING
+from dpmon.run.reader import NO_TRAINING, RunReader
 from dpmon.text.traceback_line import traceback_line
 from dpmon.ui.panels.panel_output import Output
 from dpmon.ui.scene import Facts, Pausing, RunEnd, Scene, Toggle, View, all_finished
@@ -41,67 +41,13 @@ FROZEN_RANKS = 2 * MOST_RANKS
 """Ranks that are read for a frozen picture: the user can zoom and scroll it without a new read."""
 
 
-class Reader(Protocol):
-    """The part of `dpmon.run.reader.RunReader` that the screen uses."""
-
-    @property
-    def info(self) -> Any:
-        """The members of run.json."""
-
-    def refresh(self) -> Any:
-        """Read run.json again."""
-
-    def stage(self) -> tuple[str, int] | None:
-        """The stage before the first batch, and its start (monotonic ns)."""
-
-    def waits_for_input(self) -> int | None:
-        """When the command began to wait for input (monotonic ns); None if it does not, or if this is unknown."""
-
-    def stall(self) -> str | None:
-        """How long no new phase has begun, and where each process is; None if something moves."""
-
-    def activities(self) -> Mapping[int, tuple[str, int]]:
-        """Each process's current activity and its start (monotonic ns)."""
-
-    def exit(self) -> Any:
-        """How the run ended."""
-
-    def command_alive(self) -> bool | None:
-        """Whether the command runs."""
-
-    def request_mode(self, mode: str) -> int:
-        """Ask for a mode; returns how many processes were asked."""
-
-    def pending(self) -> bool:
-        """Whether a request has no answer yet."""
-
-    def request_pause(self, paused: bool) -> int:
-        """Ask for a pause or its end; returns how many processes were asked."""
-
-    def request_sample(self) -> int:
-        """Ask for the collectives of one of the next steps; returns how many processes were asked."""
-
-    def pause_refusal(self) -> str | None:
-        """Why a pause is impossible; None if it is possible."""
-
-    def paused(self) -> Any:
-        """The request (`wanted`), whether it is unanswered (`pending`), and the start of the pause (`since_ns`)."""
-
-    @property
-    def output_paths(self) -> tuple[Path, ...]:
-        """The script's output files."""
-
-    def close(self) -> None:
-        """Close all descriptors."""
-
-
 class Feed:
     """One run, live. `start` calls `open_reader`, so that the first picture waits for no file."""
 
     def __init__(
         self,
         directory: Path,
-        open_reader: Callable[[], Reader],
+        open_reader: Callable[[], RunReader],
         clock: Callable[[], int] = time.monotonic_ns,
         open_store: OpenStore | None = None,
     ) -> None:
@@ -112,7 +58,7 @@ class Feed:
         self._open_reader = open_reader
         self._open_given = open_store
         self._clock = clock
-        self._reader: Reader | None = None
+        self._reader: RunReader | None = None
         self._snapshots = Snapshots()
         self._wanted = Wanted()
         self._still = Snapshots()
@@ -151,7 +97,7 @@ class Feed:
         for tail in self.output.tails:
             tail.close()
 
-    def _facts_of(self, reader: Reader) -> Facts:
+    def _facts_of(self, reader: RunReader) -> Facts:
         info = reader.info
         options = info.options if isinstance(info.options, Mapping) else {}
         mode, name = options.get("mode"), options.get("name")
@@ -257,7 +203,7 @@ class Feed:
 
         return open_store(self.directory)
 
-    def _look_alive(self, reader: Reader) -> None:
+    def _look_alive(self, reader: RunReader) -> None:
         alive = reader.command_alive()
         self._ending = False
         if alive is False and self._ended is None:
@@ -316,7 +262,7 @@ class Feed:
         else:
             self._toggle = Toggle(wanted, "refused", self.now_ns(), reason=NO_TRAINING)
 
-    def _answer(self, reader: Reader) -> None:
+    def _answer(self, reader: RunReader) -> None:
         toggle = self._toggle
         if toggle is None or toggle.status != "pending" or reader.pending():
             return

@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from dpmon.run.activities import newest_stage, stages
-from dpmon.run.reader import PauseState
-from dpmon.run.rundir import ExitInfo, RunError, RunInfo, load_exit, load_info, output_paths
+from dpmon.run.reader import RunReader
+from dpmon.run.rundir import ExitInfo, RunError, load_exit
 from dpmon.store.opened import open_store
 from dpmon.store.store_at import StoreAt
 from dpmon.store.tables import HistoryError
 from dpmon.ui.dialogs import Dialog
-from dpmon.ui.feed import Feed, Reader
+from dpmon.ui.feed import Feed
 from dpmon.ui.footer import position_at
 from dpmon.ui.keys import PLAYED_ACTIONS
 from dpmon.ui.look import Look
@@ -27,7 +27,7 @@ from dpmon.ui.view import PanelView
 SPEEDS = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 100.0)
 
 
-class Player:
+class Player(RunReader):
     """The clock of a playback, and the screen's reader of a finished run.
 
     Times are ns since the run's start; `clock` measures real time.
@@ -35,8 +35,7 @@ class Player:
 
     def __init__(self, directory: Path, clock: Callable[[], int] = time.monotonic_ns) -> None:
         """Start at the end of the run, stopped. Raises RunError if there is no run, or nothing to play."""
-        self.directory = directory
-        self.info: RunInfo = load_info(directory)
+        super().__init__(directory)
         self._end = load_exit(directory)
         try:
             with open_store(directory) as store:
@@ -97,28 +96,13 @@ class Player:
 
     # ------------------------------------------------------------------------------------------ the screen's reader
 
-    def refresh(self) -> RunInfo:
-        """run.json, which no longer changes."""
-        return self.info
-
-    def close(self) -> None:
-        """Do nothing: no descriptor is open."""
-
     def stage(self) -> tuple[str, int] | None:
         """The run's stage at the position, before its first call, and its start (monotonic ns)."""
         return newest_stage(stages(self.directory, self.now_ns()))
 
-    def stall(self) -> str | None:
-        """None: only the processes themselves know."""
-        return None
-
     def waits_for_input(self) -> int | None:
         """None: a playback shows no waits for input."""
         return None
-
-    def activities(self) -> Mapping[int, tuple[str, int]]:
-        """Empty: activities are not recorded."""
-        return {}
 
     def exit(self) -> ExitInfo | None:
         """How the run ended, once the playback has reached the end."""
@@ -128,34 +112,8 @@ class Player:
         """Whether the command ran at the position."""
         return self.position_ns < self.length_ns
 
-    def request_mode(self, mode: str) -> int:
-        """Return 0: no process can answer."""
-        return 0
-
-    def request_pause(self, paused: bool) -> int:
-        """Return 0: no process can answer."""
-        return 0
-
-    def request_sample(self) -> int:
-        """Return 0: no process can answer."""
-        return 0
-
-    def pause_refusal(self) -> str | None:
-        """Why a pause is impossible."""
-        return "this is a playback"
-
-    def paused(self) -> Any:
-        """No pause, and no request for one."""
-        return PauseState(False, False, None)
-
-    def pending(self) -> bool:
-        """False: a playback has no requests."""
-        return False
-
-    @property
-    def output_paths(self) -> tuple[Path, ...]:
-        """The files of the script's whole output, because its lines have no times."""
-        return output_paths(self.directory, self.info)
+    def _find_processes(self) -> None:
+        """Do nothing: no process of the run is left to ask."""
 
 
 class _PlaybackFeed(Feed):
@@ -166,7 +124,7 @@ class _PlaybackFeed(Feed):
         self._open_player = open_player
         self.player: Player | None = None
 
-    def _opened(self) -> Reader:
+    def _opened(self) -> RunReader:
         self.player = self._open_player()
         return self.player
 

@@ -96,7 +96,7 @@ def install() -> None:
     startup = Startup(session)
     gradients = GradientSync(session, recorder)
     collectives = Collectives(session, recorder)
-    recorder.on_first_fetch, recorder.on_first_fetched = startup.fetch_begins, startup.fetch_ends
+    recorder.on_first_fetch, recorder.on_first_fetched = startup.fetch_begins, startup.ended
 
     def idle() -> None:  # fetches or optimizer steps without calls
         recorder.heal()

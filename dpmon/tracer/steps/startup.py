@@ -49,11 +49,11 @@ class Startup:
             try:
                 joined = original(*args, **kwargs)
             except BaseException as error:
-                self._ended(error)
+                self.ended(error)
                 drop_frames(error)
                 args, kwargs = (), {}
                 raise
-            self._ended(None)
+            self.ended(None)
             return joined
 
         return named_like(init_process_group, original)
@@ -68,11 +68,8 @@ class Startup:
         self._note(lambda: _first_batch(iterator))
         return True
 
-    def fetch_ends(self, error: BaseException | None) -> None:
-        """Note that the batch has arrived, or that the fetch raised `error`."""
-        self._ended(error)
-
-    def _ended(self, error: BaseException | None) -> None:
+    def ended(self, error: BaseException | None) -> None:
+        """Note that what was noted last is over, or that it raised `error`."""
         # After an interrupt, the last note stays, because it shows where the process was.
         if error is None or isinstance(error, Exception):
             self._note(lambda: IN_SCRIPT)

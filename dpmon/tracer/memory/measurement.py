@@ -24,6 +24,8 @@ from dpmon.tracer.memory.storages import GRADIENTS, MAX_TENSORS, STATES, Walk, m
 from dpmon.tracer.steps.recorder import Recorder
 
 EVERY_NS = 5_000_000_000
+PATIENCE = 4
+"""The first measurement waits for an optimizer's first step, but at most until this look: a script may never step."""
 SAME_NS = 60_000_000_000
 """Interval between events while nothing changes."""
 WAIT_FACTOR = 1000
@@ -65,6 +67,8 @@ class Memory:
         """Number of looks, and number of the last look that completed a measurement."""
         self._walk: Walk | None = None
         """The count with most gradients in the measured step; None until its first backward pass ends."""
+        self._stepped = False
+        """Whether an optimizer had stepped before that count."""
         self._spent = 0
         """Time of the measurement so far (ns)."""
 
@@ -96,8 +100,10 @@ class Memory:
         if now < self._due or self.session.ring is None:
             return self._due
         self._steps += 1
-        if self._steps == 1:
-            return 0  # optimizers make their states in the first steps
+        recorder = self.recorder
+        waits = self._optimizers and recorder.has_run_backward and not recorder.stepped and self._steps < PATIENCE
+        if self._steps == 1 or waits:
+            return 0  # optimizers make their states in their first steps
         if self._walk is None and self.recorder.on_backward is None:
             self.recorder.on_backward = self._count
             return 0
@@ -121,7 +127,7 @@ class Memory:
                 walk = self._walked()
                 self._took(began)
                 if self._walk is None or walk.total(GRADIENTS) >= self._walk.total(GRADIENTS):
-                    self._walk = walk
+                    self._walk, self._stepped = walk, self.recorder.stepped > 0
 
     def _walked(self) -> Walk:
         found = [site.module() for site in list(self.sites.known.values())]
@@ -143,6 +149,7 @@ class Memory:
     def _report(self, counted: Walk | None, now: int) -> None:
         """Record a measurement. `counted`: the count of the measured step; None if it had no backward pass."""
         walk = counted or self._walked()
+        stepped = self._stepped if counted else self.recorder.stepped > 0
         statistics = allocator.statistics()
         walk.held.pop("meta", None)
         if statistics:
@@ -150,7 +157,7 @@ class Memory:
         for device in statistics:
             walk.held.setdefault(device, [0, 0, 0])
         devices = [
-            self._entry(walk, name, statistics.get(name), self._unknown(walk, name, counted is None))
+            self._entry(walk, name, statistics.get(name), self._unknown(walk, name, counted is None, stepped))
             for name in sorted(walk.held)
         ]
         self._looked_at = self._looks
@@ -161,7 +168,7 @@ class Memory:
         took = (self._spent + monotonic_ns() - now) / 1e6
         self.session.event("memory", "last", step=None, look=self._looks, took_ms=took, devices=devices, absent={})
 
-    def _unknown(self, walk: Walk, device: str, no_backward: bool) -> dict[str, str]:
+    def _unknown(self, walk: Walk, device: str, no_backward: bool, stepped: bool) -> dict[str, str]:
         """Return the reason for each part that is not fully known."""
         absent = {}
         for kind, part in enumerate(_PARTS):
@@ -175,7 +182,7 @@ class Memory:
                 absent[part] = f"{many:,} of its tensors {does} ({', '.join(names)}); the others hold {known}"
         if no_backward and not walk.total(GRADIENTS):
             absent.setdefault(_PARTS[GRADIENTS], _NO_BACKWARD if self.recorder.has_run_backward else _NO_BACKWARD_YET)
-        if not walk.total(STATES) and not (self._optimizers and self.recorder.stepped):
+        if not walk.total(STATES) and not (self._optimizers and stepped):
             why = "no optimizer had stepped before this measurement"
             absent.setdefault(_PARTS[STATES], why if self._optimizers else "no torch optimizer was made")
         return absent

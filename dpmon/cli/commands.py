@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dpmon.cleaning import clean, json_text
 from dpmon.cli.launch import has_screen, json_lines
 from dpmon.cli.speak import closing, speak
+from dpmon.model.numbers import count_of
 from dpmon.run import retention
 from dpmon.run.activities import describe_stall
 from dpmon.run.condition import goes_on, goes_on_elsewhere, run_state
@@ -183,8 +184,11 @@ class Listed(NamedTuple):
     started_unix: float
     seconds: float
     steps: int | None
-    """Steps of the process with the most: steps of ranks are not added up, because ranks step together."""
+    """Steps of the process with the most: steps of ranks are not added up, because ranks step together. None if
+    unknown, also while the end of a step is not known."""
     evaluation_steps: int | None
+    open_calls: int | None
+    """Calls that are not divided into steps yet, in processes without a step."""
     samples_per_s: float | None
     status: int | None
     signal: str | None
@@ -197,12 +201,15 @@ class Listed(NamedTuple):
     def row(self) -> tuple[str, ...]:
         """The cells of the list."""
         evaluations = f" ({self.evaluation_steps} evaluation)" if self.evaluation_steps else ""
+        counted = "-" if self.steps is None else f"{self.steps}{evaluations}"
+        if self.steps is None and self.open_calls:
+            counted = count_of(self.open_calls, "call")
         return (
             clean(self.name),
             self.state + (", kept" if self.kept else ""),
             _age(time.time() - self.started_unix),
             clock(int(self.seconds * 1e9)),
-            "-" if self.steps is None else f"{self.steps}{evaluations}",
+            counted,
             compact(self.samples_per_s),
             "-" if self.status is None else clean(self.signal or self.status),
             clean(" ".join(self.command)),
@@ -263,9 +270,10 @@ def rm(options: argparse.Namespace) -> int:
     return 0
 
 
-def _steps(directory: Path) -> tuple[int | None, int | None, float | None]:
-    """Steps, evaluation steps and samples/s; None if the record has no rings, or cannot be read."""
+def _steps(directory: Path) -> tuple[int | None, int | None, int | None, float | None]:
+    """Steps, evaluation steps, open calls and samples/s; None if the record has no rings, or cannot be read."""
     from dpmon.store.opened import open_store  # imported here because it loads sqlite
+    from dpmon.store.store_at import StoreAt
     from dpmon.store.tables import HistoryError
     from dpmon.store.window import Window
 
@@ -274,8 +282,10 @@ def _steps(directory: Path) -> tuple[int | None, int | None, float | None]:
         if most is not None:
             window = Window(store)
             rate = window.mean()
-            return most.steps, window.evaluation_steps(most.process), None if rate is None else rate.samples_per_s
-    return None, None, None
+            calls = StoreAt(store).open_calls
+            evaluations, samples = window.evaluation_steps(most.process), None if rate is None else rate.samples_per_s
+            return None if calls and not most.steps else most.steps, evaluations, calls, samples
+    return None, None, None, None
 
 
 def _age(seconds: float) -> str:

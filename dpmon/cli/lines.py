@@ -18,6 +18,7 @@ from dpmon.cleaning import json_text
 from dpmon.model.active_processes import ended_of
 from dpmon.model.json_fields import communication_fields, fields_of, phase_fields, rank_fields
 from dpmon.model.members import finite
+from dpmon.model.numbers import calls_so_far
 from dpmon.model.pace import speed
 from dpmon.model.process import Process
 from dpmon.model.ranks import training
@@ -160,7 +161,7 @@ class Lines:
         if focus is None:
             stage = self._reader.stage()
             return "waiting for the first step" if stage is None or stage[0] in IDLE else stage[0]
-        if focus.last_step is None:
+        if focus.last_step is None and not self._state.open_calls:
             return "waiting for the first step"
         return "running"
 
@@ -170,7 +171,8 @@ def _progress(focus: Process | None, state: State, now_ns: int) -> tuple[dict[st
     absent: dict[str, str] = {}
     if focus is None or focus.last_step is None:
         names = ("process", "rank", "step", *_RATES, "mode", "virtual", *_FIGURES)
-        absent.update(dict.fromkeys(names, "no step has ended yet"))
+        why = calls_so_far(state.open_calls) if state.open_calls else "no step has ended yet"
+        absent.update(dict.fromkeys(names, why))
         return dict.fromkeys(names), absent
     fast = speed(focus, state, now_ns)
     if fast.reason is not None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from dpmon.model.announced import Announced
 from dpmon.model.communication import communication, ranks_in
 from dpmon.model.members import SECOND
-from dpmon.model.numbers import group
+from dpmon.model.numbers import calls_so_far, group
 from dpmon.model.stragglers import Straggler, in_short
 from dpmon.record.schema import EVALUATION
 from dpmon.run.activities import IDLE
@@ -65,7 +65,7 @@ class ProgressLines:
         """The run's progress and its speed since the last line; if there is no new step, the reason."""
         try:
             with open_store(self._reader.directory) as store:
-                return self._stepped(store) or self._waiting()
+                return self._stepped(store) or self._waiting(0 if self._steps else StoreAt(store).open_calls)
         except (HistoryError, RunError):  # the history is damaged or deleted
             return self._waiting()
 
@@ -124,7 +124,8 @@ class ProgressLines:
             return [*parts, f"{compact(found.samples_per_s)} samples/s{within_words(found)}"]
         return [parts[0] + within_words(found)]
 
-    def _waiting(self) -> str:
+    def _waiting(self, calls: int = 0) -> str:
+        """What happens instead of a step. `calls`: calls so far if no step has ended."""
         activities = self._reader.activities()
         now = time.monotonic_ns()
         reads = self._reader.waits_for_input()
@@ -134,7 +135,7 @@ class ProgressLines:
             if name == "paused":
                 return f"paused for {(now - since) / 1e9:.0f} s"
             if since and name != "ended":
-                return f"{_no_step(now - since)}in {name}"
+                return calls_so_far(calls) if calls else f"{_no_step(now - since)}in {name}"
         stage = self._reader.stage()
         last = self._last_ns + self._reader.info.start_ns if self._last_ns else 0
         if last and (stage is None or stage[1] < last):

@@ -12,7 +12,7 @@ from dpmon.model.evidence import ModeFacts
 from dpmon.model.finding import duration_words
 from dpmon.model.layouts import flow
 from dpmon.model.memory import Held, reasons
-from dpmon.model.numbers import count_of, duration, group
+from dpmon.model.numbers import calls_so_far, count_of, duration, group
 from dpmon.model.run_facts import RunFacts
 from dpmon.model.stragglers import sentence
 from dpmon.record.schema import EVALUATION, STEP
@@ -97,7 +97,9 @@ class _SummaryLines:
         warnings += [warning.text for warning in facts.announced.warnings]
         found = _with_priority(_STEP, self._time_lines())
         kinds = facts.store.kinds() | facts.layouts.kinds()
-        if not kinds:
+        if facts.open_calls:
+            found.append(SummaryLine(_STEP, calls_so_far(facts.open_calls)))
+        elif not kinds:
             found.append(_nothing(directory, self._info, self._how, warnings))
         for mode in sorted({mode for mode, _ in kinds}):
             found += self._mode_lines(mode, False)

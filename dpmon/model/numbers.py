@@ -45,6 +45,11 @@ def times(value: float, sign: str = "×") -> str:
     return (f"{value:.2f}" if value < 9.995 else f"{value:.1f}") + sign
 
 
+def calls_so_far(calls: int) -> str:
+    """The words for a run whose calls are not divided into steps yet."""
+    return f"{count_of(calls, 'call')} so far; the end of a step is not known yet"
+
+
 def count_of(count: int, word: str) -> str:
     """A count with its noun: "1 row", "2 rows"."""
     return f"{group(count)} {word}{'' if count == 1 else 's'}"

@@ -81,6 +81,7 @@ class RunFacts:
         self.store = rows.store
         self.end_ns = end_ns
         self.announced = Announced.read(rows, every=True)
+        self.open_calls = rows.open_calls
         self._state = state = processes_in(rows, self.announced, ended)
         self._ranks = {number: process.rank for number, process in state.processes.items()}
         focus = state.focus()

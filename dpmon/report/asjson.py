@@ -30,7 +30,7 @@ def as_object(story: Story) -> dict[str, object]:
             **{name: getattr(story.exit, name, None) for name in ("status", "signal", "error", "seconds")},
         },
         "processes": [one._asdict() for one in story.processes],
-        **fields_of(story, "steps", "calls", "dropped", "pruned", "nothing", "standing", "gpu_absent"),
+        **fields_of(story, "steps", "calls", "open_calls", "dropped", "pruned", "nothing", "standing", "gpu_absent"),
         "modes": [_mode(mode) for mode in evidence.modes],
         "evaluations": [_mode(mode) for mode in story.evaluations],
         "elapsed": _elapsed(evidence),

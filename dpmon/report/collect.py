@@ -74,7 +74,8 @@ def _read(story: Story, facts: RunFacts, stop_asked_ns: int | None) -> None:
     story.dropped, story.pruned = store.dropped, store.pruned
     story.processes = [events.info[number] for number in sorted(events.info)]
     story.changes = list(events.changes[:CHANGES_KEPT])
-    story.calls, story.distributed = layouts.all_calls, layouts.distributed
+    story.open_calls = facts.open_calls
+    story.calls, story.distributed = layouts.all_calls + facts.open_calls, layouts.distributed
     story.evaluations = facts.evaluations
     story.evidence = facts.evidence(stop_asked_ns)
     if facts.last_step_ns is not None:

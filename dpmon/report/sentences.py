@@ -10,7 +10,7 @@ from dpmon.model.announced import WAITS_KEPT
 from dpmon.model.compare import Comparison, sentence
 from dpmon.model.evidence import ModeFacts
 from dpmon.model.finding import duration_words, host_waits, of_process, partly_timed
-from dpmon.model.numbers import count_of, percent
+from dpmon.model.numbers import calls_so_far, count_of, percent
 from dpmon.model.pauses import PauseTotals
 from dpmon.model.state import ModeChange
 from dpmon.record.wire import RANK_MODES
@@ -73,6 +73,8 @@ def facts(story: Story) -> list[str]:
         what_ran(story),
         f"Python {python or 'unknown'}, torch {torch or 'unknown'}, dpmon {story.info.versions.get('dpmon', '?')}",
     ]
+    if story.open_calls:
+        texts.append(calls_so_far(story.open_calls))
     if story.nothing is not None:
         texts.append(f"nothing was traced: {story.nothing}")
     if story.standing is not None:
@@ -94,7 +96,7 @@ def facts(story: Story) -> list[str]:
 
 def what_ran(story: Story) -> str:
     """Processes, steps by mode if there were several, and the initial mode with its reason."""
-    count = story.evidence.processes
+    count = story.evidence.processes or (len(story.processes) if story.open_calls else 0)
     modes: Counter[str] = Counter()
     for facts in (*story.evidence.modes, *story.evaluations):
         modes[RANK_MODES[facts.distributed] if facts.distributed else facts.mode] += facts.all_steps

@@ -33,6 +33,8 @@ class Story:
     steps: int = 0
     calls: int = 0
     """Both numbers include deleted records; `calls` also includes calls outside steps."""
+    open_calls: int = 0
+    """The part of `calls` that is not divided into steps yet, in processes without a step."""
     bin_ns: int = 0
     """Width of a stretch. A stretch is wider if a step in it takes longer."""
     bins: Sequence[Bin] = ()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dpmon.cleaning import clean
-from dpmon.model.numbers import UNKNOWN, count_of
+from dpmon.model.numbers import UNKNOWN, calls_so_far
 from dpmon.model.process import Process
 from dpmon.model.ranks import distributed, world
 from dpmon.model.state import State
@@ -187,7 +187,7 @@ class Scene:
         """Why there is nothing to show: `over` after the end, READING while older records are read, else `yet`."""
         calls = self.state.open_calls
         if calls and not self.over:
-            return f"{count_of(calls, 'call')} so far; it is not known yet where a step of this loop ends"
+            return calls_so_far(calls)
         return over if self.over else READING if self.reading else yet
 
     @property
@@ -260,11 +260,15 @@ def life(scene: Scene) -> Life:
 def _before_first_batch(scene: Scene, doing: str, spent: int) -> Life:
     if doing == "data" and spent > WAIT_SHOWN_NS:
         return Life("waiting for data", "wait", f"first batch, {spent / 1e9:.0f} s")
+    if scene.state.open_calls:
+        word, _, more = calls_so_far(scene.state.open_calls).partition("; ")
+        return Life(word, "wait", more)
     if doing:  # a script without a loader has no visible first batch
+        where = "the script" if doing == "other" else clean(doing, 20)
         return Life(
             "first batch" if doing == "data" else "first step",
             "wait",
-            f"in {clean(doing, 20)}, {spent / 1e9:.0f} s" if spent > 0 else "",
+            f"in {where}, {spent / 1e9:.0f} s" if spent >= SECOND else "",
         )
     if scene.stage is None:
         what, since = ("starting python", 0)

@@ -56,7 +56,7 @@ def test_the_calls_before_the_end_are_steps(dpmon: Dpmon, loop: str, end: str) -
 def test_the_screen_shows_calls_while_the_loop_is_not_known(dpmon: Dpmon, loop: str) -> None:
     waits = "import time; time.sleep(300)"
     terminal = Terminal(dpmon, dpmon.script(SCRIPT.replace("END", waits) + LOOPS[loop]), size=(40, 120))
-    terminal.shows("54 calls so far; it is not known yet where a step of this loop ends")
+    terminal.shows("54 calls so far; the end of a step is not known yet")
     dpmon.run("stop", "last")
     terminal.shows("stopped")
     terminal.type("q")

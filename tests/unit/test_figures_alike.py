@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from synthetic import SECOND, Training, kind_of, step_row
 
 from dpmon.cli.commands import _describe
 from dpmon.cli.lines import Lines
+from dpmon.cli.progress import ProgressLines
 from dpmon.cli.summary import summary_lines
 from dpmon.model.numbers import duration, percent
 from dpmon.record.schema import PHASES, REST, STEP
@@ -384,3 +386,28 @@ def test_sizes_of_evaluations_do_not_count_as_sizes_of_the_training() -> None:
     assert most_frequent([(120, "a"), (4, "b"), (0, "c")], 1) == "a (+1 other size, +1 in evaluation)"
     assert most_frequent([(120, "a"), (4, "b")], 0) == "a (+1 other size)"
     assert most_frequent([(0, "c")], 1) == "c"
+
+
+def test_a_loop_whose_steps_are_not_known_yet_has_calls_everywhere(state: Path) -> None:
+    """The tracer has seen calls, but cannot tell yet where a step ends (LBFGS, long accumulation)."""
+    directory = keep({0: Training().begin()}, status=None)
+    with sqlite3.connect(directory / "history.sqlite") as db:
+        db.execute("UPDATE rings SET open_calls = 11 WHERE process = 0")
+    so_far = "11 calls so far; the end of a step is not known yet"
+    text = " ".join(" ".join(report_text(directory, 100)).split())
+    assert "one training process, 0 steps, 11 calls" in text
+    assert so_far in text
+    found = as_object(collect(directory))
+    assert (found["steps"], found["calls"], found["open_calls"], found["nothing"]) == (0, 11, 11, None)
+    assert so_far in summary_lines(directory, None)
+    assert "nothing was traced" not in text + " ".join(summary_lines(directory, None))
+    listed = _describe(directory, load_info(directory))
+    assert (listed.steps, listed.open_calls, listed.row()[4]) == (None, 11, "11 calls")
+    reader = RunReader(directory)
+    reader.activities = lambda: {0: ("other", 1)}  # type: ignore[method-assign]
+    assert ProgressLines(reader).line() == so_far
+    lines: list[bytes] = []
+    watched = Lines(reader, lambda line: lines.append(line) is None)
+    watched.tick(1.0)
+    said = json.loads(lines[0])
+    assert (said["state"], said["step"], said["absent"]["step"]) == ("running", None, so_far)

@@ -97,6 +97,11 @@ def test_the_first_seconds_tell_what_happens() -> None:
         "wait",
         "first batch, 2 s",
     )
+    assert life(replace(begun, activities={0: ("other", SECOND // 2)})).detail == "in the script, 2 s"
+    assert life(replace(begun, activities={0: ("other", begun.now_ns - 1)})) == ("first step", "wait", "")
+    learning = replace(begun, state=replace(begun.state, open_calls=11), activities={0: ("other", SECOND // 2)})
+    assert life(learning) == ("11 calls so far", "wait", "the end of a step is not known yet")
+    assert "11 calls so far" in text_of(learning, 80, 24)
 
 
 def test_between_two_trainings_the_next_one_is_on_its_way() -> None:

@@ -96,10 +96,13 @@ class StepTotals:
         # Without a loader, calls with a backward pass each are micro-batches.
         if self.times[DATA] < 0 and not self.several and self.learning_calls == self.backwards > 1 and samples >= 0:
             samples = self.sum_of_rows
-        spans = [(phase, begin - start, took) for phase, begin, took in self.spans]
-        if any(begin < 0 or begin + took > wall for _, begin, took in spans):  # damaged: cut at the limits of the step
-            starts = [min(max(begin, 0), wall) for _, begin, _ in spans]
-            spans = [(phase, at, min(took, wall - at)) for at, (phase, _, took) in zip(starts, spans, strict=True)]
+        spans = []
+        for phase, begin, took in self.spans:
+            offset = begin - start
+            if offset < 0 or offset + took > wall:  # damaged: cut at the limits of the step
+                offset = min(max(offset, 0), wall)
+                took = min(took, wall - offset)
+            spans.append((phase, offset, took))
         phases = {name: min(took, LARGEST) for name, took in zip(SPAN_PHASES, self.times, strict=True) if took >= 0}
         counts = {name: min(count, LARGEST) for name, count in zip(QUANTITIES, self.counts, strict=True) if count >= 0}
         if samples >= 0:

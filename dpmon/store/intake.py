@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -55,6 +56,7 @@ _phases_of = itemgetter(
     *(len(STEP_PHASES) + _CALL_AT[phase.name] if phase.of_call else _STEP_AT[phase.name] for phase in PHASES)
 )
 """Returns values in the order of PHASES, from the phases of a step followed by the phases of its calls."""
+_NO_PHASES = (None,) * len(CALL_PHASES)
 _DAMAGE = (LookupError, ValueError, TypeError, AttributeError, RecursionError)
 
 
@@ -151,11 +153,11 @@ class Intake:
     # ------------------------------------------------------------------------------------------ calls
 
     def _call(self, batch: Batch, number: int, row: CallRow) -> None:
-        row = row._replace(start=row.start - self._start_ns)
-        _check(row.start, row.wall, row.step, row.call)
+        began = row.start - self._start_ns
+        _check(began, row.wall, row.step, row.call)
         self._calls.append(_held(number, row))
         rows = self._rows.get(row.inputs)
-        batch.calls.append((number, self.row.process, *row[:-1], parts_column(row.parts), rows))
+        batch.calls.append((number, self.row.process, *row[:5], began, *row[6:-1], parts_column(row.parts), rows))
         if len(self._calls) > HELD_CALLS:  # a process with calls outside steps
             self._count(batch, [self._calls.pop(0)], None)
         self._place(number)
@@ -210,7 +212,7 @@ class Intake:
             batch.gaps.append((process, *gap))
         named = number, process, step, mode, began, wall, kind, len(calls)
         times = None if row.device_ms is None else json.dumps([row.why, *row.device_ms], separators=(",", ":"))
-        spans = json.dumps([part for span in row.spans for part in span], separators=(",", ":")) if row.spans else None
+        spans = f"[{','.join(map(str, chain.from_iterable(row.spans)))}]" if row.spans else None
         sync_number = row.counts.get(SYNC_NUMBER)
         rest_of = rest, times, spans, row.missing_spans, sync_number, None, None
         batch.steps.append((*named, *quantities, *values, *rest_of))
@@ -289,7 +291,12 @@ class Intake:
 
 def _held(number: int, row: CallRow) -> _HeldCall:
     """Return the parts of a call to hold."""
-    parts, layout = row.whole, row.layout
+    layout = row.layout
+    if row.parts is None:
+        whole = [(replica_series(layout, 0), row.wall)]
+        sizes = _sizes_text(row.inputs, row.outputs, (row.inputs, row.outputs))
+        return _HeldCall(number, row.step, row.mode, layout, row.flags, _NO_PHASES, {}, whole, sizes, 0)
+    parts = row.parts
     took = tuple([None if at is None else at[1] for at in parts.phases])
     timed = [(replica_series(layout, i), ran) for i, (_, _, _, ran) in enumerate(parts.replicas)]
     timed += [(stage_series(layout, i, *one[:3]), one[4]) for i, one in enumerate(parts.stages) if one[4] is not None]

@@ -12,6 +12,8 @@ from dpmon.record.kinds import RecordError
 from dpmon.record.plainjson import load_json
 from dpmon.record.wire import MODES
 
+_json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+
 
 @lru_cache(4096)
 def replica_series(layout: int, index: int) -> str:
@@ -38,7 +40,7 @@ def check_times(values: Iterable[Any] | None) -> None:
 
 def parts_column(parts: CallParts | None) -> str | None:
     """Return the parts of a call for their column."""
-    return None if parts is None else json.dumps(parts, separators=(",", ":"))
+    return None if parts is None else _json(parts)
 
 
 def call_in(columns: Sequence[Any]) -> CallRow:

@@ -9,7 +9,8 @@ from pretend import MS, START, Script, apart, assembled, decoded, in_portions, r
 from test_assemble_resumed import Chance
 
 from dpmon.assemble import step_rules
-from dpmon.record.history_rows import MAX_SPANS
+from dpmon.assemble.step_totals import StepTotals
+from dpmon.record.history_rows import MAX_SPANS, StepRow
 from dpmon.record.kinds import Step
 from dpmon.record.spans import Flag
 
@@ -205,3 +206,12 @@ def test_the_starts_count_from_the_start_of_the_step() -> None:
     script.fetch()
     script.learn(net)
     assert only(script).start_ns == START + 50 * MS
+
+
+def test_spans_that_reach_out_of_the_step_end_with_it() -> None:
+    """Only damaged spans do."""
+    totals = StepTotals()
+    totals.spans = [(1, 90, 1 << 40), (2, 150, 20), (3, 1 << 50, 7)]
+    row = totals.row(1, 100, 60)
+    assert isinstance(row, StepRow)
+    assert row.spans == [(1, 0, 60), (2, 50, 10), (3, 60, 0)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dpmon.model.communication import Communication
+from dpmon.model.communication import Communication, Wrapper
 from dpmon.model.stragglers import RankTimes, Straggler, sentence
 from dpmon.store.answers import Operation
 from dpmon.store.figures import PhaseFigures
@@ -81,7 +81,7 @@ def communication_fields(communication: Communication | None) -> dict[str, objec
         "joined_steps": communication.joined,
         **fields_of(communication, "synced", "unsynced"),
         "straggler": _straggler(communication.straggler(), communication.lately),
-        "torch": None if timed is None else fields_of(timed, "process", "iteration", "comm_ns", "overlap_ns"),
+        "torch": None if timed is None else _torch_times(timed),
         "sampled": {
             "samples": collectives.samples,
             "one_in": communication.one_in,
@@ -90,6 +90,15 @@ def communication_fields(communication: Communication | None) -> dict[str, objec
         },
         "wrappers": [{"wrapper": one.number, **fields_of(one, *_WRAPPER)} for one in communication.wrappers],
     }
+
+
+def _torch_times(timed: Wrapper) -> dict[str, object]:
+    members = {**fields_of(timed, "process", "iteration", "comm_ns", "overlap_ns"), "absent": {}}
+    if len(timed.bucket_bytes) < 2:
+        single = "with a single bucket nothing can be hidden: its communication begins after the last gradient"
+        why = single if timed.bucket_bytes else "the buckets are unknown"
+        members |= {"overlap_ms": None, "absent": {"overlap_ms": why}}
+    return members
 
 
 def _straggler(slow: Straggler | None, lately: bool) -> dict[str, object] | None:

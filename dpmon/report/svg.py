@@ -12,9 +12,10 @@ from dpmon.report.document import Plot, Values
 
 WIDTH, HEIGHT, ROW = 960.0, 300.0, 34.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70.0, 14.0, 16.0, 42.0
-_USUAL, _CUT = 0.95, 4.0
+_USUAL, _CUT, _FEWEST, _FEWEST_ROWS = 0.95, 4.0, 4, 10
 """An axis ends at 1.5 times this quantile of its values if the largest is more than `_CUT` times it: one long step, as
-an interrupt ends it, must not flatten the rest."""
+an interrupt ends it, must not flatten the rest. This needs _FEWEST values: the mean and the longest step of two
+stretches. One slow rank among a few is what its plot shows, so with rows it needs more."""
 _TICKS = 6
 _TIME = "seconds since the run's start"
 
@@ -41,7 +42,8 @@ class _Canvas:
         values = list(_tops(plot))
         self.largest = max(values, default=0.0)
         usual = sorted(values)[int(_USUAL * (len(values) - 1))] if values else 0.0
-        self.cut = plot.top is None and len(values) >= 10 and usual > 0 and self.largest > _CUT * usual
+        many = len(values) >= (_FEWEST_ROWS if plot.rows else _FEWEST)
+        self.cut = plot.top is None and many and usual > 0 and self.largest > _CUT * usual
         self.step, self.top = _scale(plot.top or (1.5 * usual if self.cut else self.largest))
         xs = [x for one in plot.series for begin, end, _ in one.points for x in (begin, end)]
         self.begin, self.end = (min(xs), max(xs)) if xs and not plot.rows else (0.0, 1.0)

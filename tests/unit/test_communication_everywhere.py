@@ -80,7 +80,7 @@ def test_text_page_and_json_of_the_report_have_the_communication(state: Path) ->
     assert told["joined_steps"] == KNOWN
     assert told["missing"] is None
     assert told["straggler"]["sentence"] == f"{HELD_UP}; slowest in {KNOWN} of {KNOWN} steps"
-    assert told["torch"] == {"process": 0, "iteration": 300, "comm_ms": 8.0, "overlap_ms": 5.9}
+    assert told["torch"] == {"process": 0, "iteration": 300, "comm_ms": 8.0, "overlap_ms": 5.9, "absent": {}}
     assert told["wrappers"][0]["bucket_bytes"] == [1 << 20, *[25 << 20] * 5]
     assert [rank["wait_ms"] for rank in found["ranks"]] == pytest.approx([6.0, 0.0, 6.0], abs=0.01)
     assert [rank["slowest"] for rank in found["ranks"]] == [0, KNOWN, 0]

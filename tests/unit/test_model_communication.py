@@ -268,6 +268,11 @@ def test_torchs_own_times_are_taken_from_the_slowest_rank() -> None:
     fast, slow = wrapped(0, comm_ms=35.0, overlap_ms=4.0), wrapped(1, comm_ms=44.0, overlap_ms=39.0)
     assert of(EVEN, fast, slow).torch_times == slow
     assert of(EVEN, wrapped(0, comm_ms=0.0)).torch_times is None
+    one = of(EVEN, wrapped(0, bucket_bytes=[1 << 20], comm_ms=7.92, overlap_ms=4.46))
+    assert one.hidden_share is None
+    told: Any = communication_fields(one)
+    assert (told["torch"]["comm_ms"], told["torch"]["overlap_ms"]) == (7.92, None)
+    assert "nothing can be hidden" in told["torch"]["absent"]["overlap_ms"]
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,11 @@ def test_one_long_step_does_not_flatten_the_others_and_is_told() -> None:
     assert "1 higher, up to 5000: cut" in text
     assert "20.0" in text, "the axis"
     assert "cut" not in "".join(svg_of(lines(*[10.0, 11.0] * 20, 25.0)).itertext())
+    few = "".join(svg_of(lines(10.0, 11.0, 230.0, 45_000.0)).itertext())  # means and longest steps of two modes
+    assert "1 higher, up to 45,000: cut" in few.replace("45000", "45,000")
+    assert "400" in few, "the axis"
+    rows = Plot("p", "P", "", [Values("s", "#000000", [(r, r, y) for r, y in enumerate((1, 1, 1, 9))], "bars")], "ms")
+    assert "cut" not in "".join(svg_of(rows._replace(rows=["a", "b", "c", "d"])).itertext()), "the slow one is shown"
 
 
 @pytest.mark.parametrize("values", [(), (0.0,), (0.0, 0.0), (None, 1.0, None), (1e-9, 1e12)])

@@ -29,7 +29,6 @@ from dpmon.store.tables import (
     QueryLimits,
     RingRow,
     check_schema,
-    check_whole,
     rings_in,
     size_of,
     version_of,
@@ -68,7 +67,6 @@ def _store(directory: Path, info: RunInfo, stack: ExitStack, as_written: bool) -
     db = stack.enter_context(closing(_connect(f"{path.absolute().as_uri()}?mode=ro", path)))
     query_limits = QueryLimits(db, size_of(path))
     db.execute("BEGIN")
-    check_schema(db)
     if not db.execute("SELECT 1 FROM sqlite_master").fetchone() and supervised(info):
         raise FileNotFoundError(path)  # the supervisor is creating it
     if (version := version_of(db)) != SCHEMA_VERSION:
@@ -76,7 +74,7 @@ def _store(directory: Path, info: RunInfo, stack: ExitStack, as_written: bool) -
             f"{directory.name}: another version of dpmon recorded this run (history {version}; this one reads"
             f" {SCHEMA_VERSION})"
         )
-    check_whole(db)
+    check_schema(db, whole=True)
     if as_written or _is_written(directory, info) or not _have_more(directory, rings_in(db)) or size_of(path) > LARGEST:
         return Store(db, query_limits, info.start_ns)
     memory = stack.enter_context(closing(_connect(_MEMORY)))

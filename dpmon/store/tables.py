@@ -47,12 +47,12 @@ repeats nothing.
 
 from __future__ import annotations
 
-import re
 import sqlite3
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,6 @@ __all__ = [
     "RingRow",
     "all_integers",
     "check_schema",
-    "check_whole",
     "definitions_in",
     "last_ids",
     "rings_in",
@@ -190,7 +189,6 @@ CREATE INDEX IF NOT EXISTS memory ON events (process, t_ns) WHERE kind = 'memory
 )
 
 
-_TABLES = frozenset(re.findall(r"TABLE IF NOT EXISTS (\w+)", SCHEMA))
 _LOOK_STEPS = 100_000
 """Instructions of SQLite's virtual machine between two checks."""
 _ENTRY_STEPS = 5_000
@@ -282,25 +280,27 @@ def size_of(path: Path) -> int:
     return sum(part.stat().st_size for part in (path, Path(f"{path}-wal")) if part.exists())
 
 
-def check_schema(db: sqlite3.Connection) -> None:
-    """Raise HistoryError unless the database has only plain tables and indexes, without computed columns."""
-    tables = set()
-    for kind, name, root, sql in db.execute("SELECT type, name, rootpage, sql FROM sqlite_master"):
-        if kind == "view" and name in _TABLES:
-            raise HistoryError(f"{name} is a view, not a table")
-        # An automatic index of a primary key has no SQL text.
-        plain = sql is None if kind == "index" and name.startswith("sqlite_autoindex_") else _is_plain(sql)
-        if kind not in ("table", "index") or not root or not plain:
+def check_schema(db: sqlite3.Connection, *, whole: bool) -> None:
+    """Raise HistoryError if the database has any other table or index than SCHEMA; `whole`: also if one is missing."""
+    found, wanted = _schema_of(db), _own_schema()
+    for name, declared in found.items():
+        if wanted.get(name) != declared:
             raise HistoryError(f"it holds {str(name)[:60]}, which is not dpmon's")
-        tables.add(name)
-    for table in _TABLES & tables:
-        # hidden is 2 or 3 for a computed column (SQLite's documentation of table_xinfo).
-        if any(row[6] for row in db.execute(f"PRAGMA table_xinfo({table})")):
-            raise HistoryError(f"a column of {table} is computed: it is not dpmon's")
+    if whole and (missing := wanted.keys() - found.keys()):
+        raise HistoryError(f"it has no table {min(missing)}")
 
 
-def _is_plain(sql: Any) -> bool:
-    return isinstance(sql, str) and sql.startswith(("CREATE TABLE ", "CREATE INDEX "))
+def _schema_of(db: sqlite3.Connection) -> dict[str, tuple[Any, ...]]:
+    """Return type and declaration of each table, index, view and trigger, and whether it has a tree of rows."""
+    rows = db.execute("SELECT name, type, sql, rootpage > 0 FROM sqlite_master")
+    return {name: tuple(rest) for name, *rest in rows}
+
+
+@cache
+def _own_schema() -> dict[str, tuple[Any, ...]]:
+    with closing(sqlite3.connect(":memory:")) as db:
+        db.executescript(SCHEMA)
+        return _schema_of(db)
 
 
 def version_of(db: sqlite3.Connection) -> int:
@@ -308,13 +308,6 @@ def version_of(db: sqlite3.Connection) -> int:
     row = db.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()
     version: int = row[0] if row is not None and type(row[0]) is int else SCHEMA_VERSION
     return version
-
-
-def check_whole(db: sqlite3.Connection) -> None:
-    """Raise HistoryError if a table is missing."""
-    missing = _TABLES - {row[0] for row in db.execute("SELECT name FROM sqlite_master")}
-    if missing:
-        raise HistoryError(f"it has no table {min(missing)}")
 
 
 def all_integers(*values: object) -> bool:

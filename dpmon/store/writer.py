@@ -103,10 +103,10 @@ class History:
 
     def _prepare(self, meta: Mapping[str, Any]) -> None:
         run = self._db.execute
-        check_schema(self._db)
-        begun = run("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone()
+        begun = run("SELECT 1 FROM sqlite_master").fetchone()
         if begun and (version := version_of(self._db)) != SCHEMA_VERSION:
             raise HistoryError(f"another version of dpmon wrote it (history {version})")
+        check_schema(self._db, whole=False)
         run("PRAGMA journal_mode=WAL")
         # No fsync: a kill of this process loses nothing, because the kernel holds the pages, and a power cut ends the
         # training too. A flush every few seconds would slow a training that writes to the same disk.

@@ -58,11 +58,12 @@ def read_all(directory: Path) -> list[str]:
 @pytest.mark.parametrize("table", VIEWS)
 def test_a_view_is_not_accepted_as_a_table(directory: Path, table: str) -> None:
     altered(directory, f"DROP TABLE {table}", VIEWS[table])
+    why = "interrupted" if table == "meta" else f"it holds {table}, which is not dpmon's"
     with open_store(directory) as store:
-        assert f"{table} is a view" in str(store.damaged)
-    with pytest.raises(HistoryError, match=f"{table} is a view"):
+        assert why in str(store.damaged)
+    with pytest.raises(HistoryError, match=why):
         History.open(directory, {})
-    assert any(f"{table} is a view" in text for text in read_all(directory))
+    assert any(why in text for text in read_all(directory))
 
 
 @pytest.mark.timeout(60)

@@ -113,6 +113,7 @@ def install() -> None:
     optimizers.on_another = lambda: expect_model(missed=True)
     recorder.on_pause = Pauser(session, recorder).wait
     sites.on_gpus = recorder.times_devices
+    sites.on_site = memory.new_model
 
     for number, name in enumerate((*PRIMITIVE_NAMES, "scatter")):
         _everywhere(originals.all[number], name, primitives.traced(number))

@@ -59,6 +59,30 @@ def test_the_part_of_a_model_in_shared_memory_is_recorded(tmp_path: Path, anothe
     assert (cpu["shared_files"] == child["shared_files"]) == (not another)
 
 
+LATE = """
+import torch
+critic, generator = torch.nn.Linear(4, 1), torch.nn.Linear(2, 4)
+optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
+def step(batch):
+    optimizer.zero_grad()
+    critic(batch).sum().backward()
+    optimizer.step()
+for _ in range(6):
+    step(torch.ones(3, 4))
+for _ in range(6):
+    with torch.no_grad():
+        batch = generator(torch.ones(3, 2))
+    step(batch)
+print(sum(tensor.nbytes for model in (critic, generator) for tensor in model.parameters()))
+"""
+
+
+def test_a_model_first_called_after_the_first_measurement_is_measured_in_a_short_run(tmp_path: Path) -> None:
+    result = traced(tmp_path, LATE)
+    (cpu,) = result.events("memory")[-1].data["devices"]
+    assert cpu["model_bytes"] == result.printed
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_the_rest_and_the_peak_come_from_torch(tmp_path: Path) -> None:

@@ -129,6 +129,8 @@ class Sites:
         self.known: dict[int, Site] = {}
         """By id. The traced functions refer to this dict: never replace it."""
         self._functionals: dict[int, Functional] = {}
+        self.on_site: Callable[[], None] = lambda: None
+        """Called when a module is first called, or planned again."""
         self.on_gpus: Callable[[], None] = lambda: None
         """Called before the first call of a module on a GPU."""
         self.reset()
@@ -219,6 +221,7 @@ class Sites:
         if len(self.known) >= MAX_SITES:
             self.known.clear()
         self.known[id(module)] = site
+        self.on_site()
         return site
 
     def number(self, module: object) -> int:

@@ -28,6 +28,8 @@ PATIENCE = 4
 """The first measurement waits for an optimizer's first step, but at most until this look: a script may never step."""
 SAME_NS = 60_000_000_000
 """Interval between events while nothing changes."""
+EARLY = 4
+"""Number of measurements after which a new model is measured at the usual time only."""
 WAIT_FACTOR = 1000
 """A measurement that took t is followed by a wait of WAIT_FACTOR * t, so all take at most a thousandth of the time."""
 COUNTS_NS = 10_000_000
@@ -94,6 +96,12 @@ class Memory:
         """
         if self._made:
             self.session.write_line(optimizer=1)
+
+    def new_model(self) -> None:
+        """Measure soon, if only a few measurements were made: the generator of a GAN may be called after its critic."""
+        if self._looks < EARLY and 0 < self._due < NEVER:
+            self._due = 0
+            self.recorder.soon()
 
     def look(self, now: int) -> int:
         """Measure between two steps if it is time to. Return when to call again (monotonic ns). Never raises."""

@@ -28,8 +28,8 @@ _LATEST = 1 << 58
 """Longest plausible uptime of a machine (ns)."""
 _NEVER_ENDED = (1 << 64) - 1
 _CUT_OFF = (
-    "the process ended before it had finished a step of its loop: its calls are divided into steps by the rule that"
-    " fits best, and the last step was cut off"
+    "the process ended before it had finished a step of its loop. dpmon guessed where its steps end. The last step is"
+    " incomplete"
 )
 _INNER = (Kind.REPLICA, Kind.STAGE, Kind.RESTARTED)
 _DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)

@@ -36,7 +36,7 @@ _CALL = RecordKind(
         only_csv("failed", "boolean", "whether the call raised an exception"),
         START,
         WALL,
-        only_csv("rows", "integer", "rows of the batch: the first dimension of its first tensor"),
+        only_csv("rows", "integer", "rows of the batch: the length of its first tensor along the batch's dimension"),
         DEVICES,
         only_csv("idle_devices", "list", "the devices for which the batch had no chunk"),
         Field(

@@ -48,7 +48,7 @@ def test_the_calls_before_the_end_are_steps(dpmon: Dpmon, loop: str, end: str) -
     assert sum(record["kind"] == "call" for record in records) == len(steps) == 54
     assert all("backward" in step["phases"] and step["samples"] == 10 for step in steps)
     report = " ".join(dpmon.run("report").text.split())
-    assert ("the last step was cut off" in report) == (end != "its last line")
+    assert ("The last step is incomplete" in report) == (end != "its last line")
     assert "nothing was traced" not in run.errors
 
 

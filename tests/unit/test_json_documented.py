@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from dpmon.cli.lines import Lines
 from dpmon.record.kinds import Event
 from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
+from dpmon.run.condition import outcome
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import load_exit, load_info
 
@@ -105,6 +107,20 @@ def test_every_field_of_a_report_is_described(objects: list[dict[str, Any]]) -> 
 def test_every_field_of_a_listed_run_is_described(state: Path) -> None:
     directory = keep({0: [*Training().begin(), *Training().run(3)]})
     check("dpmon ls --json", _describe(directory, load_info(directory))._asdict())
+
+
+def test_every_way_to_end_is_described_for_a_listed_run(state: Path) -> None:
+    how = load_exit(keep({0: Training().begin()}))
+    assert how is not None
+    ends = [
+        how,
+        replace(how, status=1),
+        replace(how, status=None),
+        replace(how, stopped=True),
+        *(replace(how, status=128, signal=name) for name in ("SIGINT", "SIGKILL")),
+    ]
+    (row,) = re.findall(r"^\| `state` \| text \| (.*`unsupervised`.*)$", PAGE.read_text(), re.M)
+    assert {outcome(each) for each in ends} <= set(re.findall(r"`(\w+)`", row))
 
 
 def test_every_field_of_a_status_line_is_described(state: Path) -> None:

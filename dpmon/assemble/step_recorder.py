@@ -95,7 +95,8 @@ class StepRecorder:
             if calls or kind in PRIMITIVES:
                 self._calls(span, calls, (), inner)
             backward = kind == Kind.BACKWARD or (inner is not None and inner.backward)
-            totals.backwards += backward
+            if backward:
+                totals.end_batch()
             if backward or kind == Kind.OPTIMIZER:
                 totals.failed = bool(span[2] & Flag.FAILED)
         if len(spans) > MAX_SPANS:
@@ -221,9 +222,7 @@ class StepRecorder:
         if not flags & LEARNS:
             totals.evaluated_rows = max(totals.evaluated_rows, rows)
             return
-        totals.several = totals.several or (totals.learns and totals.module != module)
-        totals.learning_calls += 1
-        totals.sum_of_rows += max(rows, 0)
+        totals.learn(module, rows)
         if self.unmatched_fetches and totals.is_micro_batch(module):
             self.unmatched_fetches -= 1
             if rows >= 0:

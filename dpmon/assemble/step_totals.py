@@ -19,7 +19,7 @@ class StepTotals:
     __slots__ = (
         *("times", "counts", "learned_rows", "evaluated_rows", "mode", "learns", "mixed", "timed"),
         *("failed", "backwards", "passes", "module", "crowded", "skipped", "spans", "missing_spans"),
-        *("learning_calls", "sum_of_rows", "several"),
+        *("batch_models", "batch_rows", "first_models", "batches", "sum_of_rows"),
     )
 
     def __init__(self) -> None:
@@ -40,10 +40,13 @@ class StepTotals:
         """Backward passes before the last call that learns."""
         self.module = 0
         """Module of the last call that learns."""
-        self.learning_calls = self.sum_of_rows = 0
-        """Number of calls that learn, and the sum of their rows."""
-        self.several = False
-        """Whether calls of several modules learn: then a GAN looks like micro-batches of its discriminator."""
+        self.batch_models: set[int] = set()
+        """Modules of the calls that learn since the last backward pass, and the rows of the largest of them."""
+        self.batch_rows = 0
+        self.first_models: set[int] = set()
+        """`batch_models` before the first backward pass."""
+        self.batches = self.sum_of_rows = 0
+        """Backward passes after such calls, and the sum of `batch_rows`. -1: calls of other models preceded one."""
         self.spans: list[tuple[int, int, int]] = []
         """As in dpmon.assemble.nesting.Inner; also `missing_spans`."""
         self.missing_spans = 0
@@ -70,6 +73,22 @@ class StepTotals:
         """Whether a call of `module` follows a backward pass with no optimizer step in between."""
         return self.learns and self.module == module and self.passes != self.backwards and self.times[OPTIMIZER] < 0
 
+    def learn(self, module: int, rows: int) -> None:
+        """Note a call that learns, of this module and with this number of rows."""
+        self.batch_models.add(module)
+        self.batch_rows = max(self.batch_rows, rows)
+
+    def end_batch(self) -> None:
+        """Note a backward pass. It ends a micro-batch if the same models have been called before each pass."""
+        self.backwards += 1
+        models = self.batch_models
+        if not models:
+            return
+        self.first_models = self.first_models or models
+        self.batches = self.batches + 1 if self.batches >= 0 and models == self.first_models else -1
+        self.sum_of_rows += self.batch_rows
+        self.batch_models, self.batch_rows = set(), 0
+
     def count(self, quantity: int, value: int) -> None:
         """Add to a quantity; for pass numbers, keep the highest."""
         before = max(self.counts[quantity], 0)
@@ -93,8 +112,9 @@ class StepTotals:
     def row(self, step: int, start: int, wall: int) -> StepRow | Pending:
         """Return the row of the step."""
         samples = self.learned_rows if self.learned_rows >= 0 else self.evaluated_rows
-        # Without a loader, calls with a backward pass each are micro-batches.
-        if self.times[DATA] < 0 and not self.several and self.learning_calls == self.backwards > 1 and samples >= 0:
+        # Without a loader, the backward passes divide a step into micro-batches, except in a GAN: there, calls of the
+        # discriminator alone alternate with calls of both models.
+        if self.times[DATA] < 0 and self.batches > 1 and self.batch_models <= self.first_models and samples >= 0:
             samples = self.sum_of_rows
         spans = []
         for phase, begin, took in self.spans:

@@ -178,6 +178,31 @@ def gan_without_a_loader(script: Script) -> None:
         script.learn(critic, 2, rows=10)
 
 
+def accumulation_over_two_models(script: Script) -> None:
+    """Each backward pass goes through both."""
+    encoder, head = script.model("Encoder"), script.model("Head")
+    script.makes_optimizer()
+    for _ in range(4):
+        for _ in range(3):
+            script.call(encoder)
+            script.call(head)
+            script.backward()
+        script.optimizer()
+
+
+def accumulation_with_more_calls(script: Script) -> None:
+    """The model is called twice before each backward pass, and for a metric after the last one."""
+    net = script.model()
+    script.makes_optimizer()
+    for _ in range(4):
+        for _ in range(3):
+            script.call(net)
+            script.call(net, grad=False)
+            script.backward()
+        script.call(net, grad=False)
+        script.optimizer()
+
+
 def gan_with_two_passes_of_its_critic(script: Script) -> None:
     """The passes for real and made data come before or after the maker is called."""
     maker, critic = script.model("Maker"), script.model("Critic")
@@ -515,6 +540,8 @@ EVALUATED = [(8, LEARN, 1)] + [(8, LOOK, 1)] * 2
         (only_looks, [(30, "df", 1), (10, "df", 1)]),
         (without_a_loader, [(8, LEARN, 1)] * 4),
         (accumulation_without_a_loader, [(24, LEARN, 3)] * 4),
+        (accumulation_over_two_models, [(24, LEARN, 6)] * 4),
+        (accumulation_with_more_calls, [(24, LEARN, 7)] * 4),
         (gan_with_two_passes_of_its_critic, [(10, LEARN, 4)] * 4),
         (hundreds_of_calls, [(64, LEARN, 301)] * 3),
         (hundreds_of_calls_and_no_optimizer, [(1, "fb", 300)] * 3),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
@@ -98,14 +99,14 @@ class Walk:
 
 def mapped_files(addresses: Iterable[int]) -> str | None:
     """Return a name for the files mapped at these addresses, alike in all processes that map them; None if unknown."""
-    files = []
+    begins, files = [], []
     with suppress(OSError), open("/proc/self/maps", "rb") as maps:
         for line in maps:
             where, permissions, _, device, inode = line.split(None, 5)[:5]
             if permissions.endswith(b"s"):
-                begin, _, end = where.partition(b"-")
-                files.append((range(int(begin, 16), int(end, 16)), device + b" " + inode))
-    found = {file for address in addresses for places, file in files if address in places}
+                begins.append(int(where.partition(b"-")[0], 16))  # in order of address
+                files.append(device + b" " + inode)
+    found = {files[bisect_right(begins, address) - 1] for address in addresses if files}
     return f"{crc32(b' '.join(sorted(found))):08x}" if found else None
 
 

@@ -317,6 +317,16 @@ def test_a_short_evaluation_has_its_word_in_the_history() -> None:
     assert any("│evaluation" in row for row in rows), rows
 
 
+def test_a_mode_that_has_just_begun_leaves_the_end_on_the_axis() -> None:
+    training = Training(step_ns=1_000_000_000)
+    payloads = [*training.begin(), *training.run(20), *training.switch("single"), *training.run(3)]
+    state = state_of(payloads, span_s=120)
+    scene = Scene(state, training.now, FACTS, View(span_s=120))
+    rows = rows_text(panel_batch.batch(scene, 116, 14, LOOK, panel_batch.figures(scene)))
+    (axis,) = [row for row in rows if "dp ─" in row]
+    assert re.search(r"│single ─* \d\d:\d\d *$", axis), axis
+
+
 def test_columns_stay_in_place_until_a_fifth_has_to_go() -> None:
     training = Training(step_ns=1_000_000_000)
     run = Recording().add(training.begin())

@@ -267,4 +267,7 @@ def _modes(picture: Picture, width: int, look: Look, ranks: str | None) -> Row:
         if text.endswith(line * (len(label) + 1)):
             row[-1:] = [(text[: -len(label) - 1] + " ", style), (label, "dim")]
             break
+    else:
+        if width_of(row) + len(end) < width:  # the columns do not fill the chart yet
+            row.append((f" {end}", "dim"))
     return [*row, (" " * (width - width_of(row)), "")]

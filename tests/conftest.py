@@ -18,7 +18,7 @@ FIRST = (
     *("test_nvml_faults", "test_ranks", "test_ui_terminal", "test_promise_kill", "test_run_takeover"),
     *("test_run_headless", "test_cli_commands", "test_tracer_endings", "test_promise_end", "test_tracer_interrupts"),
     *("test_nvml_which", "test_run_faults", "test_cli_report", "test_promise_scale", "test_promise_shapes"),
-    *("test_run_hostile", "test_tracer_injection", "test_tracer_long", "test_tracer_practice", "test_memory"),
+    *("test_run_hostile", "test_tracer_injection", "test_tracer_long", "test_loops", "test_memory"),
 )
 """Files that took ten seconds or more; they run first, so that no worker starts a long file at the end."""
 

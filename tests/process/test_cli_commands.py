@@ -171,7 +171,7 @@ def test_attach_does_not_wait_for_a_command_that_nobody_will_start(dpmon: Dpmon)
     for name in ("exit.json", "history.sqlite"):
         (dpmon.last() / name).unlink()
     nobody = dict.fromkeys(("supervisor_pid", "supervisor_started", "command_pid", "command_started"))
-    (dpmon.last() / "run.json").write_text(json.dumps({**dpmon.info(), **nobody, "started_unix": time.time() - 58}))
+    (dpmon.last() / "run.json").write_text(json.dumps({**dpmon.info(), **nobody, "started_unix": time.time() - 59}))
     assert dpmon.run("attach").status != 0
 
 

@@ -169,7 +169,9 @@ def check(steps: list[Step], calls: list[Call], *, threads: bool = False) -> Non
     assert [call.call for call in calls] == list(range(1, len(calls) + 1))
     for step in steps:
         assert sum(step.phases.values()) == step.wall_ns > 0
-        assert all(took > 0 for name, took in step.phases.items() if name != "other")
+        # On a busy machine, averaging may begin as soon as the backward pass does.
+        may_be_none = {"other", "backward"} if "sync" in step.phases else {"other"}
+        assert all(took > 0 for name, took in step.phases.items() if name not in may_be_none)
     for before, after in pairwise(steps):
         assert before.start_ns + before.wall_ns <= after.start_ns
     by_number = {step.step: step for step in steps}
@@ -305,7 +307,9 @@ def test_an_evaluation_ends_with_its_last_call(runs: Runs, name: str) -> None:
     assert [step.wall_ns for step in runs.loop(name).recorded_steps if step.wall_ns >= ONE_S] == []
 
 
-@pytest.mark.parametrize("name", ["adversaries_that_share_a_fake", "an_optimizer_an_epoch", "inference", "by_hand"])
+@pytest.mark.parametrize(
+    "name", ["adversaries_that_share_a_fake", "an_optimizer_an_epoch", "inference", "by_hand_with_two_calls"]
+)
 def test_steps_follow_each_other_without_gaps(runs: Runs, name: str) -> None:
     """In an epoch, each step begins where the previous one ended, except after a memory measurement."""
     loop = runs.loop(name)

@@ -235,10 +235,10 @@ def test_ranks_are_not_paused(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ whole runs
 
 
-def paused_run(dpmon: Dpmon, text: str, *options: str) -> tuple[Any, RunReader]:
+def paused_run(dpmon: Dpmon, text: str) -> tuple[Any, RunReader]:
     """Start a run and pause it."""
     dpmon.script(LOOP + text)
-    process = dpmon.start(*options, "script.py")
+    process = dpmon.start(*dpmon.warm(), "script.py")
     dpmon.info()
     reader = RunReader(dpmon.last())
     wait_for(lambda: reader.request_pause(True), what="a training process")
@@ -285,7 +285,7 @@ def test_an_interrupt_ends_a_pause(dpmon: Dpmon) -> None:
 
 
 def test_a_screen_opened_during_a_pause_shows_it_and_can_end_it(dpmon: Dpmon) -> None:
-    process, reader = paused_run(dpmon, "train()\n", *dpmon.warm())
+    process, reader = paused_run(dpmon, "train()\n")
     late = RunReader(dpmon.last())
 
     def known() -> int | None:

@@ -299,12 +299,12 @@ def test_a_line_of_progress_is_printed_now_and_then(dpmon: Dpmon) -> None:
 def test_a_line_of_the_script_is_never_cut_by_one_of_ours(dpmon: Dpmon) -> None:
     dpmon.script(
         "import sys, time\n"
-        "for n in range(4):\n"
+        "for n in range(2):\n"
         "    sys.stderr.write(f'begun {n} '); sys.stderr.flush(); time.sleep(0.5)\n"
         "    sys.stderr.write('ended\\n'); sys.stderr.flush(); time.sleep(0.3)\n"
     )
     lines = often(dpmon, "script.py")
-    assert [line for line in lines if not line.startswith("dpmon: ")] == [f"begun {n} ended" for n in range(4)]
+    assert [line for line in lines if not line.startswith("dpmon: ")] == [f"begun {n} ended" for n in range(2)]
     assert "dpmon: waiting for the first step" in lines
 
 

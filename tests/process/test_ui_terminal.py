@@ -214,7 +214,7 @@ def test_a_stalled_terminal_does_not_stop_the_screen(run: Run, terminal: Start) 
     for number in range(60):
         run.train(1)
         run.log.write(b"line %d\n" % number)
-        seen.pump(0.05)
+        seen.pump(0.025)
     seen.press("iy\r")
     wait_for(lambda: select.select([script], [], [], 0)[0], 20, "the typed line")
     assert os.read(script, 9) == b"y\n"

@@ -137,32 +137,10 @@ def inference(count):
 
 
 @loop
-def inference_with_an_optimizer_made(count):
-    model = count.watch(Net())
-    sgd(model)
-    for rows in range(1, 101):
-        look(count, model, torch.randn(rows, 4))
-
-
-@loop
 def inference_from_a_loader(count):
     model = count.watch(Net()).eval()
     for x, _ in count.batches(loader(rows=400, batch=3)):
         look(count, model, x, ends=False)
-
-
-@loop
-def by_hand(count):
-    """Gradient descent without an optimizer."""
-    model = count.watch(Net())
-    for _ in range(200):
-        x, y = data()
-        model.zero_grad()
-        count.back((model(x) - y).pow(2).mean())
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 0.01 * p.grad
-        count.end()
 
 
 @loop
@@ -269,15 +247,6 @@ def looks_before_anything_is_known(count):
         look(count, model, torch.randn(5, 4))
     optimizer = sgd(model)
     for _ in range(10):
-        learn(count, model, optimizer, *data())
-
-
-@loop
-def a_look_before_each_step(count):
-    model = count.watch(Net())
-    optimizer = sgd(model)
-    for _ in range(10):
-        look(count, model, torch.randn(5, 4))
         learn(count, model, optimizer, *data())
 
 
@@ -1077,16 +1046,6 @@ def a_stream_that_never_ends(count):
 
 
 @loop
-def a_list_of_batches(count):
-    model = count.watch(Net())
-    optimizer = sgd(model)
-    batches = [data(rows) for rows in (9, 9, 9, 4)]
-    for _ in range(4):
-        for x, y in batches:
-            learn(count, model, optimizer, x, y)
-
-
-@loop
 def left_early(count):
     """By break, by next() until the end, by an exception that the loop survives; a loader is thrown away."""
     model = count.watch(Net())
@@ -1388,14 +1347,3 @@ def a_penalty_on_gradients(count):
         optimizer.zero_grad()
         count.back(out.mean() + (slope.norm(dim=1) - 1).pow(2).mean())
         count.step(optimizer)
-
-
-@loop
-def compared_with_itself(count):
-    """As in SimSiam: the model is called on both views."""
-    model = count.watch(Net())
-    optimizer = sgd(model)
-    for x, _ in count.batches(loader(rows=60, batch=10)):
-        optimizer.zero_grad()
-        count.back((model(x) - model(x + 0.1)).pow(2).mean())
-        count.step(optimizer, ends=False)

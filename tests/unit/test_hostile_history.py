@@ -130,8 +130,11 @@ def test_reading_a_tree_that_refers_to_itself_ends(state: Path) -> None:
     directory = keep({0: [*training.begin(), *training.run(20)], -1: [host_event(1.0)]}, status=0)
     folded(directory / "history.sqlite")
     with open_store(directory) as store:
+        assert store.damaged is None
         store.steps(1 << 60)
+        assert str(store.damaged).startswith("the history cannot be read to its end: ")
         assert "more rows than" in str(store.damaged) or "interrupted" in str(store.damaged)
+        assert store.tallies()
     assert any("cannot be read to its end" in text for text in read_all(directory))
 
 

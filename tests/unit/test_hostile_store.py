@@ -12,7 +12,7 @@ from kept import keep
 from rowring import fill, use_row_rings
 from sizes import LONG
 from synthetic import Training, host_event
-from test_hostile_history import ENDLESS, folded
+from test_hostile_history import ENDLESS
 
 from dpmon.record.history_rows import Row
 from dpmon.run.rundir import RunError
@@ -110,19 +110,6 @@ def test_one_damaged_row_does_not_hide_the_others(directory: Path) -> None:
     with open_store(directory) as store:
         assert 0 < sum(tally.steps for tally in store.tallies().values()) < whole
         assert store.damaged is None
-
-
-@pytest.mark.timeout(120)
-def test_a_tree_that_refers_to_itself_is_read_up_to_a_bound(state: Path) -> None:
-    training = Training()
-    directory = keep({0: [*training.begin(), *training.run(20)], -1: [host_event(1.0)]})
-    folded(directory / HISTORY_FILE)
-    with open_store(directory) as store:
-        assert store.damaged is None
-        store.steps(1 << 60)
-        assert store.damaged is not None
-        assert store.damaged.startswith("the history cannot be read to its end: ")
-        assert store.tallies()
 
 
 @pytest.mark.timeout(120)

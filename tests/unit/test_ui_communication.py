@@ -15,7 +15,7 @@ from dpmon.record.kinds import Collective
 from dpmon.store.answers import LastSample
 from dpmon.ui.keys import possible
 from dpmon.ui.look import ASCII, COLOUR, MONO, UNICODE, Look
-from dpmon.ui.paint import places, rank_room, whole
+from dpmon.ui.paint import whole
 from dpmon.ui.panels import panel_batch, panel_communication, panel_ranks
 from dpmon.ui.panels.panel_output import Output
 from dpmon.ui.panels.panel_status import status
@@ -248,15 +248,6 @@ def test_every_picture_has_its_size(size: tuple[int, int], count: int, zoom: str
     if look is BARE:
         panels = [*panel_ranks.table(scene, 76, 12, look), *panel_communication.communication(scene, 76, 12, look)]
         assert not {char for row in panels for char in plain(row)} & set("▇▤░▸↓")
-
-
-@pytest.mark.parametrize("zoom", [None, "replicas", "batch"])
-@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
-def test_ranks_without_room_need_not_be_read(size: tuple[int, int], zoom: str | None) -> None:
-    run, now = joined_ranks(70, slow=66, steps=40)
-    scene = Scene(run.state(), now, FACTS, alive=True, view=View(zoom=zoom))
-    few = replace(scene, state=run.state(ranks=rank_room(scene, places(scene, *size))))
-    assert whole(few, Output(), *size, LOOK) == whole(scene, Output(), *size, LOOK)
 
 
 @pytest.mark.parametrize(

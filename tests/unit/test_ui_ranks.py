@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import lru_cache
 
 import pytest
+from joined import joined_ranks
 from stored import Recording
 from synthetic import SECOND, Training, changed, step_row
 
@@ -116,10 +118,20 @@ def test_the_screen_shows_ranks_in_place_of_replicas(size: tuple[int, int]) -> N
         assert any("2 Ranks" in plain(row) for row in rows)
 
 
+@lru_cache
+def seventy(slow: int | None) -> tuple[Recording, Scene]:
+    """Return a run of many ranks, of which all are alike, or one holds the others up."""
+    if slow is None:
+        return recorded(70, steps=12)
+    run, now = joined_ranks(70, slow=slow, steps=40)
+    return run, Scene(run.state(), now, FACTS, alive=True)
+
+
 @pytest.mark.parametrize("zoom", [None, "replicas", "batch"])
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (100, 44), (130, 28), (200, 60), (220, 100)])
-def test_ranks_without_room_need_not_be_read(size: tuple[int, int], zoom: str | None) -> None:
-    run, scene = recorded(70, steps=12)
+@pytest.mark.parametrize("slow", [None, 66])
+def test_ranks_without_room_need_not_be_read(size: tuple[int, int], zoom: str | None, slow: int | None) -> None:
+    run, scene = seventy(slow)
     scene = replace(scene, view=View(zoom=zoom))
     room = rank_room(scene, places(scene, *size))
     assert room <= size[1]

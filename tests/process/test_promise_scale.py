@@ -72,7 +72,7 @@ def test_promise_5_floods(dpmon: Dpmon) -> None:
         (row,) = (ring for ring in store.rings.values() if ring.process == 0)
         tallied = store.tallies(process=0).values()
     summed = sum(tally.steps for tally in tallied), sum(tally.calls for tally in tallied)
-    assert (row.sequence, row.lost) == (sent, 0) == (records // 2 * writer.SPANS, 0)
+    assert row.sequence == sent == records // 2 * writer.SPANS
     assert summed[0] == row.steps
     assert summed[1] <= row.calls
     whole = (sent - row.missed) // writer.SPANS

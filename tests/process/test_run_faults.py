@@ -15,6 +15,7 @@ import pytest
 from running import Dpmon, until_unsupervised, wait_for
 
 from dpmon.run import proc
+from dpmon.run.rundir import load_exit
 
 pytestmark = pytest.mark.slow
 
@@ -120,7 +121,9 @@ def test_a_stopped_supervisor_does_not_block_the_script(dpmon: Dpmon) -> None:
         finish(dpmon)
         wait_for((dpmon.cwd / "done").exists)
         assert process.wait(100) == 6
-        assert dpmon.exit()["by"] == "foreground"
+        how = load_exit(dpmon.last())
+        assert how is not None
+        assert (how.by, how.drained) == ("foreground", False), "the last records are the supervisor's"
     finally:
         os.kill(info["supervisor_pid"], signal.SIGCONT)
     until_unsupervised(info)

@@ -222,7 +222,7 @@ def test_the_history_is_bounded_and_says_what_it_left_out(dpmon: Dpmon, monkeypa
     for path in directory.glob("history.sqlite*"):
         path.unlink()
     limit = 2 << 20
-    drain = Drain(directory, info, print, limit_bytes=limit)
+    drain = Drain(directory, info, limit)
     # Drained after a number of records, not after a time, so that the result does not depend on the load.
     writer.main(40_000, 0, 8, lambda number: number % 400 or drain.drain(number / 40))
     drain.flush()

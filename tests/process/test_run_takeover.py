@@ -167,11 +167,15 @@ def test_only_one_of_several_screens_starts_a_supervisor(dpmon: Dpmon) -> None:
     old = kill_supervisor(dpmon)
     screens = [dpmon.start("attach") for _ in range(4)]
     wait_for(lambda: new_supervisor(dpmon, old))
+
+    def takeovers() -> list[str]:
+        return [r["text"] for r in dpmon.records() if r["kind"] == "warning" and "another one goes on" in r["text"]]
+
+    wait_for(takeovers)
     finish(dpmon)
     for screen in screens:
         screen.communicate(timeout=100)
-    texts = [r["text"] for r in dpmon.records() if r["kind"] == "warning"]
-    assert len([text for text in texts if "another one goes on" in text]) == 1, texts
+    assert len(takeovers()) == 1
     assert [r["kind"] for r in dpmon.records()].count("exit") == 1
 
 

@@ -222,7 +222,8 @@ class StepRecorder:
         if not flags & LEARNS:
             totals.evaluated_rows = max(totals.evaluated_rows, rows)
             return
-        totals.learn(module, rows)
+        if flags & Flag.GRAD:  # as by a generator that only makes what its discriminator learns from
+            totals.learn(module, rows)
         if self.unmatched_fetches and totals.is_micro_batch(module):
             self.unmatched_fetches -= 1
             if rows >= 0:

@@ -99,6 +99,7 @@ class StepRecorder:
                 totals.end_batch()
             if backward or kind == Kind.OPTIMIZER:
                 totals.failed = bool(span[2] & Flag.FAILED)
+                totals.stepped = totals.stepped or (kind == Kind.OPTIMIZER and not totals.failed)
         if len(spans) > MAX_SPANS:
             totals.bound_spans()
         self._composer.flush_all()

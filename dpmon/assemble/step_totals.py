@@ -19,7 +19,7 @@ class StepTotals:
     __slots__ = (
         *("times", "counts", "learned_rows", "evaluated_rows", "mode", "learns", "mixed", "timed"),
         *("failed", "backwards", "passes", "module", "crowded", "skipped", "spans", "missing_spans"),
-        *("batch_models", "batch_rows", "first_models", "batches", "sum_of_rows"),
+        *("batch_models", "batch_rows", "first_models", "batches", "sum_of_rows", "stepped"),
     )
 
     def __init__(self) -> None:
@@ -46,7 +46,10 @@ class StepTotals:
         self.first_models: set[int] = set()
         """`batch_models` before the first backward pass."""
         self.batches = self.sum_of_rows = 0
-        """Backward passes after such calls, and the sum of `batch_rows`. -1: calls of other models preceded one."""
+        """Backward passes after such calls, and the sum of `batch_rows`. -1: other models, or an optimizer step,
+        preceded one of them."""
+        self.stepped = False
+        """Whether an optimizer has stepped."""
         self.spans: list[tuple[int, int, int]] = []
         """As in dpmon.assemble.nesting.Inner; also `missing_spans`."""
         self.missing_spans = 0
@@ -79,13 +82,14 @@ class StepTotals:
         self.batch_rows = max(self.batch_rows, rows)
 
     def end_batch(self) -> None:
-        """Note a backward pass. It ends a micro-batch if the same models have been called before each pass."""
+        """Note a backward pass. It ends a micro-batch if the same models, and no optimizer, ran before each pass."""
         self.backwards += 1
         models = self.batch_models
         if not models:
             return
         self.first_models = self.first_models or models
-        self.batches = self.batches + 1 if self.batches >= 0 and models == self.first_models else -1
+        alike = models == self.first_models and not self.stepped
+        self.batches = self.batches + 1 if self.batches >= 0 and alike else -1
         self.sum_of_rows += self.batch_rows
         self.batch_models, self.batch_rows = set(), 0
 

@@ -207,8 +207,8 @@ def phase_notes(mode: ModeFacts) -> list[str]:
     said += [*host_waits(mode.phases), *partly_timed(mode.phases)]
     if mode.calls >= 2 * mode.steps and mode.phase("data") is None and mode.phase("backward") is not None:
         said.append(
-            "samples of a step: the rows of all micro-batches, if the same models are called before each backward pass;"
-            " else, as in a GAN, the rows of its largest call"
+            "samples of a step: the rows of all micro-batches, if the same models are called before each backward pass"
+            " and no optimizer steps in between; else, as in a GAN, the rows of its largest call"
         )
     return said + [quantity_words(*each, mode.steps) for each in mode.counted]
 

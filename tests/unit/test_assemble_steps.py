@@ -203,6 +203,16 @@ def accumulation_with_more_calls(script: Script) -> None:
         script.optimizer()
 
 
+def gan_that_makes_twice(script: Script) -> None:
+    """Both models are called with gradients before each backward pass."""
+    maker, critic = script.model("Maker"), script.model("Critic")
+    script.makes_optimizer(1), script.makes_optimizer(2)
+    for _ in range(4):
+        for optimizer in (1, 2):
+            script.call(maker, rows=10)
+            script.learn(critic, optimizer, rows=10)
+
+
 def gan_with_two_passes_of_its_critic(script: Script) -> None:
     """The passes for real and made data come before or after the maker is called."""
     maker, critic = script.model("Maker"), script.model("Critic")
@@ -542,6 +552,7 @@ EVALUATED = [(8, LEARN, 1)] + [(8, LOOK, 1)] * 2
         (accumulation_without_a_loader, [(24, LEARN, 3)] * 4),
         (accumulation_over_two_models, [(24, LEARN, 6)] * 4),
         (accumulation_with_more_calls, [(24, LEARN, 7)] * 4),
+        (gan_that_makes_twice, [(10, LEARN, 4)] * 4),
         (gan_with_two_passes_of_its_critic, [(10, LEARN, 4)] * 4),
         (hundreds_of_calls, [(64, LEARN, 301)] * 3),
         (hundreds_of_calls_and_no_optimizer, [(1, "fb", 300)] * 3),

@@ -11,8 +11,8 @@ from synthetic import Training, changed, step_row
 
 from dpmon.record.history_rows import BUCKET, Row
 from dpmon.record.kinds import Event
+from dpmon.record.names import DDP
 from dpmon.record.schema import SPAN_PHASES
-from dpmon.record.wire import DDP
 
 __all__ = ["MS", "USUAL", "ddp_event", "joined_ranks", "joined_rows"]
 

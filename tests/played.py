@@ -12,8 +12,8 @@ import torch
 from pretend import Result, decoded
 
 from dpmon.assemble import Assembler
+from dpmon.record.names import Untimed
 from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind, unpacked
-from dpmon.record.wire import Untimed
 from dpmon.span_ring import Word
 from dpmon.tracer.devices.timing import Timing
 from dpmon.tracer.steps.optimizers import OptimizerSteps

@@ -14,8 +14,8 @@ from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import State, Wanted
 from dpmon.record.history_rows import UNTIMED, CallParts, CallRow, Definition, Row, StepRow
 from dpmon.record.kinds import Call, Event, Record, RecordError, Size, Step
+from dpmon.record.names import CALL_PHASES
 from dpmon.record.schema import SPAN_PHASES, SYNC_NUMBER
-from dpmon.record.wire import CALL_PHASES
 from dpmon.store.accounts import Accounts
 from dpmon.store.batch import Batch
 from dpmon.store.intake import Intake

@@ -8,9 +8,9 @@ from typing import Any
 
 from dpmon.record.history_rows import CallParts, CallRow, Definition, Resolver, Row, StepRow
 from dpmon.record.kinds import Event, Record
+from dpmon.record.names import CALL_PHASES
 from dpmon.record.schema import SPAN_PHASES
 from dpmon.record.spans import Flag
-from dpmon.record.wire import CALL_PHASES
 
 SECOND = 1_000_000_000
 LEARNS = Flag.TRAINING | Flag.GRAD

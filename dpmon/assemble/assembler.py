@@ -15,8 +15,8 @@ from dpmon.assemble.step_recorder import Item, StepRecorder
 from dpmon.assemble.step_rules import StepRules
 from dpmon.record.history_rows import Row
 from dpmon.record.kinds import Event
+from dpmon.record.names import Untimed
 from dpmon.record.spans import DOING, Flag, Kind, Span
-from dpmon.record.wire import Untimed
 
 MAX_NESTED = 1 << 14
 """Most spans that wait for their enclosing span."""

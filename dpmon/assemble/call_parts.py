@@ -8,8 +8,8 @@ from dpmon.assemble.definitions import Definitions
 from dpmon.assemble.device_waits import Pending, Slots
 from dpmon.assemble.nesting import PRIMITIVES
 from dpmon.record.history_rows import CallParts, CallRow
+from dpmon.record.names import CALL_PHASES, Untimed
 from dpmon.record.spans import Flag, Kind, Span
-from dpmon.record.wire import CALL_PHASES, Untimed
 
 LARGEST = (1 << 62) - 1
 """Longest duration in a row (ns)."""

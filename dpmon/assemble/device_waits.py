@@ -12,8 +12,8 @@ from typing import NamedTuple, TypeAlias
 
 from dpmon.record.history_rows import CallRow, Row, StepRow, known_ms
 from dpmon.record.kinds import Event
+from dpmon.record.names import Untimed
 from dpmon.record.spans import Span
-from dpmon.record.wire import Untimed
 
 MAX_STEPS = 64
 MAX_GROUPS = 1 << 13

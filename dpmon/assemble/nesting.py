@@ -30,7 +30,7 @@ PHASE_OF = tuple(
 QUANTITY_OF = {kind: QUANTITIES.index(name) for kind, name in COUNTED.items()}
 """Quantity of a step by kind of span."""
 PRIMITIVES = {Kind.SCATTER: 0, Kind.REPLICATE: 1, Kind.PARALLEL_APPLY: 2, Kind.GATHER: 3}
-"""Indices in dpmon.record.wire.CALL_PHASES by kind of span."""
+"""Indices in dpmon.record.names.CALL_PHASES by kind of span."""
 CALLS = (Kind.CALL, Kind.WRAPPED)
 LEARNS = Flag.TRAINING | Flag.GRAD
 """Flags of calls that train or record gradients."""

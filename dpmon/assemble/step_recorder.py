@@ -15,8 +15,8 @@ from dpmon.assemble.sampled_collectives import SampledCollectives
 from dpmon.assemble.sampling import Sampling
 from dpmon.assemble.step_totals import StepTotals
 from dpmon.record.history_rows import MAX_SPANS, CallRow
+from dpmon.record.names import Untimed
 from dpmon.record.spans import Flag, Kind, Span
-from dpmon.record.wire import Untimed
 
 Item: TypeAlias = "Block | QueuedEvent"
 _SLOW = Flag.TIMED | Flag.UNTIMED | Flag.FAILED

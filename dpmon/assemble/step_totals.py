@@ -6,8 +6,8 @@ from dpmon.assemble.call_parts import LARGEST
 from dpmon.assemble.device_waits import Pending, Slots
 from dpmon.assemble.nesting import BACKWARD, COPY, DATA, OPTIMIZER, QUANTITIES, SYNC_NUMBER_AT
 from dpmon.record.history_rows import MAX_SPANS, StepRow
+from dpmon.record.names import Untimed
 from dpmon.record.schema import SPAN_PHASES
-from dpmon.record.wire import Untimed
 
 _MAX_TIMED = 4096
 """Most spans with device times in one step."""

@@ -15,8 +15,8 @@ from dpmon.model.memory import Held, reasons
 from dpmon.model.numbers import calls_so_far, count_of, duration, group
 from dpmon.model.run_facts import RunFacts
 from dpmon.model.stragglers import sentence
+from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import EVALUATION, STEP
-from dpmon.record.wire import RANK_MODES
 from dpmon.report.collect import facts_of, output_end
 from dpmon.report.sentences import ACTIVITY_NAMES, how_it_ended, times_paused, waited
 from dpmon.run.activities import why_nothing

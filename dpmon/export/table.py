@@ -19,7 +19,7 @@ from dpmon.export.records import kind
 from dpmon.record.fields import COLUMNS, RECORDS
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Call, Event, PhaseSpan, Record, Size, Step, rows_of
-from dpmon.record.wire import MORE
+from dpmon.record.names import MORE
 
 _SPREAD = ("kind", *(one.name for one in RECORDS["step"].fields if one.in_csv != (one.name,)))
 """Members of a step in JSON that have no column of the same name."""

@@ -15,7 +15,7 @@ from dpmon.model.evidence import LoaderStart
 from dpmon.model.members import ns_in, text_in, whole_in
 from dpmon.model.process import ProcessFacts, Refusal
 from dpmon.model.state import ModeChange, PauseChange, WarningText
-from dpmon.record.wire import MODES
+from dpmon.record.names import MODES
 
 if TYPE_CHECKING:
     from dpmon.store.store_at import StoreAt

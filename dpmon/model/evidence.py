@@ -9,7 +9,7 @@ from typing import NamedTuple
 from dpmon.model.communication import Communication
 from dpmon.model.compare import Comparison
 from dpmon.model.memory import Held
-from dpmon.record.wire import CALL_PHASES
+from dpmon.record.names import CALL_PHASES
 from dpmon.store.answers import GapRow
 from dpmon.store.figures import Counted, PhaseFigures, Rate
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.members import SECOND
 from dpmon.model.process import Column, Process
+from dpmon.record.names import CALL_PHASES
 from dpmon.record.schema import EVALUATION, PHASES, REST, STEP, STEP_PHASES
-from dpmon.record.wire import CALL_PHASES
 from dpmon.store.figures import trains
 from dpmon.store.tally import WIDTHS, Tally
 

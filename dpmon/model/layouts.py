@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from dpmon.model.evidence import BatchFacts, ReplicaFacts
 from dpmon.record.history_rows import UNTIMED
+from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import EVALUATION, device_series
-from dpmon.record.wire import RANK_MODES
 from dpmon.store.answers import Shape
 from dpmon.store.parts import replica_series, stage_series
 from dpmon.store.tally import Key, Stat, Tally

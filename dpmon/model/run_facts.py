@@ -24,8 +24,8 @@ from dpmon.model.ranks import training
 from dpmon.model.snapshot import processes_in
 from dpmon.model.stragglers import RankTimes
 from dpmon.model.uneven import INPUT, is_wait, waited_ns
+from dpmon.record.names import CALL_PHASES
 from dpmon.record.schema import EVALUATION, SETTLING, STEP, STEP_PHASES, device_series
-from dpmon.record.wire import CALL_PHASES
 from dpmon.store.answers import LongRow
 from dpmon.store.figures import Rate
 from dpmon.store.tally import WIDTHS, Tally

@@ -23,8 +23,8 @@ from dpmon.model.process import NO_STEPS, ModeTrack, Process, ProcessFacts, Rece
 from dpmon.model.ranks import rank_figures, together
 from dpmon.model.state import State, Wanted
 from dpmon.model.uneven import INPUT, Uneven, uneven_steps, waited_ns
+from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import STEP
-from dpmon.record.wire import RANK_MODES
 from dpmon.store.figures import Figures, trains
 from dpmon.store.window import Window
 

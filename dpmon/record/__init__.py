@@ -1,1 +1,1 @@
-"""The format of records: fields (schema, fields), rows (history_rows), names (wire) and JSON (jsonl)."""
+"""The format of records: fields (schema, fields), rows (history_rows), names (names) and JSON (jsonl)."""

@@ -24,9 +24,9 @@ from dpmon.record.kinds import (
     Step,
     collective_in,
 )
+from dpmon.record.names import CALL_PHASES
 from dpmon.record.schema import QUANTITIES, SPAN_PHASES, STEP_PHASES, SYNC_NUMBER
 from dpmon.record.spans import DOING, Flag
-from dpmon.record.wire import CALL_PHASES
 
 UNTIMED = (
     "",
@@ -42,7 +42,7 @@ UNTIMED = (
     "the step copies more tensors to devices than can be timed (16)",
     "steps are so short that only a random sample of them is timed on devices",
 )
-"""Why a device time is unknown: the texts for the numbers of `dpmon.record.wire.Untimed`."""
+"""Why a device time is unknown: the texts for the numbers of `dpmon.record.names.Untimed`."""
 UNENDED = (
     "",
     "it ran on a device, and the host does not wait for its end",
@@ -50,7 +50,7 @@ UNENDED = (
     "the process ended before it was complete",
     "gloo does not report when a reduce_scatter is complete",
 )
-"""Why the end of a collective is unknown: the texts for the numbers of `dpmon.record.wire.Unended`."""
+"""Why the end of a collective is unknown: the texts for the numbers of `dpmon.record.names.Unended`."""
 _BEFORE = "it ran before the first call on a GPU, or not on the training thread"
 MAX_SPANS = 256
 """Most recorded spans in one step; later spans are only counted."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from dpmon.record.kinds import Call, Collective, PhaseSpan, Record, Sampled, Size, Stage, Step
+from dpmon.record.names import MORE
 from dpmon.record.schema import EXPOSED, NOT_JOINED, QUANTITIES, STEP_PHASES, WAIT
-from dpmon.record.wire import MORE
 
 
 def _ms(ns: int) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dpmon.record.wire import CALL_PHASES, MODES
+from dpmon.record.names import CALL_PHASES, MODES
 
 __all__ = [
     "EVALUATION",
@@ -202,7 +202,7 @@ _BODY = ("data", "forward", "backward", "optimizer")
 SPAN_PHASES = (*_BODY, *(name for name in STEP_PHASES[:-1] if name not in _BODY))
 """The phases with spans and device times, in order of their numbers in rows."""
 _BY_LABEL = {phase.shown: phase for phase in PHASES}
-assert tuple(phase.name for phase in PHASES if phase.of_call) == CALL_PHASES, "schema and wire differ in call phases"
+assert tuple(phase.name for phase in PHASES if phase.of_call) == CALL_PHASES, "schema and names differ in call phases"
 
 
 def phase_named(name: str) -> Phase:

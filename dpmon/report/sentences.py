@@ -13,7 +13,7 @@ from dpmon.model.finding import duration_words, host_waits, of_process, partly_t
 from dpmon.model.numbers import calls_so_far, count_of, percent
 from dpmon.model.pauses import PauseTotals
 from dpmon.model.state import ModeChange
-from dpmon.record.wire import RANK_MODES
+from dpmon.record.names import RANK_MODES
 from dpmon.report.story import Story
 from dpmon.run.rundir import ExitInfo
 from dpmon.store.accounting import ACTIVITIES

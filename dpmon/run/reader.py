@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from dpmon.record.wire import mode_number
+from dpmon.record.names import mode_number
 from dpmon.ring_file import RingError
 from dpmon.run import proc
 from dpmon.run.activities import newest_stage, process_activities, stages, stall_text

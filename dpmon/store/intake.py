@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from dpmon.record.history_rows import MAX_DEFINITIONS, CallRow, CollectiveRow, Definition, Row, StepRow
 from dpmon.record.kinds import Event, RecordError, is_evaluation
+from dpmon.record.names import CALL_PHASES, packed_json
 from dpmon.record.plainjson import load_json
 from dpmon.record.schema import (
     EVALUATION,
@@ -30,7 +31,6 @@ from dpmon.record.schema import (
     device_series,
 )
 from dpmon.record.spans import Flag
-from dpmon.record.wire import CALL_PHASES, packed_json
 from dpmon.store.accounting import LATEST_NS
 from dpmon.store.accounts import Accounts, ns_of
 from dpmon.store.batch import GAP_NS, Batch, ShapeKey

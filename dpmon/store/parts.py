@@ -9,8 +9,8 @@ from typing import Any
 
 from dpmon.record.history_rows import CallParts, CallRow
 from dpmon.record.kinds import RecordError
+from dpmon.record.names import MODES
 from dpmon.record.plainjson import load_json
-from dpmon.record.wire import MODES
 
 _json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 

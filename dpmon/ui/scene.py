@@ -11,7 +11,7 @@ from dpmon.model.numbers import UNKNOWN, calls_so_far
 from dpmon.model.process import Process
 from dpmon.model.ranks import distributed, world
 from dpmon.model.state import State
-from dpmon.record.wire import RANK_MODES
+from dpmon.record.names import RANK_MODES
 from dpmon.run.activities import IDLE
 from dpmon.text.quantities import clock
 

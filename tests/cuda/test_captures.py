@@ -9,7 +9,7 @@ from simulated import WAITING, Simulated
 from tracing import alone, traced
 
 from dpmon.record.history_rows import UNTIMED
-from dpmon.record.wire import Untimed
+from dpmon.record.names import Untimed
 
 pytestmark = pytest.mark.simulated
 

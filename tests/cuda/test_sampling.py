@@ -11,7 +11,7 @@ from simulated import Simulated
 from dpmon.export.records import history
 from dpmon.record.history_rows import UNTIMED
 from dpmon.record.kinds import Step
-from dpmon.record.wire import Untimed
+from dpmon.record.names import Untimed
 
 pytestmark = pytest.mark.simulated
 

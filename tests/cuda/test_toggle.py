@@ -11,7 +11,7 @@ from simulated import Simulated
 from tracing import Script, traced
 
 from dpmon.record.history_rows import UNTIMED
-from dpmon.record.wire import Untimed, mode_number
+from dpmon.record.names import Untimed, mode_number
 
 pytestmark = pytest.mark.simulated
 

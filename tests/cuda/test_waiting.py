@@ -10,7 +10,7 @@ from simulated import NO_CUDNN, WAITING, WORK, Simulated
 from tracing import Traced, traced
 
 from dpmon.record.history_rows import UNTIMED
-from dpmon.record.wire import Untimed
+from dpmon.record.names import Untimed
 
 pytestmark = pytest.mark.simulated
 

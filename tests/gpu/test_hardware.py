@@ -22,7 +22,7 @@ from running import Dpmon, wait_for
 from tracing import Script, Traced, traced
 
 from dpmon.gpu.visible import bare_uuid
-from dpmon.record.wire import mode_number
+from dpmon.record.names import mode_number
 from dpmon.tracer.devices.events import DeviceSpan, DeviceTimes, TorchEvents
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]

@@ -14,7 +14,7 @@ from dpmon.cli.lines import Lines
 from dpmon.record.history_rows import UNTIMED
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Call, Step
-from dpmon.record.wire import Untimed
+from dpmon.record.names import Untimed
 from dpmon.report import collect
 from dpmon.report.asjson import as_object
 from dpmon.run.reader import RunReader

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tracing import Script, Traced, text_of
 
-from dpmon.record.wire import mode_number
+from dpmon.record.names import mode_number
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ import pytest
 from alternatives import as_alone
 from tracing import Script, Traced, text_of, traced
 
-from dpmon.record.wire import mode_number
+from dpmon.record.names import mode_number
 
 DP, SINGLE = mode_number("dp"), mode_number("single")
 

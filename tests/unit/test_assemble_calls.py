@@ -10,8 +10,8 @@ from pretend import MS, Script, assembled, decoded
 from dpmon.assemble import Assembler
 from dpmon.record.history_rows import UNTIMED
 from dpmon.record.kinds import Call
+from dpmon.record.names import Untimed
 from dpmon.record.spans import Flag, Kind, Span
-from dpmon.record.wire import Untimed
 
 GPUS = ["cuda:0", "cuda:1"]
 LEARNS = Flag.TRAINING | Flag.GRAD

@@ -7,8 +7,8 @@ from pretend import MS, Script, assembled
 from dpmon.assemble import Assembler
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import bus_factor
+from dpmon.record.names import Unended
 from dpmon.record.spans import Kind
-from dpmon.record.wire import Unended
 
 
 def trained(script: Script, steps: int = 1) -> list[int]:

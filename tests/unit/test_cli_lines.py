@@ -15,7 +15,7 @@ from timed import GPUS, HOST_ONLY, OF_CALL, staged, timed, trained
 from dpmon.cli.lines import Lines, _progress
 from dpmon.model.state import State
 from dpmon.record.history_rows import UNTIMED, CallRow, Row, StepRow
-from dpmon.record.wire import CALL_PHASES, Untimed
+from dpmon.record.names import CALL_PHASES, Untimed
 from dpmon.run.reader import RunReader
 
 

@@ -14,7 +14,7 @@ from synthetic import Training
 from timed import GPUS, HOST_ONLY, growing, staged, timed, trained
 
 from dpmon.record.history_rows import UNTIMED, StepRow
-from dpmon.record.wire import Untimed
+from dpmon.record.names import Untimed
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
 from dpmon.report.page import page

@@ -22,7 +22,7 @@ from dpmon.export.table import Tables
 from dpmon.record.history_rows import UNTIMED, CallRow, Row, StepRow
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Call, Step
-from dpmon.record.wire import Untimed
+from dpmon.record.names import Untimed
 from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
 from dpmon.report.text import report_text

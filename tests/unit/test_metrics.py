@@ -15,7 +15,7 @@ from synthetic import SECOND, Training, decoded, device_event, host_event, kind_
 from dpmon.cleaning import harmless
 from dpmon.record.history_rows import CallRow, StepRow
 from dpmon.record.kinds import Call, Event
-from dpmon.record.wire import CALL_PHASES, Untimed
+from dpmon.record.names import CALL_PHASES, Untimed
 from dpmon.run.rundir import ExitInfo, load_info
 from dpmon.store.drain import Drain
 from dpmon.store.opened import open_store

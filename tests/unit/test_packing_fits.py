@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dpmon.record.wire import MAX_JSON, MORE, packed_json, shortened
+from dpmon.record.names import MAX_JSON, MORE, packed_json, shortened
 
 
 def test_a_name_is_cut_with_a_mark() -> None:

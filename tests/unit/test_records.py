@@ -12,9 +12,9 @@ from synthetic import call_row, flags_of, parts_of, step_row
 from dpmon.record.history_rows import BUCKET, CallRow, Definition, Resolver, Row
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Call, CallPhase, Event, PhaseSpan, Record, RecordError, Replica, Size, Step
+from dpmon.record.names import CALL_PHASES
 from dpmon.record.schema import SPAN_PHASES, STEP_PHASES
 from dpmon.record.spans import Flag
-from dpmon.record.wire import CALL_PHASES
 
 LAYOUT = {
     "root": "Model",

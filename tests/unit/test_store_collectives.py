@@ -25,8 +25,8 @@ from dpmon.record.fields import COLUMNS, RECORDS
 from dpmon.record.history_rows import CollectiveRow
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Collective, Record, Sampled
+from dpmon.record.names import Unended
 from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, THREAD_AT, Kind, Span
-from dpmon.record.wire import Unended
 from dpmon.run.rundir import load_info
 from dpmon.span_ring import SpanRing
 from dpmon.store import collective_sums

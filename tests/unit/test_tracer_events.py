@@ -8,7 +8,7 @@ import pytest
 import torch
 from played import Device
 
-from dpmon.record.wire import Untimed
+from dpmon.record.names import Untimed
 from dpmon.tracer.devices.events import MAX_FAULTS, MAX_PENDING, Captures, DeviceSpan, DeviceTimes, TorchEvents
 
 

@@ -9,8 +9,8 @@ import pytest
 from played import Process
 
 from dpmon.record.history_rows import UNTIMED
+from dpmon.record.names import Untimed
 from dpmon.record.spans import DOING, FLAGS_AT, Flag, Kind, unpacked
-from dpmon.record.wire import Untimed
 from dpmon.tracer.core.threads import Thread
 
 WHOLE = {"data": 0.5, "forward": 2.0, "backward": 3.0, "optimizer": 1.0}

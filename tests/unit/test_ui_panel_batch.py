@@ -15,7 +15,7 @@ from timed import GPUS, timed
 
 from dpmon.model.history import pictured
 from dpmon.model.process import PHASES, Column
-from dpmon.record.wire import Untimed
+from dpmon.record.names import Untimed
 from dpmon.ui.batch_notes import missing
 from dpmon.ui.chart import stacked
 from dpmon.ui.look import LETTERS, UNICODE, Look

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from dpmon.record.names import DDP, FSDP, RANK_MODES
 from dpmon.record.spans import FLAGS_AT, SITE_AT, Flag, Kind
-from dpmon.record.wire import DDP, FSDP, RANK_MODES
 from dpmon.tracer.calls.stages import Stages, stages_of
 from dpmon.tracer.core.module_tables import Place, class_name, in_training_mode, is_a, modules_of, wrapped_by
 from dpmon.tracer.core.session import Memo, Session

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from dpmon.record.names import shortened
 from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind
-from dpmon.record.wire import shortened
 from dpmon.tracer.core.module_tables import buffers_of, modules_of, parameters_of
 from dpmon.tracer.core.session import Memo, Session
 from dpmon.tracer.core.sizes import MAX_PATH, tensors_in

@@ -9,7 +9,7 @@ import sys
 from types import TracebackType, WrapperDescriptorType
 from typing import Any
 
-from dpmon.record.wire import shortened
+from dpmon.record.names import shortened
 
 _LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep

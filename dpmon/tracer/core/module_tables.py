@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dpmon.record.wire import shortened
+from dpmon.record.names import shortened
 
 _WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 _INSIDE = ("_orig_mod", "_forward_module", "_fsdp_wrapped_module")

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from dpmon.record.spans import MAX_SITE
-from dpmon.record.wire import packed_json, shortened
+from dpmon.record.names import packed_json, shortened
 from dpmon.span_ring import SLOTS, SpanRing
 from dpmon.tracer.append import append, note
 from dpmon.tracer.core import sizes

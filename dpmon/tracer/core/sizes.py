@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dpmon.record.wire import MORE, shortened
+from dpmon.record.names import MORE, shortened
 from dpmon.tracer.core.module_tables import class_name, is_a
 
 Tensor = torch.Tensor

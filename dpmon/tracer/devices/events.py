@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from dpmon.record.wire import Untimed
+from dpmon.record.names import Untimed
 from dpmon.tracer.core.frames import Function, drop_frames, named_like
 
 MAX_PENDING = 256

@@ -14,8 +14,8 @@ from threading import Event
 
 import torch
 
+from dpmon.record.names import Untimed
 from dpmon.record.spans import FLAGS_AT, SITE_AT, Flag, Kind
-from dpmon.record.wire import Untimed
 from dpmon.tracer.core.threads import Thread
 from dpmon.tracer.devices.events import DeviceSpan, DeviceTimes, TorchEvents
 

@@ -10,8 +10,8 @@ from dpmon.model.numbers import duration, group, percent
 from dpmon.model.process import NO_STEPS, Process
 from dpmon.model.ranks import distributed, training
 from dpmon.model.step_timeline import last_step_timeline
+from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import phase_shown
-from dpmon.record.wire import RANK_MODES
 from dpmon.store.figures import Figures, PhaseFigures
 from dpmon.text.cells import cut, right
 from dpmon.text.quantities import clock, quantity_words, span_words

@@ -6,6 +6,7 @@ There is one `Session` per process. The ring is opened at the first traced call,
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import platform
@@ -19,8 +20,8 @@ from typing import Any
 
 import torch
 
-from dpmon.record.spans import MAX_SITE
 from dpmon.record.names import packed_json, shortened
+from dpmon.record.spans import MAX_SITE
 from dpmon.span_ring import SLOTS, SpanRing
 from dpmon.tracer.append import append, note
 from dpmon.tracer.core import sizes
@@ -37,6 +38,8 @@ MAX_UNWRITTEN = 64
 RETRY_NS = 1_000_000_000
 """Time between two attempts to write a line after a failure."""
 MAX_PROCESSES = 512
+MAX_TRIES = 1 << 14
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 SMALL_SLOTS = 4 << 10
 LARGE_RINGS = 8
 """Most processes with a full-size ring, because hundreds of short-lived forked children must not fill the disk."""
@@ -100,8 +103,8 @@ class FaultGuard:
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        if not isinstance(error, Exception):
+    def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: object) -> bool:
+        if kind is None or Exception not in kind.__mro__:  # the script may have replaced isinstance
             return False
         self._session.fault(self._where, error, self._fatal)
         return True
@@ -127,6 +130,8 @@ class Session:
         # Reentrant: a signal handler of the script may call the model while this thread holds the lock.
         self._lock = threading.RLock()
         self._opening = False
+        self._tries = 0
+        """Attempts to open the ring that found no free file descriptor; the script may free one later."""
         self._layouts, self._sizes = itertools.count(1), itertools.count(MAX_SITE + 1)
         """Numbers of definitions. Numbers of layouts, stages and collectives must fit into a span's site."""
         self._known: dict[Hashable, int] = {}
@@ -167,6 +172,9 @@ class Session:
                 try:
                     self._finish_opening()
                 except OSError as error:
+                    if error.errno in _NO_DESCRIPTOR and self._tries < MAX_TRIES:
+                        self._tries += 1
+                        return False
                     self.off = True
                     note(f"no record of process {os.getpid()}: {error}", "warnings.log")
                     return False

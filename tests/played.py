@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from time import monotonic_ns as clock
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,7 @@ from dpmon.assemble import Assembler
 from dpmon.record.names import Untimed
 from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind, unpacked
 from dpmon.span_ring import Word
+from dpmon.tracer.core.session import FaultGuard
 from dpmon.tracer.devices.timing import Timing
 from dpmon.tracer.steps.optimizers import OptimizerSteps
 from dpmon.tracer.steps.recorder import Recorder
@@ -81,9 +82,8 @@ class Process:
     def __init__(self) -> None:
         self.device = Device()
         self.faults: list[Any] = []
-        self.session: Any = SimpleNamespace(
-            off=False, fault=lambda *what, **_: self.faults.append(what), guarded=lambda *_, **__: nullcontext()
-        )
+        self.session: Any = SimpleNamespace(off=False, fault=lambda *what, **_: self.faults.append(what))
+        self.session.guarded = lambda where, fatal=True: FaultGuard(self.session, where, fatal)
         self.recorder = Recorder(self.session)
         self.spans: list[tuple[int, int, int, int]] = []
         self.recorder.put = self.put

@@ -16,7 +16,7 @@ from dpmon.record.kinds import collective_in
 
 OWN = 1 << 31
 MAX_DEFINITIONS = 1 << 15
-"""Most definitions of each sort: with these sorts, a reader keeps all of them (dpmon.record.history_rows)."""
+"""Most definitions of each sort. A reader keeps twice as many (dpmon.record.history_rows)."""
 _LARGEST = 1 << 53
 _MAX_DEVICES = 4096
 """Most devices of a layout, because each device takes memory in every call."""

@@ -32,7 +32,7 @@ class QueuedEvent:
         return self.data["kind"] == "pause" and self.data.get("paused") is True
 
     def placed(self, step: int, call: int, looks: Mapping[int, int]) -> Event:
-        """Return its record. `looks`: for each look at the memory, by its number, the last step begun before it."""
+        """Return its record. `looks`: for each memory look, the last step that had begun."""
         data = dict(self.data)
         kind = data.pop("kind")
         if self.fill in ("next", "last"):

@@ -52,7 +52,7 @@ class StepRecorder:
         self._step = 1
         self._composer = Composer(known, self._record_call)
         self._known: dict[tuple[int, int, int], tuple[bool, int, int, int, int]] = {}
-        """What `_learn` returns, by (layout, inputs, outputs) of a call."""
+        """What `_common_facts` returns, by (layout, inputs, outputs) of a call."""
 
     # ------------------------------------------------------------------------------------------ steps
 
@@ -153,7 +153,7 @@ class StepRecorder:
 
     def _call(self, call: Span, inner: Inner | None) -> None:
         flags, thread, site, start, took, inputs, outputs = call[2], *call[4:]
-        known = self._known.get((site, inputs, outputs)) or self._learn(call)
+        known = self._known.get((site, inputs, outputs)) or self._common_facts(call)
         if known is None:
             self.dropped += 1
             if thread == self.thread:
@@ -172,10 +172,11 @@ class StepRecorder:
         mode = mode_of(flags)
         self.out.append(CallRow(self._step, number, mode, flags & FLAGS, site, start, took, inputs, outputs))
 
-    def _learn(self, call: Span) -> tuple[bool, int, int, int, int] | None:
-        """Return, and cache, facts of the calls with this layout and these sizes; None if the layout is unknown.
+    def _common_facts(self, call: Span) -> tuple[bool, int, int, int, int] | None:
+        """Return and cache the common facts of calls with this layout and these sizes; None if the layout is unknown.
 
-        They are whether a call without parts has exactly one replica, the known inputs and outputs, module and rows.
+        The facts: whether a call without parts has exactly one replica; inputs and outputs (0: unknown); the module;
+        the rows (-1: unknown).
         """
         site, inputs, outputs = call.site, self.known.known_sizes(call.inputs), self.known.known_sizes(call.outputs)
         layout = self.known.layouts.get(site)
@@ -223,7 +224,7 @@ class StepRecorder:
         if not flags & LEARNS:
             totals.evaluated_rows = max(totals.evaluated_rows, rows)
             return
-        if flags & Flag.GRAD:  # as by a generator that only makes what its discriminator learns from
+        if flags & Flag.GRAD:  # without gradients, a GAN's generator only makes samples for its discriminator
             totals.learn(module, rows)
         if self.unmatched_fetches and totals.is_micro_batch(module):
             self.unmatched_fetches -= 1

@@ -41,13 +41,13 @@ class StepTotals:
         self.module = 0
         """Module of the last call that learns."""
         self.batch_models: set[int] = set()
-        """Modules of the calls that learn since the last backward pass, and the rows of the largest of them."""
+        """Modules of the calls with gradients since the last backward pass, and the rows of the largest call."""
         self.batch_rows = 0
         self.first_models: set[int] = set()
         """`batch_models` before the first backward pass."""
         self.batches = self.sum_of_rows = 0
-        """Backward passes after such calls, and the sum of `batch_rows`. -1: other models, or an optimizer step,
-        preceded one of them."""
+        """Number of backward passes after such calls, and the sum of their `batch_rows`. The number is -1 if one pass
+        followed calls of other models or an optimizer step."""
         self.stepped = False
         """Whether an optimizer has stepped."""
         self.spans: list[tuple[int, int, int]] = []
@@ -77,7 +77,7 @@ class StepTotals:
         return self.learns and self.module == module and self.passes != self.backwards and self.times[OPTIMIZER] < 0
 
     def learn(self, module: int, rows: int) -> None:
-        """Note a call that learns, of this module and with this number of rows."""
+        """Note a call with gradients."""
         self.batch_models.add(module)
         self.batch_rows = max(self.batch_rows, rows)
 
@@ -116,8 +116,8 @@ class StepTotals:
     def row(self, step: int, start: int, wall: int) -> StepRow | Pending:
         """Return the row of the step."""
         samples = self.learned_rows if self.learned_rows >= 0 else self.evaluated_rows
-        # Without a loader, the backward passes divide a step into micro-batches, except in a GAN: there, calls of the
-        # discriminator alone alternate with calls of both models.
+        # Without a loader, the backward passes divide a step into micro-batches. In a GAN they do not, because passes
+        # through the discriminator alone alternate with passes through both models.
         if self.times[DATA] < 0 and self.batches > 1 and self.batch_models <= self.first_models and samples >= 0:
             samples = self.sum_of_rows
         spans = []

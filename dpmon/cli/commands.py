@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dpmon.report.document import Document
 
 WIDTH_NO_TERMINAL, WIDEST = 80, 120
-"""Columns of a report without a terminal, and the most on one."""
+"""Width of a report without a terminal, and its largest width on a terminal."""
 _LAST_OUTPUT = 4096
 _COMMAND_CELLS = 12
 """Fewest cells of a command in a list for a terminal."""
@@ -135,12 +135,12 @@ def report(options: argparse.Namespace) -> int:
     return 0
 
 
-def _report_text(made: Document, *, on_terminal: bool) -> str:
+def _report_text(report: Document, *, on_terminal: bool) -> str:
     from dpmon.report.text import text_lines
 
     if not on_terminal:
-        return "\n".join(text_lines(made, WIDTH_NO_TERMINAL)) + "\n"
-    lines = text_lines(made, min(get_terminal_size((WIDTH_NO_TERMINAL, 24)).columns, WIDEST))
+        return "\n".join(text_lines(report, WIDTH_NO_TERMINAL)) + "\n"
+    lines = text_lines(report, min(get_terminal_size((WIDTH_NO_TERMINAL, 24)).columns, WIDEST))
     if has_colours(sys.stdout, os.environ):
         lines = [f"\x1b[1m{line}\x1b[0m" if line and not line.startswith(" ") else line for line in lines]
     return in_stream("\n".join(lines) + "\n", sys.stdout)

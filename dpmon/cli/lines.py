@@ -109,10 +109,10 @@ class Lines:
             self._put_exit(how)
 
     def _put_exit(self, how: ExitInfo | None) -> None:
-        said: dict[str, object] = {"kind": "exit", "run": self._reader.info.id}
-        said["t_s"] = None if how is None else how.seconds
-        said |= {name: getattr(how, name, None) for name in ("status", "signal")}
-        self._put({**said, "absent": {"status": "how it ended is unknown"}} if how is None else said)
+        members: dict[str, object] = {"kind": "exit", "run": self._reader.info.id}
+        members["t_s"] = None if how is None else how.seconds
+        members |= {name: getattr(how, name, None) for name in ("status", "signal")}
+        self._put({**members, "absent": {"status": "how it ended is unknown"}} if how is None else members)
         self._reader.close()
 
     def _take(self, over: bool = False) -> None:
@@ -120,9 +120,9 @@ class Lines:
             ended = ended_of(self._reader.activities())
             self._state = self._snapshots.take(StoreAt(store), Wanted(0 if over else _SPAN_S, over=over), ended)
 
-    def _put(self, said: dict[str, object]) -> None:
-        said["skipped"] = self._skipped
-        line = json_text(finite(said), separators=(",", ":")).encode() + b"\n"
+    def _put(self, members: dict[str, object]) -> None:
+        members["skipped"] = self._skipped
+        line = json_text(finite(members), separators=(",", ":")).encode() + b"\n"
         self._skipped = 0 if self._write(line) else self._skipped + 1
 
     # ------------------------------------------------------------------------------------------ the lines
@@ -132,27 +132,27 @@ class Lines:
         now_ns = time.monotonic_ns() - info.start_ns
         focus = state.focus()
         absent: dict[str, str] = {}
-        said: dict[str, object] = {"kind": "status", "run": info.id, "t_s": round(now_ns / 1e9, 3)}
-        said["state"] = "ended" if over else self._doing(focus)
+        members: dict[str, object] = {"kind": "status", "run": info.id, "t_s": round(now_ns / 1e9, 3)}
+        members["state"] = "ended" if over else self._doing(focus)
         progress, lacks = _progress(focus, state, now_ns)
-        said |= progress
+        members |= progress
         absent |= lacks
         trained = training(state)
-        said["processes"] = len(trained)
+        members["processes"] = len(trained)
         if len(trained) > 1:
             times = {one.process: one for one in state.ranks}
-            said["ranks"] = [
+            members["ranks"] = [
                 {**_rank(process), **rank_fields(times.get(process.process))} for process in trained[:_MAX_RANKS]
             ]
         communicated = state.communication()
         if communicated is not None:
-            said["communication"] = communication_fields(communicated)
-        said["devices"] = [dict(track.data) for _, track in sorted(state.devices.items())]
-        said["host"] = dict(state.host.data) or None
-        said["warnings"] = state.warning_count
-        said["dropped"] = state.missed
-        said["absent"] = absent
-        return said
+            members["communication"] = communication_fields(communicated)
+        members["devices"] = [dict(track.data) for _, track in sorted(state.devices.items())]
+        members["host"] = dict(state.host.data) or None
+        members["warnings"] = state.warning_count
+        members["dropped"] = state.missed
+        members["absent"] = absent
+        return members
 
     def _doing(self, focus: Process | None) -> str:
         """What the run does before its first step ends; "running" from then on."""
@@ -186,7 +186,7 @@ def _progress(focus: Process | None, state: State, now_ns: int) -> tuple[dict[st
     elif not any(phase.device_count for phase in found.phases):
         reason = _why_untimed(focus)
         absent |= {} if reason is None else {"device_median_ms": reason}
-    said: dict[str, object] = {
+    members: dict[str, object] = {
         "process": focus.process,
         "rank": focus.rank,
         "step": focus.last_step.step,
@@ -198,7 +198,7 @@ def _progress(focus: Process | None, state: State, now_ns: int) -> tuple[dict[st
         "call_phases": None if found is None else _phases(found, of_call=True),
         "quantities": None if found is None else counted_as_fields(found.counted),
     }
-    return said, absent
+    return members, absent
 
 
 def _why_untimed(focus: Process) -> str | None:

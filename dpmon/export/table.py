@@ -26,7 +26,7 @@ _SPREAD = ("kind", *(one.name for one in RECORDS["step"].fields if one.in_csv !=
 _OTHER = ("kind",)
 _FORMULA = re.compile(r" *[=+@-]")
 _NUMBERS = re.compile(r"[-+.e0-9 ]*")
-"""Numbers separated by spaces, of which some may be unknown (`-`)."""
+"""Numbers separated by spaces; some may be unknown (`-`)."""
 
 
 class Tables:
@@ -37,7 +37,7 @@ class Tables:
         self._tables: dict[str, Callable[[Iterable[Sequence[str]]], object]] = {}
 
     def begin(self, which: str) -> Callable[[Iterable[Sequence[str]]], object]:
-        """What writes rows of one kind, after its header; unknown kinds share the table `other`."""
+        """Return the function that writes rows of one kind, after its header. Unknown kinds share the table `other`."""
         which = which if which in COLUMNS else "other"
         if which not in self._tables:
             self._tables[which] = csv.writer(self._open(which), lineterminator="\n").writerows

@@ -18,7 +18,7 @@ from dpmon.gpu.sample import NOT_ASKED, Missing, Run, compose
 from dpmon.gpu.visible import bare_uuid
 
 RETRY_S = 5.0
-"""Time until the next attempt with a lost GPU, or with a library that did not start."""
+"""Time until dpmon tries a lost GPU, or a library that did not start, again."""
 SILENT_S = 3.0
 """Longest wait for an answer during which the last values still count as current."""
 FIRST_S = 0.5
@@ -32,7 +32,7 @@ earlier while NVML gives no answer at all: see SILENT_S."""
 class _Answer:
     """The state of one question: when it is due, which of its ways is in use, and the last values.
 
-    `given`: a value or `Missing` by field, and when they were read (s; None: not yet).
+    `given`: a value or `Missing` for each field, in order, and the time of the reading (s; None: not yet read).
     """
 
     given: tuple[tuple[Any, ...], float | None]
@@ -42,7 +42,7 @@ class _Answer:
 
 
 class Card:
-    """The known values of one GPU. Its newest asker alone may open or lose it."""
+    """The known values of one GPU. Only its newest asker may call `found` and `lose`."""
 
     def __init__(self, index: int, questions: tuple[Question, ...] = QUESTIONS) -> None:
         self.index = index
@@ -50,7 +50,7 @@ class Card:
         self.lost = NOT_ASKED.reason
         self.retry_at_s = 0.0
         self.askers: tuple[Asker, ...] = ()
-        """The threads that ask: the newest last, before it one that was left behind."""
+        """The threads that ask: the newest is the last. An earlier one was left behind."""
         self.silent = False
         """Whether a call to NVML about this GPU does not return."""
         self._questions = questions

@@ -25,8 +25,8 @@ Way = Callable[[Any, Any, dict[str, Any]], tuple[Any, ...]]
 class Question:
     """Fields that come from one answer, with the period of the question (s) and its largest number of library calls.
 
-    If a way is not supported, the next one is tried. `instead_of`: ask only if that question left the first field
-    unanswered.
+    The first answer may take more calls. If a way is not supported, the next one is tried. `instead_of`: ask only if
+    that question left the first field unanswered.
     """
 
     fields: tuple[str, ...]

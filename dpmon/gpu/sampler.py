@@ -51,8 +51,8 @@ class DeviceSampler:
         self._same_pids = pids_are_shared()
         self._uses: dict[int, tuple[int, tuple[TorchUse, ...]]] = {}
         """Per process of the run: its process id, and its last report of GPUs."""
-        self._said: dict[str, float] = {}
-        self._said_lock = threading.Lock()
+        self._warned: dict[str, float] = {}
+        self._warned_lock = threading.Lock()
         self._watch = GpuWatch(nvml(), interval_s, self._emit_device, self.warn)
         self._host = threading.Thread(target=self._watch_host, name="dpmon host", daemon=True)
 
@@ -80,11 +80,11 @@ class DeviceSampler:
     def warn(self, text: str) -> None:
         """Write a warning, at most once a minute for each text."""
         now = time.monotonic()
-        with self._said_lock:
-            recent = {old: at for old, at in self._said.items() if now - at < SAME_WARNING_S}
+        with self._warned_lock:
+            recent = {old: at for old, at in self._warned.items() if now - at < SAME_WARNING_S}
             if text in recent or len(recent) >= MAX_WARNINGS:
                 return
-            self._said = {**recent, text: now}
+            self._warned = {**recent, text: now}
         self._emit("warning", {"process": None, "text": text})
 
     # ------------------------------------------------------------------------------------------ host thread

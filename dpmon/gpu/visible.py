@@ -4,7 +4,7 @@ The rules are those of the CUDA programming guide (Environment Variables). Entri
 shortened. Entries after the first invalid one are ignored. A repeated entry hides all GPUs. Indices follow CUDA's
 order, which equals NVML's only under CUDA_DEVICE_ORDER=PCI_BUS_ID: by default, the fastest GPUs come first, by an
 undocumented rule. So the GPU of an index may stay unknown here; then the training process reports it by UUID
-(`Card.sample`). Pure.
+(dpmon.gpu.sample). Pure.
 """
 
 from __future__ import annotations

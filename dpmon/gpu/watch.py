@@ -15,7 +15,7 @@ from dpmon.gpu.nvml import CallFailed, Nvml
 from dpmon.gpu.sample import NOT_ASKED
 
 NVML_PERIOD_S = 1.0
-"""Shortest period of questions to NVML, whatever the interval: the driver answers under a lock that training needs."""
+"""Shortest period of questions to NVML, because the driver answers while it holds a lock that the training needs."""
 MAX_GPUS = 64
 _MAX_ASKERS = 2
 """Most threads of one GPU."""
@@ -23,15 +23,15 @@ _STACK_BYTES = 1 << 20
 
 
 class GpuWatch:
-    """All GPUs of this machine. `tell` is called with a card once a period, usually after its questions."""
+    """All GPUs of this machine. `report` is called with a card once a period, usually after its questions."""
 
     def __init__(
-        self, nvml: Nvml, interval_s: float, tell: Callable[[Card], None], warn: Callable[[str], None]
+        self, nvml: Nvml, interval_s: float, report: Callable[[Card], None], warn: Callable[[str], None]
     ) -> None:
         """`warn` is called with a text when a GPU fails for a new reason, or is back."""
         self._nvml = nvml
         self._period_s = max(interval_s, NVML_PERIOD_S)
-        self._tell = tell
+        self._report = report
         self._warn = warn
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -63,7 +63,7 @@ class GpuWatch:
             if silences[-1] >= SILENT_S and len(card.askers) < _MAX_ASKERS:
                 self._ask_with(card, Asker(card, self._nvml))
             if silences[-1] >= self._period_s / 2:  # its thread will not pass them on in this period
-                self._tell(card)
+                self._report(card)
 
     def stop(self, until_s: float) -> bool:
         """End by `until_s` (monotonic). Return False, without a shutdown, if a call is still in flight."""
@@ -108,7 +108,7 @@ class GpuWatch:
             if card.handle is not None or began >= card.retry_at_s:
                 self._round(card, asker)
             if asker.newest and not self._stop.is_set():
-                self._tell(card)
+                self._report(card)
             pause = max(0.0, began + self._period_s - time.monotonic())
         asker.ended = True
 

@@ -57,7 +57,7 @@ def for_data(mode: ModeFacts, evidence: Evidence) -> str:
         if host.own < WORKING * mode.share("data") * max(evidence.processes, 1):
             return (
                 f"the run uses only {host.own:.1f} of {host.cpus} processors, so its fetches mostly wait: if for a disk"
-                f" or network, more workers (DataLoader num_workers){_kept(evidence, mode.process)}; if for the"
+                f" or network, more workers (DataLoader num_workers){_keeping(evidence, mode.process)}; if for the"
                 f" processors, which are {percent(host.cpu_pct / 100)} in use, end other work"
             )
         return (
@@ -67,22 +67,22 @@ def for_data(mode: ModeFacts, evidence: Evidence) -> str:
         )
     unknown = "" if evidence.host is not None else ", if the processors have room"
     return (
-        f"more workers (DataLoader num_workers){unknown}{_kept(evidence, mode.process)}; less work for each sample;"
+        f"more workers (DataLoader num_workers){unknown}{_keeping(evidence, mode.process)}; less work for each sample;"
         " data on a faster disk"
     )
 
 
-def _kept(evidence: Evidence, process: int) -> str:
+def _keeping(evidence: Evidence, process: int) -> str:
     """The advice to keep new workers, if a loader that does not keep its workers starts again."""
-    return ", with persistent_workers=True" if _again(evidence, process) else ""
+    return ", with persistent_workers=True" if _later_starts(evidence, process) else ""
 
 
 def restarted(evidence: Evidence, process: int) -> list[LoaderStart]:
     """The starts at which a loader started its workers again."""
-    return [one for one in _again(evidence, process) if one.workers]
+    return [one for one in _later_starts(evidence, process) if one.workers]
 
 
-def _again(evidence: Evidence, process: int) -> list[LoaderStart]:
+def _later_starts(evidence: Evidence, process: int) -> list[LoaderStart]:
     """The later starts of loaders that keep no workers. A loader made anew for each epoch could not keep them."""
     return [one for one in evidence.loaders if one.process == process and not one.persistent and one.start > 1]
 

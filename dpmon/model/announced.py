@@ -24,7 +24,7 @@ CHANGES_READ = 500
 """Most changes of mode to read; older ones do not affect the current mode."""
 TEXTS_READ = 100
 WAITS_KEPT = 1000
-"""Most waits for input. The longest are kept, because only they can explain a long step."""
+"""Most waits for input to keep: the longest, because only they can explain a long step."""
 ROOTS_KEPT = 32
 DEVICES_READ = 4096
 ANSWERING_STEPS = 100
@@ -67,9 +67,9 @@ class Announced:
         info = {facts.process: facts for each in data("process", -1) if (facts := _process_facts(each)) is not None}
         return cls(
             info,
-            _known(map(mode_change, data("mode", CHANGES_READ))),
-            _known(map(pause_change, data("pause", TEXTS_READ))),
-            _known(map(_warning, data("warning", TEXTS_READ))),
+            _without_none(map(mode_change, data("mode", CHANGES_READ))),
+            _without_none(map(pause_change, data("pause", TEXTS_READ))),
+            _without_none(map(_warning, data("warning", TEXTS_READ))),
             newest_wrappers(data("ddp", WRAPPERS_READ)),
             waits_in(info.values(), data("input", TEXTS_READ)),
         )
@@ -127,7 +127,7 @@ class Announced:
         return tuple((begin, end) for of, begin, end in self.inputs if of == process)
 
 
-def _known(found: Iterable[_Read | None]) -> tuple[_Read, ...]:
+def _without_none(found: Iterable[_Read | None]) -> tuple[_Read, ...]:
     return tuple(one for one in found if one is not None)
 
 

@@ -313,17 +313,17 @@ class DeviceTotals:
             self._take_processors(data, seconds)
         if seconds is not None and 0 <= seconds < 1e9:
             self.last_ns = max(self.last_ns, int(seconds * 1e9))
-            track.place(seconds, _one(util), _one(used))
+            track.place(seconds, _sum_of(util), _sum_of(used))
 
     def rollup(self, row: MinuteRow) -> None:
-        """Add a figure of a minute with deleted samples, which is kept as an extreme and a mean."""
+        """Add one figure of a minute of deleted samples: its highest value, sum and number."""
         index = row.device
         track = self._track(index) if row.samples > 0 and abs(row.total) < 1e300 and row.start_s < 1e9 else None
         if track is None:
             return
         if row.name in _HIGHEST and abs(row.high) < 1e300:
             track.highest[row.name] = max(track.highest.get(row.name, row.high), row.high)
-        if row.start_s < 0:  # the minute is no longer known
+        if row.start_s < 0:  # old minutes are summed up without their times
             return
         if row.name == ("cpu_pct" if index == _HOST else "util_pct"):
             track.place(row.start_s + 30.0, (row.total, row.samples), (0.0, 0))
@@ -384,7 +384,8 @@ class DeviceTotals:
         )
 
 
-def _one(value: float | None) -> tuple[float, int]:
+def _sum_of(value: float | None) -> tuple[float, int]:
+    """The sum and number of the known values of one sample."""
     return (0.0, 0) if value is None else (value, 1)
 
 

@@ -169,7 +169,7 @@ class LoaderStart(NamedTuple):
     persistent: bool
     pinned: bool = False
     start: int = 1
-    """Which start of this DataLoader object it is."""
+    """The number of this start of the DataLoader object, from 1."""
 
 
 @dataclass(frozen=True)

@@ -256,9 +256,9 @@ def stretches(
 ) -> tuple[int, tuple[Bin, ...]]:
     """The width in ns and the stretches with steps, in order.
 
-    `shown`: by (mode, evaluation), the process with the steps that the stretches cover. `median_ns`: the
-    median step, which is the least width of a stretch. A stretch begins earlier if a step of its kind was already
-    running and no other one ended. All other time without steps is a gap.
+    `shown`: by (mode, evaluation), the process that provides the steps. `median_ns`: the median step; no stretch is
+    narrower. A stretch begins earlier if a step of its kind was already running and no other step of this kind ended.
+    All other time without steps is a gap.
     """
     seconds = _width(max(last_ns - first_ns, 0) / SECOND, median_ns / SECOND)
     trained, end_s = trains(store.kinds()), (last_ns // SECOND // seconds + 1) * seconds

@@ -34,7 +34,7 @@ _WRAPPER = (
 
 
 def ms(ns: float | None) -> float | None:
-    """A time of ns in ms."""
+    """A time in ms instead of ns."""
     return None if ns is None else ns / 1e6
 
 

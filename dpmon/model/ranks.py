@@ -67,8 +67,8 @@ def toggle_refusal(state: State) -> str | None:
 # ------------------------------------------------------------------------------------------------ in a snapshot
 
 
-def together(rows: StoreAt, state: State, focus: Process, others: Sequence[Process]) -> State:
-    """Add the ranks' common figures: their mean times, and the collectives of sampled steps."""
+def with_ranks(rows: StoreAt, state: State, focus: Process, others: Sequence[Process]) -> State:
+    """Add the mean times of the ranks, and the collectives of sampled steps."""
     end_ns = state.newest_ns + 1
     begin_s = max(end_ns // SECOND - COLLECTIVES_S, 0)
     numbers = [process.process for process in (focus, *others)]

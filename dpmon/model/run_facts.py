@@ -161,12 +161,12 @@ class RunFacts:
     # ------------------------------------------------------------------------------------------ modes
 
     def shown(self, mode: str, evaluation: bool) -> int:
-        """The process that represents the run; if it has no such step, the lowest rank that has one."""
+        """The process that represents the run; if it has no step in this mode, the lowest rank that has one."""
         there = [self._focus, *sorted(self.store.processes, key=self._by_rank)]
         return next((each for each in there if self.window.tally(mode, evaluation, each).steps), self._focus)
 
     def mode(self, mode: str, evaluation: bool = False, process: int | None = None) -> ModeFacts:
-        """The figures of a mode, by the shown process or by another one; the rate is that of all processes."""
+        """The figures of a mode for `process`, or for the shown process; the rate is that of all processes."""
         process = self.shown(mode, evaluation) if process is None else process
         found = self.window.figures(mode, evaluation, process)
         whole = sum(self.window.tally(mode, evaluation, each).steps for each in self.store.processes)
@@ -199,9 +199,10 @@ class RunFacts:
     @cached_property
     def modes(self) -> tuple[ModeFacts, ...]:
         """Each mode without evaluations, with the medians of the first and last third of its steps."""
-        return tuple(self._in_time(self.mode(mode)) for mode, evaluation in self.window.modes if not evaluation)
+        return tuple(self._with_thirds(self.mode(mode)) for mode, evaluation in self.window.modes if not evaluation)
 
-    def _in_time(self, facts: ModeFacts) -> ModeFacts:
+    def _with_thirds(self, facts: ModeFacts) -> ModeFacts:
+        """Add the medians of the first and last third of the steps, if there are enough steps."""
         seconds = ((self.last_step_ns or 0) - self.first_step_ns) / SECOND
         width = max((width for width in WIDTHS if width * LEAST_STRETCHES <= seconds), default=1)
         trained = self.window.trained(facts.mode)
@@ -222,7 +223,7 @@ class RunFacts:
 
     @property
     def _others(self) -> tuple[ModeFacts, ...]:
-        """The same modes by each other process."""
+        """The figures of the same modes for each of the other processes."""
         others = (
             self.mode(one.mode, process=process)
             for one in self.modes
@@ -259,7 +260,7 @@ class RunFacts:
         return max(self.last_step_ns or 0, self.devices.last_ns) if self.end_ns is None else self.end_ns
 
     def spent_until(self, until_ns: int) -> Mapping[str, int]:
-        """The time of the run up to a time by activity (ns); empty without steps."""
+        """The time of each activity (ns) from the run's start to `until_ns`; empty without steps."""
         return accounted(self.window.spent, until_ns, self.window.lives) if self._spans else {}
 
     @cached_property
@@ -294,7 +295,7 @@ class RunFacts:
     def evidence(self, stop_asked_ns: int | None = None) -> Evidence:
         """The facts that findings need. `stop_asked_ns`: when the user asked the run to stop.
 
-        A step that was then under way is not a long one: it lasts until the process ends.
+        A step that was running at this time does not count as long, because it lasts until the process ends.
         """
         long = [
             step

@@ -20,7 +20,7 @@ from dpmon.model.members import SECOND
 from dpmon.model.memory import HOST
 from dpmon.model.pace import WINDOW_S, Paces, Trained, rate_together, recent, recent_of_steps
 from dpmon.model.process import NO_STEPS, ModeTrack, Process, ProcessFacts, Recent, figures_end_s
-from dpmon.model.ranks import rank_figures, together
+from dpmon.model.ranks import rank_figures, with_ranks
 from dpmon.model.state import State, Wanted
 from dpmon.model.uneven import INPUT, Uneven, uneven_steps, waited_ns
 from dpmon.record.names import RANK_MODES
@@ -92,7 +92,7 @@ class Snapshots:
         if others:
             shown.update({process.process: process for process in rank_figures(rows, shown.values())})
         state = replace(state, processes={**state.processes, **shown})
-        return together(rows, state, found, ranks) if ranks else state
+        return with_ranks(rows, state, found, ranks) if ranks else state
 
     def _with_figures(
         self,
@@ -162,7 +162,7 @@ class Snapshots:
         wanted: Wanted,
         waits: Sequence[tuple[int, int]],
     ) -> Comparison:
-        """The comparison of the modes in `window`, the whole run; in a long run it may be minutes old."""
+        """The comparison of the modes over the whole run (`window`). In a long run, it may be minutes old."""
         number = process.process
         dp = process.modes.get("dp")
         devices, virtual = (dp.devices, dp.virtual) if dp is not None else ((), False)
@@ -287,7 +287,7 @@ def _uneven(rows: StoreAt, figures: Figures, process: int, waits: Sequence[tuple
     if uneven_steps(tally, (), waits) is None:
         return None
     uneven = uneven_steps(tally, rows.longest(process, figures.mode, _LONG_READ), waits)
-    if uneven is not None and uneven.phase == INPUT:  # the time of these steps is then the time of the waits
+    if uneven is not None and uneven.phase == INPUT:  # count the time of the waits, not of these steps
         waited = waited_ns(waits, tally.first_ns or 0, tally.last_ns or 0)
         return uneven._replace(time=min(waited / max(tally.stat(STEP).total, 1), 1.0))
     return uneven

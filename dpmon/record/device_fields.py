@@ -120,7 +120,7 @@ MEMORY = RecordKind(
         Field("device", "text", "torch's name of the device"),
         Field("model_bytes", "integer", "parameters and buffers", "bytes"),
         Field("shared_bytes", "integer", "the part of `model_bytes` in shared memory of the host", "bytes", columns=()),
-        Field("shared_files", "text", "which shared memory that is: alike in all processes that hold it", columns=()),
+        Field("shared_files", "text", "a name of this shared memory, the same in all its processes", columns=()),
         Field("gradients_bytes", "integer", "gradients", "bytes"),
         Field("optimizer_bytes", "integer", "states of the optimizers", "bytes"),
         Field("rest_bytes", "integer", "the rest of the allocated memory: activations and the like", "bytes"),

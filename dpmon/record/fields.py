@@ -183,7 +183,7 @@ _LOADER = RecordKind(
         Field("workers", "integer", "number of worker processes"),
         Field("persistent", "boolean", "whether the workers stay for the next start"),
         Field("pinned", "boolean", "whether the loader copies its batches to pinned memory"),
-        Field("start", "integer", "which start of this DataLoader object it is, from 1"),
+        Field("start", "integer", "the number of this start of the DataLoader object, from 1"),
         Field("iter_s", "number", "duration of the loader's __iter__, which starts the workers", "s"),
         Field("left_out", "integer", "number of earlier starts that have no record"),
         Field("left_out_s", "number", "total duration of these starts", "s"),

@@ -84,7 +84,7 @@ class CallParts(NamedTuple):
     replicas: Sequence[tuple[int, int, int, int]] = ()
     """Inputs and outputs (definitions, 0 unknown), offset and duration of each replica."""
     stages: Sequence[tuple[int, int, int, int, int | None]] = ()
-    """Definition, then as of a replica; duration None if it did not end."""
+    """Definition of each stage, then the same as for a replica; the duration is None if the stage did not end."""
     device_ms: Sequence[float | None] | None = None
     """Device times of CALL_PHASES, then of the replicas or stages; None if the call used no GPU."""
     why: int = 0
@@ -121,7 +121,7 @@ class CallRow(NamedTuple):
 
     @property
     def whole(self) -> CallParts:
-        """Its parts, also if it has only one replica."""
+        """Its parts; if `parts` is None, the single replica."""
         return self.parts or CallParts(replicas=((self.inputs, self.outputs, 0, self.wall),))
 
     @property
@@ -208,7 +208,7 @@ class CollectiveRow(NamedTuple):
 
 
 Row = CallRow | StepRow | CollectiveRow | Definition | Event
-"""What the assembler makes."""
+"""A row that the assembler makes."""
 
 # ------------------------------------------------------------------------------------------------ records
 

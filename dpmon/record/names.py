@@ -34,13 +34,13 @@ RANK_MODES = {DDP: "ddp", FSDP: "fsdp"}
 
 
 class Untimed:
-    """Why a device time is unknown, as numbers: texts in dpmon.record.history_rows.UNTIMED."""
+    """Reasons for an unknown device time, as numbers; dpmon.record.history_rows.UNTIMED has the texts."""
 
     NONE, LATE, CAPTURED, NO_EVENT, FAULT, ENDED, RAISED, ON_CPU, CROSSED, TOO_MANY, COPIES, SAMPLED = range(12)
 
 
 class Unended:
-    """Why the end of a collective is unknown, as numbers: texts in dpmon.record.history_rows.UNENDED."""
+    """Reasons for an unknown end of a collective, as numbers; dpmon.record.history_rows.UNENDED has the texts."""
 
     NONE, ON_DEVICE, LATE, ENDED, NEVER_REPORTED = range(5)
 
@@ -52,7 +52,7 @@ MAX_NAME = 200
 MAX_JSON = 60_000
 """Most characters of JSON in one line or event."""
 _LENGTHS = (4096, 1024, 256, 64, 16)
-"""Lengths (characters) to which texts are cut, tried in order until the record fits."""
+"""Lengths (characters) to which texts are cut, tried in order until the JSON fits."""
 
 
 def mode_number(mode: str) -> int:
@@ -70,7 +70,7 @@ def shortened(text: str, most: int = MAX_NAME) -> str:
 
 
 def packed_json(value: Any) -> bytes:
-    """Return the value as JSON; long texts are cut if the record would not fit into the ring."""
+    """Return the value as JSON; long texts are cut if it would be longer than MAX_JSON."""
     packed = json.dumps(value, separators=(",", ":"))
     for most in _LENGTHS:
         if len(packed) <= MAX_JSON:

@@ -38,7 +38,7 @@ class Entries(NamedTuple):
     most: int
     """Most rows in text."""
     indent: int = 4
-    """Where further lines of a row begin in text; a single label is padded up to there."""
+    """Column at which further lines of a row begin in text; a single label is padded up to it."""
     head: Sequence[str] = ()
     """The names of the columns, if the rows become a table."""
 
@@ -71,7 +71,7 @@ class Values(NamedTuple):
     colour: str
     points: Sequence[tuple[float, float, float]]
     kind: Literal["line", "steps", "dots", "bars", "whisker"]
-    """A line from begin to begin, or one in which a value holds until its end; bars stand on those of other series."""
+    """`line` joins all values. `steps` has gaps where values are missing. `bars` stand on those of earlier series."""
 
 
 class Plot(NamedTuple):

@@ -13,9 +13,10 @@ from dpmon.report.document import Plot, Values
 WIDTH, HEIGHT, ROW = 960.0, 300.0, 34.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70.0, 14.0, 16.0, 42.0
 _USUAL, _CUT, _FEWEST, _FEWEST_ROWS = 0.95, 4.0, 4, 10
-"""An axis ends at 1.5 times this quantile of its values if the largest is more than `_CUT` times it: one long step, as
-an interrupt ends it, must not flatten the rest. This needs _FEWEST values: the mean and the longest step of two
-stretches. One slow rank among a few is what its plot shows, so with rows it needs more."""
+"""An axis ends at 1.5 times the quantile _USUAL of its values if the largest value is more than _CUT times this
+quantile: one long step, such as an interrupted one, must not flatten the rest. This needs _FEWEST values (the mean and
+the longest step of two stretches). A plot with rows needs _FEWEST_ROWS, because it must show one slow rank among a
+few."""
 _TICKS = 6
 _TIME = "seconds since the run's start"
 
@@ -29,7 +30,7 @@ def drawn(plot: Plot) -> str:
 
 
 def escaped(text: str) -> str:
-    """`text`, from anywhere, as harmless text of HTML."""
+    """`text`, which may come from the script, as harmless HTML."""
     return html.escape(clean(text))
 
 
@@ -125,7 +126,7 @@ class _Canvas:
                 yield f"<circle {look}{faint}><title>{escaped(one.name)}: {three(y)} at {x:g} s</title></circle>"
 
     def _across(self) -> Iterator[str]:
-        """A row of stacked bars for each name; a whisker begins at the left."""
+        """A row of stacked bars for each name; a whisker begins at the axis."""
         ends: dict[float, float] = {}
         for one in self.plot.series:
             for row, _, y in one.points:
@@ -144,7 +145,7 @@ class _Canvas:
         return f"<rect {place}><title>{escaped(one.name)}: {three(value)} {escaped(self.plot.unit)}</title></rect>"
 
     def _line(self, one: Values) -> str:
-        """The path of a line. Between values that hold until their end, there may be gaps."""
+        """The path of a line. In a series of steps, there may be gaps."""
         path, before = [], None
         for begin, end, y in one.points:
             joined = before is not None and (one.kind == "line" or before >= begin)

@@ -80,8 +80,8 @@ def goes_on(info: RunInfo) -> bool:
 def run_state(directory: Path, info: RunInfo) -> tuple[str, ExitInfo | None]:
     """The state in a word, and how the run ended, if it has.
 
-    With an exit, the word is from `outcome`. Without one, it is starting, running, ending, or one of
-    these: unsupervised (the command runs, but its supervisor was killed: `dpmon attach` starts another one); elsewhere
+    If the run has ended, the word is from `outcome`. Otherwise it is starting, running, ending, or one of these:
+    unsupervised (the command runs, but its supervisor was killed; `dpmon attach` starts another supervisor); elsewhere
     (on another machine that shares the directory; this machine does not know whether it runs); lost (ended without a
     record of its end).
     """

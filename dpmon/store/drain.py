@@ -121,7 +121,7 @@ class Drain:
         """Why the history cannot be written now; None if it can."""
         self._silent_until = 0.0
         self.on_memory_event: Callable[[Mapping[str, Any], int], None] = lambda data, pid: None
-        """Called with data and pid for each `memory` event of a training process; the event names its GPUs."""
+        """Called with the data and the process id of each `memory` event of a training process. It names the GPUs."""
         if history is not None:
             self._go_on_in(history)
 

@@ -122,7 +122,7 @@ def _stamps(path: Path) -> list[tuple[int, int]]:
 
 
 def _is_written(directory: Path, info: RunInfo) -> bool:
-    """Whether a supervisor lives and writes the history. After the command's end, it may lack the last records."""
+    """Whether a supervisor writes the history. False after the command's end: the history may lack the last records."""
     written = max(_stamps(directory / HISTORY_FILE), default=(0, 0))[0] / 1e9
     return supervised(info) and time.time() - written < STALE_S and load_exit(directory) is None
 

@@ -201,7 +201,7 @@ class StoreAt:
     def communicated(
         self, begin_ns: int = 0, end_ns: int = _LAST, processes: Collection[int] | None = None
     ) -> Communicated:
-        """Return the sampled collectives that all or these processes began between two times, up to `until_ns`."""
+        """Return the sampled collectives that all processes, or the given ones, began between two times."""
         return communicated(self.store, begin_ns, min(end_ns, self.until_ns), processes)
 
     def last_sample(self, process: int, begin_ns: int) -> LastSample | None:

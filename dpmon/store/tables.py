@@ -213,7 +213,7 @@ class RingRow:
     rank: int | None
     pid: int
     position: int = 0
-    """Where to continue: the number of the first span of the open step."""
+    """Number of the first span to read again: of the open step, or of an earlier step that waits for device times."""
     sequence: int = 0
     """Number of the next unread span."""
     missed: int = 0
@@ -222,7 +222,7 @@ class RingRow:
     steps: int = 0
     last_step: int | None = None
     first_id: int | None = None
-    """First id of its calls and steps (`last_id`: last). None: no rows."""
+    """First id of its calls and steps; `last_id` is the last. None if it has none."""
     last_id: int | None = None
     held_id: int | None = None
     """Id of the first call that waits for its step; None if no call waits."""

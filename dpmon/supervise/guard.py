@@ -113,7 +113,7 @@ class Guard:
     def look(self) -> None:
         """Replace a killed supervisor, record the command's end if no supervisor does, and reap orphans.
 
-        Call it often.
+        To be called often.
         """
         supervised = self._supervisor.poll() is None
         if not supervised:
@@ -125,7 +125,7 @@ class Guard:
         self._reap_orphans()
 
     def _stalled(self) -> ExitInfo | None:
-        """How the command ended, if its supervisor is alive but has not recorded this for long."""
+        """How the command ended, if its supervisor is alive but has not recorded the end for STALLED_S."""
         info = self.info
         now = time.monotonic()
         status = None if info.command_pid is None else proc.status_of_dead(info.command_pid, info.command_started)
@@ -152,9 +152,9 @@ class Guard:
         return None if returncode is None else exit_info(info, returncode, "foreground")
 
     def _command_pid(self) -> int | None:
-        """The command's process id, from run.json; if the supervisor ended before this was read, from a search.
+        """The command's process id, from run.json. If the supervisor ended before it wrote the id, search for it.
 
-        The command leads a session, and was started before each other process that may do so.
+        The command leads a session, and was started before all other processes that may lead one.
         """
         pid = self.info.command_pid
         if pid is None and self._supervisor.poll() is not None:

@@ -29,7 +29,7 @@ class ProcessEnds:
     """Watches each process of the run that has noted a stage. Every process that imports torch notes one."""
 
     def __init__(self, directory: Path, command: int, poller: select.poll) -> None:
-        """`poller`: the supervisor waits with it; when it wakes the supervisor, call `note`."""
+        """`poller`: the supervisor waits with it, and calls `note` when it wakes."""
         self._directory = directory
         self._poller = poller
         self._known = {command}

@@ -1,7 +1,7 @@
 """Keeps disk space free for the script's output, so that its print() does not fail on a full disk.
 
 The script writes its output straight into a file of the run. dpmon allocates space beyond the end of this file, so that
-other data cannot take it. When the disk is full, dpmon cuts the file off, and allocates the space again.
+other data cannot take it. When the disk is full, dpmon deletes the oldest output, and allocates the space again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ AHEAD_LITTLE = 2 << 20
 PLENTY = 1 << 30
 """With less free space than this on the disk, less is allocated ahead."""
 LITTLE = 1 << 20
-"""A file of at most this many bytes is not cut off: this would free too little."""
+"""A file of at most this many bytes is not cut, because this would free too little."""
 LOOK_S = 0.2
 _KEEP_SIZE = 1
 
@@ -29,7 +29,7 @@ class OutputRoom:
     """Watches the output files of a run; called from the supervisor's loop, never blocks for long."""
 
     def __init__(self, paths: Sequence[Path], warn: Callable[[str], None], keep_last: int) -> None:
-        """`keep_last`: bytes of the newest output that stay in a file that is cut off."""
+        """`keep_last`: bytes of the newest output to keep when a file is cut."""
         self._paths = paths
         self._warn = warn
         self._keep_last = keep_last

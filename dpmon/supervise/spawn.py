@@ -112,7 +112,7 @@ class WatchedCommand:
         return self._returncode is not None
 
     def ending(self, info: RunInfo) -> ExitInfo:
-        """How the command ended, from its parent, the kernel, or its own last note; else unknown."""
+        """How the command ended, from its parent, the kernel, or its own last note; otherwise an unknown end."""
         now = time.monotonic_ns()
         until = time.monotonic() + PATIENCE_S
         while self._same_boot:

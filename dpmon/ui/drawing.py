@@ -56,7 +56,7 @@ class Drawing(App[str]):
         self.look = look
         self.period = refresh
         self.terminal: Driver | None = None
-        """The driver of a real terminal; it announces itself."""
+        """The driver of a real terminal, which sets this member itself."""
         self._was_ready = True
         self.feed = Feed(directory, open_reader or (lambda: RunReader(directory)), open_store=open_store)
         self.leaving = Leaving(self._ask_to_exit)

@@ -23,10 +23,10 @@ from textual.message import Message
 
 _LOOK_S = 0.05
 _PASTE_LOOKS = 20
-"""After so many looks without input, an open paste counts as finished."""
+"""After this many looks without input, an open paste counts as finished."""
 _PASTE_END = "\x1b[201~"
 _INTERRUPTS = (b"\x03", b"\x1a")
-"""ctrl+c and ctrl+z, which a person may press in a paste that does not end."""
+"""ctrl+c and ctrl+z. They end a paste, because the user may press them if its end never comes."""
 # OSC, DCS, APC, PM and SOS with their text; reports of the device, its status, its size and its keyboard.
 _ANSWER = re.compile(rb"\x1b(?:[\]P_^X][^\x03\x07\x1a\x1b]*(?:\x07|\x1b\\)?|\[[?>=]?[\d;:]*[cntu])")
 
@@ -62,7 +62,7 @@ class Driver(LinuxDriver):
             quiet = 0 if data else quiet + 1
             text = decoder.decode(_ANSWER.sub(b"", data))
             if quiet == _PASTE_LOOKS or data in _INTERRUPTS:
-                text = _PASTE_END + text  # without an open paste, it means nothing
+                text = _PASTE_END + text  # without an open paste, it has no effect
             try:
                 messages = [*parser.tick(), *(parser.feed(text) if text else ())]
             except Exception:  # noqa: BLE001 - no input may stop the next key from working

@@ -233,7 +233,7 @@ ACTIONS: dict[str, str] = {
 ANYWHERE = ("ctrl+c", "ctrl+q")
 """Keys that have their action in dialogs, too."""
 PLAYED_ACTIONS = ACTIONS | {command.names: command.action for command in PLAYED}
-"""The same for a playback."""
+"""The action of each key in a playback."""
 
 
 def possible(scene: Scene) -> list[tuple[str, str, str]]:

@@ -64,8 +64,8 @@ class PanelView(Widget):
     def show(self, rows: Sequence[Row], changes: list[str] | None = None) -> None:
         """Draw `rows` from now on. Textual draws changed rows from their left edge.
 
-        With `changes`, the text for the terminal that draws only the changed cells is appended to it instead. Pass it
-        only if the terminal shows the whole widget, in its place and with the rows of the last call.
+        With `changes`, append to it the terminal text that draws only the changed cells, without a refresh by
+        Textual. Pass it only if the terminal shows the whole widget, in its place and with the rows of the last call.
         """
         fresh = [in_ascii(row) for row in rows] if self.look.glyphs.ascii else list(rows)
         before = self._rows

@@ -45,7 +45,7 @@ _WORDS = struct.Struct("<Q")
 NOT_TIMED = "torch has not timed an iteration yet"
 ADDED_UP = "this version of torch adds it up over iterations"
 _NEWER = "num_buckets_reduced"
-"""A member of torch's logging data since torch sets the size of unused parameters in each iteration (not in 2.4)."""
+"""A member of torch's logging data in versions that do not add up the size of unused parameters (2.4 does)."""
 _MAX_RANKS = 4096
 _WRAPPER_MASK = (1 << 24 - WRAPPER_AT) - 1
 
@@ -184,7 +184,7 @@ class GradientSync:
             if module is None:
                 self._waiting.remove(wrapper)
             elif wrapper.averages and (ready := wrapper.ready(module.reducer.get_backward_stats(), end)):
-                if not (wrapper.partly or wrapper.in_parts):  # then all notes are from this pass, none before it began
+                if not (wrapper.partly or wrapper.in_parts):  # all notes are from this pass
                     wrapper.base = max(wrapper.base, began - min(ready))
                 found.append((wrapper, module, ready))
                 last = max(last, wrapper.base + max(ready))

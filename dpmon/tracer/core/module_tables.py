@@ -186,9 +186,10 @@ class RootNames:
         self._names: dict[int, tuple[Any, str]] = {}
 
     def of(self, module: object) -> str:
-        """Return the class of a model without its wrappers, and what tells it from others of its class that live.
+        """Return the class of a model without its wrappers, with a suffix if other models of this class are alive.
 
-        That is its variable in the script if several of the class have one; else a number, from the second on.
+        The suffix is its global variable in the script if several variables hold such models; otherwise a number, which
+        the first model does not have.
         """
         inner = wrapped_by(module)
         known = self._names.get(id(inner))

@@ -25,7 +25,7 @@ from dpmon.tracer.steps.recorder import Recorder
 
 EVERY_NS = 5_000_000_000
 PATIENCE = 4
-"""The first measurement waits for an optimizer's first step, but at most until this look: a script may never step."""
+"""The first measurement waits for the optimizer, but at most this many steps: a script may never call its step()."""
 SAME_NS = 60_000_000_000
 """Interval between events while nothing changes."""
 EARLY = 4
@@ -66,7 +66,7 @@ class Memory:
         self._peaks: dict[str, tuple[int, int]] = {}
         """Per device: the peak at the last measurement, and the number of the last look before that peak."""
         self._looks = self._looked_at = 0
-        """Number of looks, and number of the last look that completed a measurement."""
+        """Number of measurements (looks), and number of the last one that was completed."""
         self._walk: Walk | None = None
         """The count with most gradients in the measured step; None until its first backward pass ends."""
         self._stepped = False

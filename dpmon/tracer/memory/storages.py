@@ -98,7 +98,7 @@ class Walk:
 
 
 def mapped_files(addresses: Iterable[int]) -> str | None:
-    """Return a name for the files mapped at these addresses, alike in all processes that map them; None if unknown."""
+    """Return a name for the files mapped at these addresses, the same in all processes; None if unknown."""
     begins, files = [], []
     with suppress(OSError), open("/proc/self/maps", "rb") as maps:
         for line in maps:

@@ -39,7 +39,7 @@ _ITERABLE = "dpmon does not ask an IterableDataset for its length: torch would w
 
 # Plain tuples, because torch.compile would compile the constructors of classes made at run time.
 _Facts = tuple[str, int | str, int | None, bool, bool]
-"""Class of a loader's dataset, number of batches or why it is unknown, number of workers, whether workers persist."""
+"""Class of the dataset, number of batches or why it is unknown, number of workers, whether they persist, pin_memory."""
 _Start = tuple[_Facts, int, int, int]
 """The facts of a loader, when its start began, how long it took (ns), and the number of the start."""
 

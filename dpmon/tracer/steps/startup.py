@@ -69,7 +69,7 @@ class Startup:
         return True
 
     def ended(self, error: BaseException | None) -> None:
-        """Note that what was noted last is over, or that it raised `error`."""
+        """Note that the last noted stage is over. `error`: the exception that ended it, or None."""
         # After an interrupt, the last note stays, because it shows where the process was.
         if error is None or isinstance(error, Exception):
             self._note(lambda: IN_SCRIPT)

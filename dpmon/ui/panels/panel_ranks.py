@@ -18,7 +18,7 @@ from dpmon.text.cells import right, span_width, wrapped
 from dpmon.ui.chart import busy_bar, busy_legend
 from dpmon.ui.look import Look
 from dpmon.ui.panels.panel_replicas import every_size, kind, shown, size_text
-from dpmon.ui.panels.panel_status import tells_ranks
+from dpmon.ui.panels.panel_status import reports_stall_or_straggler
 from dpmon.ui.rank_map import legend, rank_map
 from dpmon.ui.rows import Row, fit, width_of
 from dpmon.ui.scene import RANK_NAMES, Scene, devices_in_short
@@ -143,7 +143,7 @@ def _notes(scene: Scene, found: Communication, width: int, room: int, ranks: int
     slow = scene.state.straggler()
     most = max(room - 1, 0)
     rows: list[Row] = []
-    if tells_ranks(scene, look) and scene.view.zoom != "replicas":
+    if reports_stall_or_straggler(scene, look) and scene.view.zoom != "replicas":
         pass
     elif scene.stall is not None:
         rows += [[(line, "wait")] for line in wrapped(clean(scene.stall, 400), width, max(most, 1), look.glyphs.more)]

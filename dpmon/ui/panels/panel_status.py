@@ -194,8 +194,8 @@ def _has_answer(scene: Scene, look: Look) -> bool:
     return scene.stopping is not None or bool(answer(scene, look))
 
 
-def tells_ranks(scene: Scene, look: Look) -> bool:
-    """Whether the message is about a stall, or the rank that the others wait for, so that no panel has to repeat it."""
+def reports_stall_or_straggler(scene: Scene, look: Look) -> bool:
+    """Whether the message is about a stall or a straggler, so that no panel has to repeat it."""
     other = scene.stopping is not None or scene.over or answer(scene, look) or _warning(scene)
     return not other and (scene.stall is not None or scene.state.straggler() is not None)
 
@@ -204,9 +204,9 @@ def _message(scene: Scene, look: Look, width: int) -> Row:
     """The most important event now: the end, an answer, a warning; else plain facts."""
     if scene.stopping is not None:  # also after the command has ended, while it has processes left
         return [("stopping: ", "wait"), (clean(scene.stopping, 200), "")]
-    said = answer(scene, look)
-    if said:
-        return said
+    reply = answer(scene, look)
+    if reply:
+        return reply
     if scene.over:
         return _afterwards(scene)
     warned = _warning(scene)
@@ -215,7 +215,7 @@ def _message(scene: Scene, look: Look, width: int) -> Row:
     if scene.stall is not None:
         return [(f"{look.glyphs.focus} ", "wait"), (clean(scene.stall, 400), "")]
     slow = scene.state.straggler()
-    if slow is not None:  # see tells_ranks
+    if slow is not None:  # see reports_stall_or_straggler
         return [(f"{look.glyphs.focus} ", "wait"), (in_short(slow), "")]
     process = scene.process
     rates = _speed(scene)

@@ -64,5 +64,5 @@ def _counts(checks: list[Check]) -> str:
     counts = {state: sum(check.state == state for check in checks) for state in STATES}
     if counts[OK] == len(checks):
         return "all checks passed"
-    said = [f"{count} {state}{'s' if count > 1 else ''}" for state, count in counts.items() if state != OK and count]
-    return f"{' and '.join(said)}; all other checks passed"
+    parts = [f"{count} {state}{'s' if count > 1 else ''}" for state, count in counts.items() if state != OK and count]
+    return f"{' and '.join(parts)}; all other checks passed"

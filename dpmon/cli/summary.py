@@ -272,10 +272,10 @@ def _memory_lines(rows: Sequence[Held]) -> list[str]:
 def _warnings(warnings: Iterable[str], name: str) -> list[str]:
     """The first few warnings, then the number of others and the command that lists them."""
     texts = list(dict.fromkeys(warnings))
-    said = [f"warning: {text}" for text in texts[:_MAX_WARNINGS]]
-    if more := len(texts) - len(said):
-        said.append(f"{count_of(more, 'more warning')}: dpmon export {name} --kind warning lists all {len(texts)}")
-    return said
+    lines = [f"warning: {text}" for text in texts[:_MAX_WARNINGS]]
+    if more := len(texts) - len(lines):
+        lines.append(f"{count_of(more, 'more warning')}: dpmon export {name} --kind warning lists all {len(texts)}")
+    return lines
 
 
 def _with_priority(priority: int, texts: Iterable[str]) -> list[SummaryLine]:
@@ -305,8 +305,8 @@ def fitted(lines: list[SummaryLine], rows: int, columns: int, more: str) -> list
         room -= sizes[index]
         kept.add(index)
     shown = [i for i in sorted(kept) if not _heads(lines, i) or i + 1 in kept]
-    said = f"{count_of(len(lines) - len(shown), 'more line')}: {more}"
-    return [*(lines[i].text for i in shown[:-1]), said, lines[shown[-1]].text]
+    omitted = f"{count_of(len(lines) - len(shown), 'more line')}: {more}"
+    return [*(lines[i].text for i in shown[:-1]), omitted, lines[shown[-1]].text]
 
 
 def _heads(lines: list[SummaryLine], index: int) -> bool:

@@ -166,7 +166,7 @@ def _of_tallies(
     head: CallHead, call: Call, tallies: Mapping[Key, Tally], trained: Collection[str], mode: str
 ) -> tuple[tuple[Spread | None, ...], dict[int, float]]:
     """The times of a call's replicas or stages, and their median device times, in the time range."""
-    alike = _alike(head, tallies, trained, mode)
+    alike = _tallies_with(head, tallies, trained, mode)
     series: list[Collection[str]] = []
     if call.replicas:
         names = (replica_series(head.row.layout, index) for index in range(min(len(call.replicas), _MOST_PARTS)))
@@ -181,7 +181,7 @@ def _of_tallies(
     return _spreads(found), {index: middle for index, middle in middles.items() if middle is not None}
 
 
-def _alike(head: CallHead, tallies: Mapping[Key, Tally], trained: Collection[str], mode: str) -> list[Tally]:
+def _tallies_with(head: CallHead, tallies: Mapping[Key, Tally], trained: Collection[str], mode: str) -> list[Tally]:
     """The tallies of steps that may include such a call: a root that cannot be split also runs in dp steps."""
     for name in (mode, head.row.mode):
         found = [

@@ -247,7 +247,7 @@ def most_common(reasons: Counter[str]) -> str | None:
 
 
 @dataclass(slots=True)
-class _Line:
+class _ReplicaTotals:
     """One replica on one device in one mode, over all calls."""
 
     time: Stat = field(default_factory=Stat)
@@ -278,7 +278,7 @@ def replica_facts(layouts: Layouts, tallies: Mapping[Key, Tally]) -> list[Replic
 
     `tallies`: of each process.
     """
-    lines: dict[tuple[str, str, int, str], _Line] = {}
+    lines: dict[tuple[str, str, int, str], _ReplicaTotals] = {}
     splits: defaultdict[tuple[str, str], Counter[tuple[int | None, ...]]] = defaultdict(Counter)
     timed: set[tuple[int, int, str]] = set()
     for shape, layout in layouts.split():
@@ -291,19 +291,19 @@ def replica_facts(layouts: Layouts, tallies: Mapping[Key, Tally]) -> list[Replic
         rows = tuple(layouts.rows(shape.process, got, layout) for got, _ in replicas)
         splits[shape.mode, str(layout.get("root"))][rows] += shape.calls
         for index in range(len(replicas)):
-            line = lines.setdefault((shape.mode, str(layout.get("root")), index, str(devices[index])), _Line())
+            line = lines.setdefault((shape.mode, str(layout.get("root")), index, str(devices[index])), _ReplicaTotals())
             line.calls += shape.calls
             line.virtual |= shape.virtual and shape.mode == "dp"
             if reason is not None:
                 line.untimed[reason] += shape.calls
         if of not in timed:
             timed.add(of)
-            _add_times(lines, of, layout, _of(tallies, of, of in layouts.trained))
+            _add_times(lines, of, layout, _tallies_of(tallies, of, of in layouts.trained))
     usual = {root: counts.most_common(1)[0][0] for root, counts in splits.items()}
     return [_facts(key, lines[key], usual.get(key[:2], ())) for key in sorted(lines)]
 
 
-def _of(tallies: Mapping[Key, Tally], of: tuple[int, int, str], trained: bool) -> list[Tally]:
+def _tallies_of(tallies: Mapping[Key, Tally], of: tuple[int, int, str], trained: bool) -> list[Tally]:
     process, _, mode = of
     return [
         tally
@@ -313,7 +313,7 @@ def _of(tallies: Mapping[Key, Tally], of: tuple[int, int, str], trained: bool) -
 
 
 def _add_times(
-    lines: dict[tuple[str, str, int, str], _Line],
+    lines: dict[tuple[str, str, int, str], _ReplicaTotals],
     of: tuple[int, int, str],
     layout: Mapping[str, Any],
     tallies: Sequence[Tally],
@@ -323,12 +323,12 @@ def _add_times(
         series = replica_series(number, index)
         for tally in tallies:
             if tally.stat(series).count:
-                line = lines.setdefault((mode, str(layout.get("root")), index, str(device)), _Line())
+                line = lines.setdefault((mode, str(layout.get("root")), index, str(device)), _ReplicaTotals())
                 line.time.merge(tally.stat(series))
                 line.on_device.merge(tally.stat(device_series(series)))
 
 
-def _facts(key: tuple[str, str, int, str], line: _Line, usual: Sequence[int | None]) -> ReplicaFacts:
+def _facts(key: tuple[str, str, int, str], line: _ReplicaTotals, usual: Sequence[int | None]) -> ReplicaFacts:
     """`usual`: the rows of each replica in the most frequent split."""
     index = key[2]
     return ReplicaFacts(

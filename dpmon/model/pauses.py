@@ -164,19 +164,19 @@ def _is_of_another(pause: Paused, at: int | None, took: int | None) -> bool:
 # ------------------------------------------------------------------------------------------------ several processes
 
 
-def any_of(pauses: Pauses, end_ns: int | None) -> list[Span]:
+def any_paused(pauses: Pauses, end_ns: int | None) -> list[Span]:
     """When any process was paused; a pause that has not ended goes on until `end_ns`."""
     return union(span for one in pauses.every if (span := one.span(end_ns)) is not None)
 
 
-def together(pauses: Pauses, there: Mapping[int, Span], end_ns: int | None) -> list[Span]:
+def all_paused(pauses: Pauses, there: Mapping[int, Span], end_ns: int | None) -> list[Span]:
     """When all present processes were paused. `there`: by process, from when to when it was present."""
     paused: dict[int, list[Span]] = {}
     for one in pauses.every:
         if (span := one.span(end_ns)) is not None:
             paused.setdefault(one.process, []).append(span)
     busy = [span for process, whole in there.items() for span in _without([whole], union(paused.get(process, ())))]
-    return _without(any_of(pauses, end_ns), union(busy))
+    return _without(any_paused(pauses, end_ns), union(busy))
 
 
 def _without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:

@@ -18,7 +18,7 @@ from dpmon.model.evidence import Evidence, LoaderStart, LongStep, ModeFacts
 from dpmon.model.layouts import Layouts, batch_facts, most_common, replica_facts
 from dpmon.model.members import SECOND
 from dpmon.model.memory import Held, held_by
-from dpmon.model.pauses import Pauses, Span, any_of, pauses_of, together
+from dpmon.model.pauses import Pauses, Span, all_paused, any_paused, pauses_of
 from dpmon.model.process import ProcessFacts
 from dpmon.model.ranks import training
 from dpmon.model.snapshot import processes_in
@@ -272,12 +272,12 @@ class RunFacts:
     @cached_property
     def paused(self) -> list[Span]:
         """The times in which all present processes were paused."""
-        return together(self.pauses, self._spans, self.until_ns)
+        return all_paused(self.pauses, self._spans, self.until_ns)
 
     @property
     def paused_alone_ns(self) -> int:
         """Time in which one process was paused and another was not."""
-        of_any = any_of(self.pauses, self.until_ns)
+        of_any = any_paused(self.pauses, self.until_ns)
         return sum(end - begin for begin, end in of_any) - sum(end - begin for begin, end in self.paused)
 
     @cached_property

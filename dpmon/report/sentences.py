@@ -189,7 +189,7 @@ def time_spent(story: Story) -> list[str]:
     parts = [f"{names[name]} {duration_words(ns)}" for name, ns in spent.items() if ns >= _LEAST_SHOWN_NS]
     if not parts:
         return []
-    said = [f"elapsed {duration_words(sum(spent.values()))}: {', '.join(parts)}"]
+    lines = [f"elapsed {duration_words(sum(spent.values()))}: {', '.join(parts)}"]
     gaps = story.evidence.gaps[:_GAPS_NAMED]
     if gaps and spent["between"] >= _LEAST_SHOWN_NS:
         named = [
@@ -197,20 +197,20 @@ def time_spent(story: Story) -> list[str]:
             f" ({clock(gap.begin_ns)})"
             for gap in gaps
         ]
-        said.append(f"the longest gaps between steps: {', '.join(named)}")
-    return said
+        lines.append(f"the longest gaps between steps: {', '.join(named)}")
+    return lines
 
 
 def phase_notes(mode: ModeFacts) -> list[str]:
     """Notes below the table of phases: about their times, and the quantities of the steps."""
-    said = [] if mode.who is None else [f"{count_of(mode.steps, 'step')} of {mode.who}; the others have rows below"]
-    said += [*host_waits(mode.phases), *partly_timed(mode.phases)]
+    lines = [] if mode.who is None else [f"{count_of(mode.steps, 'step')} of {mode.who}; the others have rows below"]
+    lines += [*host_waits(mode.phases), *partly_timed(mode.phases)]
     if mode.calls >= 2 * mode.steps and mode.phase("data") is None and mode.phase("backward") is not None:
-        said.append(
+        lines.append(
             "samples of a step: the rows of all micro-batches, if the same models are called before each backward pass"
             " and no optimizer steps in between; else, as in a GAN, the rows of its largest call"
         )
-    return said + [quantity_words(*each, mode.steps) for each in mode.counted]
+    return lines + [quantity_words(*each, mode.steps) for each in mode.counted]
 
 
 def mode_title(mode: ModeFacts) -> str:

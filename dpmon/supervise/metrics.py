@@ -369,8 +369,8 @@ def _means(found: _Durations) -> Iterator[tuple[_Labels, float]]:
 
 
 def _device_labels(index: int, data: Mapping[str, Any]) -> dict[str, str]:
-    said = {key: str(data[key]) for key in ("uuid", "name") if data.get(key) is not None}
-    return {"index": str(index), **said}
+    identity = {key: str(data[key]) for key in ("uuid", "name") if data.get(key) is not None}
+    return {"index": str(index), **identity}
 
 
 def _known(values: Iterable[tuple[_Labels, Any]], scale: float) -> list[tuple[_Labels, float]]:

@@ -26,7 +26,7 @@ def notes(
     scene: Scene, process: Process, numbers: Figures, timeline: StepTimeline | None, width: int, most: int, look: Look
 ) -> list[Row]:
     """At most `most` rows of notes on the figures and the last step."""
-    said = [
+    texts = [
         *_between(numbers),
         *unevenness(process),
         *host_waits(numbers.parts),
@@ -34,9 +34,9 @@ def notes(
         *missing(process, numbers.parts),
         *(_not_drawn(timeline) if timeline is not None else ()),
     ]
-    if not said or not most:
+    if not texts or not most:
         return []
-    text = f" {look.glyphs.middot} ".join(said)
+    text = f" {look.glyphs.middot} ".join(texts)
     return [[(line, "dim")] for line in wrapped(text, width, most, look.glyphs.more)]
 
 

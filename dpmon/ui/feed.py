@@ -221,8 +221,8 @@ class Feed:
             last = clean(ended.unknown, 500)
         elif ended.status and not ended.stopped:
             lines = [line for tail in reversed(self.output.tails) if (line := traceback_line(tail.last_bytes()))]
-            said = ended.error or ended.cause or (lines[0] if lines else None)
-            last = clean(said, 500) if said else None
+            end_text = ended.error or ended.cause or (lines[0] if lines else None)
+            last = clean(end_text, 500) if end_text else None
         self._ended = RunEnd(ended.status, ended.signal, int(ended.seconds * 1e9), last, ended.stopped)
 
     # ------------------------------------------------------------------------------------------ asking

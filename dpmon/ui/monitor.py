@@ -368,10 +368,10 @@ class Monitor(Stopping):
 
         def run() -> None:
             try:
-                said = job()
+                error_text = job()
             except Exception as error:  # noqa: BLE001  whatever went wrong is shown; the screen goes on
                 is_job_error = isinstance(error, jobs.JobError)
-                said = str(error) if is_job_error else f"{type(error).__name__}: {error}"
-            self.from_thread(then, None if said is None else clean(said, 300))
+                error_text = str(error) if is_job_error else f"{type(error).__name__}: {error}"
+            self.from_thread(then, None if error_text is None else clean(error_text, 300))
 
         threading.Thread(target=run, name="dpmon job", daemon=True).start()

@@ -140,12 +140,12 @@ def bucket_row(timeline: StepTimeline, label: int, room: int, top: float, look: 
     for at, count in marks.items():
         cells[at] = (look.glyphs.down if count == 1 else str(min(count, 9)), "bold")
     waited = sum(piece.end_ns - piece.start_ns for piece in syncs) - (timeline.exposed_ns or 0)
-    said = [(f"{count_of(len(timeline.buckets), 'bucket')} ready ", "dim"), (look.glyphs.down, "bold")]
+    legend = [(f"{count_of(len(timeline.buckets), 'bucket')} ready ", "dim"), (look.glyphs.down, "bold")]
     if timeline.exposed_ns is not None:
-        said += [("  wait ", "dim"), wait, (f" {duration(waited)}  exposed ", "dim"), exposed]
-        said.append((f" {duration(timeline.exposed_ns)}", "dim"))
+        legend += [("  wait ", "dim"), wait, (f" {duration(waited)}  exposed ", "dim"), exposed]
+        legend.append((f" {duration(timeline.exposed_ns)}", "dim"))
     before = min(marks, default=0)
-    for text in (said, said[:2]):
+    for text in (legend, legend[:2]):
         if width_of(text) < before:
             cells[: width_of(text)] = text
             break

@@ -15,7 +15,7 @@ from synthetic import SECOND, Training, device_event
 
 from dpmon.cli.summary import summary_lines
 from dpmon.model.devices import DeviceTotals
-from dpmon.model.pauses import Pauses, PauseTotals, Span, any_of, pauses_of, together
+from dpmon.model.pauses import Pauses, PauseTotals, Span, all_paused, any_paused, pauses_of
 from dpmon.model.state import PauseChange
 from dpmon.model.uneven import waited_ns
 from dpmon.record.kinds import Event
@@ -142,18 +142,18 @@ def in_s(spans: list[Span]) -> list[tuple[float, float]]:
 def test_only_pauses_of_all_processes_together_are_subtracted_from_the_time_of_the_run() -> None:
     pauses = paused_ones((0, 10, 30), (1, 20, 50), (0, 60, 61))
     both = there((0, 100), (0, 100))
-    assert in_s(together(pauses, both, None)) == [(20, 30)]
-    assert in_s(any_of(pauses, None)) == [(10, 50), (60, 61)]
-    assert in_s(together(pauses, there((0, 5)), None)) == [(10, 50), (60, 61)], "nobody is there any more"
-    assert waited_ns(together(pauses, both, None), 25 * SECOND, 100 * SECOND) == 5 * SECOND
+    assert in_s(all_paused(pauses, both, None)) == [(20, 30)]
+    assert in_s(any_paused(pauses, None)) == [(10, 50), (60, 61)]
+    assert in_s(all_paused(pauses, there((0, 5)), None)) == [(10, 50), (60, 61)], "nobody is there any more"
+    assert waited_ns(all_paused(pauses, both, None), 25 * SECOND, 100 * SECOND) == 5 * SECOND
 
 
 def test_a_process_that_has_not_started_or_has_ended_does_not_shorten_a_pause() -> None:
     """One training after another, the second paused; and a training that begins while another is paused."""
     pauses = paused_ones((1, 200, 800))
-    assert in_s(together(pauses, there((0, 100), (110, 900)), None)) == [(200, 800)]
-    assert in_s(together(pauses, there((300, 400), (110, 900)), None)) == [(200, 300), (400, 800)]
-    assert in_s(together(pauses, there((0, 900), (110, 900)), None)) == []
+    assert in_s(all_paused(pauses, there((0, 100), (110, 900)), None)) == [(200, 800)]
+    assert in_s(all_paused(pauses, there((300, 400), (110, 900)), None)) == [(200, 300), (400, 800)]
+    assert in_s(all_paused(pauses, there((0, 900), (110, 900)), None)) == []
 
 
 def test_a_pause_whose_end_was_lost_is_over_when_the_next_begins() -> None:
@@ -161,22 +161,22 @@ def test_a_pause_whose_end_was_lost_is_over_when_the_next_begins() -> None:
     first, second = pauses.found
     assert (first.took_ns, first.end_ns, first.on) == (None, 50 * SECOND, False)
     assert (second.took_ns, second.on) == (10 * SECOND, False)
-    assert in_s(together(pauses, there((0, 900)), 1000 * SECOND)) == [(10, 60)]
+    assert in_s(all_paused(pauses, there((0, 900)), 1000 * SECOND)) == [(10, 60)]
     assert pauses.total(1000 * SECOND) == PauseTotals(2, 10 * SECOND, 1)
     two = paused_ones((0, 10, None), (0, 50, 60))
-    assert in_s(together(two, there((0, 900), (0, 900)), 1000 * SECOND)) == [], "the other never paused"
+    assert in_s(all_paused(two, there((0, 900), (0, 900)), 1000 * SECOND)) == [], "the other never paused"
 
 
 def test_an_end_without_a_begin_does_not_end_the_pause_before() -> None:
     pauses = pauses_of([changed(0, 10), changed(0, 60, 10)], lambda process, after_ns: None)
     assert [(one.start_ns, one.took_ns) for one in pauses.found] == [(10 * SECOND, None), (50 * SECOND, 10 * SECOND)]
-    assert in_s(any_of(pauses, 1000 * SECOND)) == [(10, 60)]
+    assert in_s(any_paused(pauses, 1000 * SECOND)) == [(10, 60)]
 
 
 def test_a_process_that_was_killed_in_a_pause_does_not_pause_those_that_come_after_it() -> None:
     pauses = paused_ones((0, 10, None), steps=[(1, 300)])
     assert pauses.found[0].on is False
-    assert in_s(together(pauses, there((0, 10), (300, 900)), 1000 * SECOND)) == []
+    assert in_s(all_paused(pauses, there((0, 10), (300, 900)), 1000 * SECOND)) == []
     assert pauses.total(1000 * SECOND) == PauseTotals(1, 0, 1, unplaced=1)
 
 
@@ -201,7 +201,7 @@ def test_pauses_beyond_the_limit_still_count_in_the_sum() -> None:
     pauses = paused_ones(*many, (0, 5000, None), steps=[(0, 5007)])
     assert (len(pauses.found), pauses.left_out, pauses.refusals_left_out) == (1000, 1001, 0)
     assert pauses.total() == PauseTotals(2001, 1000 * SECOND, 1)
-    assert len(together(pauses, there((0, 6000)), None)) == 2001
+    assert len(all_paused(pauses, there((0, 6000)), None)) == 2001
 
 
 def test_refusals_are_no_pauses_however_many_there_were(state: Path) -> None:

@@ -245,12 +245,12 @@ def logout() -> Iterator[Check]:
 
 def _kill_user_processes() -> bool | None:
     """The setting of the running logind, else from its files; None without logind."""
-    said = _asked(
+    reply = _asked(
         "busctl", "get-property", "org.freedesktop.login1", "/org/freedesktop/login1",
         "org.freedesktop.login1.Manager", "KillUserProcesses",
     )  # fmt: skip
-    if said in ("b true", "b false"):
-        return said == "b true"
+    if reply in ("b true", "b false"):
+        return reply == "b true"
     if not os.path.isdir("/run/systemd/seats"):  # logind creates this directory when it starts
         return None
     return configured(sorted(_configurations()))

@@ -87,8 +87,8 @@ def batch(scene: Scene, width: int, height: int, look: Look, numbers: Figures) -
     # If not all fit, the order of importance is: shares, medians, a row of notes, then the last step and the history.
     timeline = last_step_timeline(process)
     most = 0 if height <= _LEAST else 1 if height < _TALL else 2
-    said = notes(scene, process, numbers, timeline, width, most, look)
-    height -= len(said)
+    remarks = notes(scene, process, numbers, timeline, width, most, look)
+    height -= len(remarks)
     columns = _with_column(process, numbers)
     table = _table(columns, numbers, width, look, with_median=height >= 3, with_tail=height >= _TALL - 1)
     if any(phase.device_count for phase in numbers.parts) and height >= 6 and _widths(width, 0)[0]:
@@ -109,8 +109,8 @@ def batch(scene: Scene, width: int, height: int, look: Look, numbers: Figures) -
         below = waterfall(timeline, width, wanted, look, numbers.p95_ns, others, sample, rank)
     above = room - len(below)
     history = _history(scene, process, width, above, look) if above >= 2 else []
-    blank: list[Row] = [[]] * (height - len(table) - len(history) - len(below)) if said else []
-    return [*table, *history, *below, *blank, *said]
+    blank: list[Row] = [[]] * (height - len(table) - len(history) - len(below)) if remarks else []
+    return [*table, *history, *below, *blank, *remarks]
 
 
 def _others(scene: Scene) -> list[Process]:

@@ -260,15 +260,17 @@ def _refused(scene: Scene) -> str:
     if process is None or not process.refusals:
         return ""
     several = len(process.calls) > 1
-    said: dict[str, list[str]] = {}
+    roots_by_text: dict[str, list[str]] = {}
     for root, refusal in process.refusals.items():
         stepped = process.last_step.mode if process.last_step is not None else process.mode
         if refusal.mode == stepped and scene.view.zoom != "compare":
             continue
-        said.setdefault(f"{refusal.mode} refused{{}}: {clean(refusal.reason, 300)}", []).append(clean(root, 60))
+        roots_by_text.setdefault(f"{refusal.mode} refused{{}}: {clean(refusal.reason, 300)}", []).append(
+            clean(root, 60)
+        )
     return "; ".join(
         head.replace("{}", f" for {', '.join(roots)}" if several and all(roots) else "", 1)
-        for head, roots in said.items()
+        for head, roots in roots_by_text.items()
     )
 
 

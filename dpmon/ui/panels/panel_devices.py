@@ -89,9 +89,9 @@ def devices(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     tracks = _tracks(scene)
     if not tracks:
         return [*host(scene, width, height, look), *_memory_rows(scene, width, with_reasons=False)]
-    said = _below([track for _, track in tracks], width, look)
+    remarks = _below([track for _, track in tracks], width, look)
     held_rows = _memory_rows(scene, width)
-    room = height - len(said)
+    room = height - len(remarks)
     each = next((each for each in (3, 2) if each * len(tracks) <= room - len(held_rows)), 0)
     each = each or (1 if len(tracks) <= room else 0)
     if each == 0 and width >= _GRID:
@@ -99,13 +99,13 @@ def devices(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     else:
         table = _DeviceTable(tracks, width, scene, look)
         rows = [row for index, track in tracks for row in table.rows(index, track, max(each, 1))]
-    left = height - len(rows) - len(said)
+    left = height - len(rows) - len(remarks)
     if held_rows and left > 0:
         hidden = len(held_rows) - left
         if hidden > 0:
             held_rows = [*held_rows[: left - 1], [(f"memory of {hidden + 1} more: zoom", "dim")]]
         rows += held_rows
-    return rows + said
+    return rows + remarks
 
 
 def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:

@@ -78,8 +78,8 @@ def wanted_rows(scene: Scene) -> int:
     found = _known(scene)
     if found is None:
         return count + 2
-    said = 1  # always reserved, so that the panels keep their places
-    return (WORST + 4 if count > MAPPED else count) + said
+    note_rows = 1  # always reserved, so that the panels keep their places
+    return (WORST + 4 if count > MAPPED else count) + note_rows
 
 
 def title(scene: Scene, look: Look) -> tuple[Row, Row]:
@@ -112,14 +112,14 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     if scene.view.zoom is None:  # the slowest rank's row is more important than the whole map
         del above[max(height - 2, 1) :]
     room = max(height - len(above) - 1, 1)
-    said = _notes(scene, found, width, room, len(rows), look)
-    room = max(room - len(said), 1)
+    remarks = _notes(scene, found, width, room, len(rows), look)
+    room = max(room - len(remarks), 1)
     slow = scene.state.straggler()
     order = list(range(len(rows)))
     if not many_ranks and slow is not None:
         order = _slow_in_room(_ranks(scene, found), slow, room)
     drawn = [rows[index] for index in order]
-    return [*above, head, *drawn[:room], *said, *drawn[room:]]
+    return [*above, head, *drawn[:room], *remarks, *drawn[room:]]
 
 
 def _slow_in_room(ranks: Sequence[_Rank], slow: Straggler, room: int) -> list[int]:

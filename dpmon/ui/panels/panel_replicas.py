@@ -254,9 +254,15 @@ def _what_times(track: CallTrack) -> str:
         return ""
     calls = max(spread.calls for spread in known)
     low, high = min(spread.low for spread in known), max(spread.high for spread in known)
-    said = f"host time: each replica's own forward, the median of {count_of(calls, 'call')}; 5th to 95th percentile:"
-    said += f" {duration(low)} to {duration(high)}"
-    return said + "; apply, in panels 3 and 4, lasts until the slowest is done" if len(track.times) > 1 else said
+    spread_note = (
+        f"host time: each replica's own forward, the median of {count_of(calls, 'call')}; 5th to 95th percentile:"
+    )
+    spread_note += f" {duration(low)} to {duration(high)}"
+    return (
+        spread_note + "; apply, in panels 3 and 4, lasts until the slowest is done"
+        if len(track.times) > 1
+        else spread_note
+    )
 
 
 def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:

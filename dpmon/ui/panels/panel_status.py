@@ -28,16 +28,16 @@ def status(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     """`height` rows of `width` cells: two where panels stand side by side, three on a narrow screen."""
     alive = life(scene)
     rows = _narrow(scene, alive, width, look) if height >= 3 else [_wide(scene, alive, width, look)]
-    said = _message(scene, look, width - 2)
-    warned = bool(said) and said == _warning(scene)
-    message: Row = [(" ", ""), *said]
+    fact = _message(scene, look, width - 2)
+    warned = bool(fact) and fact == _warning(scene)
+    message: Row = [(" ", ""), *fact]
     if alive.detail not in plain(rows[0]) and not _has_answer(scene, look):
         state: Row = [(" ", ""), (f"{alive.word}: ", alive.style), (alive.detail, ""), ("  ", "")]
         if warned:  # show both; a row that is too narrow shows the warning's beginning
             room = width - width_of(_missed(scene)) - span_width(_ALL_OF_IT)
-            message = [*state, *said] if width_of(state) + _WARNING_BEGINS <= room else message
+            message = [*state, *fact] if width_of(state) + _WARNING_BEGINS <= room else message
         else:
-            message = [*state, *(said if scene.over or width_of(state) + width_of(said) <= width else [])]
+            message = [*state, *(fact if scene.over or width_of(state) + width_of(fact) <= width else [])]
     corner = _missed(scene) or _next(scene, width - width_of(message), look)
     if warned and width_of(message) > width - width_of(corner):
         corner = [(_ALL_OF_IT, "dim"), *corner]
@@ -87,8 +87,8 @@ def _wide(scene: Scene, alive: Life, width: int, look: Look) -> Row:
     clock_text = clock(scene.elapsed_ns)
     brand = " dpmon  " if width >= _WIDE else " "
     rest = width - width_of(numbers) - span_width(clock_text) - len(brand) - 4
-    said = span_width(alive.word) + span_width(alive.detail) + 3
-    name = cut(scene.facts.title, max(rest - max(said, 18), 10), look.glyphs.more)
+    needed = span_width(alive.word) + span_width(alive.detail) + 3
+    name = cut(scene.facts.title, max(rest - max(needed, 18), 10), look.glyphs.more)
     return [
         (brand, "dim"),
         (name + "  ", "title"),
@@ -129,8 +129,8 @@ def _means(scene: Scene) -> Row:
     step, steps, samples = _numbers(scene)
     if scene.process is None or scene.process.last_step is None:
         return []
-    said = (("  step ", step), ("   mean ", steps), (" steps/s  ", samples), (" samples/s", ""))
-    return [span for word, number in said for span in ((word, "dim"), (number, "bold"))]
+    pairs = (("  step ", step), ("   mean ", steps), (" steps/s  ", samples), (" samples/s", ""))
+    return [span for word, number in pairs for span in ((word, "dim"), (number, "bold"))]
 
 
 def _narrow_means(scene: Scene, width: int) -> Row:
@@ -156,12 +156,12 @@ def _median(scene: Scene) -> Row:
 def _narrow(scene: Scene, alive: Life, width: int, look: Look) -> list[Row]:
     mode: Row = [*_mode(scene, look), (" ", "")]
     clock_text = "  " + clock(scene.elapsed_ns) + "  "
-    said = span_width(alive.word) + 14
+    needed = span_width(alive.word) + 14
     room = width - width_of(mode) - span_width(clock_text) - 1
-    if room < said:  # the state is more important than the devices, the mode and the clock
+    if room < needed:  # the state is more important than the devices, the mode and the clock
         mode = [mode[0], (" ", "")]
         room = width - width_of(mode) - span_width(clock_text) - 1
-    if room < said:
+    if room < needed:
         mode, clock_text = [], ""
         room = width - 1
     name = cut(scene.facts.title, max(room // 3, 8), look.glyphs.more)

@@ -15,7 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from dpmon.cleaning import json_text
-from dpmon.model.active_processes import ended_of
 from dpmon.model.json_fields import communication_fields, fields_of, phase_fields, rank_fields
 from dpmon.model.members import finite
 from dpmon.model.numbers import calls_so_far
@@ -23,7 +22,7 @@ from dpmon.model.pace import speed
 from dpmon.model.process import Process
 from dpmon.model.ranks import training
 from dpmon.model.snapshot import Snapshots
-from dpmon.model.state import State, Wanted
+from dpmon.model.state import State, Wanted, ended_of
 from dpmon.record.schema import PHASES
 from dpmon.run.activities import IDLE
 from dpmon.run.destination import is_stream, open_stream, open_truncated

@@ -17,7 +17,6 @@ from itertools import accumulate
 from math import exp, log, sqrt
 from typing import NamedTuple
 
-from dpmon.model.memory import Peak
 from dpmon.model.numbers import duration, percent, times
 from dpmon.model.uneven import INPUT, WAITING_TEXT, Uneven, uneven_steps
 from dpmon.record.schema import EVALUATION, REST, SETTLING, STEP
@@ -60,6 +59,13 @@ class Reason(NamedTuple):
     share: float | None
     dp_ns: float | None
     single_ns: float | None
+
+
+class Peak(NamedTuple):
+    """The peak memory of a mode; only an upper bound if not `exact`: it may come from another mode."""
+
+    bytes: int
+    exact: bool
 
 
 @dataclass(frozen=True)

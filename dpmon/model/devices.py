@@ -11,9 +11,9 @@ from math import inf, isnan, nan
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
+from dpmon.model.compare import Peak
 from dpmon.model.evidence import DeviceFacts, HostFacts
 from dpmon.model.members import SECOND, number_in, text_in, whole_in
-from dpmon.model.memory import Peak
 from dpmon.model.state import DeviceTrack, ModeChange
 from dpmon.store.answers import ChartSample, MinuteRow
 

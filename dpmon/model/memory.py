@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from dpmon.model.process import Process
+from dpmon.model.process import Process
 
 HOST = "host"
 """The key in a mode's peaks for the sampled memory of all processes of the run."""
 MAX_DEVICES = 256
 TRIFLE_BYTES = 1 << 20
 """If GPUs have rows, the host gets a row only with at least this many bytes."""
-
-
-class Peak(NamedTuple):
-    """The peak memory of a mode; only an upper bound if not `exact`: it may come from another mode."""
-
-    bytes: int
-    exact: bool
 
 
 class Held(NamedTuple):

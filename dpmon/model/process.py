@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.model.compare import Comparison
+from dpmon.model.compare import Comparison, Peak
 from dpmon.model.members import SECOND
-from dpmon.model.memory import Peak
 from dpmon.model.uneven import Uneven
 from dpmon.record.kinds import Call, Step
 from dpmon.record.schema import PHASES as SCHEMA

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.model.active_processes import last_resumption, some_are_silent
 from dpmon.model.announced import Announced
 from dpmon.model.calls_seen import SeenCalls, call_tracks
 from dpmon.model.compare import MODES_COMPARED, Comparison, compare_modes
@@ -21,7 +20,7 @@ from dpmon.model.memory import HOST
 from dpmon.model.pace import WINDOW_S, Paces, Trained, rate_together, recent, recent_of_steps
 from dpmon.model.process import NO_STEPS, ModeTrack, Process, ProcessFacts, Recent, figures_end_s
 from dpmon.model.ranks import rank_figures, with_ranks
-from dpmon.model.state import State, Wanted
+from dpmon.model.state import State, Wanted, last_resumption, some_are_silent
 from dpmon.model.uneven import INPUT, Uneven, uneven_steps, waited_ns
 from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import STEP
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 RANK_CALLS_READ = 8
 _SILENT_S = 40
-"""How many seconds back to look for the resumption of a process (dpmon.model.active_processes)."""
+"""How many seconds back to look for the resumption of a process (dpmon.model.state)."""
 _LONG_READ = 64
 _COMPARED_PART = 60
 """The modes are compared again when the run has become longer by this fraction (1/60)."""

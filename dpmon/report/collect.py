@@ -6,10 +6,10 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from dpmon.model.active_processes import ended_of
 from dpmon.model.findings import findings
 from dpmon.model.history import stretches
 from dpmon.model.run_facts import RunFacts
+from dpmon.model.state import ended_of
 from dpmon.report.story import Story
 from dpmon.run.activities import describe_stall, why_nothing
 from dpmon.run.condition import run_state

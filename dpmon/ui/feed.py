@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpmon.cleaning import clean
-from dpmon.model.active_processes import ended_of
 from dpmon.model.ranks import toggle_refusal
 from dpmon.model.snapshot import Snapshots
-from dpmon.model.state import MOST_RANKS, State, Wanted
+from dpmon.model.state import MOST_RANKS, State, Wanted, ended_of
 from dpmon.run.reader import NO_TRAINING, RunReader
 from dpmon.text.traceback_line import traceback_line
 from dpmon.ui.panels.panel_output import Output

@@ -12,8 +12,8 @@ from steps import compare_steps as compare
 from stored import state_of
 from synthetic import Training, decoded, host_event
 
-from dpmon.model.compare import MIN_STEPS, Comparison, Interval, median_interval, ratio, sentence
-from dpmon.model.memory import HOST, Peak
+from dpmon.model.compare import MIN_STEPS, Comparison, Interval, Peak, median_interval, ratio, sentence
+from dpmon.model.memory import HOST
 from dpmon.model.process import PHASES, Process
 from dpmon.record.kinds import Event, Record, Step
 from dpmon.record.schema import SETTLING_STEPS, STEP

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dpmon.cleaning import clean
-from dpmon.model.compare import Comparison, sentence
-from dpmon.model.memory import HOST, Peak
+from dpmon.model.compare import Comparison, Peak, sentence
+from dpmon.model.memory import HOST
 from dpmon.model.numbers import UNKNOWN, count_of, duration, group, percent, times
 from dpmon.model.process import PHASES
 from dpmon.model.step_timeline import Piece

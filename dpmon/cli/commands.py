@@ -174,7 +174,7 @@ def ls(options: argparse.Namespace) -> int:
     return 0
 
 
-class Listed(NamedTuple):
+class ListedRun(NamedTuple):
     """One run, with the members of `ls --json`."""
 
     id: str
@@ -224,7 +224,7 @@ class Listed(NamedTuple):
         return [text for text in (cause, self.standing) if text is not None]
 
 
-def _describe(directory: Path, info: RunInfo) -> Listed:
+def _describe(directory: Path, info: RunInfo) -> ListedRun:
     state, how = run_state(directory, info)
     if state == "running":
         reader = RunReader(directory)
@@ -232,7 +232,7 @@ def _describe(directory: Path, info: RunInfo) -> Listed:
         reader.close()
     # The words after the script, module or launcher.
     skip = 1 if info.python is None else 3 if info.script.startswith("-m ") else 2
-    return Listed(
+    return ListedRun(
         info.id,
         short_name(info),
         state,

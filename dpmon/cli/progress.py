@@ -125,7 +125,7 @@ class ProgressLines:
         return [parts[0] + within_words(found)]
 
     def _waiting(self, calls: int = 0) -> str:
-        """What happens instead of a step. `calls`: calls so far if no step has ended."""
+        """The line if no step has ended since the last line. `calls`: calls so far if no step has ended at all."""
         activities = self._reader.activities()
         now = time.monotonic_ns()
         reads = self._reader.waits_for_input()

@@ -190,7 +190,7 @@ class ProportionalMemory:
             if due[key] > began or self._budget_s <= 0 or self._clock() - began >= AT_ONCE_S:
                 break
             self._refresh(key, resident[key])
-        self._learn(parents)
+        self._update_typical(parents)
         total = unread = 0
         for key, size in resident.items():
             shared = self._readings[key][0] if key in self._readings else self._typical.get(parents[key])
@@ -217,7 +217,7 @@ class ProportionalMemory:
         self._budget_s -= ended - began
         self._readings[process] = shared, ended + max(EVERY_S, REST_FACTOR * (ended - began))
 
-    def _learn(self, parents: Mapping[_Process, int]) -> None:
+    def _update_typical(self, parents: Mapping[_Process, int]) -> None:
         """Update the mean shared part of each parent's children; keep the old mean while all children are new."""
         by_parent: dict[int, list[int]] = {}
         for process, (shared, _) in self._readings.items():

@@ -57,7 +57,7 @@ _NEVER = frozenset({_NOT_SUPPORTED, _FUNCTION_NOT_FOUND, 22, 25, 26})
 _GONE = frozenset({UNINITIALIZED, GPU_IS_LOST, 16, 28})
 
 COUNT_S = 3.0
-"""Longest wait for the driver before a run starts. Without an answer, no device counts as missing."""
+"""Longest wait for the driver before a run starts. Without an answer, dpmon assumes that all devices exist."""
 _WITHOUT_GPU = (NO_GPU, _NO_START[_DRIVER_NOT_LOADED], _NO_START[_LIBRARY_NOT_FOUND])
 """NVML's reasons on a machine without an NVIDIA GPU."""
 _OTHERS = ("/dev/kfd", "/dev/dxg", "/dev/nvgpu", "/dev/nvhost-gpu", "/dev/nvmap")

@@ -20,7 +20,7 @@ _PARTS_NAMED = 4
 
 
 def flow(inputs: str | None, outputs: str | None, unfinished: str = "sizes not seen") -> str:
-    """What was received and returned; `unfinished`: in place of outputs that are not known."""
+    """The sizes received and returned as text; `unfinished` takes the place of unknown outputs."""
     return f"{inputs or 'sizes not seen'} -> {outputs or unfinished}"
 
 

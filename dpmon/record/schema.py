@@ -2,7 +2,7 @@
 
 Tables of the store, columns of CSV, keys of JSON, metrics, figures of the report and the summary, the screen's phase
 table and legend, and docs/records.md all come from these lists. To add a phase or quantity, add it here and where it
-is measured.
+is measured; a phase of calls is also in dpmon.record.names.CALL_PHASES.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def _replicas(story: Story) -> list[Table]:
 
 
 def most_frequent(sizes: Iterable[tuple[int, str]], evaluated: int) -> str:
-    """The most frequent size, and the number of others. `evaluated`: how many sizes occur only in evaluations."""
+    """The most frequent size, and the number of others. `evaluated`: the number of sizes only in evaluations."""
     ordered = sorted(sizes, key=lambda one: -one[0])
     others = max(len(ordered) - evaluated, 1) - 1
     more = [f"+{others} other size{'s' if others > 1 else ''}"] if others else []

@@ -27,7 +27,7 @@ class Window:
     """All figures of the time between two seconds."""
 
     def __init__(self, source: Store, begin_s: int = 0, end_s: int = 1 << 40, process: int | None = None) -> None:
-        """`process`: only its steps; None for all processes."""
+        """`process`: use only its steps; None for all processes."""
         self._source = source
         self._process = process
         self.processes = source.processes if process is None else [process]

@@ -216,7 +216,7 @@ class Supervisor:
                 if self._terminal is not None:
                     self._terminal.serve()
         ends.close()
-        how = self._learn(command) if command.over() else None
+        how = self._find_ending(command) if command.over() else None
         reads.close()
         room.close(nobody_writes=how is not None and not proc.tree(command.pid))
         if how is not None:
@@ -279,7 +279,7 @@ class Supervisor:
             return None
         return Metrics(path, self._directory, warn)
 
-    def _learn(self, command: WatchedCommand) -> ExitInfo:
+    def _find_ending(self, command: WatchedCommand) -> ExitInfo:
         """Find out how the command ended, and why. Record it at once, before any work that may fail or take long."""
         how = command.ending(self._info)
         how = how if how.cause is not None else replace(how, cause=self._cause(how))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from running import Dpmon, Terminal, wait_for
 
-from dpmon.cli.commands import Listed
+from dpmon.cli.commands import ListedRun
 from dpmon.run import proc
 
 WAIT = """\
@@ -113,7 +113,7 @@ def test_a_list_cuts_long_commands_only_on_a_terminal(dpmon: Dpmon) -> None:
 
 @pytest.mark.parametrize(("state", "shown"), [("stopped", ["rank 0"]), ("failed", ["SignalException", "rank 0"])])
 def test_the_own_exception_of_a_stopped_launcher_is_not_listed(state: str, shown: list[str]) -> None:
-    run = Listed(*[None] * len(Listed._fields))  # type: ignore[arg-type]
+    run = ListedRun(*[None] * len(ListedRun._fields))  # type: ignore[arg-type]
     assert run._replace(state=state, cause="SignalException", standing="rank 0").below() == shown
 
 

@@ -33,7 +33,7 @@ GUARDS = {
     "tracer.core.session.FaultGuard.__enter__",
     "tracer.core.session.FaultGuard.__exit__",
     "tracer.core.session.FaultGuard.__init__",
-    "tracer.core.session.Session._looked_at",
+    "tracer.core.session.Session._sizes_of",
     "tracer.core.session.Session.guarded",
     "tracer.core.session.Session.inputs",
     "tracer.calls.split.Split._fall_back",

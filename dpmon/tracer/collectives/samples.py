@@ -1,8 +1,8 @@
 """Decides when a sample of the collectives begins and ends.
 
-A sample has a span for each collective (`kernels`, `ends`) and a span for the whole sample. The end
-of a collective on a GPU stays unknown: the host would have to query events of a stream that may be capturing a graph.
-The end of a reduce_scatter of gloo stays unknown, too: its Work never reports completion.
+A sample has a span for each collective (`kernels`, `ends`) and a span for the whole sample. The end of a collective on
+a GPU stays unknown: the host would have to query events of a stream that may be capturing a graph. The end of a
+reduce_scatter of gloo stays unknown, too: its Work never reports completion.
 
 All ranks wait for the slowest rank in a collective. If the ranks sampled different steps, every sample would slow all
 ranks down. So a rank samples when its number of optimizer steps is a multiple of its distance, and every distance is a

@@ -277,13 +277,13 @@ class Session:
     def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], memo: Memo) -> int:
         """Return the number of the definition for the sizes of a call's arguments; 0 if they could not be read."""
         lone = args[0] if len(args) == 1 and not kwargs else None
-        return self._looked_at("0", lone, memo, lambda: sizes.signature_of_call(args, kwargs))
+        return self._sizes_of("0", lone, memo, lambda: sizes.signature_of_call(args, kwargs))
 
     def outputs(self, value: object, memo: Memo) -> int:
         """Return the number of the definition for the sizes of a result; 0 if they could not be read."""
-        return self._looked_at("", value, memo, lambda: sizes.signature_of_value(value))
+        return self._sizes_of("", value, memo, lambda: sizes.signature_of_value(value))
 
-    def _looked_at(self, lone_path: str, lone: object, memo: Memo, signature: Callable[[], Any]) -> int:
+    def _sizes_of(self, lone_path: str, lone: object, memo: Memo, signature: Callable[[], Any]) -> int:
         """Return the number of the definition of a signature. The memo caches it if `lone` is a plain tensor."""
         try:
             if torch._C._len_torch_function_stack():

@@ -52,7 +52,7 @@ class Batch:
     """Values of COLLECTIVE_SUMS by second, process and definition."""
     events: list[tuple[Any, ...]] = field(default_factory=list)
     characters: int = 0
-    """Characters of JSON in `events`."""
+    """Characters of text in definitions, calls, steps and events."""
     rings: list[RingRow] = field(default_factory=list)
     tallied: dict[tuple[int, Key], EndedSteps] = field(default_factory=dict)
     """Steps by the second they ended in and their tally."""

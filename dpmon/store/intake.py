@@ -148,7 +148,9 @@ class Intake:
 
     def _define(self, batch: Batch, row: Definition) -> None:
         self.learn(*row)
-        batch.definitions.append((self.row.process, row.number, json.dumps(row.value, separators=(",", ":"))))
+        text = json.dumps(row.value, separators=(",", ":"))
+        batch.definitions.append((self.row.process, row.number, text))
+        batch.characters += len(text)
 
     # ------------------------------------------------------------------------------------------ calls
 
@@ -157,7 +159,9 @@ class Intake:
         _check(began, row.wall, row.step, row.call)
         self._calls.append(_held(number, row))
         rows = self._rows.get(row.inputs)
-        batch.calls.append((number, self.row.process, *row[:5], began, *row[6:-1], parts_column(row.parts), rows))
+        parts = parts_column(row.parts)
+        batch.calls.append((number, self.row.process, *row[:5], began, *row[6:-1], parts, rows))
+        batch.characters += len(parts or "")
         if len(self._calls) > HELD_CALLS:  # a process with calls outside steps
             self._count(batch, [self._calls.pop(0)], None)
         self._place(number)
@@ -216,6 +220,7 @@ class Intake:
         sync_number = row.counts.get(SYNC_NUMBER)
         rest_of = rest, times, spans, row.missing_spans, sync_number, None, None
         batch.steps.append((*named, *quantities, *values, *rest_of))
+        batch.characters += len(spans or "") + len(times or "")
         if sync_number is not None:
             second = (began + wall) // 1_000_000_000
             # With devices, the host does not wait for other ranks, so its time does not measure the communication.

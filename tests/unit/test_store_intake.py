@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from synthetic import LEARNS, call_row, flags_of, step_row
 
-from dpmon.record.history_rows import Definition, Row
+from dpmon.record.history_rows import Definition, Row, StepRow
 from dpmon.record.kinds import Event, RecordError
 from dpmon.record.names import CALL_PHASES
 from dpmon.record.schema import EVALUATION, SETTLING, SETTLING_STEPS
@@ -435,3 +435,15 @@ def test_the_rows_of_the_newest_definitions_are_remembered(monkeypatch: pytest.M
         ring.call(sizes=(number, 3))
     rows = [dict(zip(CALL_COLUMNS, row, strict=True))["rows"] for row in ring.batch.calls]
     assert rows == [7, 99, None]
+
+
+def test_the_batch_counts_the_text_of_large_rows() -> None:
+    """While the history cannot be written, the batch is held up to a size in memory."""
+    ring = Ring()
+    ring.add(Definition(1, [[f"0.key{number}", [64, 128, number], "float32", 32768] for number in range(2000)]))
+    (definition,) = ring.batch.definitions
+    assert ring.batch.characters == len(definition[2]) > 50_000
+    before = ring.batch.characters
+    spans = [(0, number * 60_000, 50_000) for number in range(256)]
+    ring.add(StepRow(1, DP, SECOND, 20 * MS, {"forward": 5 * MS}, {"samples": 8}, spans, 0, None, 0))
+    assert ring.batch.characters - before > 2_000

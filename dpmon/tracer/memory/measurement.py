@@ -117,13 +117,15 @@ class Memory:
             return 0
         self.recorder.on_backward = None
         walk, self._walk = self._walk, None
-        self._due = NEVER  # after a fault of ours, nothing is measured any more
+        self._due = now + EVERY_NS  # an interrupt may end this measurement
         with self.session.guarded("memory", fatal=False):
             self._looks += 1
             self._report(walk, now)
             self._due = self._took(now) + max(EVERY_NS, self._spent * WAIT_FACTOR)
             self._spent = 0
-        return self._due
+            return self._due
+        self._due = NEVER  # after a fault of ours, nothing is measured any more
+        return NEVER
 
     # ---------------------------------------------------------------- the count
 

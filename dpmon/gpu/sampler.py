@@ -94,7 +94,10 @@ class DeviceSampler:
         due = time.monotonic()
         while not self._stop.is_set():
             self._emit_host(host)
-            self._watch.look()
+            try:
+                self._watch.look()
+            except Exception as error:  # noqa: BLE001 - as in `_emit_host`
+                self.warn(f"the GPUs could not be checked: {type(error).__name__}: {error}")
             # After a pause (a suspended machine, SIGSTOP), one sample follows, not all missed ones.
             due = max(due + self._interval_s, time.monotonic())
             self._stop.wait(due - time.monotonic())

@@ -56,13 +56,13 @@ class GpuWatch:
         for card in self.cards:
             card.askers = tuple(asker for asker in card.askers if not asker.ended)
             silences = [asker.silence(now) for asker in card.askers]
-            silent = max(silences) >= SILENT_S
+            silent = max(silences, default=0.0) >= SILENT_S
             if silent != card.silent:
                 card.silent = silent
                 self._warn(f"NVML {'does not answer' if silent else 'answers again'} for GPU {card.index}")
-            if silences[-1] >= SILENT_S and len(card.askers) < _MAX_ASKERS:
+            if not silences or (silences[-1] >= SILENT_S and len(silences) < _MAX_ASKERS):
                 self._ask_with(card, Asker(card, self._nvml))
-            if silences[-1] >= self._period_s / 2:  # its thread will not pass them on in this period
+            if not silences or silences[-1] >= self._period_s / 2:  # its thread will not pass them on in this period
                 self._report(card)
 
     def stop(self, until_s: float) -> bool:
@@ -88,7 +88,10 @@ class GpuWatch:
         while not self._stop.wait(pause):
             if not self.cards or self._nvml.uninitialised:
                 self._opening_s = time.monotonic()
-                count, self._absent = self._nvml.count()
+                try:
+                    count, self._absent = self._nvml.count()
+                except Exception as error:  # noqa: BLE001 - NVML is tried again
+                    count, self._absent = 0, f"NVML cannot count the GPUs: {_words(error)}"
                 self._opening_s = None
                 for index in range(len(self.cards), min(count, MAX_GPUS)):
                     card = Card(index)
@@ -98,7 +101,11 @@ class GpuWatch:
             pause = RETRY_S if self._absent is not None else self._period_s
 
     def _ask_with(self, card: Card, asker: Asker) -> None:
-        self._spawn(lambda: self._ask(card, asker), f"dpmon gpu {card.index}")
+        try:
+            self._spawn(lambda: self._ask(card, asker), f"dpmon gpu {card.index}")
+        except Exception as error:  # noqa: BLE001 - at the limit of threads; `look` tries it again
+            card.askers = tuple(each for each in card.askers if each is not asker)
+            self._warn(f"GPU {card.index}: no thread can be started: {_words(error)}")
 
     def _ask(self, card: Card, asker: Asker) -> None:
         """Ask one GPU until `stop`, or until this thread is left behind."""
@@ -116,11 +123,16 @@ class GpuWatch:
         was = card.lost
         try:
             asker.round()
-        except CallFailed as failure:
+        except Exception as error:  # noqa: BLE001 - if the thread died, all later values would be missing
             if asker.newest and not self._stop.is_set():
-                if card.lost != failure.reason:
-                    self._warn(f"GPU {card.index}: {failure.reason}")
-                card.lose(failure.reason, time.monotonic())
+                reason = _words(error)
+                if card.lost != reason:
+                    self._warn(f"GPU {card.index}: {reason}")
+                card.lose(reason, time.monotonic())
             return
         if was not in ("", card.lost, NOT_ASKED.reason):
             self._warn(f"GPU {card.index} is back")
+
+
+def _words(error: Exception) -> str:
+    return error.reason if isinstance(error, CallFailed) else f"{type(error).__name__}: {error}"

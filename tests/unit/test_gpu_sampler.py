@@ -237,6 +237,45 @@ def test_an_exception_in_nvml_is_a_reason_and_passes(make: Any) -> None:
     watch.until(lambda e: of_kind(e, "device")[-1]["util_pct"] is not None, "values")
 
 
+def test_a_gpu_whose_thread_cannot_be_started_gets_one_later(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    spawn = watch_module.GpuWatch._spawn
+    full = [True]
+
+    def spawn_or_refuse(watch: Any, work: Callable[[], None], name: str) -> None:
+        if full[0] and name.startswith("dpmon gpu"):
+            raise RuntimeError("can't start new thread")
+        spawn(watch, work, name)
+
+    monkeypatch.setattr(watch_module.GpuWatch, "_spawn", spawn_or_refuse)
+    _, watch = make(FakeNvml())
+    events = watch.until(lambda e: of_kind(e, "device") and len(of_kind(e, "host")) > 10, "samples without values")
+    assert {warning["text"] for warning in of_kind(events, "warning")} == {
+        f"GPU {index}: no thread can be started: RuntimeError: can't start new thread" for index in (0, 1)
+    }
+    full[0] = False
+    watch.until(lambda e: of_kind(e, "device")[-1]["util_pct"] is not None, "values")
+
+
+@pytest.mark.parametrize(
+    ("place", "name"), [(watch_module.GpuWatch, "look"), (card_module.Asker, "round"), (FakeNvml, "count")]
+)
+def test_an_error_of_dpmon_ends_no_thread(make: Any, monkeypatch: pytest.MonkeyPatch, place: Any, name: str) -> None:
+    work = getattr(place, name)
+    failures = [0]
+
+    def fail_three_times(*args: Any) -> Any:
+        failures[0] += 1
+        if failures[0] <= 3:
+            raise ValueError("odd")
+        return work(*args)
+
+    monkeypatch.setattr(place, name, fail_three_times)
+    _, watch = make(FakeNvml())
+    watch.until(lambda e: failures[0] > 3 and [d for d in of_kind(e, "device") if d["util_pct"] is not None], "values")
+    hosts = len(of_kind(watch._taken, "host"))
+    watch.until(lambda e: len(of_kind(e, "host")) > hosts + 2, "host samples")
+
+
 def test_nvml_is_initialised_again_when_it_reports_that_it_is_not(make: Any) -> None:
     nvml = FakeNvml()
     _, watch = make(nvml)

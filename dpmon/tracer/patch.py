@@ -110,10 +110,15 @@ def install() -> None:
     recorder.on_idle, optimizers.on_unseen = idle, roots.unseen
     recorder.on_loop_over = memory.on_optimizer = roots.on_made = expect_model
     recorder.on_look = lambda now: min(roots.look(now), memory.look(now), collectives.look(now))
-    optimizers.on_another = lambda: expect_model(missed=True)
+
+    def another() -> None:  # an optimizer has stepped for the first time
+        expect_model(missed=True)
+        memory.something_new()
+
+    optimizers.on_another = another
     recorder.on_pause = Pauser(session, recorder).wait
     sites.on_gpus = recorder.times_devices
-    sites.on_site = memory.new_model
+    sites.on_site = memory.something_new
 
     for number, name in enumerate((*PRIMITIVE_NAMES, "scatter")):
         _everywhere(originals.all[number], name, primitives.traced(number))

@@ -83,6 +83,28 @@ def test_a_model_first_called_after_the_first_measurement_is_measured_in_a_short
     assert cpu["model_bytes"] == result.printed
 
 
+TWO_OPTIMIZERS = """
+import torch
+critic, generator = torch.nn.Linear(4, 1), torch.nn.Linear(2, 4)
+one, two = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (critic, generator))
+for number in range(12):
+    one.zero_grad()
+    critic(generator(torch.ones(3, 2)).detach()).sum().backward()
+    one.step()
+    if number % 3 == 2:
+        two.zero_grad()
+        critic(generator(torch.ones(3, 2))).sum().backward()
+        two.step()
+print(sum(tensor.nbytes for model in (critic, generator) for tensor in model.parameters()))
+"""
+
+
+def test_states_of_an_optimizer_that_steps_after_the_first_measurement(tmp_path: Path) -> None:
+    result = traced(tmp_path, TWO_OPTIMIZERS)
+    (cpu,) = result.events("memory")[-1].data["devices"]
+    assert cpu["optimizer_bytes"] == cpu["model_bytes"] == result.printed
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_the_rest_and_the_peak_come_from_torch(tmp_path: Path) -> None:

@@ -24,12 +24,10 @@ from dpmon.tracer.memory.storages import GRADIENTS, MAX_TENSORS, STATES, Walk, m
 from dpmon.tracer.steps.recorder import Recorder
 
 EVERY_NS = 5_000_000_000
-PATIENCE = 4
-"""The first measurement waits for the optimizer, but at most this many steps: a script may never call its step()."""
 SAME_NS = 60_000_000_000
 """Interval between events while nothing changes."""
-EARLY = 4
-"""Number of measurements after which a new model is measured at the usual time only."""
+EARLY = 8
+"""Number of measurements after which a new model or optimizer is measured at the usual time only."""
 WAIT_FACTOR = 1000
 """A measurement that took t is followed by a wait of WAIT_FACTOR * t, so all take at most a thousandth of the time."""
 COUNTS_NS = 10_000_000
@@ -73,6 +71,8 @@ class Memory:
         """Whether an optimizer had stepped before that count."""
         self._spent = 0
         """Time of the measurement so far (ns)."""
+        self._again = False
+        """Whether something new has come since the measurement began."""
 
     # ---------------------------------------------------------------- when
 
@@ -97,9 +97,10 @@ class Memory:
         if self._made:
             self.session.write_line(optimizer=1)
 
-    def new_model(self) -> None:
-        """Measure soon, if only a few measurements were made: the generator of a GAN may be called after its critic."""
-        if self._looks < EARLY and 0 < self._due < NEVER:
+    def something_new(self) -> None:
+        """Measure soon if the run is young: a model was called, or an optimizer has stepped, for the first time."""
+        self._again = self._looks < EARLY
+        if self._again and 0 < self._due < NEVER:
             self._due = 0
             self.recorder.soon()
 
@@ -108,12 +109,10 @@ class Memory:
         if now < self._due or self.session.ring is None:
             return self._due
         self._steps += 1
-        recorder = self.recorder
-        waits = self._optimizers and recorder.has_run_backward and not recorder.stepped and self._steps < PATIENCE
-        if self._steps == 1 or waits:
+        if self._steps == 1:
             return 0  # optimizers make their states in their first steps
         if self._walk is None and self.recorder.on_backward is None:
-            self.recorder.on_backward = self._count
+            self.recorder.on_backward, self._again = self._count, False
             return 0
         self.recorder.on_backward = None
         walk, self._walk = self._walk, None
@@ -121,7 +120,7 @@ class Memory:
         with self.session.guarded("memory", fatal=False):
             self._looks += 1
             self._report(walk, now)
-            self._due = self._took(now) + max(EVERY_NS, self._spent * WAIT_FACTOR)
+            self._due = self._took(now) + max(0 if self._again else EVERY_NS, self._spent * WAIT_FACTOR)
             self._spent = 0
             return self._due
         self._due = NEVER  # after a fault of ours, nothing is measured any more

@@ -26,6 +26,8 @@ from dpmon.supervise.start import Successor
 LOOK_S = 0.2
 STALLED_S = 5.0
 """A supervisor that has not recorded the command's end for this long is stopped or stuck."""
+EXEC_S = 0.5
+"""A child that the supervisor started at least this long ago has executed the command."""
 _NOT_STARTED = "the supervisor ended before it started the command"
 _LOST = "the supervisor was killed, and another process had reaped the command"
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -72,6 +74,7 @@ class Guard:
         self._supervisor = supervisor
         self._successor = Successor(reader.directory)
         self._dead_since: float | None = None
+        self._found: proc.ProcessEntry | None = None
         self.outcome: ExitInfo | None = None
         """How the run ended, if this process found out and no supervisor had recorded it."""
 
@@ -100,8 +103,10 @@ class Guard:
         SIGUSR1 and SIGUSR2 go to the command alone, because they would kill children that do not expect them. SIGKILL
         goes to all processes of the run, because the command can no longer end the others.
         """
-        info = self.info
-        if (command := command_of(info)) is None or command.dead:
+        info = self._with_command()
+        # Until the child has executed the command, it still has the supervisor's handlers, which would lose the signal.
+        young = self._found is not None and time.clock_gettime(time.CLOCK_BOOTTIME) - self._found.started < EXEC_S
+        if young or (command := command_of(info)) is None or command.dead:
             return False
         if number in (signal.SIGUSR1, signal.SIGUSR2):
             return send(command, number)
@@ -126,7 +131,8 @@ class Guard:
 
     def _stalled(self) -> ExitInfo | None:
         """How the command ended, if its supervisor is alive but has not recorded the end for STALLED_S."""
-        info = self.info
+        # At first, the supervisor is about to write run.json.
+        info = self._with_command() if time.monotonic_ns() > self.info.start_ns + STALLED_S * 1e9 else self.info
         now = time.monotonic()
         status = None if info.command_pid is None else proc.status_of_dead(info.command_pid, info.command_started)
         if status is None:
@@ -139,7 +145,8 @@ class Guard:
 
     def _ended(self) -> ExitInfo | None:
         """How the command ended without its supervisor; None while it runs, or while a new supervisor may know."""
-        info, pid = self.info, self._command_pid()
+        info = self._with_command()
+        pid = info.command_pid
         if pid is None:
             # The supervisor may just have started it, and the new one searches for it.
             return None if self._successor.at_work else exit_info(info, 2, "foreground", _NOT_STARTED)
@@ -151,18 +158,25 @@ class Guard:
             return unknown_exit(info, "foreground", _LOST, time.monotonic_ns())
         return None if returncode is None else exit_info(info, returncode, "foreground")
 
-    def _command_pid(self) -> int | None:
-        """The command's process id, from run.json. If the supervisor ended before it wrote the id, search for it.
+    def _with_command(self) -> RunInfo:
+        """The contents of run.json; if the supervisor could not write the command into it, search for the command.
 
-        The command leads a session, and was started before all other processes that may lead one.
+        The command leads a session, and was started before all other processes that may lead one. Its parent is the
+        supervisor, and after the supervisor's end this process.
         """
-        pid = self.info.command_pid
-        if pid is None and self._supervisor.poll() is not None:
-            children = [process for process in proc.every_process().values() if process.parent == os.getpid()]
+        info = self.info
+        if info.command_pid is not None:
+            self._found = None
+            return info
+        if self._found is None:
+            parent = self._supervisor.pid if self._supervisor.poll() is None else os.getpid()
+            children = [process for process in proc.every_process().values() if process.parent == parent]
             leaders = [process for process in children if process.session == process.pid]
             found = min(leaders, key=lambda process: process.started, default=None)
-            pid = None if found is None or found.pid == self._successor.pid else found.pid
-        return pid
+            self._found = None if found is None or found.pid == self._successor.pid else found
+        if self._found is None:
+            return info
+        return replace(info, command_pid=self._found.pid, command_started=self._found.started)
 
     def _record(self, how: ExitInfo) -> None:
         # Nobody has read the rest of the rings.
@@ -175,7 +189,8 @@ class Guard:
 
         This process's own children, which are in its session, are left alone.
         """
-        command, own = self._command_pid(), os.getsid(0)
+        supervised = self._supervisor.poll() is None
+        command, own = (self.info if supervised else self._with_command()).command_pid, os.getsid(0)
         while command is not None:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -133,6 +134,35 @@ def test_a_stalled_supervisor_is_given_some_time(state: Path, monkeypatch: pytes
         assert not guard.killed
         supervisor.kill()
     command.wait()
+
+
+STARTS = """
+import subprocess, sys
+command = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
+print(command.pid, flush=True)
+input()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGUSR1])
+def test_a_signal_reaches_a_command_that_could_not_be_recorded(
+    state: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """The supervisor lives, but run.json cannot be rewritten."""
+    directory, _ = create_run(RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, proc.boot_id(), True))
+    monkeypatch.setattr(guards, "STALLED_S", 0.0)
+    code = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_DFL); time.sleep(60)"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", STARTS, code], text=True, **pipes) as supervisor:
+        assert supervisor.stdout is not None
+        command = int(supervisor.stdout.readline())
+        guard = Guard(RunReader(directory), supervisor)
+        assert not guard.send(number), "it may not have executed the command yet"
+        wait_for(lambda: guard.send(number))
+        wait_for(lambda: not proc.alive(command, None))
+        assert not guard.send(number)
+        assert wait_for(lambda: looked(guard)).status == 128 + number, "the supervisor does not record it"
+        supervisor.kill()
 
 
 class Ends:

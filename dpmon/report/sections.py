@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from dpmon.cleaning import clean
 from dpmon.model.evidence import DeviceFacts, ModeFacts
 from dpmon.model.finding import MIN_STEPS, duration_words, measured_modes, of_process
 from dpmon.model.layouts import flow
@@ -83,7 +84,9 @@ def _findings(story: Story) -> list[Part]:
     if story.findings:
         return [Findings(story.findings)]
     few = f"too few steps for findings ({MIN_STEPS} in one mode are needed)"
-    return [Paragraph("nothing stands out" if any(measured_modes(story.evidence)) else few)]
+    usual = story.state in ("finished", "running") and not story.standing
+    nothing = "nothing stands out" if usual else "nothing else stands out"
+    return [Paragraph(nothing if any(measured_modes(story.evidence)) else few)]
 
 
 def _step_rows(story: Story) -> list[tuple[str, ModeFacts]]:
@@ -254,10 +257,12 @@ def _memory(story: Story) -> list[Part]:
 def _changes(story: Story) -> list[Entries]:
     """Requested changes of mode; the facts of the report name the initial mode."""
     rows = []
+    several = len({change.root for change in story.changes}) > 1
     for change in story.changes:
         if change.requested_by != "start":
             step = UNKNOWN if change.step is None else f"{change.step:,}"
             what = f"to {change.mode}" if change.refused is None else f"refused: {change.refused}"
+            what = f"{clean(change.root, 60)}: {what}" if several else what
             rows.append((clock(change.t_ns), f"step {step}{of_process(change.process, story.evidence)}", what))
     return _entries(rows, _MAX_CHANGES, 6, ("time", "where", "what"))
 

@@ -379,6 +379,19 @@ def test_the_number_of_stretches_is_bounded_and_no_step_is_lost(state: Path) -> 
     assert sum(one.parts[PARTS.index("backward")] for one in story.bins) == 3000 * 3000
 
 
+def test_changes_name_the_model_if_there_are_several(both: Path) -> None:
+    story = collect(both)
+    changes = [change._replace(root=root) for change in story.changes for root in ("Maker", "Critic")]
+    rows = section(text_lines(document(replace(story, changes=changes)), 100), "MODE CHANGES")
+    assert [row.split("  ")[-1] for row in rows[:2]] == ["Maker: to single", "Critic: to single"]
+
+
+@pytest.mark.parametrize(("state_word", "text"), [("finished", "nothing stands"), ("failed", "nothing else stands")])
+def test_a_failed_run_has_no_report_in_which_nothing_stands_out(both: Path, state_word: str, text: str) -> None:
+    story = replace(collect(both), findings=[], state=state_word)
+    assert section(text_lines(document(story), 100), "FINDINGS")[0].strip() == f"{text} out"
+
+
 def test_two_modes_within_one_stretch_that_is_cut_short_are_one_bar(both: Path) -> None:
     story = replace(collect(both), bin_ns=3600 * SECOND)
     assert {one.mode for one in story.bins} == {"dp", "single"}

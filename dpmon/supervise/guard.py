@@ -179,10 +179,12 @@ class Guard:
         return replace(info, command_pid=self._found.pid, command_started=self._found.started)
 
     def _record(self, how: ExitInfo) -> None:
-        # Nobody has read the rest of the rings.
-        self.outcome = replace(how, drained=False)
-        with contextlib.suppress(OSError):
-            save(self._directory, self.outcome)
+        # A new supervisor may have recorded the end meanwhile; otherwise nobody has read the rest of the rings.
+        recorded = load_exit(self._directory)
+        self.outcome = replace(how, drained=recorded is not None and recorded.drained)
+        if recorded is None or recorded.status is None:
+            with contextlib.suppress(OSError):
+                save(self._directory, self.outcome)
 
     def _reap_orphans(self) -> None:
         """Reap the processes that the command left behind, and the command itself once its end is recorded.

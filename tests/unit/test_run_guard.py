@@ -108,6 +108,27 @@ def test_a_status_wins_over_an_unknown_end_that_a_new_supervisor_recorded_first(
         assert how.status == 3
 
 
+def test_a_complete_record_of_a_new_supervisor_is_left_alone(
+    run: tuple[Guard, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was written while this process looked for the status."""
+    guard, directory = run
+    command, info = started(directory, guard.info, "raise SystemExit(3)")
+    complete = exit_info(info, 3, "supervisor", drained=True)
+    ended_child = proc.ended_child
+
+    def looks(pid: int) -> int | None:
+        found = ended_child(pid)
+        if found is not None:
+            save(directory, complete)
+        return found
+
+    monkeypatch.setattr(proc, "ended_child", looks)
+    wait_for(lambda: looked(guard))
+    command.returncode = 3  # the guard has reaped it
+    assert load_exit(directory) == complete
+
+
 def test_the_end_of_a_command_that_another_process_reaped_is_unknown(run: tuple[Guard, Path]) -> None:
     guard, directory = run
     command, _ = started(directory, guard.info, "")

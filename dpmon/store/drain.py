@@ -193,6 +193,10 @@ class Drain:
         """Return the time of the last device sample in the history (ns since the run's start) or None."""
         return None if self._history is None else self._history.last_sample_ns()
 
+    def has_exit(self) -> bool:
+        """Return whether the history has the end of the command."""
+        return self._history is not None and self._history.has_exit()
+
     def close(self) -> None:
         """Close history and rings; `flush` first."""
         if self._history is not None:

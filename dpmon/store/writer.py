@@ -158,6 +158,12 @@ class History:
             return found if isinstance(found, int) else None
         return None
 
+    def has_exit(self) -> bool:
+        """Whether the end of the command is recorded."""
+        with suppress(HistoryError):
+            return bool(self.rows("SELECT 1 FROM events WHERE kind = 'exit' LIMIT 1"))
+        return False
+
     def write(self, batch: Batch) -> None:
         """Write all of `batch` or nothing. After a HistoryError, the same batch may be written again."""
         many = self._db.executemany

@@ -292,7 +292,8 @@ class Supervisor:
         drain.flush(over=True)
         data = {"status": how.status, "signal": how.signal, "t_s": how.seconds}
         data |= {name: text for name in ("unknown", "cause") if (text := getattr(how, name)) is not None}
-        drain.emit("exit", data)
+        if not drain.has_exit():  # else a supervisor that was killed later has recorded it
+            drain.emit("exit", data)
         drain.flush()
         drain.close()
         self._record(replace(how, drained=True))

@@ -299,6 +299,20 @@ def test_supervisors_killed_one_after_the_other(dpmon: Dpmon) -> None:
     assert dpmon.exit()["status"] == 6
 
 
+def test_a_supervisor_killed_right_after_it_recorded_the_end(dpmon: Dpmon) -> None:
+    dpmon.script("")
+    dpmon.run("--headless", "script.py")
+    path = dpmon.last() / "exit.json"
+    wait_for(lambda: dpmon.exit()["drained"])
+    wait_for(lambda: not proc.is_running(dpmon.info()["supervisor_pid"], dpmon.info()["supervisor_started"]))
+    path.write_text(json.dumps({**dpmon.exit(), "drained": False}))
+    dpmon.run("attach")
+    assert dpmon.exit()["drained"]
+    with sqlite3.connect(dpmon.last() / "history.sqlite") as db:
+        assert db.execute("SELECT count(*) FROM events WHERE kind = 'exit'").fetchone() == (1,)
+    db.close()
+
+
 def test_a_machine_that_was_restarted(dpmon: Dpmon) -> None:
     dpmon.run("--detach", WRITER, 200, 4000)
     dpmon.exit()

@@ -47,9 +47,8 @@ def waterfall(
     if others and height > 1:
         return _ranks(timeline, others, width, height, look, usual_ns, sample)
     below = height - 1
-    several = timeline.calls > 1
     label = min(max(10, *(5 + span_width(clean(lane.device, 12)) for lane in timeline.lanes), 0), 14)
-    name = "last step" if height > 1 or not several else f"last of {timeline.calls}"
+    name = "last step"
     if rank is not None:
         name += f", rank {rank}"
         label = max(label, len(name) + 1)

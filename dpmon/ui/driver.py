@@ -14,21 +14,110 @@ import signal
 import sys
 from asyncio import get_running_loop
 from codecs import getincrementaldecoder
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
 from textual._xterm_parser import XTermParser
 from textual.drivers.linux_driver import LinuxDriver
-from textual.events import MouseMove
+from textual.events import Key, MouseMove
 from textual.message import Message
 
 _LOOK_S = 0.05
-_PASTE_LOOKS = 20
-"""After this many looks without input, an open paste counts as finished."""
-_PASTE_END = "\x1b[201~"
+_ESCAPE_LOOKS = 2
+"""After this many looks without input, an escape is the key, and an interrupt at the end of an open paste is a key."""
+_CUT_LOOKS = 20
+"""After this many looks without input, an open sequence is dropped, and an open paste counts as finished."""
+_LONGEST = 256
+"""Most bytes that are kept of an open sequence."""
+_PASTE_MOST = 1 << 16
+"""Most bytes of a paste; the rest is dropped."""
+_KEYS_MOST = 32
+"""If more messages wait for the application, keys are dropped, so that it answers ctrl+c soon."""
+_PASTE, _PASTE_END = "\x1b[200~", "\x1b[201~"
 _INTERRUPTS = (b"\x03", b"\x1a")
 """ctrl+c and ctrl+z. They end a paste, because the user may press them if its end never comes."""
-# OSC, DCS, APC, PM and SOS with their text; reports of the device, its status, its size and its keyboard.
-_ANSWER = re.compile(rb"\x1b(?:[\]P_^X][^\x03\x07\x1a\x1b]*(?:\x07|\x1b\\)?|\[[?>=]?[\d;:]*[cntu])")
+_NEVER_LATE = ("ctrl+c", "ctrl+z")
+_TO_THE_TRAINING = "dpx"
+"""Keys that switch, pause or stop the training. Together with alt they do nothing."""
+# OSC, DCS, APC, PM and SOS with their text; an X10 mouse report; CSI, which begins F1 to F5 of the Linux console with
+# two brackets; SS3; ST.
+_STRING = rb"[\]P_^X][^\x03\x07\x1a\x1b]*"
+_SEQUENCE = re.compile(
+    rb"\x1b(?:" + _STRING + rb"(?:\x07|\x1b\\)?|\[(?:M[ -\xff]{3}|\[?[0-?]*[ -/]*[@-Z\\-~]?)|O[ -~]?|\\|[dpx])?"
+)
+_OPEN = re.compile(rb"\x1b(?:" + _STRING + rb"\x1b?|\[(?:M[ -\xff]{0,2}|\[?[0-?]*[ -/]*)|O)?\Z")
+# Beside the keys of Textual's table: mouse, focus, paste, and whether the terminal draws at once.
+_KNOWN = re.compile(r"\x1b\[(?:<\d{1,4};\d{1,5};\d{1,5}[Mm]|[IO]|20[01]~|\?2026;\d\$y)")
+# ctrl with a letter, and escape, of kitty's protocol and xterm's modifyOtherKeys, which a program may have left on.
+_CODED = re.compile(r"\x1b\[(?:27;(\d{1,3});(\d{1,3})~|(\d{1,3})(?:;(\d{1,3}))?u)")
+
+
+class _Input:
+    """Takes bytes in pieces of any size, and returns Textual's messages.
+
+    Textual's parser gets only text and complete sequences that it knows, because it takes all others for keys.
+    """
+
+    def __init__(self) -> None:
+        self._parser, self._decoder = XTermParser(), getincrementaldecoder("utf-8")("ignore")
+        self._open = self._last = b""
+        """The bytes of a sequence without its end, and the last byte of all."""
+        self._room: int | None = None
+        """How many bytes an open paste still takes; None without one."""
+        self._quiet = 0
+
+    def take(self, data: bytes) -> Iterator[Message]:
+        """Return the messages of these bytes; call it with none at every look without input."""
+        self._quiet = 0 if data else self._quiet + 1
+        if self._quiet == _ESCAPE_LOOKS and self._open == b"\x1b":
+            self._open = b""
+            yield from self._sequence("\x1b")
+        if self._quiet == _CUT_LOOKS:
+            self._open = b""
+        interrupted = self._quiet == _ESCAPE_LOOKS and self._last in _INTERRUPTS
+        if self._room is not None and (interrupted or self._quiet == _CUT_LOOKS):
+            yield from self._sequence(_PASTE_END)
+            yield from self._text(self._last if interrupted else b"")
+        if data:
+            self._last = data[-1:]
+            data = self._open + data
+            cut = _OPEN.search(data)
+            self._open = cut[0] if cut else b""
+            data = data[: len(data) - len(self._open)]
+            if len(self._open) > _LONGEST:
+                self._open = self._open[: _LONGEST - 1] + self._open[-1:]
+            start = 0
+            for match in _SEQUENCE.finditer(data):
+                yield from self._text(data[start : match.start()])
+                yield from self._sequence(match[0].decode("latin-1"))
+                start = match.end()
+            yield from self._text(data[start:])
+
+    def _text(self, data: bytes) -> Iterable[Message]:
+        if self._room is not None:
+            data = data[: self._room]
+            self._room -= len(data)
+        text = self._decoder.decode(data)
+        return self._parser.feed(text) if text else ()
+
+    def _sequence(self, sequence: str) -> Iterable[Message]:
+        if self._room is not None and sequence != _PASTE_END:
+            return ()
+        if sequence == "\x1b":
+            return (Key("escape", sequence),)
+        if sequence[1] in _TO_THE_TRAINING:
+            return (Key(f"alt+{sequence[1]}", sequence[1]),)
+        if match := _CODED.fullmatch(sequence):
+            code, held = int(match[2] or match[3]), (int(match[1] or match[4] or 1) - 1) & 63  # without the locks
+            if code == 27 and not held:
+                return self._sequence("\x1b")
+            return self._text(bytes([code & 31])) if held == 4 and 97 <= code <= 122 else ()
+        if sequence not in ANSI_SEQUENCES_KEYS and not _KNOWN.fullmatch(sequence):
+            return ()
+        if sequence in (_PASTE, _PASTE_END):
+            self._room = _PASTE_MOST if sequence == _PASTE else None
+        return self._parser.feed(sequence)
 
 
 class Driver(LinuxDriver):
@@ -50,8 +139,7 @@ class Driver(LinuxDriver):
     def run_input_thread(self) -> None:
         """Read keys and send them to the application, until asked to end."""
         self._reading = True
-        parser, decoder = XTermParser(), getincrementaldecoder("utf-8")("ignore")
-        quiet = 0
+        keys = _Input()
         while not self.exit_event.is_set():
             data = b""
             if select.select([self.fileno], [], [], _LOOK_S)[0]:
@@ -59,22 +147,22 @@ class Driver(LinuxDriver):
                 if not data:
                     self._drawing.from_thread(self._drawing.leaves_lost_terminal)
                     self.exit_event.wait(_LOOK_S)
-            quiet = 0 if data else quiet + 1
-            text = decoder.decode(_ANSWER.sub(b"", data))
-            if quiet == _PASTE_LOOKS or data in _INTERRUPTS:
-                text = _PASTE_END + text  # without an open paste, it has no effect
             try:
-                messages = [*parser.tick(), *(parser.feed(text) if text else ())]
+                messages = list(keys.take(data))
             except Exception:  # noqa: BLE001 - no input may stop the next key from working
-                parser, messages = XTermParser(), []
+                keys, messages = _Input(), []
             for message in messages:
                 self.process_message(message)
         self._reading = False
 
     def process_message(self, message: Message) -> None:
-        """Send a message to the application, but no moves of the mouse, which nothing uses."""
-        if not isinstance(message, MouseMove):
+        """Send a message to the application, but no moves of the mouse, and no keys that come faster than it acts."""
+        late = isinstance(message, Key) and message.key not in _NEVER_LATE
+        if not isinstance(message, MouseMove) and not (late and self._drawing.message_queue_size > _KEYS_MOST):
             super().process_message(message)
+
+    def _query_in_band_window_resize(self) -> None:
+        """Ask for no reports of the size: SIGWINCH tells it, and Textual would also switch the mouse to pixels."""
 
     def _read(self) -> bytes:
         try:

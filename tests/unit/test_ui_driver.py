@@ -61,7 +61,6 @@ NOTHING = [
     b"\x1b]11;rgb:dddd/xxxx/pppp\x07",
     b"\x1b]11;rgb:dddd/xxxx/pppp\x1b\\",
     b"\x1bP1$rdpx\x1b\\\x1b_Gdpx\x1b\\\x1b^dpx\x1b\\\x1bXdpx\x1b\\",
-    b"\x1b]0;dpx",
     b"\x1b[?62;1;4c\x1b[>0;276;0c\x1b[0n",
     b"\x1b[48;99999;99999;0;0t",
     b"\x1b[?2048;2$y",
@@ -76,7 +75,62 @@ def test_what_is_no_key(data: bytes) -> None:
         typist.type(data)
         time.sleep(0.1)
         typist.type(b"q")
-        assert [name for name in typist.until("q") if name != "InBandWindowResize"] == ["q"]
+        assert typist.until("q") == ["q"]
+
+
+CUT = [
+    (b"\x1b", b"]11;rgb:dddd/xxxx/pppp\x07", []),
+    (b"\x1b]11;rgb:dddd/", b"dddd/pppp\x1b\\", []),
+    (b"\x1b]11;rgb:dddd/xxxx/pppp\x1b", b"\\", []),
+    (b"\x1b]52;c;" + b"d" * 5000, b"dpx" * 100 + b"\x07", []),
+    (b"\x1bP>|xterm(3", b"90)dpx\x1b\\", []),
+    (b"\x1b", b"[?62;1;4c", []),
+    (b"\x1b[", b"?62;1;4c", []),
+    (b"\x1b[?62;1", b";4c", []),
+    (b"\x1b[100", b";1u", []),
+    (b"\x1b[<0;3", b";4M", ["MouseDown"]),
+    (b"\x1b[1", b";2A", ["shift+up"]),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "names"), CUT, ids=repr)
+def test_a_sequence_cut_between_two_reads(first: bytes, second: bytes, names: list[str]) -> None:
+    with keyboard() as typist:
+        typist.type(first)
+        time.sleep(0.15 if len(first) > 1 else 0.02)
+        typist.type(second)
+        typist.type(b"q")
+        assert typist.until("q") == [*names, "q"]
+
+
+@pytest.mark.parametrize("data", [b"\x1b]0;dpx", b"\x1b[?62;1", b"\x1b[<0;3;"], ids=repr)
+def test_a_sequence_without_an_end_ends(data: bytes) -> None:
+    with keyboard() as typist:
+        typist.type(data)
+        time.sleep(1.3)
+        typist.type(b"q")
+        assert typist.until("q") == ["q"]
+        typist.type(data + b"\x03")
+        assert typist.until("ctrl+c") == ["q", "ctrl+c"]
+
+
+@pytest.mark.parametrize(
+    ("data", "names"),
+    [
+        (b"\x1b[99;5u", ["ctrl+c"]),
+        (b"\x1b[99;133u", ["ctrl+c"]),  # with the lock of the number pad
+        (b"\x1b[27;5;99~", ["ctrl+c"]),
+        (b"\x1b[27u", ["escape"]),
+        (b"\x1b2", ["escape", "2"]),
+        (b"\x1bq", ["escape", "q"]),
+        (b"\x1bdq", ["alt+d", "q"]),
+    ],
+    ids=repr,
+)
+def test_codes_of_keys(data: bytes, names: list[str]) -> None:
+    with keyboard() as typist:
+        typist.type(data)
+        assert typist.until(names[-1]) == names
 
 
 def test_keys_clicks_and_pastes() -> None:
@@ -109,10 +163,54 @@ def test_ctrl_c_and_ctrl_z_work_in_a_paste_that_does_not_end(key: bytes, name: s
         time.sleep(0.1)
         typist.type(key)
         assert typist.until(name) == ["Paste", name]
+    with keyboard() as typist:
+        typist.type(b"\x1b[200~text" + key)
+        assert typist.until(name) == ["Paste", name]
+
+
+def test_a_paste_is_bounded() -> None:
+    with keyboard() as typist:
+        typist.type(b"\x1b[200~")
+        for _ in range(50):
+            typist.type(b"dpx\n" * 1000)
+        typist.type(b"\x1b[201~q")
+        assert typist.until("q") == ["Paste", "q"]
+        assert typist.found[0].text == "dpx\n" * (1 << 14)  # type: ignore[attr-defined]
+
+
+class Busy:
+    """An application that does not take its messages."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Message] = []
+
+    @property
+    def message_queue_size(self) -> int:
+        return len(self.waiting)
+
+
+def test_keys_typed_ahead_are_bounded_but_an_interrupt_comes_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy, driver = Busy(), Driver.__new__(Driver)
+    driver._drawing = busy
+    monkeypatch.setattr(
+        "textual.drivers.linux_driver.LinuxDriver.process_message", lambda _, key: busy.waiting.append(key)
+    )
+    for name in [*"z" * 20000, "ctrl+c"]:
+        driver.process_message(events.Key(name, None))
+    assert len(busy.waiting) < 100
+    assert busy.waiting[-1].key == "ctrl+c"  # type: ignore[attr-defined]
+
+
+def test_the_terminal_is_not_asked_for_reports_of_its_size() -> None:
+    driver, written = Driver.__new__(Driver), list[str]()
+    driver.write = written.append  # type: ignore[method-assign, assignment]
+    driver._query_in_band_window_resize()
+    assert written == []
 
 
 PIECES = [
     *NOTHING,
+    b"\x1b]0;dpx",
     b"\x1b[1;2A",
     b"\x1b[M \xe9\xff",
     b"\x1b[200~",

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dpmon.run.files import open_file
+from dpmon.run.rundir import count_file, deleted_bytes
 
 AHEAD = 16 << 20
 AHEAD_LITTLE = 2 << 20
@@ -61,13 +62,18 @@ class OutputRoom:
                 return
             if not self._deleted:
                 self._warn("the disk is full: the script's oldest output is deleted to make room for the newest")
-            self._deleted += size - self._keep_last
             kept = os.pread(fd, self._keep_last, size - self._keep_last)
+            begin = kept.find(b"\n") + 1
+            rest = memoryview(kept)[begin:]
+            late = os.pread(fd, LITTLE, size)  # what the script wrote meanwhile
             os.ftruncate(fd, 0)  # the script appends, so it goes on at the new end
+            os.writev(fd, [rest, late])  # at once, before the script writes
+            deleted = size - self._keep_last + begin
+            self._deleted += deleted
+            _count(path, deleted)
             size = 0
             while ahead > 0 and not _reserve(fd, size, ahead):  # other data may have taken some of the space
                 ahead //= 2
-            os.write(fd, kept)
         self._until[path] = size + ahead
 
     def close(self, *, nobody_writes: bool) -> None:
@@ -80,6 +86,14 @@ class OutputRoom:
                     os.ftruncate(fd, os.fstat(fd).st_size)
                 os.close(fd)
         self._files.clear()
+
+
+def _count(log: Path, deleted: int) -> None:
+    """Add to the count from which a reader knows what it has missed."""
+    with contextlib.suppress(OSError):
+        fd = open_file(count_file(log), os.O_RDWR | os.O_CREAT)
+        with open(fd, "r+b") as file:
+            file.write(b"%020d" % (deleted_bytes(log) + deleted))
 
 
 def _reserve(fd: int, size: int, ahead: int) -> bool:

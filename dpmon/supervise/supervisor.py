@@ -240,9 +240,7 @@ class Supervisor:
                 os.posix_fallocate(file.fileno(), 0, SPARE_BYTES)
 
     def _room(self, warn: Callable[[str], None]) -> OutputRoom:
-        # The foreground of a headless run has passed the output on, and must not do so again.
-        keep_last = 0 if self._info.headless else LAST_OUTPUT
-        return OutputRoom(output_paths(self._directory, self._info), warn, keep_last)
+        return OutputRoom(output_paths(self._directory, self._info), warn, LAST_OUTPUT)
 
     def _catch_up(self, command: WatchedCommand, drain: Drain, sampler: DeviceSampler) -> None:
         """Read the rest of the rings after the killed supervisor's position, and report the gap."""

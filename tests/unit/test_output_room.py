@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dpmon.cli import headless
 from dpmon.cli.headless import Stream
 from dpmon.supervise import room
 from dpmon.supervise.room import LITTLE, OutputRoom
@@ -35,7 +36,8 @@ def test_the_newest_output_stays_and_the_rest_is_counted(tmp_path: Path, monkeyp
     ]
 
 
-def test_a_foreground_without_a_screen_passes_on_what_follows(tmp_path: Path) -> None:
+def test_a_foreground_without_a_screen_passes_on_what_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(headless, "SETTLE_S", 0.0)  # here nobody counts what was cut off
     log = tmp_path / "stdout.log"
     log.write_bytes(b"first, of some length\n")
     reading, writing = os.pipe()
@@ -50,3 +52,50 @@ def test_a_foreground_without_a_screen_passes_on_what_follows(tmp_path: Path) ->
     assert os.read(reading, 100) == b"first, of some length\nsecond\n"
     os.close(reading)
     os.close(writing)
+
+
+@pytest.mark.parametrize("keep_last", [0, 1000, LITTLE])
+def test_a_slow_foreground_says_what_it_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_last: int) -> None:
+    log, copied = tmp_path / "stdout.log", tmp_path / "copied"
+    output = OutputRoom([log], lambda text: None, keep_last)
+    monkeypatch.setattr(room, "_reserve", lambda fd, size, ahead: size == 0)
+    monkeypatch.setattr(room, "AHEAD", 2 * LITTLE)
+    lines = [b"line %08d\n" % number for number in range(480_000)]
+    missed: list[str] = []
+    with open(log, "ab", buffering=0) as script, open(copied, "wb") as stdout:
+        stream = Stream(log, stdout.fileno())
+        for first in (0, 240_000):
+            script.write(b"".join(lines[first : first + 200_000]))
+            assert stream.pump()  # a part of it
+            output.look(first + 1.0)
+            script.write(b"".join(lines[first + 200_000 : first + 240_000]))  # beyond the position of the reader
+            while stream.pump():
+                missed += [stream.gap] if stream.gap else []
+                stream.gap = None
+    output.close(nobody_writes=True)
+    passed = copied.read_bytes()
+    known = set(lines)
+    unfinished = [line for line in passed.splitlines(keepends=True) if line not in known]
+    assert len(unfinished) == len(missed) == 2  # one before each gap
+    assert all(lines[0].startswith(line[:5]) and len(line) < len(lines[0]) for line in unfinished)
+    count = sum(int(gap.removesuffix(" bytes").replace(",", "")) for gap in missed)
+    assert len(passed) - 2 + count == sum(map(len, lines))  # a newline was added to each unfinished line
+
+
+def test_a_foreground_in_time_misses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, copied = tmp_path / "stdout.log", tmp_path / "copied"
+    output = OutputRoom([log], lambda text: None, LITTLE)
+    monkeypatch.setattr(room, "_reserve", lambda fd, size, ahead: size == 0)
+    lines = [b"line %08d\n" % number for number in range(240_000)]
+    with open(log, "ab", buffering=0) as script, open(copied, "wb") as stdout:
+        stream = Stream(log, stdout.fileno())
+        script.write(b"".join(lines[:160_000]))
+        while stream.pump():
+            pass
+        script.write(b"".join(lines[160_000:200_000]))
+        output.look(1.0)
+        script.write(b"".join(lines[200_000:]))
+        while stream.pump():
+            assert stream.gap is None
+    output.close(nobody_writes=True)
+    assert copied.read_bytes() == b"".join(lines)

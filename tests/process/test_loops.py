@@ -16,6 +16,7 @@ from alternatives import as_alone
 from tracing import Script, Traced, text_of, traced
 
 from dpmon.record.kinds import Call, Step
+from dpmon.tracer.memory.measurement import EARLY
 
 NAMES = [name for text in ("loops", "unusual") for name in re.findall(r"^@loop\ndef (\w+)", text_of(text), re.M)]
 SCRIPT = "from counted import main\nimport loops\nimport unusual\nmain()\n"
@@ -316,7 +317,8 @@ def test_steps_follow_each_other_without_gaps(runs: Runs, name: str) -> None:
     steps, measured = loop.recorded_steps, runs.run.events("memory", runs.numbers[loop.pid])
     gaps = [after.start_ns - before.start_ns - before.wall_ns for before, after in pairwise(steps)]
     assert min(gaps) == 0
-    measurements = 1 + sum(step.wall_ns for step in steps) // (5 * ONE_S)
+    # Each new optimizer is measured at once while few measurements were made; equal results are recorded once.
+    measurements = EARLY + sum(step.wall_ns for step in steps) // (5 * ONE_S)
     assert sum(gap > 0 for gap in gaps) <= max(measurements, len(measured))
 
 

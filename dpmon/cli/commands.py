@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from dpmon.cleaning import clean, json_text
 from dpmon.cli.launch import has_screen, json_lines
 from dpmon.cli.speak import closing, speak
-from dpmon.model.numbers import count_of
 from dpmon.run import retention
 from dpmon.run.activities import describe_stall
 from dpmon.run.condition import goes_on, goes_on_elsewhere, run_state
@@ -26,7 +25,7 @@ from dpmon.run.runs import find_run, list_runs, newest_run, short_name
 from dpmon.supervise.guard import repeated
 from dpmon.supervise.start import ensure_supervisor
 from dpmon.text.cells import cut, has_colours, in_stream
-from dpmon.text.quantities import clock, compact
+from dpmon.text.quantities import clock, compact, count_of
 
 if TYPE_CHECKING:
     from dpmon.report.document import Document

@@ -16,13 +16,12 @@ from pathlib import Path
 
 from dpmon.cleaning import json_text
 from dpmon.model.json_fields import communication_fields, fields_of, phase_fields, rank_fields
-from dpmon.model.members import finite
-from dpmon.model.numbers import calls_so_far
 from dpmon.model.pace import speed
 from dpmon.model.process import Process
 from dpmon.model.ranks import training
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import State, Wanted, ended_of
+from dpmon.record.plainjson import finite
 from dpmon.record.schema import PHASES
 from dpmon.run.activities import IDLE
 from dpmon.run.destination import is_stream, open_stream, open_truncated
@@ -32,6 +31,7 @@ from dpmon.store.figures import Figures, counted_as_fields, rate_as_fields
 from dpmon.store.opened import open_store
 from dpmon.store.store_at import StoreAt
 from dpmon.store.tables import HistoryError
+from dpmon.text.quantities import calls_so_far
 
 EVERY_S = 1.0
 _RATES = tuple(rate_as_fields(None))

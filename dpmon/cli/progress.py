@@ -8,10 +8,8 @@ from typing import NamedTuple
 
 from dpmon.model.announced import Announced
 from dpmon.model.communication import communication, ranks_in
-from dpmon.model.members import SECOND
-from dpmon.model.numbers import calls_so_far, group
 from dpmon.model.stragglers import Straggler, in_short
-from dpmon.record.schema import EVALUATION
+from dpmon.record.schema import EVALUATION, SECOND
 from dpmon.run.activities import IDLE
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import RunError
@@ -22,7 +20,7 @@ from dpmon.store.store_at import StoreAt
 from dpmon.store.tables import HistoryError
 from dpmon.store.tally import Key, Sum, Tally
 from dpmon.store.window import Window
-from dpmon.text.quantities import compact, within_words
+from dpmon.text.quantities import calls_so_far, compact, group, within_words
 
 _SHOWN_NS = 1_000_000_000
 _LATELY_S = 30

@@ -9,10 +9,8 @@ from typing import NamedTuple
 
 from dpmon.cleaning import clean
 from dpmon.model.evidence import ModeFacts
-from dpmon.model.finding import duration_words
 from dpmon.model.layouts import flow
 from dpmon.model.memory import Held, reasons
-from dpmon.model.numbers import calls_so_far, count_of, duration, group
 from dpmon.model.run_facts import RunFacts
 from dpmon.model.stragglers import sentence
 from dpmon.record.names import RANK_MODES
@@ -27,7 +25,16 @@ from dpmon.store.figures import PhaseFigures
 from dpmon.store.opened import open_store
 from dpmon.store.tables import HistoryError
 from dpmon.text.cells import cut, span_width
-from dpmon.text.quantities import memory, quantity_words, rate_words
+from dpmon.text.quantities import (
+    calls_so_far,
+    count_of,
+    duration,
+    duration_words,
+    group,
+    memory,
+    quantity_words,
+    rate_words,
+)
 from dpmon.text.traceback_line import clean_traceback_line
 
 _MAX_REPLICA_LINES = 40

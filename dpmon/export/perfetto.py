@@ -24,9 +24,9 @@ from collections.abc import Iterable, Mapping
 from typing import TextIO
 
 from dpmon.cleaning import json_text
-from dpmon.model.members import finite, number_in, whole_in
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Call, Collective, Event, Record, Sampled, Step
+from dpmon.record.plainjson import finite, number_in, whole_in
 from dpmon.record.schema import EXPOSED, WAIT
 from dpmon.run.rundir import RunInfo
 from dpmon.run.runs import short_name

@@ -7,9 +7,9 @@ threads on a machine with room to spare.
 from __future__ import annotations
 
 from dpmon.model.evidence import Evidence, HostFacts, LoaderStart, ModeFacts
-from dpmon.model.finding import MIN_STEPS, duration_words, most_affected, of_whom
-from dpmon.model.numbers import percent
+from dpmon.model.finding import MIN_STEPS, most_affected, of_whom
 from dpmon.store.figures import PhaseFigures
+from dpmon.text.quantities import duration_words, percent
 
 DATA_SHARE = 0.2
 """Smallest share of the step to report. A loader that keeps up takes a few per cent (taking a batch from a queue)."""

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from heapq import nlargest
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from dpmon.model.communication import WRAPPERS_READ, Wrapper, newest_wrappers
+from dpmon.model.communication import Wrapper
 from dpmon.model.evidence import LoaderStart
-from dpmon.model.members import ns_in, text_in, whole_in
 from dpmon.model.process import ProcessFacts, Refusal
 from dpmon.model.state import ModeChange, PauseChange, WarningText
 from dpmon.record.names import MODES
+from dpmon.record.plainjson import ns_in, number_in, text_in, whole_in
 
 if TYPE_CHECKING:
     from dpmon.store.store_at import StoreAt
@@ -26,6 +26,9 @@ TEXTS_READ = 100
 WAITS_KEPT = 1000
 """Most waits for input to keep: the longest, because only they can explain a long step."""
 ROOTS_KEPT = 32
+BUCKETS_READ = 4096
+WRAPPERS_READ = 256
+"""Most records of wrappers to read in a live run: a rank writes a new one when its times change."""
 DEVICES_READ = 4096
 ANSWERING_STEPS = 100
 """Every root that is still called answers a request within this many steps."""
@@ -201,3 +204,89 @@ def pause_change(data: Mapping[str, object]) -> PauseChange | None:
 def _warning(data: Mapping[str, object]) -> WarningText | None:
     text = text_in(data, "text")
     return None if text is None else WarningText(whole_in(data, "process"), ns_in(data, "t_s"), text)
+
+
+# ------------------------------------------------------------------------------------------------ wrappers
+
+
+class _Unused:
+    """The unused parameters of a wrapper, from all its records."""
+
+    def __init__(self) -> None:
+        self.most: int | None = None
+        self.looked = 0
+        self._unknown = False
+        self._iteration: int | None = None
+
+    def add(self, data: Mapping[str, object]) -> None:
+        """Add the next record; several records may repeat one iteration."""
+        unused, iteration = whole_in(data, "unused_bytes"), whole_in(data, "iteration")
+        absent = data.get("absent")
+        self._unknown |= isinstance(absent, Mapping) and "unused_bytes" in absent
+        if self._unknown:
+            self.most = None
+        if self._unknown or unused is None or iteration is None:
+            return
+        self.most = max(unused, self.most or 0)
+        self.looked += iteration != self._iteration
+        self._iteration = iteration
+
+
+def newest_wrappers(records: Iterable[Mapping[str, object]]) -> tuple[Wrapper, ...]:
+    """The newest record of each wrapper, from a run's `ddp` records in order; unused parameters cover all records."""
+    newest: dict[tuple[int | None, int | None], Mapping[str, object]] = {}
+    unused: dict[tuple[int | None, int | None], _Unused] = {}
+    for data in records:
+        key = whole_in(data, "process"), whole_in(data, "wrapper")
+        newest[key] = data
+        unused.setdefault(key, _Unused()).add(data)
+    return tuple(
+        one._replace(most_unused_bytes=unused[key].most, looked=unused[key].looked)
+        for key, data in newest.items()
+        if (one := wrapper(data)) is not None
+    )
+
+
+def wrapper(data: Mapping[str, object]) -> Wrapper | None:
+    """The facts in a `ddp` record; None if it names no process."""
+    process = whole_in(data, "process")
+    if process is None:
+        return None
+    sizes, absent = data.get("bucket_bytes"), data.get("absent")
+    buckets = sizes[:BUCKETS_READ] if isinstance(sizes, list) else []
+    return Wrapper(
+        process=process,
+        rank=whole_in(data, "rank"),
+        number=whole_in(data, "wrapper") or 0,
+        root=text_in(data, "root") or "",
+        backend=text_in(data, "backend"),
+        group_size=whole_in(data, "group_size"),
+        parameter_bytes=whole_in(data, "parameter_bytes"),
+        bucket_bytes=tuple(size for size in buckets if type(size) is int and size >= 0),
+        bucket_cap_bytes=whole_in(data, "bucket_cap_bytes"),
+        find_unused_parameters=data.get("find_unused_parameters") is True,
+        unused_bytes=whole_in(data, "unused_bytes"),
+        gradient_as_bucket_view=data.get("gradient_as_bucket_view") is True,
+        static_graph=data.get("static_graph") is True,
+        comm_hook=text_in(data, "comm_hook"),
+        broadcast_buffers=data.get("broadcast_buffers") is True,
+        sync_batch_norm=data.get("sync_batch_norm") is True,
+        iteration=whole_in(data, "iteration"),
+        comm_ns=_ms_in(data, "comm_ms"),
+        overlap_ns=_ms_in(data, "overlap_ms"),
+        no_sync_times=text_in(absent, "sync") if isinstance(absent, Mapping) else None,
+        group=_group(data),
+    )
+
+
+def _group(data: Mapping[str, object]) -> tuple[int, ...] | None:
+    """The process group of a wrapper; None if it is unknown or invalid."""
+    listed, rank = data.get("group"), whole_in(data, "rank")
+    if not isinstance(listed, list) or any(type(one) is not int for one in listed) or rank not in listed:
+        return None
+    return tuple(sorted(listed))
+
+
+def _ms_in(data: Mapping[str, object], key: str) -> float | None:
+    value = number_in(data, key)
+    return value * 1e6 if value is not None and 0 <= value < 1e9 else None

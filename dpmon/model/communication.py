@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.model.members import number_in, text_in, whole_in
 from dpmon.model.stragglers import RankTimes, Straggler, rank_times, straggler
 from dpmon.store.answers import Communicated
 from dpmon.store.tally import Tally
 from dpmon.store.window import Window
+from dpmon.text.quantities import count_of, duration, group, memory, percent, three
 
 if TYPE_CHECKING:
     from dpmon.model.process import ProcessFacts
 
-BUCKETS_READ = 4096
-WRAPPERS_READ = 256
-"""Most records of wrappers to read in a live run: a rank writes a new one when its times change."""
+_OPERATIONS = 4
+"""Most kinds of collectives to name."""
+_RUNS = 4
+"""Most runs of equal buckets to name."""
 _NOTHING = Communicated()
 _NO_WRAPPER = "no DistributedDataParallel averages gradients here, so it is unknown which rank waits for which"
 _SEVERAL_GROUPS = "its DistributedDataParallel wrappers have different process groups"
@@ -317,87 +319,83 @@ def ranks_in(window: Window, facts: Mapping[int, ProcessFacts]) -> tuple[RankTim
     return tuple(rank_times(process, rank, tally) for rank, (process, tally) in sorted(found.items()))
 
 
-# ------------------------------------------------------------------------------------------------ records
+# ------------------------------------------------------------------------------------------------ words
 
 
-class _Unused:
-    """The unused parameters of a wrapper, from all its records."""
-
-    def __init__(self) -> None:
-        self.most: int | None = None
-        self.looked = 0
-        self._unknown = False
-        self._iteration: int | None = None
-
-    def add(self, data: Mapping[str, object]) -> None:
-        """Add the next record; several records may repeat one iteration."""
-        unused, iteration = whole_in(data, "unused_bytes"), whole_in(data, "iteration")
-        absent = data.get("absent")
-        self._unknown |= isinstance(absent, Mapping) and "unused_bytes" in absent
-        if self._unknown:
-            self.most = None
-        if self._unknown or unused is None or iteration is None:
-            return
-        self.most = max(unused, self.most or 0)
-        self.looked += iteration != self._iteration
-        self._iteration = iteration
-
-
-def newest_wrappers(records: Iterable[Mapping[str, object]]) -> tuple[Wrapper, ...]:
-    """The newest record of each wrapper, from a run's `ddp` records in order; unused parameters cover all records."""
-    newest: dict[tuple[int | None, int | None], Mapping[str, object]] = {}
-    unused: dict[tuple[int | None, int | None], _Unused] = {}
-    for data in records:
-        key = whole_in(data, "process"), whole_in(data, "wrapper")
-        newest[key] = data
-        unused.setdefault(key, _Unused()).add(data)
-    return tuple(
-        one._replace(most_unused_bytes=unused[key].most, looked=unused[key].looked)
-        for key, data in newest.items()
-        if (one := wrapper(data)) is not None
-    )
+def communication_facts(traffic: Communication) -> list[tuple[str, str]]:
+    """Labels and texts, the most important first."""
+    rows: list[tuple[str, str]] = []
+    if traffic.exposed_ns is not None:
+        steps = f"{'last ' * traffic.lately}{count_of(traffic.joined, 'step')}"
+        rows.append(
+            ("exposed", f"{duration(traffic.exposed_ns)} a step, {percent(traffic.exposed_share)} of it; {steps}")
+        )
+        who = count_of(len(traffic.waiting), "rank" if len(traffic.waiting) == len(traffic.known) else "waiting rank")
+        rows.append(("wait", f"{duration(traffic.wait_ns)}, {percent(traffic.wait_share)}; mean of {who}"))
+    if traffic.missing is not None:
+        rows.append(("wait", f"unknown: {traffic.missing}"))
+    if traffic.torch_times is not None and traffic.hidden_share is not None:
+        rows.append(("hidden", _hidden(traffic, traffic.torch_times)))
+    rows += [("" if row else "sampled", text) for row, text in enumerate(operations(traffic))]
+    several = len(traffic.wrappers) > 1
+    for one in traffic.wrappers:
+        rows.append((f"buckets{f' {one.root}' if several else ''}", buckets(one)))
+    if traffic.wrappers:
+        rows.append(("group", _group_words(traffic.wrappers[0])))
+    if traffic.synced:
+        under = f", {three(traffic.unsynced)} under no_sync" if traffic.unsynced else ""
+        rows.append(("passes", f"{three(traffic.synced)} synchronised a step{under}"))
+    return rows
 
 
-def wrapper(data: Mapping[str, object]) -> Wrapper | None:
-    """The facts in a `ddp` record; None if it names no process."""
-    process = whole_in(data, "process")
-    if process is None:
-        return None
-    sizes, absent = data.get("bucket_bytes"), data.get("absent")
-    buckets = sizes[:BUCKETS_READ] if isinstance(sizes, list) else []
-    return Wrapper(
-        process=process,
-        rank=whole_in(data, "rank"),
-        number=whole_in(data, "wrapper") or 0,
-        root=text_in(data, "root") or "",
-        backend=text_in(data, "backend"),
-        group_size=whole_in(data, "group_size"),
-        parameter_bytes=whole_in(data, "parameter_bytes"),
-        bucket_bytes=tuple(size for size in buckets if type(size) is int and size >= 0),
-        bucket_cap_bytes=whole_in(data, "bucket_cap_bytes"),
-        find_unused_parameters=data.get("find_unused_parameters") is True,
-        unused_bytes=whole_in(data, "unused_bytes"),
-        gradient_as_bucket_view=data.get("gradient_as_bucket_view") is True,
-        static_graph=data.get("static_graph") is True,
-        comm_hook=text_in(data, "comm_hook"),
-        broadcast_buffers=data.get("broadcast_buffers") is True,
-        sync_batch_norm=data.get("sync_batch_norm") is True,
-        iteration=whole_in(data, "iteration"),
-        comm_ns=_ns(data, "comm_ms"),
-        overlap_ns=_ns(data, "overlap_ms"),
-        no_sync_times=text_in(absent, "sync") if isinstance(absent, Mapping) else None,
-        group=_group(data),
-    )
+def operations(traffic: Communication) -> list[str]:
+    """A line for each kind of collective in the sampled steps: number, size, speed."""
+    collectives = traffic.collectives
+    if collectives.why is not None and not collectives.samples:
+        return [f"collectives: {collectives.why}"]
+    lines = []
+    of = "" if traffic.one_in is None else f"; 1 step in {group(traffic.one_in)}"
+    for one in collectives.operations[:_OPERATIONS]:
+        count = three(one.collectives / collectives.samples) if collectives.samples else group(one.collectives)
+        size = f" of {memory(one.bytes / one.collectives)}" if one.bytes else ""
+        bus = one.bus_bytes_s
+        why = one.no_bandwidth if one.bytes or not one.ended else None  # a barrier has none
+        fast = f", {bandwidth(bus)} bus" if bus is not None else "" if why is None else f", {why.partition(':')[0]}"
+        lines.append(f"{one.name} {count} a step{size}{fast}{of}")
+    return lines
 
 
-def _group(data: Mapping[str, object]) -> tuple[int, ...] | None:
-    """The process group of a wrapper; None if it is unknown or invalid."""
-    listed, rank = data.get("group"), whole_in(data, "rank")
-    if not isinstance(listed, list) or any(type(one) is not int for one in listed) or rank not in listed:
-        return None
-    return tuple(sorted(listed))
+def bandwidth(bytes_s: float) -> str:
+    """Three digits in GB/s, or MB/s below one: "187 GB/s"."""
+    return f"{three(bytes_s / 1e9)} GB/s" if bytes_s >= 1e9 else f"{three(bytes_s / 1e6)} MB/s"
 
 
-def _ns(data: Mapping[str, object], key: str) -> float | None:
-    value = number_in(data, key)
-    return value * 1e6 if value is not None and 0 <= value < 1e9 else None
+def _hidden(traffic: Communication, one: Wrapper) -> str:
+    """The share of communication that the backward pass hid, from torch's own times of one iteration."""
+    who = "" if one.rank is None else f", rank {one.rank}"
+    return f"{percent(traffic.hidden_share)} of {duration(one.comm_ns)} (torch: iteration {group(one.iteration)}{who})"
+
+
+def buckets(one: Wrapper) -> str:
+    """The number of buckets, and their sizes in the order of averaging: "6: 1.00 MiB, 25.0 MiB ×5"."""
+    if not one.bucket_bytes:
+        return "unknown so far"
+    runs = [(size, sum(1 for _ in same)) for size, same in groupby(map(memory, one.bucket_bytes))]
+    named = ", ".join(size if count == 1 else f"{size} ×{count}" for size, count in runs[:_RUNS])
+    return f"{len(one.bucket_bytes)}: {named}{' ...' if len(runs) > _RUNS else ''}"
+
+
+def _group_words(one: Wrapper) -> str:
+    parts = [
+        "size unknown" if one.group_size is None else count_of(one.group_size, "rank"),
+        one.backend or "backend unknown",
+    ]
+    if one.comm_hook:
+        parts.append(f"communication hook {one.comm_hook}")
+    if one.gradient_as_bucket_view:
+        parts.append("gradients are views of buckets")
+    if one.static_graph:
+        parts.append("static graph")
+    if one.find_unused_parameters:
+        parts.append("finds unused parameters")
+    return ", ".join(parts)

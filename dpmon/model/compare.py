@@ -17,7 +17,6 @@ from itertools import accumulate
 from math import exp, log, sqrt
 from typing import NamedTuple
 
-from dpmon.model.numbers import duration, percent, times
 from dpmon.model.uneven import INPUT, WAITING_TEXT, Uneven, uneven_steps
 from dpmon.record.schema import EVALUATION, REST, SETTLING, STEP
 from dpmon.store.answers import LongRow
@@ -25,6 +24,7 @@ from dpmon.store.figures import Figures, PhaseFigures, figures
 from dpmon.store.quantiles import Counts, bounds, median, middle
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key, Tally
 from dpmon.store.window import Window
+from dpmon.text.quantities import duration, percent, times
 
 MODES_COMPARED = ("single", "dp")
 MIN_STEPS = 20

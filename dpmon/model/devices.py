@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.compare import Peak
 from dpmon.model.evidence import DeviceFacts, HostFacts
-from dpmon.model.members import SECOND, number_in, text_in, whole_in
 from dpmon.model.state import DeviceTrack, ModeChange
+from dpmon.record.plainjson import number_in, text_in, whole_in
+from dpmon.record.schema import SECOND
 from dpmon.store.answers import ChartSample, MinuteRow
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from dpmon.model.evidence import Evidence, ModeFacts
-from dpmon.model.numbers import count_of, duration, minutes
 from dpmon.record.schema import STEP_PHASES
 from dpmon.store.figures import PhaseFigures
+from dpmon.text.quantities import count_of, duration_words
 
 MIN_STEPS = 30
 """Fewest steps for a median; in fewer, start-up (caches, allocator, loader workers) weighs too much."""
@@ -78,29 +78,6 @@ def ratio_words(one: float | None, other: float | None) -> str:
     """The ratio of `one` to `other` in words."""
     ratio = (one or 0) / (other or 1)
     return f"{ratio:.0f} times" if ratio >= 10 else f"{ratio:.1f} times"
-
-
-def gib(count: float) -> str:
-    """Bytes in GiB."""
-    return f"{count / (1 << 30):.1f} GiB"
-
-
-def mib(count: float) -> str:
-    """Bytes in MiB."""
-    return f"{count / (1 << 20):.1f} MiB"
-
-
-def duration_words(ns: float | None) -> str:
-    """A duration with three digits: 412 µs, 12.3 ms, 4.50 s, 3 min 20 s."""
-    if ns is None or ns < 99.95e9:
-        return duration(ns)
-    return minutes(ns / 1e9)
-
-
-def clock(ns: float) -> str:
-    """A time since the run's start as hh:mm:ss."""
-    seconds = int(ns // 1_000_000_000)
-    return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
 
 # ------------------------------------------------------------------------------------------------ notes on phase times

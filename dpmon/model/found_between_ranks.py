@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dpmon.model.communication import Communication, Wrapper
-from dpmon.model.finding import MIN_STEPS, Finding, duration_words, mib
-from dpmon.model.numbers import count_of, group, percent
+from dpmon.model.finding import MIN_STEPS, Finding
 from dpmon.model.stragglers import held_up, how_often
+from dpmon.text.quantities import count_of, duration_words, group, mib, percent
 
 EXPOSED_SHARE = 0.2
 """Smallest share of the step to report. Some communication is always exposed: nothing can hide the last bucket."""

@@ -11,8 +11,6 @@ from dpmon.model.finding import (
     MIN_STEPS,
     Finding,
     basis,
-    clock,
-    duration_words,
     in_mode,
     measured_modes,
     most_affected,
@@ -21,9 +19,9 @@ from dpmon.model.finding import (
     phase_times,
     ratio_words,
 )
-from dpmon.model.numbers import percent
 from dpmon.model.stragglers import Straggler
 from dpmon.model.uneven import INPUT, WAITING_TEXT, waited_ns
+from dpmon.text.quantities import clock, duration_words, percent
 
 COPY_SHARE = 0.2
 """Smallest share of the step to report: for copies to the device, for replicate, and for scatter with gather. The last

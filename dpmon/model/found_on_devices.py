@@ -7,8 +7,8 @@ from operator import itemgetter
 
 from dpmon.model.advice import for_low_use
 from dpmon.model.evidence import BatchFacts, DeviceFacts, Evidence, HostFacts, ReplicaFacts
-from dpmon.model.finding import MIN_STEPS, Finding, duration_words, gib, measured_modes, ratio_words
-from dpmon.model.numbers import count_of, percent
+from dpmon.model.finding import MIN_STEPS, Finding, measured_modes, ratio_words
+from dpmon.text.quantities import count_of, duration_words, gib, percent
 
 IDLE_CALLS = 0.5
 """Smallest share of the calls under dp in which devices are idle. The last batch of an epoch is often too small; half

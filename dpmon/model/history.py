@@ -7,10 +7,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.model.members import SECOND
 from dpmon.model.process import Column, Process
 from dpmon.record.names import CALL_PHASES
-from dpmon.record.schema import EVALUATION, PHASES, REST, STEP, STEP_PHASES
+from dpmon.record.schema import EVALUATION, PHASES, REST, SECOND, STEP, STEP_PHASES
 from dpmon.store.figures import trains
 from dpmon.store.tally import WIDTHS, Tally
 

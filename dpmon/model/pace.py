@@ -6,11 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.model.members import SECOND
 from dpmon.model.process import Process
 from dpmon.model.state import State
 from dpmon.record.kinds import Step
-from dpmon.record.schema import EVALUATION, STEP
+from dpmon.record.schema import EVALUATION, SECOND, STEP
 from dpmon.store.answers import PaceRow
 from dpmon.store.figures import Rate, rate
 from dpmon.store.tally import Stat, Sum, Tally

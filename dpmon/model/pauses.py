@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from dpmon.model.members import SECOND
 from dpmon.model.state import PauseChange
+from dpmon.record.schema import SECOND
 from dpmon.store.accounting import union
 
 KEPT = 1000

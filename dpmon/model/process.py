@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.compare import Comparison, Peak
-from dpmon.model.members import SECOND
 from dpmon.model.uneven import Uneven
 from dpmon.record.kinds import Call, Step
 from dpmon.record.schema import PHASES as SCHEMA
+from dpmon.record.schema import SECOND
 from dpmon.store.figures import Figures, Rate, figures
 from dpmon.store.tally import Tally
 

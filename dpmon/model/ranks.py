@@ -6,13 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from dpmon.model.members import SECOND
 from dpmon.model.process import Process, figures_end_s
 from dpmon.model.state import State
 from dpmon.model.stragglers import SERIES as STRAGGLER_SERIES
 from dpmon.model.stragglers import RankTimes, rank_times
 from dpmon.record.names import RANK_MODES
-from dpmon.record.schema import STEP
+from dpmon.record.schema import SECOND, STEP
 from dpmon.store.figures import Figures, figures, merged, trains
 from dpmon.store.tally import Key, Tally
 

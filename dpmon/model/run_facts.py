@@ -16,7 +16,6 @@ from dpmon.model.compare import Comparison, compare_modes, first_with_both
 from dpmon.model.devices import DeviceTotals
 from dpmon.model.evidence import Evidence, LoaderStart, LongStep, ModeFacts
 from dpmon.model.layouts import Layouts, batch_facts, most_common, replica_facts
-from dpmon.model.members import SECOND
 from dpmon.model.memory import Held, held_by
 from dpmon.model.pauses import Pauses, Span, all_paused, any_paused, pauses_of
 from dpmon.model.process import ProcessFacts
@@ -25,7 +24,7 @@ from dpmon.model.snapshot import processes_in
 from dpmon.model.stragglers import RankTimes
 from dpmon.model.uneven import INPUT, is_wait, waited_ns
 from dpmon.record.names import CALL_PHASES
-from dpmon.record.schema import EVALUATION, SETTLING, STEP, STEP_PHASES, device_series
+from dpmon.record.schema import EVALUATION, SECOND, SETTLING, STEP, STEP_PHASES, device_series
 from dpmon.store.answers import LongRow
 from dpmon.store.figures import Rate
 from dpmon.store.tally import WIDTHS, Tally

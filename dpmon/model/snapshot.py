@@ -15,7 +15,6 @@ from dpmon.model.calls_seen import SeenCalls, call_tracks
 from dpmon.model.compare import MODES_COMPARED, Comparison, compare_modes
 from dpmon.model.devices import HostPeaks, Samples, Visit, device_peaks, visits_of
 from dpmon.model.history import COLUMNS, Columns, width_of_columns
-from dpmon.model.members import SECOND
 from dpmon.model.memory import HOST
 from dpmon.model.pace import WINDOW_S, Paces, Trained, rate_together, recent, recent_of_steps
 from dpmon.model.process import NO_STEPS, ModeTrack, Process, ProcessFacts, Recent, figures_end_s
@@ -23,7 +22,7 @@ from dpmon.model.ranks import rank_figures, with_ranks
 from dpmon.model.state import State, Wanted, last_resumption, some_are_silent
 from dpmon.model.uneven import INPUT, Uneven, uneven_steps, waited_ns
 from dpmon.record.names import RANK_MODES
-from dpmon.record.schema import STEP
+from dpmon.record.schema import SECOND, STEP
 from dpmon.store.figures import Figures, trains
 from dpmon.store.window import Window
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import NamedTuple
 
-from dpmon.model.numbers import duration, group, percent
 from dpmon.record.schema import EXPOSED, HELD, STEP, STEP_PHASES, WAIT, device_series
 from dpmon.store.tally import Tally
+from dpmon.text.quantities import duration, group, percent
 
 LEAST_SHARE = 0.05
 """Smallest excess to report, as a part of a step. Similar tools use 10 %. But a rank that is slower by 10 % also makes

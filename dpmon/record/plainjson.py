@@ -1,12 +1,14 @@
 """Reads JSON from a run's files. Replaces huge numbers and NaN by None, and rejects deep nesting: no run writes them.
 
-Uses the standard library only.
+Any program may have written an event, so its members are read with their types: a member of another type is None. Uses
+the standard library only.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 _ODD = re.compile(r"[0-9]{19}|[eE][+]?[0-9]{2}|NaN|Infinity")
@@ -51,3 +53,41 @@ def _tamed(value: Any, depth: int) -> Any:
     if isinstance(value, (int, float)) and not abs(value) < _LARGEST:
         return None
     return value
+
+
+# ------------------------------------------------------------------------------------------------ members of an event
+
+
+def number_in(data: Mapping[str, object], key: str) -> float | None:
+    """The finite number under `key`; a bool is not a number. Python's JSON accepts NaN and infinity."""
+    value = data.get(key)
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300:
+        return value
+    return None
+
+
+def whole_in(data: Mapping[str, object], key: str) -> int | None:
+    """The whole number under `key`; a bool is not a number."""
+    value = data.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def text_in(data: Mapping[str, object], key: str) -> str | None:
+    """The text under `key`."""
+    value = data.get(key)
+    return value if isinstance(value, str) else None
+
+
+def ns_in(data: Mapping[str, object], key: str) -> int | None:
+    """A time or a duration in seconds, as ns; None if it is negative or decades long."""
+    seconds = number_in(data, key)
+    return int(seconds * 1_000_000_000) if seconds is not None and 0 <= seconds < 1e9 else None
+
+
+def finite(value: object) -> object:
+    """The value with None for NaN and infinity, which only Python accepts as JSON."""
+    if isinstance(value, float) and not abs(value) < 1e308:
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): finite(one) for key, one in value.items()}
+    return [finite(one) for one in value] if isinstance(value, (list, tuple)) else value

@@ -21,6 +21,7 @@ __all__ = [
     "PHASES",
     "QUANTITIES",
     "REST",
+    "SECOND",
     "SETTLING",
     "SETTLING_STEPS",
     "SPAN_PHASES",
@@ -36,6 +37,8 @@ __all__ = [
     "phase_shown",
 ]
 
+SECOND = 1_000_000_000
+"""A second in ns."""
 
 # ------------------------------------------------------------------------------------------------ phases, quantities
 

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from dpmon.cleaning import clean
+from dpmon.model.communication import communication_facts
 from dpmon.model.evidence import DeviceFacts, ModeFacts
-from dpmon.model.finding import MIN_STEPS, duration_words, measured_modes, of_process
+from dpmon.model.finding import MIN_STEPS, measured_modes, of_process
 from dpmon.model.layouts import flow
 from dpmon.model.memory import reasons
-from dpmon.model.numbers import UNKNOWN, count_of, duration, percent
 from dpmon.model.pauses import Paused
 from dpmon.model.stragglers import sentence
 from dpmon.record.schema import EXPOSED, WAIT
@@ -19,8 +19,17 @@ from dpmon.report.document import Bars, Document, Entries, Findings, Paragraph, 
 from dpmon.report.plots import plots
 from dpmon.report.story import Story
 from dpmon.run.runs import short_name
-from dpmon.text.communicated import communication_facts
-from dpmon.text.quantities import clock, memory, memory_of, samples_rate
+from dpmon.text.quantities import (
+    UNKNOWN,
+    clock,
+    count_of,
+    duration,
+    duration_words,
+    memory,
+    memory_of,
+    percent,
+    samples_rate,
+)
 
 MAX_ROWS = 40
 _MAX_WARNINGS = 8

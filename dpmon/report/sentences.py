@@ -9,15 +9,14 @@ from collections.abc import Sequence
 from dpmon.model.announced import WAITS_KEPT
 from dpmon.model.compare import Comparison, sentence
 from dpmon.model.evidence import ModeFacts
-from dpmon.model.finding import duration_words, host_waits, of_process, partly_timed
-from dpmon.model.numbers import calls_so_far, count_of, percent
+from dpmon.model.finding import host_waits, of_process, partly_timed
 from dpmon.model.pauses import PauseTotals
 from dpmon.model.state import ModeChange
 from dpmon.record.names import RANK_MODES
 from dpmon.report.story import Story
 from dpmon.run.rundir import ExitInfo
 from dpmon.store.accounting import ACTIVITIES
-from dpmon.text.quantities import clock, quantity_words, run_time
+from dpmon.text.quantities import calls_so_far, clock, count_of, duration_words, percent, quantity_words, run_time
 
 _GAPS_NAMED = 3
 _LEAST_SHOWN_NS = 5_000_000

@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator
 
 from dpmon.cleaning import clean
-from dpmon.model.numbers import three
 from dpmon.report.document import Plot, Values
+from dpmon.text.quantities import three
 
 WIDTH, HEIGHT, ROW = 960.0, 300.0, 34.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70.0, 14.0, 16.0, 42.0

@@ -7,12 +7,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dpmon.cleaning import clean
-from dpmon.model.numbers import duration
 from dpmon.report.collect import collect
 from dpmon.report.document import Bars, Document, Entries, Findings, Paragraph, Part, Table, Verbatim
 from dpmon.report.sections import MAX_ROWS, document
 from dpmon.text.cells import cut
-from dpmon.text.quantities import clock
+from dpmon.text.quantities import clock, duration
 
 NARROWEST = 40
 _BARS = "▁▂▃▄▅▆▇█"

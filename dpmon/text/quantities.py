@@ -1,14 +1,70 @@
-"""Bytes, rates, clocks and time ranges as text, always with units and few digits, so that the width stays steady.
+"""The rules for writing numbers in words: durations, counts, shares, bytes, rates, clocks and time ranges. Pure.
 
-Durations, counts and percentages are in `dpmon.model.numbers`, because findings use them too.
+Three digits and the unit that makes them 1 to 999, so that the width stays steady; counts in full, with a comma every
+three digits.
 """
 
 from __future__ import annotations
 
-from dpmon.model.numbers import UNKNOWN, group, minutes, three
 from dpmon.record.schema import Quantity
 from dpmon.store.figures import Rate
 from dpmon.store.tally import Sum
+
+UNKNOWN = "–"
+_UNITS = ((1e3, "µs"), (1e6, "ms"), (1e9, "s"))
+
+
+def three(value: float) -> str:
+    """Three digits of a number below 1000: "1.25", "12.5", "125"."""
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def duration(ns: float | None, gap: str = " ") -> str:
+    """A duration in ns: "23.0 µs", "412 µs", "4.12 ms", "1.25 s"; at most 7 cells below 1000 s."""
+    if ns is None:
+        return UNKNOWN
+    scale, unit = next((each for each in _UNITS if ns < 999.5 * each[0]), _UNITS[-1])
+    return three(ns / scale) + gap + unit
+
+
+def minutes(seconds: float) -> str:
+    """A duration of a minute or more: "3 min 20 s", "2 h 05 min"."""
+    whole, rest = divmod(round(seconds), 60)
+    return f"{whole} min {rest:02d} s" if whole < 60 else f"{whole // 60} h {whole % 60:02d} min"
+
+
+def duration_words(ns: float | None) -> str:
+    """A duration with three digits: 412 µs, 12.3 ms, 4.50 s, 3 min 20 s."""
+    if ns is None or ns < 99.95e9:
+        return duration(ns)
+    return minutes(ns / 1e9)
+
+
+def group(number: int | None) -> str:
+    """A count with its digits in groups of three: 12340 -> "12,340"."""
+    return UNKNOWN if number is None else f"{number:,}"
+
+
+def percent(part: float | None) -> str:
+    """A share (0 to 1) in whole per cent; a positive one that rounds to 0 is "<1 %"."""
+    if part is None:
+        return UNKNOWN
+    return "<1 %" if 0 < part < 0.005 else f"{part * 100:.0f} %"
+
+
+def times(value: float, sign: str = "×") -> str:
+    """A ratio: "0.61×", "12.5×"."""
+    return (f"{value:.2f}" if value < 9.995 else f"{value:.1f}") + sign
+
+
+def calls_so_far(calls: int) -> str:
+    """The words for a run whose calls are not divided into steps yet."""
+    return f"{count_of(calls, 'call')} so far; the end of a step is not known yet"
+
+
+def count_of(count: int, word: str) -> str:
+    """A count with its noun: "1 row", "2 rows"."""
+    return f"{group(count)} {word}{'' if count == 1 else 's'}"
 
 
 def compact(number: float | None) -> str:
@@ -57,6 +113,16 @@ def memory_of(used: float | None, total: float | None) -> str:
     whole = memory(total)
     number, _, unit = memory(used).partition(" ")
     return f"{number} / {whole}" if whole.endswith(" " + unit) else f"{memory(used)} / {whole}"
+
+
+def gib(count: float) -> str:
+    """Bytes in GiB."""
+    return f"{count / (1 << 30):.1f} GiB"
+
+
+def mib(count: float) -> str:
+    """Bytes in MiB."""
+    return f"{count / (1 << 20):.1f} MiB"
 
 
 def quantity_words(quantity: Quantity, known: Sum, steps: int) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from dpmon.cleaning import clean
 from dpmon.model.finding import host_waits, partly_timed
-from dpmon.model.numbers import group, percent
 from dpmon.model.process import PHASES, Process
 from dpmon.model.ranks import distributed
 from dpmon.model.step_timeline import StepTimeline
@@ -16,7 +15,7 @@ from dpmon.record.kinds import Call
 from dpmon.record.schema import phase_shown
 from dpmon.store.figures import Figures, PhaseFigures
 from dpmon.text.cells import wrapped
-from dpmon.text.quantities import rate_words
+from dpmon.text.quantities import group, percent, rate_words
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row
 from dpmon.ui.scene import Scene

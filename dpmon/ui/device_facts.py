@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpmon.cleaning import clean
-from dpmon.model.members import number_in
-from dpmon.model.numbers import UNKNOWN, group
 from dpmon.model.state import DeviceTrack
+from dpmon.record.plainjson import number_in
 from dpmon.text.cells import right, span_width, wrapped
-from dpmon.text.quantities import memory, memory_of
+from dpmon.text.quantities import UNKNOWN, group, memory, memory_of
 from dpmon.ui.chart import area, resampled
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, width_of

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dpmon.model.numbers import count_of
 from dpmon.model.stragglers import RankTimes, Straggler
 from dpmon.text.cells import right
+from dpmon.text.quantities import count_of
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, fit
 

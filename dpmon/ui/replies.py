@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dpmon.cleaning import clean
-from dpmon.model.numbers import group
 from dpmon.record.schema import SPAN_PHASES
+from dpmon.text.quantities import group
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row
 from dpmon.ui.scene import SECOND, Scene

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dpmon.cleaning import clean
-from dpmon.model.numbers import UNKNOWN, calls_so_far
 from dpmon.model.process import Process
 from dpmon.model.ranks import distributed, world
 from dpmon.model.state import State
 from dpmon.record.names import RANK_MODES
 from dpmon.run.activities import IDLE
-from dpmon.text.quantities import clock
+from dpmon.text.quantities import UNKNOWN, calls_so_far, clock
 
 PANELS = ("devices", "replicas", "batch", "compare", "output")
 NAMES = {

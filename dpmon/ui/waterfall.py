@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from dpmon.cleaning import clean
-from dpmon.model.numbers import count_of, duration, group
 from dpmon.model.process import Process
 from dpmon.model.step_timeline import Lane, Piece, StepTimeline, last_step_timeline
 from dpmon.record.schema import phase_shown
 from dpmon.store.answers import LastSample
 from dpmon.text.cells import cut, right, span_width
+from dpmon.text.quantities import count_of, duration, group
 from dpmon.ui.chart import busy_signs, ceiling
 from dpmon.ui.look import LETTERS, Glyphs, Look, letter_in
 from dpmon.ui.rows import Row, Span, fit, merged, width_of

@@ -17,7 +17,6 @@ import pytest
 import writer
 from running import Dpmon, until_unsupervised, wait_for
 
-from dpmon.model.numbers import duration
 from dpmon.record.spans import Kind
 from dpmon.ring_file import RingError
 from dpmon.run import proc
@@ -25,7 +24,7 @@ from dpmon.run.rundir import load_info
 from dpmon.span_reader import SpanReader
 from dpmon.store.drain import Drain
 from dpmon.store.quantiles import bucket, middle
-from dpmon.text.quantities import compact
+from dpmon.text.quantities import compact, duration
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,6 @@ from dpmon.cli.commands import _describe
 from dpmon.cli.lines import Lines
 from dpmon.cli.progress import ProgressLines
 from dpmon.cli.summary import summary_lines
-from dpmon.model.numbers import duration, percent
 from dpmon.record.schema import PHASES, REST, STEP
 from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
@@ -31,7 +30,7 @@ from dpmon.store.figures import Figures, rate_as_fields
 from dpmon.store.opened import open_store
 from dpmon.store.window import Window
 from dpmon.supervise.metrics import Metrics
-from dpmon.text.quantities import compact, rate_words, samples_rate
+from dpmon.text.quantities import compact, duration, percent, rate_words, samples_rate
 from dpmon.ui.feed import Feed
 from dpmon.ui.panels import panel_batch, panel_compare
 from dpmon.ui.panels.panel_status import status

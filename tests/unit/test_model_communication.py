@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from joined import MS, ddp_event, joined_ranks
 
-from dpmon.model.announced import Announced
-from dpmon.model.communication import Communication, Wrapper, communication, newest_wrappers, wrapper
+from dpmon.model.announced import Announced, newest_wrappers, wrapper
+from dpmon.model.communication import Communication, Wrapper, communication
 from dpmon.model.evidence import Evidence, ModeFacts
 from dpmon.model.finding import MIN_STEPS, Finding
 from dpmon.model.findings import findings

@@ -10,10 +10,11 @@ import pytest
 
 from dpmon.model.compare import Comparison, Interval
 from dpmon.model.evidence import BatchFacts, DeviceFacts, Evidence, HostFacts, LongStep, ModeFacts, ReplicaFacts
-from dpmon.model.finding import MIN_STEPS, duration_words
+from dpmon.model.finding import MIN_STEPS
 from dpmon.model.findings import findings
 from dpmon.model.memory import Held
 from dpmon.store.figures import PhaseFigures
+from dpmon.text.quantities import duration_words
 
 MS = 1_000_000
 SECOND = 1_000_000_000

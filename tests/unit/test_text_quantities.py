@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from dpmon.model.numbers import duration, group, minutes, percent, times
 from dpmon.record.schema import Quantity
 from dpmon.store.tally import Sum
-from dpmon.text.quantities import clock, compact, memory, memory_of, quantity_words, run_time
+from dpmon.text.quantities import (
+    clock,
+    compact,
+    duration,
+    group,
+    memory,
+    memory_of,
+    minutes,
+    percent,
+    quantity_words,
+    run_time,
+    times,
+)
 
 SECOND = 1_000_000_000
 

@@ -19,11 +19,11 @@ from dpmon.cli.speak import closing
 from dpmon.cli.summary import summary_lines
 from dpmon.model.compare import sentence
 from dpmon.model.history import pictured
-from dpmon.model.numbers import duration
 from dpmon.model.pace import speed
 from dpmon.model.process import ProcessFacts
 from dpmon.record.kinds import Step
 from dpmon.run.rundir import load_exit
+from dpmon.text.quantities import duration
 from dpmon.ui.dialogs import Commands, Pages
 from dpmon.ui.footer import timeline
 from dpmon.ui.keys import COMMANDS, PLAYED, possible

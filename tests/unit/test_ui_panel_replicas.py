@@ -9,8 +9,8 @@ from typing import Any
 from situations import FACTS, LOOK, focused, rows_text, scene_of, situations, state_of, text_of, with_call
 from synthetic import Training, decoded
 
-from dpmon.model.numbers import duration
 from dpmon.record.kinds import Call, Event, Record, Size, Step
+from dpmon.text.quantities import duration
 from dpmon.ui.paint import places, scroll_room
 from dpmon.ui.panels import panel_replicas
 from dpmon.ui.rows import plain

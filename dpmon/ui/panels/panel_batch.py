@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from dpmon.model.history import Picture, pictured
-from dpmon.model.numbers import duration, group, percent
 from dpmon.model.process import NO_STEPS, Process
 from dpmon.model.ranks import distributed, training
 from dpmon.model.step_timeline import last_step_timeline
@@ -14,7 +13,7 @@ from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import phase_shown
 from dpmon.store.figures import Figures, PhaseFigures
 from dpmon.text.cells import cut, right
-from dpmon.text.quantities import clock, quantity_words, span_words
+from dpmon.text.quantities import clock, duration, group, percent, quantity_words, span_words
 from dpmon.ui.batch_notes import notes, usual
 from dpmon.ui.chart import scale_top, stacked
 from dpmon.ui.look import LETTERS, Look, letter_in

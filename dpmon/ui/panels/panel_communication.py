@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dpmon.cleaning import clean
-from dpmon.model.communication import Communication
+from dpmon.model.communication import Communication, communication_facts
 from dpmon.model.found_between_ranks import between_ranks
-from dpmon.model.numbers import duration, percent
 from dpmon.model.ranks import distributed
 from dpmon.text.cells import right, wrapped
-from dpmon.text.communicated import communication_facts
+from dpmon.text.quantities import duration, percent
 from dpmon.ui.look import Look
 from dpmon.ui.panels import panel_ranks
 from dpmon.ui.rows import Row

@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from dpmon.cleaning import clean
 from dpmon.model.compare import Comparison, Peak, sentence
 from dpmon.model.memory import HOST
-from dpmon.model.numbers import UNKNOWN, count_of, duration, group, percent, times
 from dpmon.model.process import PHASES
 from dpmon.model.step_timeline import Piece
 from dpmon.record.schema import REST, SETTLING_STEPS, phase_named, phase_shown
 from dpmon.store.figures import Figures
 from dpmon.text.cells import cut, right, wrapped
-from dpmon.text.quantities import compact, memory
+from dpmon.text.quantities import UNKNOWN, compact, count_of, duration, group, memory, percent, times
 from dpmon.ui.chart import ceiling
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, width_of

@@ -10,14 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpmon.cleaning import clean
-from dpmon.model.members import number_in
 from dpmon.model.memory import Held, held_by
 from dpmon.model.memory import reasons as reasons_of_memory
-from dpmon.model.numbers import UNKNOWN
 from dpmon.model.ranks import training
 from dpmon.model.state import DeviceTrack
+from dpmon.record.plainjson import number_in
 from dpmon.text.cells import cut, right, span_width
-from dpmon.text.quantities import memory, memory_of
+from dpmon.text.quantities import UNKNOWN, memory, memory_of
 from dpmon.ui.chart import bar, parts_bar, resampled, spark
 from dpmon.ui.device_facts import device_name, facts, label, mine, reasons
 from dpmon.ui.look import Look

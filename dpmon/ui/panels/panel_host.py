@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dpmon.cleaning import clean
-from dpmon.model.members import number_in
-from dpmon.model.numbers import UNKNOWN
+from dpmon.record.plainjson import number_in
 from dpmon.text.cells import right, wrapped
-from dpmon.text.quantities import memory, memory_of
+from dpmon.text.quantities import UNKNOWN, memory, memory_of
 from dpmon.ui.chart import area, resampled, spark
 from dpmon.ui.device_facts import reasons
 from dpmon.ui.look import Look

@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dpmon.model.numbers import group
 from dpmon.text.cells import span_width
+from dpmon.text.quantities import group
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, cropped, merged, plain, width_of
 from dpmon.ui.scene import NAMES, Scene

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from dpmon.cleaning import clean
 from dpmon.model.communication import Communication
-from dpmon.model.numbers import UNKNOWN, count_of, duration, group
 from dpmon.model.process import CallTrack, Process
 from dpmon.model.ranks import training, world
 from dpmon.model.stragglers import RankTimes, Straggler, in_short, sentence
 from dpmon.text.cells import right, span_width, wrapped
+from dpmon.text.quantities import UNKNOWN, count_of, duration, group
 from dpmon.ui.chart import busy_bar, busy_legend
 from dpmon.ui.look import Look
 from dpmon.ui.panels.panel_replicas import every_size, kind, shown, size_text

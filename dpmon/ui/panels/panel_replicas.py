@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dpmon.cleaning import clean
-from dpmon.model.numbers import UNKNOWN, count_of, duration, group
 from dpmon.model.process import CallTrack, Process
 from dpmon.record.kinds import Call, Replica, Size, rows_of
 from dpmon.text.cells import cut, right, span_width, wrapped
-from dpmon.text.quantities import memory
+from dpmon.text.quantities import UNKNOWN, count_of, duration, group, memory
 from dpmon.ui.chart import bar, range_bar
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, fit

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dpmon.cleaning import clean
-from dpmon.model.numbers import duration, group
 from dpmon.model.pace import Speed, speed
 from dpmon.model.process import NO_STEPS
 from dpmon.model.ranks import world
 from dpmon.model.stragglers import in_short
 from dpmon.text.cells import cut, right, span_width
-from dpmon.text.quantities import clock, compact, within_words
+from dpmon.text.quantities import clock, compact, duration, group, within_words
 from dpmon.ui.look import Look
 from dpmon.ui.panels.panel_batch import figures
 from dpmon.ui.replies import answer

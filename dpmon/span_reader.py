@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dpmon.record.plainjson import load_json
-from dpmon.record.spans import LAP_AT, Span, unpacked
+from dpmon.record.spans import DOING, LAP_AT, Span, unpacked
 from dpmon.ring_file import HEADER_BYTES, RingError, read_around, read_whole
 from dpmon.span_ring import FORMAT, KINDS_AT, SLOT, SLOT_BYTES, THREADS, Word
 
@@ -99,6 +99,14 @@ class SpanReader:
         `thread`: its number; None for the training thread. The start is 0 for a thread that has begun no span.
         """
         return current_span_in(self.words(), thread)
+
+    def activity(self) -> tuple[str, int]:
+        """Return the activity of the training thread, and when it began (monotonic ns; 0 if nothing has begun).
+
+        One of data, copy, forward, backward, optimizer, paused; "other": in the script; "ended".
+        """
+        kind, since = self.current_span()
+        return "ended" if self.ended() else DOING.get(kind, "other"), since
 
     def request(self, mode: int) -> int:
         """Ask the training process for `mode`. Return the serial of the request, to compare with `acknowledged`."""

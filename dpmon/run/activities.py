@@ -11,9 +11,9 @@ from typing import NamedTuple
 from dpmon.ring_file import RingError
 from dpmon.run import proc
 from dpmon.run.notes import every_uncaught, read_notes
-from dpmon.run.rings import ProcessRing
 from dpmon.run.rundir import ExitInfo, RunInfo, ring_paths
 from dpmon.run.waiting import waits_since
+from dpmon.span_reader import SpanReader
 
 QUIET_NS = 10_000_000_000
 """A lack of progress is reported after this time."""
@@ -66,14 +66,14 @@ def newest_stage(found: Mapping[int, Stage], alive: Callable[[int], bool] = lamb
     return max(busy, key=lambda stage: stage[1], default=None)
 
 
-def ring_activities(directory: Path) -> Iterator[tuple[int, ProcessRing, str, int]]:
-    """Yield number and ring of each training process, its activity, and the activity's start (monotonic ns).
+def ring_activities(directory: Path) -> Iterator[tuple[SpanReader, str, int]]:
+    """Yield the ring of each training process, its activity, and the activity's start (monotonic ns).
 
     The ring is open until the next item is requested.
     """
     for path in ring_paths(directory):
-        with contextlib.suppress(RingError, OSError), contextlib.closing(ProcessRing(str(path))) as ring:
-            yield ring.process, ring, *ring.activity()
+        with contextlib.suppress(RingError, OSError), contextlib.closing(SpanReader(str(path))) as ring:
+            yield ring, *ring.activity()
 
 
 def process_activities(directory: Path, *, over: bool) -> list[ProcessActivity]:
@@ -82,11 +82,11 @@ def process_activities(directory: Path, *, over: bool) -> list[ProcessActivity]:
     `over`: whether the run has ended.
     """
     found = []
-    for process, ring, name, since in ring_activities(directory):
+    for ring, name, since in ring_activities(directory):
         doing = _WORDS.get(name, f"in {name}")
         if not over and name != "ended" and not proc.alive(ring.pid, None):
             doing = "gone"
-        found.append(ProcessActivity(process, ring.rank, ring.pid, doing, since))
+        found.append(ProcessActivity(ring.process, ring.rank, ring.pid, doing, since))
     known = {one.pid for one in found}
     for pid, (text, since) in stages(directory).items():
         if pid not in known and text not in IDLE and (over or proc.alive(pid, None)):

@@ -114,7 +114,7 @@ def _deaths(directory: Path, stages: list[Note]) -> list[Death]:
     if not notes:
         return []
     ranks = {note.pid: int(match[1]) for note in stages if (match := _RANK.search(note.text)) is not None}
-    ranks |= {ring.pid: ring.rank for _, ring, _, _ in ring_activities(directory) if ring.rank is not None}
+    ranks |= {ring.pid: ring.rank for ring, _, _ in ring_activities(directory) if ring.rank is not None}
     return [Death(note.pid, note.at_ns, int(note.text), ranks[note.pid]) for note in notes if note.pid in ranks]
 
 

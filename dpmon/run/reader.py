@@ -10,14 +10,13 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from dpmon.record.names import mode_number
 from dpmon.ring_file import RingError
 from dpmon.run import proc
 from dpmon.run.activities import newest_stage, process_activities, stages, stall_text
 from dpmon.run.condition import command_alive, supervised
-from dpmon.run.rings import ProcessRing
 from dpmon.run.rundir import (
     INFO_FILE,
     ExitInfo,
@@ -29,13 +28,10 @@ from dpmon.run.rundir import (
     ring_paths,
 )
 from dpmon.run.waiting import waits_since
-
-_Answer = TypeVar("_Answer")
+from dpmon.span_reader import SpanReader
 
 NO_TRAINING = "no training process is running"
 """Why a request has no addressee."""
-_LOOK_S = 0.1
-"""Time between two checks whether a process is alive."""
 _RANKS = "the ranks of a distributed training wait for each other: pausing would let their collectives time out"
 
 
@@ -50,56 +46,6 @@ class PauseState(NamedTuple):
     """When the last training process paused (monotonic); None while one runs."""
 
 
-class _LiveProcess:
-    """The ring of a training process: its activity, and requests to it."""
-
-    def __init__(self, ring: ProcessRing) -> None:
-        self.ring = ring
-        self.asked = 0
-        self._seen_alive = 0.0
-
-    def alive(self) -> bool:
-        """Whether the ring's process runs. The result of a check is reused for a moment."""
-        return self.doing()[0] != "ended"
-
-    def _ask(self, ask: Callable[[ProcessRing], _Answer], otherwise: _Answer) -> _Answer:
-        """The ring's answer; `otherwise` if the ring cannot be read."""
-        try:
-            return ask(self.ring)
-        except (RingError, OSError):
-            return otherwise
-
-    def activity(self) -> tuple[str, int]:
-        return self._ask(ProcessRing.activity, ("ended", 0))
-
-    def doing(self) -> tuple[str, int]:
-        """The activity; "ended" also for a process that was killed."""
-        found = self.activity()
-        if found[0] == "ended":
-            return "ended", 0
-        now = time.monotonic()
-        if now - self._seen_alive >= _LOOK_S:
-            self._seen_alive = now if proc.alive(self.ring.pid, None) else 0.0
-        return found if self._seen_alive > 0 else ("ended", 0)
-
-    def request(self, mode: int) -> bool:
-        asked = self._ask(lambda ring: ring.request(mode), None)
-        self.asked = self.asked if asked is None else asked
-        return asked is not None
-
-    def request_pause(self, paused: bool) -> bool:
-        return self._ask(lambda ring: ring.request_pause(paused), None) is not None
-
-    def request_sample(self) -> bool:
-        return self._ask(lambda ring: ring.request_sample(), None) is not None
-
-    def pause_requests(self) -> tuple[int, int]:
-        return self._ask(lambda ring: ring.pause_requests(), (0, 0))
-
-    def waiting(self) -> bool:
-        return self._ask(lambda ring: ring.acknowledged()[0] < self.asked, False)
-
-
 class RunReader:
     """Watches the processes of the run in `directory`."""
 
@@ -112,8 +58,10 @@ class RunReader:
         self._known_exit = known_exit
         self._stamp = 0
         self.info: RunInfo = load_info(directory)
-        self._processes: dict[str, _LiveProcess] = {}
-        """Training processes by the name of their ring."""
+        self._rings: dict[str, SpanReader] = {}
+        """Rings of training processes by file name."""
+        self._asked: dict[int, int] = {}
+        """The last request for a mode, by process."""
         self._exit: ExitInfo | None = None
 
     def refresh(self) -> RunInfo:
@@ -129,9 +77,9 @@ class RunReader:
 
     def close(self) -> None:
         """Close the descriptors; the reader is of no further use."""
-        for process in self._processes.values():
-            process.ring.close()
-        self._processes.clear()
+        for ring in self._rings.values():
+            ring.close()
+        self._rings.clear()
 
     # ------------------------------------------------------------------------------------------ state
 
@@ -152,8 +100,10 @@ class RunReader:
 
     def activities(self) -> dict[int, tuple[str, int]]:
         """Each training process's activity and its start (monotonic ns); "ended" also for a killed one."""
-        self._find_processes()
-        return {process.ring.process: process.doing() for process in self._processes.values()}
+        for path in ring_paths(self.directory, self._rings):
+            with contextlib.suppress(RingError, OSError):  # its header will be complete in a moment
+                self._rings[path.name] = SpanReader(str(path))
+        return {ring.process: _doing(ring) for ring in self._rings.values()}
 
     def exit(self) -> ExitInfo | None:
         """How the run ended; None while it runs."""
@@ -174,11 +124,15 @@ class RunReader:
     def request_mode(self, mode: str) -> int:
         """Request `mode` (dp or single) of every training process; return their number. ValueError for other modes."""
         number = mode_number(mode)
-        return sum(process.request(number) for process in self._training())
+
+        def ask(ring: SpanReader) -> None:
+            self._asked[ring.process] = ring.request(number)
+
+        return self._ask(ask)
 
     def pending(self) -> bool:
         """Whether a living process has not yet acted on the last request."""
-        return any(process.waiting() for process in self._training())
+        return any(ring.acknowledged()[0] < self._asked.get(ring.process, 0) for ring in self._training())
 
     def request_pause(self, paused: bool) -> int:
         """Ask every training process to pause between two steps, or to resume; return the number of processes.
@@ -187,24 +141,24 @@ class RunReader:
         """
         if paused and self.pause_refusal() is not None:
             return 0
-        return sum(process.request_pause(paused) for process in self._training())
+        return self._ask(lambda ring: ring.request_pause(paused))
 
     def request_sample(self) -> int:
         """Ask every training process to sample the collectives of one step soon; return the number of processes."""
-        return sum(process.request_sample() for process in self._training())
+        return self._ask(SpanReader.request_sample)
 
     def pause_refusal(self) -> str | None:
         """Why the training cannot be paused now; None if a pause can be requested."""
         training = self._training()
         if not training:
             return NO_TRAINING
-        return _RANKS if any((process.ring.world or 1) > 1 for process in training) else None
+        return _RANKS if any((ring.world or 1) > 1 for ring in training) else None
 
     def paused(self) -> PauseState:
         """The last request for a pause, whether it is in force, and the start of the pause."""
         training = self._training()
-        requests = [process.pause_requests() for process in training]
-        doing = [process.activity() for process in training]
+        requests = [ring.pause_requests() for ring in training]
+        doing = [ring.activity() for ring in training]
         paused = bool(doing) and all(what == "paused" for what, _ in doing)
         return PauseState(
             wanted=any(asked & 1 for asked, _ in requests),
@@ -212,16 +166,29 @@ class RunReader:
             since_ns=max(since for _, since in doing) if paused else None,
         )
 
-    def _training(self) -> list[_LiveProcess]:
-        self._find_processes()
-        return [process for process in self._processes.values() if process.alive()]
+    def _training(self) -> list[SpanReader]:
+        doing = self.activities()
+        return [ring for ring in self._rings.values() if doing[ring.process][0] != "ended"]
 
-    def _find_processes(self) -> None:
-        for path in ring_paths(self.directory, self._processes):
-            with contextlib.suppress(RingError, OSError):  # its header will be complete in a moment
-                self._processes[path.name] = _LiveProcess(ProcessRing(str(path)))
+    def _ask(self, request: Callable[[SpanReader], object]) -> int:
+        """Send a request to every training process; return the number of processes that can be asked."""
+        count = 0
+        for ring in self._training():
+            with contextlib.suppress(RingError, OSError):
+                request(ring)
+                count += 1
+        return count
 
     @property
     def output_paths(self) -> tuple[Path, ...]:
         """The files with the script's output (dpmon.run.rundir)."""
         return output_paths(self.directory, self.info)
+
+
+def _doing(ring: SpanReader) -> tuple[str, int]:
+    """The activity of a process; "ended" also if it was killed, or if its ring cannot be read."""
+    with contextlib.suppress(RingError, OSError):
+        name, since = ring.activity()
+        if name != "ended" and proc.alive(ring.pid, None):
+            return name, since
+    return "ended", 0

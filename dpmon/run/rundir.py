@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.errors import DpmonError
+from dpmon.record.plainjson import load_json
 from dpmon.run.files import open_file, read_file, remove_file, replace_file
 
 INFO_FILE = "run.json"
@@ -21,8 +22,6 @@ STOP_FILE = "stop-asked"
 """Its modification time is when the user last asked the run to stop."""
 _STOP_HOLDS_S = 300.0
 _MAX_JSON_BYTES = 1 << 22
-_MAX_DEPTH = 8
-_MAX_INT = 1 << 63
 MAX_SECONDS = 1e11
 """Three thousand years: a longer time, or a value that is not a number, did not come from a run."""
 MAX_STATUS = 255
@@ -97,8 +96,9 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def _checked(kind: type[Any], data: Any, path: Path) -> dict[str, Any]:
-    """The members of `data` that `kind` has, each of its declared type; RunError for anything else."""
+def _load(kind: type[Any], path: Path) -> dict[str, Any]:
+    """The members in a file that `kind` has, each of its declared type; RunError for anything else."""
+    data = load_json(read_file(path, _MAX_JSON_BYTES))
     if not isinstance(data, dict):
         raise RunError(f"{path} is not a JSON object")
     found: dict[str, Any] = {}
@@ -111,27 +111,10 @@ def _checked(kind: type[Any], data: Any, path: Path) -> dict[str, Any]:
             raise RunError(f"{path}: {member.name} is not a {declared}")
         if declared.startswith("float") and isinstance(value, (int, float)) and not abs(value) < MAX_SECONDS:
             raise RunError(f"{path}: {member.name} is out of range")
-        if declared.startswith("int") and isinstance(value, int) and not abs(value) < _MAX_INT:
-            raise RunError(f"{path}: {member.name} is out of range")
         if isinstance(value, list):
             value = tuple(str(item) for item in value)
         found[member.name] = value
     return found
-
-
-def _load(path: Path) -> Any:
-    found = json.loads(read_file(path, _MAX_JSON_BYTES))
-    if not _is_shallow(found, _MAX_DEPTH):
-        raise RunError(f"{path} is nested deeper than any run's")
-    return found
-
-
-def _is_shallow(value: Any, depth: int) -> bool:
-    """Whether `value` is nested at most `depth` deep, so that recursive code can handle it."""
-    if not isinstance(value, (dict, list)):
-        return True
-    inner = value.values() if isinstance(value, dict) else value
-    return depth > 0 and all(_is_shallow(one, depth - 1) for one in inner)
 
 
 def load_info(directory: Path) -> RunInfo:
@@ -139,13 +122,13 @@ def load_info(directory: Path) -> RunInfo:
     path = directory / INFO_FILE
     check_directory(directory)
     try:
-        info = RunInfo(**_checked(RunInfo, _load(path), path))
+        info = RunInfo(**_load(RunInfo, path))
         if not _FILE_NAME.fullmatch(info.id) or not _NAME.fullmatch(info.name):
             # The id and the name become parts of file names.
             raise RunError(f"{path}: the id or the name is not valid")
         # With other values a screen would redraw all the time, or never.
         return info if 0.1 <= info.refresh <= 60 else replace(info, refresh=1.0)
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise RunError(f"{directory} is not a run: {error}") from None
 
 
@@ -153,10 +136,10 @@ def load_exit(directory: Path) -> ExitInfo | None:
     """The contents of exit.json; None without a readable one."""
     path = directory / EXIT_FILE
     try:
-        how = ExitInfo(**_checked(ExitInfo, _load(path), path))
+        how = ExitInfo(**_load(ExitInfo, path))
         if how.status is not None and not 0 <= how.status <= MAX_STATUS:
             return None
-    except (OSError, ValueError, TypeError, RecursionError, RunError):
+    except (OSError, ValueError, TypeError, RunError):
         return None
     asked = stop_asked_unix(directory)
     return replace(how, stopped=asked is not None and how.ended_unix - asked < _STOP_HOLDS_S)

@@ -12,14 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import dpmon
-from dpmon.ring_file import RingError
 from dpmon.run import proc
+from dpmon.run.activities import ring_activities
 from dpmon.run.condition import exit_info, unknown_exit
 from dpmon.run.files import open_file
 from dpmon.run.notes import uncaught_in
 from dpmon.run.proc import open_pidfd, wait_status
-from dpmon.run.rings import ProcessRing
-from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, ring_paths
+from dpmon.run.rundir import ExitInfo, RunInfo, load_exit
 from dpmon.run.signalling import is_named
 from dpmon.run.terminal import Terminal
 from dpmon.supervise.start import ignored_again
@@ -143,10 +142,7 @@ def last_sign(directory: Path, info: RunInfo) -> int:
     for name in ("output.log", "stdout.log", "stderr.log"):
         with contextlib.suppress(OSError):
             end = max(end, info.start_ns + int(((directory / name).lstat().st_mtime - info.started_unix) * 1e9))
-    for path in ring_paths(directory):
-        with contextlib.suppress(RingError, OSError), contextlib.closing(ProcessRing(str(path))) as ring:
-            end = max(end, ring.activity()[1])
-    return end
+    return max([end, *(since for _, _, since in ring_activities(directory))])
 
 
 def find_command(directory: Path) -> proc.ProcessEntry | None:

@@ -18,7 +18,7 @@ from tracing import Script, Traced, text_of
 from dpmon.record.kinds import Step
 from dpmon.run import proc
 from dpmon.run.reader import RunReader
-from dpmon.run.rings import ProcessRing
+from dpmon.span_reader import SpanReader
 from dpmon.tracer.core.session import Config, Session
 from dpmon.tracer.steps.pause import Pauser
 from dpmon.tracer.steps.recorder import Recorder
@@ -45,23 +45,23 @@ def supervised(script: Script, pid: int | None = None) -> None:
     (script.directory / "run.json").write_text(text)
 
 
-def is_paused(ring: ProcessRing) -> bool:
+def is_paused(ring: SpanReader) -> bool:
     return ring.activity()[0] == "paused"
 
 
-def answered(ring: ProcessRing) -> bool:
+def answered(ring: SpanReader) -> bool:
     asked, answer = ring.pause_requests()
     return asked == answer
 
 
-def pause(ring: ProcessRing) -> int:
+def pause(ring: SpanReader) -> int:
     """Request a pause and wait until it has begun; return the request."""
     asked = ring.request_pause(True)
     wait_for(lambda: answered(ring) and is_paused(ring), what="a pause")
     return asked
 
 
-def go_on(ring: ProcessRing) -> None:
+def go_on(ring: SpanReader) -> None:
     """Request its end and wait for it."""
     ring.request_pause(False)
     wait_for(lambda: answered(ring) and not is_paused(ring), what="the end of a pause")
@@ -318,7 +318,7 @@ def test_an_interrupt_ends_a_pause_that_was_requested_again_meanwhile(
     (tmp_path / "run.json").write_text(json.dumps(about))
     session = Session(Config(str(tmp_path), 0, "script", None, ()))
     assert session.ready()
-    reader = ProcessRing(str(tmp_path / "process-0.ring"))
+    reader = SpanReader(str(tmp_path / "process-0.ring"))
     slept = []
 
     def sleep(_: float) -> None:

@@ -25,7 +25,7 @@ import dpmon
 from dpmon.record.history_rows import Resolver, Row
 from dpmon.record.kinds import Call, Event, Record, RecordError, Step
 from dpmon.ring_file import RingError
-from dpmon.run.rings import ProcessRing
+from dpmon.span_reader import SpanReader
 from dpmon.store.sources import SpanSource
 from dpmon.store.tables import RingRow
 
@@ -222,13 +222,16 @@ def _lines(path: Path) -> tuple[str, ...]:
     return tuple(line.split(" ", 2)[2] for line in path.read_text().splitlines())
 
 
-class ScriptRing(ProcessRing):
+class ScriptRing:
     """The ring of a script, with its rows."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(str(path))
+        self._ring = ring = SpanReader(str(path))
         self._source = SpanSource(path, None)
-        self._row = RingRow(path.name, self.process, self.rank, self.pid)
+        self._row = RingRow(path.name, ring.process, ring.rank, ring.pid)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ring, name)
 
     def read(self, *, gone: bool = False) -> list[Row]:
         """Return the new rows; `gone`: the process has ended."""
@@ -257,7 +260,7 @@ class ScriptRing(ProcessRing):
 
     def close(self) -> None:
         self._source.close()
-        super().close()
+        self._ring.close()
 
 
 def read_run(directory: Path, origin_ns: int = 0) -> tuple[list[Record], int, list[str]]:

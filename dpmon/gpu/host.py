@@ -55,26 +55,23 @@ class HostSampler:
 
         `root_pid`: the run's command; None before its start.
         """
-        memory = _reported(psutil.virtual_memory)
+        memory = psutil.virtual_memory()
         run_cpu, run_mem = self._run(root_pid)
         return with_reasons(
             {
                 "cpu_pct": self._machine_cpu(),
                 # What is not available to a new program.
-                "mem_used_bytes": memory if isinstance(memory, Missing) else int(memory.total - memory.available),
-                "mem_total_bytes": memory if isinstance(memory, Missing) else int(memory.total),
+                "mem_used_bytes": int(memory.total - memory.available),
+                "mem_total_bytes": int(memory.total),
                 "run_cpu_pct": run_cpu,
                 "run_mem_bytes": run_mem,
                 "cpus": os.cpu_count(),
-                "load_1m": _reported(lambda: round(os.getloadavg()[0], 2)),
+                "load_1m": round(os.getloadavg()[0], 2),
             }
         )
 
     def _machine_cpu(self) -> float | Missing:
-        times = _reported(psutil.cpu_times)
-        if isinstance(times, Missing):
-            self._machine = None
-            return times
+        times = psutil.cpu_times()
         # User time already includes the time of guests.
         total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
         busy = total - times.idle - getattr(times, "iowait", 0.0)
@@ -226,10 +223,3 @@ class ProportionalMemory:
         present = set(parents.values())
         self._typical = {parent: mean for parent, mean in self._typical.items() if parent in present}
         self._typical.update({parent: sum(each) / len(each) for parent, each in by_parent.items()})
-
-
-def _reported(read: Callable[[], Any]) -> Any:
-    try:
-        return read()
-    except (OSError, psutil.Error, RuntimeError) as error:
-        return Missing(f"the system does not report it: {error}")

@@ -14,7 +14,6 @@ VALUES = tuple(each.name for each in DEVICE.fields if each.name not in ("t_s", "
 _WITHOUT_NVML = ("uuid", "name", "visible", "ordinals", "mem_torch_bytes")
 """The fields of a lost GPU that stay known."""
 MAX_PROCESSES = 16
-MAX_USES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +80,6 @@ def compose(index: int, answers: Mapping[str, Any], run: Run, uuids: Set[str], l
     if lost:
         values = {name: value if name in _WITHOUT_NVML else Missing(lost) for name, value in values.items()}
     return {"index": index, **with_reasons(values)}
-
-
-def uses_of(process: int, devices: Any) -> tuple[TorchUse, ...]:
-    """Return the GPUs in the `devices` of a process's `memory` record, without invalid entries."""
-    uses = []
-    for device in devices[:MAX_USES] if isinstance(devices, list) else ():
-        if isinstance(device, Mapping) and isinstance(device.get("uuid"), str):
-            reserved = device.get("reserved_bytes")
-            known = reserved if isinstance(reserved, int) and not isinstance(reserved, bool) else None
-            uses.append(TorchUse(process, str(device.get("device")), device["uuid"], known))
-    return tuple(uses)
 
 
 def _torch(run: Run, uuids: Set[str]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Samples the devices and the host of a run, once a second.
 
-One thread samples the host. Other threads ask NVML (see `watch`). An NVML call may take seconds or never return, so
-nothing waits for these threads.
+One thread samples the host. One starts NVML and counts the GPUs, and one asks about each GPU. An NVML call may take
+seconds or never return. It blocks only its own thread; a GPU then gets a second one. Nothing waits for these threads:
+samples are composed from the answers that they have stored (`Card.sample`).
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ from typing import Any
 
 import psutil
 
-from dpmon.gpu.card import Card
+from dpmon.gpu.card import RETRY_S, SILENT_S, Asker, Card
 from dpmon.gpu.host import HostSampler
-from dpmon.gpu.nvml import Nvml, leave
-from dpmon.gpu.sample import Run, TorchUse, uses_of
+from dpmon.gpu.nvml import CallFailed, Nvml, leave
+from dpmon.gpu.sample import NOT_ASKED, Run, TorchUse
 from dpmon.gpu.visible import Gpu, visible_gpus
-from dpmon.gpu.watch import GpuWatch
 
+NVML_PERIOD_S = 1.0
+"""Shortest period of questions to NVML, because the driver answers while it holds a lock that the training needs."""
+MAX_GPUS = 64
 SAME_WARNING_S = 60.0
 """Shortest time between two warnings with the same text."""
 MAX_WARNINGS = 256
-MAX_USES = 1024
+_MAX_ASKERS = 2
+"""Most threads of one GPU."""
 _STOP_S = 1.0
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # the kernel's fixed inode number for it (include/linux/proc_ns.h)
 
@@ -45,37 +49,38 @@ class DeviceSampler:
         self._emit = emit
         self._root_pid = root_pid
         self._interval_s = interval_s
+        self._period_s = max(interval_s, NVML_PERIOD_S)
+        self._nvml = nvml()
         self._environment: dict[str, str] | None = None
         self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._cards: tuple[Card, ...] = ()
+        self._opening_s: float | None = None
+        self._absent: str | None = "NVML has not answered yet"
         self._pids: frozenset[int] = frozenset()
         self._same_pids = pids_are_shared()
-        self._uses: dict[int, tuple[int, tuple[TorchUse, ...]]] = {}
-        """Per process of the run: its process id, and its last report of GPUs."""
+        self._reports: dict[int, Mapping[str, Any]] = {}
+        """The last `memory` record of each process of the run, by process id."""
         self._warned: dict[str, float] = {}
         self._warned_lock = threading.Lock()
-        self._watch = GpuWatch(nvml(), interval_s, self._emit_device, self.warn)
-        self._host = threading.Thread(target=self._watch_host, name="dpmon host", daemon=True)
 
     def start(self) -> None:
         """Begin to sample; the first samples are written at once."""
-        self._watch.start()
-        self._host.start()
+        self._spawn(self._keep_open, "dpmon nvml")
+        self._spawn(self._watch_host, "dpmon host")
 
     def stop(self) -> None:
         """Stop sampling within about a second, even if NVML never answers."""
         self._stop.set()
         until = time.monotonic() + _STOP_S
-        if self._host.ident is None:
-            return
-        self._host.join(max(0.0, until - time.monotonic()))
-        if not self._watch.stop(until):
+        for thread in list(self._threads):
+            thread.join(max(0.0, until - time.monotonic()))
+        if not self._nvml.close():
             atexit.register(leave, 0)
 
     def take_memory(self, data: Mapping[str, Any], pid: int) -> None:
         """Take a `memory` record of the training process `pid`. It names the GPUs that torch uses there."""
-        process, devices = data.get("process"), data.get("devices")
-        if isinstance(process, int) and (process in self._uses or len(self._uses) < MAX_USES):
-            self._uses = {**self._uses, process: (pid, uses_of(process, devices))}
+        self._reports = {**self._reports, pid: data}
 
     def warn(self, text: str) -> None:
         """Write a warning, at most once a minute for each text."""
@@ -87,41 +92,125 @@ class DeviceSampler:
             self._warned = {**recent, text: now}
         self._emit("warning", {"process": None, "text": text})
 
+    def _spawn(self, work: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        thread.start()
+        self._threads = [*(each for each in self._threads if each.is_alive()), thread]
+
     # ------------------------------------------------------------------------------------------ host thread
 
     def _watch_host(self) -> None:
         host = HostSampler()
         due = time.monotonic()
         while not self._stop.is_set():
-            self._emit_host(host)
-            try:
-                self._watch.look()
-            except Exception as error:  # noqa: BLE001 - as in `_emit_host`
-                self.warn(f"the GPUs could not be checked: {type(error).__name__}: {error}")
+            self._try("the host could not be sampled", lambda: self._emit_host(host))
+            self._try("the GPUs could not be checked", self._look)
             # After a pause (a suspended machine, SIGSTOP), one sample follows, not all missed ones.
             due = max(due + self._interval_s, time.monotonic())
             self._stop.wait(due - time.monotonic())
 
-    def _emit_host(self, host: HostSampler) -> None:
+    def _try(self, failure: str, work: Callable[[], None]) -> None:
+        """Do `work`; an error becomes a warning, because if the thread died, all later samples would be missing."""
         try:
-            sample = host.sample(self._root_pid())
-            self._pids = host.pids()
-        except Exception as error:  # noqa: BLE001 - if the thread died, all later samples would be missing
-            self.warn(f"the host could not be sampled: {type(error).__name__}: {error}")
+            work()
+        except Exception as error:  # noqa: BLE001 - see above
+            self.warn(f"{failure}: {type(error).__name__}: {error}")
+
+    def _emit_host(self, host: HostSampler) -> None:
+        sample = host.sample(self._root_pid())
+        self._pids = host.pids()
+        self._emit("host", {**sample, "gpu_absent": self._why_no_gpu()})
+
+    def _why_no_gpu(self) -> str | None:
+        """Return why there is no GPU; None if there is one."""
+        since = self._opening_s
+        if self._cards or since is None or time.monotonic() - since < SILENT_S:
+            return self._absent
+        return f"NVML has not answered for {time.monotonic() - since:.0f} s"
+
+    def _look(self) -> None:
+        """Find calls that do not return: warn, let a second thread ask, and pass on the last answers."""
+        now = time.monotonic()
+        for card in self._cards:
+            card.askers = tuple(asker for asker in card.askers if not asker.ended)
+            silences = [asker.silence(now) for asker in card.askers]
+            silent = max(silences, default=0.0) >= SILENT_S
+            if silent != card.silent:
+                card.silent = silent
+                self.warn(f"NVML {'does not answer' if silent else 'answers again'} for GPU {card.index}")
+            if not silences or (silences[-1] >= SILENT_S and len(silences) < _MAX_ASKERS):
+                self._ask_with(card, Asker(card, self._nvml))
+            if not silences or silences[-1] >= self._period_s / 2:  # its thread will not pass them on in this period
+                self._emit_device(card)
+
+    # ------------------------------------------------------------------------------------------ NVML's threads
+
+    def _keep_open(self) -> None:
+        pause = 0.0
+        while not self._stop.wait(pause):
+            if not self._cards or self._nvml.uninitialised:
+                self._opening_s = time.monotonic()
+                try:
+                    count, self._absent = self._nvml.count()
+                except Exception as error:  # noqa: BLE001 - NVML is tried again
+                    count, self._absent = 0, f"NVML cannot count the GPUs: {_words(error)}"
+                self._opening_s = None
+                for index in range(len(self._cards), min(count, MAX_GPUS)):
+                    card = Card(index)
+                    asker = Asker(card, self._nvml)
+                    self._cards = (*self._cards, card)
+                    self._ask_with(card, asker)
+            pause = RETRY_S if self._absent is not None else self._period_s
+
+    def _ask_with(self, card: Card, asker: Asker) -> None:
+        try:
+            self._spawn(lambda: self._ask(card, asker), f"dpmon gpu {card.index}")
+        except Exception as error:  # noqa: BLE001 - at the limit of threads; `_look` tries it again
+            card.askers = tuple(each for each in card.askers if each is not asker)
+            self.warn(f"GPU {card.index}: no thread can be started: {_words(error)}")
+
+    def _ask(self, card: Card, asker: Asker) -> None:
+        """Ask one GPU until `stop`, or until this thread is left behind."""
+        pause = 0.0
+        while asker.newest and not self._stop.wait(pause):
+            began = time.monotonic()
+            if card.handle is not None or began >= card.retry_at_s:
+                self._round(card, asker)
+            if asker.newest and not self._stop.is_set():
+                self._emit_device(card)
+            pause = max(0.0, began + self._period_s - time.monotonic())
+        asker.ended = True
+
+    def _round(self, card: Card, asker: Asker) -> None:
+        was = card.lost
+        try:
+            asker.round()
+        except Exception as error:  # noqa: BLE001 - if the thread died, all later values would be missing
+            if asker.newest and not self._stop.is_set():
+                reason = _words(error)
+                if card.lost != reason:
+                    self.warn(f"GPU {card.index}: {reason}")
+                card.lose(reason, time.monotonic())
             return
-        self._emit("host", {**sample, "gpu_absent": self._watch.absent()})
+        if was not in ("", card.lost, NOT_ASKED.reason):
+            self.warn(f"GPU {card.index} is back")
 
     # ------------------------------------------------------------------------------------------ devices
 
     def _emit_device(self, card: Card) -> None:
-        try:
+        def emit() -> None:
             self._emit("device", card.sample(self._run(card), time.monotonic()))
-        except Exception as error:  # noqa: BLE001 - a bad answer must not end the thread that asks NVML
-            self.warn(f"the sample of GPU {card.index} could not be written: {type(error).__name__}: {error}")
+
+        self._try(f"the sample of GPU {card.index} could not be written", emit)
 
     def _run(self, card: Card) -> Run:
-        # An ended process holds no memory.
-        uses = tuple(use for pid, of_process in self._uses.values() if psutil.pid_exists(pid) for use in of_process)
+        uses = tuple(
+            TorchUse(data["process"], device["device"], device["uuid"], device.get("reserved_bytes"))
+            for pid, data in self._reports.items()
+            if psutil.pid_exists(pid)  # an ended process holds no memory
+            for device in data["devices"]
+            if device.get("uuid") is not None
+        )
         return Run(self._pids, self._same_pids, uses, self._visible(card))
 
     def _visible(self, card: Card) -> bool | None:
@@ -130,7 +219,7 @@ class DeviceSampler:
             self._environment = _environment_of(self._root_pid())
         if self._environment is None or card.uuid is None:
             return None
-        gpus = [Gpu(each.uuid, each.uuids()) for each in self._watch.cards]
+        gpus = [Gpu(each.uuid, each.uuids()) for each in self._cards]
         order = self._environment.get("CUDA_DEVICE_ORDER")
         return visible_gpus(self._environment.get("CUDA_VISIBLE_DEVICES"), order, gpus)[card.index]
 
@@ -151,3 +240,7 @@ def pids_are_shared() -> bool:
         return os.stat("/proc/self/ns/pid").st_ino == _INITIAL_PID_NAMESPACE
     except OSError:
         return False
+
+
+def _words(error: Exception) -> str:
+    return error.reason if isinstance(error, CallFailed) else f"{type(error).__name__}: {error}"

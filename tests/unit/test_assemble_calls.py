@@ -131,11 +131,7 @@ def test_a_wrapper_over_one_device_gets_the_whole_batch() -> None:
 
 
 def test_a_failed_call_has_no_outputs() -> None:
-    script = Script()
-    net = script.model()
-    script.call(net, failed=True)
-    script.call(net)
-    first, _ = assembled(script).calls
+    first, _ = assembled(Script().play("f! f")).calls
     assert (first.failed, first.outputs, shapes(first.inputs)) == (True, None, [("0", (8, 4))])
 
 
@@ -172,15 +168,7 @@ def test_rows(dim: int, first: int, rows: int | None) -> None:
 
 
 def test_samples_are_those_of_calls_that_learn() -> None:
-    script = Script()
-    net, teacher = script.model(), script.model("Teacher")
-    script.fetch()
-    script.evaluate(teacher, rows=99)
-    script.call(net, rows=8)
-    script.call(net, rows=6)
-    script.fetch()
-    script.evaluate(teacher, rows=99)
-    assert [step.samples for step in assembled(script).steps] == [8, 99]
+    assert [step.samples for step in assembled(Script().play("d eT99 f8 f6 d eT99")).steps] == [8, 99]
 
 
 # ------------------------------------------------------------------------------------------ by hand
@@ -364,17 +352,15 @@ def test_more_copies_than_are_timed() -> None:
 
 
 def test_numbers_of_events_are_filled_in() -> None:
-    script = Script()
-    net = script.model()
-    script.fetch()
+    script = Script().play("d")
     script.event("mode", "next", step=None, call=None, reason="from call {call} of step {step} on", t_s=1.5)
-    script.call(net)
+    script.play("f")
     script.event("mode", "last", step=0, call=0, text=3)
-    script.call(net)
+    script.play("f")
     script.event("memory", "last", step=0)
-    script.fetch()
+    script.play("d")
     script.event("mode", "next", step=0, call=0)
-    script.call(net)
+    script.play("f")
     script.event("warning", text="as it {call} is")
     data = [event.data for event in assembled(script).events]
     assert data == [
@@ -387,12 +373,7 @@ def test_numbers_of_events_are_filled_in() -> None:
 
 
 def test_a_pause_ends_the_open_step() -> None:
-    script = Script()
-    net = script.model()
-    script.makes_optimizer()
-    for _ in range(2):
-        script.learn(net)
-    script.call(net)
+    script = Script().play("m l l f")
     at = script.now
     script.event("pause", "last", paused=True, step=0)
     assembler = Assembler()
@@ -402,10 +383,9 @@ def test_a_pause_ends_the_open_step() -> None:
     result = decoded(out)
     assert [event.data for event in result.events] == [{"paused": True, "step": 3}]
     assert result.steps[-1].start_ns + result.steps[-1].wall_ns == at
-    with script.phase("pause", 100.0):
-        pass
+    script.play("p=100")
     script.event("pause", "last", paused=False, step=0)
-    script.learn(net)
+    script.play("l")
     result = assembled(script)
     assert [event.data["step"] for event in result.events] == [3, 3]
     assert max(step.wall_ns for step in result.steps) < 10 * MS
@@ -413,10 +393,8 @@ def test_a_pause_ends_the_open_step() -> None:
 
 def test_peaks_are_assigned_to_the_steps_between_measurements() -> None:
     script = Script()
-    net = script.model()
     for number in range(1, 4):
-        script.fetch()
-        script.learn(net)
+        script.play("d l")
         with script.phase("memory", site=number):
             pass
         devices = [{"device": "cpu", "peak_after_look": max(1, number - 1)}, {"device": "cuda:0"}, 7]

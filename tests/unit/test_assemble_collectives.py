@@ -12,13 +12,11 @@ from dpmon.record.spans import Kind
 
 
 def trained(script: Script, steps: int = 1) -> list[int]:
-    """Steps of a loop with a loader; returns when each began."""
-    net = script.model(module=1)
+    """Write steps of a loop with a loader; return when each began."""
     starts = []
     for _ in range(steps):
         starts.append(script.now)
-        script.fetch()
-        script.learn(net)
+        script.play("d l")
     return starts
 
 
@@ -169,10 +167,8 @@ def test_reasons_why_no_collective_can_be_recorded() -> None:
 
 
 def test_one_without_a_definition_is_dropped() -> None:
-    script = Script()
-    script.collective(77, script.now, 1.0)
     assembler = Assembler()
-    assert assembler.feed(script.spans, []) == []
+    assert assembler.feed([Script().collective(77, 0, 1.0)], []) == []
     assert assembler.dropped == 1
 
 

@@ -72,23 +72,8 @@ def test_one_long_step_does_not_change_the_rate() -> None:
     assert sampling.one_in == 6
 
 
-def script_on_a_gpu(steps: int, wall_ms: float) -> Script:
-    script = Script()
-    net = script.model(devices=["cuda:0"])
-    for _ in range(steps):
-        script.fetch(wall_ms / 2)
-        script.call(net, timed=True, ms=wall_ms / 2)
-        script.times(script.spans[-1], 0, 0.5)
-    script.fetch()
-    return script
-
-
 def test_steps_without_devices_request_no_sampling() -> None:
-    script = Script()
-    net = script.model()
-    for _ in range(3 * STEPS):
-        script.fetch()
-        script.learn(net)
+    script = Script().play("d l " * 3 * STEPS)
     assembler = Assembler()
     assembler.feed(script.spans, script.lines_between(0, len(script.lines)))
     assert assembler.one_in == 0
@@ -101,7 +86,13 @@ def put(ring: SpanRing, span: Span) -> None:
 
 @pytest.mark.parametrize(("wall_ms", "one_in"), [(0.1, 4), (50.0, 1)])
 def test_the_rate_is_requested_through_the_ring_of_the_process(tmp_path: Path, wall_ms: float, one_in: int) -> None:
-    script = script_on_a_gpu(2 * STEPS, wall_ms)
+    script = Script()
+    net = script.model(devices=["cuda:0"])
+    for _ in range(2 * STEPS):
+        script.fetch(wall_ms / 2)
+        script.call(net, timed=True, ms=wall_ms / 2)
+        script.times(script.spans[-1], 0, 0.5)
+    script.fetch()
     path = tmp_path / "process-0.ring"
     ring = SpanRing(str(path), process=0)
     Path(lines_path(str(path))).write_bytes(b"".join(packed_json(line) + b"\n" for _, line in script.lines))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
-from pretend import MS, START, Script, apart, assembled, decoded, in_portions, resumed_at
-from test_assemble_resumed import Chance
+from pretend import MS, START, Script, assembled
+from test_assemble_resumed import check_spans
 
 from dpmon.assemble import step_rules
 from dpmon.assemble.step_totals import StepTotals
@@ -26,68 +24,30 @@ def only(script: Script) -> Step:
     return step
 
 
-def check(step: Step) -> None:
-    """Check that spans are in order, nested or separate, and add up to the phases of the step."""
-    assert step.spans is not None
-    assert list(step.spans) == sorted(step.spans, key=lambda span: (span.offset_ns, -span.host_ns))
-    own: dict[str, int] = {}
-    around: list[tuple[str, int]] = []
-    for name, at, took in step.spans:
-        assert 0 <= at <= at + took <= step.wall_ns
-        while around and around[-1][1] <= at:
-            around.pop()
-        if around:
-            assert at + took <= around[-1][1]
-            own[around[-1][0]] -= took
-        own[name] = own.get(name, 0) + took
-        around.append((name, at + took))
-    if not step.missing_spans:
-        assert own == {name: took for name, took in step.phases.items() if name != "other"}
-
-
 def test_a_usual_step() -> None:
-    script = Script()
-    net = script.model()
-    for _ in range(3):
-        script.fetch()
-        script.learn(net)
-    script.fetch(over=True)
-    steps = assembled(script).steps
+    steps = assembled(Script().play("w50 " + "d l " * 3 + "D")).steps
     assert [ran(step) for step in steps] == 3 * [
         [("data", 0, 1), ("forward", 1.1, 2.1), ("backward", 2.2, 3.2), ("optimizer", 3.3, 4.3)]
     ]
     assert [step.missing_spans for step in steps] == [0, 0, 0]
+    assert steps[0].start_ns == START + 50 * MS
 
 
-def test_several_calls_and_backward_passes() -> None:
-    script = Script()
-    net = script.model()
-    for _ in range(2):
-        script.call(net)
-        script.backward()
-    script.copy()
-    script.optimizer()
-    assert ran(only(script)) == [
-        *(("forward", 0, 1), ("backward", 1.1, 2.1), ("forward", 2.2, 3.2), ("backward", 3.3, 4.3)),
-        *(("copy", 4.4, 5.4), ("optimizer", 5.5, 6.5)),
-    ]
-
-
-def test_nested_phases_come_after_the_one_around_them() -> None:
-    script = Script()
-    net = script.model()
-    learns = script.called(net, True, 8)
-    with script.phase("optimizer", 1.0, site=1):
-        with script.phase("call", 1.0, *learns):
-            script.copy()
-            script.backward()
-        script.backward()
-    step = only(script)
-    assert ran(step) == [
-        *(("optimizer", 0, 5.4), ("forward", 0.5, 3.7), ("copy", 1.0, 2.0), ("backward", 2.1, 3.1)),
-        ("backward", 3.8, 4.8),
-    ]
-    check(step)
+@pytest.mark.parametrize(
+    ("loop", "expected"),
+    [
+        ("f b f b c o", "f 0 1 b 1.1 2.1 f 2.2 3.2 b 3.3 4.3 c 4.4 5.4 o 5.5 6.5"),
+        ("o( f( c b ) b )", "o 0 5.4 f 0.5 3.7 c 1 2 b 2.1 3.1 b 3.8 4.8"),
+        ("d f( @2 c @0 ) @2 eB @0 b o", "d 0 1 f 1.1 3.2 b 4.4 5.4 o 5.5 6.5"),
+        ("d=7000.123456 f=5000 b=0 o", "d 0 7000.123456 f 7000.223456 12000.223456 b 12000.323456 12000.323456 o {o}"),
+    ],
+    ids=["several", "nested", "of other threads", "longer than 32 bits"],
+)
+def test_spans_follow_each_other_or_are_nested(loop: str, expected: str) -> None:
+    step = assembled(Script().play(loop)).steps[0]
+    spans = [f"{name[0]} {begin:.11g} {end:.11g}" for name, begin, end in ran(step)]
+    assert " ".join(spans) == expected.format(o="12000.423456 12001.423456")
+    check_spans(step)
 
 
 def test_the_outer_of_two_spans_with_equal_times_comes_first() -> None:
@@ -120,92 +80,19 @@ def test_primitives_called_by_the_script_are_forward_even_inside_a_call() -> Non
         *(("forward", 4.4, 5.4), ("forward", 5.5, 6.5), ("forward", 6.6, 7.6), ("backward", 7.7, 8.7)),
         ("optimizer", 8.8, 9.8),
     ]
-    check(step)
-
-
-def test_spans_of_other_threads_are_not_in_the_step() -> None:
-    script = Script()
-    net, beside = script.model(), script.model("Beside")
-    script.fetch()
-    with script.phase("call", 1.0, *script.called(net, True, 8)), script.on_thread(2):
-        script.copy()
-    with script.on_thread(2):
-        script.evaluate(beside)
-    script.backward()
-    script.optimizer()
-    result = assembled(script)
-    assert len(result.calls) == 2
-    assert ran(result.steps[0]) == [
-        *(("data", 0, 1), ("forward", 1.1, 3.2), ("backward", 4.4, 5.4), ("optimizer", 5.5, 6.5))
-    ]
-
-
-def test_a_long_step() -> None:
-    """Its times take more than 32 bits."""
-    script = Script()
-    net = script.model()
-    script.fetch(7000.123456)
-    script.call(net, ms=5000)
-    script.backward(0)
-    script.optimizer()
-    step = only(script)
-    assert ran(step)[:3] == [
-        ("data", 0, 7000.123456),
-        ("forward", 7000.223456, 12000.223456),
-        ("backward", 12000.323456, 12000.323456),
-    ]
-    check(step)
+    check_spans(step)
 
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("held", [3, step_rules.MAX_HELD])
 def test_a_step_keeps_the_first_of_too_many_spans(monkeypatch: pytest.MonkeyPatch, held: int, nested: bool) -> None:
     monkeypatch.setattr(step_rules, "MAX_HELD", held)
-    script = Script()
-    net = script.model()
-    script.fetch()
-    script.call(net)
-    if nested:
-        with script.phase("optimizer", 1.0, site=1):
-            for _ in range(MAX_SPANS):
-                script.copy()
-    else:
-        for _ in range(MAX_SPANS):
-            script.copy()
-    script.backward()
-    script.optimizer()
-    step = only(script)
+    copies = "c " * MAX_SPANS
+    step = only(Script().play(f"d f {f'o( {copies})' if nested else copies} b o"))
     assert step.spans is not None
     assert (len(step.spans), step.missing_spans) == (MAX_SPANS, 4 + nested)
     assert [name for name, _, _ in step.spans][:4] == ["data", "forward", "optimizer" if nested else "copy", "copy"]
-    check(step)
-
-
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("held", [3, step_rules.MAX_HELD])
-def test_spans_of_random_loops_are_in_order(monkeypatch: pytest.MonkeyPatch, held: int, seed: int) -> None:
-    """Also if they are read in portions, or by a successor."""
-    monkeypatch.setattr(step_rules, "MAX_HELD", held)
-    script = Chance(seed).run(8)
-    whole = in_portions(script, [])
-    assert decoded(whole).steps
-    for step in decoded(whole).steps:
-        check(step)
-    draw = random.Random(seed)
-    for cut in sorted(draw.sample(range(len(script.spans)), min(6, len(script.spans)))):
-        assert apart(in_portions(script, [cut])) == apart(whole)
-        before, after = resumed_at(script, cut)
-        for step in decoded([*before, *after]).steps:
-            check(step)
-
-
-def test_the_starts_count_from_the_start_of_the_step() -> None:
-    script = Script()
-    net = script.model()
-    script.wait(50)
-    script.fetch()
-    script.learn(net)
-    assert only(script).start_ns == START + 50 * MS
+    check_spans(step)
 
 
 def test_spans_that_reach_out_of_the_step_end_with_it() -> None:

@@ -182,6 +182,10 @@ class Training:
         self.phase(Kind.OPTIMIZER, site=0)
         self.steps += 1
 
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+
     def warn(self, fill: str = "last") -> None:
         """Write an event that names a step."""
         now = self._clock()

@@ -23,7 +23,6 @@ from dpmon.export import records as run_export
 from dpmon.export.perfetto import write_trace
 from dpmon.export.table import Tables, row
 from dpmon.record.fields import COLUMNS
-from dpmon.record.history_rows import Resolver
 from dpmon.record.kinds import Call, Event, PhaseSpan, Record, Step
 from dpmon.run.destination import opened
 from dpmon.run.rundir import load_info
@@ -189,22 +188,13 @@ def test_a_trace_has_a_track_a_replica_and_all_that_happened(directory: Path) ->
 
 
 def test_ranks_are_processes_with_names(state: Path) -> None:
-    made = {
-        number: [*training.begin(), *training.run(3)]
-        for number, training in (
-            (n, Training(process=n, rank=1 - n, devices=("cpu:0",), mode="single", via="DistributedDataParallel"))
-            for n in range(2)
-        )
-    }
-    directory = keep({})
     records: list[Record] = []
-    for number, payloads in made.items():
-        decoder = Resolver(number, rank=1 - number)
-        records += [record for payload in payloads if (record := decoder.record(payload)) is not None]
+    for number in range(2):
+        training = Training(process=number, rank=1 - number, devices=("cpu:0",), mode="single")
+        records += decoded([*training.begin(), *training.run(3)], number, 1 - number)
     file = io.StringIO()
-    write_trace(load_info(directory), records, file)
-    trace = read(file.getvalue())
-    assert set(trace.processes.values()) >= {"rank 1 (process 0)", "rank 0 (process 1)"}
+    write_trace(load_info(keep({})), records, file)
+    assert set(read(file.getvalue()).processes.values()) >= {"rank 1 (process 0)", "rank 0 (process 1)"}
 
 
 def test_calls_at_the_same_time_do_not_tear_each_other(state: Path) -> None:
@@ -244,20 +234,6 @@ def test_steps_that_touch_each_other_do_not_overlap_for_perfetto(state: Path) ->
         wanted.append((f"step {step.step}", step.start_ns, step.wall_ns))
         wanted += [(name, step.start_ns + begin, ran) for name, begin, ran in step.spans or ()]
     assert [(one["name"], int(one["ts"] * 1000.0), int(one["dur"] * 1000.0)) for one in found] == wanted
-
-
-def test_damaged_spans_do_not_tear_a_step(state: Path) -> None:
-    chance = random.Random(3)
-    steps = []
-    for number in range(300):
-        spans = [PhaseSpan("forward", chance.randrange(120), chance.randrange(60)) for _ in range(chance.randrange(9))]
-        phases = {"forward": 1}
-        steps.append(Step(0, None, number, "dp", 200 * number, 100, 4, phases, spans=tuple(spans), missing_spans=7))
-    file = io.StringIO()
-    write_trace(load_info(keep({})), steps, file)
-    found = read(file.getvalue()).slices["process 0", "steps"]
-    assert sum(one["name"] == "forward" for one in found) > 100
-    assert found[0]["args"]["missing_spans"] == 7
 
 
 def test_a_damaged_phase_is_left_out_of_the_trace(state: Path) -> None:
@@ -316,22 +292,12 @@ def test_a_file_is_replaced_whole_or_not_at_all(
     assert sorted(os.listdir(tmp_path)) == ["out", "state"]
 
 
-def test_lines_of_json_go_to_a_file_of_the_owners_alone_and_an_old_one_keeps_its_mode(tmp_path: Path) -> None:
-    before = os.umask(0)
-    try:
-        (tmp_path / "old").touch(0o644)
-        assert all(LineFile(str(tmp_path / name)).write(b"{}\n") for name in ("new", "old"))
-    finally:
-        os.umask(before)
-    modes = {name: stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("new", "old")}
-    assert modes == {"new": 0o600, "old": 0o644}
-
-
 def test_new_files_are_the_owners_alone_and_old_ones_keep_their_mode(directory: Path, tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         for form in ("jsonl", "perfetto"):
             export(directory, form, str(tmp_path / form))
+        assert LineFile(str(tmp_path / "lines")).write(b"{}\n")
         (tmp_path / "tables").mkdir()
         (tmp_path / "tables" / "step.csv").touch(0o644)
         export(directory, "csv", str(tmp_path / "tables"))
@@ -341,9 +307,8 @@ def test_new_files_are_the_owners_alone_and_old_ones_keep_their_mode(directory: 
         os.umask(before)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob("**/*.*") if path.is_file()}
     assert modes.pop("step.csv") == 0o644
-    modes |= {form: stat.S_IMODE((tmp_path / form).stat().st_mode) for form in ("jsonl", "perfetto")}
-    assert {"call.csv", "page.html", "jsonl"} <= modes.keys()
-    assert {modes[name] for name in ("call.csv", "page.html", "jsonl", "perfetto")} == {0o600}
+    modes |= {form: stat.S_IMODE((tmp_path / form).stat().st_mode) for form in ("jsonl", "perfetto", "lines")}
+    assert {modes[name] for name in ("call.csv", "page.html", "jsonl", "perfetto", "lines")} == {0o600}
 
 
 def test_a_pipe_with_a_name_is_written_as_it_is(directory: Path, tmp_path: Path) -> None:
@@ -366,9 +331,6 @@ def test_a_descriptor_is_written_where_it_leads(directory: Path, tmp_path: Path)
         export(directory, "jsonl", f"/dev/fd/{file.fileno()}", "exit")
     assert (tmp_path / "log").stat().st_ino == inode
     assert [line[:7] for line in (tmp_path / "log").read_text().splitlines()] == ["before", '{"kind"']
-
-
-def test_a_descriptor_that_leads_into_a_pipe_is_written(directory: Path) -> None:
     ours, theirs = os.pipe()
     export(directory, "jsonl", f"/dev/fd/{theirs}", "exit")
     os.close(theirs)

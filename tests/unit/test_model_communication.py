@@ -275,23 +275,6 @@ def test_torchs_own_times_are_taken_from_the_slowest_rank() -> None:
     assert "nothing can be hidden" in told["torch"]["absent"]["overlap_ms"]
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        {"process": True},
-        {"process": 1, "bucket_bytes": [1, "x", None, -2, True, 3], "comm_ms": float("nan"), "absent": []},
-        {"process": 1, "bucket_bytes": 7, "wrapper": "x", "rank": [], "overlap_ms": -1, "absent": {"sync": 3}},
-    ],
-)
-def test_a_record_that_makes_no_sense_is_survived(data: dict[str, Any]) -> None:
-    found = newest_wrappers([data])
-    if data["process"] is True:
-        assert found == ()
-    else:
-        assert (found[0].number, found[0].comm_ns, found[0].overlap_ns, found[0].no_sync_times) == (0, None, None, None)
-        assert set(found[0].bucket_bytes) <= {1, 3}
-
-
 def test_one_process_that_averages_nothing_has_no_communication() -> None:
     assert communication([], [], lately=True) is None
     assert communication([rank(0, 0)], [], lately=True) is None

@@ -329,14 +329,6 @@ def test_memory_that_stays_resident_is_only_an_upper_bound() -> None:
     assert seen(more).modes["single"].peaks[HOST] == Peak(1000, True)
 
 
-def test_damaged_memory_records_change_nothing() -> None:
-    training = Training()
-    bad = Event(
-        "memory", {"process": 0, "t_s": 2.1, "devices": [1, {}, {"device": 3}, {"device": "x", "peak_bytes": True}]}
-    )
-    assert seen([*decoded([*training.begin(), *training.run(10)]), bad]).modes["dp"].peaks == {}
-
-
 def test_if_few_steps_take_most_time_the_verdict_also_has_the_means() -> None:
     def fed(mode_forward: float, count: int = 400) -> list[StepSample]:
         """Every fourth step waits for the loader until all four have taken 40 ms."""

@@ -12,7 +12,7 @@ from statistics import median
 
 import pytest
 from stored import Recording, state_of
-from synthetic import SECOND, Training, chunks, decoded, device_event, host_event
+from synthetic import SECOND, Training, decoded, device_event, host_event
 
 from dpmon.model.calls_seen import spread_of
 from dpmon.model.pace import speed
@@ -178,14 +178,6 @@ def test_replica_times_are_of_the_mode_of_the_last_step() -> None:
     assert [times.calls for times in track.times if times is not None] == [3]
 
 
-def test_idle_devices_are_those_beyond_the_replicas() -> None:
-    training = Training(devices=[f"cpu:{i}" for i in range(8)], batch=30)
-    (track,) = of_run([*training.begin(), *training.step(), *training.step(rows=10)]).calls.values()
-    assert len(track.last.replicas) == 5
-    assert len(track.last.devices) == 8
-    assert chunks(30, 8) == [4] * 7 + [2]
-
-
 def test_columns_are_seconds_and_break_where_the_mode_changes() -> None:
     training = Training(step_ns=100_000_000)
     payloads = [*training.begin(), *training.run(50)]
@@ -222,33 +214,6 @@ def test_devices_and_host_keep_absence_apart_from_nothing() -> None:
 # ------------------------------------------------------------------------------------------------ what makes no sense
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        Event("mode", {"process": 0, "mode": "triple"}),
-        Event("mode", {"process": "0", "mode": "dp"}),
-        Event("process", {}),
-        Event("device", {"index": True}),
-        Event("warning", {"text": 3}),
-        Event("surprise", {}),
-        *(
-            Event("pause", data)
-            for data in (
-                {}, {"process": 0}, {"process": "0", "paused": True}, {"process": True, "paused": True}, {"paused": 1},
-            )
-        ),
-    ],
-)  # fmt: skip
-def test_records_that_make_no_sense_change_nothing(record: Record) -> None:
-    training = Training()
-    payloads = [*training.begin(), *training.run(3)]
-    before, state = (
-        (state.mode_changes, state.pauses, state.newest_ns, set(state.processes), state.warnings, state.devices)
-        for state in (state_of(payloads), state_of([*payloads, record]))
-    )
-    assert before == state
-
-
 def test_events_of_any_shape_never_raise() -> None:
     chance = random.Random(7)
     values = [
@@ -265,11 +230,6 @@ def test_events_of_any_shape_never_raise() -> None:
             data = {key: chance.choice(values) for key in chance.sample(keys, chance.randint(0, len(keys)))}
             run.try_to_add(Event(chance.choice(kinds), data))
         run.state().focus()
-
-
-def test_the_same_records_give_the_same_state() -> None:
-    payloads = [*Training().begin(), *Training().run(100)]
-    assert state_of(payloads) == state_of(payloads)
 
 
 def test_a_state_as_of_a_time_is_that_of_the_records_before_it() -> None:
@@ -392,12 +352,6 @@ def test_refusals_of_roots_that_are_gone_do_not_stay() -> None:
     assert list(of_run(records).refusals) == ["Old"], "it may have answered to the same request"
     records.append(mode_event("New", "single", 5000))
     assert list(of_run(records).refusals) == []
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("grad", [True, False])
-def test_an_evaluation_has_neither_training_nor_gradients(training: bool, grad: bool) -> None:
-    assert a_call(training=training, grad=grad).evaluates == (not training and not grad)
 
 
 def test_times_of_evaluation_and_training_are_separate() -> None:

@@ -11,10 +11,9 @@ from synthetic import call_row, flags_of, parts_of, step_row
 
 from dpmon.record.history_rows import BUCKET, CallRow, Definition, Resolver, Row
 from dpmon.record.jsonl import as_json
-from dpmon.record.kinds import Call, CallPhase, Event, PhaseSpan, Record, RecordError, Replica, Size, Step
+from dpmon.record.kinds import Call, PhaseSpan, Record, RecordError, Size, Step
 from dpmon.record.names import CALL_PHASES
-from dpmon.record.schema import SPAN_PHASES, STEP_PHASES
-from dpmon.record.spans import Flag
+from dpmon.record.schema import STEP_PHASES
 
 LAYOUT = {
     "root": "Model",
@@ -76,70 +75,6 @@ def call_of(row: Row) -> Call:
 # ------------------------------------------------------------------------------------------------ there and back
 
 
-def test_a_call() -> None:
-    assert call_of(call()) == Call(
-        process=7,
-        rank=2,
-        step=12,
-        call=13,
-        root="Model",
-        via="DataParallel",
-        mode="dp",
-        virtual=True,
-        training=True,
-        grad=False,
-        failed=False,
-        start_ns=2_500_000,
-        wall_ns=5_000_000,
-        devices=("cpu:0", "cpu:1", "cpu:2"),
-        phases={
-            "scatter": CallPhase(5, 100),
-            "replicate": CallPhase(110, 200),
-            "parallel_apply": CallPhase(320, 4000),
-            "gather": CallPhase(4330, 50),
-        },
-        replicas=(
-            Replica(0, "cpu:0", 330, 3000, sizes(SHARE), sizes(OUT)),
-            Replica(1, "cpu:1", 350, 3900, sizes(SHARE), sizes(OUT)),
-        ),
-        inputs=sizes(IN),
-        outputs=sizes(OUT),
-        absent={"device_ms": "the devices are CPUs"},
-    )
-
-
-@pytest.mark.parametrize("bits", range(16))
-def test_the_flags_of_a_call(bits: int) -> None:
-    flags = [bool(bits & 1 << k) for k in range(4)]
-    found = call_of(call(flags=flags_of(*flags)))
-    assert [found.virtual, found.training, found.grad, found.failed] == flags
-
-
-def test_a_plain_call() -> None:
-    """A call without parts, as of a bare root: one replica takes the whole call."""
-    row = CallRow(12, 13, "single", Flag.TRAINING | Flag.GRAD, 1, ORIGIN + 50, 7000, 2, 4)
-    found = call_of(row)
-    assert (found.mode, found.step, found.call, found.start_ns, found.wall_ns) == ("single", 12, 13, 50, 7000)
-    assert (found.training, found.grad, found.virtual, found.failed) == (True, True, False, False)
-    assert found.phases == {}
-    assert found.replicas == (Replica(0, "cpu:0", 0, 7000, sizes(IN), sizes(OUT)),)
-    assert (found.inputs, found.outputs) == (sizes(IN), sizes(OUT))
-    assert row.definitions == {1, 2, 4}
-
-
-def test_a_step() -> None:
-    assert read(step_row("dp", 12, ORIGIN + 5, 1000, 30, (100, 200, 300, 50))) == Step(
-        process=7,
-        rank=2,
-        step=12,
-        mode="dp",
-        start_ns=5,
-        wall_ns=1000,
-        samples=30,
-        phases={"data": 100, "forward": 200, "backward": 300, "optimizer": 50, "other": 350},
-    )
-
-
 COPIED = {"copy": 40, "copied_bytes": 1 << 20}
 
 
@@ -176,20 +111,6 @@ def with_spans(spans: Sequence[tuple[int, int, int]], wall: int, missing: int = 
     return row._replace(missing_spans=missing)
 
 
-@pytest.mark.parametrize("missing", [0, 1, 70_000])
-@pytest.mark.parametrize("more", [{}, COPIED])
-@pytest.mark.parametrize("spans", [(), SHORT, SHORT * 40, SECONDS, SECONDS * 40])
-def test_the_spans_of_a_step(spans: tuple[tuple[int, int, int], ...], more: dict[str, int], missing: int) -> None:
-    step = read(with_spans(spans, 10**10, missing, **more))
-    assert isinstance(step, Step)
-    assert step.spans == tuple(PhaseSpan(SPAN_PHASES[phase], at, took) for phase, at, took in spans)
-    assert step.missing_spans == missing
-    assert (step.wall_ns, step.phases["backward"], step.quantities) == (
-        *(10**10, 300),
-        {name: value for name, value in more.items() if name not in step.phases},
-    )
-
-
 def test_buckets_are_apart_from_the_spans() -> None:
     step = read(with_spans([(2, 0, 50), (BUCKET, 20, 0), (BUCKET, 40, 0)], 100))
     assert isinstance(step, Step)
@@ -215,11 +136,6 @@ def test_a_phase_of_no_time_at_all_did_run() -> None:
     assert isinstance(step, Step)
     assert step.phases == {"data": 0, "forward": 5, "other": 5}
     assert step.samples == 0
-
-
-def test_an_event() -> None:
-    data = {"process": 1, "text": "ünïcode \u202e\x1b[31m", "nested": {"a": [1, None, 2.5]}}
-    assert as_json(read(Event("warning", data))) == {"kind": "warning", **data}
 
 
 def test_a_definition_may_come_again_and_may_change() -> None:

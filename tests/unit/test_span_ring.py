@@ -459,28 +459,6 @@ def test_a_writer_that_is_killed_at_any_instant(tmp_path: Path, children: Childr
     reached("a writer that is killed", f"{times} times, {holes} spans were begun and not written")
 
 
-def test_100_000_spans_a_second_are_seen_or_counted(path: str, children: Children) -> None:
-    seconds = size(2, 30)
-    writer = children.start(WRITER, path, 4, 100_000, 25_000 * seconds)
-    found = 0
-    next_of: Counter[int] = Counter()
-    with opened(path) as reader:
-        began, cpu = time.monotonic(), time.process_time()
-        while True:
-            over = writer.poll() is not None
-            for span in reader.read(time.monotonic_ns()):
-                assert own_number(span) >= next_of[span.thread]
-                next_of[span.thread] = span.start + 1
-                found += 1
-            if over and reader.at_end:
-                break
-            time.sleep(0.02)
-        took, cpu = time.monotonic() - began, time.process_time() - cpu
-        assert found + reader.missed == int(writer.communicate()[0])
-        rate = found / took
-        reached("spans a second", f"{rate:,.0f} seen, {reader.missed} missed, {cpu / took:.0%} of a core")
-
-
 # ------------------------------------------------------------------------------------------------ lines
 
 

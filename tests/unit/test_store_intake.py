@@ -15,7 +15,6 @@ from synthetic import LEARNS, call_row, flags_of, step_row
 
 from dpmon.record.history_rows import Definition, Row, StepRow
 from dpmon.record.kinds import Event, RecordError
-from dpmon.record.names import CALL_PHASES
 from dpmon.record.schema import EVALUATION, SETTLING, SETTLING_STEPS
 from dpmon.store.accounts import Accounts
 from dpmon.store.batch import Batch
@@ -138,32 +137,6 @@ def test_batch_sizes_beyond_the_first_share_a_tally(ring: Ring) -> None:
     assert ring.steps[-2]["samples"] == 0
 
 
-def test_phases_of_several_calls_are_added_up(ring: Ring) -> None:
-    ring.call()
-    ring.call()
-    ring.step(phases=(1 * MS, 25 * MS, 10 * MS, 1 * MS))
-    assert [ring.last[f"{name}_ns"] for name in CALL_PHASES] == [2 * took for took in TOOK]
-    assert (ring.last["calls"], ring.last["rest_ns"], ring.last["forward_ns"]) == (2, 7 * MS, 25 * MS)
-    assert ring.last["other_ns"] == 3 * MS
-    (facts,) = ring.facts()
-    assert [took for name, took in facts.parts] == [4 * MS] * 4
-
-
-def test_a_phase_that_only_one_of_the_calls_had(ring: Ring) -> None:
-    ring.call(phases=(-1, 0, -1, 0, 3 * MS, 5 * MS, -1, 0))
-    ring.call(phases=(0, 1 * MS, -1, 0, 3 * MS, 5 * MS, -1, 0))
-    ring.step()
-    assert [ring.last[f"{name}_ns"] for name in CALL_PHASES] == [1 * MS, None, 10 * MS, None]
-
-
-def test_phases_of_calls_are_unknown_if_other_threads_call(ring: Ring) -> None:
-    for _ in range(3):
-        ring.call()
-    ring.step()  # its forward took 20 ms, the calls 27 ms
-    assert [ring.last[f"{name}_ns"] for name in CALL_PHASES] == [None] * 4
-    assert (ring.last["rest_ns"], ring.last["forward_ns"], ring.last["calls"]) == (20 * MS, 20 * MS, 3)
-
-
 @pytest.mark.parametrize(("copied", "apply", "rest"), [(3, 4, 0), (9, 4, 0), (2, None, 8), (0, None, 8)])
 def test_a_lone_replicas_copies_are_no_part_of_its_forward(
     ring: Ring, copied: int, apply: int | None, rest: int
@@ -177,13 +150,6 @@ def test_a_lone_replicas_copies_are_no_part_of_its_forward(
     assert ring.last["rest_ns"] == rest * MS
     assert ring.last["copied_bytes"] == (4096 if copied else None)
     assert ring.last["copy_ns"] == (copied * MS or None)
-
-
-def test_a_step_without_a_forward_has_none_of_its_calls_phases(ring: Ring) -> None:
-    ring.call()
-    ring.step(phases=(1 * MS, -1, 10 * MS, 2 * MS))
-    assert [ring.last[f"{name}_ns"] for name in (*CALL_PHASES, "forward")] == [None] * 5
-    assert ring.last["rest_ns"] is None
 
 
 def test_device_times_count_where_every_call_has_them(ring: Ring) -> None:
@@ -218,24 +184,6 @@ def test_a_process_that_only_calls_holds_a_bounded_number(ring: Ring) -> None:
     assert ring.shapes() == {("dp", 0): 10}
     ring.intake.flush(ring.batch)
     assert ring.shapes() == {("dp", 0): HELD_CALLS + 10}
-
-
-def test_calls_of_steps_that_were_not_recorded_are_no_part_of_the_next(ring: Ring) -> None:
-    ring.call()
-    ring.call(ahead=2)
-    ring.number += 1  # the first step is lost
-    ring.step()
-    assert ring.last["calls"] == 1
-    assert [ring.last[f"{name}_ns"] for name in CALL_PHASES] == list(TOOK)
-    assert ring.shapes() == {("dp", 0): 1, ("dp", SETTLING): 1}
-
-
-def test_a_call_of_the_next_step_waits_for_it(ring: Ring) -> None:
-    ring.call()
-    ring.call(ahead=2)
-    ring.step()
-    ring.step()
-    assert [row["calls"] for row in ring.steps] == [1, 1]
 
 
 def test_sizes_are_those_of_the_call_and_of_each_replica(ring: Ring) -> None:
@@ -431,10 +379,12 @@ def test_the_rows_of_the_newest_definitions_are_remembered(monkeypatch: pytest.M
     for number in range(1, 100):
         ring.add(Definition(1, [["x", [7, 5], "int64", 8]]))
         ring.add(Definition(1 + number, [["x", [number, 5], "int64", 8]]))
-    for number in (1, 100, 2):
+    for number, damaged in enumerate((1 << 70, -1, True, "4"), start=101):
+        ring.add(Definition(number, [["x", [damaged, 5], "int64", 8]]))
+    for number in (1, 100, 2, 101, 102, 103, 104):
         ring.call(sizes=(number, 3))
     rows = [dict(zip(CALL_COLUMNS, row, strict=True))["rows"] for row in ring.batch.calls]
-    assert rows == [7, 99, None]
+    assert rows == [7, 99, *[None] * 5]
 
 
 def test_the_batch_counts_the_text_of_large_rows() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import sqlite3
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -18,19 +20,19 @@ from everything import everything as everything_in
 from running import wait_for
 from sizes import reached, size
 from spans import Children, Training, everything, head, opened
-from synthetic import kind_of
+from synthetic import host_event, kind_of
 
 from dpmon.assemble import step_rules
 from dpmon.assemble.assembler import Assembler
 from dpmon.export.records import history
 from dpmon.record.history_rows import Row
-from dpmon.record.kinds import Event
+from dpmon.record.kinds import Event, Step
 from dpmon.record.plainjson import load_event
 from dpmon.record.spans import Flag, Kind
 from dpmon.run.rundir import RunInfo
 from dpmon.run.runs import create_run
 from dpmon.span_reader import HOLE_NS
-from dpmon.span_ring import Word
+from dpmon.span_ring import SLOTS, Word
 from dpmon.store import drain as drain_module
 from dpmon.store.drain import COMMIT_S, GONE_S, Drain
 from dpmon.store.opened import open_store
@@ -317,8 +319,7 @@ def test_takeovers_repeat_nothing_and_keep_every_call(
 
 def test_a_step_is_there_as_soon_as_the_next_one_fetches(run: Run) -> None:
     training = Training(run.ring())
-    for _ in range(3):
-        training.step()
+    training.run(3)
     run.look()
     assert run.steps() == [1, 2], "the third may go on"
     training.ring.words[Word.SPAN_START] = time.monotonic_ns()
@@ -401,8 +402,7 @@ def test_spans_that_were_never_written_are_counted_once(run: Run) -> None:
 
 def test_overwritten_spans_are_counted(run: Run) -> None:
     training = Training(run.ring(), slots=64)
-    for _ in range(1000):
-        training.step()
+    training.run(1000)
     training.end()
     run.end()
     ((missed, calls),) = run.rows("SELECT missed, calls FROM rings")
@@ -441,12 +441,10 @@ def test_a_successor_goes_on_after_the_ring_has_wrapped_around(run: Run) -> None
     training = Training(run.ring(), slots=256)
     training.warn()
     for _ in range(300):
-        for _ in range(10):
-            training.step()
+        training.run(10)
         run.look()
     run.kill()
-    for _ in range(10):
-        training.step()
+    training.run(10)
     training.end()
     run.end()
     assert run.steps() == list(range(1, 3011))
@@ -455,8 +453,7 @@ def test_a_successor_goes_on_after_the_ring_has_wrapped_around(run: Run) -> None
 
 def test_damaged_spans_do_not_stop_the_supervisor(run: Run) -> None:
     training = Training(run.ring())
-    for _ in range(3):
-        training.step()
+    training.run(3)
     for _ in range(80):
         training.ring.put(head(Kind.SCATTER, inside=Kind.CALL), training.now(), 1 << 57, 0)
     training.ring.put(head(Kind.CALL, flags=Flag.TRAINING | Flag.SINGLE, site=1), training.now() - 10**6, 10**6, 0)
@@ -467,41 +464,151 @@ def test_damaged_spans_do_not_stop_the_supervisor(run: Run) -> None:
     assert run.steps()[:3] == [1, 2, 3]
 
 
+def fill_disk(run: Run) -> sqlite3.Connection:
+    """Let the history have no more pages than now; with more, there is room again."""
+    db = run.drain._history._db
+    db.execute(f"PRAGMA max_page_count = {db.execute('PRAGMA page_count').fetchone()[0]}")
+    return db
+
+
 def test_a_disk_that_is_full_loses_nothing(run: Run) -> None:
     training = Training(run.ring())
     run.look()
-    db = run.drain._history._db
-    db.execute(f"PRAGMA max_page_count = {db.execute('PRAGMA page_count').fetchone()[0]}")
-    for _ in range(20):
-        for _ in range(100):
-            training.step()
-        run.look()
-    assert len(run.warnings) == 1
-    db.execute("PRAGMA max_page_count = 100000")
-    run.look(drain_module.RETRY_S + 1)
+    for _ in range(3):
+        db = fill_disk(run)
+        for _ in range(7):
+            training.run(100)
+            run.look()
+        assert len(run.warnings) == 1, "also if there is room now and then"
+        assert "disk is full" in run.warnings[0]
+        db.execute("PRAGMA max_page_count = 100000")
+        run.look(drain_module.RETRY_S + 1)
     training.end()
+    run.now += drain_module.WARN_AGAIN_S
+    fill_disk(run)
+    for _ in range(400):
+        run.drain.emit("host", {"text": "x" * 1000})
+    run.look()
+    assert len(run.warnings) == 2, "much later it is news again"
+    db.execute("PRAGMA max_page_count = 100000")
     run.end()
-    assert run.steps() == list(range(1, 2001))
+    assert run.steps() == list(range(1, 2101))
 
 
-def test_the_rest_of_a_ring_waits_while_the_history_cannot_take_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spans in the ring are not lost, even after their process has ended."""
+@pytest.mark.parametrize("slots", [SLOTS, 4096])
+def test_the_rest_of_a_ring_waits_while_the_history_cannot_take_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch, slots: int
+) -> None:
+    """Memory is bounded. What the ring still has is not lost, even after its process has ended."""
     monkeypatch.setattr(drain_module, "HOLD_BYTES", 10_000)
-    training = Training(run.ring())
+    training = Training(run.ring(), slots=slots)
     run.look()
-    db = run.drain._history._db
-    db.execute(f"PRAGMA max_page_count = {db.execute('PRAGMA page_count').fetchone()[0]}")
-    for _ in range(200):
-        training.step()
-    run.look()
-    for _ in range(200):
-        training.step()
+    db = fill_disk(run)
+    for _ in range(20):
+        training.run(100)
+        run.look()
+        assert run.drain._batch.rows < 600
     training.end()
     run.drain.flush(over=True)
     db.execute("PRAGMA max_page_count = 100000")
     run.look(drain_module.RETRY_S + 1)
     run.look()
-    assert run.steps() == list(range(1, 401))
+    ((calls, missed),) = run.rows("SELECT calls, missed FROM rings")
+    assert run.steps() == list(range(1, calls + 1))
+    assert (calls == 2000) == (missed == 0) == (slots == SLOTS)
+    assert abs(4 * calls + missed - 8000) <= 8
+
+
+@pytest.mark.parametrize("kind", ["mode", "pause", "warning"])
+def test_records_are_committed_once_a_moment_and_answers_at_once(run: Run, kind: str) -> None:
+    training = Training(run.ring())
+    training.run(2)
+    run.look(0.05)
+    assert run.steps() == [1], "the first after a silence, at once"
+    training.step()
+    run.look(0.05)
+    assert run.steps() == [1]
+    run.look(COMMIT_S)
+    assert run.steps() == [1, 2]
+    training.lines.put(kind=kind, at=training.now(), process=0, t_s=0.5)
+    training.step()
+    run.look(0.01)
+    assert run.steps() == [1, 2, 3]
+    assert run.rows("SELECT kind FROM events") == [("process",), (kind,)]
+
+
+def test_many_rings_are_committed_when_a_second_is_over(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drain_module, "MANY_RINGS", 0)
+    second = int(run.now) + 1000
+    training = Training(run.ring())
+    run.look(second + 0.2 - run.now)
+    training.run(2)
+    for at, committed in ((0.3, []), (1.0, []), (1.09, []), (1.11, [1])):
+        run.look(second + at - run.now)
+        assert run.steps() == committed, at
+
+
+def test_a_file_that_is_no_ring_is_one_warning(run: Run) -> None:
+    path = Path(run.ring(5))
+    path.write_bytes(b"nonsense" * 10_000)
+    os.utime(path, (1, 1))
+    for _ in range(5):
+        run.look()
+    assert len(run.warnings) == 1
+    assert "process-5.ring" in run.warnings[0]
+
+
+# ------------------------------------------------------------------------------------------------ own records
+
+
+def test_each_supervisor_adds_its_samples_and_the_last_one_the_exit(run: Run) -> None:
+    for number in range(3):
+        for second in range(5):
+            run.drain.emit("host", host_event(100.0 * number + second).data)
+        if number == 2:
+            run.drain.emit("exit", {"status": 0, "signal": None, "t_s": 300.0})
+        run.drain.flush()
+        run.kill()
+    with open_store(run.directory) as store:
+        found = {kind: [event.data["t_s"] for event in store.events(kind)] for kind in ("host", "exit")}
+        assert found == {"host": [100.0 * n + s for n in range(3) for s in range(5)], "exit": [300.0]}
+        assert store.dropped == 0
+
+
+def test_own_records_wait_for_the_history(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They get a time. Those that find no room are counted. What JSON does not have is unknown."""
+    monkeypatch.setattr(drain_module, "MAX_OWN", 10)
+    path = run.directory / "history.sqlite"
+    path.mkdir()
+    run.look()
+    run.drain.emit("host", {"number": 0, "cpu_pct": float("nan"), "load_1m": float("inf")})
+    for number in range(1, 15):
+        run.drain.emit("host", {"number": number})
+    for _ in range(4):
+        run.look()
+    assert len(run.warnings) == 1
+    path.rmdir()
+    run.look(drain_module.RETRY_S + 1)
+    with open_store(run.directory) as store:
+        events = store.events("host")
+        assert [event.data["number"] for event in events] == list(range(10))
+        assert all(event.data["t_s"] > 0 for event in events)
+        assert (events[0].data["cpu_pct"], events[0].data["load_1m"]) == (None, None)
+        assert store.dropped == 5
+
+
+def test_own_records_from_many_threads_are_complete(run: Run) -> None:
+    threads = [
+        threading.Thread(target=lambda n=n: [run.drain.emit("warning", {"text": f"{n}:{i}"}) for i in range(100)])
+        for n in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    run.look()
+    texts = [json.loads(text)["text"] for (text,) in run.rows("SELECT json FROM events")]
+    assert sorted(texts) == sorted(f"{n}:{i}" for n in range(8) for i in range(100))
 
 
 # ------------------------------------------------------------------------------------------------ other readers
@@ -509,8 +616,7 @@ def test_the_rest_of_a_ring_waits_while_the_history_cannot_take_it(run: Run, mon
 
 def test_a_reader_sees_what_the_ring_has_beyond_the_history(run: Run) -> None:
     training = Training(run.ring())
-    for _ in range(3):
-        training.step()
+    training.run(3)
 
     def steps() -> int:
         with open_store(run.directory) as store:
@@ -539,3 +645,31 @@ def test_export_before_any_supervisor_is_the_same_as_after(run: Run) -> None:
     run.end()
     assert list(history(run.directory)) == before
     assert sum(isinstance(one, Event) for one in before) >= 31
+
+
+def test_a_reader_of_the_history_does_not_hold_the_writer_up(run: Run) -> None:
+    training = Training(run.ring())
+    training.run(51)
+    run.look()
+    reading = history(run.directory)
+    first = next(reading)
+    training.run(50)
+    run.look()
+    assert run.warnings == []
+    assert len(run.steps()) == 100
+    rest = list(reading)
+    assert first not in rest
+    assert len([one for one in rest if isinstance(one, Step)]) in (50, 51), "what it began with, nothing newer"
+
+
+def test_a_supervisor_waits_while_the_history_is_locked(run: Run) -> None:
+    training = Training(run.ring())
+    run.look()
+    with closing(sqlite3.connect(run.directory / "history.sqlite", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        training.run(6)
+        run.look()
+        assert len(run.warnings) == 1
+        other.execute("ROLLBACK")
+    run.look(drain_module.RETRY_S + 1)
+    assert run.steps() == [1, 2, 3, 4, 5]

@@ -13,7 +13,6 @@ from synthetic import SECOND
 from dpmon.model.step_timeline import last_step_timeline
 from dpmon.record.kinds import Collective
 from dpmon.store.answers import LastSample
-from dpmon.ui.keys import possible
 from dpmon.ui.look import ASCII, COLOUR, MONO, UNICODE, Look
 from dpmon.ui.paint import whole
 from dpmon.ui.panels import panel_batch, panel_communication, panel_ranks
@@ -194,12 +193,6 @@ def test_the_straggler_is_told_once_and_its_rows_are_visible(size: tuple[int, in
     assert told == (0 if (count, size) == (64, (80, 24)) else 1), "panel 2 says it while the header says something else"
 
 
-def test_panel_3_can_show_the_straggler() -> None:
-    run, now = joined_ranks(4, slow=2, steps=120)
-    scene = Scene(run.state(process=2), now, FACTS, alive=True)
-    assert "rank 2" in plain(panel_batch.title(scene, LOOK, panel_batch.figures(scene), 120)[0])
-
-
 @pytest.mark.parametrize("size", [(60, 20), (80, 24), (80, 44), (120, 24), (120, 40), (200, 60)])
 def test_panel_3_and_its_last_step_name_the_rank(size: tuple[int, int]) -> None:
     scene = scene_of(4, slow=3)
@@ -218,14 +211,6 @@ def test_a_rank_that_is_missing_is_blank_in_the_map() -> None:
     ranks = tuple(one for one in scene.state.ranks if one.rank != 7)
     text = texts(panel_ranks.table(replace(scene, state=replace(scene.state, ranks=ranks)), 56, 40, LOOK))
     assert text[0].startswith("   0 33333▸3  33333333")
-
-
-def test_a_rank_that_makes_no_sense_has_one_row_in_the_map() -> None:
-    (one, *_) = scene_of(20, slow=5).state.ranks
-    text = texts(rank_map([one, one._replace(rank=10**9 + 1), one._replace(rank=70)], None, 56, LOOK))
-    assert [line.split()[0] for line in text] == ["0", "64", "100…"]
-    assert text[0] == "   0 3"
-    assert text[2] == "100…  3", "32 divides 10**9"
 
 
 def test_the_map_has_at_most_64_rows() -> None:
@@ -359,9 +344,3 @@ def test_panel_3_says_whose_times_it_has() -> None:
 
     assert heading(scene_of(2, slow=1)) == "3 Batch · rank 0 · last 2 min"
     assert "rank" not in heading(scene_of(1))
-
-
-def test_the_keys_name_the_panels_of_ranks() -> None:
-    descriptions = [text for _, text, _ in possible(scene_of(2, slow=1))]
-    assert "go to panel 2 Ranks" in descriptions
-    assert "go to panel 4 Communication" in descriptions

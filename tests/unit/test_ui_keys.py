@@ -12,9 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from kept import keep
 from stage import Stage, stage
-from stored import Recording
-from synthetic import SECOND, Training, decoded
+from synthetic import SECOND, Training
 from textual import events
 
 from dpmon.record.kinds import Event
@@ -198,32 +198,14 @@ async def test_a_report_that_fails_gives_a_message(tmp_path: Path) -> None:
         assert len(on.app.screen_stack) == 1, "its page is closed"
 
 
-def a_run(tmp_path: Path) -> Path:
-    """Make a run with 20 steps in its ring."""
-    run = tmp_path / "20261120-141502-linear-7f3a"
-    run.mkdir(mode=0o700)
-    info = {
-        "id": run.name,
-        "name": "linear",
-        "command": ["x"],
-        "script": "x.py",
-        "cwd": "/",
-        "python": None,
-        "started_unix": 1.0,
-        "start_ns": 1,
-        "boot_id": "x",
-        "headless": False,
-    }
-    (run / "run.json").write_text(json.dumps(info))
+def a_run() -> Path:
+    """Make a run of 20 steps."""
     training = Training()
-    recording = Recording(1, run)
-    recording.add([*training.begin(), *training.run(20)])
-    recording.close()
-    return run
+    return keep({0: [*training.begin(), *training.run(20)]})
 
 
-def test_an_export_makes_new_files(tmp_path: Path) -> None:
-    run = a_run(tmp_path)
+def test_an_export_makes_new_files(state: Path) -> None:
+    run = a_run()
     (Path.cwd() / "dpmon.py").write_text("raise SystemExit('the user has a file of that name')")
     said = jobs.export(run, "lines", "jsonl")
     (path,) = Path.cwd().glob("lines-*.jsonl")
@@ -238,14 +220,8 @@ def test_an_export_makes_new_files(tmp_path: Path) -> None:
     assert json.loads(path.read_text())
 
 
-def test_lines_of_a_report_have_the_given_width(tmp_path: Path) -> None:
-    lines = jobs.report(a_run(tmp_path), 60)
-    assert any("20 steps" in line for line in lines), lines
-    assert max(map(len, lines)) <= 60
-
-
-async def test_a_report_is_shown_to_be_read(tmp_path: Path) -> None:
-    async with stage(a_run(tmp_path)) as on:
+async def test_a_report_is_shown_to_be_read(state: Path) -> None:
+    async with stage(a_run()) as on:
         await on.press("r")
         await on.until(lambda: isinstance(on.app.screen, Pages), "the report")
         box = on.app.screen.box  # type: ignore[attr-defined]
@@ -394,21 +370,6 @@ async def test_keys_that_come_faster_than_a_dialog_closes_do_no_harm(tmp_path: P
         assert on.app.return_value is None
 
 
-async def test_y_does_not_stop_where_leaving_is_the_question(tmp_path: Path) -> None:
-    async with stage(tmp_path) as on:
-        await on.press("q", "y")
-        assert isinstance(on.app.screen, Choice)
-        assert any("y does nothing here" in row for row in on.app.screen.box.text())
-
-
-async def test_a_second_ctrl_c_leaves_and_lets_the_training_run(tmp_path: Path) -> None:
-    async with stage(tmp_path) as on:
-        await on.press("ctrl+c")
-        assert isinstance(on.app.screen, Choice)
-        await on.press("ctrl+c")
-        await on.until(lambda: on.app.return_value == "left", "the end of the screen")
-
-
 async def test_ctrl_c_in_another_dialog_only_closes_it(tmp_path: Path) -> None:
     async with stage(tmp_path) as on:
         for key in ("x", "question_mark", "colon", "slash"):
@@ -464,16 +425,6 @@ async def test_a_click_in_the_footer_presses_the_key(tmp_path: Path) -> None:
         await on.until(lambda: len(on.app.screen_stack) == 2, "help")
 
 
-async def test_ranks_of_ddp_are_offered_no_toggle(tmp_path: Path) -> None:
-    async with stage(tmp_path, steps=0) as on:
-        rank = Training(via="DistributedDataParallel", mode="single", devices=("cpu:0",), rank=0)
-        on.reader.new = decoded([*rank.begin(), *rank.run(20)], origin_ns=SECOND, rank=0)
-        await on.shows("● running")
-        assert "d → dp" not in on.text()
-        await on.press("d")
-        assert on.reader.asked == []
-
-
 async def test_the_training_is_paused_and_resumed(tmp_path: Path) -> None:
     async with stage(tmp_path) as on:
         await on.shows("p pause")
@@ -526,14 +477,6 @@ async def test_between_two_trainings_no_mode_is_requested_and_a_pause_can_be_can
         await on.shows("the mode cannot be switched: the command has ended")
         await on.press("i")
         await on.shows("the command has ended: it reads no more input")
-
-
-async def test_no_pause_where_it_would_do_harm(tmp_path: Path) -> None:
-    async with stage(tmp_path) as on:
-        on.reader.no_pause = "the ranks wait for each other"
-        await on.until(lambda: "p pause" not in on.text(), "the footer without it")
-        await on.press("p")
-        assert not on.reader.pause.wanted
 
 
 async def test_a_pause_that_is_refused_or_over_says_why(tmp_path: Path) -> None:

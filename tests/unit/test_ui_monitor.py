@@ -17,10 +17,6 @@ from dpmon.ui.dialogs import Choice, Pages
 from dpmon.ui.monitor import Monitor
 
 
-def test_tests_of_the_screen_save_their_files_in_a_directory_of_their_own(tmp_path: Path) -> None:
-    assert Path.cwd().parent == tmp_path.parent
-
-
 def last_step(on: Stage) -> int | None:
     process = on.app.feed.state.focus()
     return None if process is None or process.last_step is None else process.last_step.step
@@ -112,6 +108,7 @@ async def test_a_toggle_that_ranks_do_not_allow_is_refused_with_a_reason(tmp_pat
         await on.shows("no pause: the ranks wait for each other")
         assert on.reader.asked == []
         assert not on.reader.pause.wanted
+        assert not any(key in on.app.text()[-1] for key in ("d → dp", "p pause"))
         on.reader.no_pause = None
         await on.shows("p pause")
         await on.press("p")
@@ -119,31 +116,30 @@ async def test_a_toggle_that_ranks_do_not_allow_is_refused_with_a_reason(tmp_pat
         assert "no pause" not in on.text()
 
 
-async def test_the_warnings_key_says_that_there_are_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["l", "ctrl+c"])
+async def test_leaving_asks_and_leaves_the_training_alone(tmp_path: Path, key: str) -> None:
     async with stage(tmp_path) as on:
-        await on.shows("● running")
-        assert "w warnings" not in on.text()
-        await on.press("w")
-        await on.shows("there are no warnings")
-
-
-async def test_leaving_asks_and_leaves_the_training_alone(tmp_path: Path) -> None:
-    async with stage(tmp_path) as on:
-        await on.press("q")
+        await on.press("q", "y")
         assert isinstance(on.app.screen, Choice)
+        assert any("y does nothing here" in row for row in on.app.screen.box.text()), "it would stop the training"
         await on.press("escape")
         await on.until(lambda: len(on.app.screen_stack) == 1, "the dialog to close")
         await on.press("ctrl+c")
         assert isinstance(on.app.screen, Choice)
-        await on.press("l")
+        await on.press(key)
         await on.until(lambda: on.app.return_value == "left", "the end of the screen")
 
 
-async def test_after_the_end_q_just_closes(tmp_path: Path) -> None:
+async def test_after_the_end_the_last_picture_has_everything_and_q_just_closes(tmp_path: Path) -> None:
     (tmp_path / "output.log").write_text("Traceback (most recent call last):\n  x\nRuntimeError: boom\n")
     async with stage(tmp_path) as on:
+        on.reader.is_alive = False
+        await on.shows("ending")
+        on.training.defined.clear()
+        on.reader.new = decoded(on.training.run(50), origin_ns=SECOND)
         on.end(1)
         await on.shows("✗ failed status 1")
+        await on.shows("step 250   mean ")
         await on.shows("RuntimeError: boom")
         await on.shows("q close")
         assert "d → single" not in on.text()
@@ -151,23 +147,6 @@ async def test_after_the_end_q_just_closes(tmp_path: Path) -> None:
         assert on.reader.asked == []
         await on.press("q")
         await on.until(lambda: on.app.return_value == "ended", "the end of the screen")
-
-
-async def test_everything_before_the_end_is_in_the_last_picture(tmp_path: Path) -> None:
-    async with stage(tmp_path) as on:
-        on.training.defined.clear()
-        on.reader.new = decoded(on.training.run(50), origin_ns=SECOND)
-        on.end(0)
-        await on.shows("finished status 0")
-        await on.shows("step 250   mean ")
-
-
-async def test_a_vanished_command_is_given_time_for_its_status(tmp_path: Path) -> None:
-    async with stage(tmp_path) as on:
-        on.reader.is_alive = False
-        await on.shows("ending")
-        on.end(0)
-        await on.shows("finished status 0")
 
 
 async def test_stop_stops_the_run_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,14 +372,3 @@ async def test_a_fault_in_the_reader_ends_the_screen_with_an_error(tmp_path: Pat
             await asyncio.sleep(0.01)
     assert isinstance(app.problem, OSError)
     assert app.return_code == 2
-
-
-async def test_rows_that_stay_the_same_are_not_drawn_again(tmp_path: Path) -> None:
-    async with stage(tmp_path) as on:
-        await on.shows("● running")
-        on.end(0)
-        await on.shows("finished")
-        drawn = {name: widget.drawn for name, widget in on.app._panels.items()}
-        looks = on.reader.looks
-        await on.until(lambda: on.reader.looks > looks + 20, "twenty ticks")
-        assert {name: widget.drawn for name, widget in on.app._panels.items()} == drawn

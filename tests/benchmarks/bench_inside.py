@@ -2,11 +2,11 @@
 
     python tests/benchmarks/bench_inside.py [--cases usual calls deep dp2 dp8] [--blocks 400] [--steps 32]
 
-bench_tracer.py compares processes, which differ by more than the cost of the tracer, for example by the layout of
-memory. Here the same loop over the same tensors runs with and without the patches, block by block, so that a cost of
-some microseconds shows within a minute, even on a busy machine. The processor time of the training thread is compared
-(replicas run in threads, which wait for each other and for the processor). A/A is the same comparison between two
-halves of the blocks without. Costs that remain without the patches are not measured: the import, and memory.
+Processes differ by more than the cost of the tracer, for example by the layout of memory. Here the same loop over the
+same tensors runs with and without the patches, block by block, so that a cost of some microseconds shows within a
+minute, even on a busy machine. The processor time of the training thread is compared (replicas run in threads, which
+wait for each other and for the processor). A/A is the same comparison between two halves of the blocks without. Costs
+that remain without the patches are not measured: the import, and memory.
 
 The budget is a figure for one machine. As a yardstick, the bare step of the first case, which took YARDSTICK_US there,
 is measured beside every case. The cost is printed as measured, and scaled by the yardstick.
@@ -29,11 +29,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from bench_tracer import network, untraced_data_parallel
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 YARDSTICK_US = 178.0
@@ -66,6 +65,30 @@ CASES = {
     "gpu": Case(0, 1, 1, 60, 1),
     "gpu2": Case(0, 1, 1, 120, 2),
 }
+
+
+def network(depth: int) -> Any:
+    """Return a small network with `depth` pairs of layers inside."""
+    from torch import nn
+
+    layers = [layer for _ in range(depth) for layer in (nn.Linear(32, 32), nn.ReLU())]
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), *layers, nn.Linear(32, 1))
+
+
+def untraced_data_parallel(replicas: int) -> Callable[[Any, Any], Any]:
+    """Return torch's data_parallel over virtual replicas, not recorded; to be made before the tracer is in."""
+    import torch
+
+    from dpmon.tracer.modes.virtual import PRIMITIVE_NAMES, Originals, VirtualDevices, with_globals
+
+    module = importlib.import_module("torch.nn.parallel.data_parallel")
+    originals = Originals(module, importlib.import_module("torch.nn.parallel.scatter_gather"))
+    virtual = VirtualDevices(replicas, torch.device("cpu"), originals)
+    function = with_globals(
+        virtual.functional(originals.data_parallel), **dict(zip(PRIMITIVE_NAMES, virtual.primitives, strict=False))
+    )
+    ids = list(range(replicas))
+    return lambda model, batch: function(model, (batch,), ids)
 
 
 class Patches:

@@ -130,7 +130,7 @@ def main() -> int:
         rows = read(path)
     if not options.quick:
         say("\nthe tracer's cost on the CPU of this machine:")
-        bench = [sys.executable, str(ROOT / "tests" / "benchmarks" / "bench_tracer.py"), "--replicas", "0", "2"]
+        bench = [sys.executable, str(ROOT / "tests" / "benchmarks" / "bench_inside.py"), "--cases", "usual", "dp2"]
         status = passed_on(bench, env) or status
     say("\n".join(["", *machine(), "", *table(rows)]))
     if os.environ.get("OUT"):

@@ -59,50 +59,137 @@ def test_the_part_of_a_model_in_shared_memory_is_recorded(tmp_path: Path, anothe
     assert (cpu["shared_files"] == child["shared_files"]) == (not another)
 
 
-LATE = """
-import torch
-critic, generator = torch.nn.Linear(4, 1), torch.nn.Linear(2, 4)
-optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
-def step(batch):
-    optimizer.zero_grad()
-    critic(batch).sum().backward()
+# ------------------------------------------------------------------------------------------------ parts of it
+
+START = """\
+import sys, threading, torch
+model, other = torch.nn.Linear(30, 20), torch.nn.Linear(15, 20)
+batches = torch.ones(40, 30).split(4)
+loader = torch.utils.data.DataLoader(torch.ones(40, 30), batch_size=4)
+def learn(optimizer, loss):
+    loss.sum().backward()
     optimizer.step()
-for _ in range(6):
-    step(torch.ones(3, 4))
-for _ in range(6):
+    optimizer.zero_grad()
+"""
+WEIGHTS, OTHERS = 4 * (30 * 20 + 20), 4 * (15 * 20 + 20)
+CASES: dict[str, tuple[str, dict[str, int | str]]] = {
+    "gradients that the script clears before the step ends": (
+        """\
+optimizer = torch.optim.Adam(model.parameters())
+for x in loader:
+    learn(optimizer, model(x))
+""",
+        {"gradients": WEIGHTS},
+    ),
+    "gradients cleared by hand": (
+        """\
+optimizer = torch.optim.Adam(model.parameters())
+for x in loader:
+    model(x).sum().backward()
+    for p in model.parameters():
+        p.grad = None
+""",
+        {"gradients": WEIGHTS},
+    ),
+    "of two models in turn, as in a GAN, the backward pass with more gradients": (
+        """\
+one, two = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other))
+for x in loader:
+    learn(two, other(x[:, :15]))
+    learn(one, model(x))
+""",
+        {"gradients": WEIGHTS},
+    ),
+    "an evaluation alone": (
+        """\
+optimizer = torch.optim.Adam(model.parameters())
+model.eval()
+with torch.no_grad():
+    for x in loader:
+        model(x)
+""",
+        {
+            "model": WEIGHTS,
+            "gradients": "no backward pass was seen before this measurement",
+            "optimizer": "no optimizer had stepped before this measurement",
+        },
+    ),
+    "an optimizer without a state": (
+        """\
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x in loader:
+    learn(optimizer, model(x))
+""",
+        {"optimizer": 0},
+    ),
+    "no optimizer of torch's": (
+        """\
+moments = [torch.zeros_like(p) for p in model.parameters()]
+for x in loader:
+    model(x).sum().backward()
     with torch.no_grad():
-        batch = generator(torch.ones(3, 2))
-    step(batch)
-print(sum(tensor.nbytes for model in (critic, generator) for tensor in model.parameters()))
-"""
-
-
-def test_a_model_first_called_after_the_first_measurement_is_measured_in_a_short_run(tmp_path: Path) -> None:
-    result = traced(tmp_path, LATE)
-    (cpu,) = result.events("memory")[-1].data["devices"]
-    assert cpu["model_bytes"] == result.printed
-
-
-TWO_OPTIMIZERS = """
-import torch
-critic, generator = torch.nn.Linear(4, 1), torch.nn.Linear(2, 4)
-one, two = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (critic, generator))
-for number in range(12):
-    one.zero_grad()
-    critic(generator(torch.ones(3, 2)).detach()).sum().backward()
-    one.step()
+        for p, moment in zip(model.parameters(), moments):
+            p.sub_(moment.mul_(0.9).add_(p.grad))
+    model.zero_grad()
+""",
+        {"optimizer": "no torch optimizer was made"},
+    ),
+    "an optimizer that stepped before the first call": (
+        """\
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for p in model.parameters():
+    p.grad = torch.zeros_like(p)
+optimizer.step()
+for x in loader:
+    model(x).sum().backward()
+""",
+        {"optimizer": 0},
+    ),
+    "an optimizer that steps in a thread": (
+        """\
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x in loader:
+    model(x).sum().backward()
+    thread = threading.Thread(target=optimizer.step)
+    thread.start()
+    thread.join()
+""",
+        {"optimizer": 0},
+    ),
+    "a model first called after the first measurement of a short run": (
+        """\
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x in batches:
+    learn(optimizer, model(x))
+for x in batches:
+    with torch.no_grad():
+        other(x[:, :15])
+    learn(optimizer, model(x))
+""",
+        {"model": WEIGHTS + OTHERS},
+    ),
+    "an optimizer that first steps after the first measurement": (
+        """\
+one, two = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, other))
+for number, x in enumerate(batches):
+    learn(one, model(x) + other(x[:, :15]).detach())
     if number % 3 == 2:
-        two.zero_grad()
-        critic(generator(torch.ones(3, 2))).sum().backward()
-        two.step()
-print(sum(tensor.nbytes for model in (critic, generator) for tensor in model.parameters()))
-"""
+        learn(two, model(x) + other(x[:, :15]))
+""",
+        {"model": WEIGHTS + OTHERS, "optimizer": WEIGHTS + OTHERS},
+    ),
+}
 
 
-def test_states_of_an_optimizer_that_steps_after_the_first_measurement(tmp_path: Path) -> None:
-    result = traced(tmp_path, TWO_OPTIMIZERS)
-    (cpu,) = result.events("memory")[-1].data["devices"]
-    assert cpu["optimizer_bytes"] == cpu["model_bytes"] == result.printed
+@pytest.mark.slow
+@pytest.mark.parametrize(("text", "expected"), CASES.values(), ids=CASES)
+def test_each_part_is_measured_or_has_a_reason(tmp_path: Path, text: str, expected: dict[str, int | str]) -> None:
+    """What was not measured is unknown, never zero."""
+    run = traced(tmp_path, START + text)
+    assert (run.status, run.complaints) == (0, []), run.err
+    (cpu,) = run.events("memory")[-1].data["devices"]
+    reasons = {part: cpu["absent"].get(f"{part}_bytes") for part in expected}
+    assert {part: cpu[f"{part}_bytes"] if why is None else why for part, why in reasons.items()} == expected
 
 
 @pytest.mark.gpu
@@ -125,6 +212,34 @@ def test_the_summary_has_the_memory_and_why_the_rest_is_unknown(dpmon: Dpmon) ->
         "cpu  model 4.64 KiB, gradients 1.55 KiB, optimizer 2.26 KiB, rest –, peak –  (rest and peak: torch"
         in result.errors
     )
+
+
+QUANTIZED = """\
+import warnings
+warnings.simplefilter("ignore")
+import torch
+model = torch.nn.Sequential(torch.ao.quantization.quantize_dynamic(torch.nn.Sequential(torch.nn.Linear(30, 20))),
+                            torch.nn.Linear(20, 5))
+with torch.no_grad():
+    for x in torch.utils.data.DataLoader(torch.ones(40, 30), batch_size=4):
+        model(x)
+"""
+REASON = "1 of its tensors does not report its size (LinearPackedParams); the others hold 420 bytes on this device"
+
+
+@pytest.mark.slow
+def test_the_summary_and_the_report_say_why_a_part_is_unknown(dpmon: Dpmon, tmp_path: Path) -> None:
+    run = dpmon.run(*dpmon.warm(), "--headless", "--mode", "script", dpmon.script(QUANTIZED))
+    assert run.status == 0, run.errors
+    record = next(one for one in dpmon.records() if one["kind"] == "memory")
+    assert record["devices"][0]["absent"]["model_bytes"] == REASON
+    assert record["devices"][0]["model_bytes"] is None
+    assert "cpu  model –, gradients –, optimizer –" in run.errors
+    assert f"model: {REASON}" in run.errors
+    report = dpmon.run("report")
+    flat = " ".join(report.text.split())
+    assert f"model of cpu: {REASON}" in flat
+    assert "gradients of cpu: no backward pass was seen" in flat
 
 
 # ------------------------------------------------------------------------------------------------ one measurement

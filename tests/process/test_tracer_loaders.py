@@ -49,6 +49,7 @@ for epoch in range(2):
         optimizer.step()
         print(loss.item())
     del batches
+print(torch.rand(1).item())  # workers take their seeds from torch's random stream
 print(json.dumps(clocks))
 """
 

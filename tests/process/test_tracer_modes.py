@@ -55,23 +55,29 @@ class Steered:
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
-    """The script without dpmon, with --mode script, and by default, in parallel."""
+    """The script without dpmon, with --mode script, by default, and with one replica, in parallel."""
     place = tmp_path_factory.mktemp("exact")
     scripts = {
         "alone": Script(place, text_of("exact"), run=False),
         "script": Script(place, text_of("exact"), mode="script"),
         "default": Script(place, text_of("exact")),
+        "one replica": Script(place, text_of("exact"), replicas=1),
     }
     return {name: script.end() for name, script in scripts.items()}
 
 
-def test_with_mode_script_results_are_bit_for_bit_the_same(exact: dict[str, Traced], tmp_path: Path) -> None:
-    found = exact["script"].printed
+@pytest.mark.parametrize("name", ["script", "one replica"])
+def test_results_are_bit_for_bit_the_same(exact: dict[str, Traced], tmp_path: Path, name: str) -> None:
+    """With --mode script, and with one replica, which is the module itself."""
+    found = exact[name].printed
     again = partial(Script, tmp_path, text_of("exact"), run=False)
     assert found == as_alone(found, exact["alone"].printed, lambda: again().end().printed)
     losses, _, _ = exact["alone"].printed["wrapped"]
     assert len(losses) == 110
     assert len(set(losses)) > 100
+
+
+def test_mode_script_splits_nothing(exact: dict[str, Traced]) -> None:
     assert {call.mode for call in exact["script"].calls()} == {"single"}
     assert not any(call.virtual or call.phases for call in exact["script"].calls())
 

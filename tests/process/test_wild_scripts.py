@@ -44,60 +44,6 @@ def test_arguments_siblings_and_files_beside_it(place: SideBySide) -> None:
     assert b"['classify.py', '--epochs', '2', '-m', '0.5', '--', '-x', 'two words', '']" in outcome.stdout
 
 
-def test_models_that_are_pickled_copied_and_inspected(place: SideBySide) -> None:
-
-    def run_alone() -> tuple[Outcome, bytes]:
-        return place.alone("pickled.py"), _load(place)
-
-    first = run_alone()
-    alone, _ = first
-    assert alone.status == 0
-    found = place.under("pickled.py", options=("--mode", "script")), _load(place)
-    assert found == as_alone(found, first, run_alone)
-    by_default = place.under("pickled.py")
-    assert (by_default.status, by_default.stdout, by_default.stderr) == (0, alone.stdout, alone.stderr)
-    assert set(by_default.files) == set(alone.files) == {"whole.pt", "more.pt"}
-    for content in by_default.files.values():
-        assert b"dpmon" not in content
-    assert _load(place).count(b"\n") == 3
-
-
-def _load(place: SideBySide) -> bytes:
-    """Load the saved files in a process without dpmon; return its output."""
-    done = place.plainly("load_whole.py")
-    assert done.status == 0, done.stderr
-    return done.stdout
-
-
-def test_stdout_replaced_by_an_object_without_isatty(place: SideBySide) -> None:
-    outcome = check(place, "progress.py")
-    assert outcome.stdout.count(b"\r[") == 20
-    assert set(outcome.files) == {"train.log"}
-    assert outcome.stderr.count(b"step") == 20
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_of_a_loader_leave_no_trace(place: SideBySide, method: str) -> None:
-    outcome = check(place, "workers.py", method, script=True)
-    assert outcome.status == 0
-    records = place.dpmon.records()
-    assert len(of_kind(records, "process")) == 1
-    assert len(of_kind(records, "call")) == len(of_kind(records, "step")) == 8
-    assert of_kind(records, "warning") == []
-
-
-def test_each_training_process_has_a_record(place: SideBySide) -> None:
-    outcome = check(place, "spawned.py")
-    assert outcome.status == 3
-    records = place.dpmon.records()
-    assert {record["process"] for record in of_kind(records, "process")} == {0, 1}
-    for process in (0, 1):
-        calls = [call for call in of_kind(records, "call") if call["process"] == process]
-        assert [call["call"] for call in calls] == [1, 2, 3, 4]
-    pids = {record["pid"] for record in of_kind(records, "process")}
-    assert len(pids) == 2
-
-
 def test_torch_looks_the_same_as_without_dpmon(place: SideBySide) -> None:
     outcome = check(place, "probing.py", fresh=True)
     assert outcome.status == 0
@@ -108,18 +54,6 @@ def test_the_surroundings_are_the_same(place: SideBySide) -> None:
     outcome = check(place, "surroundings.py", fresh=True)
     assert outcome.status == 0
     assert outcome.stdout.endswith(b"registered last, runs first\nregistered first, runs last\n")
-
-
-def test_a_script_that_starts_itself_again(place: SideBySide) -> None:
-    outcome = check(place, "relaunch.py")
-    assert outcome.status == 2
-    assert len(of_kind(place.dpmon.records(), "process")) == 2
-
-
-def test_odd_ways_to_call_a_model(place: SideBySide) -> None:
-    outcome = check(place, "odd_models.py", script=True)
-    assert outcome.status == 0
-    assert b"skipped a batch: KeyError" in outcome.stdout
 
 
 def test_other_features_of_torch_work_as_without_dpmon(place: SideBySide) -> None:

@@ -98,6 +98,21 @@ def a_part():
 
 
 @way
+def a_part_of_a_wrapped_model():
+    model = nn.DataParallel(Net())
+    model.module.layers[0] = compiling(model.module.layers[0])
+    return model, model
+
+
+@way
+def wrapped_in_place():
+    inner = Net()
+    inner.compile(backend=backend)
+    model = nn.DataParallel(inner)
+    return model, model
+
+
+@way
 def wrapped():
     model = nn.DataParallel(compiling(Net()))
     return model, model
@@ -202,6 +217,7 @@ def train(make):
         "stats": dict(counters["stats"]),
         "frames": dict(counters["frames"]),
         "recompiled": sorted(str(code.co_name) for code in guard_failures),
+        "parameters": len(list(model.parameters())),
     }
 
 

@@ -18,10 +18,9 @@ from textual.timer import Timer
 
 from dpmon.run.reader import RunReader
 from dpmon.ui.dialogs import Dialog
-from dpmon.ui.driver import Driver
+from dpmon.ui.driver import Driver, Leaving, terminal_gone
 from dpmon.ui.feed import Feed, OpenStore
 from dpmon.ui.layout import Slot
-from dpmon.ui.leaving import Leaving, terminal_gone
 from dpmon.ui.look import Look
 from dpmon.ui.paint import joined, paint, places, rank_room, scroll_room
 from dpmon.ui.rows import Row, plain

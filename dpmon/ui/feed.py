@@ -18,9 +18,8 @@ from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import MOST_RANKS, State, Wanted, ended_of
 from dpmon.run.reader import NO_TRAINING, RunReader
 from dpmon.text.traceback_line import traceback_line
-from dpmon.ui.panels.panel_output import Output
+from dpmon.ui.panels.panel_output import Output, Tail
 from dpmon.ui.scene import Facts, Pausing, RunEnd, Scene, Toggle, View, all_finished
-from dpmon.ui.tail import Tail
 
 if TYPE_CHECKING:
     from dpmon.store.queries import Store

@@ -18,11 +18,9 @@ from dpmon.ui.panels import (
     panel_output,
     panel_ranks,
     panel_replicas,
-    panel_stages,
 )
 from dpmon.ui.panels.panel_output import Output, marked
-from dpmon.ui.panels.panel_status import cut_answer, status
-from dpmon.ui.replies import answer
+from dpmon.ui.panels.panel_status import answer, cut_answer, status
 from dpmon.ui.rows import Row, box, cropped, fit, plain, width_of
 from dpmon.ui.scene import PANELS, Scene
 
@@ -53,10 +51,8 @@ def _pinned(panel: str, scene: Scene) -> int:
 
 
 def _second(scene: Scene) -> ModuleType:
-    """The module that draws panel 2: ranks, stages or replicas."""
-    if panel_ranks.applies(scene):
-        return panel_ranks
-    return panel_stages if panel_stages.applies(scene) else panel_replicas
+    """The module that draws panel 2: ranks, or replicas and stages."""
+    return panel_ranks if panel_ranks.applies(scene) else panel_replicas
 
 
 def paint(scene: Scene, output: Output, slots: Mapping[str, Slot], look: Look) -> dict[str, list[Row]]:

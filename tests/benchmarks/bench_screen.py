@@ -74,7 +74,7 @@ from dpmon.ui.look import look
 from dpmon.ui.paint import whole
 from dpmon.ui.panels.panel_output import Output
 from dpmon.ui.scene import Facts, Scene
-from dpmon.ui.tail import Tail
+from dpmon.ui.panels.panel_output import Tail
 
 def resident():
     with open("/proc/self/statm") as file:

@@ -11,7 +11,7 @@ from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Call, Record, RecordError
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.paint import whole
-from dpmon.ui.panels import panel_stages
+from dpmon.ui.panels import panel_replicas
 from dpmon.ui.panels.panel_output import Output
 from dpmon.ui.rows import plain, width_of
 from dpmon.ui.scene import Facts, Scene, View
@@ -74,7 +74,7 @@ def scene_of(*rows: Row) -> Scene:
 def test_the_screen_has_a_row_a_stage_and_what_could_not_be_measured() -> None:
     slower = [*STAGES[:-1], 7_000_000]
     scene = scene_of(call(1, STAGES), call(2, slower), call(3, slower))
-    text = [plain(row) for row in panel_stages.table(scene, 100, 10, LOOK)]
+    text = [plain(row) for row in panel_replicas.table(scene, 100, 10, LOOK)]
     assert text[1].split() == ["0", "cpu", "embedding", "[30,", "8]", "[30,", "8,", "32]", "2.00", "ms"]
     assert text[2].split()[:4] == ["1", "cuda:0", "rnn,", "classes"]
     assert text[2].split()[-4:] == ["30.0", "KiB", "7.00", "ms"], "what crossed, and the median"
@@ -89,5 +89,5 @@ def test_the_screen_has_a_row_a_stage_and_what_could_not_be_measured() -> None:
 def test_a_stage_that_did_not_end_has_a_dash() -> None:
     broken = [*STAGES[:-3], 0, 2_500_000, -1]
     scene = scene_of(call(1, broken))
-    text = [plain(row) for row in panel_stages.table(scene, 100, 10, LOOK)]
+    text = [plain(row) for row in panel_replicas.table(scene, 100, 10, LOOK)]
     assert text[2].split()[-1] == "–"

@@ -17,9 +17,8 @@ from dpmon.ui.look import ASCII, COLOUR, MONO, UNICODE, Look
 from dpmon.ui.paint import whole
 from dpmon.ui.panels import panel_batch, panel_communication, panel_ranks
 from dpmon.ui.panels.panel_output import Output
-from dpmon.ui.panels.panel_status import status
-from dpmon.ui.rank_map import rank_map
-from dpmon.ui.replies import answer
+from dpmon.ui.panels.panel_ranks import rank_map
+from dpmon.ui.panels.panel_status import answer, status
 from dpmon.ui.rows import plain, width_of
 from dpmon.ui.scene import Facts, Pausing, RunEnd, Scene, Toggle, View
 from dpmon.ui.waterfall import bucket_row, sample_row

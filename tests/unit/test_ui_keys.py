@@ -24,9 +24,9 @@ from dpmon.ui.help import help_rows
 from dpmon.ui.keys import ACTIONS, COMMANDS, neighbour, other_period, other_range
 from dpmon.ui.layout import arrange
 from dpmon.ui.look import look
+from dpmon.ui.panels.panel_output import Tail
 from dpmon.ui.rows import plain
 from dpmon.ui.scene import PANELS, RANGES, View
-from dpmon.ui.tail import Tail
 
 
 def test_every_action_that_is_bound_exists() -> None:

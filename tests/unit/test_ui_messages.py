@@ -29,11 +29,10 @@ from dpmon.ui.footer import timeline
 from dpmon.ui.keys import COMMANDS, PLAYED, possible
 from dpmon.ui.paint import whole
 from dpmon.ui.panels.panel_compare import compare as compare_rows
-from dpmon.ui.panels.panel_output import Output, narrowed
+from dpmon.ui.panels.panel_output import Output, Tail, narrowed
 from dpmon.ui.panels.panel_output import title as output_title
 from dpmon.ui.rows import plain, width_of
 from dpmon.ui.scene import NAMES, Facts, Pausing, Playing, RunEnd, Scene, View
-from dpmon.ui.tail import Tail
 
 
 def trained(steps: int = 200, *, over: bool = False, **options: object) -> Scene:

@@ -16,12 +16,12 @@ from timed import GPUS, timed
 from dpmon.model.history import pictured
 from dpmon.model.process import PHASES, Column
 from dpmon.record.names import Untimed
-from dpmon.ui.batch_notes import missing
 from dpmon.ui.chart import stacked
 from dpmon.ui.look import LETTERS, UNICODE, Look
 from dpmon.ui.look import MONO as MONO_STYLES
 from dpmon.ui.paint import places
 from dpmon.ui.panels import panel_batch
+from dpmon.ui.panels.panel_batch import missing
 from dpmon.ui.rows import plain
 from dpmon.ui.scene import SECOND, RunEnd, Scene, View
 

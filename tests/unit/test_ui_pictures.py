@@ -15,11 +15,10 @@ from dpmon.ui.footer import keys
 from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, arrange
 from dpmon.ui.look import Look
 from dpmon.ui.paint import whole
-from dpmon.ui.panels.panel_output import Output
+from dpmon.ui.panels.panel_output import Output, Tail
 from dpmon.ui.panels.panel_status import status
 from dpmon.ui.rows import cropped, plain, width_of
 from dpmon.ui.scene import Pausing, RunEnd, Scene, Toggle, View, devices_in_short, life
-from dpmon.ui.tail import Tail
 
 SIZES = [
     (80, 24),

@@ -9,10 +9,9 @@ import pytest
 
 from dpmon.model.state import State
 from dpmon.ui.look import COLOUR, UNICODE, Look
-from dpmon.ui.panels.panel_output import Output, found_in, marked, title
+from dpmon.ui.panels.panel_output import ROWS, Output, Tail, found_in, marked, title
 from dpmon.ui.rows import plain
 from dpmon.ui.scene import Scene
-from dpmon.ui.tail import ROWS, Tail
 
 LOOK = Look(UNICODE, COLOUR, True)
 

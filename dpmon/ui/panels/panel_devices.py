@@ -15,12 +15,11 @@ from dpmon.model.memory import reasons as reasons_of_memory
 from dpmon.model.ranks import training
 from dpmon.model.state import DeviceTrack
 from dpmon.record.plainjson import number_in
-from dpmon.text.cells import cut, right, span_width
+from dpmon.text.cells import cut, right, span_width, wrapped
 from dpmon.text.quantities import UNKNOWN, memory, memory_of
-from dpmon.ui.chart import bar, parts_bar, resampled, spark
+from dpmon.ui.chart import area, bar, parts_bar, resampled, spark
 from dpmon.ui.device_facts import device_name, facts, label, mine, reasons
 from dpmon.ui.look import Look
-from dpmon.ui.panels.panel_host import host
 from dpmon.ui.rows import Row, fit, width_of
 from dpmon.ui.scene import NAMES, Scene
 
@@ -34,6 +33,10 @@ _THIRD = (
 _MEMORY = 15
 _GRID = 52
 """Cells that two GPUs in a row need."""
+_LEAST_GRAPH = 10
+"""Fewest cells for the history of the load beside the run's part of it."""
+_LEAST_REASON = 20
+"""Fewest cells for the reason beside the run's part; all of it stands in the full-size panel."""
 
 
 def _tracks(scene: Scene) -> list[tuple[int, DeviceTrack]]:
@@ -304,3 +307,44 @@ def _below(tracks: Sequence[DeviceTrack], width: int, look: Look) -> list[Row]:
     if why:
         rows.append([(cut(why, width, look.glyphs.more), "dim")])
     return rows
+
+
+# ------------------------------------------------------------------------------------------------ the host
+
+
+def host(scene: Scene, width: int, height: int, look: Look, tall: bool = False) -> list[Row]:
+    """Two rows: the host's load and the run's part, and why there is no GPU; `tall`: at full size, at most `height`."""
+    track = scene.state.host
+    data = track.data
+    if not data:
+        return [[("no sample yet", "dim")]]
+    cpu, used, total = (number_in(data, key) for key in ("cpu_pct", "mem_used_bytes", "mem_total_bytes"))
+    own, held = number_in(data, "run_cpu_pct"), number_in(data, "run_mem_bytes")
+    load: Row = [(right(UNKNOWN if cpu is None else f"{cpu:.0f} %", 6), "bold")]
+    load += [("  mem ", "dim"), (right(memory_of(used, total), 16), "")]
+    of_run: Row = [("  this run", "dim")]
+    if scene.over and own is None and held is None:
+        of_run.append((" has ended", ""))
+    else:
+        of_run += [(right(UNKNOWN if own is None else f"{own / 100:.2f}", 5), ""), (" cores", "dim")]
+        of_run += [(right(memory(held), 10), "")]
+    whole = [*load, *of_run] if tall or width >= width_of([*load, *of_run]) + 9 + _LEAST_GRAPH else load
+    graph = max(min(width - 9 - width_of(whole), 60), 6)
+    values = resampled(track.util, track.second + 1, scene.device_span_s, graph)
+    rows: list[Row] = [[("host cpu ", "dim"), (spark(values, graph, look.glyphs), "bar"), *whole]]
+    if tall:
+        dots = width * (2 if look.glyphs.braille else 1)
+        values = resampled(track.util, track.second + 1, scene.device_span_s, dots)
+        rows += [[(text, "bar")] for text in area(values, width, min(max(height - 4, 1), 8), 100.0, look.glyphs)]
+    reason = data.get("gpu_absent")
+    text = reasons([data])
+    if isinstance(reason, str):
+        absent = reason if reason.lower().startswith("no gpu") else f"no GPU: {reason}"
+        text = f"{absent}; {text}" if text else absent
+    short: Row = [("  run", "dim"), *of_run[1:]]
+    left = width - width_of(short)
+    if whole is load and left >= _LEAST_REASON and not scene.over:
+        return [*rows, [*fit([(clean(text, 600), "dim")], left, look.glyphs.more), *short]]
+    room = height - len(rows) if tall else 1
+    lines = wrapped(clean(text, 600), width, room, look.glyphs.more) if text and room > 0 else []
+    return rows + [[(line, "dim")] for line in lines]

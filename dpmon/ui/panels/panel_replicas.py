@@ -1,4 +1,4 @@
-"""Panel 2: the input and output of each replica of the last call, and its time."""
+"""Panel 2: the input, output and time of each replica of the last call, or of each stage of a split model."""
 
 from __future__ import annotations
 
@@ -59,10 +59,18 @@ def shown(scene: Scene) -> CallTrack | None:
     return choice.track if choice is not None else None
 
 
+def _staged(call: Call) -> bool:
+    """Whether the model of the call is split over several devices."""
+    return not call.replicas and len(call.devices) > 1 and call.mode != "dp"
+
+
 def wanted_rows(scene: Scene) -> int:
     """Rows that the whole content needs."""
     track = shown(scene)
-    return 3 if track is None else max(len(track.last.devices), len(track.last.replicas), 1) + 1
+    if track is None:
+        return 3
+    call = track.last
+    return len(call.stages) + 2 if _staged(call) else max(len(call.devices), len(call.replicas), 1) + 1
 
 
 def title(scene: Scene, look: Look) -> tuple[Row, Row]:
@@ -76,8 +84,9 @@ def title(scene: Scene, look: Look) -> tuple[Row, Row]:
     part = f"{dot}call {choice.nth} of {choice.of} a step" if choice.of > 1 else ""
     many = f"{dot}newest of {count}" if count > 1 and not which else f"{dot}{which} of {count}" if which else ""
     corner: Row = [("call", "dim"), (right(group(call.call), 9), "")]
+    head = "2 Stages" if _staged(call) else NAMES["replicas"]
     # The names come last, so that they are cut before the number of the choice.
-    return [(NAMES["replicas"], "title"), (many + part, ""), *kind(call, look), (name, "")], corner
+    return [(head, "title"), (many + part, ""), *kind(call, look), (name, "")], corner
 
 
 def kind(call: Call, look: Look) -> Row:
@@ -92,20 +101,68 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     if track is None:
         return [[(scene.empty_reason("no call was traced", "no call yet"), "dim")]]
     call = track.last
-    drawn = _ReplicaTable(track, width, look)
-    rows: list[Row] = [drawn.header()] if height > 1 else []
-    rows += [drawn.row(replica) for replica in call.replicas]
-    rows += _idle(call, look)
-    if not call.replicas:
-        rows.append([("the replicas of this call were not seen", "dim")])
+    staged = _staged(call)
+    rows = _stages(track, width, look) if staged else _replicas(track, width, height, look)
     if call.failed:
         rows.append([("the forward raised an exception", "bad")])
     for reason in call.absent.values():
-        rows.append([(cut(clean(reason, 300), width, look.glyphs.more), "dim")])
+        lines = wrapped(clean(reason, 300), width, None if staged else 1, look.glyphs.more)
+        rows += [[(line, "dim")] for line in lines]
     process = scene.process
     if process is not None and call.virtual and len(rows) < height:
         shared = "one GPU" if any(device.startswith("cuda") for device in call.devices) else "this machine's processor"
         rows.append([(f"virtual: the replicas share {shared}", "dim")] if process.mode == "dp" else [])
+    return rows
+
+
+def _replicas(track: CallTrack, width: int, height: int, look: Look) -> list[Row]:
+    """A header, a row per replica, and idle devices."""
+    drawn = _ReplicaTable(track, width, look)
+    rows: list[Row] = [drawn.header()] if height > 1 else []
+    rows += [drawn.row(replica) for replica in track.last.replicas]
+    rows += _idle(track.last, look)
+    return rows if track.last.replicas else [*rows, [("the replicas of this call were not seen", "dim")]]
+
+
+def _stages(track: CallTrack, width: int, look: Look) -> list[Row]:
+    """A header, and a row per stage with its incoming tensors and its time."""
+    call = track.last
+    more = look.glyphs.more
+    device = min(max([span_width(clean(s.device, 20)) for s in call.stages] + [6]), 10)
+    ins = [size_text(stage.inputs) for stage in call.stages]
+    outs = [size_text(stage.outputs) for stage in call.stages]
+    names = [clean(", ".join(stage.parts), 200) for stage in call.stages]
+    room = max(width - 3 - device - 2 - 10 - 10 - 4 - (10 if track.device_ns else 0), 18)
+    given = min(max(map(span_width, [*ins, "input"])), room // 3)
+    gave = min(max(map(span_width, [*outs, "output"])), room // 3)
+    parts = min(max(map(span_width, [*names, "parts"])), room - given - gave)
+    rows: list[Row] = [
+        [
+            (" # ", "dim"),
+            ("device".ljust(device) + "  ", "dim"),
+            *fit([("parts", "dim")], parts + 2, more),
+            *fit([("input", "dim")], given + 2, more),
+            *fit([("output", "dim")], gave, more),
+            ("   crossed", "dim"),
+            (" host time", "dim"),
+            (" on device" if track.device_ns else "", "dim"),
+        ]
+    ]
+    for stage, got, result, name in zip(call.stages, ins, outs, names, strict=True):
+        rows.append(
+            [
+                (right(str(stage.stage), 2) + " ", "bold"),
+                *fit([(clean(stage.device, 20), "")], device + 2, more),
+                *fit([(cut(name, parts, more), "")], parts + 2, more),
+                *fit([(cut(got, given, more), "")], given + 2, more),
+                *fit([(cut(result, gave, more), "")], gave, more),
+                (right("" if stage.stage == 0 else memory(stage.crossed), 10), ""),
+                (right(host_time(track, stage.stage), 10), "bold"),
+                (right(device_time(track, stage.stage), 10) if track.device_ns else "", "bold"),
+            ]
+        )
+    if not call.stages:
+        rows.append([("no stage of this call was seen", "dim")])
     return rows
 
 
@@ -265,16 +322,22 @@ def _what_times(track: CallTrack) -> str:
 
 
 def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
-    """The panel at full size: the table, then every size of every replica by its path."""
+    """The panel at full size: the table, then every size of every replica or stage by its path."""
     rows = table(scene, width, height, look)
     track = shown(scene)
     if track is None:
         return rows
-    mode, where = mode_words(scene.process, look.glyphs.times)
-    rows += [[], [(f"mode {mode}  {where}", "dim")]]
-    rows += [[(line, "dim")] for line in wrapped(_what_times(track), width)]
     rows.append([])
+    if not _staged(track.last):
+        mode, where = mode_words(scene.process, look.glyphs.times)
+        rows.append([(f"mode {mode}  {where}", "dim")])
+        rows += [[(line, "dim")] for line in wrapped(_what_times(track), width)]
+        rows.append([])
     for replica in track.last.replicas:
         rows.append([(f"{right(str(replica.replica), 2)} {clean(replica.device, 40)}", "bold")])
         rows += every_size(replica.inputs, replica.outputs, width, look, "not seen by a forward hook")
+    for stage in track.last.stages:
+        names = clean(", ".join(stage.parts), max(width - 20, 10))
+        rows.append([(f"{right(str(stage.stage), 2)} {clean(stage.device, 40)}  ", "bold"), (names, "")])
+        rows += every_size(stage.inputs, stage.outputs, width, look)
     return rows

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dpmon.cleaning import clean
-from dpmon.model.evidence import ModeFacts
+from dpmon.model.finding import ModeFacts
 from dpmon.model.layouts import flow
 from dpmon.model.memory import Held, reasons
 from dpmon.model.run_facts import RunFacts
@@ -123,7 +123,7 @@ class _SummaryLines:
     def _lacks(self, warnings: Iterable[str]) -> list[str]:
         """The gaps in the figures, and warnings."""
         facts = self._facts
-        paused = facts.pauses.total(facts.end_ns)
+        paused = facts.pause_totals
         lacks: list[str] = []
         if paused.times:
             lacks.append(f"{times_paused(paused, self._how is not None)}: that time is in no step and no phase")
@@ -209,7 +209,7 @@ class _SummaryLines:
 
     def _stage_lines(self) -> list[str]:
         lines = []
-        found = self._facts.layouts.stages(self._facts.window.by_process)
+        found = self._facts.stages
         shown = [stage for stage in found if stage.stage < _MAX_STAGES]  # a model that alternates devices has many
         for stage in shown[:_MAX_REPLICA_LINES]:
             text = f"  {stage.root} stage {stage.stage} {stage.device}  {stage.named_parts}"
@@ -221,7 +221,7 @@ class _SummaryLines:
 
     def _replica_lines(self) -> list[str]:
         lines: list[str] = []
-        replicas = self._facts.layouts.replicas(several=len(self._facts.processes) > 1)
+        replicas = self._facts.sizes
         several = len({one.root for one in replicas}) > 1
         groups = [list(found) for _, found in groupby(replicas, key=lambda one: one[:4])]
         shown = 0

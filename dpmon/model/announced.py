@@ -11,7 +11,6 @@ from heapq import nlargest
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from dpmon.model.communication import Wrapper
-from dpmon.model.evidence import LoaderStart
 from dpmon.model.process import ProcessFacts, Refusal
 from dpmon.model.state import ModeChange, PauseChange, WarningText
 from dpmon.record.names import MODES
@@ -46,6 +45,19 @@ class InForce(NamedTuple):
     reason: str | None
 
 
+class LoaderStart(NamedTuple):
+    """A DataLoader that began to iterate: start and duration (ns), and a description."""
+
+    process: int
+    start_ns: int
+    took_ns: int
+    workers: int | None
+    persistent: bool
+    pinned: bool = False
+    start: int = 1
+    """The number of this start of the DataLoader object, from 1."""
+
+
 @dataclass(frozen=True, slots=True)
 class Announced:
     """The events of each kind, oldest first."""
@@ -69,7 +81,7 @@ class Announced:
 
         info = {facts.process: facts for each in data("process", -1) if (facts := _process_facts(each)) is not None}
         return cls(
-            info,
+            dict(sorted(info.items())),
             _without_none(map(mode_change, data("mode", CHANGES_READ))),
             _without_none(map(pause_change, data("pause", TEXTS_READ))),
             _without_none(map(_warning, data("warning", TEXTS_READ))),
@@ -121,7 +133,7 @@ class Announced:
     def paused_since(self, process: int, step_ns: int | None) -> int | None:
         """The start of a process's pause; `step_ns`: the start of its last step, which ends a pause."""
         newest = next((one for one in reversed(self.pauses) if one.process == process and one.refused is None), None)
-        if newest is None or not newest.paused or newest.t_ns is None:
+        if newest is None or not newest.paused:
             return None
         return None if step_ns is not None and step_ns >= newest.t_ns else newest.t_ns
 
@@ -193,11 +205,11 @@ def mode_change(data: Mapping[str, object]) -> ModeChange | None:
 
 
 def pause_change(data: Mapping[str, object]) -> PauseChange | None:
-    """The content of a `pause` record; None if its process, or whether it paused or resumed, is missing."""
-    number, paused = whole_in(data, "process"), data.get("paused")
-    if number is None or not isinstance(paused, bool):
+    """The content of a `pause` record; None if its process, its time, or whether it paused or resumed, is missing."""
+    number, at, paused = whole_in(data, "process"), ns_in(data, "t_s"), data.get("paused")
+    if number is None or at is None or not isinstance(paused, bool):
         return None
-    at, step, took = ns_in(data, "t_s"), whole_in(data, "step"), ns_in(data, "paused_s")
+    step, took = whole_in(data, "step"), ns_in(data, "paused_s")
     return PauseChange(number, at, step, paused, took, text_in(data, "reason"), text_in(data, "refused"))
 
 

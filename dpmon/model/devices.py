@@ -12,7 +12,6 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.compare import Peak
-from dpmon.model.evidence import DeviceFacts, HostFacts
 from dpmon.model.state import DeviceTrack, ModeChange
 from dpmon.record.plainjson import number_in, text_in, whole_in
 from dpmon.record.schema import SECOND
@@ -227,6 +226,45 @@ def _keep_peak(peaks: dict[str, Peak], mode: str, used: int, sure: bool = True) 
 
 
 # ------------------------------------------------------------------------------------------------ over the whole run
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """One GPU over the run; None for unknown values."""
+
+    index: int
+    name: str | None
+    uuid: str | None
+    called: str | None
+    """Its name in the run's processes, such as cuda:0."""
+    of_run: bool | None
+    samples: int
+    util_median: float | None
+    util_samples: int
+    mem_used_max: float | None
+    mem_run_max: float | None
+    mem_total: float | None
+    temperature_max: float | None
+    power_max: float | None
+    throttled: Mapping[str, int]
+    """Number of samples with lowered clocks, by reason."""
+    throttle_samples: int
+    """Number of samples in which the reasons are known."""
+
+
+class HostFacts(NamedTuple):
+    """The machine's processors over the run: medians of `samples`; None for unknown values."""
+
+    samples: int
+    cpus: int
+    cpu_pct: float
+    """Use of all processors in per cent."""
+    others: float
+    """Processors kept busy by other processes."""
+    own: float
+    """Processors kept busy by the run's processes."""
+    load: float | None
+    """Threads that ran or wanted to run."""
 
 
 @dataclass(slots=True)

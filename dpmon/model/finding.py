@@ -1,17 +1,74 @@
-"""The parts of a finding, the words that findings share, and notes on phase times. Pure."""
+"""The parts of a finding, the figures of a mode, the words that findings share, and notes on phase times. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.model.evidence import Evidence, ModeFacts
+from dpmon.record.names import CALL_PHASES
 from dpmon.record.schema import STEP_PHASES
-from dpmon.store.figures import PhaseFigures
+from dpmon.store.figures import Counted, PhaseFigures, Rate
+from dpmon.store.tally import Tally
 from dpmon.text.quantities import count_of, duration_words
+
+if TYPE_CHECKING:
+    from dpmon.model.run_facts import RunFacts
 
 MIN_STEPS = 30
 """Fewest steps for a median; in fewer, start-up (caches, allocator, loader workers) weighs too much."""
+
+
+class ModeFacts(NamedTuple):
+    """The steps of one process in one mode; times in ns. `phases` includes phases of calls (part of forward)."""
+
+    mode: str
+    virtual: bool
+    steps: int
+    """Number of its steps, which all figures except `rate` cover."""
+    median_ns: float | None
+    p95_ns: float | None
+    rate: Rate | None
+    """Of all processes."""
+    phases: tuple[PhaseFigures, ...]
+    early: Tally | None = None
+    """The first third of the steps; None with too few steps."""
+    late: Tally | None = None
+    """The last third."""
+    mean_ns: float | None = None
+    """Mean time of the whole step."""
+    distributed: str | None = None
+    """How its ranks trained one model together (a key of RANK_MODES), which is neither dp nor single."""
+    counted: Counted = ()
+    process: int = 0
+    who: str | None = None
+    """The name of the process, such as "rank 0"; None if it is the only one."""
+    rank: int | None = None
+    other_steps: int = 0
+    """Number of steps of the other processes in this mode."""
+    calls: int = 0
+
+    @property
+    def all_steps(self) -> int:
+        """Number of steps of all processes in this mode."""
+        return self.steps + self.other_steps
+
+    def share(self, *names: str) -> float:
+        """The share of all step time that phases took together (0 to 1)."""
+        return sum(phase.share or 0.0 for phase in self.phases if phase.name in names)
+
+    def nested_phases(self) -> list[tuple[int, PhaseFigures]]:
+        """The phases with their depth: those of the calls are one deeper, below forward, if it ran."""
+        calls = [phase for phase in self.phases if phase.name in CALL_PHASES]
+        rows: list[tuple[int, PhaseFigures]] = []
+        for phase in self.phases:
+            if phase.name not in CALL_PHASES:
+                rows.append((0, phase))
+                rows += [(1, part) for part in calls if phase.name == "forward"]
+        return rows if any(depth for depth, _ in rows) else [*rows, *((0, part) for part in calls)]
+
+    def phase(self, name: str) -> PhaseFigures | None:
+        """The figures of one phase; None if it did not run."""
+        return next((phase for phase in self.phases if phase.name == name), None)
 
 
 class Finding(NamedTuple):
@@ -30,15 +87,15 @@ class Finding(NamedTuple):
     """Importance, by which findings are sorted: roughly the affected share of the time (0 to 1)."""
 
 
-def measured_modes(evidence: Evidence) -> Iterator[ModeFacts]:
+def measured_modes(facts: RunFacts) -> Iterator[ModeFacts]:
     """The modes of each process with enough steps for findings; the shown processes come first."""
-    yield from (mode for mode in (*evidence.modes, *evidence.others) if mode.steps >= MIN_STEPS)
+    yield from (mode for mode in (*facts.modes, *facts.others) if mode.steps >= MIN_STEPS)
 
 
-def most_affected(evidence: Evidence, share: Callable[[ModeFacts], float], least: float) -> Iterator[ModeFacts]:
+def most_affected(facts: RunFacts, share: Callable[[ModeFacts], float], least: float) -> Iterator[ModeFacts]:
     """For each mode, the process with the largest share of a kind of time, if that is `least` or more."""
     found: dict[str, ModeFacts] = {}
-    for mode in measured_modes(evidence):
+    for mode in measured_modes(facts):
         if share(mode) >= least and (mode.mode not in found or share(mode) > share(found[mode.mode])):
             found[mode.mode] = mode
     yield from found.values()
@@ -49,9 +106,9 @@ def of_whom(mode: ModeFacts) -> str:
     return "" if mode.who is None else f" of {mode.who}"
 
 
-def in_mode(mode: ModeFacts, evidence: Evidence) -> str:
+def in_mode(mode: ModeFacts, facts: RunFacts) -> str:
     """The words " in mode dp" if the run has several modes; else empty."""
-    return f" in mode {mode.mode}" if len(evidence.modes) > 1 and mode.mode else ""
+    return f" in mode {mode.mode}" if len(facts.modes) > 1 and mode.mode else ""
 
 
 def phase_times(mode: ModeFacts, name: str) -> str:
@@ -69,9 +126,9 @@ def basis(mode: ModeFacts) -> str:
     return f"step median {duration_words(mode.median_ns)} over {mode.steps:,} steps{of_whom(mode)}"
 
 
-def of_process(process: int, evidence: Evidence) -> str:
+def of_process(process: int, facts: RunFacts) -> str:
     """The words " of rank 1" if the run has several processes; else empty."""
-    return f" of {evidence.names.get(process, f'process {process}')}" if evidence.names else ""
+    return f" of {facts.names.get(process, f'process {process}')}" if facts.names else ""
 
 
 def ratio_words(one: float | None, other: float | None) -> str:

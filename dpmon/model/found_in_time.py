@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from dpmon.model.advice import DATA_SHARE, data_share, for_copies, for_data, for_spread, is_timed, restarted
 from dpmon.model.compare import sentence
-from dpmon.model.evidence import Evidence, LongStep, ModeFacts
 from dpmon.model.finding import (
     MIN_STEPS,
     Finding,
+    ModeFacts,
     basis,
     in_mode,
     measured_modes,
@@ -20,8 +21,12 @@ from dpmon.model.finding import (
     ratio_words,
 )
 from dpmon.model.stragglers import Straggler
-from dpmon.model.uneven import INPUT, WAITING_TEXT, waited_ns
+from dpmon.model.uneven import INPUT, WAITING_TEXT, LongStep, waited_ns
+from dpmon.record.schema import STEP, STEP_PHASES
 from dpmon.text.quantities import clock, duration_words, percent
+
+if TYPE_CHECKING:
+    from dpmon.model.run_facts import RunFacts
 
 COPY_SHARE = 0.2
 """Smallest share of the step to report: for copies to the device, for replicate, and for scatter with gather. The last
@@ -68,14 +73,14 @@ def _waits_alone(slow: Straggler, mode: ModeFacts) -> bool:
     return slow.others_ns < DATA_SHARE * mode.mean_ns
 
 
-def data(evidence: Evidence) -> Iterator[Finding]:
+def data(facts: RunFacts) -> Iterator[Finding]:
     """Waiting for the loader.
 
     Device times count if they are known: a device may still have queued work while the host waits.
     """
-    communication = evidence.communication
+    communication = facts.communication
     slow = None if communication is None else communication.straggler()
-    for mode in most_affected(evidence, data_share, DATA_SHARE):
+    for mode in most_affected(facts, data_share, DATA_SHARE):
         if slow is not None and _waits_alone(slow, mode):
             continue  # the finding about the slow ranks names the cause
         figures, share, on_device = mode.phase("data"), data_share(mode), ""
@@ -84,9 +89,9 @@ def data(evidence: Evidence) -> Iterator[Finding]:
         who = f"The GPU{of_whom(mode)}" if on_device else _subject(mode)
         yield Finding(
             "data",
-            f"{who} waits for data{in_mode(mode, evidence)}: {percent(share)} of the time of its steps.",
-            f"data {phase_times(mode, 'data')}{on_device}; {basis(mode)}{_in_how_many(mode, evidence)}",
-            for_data(mode, evidence),
+            f"{who} waits for data{in_mode(mode, facts)}: {percent(share)} of the time of its steps.",
+            f"data {phase_times(mode, 'data')}{on_device}; {basis(mode)}{_in_how_many(mode, facts)}",
+            for_data(mode, facts),
             share,
         )
 
@@ -96,39 +101,38 @@ def _subject(mode: ModeFacts) -> str:
     return "The training" if mode.who is None else mode.who[0].upper() + mode.who[1:]
 
 
-def _in_how_many(mode: ModeFacts, evidence: Evidence) -> str:
+def _in_how_many(mode: ModeFacts, facts: RunFacts) -> str:
     """The number of processes in which the wait for data reaches DATA_SHARE, in words; empty for one process."""
     if mode.who is None:
         return ""
-    alike = [one for one in (*evidence.modes, *evidence.others) if one.mode == mode.mode]
+    alike = [one for one in (*facts.modes, *facts.others) if one.mode == mode.mode]
     many = sum(data_share(one) >= DATA_SHARE for one in alike)
     return f"; {percent(DATA_SHARE)} or more in {many:,} of {len(alike):,} processes"
 
 
-def transfers(evidence: Evidence) -> Iterator[Finding]:
+def transfers(facts: RunFacts) -> Iterator[Finding]:
     """Copying batches to the devices, by device time: on the host, a copy may also wait for other work."""
 
     def copied(mode: ModeFacts) -> float:
         figures = mode.phase("copy")
         return (figures.device_share or 0.0) if figures is not None and is_timed(figures) else 0.0
 
-    for mode in most_affected(evidence, copied, COPY_SHARE):
+    for mode in most_affected(facts, copied, COPY_SHARE):
         figures, share = mode.phase("copy"), copied(mode)
         assert figures is not None
         yield Finding(
             "copy",
-            f"Copying to the GPU{of_whom(mode)}{in_mode(mode, evidence)} takes {percent(share)} of the time of its"
-            " steps.",
+            f"Copying to the GPU{of_whom(mode)}{in_mode(mode, facts)} takes {percent(share)} of the time of its steps.",
             f"copy on the device median {duration_words(figures.device_ns)}, on the host"
             f" {phase_times(mode, 'copy')}; {basis(mode)}",
-            for_copies(evidence, mode.process),
+            for_copies(facts, mode.process),
             share,
         )
 
 
-def slower(evidence: Evidence) -> Iterator[Finding]:
+def slower(facts: RunFacts) -> Iterator[Finding]:
     """DataParallel that is slower than one device."""
-    found = evidence.compared
+    found = facts.compared
     if found is not None and found.speedup is not None and found.speedup.low > 0 and found.speedup.high < 1:
         value, low, high = found.speedup
         times, least, most = 1 / value, 1 / high, 1 / low
@@ -137,16 +141,16 @@ def slower(evidence: Evidence) -> Iterator[Finding]:
             sentence(found) or "",
             f"the median step in dp takes {times:.2f} times as long as in single (95 %: {least:.2f} to {most:.2f})",
             _ON_GPUS
-            if any(mode.virtual for mode in evidence.modes)
+            if any(mode.virtual for mode in facts.modes)
             else "one device, or DistributedDataParallel; larger batches give every copy of the model more work, but"
             " change the training itself (learning rate)",
             1 - value,
         )
 
 
-def copies(evidence: Evidence) -> Iterator[Finding]:
+def copies(facts: RunFacts) -> Iterator[Finding]:
     """The cost of DataParallel itself: replicate; scatter and gather."""
-    for mode in evidence.modes:
+    for mode in facts.modes:
         if mode.mode != "dp" or mode.steps < MIN_STEPS:
             continue
         share = mode.share("replicate")
@@ -176,24 +180,27 @@ def copies(evidence: Evidence) -> Iterator[Finding]:
             )
 
 
-def drift(evidence: Evidence) -> Iterator[Finding]:
+def drift(facts: RunFacts) -> Iterator[Finding]:
     """Steps that became slower."""
-    for mode in evidence.modes:
-        early, late = mode.early.get("step"), mode.late.get("step")
-        if mode.steps < DRIFT_STEPS or not early or not late or late < DRIFT_RATIO * early:
+    for mode in facts.modes:
+        if mode.steps < DRIFT_STEPS or mode.early is None or mode.late is None:
             continue
-        if mode.early_p75_ns is None or mode.late_p25_ns is None or mode.late_p25_ns < mode.early_p75_ns:
+        early, late = mode.early.median(STEP), mode.late.median(STEP)
+        if not early or not late or late < DRIFT_RATIO * early:
             continue
-        grown = {name: late - mode.early.get(name, 0) for name, late in mode.late.items() if name != "step"}
+        if (mode.late.quantile(STEP, 0.25) or 0) < (mode.early.quantile(STEP, 0.75) or 0):
+            continue
+        ends = {name: (mode.early.median(name), mode.late.median(name)) for name in STEP_PHASES}
+        grown = {name: after - (before or 0) for name, (before, after) in ends.items() if after is not None}
         phase = max(grown, key=lambda name: grown[name], default="")
         where = (
-            f"; {phase} grew most: {duration_words(mode.early.get(phase))}, then {duration_words(mode.late[phase])}"
+            f"; {phase} grew most: {duration_words(ends[phase][0])}, then {duration_words(ends[phase][1])}"
             if phase
             else ""
         )
         yield Finding(
             "drift",
-            f"Steps{of_whom(mode)} became slower{in_mode(mode, evidence)}: at the end {ratio_words(late, early)} as"
+            f"Steps{of_whom(mode)} became slower{in_mode(mode, facts)}: at the end {ratio_words(late, early)} as"
             " long as at first.",
             f"median {duration_words(early)} over the first third of {mode.steps:,} steps, {duration_words(late)}"
             f" over the last{where}",
@@ -203,15 +210,15 @@ def drift(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def stalls(evidence: Evidence) -> Iterator[Finding]:
+def stalls(facts: RunFacts) -> Iterator[Finding]:
     """Single steps that took very long."""
     medians = {
         (mode.process, mode.mode): mode.median_ns
-        for mode in measured_modes(evidence)
+        for mode in measured_modes(facts)
         if mode.median_ns and _spread_ratio(mode) < SPREAD_RATIO
     }
-    total = sum((mode.median_ns or 0) * mode.steps for mode in (*evidence.modes, *evidence.others))
-    longest = [step for step in evidence.longest if step.phase != INPUT]  # waiting for a user is no stall
+    total = sum((mode.median_ns or 0) * mode.steps for mode in (*facts.modes, *facts.others))
+    longest = [step for step in facts.longest if step.phase != INPUT]  # waiting for a user is no stall
     stalls = [step for step in longest if _is_stall(step, medians.get((step.process, step.mode)))]
     lost = sum(step.wall_ns for step in stalls)
     if not stalls or (lost < STALLS_SHARE * (total + lost) and lost < STALLS_NS):
@@ -229,15 +236,15 @@ def stalls(evidence: Evidence) -> Iterator[Finding]:
     yield Finding(
         "stall",
         text,
-        f"the longest: {_where(worst, evidence)}; median {duration_words(median)}",
-        _stall_advice(worst, evidence),
+        f"the longest: {_where(worst, facts)}; median {duration_words(median)}",
+        _stall_advice(worst, facts),
         lost / (total + lost),
     )
 
 
-def _where(step: LongStep, evidence: Evidence) -> str:
+def _where(step: LongStep, facts: RunFacts) -> str:
     """The step, its time, and the phase that took most of it, as far as they are known."""
-    process = of_process(step.process, evidence)
+    process = of_process(step.process, facts)
     if step.step is not None:
         phase = f", {duration_words(step.phase_ns)} in {step.phase}" if step.phase is not None else ""
         return f"step {step.step}{process} at {clock(step.start_ns)}, {duration_words(step.wall_ns)}{phase}"
@@ -245,30 +252,30 @@ def _where(step: LongStep, evidence: Evidence) -> str:
     return f"a step{process} at about {clock(step.start_ns)} (deleted), {duration_words(step.wall_ns)}{phase}"
 
 
-def _stall_advice(step: LongStep, evidence: Evidence) -> str:
+def _stall_advice(step: LongStep, facts: RunFacts) -> str:
     phase = step.phase
     if phase is None:
         return "read the script's output of that time: a checkpoint, an evaluation, a loader that started again"
-    if phase == "backward" and evidence.names:
+    if phase == "backward" and facts.names:
         return _STALL_ADVICE[phase] + ", or a rank that the others waited for"
-    if phase == "data" and restarted(evidence, step.process):
+    if phase == "data" and restarted(facts, step.process):
         return _STALL_ADVICE[phase] + ", a new epoch that starts its workers again (persistent_workers=True keeps them)"
     return _STALL_ADVICE.get(phase, _STALL_ADVICE["other"])
 
 
-def between(evidence: Evidence) -> Iterator[Finding]:
+def between(facts: RunFacts) -> Iterator[Finding]:
     """Time between the steps: loaders that start, checkpoints, logging."""
-    lost = evidence.spent.get("between", 0)
-    whole = lost + evidence.spent.get("training", 0)
-    if not evidence.gaps or lost < BETWEEN_NS or lost < BETWEEN_SHARE * whole or not list(measured_modes(evidence)):
+    lost = facts.spent.get("between", 0)
+    whole = lost + facts.spent.get("training", 0)
+    if not facts.gaps or lost < BETWEEN_NS or lost < BETWEEN_SHARE * whole or not list(measured_modes(facts)):
         return
-    worst = evidence.gaps[0]
-    own = [gap for gap in evidence.gaps if gap.process == worst.process]
+    worst = facts.gaps[0]
+    own = [gap for gap in facts.gaps if gap.process == worst.process]
     together = sum(gap.ns for gap in own)
     where = f"after step {worst.after_step}"
     longest = f"{duration_words(worst.ns)} {where}"
     text = f"one gap of {longest}" if len(own) == 1 else f"{len(own)} gaps, the longest {longest}"
-    again = restarted(evidence, worst.process)
+    again = restarted(facts, worst.process)
     workers = [(one.start_ns, one.start_ns + one.took_ns) for one in again]
     starts = sum(waited_ns(workers, gap.begin_ns, gap.end_ns) for gap in own)
     share = starts / together if together else 0.0
@@ -276,7 +283,7 @@ def between(evidence: Evidence) -> Iterator[Finding]:
     yield Finding(
         "between",
         f"{percent(lost / whole)} of the time lies between steps: {text}.{by}",
-        f"training {duration_words(evidence.spent.get('training', 0))}, between steps {duration_words(lost)};"
+        f"training {duration_words(facts.spent.get('training', 0))}, between steps {duration_words(lost)};"
         f" the longest gap at {clock(worst.begin_ns)}",
         "DataLoader(persistent_workers=True): the workers then start once, not in every epoch"
         if by
@@ -290,20 +297,20 @@ def _spread_ratio(mode: ModeFacts) -> float:
     return (mode.p95_ns or 0.0) / mode.median_ns if mode.median_ns else 0.0
 
 
-def spread(evidence: Evidence) -> Iterator[Finding]:
+def spread(facts: RunFacts) -> Iterator[Finding]:
     """Step times that vary widely."""
-    for mode in most_affected(evidence, _spread_ratio, SPREAD_RATIO):
+    for mode in most_affected(facts, _spread_ratio, SPREAD_RATIO):
         # If one step in twenty waited for input, that alone explains the p95.
-        typed = len(evidence.inputs) >= mode.steps / 20
+        typed = len(facts.announced.inputs) >= mode.steps / 20
         if (mode.p95_ns or 0) >= SPREAD_NS and not typed:
             share, phase = max(((phase.share or 0.0, phase.name) for phase in mode.phases), default=(0.0, "none"))
             yield Finding(
                 "spread",
-                f"Step times{of_whom(mode)} are spread wide{in_mode(mode, evidence)}: one in twenty takes"
+                f"Step times{of_whom(mode)} are spread wide{in_mode(mode, facts)}: one in twenty takes"
                 f" {ratio_words(mode.p95_ns, mode.median_ns)} the median or more.",
                 f"median {duration_words(mode.median_ns)}, p95 {duration_words(mode.p95_ns)} over {mode.steps:,}"
                 f" steps{of_whom(mode)}; {phase} takes most of the time ({percent(share)})",
-                for_spread(evidence, phase),
+                for_spread(facts, phase),
                 0.3,
             )
 
@@ -312,57 +319,58 @@ def _is_stall(step: LongStep, median_ns: float | None) -> bool:
     return median_ns is not None and step.wall_ns >= max(STALL_RATIO * median_ns, STALL_NS)
 
 
-def quiet(evidence: Evidence) -> Iterator[Finding]:
+def quiet(facts: RunFacts) -> Iterator[Finding]:
     """A run that continued, or continues, long after its last step."""
-    measured = list(measured_modes(evidence))
-    if evidence.last_step_ns is None or not measured:
+    measured = list(measured_modes(facts))
+    if facts.last_step_ns is None or not measured:
         return
-    until = evidence.newest_ns if evidence.end_ns is None else evidence.end_ns
+    until = facts.until_ns
     # Pauses and waits for input do not count as quiet.
-    waits = [(begin, end) for _, begin, end in evidence.inputs]
-    waited = waited_ns(waits, evidence.last_step_ns, until)
-    quiet = until - evidence.last_step_ns - evidence.paused_after_ns - waited
-    paused = f", {duration_words(evidence.paused_after_ns)} of it paused" if evidence.paused_after_ns else ""
+    waits = [(begin, end) for _, begin, end in facts.announced.inputs]
+    waited = waited_ns(waits, facts.last_step_ns, until)
+    paused_ns = waited_ns(facts.paused, facts.last_step_ns, until)
+    quiet = until - facts.last_step_ns - paused_ns - waited
+    paused = f", {duration_words(paused_ns)} of it paused" if paused_ns else ""
     paused += f", {duration_words(waited)} of it {WAITING_TEXT}" if waited else ""
-    last = f"the last one at {clock(evidence.last_step_ns)}"
-    if evidence.end_ns is None:
+    last = f"the last one at {clock(facts.last_step_ns)}"
+    if facts.end_ns is None:
         usual = max(mode.median_ns or 0 for mode in measured)
-        if evidence.stall is not None and quiet >= max(QUIET_NS, _LONG_STEPS * usual):
+        if facts.stall is not None and quiet >= max(QUIET_NS, _LONG_STEPS * usual):
             yield Finding(
                 "quiet",
-                f"No step has ended for {duration_words(until - evidence.last_step_ns)}{paused}.",
-                f"{last}; {evidence.stall}",
-                f"py-spy dump --pid PID shows the line at which each process is{_pids(evidence)}; if one process is not"
+                f"No step has ended for {duration_words(until - facts.last_step_ns)}{paused}.",
+                f"{last}; {facts.stall}",
+                f"py-spy dump --pid PID shows the line at which each process is{_pids(facts)}; if one process is not"
                 " where the others are, look at it first",
                 1.0,
             )
         return
-    whole = evidence.end_ns - evidence.paused_ns
+    whole = facts.end_ns - sum(end - begin for begin, end in facts.paused)
     if quiet >= max(QUIET_NS, QUIET_SHARE * whole):
-        where = "" if evidence.stall is None else f"; {evidence.stall}"
+        where = "" if facts.stall is None else f"; {facts.stall}"
         yield Finding(
             "quiet",
-            f"No step ended in the last {duration_words(until - evidence.last_step_ns)} of the run{paused}.",
-            f"{last}, the end at {clock(evidence.end_ns)}{where}",
+            f"No step ended in the last {duration_words(until - facts.last_step_ns)} of the run{paused}.",
+            f"{last}, the end at {clock(facts.end_ns)}{where}",
             "the end of the script's output says whether it saved, evaluated or hung",
             quiet / whole,
         )
 
 
-def _pids(evidence: Evidence) -> str:
+def _pids(facts: RunFacts) -> str:
     """The process ids in parentheses; empty if none is known."""
-    known = list(evidence.pids.items())
-    named = [f"{evidence.names.get(number, f'process {number}')}: {pid}" for number, pid in known[:_MAX_PIDS]]
+    known = [(one.process, one.pid) for one in facts.announced.info.values() if one.pid is not None]
+    named = [f"{facts.names.get(number, f'process {number}')}: {pid}" for number, pid in known[:_MAX_PIDS]]
     more = f" and {len(known) - _MAX_PIDS} more" if len(known) > _MAX_PIDS else ""
     return f" ({', '.join(named)}{more})" if named else ""
 
 
-def failed(evidence: Evidence) -> Iterator[Finding]:
+def failed(facts: RunFacts) -> Iterator[Finding]:
     """A rank that ended the run without an exception."""
-    if evidence.death is not None:
+    if facts.death is not None:
         yield Finding(
             "failed",
-            f"A rank ended without an exception: {evidence.death}.",
+            f"A rank ended without an exception: {facts.death}.",
             "the status that the kernel gave; another rank's exception at that time is mostly a consequence",
             "read what this rank wrote before its end: gloo, NCCL and CUDA give a reason before they abort a process;"
             " after SIGKILL, look for a lack of memory (dmesg)",

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from operator import itemgetter
+from typing import TYPE_CHECKING
 
 from dpmon.model.advice import for_low_use
-from dpmon.model.evidence import BatchFacts, DeviceFacts, Evidence, HostFacts, ReplicaFacts
 from dpmon.model.finding import MIN_STEPS, Finding, measured_modes, ratio_words
 from dpmon.text.quantities import count_of, duration_words, gib, percent
+
+if TYPE_CHECKING:
+    from dpmon.model.devices import DeviceFacts, HostFacts
+    from dpmon.model.layouts import BatchFacts, ReplicaFacts
+    from dpmon.model.run_facts import RunFacts
 
 IDLE_CALLS = 0.5
 """Smallest share of the calls under dp in which devices are idle. The last batch of an epoch is often too small; half
@@ -40,9 +45,9 @@ LOAD_RATIO = 2.0
 """Threads that want to run, per processor: at this ratio, a thread waits as long as it runs."""
 
 
-def idle(evidence: Evidence) -> Iterator[Finding]:
+def idle(facts: RunFacts) -> Iterator[Finding]:
     """Devices without rows."""
-    for batch in evidence.batches:
+    for batch in facts.batches:
         if not _is_idle(batch):
             continue
         ground = f"{count_of(batch.idle_calls, 'call')} of {batch.calls:,}, {batch.devices} devices"
@@ -72,11 +77,11 @@ def _is_idle(batch: BatchFacts) -> bool:
     return batch.calls >= MIN_STEPS and batch.idle_calls >= IDLE_CALLS * batch.calls
 
 
-def uneven(evidence: Evidence) -> Iterator[Finding]:
+def uneven(facts: RunFacts) -> Iterator[Finding]:
     """Replicas with unequal rows, or unequal times."""
-    batches = {batch.root: batch for batch in evidence.batches}
+    batches = {batch.root: batch for batch in facts.batches}
     by_root: dict[str, list[ReplicaFacts]] = {}
-    for replica in evidence.replicas:
+    for replica in facts.replicas:
         if replica.mode == "dp" and replica.calls >= MIN_STEPS:
             by_root.setdefault(replica.root, []).append(replica)
     for root, replicas in by_root.items():
@@ -124,16 +129,16 @@ def _uneven_times(root: str, replicas: list[ReplicaFacts]) -> Iterator[Finding]:
         )
 
 
-def fuller(evidence: Evidence) -> Iterator[Finding]:
+def fuller(facts: RunFacts) -> Iterator[Finding]:
     """A first GPU that holds more than the others."""
-    held = _memory_by_device(evidence)
+    held = _memory_by_device(facts)
     if len(held) < 2:
         return
     (first, most), *others = held
     other, rest = max(others, key=lambda item: item[1])
-    replicated = any(mode.mode == "dp" for mode in evidence.modes)
+    replicated = any(mode.mode == "dp" for mode in facts.modes)
     # A model that the script spreads over devices need not fill them alike.
-    if (replicated or evidence.names) and most >= FULLER_RATIO * rest and most - rest >= FULLER_BYTES:
+    if (replicated or facts.names) and most >= FULLER_RATIO * rest and most - rest >= FULLER_BYTES:
         yield Finding(
             "fuller",
             f"{first} is fuller than the others: {gib(most)} against at most {gib(rest)} ({other}).",
@@ -147,14 +152,14 @@ def fuller(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def _memory_by_device(evidence: Evidence) -> list[tuple[str, float]]:
+def _memory_by_device(facts: RunFacts) -> list[tuple[str, float]]:
     """The peak memory (bytes) of the run on each GPU with its name; from the driver, or else from torch."""
-    ours = [device for device in evidence.devices if device.of_run and device.mem_run_max is not None]
+    ours = [device for device in facts.devices if device.of_run and device.mem_run_max is not None]
     if len(ours) > 1:
         ours.sort(key=lambda device: (device.called is None, device.called or "", device.index))
         return [(_called(device), device.mem_run_max or 0.0) for device in ours]
     found = []
-    for row in evidence.memory:
+    for row in facts.memory:
         parts = (row.model, row.gradients, row.optimizer, row.rest)
         whole = None not in parts and all(known == row.processes for known in row.known)
         if row.device.startswith("cuda") and whole:
@@ -166,9 +171,9 @@ def _called(device: DeviceFacts) -> str:
     return device.called or f"GPU {device.index}"
 
 
-def throttled(evidence: Evidence) -> Iterator[Finding]:
+def throttled(facts: RunFacts) -> Iterator[Finding]:
     """GPUs with lowered clocks."""
-    for device in evidence.devices:
+    for device in facts.devices:
         if device.of_run is False or device.throttle_samples < THROTTLE_SAMPLES or not device.throttled:
             continue
         reason, count = max(device.throttled.items(), key=lambda item: item[1])
@@ -185,9 +190,9 @@ def throttled(evidence: Evidence) -> Iterator[Finding]:
             )
 
 
-def low_use(evidence: Evidence) -> Iterator[Finding]:
+def low_use(facts: RunFacts) -> Iterator[Finding]:
     """GPUs that were idle."""
-    for device in evidence.devices:
+    for device in facts.devices:
         if device.of_run is not True or device.util_median is None or device.util_samples < USE_SAMPLES:
             continue
         if device.util_median < LOW_USE:
@@ -195,15 +200,15 @@ def low_use(evidence: Evidence) -> Iterator[Finding]:
                 "low use",
                 f"{_called(device)} had nothing to do most of the time.",
                 f"a kernel ran in {device.util_median:.0f} % of the time (median of {device.util_samples} samples)",
-                for_low_use(evidence),
+                for_low_use(facts),
                 (100 - device.util_median) / 200,
             )
 
 
-def busy(evidence: Evidence) -> Iterator[Finding]:
+def busy(facts: RunFacts) -> Iterator[Finding]:
     """Processors that are busy with other work, or too few for the run itself."""
-    host = evidence.host
-    if host is None or host.samples < HOST_SAMPLES or host.cpu_pct < FULL_PCT or not list(measured_modes(evidence)):
+    host = facts.host
+    if host is None or host.samples < HOST_SAMPLES or host.cpu_pct < FULL_PCT or not list(measured_modes(facts)):
         return
     share = host.others / host.cpus
     if share >= OTHERS_SHARE:

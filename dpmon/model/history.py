@@ -250,10 +250,19 @@ class Bin(NamedTuple):
     """Time (ns) within steps of this kind and between steps, in this stretch."""
 
 
+class Stretches(NamedTuple):
+    """The steps of a run over time."""
+
+    width_ns: int = 0
+    """Width of a stretch. A stretch is wider if a step in it takes longer."""
+    bins: tuple[Bin, ...] = ()
+    """In order of time."""
+
+
 def stretches(
     store: Store, first_ns: int, last_ns: int, median_ns: float, shown: Mapping[tuple[str, bool], int]
-) -> tuple[int, tuple[Bin, ...]]:
-    """The width in ns and the stretches with steps, in order.
+) -> Stretches:
+    """The stretches with steps.
 
     `shown`: by (mode, evaluation), the process that provides the steps. `median_ns`: the median step; no stretch is
     narrower. A stretch begins earlier if a step of its kind was already running and no other step of this kind ended.
@@ -274,7 +283,7 @@ def stretches(
                 elapsed += within[before]
             begin = max(begin, first_ns // SECOND)  # a wide tally in place of deleted ones may begin earlier
             found.append(_bin(begin, max(start + seconds, one.end_s), mode, evaluation, one.tally, elapsed))
-    return seconds * SECOND, tuple(sorted(found, key=lambda one: (one.end_ns, one.mode, one.evaluation)))
+    return Stretches(seconds * SECOND, tuple(sorted(found, key=lambda one: (one.end_ns, one.mode, one.evaluation))))
 
 
 def _width(span_s: float, step_s: float) -> int:

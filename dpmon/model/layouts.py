@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from dpmon.model.evidence import BatchFacts, ReplicaFacts
 from dpmon.record.history_rows import UNTIMED
 from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import EVALUATION, device_series
@@ -67,6 +66,40 @@ class StageSizes(NamedTuple):
         """The first parts, and the number of others."""
         more = len(self.parts) - _PARTS_NAMED
         return ", ".join(self.parts[:_PARTS_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+class BatchFacts(NamedTuple):
+    """The calls of one root under dp: how often devices received no rows."""
+
+    root: str
+    devices: int
+    calls: int
+    idle_calls: int
+    """Calls in which some devices received no rows."""
+    rows: int | None
+    """The most frequent number of rows of the batch in those calls; None if not seen."""
+    idle: int
+    """The most frequent number of devices without rows in those calls."""
+
+
+class ReplicaFacts(NamedTuple):
+    """One replica in one mode: its most frequent rows, and its forward's host and device time in ns."""
+
+    mode: str
+    root: str
+    replica: int
+    device: str
+    calls: int
+    rows: int | None
+    median_ns: float | None
+    p95_ns: float | None
+    virtual: bool
+    device_ns: float | None = None
+    """Median device time of the forward."""
+    device_calls: int = 0
+    """Number of calls with a known device time."""
+    untimed: str | None = None
+    """Why no call has a device time, if the record gives a reason."""
 
 
 class Layouts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.process import Process, figures_end_s
 from dpmon.model.state import State
@@ -12,7 +12,7 @@ from dpmon.model.stragglers import SERIES as STRAGGLER_SERIES
 from dpmon.model.stragglers import RankTimes, rank_times
 from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import SECOND, STEP
-from dpmon.store.figures import Figures, figures, merged, trains
+from dpmon.store.figures import Figures, Rate, figures, merged, trains
 from dpmon.store.tally import Key, Tally
 
 if TYPE_CHECKING:
@@ -24,6 +24,35 @@ RANK_STEPS, RANK_S = 50, 5
 COLLECTIVES_S = 300
 """Seconds of sampled collectives to show; only some steps are sampled."""
 _RANK_SERIES = (STEP, "forward", "backward")
+
+
+class RankLine(NamedTuple):
+    """One process of several: the most frequent inputs and outputs of its calls, and its steps; None if unknown.
+
+    `steps` excludes evaluations of modes that otherwise train; `calls` includes them.
+    """
+
+    process: int
+    rank: int | None
+    world: int | None
+    device: str
+    inputs: str | None
+    outputs: str | None
+    calls: int
+    steps: int
+    median_ns: float | None
+    rate: Rate | None
+    forward_ns: float | None
+    """Median device time of the forward of a step, on the slowest device."""
+    untimed: str | None
+    """Why `forward_ns` is unknown, if the record has a reason."""
+    times: RankTimes | None = None
+    """Mean times of training steps, without the first ones, of all processes with its rank. None without a rank."""
+
+    @property
+    def label(self) -> str:
+        """Its rank, or its process: "rank 0 of 2", "process 1"."""
+        return f"process {self.process}" if self.rank is None else f"rank {self.rank} of {self.world or '?'}"
 
 
 def training(state: State) -> list[Process]:

@@ -6,28 +6,40 @@ shows. Counts of steps and rates cover all processes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from dpmon.model.announced import Announced, loader_start
+from dpmon.model.announced import Announced, LoaderStart, loader_start
 from dpmon.model.communication import Communication, communication, ranks_in
 from dpmon.model.compare import Comparison, compare_modes, first_with_both
-from dpmon.model.devices import DeviceTotals
-from dpmon.model.evidence import Evidence, LoaderStart, LongStep, ModeFacts
-from dpmon.model.layouts import Layouts, batch_facts, most_common, replica_facts
+from dpmon.model.devices import DeviceFacts, DeviceTotals, HostFacts
+from dpmon.model.finding import Finding, ModeFacts
+from dpmon.model.found_between_ranks import between_ranks
+from dpmon.model.found_in_time import between, copies, data, drift, failed, quiet, slower, spread, stalls, transfers
+from dpmon.model.found_on_devices import busy, fuller, idle, low_use, throttled, uneven
+from dpmon.model.history import Stretches, stretches
+from dpmon.model.layouts import (
+    BatchFacts,
+    Layouts,
+    ReplicaFacts,
+    ReplicaSizes,
+    StageSizes,
+    batch_facts,
+    most_common,
+    replica_facts,
+)
 from dpmon.model.memory import Held, held_by
-from dpmon.model.pauses import Pauses, Span, all_paused, any_paused, pauses_of
+from dpmon.model.pauses import Paused, PauseTotals, Span, all_paused, any_paused, pause_totals, pauses_of
 from dpmon.model.process import ProcessFacts
-from dpmon.model.ranks import training
+from dpmon.model.ranks import RankLine, training
 from dpmon.model.snapshot import processes_in
 from dpmon.model.stragglers import RankTimes
-from dpmon.model.uneven import INPUT, is_wait, waited_ns
+from dpmon.model.uneven import LongStep, long_step
 from dpmon.record.names import CALL_PHASES
 from dpmon.record.schema import EVALUATION, SECOND, SETTLING, STEP, STEP_PHASES, device_series
-from dpmon.store.answers import LongRow
-from dpmon.store.figures import Rate
-from dpmon.store.tally import WIDTHS, Tally
+from dpmon.store.answers import GapRow, LongRow
+from dpmon.store.tally import WIDTHS
 from dpmon.store.window import Window, accounted, thirds
 
 if TYPE_CHECKING:
@@ -42,43 +54,29 @@ _LEAST_OF_THIRD = 30
 """Fewest steps in each of the two thirds for a comparison."""
 
 
-class RankLine(NamedTuple):
-    """One process of several: the most frequent inputs and outputs of its calls, and its steps; None if unknown.
-
-    `steps` excludes evaluations of modes that otherwise train; `calls` includes them.
-    """
-
-    process: int
-    rank: int | None
-    world: int | None
-    device: str
-    inputs: str | None
-    outputs: str | None
-    calls: int
-    steps: int
-    median_ns: float | None
-    rate: Rate | None
-    forward_ns: float | None
-    """Median device time of the forward of a step, on the slowest device."""
-    untimed: str | None
-    """Why `forward_ns` is unknown, if the record has a reason."""
-    times: RankTimes | None = None
-    """Mean times of training steps, without the first ones, of all processes with its rank. None without a rank."""
-
-    @property
-    def label(self) -> str:
-        """Its rank, or its process: "rank 0 of 2", "process 1"."""
-        return f"process {self.process}" if self.rank is None else f"rank {self.rank} of {self.world or '?'}"
-
-
 class RunFacts:
-    """The facts of one run, from its beginning to now or to its end."""
+    """The facts of one run, from its beginning to now or to its end. Times in ns since its start."""
 
-    def __init__(self, rows: StoreAt, ended: frozenset[int] = frozenset(), end_ns: int | None = None) -> None:
-        """`ended`: processes that have ended. `end_ns`: when the run ended; None while it runs, or if unknown."""
+    def __init__(
+        self,
+        rows: StoreAt,
+        ended: frozenset[int] = frozenset(),
+        end_ns: int | None = None,
+        *,
+        stop_asked_ns: int | None = None,
+        stall: str | None = None,
+        death: str | None = None,
+    ) -> None:
+        """`ended`: processes that have ended. `stop_asked_ns`: when the user asked the run to stop."""
         self._rows = rows
         self.store = rows.store
         self.end_ns = end_ns
+        """When the run ended; None while it runs, or if the supervisor did not record the end."""
+        self._stop_asked_ns = stop_asked_ns
+        self.stall = stall
+        """Where each process is, or was at the end, if no new phase has begun for long."""
+        self.death = death
+        """The end of a rank that noted no exception, if it is the first failure: "rank 1 was ended by SIGABRT"."""
         self.announced = Announced.read(rows, every=True)
         self.open_calls = rows.open_calls
         self._state = state = processes_in(rows, self.announced, ended)
@@ -89,6 +87,12 @@ class RunFacts:
         there = self.store.processes
         self.names = {process: self._name(process) for process in there} if len(there) > 1 else {}
         """The names of the processes with steps, such as "rank 0"; empty if there is only one."""
+
+    def complete(self) -> None:
+        """Query all facts, so that none of them needs the store any more."""
+        for name, fact in vars(RunFacts).items():
+            if isinstance(fact, cached_property):
+                getattr(self, name)
 
     # ------------------------------------------------------------------------------------------ processes
 
@@ -114,6 +118,31 @@ class RunFacts:
         return Layouts(
             shapes, {process: self.store.definitions(process) for process in {one.process for one in shapes}}
         )
+
+    @cached_property
+    def sizes(self) -> list[ReplicaSizes]:
+        """The inputs and outputs of each replica; with several processes, without those of ranks."""
+        return self.layouts.replicas(len(self.processes) > 1)
+
+    @cached_property
+    def stages(self) -> list[StageSizes]:
+        """The inputs and outputs of each stage of a model on several devices."""
+        return self.layouts.stages(self.window.by_process)
+
+    @cached_property
+    def batches(self) -> list[BatchFacts]:
+        """The batches of each root under dp."""
+        return batch_facts(self.layouts)
+
+    @cached_property
+    def replicas(self) -> list[ReplicaFacts]:
+        """Each replica with its rows and times."""
+        return replica_facts(self.layouts, self.window.by_process)
+
+    @cached_property
+    def calls(self) -> int:
+        """Number of calls, including deleted ones and those outside steps."""
+        return self.layouts.all_calls + self.open_calls
 
     @cached_property
     def processes(self) -> list[int]:
@@ -179,8 +208,6 @@ class RunFacts:
             p95_ns=found.p95_ns,
             rate=self.window.rate(mode, evaluation),
             phases=tuple(phases[name] for name in (*STEP_PHASES, *CALL_PHASES) if name in phases),
-            early={},
-            late={},
             mean_ns=found.mean_ns,
             counted=found.counted,
             process=process,
@@ -197,11 +224,11 @@ class RunFacts:
 
     @cached_property
     def modes(self) -> tuple[ModeFacts, ...]:
-        """Each mode without evaluations, with the medians of the first and last third of its steps."""
+        """Each mode without evaluations, with the first and the last third of its steps."""
         return tuple(self._with_thirds(self.mode(mode)) for mode, evaluation in self.window.modes if not evaluation)
 
     def _with_thirds(self, facts: ModeFacts) -> ModeFacts:
-        """Add the medians of the first and last third of the steps, if there are enough steps."""
+        """Add the first and the last third of the steps, if there are enough steps."""
         seconds = ((self.last_step_ns or 0) - self.first_step_ns) / SECOND
         width = max((width for width in WIDTHS if width * LEAST_STRETCHES <= seconds), default=1)
         trained = self.window.trained(facts.mode)
@@ -213,16 +240,16 @@ class RunFacts:
         first, last = thirds(rows, sum(tally.steps for _, tally in rows))
         if min(first.steps, last.steps) < _LEAST_OF_THIRD:
             return facts
-        return facts._replace(
-            early=_medians(first),
-            late=_medians(last),
-            early_p75_ns=first.quantile(STEP, 0.75),
-            late_p25_ns=last.quantile(STEP, 0.25),
-        )
+        return facts._replace(early=first, late=last)
 
     @property
-    def _others(self) -> tuple[ModeFacts, ...]:
-        """The figures of the same modes for each of the other processes."""
+    def steps(self) -> int:
+        """Number of steps, including deleted ones."""
+        return sum(mode.all_steps for mode in (*self.modes, *self.evaluations))
+
+    @cached_property
+    def others(self) -> tuple[ModeFacts, ...]:
+        """The same modes by each other process, without `early` and `late`."""
         others = (
             self.mode(one.mode, process=process)
             for one in self.modes
@@ -243,30 +270,60 @@ class RunFacts:
                 found[key.process] = min(first, tally.first_ns), max(last, tally.last_ns)
         return found
 
-    @property
+    @cached_property
     def first_step_ns(self) -> int:
         """The start of the first step; 0 without steps."""
         return min((first for first, _ in self._spans.values()), default=0)
 
-    @property
+    @cached_property
     def last_step_ns(self) -> int | None:
         """The end of the last step."""
         return max((last for _, last in self._spans.values()), default=None)
 
-    @property
+    @cached_property
     def until_ns(self) -> int:
         """The end of the run; of a live run, its newest record."""
-        return max(self.last_step_ns or 0, self.devices.last_ns) if self.end_ns is None else self.end_ns
+        return max(self.last_step_ns or 0, self.samples.last_ns) if self.end_ns is None else self.end_ns
 
     def spent_until(self, until_ns: int) -> Mapping[str, int]:
         """The time of each activity (ns) from the run's start to `until_ns`; empty without steps."""
         return accounted(self.window.spent, until_ns, self.window.lives) if self._spans else {}
 
     @cached_property
-    def pauses(self) -> Pauses:
+    def spent(self) -> Mapping[str, int]:
+        """The time of each activity (dpmon.store.accounting) in the whole run, ns."""
+        return self.spent_until(self.until_ns)
+
+    @cached_property
+    def gaps(self) -> list[GapRow]:
+        """The longer times between two steps, the longest first."""
+        return self.store.gaps(GAPS)
+
+    @cached_property
+    def loaders(self) -> list[LoaderStart]:
+        """The starts of loaders."""
+        starts = (loader_start(event.data) for event in self._rows.lasting("loader"))
+        return [one for one in starts if one is not None]
+
+    @cached_property
+    def stretches(self) -> Stretches:
+        """The steps over time, by the shown processes."""
+        if self.last_step_ns is None:
+            return Stretches()
+        median = max((mode.median_ns for mode in self.modes if mode.median_ns is not None), default=0)
+        shown = {(mode, evaluation): self.shown(mode, evaluation) for mode, evaluation in self.window.modes}
+        return stretches(self.store, self.first_step_ns, self.last_step_ns, median, shown)
+
+    @cached_property
+    def pauses(self) -> list[Paused]:
         """All pauses, and refused requests."""
         newest_ns = max((step.start_ns for step in self.store.steps(1)), default=-1)
         return pauses_of(self.announced.pauses, self.store.next_step_ns, newest_ns)
+
+    @cached_property
+    def pause_totals(self) -> PauseTotals:
+        """The totals of the pauses."""
+        return pause_totals(self.pauses, self.end_ns)
 
     @cached_property
     def paused(self) -> list[Span]:
@@ -279,8 +336,10 @@ class RunFacts:
         of_any = any_paused(self.pauses, self.until_ns)
         return sum(end - begin for begin, end in of_any) - sum(end - begin for begin, end in self.paused)
 
+    # ------------------------------------------------------------------------------------------ devices
+
     @cached_property
-    def devices(self) -> DeviceTotals:
+    def samples(self) -> DeviceTotals:
         """The samples of GPUs and host."""
         found = DeviceTotals()
         for row in self.store.device_minutes():
@@ -289,79 +348,60 @@ class RunFacts:
             found.sample(event.kind, event.data)
         return found
 
-    # ------------------------------------------------------------------------------------------ findings
+    @cached_property
+    def devices(self) -> tuple[DeviceFacts, ...]:
+        """Each sampled GPU."""
+        return self.samples.facts(self.paused)
 
-    def evidence(self, stop_asked_ns: int | None = None) -> Evidence:
-        """The facts that findings need. `stop_asked_ns`: when the user asked the run to stop.
+    @cached_property
+    def host(self) -> HostFacts | None:
+        """The processors of the machine."""
+        return self.samples.processors(self.paused)
 
-        A step that was running at this time does not count as long, because it lasts until the process ends.
-        """
-        long = [
-            step
-            for step in self._longest()
-            if stop_asked_ns is None or not step.start_ns <= stop_asked_ns < step.start_ns + step.wall_ns
-        ]
-        last_ns = self.last_step_ns
-        return Evidence(
-            modes=self.modes,
-            others=self._others,
-            batches=tuple(batch_facts(self.layouts)),
-            replicas=tuple(replica_facts(self.layouts, self.window.by_process)),
-            devices=self.devices.facts(self.paused),
-            host=self.devices.processors(self.paused),
-            memory=tuple(self.memory),
-            longest=tuple(self._named(step) for step in long[:LONGEST]),
-            spent=self.spent_until(self.until_ns),
-            gaps=tuple(self.store.gaps(GAPS)),
-            loaders=self._loaders(),
-            compared=self._compared(long),
-            communication=self.communication,
-            processes=len(self.processes),
-            names=self.names,
-            pids={one.process: one.pid for one in self.announced.info.values() if one.pid is not None},
-            last_step_ns=last_ns,
-            end_ns=self.end_ns,
-            newest_ns=self.until_ns,
-            paused_ns=sum(end - begin for begin, end in self.paused),
-            inputs=self.announced.inputs,
-            paused_after_ns=waited_ns(self.paused, last_ns or 0, max([0, *(end for _, end in self.paused)])),
-        )
+    # ------------------------------------------------------------------------------------------ long steps
 
-    def _loaders(self) -> tuple[LoaderStart, ...]:
-        starts = (loader_start(event.data) for event in self._rows.lasting("loader"))
-        return tuple(one for one in starts if one is not None)
-
+    @cached_property
     def _longest(self) -> list[LongRow]:
-        """The longest steps of all modes, including deleted ones but not evaluations, the longest first."""
+        """The longest steps of all modes, including deleted ones but not evaluations, the longest first.
+
+        A step that was running when the user asked the run to stop lasts until the process ends, so it does not count.
+        """
         found: list[LongRow] = []
         for mode, evaluation in self.window.modes:
             if not evaluation:
                 apart = False if self.window.trained(mode) else None
                 found += self.store.longest(LONGEST, mode=mode, evaluation=apart)
                 found += self.store.longest_deleted(LONGEST, mode=mode, evaluation=apart)
-        return sorted(found, key=lambda step: -step.wall_ns)
+        stop = -1 if self._stop_asked_ns is None else self._stop_asked_ns
+        long = (step for step in found if not step.start_ns <= stop < step.start_ns + step.wall_ns)
+        return sorted(long, key=lambda step: -step.wall_ns)
 
-    def _named(self, row: LongRow) -> LongStep:
-        """A long step with the phase that took most of it; INPUT if that was a wait for input."""
-        spans = self.announced.waits_of(row.process)
-        begin, end = row.start_ns, row.start_ns + row.wall_ns
-        phase: str | None
-        if is_wait(spans, begin, end):
-            phase, took = INPUT, waited_ns(spans, begin, end)
-        else:
-            phase = max(row.phases, key=lambda name: row.phases[name], default=None)
-            took = 0 if phase is None else row.phases[phase]
-        return LongStep(row.process, row.step, row.mode, begin, row.wall_ns, phase, took)
+    @cached_property
+    def longest(self) -> list[LongStep]:
+        """The longest steps, the longest first, up to a limit."""
+        return [long_step(step, self.announced.waits_of(step.process)) for step in self._longest[:LONGEST]]
 
-    def _compared(self, longest: Sequence[LongRow]) -> Comparison | None:
+    @cached_property
+    def compared(self) -> Comparison | None:
+        """dp against single; None unless both modes were seen."""
         changes = self.announced.changes
         devices = next((one.devices for one in changes if one.mode == "dp" and one.refused is None), ())
         who = first_with_both(self.window)
         waits, virtual = self.announced.waits_of(who), self.layouts.virtual
-        found = compare_modes(self.window, who, devices=devices, virtual=virtual, longest=longest, waits=waits)
+        found = compare_modes(self.window, who, devices=devices, virtual=virtual, longest=self._longest, waits=waits)
         return found if len(found.sides) > 1 else None
 
 
-def _medians(tally: Tally) -> dict[str, float]:
-    medians = {name: tally.median(name) for name in (STEP, *STEP_PHASES)}
-    return {name: value for name, value in medians.items() if value is not None}
+# ------------------------------------------------------------------------------------------------ findings
+
+_FINDERS: tuple[Callable[[RunFacts], Iterator[Finding]], ...] = (
+    *(data, transfers, slower, copies, idle, uneven, fuller, throttled, low_use, busy),
+    *(drift, stalls, spread, between, quiet, failed),
+    lambda facts: between_ranks(facts.communication),
+)
+
+
+def findings(facts: RunFacts) -> list[Finding]:
+    """All findings, the most important first; empty if there is nothing to report, or too little was seen."""
+    found = [finding for find in _FINDERS for finding in find(facts)]
+    return sorted(found, key=lambda finding: -finding.weight)

@@ -53,7 +53,7 @@ class PauseChange(NamedTuple):
     """The training paused after a step, or resumed."""
 
     process: int
-    t_ns: int | None
+    t_ns: int
     step: int | None
     paused: bool
     paused_ns: int | None

@@ -1,4 +1,4 @@
-"""Uneven steps: some take far longer than others, so the median does not represent the speed. Pure.
+"""Steps that take far longer than others, so that the median does not represent the speed. Pure.
 
 A step that is long because it waits for a line of input does not count as slow. The supervisor measures starts and ends
 of these waits to a fraction of a second.
@@ -29,6 +29,34 @@ def waited_ns(spans: Iterable[tuple[int, int]], start_ns: int, end_ns: int) -> i
 def is_wait(spans: Iterable[tuple[int, int]], start_ns: int, end_ns: int) -> bool:
     """Whether waits (`spans`) take most of the step from `start_ns` to `end_ns`."""
     return 2 * waited_ns(spans, start_ns, end_ns) > end_ns - start_ns > 0
+
+
+class LongStep(NamedTuple):
+    """A step among the longest of the run, and the phase that took most of it.
+
+    A deleted step has no number (None), an approximate start, and a lower bound of the time in that phase. The phase is
+    None if no phase certainly took most of the step, and INPUT if a wait for a line of input did.
+    """
+
+    process: int
+    step: int | None
+    mode: str
+    start_ns: int
+    wall_ns: int
+    phase: str | None
+    phase_ns: int
+
+
+def long_step(row: LongRow, waits: Sequence[tuple[int, int]]) -> LongStep:
+    """A long step with the phase that took most of it. `waits`: of its process for input."""
+    begin, end = row.start_ns, row.start_ns + row.wall_ns
+    phase: str | None
+    if is_wait(waits, begin, end):
+        phase, took = INPUT, waited_ns(waits, begin, end)
+    else:
+        phase = max(row.phases, key=lambda name: row.phases[name], default=None)
+        took = 0 if phase is None else row.phases[phase]
+    return LongStep(row.process, row.step, row.mode, begin, row.wall_ns, phase, took)
 
 
 class Uneven(NamedTuple):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dpmon.model.compare import sentence
-from dpmon.model.evidence import DeviceFacts, Evidence, HostFacts, ModeFacts
+from dpmon.model.devices import DeviceFacts, HostFacts
+from dpmon.model.finding import ModeFacts
 from dpmon.model.history import PARTS, Bin
 from dpmon.model.json_fields import communication_fields, fields_of, ms, phase_fields, rank_fields
-from dpmon.report.story import Story
+from dpmon.model.pauses import PauseTotals
+from dpmon.model.run_facts import RunFacts
+from dpmon.report.collect import Story
 from dpmon.store.figures import counted_as_fields, rate_as_fields
 
 _GAPS = 100
@@ -19,7 +22,7 @@ _DEVICE = (
 
 def as_object(story: Story) -> dict[str, object]:
     """The report of `story` as an object with these members."""
-    evidence = story.evidence
+    facts = story.facts
     return {
         "run": {
             **fields_of(story.info, "id", "name", "script", "cwd", "python", "started_unix", "command", "versions"),
@@ -29,11 +32,15 @@ def as_object(story: Story) -> dict[str, object]:
             "state": story.state,
             **{name: getattr(story.exit, name, None) for name in ("status", "signal", "error", "seconds")},
         },
-        "processes": [one._asdict() for one in story.processes],
-        **fields_of(story, "steps", "calls", "open_calls", "dropped", "pruned", "nothing", "standing", "gpu_absent"),
-        "modes": [_mode(mode) for mode in evidence.modes],
-        "evaluations": [_mode(mode) for mode in story.evaluations],
-        "elapsed": _elapsed(evidence),
+        "processes": [one._asdict() for one in facts.announced.info.values()],
+        **fields_of(facts, "steps", "calls", "open_calls"),
+        **fields_of(facts.store, "dropped", "pruned"),
+        "nothing": story.nothing,
+        "standing": facts.stall,
+        "gpu_absent": facts.samples.gpu_absent,
+        "modes": [_mode(mode) for mode in facts.modes],
+        "evaluations": [_mode(mode) for mode in facts.evaluations],
+        "elapsed": _elapsed(facts),
         "findings": [finding._asdict() for finding in story.findings],
         "replicas": [
             {
@@ -41,21 +48,21 @@ def as_object(story: Story) -> dict[str, object]:
                 **fields_of(one, "median_ns", "p95_ns"),
                 **_on_device(one.device_ns, one.device_calls, one.untimed),
             }
-            for one in evidence.replicas
+            for one in facts.replicas
         ],
-        "sizes": [line._asdict() for line in story.replicas],
-        "ranks": _ranks(story),
-        "communication": communication_fields(evidence.communication),
+        "sizes": [line._asdict() for line in facts.sizes],
+        "ranks": _ranks(facts),
+        "communication": communication_fields(facts.communication),
         "stages": [
             {
                 **fields_of(line, "root", "stage", "device", "parts", "inputs", "outputs", "calls"),
                 "median_ms": ms(line.time.median),
                 **_on_device(line.on_device.median, line.on_device.count, line.untimed),
             }
-            for line in story.stages
+            for line in facts.stages
         ],
-        "devices": [fields_of(device, *_DEVICE) for device in evidence.devices],
-        "host": _host(story.host, evidence.host),
+        "devices": [fields_of(device, *_DEVICE) for device in facts.devices],
+        "host": _host(facts.samples.host(facts.paused), facts.host),
         "memory": [
             {
                 **fields_of(row, "device", "model", "gradients", "optimizer", "rest", "peak", "processes"),
@@ -63,31 +70,30 @@ def as_object(story: Story) -> dict[str, object]:
                 "shared_bytes": sum(row.shared.values()),
                 "absent": {name: why for name, why in row.absent.items() if getattr(row, name[:-6], None) is None},
             }
-            for row in evidence.memory
+            for row in facts.memory
         ],
-        "compared": _compared(evidence),
+        "compared": _compared(facts),
         "mode_changes": [
             {
                 **fields_of(change, *change._fields),
                 **{name: getattr(change, name) or None for name in ("root", "mode", "requested_by")},
             }
-            for change in story.changes
+            for change in facts.announced.changes
         ],
-        "paused": {**fields_of(story.paused, "times", "ns", "unended", "on"), "alone_s": story.paused_alone_ns / 1e9},
+        "paused": {**fields_of(facts.pause_totals, *PauseTotals._fields), "alone_s": facts.paused_alone_ns / 1e9},
         "pauses": [
             {
                 **fields_of(pause, "process", "step", "took_ns", "on", "reason", "refused"),
-                "t_s": None if pause.start_ns is None else pause.start_ns / 1e9,
+                "t_s": pause.start_ns / 1e9,
             }
-            for pause in story.pauses
+            for pause in facts.pauses
         ],
-        **fields_of(story, "pauses_left_out", "refusals_left_out"),
         "inputs": [
             {"process": process, "t_s": begin / 1e9, "seconds": (end - begin) / 1e9}
-            for process, begin, end in evidence.inputs
+            for process, begin, end in facts.announced.inputs
         ],
         "warnings": list(story.warnings),
-        "time": {"width_s": story.bin_ns / 1e9, "stretches": [_bin(one) for one in story.bins]},
+        "time": {"width_s": facts.stretches.width_ns / 1e9, "stretches": [_bin(one) for one in facts.stretches.bins]},
     }
 
 
@@ -110,11 +116,11 @@ def _mode(mode: ModeFacts) -> dict[str, object]:
     }
 
 
-def _elapsed(evidence: Evidence) -> dict[str, object]:
-    if not evidence.spent:
+def _elapsed(facts: RunFacts) -> dict[str, object]:
+    if not facts.spent:
         return {}
-    gaps = [fields_of(gap, "process", "after_step", "begin_ns", "ns") for gap in evidence.gaps[:_GAPS]]
-    return {**{f"{activity}_s": ns / 1e9 for activity, ns in evidence.spent.items()}, "gaps": gaps}
+    gaps = [fields_of(gap, "process", "after_step", "begin_ns", "ns") for gap in facts.gaps[:_GAPS]]
+    return {**{f"{activity}_s": ns / 1e9 for activity, ns in facts.spent.items()}, "gaps": gaps}
 
 
 def _on_device(median_ns: float | None, calls: int, untimed: str | None) -> dict[str, object]:
@@ -122,7 +128,7 @@ def _on_device(median_ns: float | None, calls: int, untimed: str | None) -> dict
     return {"device_median_ms": ms(median_ns), "device_calls": calls, "absent": absent}
 
 
-def _ranks(story: Story) -> list[dict[str, object]]:
+def _ranks(facts: RunFacts) -> list[dict[str, object]]:
     name = "forward_device_median_ms"
     return [
         {
@@ -132,7 +138,7 @@ def _ranks(story: Story) -> list[dict[str, object]]:
             "absent": {} if line.untimed is None else {name: line.untimed},
             **rank_fields(line.times),
         }
-        for line in story.ranks
+        for line in facts.ranks
     ]
 
 
@@ -147,8 +153,8 @@ def _host(host: DeviceFacts | None, processors: HostFacts | None) -> dict[str, o
     }
 
 
-def _compared(evidence: Evidence) -> dict[str, object] | None:
-    compared = evidence.compared
+def _compared(facts: RunFacts) -> dict[str, object] | None:
+    compared = facts.compared
     if compared is None:
         return None
     return {

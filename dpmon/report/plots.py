@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from dpmon.model.history import PARTS, Bin
+from dpmon.model.run_facts import RunFacts
 from dpmon.record.schema import PHASES
 from dpmon.report import sentences
 from dpmon.report.document import Plot, Values
-from dpmon.report.story import Story
 from dpmon.text.palettes import LIGHT
 
 # The colours of the screen's light theme, because the page has a light background.
@@ -23,35 +23,35 @@ _MAX_RANKS = 64
 _MAX_PAUSES = 100
 
 
-def plots(story: Story) -> list[Plot]:
+def plots(facts: RunFacts) -> list[Plot]:
     """The plots for which the run has data."""
-    every = [_step_time(story), _speed(story), _parts_over_time(story), _parts_of_modes(story), _replicas(story)]
-    every += [_ranks(story), _devices(story, "util_pct"), _devices(story, "mem_bytes")]
+    every = [_step_time(facts), _speed(facts), _parts_over_time(facts), _parts_of_modes(facts), _replicas(facts)]
+    every += [_ranks(facts), _devices(facts, "util_pct"), _devices(facts, "mem_bytes")]
     return [plot for plot in every if plot is not None]
 
 
-def _pauses(story: Story) -> list[tuple[float, float]]:
+def _pauses(facts: RunFacts) -> list[tuple[float, float]]:
     """The pauses of the training in seconds."""
-    until = max((point.t_ns for point in story.points), default=0)
-    until = max([until, *(one.end_ns for one in story.bins)])
-    spans = []
-    for pause in story.pauses[:_MAX_PAUSES]:
-        end = until if pause.on else pause.end_ns
-        if pause.refused is None and pause.start_ns is not None and end is not None and end > pause.start_ns:
-            spans.append((_seconds(pause.start_ns), _seconds(end)))
-    return spans
+    until = max((point.t_ns for point in facts.samples.points()), default=0)
+    until = max([until, *(one.end_ns for one in facts.stretches.bins)])
+    spans = (pause.span(until) for pause in facts.pauses[:_MAX_PAUSES])
+    return [(_seconds(span[0]), _seconds(span[1])) for span in spans if span is not None and span[0] < span[1]]
 
 
-def _modes(story: Story) -> list[tuple[str, str, list[Bin]]]:
+def _modes(facts: RunFacts) -> list[tuple[str, str, list[Bin]]]:
     """Title, colour and stretches of each mode; evaluations of a mode come separately, in other colours."""
-    titles = {mode.mode: sentences.mode_title(mode) for mode in story.evidence.modes}
+    titles = {mode.mode: sentences.mode_title(mode) for mode in facts.modes}
     modes = []
-    for number, (evaluation, name) in enumerate(sorted({(one.evaluation, one.mode) for one in story.bins})):
+    for number, (evaluation, name) in enumerate(sorted({(one.evaluation, one.mode) for one in facts.stretches.bins})):
         title = titles.get(name, name) + (", evaluation" if evaluation else "")
         own = None if evaluation else _MODE_COLOURS.get(name)
-        bins = [one for one in story.bins if (one.evaluation, one.mode) == (evaluation, name)]
+        bins = [one for one in facts.stretches.bins if (one.evaluation, one.mode) == (evaluation, name)]
         modes.append((title, own or _LINES[number % len(_LINES)], bins))
     return modes
+
+
+def _width(facts: RunFacts) -> str:
+    return f"{facts.stretches.width_ns / 1e9:g} s"
 
 
 def _seconds(ns: int) -> float:
@@ -62,29 +62,29 @@ def _over_time(bins: Sequence[Bin], value: Callable[[Bin], float]) -> list[tuple
     return [(_seconds(one.start_ns), _seconds(one.end_ns), round(value(one), 6)) for one in bins]
 
 
-def _step_time(story: Story) -> Plot | None:
-    if len(story.bins) < 2:
+def _step_time(facts: RunFacts) -> Plot | None:
+    if len(facts.stretches.bins) < 2:
         return None
     series = []
-    for title, colour, bins in _modes(story):
+    for title, colour, bins in _modes(facts):
         means = _over_time(bins, lambda one: one.wall_ns / one.steps / 1e6)
         longest = _over_time(bins, lambda one: one.longest_ns / 1e6)
         series.append(Values(f"{title}: mean", colour, means, "steps"))
         series.append(Values(f"{title}: longest", colour, longest, "dots"))
-    note = f"mean over stretches of {story.bin_ns / 1e9:g} s{sentences.of_whom(story)}; dots: the longest step of each"
-    return Plot("step-time", "Step time", note, series, "ms a step", spans=_pauses(story))
+    note = f"mean over stretches of {_width(facts)}{sentences.of_whom(facts)}; dots: the longest step of each"
+    return Plot("step-time", "Step time", note, series, "ms a step", spans=_pauses(facts))
 
 
-def _speed(story: Story) -> Plot | None:
-    if len(story.bins) < 2 or any(one.samples is None for one in story.bins):
+def _speed(facts: RunFacts) -> Plot | None:
+    if len(facts.stretches.bins) < 2 or any(one.samples is None for one in facts.stretches.bins):
         return None
     series = []
-    for title, colour, bins in _modes(story):
+    for title, colour, bins in _modes(facts):
         timed = [one for one in bins if one.elapsed_ns]
         speeds = _over_time(timed, lambda one: (one.samples or 0) / one.elapsed_ns * 1e9)
         series.append(Values(title, colour, speeds, "steps"))
-    note = f"samples per second of elapsed training time{sentences.of_whom(story)}"
-    return Plot("speed", "Speed", note, series, "samples a second", spans=_pauses(story))
+    note = f"samples per second of elapsed training time{sentences.of_whom(facts)}"
+    return Plot("speed", "Speed", note, series, "samples a second", spans=_pauses(facts))
 
 
 def _parts(places: Sequence[tuple[float, float]], groups: Sequence[Sequence[Bin]]) -> list[Values]:
@@ -100,10 +100,10 @@ def _parts(places: Sequence[tuple[float, float]], groups: Sequence[Sequence[Bin]
     return series
 
 
-def _parts_over_time(story: Story) -> Plot | None:
+def _parts_over_time(facts: RunFacts) -> Plot | None:
     # One bar per stretch, whatever its modes: two bars would cover each other.
     stretches: dict[int, list[Bin]] = {}
-    for one in story.bins:
+    for one in facts.stretches.bins:
         if not one.evaluation:
             stretches.setdefault(one.end_ns, []).append(one)
     if sum(map(len, stretches.values())) < 2:
@@ -112,16 +112,16 @@ def _parts_over_time(story: Story) -> Plot | None:
     for end, bins in stretches.items():
         begin = _seconds(min(one.start_ns for one in bins))
         places.append((max(begin, places[-1][1]) if places else begin, _seconds(end)))
-    note = f"mean of all steps of a stretch{sentences.of_whom(story)}, over stretches of {story.bin_ns / 1e9:g} s"
+    note = f"mean of all steps of a stretch{sentences.of_whom(facts)}, over stretches of {_width(facts)}"
     series = _parts(places, list(stretches.values()))
-    return Plot("phases", "Where a step's time goes", note, series, "ms a step", spans=_pauses(story))
+    return Plot("phases", "Where a step's time goes", note, series, "ms a step", spans=_pauses(facts))
 
 
-def _parts_of_modes(story: Story) -> Plot | None:
-    modes = _modes(story)
+def _parts_of_modes(facts: RunFacts) -> Plot | None:
+    modes = _modes(facts)
     if not modes:
         return None
-    note = f"mean over all steps of a mode{sentences.of_whom(story)}"
+    note = f"mean over all steps of a mode{sentences.of_whom(facts)}"
     series = _parts([(row, row) for row in range(len(modes))], [bins for _, _, bins in modes])
     return Plot("modes", "The step by mode", note, series, "ms a step (mean)", [title for title, _, _ in modes])
 
@@ -131,22 +131,22 @@ def _in_rows(name: str, colour: str, times_ns: Iterable[float | None], kind: Lit
     return Values(name, colour, points, kind)
 
 
-def _replicas(story: Story) -> Plot | None:
-    facts = [fact for fact in story.evidence.replicas if fact.mode == "dp" and fact.median_ns is not None][:_MAX_RANKS]
-    if len(facts) < 2:
+def _replicas(facts: RunFacts) -> Plot | None:
+    shown = [fact for fact in facts.replicas if fact.mode == "dp" and fact.median_ns is not None][:_MAX_RANKS]
+    if len(shown) < 2:
         return None
-    on_device = all(fact.device_ns is not None for fact in facts)
-    medians = [fact.device_ns if on_device else fact.median_ns for fact in facts]
+    on_device = all(fact.device_ns is not None for fact in shown)
+    medians = [fact.device_ns if on_device else fact.median_ns for fact in shown]
     series = [_in_rows("on device" if on_device else "on the host", _COLOURS["parallel_apply"], medians, "bars")]
     if not on_device:
-        series.append(_in_rows("", _COLOURS["parallel_apply"], [fact.p95_ns for fact in facts], "whisker"))
+        series.append(_in_rows("", _COLOURS["parallel_apply"], [fact.p95_ns for fact in shown], "whisker"))
     note = "median of device times" if on_device else "median of host times, with a whisker up to the 95th percentile"
-    labels = [f"{fact.root} {fact.replica} {fact.device}" for fact in facts]
+    labels = [f"{fact.root} {fact.replica} {fact.device}" for fact in shown]
     return Plot("replicas", "Forward of the replicas", note, series, "ms", labels)
 
 
-def _ranks(story: Story) -> Plot | None:
-    ranks = [line for line in story.ranks if line.times is not None and line.times.step_ns][:_MAX_RANKS]
+def _ranks(facts: RunFacts) -> Plot | None:
+    ranks = [line for line in facts.ranks if line.times is not None and line.times.step_ns][:_MAX_RANKS]
     if len(ranks) < 2:
         return None
     known = [line.times for line in ranks if line.times is not None]
@@ -162,19 +162,19 @@ def _ranks(story: Story) -> Plot | None:
     return Plot("ranks", "Where a step of each rank goes", note, series, "ms a step (mean)", labels)
 
 
-def _devices(story: Story, what: str) -> Plot | None:
-    names = {device.index: f"GPU {device.index}" for device in story.evidence.devices[:_MAX_DEVICES]}
+def _devices(facts: RunFacts, what: str) -> Plot | None:
+    names = {device.index: f"GPU {device.index}" for device in facts.devices[:_MAX_DEVICES]}
     names = names or {-1: "host"}
     scale = 1 if what == "util_pct" else 1 << 30
     series = []
     for number, (index, name) in enumerate(names.items()):
-        known = [(point.t_ns, getattr(point, what)) for point in story.points if point.index == index]
+        known = [(point.t_ns, getattr(point, what)) for point in facts.samples.points() if point.index == index]
         points = [(_seconds(at), _seconds(at), round(value / scale, 3)) for at, value in known if value is not None]
         if len(points) >= 2:
             series.append(Values(name, _LINES[number % len(_LINES)], points, "line"))
     if not series:
         return None
-    where = "the devices" if story.evidence.devices else "the host (there is no GPU)"
+    where = "the devices" if facts.devices else "the host (there is no GPU)"
     if what == "util_pct":
-        return Plot("use", "Utilisation", f"of {where}", series, "%", spans=_pauses(story), top=100.0)
-    return Plot("memory", "Memory in use", f"of {where}, other programs included", series, "GiB", spans=_pauses(story))
+        return Plot("use", "Utilisation", f"of {where}", series, "%", spans=_pauses(facts), top=100.0)
+    return Plot("memory", "Memory in use", f"of {where}, other programs included", series, "GiB", spans=_pauses(facts))

@@ -7,22 +7,22 @@ from collections.abc import Iterable, Sequence
 
 from dpmon.cleaning import clean
 from dpmon.model.communication import communication_facts
-from dpmon.model.evidence import DeviceFacts, ModeFacts
-from dpmon.model.finding import MIN_STEPS, measured_modes, of_process
+from dpmon.model.devices import DeviceFacts
+from dpmon.model.finding import MIN_STEPS, ModeFacts, measured_modes, of_process
 from dpmon.model.layouts import flow
 from dpmon.model.memory import reasons
 from dpmon.model.pauses import Paused
+from dpmon.model.run_facts import RunFacts
 from dpmon.model.stragglers import sentence
 from dpmon.record.schema import EXPOSED, WAIT
 from dpmon.report import sentences
+from dpmon.report.collect import Story
 from dpmon.report.document import Bars, Document, Entries, Findings, Paragraph, Part, Section, Table, Verbatim
 from dpmon.report.plots import plots
-from dpmon.report.story import Story
 from dpmon.run.runs import short_name
 from dpmon.text.quantities import (
     UNKNOWN,
     clock,
-    count_of,
     duration,
     duration_words,
     memory,
@@ -40,33 +40,33 @@ _FLOW = "received -> returned"
 
 def document(story: Story) -> Document:
     """The report on the run of `story`; parts without data are omitted."""
-    drawn = {plot.name: plot for plot in plots(story)}
+    drawn = {plot.name: plot for plot in plots(story.facts)}
     step_plots, replica_plots, rank_plots, device_plots = (
         [drawn[name] for name in names if name in drawn]
         for names in (("step-time", "speed", "phases", "modes"), ("replicas",), ("ranks",), ("use", "memory"))
     )
-    info, compared, name = story.info, story.evidence.compared, short_name(story.info)
+    info, compared, name = story.info, story.facts.compared, short_name(story.info)
     sections = (
         Section("Findings", _findings(story)),
         Section("Time", _paragraphs(sentences.time_spent(story))),
-        Section("Steps", [*_steps(story), *step_plots]),
-        *(Section("Phases", _phases(mode), f" of a step, {title}") for title, mode in _phase_titles(story)),
+        Section("Steps", [*_steps(story.facts), *step_plots]),
+        *(Section("Phases", _phases(mode), f" of a step, {title}") for title, mode in _phase_titles(story.facts)),
         Section("dp against single", _paragraphs(sentences.comparison(compared)) if compared is not None else ()),
-        Section("Replicas", [*_replicas(story), *replica_plots]),
-        Section("Ranks", [*_ranks(story), *rank_plots]),
-        Section("Ranks", _rank_times(story), ": where a step goes"),
-        Section("Communication", _communication(story)),
-        Section("Stages", _stages(story), " (parts of the model on several devices)"),
-        Section("Devices", [*_devices(story), *device_plots]),
-        Section("Memory", _memory(story), " as torch holds it"),
-        Section("Mode changes", _changes(story)),
+        Section("Replicas", [*_replicas(story.facts), *replica_plots]),
+        Section("Ranks", [*_ranks(story.facts), *rank_plots]),
+        Section("Ranks", _rank_times(story.facts), ": where a step goes"),
+        Section("Communication", _communication(story.facts)),
+        Section("Stages", _stages(story.facts), " (parts of the model on several devices)"),
+        Section("Devices", [*_devices(story.facts), *device_plots]),
+        Section("Memory", _memory(story.facts), " as torch holds it"),
+        Section("Mode changes", _changes(story.facts)),
         Section("Pauses", _pauses(story)),
         Section("Warnings", _entries([(text,) for text in story.warnings], _MAX_WARNINGS, 4)),
         Section("Last output", [Verbatim(story.last_output)] if story.last_output else ()),
         Section("Record", _paragraphs((story.directory, f"dpmon attach {name}   dpmon export {name}"))),
     )
     there = [section for section in sections if section.parts]
-    return Document(info.script, name, story.state, sentences.ended(story), sentences.facts(story), there)
+    return Document(info.script, name, story.state, sentences.ended(story), sentences.basics(story), there)
 
 
 def _paragraphs(texts: Iterable[str], soft: bool = False) -> list[Paragraph]:
@@ -93,25 +93,25 @@ def _findings(story: Story) -> list[Part]:
     if story.findings:
         return [Findings(story.findings)]
     few = f"too few steps for findings ({MIN_STEPS} in one mode are needed)"
-    usual = story.state in ("finished", "running") and not story.standing
+    usual = story.state in ("finished", "running") and not story.facts.stall
     nothing = "nothing stands out" if usual else "nothing else stands out"
-    return [Paragraph(nothing if any(measured_modes(story.evidence)) else few)]
+    return [Paragraph(nothing if any(measured_modes(story.facts)) else few)]
 
 
-def _step_rows(story: Story) -> list[tuple[str, ModeFacts]]:
+def _step_rows(facts: RunFacts) -> list[tuple[str, ModeFacts]]:
     """The figures of each mode with a label: first without evaluations, then the evaluations."""
-    rows = [(sentences.mode_title(mode), mode) for mode in story.evidence.modes if mode.steps]
-    return [*rows, *((f"{sentences.mode_title(mode)}, evaluation", mode) for mode in story.evaluations)]
+    rows = [(sentences.mode_title(mode), mode) for mode in facts.modes if mode.steps]
+    return [*rows, *((f"{sentences.mode_title(mode)}, evaluation", mode) for mode in facts.evaluations)]
 
 
-def _phase_titles(story: Story) -> list[tuple[str, ModeFacts]]:
+def _phase_titles(facts: RunFacts) -> list[tuple[str, ModeFacts]]:
     """`_step_rows` with the process in each label, if there are several."""
-    return [(title if mode.who is None else f"{title}, {mode.who}", mode) for title, mode in _step_rows(story)]
+    return [(title if mode.who is None else f"{title}, {mode.who}", mode) for title, mode in _step_rows(facts)]
 
 
-def _steps(story: Story) -> list[Part]:
+def _steps(facts: RunFacts) -> list[Part]:
     """If there are several processes, the times are those of one, and the other columns cover all."""
-    modes = _step_rows(story)
+    modes = _step_rows(facts)
     named = any(mode.who is not None for _, mode in modes)
     rows = []
     for title, mode in modes:
@@ -119,8 +119,8 @@ def _steps(story: Story) -> list[Part]:
         times = duration(mode.median_ns), duration(mode.p95_ns)
         rows.append((title, f"{mode.all_steps:,}", *who, *times, samples_rate(mode.rate)))
     head = ("mode", "steps", *(("times of",) if named else ()), "median", "p95", "samples/s")
-    bins = [one for one in story.bins if not one.evaluation]
-    bars = [Bars(bins, story.bin_ns, sentences.of_whom(story))] if rows and len(bins) > 1 else []
+    bins = [one for one in facts.stretches.bins if not one.evaluation]
+    bars = [Bars(bins, facts.stretches.width_ns, sentences.of_whom(facts))] if rows and len(bins) > 1 else []
     return [*_table(head, rows), *bars]
 
 
@@ -137,15 +137,15 @@ def _phases(mode: ModeFacts) -> list[Part]:
 # ------------------------------------------------------------------------------------------------ replicas and ranks
 
 
-def _replicas(story: Story) -> list[Table]:
+def _replicas(facts: RunFacts) -> list[Table]:
     """One row per replica and mode: its most frequent sizes, and the number of others."""
     groups: dict[tuple[str, str, int, str], list[tuple[int, str]]] = {}
     evaluated: Counter[tuple[str, str, int, str]] = Counter()
-    for line in story.replicas:
+    for line in facts.sizes:
         key = (line.mode, line.root, line.replica, line.device)
         groups.setdefault(key, []).append((line.calls - line.evaluations, flow(line.inputs, line.outputs)))
         evaluated[key] += line.evaluations == line.calls
-    timed = {(fact.mode, fact.root, fact.replica, fact.device): fact for fact in story.evidence.replicas}
+    timed = {(fact.mode, fact.root, fact.replica, fact.device): fact for fact in facts.replicas}
     rows = []
     for key, sizes in groups.items():
         mode, root, replica, device = key
@@ -166,7 +166,7 @@ def most_frequent(sizes: Iterable[tuple[int, str]], evaluated: int) -> str:
     return ordered[0][1] + (f" ({', '.join(more)})" if more else "")
 
 
-def _ranks(story: Story) -> list[Table]:
+def _ranks(facts: RunFacts) -> list[Table]:
     """One row per process, if several have trained."""
     rows = [
         (
@@ -179,16 +179,16 @@ def _ranks(story: Story) -> list[Table]:
             duration(line.forward_ns),
             flow(line.inputs, line.outputs),
         )
-        for line in story.ranks
+        for line in facts.ranks
     ]
     head = ("", "device", "steps", "calls", "step", "samples/s", f"forward {_ON_DEVICE}", _FLOW)
     return _table(head, rows, flows=True)
 
 
-def _rank_times(story: Story) -> list[Table]:
+def _rank_times(facts: RunFacts) -> list[Table]:
     """The parts of each rank's mean step, if any rank's wait is known."""
     rows = []
-    for line in story.ranks:
+    for line in facts.ranks:
         times = line.times
         if times is None or not times.joined:
             continue
@@ -198,9 +198,9 @@ def _rank_times(story: Story) -> list[Table]:
     return _table(("mean of a step", "data", "forward", "backward", EXPOSED, WAIT, "slowest in"), rows)
 
 
-def _communication(story: Story) -> list[Entries]:
+def _communication(facts: RunFacts) -> list[Entries]:
     """The communication of the ranks, and the rank that the others wait for."""
-    communication = story.evidence.communication
+    communication = facts.communication
     if communication is None:
         return []
     slow = communication.straggler()
@@ -209,10 +209,10 @@ def _communication(story: Story) -> list[Entries]:
     return _entries(rows, MAX_ROWS, 12, ("", ""))
 
 
-def _stages(story: Story) -> list[Table]:
+def _stages(facts: RunFacts) -> list[Table]:
     """One row per stage of a model that lies on several devices."""
     rows = []
-    for line in story.stages:
+    for line in facts.stages:
         sizes = f"{line.named_parts}: {flow(line.inputs, line.outputs, 'not finished')}"
         times = duration(line.time.median), duration(line.on_device.median)
         rows.append((f"{line.root} {line.stage}", line.device, f"{line.calls:,}", *times, sizes))
@@ -222,18 +222,20 @@ def _stages(story: Story) -> list[Table]:
 # ------------------------------------------------------------------------------------------------ devices, events
 
 
-def _devices(story: Story) -> list[Part]:
+def _devices(facts: RunFacts) -> list[Part]:
     parts: list[Part] = []
-    if story.evidence.devices:
+    if facts.devices:
         head = ("", "use", "memory at most", "this run", "°C", "W", "")
-        left = " that are left" if story.pruned else ""
-        left += ", without samples during pauses" if story.evidence.paused_ns else ""
+        left = " that are left" if facts.store.pruned else ""
+        left += ", without samples during pauses" if facts.paused else ""
         use = f"use (share of time in which a kernel ran): median of the samples{left}"
-        parts = [*_table(head, map(_device, story.evidence.devices))]
+        parts = [*_table(head, map(_device, facts.devices))]
         parts.append(Paragraph(f"{use}; memory, °C and W: the highest", soft=True))
     else:
-        parts.append(Paragraph(f"no GPU: {story.gpu_absent}" if story.gpu_absent else "no GPU was seen"))
-    host = story.host
+        parts.append(
+            Paragraph(f"no GPU: {facts.samples.gpu_absent}" if facts.samples.gpu_absent else "no GPU was seen")
+        )
+    host = facts.samples.host(facts.paused)
     if host is not None:
         use = UNKNOWN if host.util_median is None else f"{host.util_median:.0f} %"
         many = "one sample" if host.samples == 1 else f"{host.samples:,} samples"
@@ -255,38 +257,35 @@ def _device(device: DeviceFacts) -> tuple[str, ...]:
     )
 
 
-def _memory(story: Story) -> list[Part]:
+def _memory(facts: RunFacts) -> list[Part]:
     """The memory of each device by holder, and the reasons for unknown values."""
-    held = story.evidence.memory[:MAX_ROWS]
+    held = facts.memory[:MAX_ROWS]
     rows = [(one.device, *(memory(part) for part in one[1:6])) for one in held]
     notes = (f"{names} of {one.device}: {reason}" for one in held for names, reason in reasons(one))
     return [*_table(("", "model", "gradients", "optimizer", "rest", "peak"), rows), *_paragraphs(notes, soft=True)]
 
 
-def _changes(story: Story) -> list[Entries]:
+def _changes(facts: RunFacts) -> list[Entries]:
     """Requested changes of mode; the facts of the report name the initial mode."""
     rows = []
-    several = len({change.root for change in story.changes}) > 1
-    for change in story.changes:
+    several = len({change.root for change in facts.announced.changes}) > 1
+    for change in facts.announced.changes:
         if change.requested_by != "start":
             step = UNKNOWN if change.step is None else f"{change.step:,}"
             what = f"to {change.mode}" if change.refused is None else f"refused: {change.refused}"
             what = f"{clean(change.root, 60)}: {what}" if several else what
-            rows.append((clock(change.t_ns), f"step {step}{of_process(change.process, story.evidence)}", what))
+            rows.append((clock(change.t_ns), f"step {step}{of_process(change.process, facts)}", what))
     return _entries(rows, _MAX_CHANGES, 6, ("time", "where", "what"))
 
 
-def _pauses(story: Story) -> list[Part]:
+def _pauses(story: Story) -> list[Entries]:
     """Time, step before it and duration of each pause; with the process if there are several."""
     rows = []
-    for pause in story.pauses:
+    for pause in story.facts.pauses:
         step = UNKNOWN if pause.step is None else f"{pause.step:,}"
-        after = f"after step {step}{of_process(pause.process, story.evidence)}"
+        after = f"after step {step}{of_process(pause.process, story.facts)}"
         rows.append((clock(pause.start_ns), after, _how_long(story, pause)))
-    parts: list[Part] = [*_entries(rows, _MAX_CHANGES, 6, ("time", "where", "how long"))]
-    left = (story.pauses_left_out, "pause"), (story.refusals_left_out, "refusal")
-    lost = " and ".join(count_of(count, what) for count, what in left if count)
-    return [*parts, Paragraph(f"not listed here: {lost}", soft=True)] if parts and lost else parts
+    return _entries(rows, _MAX_CHANGES, 6, ("time", "where", "how long"))
 
 
 def _how_long(story: Story, pause: Paused) -> str:

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 
 from dpmon.model.announced import WAITS_KEPT
 from dpmon.model.compare import Comparison, sentence
-from dpmon.model.evidence import ModeFacts
-from dpmon.model.finding import host_waits, of_process, partly_timed
+from dpmon.model.finding import ModeFacts, host_waits, of_process, partly_timed
 from dpmon.model.pauses import PauseTotals
+from dpmon.model.process import ProcessFacts
+from dpmon.model.run_facts import RunFacts
 from dpmon.model.state import ModeChange
 from dpmon.record.names import RANK_MODES
-from dpmon.report.story import Story
+from dpmon.report.collect import Story
 from dpmon.run.rundir import ExitInfo
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.text.quantities import calls_so_far, clock, count_of, duration_words, percent, quantity_words, run_time
@@ -62,54 +63,55 @@ def is_over(story: Story) -> bool:
     return story.exit is not None or story.state not in _NOT_OVER
 
 
-def facts(story: Story) -> list[str]:
+def basics(story: Story) -> list[str]:
     """The basic facts: times and programs, and what is missing from the record."""
-    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(story.info.started_unix))
-    process = story.processes[0] if story.processes else None
-    python, torch = (None, None) if process is None else (process.python, process.torch)
+    facts, info = story.facts, story.info
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.started_unix))
+    process = next(iter(facts.announced.info.values()), ProcessFacts(0))
     texts = [
-        f"began {began} in {story.info.cwd or 'a directory that is gone'}",
-        what_ran(story),
-        f"Python {python or 'unknown'}, torch {torch or 'unknown'}, dpmon {story.info.versions.get('dpmon', '?')}",
+        f"began {began} in {info.cwd or 'a directory that is gone'}",
+        what_ran(story.facts),
+        f"Python {process.python or 'unknown'}, torch {process.torch or 'unknown'},"
+        f" dpmon {info.versions.get('dpmon', '?')}",
     ]
-    if story.open_calls:
-        texts.append(calls_so_far(story.open_calls))
+    if facts.open_calls:
+        texts.append(calls_so_far(facts.open_calls))
     if story.nothing is not None:
         texts.append(f"nothing was traced: {story.nothing}")
-    if story.standing is not None:
-        texts.append(story.standing)
+    if facts.stall is not None:
+        texts.append(facts.stall)
     pauses = paused(story)
     if pauses is not None:
         texts.append(pauses)
-    if story.evidence.inputs:
-        texts.append(waited(story.evidence.inputs))
-    if story.pruned:
+    if facts.announced.inputs:
+        texts.append(waited(facts.announced.inputs))
+    if facts.store.pruned:
         texts.append(
-            f"{story.pruned:,} older records were deleted to bound the history: the figures cover all steps, but single"
-            " steps and samples of that time are gone"
+            f"{facts.store.pruned:,} older records were deleted to bound the history: the figures cover all steps, but"
+            " single steps and samples of that time are gone"
         )
-    if story.dropped:
-        texts.append(f"{story.dropped:,} records were lost; the figures cover the rest")
+    if facts.store.dropped:
+        texts.append(f"{facts.store.dropped:,} records were lost; the figures cover the rest")
     return texts
 
 
-def what_ran(story: Story) -> str:
+def what_ran(facts: RunFacts) -> str:
     """Processes, steps by mode if there were several, and the initial mode with its reason."""
-    count = story.evidence.processes or (len(story.processes) if story.open_calls else 0)
+    count = len(facts.processes) or (len(facts.announced.info) if facts.open_calls else 0)
     modes: Counter[str] = Counter()
-    for facts in (*story.evidence.modes, *story.evaluations):
-        modes[RANK_MODES[facts.distributed] if facts.distributed else facts.mode] += facts.all_steps
+    for mode in (*facts.modes, *facts.evaluations):
+        modes[RANK_MODES[mode.distributed] if mode.distributed else mode.mode] += mode.all_steps
     several_modes = len(+modes) > 1
-    counted = f"{count_of(story.steps, 'step')}, {count_of(story.calls, 'call')}{' in all' if count > 1 else ''}"
-    if evaluations := sum(facts.all_steps for facts in story.evaluations):
-        counted += f", {story.steps - evaluations:,} training and {evaluations:,} evaluation steps"
+    counted = f"{count_of(facts.steps, 'step')}, {count_of(facts.calls, 'call')}{' in all' if count > 1 else ''}"
+    if evaluations := sum(mode.all_steps for mode in facts.evaluations):
+        counted += f", {facts.steps - evaluations:,} training and {evaluations:,} evaluation steps"
     if several_modes:
-        counted += f" ({', '.join(f'{steps:,} in {mode}' for mode, steps in modes.items() if steps)})"
+        counted += f" ({', '.join(f'{steps:,} in {name}' for name, steps in modes.items() if steps)})"
     who = f"{count} training processes" if count > 1 else "one training process" if count else "no training process"
     groups: dict[str, list[str]] = {}
-    for change in story.changes:
+    for change in facts.announced.changes:
         if change.requested_by == "start" and change.refused is None and change.mode:
-            groups.setdefault(_began(change, story.distributed), []).append(change.root or "?")
+            groups.setdefault(_began(change, facts.layouts.distributed), []).append(change.root or "?")
     several = len(groups) > 1
     began = "began as " if several_modes else ""
     texts = [
@@ -141,19 +143,14 @@ def waited(inputs: Sequence[tuple[int | None, int, int]]) -> str:
 
 def paused(story: Story) -> str | None:
     """The number and time of pauses in a sentence, and where that time counts; None without pauses."""
-    total = story.paused
+    total = story.facts.pause_totals
     if not total.times:
         return None
     nowhere = "that time is in no step, no phase and no figure"
-    if story.paused_alone_ns:
+    if story.facts.paused_alone_ns:
         nowhere = (
-            f"that time is in no step and no phase; for {duration_words(story.paused_alone_ns)} of it another"
+            f"that time is in no step and no phase; for {duration_words(story.facts.paused_alone_ns)} of it another"
             " process was not paused, and the figures of devices include that part"
-        )
-    elif total.unplaced:
-        nowhere = (
-            "that time is in no step and no phase; some pauses have no known start or end, so the figures of devices"
-            " may include a part of it"
         )
     return f"{times_paused(total, is_over(story))}: {nowhere}"
 
@@ -183,16 +180,16 @@ ACTIVITY_NAMES = {
 
 def time_spent(story: Story) -> list[str]:
     """The run's time by activity and its longest gaps between steps, in sentences; empty without steps."""
-    spent = story.evidence.spent
+    spent = story.facts.spent
     names = ACTIVITY_NAMES if is_over(story) else {**ACTIVITY_NAMES, "ending": "since the last step"}
     parts = [f"{names[name]} {duration_words(ns)}" for name, ns in spent.items() if ns >= _LEAST_SHOWN_NS]
     if not parts:
         return []
     lines = [f"elapsed {duration_words(sum(spent.values()))}: {', '.join(parts)}"]
-    gaps = story.evidence.gaps[:_GAPS_NAMED]
+    gaps = story.facts.gaps[:_GAPS_NAMED]
     if gaps and spent["between"] >= _LEAST_SHOWN_NS:
         named = [
-            f"{duration_words(gap.ns)} after step {gap.after_step:,}{of_process(gap.process, story.evidence)}"
+            f"{duration_words(gap.ns)} after step {gap.after_step:,}{of_process(gap.process, story.facts)}"
             f" ({clock(gap.begin_ns)})"
             for gap in gaps
         ]
@@ -219,9 +216,9 @@ def mode_title(mode: ModeFacts) -> str:
     return f"{mode.mode} (virtual)" if mode.virtual else mode.mode or "mode unknown"
 
 
-def of_whom(story: Story) -> str:
+def of_whom(facts: RunFacts) -> str:
     """The words " of rank 0" for times over the run, if the run has several processes; else empty."""
-    names = dict.fromkeys(mode.who for mode in story.evidence.modes if mode.who is not None)
+    names = dict.fromkeys(mode.who for mode in facts.modes if mode.who is not None)
     return f" of {' and '.join(names)}" if names else ""
 
 

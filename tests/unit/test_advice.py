@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from known import changed, known
 from test_model_communication import of, rank, wrapped
 from test_model_findings import GIB, HEALTHY, MS, SECOND, SHOWN, STARTING, WAITING, device, long_step
 
+from dpmon.model.announced import LoaderStart
 from dpmon.model.communication import Communication
-from dpmon.model.evidence import Evidence, LoaderStart
-from dpmon.model.findings import findings
+from dpmon.model.run_facts import RunFacts, findings
 from dpmon.store.answers import GapRow
 from dpmon.store.figures import PhaseFigures
 
@@ -27,24 +27,24 @@ def loaders(*starts: float, workers: int = 2, persistent: bool = False, **more: 
     )
 
 
-def having(evidence: Evidence) -> Callable[..., Evidence]:
-    return lambda *starts, **more: replace(evidence, loaders=loaders(*starts, **more))
+def having(evidence: RunFacts) -> Callable[..., RunFacts]:
+    return lambda *starts, **more: changed(evidence, loaders=loaders(*starts, **more))
 
 
 WAITS, FEW, STALLED = (
-    having(replace(HEALTHY, modes=(WAITING,))),
-    having(replace(HEALTHY, modes=(STARTING,))),
-    having(replace(HEALTHY, longest=(long_step(9000), long_step(25)))),
+    having(changed(HEALTHY, modes=(WAITING,))),
+    having(changed(HEALTHY, modes=(STARTING,))),
+    having(changed(HEALTHY, longest=(long_step(9000), long_step(25)))),
 )
 GAPS = having(
-    replace(
+    changed(
         HEALTHY,
         gaps=(GapRow(0, 100, 101, "dp", 10 * SECOND, 12 * SECOND, 2 * SECOND),),
         spent={"training": 5 * SECOND, "between": 2 * SECOND},
     )
 )
 COPIES = having(
-    replace(
+    changed(
         HEALTHY,
         modes=(
             WAITING._replace(
@@ -55,21 +55,21 @@ COPIES = having(
         ),
     )
 )
-UNEVEN = replace(HEALTHY, devices=(device(0, mem_run_max=30.0 * GIB), device(1)))
+UNEVEN = changed(HEALTHY, devices=(device(0, mem_run_max=30.0 * GIB), device(1)))
 SINGLE = tuple(mode._replace(mode="single") for mode in HEALTHY.modes)
 
 
-def ranks(**about: Any) -> Evidence:
+def ranks(**about: Any) -> RunFacts:
     """Return the evidence of two ranks with much exposed communication and this wrapper."""
     times = [rank(number, 0.1, exposed_ms=5.0, **about.pop("times", {})) for number in (0, 1)]
-    return Evidence(communication=of(times, wrapped(**{"backend": "nccl", **about})))
+    return known(communication=of(times, wrapped(**{"backend": "nccl", **about})))
 
 
 def accumulating(**times: int) -> Communication:
     return of([rank(number, 0.1, **times) for number in (0, 1)])
 
 
-TABLE: dict[str, tuple[str, list[Evidence], dict[str, Evidence]]] = {
+TABLE: dict[str, tuple[str, list[RunFacts], dict[str, RunFacts]]] = {
     # advice: its words, where it is given, and where it is not given
     "keep the workers, data": (
         KEEPS,
@@ -108,15 +108,15 @@ TABLE: dict[str, tuple[str, list[Evidence], dict[str, Evidence]]] = {
     "pinned memory": ("pin_memory", [COPIES(), COPIES(1)], {"pinned": COPIES(1, pinned=True)}),
     "set_device": (
         "LOCAL_RANK",
-        [replace(UNEVEN, modes=SINGLE, names={0: "rank 0", 1: "rank 1"})],
-        {"DataParallel": UNEVEN, "spread by the script": replace(UNEVEN, modes=SINGLE)},
+        [changed(UNEVEN, modes=SINGLE, names={0: "rank 0", 1: "rank 1"})],
+        {"DataParallel": UNEVEN, "spread by the script": changed(UNEVEN, modes=SINGLE)},
     ),
     "DataParallel gathers": (
         "gathers",
         [UNEVEN],
         {
-            "ranks": replace(UNEVEN, modes=SINGLE, names={0: "rank 0", 1: "rank 1"}),
-            "spread by the script": replace(UNEVEN, modes=SINGLE),
+            "ranks": changed(UNEVEN, modes=SINGLE, names={0: "rank 0", 1: "rank 1"}),
+            "spread by the script": changed(UNEVEN, modes=SINGLE),
         },
     ),
     "a copy less": (
@@ -145,15 +145,15 @@ TABLE: dict[str, tuple[str, list[Evidence], dict[str, Evidence]]] = {
     ),
     "accumulate": (
         "all backward passes but the last",
-        [Evidence(communication=accumulating(synced=800))],
+        [known(communication=accumulating(synced=800))],
         {
-            "followed": Evidence(communication=accumulating(unsynced=600)),
-            "one pass a step": Evidence(communication=accumulating()),
+            "followed": known(communication=accumulating(unsynced=600)),
+            "one pass a step": known(communication=accumulating()),
         },
     ),
     "on GPUs first": (
         "measure on GPUs first",
-        [replace(SHOWN["replicate"], modes=tuple(m._replace(virtual=True) for m in SHOWN["replicate"].modes))],
+        [changed(SHOWN["replicate"], modes=tuple(m._replace(virtual=True) for m in SHOWN["replicate"].modes))],
         {"GPUs": SHOWN["replicate"]},
     ),
 }

@@ -91,8 +91,8 @@ def test_text_page_and_json_of_the_report_have_the_communication(state: Path) ->
 def test_data_of_a_slow_rank_is_one_finding(state: Path) -> None:
     """The slow rank waits for data most of its time, but the finding about the slow rank says so already."""
     slow = collect(a_run(extra_ms=60.0))
-    assert [one.who for one in (*slow.evidence.modes, *slow.evidence.others)] == ["rank 0", "rank 1", "rank 2"]
-    assert slow.evidence.others[0].share("data") > 0.2
+    assert [one.who for one in (*slow.facts.modes, *slow.facts.others)] == ["rank 0", "rank 1", "rank 2"]
+    assert slow.facts.others[0].share("data") > 0.2
     kinds = [finding.kind for finding in slow.findings]
     assert "straggler" in kinds
     assert "data" not in kinds
@@ -122,7 +122,7 @@ def test_a_run_without_ranks_has_no_communication(state: Path) -> None:
     story = collect(keep({0: made[0][:1] + made[0][3:]}))
     text = text_lines(document(story), 100)
     assert not any(line.startswith("RANKS") for line in text)
-    assert as_object(story)["communication"] is None or not story.ranks
+    assert as_object(story)["communication"] is None or not story.facts.ranks
 
 
 def test_the_report_says_why_waits_are_unknown(state: Path) -> None:

@@ -42,7 +42,7 @@ def judged(feed: Feed) -> tuple[Comparison, str]:
 
 
 def test_a_run_that_has_ended_and_its_playback_are_judged_as_in_the_report(long: Path) -> None:
-    said = collect(long).evidence.compared
+    said = collect(long).facts.compared
     assert said is not None
     assert said.speedup is not None
     assert {mode: side.steps for mode, side in said.sides.items()} == {

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 from joined import MS, ddp_event, joined_ranks
+from known import known
 
 from dpmon.model.announced import Announced, newest_wrappers, wrapper
 from dpmon.model.communication import Communication, Wrapper, communication
-from dpmon.model.evidence import Evidence, ModeFacts
-from dpmon.model.finding import MIN_STEPS, Finding
-from dpmon.model.findings import findings
+from dpmon.model.finding import MIN_STEPS, Finding, ModeFacts
 from dpmon.model.found_between_ranks import between_ranks
 from dpmon.model.json_fields import communication_fields
+from dpmon.model.run_facts import findings
 from dpmon.model.stragglers import RankTimes, Straggler, held_up, in_short, rank_times, sentence, straggler
 from dpmon.store.answers import Communicated
 from dpmon.store.figures import PhaseFigures
@@ -290,8 +290,8 @@ def test_data_waits_of_all_ranks_are_found_in_addition_to_a_straggler(others_ms:
     fast = fast._replace(phases={**fast.phases, "data": others_ms * MS})
     slow = slow._replace(phases={**slow.phases, "data": (others_ms + 5) * MS})
     figures = PhaseFigures("data", 400, others_ms * MS, others_ms * MS, None, 0.5)
-    mode = ModeFacts("single", False, 400, 20.0 * MS, 26.0 * MS, 1000.0, (figures,), {}, {}, mean_ns=20.0 * MS)
-    found = findings(Evidence(modes=(mode,), names={0: "rank 0", 1: "rank 1"}, communication=of([fast, slow])))
+    mode = ModeFacts("single", False, 400, 20.0 * MS, 26.0 * MS, 1000.0, (figures,), mean_ns=20.0 * MS)
+    found = findings(known(modes=(mode,), names={0: "rank 0", 1: "rank 1"}, communication=of([fast, slow])))
     assert {finding.kind for finding in found} & {"straggler", "data"} == kinds
 
 

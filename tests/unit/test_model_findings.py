@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from known import changed, known
 
+from dpmon.model.announced import Announced
 from dpmon.model.compare import Comparison, Interval
-from dpmon.model.evidence import BatchFacts, DeviceFacts, Evidence, HostFacts, LongStep, ModeFacts, ReplicaFacts
-from dpmon.model.finding import MIN_STEPS
-from dpmon.model.findings import findings
+from dpmon.model.devices import DeviceFacts, HostFacts
+from dpmon.model.finding import MIN_STEPS, ModeFacts
+from dpmon.model.layouts import BatchFacts, ReplicaFacts
 from dpmon.model.memory import Held
+from dpmon.model.process import ProcessFacts
+from dpmon.model.run_facts import RunFacts, findings
+from dpmon.model.uneven import LongStep
 from dpmon.store.figures import PhaseFigures
+from dpmon.store.tally import Tally
 from dpmon.text.quantities import duration_words
 
 MS = 1_000_000
@@ -27,20 +32,23 @@ def mode(name: str = "dp", steps: int = 1000, median_ms: float = 20.0, **shares:
         PhaseFigures(phase, steps, share * median_ms * MS, share * median_ms * 1.3 * MS, None, share)
         for phase, share in shares.items()
     )
-    return ModeFacts(name, False, steps, median_ms * MS, median_ms * 1.3 * MS, 1000.0, phases, {}, {})
+    return ModeFacts(name, False, steps, median_ms * MS, median_ms * 1.3 * MS, 1000.0, phases)
 
 
 GOOD = mode(data=0.05, forward=0.4, backward=0.4, optimizer=0.1, replicate=0.1, scatter=0.02, gather=0.02)
 
 
+def third(median: float, quarter: float, **phases: float) -> Tally:
+    """Return steps with this median and a quarter of `quarter` (ms), and the medians of their phases (ms)."""
+    found = Tally()
+    found.add_series({"step": [int(ms * MS) for ms in (median, median, median, quarter, quarter)]})
+    found.add_series({name: [int(ms * MS)] for name, ms in phases.items()})
+    return found
+
+
 def drifting(early: float, late: float, p75: float, p25: float, steps: int = 1000) -> ModeFacts:
-    return GOOD._replace(
-        steps=steps,
-        early={"step": early * MS, "data": MS, "other": MS},
-        late={"step": late * MS, "data": MS * 1.1, "other": (late - early) * MS},
-        early_p75_ns=p75 * MS,
-        late_p25_ns=p25 * MS,
-    )
+    first, last = third(early, p75, data=1, other=1), third(late, p25, data=1.1, other=max(late - early, 0))
+    return GOOD._replace(steps=steps, early=first, late=last)
 
 
 def device(index: int = 0, **more: object) -> DeviceFacts:
@@ -61,19 +69,19 @@ def long_step(ms: float, phase: str = "data", step: int = 500) -> LongStep:
     return LongStep(0, step, "dp", 60 * SECOND, int(ms * MS), phase, int(ms * 0.9 * MS))
 
 
-HEALTHY = Evidence(
+HEALTHY = known(
     modes=(GOOD,),
     batches=(BatchFacts("Model", 2, 1000, 10, 7, 1),),
     replicas=(replica(0), replica(1, ms=5.5)),
     devices=(device(0), device(1, mem_run_max=17.0 * GIB)),
     longest=(long_step(26), long_step(25)),
-    processes=1,
+    processes=[0],
     last_step_ns=100 * SECOND,
     end_ns=110 * SECOND,
 )
 
 
-def kinds(evidence: Evidence) -> list[str]:
+def kinds(evidence: RunFacts) -> list[str]:
     return [finding.kind for finding in findings(evidence)]
 
 
@@ -94,7 +102,7 @@ def host(**more: object) -> HostFacts:
     ],
 )
 def test_a_busy_machine(facts: HostFacts | None, kinds: list[str]) -> None:
-    found = findings(replace(HEALTHY, host=facts))
+    found = findings(changed(HEALTHY, host=facts))
     assert [finding.kind for finding in found] == kinds
     if kinds == ["busy"]:
         assert "3.0 of its 8 processors" in found[0].text
@@ -128,7 +136,7 @@ STARTING = mode(data=0.1, forward=0.3)._replace(
 def test_workers_are_advised_only_where_they_help(
     facts: ModeFacts, machine: HostFacts | None, said: str, not_said: str
 ) -> None:
-    found = [finding for finding in findings(replace(HEALTHY, modes=(facts,), host=machine)) if finding.kind == "data"]
+    found = [finding for finding in findings(changed(HEALTHY, modes=(facts,), host=machine)) if finding.kind == "data"]
     (advice,) = [finding.advice for finding in found]
     assert said in advice
     assert not_said not in advice
@@ -138,14 +146,14 @@ def test_workers_are_advised_only_where_they_help(
 def test_virtual_replicas_give_no_advice_on_speed(kind: str) -> None:
     run = SHOWN[kind]
     assert "on GPUs first" not in findings(run)[0].advice
-    virtual = replace(run, modes=tuple(facts._replace(virtual=True) for facts in run.modes))
+    virtual = changed(run, modes=tuple(facts._replace(virtual=True) for facts in run.modes))
     assert findings(virtual)[0].advice.startswith("measure on GPUs first")
 
 
 def test_fewer_threads_are_advised_only_where_processors_are_short() -> None:
     run = SHOWN["spread"]
     for machine, expected in ((host(cpu_pct=97.0, others=1.0), True), (host(cpu_pct=40.0), False), (None, False)):
-        (advice,) = [found.advice for found in findings(replace(run, host=machine)) if found.kind == "spread"]
+        (advice,) = [found.advice for found in findings(changed(run, host=machine)) if found.kind == "spread"]
         assert ("OMP_NUM_THREADS" in advice) == expected
 
 
@@ -153,31 +161,31 @@ def test_the_advice_for_a_gpu_that_waits_for_data_is_about_the_loader() -> None:
     run = SHOWN["low use"]
     (advice,) = [found.advice for found in findings(run) if found.kind == "low use"]
     assert "torch.compile" in advice
-    waiting = replace(run, modes=(WAITING,))
+    waiting = changed(run, modes=(WAITING,))
     (advice,) = [found.advice for found in findings(waiting) if found.kind == "low use"]
     assert advice == "the loader first: the steps wait for data for 43 % of their time"
 
 
 def test_nothing_stands_out_in_a_healthy_run() -> None:
     assert findings(HEALTHY) == []
-    assert findings(Evidence()) == []
+    assert findings(known()) == []
 
 
 SHOWN = {
-    "slower": replace(HEALTHY, compared=Comparison(speedup=Interval(0.61, 0.58, 0.65))),
-    "data": replace(HEALTHY, modes=(mode(data=0.43, forward=0.3, backward=0.27),)),
-    "replicate": replace(HEALTHY, modes=(mode(data=0.02, forward=0.7, replicate=0.48, backward=0.28),)),
-    "transfer": replace(HEALTHY, modes=(mode(forward=0.7, scatter=0.15, gather=0.15, backward=0.3),)),
-    "small batch": replace(HEALTHY, batches=(BatchFacts("Model", 8, 1000, 1000, 3, 5),)),
-    "idle": replace(HEALTHY, batches=(BatchFacts("Model", 8, 1000, 990, 9, 3),)),
-    "uneven": replace(HEALTHY, replicas=(replica(0), replica(1), replica(2, rows=4))),
-    "fuller": replace(HEALTHY, devices=(device(0, mem_run_max=30.0 * GIB), device(1))),
-    "throttled": replace(HEALTHY, devices=(device(0, throttled={"power limit": 40}), device(1))),
-    "low use": replace(HEALTHY, devices=(device(0, util_median=12.0), device(1))),
-    "drift": replace(HEALTHY, modes=(drifting(20, 32, 22, 30),)),
-    "stall": replace(HEALTHY, longest=(long_step(9000), long_step(25))),
-    "spread": replace(HEALTHY, modes=(GOOD._replace(p95_ns=300.0 * MS),)),
-    "quiet": replace(HEALTHY, end_ns=200 * SECOND),
+    "slower": changed(HEALTHY, compared=Comparison(speedup=Interval(0.61, 0.58, 0.65))),
+    "data": changed(HEALTHY, modes=(mode(data=0.43, forward=0.3, backward=0.27),)),
+    "replicate": changed(HEALTHY, modes=(mode(data=0.02, forward=0.7, replicate=0.48, backward=0.28),)),
+    "transfer": changed(HEALTHY, modes=(mode(forward=0.7, scatter=0.15, gather=0.15, backward=0.3),)),
+    "small batch": changed(HEALTHY, batches=(BatchFacts("Model", 8, 1000, 1000, 3, 5),)),
+    "idle": changed(HEALTHY, batches=(BatchFacts("Model", 8, 1000, 990, 9, 3),)),
+    "uneven": changed(HEALTHY, replicas=(replica(0), replica(1), replica(2, rows=4))),
+    "fuller": changed(HEALTHY, devices=(device(0, mem_run_max=30.0 * GIB), device(1))),
+    "throttled": changed(HEALTHY, devices=(device(0, throttled={"power limit": 40}), device(1))),
+    "low use": changed(HEALTHY, devices=(device(0, util_median=12.0), device(1))),
+    "drift": changed(HEALTHY, modes=(drifting(20, 32, 22, 30),)),
+    "stall": changed(HEALTHY, longest=(long_step(9000), long_step(25))),
+    "spread": changed(HEALTHY, modes=(GOOD._replace(p95_ns=300.0 * MS),)),
+    "quiet": changed(HEALTHY, end_ns=200 * SECOND),
 }
 
 
@@ -193,7 +201,7 @@ def test_a_run_with_a_problem_has_its_finding(kind: str) -> None:
 
 def test_a_long_step_is_that_of_a_rank_if_there_are_several_processes() -> None:
     (alone,) = findings(SHOWN["stall"])
-    (found,) = findings(replace(SHOWN["stall"], names={0: "rank 3", 1: "rank 0"}))
+    (found,) = findings(changed(SHOWN["stall"], names={0: "rank 3", 1: "rank 0"}))
     assert " of rank 3" in found.ground
     assert found.ground.replace(" of rank 3", "") == alone.ground
 
@@ -201,9 +209,12 @@ def test_a_long_step_is_that_of_a_rank_if_there_are_several_processes() -> None:
 STALL = "no new phase for 34 s: rank 0 in backward, rank 1 in the script"
 
 
-def live(newest_s: int, stall: str | None = STALL, **more: Any) -> Evidence:
+TWO = Announced({number: ProcessFacts(number, pid=70 + number) for number in (0, 1)})
+
+
+def live(newest_s: int, stall: str | None = STALL, **more: Any) -> RunFacts:
     """Return a live run; its last step ended at 100 s."""
-    return replace(HEALTHY, end_ns=None, newest_ns=newest_s * SECOND, stall=stall, **more)
+    return changed(HEALTHY, end_ns=None, until_ns=newest_s * SECOND, stall=stall, **more)
 
 
 def test_a_live_run_that_hangs_says_so_first() -> None:
@@ -211,7 +222,7 @@ def test_a_live_run_that_hangs_says_so_first() -> None:
     assert (found.kind, found.weight) == ("quiet", 1.0)
     assert found.text == "No step has ended for 34.0 s."
     assert found.ground == f"the last one at 00:01:40; {STALL}"
-    (named,) = findings(live(134, names={0: "rank 0", 1: "rank 1"}, pids={0: 70, 1: 71}))
+    (named,) = findings(live(134, names={0: "rank 0", 1: "rank 1"}, announced=TWO))
     assert "each process is (rank 0: 70, rank 1: 71); if" in named.advice
 
 
@@ -221,63 +232,63 @@ def test_a_live_run_that_hangs_says_so_first() -> None:
         live(129),
         live(134, stall=None),
         live(134, modes=(GOOD._replace(median_ns=12.0 * SECOND),)),
-        live(134, inputs=((None, 101 * SECOND, 133 * SECOND),)),
-        live(134, paused_ns=30 * SECOND, paused_after_ns=30 * SECOND),
+        live(134, announced=Announced(inputs=((None, 101 * SECOND, 133 * SECOND),))),
+        live(134, paused=[(101 * SECOND, 131 * SECOND)]),
     ],
     ids=["not for long", "something moves", "its steps are long", "it waits for input", "it was paused"],
 )
-def test_a_live_run_is_not_called_quiet(evidence: Evidence) -> None:
+def test_a_live_run_is_not_called_quiet(evidence: RunFacts) -> None:
     assert findings(evidence) == []
 
 
 def test_the_finding_about_a_quiet_end_names_the_place_of_each_process() -> None:
-    (found,) = findings(replace(SHOWN["quiet"], stall=f"when it ended: {STALL}"))
+    (found,) = findings(changed(SHOWN["quiet"], stall=f"when it ended: {STALL}"))
     assert found.ground.endswith(f"; when it ended: {STALL}")
 
 
 @pytest.mark.parametrize("kind", ["data", "replicate", "transfer", "drift", "stall", "spread", "quiet"])
 def test_no_finding_from_too_few_steps(kind: str) -> None:
-    few = replace(SHOWN[kind], modes=tuple(m._replace(steps=MIN_STEPS - 1) for m in SHOWN[kind].modes))
+    few = changed(SHOWN[kind], modes=tuple(m._replace(steps=MIN_STEPS - 1) for m in SHOWN[kind].modes))
     assert findings(few) == []
 
 
 @pytest.mark.parametrize(
     "evidence",
     [
-        replace(HEALTHY, batches=(BatchFacts("Model", 8, 29, 29, 3, 5),)),
-        replace(HEALTHY, batches=(BatchFacts("Model", 8, 1000, 400, 9, 3),)),
-        replace(HEALTHY, replicas=tuple(r._replace(calls=29, rows=1 + r.replica * 9) for r in HEALTHY.replicas)),
-        replace(HEALTHY, replicas=(replica(0, rows=16), replica(1, rows=15))),
-        replace(HEALTHY, replicas=(replica(0, rows=None), replica(1, rows=1))),
-        replace(HEALTHY, replicas=(replica(0, virtual=True), replica(1, ms=50, virtual=True))),
-        replace(HEALTHY, replicas=tuple(r._replace(mode="single", rows=1 + 9 * r.replica) for r in HEALTHY.replicas)),
-        replace(HEALTHY, devices=(device(0, mem_run_max=0.9 * GIB), device(1, mem_run_max=0.5 * GIB))),
-        replace(HEALTHY, devices=(device(0), device(1, mem_run_max=30.0 * GIB))),
-        replace(HEALTHY, devices=(device(0, mem_run_max=30.0 * GIB), device(1, of_run=False))),
-        replace(HEALTHY, devices=(device(0, throttled={"power limit": 4}),)),
-        replace(HEALTHY, devices=(device(0, throttled={"power limit": 5}, throttle_samples=5),)),
-        replace(HEALTHY, devices=(device(0, of_run=False, util_median=0.0),)),
-        replace(HEALTHY, devices=(device(0, util_median=None, util_samples=0),)),
-        replace(HEALTHY, modes=(drifting(20, 32, 33, 10),)),
-        replace(HEALTHY, modes=(drifting(20, 23, 21, 22),)),
-        replace(HEALTHY, modes=(drifting(32, 20, 33, 19),)),
-        replace(HEALTHY, modes=(drifting(20, 32, 22, 30, steps=149),)),
-        replace(HEALTHY, longest=(long_step(450),)),
-        replace(HEALTHY, longest=(long_step(510),), modes=(GOOD._replace(steps=100_000),)),
-        replace(HEALTHY, longest=(LongStep(0, 1, "other", 0, 9000 * MS, "data", 1),)),
-        replace(HEALTHY, end_ns=None),
-        replace(HEALTHY, end_ns=1000 * SECOND, last_step_ns=960 * SECOND),
-        replace(HEALTHY, last_step_ns=None),
-        replace(HEALTHY, compared=Comparison(speedup=Interval(0.9, 0.7, 1.2))),
-        replace(HEALTHY, compared=Comparison(speedup=Interval(1.7, 1.6, 1.8))),
+        changed(HEALTHY, batches=(BatchFacts("Model", 8, 29, 29, 3, 5),)),
+        changed(HEALTHY, batches=(BatchFacts("Model", 8, 1000, 400, 9, 3),)),
+        changed(HEALTHY, replicas=tuple(r._replace(calls=29, rows=1 + r.replica * 9) for r in HEALTHY.replicas)),
+        changed(HEALTHY, replicas=(replica(0, rows=16), replica(1, rows=15))),
+        changed(HEALTHY, replicas=(replica(0, rows=None), replica(1, rows=1))),
+        changed(HEALTHY, replicas=(replica(0, virtual=True), replica(1, ms=50, virtual=True))),
+        changed(HEALTHY, replicas=tuple(r._replace(mode="single", rows=1 + 9 * r.replica) for r in HEALTHY.replicas)),
+        changed(HEALTHY, devices=(device(0, mem_run_max=0.9 * GIB), device(1, mem_run_max=0.5 * GIB))),
+        changed(HEALTHY, devices=(device(0), device(1, mem_run_max=30.0 * GIB))),
+        changed(HEALTHY, devices=(device(0, mem_run_max=30.0 * GIB), device(1, of_run=False))),
+        changed(HEALTHY, devices=(device(0, throttled={"power limit": 4}),)),
+        changed(HEALTHY, devices=(device(0, throttled={"power limit": 5}, throttle_samples=5),)),
+        changed(HEALTHY, devices=(device(0, of_run=False, util_median=0.0),)),
+        changed(HEALTHY, devices=(device(0, util_median=None, util_samples=0),)),
+        changed(HEALTHY, modes=(drifting(20, 32, 33, 10),)),
+        changed(HEALTHY, modes=(drifting(20, 23, 21, 22),)),
+        changed(HEALTHY, modes=(drifting(32, 20, 33, 19),)),
+        changed(HEALTHY, modes=(drifting(20, 32, 22, 30, steps=149),)),
+        changed(HEALTHY, longest=(long_step(450),)),
+        changed(HEALTHY, longest=(long_step(510),), modes=(GOOD._replace(steps=100_000),)),
+        changed(HEALTHY, longest=(LongStep(0, 1, "other", 0, 9000 * MS, "data", 1),)),
+        changed(HEALTHY, end_ns=None),
+        changed(HEALTHY, end_ns=1000 * SECOND, last_step_ns=960 * SECOND),
+        changed(HEALTHY, last_step_ns=None),
+        changed(HEALTHY, compared=Comparison(speedup=Interval(0.9, 0.7, 1.2))),
+        changed(HEALTHY, compared=Comparison(speedup=Interval(1.7, 1.6, 1.8))),
     ],
 )
-def test_a_run_below_the_thresholds_has_no_finding(evidence: Evidence) -> None:
+def test_a_run_below_the_thresholds_has_no_finding(evidence: RunFacts) -> None:
     assert findings(evidence) == []
 
 
 def test_the_heaviest_comes_first_and_the_mode_is_named() -> None:
-    evidence = replace(
+    evidence = changed(
         HEALTHY,
         modes=(mode("dp", data=0.25, replicate=0.5), mode("single", data=0.6)),
         devices=(device(0, mem_run_max=30.0 * GIB), device(1)),
@@ -289,7 +300,7 @@ def test_the_heaviest_comes_first_and_the_mode_is_named() -> None:
 
 
 def test_virtual_replicas_are_called_virtual() -> None:
-    evidence = replace(HEALTHY, modes=(mode(replicate=0.5)._replace(virtual=True),))
+    evidence = changed(HEALTHY, modes=(mode(replicate=0.5)._replace(virtual=True),))
     assert "virtual" in findings(evidence)[0].text
 
 
@@ -299,15 +310,15 @@ def test_memory_reserved_by_torch_stands_in_for_unknown_driver_figures() -> None
         Held("cuda:1", 8 * GIB, GIB, 0, GIB, None, {}),
         Held("cpu", GIB, 0, 0, None, None, {}),
     )
-    evidence = replace(HEALTHY, devices=(), memory=held)
+    evidence = changed(HEALTHY, devices=(), memory=held)
     (found,) = findings(evidence)
     assert (found.kind, "18.0 GiB" in found.text, "10.0 GiB" in found.text) == ("fuller", True, True)
-    unknown = replace(evidence, memory=tuple(one._replace(rest=None) for one in held))
+    unknown = changed(evidence, memory=tuple(one._replace(rest=None) for one in held))
     assert findings(unknown) == []
 
 
 def test_a_slower_replica_is_named_with_both_times() -> None:
-    (found,) = findings(replace(HEALTHY, replicas=(replica(0), replica(1, ms=12))))
+    (found,) = findings(changed(HEALTHY, replicas=(replica(0), replica(1, ms=12))))
     assert found.kind == "uneven"
     assert "Replica 1 of Model (cuda:1) takes 2.4 times as long as replica 0" in found.text
     assert "12.0 ms and 5.00 ms" in found.ground
@@ -319,7 +330,7 @@ def on_device(number: int, ms: float, device_ms: float | None, calls: int = 1000
 
 def test_a_slower_gpu_is_found_by_its_own_time() -> None:
     """The host queues the work of both GPUs in the same time."""
-    (found,) = findings(replace(HEALTHY, replicas=(on_device(0, 5, 20), on_device(1, 5, 50))))
+    (found,) = findings(changed(HEALTHY, replicas=(on_device(0, 5, 20), on_device(1, 5, 50))))
     assert (found.kind, found.weight) == ("uneven", pytest.approx(0.6))
     assert "Replica 1 of Model (cuda:1) takes 2.5 times as long as replica 0" in found.text
     assert found.ground == "forward on the device, median 50.0 ms and 20.0 ms, equal rows"
@@ -340,10 +351,10 @@ def test_a_slower_gpu_is_found_by_its_own_time() -> None:
     ],
 )
 def test_devices_are_compared_where_all_are_known(replicas: tuple[ReplicaFacts, ...], kinds_found: list[str]) -> None:
-    assert kinds(replace(HEALTHY, replicas=replicas)) == kinds_found
+    assert kinds(changed(HEALTHY, replicas=replicas)) == kinds_found
 
 
-def waiting(host: float, device: float | None, count: int = 1000) -> Evidence:
+def waiting(host: float, device: float | None, count: int = 1000) -> RunFacts:
     """Return a training that waits for its loader for these shares of a step of 20 ms."""
     found = mode(data=host, forward=0.9 - host)
     phases = [
@@ -352,7 +363,7 @@ def waiting(host: float, device: float | None, count: int = 1000) -> Evidence:
         else phase
         for phase in found.phases
     ]
-    return replace(HEALTHY, modes=(found._replace(phases=tuple(phases)),))
+    return changed(HEALTHY, modes=(found._replace(phases=tuple(phases)),))
 
 
 def test_the_finding_about_data_uses_device_waits_where_they_are_known() -> None:
@@ -376,7 +387,7 @@ def test_copies_are_judged_by_the_devices_own_time() -> None:
             phase._replace(device_share=device, device_count=count, device_ns=ms) if phase.name == "copy" else phase
             for phase in found.phases
         ]
-        said = findings(replace(HEALTHY, modes=(found._replace(phases=tuple(phases)),)))
+        said = findings(changed(HEALTHY, modes=(found._replace(phases=tuple(phases)),)))
         assert [one.kind for one in said] == expected, (device, count)
         if said:
             assert "takes 30 % of the time of its steps" in said[0].text
@@ -385,29 +396,29 @@ def test_copies_are_judged_by_the_devices_own_time() -> None:
 
 def test_of_idle_devices_and_unequal_rows_only_one_is_found() -> None:
     uneven = (replica(0, rows=2), replica(1, rows=1))
-    assert kinds(replace(HEALTHY, replicas=uneven)) == ["uneven"]
-    assert "a batch that 2 divides" in findings(replace(HEALTHY, replicas=uneven))[0].advice
-    assert kinds(replace(SHOWN["idle"], replicas=uneven)) == ["idle"]
+    assert kinds(changed(HEALTHY, replicas=uneven)) == ["uneven"]
+    assert "a batch that 2 divides" in findings(changed(HEALTHY, replicas=uneven))[0].advice
+    assert kinds(changed(SHOWN["idle"], replicas=uneven)) == ["idle"]
 
 
 def test_many_stalls_are_counted_and_the_longest_is_placed() -> None:
-    evidence = replace(HEALTHY, longest=(long_step(9000, "other", 77), long_step(2000), long_step(25)))
+    evidence = changed(HEALTHY, longest=(long_step(9000, "other", 77), long_step(2000), long_step(25)))
     (found,) = findings(evidence)
     assert found.text == "2 steps took more than 10 times the median: 11.0 s together."
     assert "step 77 at 00:01:00, 9.00 s, 8.10 s in other; median 20.0 ms" in found.ground
     assert "checkpoint" in found.advice
-    every = replace(evidence, longest=tuple(long_step(9000, step=n) for n in range(64)))
+    every = changed(evidence, longest=tuple(long_step(9000, step=n) for n in range(64)))
     assert findings(every)[0].text.startswith("At least 64 steps")
 
 
 def test_stalls_among_deleted_steps_are_reported_as_a_minimum() -> None:
     """Only the longest step of each sum is known."""
     deleted = long_step(8000)._replace(step=None)
-    (one,) = findings(replace(HEALTHY, longest=(deleted, long_step(25))))
+    (one,) = findings(changed(HEALTHY, longest=(deleted, long_step(25))))
     assert one.text.startswith("At least one step took 8.00 s, 400 times the median")
-    (several,) = findings(replace(HEALTHY, longest=(long_step(9000), deleted, long_step(25))))
+    (several,) = findings(changed(HEALTHY, longest=(long_step(9000), deleted, long_step(25))))
     assert several.text.startswith("At least 2 steps took more than 10 times the median")
-    (known,) = findings(replace(HEALTHY, longest=(long_step(9000), deleted._replace(wall_ns=25_000_000))))
+    (known,) = findings(changed(HEALTHY, longest=(long_step(9000), deleted._replace(wall_ns=25_000_000))))
     assert known.text.startswith("One step took 9.00 s")
 
 
@@ -427,7 +438,7 @@ def test_the_process_that_waits_most_for_data_is_named() -> None:
         mode(data=share)._replace(process=number, who=f"rank {number}") for number, share in enumerate((0.05, 0.7, 0.3))
     ]
     (found,) = findings(
-        Evidence(modes=(each[0],), others=tuple(each[1:]), names={number: f"rank {number}" for number in range(3)})
+        known(modes=(each[0],), others=tuple(each[1:]), names={number: f"rank {number}" for number in range(3)})
     )
     assert found.text == "Rank 1 waits for data: 70 % of the time of its steps."
     assert found.ground.endswith("step median 20.0 ms over 1,000 steps of rank 1; 20 % or more in 2 of 3 processes")
@@ -437,4 +448,4 @@ def test_a_stall_is_judged_by_the_median_of_its_own_process() -> None:
     fast = GOOD._replace(who="process 0")
     slow = mode(median_ms=300.0, data=0.05)._replace(process=1, who="process 1")
     steps = (long_step(1500.0)._replace(process=1),) * 20
-    assert not findings(Evidence(modes=(fast,), others=(slow,), longest=steps, names={0: "rank 0", 1: "rank 1"}))
+    assert not findings(known(modes=(fast,), others=(slow,), longest=steps, names={0: "rank 0", 1: "rank 1"}))

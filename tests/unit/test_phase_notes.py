@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dpmon.model.evidence import ModeFacts
-from dpmon.model.finding import host_waits, partly_timed
+from dpmon.model.finding import ModeFacts, host_waits, partly_timed
 from dpmon.report.sentences import phase_notes
 from dpmon.store.figures import PhaseFigures
 
@@ -54,5 +53,5 @@ def test_a_note_says_how_many_steps_have_device_times_if_they_are_few(known: int
         for name, count in (("forward", 100), ("backward", known))
     )
     assert partly_timed(phases) == said
-    mode = ModeFacts("dp", False, 100, MS, MS, None, phases, {}, {})
+    mode = ModeFacts("dp", False, 100, MS, MS, None, phases)
     assert phase_notes(mode) == said

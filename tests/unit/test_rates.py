@@ -101,10 +101,10 @@ def test_epochs_with_gaps_have_one_rate_everywhere(state: Path) -> None:
 
 def test_stretches_of_a_report_have_the_gap_as_a_gap_or_in_their_time(state: Path) -> None:
     payloads, training = epochs()
-    story = collect(keep({0: payloads}, seconds=training.now / 1e9))
-    assert story.bin_ns < GAP
-    within = sum(one.wall_ns for one in story.bins)
-    assert within <= sum(one.elapsed_ns for one in story.bins) < within + EPOCHS * GAP * 0.6, "between the stretches"
+    width_ns, bins = collect(keep({0: payloads}, seconds=training.now / 1e9)).facts.stretches
+    assert width_ns < GAP
+    within = sum(one.wall_ns for one in bins)
+    assert within <= sum(one.elapsed_ns for one in bins) < within + EPOCHS * GAP * 0.6, "between the stretches"
 
 
 def test_a_stretch_that_has_grown_over_gaps_has_them_in_its_time(state: Path) -> None:
@@ -114,11 +114,11 @@ def test_a_stretch_that_has_grown_over_gaps_has_them_in_its_time(state: Path) ->
     for _ in range(1000):
         payloads += training.run(1)
         training.now += GAP
-    story = collect(keep({0: payloads}, seconds=training.now / 1e9))
-    assert story.bin_ns > 2 * (GAP + SECOND)
-    assert len(story.bins) <= BINS
-    assert sum(one.elapsed_ns for one in story.bins) == pytest.approx(training.now - 2 * SECOND, rel=0.01)
-    for one in story.bins[1:-1]:
+    width_ns, bins = collect(keep({0: payloads}, seconds=training.now / 1e9)).facts.stretches
+    assert width_ns > 2 * (GAP + SECOND)
+    assert len(bins) <= BINS
+    assert sum(one.elapsed_ns for one in bins) == pytest.approx(training.now - 2 * SECOND, rel=0.01)
+    for one in bins[1:-1]:
         assert (one.samples or 0) * 1e9 / one.elapsed_ns == pytest.approx(10, rel=0.35)
 
 

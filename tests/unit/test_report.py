@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from kept import keep
+from known import changed
 from synthetic import LEARNS, SECOND, Training, call_row, device_event, host_event, kind_of, step_row
 
 from dpmon.cli.summary import summary_lines
@@ -163,14 +164,14 @@ def test_a_step_that_a_stop_cut_off_is_not_called_long(state: Path) -> None:
     training.step_ns *= 200
     made += training.run(1)
     directory = keep({0: made}, status=130)
-    assert collect(directory).evidence.longest[0].step == 41
+    assert collect(directory).facts.longest[0].step == 41
     mark_stop(directory)
-    began = load_info(directory).started_unix + collect(directory).evidence.longest[0].start_ns / 1e9
+    began = load_info(directory).started_unix + collect(directory).facts.longest[0].start_ns / 1e9
     os.utime(directory / "stop-asked", (began + 0.01, began + 0.01))
-    assert 41 not in [step.step for step in collect(directory).evidence.longest]
-    assert collect(directory).evidence.longest
+    assert 41 not in [step.step for step in collect(directory).facts.longest]
+    assert collect(directory).facts.longest
     os.utime(directory / "stop-asked", (began - 0.001, began - 0.001))
-    assert collect(directory).evidence.longest[0].step == 41, "it began after the request"
+    assert collect(directory).facts.longest[0].step == 41, "it began after the request"
 
 
 def test_devices_are_reported_with_maximum_and_median(state: Path) -> None:
@@ -180,13 +181,13 @@ def test_devices_are_reported_with_maximum_and_median(state: Path) -> None:
             for t in range(20)]  # fmt: skip
     directory = keep({0: Training(devices=("cuda:0", "cuda:1"), virtual=False).run(40), -1: own})
     story = collect(directory)
-    first, second = story.evidence.devices
+    first, second = story.facts.devices
     assert (first.util_median, first.util_samples, first.samples) == (97, 40, 41)
     assert first.mem_run_max == 99 << 30
     assert (second.throttled, second.throttle_samples, second.called) == ({"power limit": 10}, 20, "cuda:0")
     assert "throttled" in {finding.kind for finding in story.findings}
     assert "GPU 1 (cuda:0) NVIDIA H200" in "\n".join(report_text(directory, 80))
-    assert {plot.name for plot in plots(story)} >= {"use", "memory", "replicas"}
+    assert {plot.name for plot in plots(story.facts)} >= {"use", "memory", "replicas"}
 
 
 def test_a_machine_busy_with_other_work_is_reported(state: Path) -> None:
@@ -196,7 +197,7 @@ def test_a_machine_busy_with_other_work_is_reported(state: Path) -> None:
     assert "2.6 of its 4 processors" in found.text
     assert as_object(story)["host"]["others_cpus"] == pytest.approx(2.6)
     half = [host_event(float(t), cpu=95.0, cpus=0.5, run_cpu_pct=10.0, load_1m=9.0) for t in range(30)]
-    assert collect(keep({0: toggled(), -1: half})).evidence.host is None
+    assert collect(keep({0: toggled(), -1: half})).facts.host is None
 
 
 def test_maxima_and_means_of_deleted_samples_remain(state: Path) -> None:
@@ -204,13 +205,14 @@ def test_maxima_and_means_of_deleted_samples_remain(state: Path) -> None:
     payloads = {-1: hot, 0: Training(devices=("cuda:0",), virtual=False).run(40)}
     whole, directory = collect(keep(payloads)), keep(payloads, limit_bytes=1 << 18)
     story = collect(directory)
-    assert story.pruned > 0
-    (device,) = story.evidence.devices
+    assert story.facts.store.pruned > 0
+    (device,) = story.facts.devices
     assert device.samples < 2400
     assert device.temperature_max == 80
-    assert {point.util_pct for point in story.points} == {50.0}
-    assert min(point.t_ns for point in story.points) < 120 * SECOND
-    assert max(point.t_ns for point in whole.points) - max(point.t_ns for point in story.points) < 60 * SECOND
+    points, every = (one.facts.samples.points() for one in (story, whole))
+    assert {point.util_pct for point in points} == {50.0}
+    assert min(point.t_ns for point in points) < 120 * SECOND
+    assert max(point.t_ns for point in every) - max(point.t_ns for point in points) < 60 * SECOND
     assert "median of the samples that are left" in " ".join(report_text(directory, 200))
 
 
@@ -320,7 +322,7 @@ def test_records_that_make_no_sense_are_survived(state: Path) -> None:
     story = collect(directory)
     assert report_text(directory, 80)
     assert json.dumps(as_object(story), allow_nan=False)
-    assert plots(story) == []
+    assert plots(story.facts) == []
 
 
 # ------------------------------------------------------------------------------------------------ over time
@@ -331,18 +333,19 @@ def test_the_number_of_stretches_is_bounded_and_no_step_is_lost(state: Path) -> 
     for number in range(1, 3001):
         at += 900_000_000 if number == 1500 else 300_000_000
         payloads.append(step_row("single" if number % 7 else "dp", number, at, 250_000_000, 4, (1000, 2000, 3000, -1)))
-    story = collect(keep({0: payloads}, seconds=1000.0))
-    assert len({one.end_ns for one in story.bins}) <= BINS
-    assert sum(one.steps for one in story.bins) == 3000
-    assert sum(one.samples or 0 for one in story.bins) == 12_000
-    assert sum(sum(one.parts) for one in story.bins) == 3000 * 250_000_000
-    assert sum(one.parts[PARTS.index("backward")] for one in story.bins) == 3000 * 3000
+    bins = collect(keep({0: payloads}, seconds=1000.0)).facts.stretches.bins
+    assert len({one.end_ns for one in bins}) <= BINS
+    assert sum(one.steps for one in bins) == 3000
+    assert sum(one.samples or 0 for one in bins) == 12_000
+    assert sum(sum(one.parts) for one in bins) == 3000 * 250_000_000
+    assert sum(one.parts[PARTS.index("backward")] for one in bins) == 3000 * 3000
 
 
 def test_changes_name_the_model_if_there_are_several(both: Path) -> None:
     story = collect(both)
-    changes = [change._replace(root=root) for change in story.changes for root in ("Maker", "Critic")]
-    rows = section(text_lines(document(replace(story, changes=changes)), 100), "MODE CHANGES")
+    changes = [change._replace(root=root) for change in story.facts.announced.changes for root in ("Maker", "Critic")]
+    facts = changed(story.facts, announced=replace(story.facts.announced, changes=changes))
+    rows = section(text_lines(document(replace(story, facts=facts)), 100), "MODE CHANGES")
     assert [row.split("  ")[-1] for row in rows[:2]] == ["Maker: to single", "Critic: to single"]
 
 
@@ -353,8 +356,10 @@ def test_a_failed_run_has_no_report_in_which_nothing_stands_out(both: Path, stat
 
 
 def test_two_modes_within_one_stretch_that_is_cut_short_are_one_bar(both: Path) -> None:
-    story = replace(collect(both), bin_ns=3600 * SECOND)
-    assert {one.mode for one in story.bins} == {"dp", "single"}
+    story = collect(both)
+    facts = changed(story.facts, stretches=story.facts.stretches._replace(width_ns=3600 * SECOND))
+    story = replace(story, facts=facts)
+    assert {one.mode for one in story.facts.stretches.bins} == {"dp", "single"}
     assert "  █" in text_lines(document(story), 100)
 
 
@@ -366,10 +371,10 @@ def test_time_without_steps_is_a_gap_and_a_long_step_is_none(state: Path) -> Non
     training.step_ns = 6 * SECOND
     payloads += training.run(1)
     story = collect(keep({0: payloads}, seconds=training.now / SECOND))
-    gaps = [(b.start_ns - a.end_ns) / SECOND for a, b in pairwise(story.bins)]
+    gaps = [(b.start_ns - a.end_ns) / SECOND for a, b in pairwise(story.facts.stretches.bins)]
     assert [gap for gap in gaps if gap] == [pytest.approx(9, abs=1)]
-    assert (story.bins[-1].end_ns - story.bins[-1].start_ns) / SECOND in (5, 6, 7)
-    (step_time,) = (plot for plot in plots(story) if plot.name == "step-time")
+    assert (story.facts.stretches.bins[-1].end_ns - story.facts.stretches.bins[-1].start_ns) / SECOND in (5, 6, 7)
+    (step_time,) = (plot for plot in plots(story.facts) if plot.name == "step-time")
     places = [(begin, end) for begin, end, _ in step_time.series[0].points]
     assert sum(begin > end for (_, end), (begin, _) in pairwise(places)) == 1
     bars = next(line for line in report_text(keep({0: payloads}), 100) if "█" in line)
@@ -531,7 +536,7 @@ def test_workers_that_start_in_every_epoch_are_named(state: Path, workers: int, 
 
 
 def test_a_verdict_stands_in_the_report_with_its_uncertainty(both: Path) -> None:
-    found = collect(both).evidence.compared
+    found = collect(both).facts.compared
     assert found is not None
     assert found.speedup is not None
     assert found.speedup.low < found.speedup.value < found.speedup.high
@@ -585,7 +590,7 @@ def long_training(slow: int, steps: int = 6000, evaluations: bool = False) -> li
 def test_a_stall_among_deleted_steps_is_found_by_its_sums(state: Path) -> None:
     directory = keep({0: long_training(slow=500)}, limit_bytes=1 << 18)
     story = collect(directory)
-    assert story.pruned > 0
+    assert story.facts.store.pruned > 0
     (found,) = (finding for finding in story.findings if finding.kind == "stall")
     assert found.text.startswith("At least one step took 10.0 s")
     assert found.ground.startswith("the longest: a step at about 00:00:2")
@@ -597,10 +602,10 @@ def test_a_stall_among_deleted_steps_is_found_by_its_sums(state: Path) -> None:
 
 def test_stretches_separate_modes_and_evaluations(state: Path) -> None:
     story = collect(keep({0: long_training(slow=0, evaluations=True)}, limit_bytes=1 << 18))
-    assert {(one.mode, one.evaluation) for one in story.bins} == {
+    assert {(one.mode, one.evaluation) for one in story.facts.stretches.bins} == {
         (mode, evaluation) for mode in ("single", "dp") for evaluation in (False, True)
     }
-    drawn = {plot.name: plot for plot in plots(story)}
+    drawn = {plot.name: plot for plot in plots(story.facts)}
     names = [one.name for one in drawn["step-time"].series]
     assert [name for name in names if "mean" in name] == [
         "dp: mean", "single: mean", "dp, evaluation: mean", "single, evaluation: mean"
@@ -616,7 +621,7 @@ def test_stretches_separate_modes_and_evaluations(state: Path) -> None:
 
 def test_phases_and_modes_have_the_colours_that_they_have_on_the_screen(state: Path) -> None:
     story = collect(keep({0: long_training(slow=0, evaluations=True)}, limit_bytes=1 << 18))
-    drawn = {plot.name: plot for plot in plots(story)}
+    drawn = {plot.name: plot for plot in plots(story.facts)}
     styles = look("light").styles
 
     def on_screen(name: str) -> str:

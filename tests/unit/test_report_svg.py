@@ -50,7 +50,7 @@ def test_odd_values_are_drawn_inside(values: tuple[float | None, ...]) -> None:
 def test_ranks_are_drawn_and_the_straggler_waits_for_nobody(state: Path) -> None:
     made, _ = joined_rows(3, slow=1, phase="data", steps=100, noise=0.0)
     story = collect(keep(made))
-    (plot,) = [plot for plot in plots(story) if plot.name == "ranks"]
+    (plot,) = [plot for plot in plots(story.facts) if plot.name == "ranks"]
     assert plot.rows == ["rank 0", "rank 1", "rank 2"]
     by_name = {one.name: [y for _, _, y in one.points] for one in plot.series}
     assert by_name["data"] == [pytest.approx(ms) for ms in (0.4, 6.4, 0.4)]

@@ -119,8 +119,8 @@ def test_a_verdict_by_the_mean_step_says_why_it_is_another(state: Path) -> None:
     assert found is not None
     assert "(waiting for input)" in (sentence(found) or "")
     story = collect(keep({0: payloads, -1: wait_events(waits)}, seconds=training.now / SECOND))
-    assert story.evidence.compared is not None
-    assert "(waiting for input)" in (sentence(story.evidence.compared) or "")
+    assert story.facts.compared is not None
+    assert "(waiting for input)" in (sentence(story.facts.compared) or "")
 
 
 def test_a_report_blames_nobody_for_a_wait(state: Path) -> None:
@@ -129,9 +129,9 @@ def test_a_report_blames_nobody_for_a_wait(state: Path) -> None:
     blamed = collect(keep({0: payloads}, seconds=seconds, id="one"))
     assert [each.kind for each in blamed.findings] == ["stall"]
     story = collect(directory := keep({0: payloads, -1: wait_events(waits)}, seconds=seconds))
-    assert story.findings == ()
-    assert [step.phase for step in story.evidence.longest[:3]] == [INPUT, INPUT, "backward"]
-    assert story.evidence.longest[0].phase_ns == pytest.approx(waits[0][1] * SECOND, abs=2)
+    assert story.findings == []
+    assert [step.phase for step in story.facts.longest[:3]] == [INPUT, INPUT, "backward"]
+    assert story.facts.longest[0].phase_ns == pytest.approx(waits[0][1] * SECOND, abs=2)
     said = as_object(story)["inputs"]
     assert [(one["process"], one["t_s"], one["seconds"]) for one in said] == [
         (0, pytest.approx(at), pytest.approx(took)) for at, took in waits
@@ -154,13 +154,13 @@ def test_a_script_that_waits_at_its_end_was_not_silent(state: Path) -> None:
     end = training.now / SECOND
     assert [each.kind for each in collect(keep({0: payloads}, seconds=end + 90, id="one")).findings] == ["quiet"]
     waits = [(end + 1, 80.0)]
-    assert collect(keep({0: payloads, -1: wait_events(waits)}, seconds=end + 90)).findings == ()
+    assert collect(keep({0: payloads, -1: wait_events(waits)}, seconds=end + 90)).findings == []
 
 
 def test_a_launcher_waits_in_no_step(state: Path) -> None:
     training, payloads, waits = with_waits(12.0)
     directory = keep({0: payloads, -1: wait_events(waits, PID + 1)}, seconds=training.now / SECOND)
-    assert collect(directory).evidence.inputs[0][0] is None
+    assert collect(directory).facts.announced.inputs[0][0] is None
     (line,) = [line for line in summary_lines(directory, None) if line.startswith("waited")]
     assert "steps" not in line
 

@@ -1,0 +1,32 @@
+"""Facts of a run without a store, for tests of what is concluded from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dpmon.model.announced import Announced
+from dpmon.model.run_facts import RunFacts
+
+__all__ = ["changed", "known"]
+
+_NOTHING: dict[str, Any] = {
+    **dict.fromkeys(
+        ("modes", "others", "batches", "replicas", "devices", "memory", "longest", "gaps", "loaders", "paused"), ()
+    ),
+    **dict.fromkeys(("host", "compared", "communication", "last_step_ns", "end_ns", "stall", "death")),
+    "spent": {}, "names": {}, "processes": [], "announced": Announced(), "until_ns": 0,
+}  # fmt: skip
+
+
+def known(**facts: Any) -> RunFacts:
+    """Return a run with these facts and no others. A run that has ended lasts until `end_ns`."""
+    return changed(object.__new__(RunFacts), **{**_NOTHING, **facts})
+
+
+def changed(before: RunFacts, **facts: Any) -> RunFacts:
+    """Return the facts of a run with some of them replaced."""
+    found = object.__new__(RunFacts)
+    vars(found).update({**vars(before), **facts})
+    if facts.get("end_ns") is not None:
+        found.until_ns = facts["end_ns"]
+    return found

@@ -176,31 +176,22 @@ def test_a_file_gets_unchanged_characters(monkeypatch: pytest.MonkeyPatch, capsy
     assert capsys.readouterr().err == "dpmon: median 120 µs\n"
 
 
-def test_no_heading_stays_without_what_is_under_it() -> None:
-    lines = [
-        SummaryLine(0, "ended"),
-        SummaryLine(1, "dp"),
-        SummaryLine(5, "replicas"),
-        SummaryLine(5, "  0"),
-        SummaryLine(5, "  1"),
-        SummaryLine(0, "record"),
-    ]
-    assert fitted(lines, 4, 80, "more") == ["ended", "dp", "3 more lines: more", "record"]
-    assert fitted(lines, 5, 80, "more") == ["ended", "dp", "3 more lines: more", "record"]
-    assert fitted(lines, 6, 80, "more") == [text for _, text in lines]
-
-
-def test_a_warning_is_worth_more_than_a_phase() -> None:
-    lines = [
-        SummaryLine(0, "ended"),
-        SummaryLine(4, "  data"),
-        SummaryLine(3, "warning: lost"),
-        SummaryLine(0, "record"),
-    ]
-    assert fitted(lines, 4, 80, "x") == [text for _, text in lines]
-    lines.insert(1, SummaryLine(1, "dp"))
-    assert fitted(lines, 4, 80, "x") == ["ended", "dp", "2 more lines: x", "record"]
-    assert fitted([*lines[:-1], SummaryLine(5, " r"), lines[-1]], 5, 80, "x")[1:3] == ["dp", "warning: lost"]
+@pytest.mark.parametrize(
+    ("lines", "rows", "expected"),
+    [
+        ("0 ended|1 dp|5 replicas|5   0|5   1|0 record", 4, "ended|dp|3 more lines: x|record"),
+        ("0 ended|1 dp|5 replicas|5   0|5   1|0 record", 5, "ended|dp|3 more lines: x|record"),
+        ("0 ended|1 dp|5 replicas|5   0|5   1|0 record", 6, "ended|dp|replicas|  0|  1|record"),
+        ("0 ended|4   data|3 warning: lost|0 record", 4, "ended|  data|warning: lost|record"),
+        ("0 ended|1 dp|4   data|3 warning: lost|0 record", 4, "ended|dp|2 more lines: x|record"),
+        ("0 ended|1 dp|4   data|3 warning: lost|5  r|0 record", 5, "ended|dp|warning: lost|2 more lines: x|record"),
+    ],
+)
+def test_no_heading_stays_without_what_is_under_it_and_warnings_come_before_phases(
+    lines: str, rows: int, expected: str
+) -> None:
+    given = [SummaryLine(int(line[0]), line[2:]) for line in lines.split("|")]
+    assert "|".join(fitted(given, rows, 80, "x")) == expected
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(24, 80), (12, 60)])

@@ -171,6 +171,7 @@ def test_a_late_wait_for_input_makes_no_counter_decrease(
     drain.close()
     waited = tuple(sorted({"process": "0", "rank": "", "activity": "input"}.items()))
     assert found["time_seconds_total", waited] == pytest.approx(1.0)
+    assert found["step_duration_seconds_count", (("mode", "single"), ("process", "0"), ("rank", ""))] == 80
 
 
 def test_metrics_report_the_end_of_the_run(state: Path, tmp_path: Path) -> None:
@@ -216,21 +217,6 @@ def test_a_failure_to_write_is_reported_once(state: Path, tmp_path: Path) -> Non
     (tmp_path / "no").mkdir()
     metrics.tick(200.0)
     assert samples(tmp_path / "no" / "it.prom")
-
-
-def test_counters_go_on_while_the_run_does(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = keep({}, status=None)
-    use_row_rings(monkeypatch)
-    ring = RowRing(directory / "process-0.ring")
-    drain = Drain(directory, load_info(directory))
-    metrics = Metrics(tmp_path / "it.prom", directory, print)
-    for number in range(1, 4):
-        ring.write(step_row("dp", number, number * 10**9, 10**9, 4, (1, 1, 1, 1)))
-        drain.flush()
-        metrics.tick(number * 100.0)
-        found = samples(tmp_path / "it.prom")
-        assert found["step_duration_seconds_count", (("mode", "dp"), ("process", "0"), ("rank", ""))] == number
-    drain.close()
 
 
 def test_a_directory_takes_a_file_a_run(state: Path, tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import sqlite3
-import time
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,7 +20,6 @@ from dpmon.export.perfetto import write_trace
 from dpmon.export.records import history
 from dpmon.export.table import Tables
 from dpmon.record.fields import COLUMNS, RECORDS
-from dpmon.record.history_rows import CollectiveRow
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Collective, Record, Sampled
 from dpmon.record.names import Unended
@@ -31,12 +28,10 @@ from dpmon.run.rundir import load_info
 from dpmon.span_ring import SpanRing
 from dpmon.store import collective_sums
 from dpmon.store.answers import Communicated, Operation
-from dpmon.store.batch import Batch
 from dpmon.store.collective_queries import collectives, communicated, last_sample
 from dpmon.store.drain import Drain
 from dpmon.store.opened import open_store
 from dpmon.store.queries import Store
-from dpmon.store.writer import History
 
 SECOND = 10**9
 
@@ -168,33 +163,6 @@ def test_the_oldest_sums_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(count for start, count in rows if start < 0) > 60
     assert communicated(store) == wanted
     assert wanted.samples == 60
-
-
-def test_the_queries_of_each_second_are_cheap() -> None:
-    """Samples of 64 ranks in five minutes, each of 200 collectives."""
-    db = sqlite3.connect(":memory:", isolation_level=None)
-    history = History(db, {"run": "a", "start_ns": 0}, 1 << 40)
-    facts = {"operation": "all_reduce", "group": "0", "size": 64, "ranks": None, "dtype": "float32"}
-    facts |= {"backend": "nccl", "device": "cuda"}
-    batch = Batch()
-    batch.definitions = [
-        (process, 1 + which, json.dumps(facts | {"group": str(which)})) for process in range(64) for which in range(6)
-    ]
-    number = 0
-    for second in range(0, 300, 10):
-        for process in range(64):
-            for which in range(200):
-                number += 1
-                one = CollectiveRow(number, 1 + which % 6, 0, 0, 0, second * SECOND, 1000, 0, 4096)
-                batch.collective(number, process, one)
-    history.write(batch)
-    store = Store(db, history.query_limits, 0)
-    began = time.thread_time()
-    found = communicated(store, 0, 300 * SECOND, range(64))
-    took = time.thread_time() - began
-    assert sum(one.collectives for one in found.operations) == number == 384_000
-    assert sum(one.ran_ns for one in found.operations) == 384_000_000
-    assert took < 0.1
 
 
 def both(records: Iterable[Record]) -> list[Collective | Sampled]:

@@ -19,7 +19,7 @@ from dpmon.record.schema import EVALUATION, SETTLING, SETTLING_STEPS
 from dpmon.store.accounts import Accounts
 from dpmon.store.batch import Batch
 from dpmon.store.intake import BATCH_SIZES, HELD_CALLS, SHAPES, Intake
-from dpmon.store.resume import resume_accounts, resume_intake
+from dpmon.store.resume import resume_intake
 from dpmon.store.tables import CALL_COLUMNS, HISTORY_FILE, STEP_COLUMNS, RingRow
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES
 from dpmon.store.writer import History
@@ -280,67 +280,6 @@ def test_a_wait_is_subtracted_from_its_gap_in_the_database(tmp_path: Path, ring:
 
 
 # ---------------------------------------------------------------------------------------- another supervisor
-
-
-def test_a_successor_continues_the_tallies(tmp_path: Path) -> None:
-    """With a change of supervisor between any two records, all rows equal those of a single supervisor."""
-    whole = Ring()
-    payloads = list(records(whole))
-    rows = written(tmp_path / "one", payloads, [])
-    for cut in range(1, len(payloads), 3):
-        assert written(tmp_path / str(cut), payloads, [cut]) == rows, cut
-
-
-def records(ring: Ring) -> Iterator[Row]:
-    """Yield rows with toggles, several calls per step, a pause, sizes and an evaluation."""
-    kept: list[Row] = []
-    ring.add = kept.append  # type: ignore[method-assign]
-    ring.add(event("process", process=0, pid=77, t_s=0.5))
-    ring.add(Definition(2, [["x", [24, 5], "float32", 480]]))
-    for number in range(14):
-        mode = DP if number not in (7, 8, 9) else SINGLE
-        for _ in range(number % 3):
-            ring.call(mode)
-        ring.step(mode, EVALUATE if number in (4, 5) else TRAIN, samples=8 + number % 4)
-        if number == 6:
-            begin = ring.now / SECOND
-            ring.add(event("pause", process=0, paused=True, t_s=begin + 0.01))
-            ring.add(event("pause", process=0, paused=False, t_s=begin + 0.2, paused_s=0.19))
-            ring.now += 300 * MS
-    return iter(kept)
-
-
-def written(directory: Path, given: list[Row], cuts: list[int]) -> list[Any]:
-    """Return the rows of a history after several supervisors, each of which begins at a cut."""
-    directory.mkdir()
-    for begin, end in zip([0, *cuts], [*cuts, len(given)], strict=True):
-        history = History.open(directory, {})
-        row = history.rings().get("process-0.ring") or RingRow("process-0.ring", 0, None, 1)
-        accounts, batch = Accounts(), Batch()
-        intake = Intake(row, 0, accounts)
-        if begin:
-            resume_accounts(history, accounts)
-            resume_intake(history, intake)
-        number = history.next_id
-        for one in given[begin:end]:
-            number += intake.add(batch, number, one)
-        if end == len(given):
-            intake.flush(batch)
-            accounts.event(batch, None, "exit", {}, 5 * SECOND)
-        batch.rings = [row]
-        history.write(batch)
-        history.close()
-    with closing(sqlite3.connect(directory / HISTORY_FILE)) as db:
-        names = "step, mode, kind, calls, scatter_ns, gather_ns, rest_ns, samples"
-        queries = (
-            f"SELECT {names} FROM steps ORDER BY id",
-            "SELECT width, start_s, process, mode, kind, batch, steps, calls, samples_sum FROM tallies",
-            "SELECT * FROM times",
-            "SELECT * FROM shapes",
-            "SELECT process, mode, kind, batch FROM keys",
-            "SELECT calls, steps, last_step FROM rings",
-        )
-        return [db.execute(query).fetchall() for query in queries]
 
 
 def test_shapes_beyond_the_first_are_counted_without_sizes() -> None:

@@ -22,7 +22,7 @@ from dpmon.store.store_at import StoreAt
 from dpmon.store.window import Window
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.paint import places, rank_room, whole
-from dpmon.ui.panels import panel_batch, panel_communication, panel_ranks
+from dpmon.ui.panels import panel_batch, panel_ranks
 from dpmon.ui.panels.panel_output import Output
 from dpmon.ui.panels.panel_status import status
 from dpmon.ui.rows import plain, width_of
@@ -271,11 +271,3 @@ def test_the_last_step_shows_a_late_or_slow_rank() -> None:
     many = scene_of(12, steps=20)
     rows = [plain(row) for row in panel_batch.batch(many, 116, 14, LOOK, panel_batch.figures(many))]
     assert any("more ↓" in row and " to " in row for row in rows)
-
-
-def test_ranks_have_no_modes_to_compare() -> None:
-    scene = scene_of(2)
-    assert panel_communication.applies(scene)
-    assert any("4 Communication" in plain(row) for row in whole(scene, Output(), 120, 40, LOOK))
-    title, _ = panel_batch.title(scene, LOOK, panel_batch.figures(scene), 120)
-    assert plain(title).startswith("3 Batch · rank 0 · last 2 min")

@@ -21,7 +21,6 @@ from dpmon.cli.lines import Lines
 from dpmon.cli.progress import ProgressLines
 from dpmon.cli.summary import summary_lines
 from dpmon.export.perfetto import write_trace
-from dpmon.record.history_rows import Row
 from dpmon.record.kinds import Event
 from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
@@ -117,14 +116,6 @@ def test_a_single_bucket_hides_nothing(state: Path) -> None:
         assert any(line.startswith("  hidden") for line in text) == said
 
 
-def test_a_run_without_ranks_has_no_communication(state: Path) -> None:
-    made, _ = joined_rows(1, steps=40)
-    story = collect(keep({0: made[0][:1] + made[0][3:]}))
-    text = text_lines(document(story), 100)
-    assert not any(line.startswith("RANKS") for line in text)
-    assert as_object(story)["communication"] is None or not story.facts.ranks
-
-
 def test_the_report_says_why_waits_are_unknown(state: Path) -> None:
     text = text_lines(document(collect(a_run(world=8))), 200)
     assert any("3 of 8 ranks are in this record" in line for line in text)
@@ -134,22 +125,17 @@ def test_the_report_says_why_waits_are_unknown(state: Path) -> None:
 def test_restarted_ranks_are_reported_together(state: Path) -> None:
     first, end = joined_rows(2, slow=1, steps=60, noise=0.0)
     second, _ = joined_rows(2, slow=1, steps=60, noise=0.0)
-    moved = {2 + rank: [_of(rank, row) for row in own] for rank, own in second.items()}
+    moved = {
+        2 + rank: [
+            changed(row, process=rank + 2) if isinstance(row, Event) and "process" in row.data else row for row in own
+        ]
+        for rank, own in second.items()
+    }
     directory = keep({**first, **moved})
     found = as_object(collect(directory))
     assert found["communication"]["joined_steps"] == 2 * 55
     assert found["communication"]["straggler"]["rank"] == 1
     assert end > 0
-
-
-def _of(rank: int, row: Row, *, moved_rank: bool = False) -> Row:
-    """Return the row for another process; `moved_rank`: its rank in another group of two."""
-    if not isinstance(row, Event):
-        return row
-    data = {name: rank + 2 for name in ("process", "rank")[: 1 + moved_rank] if row.data.get(name) == rank}
-    if moved_rank and row.data.get("group") == [0, 1]:
-        data["group"] = [2, 3]
-    return changed(row, **data)
 
 
 def test_the_summary_names_the_slow_rank_and_the_waits(state: Path) -> None:
@@ -166,14 +152,6 @@ def test_the_line_of_progress_names_the_slow_rank(state: Path) -> None:
     )
     reader.directory = a_run(None, slow=None, noise=0.02)
     assert "others wait" not in ProgressLines(reader).line()
-
-
-def test_the_line_of_progress_compares_ranks_of_one_process_group_only(state: Path) -> None:
-    made, _ = joined_rows(2, slow=1, phase="data", steps=STEPS, noise=0.0)
-    fast, _ = joined_rows(2, steps=STEPS, noise=0.0)
-    moved = {2 + rank: [_of(rank, payload, moved_rank=True) for payload in own] for rank, own in fast.items()}
-    reader: Any = SimpleNamespace(directory=keep({**made, **moved}, status=None), info=SimpleNamespace(start_ns=0))
-    assert "  others wait for rank 1: 6.00 ms (34 %), data" in (ProgressLines(reader).line() or "")
 
 
 def test_json_lines_have_the_communication(state: Path) -> None:

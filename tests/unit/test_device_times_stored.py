@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 from kept import keep
 from stored import state_of
-from synthetic import SECOND, Training, decoded, kind_of
+from synthetic import SECOND, Training, kind_of
 
 from dpmon.cli.summary import summary_lines
 from dpmon.export.perfetto import write_trace
 from dpmon.export.records import history
 from dpmon.export.table import Tables
-from dpmon.record.history_rows import UNTIMED, CallRow, Row, StepRow
-from dpmon.record.jsonl import as_json
+from dpmon.record.history_rows import CallRow, Row, StepRow
 from dpmon.record.kinds import Call, Step
 from dpmon.record.names import Untimed
 from dpmon.report.asjson import as_object
@@ -50,30 +49,6 @@ def timed(rows: list[Row], why: int = Untimed.NONE) -> list[Row]:
 def training(steps: int = 40) -> list[Row]:
     made = Training(devices=("cuda:0", "cuda:1"), virtual=False)
     return [*made.begin(), *timed(made.run(steps))]
-
-
-def test_a_record_has_the_times_of_its_row() -> None:
-    records = decoded(training(3))
-    call = next(record for record in records if isinstance(record, Call))
-    assert {name: phase.device_ms for name, phase in call.phases.items()} == {
-        "scatter": 0.5, "replicate": 1.0, "parallel_apply": 2.0, "gather": 0.25,
-    }  # fmt: skip
-    assert [replica.device_ms for replica in call.replicas] == [1.5, 1.75]
-    assert "device_ms" not in as_json(call)["absent"]
-    step = next(record for record in records if isinstance(record, Step))
-    assert as_json(step)["device_ms"] == {"data": 0.25, "forward": 4.0, "backward": 3.0, "optimizer": 0.5}
-    assert as_json(step)["phases"].keys() == {"data", "forward", "backward", "optimizer", "other"}
-
-
-@pytest.mark.parametrize("why", range(1, len(UNTIMED)))
-def test_an_unknown_device_time_has_a_reason(why: int) -> None:
-    made = Training(devices=("cuda:0", "cuda:1"), virtual=False)
-    records = decoded([*made.begin(), *timed(made.run(2), why)])
-    for record in records:
-        if isinstance(record, (Call, Step)):
-            found = as_json(record)
-            assert found["absent"]["device_ms"] == UNTIMED[why]
-    assert len(UNTIMED) == len([name for name in vars(Untimed) if name.isupper()])
 
 
 def test_history_exports_and_report_have_device_times(state: Path) -> None:

@@ -47,14 +47,6 @@ ALIASES = {"escape": "esc", "return": "enter", "pgup": "pageup", "pgdn": "pagedo
 ALIASES |= {"page down": "pagedown", "pgdown": "pagedown", "↑": "up", "↓": "down", "←": "left", "→": "right"}
 
 
-def test_there_are_pages() -> None:
-    assert README.is_file()
-    names = {page.name for page in pages()}
-    user = ("getting-started", "screen", "ddp", "gpus", "faq")
-    ours = ("records", "tracing", "reports-and-exports", "faults", "cost", "architecture", "contributing")
-    assert names >= {f"{name}.md" for name in (*user, *ours)}
-
-
 # ------------------------------------------------------------------------------------------------ links
 
 
@@ -74,11 +66,6 @@ def test_relative_links_resolve(page: Path) -> None:
         elif heading and (target.suffix != ".md" or heading not in anchors(target)):
             wrong.append(f"{link}: there is no such heading")
     assert not wrong, wrong
-
-
-def test_there_are_links() -> None:
-    assert sum(len(relative(page)) for page in pages()) > 20
-    assert sum("#" in link for page in pages() for link in relative(page)) > 5
 
 
 def test_every_page_is_linked_from_another_one() -> None:
@@ -110,11 +97,6 @@ OPTIONS = [
     if name.startswith("--") or len(action.option_strings) == 1
     if command == "" or name != "--help"
 ]
-
-
-def test_there_are_options() -> None:
-    assert len(OPTIONS) > 20
-    assert {command for command, _ in OPTIONS} == {"", "attach", "ls", "report", "export", "doctor", "keep"}
 
 
 def named(page: Path, option: str) -> bool:
@@ -164,12 +146,6 @@ def keys_in(cell: str) -> set[str]:
     """Return the keys that a cell or a page names as code; `1-5` stands for all keys from 1 to 5."""
     spans = re.findall(r"`([^`]+)`", re.sub(r"`(\d)`\s*(?:-|–|to)\s*`(\d)`", r"`\1-\2`", cell))
     return {key for span in spans for key in written(span)}
-
-
-def test_keys_in_spans_of_code_are_recognised() -> None:
-    assert keys_in("`1`-`5`, `tab`, arrows") == {"1", "2", "3", "4", "5", "tab"}
-    assert keys_in("`[` `]`, `+ -`, `n`/`N`, `Esc`") == {"[", "]", "+", "-", "n", "N", "esc"}
-    assert keys_in("`ctrl+c`, `,` and `.`, `PgUp`, `y`") == {"ctrl+c", ",", ".", "pageup", "y"}
 
 
 def test_the_keys_are_those_of_the_screen() -> None:
@@ -269,10 +245,6 @@ PATHS = sorted(
 )
 
 
-def test_there_are_paths() -> None:
-    assert len(PATHS) > 100
-
-
 @pytest.mark.parametrize("page", sorted({page for page, _ in PATHS}))
 def test_every_path_exists(page: str) -> None:
     assert not [path for name, path in PATHS if name == page and not (ROOT / path).exists()]
@@ -286,5 +258,18 @@ def test_every_patch_fits(page: Path) -> None:
         assert patched(text, hunks) != text
 
 
-def test_there_are_patches() -> None:
+def test_these_tests_find_what_they_check() -> None:
+    names = {page.name for page in pages()}
+    user = ("getting-started", "screen", "ddp", "gpus", "faq")
+    ours = ("records", "tracing", "reports-and-exports", "faults", "cost", "architecture", "contributing")
+    assert names >= {"README.md", *(f"{name}.md" for name in (*user, *ours))}
+    found = [link for page in pages() for link in relative(page)]
+    assert len(found) > 20
+    assert sum("#" in link for link in found) > 5
+    assert len(OPTIONS) > 20
+    assert {command for command, _ in OPTIONS} == {"", "attach", "ls", "report", "export", "doctor", "keep"}
+    assert keys_in("`1`-`5`, `tab`, arrows") == {"1", "2", "3", "4", "5", "tab"}
+    assert keys_in("`[` `]`, `+ -`, `n`/`N`, `Esc`") == {"[", "]", "+", "-", "n", "N", "esc"}
+    assert keys_in("`ctrl+c`, `,` and `.`, `PgUp`, `y`") == {"ctrl+c", ",", ".", "pageup", "y"}
+    assert len(PATHS) > 100
     assert len(patches(DOCS / "contributing.md")) >= 6

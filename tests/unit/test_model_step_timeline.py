@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 from stored import state_of
-from synthetic import Training
 
 from dpmon.model.calls_seen import STEP_CALLS_READ
 from dpmon.model.step_timeline import Piece, StepTimeline, last_step_timeline
@@ -186,13 +185,3 @@ def test_a_step_of_many_calls_shows_the_last_ones() -> None:
     process = state_of([*calls, STEP]).focus()
     assert process is not None
     assert [call.call for call in process.last_calls] == list(range(500 - STEP_CALLS_READ, 500))
-
-
-def test_the_last_step_is_the_newest() -> None:
-    training = Training()
-    process = state_of([*training.begin(), *training.run(500)]).focus()
-    assert process is not None
-    timeline = last_step_timeline(process)
-    assert timeline is not None
-    assert timeline.step == 500
-    assert [len(lane.pieces) for lane in timeline.lanes] == [1, 1]

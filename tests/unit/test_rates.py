@@ -14,20 +14,13 @@ from dpmon.cli.progress import ProgressLines
 from dpmon.cli.summary import summary_lines
 from dpmon.model.history import BINS, pictured
 from dpmon.model.pace import speed
-from dpmon.record.kinds import Event, is_evaluation
+from dpmon.record.kinds import Event
 from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
 from dpmon.run.reader import RunReader
 from dpmon.store.figures import Rate
 from dpmon.supervise.metrics import Metrics
 from dpmon.text.quantities import rate_words, samples_rate
-
-
-@pytest.mark.parametrize("absent", [None, -1])
-def test_a_step_is_an_evaluation_if_neither_backward_nor_optimizer_ran(absent: int | None) -> None:
-    assert is_evaluation(absent, absent)
-    assert not is_evaluation(0, absent)
-    assert not is_evaluation(absent, 0)
 
 
 def test_texts_show_both_rates_only_if_they_differ() -> None:

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -103,31 +103,6 @@ def test_an_old_note_of_a_wait_expires(tmp_path: Path) -> None:
 def test_nonsense_in_the_file_is_no_wait(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text)
     assert waits_since(tmp_path) is None
-
-
-def a_fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def a_link(path: Path) -> None:
-    now = time.monotonic_ns()
-    (path.parent / "other").write_text(f"{now} {now}")
-    path.symlink_to("other")
-
-
-def a_directory(path: Path) -> None:
-    path.mkdir()
-
-
-@pytest.mark.parametrize("made", [a_fifo, a_link, a_directory])
-def test_a_note_that_is_not_a_regular_file_is_ignored_without_blocking(
-    tmp_path: Path, made: Callable[[Path], None]
-) -> None:
-    made(tmp_path / FILE)
-    asked = "import sys; from pathlib import Path; from dpmon.run.waiting import waits_since"
-    asked += "; print(waits_since(Path(sys.argv[1])))"
-    answered = subprocess.run([sys.executable, "-c", asked, tmp_path], capture_output=True, text=True, timeout=60)
-    assert answered.stdout == "None\n", answered.stderr
 
 
 def test_a_wait_is_reported_once_at_its_end_unless_it_was_short(

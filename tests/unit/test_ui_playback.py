@@ -62,18 +62,6 @@ async def test_keys_play_stop_step_and_seek(state: Path) -> None:
         assert shows(app, "finished")
 
 
-async def test_keys_of_a_live_run_do_nothing_in_a_playback(state: Path) -> None:
-    async with shown(a_run(), Clock()) as (app, pilot):
-        await pilot.press("g", "f", "d", "p", "x", "i")
-        assert len(app.screen_stack) == 1
-        assert not app.view.frozen
-        footer = app.text()[-2]
-        assert "q close" in footer
-        assert not any(word in footer for word in ("stop", "freeze", "pause", "input"))
-        await pilot.press("q")
-    assert app.return_value == "ended"
-
-
 async def test_a_click_on_the_line(state: Path) -> None:
     async with shown(a_run(), Clock()) as (app, pilot):
         row = app.text()[-1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sqlite3
 from collections.abc import Sequence
@@ -16,17 +15,16 @@ from stored import Recording
 from synthetic import SECOND, Training
 
 from dpmon.cli.summary import summary_lines
-from dpmon.model.announced import WAITS_KEPT, Announced, waits_in
+from dpmon.model.announced import WAITS_KEPT, waits_in
 from dpmon.model.compare import sentence
 from dpmon.model.process import Process, ProcessFacts
 from dpmon.model.state import State
-from dpmon.model.uneven import INPUT, is_wait
+from dpmon.model.uneven import INPUT
 from dpmon.record.kinds import Event
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
 from dpmon.report.sentences import waited
 from dpmon.store.batch import Batch
-from dpmon.store.store_at import StoreAt
 from dpmon.store.writer import History
 from dpmon.ui.paint import whole
 from dpmon.ui.panels.panel_output import Output
@@ -191,22 +189,3 @@ def test_of_very_many_waits_only_the_longest_are_kept() -> None:
     )
     assert waited(waits).startswith("waited for a line of input at least 1,000 times, for 25 min 00 s: step times")
     assert waited(waits[1:]).startswith("waited for a line of input 999 times, for 24 min 58 s in all: ")
-
-
-NAMES = ("pid", "t_s", "waited_s")
-
-
-@pytest.mark.parametrize(
-    "values", [("x", 1, 1), (PID, "x", 1), (PID, 1, None), (PID, 1, -1), (PID, math.nan, 1), (PID, 1, math.inf), ()]
-)
-def test_an_implausible_wait_is_ignored(values: tuple[object, ...]) -> None:
-    data = dict(zip(NAMES, values, strict=False))
-    recording = Recording().add(with_waits()[1]).add([Event("input", data)], -1)
-    assert Announced.read(StoreAt(recording.store())).waits_of(0) == ()
-
-
-def test_a_step_is_a_wait_if_it_waits_for_more_than_half_of_it() -> None:
-    assert is_wait([(10, 30), (40, 60)], 0, 79)
-    assert not is_wait([(10, 30), (40, 60)], 0, 80)
-    assert not is_wait([], 0, 80)
-    assert not is_wait([(0, 10)], 5, 5)

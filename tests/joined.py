@@ -9,8 +9,8 @@ from typing import Any
 from stored import Recording
 from synthetic import Training, changed, step_row
 
-from dpmon.record.history_rows import BUCKET, Row
-from dpmon.record.kinds import Event
+from dpmon.record.history_rows import Row
+from dpmon.record.kinds import BUCKET, Event
 from dpmon.record.names import DDP
 from dpmon.record.schema import SPAN_PHASES
 

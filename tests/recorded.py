@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import json
 import zlib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from synthetic import decoded
+from synthetic import decoded, with_other
 
-from dpmon.record.history_rows import CallParts, CallRow, Definition, Row, StepRow
-from dpmon.record.kinds import Call, Event, PhaseSpan, Record, Step
+from dpmon.record.history_rows import CallParts, CallRow, Definition, Row
+from dpmon.record.kinds import Call, Event, Record, Step
+from dpmon.record.schema import SPAN_PHASES
 
 _FILE = Path(__file__).parent / "data" / "linear.records"
-_ROWS = {"CallRow": CallRow, "StepRow": StepRow, "Definition": Definition, "Event": Event}
+_ROWS = {"CallRow": CallRow, "Definition": Definition, "Event": Event}
 
 
 def linear_run() -> list[Record]:
@@ -37,17 +37,21 @@ def linear_run() -> list[Record]:
 def _row(kind: str, members: list[Any]) -> Any:
     if kind == "CallRow":
         return CallRow(*members[:-1], CallParts(*members[-1]))
+    if kind == "StepRow":
+        step, mode, start, wall, phases, counts, *rest = members
+        samples = counts.pop("samples", None)
+        return Step(0, None, step, mode, start, wall, samples, with_other(phases, wall), counts, *rest)
     return _ROWS[kind](*members)
 
 
 def _with_spans(step: Step, call: Call) -> Step:
     """Add the spans that steps have today: backward and optimizer follow the call."""
     at = call.start_ns - step.start_ns
-    spans = [PhaseSpan("data", 0, step.phases["data"])]
+    runs = [(0, 0, step.phases["data"])]
     for name in ("forward", "backward", "optimizer"):
-        spans.append(PhaseSpan(name, at, step.phases[name]))
+        runs.append((SPAN_PHASES.index(name), at, step.phases[name]))
         at += step.phases[name]
-    return replace(step, spans=tuple(spans))
+    return step._replace(runs=runs)
 
 
 def _end_ns(record: Record) -> float:

@@ -12,10 +12,9 @@ from synthetic import flags_of
 
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import State, Wanted
-from dpmon.record.history_rows import UNTIMED, CallParts, CallRow, Definition, Row, StepRow
-from dpmon.record.kinds import Call, Event, Record, RecordError, Size, Step
+from dpmon.record.history_rows import CallParts, CallRow, Definition, Row
+from dpmon.record.kinds import Call, Event, Record, RecordError, Size
 from dpmon.record.names import CALL_PHASES
-from dpmon.record.schema import SPAN_PHASES, SYNC_NUMBER
 from dpmon.store.accounts import Accounts
 from dpmon.store.batch import Batch
 from dpmon.store.intake import Intake
@@ -168,7 +167,7 @@ class _Maker:
         """Return new definitions, then the record."""
         if isinstance(record, Call):
             return self._call(record)
-        return [_step(record) if isinstance(record, Step) else record]  # type: ignore[list-item]
+        return [record]  # type: ignore[list-item]
 
     def _define(self, out: list[Row], value: Any) -> int:
         key = repr(value)
@@ -216,15 +215,3 @@ class _Maker:
         times = [phase and phase.device_ms for phase in ran]
         times += [part.device_ms for part in (*call.replicas, *call.stages)]
         return [*out, row.timed(times, 0) if any(time is not None for time in times) else row]
-
-
-def _step(step: Step) -> StepRow:
-    phases = {name: took for name, took in step.phases.items() if name in SPAN_PHASES}
-    counts = {**step.quantities, "samples": step.samples, SYNC_NUMBER: step.sync_number}
-    known = {name: count for name, count in counts.items() if count is not None}
-    spans = [(SPAN_PHASES.index(name), begin, took) for name, begin, took in step.spans]
-    row = StepRow(step.step, step.mode, step.start_ns, step.wall_ns, phases, known, spans, step.missing_spans)
-    if step.device_ms is None:
-        return row
-    why = UNTIMED.index(step.untimed) if step.untimed in UNTIMED else 0
-    return row.timed([step.device_ms.get(name) for name in SPAN_PHASES], why)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dpmon.record.history_rows import CallParts, CallRow, Definition, Resolver, Row, StepRow
-from dpmon.record.kinds import Event, Record
+from dpmon.record.history_rows import CallParts, CallRow, Definition, Resolver, Row
+from dpmon.record.kinds import Event, Record, Step
 from dpmon.record.names import CALL_PHASES
-from dpmon.record.schema import SPAN_PHASES
+from dpmon.record.schema import SPAN_PHASES, STEP_PHASES
 from dpmon.record.spans import Flag
 
 SECOND = 1_000_000_000
@@ -17,7 +17,7 @@ LEARNS = Flag.TRAINING | Flag.GRAD
 """The flags of a call that trains."""
 BODY = SPAN_PHASES[:4]
 """The phases of `step_row`."""
-_KINDS = {CallRow: "call", StepRow: "step", Event: "event", Definition: "definition"}
+_KINDS = {CallRow: "call", Step: "step", Event: "event", Definition: "definition"}
 
 
 def decoded(rows: Iterable[Row], process: int = 0, rank: int | None = None, origin_ns: int = 0) -> list[Record]:
@@ -81,15 +81,26 @@ def step_row(
     phases: Sequence[int],
     spans: Iterable[tuple[int, int, int]] = (),
     **more: int,
-) -> StepRow:
+) -> Step:
     """Return a step. `phases`: ns of BODY, -1 if it did not run. `spans`: with absolute starts. `more`: other phases
     and quantities."""
     took = {name: ns for name, ns in zip(BODY, phases, strict=True) if ns >= 0}
     took |= {name: ns for name, ns in more.items() if name in SPAN_PHASES}
-    counts = {} if samples is None or samples < 0 else {"samples": samples}
-    counts |= {name: count for name, count in more.items() if name not in SPAN_PHASES}
-    offsets = [(phase, start - start_ns, ns) for phase, start, ns in spans]
-    return StepRow(step, mode, start_ns, wall_ns, took, counts, offsets)
+    counts = {name: count for name, count in more.items() if name not in SPAN_PHASES}
+    runs = [(phase, start - start_ns, ns) for phase, start, ns in spans]
+    known = None if samples is None or samples < 0 else samples
+    return Step(0, None, step, mode, start_ns, wall_ns, known, with_other(took, wall_ns), counts, runs)
+
+
+def with_other(took: Mapping[str, int], wall_ns: int) -> dict[str, int]:
+    """Return the phases of a step in order, and the rest of the step."""
+    known = {name: took[name] for name in STEP_PHASES[:-1] if name in took}
+    return {**known, "other": max(0, wall_ns - sum(known.values()))}
+
+
+def runs_of(spans: Iterable[tuple[str, int, int]]) -> list[tuple[int, int, int]]:
+    """Return the runs of a step from name, offset and duration of each phase."""
+    return [(SPAN_PHASES.index(name), begin, took) for name, begin, took in spans]
 
 
 def changed(event: Row, **data: Any) -> Event:

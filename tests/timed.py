@@ -7,7 +7,8 @@ from typing import Any
 
 from synthetic import LEARNS, Training, call_row, step_row
 
-from dpmon.record.history_rows import CallRow, Definition, Row, StepRow
+from dpmon.record.history_rows import CallRow, Definition, Row
+from dpmon.record.kinds import Step
 from dpmon.record.names import Untimed
 
 GPUS = ("cuda:0", "cuda:1")
@@ -30,7 +31,7 @@ def timed(
         if isinstance(row, CallRow):
             number += 1
             row = row.timed((*of_call, *replicas(number)), why)
-        elif isinstance(row, StepRow):
+        elif isinstance(row, Step):
             row = row.timed(of_step, why)
         found.append(row)
     return found

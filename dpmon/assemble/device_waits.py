@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
-from dpmon.record.history_rows import CallRow, Row, StepRow, known_ms
-from dpmon.record.kinds import Event
+from dpmon.record.history_rows import CallRow, Row, known_ms
+from dpmon.record.kinds import Event, Step
 from dpmon.record.names import Untimed
 from dpmon.record.spans import Span
 
@@ -30,7 +30,7 @@ Slots: TypeAlias = "list[list[tuple[int, int]]]"
 class Pending(NamedTuple):
     """A call or step that waits for device times."""
 
-    row: CallRow | StepRow
+    row: CallRow | Step
     slots: Slots
     why: int
     """Reason for missing times, if no span gives another."""
@@ -120,7 +120,7 @@ class DeviceWaits:
     def _settled(self, group: _Group) -> bool:
         return all(len(self._times.get(number, ())) >= self._expected.get(number, 1) for number in _numbers(group))
 
-    def _timed(self, one: Pending, unread: int) -> CallRow | StepRow:
+    def _timed(self, one: Pending, unread: int) -> CallRow | Step:
         why = Untimed.NONE
         times: list[float | None] = []
         for index, slot in enumerate(one.slots):

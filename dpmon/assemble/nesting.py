@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from dpmon.record import schema
-from dpmon.record.history_rows import BUCKET, MAX_SPANS
+from dpmon.record.kinds import BUCKET, MAX_SPANS
 from dpmon.record.schema import SPAN_PHASES, SYNC_NUMBER
 from dpmon.record.spans import COUNTED, DOING, LEAD_NS, MAX_LEAD, WRAPPER_AT, Flag, Kind, Span
 

@@ -14,7 +14,8 @@ from dpmon.assemble.nesting import COPY, EDGE, LEARNS, PHASE_OF, PRIMITIVES, QUA
 from dpmon.assemble.sampled_collectives import SampledCollectives
 from dpmon.assemble.sampling import Sampling
 from dpmon.assemble.step_totals import StepTotals
-from dpmon.record.history_rows import MAX_SPANS, CallRow
+from dpmon.record.history_rows import CallRow
+from dpmon.record.kinds import MAX_SPANS
 from dpmon.record.names import Untimed
 from dpmon.record.spans import Flag, Kind, Span
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dpmon.assemble.call_parts import LARGEST
 from dpmon.assemble.device_waits import Pending, Slots
 from dpmon.assemble.nesting import BACKWARD, COPY, DATA, OPTIMIZER, QUANTITIES, SYNC_NUMBER_AT
-from dpmon.record.history_rows import MAX_SPANS, StepRow
+from dpmon.record.kinds import MAX_SPANS, Step
 from dpmon.record.names import Untimed
-from dpmon.record.schema import SPAN_PHASES
+from dpmon.record.schema import SPAN_PHASES, STEP_PHASES
 
+_IN_ORDER = tuple((name, SPAN_PHASES.index(name)) for name in STEP_PHASES[:-1])
 _MAX_TIMED = 4096
 """Most spans with device times in one step."""
 
@@ -113,7 +114,7 @@ class StepTotals:
         self.timed.clear()
         self.mixed.clear()
 
-    def row(self, step: int, start: int, wall: int) -> StepRow | Pending:
+    def row(self, step: int, start: int, wall: int) -> Step | Pending:
         """Return the row of the step."""
         samples = self.learned_rows if self.learned_rows >= 0 else self.evaluated_rows
         # Without a loader, the backward passes divide a step into micro-batches. In a GAN they do not, because passes
@@ -127,11 +128,12 @@ class StepTotals:
                 offset = min(max(offset, 0), wall)
                 took = min(took, wall - offset)
             spans.append((phase, offset, took))
-        phases = {name: min(took, LARGEST) for name, took in zip(SPAN_PHASES, self.times, strict=True) if took >= 0}
+        wall = min(wall, LARGEST)
+        phases = {name: min(took, LARGEST) for name, at in _IN_ORDER if (took := self.times[at]) >= 0}
+        phases["other"] = max(0, wall - sum(phases.values()))
         counts = {name: min(count, LARGEST) for name, count in zip(QUANTITIES, self.counts, strict=True) if count >= 0}
-        if samples >= 0:
-            counts["samples"] = min(samples, LARGEST)
-        row = StepRow(step, self.mode, start, min(wall, LARGEST), phases, counts, spans, self.missing_spans)
+        counted = min(samples, LARGEST) if samples >= 0 else None
+        row = Step(0, None, step, self.mode, start, wall, counted, phases, counts, spans, self.missing_spans)
         if self.skipped:
             return row.timed([None] * len(SPAN_PHASES), Untimed.SAMPLED)
         return Pending(row, *self._slots(), DATA) if self.timed or self.crowded else row

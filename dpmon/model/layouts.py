@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from dpmon.record.history_rows import UNTIMED
+from dpmon.record.kinds import UNTIMED
 from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import EVALUATION, device_series
 from dpmon.store.answers import Shape

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from dpmon.record.device_fields import DEVICE, HOST, MEMORY, OOM
 from dpmon.record.field import ABSENT, DEVICES, INPUTS, MODE, OUTPUTS, START, WALL, WHO, Field, RecordKind, T, only_csv
-from dpmon.record.history_rows import MAX_SPANS
+from dpmon.record.kinds import MAX_SPANS
 from dpmon.record.names import CALL_PHASES
 from dpmon.record.rank_fields import COLLECTIVE, DDP, SAMPLED
 from dpmon.record.schema import QUANTITIES, SPAN_PHASES, STEP_PHASES

@@ -14,7 +14,6 @@ from dpmon.record.kinds import (
     CallPhase,
     Collective,
     Event,
-    PhaseSpan,
     Record,
     RecordError,
     Replica,
@@ -23,26 +22,11 @@ from dpmon.record.kinds import (
     Stage,
     Step,
     collective_in,
+    untimed_text,
 )
 from dpmon.record.names import CALL_PHASES
-from dpmon.record.schema import QUANTITIES, SPAN_PHASES, STEP_PHASES, SYNC_NUMBER
 from dpmon.record.spans import DOING, Flag
 
-UNTIMED = (
-    "",
-    "the device had not finished it after 64 more steps",
-    "a CUDA graph was being captured: an event recorded then becomes part of the graph",
-    "too few events were free: the device is so far behind that most of its 256 events are in use",
-    "the device's events failed",
-    "the process ended before the device had finished it",
-    "it raised an exception",
-    "the device is the CPU: host time is all there is",
-    "it began on one stream and ended on another, which was ahead",
-    "the step has more phases than can be timed (4096)",
-    "the step copies more tensors to devices than can be timed (16)",
-    "steps are so short that only a random sample of them is timed on devices",
-)
-"""Why a device time is unknown: the texts for the numbers of `dpmon.record.names.Untimed`."""
 UNENDED = (
     "",
     "it ran on a device, and the host does not wait for its end",
@@ -51,14 +35,8 @@ UNENDED = (
     "gloo does not report when a reduce_scatter is complete",
 )
 """Why the end of a collective is unknown: the texts for the numbers of `dpmon.record.names.Unended`."""
-_BEFORE = "it ran before the first call on a GPU, or not on the training thread"
-MAX_SPANS = 256
-"""Most recorded spans in one step; later spans are only counted."""
-BUCKET = len(SPAN_PHASES)
-"""Takes the place of a phase in a span that marks when the last gradient of a bucket was ready; without a duration."""
 MAX_DEFINITIONS = 1 << 16
 """Most definitions of each sort of a process. Beyond this limit, readers drop the oldest."""
-_COUNTED = tuple(quantity.name for quantity in QUANTITIES)
 _NO_PHASES = (None,) * len(CALL_PHASES)
 _made = tuple.__new__
 
@@ -151,32 +129,6 @@ class CallRow(NamedTuple):
         return self._replace(parts=self.whole._replace(device_ms=times, why=why))
 
 
-class StepRow(NamedTuple):
-    """A step. Times in ns."""
-
-    step: int
-    mode: str
-    start: int
-    wall: int
-    phases: Mapping[str, int]
-    """Durations of the phases that ran, without `other`."""
-    counts: Mapping[str, int]
-    """Its known quantities (dpmon.record.schema.QUANTITIES) and its SYNC_NUMBER."""
-    spans: Sequence[tuple[int, int, int]] = ()
-    """Phase (an index in SPAN_PHASES, or BUCKET), offset from the step's start and duration of each, in order of start,
-    outer before nested ones; at most MAX_SPANS."""
-    missing_spans: int = 0
-    """Number of spans left out."""
-    device_ms: Sequence[float | None] | None = None
-    """Device times of SPAN_PHASES; None if the step used no GPU."""
-    why: int = 0
-    """Why a device time is None: a number of Untimed."""
-
-    def timed(self, times: Sequence[float | None], why: int) -> StepRow:
-        """Return the step with device times."""
-        return self._replace(device_ms=times, why=why)
-
-
 class CollectiveRow(NamedTuple):
     """A collective, or a sample if `definition` is 0: a period in which all collectives are recorded.
 
@@ -207,7 +159,7 @@ class CollectiveRow(NamedTuple):
         return self.start if self.definition else self.start + self.took // 2
 
 
-Row = CallRow | StepRow | CollectiveRow | Definition | Event
+Row = CallRow | Step | CollectiveRow | Definition | Event
 """A row that the assembler makes."""
 
 # ------------------------------------------------------------------------------------------------ records
@@ -287,7 +239,9 @@ class Resolver:
             return row
         if isinstance(row, CallRow):
             return self.call(row)
-        return self.step(row) if isinstance(row, StepRow) else self.collective(row)
+        if isinstance(row, Step):
+            return row._replace(process=self._process, rank=self._rank, start_ns=row.start_ns - self._origin)
+        return self.collective(row)
 
     def call(self, row: CallRow) -> Call:
         """Return the record of a call. Raises RecordError if the row or a definition is damaged."""
@@ -295,13 +249,6 @@ class Resolver:
             return self._call(row)
         except _DAMAGE as error:
             raise RecordError(f"damaged call: {type(error).__name__}: {error}") from None
-
-    def step(self, row: StepRow, exposed_ns: int | None = None, wait_ns: int | None = None) -> Step:
-        """Return the record of a step, with its wait for other ranks. Raises RecordError if the row is damaged."""
-        try:
-            return self._step(row, exposed_ns, wait_ns)
-        except _DAMAGE as error:
-            raise RecordError(f"damaged step: {type(error).__name__}: {error}") from None
 
     def collective(self, row: CollectiveRow) -> Collective | Sampled:
         """Return the record of a collective or a sample. Raises RecordError if the row or a definition is damaged."""
@@ -364,33 +311,6 @@ class Resolver:
             stages=stages,
         )
 
-    def _step(self, row: StepRow, exposed_ns: int | None, wait_ns: int | None) -> Step:
-        known = {name: took for name in STEP_PHASES if (took := row.phases.get(name)) is not None}
-        known["other"] = max(0, row.wall - sum(known.values()))
-        counted = {name: count for name in _COUNTED if (count := row.counts.get(name)) is not None}
-        times = None
-        if row.device_ms is not None:
-            times = {name: ms for name, ms in zip(SPAN_PHASES, row.device_ms, strict=False) if name in known}
-        return Step(
-            process=self._process,
-            rank=self._rank,
-            step=row.step,
-            mode=row.mode,
-            start_ns=row.start - self._origin,
-            wall_ns=row.wall,
-            samples=counted.pop("samples", None),
-            phases=known,
-            device_ms=times,
-            untimed=untimed_text(row.why) if times is not None and None in times.values() else None,
-            quantities=counted,
-            spans=tuple([_made(PhaseSpan, (SPAN_PHASES[at], *rest)) for at, *rest in row.spans if at != BUCKET]),
-            missing_spans=row.missing_spans,
-            buckets=tuple([offset for at, offset, _ in row.spans if at == BUCKET]),
-            sync_number=row.counts.get(SYNC_NUMBER),
-            exposed_ns=exposed_ns,
-            wait_ns=wait_ns,
-        )
-
     def facts(self, number: int) -> dict[str, Any]:
         """Return the definition of a collective by its number. Raises LookupError if it is unknown."""
         found: dict[str, Any] = self._known["collective"][number]
@@ -427,8 +347,3 @@ class Resolver:
 def known_ms(time: float) -> float | None:
     """Return a device time (ms), rounded to six decimals; None if it is implausible."""
     return round(time, 6) if 0 <= time < 1e9 else None
-
-
-def untimed_text(number: int) -> str:
-    """Return why a device time is unknown, by its number of Untimed."""
-    return UNTIMED[number] if 0 < number < len(UNTIMED) else _BEFORE

@@ -104,8 +104,8 @@ def _step_json(step: Step) -> dict[str, Any]:
         "phases": {name: _ms(step.phases[name]) for name in STEP_PHASES if name in step.phases},
         **{quantity.name: count for quantity, count in counted.items() if quantity.optional and count is not None},
     }
-    if step.device_ms is not None:
-        found["device_ms"] = {name: step.device_ms[name] for name in STEP_PHASES if name in step.device_ms}
+    if (times := step.device_ms) is not None:
+        found["device_ms"] = {name: times[name] for name in STEP_PHASES if name in times}
         if step.untimed is not None:
             absent["device_ms"] = step.untimed
     found["spans"] = [_span_json(span) for span in step.spans]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dpmon.errors import DpmonError
+from dpmon.record.schema import SPAN_PHASES, SYNC_NUMBER
 
 __all__ = [
     "Call",
@@ -23,9 +24,29 @@ __all__ = [
     "Step",
     "bus_factor",
     "collective_in",
-    "is_evaluation",
     "rows_of",
 ]
+
+UNTIMED = (
+    "",
+    "the device had not finished it after 64 more steps",
+    "a CUDA graph was being captured: an event recorded then becomes part of the graph",
+    "too few events were free: the device is so far behind that most of its 256 events are in use",
+    "the device's events failed",
+    "the process ended before the device had finished it",
+    "it raised an exception",
+    "the device is the CPU: host time is all there is",
+    "it began on one stream and ended on another, which was ahead",
+    "the step has more phases than can be timed (4096)",
+    "the step copies more tensors to devices than can be timed (16)",
+    "steps are so short that only a random sample of them is timed on devices",
+)
+"""Why a device time is unknown: the texts for the numbers of `dpmon.record.names.Untimed`."""
+_BEFORE = "it ran before the first call on a GPU, or not on the training thread"
+MAX_SPANS = 256
+"""Most recorded spans in one step; later spans are only counted."""
+BUCKET = len(SPAN_PHASES)
+"""Takes the place of a phase in a span that marks when the last gradient of a bucket was ready; without a duration."""
 
 
 class RecordError(DpmonError):
@@ -140,9 +161,12 @@ class Call:
         return self
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One step of the training loop. Phases are in ns; phases that did not run are missing ("other" always exists)."""
+class Step(NamedTuple):
+    """One step of the training loop. Times in ns.
+
+    The assembler makes it as a row, with a monotonic start, of process 0 and no rank: its ring tells both. In the
+    history, the start counts from the run's start.
+    """
 
     process: int
     rank: int | None
@@ -152,33 +176,71 @@ class Step:
     wall_ns: int
     samples: int | None
     phases: Mapping[str, int]
-    device_ms: Mapping[str, float | None] | None = None
-    """Device times of the phases that ran on devices (None: unknown); None if the step used no GPU."""
-    untimed: str | None = None
-    """Why a device time is missing."""
-    quantities: Mapping[str, int] = field(default_factory=dict)
-    """Its quantities by name, without its samples."""
-    spans: tuple[PhaseSpan, ...] = ()
-    """Occurrences of its phases by start, outer before nested ones."""
+    """Durations of the phases that ran, in the order of STEP_PHASES; "other" always exists."""
+    counts: Mapping[str, int] = {}
+    """Its known quantities (dpmon.record.schema.QUANTITIES), without its samples, and its SYNC_NUMBER."""
+    runs: Sequence[tuple[int, int, int]] = ()
+    """Phase (an index in SPAN_PHASES, or BUCKET), offset from the step's start and duration of each occurrence, in
+    order of start, outer before nested ones; at most MAX_SPANS."""
     missing_spans: int = 0
-    """Number of spans beyond the limit, which were only counted."""
-    buckets: tuple[int, ...] = ()
-    """When each bucket of gradients was ready, in ns after the step's start; empty if unknown."""
-    sync_number: int | None = None
-    """Number of its last synchronised backward pass, the same on all ranks; None if it has none."""
+    """Number of occurrences left out."""
+    times: Sequence[float | None] | None = None
+    """Device times (ms) of SPAN_PHASES; None if the step used no GPU."""
+    why: int = 0
+    """Why a device time is None: a number of Untimed."""
     exposed_ns: int | None = None
     """Communication of its synchronised passes that no computation hid; None if unknown."""
     wait_ns: int | None = None
     """Wait for the slowest rank in these passes; None if unknown."""
 
+    def timed(self, times: Sequence[float | None], why: int) -> Step:
+        """Return the step with device times."""
+        return self._replace(times=times, why=why)
+
     def quantity(self, name: str) -> int | None:
         """Return one of dpmon.record.schema.QUANTITIES; None if unknown."""
-        return self.samples if name == "samples" else self.quantities.get(name)
+        return self.samples if name == "samples" else self.counts.get(name)
+
+    @property
+    def quantities(self) -> dict[str, int]:
+        """Its known quantities by name, without its samples."""
+        return {name: count for name, count in self.counts.items() if name != SYNC_NUMBER}
+
+    @property
+    def sync_number(self) -> int | None:
+        """Number of its last synchronised backward pass, the same on all ranks; None if it has none."""
+        return self.counts.get(SYNC_NUMBER)
+
+    @property
+    def spans(self) -> tuple[PhaseSpan, ...]:
+        """Occurrences of its phases by start, outer before nested ones."""
+        return tuple([PhaseSpan(SPAN_PHASES[at], *rest) for at, *rest in self.runs if at != BUCKET])
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """When each bucket of gradients was ready, in ns after the step's start; empty if unknown."""
+        return tuple([offset for at, offset, _ in self.runs if at == BUCKET])
+
+    @property
+    def device_ms(self) -> dict[str, float | None] | None:
+        """Device times of the phases that ran on devices (None: unknown); None if the step used no GPU."""
+        if self.times is None:
+            return None
+        return {name: ms for name, ms in zip(SPAN_PHASES, self.times, strict=False) if name in self.phases}
+
+    @property
+    def untimed(self) -> str | None:
+        """Why a device time is missing."""
+        times = self.device_ms
+        return untimed_text(self.why) if times is not None and None in times.values() else None
 
     @property
     def evaluation(self) -> bool:
-        """Whether it looks like a step of an evaluation: see `is_evaluation`."""
-        return is_evaluation(self.phases.get("backward"), self.phases.get("optimizer"))
+        """Whether it looks like a step of an evaluation: neither backward pass nor optimizer step.
+
+        Meaningful only if other steps of its mode train. A training step that skips its batch looks the same.
+        """
+        return "backward" not in self.phases and "optimizer" not in self.phases
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,9 +362,6 @@ def rows_of(sizes: Sequence[Size] | None, dim: int) -> int | None:
     return next((size.shape[dim] for size in sizes or () if -len(size.shape) <= dim < len(size.shape)), None)
 
 
-def is_evaluation(backward: int | None, optimizer: int | None) -> bool:
-    """Whether a step looks like one of an evaluation: neither phase ran (None or negative).
-
-    Meaningful only if other steps of its mode train. A training step that skips its batch looks the same.
-    """
-    return (backward is None or backward < 0) and (optimizer is None or optimizer < 0)
+def untimed_text(number: int) -> str:
+    """Return why a device time is unknown, by its number of Untimed."""
+    return UNTIMED[number] if 0 < number < len(UNTIMED) else _BEFORE

@@ -14,8 +14,8 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from dpmon.record.history_rows import MAX_DEFINITIONS, CallRow, CollectiveRow, Definition, Row, StepRow
-from dpmon.record.kinds import Event, RecordError, is_evaluation
+from dpmon.record.history_rows import MAX_DEFINITIONS, CallRow, CollectiveRow, Definition, Row
+from dpmon.record.kinds import Event, RecordError, Step
 from dpmon.record.names import CALL_PHASES, packed_json
 from dpmon.record.plainjson import load_json
 from dpmon.record.schema import (
@@ -27,7 +27,6 @@ from dpmon.record.schema import (
     SETTLING_STEPS,
     SPAN_PHASES,
     STEP_PHASES,
-    SYNC_NUMBER,
     device_series,
 )
 from dpmon.record.spans import Flag
@@ -132,7 +131,7 @@ class Intake:
         """
         if isinstance(row, CallRow):
             self._call(batch, number, row)
-        elif isinstance(row, StepRow):
+        elif isinstance(row, Step):
             self._step(batch, number, row)
         elif isinstance(row, Event):
             try:
@@ -194,37 +193,37 @@ class Intake:
 
     # ------------------------------------------------------------------------------------------ steps
 
-    def _step(self, batch: Batch, number: int, row: StepRow) -> None:
-        step, mode, began, wall = row.step, row.mode, row.start - self._start_ns, row.wall
+    def _step(self, batch: Batch, number: int, row: Step) -> None:
+        step, mode, began, wall = row.step, row.mode, row.start_ns - self._start_ns, row.wall_ns
         _check(began, wall, step)
-        evaluation = is_evaluation(row.phases.get("backward"), row.phases.get("optimizer")) and not self._learns(step)
+        evaluation = row.evaluation and not self._learns(step)
         kind = self._kind(mode, evaluation)
         calls = self._of_step(batch, step, kind)
-        own = [*map(row.phases.get, STEP_PHASES[:-1]), max(0, wall - sum(row.phases.values()))]
+        own = [*map(row.phases.get, STEP_PHASES)]
         by_call, rest = _of_calls(own, calls)
         values = _phases_of((*own, *by_call))
-        quantities = [row.counts.get(name) for name in _QUANTITY_NAMES]
+        quantities = [row.quantity(name) for name in _QUANTITY_NAMES]
         device = _device_times(row, calls, by_call)
         parts = [part for call in calls for part in call.parts]
         facts = StepFacts(step, wall, quantities, values, rest, len(calls), device, parts)
         process = self.row.process
-        key = Key(process, mode, kind, self._batch_size(row.counts.get("samples")))
+        key = Key(process, mode, kind, self._batch_size(row.samples))
         batch.step(key, began, facts)
         spent, gap = self._accounts.account(process).step(step, mode, began, wall, evaluation)
         batch.spend(process, spent)
         if gap is not None and gap.ns >= GAP_NS:
             batch.gaps.append((process, *gap))
         named = number, process, step, mode, began, wall, kind, len(calls)
-        times = None if row.device_ms is None else json.dumps([row.why, *row.device_ms], separators=(",", ":"))
-        spans = f"[{','.join(map(str, chain.from_iterable(row.spans)))}]" if row.spans else None
-        sync_number = row.counts.get(SYNC_NUMBER)
+        times = None if row.times is None else json.dumps([row.why, *row.times], separators=(",", ":"))
+        spans = f"[{','.join(map(str, chain.from_iterable(row.runs)))}]" if row.runs else None
+        sync_number = row.sync_number
         rest_of = rest, times, spans, row.missing_spans, sync_number, None, None
         batch.steps.append((*named, *quantities, *values, *rest_of))
         batch.characters += len(spans or "") + len(times or "")
         if sync_number is not None:
             second = (began + wall) // 1_000_000_000
             # With devices, the host does not wait for other ranks, so its time does not measure the communication.
-            tail = row.phases.get("sync") if row.device_ms is None else device_tail(row.device_ms)
+            tail = row.phases.get("sync") if row.times is None else device_tail(row.times)
             if tail is not None:
                 synced = SyncStep(number, key, second, sync_number, row.counts.get("synced", 0), tail)
                 batch.joined += self._accounts.rounds.step(process, synced)
@@ -355,12 +354,12 @@ def _of_calls(own: Sequence[int | None], calls: Sequence[_HeldCall]) -> tuple[li
     return sums, forward - inside
 
 
-def _device_times(row: StepRow, calls: Sequence[_HeldCall], by_call: Sequence[int | None]) -> dict[str, int]:
+def _device_times(row: Step, calls: Sequence[_HeldCall], by_call: Sequence[int | None]) -> dict[str, int]:
     """Return device times (ns) by phase: of the step, of its calls if all of them are timed, and of the REST."""
     timed = any(call.device_ms for call in calls)
-    if row.device_ms is None and not timed:
+    if row.times is None and not timed:
         return {}
-    known = zip(SPAN_PHASES, row.device_ms or (), strict=False)
+    known = zip(SPAN_PHASES, row.times or (), strict=False)
     found = {name: int(ms * 1e6) for name, ms in known if ms is not None}
     for name, index in _CALL_AT.items() if timed else ():
         if by_call[index] is None:

@@ -13,8 +13,8 @@ from contextlib import suppress
 from operator import itemgetter
 from typing import Any
 
-from dpmon.record.history_rows import CollectiveRow, Resolver, StepRow
-from dpmon.record.kinds import Call, Collective, Event, Record, RecordError, Sampled, Step
+from dpmon.record.history_rows import CollectiveRow, Resolver
+from dpmon.record.kinds import BUCKET, Call, Collective, Event, Record, RecordError, Sampled, Step
 from dpmon.record.plainjson import load_event, load_json
 from dpmon.record.schema import EVALUATION, EXPOSED, MODES, QUANTITIES, SETTLING, STEP, STEP_PHASES, SYNC_NUMBER, WAIT
 from dpmon.store.answers import GapRow, LongRow, MinuteRow, Shape
@@ -39,8 +39,8 @@ _AT_ONCE = 5000
 """Number of ids read in one transaction."""
 _LONG_PHASES = tuple(f"{name}_ns" for name in STEP_PHASES)
 _AT = {name: index for index, name in enumerate(STEP_COLUMNS)}
-_plain_of = itemgetter(*map(_AT.__getitem__, ("process", "step", "mode", "start_ns", "wall_ns")))
-_phases_of = itemgetter(*(_AT[f"{name}_ns"] for name in STEP_PHASES[:-1]))
+_plain_of = itemgetter(*map(_AT.__getitem__, ("process", "step", "mode", "start_ns", "wall_ns", "samples")))
+_phases_of = itemgetter(*(_AT[f"{name}_ns"] for name in STEP_PHASES))
 _rest_of = itemgetter(*map(_AT.__getitem__, ("spans", "missing_spans", "device", f"{EXPOSED}_ns", f"{WAIT}_ns")))
 _STEP_COLUMNS = ", ".join(STEP_COLUMNS)
 _TABLES = {
@@ -50,7 +50,7 @@ _TABLES = {
     "collectives": COLLECTED,
 }
 """Columns of each table with records."""
-_COUNTED = (*(quantity.name for quantity in QUANTITIES), SYNC_NUMBER)
+_COUNTED = (*(quantity.name for quantity in QUANTITIES if quantity.name != "samples"), SYNC_NUMBER)
 _counts_of = itemgetter(*map(_AT.__getitem__, _COUNTED))
 LONG_COLUMNS = ", ".join(("process", "step", "mode", "kind", "start_ns", "wall_ns", *_LONG_PHASES))
 """Columns of a step for `long_row`."""
@@ -173,32 +173,28 @@ class Store(Sums):
 
     def _step(self, row: Sequence[Any]) -> Step:
         """Return the record in a row of STEP_COLUMNS. Raises RecordError if it is damaged."""
-        process, number, mode, start, wall = _plain_of(row)
+        process, number, mode, start, wall, samples = _plain_of(row)
         phases, counts = _phases_of(row), _counts_of(row)
         spans, missing, device, exposed, wait = _rest_of(row)
         known = type(process) is type(number) is type(start) is type(wall) is int and mode in MODES
-        if not known or not are_optional((*phases, *counts, exposed, wait, missing)):
+        if not known or not are_optional((*phases, samples, *counts, exposed, wait, missing)):
             raise RecordError("damaged row in steps")
         try:
             flat = [] if spans is None else load_json(spans)
             why, *times = [0] if device is None else load_json(device)
             check_numbers((why, *flat))
             check_times(times)
-            step = StepRow(
-                number,
-                mode,
-                start,
-                wall,
-                {name: took for name, took in zip(STEP_PHASES, phases, strict=False) if took is not None},
-                {name: count for name, count in zip(_COUNTED, counts, strict=True) if count is not None},
-                list(zip(flat[::3], flat[1::3], flat[2::3], strict=True)),
-                missing,
-                None if device is None else times,
-                why,
-            )
-        except (ValueError, TypeError, LookupError):
+            runs = list(zip(flat[::3], flat[1::3], flat[2::3], strict=True))
+            if any(not 0 <= phase <= BUCKET for phase, _, _ in runs):
+                raise ValueError("an unknown phase")
+        except (ValueError, TypeError):
             raise RecordError("damaged row in steps") from None
-        return self.resolver(process).step(step, exposed, wait)
+        return Step(
+            *(process, self.rank(process), number, mode, start, wall, samples),
+            {name: took for name, took in zip(STEP_PHASES, phases, strict=True) if took is not None},
+            {name: count for name, count in zip(_COUNTED, counts, strict=True) if count is not None},
+            *(runs, missing, None if device is None else times, why, exposed, wait),
+        )
 
     def records(self) -> Iterator[Record]:
         """Yield every record so far in the order of arrival; damaged records count as `dropped`.

@@ -9,8 +9,8 @@
     calls        id, process, the fields of CallRow (dpmon.record.history_rows; parts: JSON or NULL), rows
     steps        id, process, step, mode, start_ns, wall_ns, kind (dpmon.record.schema.KINDS), calls, each quantity,
                  the ns of each phase (NULL: did not run; phases of its calls are sums), rest_ns (its forward without
-                 the phases of its calls), device (NULL, or JSON: `why`, then `device_ms` of StepRow),
-                 spans (JSON: `spans` of StepRow, flat; NULL: none), missing_spans, sync_number (number of its last
+                 the phases of its calls), device (NULL, or JSON: `why`, then `times` of Step),
+                 spans (JSON: `runs` of Step, flat; NULL: none), missing_spans, sync_number (number of its last
                  synchronised backward pass), exposed_ns and wait_ns (dpmon.store.rounds; NULL: the other ranks' steps
                  are not known)
     events       id, process (NULL: the supervisor), kind, t_ns, json

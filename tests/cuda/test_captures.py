@@ -8,7 +8,7 @@ import pytest
 from simulated import WAITING, Simulated
 from tracing import alone, traced
 
-from dpmon.record.history_rows import UNTIMED
+from dpmon.record.kinds import UNTIMED
 from dpmon.record.names import Untimed
 
 pytestmark = pytest.mark.simulated

@@ -9,8 +9,7 @@ from running import Dpmon
 from simulated import Simulated
 
 from dpmon.export.records import history
-from dpmon.record.history_rows import UNTIMED
-from dpmon.record.kinds import Step
+from dpmon.record.kinds import UNTIMED, Step
 from dpmon.record.names import Untimed
 
 pytestmark = pytest.mark.simulated

@@ -10,7 +10,7 @@ from running import wait_for
 from simulated import Simulated
 from tracing import Script, traced
 
-from dpmon.record.history_rows import UNTIMED
+from dpmon.record.kinds import UNTIMED
 from dpmon.record.names import Untimed, mode_number
 
 pytestmark = pytest.mark.simulated

@@ -9,7 +9,7 @@ import pytest
 from simulated import NO_CUDNN, WAITING, WORK, Simulated
 from tracing import Traced, traced
 
-from dpmon.record.history_rows import UNTIMED
+from dpmon.record.kinds import UNTIMED
 from dpmon.record.names import Untimed
 
 pytestmark = pytest.mark.simulated

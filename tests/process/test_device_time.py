@@ -11,9 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tracing import Script, Traced, text_of, traced
 
 from dpmon.cli.lines import Lines
-from dpmon.record.history_rows import UNTIMED
 from dpmon.record.jsonl import as_json
-from dpmon.record.kinds import Call, Step
+from dpmon.record.kinds import UNTIMED, Call, Step
 from dpmon.record.names import Untimed
 from dpmon.report import collect
 from dpmon.report.asjson import as_object

@@ -8,8 +8,7 @@ import pytest
 from pretend import MS, Script, assembled, decoded
 
 from dpmon.assemble import Assembler
-from dpmon.record.history_rows import UNTIMED
-from dpmon.record.kinds import Call
+from dpmon.record.kinds import UNTIMED, Call
 from dpmon.record.names import Untimed
 from dpmon.record.spans import Flag, Kind, Span
 

@@ -9,7 +9,7 @@ from pretend import Script, decoded
 
 from dpmon.assemble import Assembler
 from dpmon.assemble.sampling import MAX_ONE_IN, STEPS, Sampling
-from dpmon.record.history_rows import UNTIMED
+from dpmon.record.kinds import UNTIMED
 from dpmon.record.names import Untimed, packed_json
 from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Span
 from dpmon.span_reader import lines_path

@@ -8,8 +8,7 @@ from test_assemble_resumed import check_spans
 
 from dpmon.assemble import step_rules
 from dpmon.assemble.step_totals import StepTotals
-from dpmon.record.history_rows import MAX_SPANS, StepRow
-from dpmon.record.kinds import Step
+from dpmon.record.kinds import MAX_SPANS, Step
 from dpmon.record.spans import Flag
 
 
@@ -100,5 +99,5 @@ def test_spans_that_reach_out_of_the_step_end_with_it() -> None:
     totals = StepTotals()
     totals.spans = [(1, 90, 1 << 40), (2, 150, 20), (3, 1 << 50, 7)]
     row = totals.row(1, 100, 60)
-    assert isinstance(row, StepRow)
-    assert row.spans == [(1, 0, 60), (2, 50, 10), (3, 60, 0)]
+    assert isinstance(row, Step)
+    assert row.runs == [(1, 0, 60), (2, 50, 10), (3, 60, 0)]

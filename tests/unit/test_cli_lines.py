@@ -14,7 +14,8 @@ from timed import GPUS, HOST_ONLY, OF_CALL, staged, timed, trained
 
 from dpmon.cli.lines import Lines, _progress
 from dpmon.model.state import State
-from dpmon.record.history_rows import UNTIMED, CallRow, Row, StepRow
+from dpmon.record.history_rows import CallRow, Row
+from dpmon.record.kinds import UNTIMED, Step
 from dpmon.record.names import CALL_PHASES, Untimed
 from dpmon.run.reader import RunReader
 
@@ -78,7 +79,7 @@ def test_several_calls_of_a_step_count_together_as_on_the_host(state: Path) -> N
     made = Training(devices=GPUS, virtual=False)
     payloads: list[Row] = []
     for _ in range(20):
-        call = [row for row in made.step() if not isinstance(row, StepRow)]
+        call = [row for row in made.step() if not isinstance(row, Step)]
         number = made.steps
         made.steps -= 1
         again = made.step()

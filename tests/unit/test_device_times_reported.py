@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from kept import keep
-from synthetic import Training
+from synthetic import Training, with_other
 from timed import GPUS, HOST_ONLY, growing, staged, timed, trained
 
-from dpmon.record.history_rows import UNTIMED, StepRow
+from dpmon.record.kinds import UNTIMED, Step
 from dpmon.record.names import Untimed
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
@@ -60,10 +60,11 @@ def test_the_report_says_in_how_many_calls_a_replicas_device_time_is_known(state
 def test_calls_of_evaluations_are_in_neither_median(state: Path) -> None:
     made = Training(devices=GPUS, virtual=False)
     rows = made.run(4) + [row for _ in range(4) for row in made.step(evaluates=True)]
-    steps = [number for number, row in enumerate(rows) if isinstance(row, StepRow)]
+    steps = [number for number, row in enumerate(rows) if isinstance(row, Step)]
     for number in steps[4:]:  # without backward and optimizer
         row = rows[number]
-        rows[number] = row._replace(phases={name: row.phases[name] for name in ("data", "forward")})
+        took = {name: row.phases[name] for name in ("data", "forward")}
+        rows[number] = row._replace(phases=with_other(took, row.wall_ns))
     first, second = as_object(collect(keep({0: timed(rows, growing)})))["replicas"]
     assert (first["calls"], first["device_calls"]) == (4, 4)
     assert (first["device_median_ms"], second["device_median_ms"]) == (NEAR(2.5), NEAR(5.0))

@@ -19,7 +19,7 @@ from dpmon.cli.summary import summary_lines
 from dpmon.export.perfetto import write_trace
 from dpmon.export.records import history
 from dpmon.export.table import Tables
-from dpmon.record.history_rows import CallRow, Row, StepRow
+from dpmon.record.history_rows import CallRow, Row
 from dpmon.record.kinds import Call, Step
 from dpmon.record.names import Untimed
 from dpmon.report.asjson import as_object
@@ -43,7 +43,7 @@ def timed(rows: list[Row], why: int = Untimed.NONE) -> list[Row]:
     times: dict[str, Any] = {"call": OF_CALL, "step": OF_STEP}
     if why:
         times = {kind: [None] * len(found) for kind, found in times.items()}
-    return [row.timed(times[kind_of(row)], why) if isinstance(row, (CallRow, StepRow)) else row for row in rows]
+    return [row.timed(times[kind_of(row)], why) if isinstance(row, (CallRow, Step)) else row for row in rows]
 
 
 def training(steps: int = 40) -> list[Row]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from kept import keep
-from synthetic import SECOND, Training, decoded, device_event, host_event
+from synthetic import SECOND, Training, decoded, device_event, host_event, runs_of
 from traceformat import read
 
 from dpmon.cli.lines import LineFile
@@ -23,7 +23,7 @@ from dpmon.export import records as run_export
 from dpmon.export.perfetto import write_trace
 from dpmon.export.table import Tables, row
 from dpmon.record.fields import COLUMNS
-from dpmon.record.kinds import Call, Event, PhaseSpan, Record, Step
+from dpmon.record.kinds import Call, Event, Record, Step
 from dpmon.run.destination import opened
 from dpmon.run.rundir import load_info
 
@@ -224,7 +224,7 @@ def test_steps_that_touch_each_other_do_not_overlap_for_perfetto(state: Path) ->
         spans = [("optimizer", 0, took), ("forward", 0, within), ("copy", within // 2, within - within // 2)]
         spans += [("backward", within, took - within), ("backward", took, 0)]
         phases = {"forward": took // 3}
-        steps.append(Step(0, None, number, "dp", at, took, 4, phases, spans=tuple(PhaseSpan(*one) for one in spans)))
+        steps.append(Step(0, None, number, "dp", at, took, 4, phases, runs=runs_of(spans)))
         at += took
     file = io.StringIO()
     write_trace(load_info(keep({})), steps, file)

@@ -13,8 +13,8 @@ from rowring import RowRing, use_row_rings
 from synthetic import SECOND, Training, decoded, device_event, host_event, kind_of, step_row
 
 from dpmon.cleaning import harmless
-from dpmon.record.history_rows import CallRow, StepRow
-from dpmon.record.kinds import Call, Event
+from dpmon.record.history_rows import CallRow
+from dpmon.record.kinds import Call, Event, Step
 from dpmon.record.names import CALL_PHASES, Untimed
 from dpmon.run.rundir import ExitInfo, load_info
 from dpmon.store.drain import Drain
@@ -90,7 +90,7 @@ def test_device_time_is_counted_with_the_number_of_steps_that_have_it(state: Pat
         if isinstance(row, CallRow):
             number += 1
             row = row.timed((number, 1.0, None, 0.0, 9.0, 9.0), Untimed.LATE)
-        elif isinstance(row, StepRow) and number > 1:
+        elif isinstance(row, Step) and number > 1:
             row = row.timed((None if number < 5 else 2.0, 4.0, float(number), None), Untimed.LATE)
         rows.append(row)
     found = written(keep({0: rows}, status=None), tmp_path / "it.prom")

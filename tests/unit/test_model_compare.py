@@ -270,7 +270,7 @@ def test_figures_of_alternating_fast_and_slow_seconds_are_those_of_all_steps() -
             while now < until:
                 number += 1
                 wall = int((slow if second % 3 == 0 else fast) * chance.lognormvariate(0, 0.2))
-                phases = {"data": wall // 4, "forward": wall // 4, "backward": wall // 2}
+                phases = {"data": wall // 4, "forward": wall // 4, "backward": wall // 2, "other": 0}
                 every.setdefault(mode, []).append(Step(0, None, number, mode, now, wall, 32, phases))
                 now += wall
     records: list[Record] = [*every["single"], *every["dp"]]

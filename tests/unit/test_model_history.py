@@ -16,7 +16,11 @@ def steps_of(walls: list[int], mode: str = "dp", each_ns: int | None = None) -> 
     found, now = [], 0
     for number, wall in enumerate(walls, start=1):
         now += wall if each_ns is None else each_ns
-        found.append(Step(0, None, number, mode, now - wall, wall, 4, {"data": wall // 4, "forward": wall - wall // 4}))
+        found.append(
+            Step(
+                0, None, number, mode, now - wall, wall, 4, {"data": wall // 4, "forward": wall - wall // 4, "other": 0}
+            )
+        )
     return found
 
 

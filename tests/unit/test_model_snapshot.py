@@ -34,7 +34,7 @@ def of_run(records: Iterable[bytes | Record], t_ns: int | None = None, **wanted:
 def a_step(**changes: object) -> Step:
     phases = {"data": 1000, "forward": 10_000, "backward": 5000, "optimizer": 2000, "other": 2000}
     step = Step(0, None, 1, "dp", 0, 20_000, 4, phases)
-    return replace(step, **changes)  # type: ignore[arg-type]
+    return step._replace(**changes)  # type: ignore[arg-type]
 
 
 def a_call(**changes: object) -> Call:

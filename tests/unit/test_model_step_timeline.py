@@ -7,17 +7,15 @@ from dataclasses import replace
 
 import pytest
 from stored import state_of
+from synthetic import runs_of
 
 from dpmon.model.calls_seen import STEP_CALLS_READ
 from dpmon.model.step_timeline import Piece, StepTimeline, last_step_timeline
-from dpmon.record.kinds import Call, CallPhase, PhaseSpan, Record, Replica, Stage, Step
+from dpmon.record.kinds import Call, CallPhase, Record, Replica, Stage, Step
 
 TOOK = {"data": 10, "forward": 60, "backward": 50, "optimizer": 20, "other": 60}
-SPANS = (
-    *(PhaseSpan("data", 0, 10), PhaseSpan("forward", 12, 60), PhaseSpan("backward", 80, 50)),
-    PhaseSpan("optimizer", 140, 20),
-)
-STEP = Step(0, None, 7, "dp", 1000, 200, 8, TOOK, spans=SPANS)
+SPANS = (("data", 0, 10), ("forward", 12, 60), ("backward", 80, 50), ("optimizer", 140, 20))
+STEP = Step(0, None, 7, "dp", 1000, 200, 8, TOOK, runs=runs_of(SPANS))
 PHASES = {
     "scatter": CallPhase(0, 5),
     "replicate": CallPhase(5, 15),
@@ -65,7 +63,7 @@ def test_a_call_s_phases_lie_where_they_were_recorded_and_forward_has_the_rest()
 
 def spans_of(*spans: tuple[str, int, int]) -> Step:
     """Return a step with these spans: phase, start, end."""
-    return replace(STEP, spans=tuple(PhaseSpan(name, start, end - start) for name, start, end in spans))
+    return STEP._replace(runs=runs_of((name, start, end - start) for name, start, end in spans))
 
 
 def test_several_calls_share_the_lanes() -> None:
@@ -123,7 +121,7 @@ def test_calls_of_other_threads_are_not_in_the_main_row() -> None:
 
 
 def test_the_timeline_says_how_much_is_missing() -> None:
-    assert timeline_of(replace(STEP, missing_spans=9)).missing_spans == 9
+    assert timeline_of(STEP._replace(missing_spans=9)).missing_spans == 9
 
 
 def test_the_stages_of_a_spread_model_have_lanes() -> None:
@@ -166,10 +164,10 @@ def test_with_any_numbers_no_piece_overlaps_another_or_leaves_the_step(seed: int
     ]
     phases = {name: max(number(), 0) for name in ("data", "forward", "backward", "optimizer", "other")}
     names = chance.choices(["data", "forward", "forward", "backward", "optimizer"], k=chance.randrange(9))
-    spans = tuple(PhaseSpan(name, max(number(), 0), max(number(), 0)) for name in names)
+    runs = runs_of((name, max(number(), 0), max(number(), 0)) for name in names)
     process = state_of([*calls, STEP]).focus()
     assert process is not None
-    step = replace(STEP, phases=phases, spans=spans if seed % 4 else ())
+    step = STEP._replace(phases=phases, runs=runs if seed % 4 else ())
     timeline = last_step_timeline(replace(process, last_step=step))
     assert timeline is not None
     at = 0

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from synthetic import LEARNS, call_row, flags_of, step_row
 
-from dpmon.record.history_rows import Definition, Row, StepRow
-from dpmon.record.kinds import Event, RecordError
+from dpmon.record.history_rows import Definition, Row
+from dpmon.record.kinds import Event, RecordError, Step
 from dpmon.record.schema import EVALUATION, SETTLING, SETTLING_STEPS
 from dpmon.store.accounts import Accounts
 from dpmon.store.batch import Batch
@@ -334,5 +334,5 @@ def test_the_batch_counts_the_text_of_large_rows() -> None:
     assert ring.batch.characters == len(definition[2]) > 50_000
     before = ring.batch.characters
     spans = [(0, number * 60_000, 50_000) for number in range(256)]
-    ring.add(StepRow(1, DP, SECOND, 20 * MS, {"forward": 5 * MS}, {"samples": 8}, spans, 0, None, 0))
+    ring.add(Step(0, None, 1, DP, SECOND, 20 * MS, 8, {"forward": 5 * MS, "other": 15 * MS}, runs=spans))
     assert ring.batch.characters - before > 2_000

@@ -146,7 +146,7 @@ def check(run: Run, process: int = 0) -> int:
     assert rows == [(number, number) for number in range(1, calls + 1)]
     assert [call_in(row) for row in run.rows(f"SELECT {CALL_ROW} FROM calls {only} ORDER BY id")] == of["call"]
     assert run.rows(f"SELECT step, start_ns, wall_ns, calls FROM steps {only} ORDER BY id") == [
-        (one.step, one.start, one.wall, 1) for one in of["step"]
+        (one.step, one.start_ns, one.wall_ns, 1) for one in of["step"]
     ]
     events = [(one.kind, one.data) for one in of["event"]]
     found = run.rows(f"SELECT kind, json FROM events {only} ORDER BY id")

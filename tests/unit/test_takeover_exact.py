@@ -10,7 +10,7 @@ import pytest
 from everything import alike, everything
 from rowring import RowRing, use_row_rings
 from sizes import size
-from synthetic import SECOND, Training, changed, host_event, step_row
+from synthetic import SECOND, Training, changed, host_event, step_row, with_other
 
 from dpmon.record.history_rows import Row
 from dpmon.record.kinds import Event
@@ -54,7 +54,7 @@ def eventful(chance: random.Random, process: int) -> Iterator[list[Row]]:
             passes += 1
             sync = {"sync": chance.randrange(1, 9_000_000), "synced": 1, "sync_number": passes}
             row = records[-1]
-            phases = {**row.phases, "sync": sync.pop("sync")}
+            phases = with_other({**row.phases, "sync": sync.pop("sync")}, row.wall_ns)
             records[-1] = row._replace(phases=phases, counts={**row.counts, **sync})
         if what < 0.45:
             records[-1] = records[-1].timed((None, 1.5, 2.5, None, None, 3.5), 3)

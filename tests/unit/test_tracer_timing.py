@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from played import Process
 
-from dpmon.record.history_rows import UNTIMED
+from dpmon.record.kinds import UNTIMED
 from dpmon.record.names import Untimed
 from dpmon.record.spans import DOING, FLAGS_AT, Flag, Kind, unpacked
 from dpmon.tracer.core.threads import Thread

@@ -239,7 +239,7 @@ def test_a_panel_has_one_name() -> None:
 
 
 def step(mode: str, number: int, wall: int, *, samples: int = 30, backward: bool = True) -> Step:
-    phases = {"forward": wall - 5, **({"backward": 5} if backward else {})}
+    phases = {"forward": wall - 5, **({"backward": 5, "other": 0} if backward else {"other": 5})}
     return Step(0, None, number, mode, number * 10_000_000, wall, samples, phases)
 
 

@@ -168,7 +168,7 @@ def test_the_panel_says_which_parts_the_last_step_lacks() -> None:
     assert step is not None
 
     def said(**changes: Any) -> str:
-        one = with_process(scene, last_step=replace(step, **changes))
+        one = with_process(scene, last_step=step._replace(**changes))
         rows = rows_text(panel_batch.batch(one, 200, 14, LOOK, panel_batch.figures(one)))
         return rows[-1]
 

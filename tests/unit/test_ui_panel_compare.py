@@ -131,7 +131,7 @@ def test_a_refusal_names_its_root_where_there_are_several() -> None:
     assert "dp refused for Loss: no parameters" in compare_text(scene, 60, 12)
     last = focused(scene).last_step
     assert last is not None
-    scene = with_process(scene, last_step=replace(last, mode="dp"))
+    scene = with_process(scene, last_step=last._replace(mode="dp"))
     assert "refused" not in " ".join(compare_text(scene, 60, 12)), "the others have what was asked for"
     assert "dp refused for Loss" in " ".join(compare_text(replace(scene, view=View(zoom="compare")), 60, 20))
 

@@ -166,7 +166,7 @@ def without_training(record: Record) -> Record:
         return replace(record, training=False, grad=False)
     if isinstance(record, Step):
         kept = {name: took for name, took in record.phases.items() if name not in ("backward", "optimizer")}
-        return replace(record, phases=kept)
+        return record._replace(phases=kept)
     return record
 
 

@@ -12,8 +12,7 @@ from dpmon.model.process import NO_STEPS, PHASES, Process
 from dpmon.model.ranks import distributed, training
 from dpmon.model.step_timeline import StepTimeline, last_step_timeline
 from dpmon.model.uneven import INPUT, WAITING_TEXT
-from dpmon.record.history_rows import MAX_SPANS
-from dpmon.record.kinds import Call
+from dpmon.record.kinds import MAX_SPANS, Call
 from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import phase_shown
 from dpmon.store.figures import Figures, PhaseFigures

@@ -158,11 +158,9 @@ class Follower:
         self._interrupts = 0
         self._owed: deque[int] = deque()
         """Signals that came before the command was started and must still be sent to it."""
-        self._reported_killed = False
         self._named = False
-        self._deleted = False
-        self._failed: set[str] = set()
-        """Outputs that failed because of an error in dpmon; each was reported once."""
+        self._said: set[str] = set()
+        """What is said only once."""
 
     @cached_property
     def _progress(self) -> ProgressLines:
@@ -178,8 +176,6 @@ class Follower:
         received before this call.
         """
         self._guard = guard
-        if guard is None:
-            self._progress.line()  # the first printed line covers the time from now on
         if self._lines_to is not None:
             from dpmon.cli.lines import Lines
 
@@ -193,7 +189,8 @@ class Follower:
             if now >= look_due:
                 look_due = now + LOOK_S
                 how, over = self._look()
-                self._look_for_record()
+                if not self._directory.exists():
+                    self._say_once(f"the record was deleted ({self._directory}); the training goes on")
                 if over:
                     self._drain_output()
                     if self._lines is not None:
@@ -213,9 +210,7 @@ class Follower:
         try:
             do(*args)
         except Exception as error:  # noqa: BLE001 - see above
-            if what not in self._failed:
-                self._failed.add(what)
-                self.say(f"no {what}: {error_words(error)}")
+            self._say_once(f"no {what}: {error_words(error)}")
 
     def _look(self) -> tuple[ExitInfo | None, bool]:
         """How the run ended, and whether it is over."""
@@ -229,16 +224,12 @@ class Follower:
             self._forward(self._owed.popleft())
         guard.look()
         how = guard.exit()
-        if guard.killed and not self._reported_killed:
-            self._reported_killed = True
-            self.say("the supervisor was killed; the training goes on, and another supervisor takes over")
+        if guard.killed:
+            self._say_once("the supervisor was killed; the training goes on, and another supervisor takes over")
+        if guard.unrecorded and how is None:
+            name = short_name(self._reader.info)
+            self._say_once(f"that supervisor was killed too; nothing is recorded until dpmon attach {name}")
         return how, how is not None
-
-    def _look_for_record(self) -> None:
-        """Report once that the run's directory was deleted."""
-        if not self._deleted and not self._directory.exists():
-            self._deleted = True
-            self.say(f"the record was deleted ({self._directory}); the training goes on")
 
     def _drain_output(self) -> None:
         for stream in self._streams:
@@ -298,6 +289,11 @@ class Follower:
             self._put_line(json.dumps({"kind": "message", "text": text}).encode() + b"\n")
         else:
             self._put_line(in_stream(f"dpmon: {clean(text)}\n", sys.stderr).encode("utf-8", "replace"))
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self.say(text)
 
     def _put_line(self, line: bytes) -> bool:
         shared = _same_file(1, 2)

@@ -88,6 +88,11 @@ class Guard:
         """Whether the supervisor was killed, or failed."""
         return self._supervisor.poll() not in (None, 0)
 
+    @property
+    def unrecorded(self) -> bool:
+        """Whether the supervisor that took over was killed, or failed, too. No other one is started here."""
+        return self._successor.killed
+
     def exit(self) -> ExitInfo | None:
         """How the run ended, from any source; None while unknown."""
         how = self._reader.exit()
@@ -198,8 +203,8 @@ class Guard:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
-            if ended is None or ended.si_pid == self._supervisor.pid:
-                return
+            if ended is None or ended.si_pid in (self._supervisor.pid, self._successor.pid):
+                return  # Popen reaps these
             if ended.si_pid == command and self.outcome is None and load_exit(self._directory) is None:
                 return
             process = proc.read(ended.si_pid)

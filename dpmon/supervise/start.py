@@ -71,6 +71,11 @@ class Successor:
         """Whether a supervisor started here is alive."""
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def killed(self) -> bool:
+        """Whether a supervisor started here was killed, or failed."""
+        return self._process is not None and self._process.poll() not in (None, 0)
+
     def look(self) -> None:
         """Start a supervisor if the run has none, and none was started here before.
 

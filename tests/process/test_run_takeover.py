@@ -294,8 +294,11 @@ def test_supervisors_killed_one_after_the_other(dpmon: Dpmon) -> None:
     os.kill(info["supervisor_pid"], signal.SIGKILL)
     info = wait_for(lambda: new_supervisor(dpmon, info), what="a new supervisor")
     os.kill(info["supervisor_pid"], signal.SIGKILL)
+    assert process.stderr is not None
+    assert any(b"nothing is recorded until dpmon attach" in line for line in process.stderr)
     finish(dpmon)
-    assert process.wait(100) == 6
+    process.communicate(timeout=100)
+    assert process.returncode == 6
     assert dpmon.exit()["status"] == 6
 
 

@@ -281,7 +281,7 @@ def test_a_line_of_progress_is_printed_now_and_then(dpmon: Dpmon) -> None:
     assert named == [line for line in lines if line.startswith("dpmon: ")][:1]
     assert named[0].endswith(f"  (run {short_name(load_info(dpmon.last()))})")
     lines = [line.partition("  (run ")[0] for line in lines]
-    status = [line.split() for line in lines if line.startswith("dpmon: step ")]
+    status = [line.split() for line in lines if line.startswith("dpmon: step ") and "steps/s" in line]
     assert len(status) >= 2
     steps = [int(fields[2]) for fields in status]
     assert steps == sorted(steps)
@@ -289,7 +289,7 @@ def test_a_line_of_progress_is_printed_now_and_then(dpmon: Dpmon) -> None:
     for fields in status:
         # With much time between steps, the speed within steps is shown beside the rate.
         within = [fields[7], "within", "steps)"] if "within" in fields else []
-        assert fields[4:] == ["steps/s", fields[5], "samples/s", *within, "dp"]
+        assert fields[4:] == ["steps/s", fields[5], "samples/s", *within, "dp", "(virtual)"]
         # The first line may follow the first step at once: the step of the writer takes microseconds.
         steps_s, samples_s = (float(field.replace("k", "e3").replace("M", "e6")) for field in (fields[3], fields[5]))
         assert steps_s > 0  # their number in 0.2 s depends on the machine

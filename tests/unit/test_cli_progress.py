@@ -12,7 +12,7 @@ from stored import Recording
 from synthetic import step_row
 
 from dpmon.cli.progress import ProgressLines
-from dpmon.record.history_rows import Row
+from dpmon.record.history_rows import Row, StepRow
 from dpmon.record.kinds import Event
 
 _SECOND = 10**9
@@ -35,6 +35,10 @@ class FakeReader:
         self.reached: tuple[str, int] | None = None
         self.waits: int | None = None
 
+    def just_after(self, *rows: Row | Event) -> None:
+        """Set the clock to the end of the last step."""
+        self.info.start_ns = NOW_NS - max((row.start + row.wall for row in rows if isinstance(row, StepRow)), default=0)
+
     def activities(self) -> Mapping[int, tuple[str, int]]:
         return self._activities
 
@@ -56,9 +60,11 @@ def step(
 
 
 def line(*processes: Iterable[Row]) -> str:
-    """Return the line of Progress for the rows of each process."""
-    directory = keep(dict(enumerate(processes)), status=None)
-    return ProgressLines(FakeReader(directory)).line()  # type: ignore[arg-type]
+    """Return the line of Progress for the rows of each process, just after the last step."""
+    rows = {number: list(own) for number, own in enumerate(processes)}
+    reader = FakeReader(keep(rows, status=None))
+    reader.just_after(*(row for own in rows.values() for row in own))
+    return ProgressLines(reader).line()  # type: ignore[arg-type]
 
 
 def test_step_speed_and_mode(state: Path) -> None:
@@ -76,63 +82,73 @@ def test_unknown_samples_are_not_added_up(state: Path) -> None:
 
 
 def test_ranks_step_together(state: Path) -> None:
-    ranks = [[step(n) for n in range(1, 11)] for _ in range(4)]
+    who = {"t_s": 0.0, "world": 4}
+    ranks = [[Event("process", {**who, "process": n, "rank": n}), *map(step, range(1, 11))] for n in range(4)]
     assert line(*ranks) == "step 10  4 processes  10.0 steps/s  1.20k samples/s  dp"
 
 
 def test_ranks_have_no_mode(state: Path) -> None:
     who = {"process": 0, "t_s": 0.0}
-    assert line([Event("process", {**who, "world": 2}), step(1, mode="single")]).endswith("samples/s")
-    assert line([Event("process", {**who, "world": 1}), step(1, mode="single")]).endswith("  single")
+    steps = [step(1, mode="single"), step(2, mode="single")]
+    assert line([Event("process", {**who, "world": 2}), *steps]).endswith("samples/s")
+    assert line([Event("process", {**who, "world": 1}), *steps]).endswith("  single")
 
 
 class Going:
     """A live run, whose store gets rows of one process as they are added."""
 
-    def __init__(self) -> None:
-        self.directory = keep({}, status=None)
-        self._recording = Recording(0, self.directory)
+    def __init__(self, activities: Mapping[int, tuple[str, int]] | None = None) -> None:
+        directory = keep({}, status=None)
+        self._recording = Recording(0, directory)
+        self.reader = FakeReader(directory, activities)
+        self.progress = ProgressLines(self.reader)  # type: ignore[arg-type]
 
-    def take(self, *rows: Row) -> None:
+    def takes(self, *rows: Row) -> str:
+        """Return the line just after these rows."""
         self._recording.add(rows)
+        self.reader.just_after(*rows)
+        return self.progress.line()
 
 
-def test_each_line_has_the_rate_since_the_last_one(state: Path) -> None:
-    run = Going()
-    progress = ProgressLines(FakeReader(run.directory, {0: ("data", NOW_NS)}))  # type: ignore[arg-type]
-    run.take(*[step(n) for n in range(1, 11)])
-    assert progress.line().startswith("step 10  10.0 steps/s")
-    assert progress.line() == "in data"
-    run.take(*[step(n, start_ns=_SECOND + (n - 10) * _SECOND // 2, every_ms=500) for n in range(11, 21)])
-    assert progress.line().startswith("step 20  1.85 steps/s"), "half a second each, 0.4 s before the first"
+def test_each_line_has_the_rate_of_the_last_ten_seconds(state: Path) -> None:
+    run = Going({0: ("data", NOW_NS)})
+    assert run.takes(*[step(n) for n in range(1, 11)]).startswith("step 10  10.0 steps/s")
+    assert run.progress.line() == "in data"
+    slow = [step(n, start_ns=_SECOND + (n - 10) * _SECOND // 2, every_ms=500) for n in range(11, 41)]
+    assert run.takes(*slow).startswith("step 40  2.00 steps/s")
 
 
 def test_the_time_of_a_long_gap_is_in_the_line_after_it(state: Path) -> None:
-    run = Going()
-    progress = ProgressLines(FakeReader(run.directory, {0: ("other", 0)}))  # type: ignore[arg-type]
-    run.take(*[step(n) for n in range(1, 11)])
-    progress.line()
-    run.take(step(11, start_ns=21 * _SECOND + _SECOND // 10, every_ms=900))
-    assert progress.line().startswith("step 11  0.05 steps/s  1.44 samples/s (33.3 within steps)")
+    run = Going({0: ("other", 0)})
+    run.takes(*[step(n) for n in range(1, 11)])
+    last = step(11, start_ns=21 * _SECOND + _SECOND // 10, every_ms=900)
+    assert run.takes(last).startswith("step 11  0.10 steps/s  2.86 samples/s (60.0 within steps)"), "of two steps"
+
+
+def test_a_line_long_after_the_last_step_says_so(state: Path) -> None:
+    reader = FakeReader(keep({0: [step(1), step(2)]}, status=None))
+    reader.info.start_ns = NOW_NS - 9 * _SECOND
+    assert ProgressLines(reader).line() == "step 2  no step has ended for 9 s  dp"  # type: ignore[arg-type]
 
 
 def test_a_line_after_an_evaluation_has_the_rate_of_the_training(state: Path) -> None:
     run = Going()
-    progress = ProgressLines(FakeReader(run.directory))  # type: ignore[arg-type]
     at = number = 0
     lines = []
     for count, wall, trains in (
         (50, _SECOND // 100, False),
         (60, _SECOND // 10, True),
-        (20, _SECOND // 100, False),
+        (400, _SECOND // 100, False),
         (60, _SECOND // 5, True),
     ):
+        rows = []
         for _ in range(count):
             number += 1
-            run.take(step_row("single", number, at, wall, 16, (-1, 10, 5 if trains else -1, -1)))
+            rows.append(step_row("single", number, at, wall, 16, (-1, 10, 5 if trains else -1, -1)))
             at += wall
-        lines.append(progress.line())
-    assert [said.split("  ")[1] for said in lines] == ["100 steps/s", "10.0 steps/s", "evaluation", "5.00 steps/s"]
+        lines.append(run.takes(*rows))
+    evaluated = "an evaluation: no training step has ended for 4 s"
+    assert [said.split("  ")[1] for said in lines] == ["100 steps/s", "10.0 steps/s", evaluated, "5.00 steps/s"]
 
 
 def test_without_steps_it_says_what_is_waited_for(state: Path) -> None:

@@ -146,7 +146,7 @@ def test_the_summary_names_the_slow_rank_and_the_waits(state: Path) -> None:
 
 
 def test_the_line_of_progress_names_the_slow_rank(state: Path) -> None:
-    reader: Any = SimpleNamespace(directory=a_run(None), info=SimpleNamespace(start_ns=0))
+    reader: Any = SimpleNamespace(directory=a_run(None), activities=dict, info=SimpleNamespace(start_ns=0))
     assert (
         ProgressLines(reader).line().endswith("  others wait for rank 1: 6.00 ms (34 %), data 6.40 ms against 400 µs")
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from kept import keep
@@ -20,7 +21,7 @@ from dpmon.report.collect import collect
 from dpmon.run.reader import RunReader
 from dpmon.store.figures import Rate
 from dpmon.supervise.metrics import Metrics
-from dpmon.text.quantities import rate_words, samples_rate
+from dpmon.text.quantities import compact, rate_words, samples_rate, within_words
 
 
 def test_texts_show_both_rates_only_if_they_differ() -> None:
@@ -55,7 +56,7 @@ def truth(payloads: list[bytes]) -> tuple[float, float]:
     return samples * 1e9 / elapsed, samples * 1e9 / sum(step.wall_ns for step in steps)
 
 
-def test_epochs_with_gaps_have_one_rate_everywhere(state: Path) -> None:
+def test_epochs_with_gaps_have_one_rate_everywhere(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     payloads, training = epochs()
     true, within = truth(payloads)
     assert within > 8 * true
@@ -88,8 +89,11 @@ def test_epochs_with_gaps_have_one_rate_everywhere(state: Path) -> None:
     found = {line.split("{")[0]: float(line.split()[-1]) for line in text.splitlines() if line.startswith("dpmon_tr")}
     assert found["dpmon_training_samples_total"] / found["dpmon_training_seconds_total"] == pytest.approx(true)
 
-    status = ProgressLines(RunReader(directory)).line()
-    assert f"{true:.0f} samples/s ({within / 1000:.2f}k within steps)" in status
+    reader = RunReader(directory)
+    clock = SimpleNamespace(monotonic_ns=lambda: reader.info.start_ns + process.seen_ns)
+    monkeypatch.setattr("dpmon.cli.progress.time", clock)
+    words = f"{compact(last.samples_per_s)} samples/s{within_words(last.rate)}"
+    assert words in ProgressLines(reader).line()
 
 
 def test_stretches_of_a_report_have_the_gap_as_a_gap_or_in_their_time(state: Path) -> None:

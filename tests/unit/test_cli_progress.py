@@ -12,8 +12,8 @@ from stored import Recording
 from synthetic import step_row
 
 from dpmon.cli.progress import ProgressLines
-from dpmon.record.history_rows import Row, StepRow
-from dpmon.record.kinds import Event
+from dpmon.record.history_rows import Row
+from dpmon.record.kinds import Event, Step
 
 _SECOND = 10**9
 NOW_NS = 10**15
@@ -37,7 +37,9 @@ class FakeReader:
 
     def just_after(self, *rows: Row | Event) -> None:
         """Set the clock to the end of the last step."""
-        self.info.start_ns = NOW_NS - max((row.start + row.wall for row in rows if isinstance(row, StepRow)), default=0)
+        self.info.start_ns = NOW_NS - max(
+            (row.start_ns + row.wall_ns for row in rows if isinstance(row, Step)), default=0
+        )
 
     def activities(self) -> Mapping[int, tuple[str, int]]:
         return self._activities

@@ -24,9 +24,9 @@ _KEYS = ("root", "via", "devices", "absent")
 
 
 class Layout:
-    """How the calls of one module run. For `dim` and `first`, see `Definitions.batch`."""
+    """How the calls of one module run. For `dim`, see `Definitions.batch`."""
 
-    __slots__ = ("devices", "dim", "first", "module", "value")
+    __slots__ = ("devices", "dim", "module", "value")
 
     def __init__(self, number: int, value: Mapping[str, Any]) -> None:
         """Raises LookupError, TypeError, ValueError or AttributeError if `value` is not a layout."""
@@ -40,7 +40,7 @@ class Layout:
         module = value.get("module")
         self.module: int = module if type(module) is int else -1 - number
         """Number of the module; a bare model and its wrapper have the same number."""
-        self.dim, self.first = (_whole(value.get(key, 0)) for key in ("dim", "first"))
+        self.dim = _whole(value.get("dim", 0))
         if self.dim:
             self.value["dim"] = self.dim
         self.devices = len(self.value["devices"])
@@ -113,12 +113,9 @@ class Definitions:
         """Return the definition of a collective; None if unknown."""
         return self._collectives.get(number)
 
-    def batch(self, number: int, dim: int, first: int) -> int:
-        """Return the rows along `dim` of the first tensor with that dimension, from argument `first` on; -1 if none."""
-        for path, shape, *_ in self.sizes(number):
-            argument = path.partition(".")[0]
-            if argument.isdecimal() and int(argument) < first:
-                continue
+    def batch(self, number: int, dim: int) -> int:
+        """Return the rows along `dim` of the first tensor with that dimension; -1 if none."""
+        for _, shape, *_ in self.sizes(number):
             if -len(shape) <= dim < len(shape):
                 return int(shape[dim])
         return -1
@@ -138,7 +135,7 @@ class Definitions:
         value = {**layout.value, "absent": {**layout.value["absent"], **absent}}
         own = _own_number(value)
         if own not in self.layouts:
-            extra = {"module": layout.module, "dim": layout.dim, "first": layout.first}
+            extra = {"module": layout.module, "dim": layout.dim}
             _keep(self.layouts, own, Layout(own, {**value, **extra}))
         return own
 

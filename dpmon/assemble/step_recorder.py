@@ -186,7 +186,7 @@ class StepRecorder:
         if len(self._known) >= _MAX_KNOWN:
             self._known.clear()
         self.out += self.known.rows((site, inputs, outputs))
-        rows = self.known.batch(inputs, layout.dim, layout.first)
+        rows = self.known.batch(inputs, layout.dim)
         plain = layout.devices > 0 and "replicas" not in layout.value["absent"]
         known = plain, inputs, outputs, layout.module, rows
         self._known[call.site, call.inputs, call.outputs] = known
@@ -214,7 +214,7 @@ class StepRecorder:
         if layout is None:
             self.dropped += 1
         elif span.thread == self.thread:
-            self._count(span.flags, layout.module, self.known.batch(inputs, layout.dim, layout.first))
+            self._count(span.flags, layout.module, self.known.batch(inputs, layout.dim))
 
     def _count(self, flags: int, module: int, rows: int) -> None:
         """Count the rows of a call on the training thread."""

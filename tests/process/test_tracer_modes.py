@@ -210,7 +210,7 @@ def refusing(tmp_path_factory: pytest.TempPathFactory) -> Traced:
         ("ReturnsScalar", "a scalar", ["single"] * 5),
         ("ReturnsPairs", "other lengths", ["single"] * 5),
         ("Holds", None, []),  # it is done, by what it holds
-        ("HoldsAsOnlyPart", "holds a DataParallel", ["single"] * 5),
+        ("HoldsAsOnlyPart", None, ["single"] * 5),
         ("Spread", "cpu, meta", ["single"] * 5),
         ("Raises", "no replica, please", ["single"] * 5),
         ("RecursiveScriptModule", "TorchScript", ["single"] * 5),

@@ -17,7 +17,7 @@ import torch
 from dpmon.record.spans import FLAGS_AT, INSIDE_AT, Flag, Kind
 from dpmon.span_ring import Word
 from dpmon.tracer.calls.sites import Functional, Site, Sites
-from dpmon.tracer.calls.split import Split, SplitCall
+from dpmon.tracer.calls.split import Split
 from dpmon.tracer.core.frames import Function, drop_frames, named_like, with_own_code
 from dpmon.tracer.core.module_tables import in_training_mode
 from dpmon.tracer.core.session import Session
@@ -46,16 +46,15 @@ class CallTracer:
     def wrapper(
         self,
         original: Function,
-        other: Function,
-        site_of: Callable[[Any, Thread, Any], Site | None],
+        site_of: Callable[[Any, Thread], Site | None],
         *,
         root: bool,
     ) -> Function:
         """The traced form of `original`, a function of a module and its arguments.
 
-        `site_of(module, thread, args)` makes the site of a module at its first call; None if its calls are not
-        recorded. `other(module, thread, args, kwargs)` runs such calls. `root`: whether the modules are bare roots.
-        A call of a bare root inside another call is not recorded; a data-parallel call inside a root is.
+        `site_of(module, thread)` makes the site of a module at its first call; None if its calls are not recorded.
+        `root`: whether the modules are bare roots. A call of a bare root inside another call is not recorded; a
+        data-parallel call inside a root is.
         """
         session, recorder, modes = self.session, self.recorder, self.modes
         threads, new, sites = recorder.threads, recorder.thread, self.sites.known
@@ -94,10 +93,8 @@ class CallTracer:
                         site = None
                     if site is None or (site.moves and not site.is_current()):
                         with torch._C.DisableTorchFunction():  # hides our reads from the script's modes
-                            site = None if session.off else site_of(module, me, args)
+                            site = None if session.off else site_of(module, me)
                     if site is not None:
-                        if not root and inside and me.split is not None:
-                            me.split.wrapped = True
                         memo, seen = site.inputs, function_modes()
                         if (
                             len(args) == 1
@@ -115,7 +112,7 @@ class CallTracer:
                 except Exception as error:  # noqa: BLE001 - our fault must not reach the script
                     session.fault("begin", error)
                 if site is None:
-                    return other(module, me, args, kwargs)
+                    return original(module, *args, **kwargs)
                 kind, plain, layout = site.kind, site.plain, site.head
                 head = layout | me.head | inside << INSIDE_AT | kind
                 if root:
@@ -185,14 +182,10 @@ class CallTracer:
 
     def forward(self, original: Function) -> Function:
         """The traced form of DataParallel.forward."""
-
-        def other(module: object, me: Thread, args: Any, kwargs: Any) -> Any:
-            return original(module, *args, **kwargs)
-
-        traced: Function = with_own_code(self.wrapper(original, other, self._wrapper_site, root=False))
+        traced: Function = with_own_code(self.wrapper(original, self._wrapper_site, root=False))
         return traced
 
-    def _wrapper_site(self, module: object, me: Thread, args: object) -> Site | None:
+    def _wrapper_site(self, module: object, me: Thread) -> Site | None:
         if not self.session.ready():
             return None
         return self.sites.ready(self.sites.of_wrapper(module))
@@ -217,10 +210,7 @@ class CallTracer:
             ids, output, dim = call.given
             return original(call.module, args, ids, output, dim, kwargs)
 
-        def other(call: Functional, me: Thread, args: object, kwargs: object) -> Any:
-            return self._unrecorded(original, me, call, args, kwargs)
-
-        traced = self.wrapper(run, other, self._functional_site, root=False)
+        traced = self.wrapper(run, self._functional_site, root=False)
 
         def data_parallel(*args: object, **kwargs: object) -> Any:
             if torch.compiler.is_dynamo_compiling():
@@ -248,32 +238,12 @@ class CallTracer:
                 return self.sites.functional(module, _as_given(given)), inputs, named or {}
         return None
 
-    def _functional_site(self, call: Functional, me: Thread, args: object) -> Site | None:
+    def _functional_site(self, call: Functional, me: Thread) -> Site | None:
         if not self.session.ready():
             return None
         if me.inside == Kind.CALL and me.root is not None:
             self.sites.splits_itself(me.root)
         return self.sites.ready(self.sites.of_functional(call))
-
-    def _unrecorded(self, original: Function, me: Thread, call: Functional, args: object, kwargs: object) -> Any:
-        """Run the function without recording it. Without GPUs, it still needs virtual replicas."""
-        ids, output, dim = call.given
-        inside = me.inside
-        plan = function = None
-        with self.session.guarded("functional"):
-            plan = self.modes.unrecorded(call.module, ids)
-            function = None if plan is None else self.split.functional_for(plan)
-        try:
-            me.inside = Kind.WRAPPED  # its phases are not composed calls
-            if plan is None or function is None:
-                return original(call.module, args, ids, output, dim, kwargs)
-            me.split = SplitCall(Site(call, plan, "data_parallel", lambda _: None), me.split)
-            try:
-                return function(call.module, args, list(plan.device_ids or ()), None, dim, kwargs)
-            finally:
-                me.split = me.split.around
-        finally:
-            me.inside = inside
 
 
 class _Forward:

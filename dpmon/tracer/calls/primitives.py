@@ -187,8 +187,6 @@ class Compositions:
             self.sites.splits_itself(me.root)
         devices, me.passed_devices = me.passed_devices, None
         site = self._site(modules, devices, virtual)
-        if modes.unannounced:
-            modes.announce()
         grad = torch.is_grad_enabled()  # a function has no training mode: enabled gradients count as training
         training = in_training_mode(modules[0]) if isinstance(modules[0], torch.nn.Module) else grad
         head = site.head | (Flag.TRAINING * training | Flag.GRAD * grad) << FLAGS_AT
@@ -211,12 +209,13 @@ class Compositions:
         if len(self._sites) >= MAX_SITES:
             self._sites.clear()
         owner = _Composed()
-        site = Site(owner, modes.plan_composed(root, devices, virtual), "data_parallel", lambda _: None)
+        site = Site(owner, modes.for_composed(devices, virtual), "data_parallel", lambda _: None)
         site.root, site.kind = root, Kind.PARALLEL_APPLY
         site.number = self.sites.number(owner)
         if site.gpus:
             self.sites.on_gpus()
         site.head = self.sites.head(site, site.plan)
+        modes.announce(root, site.plan)
         self._sites[root, devices] = modes.serial, owner, site
         return site
 

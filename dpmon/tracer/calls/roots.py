@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from dpmon.record.spans import Kind
 from dpmon.tracer.calls.call_wrapper import CallTracer
 from dpmon.tracer.calls.sites import Site
 from dpmon.tracer.core.frames import Function, first_argument
@@ -80,9 +79,9 @@ class Roots:
         self.calls = calls
         self._guard = session.guarded("modules", fatal=False)
         self.original: Function = torch.nn.Module.__call__
-        self.called = calls.wrapper(self.original, self._other, self._site_of, root=True)
+        self.called = calls.wrapper(self.original, self._site_of, root=True)
         """Traces the calls of a root's class."""
-        self.watcher = calls.wrapper(self.original, self._other, self._site_of, root=True)
+        self.watcher = calls.wrapper(self.original, self._site_of, root=True)
         """The same for all modules, as Module.__call__ during a watch."""
         self._classes: dict[int, Any] = {}
         """Weak references to the classes of the roots that were found, by id.
@@ -119,18 +118,7 @@ class Roots:
         self.on_made: Callable[[], object] = lambda: None
         """Called when a module is made while no watch is active."""
 
-    def _other(self, module: object, me: Thread, args: Any, kwargs: Any) -> Any:
-        """Run the call of a module that is not recorded. The caller removes our frames from a traceback."""
-        if "_is_replica" not in module.__dict__:
-            return self.original(module, *args, **kwargs)
-        around = me.inside
-        try:
-            me.inside = Kind.REPLICA  # no module inside a replica is a root
-            return self.original(module, *args, **kwargs)
-        finally:
-            me.inside = around
-
-    def _site_of(self, module: object, me: Thread, args: Any) -> Site | None:
+    def _site_of(self, module: object, me: Thread) -> Site | None:
         """The site of a module; None if its calls are not recorded."""
         if not self._is_root(module) or not self.session.ready():
             return None
@@ -146,7 +134,7 @@ class Roots:
                     "next",
                 )
             self._register(kind, called=True)
-        return self.calls.sites.ready(self.calls.sites.of_root(module, args))
+        return self.calls.sites.ready(self.calls.sites.of_root(module))
 
     def _is_root(self, module: object) -> bool:
         known = self._verdicts.get(id(module))
@@ -168,7 +156,7 @@ class Roots:
         while frame is not None:
             if frame.f_code.co_name == "forward":
                 owner = first_argument(frame)
-                parts = modules_of(owner) if isinstance(owner, torch.nn.Module) else ()
+                parts = modules_of(owner) if isinstance(owner, Module) and _is_model(owner) else ()
                 if owner is not module and any(part is module for part in parts):
                     self._warn_unseen(
                         f"{class_name(owner)}.forward() is called directly, without Module.__call__, so dpmon cannot "
@@ -305,6 +293,9 @@ class Roots:
 def _is_model(module: object) -> bool:
     """Whether calls of a module are recorded. Modules without parameters (a loss, a transform) are not.
 
-    A DataParallel is traced through its forward.
+    A DataParallel is traced through its forward, and a model that gets its weights as arguments (`make_functional`)
+    through the module inside, which has the weights during the call.
     """
-    return not isinstance(module, torch.nn.DataParallel) and next(parameters_of(module), None) is not None
+    if isinstance(module, torch.nn.DataParallel) or type(module).__module__.startswith("torch._functorch"):
+        return False
+    return next(parameters_of(module), None) is not None

@@ -16,7 +16,7 @@ from dpmon.tracer.core.module_tables import Place, class_name, in_training_mode,
 from dpmon.tracer.core.session import Memo, Session
 from dpmon.tracer.devices.timing import gpus_of, may_be_used
 from dpmon.tracer.modes.decision import Modes
-from dpmon.tracer.modes.plans import DP, SINGLE, Plan, overrides
+from dpmon.tracer.modes.plans import DP, SINGLE, Plan, holds_data_parallel, overrides
 
 MAX_SITES = 1024
 MAX_NUMBERS = 1 << 14
@@ -61,7 +61,6 @@ class Site:
     __slots__ = (
         "absent",
         "dim",
-        "first",
         "gpus",
         "head",
         "inputs",
@@ -95,8 +94,8 @@ class Site:
         """The name of the model: see Sites.name."""
         self.number = 0
         """Number of the model; a wrapper shares it."""
-        self.dim = self.first = 0
-        """`dim`: the dimension along which a batch is split. `first`: number of leading arguments that are weights."""
+        self.dim = 0
+        """The dimension along which a batch is split."""
         self.head = 0
         """Layout and flags for the span of a call: see Sites.head."""
         self.inputs, self.outputs, self.share = Memo(), Memo(), Memo()
@@ -153,31 +152,23 @@ class Sites:
 
     # ---------------------------------------------------------------- how each kind is called
 
-    def of_root(self, module: Any, args: tuple[Any, ...]) -> Site:
-        """Make the site of a bare root. `args`: the arguments of its call."""
-        weights = weights_given(type(module))
-        if weights and args and isinstance(args[0], (list, tuple)):
-            site = self._new(module, self.modes.stateless(module, args[0]), None)
-            site.first = weights
-            site.root = self.modes.names.of(getattr(module, "stateless_model", module))
-            return site
-        plan = self.modes.plan(module, False)
+    def of_root(self, module: Any) -> Site:
+        """Make the site of a bare root."""
+        plan = self.modes.for_root(module)
         ddp = isinstance(module, torch.nn.parallel.DistributedDataParallel)
         site = self._new(module, plan, DDP if ddp else FSDP if is_a(module, "FSDPModule") else None)
-        site.root = self.modes.names.of(module)
         site.dim = self.session.config.batch_dim
         site.place = Place(module)
         if plan.mode == SINGLE:
             site.stages = stages_of(module.module if ddp else module, self.session)
             if site.stages is not None:
                 site.gpus = gpus_of(site.stages.devices)
-            site.plain = site.stages is None and not _holds_wrapper(module)
+            site.plain = site.stages is None and not holds_data_parallel(module)
         return site
 
     def of_wrapper(self, module: Any) -> Site:
         """Make the site of a DataParallel."""
-        site = self._new(module, self.modes.plan(module, True), class_name(module))
-        site.root = self.modes.names.of(module)
+        site = self._new(module, self.modes.for_wrapper(module), class_name(module))
         site.dim = self.modes.dim_of(module) or 0
         site.own = own_methods(type(module))
         return site
@@ -194,8 +185,7 @@ class Sites:
     def of_functional(self, functional: Functional) -> Site:
         """Make the site of a module passed to `data_parallel`."""
         module = functional.module
-        site = self._new(functional, self.modes.functional(module, functional.given[0]), "data_parallel")
-        site.root = self.modes.names.of(module)
+        site = self._new(functional, self.modes.for_functional(module, functional.given[0]), "data_parallel")
         site.dim = functional.given[2]
         site.place = Place(module)
         return site
@@ -205,14 +195,14 @@ class Sites:
         return Site(module, plan, via, lambda _: known.pop(key, None))
 
     def ready(self, site: Site) -> Site | None:
-        """Define the site's layout and register the site for all threads; None if the layout cannot be written."""
+        """Name the site, and register it for all threads; None if its layout cannot be written."""
         module = site.module()
-        site.number = self.number(module.module if isinstance(module, Functional) else module)
+        model = module.module if isinstance(module, Functional) else module
+        site.root, site.number = self.modes.names.of(model), self.number(model)
         device = None if site.place is None else site.place.device
         site.moves = device is not None and (device.type != "cpu" or may_be_used())
         site.head = self.head(site, site.plan)
-        if self.modes.unannounced:
-            self.modes.announce()
+        self.modes.announce(site.root, site.plan)
         if site.gpus:
             self.on_gpus()
         self.known.pop(id(module), None)
@@ -258,7 +248,7 @@ class Sites:
     def head(self, site: Site, plan: Plan) -> int:
         """Return layout and flags for the span of a call by this plan. The layout is 0 if it cannot be written."""
         devices = plan.devices if site.stages is None else site.stages.devices
-        key = site.root, site.via, devices, tuple(site.absent.items()), plan.on_cpu, site.number, site.dim, site.first
+        key = site.root, site.via, devices, tuple(site.absent.items()), plan.on_cpu, site.number, site.dim
         number = self.session.define(key, lambda: _spell(site, plan))
         flags = Flag.DP if plan.mode == DP else Flag.SINGLE
         if plan.virtual is not None and plan.mode == DP:
@@ -272,7 +262,7 @@ def _spell(site: Site, plan: Plan) -> dict[str, Any]:
         devices, absent = site.stages.devices, site.stages.absent
     absent = {**absent, **_NOT_APART.get(site.via or "", {})}
     layout = {"root": site.root, "via": site.via, "devices": list(devices), "absent": {**absent, **site.absent}}
-    return {**layout, "module": site.number, "dim": site.dim, "first": site.first}
+    return {**layout, "module": site.number, "dim": site.dim}
 
 
 def own_methods(kind: type) -> tuple[str, ...]:
@@ -280,14 +270,3 @@ def own_methods(kind: type) -> tuple[str, ...]:
     return tuple(
         name for name in ("forward", "scatter", "replicate", "parallel_apply", "gather") if overrides(kind, name)
     )
-
-
-def weights_given(kind: type) -> int:
-    """Return how many leading arguments are parameters and buffers; 0 if the module holds these itself."""
-    if not kind.__module__.startswith("torch._functorch"):
-        return 0
-    return {"FunctionalModule": 1, "FunctionalModuleWithBuffers": 2}.get(kind.__name__, 0)
-
-
-def _holds_wrapper(module: object) -> bool:
-    return any(isinstance(inner, torch.nn.DataParallel) for inner in modules_of(module))

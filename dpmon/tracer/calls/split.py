@@ -53,7 +53,7 @@ class Before:
 class SplitCall:
     """One call while it runs over several devices."""
 
-    __slots__ = ("around", "before", "head", "plan", "primitives", "running", "share", "site", "watch", "wrapped")
+    __slots__ = ("around", "before", "head", "plan", "primitives", "running", "share", "site", "watch")
 
     def __init__(self, site: Site, around: object, watch: ReplicaWatch | None = None) -> None:
         self.site = site
@@ -71,8 +71,6 @@ class SplitCall:
         self.before: Before | None = None
         self.running: Any = None
         """The running DataParallel, or its view."""
-        self.wrapped = False
-        """Whether a data-parallel call ran inside this call."""
 
 
 class Split:
@@ -125,8 +123,6 @@ class Split:
             try:
                 if me.tried is not None:
                     self.modes.tried(me, failed)
-                if self.modes.doubtful and me.inside == 0:
-                    self.modes.decide(call.wrapped)
                 if call.share is not None and not failed:
                     self._lone_replica(me, call, outputs)
                 if call.site.own and not failed:
@@ -280,7 +276,6 @@ class Split:
                 plan = self.modes.failed(me, module, reason, final)
                 if plan is None:
                     plan = self._planned_anew(call.site, module).plan
-                    self.modes.announce()
                 call.plan = plan
                 call.head = self.sites.head(call.site, plan)
             finally:
@@ -292,7 +287,7 @@ class Split:
             why.__traceback__ = None
 
     def _planned_anew(self, site: Site, module: object) -> Site:
-        fresh = self.sites.of_root(module, ()) if site.via is None else self.sites.of_wrapper(module)
+        fresh = self.sites.of_root(module) if site.via is None else self.sites.of_wrapper(module)
         self.sites.ready(fresh)
         return fresh
 

@@ -18,11 +18,11 @@ from dpmon.tracer.core.session import Session
 from dpmon.tracer.core.threads import Thread
 from dpmon.tracer.modes.plans import (
     DP,
-    HOLDS,
     SINGLE,
     Plan,
     default_device,
     device_of,
+    holds_data_parallel,
     on_one,
     refused,
     uncopyable,
@@ -62,10 +62,6 @@ class Modes:
         """By id: weak references to bare roots with a data_parallel or similar call in their forward."""
         self._events = 0
         self.names = RootNames()
-        self.unannounced: list[tuple[str, Plan]] = []
-        """Roots and their plans that are not recorded yet."""
-        self.doubtful: list[tuple[str, Plan]] = []
-        """Refusals for roots that hold a DataParallel. They are dropped if the DataParallel runs in the root's call."""
         self._virtual: dict[tuple[int, str], VirtualDevices] = {}
 
     def constructed(self, wrapper: object, dim: int) -> None:
@@ -105,24 +101,6 @@ class Modes:
             ring.words[Word.MODE] = mode
             ring.words[Word.ANSWERED] = self.serial
 
-    def plan(self, module: torch.nn.Module, wrapper: bool) -> Plan:
-        """Make the plan for `module`: a DataParallel (`wrapper`) or a bare root."""
-        plan = self._for_wrapper(module) if wrapper else self._for_root(module)
-        holds = plan.refused and not wrapper and (plan.reason or "").startswith(HOLDS)
-        (self.doubtful if holds else self.unannounced).append((self.names.of(module), plan))
-        return plan
-
-    def stateless(self, module: torch.nn.Module, weights: Any) -> Plan:
-        """Make the plan for a model that gets its weights as call arguments; it runs on their device."""
-        tensor = next((value for value in weights if isinstance(value, torch.Tensor)), None)
-        here = (str(torch.device("cpu") if tensor is None else tensor.device),)
-        if self.chosen == DP and not self.locked:
-            plan = refused(here[0], "its weights are arguments of each call")
-        else:
-            plan = Plan(SINGLE, here)
-        self.unannounced.append((self.names.of(module), plan))
-        return plan
-
     def failed(self, me: Thread, module: torch.nn.Module, reason: str, final: bool) -> Plan | None:
         """Handle a failure of dp in one call. Return the plan for that call; None to plan the module again.
 
@@ -158,55 +136,31 @@ class Modes:
         if self._refused:
             self._refused.pop(id(module), None)
 
-    def decide(self, runs_inside: bool) -> None:
-        """Announce or drop the doubtful refusals after a root's call. `runs_inside`: the call ran its DataParallel."""
-        made, self.doubtful = self.doubtful, []
-        if not runs_inside:
-            self.unannounced += made
-            self.announce("last")
-
-    def announce(self, first: str = "next") -> None:
-        """Acknowledge and record the new plans. `first`: whether their first call is the "next" or the "last" call."""
-        made, self.unannounced = self.unannounced, []
-        ring = self.session.ring
-        if ring is None:
+    def announce(self, root: str, plan: Plan) -> None:
+        """Acknowledge and record the plan for the next call of a root."""
+        self._acknowledge(plan.mode)
+        self._events += 1
+        if self._events > MAX_EVENTS:
             return
-        for root, plan in made:
-            self._acknowledge(plan.mode)
-            self._events += 1
-            if self._events > MAX_EVENTS:
-                continue
-            config = self.session.config
-            if plan.refused and plan.mode == SINGLE and not self.by_user and (config.explicit or config.mode == "dp"):
-                self.session.warn(f"dp was requested, but {root} runs on one device: {plan.reason}")
-            self.session.event(
-                "mode",
-                first,
-                step=None,
-                call=None,
-                root=root,
-                mode=MODES[plan.mode],
-                requested_by="user" if self.by_user else "start",
-                devices=list(plan.devices),
-                virtual=plan.virtual is not None,
-                reason=plan.reason,
-                refused=plan.reason if plan.refused else None,
-            )
+        config = self.session.config
+        if plan.refused and plan.mode == SINGLE and not self.by_user and (config.explicit or config.mode == "dp"):
+            self.session.warn(f"dp was requested, but {root} runs on one device: {plan.reason}")
+        self.session.event(
+            "mode",
+            "next",
+            step=None,
+            call=None,
+            root=root,
+            mode=MODES[plan.mode],
+            requested_by="user" if self.by_user else "start",
+            devices=list(plan.devices),
+            virtual=plan.virtual is not None,
+            reason=plan.reason,
+            refused=plan.reason if plan.refused else None,
+        )
 
-    # ---------------------------------------------------------------- plans
-
-    def functional(self, module: torch.nn.Module, device_ids: object) -> Plan:
+    def for_functional(self, module: torch.nn.Module, device_ids: Any) -> Plan:
         """Make the plan for torch's functional data_parallel of `module` over `device_ids` (None: all devices)."""
-        plan = self._for_functional(module, device_ids)
-        self.unannounced.append((self.names.of(module), plan))
-        return plan
-
-    def unrecorded(self, module: torch.nn.Module, device_ids: object) -> Plan | None:
-        """Make the plan of `functional` for a call that is not recorded; None if the call runs as written."""
-        plan = self._for_functional(module, device_ids)
-        return plan if plan.virtual is not None else None
-
-    def _for_functional(self, module: torch.nn.Module, device_ids: Any) -> Plan:
         inner = device_of(module) or default_device()
         here = (str(inner),)
         if self.locked or inner.type not in ("cpu", "cuda"):
@@ -233,6 +187,8 @@ class Modes:
             return Plan(SINGLE, own[:1], tuple(ids)[:1])
         return Plan(DP if len(own) > 1 else SINGLE, own)
 
+    # ---------------------------------------------------------------- plans
+
     def splits_itself(self, module: object, found: bool = False) -> bool:
         """Return whether a bare root's forward has made a data_parallel or similar call before.
 
@@ -243,19 +199,16 @@ class Modes:
             self._splitting[id(module)] = weakref.ref(module)
         return known is not None and known() is module
 
-    def plan_composed(self, root: str, devices: tuple[str, ...], virtual: VirtualDevices | None) -> Plan:
+    def for_composed(self, devices: tuple[str, ...], virtual: VirtualDevices | None) -> Plan:
         """Make the plan for calls that a script composes from primitives, over the devices that the script passes."""
         reason = None if virtual is None else "no GPU: replicas share the CPU"
         if self.chosen == SINGLE and not self.locked:
             reason = "the script composes replicate, scatter, parallel_apply and gather itself"
-            plan = Plan(DP, devices, None, virtual, reason, True)
-        else:
-            asked = self.session.config.replicas
-            if asked is not None and asked != len(devices) and not self.locked:
-                reason = f"the script itself passes {len(devices)} devices to the primitives; {asked} were requested"
-            plan = Plan(DP, devices, None, virtual, reason)
-        self.unannounced.append((root, plan))
-        return plan
+            return Plan(DP, devices, None, virtual, reason, True)
+        asked = self.session.config.replicas
+        if asked is not None and asked != len(devices) and not self.locked:
+            reason = f"the script itself passes {len(devices)} devices to the primitives; {asked} were requested"
+        return Plan(DP, devices, None, virtual, reason)
 
     def composed_devices(self) -> VirtualDevices | None:
         """Return virtual devices for the script's own calls of primitives without a GPU; None to run as written."""
@@ -269,7 +222,8 @@ class Modes:
             return None
         return known[1]
 
-    def _for_wrapper(self, module: Any) -> Plan:
+    def for_wrapper(self, module: Any) -> Plan:
+        """Make the plan for a DataParallel."""
         own = tuple(f"{module.src_device_obj.type}:{i}" for i in module.device_ids)
         # A module without parameters, such as a loss, runs on the devices of its inputs.
         inner = device_of(module.module) or (module.src_device_obj if own else default_device())
@@ -297,7 +251,8 @@ class Modes:
             return on_one(module, own, plan.reason)
         return plan
 
-    def _for_root(self, module: torch.nn.Module) -> Plan:
+    def for_root(self, module: torch.nn.Module) -> Plan:
+        """Make the plan for a bare root."""
         inner = device_of(module)
         here = (str(inner or "cpu"),)
         if self.locked:
@@ -305,6 +260,8 @@ class Modes:
         mode = self.chosen or (DP if self.session.config.explicit else SINGLE)
         if mode == SINGLE:
             return Plan(SINGLE, here)
+        if holds_data_parallel(module):
+            return Plan(SINGLE, here, reason="it holds a DataParallel, which has a mode of its own")
         refusal = self._refusal(module) or unsplittable(module)
         if self.splits_itself(module):
             refusal = "its own forward runs a part of it data-parallel"

@@ -20,8 +20,6 @@ from dpmon.tracer.core.module_tables import (
 from dpmon.tracer.modes.virtual import VirtualDevices
 
 DP, SINGLE = 1, 2
-HOLDS = "it holds a"
-"""Start of the reason when a bare root cannot be split because it contains a wrapper."""
 _HOST_ONLY = "the devices are CPUs: host time is all there is"
 _NO_EVENTS = "it was not timed: only calls of the training thread are timed"
 
@@ -91,14 +89,18 @@ def unsplittable(module: torch.nn.Module) -> str | None:
     unfit = unreplicable(module)
     if unfit is not None:
         return unfit
-    for inner in modules_of(module):
-        if isinstance(inner, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
-            return f"{HOLDS} {class_name(inner)} of its own"
+    if any(isinstance(inner, torch.nn.parallel.DistributedDataParallel) for inner in modules_of(module)):
+        return "it holds a DistributedDataParallel of its own"
     devices = {str(tensor.device) for tensor in parameters_of(module)}
     devices |= {str(tensor.device) for tensor in buffers_of(module)}
     if len(devices) > 1:
         return f"its parameters are spread over {', '.join(sorted(devices))}"
     return None
+
+
+def holds_data_parallel(module: object) -> bool:
+    """Whether the module or a part of it is a DataParallel."""
+    return any(isinstance(inner, torch.nn.DataParallel) for inner in modules_of(module))
 
 
 def uncopyable(module: object) -> str | None:

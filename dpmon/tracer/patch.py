@@ -46,7 +46,7 @@ from dpmon.tracer.calls.sites import Sites
 from dpmon.tracer.calls.split import Split
 from dpmon.tracer.collectives import Collectives, GradientSync
 from dpmon.tracer.core.exceptions import uncaught
-from dpmon.tracer.core.frames import Function, hide_from_dynamo
+from dpmon.tracer.core.frames import Function, followed, hide_from_dynamo
 from dpmon.tracer.core.session import Config, Session, rank_and_world
 from dpmon.tracer.devices.timing import cuda_starting
 from dpmon.tracer.memory import allocator
@@ -168,7 +168,7 @@ def _constructing(original: Function, modes: Modes, calls: CallTracer) -> Functi
         if type(wrapper) is not torch.nn.DataParallel:
             calls.adopt(type(wrapper))
 
-    return modes.session.followed(original, made, "construct")
+    return followed(original, modes.session.guarded("construct"), made)
 
 
 def _no_interrupt(number: int, frame: object) -> None:

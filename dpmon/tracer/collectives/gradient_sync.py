@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from dpmon.record.spans import FLAGS_AT, LEAD_NS, MAX_LEAD, SITE_AT, WRAPPER_AT, Flag, Kind
-from dpmon.tracer.core.frames import Function, drop_frames, named_like
+from dpmon.tracer.core.frames import Function, followed
 from dpmon.tracer.core.module_tables import class_name
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.core.threads import Thread
@@ -84,34 +84,20 @@ class GradientSync:
         self._recorder.on_backward_begins = self._backward_begins
 
     def _traced(self, original: Function) -> Function:
-        is_compiling, clock, is_grad_enabled = torch.compiler.is_dynamo_compiling, monotonic_ns, torch.is_grad_enabled
         wrappers, waiting, threads = self._wrappers, self._waiting, self._recorder.threads
 
-        def _post_forward(module: Any, output: object) -> Any:
-            if is_compiling():
-                return original(module, output)
-            began = clock()
-            try:
-                result = original(module, output)
-            except BaseException as error:
-                drop_frames(error)
-                module = output = None
-                raise
-            try:
-                if is_grad_enabled():
-                    wrapper = wrappers.get(id(module)) or self._known(module)
-                    wrapper.base, wrapper.averages = began, module.require_backward_grad_sync
-                    me = threads.get(get_ident())
-                    root = None if me is None else me.root
-                    wrapper.inner = root is None or root.module() is not module
-                    if not wrapper.waits:
-                        wrapper.waits = True
-                        waiting.append(wrapper)
-            except Exception as error:  # noqa: BLE001 - our fault must not reach the script
-                self._session.fault("gradients", error, fatal=False)
-            return result
+        def forward_ended(_: object, began: int, module: Any, output: object) -> None:
+            if torch.is_grad_enabled():
+                wrapper = wrappers.get(id(module)) or self._known(module)
+                wrapper.base, wrapper.averages = began, module.require_backward_grad_sync
+                me = threads.get(get_ident())
+                root = None if me is None else me.root
+                wrapper.inner = root is None or root.module() is not module
+                if not wrapper.waits:
+                    wrapper.waits = True
+                    waiting.append(wrapper)
 
-        return named_like(_post_forward, original)
+        return followed(original, self._session.guarded("gradients", fatal=False), forward_ended)
 
     def _known(self, module: object) -> _TracedWrapper:
         """Remember a wrapper while it lives."""

@@ -6,8 +6,9 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from inspect import CO_OPTIMIZED
+from time import monotonic_ns
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -103,6 +104,44 @@ def named_like(wrapper: Function, original: Function) -> Function:
         setattr(wrapper, name, getattr(original, name))
     wrapper.__dict__["__wrapped__"] = original
     return wrapper
+
+
+def followed(
+    original: Function,
+    guard: AbstractContextManager[object],
+    after: Callable[..., object],
+    *,
+    before: Callable[..., object] | None = None,
+    failed: Callable[..., object] | None = None,
+) -> Function:
+    """Return the traced form of a function that is called rarely; `guard` keeps faults of ours away from the script.
+
+    It calls `before(*args, **kwargs)`, then the function, then `after(result, began, *args, **kwargs)`, or
+    `failed(error, *args, **kwargs)` if the function raises. `began`: when the function began (monotonic ns).
+    """
+    from torch.compiler import is_dynamo_compiling as is_compiling  # see `hide_from_dynamo`
+
+    def wrapper(*args: object, **kwargs: object) -> Any:
+        if is_compiling():
+            return original(*args, **kwargs)
+        if before is not None:
+            with guard:
+                before(*args, **kwargs)
+        began = monotonic_ns()
+        try:
+            result = original(*args, **kwargs)
+        except BaseException as error:
+            if failed is not None:
+                with guard:
+                    failed(error, *args, **kwargs)
+            drop_frames(error)
+            args, kwargs = (), {}
+            raise
+        with guard:
+            after(result, began, *args, **kwargs)
+        return result
+
+    return named_like(wrapper, original)
 
 
 def with_own_code(wrapper: Any) -> Any:

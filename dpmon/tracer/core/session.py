@@ -26,7 +26,6 @@ from dpmon.span_ring import SLOTS, SpanRing
 from dpmon.tracer.append import append, note
 from dpmon.tracer.core import sizes
 from dpmon.tracer.core.exceptions import in_a_line
-from dpmon.tracer.core.frames import Function, drop_frames, named_like
 
 Tensor = torch.Tensor
 
@@ -322,30 +321,7 @@ class Session:
                 self._known[key] = number
         return number or 0
 
-    # ---------------------------------------------------------------- wrappers and faults
-
-    def followed(self, original: Function, after: Callable[..., object], where: str, fatal: bool = True) -> Function:
-        """Return the traced form of a function: calls `after(result, began, *args, **kwargs)` when it has returned.
-
-        `began`: its start (monotonic ns). Faults of `after` are guarded. Not for the hot path.
-        """
-        guard, is_compiling = self.guarded(where, fatal), torch.compiler.is_dynamo_compiling
-
-        def wrapper(*args: object, **kwargs: object) -> Any:
-            if is_compiling():
-                return original(*args, **kwargs)
-            began = monotonic_ns()
-            try:
-                result = original(*args, **kwargs)
-            except BaseException as error:
-                drop_frames(error)
-                args, kwargs = (), {}
-                raise
-            with guard:
-                after(result, began, *args, **kwargs)
-            return result
-
-        return named_like(wrapper, original)
+    # ---------------------------------------------------------------- faults
 
     def guarded(self, where: str, fatal: bool = True) -> FaultGuard:
         """Return a guard of a block that does `_DOING[where]`. The hot path has `try` and `fault` instead."""

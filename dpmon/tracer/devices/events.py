@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from dpmon.record.names import Untimed
-from dpmon.tracer.core.frames import Function, drop_frames, named_like
+from dpmon.tracer.core.frames import followed
 
 MAX_PENDING = 256
 """Most phases of a device that wait for their times. No step begins to be timed while half of them wait."""
@@ -45,37 +45,22 @@ class Captures:
 
     def watch(self, kind: Any) -> None:
         """Wrap the methods of a graph class such as torch.cuda.CUDAGraph. Raises AttributeError if torch lacks them."""
-        begin, end = kind.capture_begin, kind.capture_end
-        kind.capture_begin, kind.capture_end = self._beginning(begin), self._ending(end)
+        graphs, guard = self._graphs, suppress(Exception)
 
-    def _beginning(self, original: Function) -> Function:
-        def capture_begin(graph: object, *args: object, **kwargs: object) -> Any:
-            key, graphs = id(graph), self._graphs
-            try:
-                # Set before the capture begins: a query in between would end it.
-                graphs[key] = weakref.ref(graph, lambda _: graphs.pop(key, None))
-                return original(graph, *args, **kwargs)
-            except BaseException as error:
-                graphs.pop(key, None)
-                drop_frames(error)
-                graph, args, kwargs = None, (), {}
-                raise
-
-        return named_like(capture_begin, original)
-
-    def _ending(self, original: Function) -> Function:
-        def capture_end(graph: object, *args: object, **kwargs: object) -> Any:
+        def begins(graph: object, *_: object, **__: object) -> None:
             key = id(graph)
-            try:
-                return original(graph, *args, **kwargs)
-            except BaseException as error:
-                drop_frames(error)
-                graph, args, kwargs = None, (), {}
-                raise
-            finally:
-                self._graphs.pop(key, None)
+            graphs[key] = weakref.ref(graph, lambda _: graphs.pop(key, None))
 
-        return named_like(capture_end, original)
+        def failed(error: object, graph: object, *_: object, **__: object) -> None:
+            graphs.pop(id(graph), None)
+
+        def ended(result: object, began: int, graph: object) -> None:
+            graphs.pop(id(graph), None)
+
+        begin, end = kind.capture_begin, kind.capture_end
+        # Noted before the capture begins: a query in between would end it.
+        kind.capture_begin = followed(begin, guard, lambda *_, **__: None, before=begins, failed=failed)
+        kind.capture_end = followed(end, guard, ended, failed=failed)
 
 
 _captures: Captures | None = None

@@ -17,7 +17,7 @@ from typing import Any
 
 from dpmon.record.spans import INSIDE_AT, SITE_AT, Kind
 from dpmon.tracer.calls.sites import Functional, Sites
-from dpmon.tracer.core.frames import Function
+from dpmon.tracer.core.frames import Function, followed
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.memory import allocator
 from dpmon.tracer.memory.storages import GRADIENTS, MAX_TENSORS, STATES, Walk, mapped_files
@@ -87,7 +87,7 @@ class Memory:
                 self.opened()
             self.on_optimizer()
 
-        return self.session.followed(original, made, "optimizers", fatal=False)
+        return followed(original, self.session.guarded("optimizers", fatal=False), made)
 
     def opened(self) -> None:
         """Report to the assembler that the script makes optimizers.

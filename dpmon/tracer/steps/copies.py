@@ -122,13 +122,9 @@ class _Method:
             return self.__wrapped__.__get__(tensor, kind)
         return MethodType(self._function, tensor)
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
-        try:
-            return self._function(*args, **kwargs)
-        except BaseException as error:
-            drop_frames(error)
-            args, kwargs = (), {}
-            raise
+    @property
+    def __call__(self) -> Function:
+        return self._function  # without a frame of its own
 
     def __eq__(self, other: object) -> bool:
         return other is self or other is self.__wrapped__

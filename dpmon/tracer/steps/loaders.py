@@ -19,7 +19,7 @@ import torch
 from torch.utils import data as torch_data
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
-from dpmon.tracer.core.frames import Function
+from dpmon.tracer.core.frames import Function, followed
 from dpmon.tracer.core.module_tables import class_name
 from dpmon.tracer.core.session import Session, raise_from_signal
 
@@ -71,7 +71,7 @@ class Loaders:
         def started(iterator: object, began: int, loader: object) -> None:
             self._started(iterator, began, monotonic_ns() - began, loader)
 
-        return self.session.followed(original, started, "loader", fatal=False)
+        return followed(original, self.session.guarded("loader", fatal=False), started)
 
     def opened(self) -> None:
         """Write the events that were kept until the ring was open."""

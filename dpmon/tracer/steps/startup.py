@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dpmon.tracer.append import note
-from dpmon.tracer.core.frames import Function, drop_frames, named_like
+from dpmon.tracer.core.frames import followed
 from dpmon.tracer.core.module_tables import class_name
 from dpmon.tracer.core.session import Session
 
@@ -35,28 +35,19 @@ class Startup:
         original = getattr(torch.distributed, "init_process_group", None)  # some builds lack it
         if original is None:
             return
-        traced = self._joining(original)
+        traced = followed(
+            original,
+            self.session.guarded("startup", fatal=False),
+            lambda *_, **__: self.ended(None),
+            before=lambda *args, **kwargs: self._note(lambda: _group(args, kwargs)),
+            failed=lambda error, *_, **__: self.ended(error),
+        )
         for name, module in list(sys.modules.items()):
             if not name.startswith("torch.distributed"):
                 continue
             members = getattr(module, "__dict__", None)  # a script may put None there to forbid an import
             if type(members) is dict and members.get("init_process_group") is original:
                 members["init_process_group"] = traced
-
-    def _joining(self, original: Function) -> Function:
-        def init_process_group(*args: object, **kwargs: object) -> Any:
-            self._note(lambda: _group(args, kwargs))
-            try:
-                joined = original(*args, **kwargs)
-            except BaseException as error:
-                self.ended(error)
-                drop_frames(error)
-                args, kwargs = (), {}
-                raise
-            self.ended(None)
-            return joined
-
-        return named_like(init_process_group, original)
 
     def fetch_begins(self, iterator: object) -> bool:
         """Note the first fetch of a loader before the first call. Return whether it was noted."""

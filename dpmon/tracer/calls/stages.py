@@ -8,9 +8,9 @@ host time, and on a GPU also a device time from events. No synchronisation is ad
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from threading import get_ident
 from time import monotonic_ns
 from typing import Any
@@ -42,17 +42,9 @@ _COMPILED = "the model is compiled: hooks on its parts would break its graph"
 _THREADS = "parts of the model ran on other threads at the same time: they are in no stage"
 
 
-class Part:
-    """A part of the root on one device. `device`: None without parameters; such a part runs on its input's device."""
-
-    __slots__ = ("device", "enter", "leave", "module", "name")
-
-    def __init__(self, name: str, module: object, device: str | None) -> None:
-        self.name = name
-        self.module = weakref.ref(module)
-        self.device = device
-        self.enter: Callable[..., None]
-        self.leave: Callable[..., None]
+_Part = tuple[str, torch.nn.Module, str | None]
+"""Name, module and device of a part of the root."""
+_Hook = Callable[..., None]
 
 
 class TracedStage:
@@ -77,32 +69,24 @@ class TracedStage:
 class Stages:
     """The parts of one root, and their stages in the current call."""
 
-    def __init__(self, session: Session, devices: tuple[str, ...], parts: list[Part], absent: str | None) -> None:
+    def __init__(self, session: Session, devices: tuple[str, ...], parts: Iterable[_Part], absent: str | None) -> None:
+        """`absent`: why there are no stages; None if there are."""
         self.session = session
         self.devices = devices
-        self.parts = parts
-        self._absent = absent
+        why = (f"{device}: {_WHY.get(device.partition(':')[0], _NO_EVENTS)}" for device in devices)
+        self.absent = {"device_ms": "; ".join(why)}
+        """Reasons for the missing fields of a call with stages."""
+        if absent is not None:
+            self.absent["stages"] = absent
         self._ran: list[TracedStage] = []
-        self._current: TracedStage | None = None
-        """Stage of the running part; None if it is beyond the limit."""
-        self._running: list[tuple[Part, Any]] = []
-        """The running parts, outermost first, each with the exception that was being handled when the part began."""
         self._thread = 0
         self._elsewhere = False
         """Whether a part has run on another thread. Such a part is in no stage."""
-        self._open = False
         self._timing: Timing | None = None
-        for part in parts:
-            part.enter, part.leave = self._hooks(part)
+        self._hooked = [(weakref.ref(module), self._hooks(name, device)) for name, module, device in parts]
 
-    @property
-    def absent(self) -> dict[str, str]:
-        """Reasons for the missing fields of a call with stages."""
-        why = (f"{device}: {_WHY.get(device.partition(':')[0], _NO_EVENTS)}" for device in self.devices)
-        reasons = {"device_ms": "; ".join(why)}
-        return reasons if self._absent is None else {**reasons, "stages": self._absent}
-
-    def _hooks(self, part: Part) -> tuple[Callable[..., None], Callable[..., None]]:
+    def _hooks(self, name: str, own: str | None) -> tuple[_Hook, _Hook]:
+        """Return the two hooks of a part. `own`: its device; a part without parameters runs on its input's device."""
         session, guard = self.session, self.session.guarded("stages")
         got, gave = Memo(), Memo()
 
@@ -110,13 +94,9 @@ class Stages:
             if get_ident() != self._thread:
                 self._elsewhere = True
                 return
-            self._running.append((part, sys.exc_info()[1]))
-            if len(self._running) > 1:
-                return
             with guard:
-                self._current = None
                 last = self._ran[-1] if self._ran else None
-                device = part.device or _device_of((args, kwargs)) or (last.device if last is not None else "")
+                device = own or _device_of((args, kwargs)) or (last.device if last is not None else "")
                 if last is None or last.device != device:
                     if len(self._ran) >= MAX_STAGES:
                         return
@@ -124,25 +104,15 @@ class Stages:
                     self._ran.append(last)
                     if self._timing is not None:
                         last.mark = self._timing.part_begins(Kind.STAGE, gpu_of(device))
-                if part.name not in last.names and len(last.names) < _MAX_NAMES:
-                    last.names.append(part.name)
-                last.ended = 0
-                self._current = last
+                if name not in last.names and len(last.names) < _MAX_NAMES:
+                    last.names.append(name)
+                last.ended = 0  # until the part ends, which it does not if it raises
                 last.began = last.began or monotonic_ns()
 
         def leave(module: object, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
             now = monotonic_ns()
-            if get_ident() != self._thread or not any(known is part for known, _ in self._running):
-                return  # a hook of the script raised before `enter` ran
-            caught = None
-            while self._running:
-                ended, caught = self._running.pop()
-                if ended is part:
-                    break
-            if self._running or sys.exc_info()[1] is not caught:
-                return  # the part raised: it has no end, and the forward may continue
-            stage = self._current
-            if stage is None:
+            stage = self._ran[-1] if self._ran and get_ident() == self._thread else None
+            if stage is None or stage.device != (own or stage.device):  # another thread, or beyond the limit
                 return
             with guard:
                 stage.ended = now
@@ -156,16 +126,11 @@ class Stages:
         """Hook the parts when a call of the root begins on the training thread. Never raises."""
         self._ran = []
         self._timing = recorder.timing
-        self._running.clear()
         self._thread = get_ident()
-        self._open = True
         with self.session.guarded("stages"):
-            for part in self.parts:
-                module = part.module()
-                if module is None:
-                    continue
-                hooks = part.enter, True, part.leave, True, True
-                for name, hook in zip(_TABLES, hooks, strict=True):
+            for known, (enter, leave) in self._hooked:
+                module = known()
+                for name, hook in zip(_TABLES, (enter, True, leave, True), strict=True) if module is not None else ():
                     module.__dict__[name][KEY] = hook
 
     def end(self, recorder: Recorder, me: Thread) -> str | None:
@@ -173,16 +138,12 @@ class Stages:
 
         Return why the stages are incomplete; None if they are complete.
         """
-        if not self._open:
-            return None
-        self._open = False
         with self.session.guarded("stages"):
             for stage in self._ran:
                 self._write(recorder, me, stage)
         self._ran = []
-        self._running.clear()  # its exceptions would keep their frames alive
-        for part in self.parts:
-            module = part.module()
+        for known, _ in self._hooked:
+            module = known()
             with self.session.guarded("stages"):  # the other parts must lose their hooks, too
                 for name in _TABLES if module is not None else ():
                     module.__dict__[name].pop(KEY, None)
@@ -208,7 +169,6 @@ _TABLES = (
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
 )
 
 
@@ -224,8 +184,7 @@ def stages_of(module: object, session: Session) -> Stages | None:
         return None
     if _compiled(module):
         return Stages(session, devices, [], _COMPILED)
-    parts = list(_parts(module, "", 0))[:MAX_PARTS]
-    return Stages(session, devices, parts, None)
+    return Stages(session, devices, islice(_parts(module, "", 0), MAX_PARTS), None)
 
 
 def _devices(module: object) -> tuple[str, ...]:
@@ -237,7 +196,7 @@ def _devices(module: object) -> tuple[str, ...]:
     return tuple(str(device) for device in found)
 
 
-def _parts(module: Any, prefix: str, depth: int) -> Iterator[Part]:
+def _parts(module: Any, prefix: str, depth: int) -> Iterator[_Part]:
     """Yield the top-level parts; a part on several devices is divided further."""
     for name, child in torch.nn.Module.named_children(module):
         devices = _devices(child)
@@ -245,7 +204,7 @@ def _parts(module: Any, prefix: str, depth: int) -> Iterator[Part]:
         if len(devices) > 1 and depth < MAX_DEPTH:
             yield from _parts(child, f"{path}.", depth + 1)
         elif not isinstance(child, torch.jit.ScriptModule):
-            yield Part(shortened(path, MAX_PATH), child, devices[0] if devices else None)
+            yield shortened(path, MAX_PATH), child, devices[0] if devices else None
 
 
 def _compiled(module: object) -> bool:

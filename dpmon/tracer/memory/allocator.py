@@ -8,11 +8,14 @@ an out-of-memory error; until then, the observer costs nothing.
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from typing import Any
+from uuid import UUID
 
 import torch
 
 from dpmon.tracer.core.session import Session
+from dpmon.tracer.devices.timing import usable
 
 MAX_REPORTS = 16
 """Most records of out-of-memory errors per process: a script may try smaller and smaller batches."""
@@ -24,13 +27,8 @@ _STATISTICS = {
     "alloc_retries": "num_alloc_retries",
     "ooms": "num_ooms",
 }
-_uuids: dict[int, str | None] = {}
 _watched: list[Session] = []
 _reports = [0]
-
-
-def _usable() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def statistics() -> dict[str, dict[str, Any]]:
@@ -40,7 +38,7 @@ def statistics() -> dict[str, dict[str, Any]]:
     until the cache was emptied. `ooms`: allocations that failed even then.
     """
     found = {}
-    for index in range(torch.cuda.device_count() if _usable() else 0):
+    for index in range(torch.cuda.device_count() if usable() else 0):
         known = torch.cuda.memory_stats(index)
         stats = {name: known.get(key) for name, key in _STATISTICS.items()}
         if stats["reserved_bytes"] or stats["peak_bytes"]:
@@ -48,20 +46,13 @@ def statistics() -> dict[str, dict[str, Any]]:
     return found
 
 
+@cache
 def _uuid_of(index: int) -> str | None:
     """Return the UUID of torch's cuda:<index> or of its MIG instance, without prefix; None if unknown.
 
-    The driver is asked first (cuDeviceGetUuid_v2): only newer versions of torch report a UUID, and none reports that
-    of a MIG instance.
+    The driver is asked (cuDeviceGetUuid_v2): only newer versions of torch report a UUID, and none reports that of a MIG
+    instance.
     """
-    if index not in _uuids:
-        _uuids[index] = _by_driver(index) or _by_torch(index)
-    return _uuids[index]
-
-
-def _by_driver(index: int) -> str | None:
-    if torch.version.hip is not None:
-        return None
     try:
         driver = ctypes.CDLL("libcuda.so.1")  # torch has loaded it
         ask = driver.cuDeviceGetUuid_v2
@@ -71,13 +62,7 @@ def _by_driver(index: int) -> str | None:
     raw = (ctypes.c_ubyte * 16)()
     if driver.cuDeviceGet(ctypes.byref(device), index) or ask(raw, device):
         return None
-    text = bytes(raw).hex()
-    return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
-
-
-def _by_torch(index: int) -> str | None:
-    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-    return None if uuid is None else str(uuid)
+    return str(UUID(bytes=bytes(raw)))
 
 
 # ------------------------------------------------------------------------------------------------ out of memory
@@ -85,7 +70,7 @@ def _by_torch(index: int) -> str | None:
 
 def watch(session: Session) -> None:
     """Record out-of-memory errors from now on. Does nothing before CUDA is initialised, or on later calls."""
-    if _watched or not _usable():
+    if _watched or not usable():
         return
     attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
     if attach is None:

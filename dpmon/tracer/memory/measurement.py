@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from itertools import islice
 from time import monotonic_ns
 from typing import Any
 
@@ -32,6 +33,8 @@ WAIT_FACTOR = 1000
 """A measurement that took t is followed by a wait of WAIT_FACTOR * t, so all take at most a thousandth of the time."""
 COUNTS_NS = 10_000_000
 """Time spent in a step after which no other count begins in it."""
+MAX_TYPES = 4
+"""Most types of tensors that are named if the size of the tensors is unknown."""
 NEVER = 1 << 62
 
 _NO_BACKWARD_YET = "no backward pass was seen before this measurement"
@@ -67,8 +70,6 @@ class Memory:
         """Number of measurements (looks), and number of the last one that was completed."""
         self._walk: Walk | None = None
         """The count with most gradients in the measured step; None until its first backward pass ends."""
-        self._stepped = False
-        """Whether an optimizer had stepped before that count."""
         self._spent = 0
         """Time of the measurement so far (ns)."""
         self._again = False
@@ -136,13 +137,15 @@ class Memory:
                 walk = self._walked()
                 self._took(began)
                 if self._walk is None or walk.total(GRADIENTS) >= self._walk.total(GRADIENTS):
-                    self._walk, self._stepped = walk, self.recorder.stepped > 0
+                    self._walk = walk
 
     def _walked(self) -> Walk:
         found = [site.module() for site in list(self.sites.known.values())]
         models = [owner.module if isinstance(owner, Functional) else owner for owner in found]
         optimizers = [made for known in list(self._optimizers.values()) if (made := known()) is not None]
-        return Walk([module for module in models if module is not None], optimizers)
+        walk = Walk([module for module in models if module is not None], optimizers)
+        walk.stepped = self.recorder.stepped > 0
+        return walk
 
     def _took(self, began: int) -> int:
         """Write the span of this look, which began at `began`; return its end (monotonic ns)."""
@@ -158,7 +161,6 @@ class Memory:
     def _report(self, counted: Walk | None, now: int) -> None:
         """Record a measurement. `counted`: the count of the measured step; None if it had no backward pass."""
         walk = counted or self._walked()
-        stepped = self._stepped if counted else self.recorder.stepped > 0
         statistics = allocator.statistics()
         walk.held.pop("meta", None)
         if statistics:
@@ -166,7 +168,7 @@ class Memory:
         for device in statistics:
             walk.held.setdefault(device, [0, 0, 0])
         devices = [
-            self._entry(walk, name, statistics.get(name), self._unknown(walk, name, counted is None, stepped))
+            self._entry(walk, name, statistics.get(name), self._unknown(walk, name, counted is None))
             for name in sorted(walk.held)
         ]
         self._looked_at = self._looks
@@ -177,7 +179,7 @@ class Memory:
         took = (self._spent + monotonic_ns() - now) / 1e6
         self.session.event("memory", "last", step=None, look=self._looks, took_ms=took, devices=devices, absent={})
 
-    def _unknown(self, walk: Walk, device: str, no_backward: bool, stepped: bool) -> dict[str, str]:
+    def _unknown(self, walk: Walk, device: str, no_backward: bool) -> dict[str, str]:
         """Return the reason for each part that is not fully known."""
         absent = {}
         for kind, part in enumerate(_PARTS):
@@ -186,12 +188,12 @@ class Memory:
             if kind in walk.more:
                 absent[part] = f"not measured: there are more than {MAX_TENSORS:,} tensors"
             elif names:
-                many = sum(names.values())
+                many, types = names.total(), ", ".join(islice(names, MAX_TYPES))
                 does = "does not report its size" if many == 1 else "do not report their size"
-                absent[part] = f"{many:,} of its tensors {does} ({', '.join(names)}); the others hold {known}"
+                absent[part] = f"{many:,} of its tensors {does} ({types}); the others hold {known}"
         if no_backward and not walk.total(GRADIENTS):
             absent.setdefault(_PARTS[GRADIENTS], _NO_BACKWARD if self.recorder.has_run_backward else _NO_BACKWARD_YET)
-        if not walk.total(STATES) and not (self._optimizers and stepped):
+        if not walk.total(STATES) and not (self._optimizers and walk.stepped):
             why = "no optimizer had stepped before this measurement"
             absent.setdefault(_PARTS[STATES], why if self._optimizers else "no torch optimizer was made")
         return absent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
@@ -12,12 +13,10 @@ from zlib import crc32
 import torch
 
 from dpmon.tracer.core.module_tables import BUFFERS, PARAMETERS, class_name, is_a, modules_of, parts_of, values_of
+from dpmon.tracer.core.sizes import tensors_in
 
 MAX_TENSORS = 5_000
 """Most tensors of a kind that are counted: to count one takes about 5 us, and the training waits for it."""
-MAX_DEPTH = 4
-MAX_TYPES = 4
-"""Most types of tensors that are named if the size of the tensors is unknown."""
 MODEL, GRADIENTS, STATES = range(3)
 _UNREADABLE = (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, LookupError)
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
@@ -26,26 +25,25 @@ _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 class Walk:
     """The bytes of models, gradients and optimizer states. A shared storage counts for the first of these."""
 
-    def __init__(self, models: Iterable[Any], optimizers: Iterable[Any]) -> None:
+    def __init__(self, models: Iterable[object], optimizers: Iterable[object]) -> None:
         """`models`: roots, which may share parts."""
         self.held: dict[str, list[int]] = {}
         """Per device, bytes of each kind."""
-        self.shared: dict[str, int] = {}
+        self.shared: Counter[str] = Counter()
         """Per device, bytes of models in shared memory of the host."""
         self.shared_at: list[int] = []
         """The addresses of these models' storages."""
-        self.unsized: tuple[dict[str, int], ...] = ({}, {}, {})
+        self.unsized: tuple[Counter[str], ...] = (Counter(), Counter(), Counter())
         """Per kind, the number of tensors of unknown size by type."""
         self.more: set[int] = set()
         """Kinds with more than MAX_TENSORS tensors; tensors beyond the limit are not counted."""
+        self.stepped = False
+        """Whether an optimizer had stepped before."""
         self._seen: set[tuple[str, int]] = set()
         modules = list({id(module): module for root in models for module in modules_of(root)}.values())
         with torch._C.DisableTorchFunction():
-            for module in modules:
-                for name in _opaque(module):
-                    self._add_unsized(MODEL, name)
-            self._add_all(MODEL, (tensor for module in modules for tensor in _parameters(module, with_buffers=True)))
-            self._add_all(GRADIENTS, (gradient for module in modules for gradient in self._gradients(module)))
+            self._add_all(MODEL, (value for module in modules for value in _weights(module)))
+            self._add_all(GRADIENTS, (gradient for module in modules for gradient in _gradients(module)))
             self._add_all(STATES, (tensor for optimizer in optimizers for tensor in _states(optimizer)))
 
     def total(self, kind: int) -> int:
@@ -60,7 +58,7 @@ class Walk:
                     if storage.device.type != "meta":  # a fake tensor reports another device but holds no data
                         self._add(kind, str(part.device), storage)
             except _UNREADABLE:
-                self._add_unsized(kind, class_name(tensor))
+                self.unsized[kind][class_name(tensor)] += 1
                 with suppress(Exception):
                     self.held.setdefault(str(tensor.device), [0, 0, 0])
         if next(tensors, None) is not None:
@@ -74,27 +72,8 @@ class Walk:
         size = storage.nbytes()
         self.held.setdefault(device, [0, 0, 0])[kind] += size
         if kind == MODEL and storage.device.type == "cpu" and storage.is_shared():
-            self.shared[device] = self.shared.get(device, 0) + size
+            self.shared[device] += size
             self.shared_at.append(storage.data_ptr())
-
-    def _gradients(self, module: object) -> Iterator[Any]:
-        for tensor in _parameters(module, with_buffers=False):
-            try:
-                gradient = tensor.grad if tensor.is_leaf else None
-            except _UNREADABLE:
-                self._add_unsized(GRADIENTS, class_name(tensor))
-                continue
-            if gradient is not None:
-                yield gradient
-        for shard in _shards(module):
-            gradient = getattr(shard, "unsharded_accumulated_grad", None)
-            if gradient is not None:
-                yield gradient
-
-    def _add_unsized(self, kind: int, name: str) -> None:
-        names = self.unsized[kind]
-        name = name if name in names or len(names) < MAX_TYPES else "others"
-        names[name] = names.get(name, 0) + 1
 
 
 def mapped_files(addresses: Iterable[int]) -> str | None:
@@ -110,16 +89,31 @@ def mapped_files(addresses: Iterable[int]) -> str | None:
     return f"{crc32(b' '.join(sorted(found))):08x}" if found else None
 
 
-def _parameters(module: object, with_buffers: bool) -> list[Any]:
-    tensors = values_of(module, PARAMETERS) + (values_of(module, BUFFERS) if with_buffers else [])
+def _weights(module: Any) -> Iterator[Any]:
+    """Yield the parameters and buffers of a module, and the module itself for weights in a C++ object (quantized)."""
+    yield from _parameters(module)
+    yield from values_of(module, BUFFERS)
+    if any(isinstance(value, torch.ScriptObject) for value in list(module.__dict__.values())):
+        yield module
+
+
+def _parameters(module: object) -> list[Any]:
+    tensors = values_of(module, PARAMETERS)
     for shard in _shards(module):
         tensors += (shard.sharded_param, getattr(shard, "_unsharded_param", None))
     return [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
 
 
-def _states(optimizer: object) -> Iterator[Any]:
+def _gradients(module: object) -> Iterator[Any]:
+    found = [tensor.grad for tensor in _parameters(module) if tensor.is_leaf]
+    found += [getattr(shard, "unsharded_accumulated_grad", None) for shard in _shards(module)]
+    return (gradient for gradient in found if gradient is not None)
+
+
+def _states(optimizer: object) -> Iterator[torch.Tensor]:
     state = getattr(optimizer, "state", None)
-    return _tensors(list(state.values()), 0) if isinstance(state, dict) else iter(())
+    for value in list(state.values()) if isinstance(state, dict) else ():
+        yield from tensors_in(value)
 
 
 def _shards(module: Any) -> list[Any]:
@@ -136,23 +130,6 @@ def _shards(module: Any) -> list[Any]:
         return [shard for group in groups if group is not None for shard in group.fsdp_params]
     except AttributeError:
         return []
-
-
-def _opaque(module: object) -> Iterator[str]:
-    """Yield the module's class name for each C++ object that holds weights outside its tables (quantized modules)."""
-    for value in list(module.__dict__.values()):
-        if isinstance(value, torch.ScriptObject):
-            yield class_name(module)
-
-
-def _tensors(values: Iterable[Any], depth: int) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif depth < MAX_DEPTH and isinstance(value, dict):
-            yield from _tensors(list(value.values()), depth + 1)
-        elif depth < MAX_DEPTH and isinstance(value, (list, tuple)):
-            yield from _tensors(value, depth + 1)
 
 
 def _parts(tensor: Any) -> tuple[Any, ...]:

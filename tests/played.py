@@ -93,7 +93,6 @@ class Process:
             self.put, self.session.fault, lambda: int(self.recorder.words[Word.ONE_IN]), self.device
         )
         self.timing.training_thread = self.me
-        self.timing.random.seed(1)
         self._optimizer = _Optimizer(self.recorder)
         self._assembler = Assembler()
         self._layout: Any = {"define": LAYOUT, "value": {"root": "Net", "via": None, "module": 1, "absent": {}}}

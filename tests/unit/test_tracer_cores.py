@@ -37,9 +37,6 @@ def cores(place: Path, membership: str, files: dict[str, str]) -> int:
         (HERE, {"batch/job/cpu.max": "900000 100000\n"}, 6),
         (HERE, {"batch/job/cpu.max": "garbage\n"}, 6),
         ("0::/\n", {"cpu.max": "150000 100000\n"}, 1),
-        ("3:cpu:/\n", {"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4),
-        ("3:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 6),
-        ("3:cpuset:/\n2:memory:/a\n", {"cpuset/cpu.max": "100000 100000\n"}, 6),
         ("nonsense", {}, 6),
     ],
 )

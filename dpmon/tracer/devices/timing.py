@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from random import Random
 from threading import Event
 
 import torch
@@ -48,7 +47,7 @@ class Mark:
     __slots__ = ("_kind", "_shares", "_timing", "number", "spans", "step")
 
     def __init__(self, timing: Timing, kind: int, spans: list[DeviceSpan], shares: bool = False) -> None:
-        """`shares`: the next phase of the call may begin at the event that ends this one."""
+        """`spans`: empty in a step that is not timed. `shares`: the call's next phase may begin where this one ends."""
         self._timing = timing
         self._kind = kind
         self._shares = shares
@@ -65,7 +64,7 @@ class Mark:
             timing.times.end(span)
             if self._shares:
                 timing.last[span.device] = span
-        return _TIMED
+        return _TIMED if self.spans else _UNTIMED
 
     def lap(self) -> None:
         """Mark a possible end of the phase; it counts if no later lap follows."""
@@ -74,7 +73,7 @@ class Mark:
 
     def raised(self) -> int:
         """End a phase that raised; return the flags for the head of its span."""
-        if self._kind in _COUNT_ANYWAY:
+        if self._kind in _COUNT_ANYWAY or not self.spans:
             return self.end()
         for span in self.spans:
             self._timing.times.abandon(span)
@@ -82,30 +81,9 @@ class Mark:
 
     def written(self, number: int) -> None:
         """Remember the number of the phase's written span; -1 if it was not written."""
-        if number >= 0:
+        if number >= 0 and self.spans:
             self.number = number
             self._timing.wait_for(self)
-
-
-class _UntimedMark(Mark):
-    """Stands for a phase in a step that is not timed."""
-
-    __slots__ = ()
-
-    def __init__(self) -> None: ...
-
-    def end(self) -> int:
-        return _UNTIMED
-
-    def lap(self) -> None: ...
-
-    def raised(self) -> int:
-        return _UNTIMED
-
-    def written(self, number: int) -> None: ...
-
-
-_NOT_TIMED = _UntimedMark()
 
 
 class Timing:
@@ -136,15 +114,12 @@ class Timing:
         """Whether this step has a call."""
         self._skips = False
         """Whether this step is not timed."""
-        self.random = Random()  # does not change the script's random numbers
-        self._block = self._left = self._chosen = 0
-        """One step in each block is timed. `_block`: steps in a block. `_left`: steps left in this block. `_chosen`:
-        value of `_left` at the timed step."""
         self.synced: Callable[[], int] | None = None
         """Returns the number of synchronised backward passes, so that all ranks time the same steps."""
         self._waiting: deque[Mark] = deque()
         self._steps = 0
         self._copies = 0
+        self._not_timed = Mark(self, 0, [])
         self.last: dict[int, DeviceSpan] = {}
         """Per device: the last finished phase of the current call."""
 
@@ -184,7 +159,7 @@ class Timing:
         if gpu < 0:
             return None
         if self._skips:
-            return _NOT_TIMED
+            return self._not_timed
         return Mark(self, kind, [self.times.begin(gpu)])
 
     def copy_begins(self, me: Thread, gpu: int) -> Mark | None:
@@ -196,7 +171,7 @@ class Timing:
         if not gpus or me is not self.training_thread:
             return None
         if self._skips:
-            return _NOT_TIMED
+            return self._not_timed
         begin = self.times.begin
         last = self.last if shares else {}
         return Mark(self, kind, [begin(gpu, last.get(gpu)) for gpu in gpus], shares)
@@ -223,17 +198,13 @@ class Timing:
         self.times.end_step()
 
     def _choose(self) -> None:
-        """Decide whether the next step is timed."""
-        block = min(self._one_in(), MAX_ONE_IN)
-        if self.synced is not None:
-            # Ranks with larger blocks time a subset of the steps that other ranks time.
-            self._skips = _mixed(self.synced()) & (1 << (block - 1).bit_length()) - 1 != 0 if block > 1 else False
-            return
-        if block != self._block or self._left == 0:
-            self._block = self._left = block
-            self._chosen = self.random.randint(1, block) if block > 1 else 0
-        self._skips = block > 1 and self._left != self._chosen
-        self._left -= self._left > 0
+        """Decide whether the next step is timed: one step in k, rounded up to a power of two, without a pattern.
+
+        Ranks with a larger k time a subset of the steps that other ranks time.
+        """
+        bits = max(min(self._one_in(), MAX_ONE_IN) - 1, 0).bit_length()
+        number = self._steps if self.synced is None else self.synced()
+        self._skips = _mixed(number) & (1 << bits) - 1 != 0
 
     def read(self, unread: int = Untimed.NONE) -> None:
         """Write the known times. `unread`: if not NONE, also write all other times as unknown, with this reason."""

@@ -185,40 +185,14 @@ _crew = _Crew()
 
 def available_cores(cgroups: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> int:
     """The number of cores this process may run on: its affinity, capped by its cgroups' CPU quota; at least 1."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except (AttributeError, OSError):
-        cores = os.cpu_count() or 1
-    return max(1, min([cores, *(int(quota) for quota in _quotas(cgroups, membership))]))
-
-
-def _quotas(cgroups: Path, membership: Path) -> list[float]:
-    """Return the CPU quotas of this process's cgroups, in cores, without cgroups that have no quota."""
-    found = []
-    try:
-        lines = membership.read_text().splitlines()
-    except (OSError, ValueError):
-        return []
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        here = path.strip("/")
-        if not controllers:  # version 2: the quotas of all ancestors apply too
-            groups = [Path(here), *Path(here).parents]
-            found += [_quota(cgroups / group / "cpu.max") for group in groups]
-        elif "cpu" in controllers.split(","):
-            group = cgroups / controllers / here
-            found.append(_quota(group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us"))
-    return [quota for quota in found if quota is not None]
-
-
-def _quota(*files: Path) -> float | None:
-    """Return the quota in cores, read from one file or two (quota and period); None if there is no quota."""
-    try:
-        quota, period = (float(number) for path in files for number in path.read_text().split())
-        return quota / period if quota > 0 and period > 0 else None
-    except (OSError, ValueError):  # no such file, or "max"
-        return None
+    cores = float(len(os.sched_getaffinity(0)))
+    with suppress(OSError, ValueError):
+        here = Path(membership.read_text().rpartition("0::/")[2].strip())
+        for group in (here, *here.parents):  # the quotas of all ancestors apply, too
+            with suppress(OSError, ValueError):  # no such file, or "max"
+                quota, period = (cgroups / group / "cpu.max").read_text().split()
+                cores = min(cores, int(quota) / int(period))
+    return max(1, int(cores))
 
 
 def limit_this_thread(count: int) -> None:

@@ -37,13 +37,6 @@ MAX_KNOWN = 64
 _ITERABLE = "dpmon does not ask an IterableDataset for its length: torch would warn if it then yields more"
 
 
-# Plain tuples, because torch.compile would compile the constructors of classes made at run time.
-_Facts = tuple[str, int | str, int | None, bool, bool]
-"""Class of the dataset, number of batches or why it is unknown, number of workers, whether they persist, pin_memory."""
-_Start = tuple[_Facts, int, int, int]
-"""The facts of a loader, when its start began, how long it took (ns), and the number of the start."""
-
-
 class Loaders:
     """Records the starts of loaders in one process."""
 
@@ -55,13 +48,13 @@ class Loaders:
         """Set the initial state, also in a forked child."""
         # Reentrant: a signal handler of the script may start a loader while this thread holds the lock.
         self._lock = threading.RLock()
-        self._recent: dict[_Facts, int] = {}
+        self._recent: dict[str, int] = {}
         """When the last event with these facts was made."""
         self._early: list[dict[str, Any]] = []
-        self._left_out = self._left_out_ns = 0
-        """Number of starts since the last event, and their total time (ns)."""
-        self._last: _Start | None = None
-        """The last start since the last event; it is recorded when the process ends."""
+        self._left_out, self._left_out_s = 0, 0.0
+        """Number of starts since the last event, and their total time."""
+        self._last: dict[str, Any] = {}
+        """The last of these starts; it is recorded when the process ends."""
         self._starts: dict[int, tuple[ref[object], int]] = {}
         """By id of a loader: the loader, and how often it has started."""
 
@@ -77,35 +70,41 @@ class Loaders:
         """Write the events that were kept until the ring was open."""
         with self.session.guarded("loader", fatal=False), self._lock:
             early, self._early = self._early, []
-            for data in early:
-                self.session.event("loader", **data)
+            for event in early:
+                self.session.event("loader", **event)
 
     def at_exit(self) -> None:
         """Write the last start if it was left out. Its event counts the other starts that were left out."""
         with self.session.guarded("loader", fatal=False), self._lock:
-            if self._last is not None and self.session.ring is not None:
+            if self._left_out and self.session.ring is not None:
                 self._left_out -= 1
-                self._left_out_ns -= self._last[2]
-                self.session.event("loader", **self._data(*self._last))
+                self._left_out_s -= self._last["iter_s"]
+                self._write(self._last)
 
     def _started(self, iterator: object, began_ns: int, took_ns: int, loader: object) -> None:
-        session = self.session
-        if session.off or not issubclass(type(iterator), _BaseDataLoaderIter):
+        if self.session.off or not issubclass(type(iterator), _BaseDataLoaderIter):
             return
         facts = _facts(iterator.__dict__)
+        key = str(facts)
         with self._lock:
-            start = self._count(loader)
-            if not self._is_wanted(facts, began_ns):
-                self._left_out += 1
-                self._left_out_ns += took_ns
-                self._last = facts, began_ns, took_ns, start
-                return
-            self._recent[facts] = began_ns
-            data = self._data(facts, began_ns, took_ns, start)
-            if session.ring is None:
-                self._early.append(data)
+            times = {"t_s": (began_ns - self.session.config.start_ns) / 1e9, "iter_s": took_ns / 1e9}
+            event = {**facts, **times, "start": self._count(loader)}
+            if self._is_wanted(key, began_ns):
+                self._recent[key] = began_ns
+                self._write(event)
             else:
-                session.event("loader", **data)
+                self._left_out += 1
+                self._left_out_s += event["iter_s"]
+                self._last = event
+
+    def _write(self, event: dict[str, Any]) -> None:
+        """Write the event of a start, with the starts left out before it; or keep it until there is a ring."""
+        event.update(left_out=self._left_out, left_out_s=self._left_out_s)
+        self._left_out, self._left_out_s = 0, 0.0
+        if self.session.ring is None:
+            self._early.append(event)
+        else:
+            self.session.event("loader", **event)
 
     def _count(self, loader: object) -> int:
         """Count a start of this loader object; return its number, from 1."""
@@ -117,7 +116,7 @@ class Loaders:
         self._starts[id(loader)] = known, before + 1
         return before + 1
 
-    def _is_wanted(self, facts: _Facts, began_ns: int) -> bool:
+    def _is_wanted(self, facts: str, began_ns: int) -> bool:
         if self.session.ring is None and len(self._early) >= MAX_EARLY:
             return False
         before = self._recent.get(facts)
@@ -127,41 +126,26 @@ class Loaders:
             self._recent = {known: at for known, at in self._recent.items() if began_ns - at < EVERY_NS}
         return len(self._recent) < MAX_RECENT
 
-    def _data(self, facts: _Facts, began_ns: int, took_ns: int, start: int) -> dict[str, Any]:
-        """Return the event of a start, with the count of starts left out before it, and reset the count."""
-        loader, batches, workers, persistent, pinned = facts
-        known = isinstance(batches, int)
-        left_out, left_out_ns = self._left_out, self._left_out_ns
-        self._left_out = self._left_out_ns = 0
-        self._last = None
-        return {
-            "t_s": (began_ns - self.session.config.start_ns) / 1e9,
-            "loader": loader,
-            "batches": batches if known else None,
-            "workers": workers,
-            "persistent": persistent,
-            "pinned": pinned,
-            "start": start,
-            "iter_s": took_ns / 1e9,
-            "left_out": left_out,
-            "left_out_s": left_out_ns / 1e9,
-            "absent": {} if known else {"batches": batches},
-        }
-
 
 # ------------------------------------------------------------------------------------------------ facts
 
 
-def _facts(iterator: dict[str, Any]) -> _Facts:
+def _facts(iterator: dict[str, Any]) -> dict[str, Any]:
     """Return the facts of a loader, which torch copies to the attributes of its iterator."""
     try:
         batches = _batches(iterator)
     except Exception as error:  # noqa: BLE001 - the script may have changed torch's own objects
         raise_from_signal(error)
         batches = f"it cannot be read ({class_name(error)})"
-    workers = iterator.get("_num_workers")
-    dataset, persistent = class_name(iterator.get("_dataset")), iterator.get("_persistent_workers") is True
-    return dataset, batches, workers if type(workers) is int else None, persistent, iterator.get("_pin_memory") is True
+    workers, known = iterator.get("_num_workers"), isinstance(batches, int)
+    return {
+        "loader": class_name(iterator.get("_dataset")),
+        "batches": batches if known else None,
+        "workers": workers if type(workers) is int else None,
+        "persistent": iterator.get("_persistent_workers") is True,
+        "pinned": iterator.get("_pin_memory") is True,
+        "absent": {} if known else {"batches": batches},
+    }
 
 
 def _batches(iterator: dict[str, Any]) -> int | str:

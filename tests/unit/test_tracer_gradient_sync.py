@@ -9,10 +9,10 @@ import pytest
 
 from dpmon.record.spans import FLAGS_AT, Flag, Kind
 from dpmon.tracer.collectives.gradient_sync import GradientSync
-from dpmon.tracer.devices import timing
+from dpmon.tracer.devices.timing import Mark
 
 
-@pytest.mark.parametrize("mark", [None, timing._NOT_TIMED])
+@pytest.mark.parametrize("mark", [None, Mark(None, Kind.SYNC, [])])  # type: ignore[arg-type]
 def test_a_pass_in_a_step_that_sampling_skips_is_still_synchronised(mark: Any) -> None:
     heads: list[int] = []
 

@@ -6,7 +6,9 @@ The wrapper always runs torch's own code, even if the tracer fails. It removes i
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from threading import get_ident
 from time import monotonic_ns
 from types import FunctionType, MethodType
@@ -210,13 +212,13 @@ class CallTracer:
             ids, output, dim = call.given
             return original(call.module, args, ids, output, dim, kwargs)
 
-        traced = self.wrapper(run, self._functional_site, root=False)
+        traced, signature = self.wrapper(run, self._functional_site, root=False), inspect.signature(original)
 
         def data_parallel(*args: object, **kwargs: object) -> Any:
             if torch.compiler.is_dynamo_compiling():
                 return original(*args, **kwargs)
             try:
-                bound = self._bound(args, kwargs)
+                bound = self._bound(signature, args, kwargs)
                 if bound is None:
                     return original(*args, **kwargs)
                 call, inputs, named = bound
@@ -228,14 +230,16 @@ class CallTracer:
 
         return named_like(data_parallel, original)
 
-    def _bound(self, args: object, kwargs: object) -> Any:
+    def _bound(self, signature: inspect.Signature, args: Any, kwargs: Any) -> Any:
         """Return a stand-in for the module, and its arguments; None to run the call as written. Never raises."""
-        with self.session.guarded("functional"):
-            bound = _bind(args, kwargs)
-            if bound is not None:
-                module, inputs, *given, named = bound
+        with self.session.guarded("functional"), suppress(TypeError):  # torch reports a wrong number of arguments
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            module, inputs, ids, output, dim, named = bound.args
+            if isinstance(module, torch.nn.Module):
                 inputs = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
-                return self.sites.functional(module, _as_given(given)), inputs, named or {}
+                given = None if ids is None else tuple(ids), output, dim
+                return self.sites.functional(module, given), inputs, named or {}
         return None
 
     def _functional_site(self, call: Functional, me: Thread) -> Site | None:
@@ -259,21 +263,3 @@ class _Forward:
     def __reduce__(self) -> Any:
         # A class that is pickled by value (cloudpickle) contains the script's function, not ours.
         return next, (iter([self._original]),)
-
-
-_ARGUMENTS = ("module", "inputs", "device_ids", "output_device", "dim", "module_kwargs")
-
-
-def _bind(args: Any, kwargs: Any) -> Any:
-    """Return the arguments of the functional data_parallel in order; None if the call is invalid."""
-    named = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
-    if len(named) != len(args) + len(kwargs) or not set(named) <= set(_ARGUMENTS) or "inputs" not in named:
-        return None  # torch reports the error
-    if not isinstance(named.get("module"), torch.nn.Module):
-        return None
-    return tuple(named.get(name, 0 if name == "dim" else None) for name in _ARGUMENTS)
-
-
-def _as_given(given: Any) -> tuple[Any, ...]:
-    ids, output, dim = given
-    return (None if ids is None else tuple(ids)), output, dim

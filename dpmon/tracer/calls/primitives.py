@@ -20,10 +20,10 @@ from dpmon.tracer.calls.sites import Site, Sites
 from dpmon.tracer.core.frames import Function, drop_frames, named_like
 from dpmon.tracer.core.module_tables import in_training_mode, name_of
 from dpmon.tracer.core.session import Memo, Session
-from dpmon.tracer.core.sizes import leaves
+from dpmon.tracer.core.sizes import device_in, leaves
 from dpmon.tracer.core.threads import Thread
 from dpmon.tracer.modes.decision import Modes
-from dpmon.tracer.modes.virtual import BROADCAST_APPLY, PRIMITIVES, REPLICATE, SCATTER, SCATTER_KWARGS, Originals
+from dpmon.tracer.modes.virtual import PRIMITIVES, REPLICATE, SCATTER, SCATTER_KWARGS, Originals
 from dpmon.tracer.steps.recorder import Recorder
 
 KIND_OF = (*PRIMITIVES, Kind.SCATTER, Kind.SCATTER, Kind.REPLICATE, Kind.GATHER)
@@ -149,7 +149,7 @@ class Compositions:
             session.fault("composed", error)
         try:
             if records:
-                sizes = partial(self._sizes, me, number, kind, args, kwargs)
+                sizes = partial(self._sizes, number, kind, args, kwargs)
                 return recorder.within(me, head, mark, sizes, function, args, kwargs)
             me.inside = kind
             return function(*args, **kwargs)
@@ -158,24 +158,18 @@ class Compositions:
             if watch is not None:
                 watch.close()
 
-    def _sizes(self, me: Thread, number: int, kind: int, args: Any, kwargs: Any, result: object) -> int:
-        """Return the sizes for a primitive's span; store the devices passed to the primitive in `me.passed_devices`."""
+    def _sizes(self, number: int, kind: int, args: Any, kwargs: Any, result: object) -> int:
+        """Return the sizes for a primitive's span."""
         if kind == Kind.GATHER:
             return self.session.outputs(result, Memo()) << 32
-        if kind == Kind.SCATTER:
-            given, me.passed_devices = _scattered(number, args, kwargs)
-            return self.session.sizes("0", tuple(given))
-        if kind == Kind.REPLICATE and me.passed_devices is None:
-            # Broadcast.apply(devices, *tensors); replicate(module, devices)
-            position = 0 if number == BROADCAST_APPLY else 1
-            me.passed_devices = _several(args[position] if len(args) > position else kwargs.get("devices"))
-        return 0
+        return self.session.sizes("0", tuple(_scattered(number, args, kwargs))) if kind == Kind.SCATTER else 0
 
     def _begins(self, me: Thread, virtual: object, args: Any, kwargs: Any) -> tuple[ReplicaWatch, int] | None:
         """Return the watch of a new parallel_apply and the flags for its span; None if it is not recorded."""
         recorder, modes = self.recorder, self.modes
         modules = args[0] if args else kwargs.get("modules")
-        if not isinstance(modules, (list, tuple)) or not modules:
+        inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
+        if not (isinstance(modules, (list, tuple)) and modules and isinstance(inputs, (list, tuple))):
             return None
         if me.inside == 0:
             recorder.calls += 1
@@ -185,24 +179,19 @@ class Compositions:
                 self.sites.forget()
         elif me.inside == Kind.CALL and me.root is not None:
             self.sites.splits_itself(me.root)
-        devices, me.passed_devices = me.passed_devices, None
-        site = self._site(modules, devices, virtual)
+        site = self._site(modules, inputs, virtual)
         grad = torch.is_grad_enabled()  # a function has no training mode: enabled gradients count as training
         training = in_training_mode(modules[0]) if isinstance(modules[0], torch.nn.Module) else grad
         head = site.head | (Flag.TRAINING * training | Flag.GRAD * grad) << FLAGS_AT
         return ReplicaWatch(recorder, me, site, strict=False), head
 
-    def _site(self, modules: Any, offered: tuple[Any, ...] | None, virtual: Any) -> Site:
+    def _site(self, modules: Any, inputs: Any, virtual: Any) -> Site:
         modes = self.modes
         root = name_of(modules[0])
-        given = range(len(modules)) if offered is None else offered
-        count = max(len(given), len(modules))
         if virtual is not None:
-            devices = tuple(f"cpu:{i}" for i in range(count))
-        elif len(given) == count:
-            devices = tuple(str(torch.device("cuda", d) if isinstance(d, int) else d) for d in given)
+            devices = tuple(f"cpu:{i}" for i in range(len(modules)))
         else:
-            devices = tuple(f"cuda:{i}" for i in range(count))
+            devices = tuple(device_in(given) or "cpu" for given in inputs)
         known = self._sites.get((root, devices))
         if known is not None and known[0] == modes.serial:
             return known[2]
@@ -220,24 +209,16 @@ class Compositions:
         return site
 
 
-def _scattered(number: int, args: Any, kwargs: Any) -> tuple[list[Any], tuple[Any, ...] | None]:
-    """Return the input signatures and the target devices of scatter function `number` of `Originals.all`."""
+def _scattered(number: int, args: Any, kwargs: Any) -> list[Any]:
+    """Return the input signatures of scatter function `number` of `Originals.all`."""
     if number == SCATTER_KWARGS:  # scatter_kwargs(inputs, kwargs, devices)
         values = args[0] if args else kwargs["inputs"]
         named = (args[1] if len(args) > 1 else kwargs.get("kwargs")) or {}
-        devices = args[2] if len(args) > 2 else kwargs.get("target_gpus")
     elif number == SCATTER:  # scatter(inputs, devices)
         value = args[0] if args else kwargs["inputs"]
         named = value if isinstance(value, dict) else {}
         values = () if isinstance(value, dict) else tuple(value) if type(value) in (tuple, list) else (value,)
-        devices = args[1] if len(args) > 1 else kwargs.get("target_gpus")
     else:  # Scatter.apply(devices, sizes, dim, tensor)
-        values, named, devices = args[3:], {}, args[0]
+        values, named = args[3:], {}
     found = [leaf for at, value in enumerate(values) for leaf in leaves(value, str(at))]
-    found += [leaf for name, value in named.items() for leaf in leaves(value, name)]
-    return found, _several(devices)
-
-
-def _several(devices: object) -> tuple[Any, ...] | None:
-    """Return a copy of a list of devices, because dpmon must not keep the script's list alive; None if not a list."""
-    return tuple(devices) if isinstance(devices, (list, tuple, range)) else None
+    return found + [leaf for name, value in named.items() for leaf in leaves(value, name)]

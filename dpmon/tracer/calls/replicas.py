@@ -98,7 +98,7 @@ class Probe:
     def _write(self, now: int, outputs: int, more: int) -> None:
         watch, mark = self._watch, self._mark
         head = Kind.REPLICA | watch.head | self.index << SITE_AT | more
-        number = watch.recorder.write(head, self._began, now - self._began, self._inputs | outputs << 32)
+        number = watch.recorder.put(head, self._began, now - self._began, self._inputs | outputs << 32)
         if mark is not None:
             mark.written(number)
         watch.ran += 1

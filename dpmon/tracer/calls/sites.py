@@ -58,29 +58,6 @@ class Functional:
 class Site:
     """A called module, with the plan for its calls and the last sizes seen."""
 
-    __slots__ = (
-        "absent",
-        "dim",
-        "gpus",
-        "head",
-        "inputs",
-        "kind",
-        "module",
-        "moves",
-        "number",
-        "outputs",
-        "own",
-        "place",
-        "plain",
-        "plan",
-        "proven",
-        "replicas",
-        "root",
-        "share",
-        "stages",
-        "via",
-    )
-
     def __init__(self, module: object, plan: Plan, via: str | None, gone: Callable[[Any], object]) -> None:
         self.module = weakref.ref(module, gone)
         self.plan = plan

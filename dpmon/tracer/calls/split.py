@@ -82,7 +82,6 @@ class Split:
         self.modes = modes
         self.sites = sites
         self.originals = originals
-        self._functionals: dict[Any, Function] = {}
 
     def run(self, me: Thread, site: Site, original: Function, module: object, args: Any, kwargs: Any) -> Any:
         """Run a call in place of `original(module, *args, **kwargs)`. The caller must call `settle` afterwards."""
@@ -137,7 +136,7 @@ class Split:
         args, kwargs, began = call.share
         inputs = self.session.inputs(args, kwargs, call.site.share)
         head = Kind.REPLICA | me.head | call.site.kind << INSIDE_AT
-        self.recorder.write(head, began, monotonic_ns() - began, inputs | outputs << 32)
+        self.recorder.put(head, began, monotonic_ns() - began, inputs | outputs << 32)
 
     def _bypassed(self, call: SplitCall) -> None:
         """Note the phases that are missing because the script's subclass runs them itself."""
@@ -163,28 +162,13 @@ class Split:
             return original(functional, *args, **kwargs)
         chosen = list(plan.device_ids)
         if plan.virtual is not None:
-            function = None
-            with self.session.guarded("functional"):
-                function = self.functional_for(plan)
-            if function is None:
-                return original(functional, *args, **kwargs)
-            return function(module, args, chosen, None, dim, kwargs)
+            return plan.virtual.functional(module, args, chosen, None, dim, kwargs)
         if plan.mode == DP:
             return self.originals.data_parallel(module, args, chosen, output, dim, kwargs)
         result = self.originals.data_parallel(module, args, chosen, None, dim, kwargs)
         if output is not None and output != chosen[0]:
             result = self.originals.gather([result], output, dim)
         return result
-
-    def functional_for(self, plan: Plan) -> Function:
-        """torch's function data_parallel over the devices of a plan."""
-        if plan.virtual is None:
-            function: Function = self.originals.data_parallel
-            return function
-        functional = self._functionals.get(plan.virtual)
-        if functional is None:
-            functional = self._functionals[plan.virtual] = plan.virtual.functional(self.originals.data_parallel)
-        return functional
 
     # ---------------------------------------------------------------- DataParallel
 
@@ -250,7 +234,8 @@ class Split:
         plan = call.plan
         self._remember(call, module)
         try:
-            result = self.functional_for(plan)(module, args, plan.device_ids, None, 0, kwargs)
+            function = self.originals.data_parallel if plan.virtual is None else plan.virtual.functional
+            result = function(module, args, plan.device_ids, None, 0, kwargs)
             reason = changed_meaning(result, args, kwargs, 0 if call.watch is None else call.watch.ran)
         except Exception as error:  # noqa: BLE001 - without us this call would not have been data parallel
             self._fall_back(call, me, module, error, isinstance(error, Unsuited))
@@ -269,7 +254,7 @@ class Split:
         me.inside = call.site.kind  # not reset yet, if a lone replica ran on this thread
         with self.session.guarded("fall back"):
             try:
-                self.recorder.write(Kind.RESTARTED | me.head | call.site.kind << INSIDE_AT, monotonic_ns(), 0)
+                self.recorder.put(Kind.RESTARTED | me.head | call.site.kind << INSIDE_AT, monotonic_ns(), 0, 0)
                 if call.before is not None:
                     call.before.restore()
                 reason = str(why) if isinstance(why, (str, Unsuited)) else f"the model raised {in_a_line(why)}"

@@ -21,7 +21,7 @@ from dpmon.record.names import shortened
 from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind
 from dpmon.tracer.core.module_tables import buffers_of, modules_of, parameters_of
 from dpmon.tracer.core.session import Memo, Session
-from dpmon.tracer.core.sizes import MAX_PATH, tensors_in
+from dpmon.tracer.core.sizes import MAX_PATH, device_in
 from dpmon.tracer.core.threads import Thread
 from dpmon.tracer.devices.timing import Mark, Timing, gpu_of
 from dpmon.tracer.steps.recorder import Recorder
@@ -96,7 +96,7 @@ class Stages:
                 return
             with guard:
                 last = self._ran[-1] if self._ran else None
-                device = own or _device_of((args, kwargs)) or (last.device if last is not None else "")
+                device = own or device_in((args, kwargs)) or (last.device if last is not None else "")
                 if last is None or last.device != device:
                     if len(self._ran) >= MAX_STAGES:
                         return
@@ -159,7 +159,7 @@ class Stages:
             head |= Flag.FAILED << FLAGS_AT
         took = stage.ended - stage.began if stage.ended else 0
         outputs = stage.outputs if stage.ended else 0
-        slot = recorder.write(head, stage.began, took, stage.inputs | outputs << 32)
+        slot = recorder.put(head, stage.began, took, stage.inputs | outputs << 32)
         if stage.mark is not None:
             stage.mark.written(slot)
 
@@ -170,11 +170,6 @@ _TABLES = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
 )
-
-
-def _device_of(value: object) -> str | None:
-    found = tensors_in(value)
-    return str(found[0].device) if found else None
 
 
 def stages_of(module: object, session: Session) -> Stages | None:

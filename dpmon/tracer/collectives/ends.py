@@ -129,7 +129,7 @@ class Ends:
     def _over(self, launched: Launched) -> bool:
         """Write the span of a collective if it has ended or the wait is too long; return whether it was written."""
         if launched.work.is_completed():
-            self._recorder.write(launched.head, launched.start, monotonic_ns() - launched.start, launched.bytes)
+            self._recorder.put(launched.head, launched.start, monotonic_ns() - launched.start, launched.bytes)
             return True
         if monotonic_ns() - launched.start < MAX_WAIT_NS:
             return False
@@ -137,7 +137,7 @@ class Ends:
         return True
 
     def _write(self, launched: Launched, why: int) -> None:
-        self._recorder.write(launched.head | Flag.UNENDED << FLAGS_AT, launched.start, why, launched.bytes)
+        self._recorder.put(launched.head | Flag.UNENDED << FLAGS_AT, launched.start, why, launched.bytes)
 
     def stop(self) -> None:
         """End the polling thread and wait briefly for it: it must not run while the interpreter ends."""

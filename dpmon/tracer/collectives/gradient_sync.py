@@ -234,11 +234,6 @@ class GradientSync:
 class _TracedWrapper:
     """A DistributedDataParallel, and when the gradients of its last backward pass were ready."""
 
-    __slots__ = (
-        *("averages", "base", "buckets", "due", "facts", "in_parts", "inner", "latest", "module", "number"),
-        *("partly", "passes", "pick", "seen", "several", "values", "waits"),
-    )
-
     def __init__(self, module: Any, number: int, let_go: Callable[[Any], object]) -> None:
         self.module = weakref.ref(module, let_go)
         self.number = number

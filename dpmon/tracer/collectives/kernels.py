@@ -209,14 +209,14 @@ class Kernels:
         head = Kind.COLLECTIVE | me.head | me.inside << INSIDE_AT | site << SITE_AT
         work = result[-1] if isinstance(result, (tuple, list)) else result
         if work is None:  # the operator waits for the result itself
-            recorder.write(head, began, now - began, size)
+            recorder.put(head, began, now - began, size)
         elif device != "cpu" or (operator.name, group.backend) == ("reduce_scatter", "gloo"):
             why = Unended.ON_DEVICE if device != "cpu" else Unended.NEVER_REPORTED
-            recorder.write(head | Flag.UNENDED << FLAGS_AT, began, why, size)
+            recorder.put(head | Flag.UNENDED << FLAGS_AT, began, why, size)
         else:
             work = _distributed().Work.unbox(work)
             if work.is_completed():
-                recorder.write(head, began, now - began, size)
+                recorder.put(head, began, now - began, size)
             else:
                 self._ends.wait_for(Launched(work, head, began, size))
 
@@ -270,12 +270,8 @@ def _distributed() -> Any:
 
 def missing() -> str | None:
     """Return what this torch lacks for recording collectives; None if it has everything."""
-    for holder, name in (
-        (torch._C, "_dispatch_keyset_full_after"),
-        (torch._C, "_dispatch_has_kernel_for_dispatch_key"),
-        (_distributed(), "Work"),
-    ):
-        if not hasattr(holder, name):
+    for name in ("_dispatch_keyset_full_after", "_dispatch_has_kernel_for_dispatch_key"):
+        if not hasattr(torch._C, name):
             return f"this torch has no {name}, which recording collectives needs"
     if "with_keyset" not in inspect.signature(torch.library.Library.impl).parameters:
         return "kernels of this torch do not get the dispatch keys, which recording collectives needs"

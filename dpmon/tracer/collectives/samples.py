@@ -160,7 +160,7 @@ class Collectives:
     def _say_why(self, now: int, why: str) -> None:
         """Record why there are no samples."""
         site = self._session.define(("collectives", why), lambda: {"operation": None, "why": why})
-        self._recorder.write(Kind.COLLECTIVE | self._recorder.thread().head | site << SITE_AT, now, 0)
+        self._recorder.put(Kind.COLLECTIVE | self._recorder.thread().head | site << SITE_AT, now, 0, 0)
 
     def _next(self) -> None:
         """Schedule a sample for the next number of optimizer steps that is a multiple of the distance."""
@@ -254,7 +254,7 @@ class Collectives:
         if self._is_discarded:
             head |= Flag.FAILED << FLAGS_AT
         began = self._sample.began
-        self._recorder.write(head, began, ended - began, len(self._sample.launches))
+        self._recorder.put(head, began, ended - began, len(self._sample.launches))
         self._ends.rouse()
         self._sample.own_ns += monotonic_ns() - now
         return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Mapping
+from itertools import islice
 from math import prod
 from types import FunctionType, ModuleType
 from typing import Any
@@ -149,19 +150,22 @@ def spell_out(signature: Any, lone_path: str) -> list[tuple[Any, ...]]:
 def tensors_in(value: object) -> list[Tensor]:
     """Return the tensors among the first MAX_CHECKED values in a value. Do not keep them beyond the call."""
     found: list[Tensor] = []
-    _collect(value, found, [MAX_CHECKED], 0)
+    waiting = [value]
+    for _ in range(MAX_CHECKED):
+        if not waiting:
+            break
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif value is not None and not isinstance(value, (str, bytes, int, float, bool)):
+            waiting += reversed([child for _, child in islice(_children(value), MAX_CHECKED)])
     return found
 
 
-def _collect(value: object, found: list[Tensor], budget: list[int], depth: int) -> None:
-    if budget[0] <= 0 or depth > MAX_DEPTH:
-        return
-    budget[0] -= 1
-    if isinstance(value, Tensor):
-        found.append(value)
-    elif value is not None and not isinstance(value, (str, bytes, int, float, bool)):
-        for _, child in _children(value):
-            _collect(child, found, budget, depth + 1)
+def device_in(value: object) -> str | None:
+    """The device of the first tensor in a value; None if there is none."""
+    found = tensors_in(value)
+    return str(found[0].device) if found else None
 
 
 def gathers(value: object, depth: int = 0) -> bool:

@@ -11,7 +11,7 @@ from dpmon.span_ring import Word
 class Thread:
     """The state of one thread."""
 
-    __slots__ = ("head", "inside", "noted", "number", "passed_devices", "root", "split", "steps", "tried", "word")
+    __slots__ = ("head", "inside", "noted", "number", "root", "split", "steps", "tried", "word")
 
     def __init__(self, number: int) -> None:
         self.head = number << THREAD_AT
@@ -27,8 +27,6 @@ class Thread:
         """The call over several devices that this thread runs."""
         self.steps: list[tuple[int, int, int, Any, int]] = []
         """Unfinished optimizer steps: enclosing kind, first word of the span, start, device times, number."""
-        self.passed_devices: Any = None
-        """The devices that the script passed to primitives it calls itself: see dpmon.tracer.compositions."""
         self.tried: Any = None
         """The failed attempt at dp for the current call: see dpmon.tracer.modes.decision."""
         self.noted = False

@@ -152,7 +152,7 @@ class Memory:
         ended = monotonic_ns()
         me = self.recorder.thread()
         head = Kind.MEMORY | me.head | me.inside << INSIDE_AT | self._looks << SITE_AT
-        self.recorder.write(head, began, ended - began)
+        self.recorder.put(head, began, ended - began, 0)
         self._spent += ended - began
         return ended
 

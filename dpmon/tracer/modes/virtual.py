@@ -250,18 +250,17 @@ class VirtualDevices:
             join.apply,
         )
         """Replacements for each of `Originals.all`."""
+        shim = SimpleNamespace(device=lambda *_: base)
+        self.functional = with_globals(
+            originals.data_parallel, torch=shim, _get_available_device_type=lambda: base.type
+        )
+        """torch's functional data_parallel for these devices."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the devices in records, such as cpu:0 and cpu:1, or cuda:0/0 and cuda:0/1."""
         separator = "/" if self.base.type != "cpu" else ":"
         return tuple(f"{self.base}{separator}{i}" for i in range(self.count))
-
-    def functional(self, data_parallel: Function) -> Function:
-        """Return torch's functional data_parallel for these devices."""
-        base = self.base
-        shim = SimpleNamespace(device=lambda *_: base)
-        return with_globals(data_parallel, torch=shim, _get_available_device_type=lambda: base.type)
 
 
 class Originals:

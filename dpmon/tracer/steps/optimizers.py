@@ -121,7 +121,7 @@ class OptimizerSteps:
             if number == self._only:
                 self._only = 0
             with suppress(Exception):  # for example, when the interpreter ends
-                recorder.write(Kind.OPTIMIZER_FREED | recorder.thread().head | number << SITE_AT, monotonic_ns(), 0)
+                recorder.put(Kind.OPTIMIZER_FREED | recorder.thread().head | number << SITE_AT, monotonic_ns(), 0, 0)
 
         known[key] = weakref.ref(optimizer, gone), number
         return known[key]

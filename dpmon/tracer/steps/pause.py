@@ -92,7 +92,7 @@ class Pauser:
             now = monotonic_ns()
             words[me.word] = now
             self.recorder.kinds[me.number] = 0
-            self.recorder.write(Kind.PAUSE | me.head, began, now - began)
+            self.recorder.put(Kind.PAUSE | me.head, began, now - began, 0)
             paused_s = (now - began) / 1e9
             session.event("pause", "last", paused=False, step=None, paused_s=paused_s, reason=reason, refused=None)
 

@@ -122,7 +122,8 @@ class Recorder:
         self.paused = 0
         """The last pause request acted upon."""
         self.put: Callable[[int, int, int, int], int] = self._keep
-        """Writes a span into the ring, or keeps it until there is one."""
+        """Writes a span into the ring, or keeps it until there is one. Arguments: first word, start, duration (ns) and
+        sizes. Returns its number, or -1 if it was not written."""
 
     def opened(self, ring: SpanRing) -> None:
         """Write the kept spans and the number of the training thread into the new ring."""
@@ -141,7 +142,7 @@ class Recorder:
     def times_devices(self) -> None:
         """Start device timing, because a call is about to run on a GPU."""
         if self.timing is None and usable():
-            self.timing = Timing(self.write, self.session.fault, lambda: self.words[Word.ONE_IN])
+            self.timing = Timing(lambda *span: self.put(*span), self.session.fault, lambda: self.words[Word.ONE_IN])
             self.timing.training_thread = self.training_thread
 
     # ---------------------------------------------------------------- threads
@@ -176,10 +177,6 @@ class Recorder:
 
     # ---------------------------------------------------------------- writing
 
-    def write(self, head: int, start: int, took: int, sizes: int = 0) -> int:
-        """Write a span, or keep it until there is a ring; return its number, or -1 if it was not written."""
-        return self.put(head, start, took, sizes)
-
     def _keep(self, head: int, start: int, took: int, sizes: int) -> int:
         """Keep a span until there is a ring."""
         if not self.session.off:
@@ -195,7 +192,7 @@ class Recorder:
         guard = self.session.guarded("span")
         try:
             with guard:
-                self.write(head, start, took, sizes)
+                self.put(head, start, took, sizes)
             with guard:
                 raise error
         except BaseException:  # noqa: BLE001 - an interrupt, or an exception of a signal handler
@@ -215,7 +212,7 @@ class Recorder:
             head |= flags << FLAGS_AT
             if mark is not None:
                 head |= mark.raised()
-            number = self.write(head, start, now - start, sizes)
+            number = self.put(head, start, now - start, sizes)
             if mark is not None:
                 mark.written(number)
         except Exception as fault:  # noqa: BLE001 - the script's exception must be raised

@@ -115,9 +115,7 @@ class RunFacts:
     def layouts(self) -> Layouts:
         """The sizes of all calls."""
         shapes = self.store.shapes()
-        return Layouts(
-            shapes, {process: self.store.definitions(process) for process in {one.process for one in shapes}}
-        )
+        return Layouts(shapes, {shape.process: self.store.resolver(shape.process) for shape in shapes})
 
     @cached_property
     def sizes(self) -> list[ReplicaSizes]:

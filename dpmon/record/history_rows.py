@@ -230,6 +230,18 @@ class Resolver:
         if len(table) > MAX_DEFINITIONS:
             del table[next(iter(table))]
 
+    def layout(self, number: int) -> CallLayout | None:
+        """The definition of a layout; None if unknown. The same for `sizes` and `stage`."""
+        return self._known["layout"].get(number)
+
+    def sizes(self, number: int) -> tuple[Size, ...] | None:
+        """A definition of sizes."""
+        return self._known["sizes"].get(number)
+
+    def stage(self, number: int) -> tuple[str, tuple[str, ...]] | None:
+        """The device of a stage, and its parts."""
+        return self._known["stage"].get(number)
+
     def record(self, row: Row) -> Record | None:
         """Return the record in a row; None for a definition, which is remembered. Raises RecordError if damaged."""
         if isinstance(row, Definition):

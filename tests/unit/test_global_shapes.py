@@ -42,10 +42,11 @@ def test_json_csv_report_and_screen_say_both_shapes() -> None:
     (row,) = table.row(call)
     assert row[COLUMNS["call"].index("inputs")] == "0:4x8:float32:128:8x8 mask:8:bool:8"
 
-    layouts = Layouts(
-        [Shape(0, "single", 0, 1, False, 2, 2, ((2, 2),), (), 0, 5)], {0: {1: {"devices": ["cpu"]}, 2: WRITTEN}}
-    )
-    assert layouts.of_process(0).inputs == "[4, 8] of [8, 8], mask [8]"
+    resolver = Resolver(0)
+    resolver.define(1, {"root": "Model", "via": None, "devices": ["cpu"], "absent": {}})
+    resolver.define(7, WRITTEN)
+    layouts = Layouts([Shape(0, "single", 0, 1, False, 7, 7, ((7, 7),), (), 0, 5)], {0: resolver})
+    assert layouts.of_process(0)[1] == "[4, 8] of [8, 8], mask [8]"
 
     scene = with_call(scene, replicas=tuple(each._replace(inputs=SIZES) for each in call.replicas))
     assert any("[4, 8] of [8, 8] +1" in text for text in rows_text(panel_replicas.table(scene, 100, 9, LOOK)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.process import Process
@@ -15,11 +14,9 @@ from dpmon.store.figures import Rate, rate
 from dpmon.store.tally import Stat, Sum, Tally
 
 if TYPE_CHECKING:
-    from dpmon.store.queries import Store
+    pass
 
 WINDOW_S = 10
-_OPEN_S = 2
-"""Number of seconds before the newest step to which steps may still be added."""
 Stretch = tuple[int, int, int]
 """Start and width in seconds, and the time (ns) of training and between steps in it."""
 
@@ -54,33 +51,6 @@ class Speed(NamedTuple):
     def samples_per_s(self) -> float | None:
         """Samples per second of elapsed training time."""
         return None if self.rate is None else self.rate.samples_per_s
-
-
-@dataclass(slots=True)
-class Paces:
-    """Reads the newest seconds of several processes, and caches complete ones for the next picture.
-
-    The cache is valid while the store counts the same number of steps: steps are added to a second, never removed.
-    """
-
-    _rows: dict[int, list[PaceRow]] = field(default_factory=dict)
-    _until_s: int = 0
-
-    def read(self, store: Store, processes: Sequence[int], begin_s: int, end_s: int) -> Mapping[int, Sequence[PaceRow]]:
-        """The rows of each process between two seconds, in order of time."""
-        until_s = min(self._until_s, end_s)
-        counts = store.step_counts(begin_s, until_s) if begin_s < until_s else {}
-        found = {number: _between(self._rows.get(number, ()), begin_s, until_s) for number in processes}
-        if any(sum([row.steps for row in rows]) != counts.get(number, 0) for number, rows in found.items()):
-            found, until_s = {number: [] for number in processes}, begin_s
-        for row in store.pace_rows(max(until_s, begin_s), end_s, processes):
-            found[row.process].append(row)
-        self._rows, self._until_s = found, max(end_s - _OPEN_S, 0)
-        return found
-
-
-def _between(rows: Sequence[PaceRow], begin_s: int, end_s: int) -> list[PaceRow]:
-    return [row for row in rows if begin_s <= row.start_s < end_s]
 
 
 def recent(rows: Iterable[PaceRow], spent: Iterable[Stretch], mode: str, trained: bool) -> Trained:

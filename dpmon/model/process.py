@@ -114,8 +114,6 @@ class Process:
     info: ProcessFacts = field(default_factory=lambda: ProcessFacts(-1))
     began_ns: int = -1
     """Start of its first step or call."""
-    resumed_ns: int = -1
-    """End of its last silence; its start if it was never silent."""
     seen_ns: int = -1
     """End of its newest step or call."""
     last_step: Step | None = None

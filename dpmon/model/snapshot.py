@@ -16,13 +16,14 @@ from dpmon.model.compare import MODES_COMPARED, Comparison, compare_modes
 from dpmon.model.devices import HostPeaks, Samples, Visit, device_peaks, visits_of
 from dpmon.model.history import COLUMNS, Columns, width_of_columns
 from dpmon.model.memory import HOST
-from dpmon.model.pace import WINDOW_S, Paces, Trained, rate_together, recent, recent_of_steps
+from dpmon.model.pace import WINDOW_S, Trained, rate_together, recent, recent_of_steps
 from dpmon.model.process import NO_STEPS, ModeTrack, Process, ProcessFacts, Recent, figures_end_s
 from dpmon.model.ranks import rank_figures, with_ranks
-from dpmon.model.state import State, Wanted, last_resumption, some_are_silent
+from dpmon.model.state import State, Wanted
 from dpmon.model.uneven import INPUT, Uneven, uneven_steps, waited_ns
 from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import SECOND, STEP
+from dpmon.store.answers import PaceRow
 from dpmon.store.figures import Figures, trains
 from dpmon.store.window import Window
 
@@ -31,12 +32,9 @@ if TYPE_CHECKING:
     from dpmon.store.store_at import StoreAt
 
 RANK_CALLS_READ = 8
-_SILENT_S = 40
-"""How many seconds back to look for the resumption of a process (dpmon.model.state)."""
 _LONG_READ = 64
 _COMPARED_PART = 60
 """The modes are compared again when the run has become longer by this fraction (1/60)."""
-_NO_SERIES: tuple[str, ...] = ()
 _USUAL = Wanted()
 
 
@@ -55,8 +53,6 @@ class Snapshots:
     _samples: Samples = field(default_factory=Samples)
     _columns: Columns = field(default_factory=Columns)
     _host_peaks: HostPeaks = field(default_factory=HostPeaks)
-    _paces: Paces = field(default_factory=Paces)
-    """Paces of the other ranks."""
     _compared: _Compared | None = None
 
     def take(self, rows: StoreAt, wanted: Wanted = _USUAL, ended: frozenset[int] = frozenset()) -> State:
@@ -121,7 +117,7 @@ class Snapshots:
             found,
             ranged=figures,
             uneven=_uneven(rows, figures, process.process, waits),
-            recent=_recent(rows, self._paces, process, others, end_s),
+            recent=_recent(rows, process, others, end_s),
             columns=self._columns.read(rows.store, process.process, max(end_s - shown_s, 0), end_s, width),
             column_s=width,
             modes=self._modes(rows, found, visits, events),
@@ -188,8 +184,7 @@ def processes_in(rows: StoreAt, events: Announced, ended: frozenset[int]) -> Sta
     numbers = {**dict.fromkeys(events.info), **rows.ranks}
     known = {number: _seen(rows, number, events) for number in sorted(numbers)}
     newest_ns = max((process.seen_ns for process in known.values()), default=-1)
-    state = State(processes=known, newest_ns=newest_ns, ended=ended)
-    return replace(state, processes=_resumed(rows.store, state))
+    return State(processes=known, newest_ns=newest_ns, ended=ended)
 
 
 def _seen(rows: StoreAt, number: int, events: Announced) -> Process:
@@ -208,7 +203,6 @@ def _seen(rows: StoreAt, number: int, events: Announced) -> Process:
         rank if rank is not None else info.rank,
         info,
         began_ns=-1 if began is None else began,
-        resumed_ns=-1 if began is None else began,
         seen_ns=seen,
         last_step=step,
         mode=force.mode,
@@ -219,22 +213,6 @@ def _seen(rows: StoreAt, number: int, events: Announced) -> Process:
         paused_since_ns=events.paused_since(number, None if step is None else step.start_ns),
         memory=memory.data if memory is not None and isinstance(memory.data.get("devices"), list) else {},
     )
-
-
-def _resumed(store: Store, state: State) -> dict[int, Process]:
-    """The processes. If some are silent, each has the time at which it last resumed its work."""
-    found = dict(state.processes)
-    newest_s = state.newest_ns // SECOND
-    if some_are_silent(state):
-        for number, process in state.processes.items():
-            if process.seen_ns >= 0 and process.seen_ns // SECOND >= newest_s - _SILENT_S:
-                rows = store.tally_rows(
-                    newest_s - _SILENT_S, newest_s + 1, process=number, sketches=False, widest=1, series=_NO_SERIES
-                )
-                spans = [(tally.first_ns, tally.last_ns) for _, _, _, tally in rows]
-                resumed = last_resumption(process, (newest_s - _SILENT_S) * SECOND, spans)
-                found[number] = replace(process, resumed_ns=resumed)
-    return found
 
 
 def _other_processes(state: State, focus: Process, wanted: Wanted) -> list[Process]:
@@ -291,7 +269,7 @@ def _uneven(rows: StoreAt, figures: Figures, process: int, waits: Sequence[tuple
     return uneven
 
 
-def _recent(rows: StoreAt, paces: Paces, process: Process, others: Sequence[Process], end_s: int) -> Recent:
+def _recent(rows: StoreAt, process: Process, others: Sequence[Process], end_s: int) -> Recent:
     """The last ten seconds of training; with fewer than two steps there, the last two steps.
 
     `others`: processes that train together with this one.
@@ -300,7 +278,7 @@ def _recent(rows: StoreAt, paces: Paces, process: Process, others: Sequence[Proc
     assert step is not None
     begin_s = max(end_s - WINDOW_S - 2, 0)
     trained = step.mode in trains(rows.store.kinds())
-    own = _lately(rows.store, Paces(), (process.process,), begin_s, end_s, step.mode, trained)[process.process]
+    own = _lately(rows.store, (process.process,), begin_s, end_s, step.mode, trained)[process.process]
     slow = not own.enough
     if slow:
         newest = _two_steps(rows, process, end_s, step.mode, trained)
@@ -318,7 +296,7 @@ def _recent(rows: StoreAt, paces: Paces, process: Process, others: Sequence[Proc
             side_by_side[other.process] = _two_steps(rows, other, until_s, step.mode, trained)
     elif stepped:
         numbers = tuple(other.process for other in stepped)
-        side_by_side |= _lately(rows.store, paces, numbers, begin_s, until_s, step.mode, trained)
+        side_by_side |= _lately(rows.store, numbers, begin_s, until_s, step.mode, trained)
     return Recent(rate_together(side_by_side), last_ns, step_ns)
 
 
@@ -329,7 +307,6 @@ def _of_run(rows: StoreAt) -> Window:
 
 def _lately(
     store: Store,
-    paces: Paces,
     processes: tuple[int, ...],
     begin_s: int,
     end_s: int,
@@ -337,7 +314,9 @@ def _lately(
     trained: bool,
 ) -> dict[int, Trained]:
     """The last ten seconds of processes in one mode."""
-    rows = paces.read(store, processes, begin_s, end_s)
+    rows: dict[int, list[PaceRow]] = {process: [] for process in processes}
+    for row in store.pace_rows(begin_s, end_s, processes):
+        rows[row.process].append(row)
     spent: dict[int, list[tuple[int, int, int]]] = {process: [] for process in processes}
     for number, start, width, ns in store.pace_times(begin_s, end_s, processes, evaluation=not trained, widest=1):
         spent[number].append((start, width, ns))

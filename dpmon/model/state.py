@@ -166,51 +166,19 @@ class State:
 
 # ------------------------------------------------------------------------------------------------ which processes train
 #
-# Trainings may follow each other. One may start another (an evaluation) and resume after it. A restarted job leaves its
-# old ranks behind. Processes are compared by the start of their first step or call, their resumption after a silence,
-# the end of their newest step or call, and their own end if a reader knows it.
+# Trainings may follow each other. One may start another (an evaluation) and go on after it. A restarted job leaves its
+# old ranks behind. Processes are compared by the start of their first step or call, the end of their newest one, and
+# their own end if a reader knows it.
 
 _LATELY_NS = 30_000_000_000
 _SILENCE_NS, _SILENCE_STEPS = 2_000_000_000, 3
 """A process that has been silent for this many ns, and for the time of this many of its own steps, gives way to another
-that began or resumed after its newest step."""
-
-
-class _Rivals(NamedTuple):
-    """The newest start and the newest resumption among some processes, in ns (-1: none).
-
-    Only processes that began before `of_ns` give way to them.
-    """
-
-    began_ns: int = -1
-    resumed_ns: int = -1
-    of_ns: int = -1
+that began after its newest step."""
 
 
 def ended_of(activities: Mapping[int, tuple[str, int]]) -> frozenset[int]:
     """The processes that have ended, by their activities as a reader reports them."""
     return frozenset(number for number, (what, _) in activities.items() if what == "ended")
-
-
-def some_are_silent(state: State) -> bool:
-    """Whether one of several recent trainings is silent, so that another may have taken over."""
-    lately = _lately(state)
-    return len(lately) > 1 and any(state.newest_ns - process.seen_ns >= _SILENCE_NS for process in lately)
-
-
-def last_resumption(process: Process, since_ns: int, spans: Iterable[tuple[int | None, int | None]]) -> int:
-    """The end of a process's last silence; the process's start if it was never silent since `since_ns`.
-
-    `spans`: for each second since then, in order, the start of the first step and the end of the last step that ended
-    in that second. A step lasts from one batch to the next, so a long silence may be before it or within it.
-    """
-    found, seen, silence = process.began_ns, max(process.began_ns, since_ns), _silence(process)
-    for first, last in spans:
-        if first is not None and last is not None:
-            known = (first,) if first <= process.began_ns else (first, last)
-            found = next((at for at in known if at - seen >= silence), found)
-            seen = max(seen, last)
-    return process.seen_ns if process.seen_ns - seen >= silence else found
 
 
 def training_now(state: State) -> list[Process]:
@@ -221,17 +189,17 @@ def training_now(state: State) -> list[Process]:
     lately = _lately(state)
     if len(lately) < 2:
         return lately
-    everybody = _newest(lately, state.newest_ns)
-    apart = _newest([process for process in lately if process.rank is None], state.newest_ns)
-    again = _started_again(lately)
-    found = [
-        process
-        for process in lately
-        if not any(
-            _gave_way(process, rivals, state.newest_ns)
-            for rivals in ((everybody,) if process.rank is None else (apart, again))
-        )
-    ]
+    newest = max(process.began_ns for process in lately)
+    apart = max((process.began_ns for process in lately if process.rank is None), default=-1)
+    again, before = _started_again(lately)
+
+    def gave_way(process: Process) -> bool:
+        if process.rank is None:
+            return _is_silent(process, newest, state.newest_ns)
+        replaced = process.began_ns <= before and _is_silent(process, again, state.newest_ns)
+        return replaced or _is_silent(process, apart, state.newest_ns)
+
+    found = [process for process in lately if not gave_way(process)]
     return [process for process in found if process.process not in state.ended] or found or lately
 
 
@@ -249,32 +217,15 @@ def _lately(state: State) -> list[Process]:
     return [p for p in state.processes.values() if p.seen_ns >= max(state.newest_ns - _LATELY_NS, 0)]
 
 
-def _silence(process: Process) -> int:
-    """The shortest time (ns) without a step that counts as a silence: some seconds, or longer if its steps are long."""
+def _is_silent(process: Process, began_ns: int, now_ns: int) -> bool:
+    """Whether `process` is silent, and another one began after its newest step or call."""
     usual = process.last_step.wall_ns if process.last_step is not None else 0
-    return max(_SILENCE_NS, _SILENCE_STEPS * usual)
+    silence = max(_SILENCE_NS, _SILENCE_STEPS * usual)
+    return began_ns > process.seen_ns and now_ns - process.seen_ns >= silence
 
 
-def _newest(processes: Sequence[Process], of_ns: int) -> _Rivals:
-    began = max((process.began_ns for process in processes), default=-1)
-    return _Rivals(began, max((process.resumed_ns for process in processes), default=-1), of_ns)
-
-
-def _gave_way(process: Process, rivals: _Rivals, now_ns: int) -> bool:
-    """Whether `process` is silent, and one of `rivals` began or resumed after its newest step or call.
-
-    After a resumption, the silence counts from then: processes that train together may resume one after the other.
-    """
-    if process.began_ns > rivals.of_ns:
-        return False
-    silence = _silence(process)
-    if rivals.began_ns > process.seen_ns and now_ns - process.seen_ns >= silence:
-        return True
-    return rivals.resumed_ns > process.seen_ns and now_ns - rivals.resumed_ns >= silence
-
-
-def _started_again(lately: Sequence[Process]) -> _Rivals:
-    """The newest start and resumption among processes that replaced an earlier process of the same rank.
+def _started_again(lately: Sequence[Process]) -> tuple[int, int]:
+    """The newest start of a process that replaced one of the same rank, and the end of the newest replaced one.
 
     All earlier processes give way, even ranks without a successor: a restarted job may have fewer ranks.
     """
@@ -282,13 +233,10 @@ def _started_again(lately: Sequence[Process]) -> _Rivals:
     for process in lately:
         if process.rank is not None:
             by_rank.setdefault(process.rank, []).append(process)
-    began = resumed = of = -1
+    began = before = -1
     for processes in by_rank.values():
-        if len(processes) < 2:
-            continue
-        successor = max(processes, key=lambda process: process.resumed_ns)
-        before = [one.seen_ns for one in processes if one is not successor and one.seen_ns < successor.resumed_ns]
-        if before:
-            of, resumed = max(of, *before), max(resumed, successor.resumed_ns)
-            began = max(began, successor.began_ns)
-    return _Rivals(began, resumed, of)
+        successor = max(processes, key=lambda process: process.began_ns)
+        replaced = [one.seen_ns for one in processes if one.seen_ns < successor.began_ns]
+        if replaced:
+            began, before = max(began, successor.began_ns), max(before, *replaced)
+    return began, before

@@ -225,18 +225,6 @@ class Sums:
                     continue
                 yield PaceRow(start, who, mode, kind, steps, first, last, samples, known, took)
 
-    def step_counts(self, begin_s: int, end_s: int) -> dict[int, int]:
-        """Return the number of steps per process in the one-second tallies."""
-        query = (
-            f"SELECT process, {_total('steps')} FROM tallies WHERE width = ? AND start_s >= ? AND start_s < ?"
-            " AND process >= 0 GROUP BY process"
-        )
-        found: dict[int, int] = {}
-        for stretch in self.stretches(begin_s, end_s, widest=1):
-            for process, steps in self._each(query, stretch):
-                found[process] = found.get(process, 0) + steps
-        return found
-
     def pace_times(
         self, begin_s: int, end_s: int, processes: Collection[int], *, evaluation: bool, widest: int = WIDTHS[-1]
     ) -> Iterator[tuple[int, int, int, int]]:

@@ -221,42 +221,10 @@ def _warning(data: Mapping[str, object]) -> WarningText | None:
 # ------------------------------------------------------------------------------------------------ wrappers
 
 
-class _Unused:
-    """The unused parameters of a wrapper, from all its records."""
-
-    def __init__(self) -> None:
-        self.most: int | None = None
-        self.looked = 0
-        self._unknown = False
-        self._iteration: int | None = None
-
-    def add(self, data: Mapping[str, object]) -> None:
-        """Add the next record; several records may repeat one iteration."""
-        unused, iteration = whole_in(data, "unused_bytes"), whole_in(data, "iteration")
-        absent = data.get("absent")
-        self._unknown |= isinstance(absent, Mapping) and "unused_bytes" in absent
-        if self._unknown:
-            self.most = None
-        if self._unknown or unused is None or iteration is None:
-            return
-        self.most = max(unused, self.most or 0)
-        self.looked += iteration != self._iteration
-        self._iteration = iteration
-
-
 def newest_wrappers(records: Iterable[Mapping[str, object]]) -> tuple[Wrapper, ...]:
-    """The newest record of each wrapper, from a run's `ddp` records in order; unused parameters cover all records."""
-    newest: dict[tuple[int | None, int | None], Mapping[str, object]] = {}
-    unused: dict[tuple[int | None, int | None], _Unused] = {}
-    for data in records:
-        key = whole_in(data, "process"), whole_in(data, "wrapper")
-        newest[key] = data
-        unused.setdefault(key, _Unused()).add(data)
-    return tuple(
-        one._replace(most_unused_bytes=unused[key].most, looked=unused[key].looked)
-        for key, data in newest.items()
-        if (one := wrapper(data)) is not None
-    )
+    """The newest record of each wrapper, from a run's `ddp` records in order."""
+    newest = {(whole_in(data, "process"), whole_in(data, "wrapper")): data for data in records}
+    return _without_none(map(wrapper, newest.values()))
 
 
 def wrapper(data: Mapping[str, object]) -> Wrapper | None:

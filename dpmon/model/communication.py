@@ -57,10 +57,8 @@ class Wrapper(NamedTuple):
     """Why its synchronised passes have no times."""
     group: tuple[int, ...] | None = None
     """The ranks that average their gradients, in order."""
-    most_unused_bytes: int | None = None
-    """The largest `unused_bytes` of all its records; in a `Communication`, of all ranks."""
-    looked: int = 0
-    """Number of recorded iterations in which torch looked for unused parameters."""
+    all_used: bool = False
+    """In a `Communication`: whether all ranks used all parameters in the last iterations that torch timed."""
 
     @property
     def waits_in_forward(self) -> bool:
@@ -209,7 +207,7 @@ def communication(
         return None
     first = min(wrappers, key=lambda one: (one.rank is None, one.rank or 0, one.process), default=None)
     own = [
-        one._replace(most_unused_bytes=_most_unused(wrappers, one.number))
+        one._replace(all_used=all(other.unused_bytes == 0 for other in wrappers if other.number == one.number))
         for one in wrappers
         if first is not None and one.process == first.process
     ]
@@ -218,16 +216,6 @@ def communication(
     missing = None if any(one.joined for one in ranks) else _missing(ranks, own, groups)
     times = _grouped(ranks, wrappers, groups)
     return Communication(times, tuple(own), _torch_times(wrappers), lately, missing, collectives, sampled_of)
-
-
-def _most_unused(wrappers: Iterable[Wrapper], number: int) -> int | None:
-    """The most unused bytes of a wrapper on any rank. If even one rank leaves out a parameter, the search is needed.
-
-    None if they are unknown on some rank.
-    """
-    sizes = [one.most_unused_bytes for one in wrappers if one.number == number]
-    known = [size for size in sizes if size is not None]
-    return max(known, default=None) if len(known) == len(sizes) else None
 
 
 def _groups(wrappers: Iterable[Wrapper]) -> dict[int, set[tuple[int, ...]]]:

@@ -22,8 +22,6 @@ LARGE_BYTES = 1 << 20
 AVERAGED_TIMES = 1.5
 """Fewest synchronised passes per step with an optimizer step. A script that skips some optimizer steps (overflows of
 mixed precision) stays below."""
-MIN_LOOKED = 3
-"""Fewest checked iterations without unused parameters: a single one may be an exception."""
 _SMALL = 0.05
 """Weight of a finding if the lost time is unknown."""
 _BUCKETS_NAMED = 4
@@ -162,14 +160,13 @@ def _accumulation(found: Communication) -> Iterator[Finding]:
 
 def _unused(found: Communication) -> Iterator[Finding]:
     for one in found.wrappers:
-        all_used = one.most_unused_bytes == 0 and one.looked >= MIN_LOOKED
-        if one.find_unused_parameters and all_used and found.steps >= MIN_STEPS:
+        if one.find_unused_parameters and one.all_used and found.steps >= MIN_STEPS:
             named = f" of {one.root}" if len(found.wrappers) > 1 else ""
             yield Finding(
                 "unused",
                 f"find_unused_parameters{named} is on, although every parameter is used.",
-                f"0 bytes unused in {count_of(one.looked, 'iteration')} checked by torch, up to iteration"
-                f" {group(one.iteration)}; {count_of(found.steps, 'step')}",
+                f"0 bytes unused in the last iteration that torch checked ({group(one.iteration)});"
+                f" {count_of(found.steps, 'step')}",
                 "find_unused_parameters=False, if every step uses them all: it saves a search of the graph in each",
                 _SMALL,
             )

@@ -358,45 +358,16 @@ def test_several_averages_for_one_step_of_the_optimizer_are_found() -> None:
     assert found_in([rank(number, 0.1, synced=50, unsynced=150, optimized=50) for number in range(2)]) == []
 
 
-def searched(*unused: int | None, rank: int = 0, iterations: tuple[int, ...] = (100, 200, 300)) -> list[Wrapper]:
-    """Return a wrapper that searches for unused parameters; `unused`: bytes in each iteration."""
+@pytest.mark.parametrize("sizes", [(0, 0), (0, 4), (4, 0), (None, 0)])
+def test_a_search_for_unused_parameters_is_found_where_no_rank_has_any(sizes: tuple[int | None, ...]) -> None:
     records = [
-        ddp_event(rank, 2, find_unused_parameters=True, unused_bytes=size, iteration=iteration)
-        for size, iteration in zip(unused, iterations, strict=True)
+        ddp_event(number, 2, find_unused_parameters=True, unused_bytes=size, iteration=300)
+        for number, size in enumerate(sizes)
     ]
-    return list(newest_wrappers(record.data for record in records))
-
-
-def test_a_search_for_unused_parameters_is_found_where_there_are_none() -> None:
-    (found,) = found_in(EVEN, *searched(0, 0, 0))
-    assert found.kind == "unused"
-    assert found.ground == "0 bytes unused in 3 iterations checked by torch, up to iteration 300; 200 steps"
-
-
-@pytest.mark.parametrize("unused", [(0, 0, 4), (1000, 4000, 0), (None, 0, 0), (None, None, None)])
-def test_a_search_for_unused_parameters_that_may_find_some_is_not_found(unused: tuple[int | None, ...]) -> None:
-    assert found_in(EVEN, *searched(*unused)) == []
-
-
-def test_one_iteration_that_several_records_repeat_counts_once() -> None:
-    assert found_in(EVEN, *searched(0, 0, 0, iterations=(100, 300, 300))) == []
-    assert found_in(EVEN, *searched(0, iterations=(300,))) == []
-
-
-def test_a_parameter_that_another_rank_does_not_use_is_unused() -> None:
-    assert found_in(EVEN, *searched(0, 0, 0), *searched(0, 4, 0, rank=1)) == []
-    assert found_in(EVEN, *searched(0, 0, 0), *searched(0, 0, 0, rank=1))
-
-
-def test_a_search_is_not_called_useless_where_torch_adds_up_what_it_found() -> None:
-    """torch 2.4 adds up: from the second iteration on, the size is known only if it is 0."""
-    summed = ddp_event(
-        1, 2, find_unused_parameters=True, unused_bytes=None, iteration=200, absent={"unused_bytes": "-"}
-    )
-    records = [ddp_event(1, 2, find_unused_parameters=True, iteration=100), summed]
-    (other,) = newest_wrappers(record.data for record in records)
-    assert other.most_unused_bytes is None
-    assert found_in(EVEN, *searched(0, 0, 0), other) == []
+    found = found_in(EVEN, *newest_wrappers(record.data for record in records))
+    assert [one.kind for one in found] == (["unused"] if sizes == (0, 0) else [])
+    for one in found:
+        assert one.ground == "0 bytes unused in the last iteration that torch checked (300); 200 steps"
 
 
 @pytest.mark.parametrize(
@@ -405,7 +376,7 @@ def test_a_search_is_not_called_useless_where_torch_adds_up_what_it_found() -> N
         ([rank(0, 5.0), rank(1, 0.0, slowest=180)], {}),
         ([rank(0, 0.1, exposed_ms=5.0), rank(1, 0.1, exposed_ms=5.0)], {"bucket_bytes": (1 << 20,)}),
         ([rank(number, 0.1, synced=200, optimized=50) for number in range(2)], {}),
-        (EVEN, {"find_unused_parameters": True, "most_unused_bytes": 0, "looked": 3}),
+        (EVEN, {"find_unused_parameters": True, "unused_bytes": 0}),
     ],
 )
 def test_nothing_is_found_from_too_few_steps(ranks: list[RankTimes], own: dict[str, Any]) -> None:

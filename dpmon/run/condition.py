@@ -122,13 +122,13 @@ def exit_info(info: RunInfo, returncode: int, by: str, error: str | None = None,
     )
 
 
-def unknown_exit(info: RunInfo, by: str, why: str, end_ns: int, *, ended_unix: float | None = None) -> ExitInfo:
+def unknown_exit(info: RunInfo, by: str, why: str, end_ns: int) -> ExitInfo:
     """An end without a known status, at `end_ns` (monotonic, as precise as possible)."""
     seconds = max(end_ns - info.start_ns, 0) / 1e9
     return ExitInfo(
         status=None,
         signal=None,
-        ended_unix=info.started_unix + seconds if ended_unix is None else ended_unix,
+        ended_unix=info.started_unix + seconds,
         end_ns=end_ns,
         seconds=seconds,
         by=by,

@@ -146,40 +146,6 @@ def test_a_path_that_is_no_longer_the_metrics_file_stays(directory: Path, tmp_pa
     assert not list(tmp_path.glob(".it*"))
 
 
-def test_temporary_files_of_killed_supervisors_beside_the_metrics_file_are_removed(
-    directory: Path, tmp_path: Path
-) -> None:
-    left = [f".it.prom.{number:08x}.part" for number in range(3)]
-    others = [
-        ".it.prom.0123456.part",
-        ".it.prom.01234567.partial",
-        ".other.prom.01234567.part",
-        ".it.prom.ABCDEF01.part",
-    ]
-    for name in (*left, *others):
-        (tmp_path / name).touch()
-        os.utime(tmp_path / name, (1e9, 1e9))
-    kept = {
-        *others,
-        ".it.prom.aaaaaaaa.part",
-        ".it.prom.bbbbbbbb.part",
-        ".it.prom.cccccccc.part",
-        ".it.prom.dddddddd.part",
-    }
-    (tmp_path / ".it.prom.aaaaaaaa.part").touch()  # its writer may still be alive
-    for kind, name in (("a symbolic link", "bbbbbbbb"), ("a FIFO", "cccccccc"), ("a directory", "dddddddd")):
-        put(kind, tmp_path / f".it.prom.{name}.part")
-        os.utime(tmp_path / f".it.prom.{name}.part", (1e9, 1e9), follow_symlinks=False)
-    if os.geteuid() == 0:
-        (tmp_path / ".it.prom.eeeeeeee.part").touch()
-        os.chown(tmp_path / ".it.prom.eeeeeeee.part", 12345, -1)
-        os.utime(tmp_path / ".it.prom.eeeeeeee.part", (1e9, 1e9))
-        kept.add(".it.prom.eeeeeeee.part")
-    Metrics(tmp_path / "it.prom", directory, print).tick(100.0)
-    assert {path.name for path in tmp_path.glob(".*")} == kept
-    assert (tmp_path / "it.prom").exists()
-
-
 def test_a_fifo_beside_the_metrics_file_is_not_opened(directory: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / f".it.prom.{os.getpid()}")
     told: list[str] = []

@@ -128,21 +128,9 @@ def test_low_limits_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("said", "state"), [("b true", "warning"), ("b false", "ok"), (None, "ok"), ("i 7", "ok")])
 def test_what_happens_at_logout(monkeypatch: pytest.MonkeyPatch, said: str | None, state: str) -> None:
     monkeypatch.setattr(machine, "_asked", lambda *command: said)
-    monkeypatch.setattr(os.path, "isdir", lambda path: False)
     (found,) = machine.logout()
     assert found.state == state
     assert ("enable-linger" in (found.remedy or "")) is (state == "warning")
-
-
-def test_the_last_file_of_logind_counts(tmp_path: Path) -> None:
-    files = [tmp_path / name for name in ("a", "b", "c")]
-    files[0].write_text("[Login]\nKillUserProcesses=yes\n")
-    assert machine.configured(files)
-    files[2].write_text("KillUserProcesses = no\n")
-    assert not machine.configured(files)
-    files[2].write_text("#KillUserProcesses=no\n")
-    assert machine.configured(files)
-    assert not machine.configured([])
 
 
 # ------------------------------------------------------------------------------------------------ trial, output

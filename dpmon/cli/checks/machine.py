@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import locale
 import os
 import pwd
-import re
 import resource
 import shutil
 import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+import psutil
 
 import dpmon
 from dpmon.cli.checks import Check, ok, problem, warning
@@ -178,18 +178,9 @@ def _space(place: Path, elsewhere: str) -> Check:
 
 def _file_system(place: Path) -> str | None:
     """The type of the file system of `place`."""
-    best, kind = "", None
-    with contextlib.suppress(OSError):
-        path = os.path.realpath(place)
-        for line in Path("/proc/self/mounts").read_text("utf-8", "replace").splitlines():
-            fields = line.split()
-            if len(fields) < 3:
-                continue
-            mount = re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), fields[1])
-            inside = path == mount or path.startswith(mount.rstrip("/") + "/")
-            if inside and len(mount) >= len(best):
-                best, kind = mount, fields[2]
-    return kind
+    path = Path(os.path.realpath(place))
+    holding = [disk for disk in psutil.disk_partitions(all=True) if path.is_relative_to(disk.mountpoint)]
+    return max(holding, key=lambda disk: len(disk.mountpoint)).fstype if holding else None
 
 
 # ------------------------------------------------------------------------------------------------ limits
@@ -244,16 +235,12 @@ def logout() -> Iterator[Check]:
 
 
 def _kill_user_processes() -> bool | None:
-    """The setting of the running logind, else from its files; None without logind."""
+    """The setting of the running logind; None without logind."""
     reply = _asked(
         "busctl", "get-property", "org.freedesktop.login1", "/org/freedesktop/login1",
         "org.freedesktop.login1.Manager", "KillUserProcesses",
     )  # fmt: skip
-    if reply in ("b true", "b false"):
-        return reply == "b true"
-    if not os.path.isdir("/run/systemd/seats"):  # logind creates this directory when it starts
-        return None
-    return configured(sorted(_configurations()))
+    return reply == "b true" if reply in ("b true", "b false") else None
 
 
 def _asked(*command: str) -> str | None:
@@ -262,19 +249,3 @@ def _asked(*command: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.decode("utf-8", "replace").strip() if done.returncode == 0 else None
-
-
-def _configurations() -> Iterator[Path]:
-    for place in ("/usr/lib", "/run", "/etc"):
-        main = Path(place, "systemd/logind.conf")
-        yield from (main, *Path(place, "systemd/logind.conf.d").glob("*.conf"))
-
-
-def configured(paths: Sequence[Path]) -> bool:
-    """KillUserProcesses from the last of `paths` that sets it; False, the default of distributions, if none does."""
-    kills = False
-    for path in paths:
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            for found in re.finditer(r"^\s*KillUserProcesses\s*=\s*(\S+)", path.read_text("utf-8"), re.MULTILINE):
-                kills = found[1].lower() in ("1", "yes", "true", "on", "y", "t")
-    return kills

@@ -11,7 +11,7 @@ import pytest
 from running import Dpmon, wait_for
 
 from dpmon.run.reader import RunReader
-from dpmon.run.waiting import reads_input
+from dpmon.run.standard_input import reads_input
 
 __all__ = [
     "CLOSE",

@@ -22,7 +22,7 @@ from dpmon.run.condition import run_state
 from dpmon.run.files import open_file
 from dpmon.run.rundir import ExitInfo, deleted_bytes, mark_stop
 from dpmon.run.runs import short_name
-from dpmon.run.terminal import send_input
+from dpmon.run.standard_input import send_input
 from dpmon.supervise.guard import FORWARDED
 from dpmon.text.cells import in_stream
 

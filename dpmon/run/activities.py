@@ -12,7 +12,7 @@ from dpmon.ring_file import RingError
 from dpmon.run import proc
 from dpmon.run.notes import every_uncaught, read_notes
 from dpmon.run.rundir import ExitInfo, RunInfo, ring_paths
-from dpmon.run.waiting import waits_since
+from dpmon.run.standard_input import waits_since
 from dpmon.span_reader import SpanReader
 
 QUIET_NS = 10_000_000_000

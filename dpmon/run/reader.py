@@ -27,7 +27,7 @@ from dpmon.run.rundir import (
     output_paths,
     ring_paths,
 )
-from dpmon.run.waiting import waits_since
+from dpmon.run.standard_input import waits_since
 from dpmon.span_reader import SpanReader
 
 NO_TRAINING = "no training process is running"

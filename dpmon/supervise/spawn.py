@@ -20,7 +20,7 @@ from dpmon.run.notes import uncaught_in
 from dpmon.run.proc import open_pidfd, wait_status
 from dpmon.run.rundir import ExitInfo, RunInfo, load_exit
 from dpmon.run.signalling import is_named
-from dpmon.run.terminal import Terminal
+from dpmon.run.standard_input import Terminal
 from dpmon.supervise.start import ignored_again
 
 _SITE = Path(dpmon.__file__).resolve().parent / "tracer" / "site"

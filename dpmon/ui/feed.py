@@ -317,14 +317,14 @@ class Feed:
 
     def hides_input(self) -> bool:
         """Whether typed text must stay hidden, as for a password."""
-        from dpmon.run.terminal import hides_input
+        from dpmon.run.standard_input import hides_input
 
         pid = None if self._reader is None else self._reader.info.command_pid
         return pid is not None and hides_input(pid)
 
     def type_line(self, line: str) -> str | None:
         """Send a line to the script's standard input; returns None, or why it failed."""
-        from dpmon.run.terminal import send_input
+        from dpmon.run.standard_input import send_input
 
         sent = send_input(self.directory, (line + "\n").encode("utf-8", "replace"))
         return None if sent else "the input pipe is full or closed"

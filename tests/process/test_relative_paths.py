@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from running import Dpmon
 
-from dpmon.cli.checks import machine
+from dpmon.cli.doctor import machine
 from dpmon.config import config_path, home
 from dpmon.run.rundir import RunError
 from dpmon.run.runs import list_runs, runs_directory

@@ -52,8 +52,8 @@ def test_the_places_in_dpmon_that_can_change_a_files_length() -> None:
         ("supervise/room.py", "ftruncate"),  # the script's output
         ("ring_file.py", "posix_fallocate"),  # a new ring, before anybody has it
         ("supervise/supervisor.py", "posix_fallocate"),  # the spare file
-        ("cli/checks/machine.py", "posix_fallocate"),  # a temporary file
-        ("cli/checks/trial.py", "script.write_text"),  # in a temporary directory
+        ("cli/doctor/machine.py", "posix_fallocate"),  # a temporary file
+        ("cli/doctor/trial.py", "script.write_text"),  # in a temporary directory
     }
     root = Path(package.__file__).parent
     found = set()

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from dpmon.cli import doctor as command
-from dpmon.cli.checks import STATES, Check, machine, ok, problem, trial, warning
+from dpmon.cli.doctor import machine, trial
+from dpmon.cli.doctor.machine import STATES, Check, ok, problem, warning
 
 Usage = namedtuple("Usage", "total used free")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dpmon.run.terminal import Terminal, hides_input, send_input
+from dpmon.run.standard_input import Terminal, hides_input, send_input
 
 
 @pytest.fixture

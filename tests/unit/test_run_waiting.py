@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from running import wait_for
 
-from dpmon.run.waiting import FILE, InputWatch, reads_input, waits_since
+from dpmon.run.standard_input import WAITS_FILE, InputWatch, reads_input, waits_since
 
 pytestmark = pytest.mark.skipif(
     reads_input(os.getpid()) is None, reason="this kernel does not say in which system call a process is"
@@ -49,7 +49,7 @@ def test_begin_and_end_of_a_read_of_standard_input_are_seen(asking: subprocess.P
 
 def test_the_file_is_there_while_it_waits(asking: subprocess.Popen[bytes], tmp_path: Path) -> None:
     now = time.monotonic_ns()
-    (tmp_path / FILE).write_text(f"{now} {now}")
+    (tmp_path / WAITS_FILE).write_text(f"{now} {now}")
     assert waits_since(tmp_path) == now
     watch = InputWatch(tmp_path, asking.pid)
     assert waits_since(tmp_path) is None, "what a supervisor that was killed has left"
@@ -95,13 +95,13 @@ def test_an_old_note_of_a_wait_expires(tmp_path: Path) -> None:
         (now, now + 99 * second, None),
         (now, now - second, None),
     ):
-        (tmp_path / FILE).write_text(f"{since} {seen}")
+        (tmp_path / WAITS_FILE).write_text(f"{since} {seen}")
         assert waits_since(tmp_path) == expected
 
 
 @pytest.mark.parametrize("text", ["", "-3", "1e5 1e5", "since yesterday", "12", "1 2 3"])
 def test_nonsense_in_the_file_is_no_wait(tmp_path: Path, text: str) -> None:
-    (tmp_path / FILE).write_text(text)
+    (tmp_path / WAITS_FILE).write_text(text)
     assert waits_since(tmp_path) is None
 
 
@@ -112,7 +112,7 @@ def test_a_wait_is_reported_once_at_its_end_unless_it_was_short(
     watch = InputWatch(tmp_path, asking.pid, lambda since, seen: told.append((since, seen)))
     wait_for(lambda: reads_input(asking.pid), what="the wait for a line")
     clock = iter(range(10**9, 10**11, 10**9))
-    monkeypatch.setattr("dpmon.run.waiting.time.monotonic_ns", lambda: next(clock))
+    monkeypatch.setattr("dpmon.run.standard_input.time.monotonic_ns", lambda: next(clock))
     for now in (100.0, 101.0, 101.1, 102.0):
         watch.look(now)
     assert told == []
@@ -133,7 +133,7 @@ def test_a_short_wait_is_not_reported_but_one_cut_off_by_the_end_is(
     wait_for(lambda: reads_input(asking.pid), what="the wait for a line")
     for step, expected in ((10**8, []), (10**9, [(10**9, 2 * 10**9)])):
         clock = iter((10**9, 10**9 + step))
-        monkeypatch.setattr("dpmon.run.waiting.time.monotonic_ns", lambda clock=clock: next(clock))
+        monkeypatch.setattr("dpmon.run.standard_input.time.monotonic_ns", lambda clock=clock: next(clock))
         watch = InputWatch(tmp_path, asking.pid, lambda since, seen: told.append((since, seen)))
         watch.look(100.0)
         watch.look(101.0)

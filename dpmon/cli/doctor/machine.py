@@ -14,11 +14,11 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 import dpmon
-from dpmon.cli.checks import Check, ok, problem, warning
 from dpmon.run.rundir import RunError
 from dpmon.run.runs import runs_directory, stand_ins
 from dpmon.text.quantities import memory
@@ -36,6 +36,32 @@ LITTLE_SHM = 1 << 30
 """DataLoader workers pass batches through /dev/shm; a container has 64 MB of it by default."""
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "fuse.glusterfs", "afs"}
 _ASK_S = 5.0
+OK, WARNING, PROBLEM = STATES = ("ok", "warning", "problem")
+"""ok: no fault; warning: dpmon works, with limits; problem: dpmon does not work."""
+
+
+class Check(NamedTuple):
+    """One check: its name, state, result, and remedy (None if ok)."""
+
+    name: str
+    state: str
+    found: str
+    remedy: str | None = None
+
+
+def ok(name: str, found: str) -> Check:
+    """A check without a fault."""
+    return Check(name, OK, found)
+
+
+def warning(name: str, found: str, remedy: str) -> Check:
+    """A fault that limits dpmon."""
+    return Check(name, WARNING, found, remedy)
+
+
+def problem(name: str, found: str, remedy: str) -> Check:
+    """A fault that stops dpmon."""
+    return Check(name, PROBLEM, found, remedy)
 
 
 # ------------------------------------------------------------------------------------------------ packages

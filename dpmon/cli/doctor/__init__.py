@@ -10,9 +10,8 @@ import textwrap
 from collections.abc import Iterator
 
 from dpmon.cleaning import clean
-from dpmon.cli.checks import OK, PROBLEM, STATES, Check
-from dpmon.cli.checks.machine import installed, limits, logout, state_directory, terminal
-from dpmon.cli.checks.trial import trial
+from dpmon.cli.doctor import machine, trial
+from dpmon.cli.doctor.machine import OK, PROBLEM, STATES, Check
 from dpmon.text.cells import has_colours, in_stream
 
 WIDTH = 80
@@ -39,12 +38,12 @@ def doctor(options: argparse.Namespace) -> int:
 
 def _checks(python: str | None) -> Iterator[Check]:
     environ = dict(os.environ)
-    yield from installed()
-    yield from trial(python, environ)
-    yield from terminal(environ)
-    yield from state_directory()
-    yield from limits()
-    yield from logout()
+    yield from machine.installed()
+    yield from trial.trial(python, environ)
+    yield from machine.terminal(environ)
+    yield from machine.state_directory()
+    yield from machine.limits()
+    yield from machine.logout()
 
 
 def _lines(check: Check, *, coloured: bool) -> list[str]:

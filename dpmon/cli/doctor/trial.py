@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dpmon.cli.checks import Check, ok, problem, warning
+from dpmon.cli.doctor.machine import Check, ok, problem, warning
 from dpmon.record.kinds import Call
 from dpmon.run import proc
 from dpmon.run.notes import read_notes

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from stage import LOOK, FakeReader, Stage, stage
 from synthetic import SECOND, Training, decoded
+from textual.events import MouseScrollUp
 
 from dpmon.record.kinds import Event
 from dpmon.ui.dialogs import Choice, Pages
@@ -22,17 +23,25 @@ def last_step(on: Stage) -> int | None:
     return None if process is None or process.last_step is None else process.last_step.step
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 40), (160, 50), (200, 60)])
-async def test_it_draws_the_run_at_every_size(tmp_path: Path, size: tuple[int, int]) -> None:
-    async with stage(tmp_path, size) as on:
+def placed(on: Stage) -> bool:
+    return all(
+        tuple(on.app.query_one(f"#{name}").region) == (slot.x, slot.y, slot.width, slot.height)
+        for name, slot in on.app.slots.items()
+    )
+
+
+async def test_it_draws_the_run_at_every_size(tmp_path: Path) -> None:
+    async with stage(tmp_path) as on:
         await on.shows("● running")
-        rows = on.app.text()
-        assert len(rows) == size[1]
-        for word in ("linear.py", "dp ×2", "2 Replicas", "3 Batch", "5 Output", "[15, 5]", "? help", "q leave"):
-            assert word in on.text()
-        for name, slot in on.app.slots.items():
-            widget = on.app.query_one(f"#{name}")
-            assert tuple(widget.region) == (slot.x, slot.y, slot.width, slot.height)
+        for width, height in ((80, 24), (200, 60), (45, 12), (20, 5), (160, 50), (120, 40)):
+            await on.pilot.resize_terminal(width, height)
+            await on.until(lambda h=height: len(on.app.text()) == h, "the new size")
+            await on.until(lambda w=width: {len(row) for row in on.app.text()} == {w}, f"{width} columns")
+            await on.until(lambda: placed(on), "each panel in its place")
+            if width >= 80:
+                for word in ("linear.py", "dp ×2", "2 Replicas", "3 Batch", "5 Output", "[15, 5]", "? help", "q leave"):
+                    assert word in on.text()
+        await on.shows("4 dp against single")
 
 
 async def test_it_draws_before_anything_is_read(tmp_path: Path) -> None:
@@ -50,15 +59,6 @@ async def test_it_draws_before_anything_is_read(tmp_path: Path) -> None:
         assert reader.looks
 
 
-async def test_it_finds_its_place_when_the_size_changes(tmp_path: Path) -> None:
-    async with stage(tmp_path) as on:
-        for width, height in ((80, 24), (200, 60), (45, 12), (20, 5), (120, 40)):
-            await on.pilot.resize_terminal(width, height)
-            await on.until(lambda h=height: len(on.app.text()) == h, "the new size")
-            await on.until(lambda w=width: {len(row) for row in on.app.text()} == {w}, f"{width} columns")
-        await on.shows("4 dp against single")
-
-
 async def test_a_toggle_is_pending_immediately_and_done_when_answered(tmp_path: Path) -> None:
     async with stage(tmp_path) as on:
         await on.shows("d → single")
@@ -74,15 +74,10 @@ async def test_a_toggle_is_pending_immediately_and_done_when_answered(tmp_path: 
         await on.shows("d → dp")
         await on.press("d")
         assert on.reader.asked == ["single", "dp"]
-
-
-async def test_a_refusal_is_shown_with_its_reason(tmp_path: Path) -> None:
-    async with stage(tmp_path) as on:
-        await on.press("d")
         on.reader.new = decoded([on.training.mode_event("user", refused="the module is spread over devices")])
         on.reader.unanswered = False
-        await on.shows("single refused: the module is spread over devices")
-        await on.shows("dp ×2")
+        await on.shows("dp refused: the module is spread over devices")
+        await on.shows("d → dp")
 
 
 async def test_no_toggle_where_nothing_may_be_changed(tmp_path: Path) -> None:
@@ -149,11 +144,16 @@ async def test_after_the_end_the_last_picture_has_everything_and_q_just_closes(t
         await on.until(lambda: on.app.return_value == "ended", "the end of the screen")
 
 
-async def test_stop_stops_the_run_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stop_stops_the_run_in_the_background_or_says_why_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stopped: list[Path] = []
 
     def stop_run(directory: Path, last_known: object) -> Iterator[str]:
         stopped.append(directory)
+        if len(stopped) == 1:
+            yield "2 processes cannot be stopped: 1, 2"
+            return
         yield "SIGINT to 3 processes"
         on.end(130, "SIGINT")
         yield "stopped by SIGINT"
@@ -161,8 +161,11 @@ async def test_stop_stops_the_run_in_the_background(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("dpmon.run.stop.stop_run", stop_run)
     async with stage(tmp_path) as on:
         await on.press("q", "x", "y")
+        await on.shows("could not stop the training: 2 processes cannot be stopped: 1, 2")
+        assert on.app.return_value is None
+        await on.press("q", "x", "y")
         await on.until(lambda: on.app.return_value == "stopped", "the end of the screen")
-        assert stopped == [tmp_path]
+        assert stopped == [tmp_path] * 2
 
 
 @pytest.mark.parametrize("again", [True, False])
@@ -193,19 +196,6 @@ async def test_leaving_waits_until_all_processes_are_stopped(
         await on.until(lambda: on.app.return_value == ("ended" if again else "stopped"), "the end of the screen")
 
 
-async def test_a_stop_that_fails_gives_a_message_and_the_screen_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stop_run(directory: Path, last_known: object) -> Iterator[str]:
-        yield "2 processes cannot be stopped: 1, 2"
-
-    monkeypatch.setattr("dpmon.run.stop.stop_run", stop_run)
-    async with stage(tmp_path) as on:
-        await on.press("q", "x", "y")
-        await on.shows("could not stop the training: 2 processes cannot be stopped: 1, 2")
-        assert on.app.return_value is None
-
-
 async def test_freeze_holds_the_picture_while_records_are_taken_in(tmp_path: Path) -> None:
     async with stage(tmp_path) as on:
         await on.shows("step       200")
@@ -223,8 +213,10 @@ async def test_freeze_holds_the_picture_while_records_are_taken_in(tmp_path: Pat
         assert "FROZEN" not in on.text()
 
 
-async def test_panels_are_reached_by_number_tab_and_enter(tmp_path: Path) -> None:
+async def test_panels_are_reached_by_number_tab_enter_and_arrows(tmp_path: Path) -> None:
+    (tmp_path / "output.log").write_text("".join(f"line {i} {'x' * 200}\n" for i in range(300)))
     async with stage(tmp_path) as on:
+        await on.shows("line 299")
         await on.press("3")
         assert (on.app.view.focus, on.app.view.zoom) == ("batch", None)
         await on.shows("▸3 Batch")
@@ -238,6 +230,17 @@ async def test_panels_are_reached_by_number_tab_and_enter(tmp_path: Path) -> Non
         assert (on.app.view.focus, on.app.view.zoom) == ("devices", None)
         await on.press("shift+tab")
         assert on.app.view.focus == "output"
+        await on.press("2", "left")
+        assert on.app.view.focus == "devices"
+        await on.press("down", "down", "right")
+        assert on.app.view.focus == "output"
+        await on.press("up")
+        await on.until(lambda: on.app.feed.output.top is not None, "scrolling")
+        await on.press("right", "right")
+        assert on.app.feed.output.left == 16
+        await on.shows("column 17")
+        await on.press("left", "left", "left")
+        assert on.app.view.focus == "compare", "beyond the first column there is the next panel"
 
 
 async def test_a_folded_panel_opens_with_its_number(tmp_path: Path) -> None:
@@ -250,31 +253,16 @@ async def test_a_folded_panel_opens_with_its_number(tmp_path: Path) -> None:
         assert on.app.view.zoom is None
 
 
-async def test_a_click_goes_to_a_panel_and_the_wheel_scrolls(tmp_path: Path) -> None:
-    (tmp_path / "output.log").write_text("".join(f"line {i}\n" for i in range(100)))
-    async with stage(tmp_path) as on:
-        await on.shows("line 99")
-        await on.pilot.click("#batch")
-        assert on.app.view.focus == "batch"
-        slot = on.app.slots["output"]
-        from textual.events import MouseScrollUp
-
-        panel = on.app.query_one("#output")
-        panel.post_message(MouseScrollUp(panel, 1, 1, 0, 0, 0, False, False, False, slot.x + 1, slot.y + 1))
-        await on.until(lambda: on.app.feed.output.top is not None, "scrolling")
-
-
-@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
-async def test_a_double_click_zooms_as_enter_does(tmp_path: Path, size: tuple[int, int]) -> None:
+async def test_a_double_click_zooms_as_enter_does(tmp_path: Path) -> None:
     """With any focus; and back, although the second click may be on another panel."""
-    async with stage(tmp_path, size) as on:
+    async with stage(tmp_path, (80, 24)) as on:
         await on.shows("● running")
-        for panel in ("batch", "batch", "output", "devices"):  # devices is folded on the small one
+        for panel in ("batch", "batch", "output", "devices"):  # devices is folded
             await on.pilot.double_click(f"#{panel}", offset=(5, 0))
             assert (on.app.view.focus, on.app.view.zoom) == (panel, panel)
             await on.until(lambda p=panel: set(on.app.slots) == {"status", p, "footer"}, "the panel alone")
             # In the middle, where other panels are afterwards.
-            await on.pilot.double_click(offset=(size[0] // 2, size[1] // 2))
+            await on.pilot.double_click(offset=(40, 12))
             assert (on.app.view.focus, on.app.view.zoom) == (panel, None)
         await on.pilot.click("#replicas", times=3)
         assert (on.app.view.focus, on.app.view.zoom) == ("replicas", "replicas")
@@ -285,7 +273,12 @@ async def test_the_output_scrolls_back_and_follows_again(tmp_path: Path) -> None
     async with stage(tmp_path) as on:
         await on.shows("following")
         await on.shows("line 99")
-        await on.press("pageup")
+        await on.pilot.click("#batch")
+        assert on.app.view.focus == "batch"
+        slot, panel = on.app.slots["output"], on.app.query_one("#output")
+        panel.post_message(MouseScrollUp(panel, 1, 1, 0, 0, 0, False, False, False, slot.x + 1, slot.y + 1))
+        await on.until(lambda: on.app.feed.output.top is not None, "scrolling")
+        await on.press("5", "end", "pageup")
         await on.shows("of 100")
         assert "line 99" not in on.text()
         await on.press("home")
@@ -308,7 +301,7 @@ async def test_the_script_cannot_steer_the_screen(tmp_path: Path) -> None:
             assert all(ord(char) >= 32 and not 127 <= ord(char) < 160 and char != "\u202e" for char in strip.text)
 
 
-async def test_help_opens_scrolls_and_closes(tmp_path: Path) -> None:
+async def test_help_and_warnings_have_pages(tmp_path: Path) -> None:
     async with stage(tmp_path, (80, 24)) as on:
         await on.press("question_mark")
         assert isinstance(on.app.screen, Pages)
@@ -319,14 +312,12 @@ async def test_help_opens_scrolls_and_closes(tmp_path: Path) -> None:
         assert any("leave the training running" in row for row in page.box.text())
         await on.press("escape")
         await on.until(lambda: len(on.app.screen_stack) == 1, "help to close")
-
-
-async def test_warnings_have_a_page(tmp_path: Path) -> None:
-    async with stage(tmp_path) as on:
+        assert "w warnings" not in on.text()
         await on.press("w")
         assert len(on.app.screen_stack) == 1, "no warnings, no page"
+        await on.shows("there are no warnings")
         on.reader.new = [Event("warning", {"process": 0, "t_s": 3.0, "text": "a hook took itself out\x1b[2J"})]
-        await on.shows("w warnings")
+        await on.until(lambda: bool(on.app.feed.state.warnings), "the warning")
         await on.press("w")
         assert isinstance(on.app.screen, Pages)
         assert any("a hook took itself out\ufffd[2J" in row for row in on.app.screen.box.text())

@@ -57,20 +57,6 @@ def rank_lines(text: list[str]) -> dict[int, list[str]]:
     return {int(line[0]): line for line in words if line and line[0].isdigit() and line[1].startswith("cuda:")}
 
 
-def test_each_rank_has_its_times_of_one_window_and_the_slow_one_is_marked() -> None:
-    text = texts(panel_ranks.table(full(scene_of(4, slow=2, noise=0.0)), 76, 12, LOOK))
-    assert text[0].split()[:7] == ["rank", "device", "data", "forward", "backward", "exposed", "wait"]
-    rows = rank_lines(text)
-    assert list(rows) == [0, 1, 2, 3]
-    assert rows[0][2:12] == ["400", "µs", "3.10", "ms", "5.00", "ms", "2.10", "ms", "6.00", "ms"]
-    assert rows[2][6:11] == ["11.0", "ms", "2.10", "ms", "0"]
-    assert [line[0] for line in text[1:5]] == [" ", " ", "▸", " "], "a sign, for those who see no colours"
-    assert " ".join(text[5:]) == (
-        "rank 2 holds the others up by 6.00 ms a step (34 %): its backward takes 11.0 ms against 5.00 ms; slowest in"
-        " 115 of the last 115 steps"
-    )
-
-
 @pytest.mark.parametrize("phase", ["data", "forward", "backward"])
 def test_the_cause_is_named_in_panel_and_status(phase: str) -> None:
     scene = scene_of(3, slow=1, phase=phase, noise=0.0)

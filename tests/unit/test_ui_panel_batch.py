@@ -86,37 +86,6 @@ def test_even_steps_have_no_such_word() -> None:
     assert few.uneven is None
 
 
-def test_the_batch_panel_has_share_median_and_p95_of_each_phase() -> None:
-    scene = scene_of(Training(), 500)
-    rows = rows_text(panel_batch.batch(scene, 116, 10, LOOK, panel_batch.figures(scene)))
-    assert rows[0].split() == [
-        "Data",
-        "Scatter",
-        "Replicate",
-        "Apply",
-        "Gather",
-        "Fwd",
-        "rest",
-        "Backward",
-        "Optimizer",
-        "other",
-        "step",
-    ]
-    shares = rows[1].replace(" %", "%").split()
-    assert shares[:4] == ["share", "3%", "4%", "31%"]
-    assert rows[2].startswith("median")
-    assert rows[3].startswith("p95")
-    assert rows[2].count("ms") + rows[2].count("µs") == 10
-
-
-def test_phases_that_do_not_run_have_dashes_not_zeros() -> None:
-    training = Training(mode="single", devices=("cpu",), virtual=False)
-    scene = scene_of(training, 100)
-    rows = rows_text(panel_batch.batch(scene, 116, 10, LOOK, panel_batch.figures(scene)))
-    assert rows[1].replace(" %", "%").split()[1:7] == ["5%", "–", "–", "–", "–", "41%"]
-    assert "0%" not in rows[1].replace(" %", "%").split()
-
-
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
 def test_every_dash_of_panel_3_has_its_reason_on_the_last_line(size: tuple[int, int]) -> None:
     scene = scene_of(Training(mode="single", devices=("cpu",), virtual=False), 100)
@@ -228,16 +197,6 @@ def test_steps_that_took_no_time_the_clock_can_tell_are_steps() -> None:
         assert plain(stacked([column], 1, height, 1_000_000, MONO_ASCII)[-1]) == "."
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
-def test_no_letter_stands_for_two_phases(size: tuple[int, int]) -> None:
-    scene = scene_of(Training(), 40)
-    width, height = size[0] - 4, 14
-    rows = panel_batch.batch(scene, width, height, LOOK, panel_batch.figures(scene))
-    chips = {(text, style) for text, style in rows[0] if style.startswith("chip.") and text.strip()}
-    assert len(chips) > 6
-    assert len({text for text, _ in chips}) == len(chips), chips
-
-
 def test_few_rows_show_one_colour_and_more_rows_the_largest_phase_of_a_cell() -> None:
     """Forward has 80 % of the step and backward, above it, 20 %."""
     phases = [0] * len(PHASES)
@@ -267,15 +226,6 @@ def test_a_chart_of_phases_shows_true_shares(height: int) -> None:
             both = [(a / sum(shown.values()), b / sum(phases)) for a, b in zip(shown.values(), phases, strict=True)]
             assert max(abs(drawn - share) for drawn, share in both) < 0.15, both
         assert any(shown.values()) == (height >= 6)
-
-
-def test_the_axis_has_the_start_and_the_end_of_the_steps() -> None:
-    training = Training(step_ns=100_000_000)
-    scene = scene_of(training, 180)
-    rows = rows_text(panel_batch.batch(scene, 116, 14, LOOK, panel_batch.figures(scene)))
-    (axis,) = [row for row in rows if "dp ─" in row]
-    assert axis.strip().startswith("00:02 dp ")
-    assert axis.rstrip().endswith(" 00:21")
 
 
 def ranged(seconds: int, span_s: int, *, over: bool) -> Scene:

@@ -21,25 +21,6 @@ def compare_text(scene: Scene, width: int, height: int) -> list[str]:
     return rows_text(panel_compare.compare(scene, width, height, panel_compare.figures(scene), LOOK))
 
 
-def test_both_modes_are_side_by_side_with_the_speed_up() -> None:
-    training = Training(devices=("cuda:0", "cuda:1"), virtual=False, step_ns=16_000_000)
-    payloads = [*training.begin(), *training.run(400)]
-    training.step_ns = 10_000_000
-    payloads += [*training.switch("single"), *training.run(600)]
-    scene = Scene(state_of(payloads), training.now, FACTS, alive=True, can_toggle=True)
-    rows = compare_text(scene, 60, 12)
-    assert rows[0].split() == ["single", "dp", "×2", "speed-up", "(95", "%)"]
-    assert rows[1].split()[:2] == ["median", "step"]
-    assert rows[1].split()[6].startswith("0.6")
-    assert rows[2].endswith("% efficiency")
-    text = " ".join(rows)
-    assert "DataParallel over 2 is 0.6" in text
-    assert "× as fast as one device: replicate takes 5.10 ms of a 16.4 ms step." in text
-    title, corner = panel_compare.title(panel_compare.figures(scene), LOOK, folded=False)
-    assert plain(title) == "4 dp against single"
-    assert plain(corner).split()[1:] == ["as", "fast", "as", "one", "device"]
-
-
 def test_steps_of_another_batch_are_left_out_and_counted() -> None:
     training = Training(devices=("cuda:0", "cuda:1"), virtual=False, batch=30)
     payloads = [*training.begin(), *training.run(270)]

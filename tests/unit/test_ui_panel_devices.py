@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from situations import FACTS, LOOK, MONO_ASCII, gpu_scene, rows_text, scene_of, situations, state_of
+from situations import FACTS, LOOK, gpu_scene, rows_text, scene_of, situations, state_of
 from synthetic import Training, device_event
 
 from dpmon.ui.panels import panel_devices
@@ -82,20 +82,6 @@ def test_a_throttle_reason_names_its_gpu() -> None:
 def test_a_gpu_is_called_what_the_run_calls_it_where_that_differs() -> None:
     scene = gpu_scene(1, ordinals=[{"process": 0, "device": "cuda:3"}])
     assert rows_text(panel_devices.devices(scene, 76, 9, LOOK))[0].startswith(" 0 cuda:3 ")
-
-
-def test_zoomed_a_gpu_shows_all_fields_and_a_reason_for_each_dash() -> None:
-    scene = gpu_scene(2, throttle=["power cap"])
-    text = "\n".join(rows_text(panel_devices.zoomed(scene, 116, 35, LOOK)))
-    for said in ("SM      83 %", "tensor      41 %", "PCIe in", "NVLink in", "ECC corrected", "this run  66.0 GiB"):
-        assert said in text
-    for said in ("others  5.00 GiB", "held down by power cap", "energy  2.00 kWh", "processes 4242 66.0 GiB this run"):
-        assert said in text
-    assert "fan         –" in text
-    assert "fan, retired pages: not supported" in text
-    assert "⣿" in text, "histories in braille"
-    bare = gpu_scene(1, **dict.fromkeys(("processes", "mig", "xid", "throttle"), 3))
-    assert panel_devices.zoomed(bare, 76, 20, MONO_ASCII), "values of the wrong type are no values"
 
 
 @pytest.mark.parametrize(

@@ -17,18 +17,6 @@ from dpmon.ui.rows import plain
 from dpmon.ui.scene import Scene, View
 
 
-def test_replicas_show_the_sizes_of_the_seeds() -> None:
-    scene = scene_of(Training(devices=("cpu:0", "cpu:1", "cpu:2"), batch=30), 1)
-    rows = rows_text(panel_replicas.table(scene, 70, 9, LOOK))
-    *names, low, high = rows[0].replace("5-95%", "").split()
-    assert names == ["#", "device", "input", "output", "rows", "share", "host", "time"]
-    assert low.endswith("µs")
-    assert high.endswith("µs")
-    assert [row.split()[:7] for row in rows[1:4]] == [
-        [str(i), f"cpu:{i}", "[10,", "5]", "[10,", "2]", "10"] for i in range(3)
-    ]
-
-
 def test_idle_devices_are_shown_idle_with_the_reason() -> None:
     training = Training(devices=[f"cpu:{i}" for i in range(8)])
     scene = Scene(state_of([*training.begin(), *training.step(rows=10)]), training.now, FACTS, alive=True)

@@ -312,9 +312,3 @@ def test_a_row_is_cropped_by_cells() -> None:
     assert cropped(row, 1, 4) == [("b", "x"), ("中", "y")]
     assert cropped(row, 0, 3) == [("ab", "x"), (" ", "y")]
     assert cropped(row, 3, 9) == [(" c", "y")]
-
-
-def test_host_times_of_replicas_are_called_host_times() -> None:
-    text = text_of(scene_of(Training()), 120, 40)
-    assert "step mean" in text
-    assert "host time" in text

@@ -108,16 +108,6 @@ def test_each_rank_has_a_row_with_its_own_sizes_and_times() -> None:
     assert "so it is unknown which rank waits for which" in text[4]
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 40), (40, 10), (200, 60)])
-def test_the_screen_shows_ranks_in_place_of_replicas(size: tuple[int, int]) -> None:
-    for zoom in (None, "replicas"):
-        scene = scene_of(2)
-        scene = Scene(scene.state, scene.now_ns, FACTS, alive=True, view=scene.view.__class__(zoom=zoom))
-        rows = whole(scene, Output(), *size, LOOK)
-        assert {width_of(row) for row in rows} == {size[0]}
-        assert any("2 Ranks" in plain(row) for row in rows)
-
-
 @lru_cache
 def seventy(slow: int | None) -> tuple[Recording, Scene]:
     """Return a run of many ranks, of which all are alike, or one holds the others up."""

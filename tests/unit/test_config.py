@@ -62,13 +62,6 @@ def test_a_variable_is_named_by_its_own_name(tmp_path: Path) -> None:
         load({"XDG_CONFIG_HOME": str(tmp_path), "DPMON_REFRESH": "x"})
 
 
-def test_a_directory_or_a_pipe_in_its_place(tmp_path: Path) -> None:
-    (tmp_path / "dpmon").mkdir()
-    os.mkfifo(tmp_path / "dpmon" / "config.toml")
-    with pytest.raises(ConfigError, match="is not a regular file"):
-        load({"XDG_CONFIG_HOME": str(tmp_path)})
-
-
 def test_a_wrong_setting_is_reported_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,18 +39,6 @@ def test_a_saved_run_is_read_back_unchanged(state: Path) -> None:
     assert sorted(path.name for path in directory.iterdir()) == ["exit.json", "run.json"]
 
 
-def test_the_directory_is_below_the_state_home_and_closed(state: Path) -> None:
-    before = os.umask(0)
-    try:
-        directory, _ = create_run(draft())
-    finally:
-        os.umask(before)
-    assert directory.parent == runs_directory() == state / "dpmon" / "runs"
-    for path in (directory, directory.parent, directory.parent.parent):
-        assert path.stat().st_mode & 0o777 == 0o700, path
-    assert (directory / "run.json").stat().st_mode & 0o777 == 0o600
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the file that the interrupt left open
 def test_an_interrupt_at_any_line_leaves_no_directory_without_its_file(state: Path) -> None:
     create_run(draft())  # the directories above it exist from here on

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dpmon.assemble.definitions import Definitions
+from dpmon.assemble.definitions import KnownDefinitions
 from dpmon.assemble.device_waits import DeviceWaits, Pending, PlacedEvent
 from dpmon.assemble.event_queue import EventQueue, QueuedEvent
 from dpmon.assemble.nesting import CALLS, PRIMITIVES, Block, block_of
@@ -57,7 +57,7 @@ class Assembler:
 
     def __init__(self) -> None:
         self._dropped = 0
-        self._known = Definitions()
+        self._known = KnownDefinitions()
         self._events = EventQueue()
         self._communication = SampledCollectives(self._known)
         self._recorder = StepRecorder(self._known, self._communication)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dpmon.assemble.definitions import Definitions
+from dpmon.assemble.definitions import KnownDefinitions
 from dpmon.assemble.device_waits import Pending, Slots
 from dpmon.assemble.nesting import PRIMITIVES
 from dpmon.record.history_rows import CallParts, CallRow
@@ -25,7 +25,7 @@ def mode_of(flags: int) -> str:
     return "dp" if flags & Flag.DP else "single"
 
 
-def unnumbered_call(known: Definitions, span: Span, layout: int, parts: Sequence[Span]) -> Pending:
+def unnumbered_call(known: KnownDefinitions, span: Span, layout: int, parts: Sequence[Span]) -> Pending:
     """Make the row of a call from its span and the spans of its parts: without step, number and device times.
 
     `layout` must be known.
@@ -39,7 +39,7 @@ def unnumbered_call(known: Definitions, span: Span, layout: int, parts: Sequence
         if one.kind == Kind.REPLICA:
             shares.setdefault(one.site, one)
         elif one.kind == Kind.STAGE:
-            if len(of_stages) < _MAX_STAGES and known.is_stage(one.site):
+            if len(of_stages) < _MAX_STAGES and one.site in known.stages:
                 stages.append(_stage(known, one, span.start))
                 of_stages.append(_timed(one))
         elif one.kind in PRIMITIVES:
@@ -73,12 +73,12 @@ def _add_phase(phases: list[tuple[int, int] | None], slots: Slots, span: Span, s
 
 
 def _replicas_of(
-    known: Definitions, shares: dict[int, Span], layout: int, start: int
+    known: KnownDefinitions, shares: dict[int, Span], layout: int, start: int
 ) -> tuple[Sequence[_Replica], Slots]:
     """Return the replicas, in order of index, and the slots of their times. A missing replica has zeros."""
     found: list[_Replica] = []
     slots: Slots = []
-    for index in range(max((i for i in shares if i < known.layouts[layout].devices), default=-1) + 1):
+    for index in range(max((i for i in shares if i < len(known.layouts[layout].devices)), default=-1) + 1):
         one = shares.get(index)
         if one is None:
             found.append((0, 0, 0, 0))
@@ -91,7 +91,7 @@ def _replicas_of(
 
 
 def _whole(
-    known: Definitions,
+    known: KnownDefinitions,
     span: Span,
     layout: int,
     phases: Sequence[tuple[int, int] | None],
@@ -100,7 +100,7 @@ def _whole(
 ) -> tuple[Sequence[_Replica], Slots]:
     """Return the single replica of an undivided call: the call without its scatter."""
     about = known.layouts[layout]
-    if not about.devices or "replicas" in about.value["absent"]:
+    if not about.devices or "replicas" in about.absent:
         return (), []
     inputs = span.inputs
     for one in parts:
@@ -118,7 +118,7 @@ def _after_scatter(span: Span, slots: Slots) -> list[tuple[int, int]]:
     return slot and slot + [(number, -sign) for number, sign in slots[0]]
 
 
-def _stage(known: Definitions, one: Span, start: int) -> tuple[int, int, int, int, int | None]:
+def _stage(known: KnownDefinitions, one: Span, start: int) -> tuple[int, int, int, int, int | None]:
     failed = one.flags & Flag.FAILED
     outputs = 0 if failed else known.known_sizes(one.outputs)
     return one.site, known.known_sizes(one.inputs), outputs, max(one.start - start, 0), None if failed else one.took

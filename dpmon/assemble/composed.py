@@ -7,10 +7,12 @@ step. It lasts from the first of these to the last.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from dpmon.assemble.call_parts import unnumbered_call
-from dpmon.assemble.definitions import Definitions
+from dpmon.assemble.definitions import KnownDefinitions
 from dpmon.assemble.device_waits import Pending
+from dpmon.record.kinds import Size
 from dpmon.record.spans import Flag, Kind, Span
 
 _NOT_SCATTERED = "the script did not scatter in this step"
@@ -35,7 +37,7 @@ class _PartialCall:
 class Composer:
     """Composes the calls of one process and passes each complete call to `finish`."""
 
-    def __init__(self, known: Definitions, finish: Callable[[Pending], None]) -> None:
+    def __init__(self, known: KnownDefinitions, finish: Callable[[Pending], None]) -> None:
         self._known = known
         self._finish = finish
         self._partial: dict[int, _PartialCall] = {}
@@ -88,18 +90,18 @@ class Composer:
         numbers = [number for number in numbers if number]
         if len(numbers) <= 1:
             return numbers[0] if numbers else 0
-        leaves: list[tuple[str, list[int], str, int]] = []
+        leaves: list[Size] = []
         given = 0
         for number in numbers:
             last = -1
-            for path, *rest in self._known.sizes(number):
-                argument, dot, below = path.partition(".")
+            for size in self._known.sizes[number]:
+                argument, dot, below = size.path.partition(".")
                 if argument.isdecimal() and len(argument) < 9:
                     last = max(last, int(argument))
-                    path = f"{given + int(argument)}{dot}{below}"
-                leaves.append((path, *rest))
+                    size = replace(size, path=f"{given + int(argument)}{dot}{below}")
+                leaves.append(size)
             given += last + 1
-        return self._known.add_sizes(leaves[:_MAX_LEAVES])
+        return self._known.add_own(tuple(leaves[:_MAX_LEAVES]))
 
     def _composed_call(self, partial: _PartialCall, apply: Span) -> Pending:
         start, last = partial.primitives[0].start, partial.primitives[-1]

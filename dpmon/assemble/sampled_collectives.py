@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass
 
-from dpmon.assemble.definitions import Definitions
+from dpmon.assemble.definitions import KnownDefinitions
 from dpmon.record.history_rows import CollectiveRow, Definition
 from dpmon.record.spans import Flag, Span
 
@@ -43,7 +43,7 @@ class _Sample:
 class SampledCollectives:
     """The collectives of one process."""
 
-    def __init__(self, known: Definitions) -> None:
+    def __init__(self, known: KnownDefinitions) -> None:
         self._known = known
         self._steps: deque[tuple[int, int, int]] = deque(maxlen=MAX_STEPS)
         """Start, end and number of the last steps."""
@@ -66,12 +66,12 @@ class SampledCollectives:
         took = -1 if unended else span.took
         queued, launched = -1, False
         if span.site:
-            value = self._known.collective(span.site)
-            if value is None:
+            facts = self._known.collectives.get(span.site)
+            if facts is None:
                 return False
-            launched = value["operation"] is not None
+            launched = facts.operation is not None
             if took >= 0 and launched:
-                queued = self._queued(str(value["group"]), span)
+                queued = self._queued(facts.group, span)
         one = CollectiveRow(span.number, span.site, span.inside, unended & 0xFF, 0, span.start, took, queued, quantity)
         if launched:
             self._hold(one)

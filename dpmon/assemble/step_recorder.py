@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from dpmon.assemble.call_parts import FLAGS, mode_of, unnumbered_call
 from dpmon.assemble.composed import Composer
-from dpmon.assemble.definitions import Definitions
+from dpmon.assemble.definitions import KnownDefinitions
 from dpmon.assemble.device_waits import Pending, PlacedEvent, Waiting
 from dpmon.assemble.event_queue import QueuedEvent
 from dpmon.assemble.nesting import COPY, EDGE, LEARNS, PHASE_OF, PRIMITIVES, QUANTITY_OF, Block, Inner
@@ -29,7 +29,7 @@ _NOTHING: Sequence[Any] = ()
 class StepRecorder:
     """Makes and numbers the rows of one process."""
 
-    def __init__(self, known: Definitions, communication: SampledCollectives) -> None:
+    def __init__(self, known: KnownDefinitions, communication: SampledCollectives) -> None:
         self.known = known
         self._communication = communication
         self.number = 0
@@ -186,9 +186,8 @@ class StepRecorder:
         if len(self._known) >= _MAX_KNOWN:
             self._known.clear()
         self.out += self.known.rows((site, inputs, outputs))
-        rows = self.known.batch(inputs, layout.dim)
-        plain = layout.devices > 0 and "replicas" not in layout.value["absent"]
-        known = plain, inputs, outputs, layout.module, rows
+        plain = bool(layout.devices) and "replicas" not in layout.absent
+        known = plain, inputs, outputs, self.known.module(site), self.known.batch(inputs, site)
         self._known[call.site, call.inputs, call.outputs] = known
         return known
 
@@ -208,13 +207,12 @@ class StepRecorder:
         """Record a primitive that the script calls itself."""
         parts = inner.parts.get(span.number, _NOTHING) if inner is not None else _NOTHING
         inputs = self._composer.take(span, parts)
-        layout = self.known.layouts.get(span.site)
         if span.kind != Kind.PARALLEL_APPLY:
             return
-        if layout is None:
+        if span.site not in self.known.layouts:
             self.dropped += 1
         elif span.thread == self.thread:
-            self._count(span.flags, layout.module, self.known.batch(inputs, layout.dim))
+            self._count(span.flags, self.known.module(span.site), self.known.batch(inputs, span.site))
 
     def _count(self, flags: int, module: int, rows: int) -> None:
         """Count the rows of a call on the training thread."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from dpmon.assemble.definitions import Definitions
+from dpmon.assemble.definitions import KnownDefinitions
 from dpmon.assemble.event_queue import QueuedEvent
 from dpmon.assemble.nesting import EDGE, LEARNS, PHASE_OF, PRIMITIVES, Block
 from dpmon.assemble.open_step import OpenStep
@@ -45,7 +45,9 @@ class _AtFirst(NamedTuple):
 class StepRules:
     """Divides the blocks of one process into steps."""
 
-    def __init__(self, known: Definitions, recorder: StepRecorder, closed: Callable[[list[Item], bool], None]) -> None:
+    def __init__(
+        self, known: KnownDefinitions, recorder: StepRecorder, closed: Callable[[list[Item], bool], None]
+    ) -> None:
         """`closed(items, step)` is called after `items` are recorded. `step`: whether a step ended."""
         self._known = known
         self._recorder = recorder

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dpmon.record.history_rows import CallLayout, Resolver
+from dpmon.record.history_rows import Definitions, Layout
 from dpmon.record.kinds import UNTIMED, rows_of
 from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import EVALUATION, device_series
@@ -97,10 +97,10 @@ class ReplicaFacts(NamedTuple):
 class Layouts:
     """The shapes of a run's calls, with their definitions."""
 
-    def __init__(self, shapes: Sequence[Shape], resolvers: Mapping[int, Resolver]) -> None:
-        """`resolvers`: of each process, with its definitions."""
-        self._shapes = [(shape, resolvers[shape.process].layout(shape.layout)) for shape in shapes]
-        self._resolvers = resolvers
+    def __init__(self, shapes: Sequence[Shape], definitions: Mapping[int, Definitions]) -> None:
+        """`definitions`: those of each process."""
+        self._shapes = [(shape, definitions[shape.process].layouts.get(shape.layout)) for shape in shapes]
+        self._definitions = definitions
         self.trained = {(one.process, one.layout, one.mode) for one in shapes if not one.kind & EVALUATION}
         """Process, layout and mode of layouts with calls in training steps."""
         self.processes = {shape.process for shape in shapes}
@@ -111,15 +111,15 @@ class Layouts:
         self.distributed = next((layout.via for layout in layouts if _by_ranks(layout)), None)
         """How the run's ranks trained one model together: a key of RANK_MODES; None if they did not."""
 
-    def split(self) -> Iterator[tuple[Shape, CallLayout]]:
+    def split(self) -> Iterator[tuple[Shape, Layout]]:
         """Each shape with its layout, except the shapes of ranks, which are no replicas."""
         for shape, layout in self._shapes:
             if layout is not None and not _by_ranks(layout):
                 yield shape, layout
 
-    def rows(self, process: int, number: int, layout: CallLayout) -> int | None:
+    def rows(self, process: int, number: int, layout: Layout) -> int | None:
         """Rows of a definition of sizes: those of the first tensor with the layout's dimension of the batch."""
-        return rows_of(self._resolvers[process].sizes(number), layout.dim)
+        return rows_of(self._definitions[process].sizes.get(number), layout.dim)
 
     def calls(self, mode: str, evaluation: bool, trained: bool) -> int:
         """Number of calls of a mode, including those outside steps; parameters as in dpmon.store.figures.merged."""
@@ -169,7 +169,7 @@ class Layouts:
         if not groups:
             return "?", None, None, 0
         _, _, number, pairs = max(groups, key=lambda group: groups[group])
-        layout = self._resolvers[process].layout(number)
+        layout = self._definitions[process].layouts.get(number)
         got, gave = pairs[0] if len(pairs) == 1 else (0, 0)
         devices = "?" if layout is None else " ".join(layout.devices)
         return devices, self._text(process, got), self._text(process, gave), groups.total()
@@ -183,8 +183,8 @@ class Layouts:
         found: dict[tuple[object, ...], StageSizes] = {}
         untimed: defaultdict[tuple[object, ...], Counter[str]] = defaultdict(Counter)
         for (process, layout_number, index, number, got, gave), count in calls.items():
-            resolver = self._resolvers[process]
-            layout, stage = resolver.layout(layout_number), resolver.stage(number)
+            of_process = self._definitions[process]
+            layout, stage = of_process.layouts.get(layout_number), of_process.stages.get(number)
             if layout is None or stage is None:
                 continue
             key = layout.root, index, *stage, self._text(process, got), self._text(process, gave)
@@ -217,7 +217,7 @@ class Layouts:
 
         A DTensor has both shapes: "[15, 5] of [30, 5]".
         """
-        sizes = self._resolvers[process].sizes(number)
+        sizes = self._definitions[process].sizes.get(number)
         if sizes is None:
             return None
         texts = [
@@ -229,12 +229,12 @@ class Layouts:
         return ", ".join(texts) + (f" and {others} more" if others > 0 else "")
 
 
-def _by_ranks(layout: CallLayout) -> bool:
+def _by_ranks(layout: Layout) -> bool:
     """Whether the calls of a layout belong to ranks that train one model together."""
     return layout.via in RANK_MODES
 
 
-def why_untimed(layout: CallLayout | None, number: int) -> str | None:
+def why_untimed(layout: Layout | None, number: int) -> str | None:
     """Why calls have no device time: by the number in their records, or by their layout."""
     if 0 < number < len(UNTIMED):
         return UNTIMED[number]

@@ -115,7 +115,7 @@ class RunFacts:
     def layouts(self) -> Layouts:
         """The sizes of all calls."""
         shapes = self.store.shapes()
-        return Layouts(shapes, {shape.process: self.store.resolver(shape.process) for shape in shapes})
+        return Layouts(shapes, {one.process: self.store.resolver(one.process).definitions for one in shapes})
 
     @cached_property
     def sizes(self) -> list[ReplicaSizes]:

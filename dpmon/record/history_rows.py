@@ -21,7 +21,6 @@ from dpmon.record.kinds import (
     Size,
     Stage,
     Step,
-    collective_in,
     untimed_text,
 )
 from dpmon.record.names import CALL_PHASES
@@ -37,6 +36,9 @@ UNENDED = (
 """Why the end of a collective is unknown: the texts for the numbers of `dpmon.record.names.Unended`."""
 MAX_DEFINITIONS = 1 << 16
 """Most definitions of each sort of a process. Beyond this limit, readers drop the oldest."""
+_LARGEST = 1 << 53
+_MAX_DEVICES = 4096
+"""Most devices of a layout, because each device takes memory in every call."""
 _NO_PHASES = (None,) * len(CALL_PHASES)
 _made = tuple.__new__
 
@@ -44,10 +46,9 @@ _made = tuple.__new__
 
 
 class Definition(NamedTuple):
-    """A layout (root, via, devices, absent), a stage (device, parts), a collective, or sizes.
+    """A layout, stage or collective (the members of the class), or a list of sizes. `value` is as in JSON.
 
-    A size is (path, shape, dtype, bytes), and the global shape for a DTensor. A collective is (operation, group, size,
-    ranks, dtype, backend, device), or (operation None, why) if collectives cannot be recorded.
+    A size is a list: path, shape, dtype, bytes, and the global shape for a DTensor.
     """
 
     number: int
@@ -165,47 +166,125 @@ Row = CallRow | Step | CollectiveRow | Definition | Event
 # ------------------------------------------------------------------------------------------------ records
 
 
-class CallLayout(NamedTuple):
-    """The definition of a layout."""
+class Layout(NamedTuple):
+    """How the calls of one module run."""
 
     root: str
     via: str | None
     devices: tuple[str, ...]
     absent: Mapping[str, str]
-    dim: int
+    dim: int = 0
+    """The dimension of the batch."""
+    module: int | None = None
+    """Number of the module; a bare model and its wrapper have the same number."""
 
 
-def _sizes(value: Any) -> tuple[Size, ...]:
-    return tuple(
-        Size(str(path), _shape(shape), str(dtype), int(count), _shape(wholes[0]) if wholes else None)
-        for path, shape, dtype, count, *wholes in value
-    )
+class StageParts(NamedTuple):
+    """What runs on one device of a model on several devices."""
+
+    device: str
+    parts: tuple[str, ...]
 
 
-def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(int(extent) for extent in value)
+class CollectiveFacts(NamedTuple):
+    """What collectives of one operation on one process group share, or `why` none can be recorded."""
+
+    operation: str | None
+    group: str = ""
+    dtype: str = ""
+    device: str = ""
+    backend: str | None = None
+    size: int = 0
+    ranks: tuple[int, ...] | None = None
+    why: str | None = None
 
 
-def _defined(value: Any) -> tuple[str, Any]:
-    """Return the sort of a definition, and its value. Raises LookupError, ValueError or TypeError if it is damaged."""
-    if not isinstance(value, dict):
-        return "sizes", _sizes(value)
+Defined = Layout | StageParts | CollectiveFacts | tuple[Size, ...]
+
+
+def defined(value: Any) -> Defined:
+    """Return what a definition defines. Raises LookupError, ValueError, TypeError or AttributeError if damaged."""
+    if isinstance(value, list):
+        return tuple([_size(*one) for one in value])
     if "parts" in value:
-        return "stage", (str(value["device"]), tuple(str(name) for name in value["parts"]))
+        return StageParts(str(value["device"]), tuple(map(str, value["parts"])))
     if "operation" in value:
-        return "collective", collective_in(value)
-    return "layout", CallLayout(
-        str(value["root"]),
-        None if value["via"] is None else str(value["via"]),
-        tuple(str(name) for name in value["devices"]),
-        {str(key): str(reason) for key, reason in value["absent"].items()},
-        int(value.get("dim", 0)),
-    )
+        return _facts(value)
+    absent = {str(key): str(reason) for key, reason in value["absent"].items()}
+    devices, module = tuple(map(str, value["devices"])), value.get("module")
+    if len(devices) > _MAX_DEVICES:
+        raise ValueError("more devices than a machine has")
+    dim = _whole(value.get("dim", 0))
+    return Layout(str(value["root"]), _text(value["via"]), devices, absent, dim, module and _whole(module))
 
 
-_SAMPLE = {"operation": None, "why": None}
-"""Takes the place of a definition for samples, which have none."""
+def value_of(known: Defined) -> Any:
+    """Return the value of a definition."""
+    if isinstance(known, (Layout, StageParts, CollectiveFacts)):
+        return known._asdict()
+    return [
+        [size.path, size.shape, size.dtype, size.bytes, *(() if size.global_shape is None else [size.global_shape])]
+        for size in known
+    ]
+
+
+def _size(path: object, shape: Any, dtype: object, count: object, whole: Any = None) -> Size:
+    global_shape = None if whole is None else tuple(map(_whole, whole))
+    return Size(str(path), tuple(map(_whole, shape)), str(dtype), _whole(count), global_shape)
+
+
+def _facts(value: Mapping[str, Any]) -> CollectiveFacts:
+    if value["operation"] is None:
+        return CollectiveFacts(None, why=str(value["why"]))
+    operation, group, dtype, device = (str(value[name]) for name in ("operation", "group", "dtype", "device"))
+    size, backend = _whole(value["size"]), _text(value["backend"])
+    ranks = None if value["ranks"] is None else tuple(map(_whole, value["ranks"]))
+    if not 0 < size < 1 << 32:
+        raise ValueError("an impossible size of a process group")
+    return CollectiveFacts(operation, group, dtype, device, backend, size, ranks)
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or abs(value) > _LARGEST:
+        raise TypeError("not a number that a run writes")
+    return value
+
+
 _DAMAGE = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError)
+
+
+class Definitions:
+    """The definitions of one process by number, of each sort the newest `most`."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.layouts: dict[int, Layout] = {}
+        self.sizes: dict[int, tuple[Size, ...]] = {}
+        self.stages: dict[int, StageParts] = {}
+        self.collectives: dict[int, CollectiveFacts] = {}
+
+    def keep(self, number: int, known: Defined) -> None:
+        """Remember a definition, and forget the oldest of its sort if there are too many."""
+        table: dict[int, Any] = self.sizes
+        if isinstance(known, Layout):
+            table = self.layouts
+        elif isinstance(known, StageParts):
+            table = self.stages
+        elif isinstance(known, CollectiveFacts):
+            table = self.collectives
+        table.pop(number, None)
+        table[number] = known
+        if len(table) > self._most:
+            del table[next(iter(table))]
+
+    def get(self, number: int) -> Defined | None:
+        """Return a definition; None if it is unknown."""
+        tables: tuple[Mapping[int, Defined], ...] = (self.layouts, self.sizes, self.stages, self.collectives)
+        return next((table[number] for table in tables if number in table), None)
 
 
 class Resolver:
@@ -215,32 +294,14 @@ class Resolver:
         self._process = process
         self._rank = rank
         self._origin = origin
-        self._known: dict[str, dict[int, Any]] = {name: {} for name in ("layout", "sizes", "stage", "collective")}
-        """Definitions by number, of each sort."""
+        self.definitions = Definitions(MAX_DEFINITIONS)
 
     def define(self, number: int, value: Any) -> None:
         """Remember a definition. Raises RecordError if it is damaged."""
         try:
-            sort, known = _defined(value)
+            self.definitions.keep(number, defined(value))
         except _DAMAGE as error:
             raise RecordError(f"damaged definition: {error}") from None
-        table = self._known[sort]
-        table.pop(number, None)
-        table[number] = known
-        if len(table) > MAX_DEFINITIONS:
-            del table[next(iter(table))]
-
-    def layout(self, number: int) -> CallLayout | None:
-        """The definition of a layout; None if unknown. The same for `sizes` and `stage`."""
-        return self._known["layout"].get(number)
-
-    def sizes(self, number: int) -> tuple[Size, ...] | None:
-        """A definition of sizes."""
-        return self._known["sizes"].get(number)
-
-    def stage(self, number: int) -> tuple[str, tuple[str, ...]] | None:
-        """The device of a stage, and its parts."""
-        return self._known["stage"].get(number)
 
     def record(self, row: Row) -> Record | None:
         """Return the record in a row; None for a definition, which is remembered. Raises RecordError if damaged."""
@@ -270,11 +331,10 @@ class Resolver:
             raise RecordError(f"damaged collective: {type(error).__name__}: {error}") from None
 
     def _sizes(self, number: int) -> tuple[Size, ...] | None:
-        found: tuple[Size, ...] | None = self._known["sizes"][number] if number else None
-        return found
+        return self.definitions.sizes[number] if number else None
 
     def _call(self, row: CallRow) -> Call:
-        layout, parts = self._known["layout"][row.layout], row.whole
+        layout, parts = self.definitions.layouts[row.layout], row.whole
         sizes, times = self._sizes, iter(parts.of_devices)
         phases = {
             name: CallPhase(*at, None if parts.device_ms is None else parts.device_ms[index])
@@ -291,7 +351,7 @@ class Resolver:
         stages = tuple(
             Stage(i, device, names, offset, took, sizes(got), sizes(gave), next(times, None))
             for i, (which, got, gave, offset, took) in enumerate(parts.stages)
-            for device, names in (self._known["stage"][which],)
+            for device, names in (self.definitions.stages[which],)
         )
         absent = layout.absent
         if parts.device_ms is not None:
@@ -323,32 +383,25 @@ class Resolver:
             stages=stages,
         )
 
-    def facts(self, number: int) -> dict[str, Any]:
-        """Return the definition of a collective by its number. Raises LookupError if it is unknown."""
-        found: dict[str, Any] = self._known["collective"][number]
-        return found
-
     def _collective(self, row: CollectiveRow) -> Collective | Sampled:
-        facts: dict[str, Any] = self.facts(row.definition) if row.definition else _SAMPLE
+        facts = self.definitions.collectives[row.definition] if row.definition else CollectiveFacts(None)
         start, step = row.start - self._origin, row.step or None
-        if facts["operation"] is None:
-            why = facts["why"]
-            count = row.quantity if why is None else None
-            return Sampled(self._process, self._rank, step, start, max(row.took, 0), count, why)
-        ranks = facts["ranks"]
+        if facts.operation is None:
+            count = row.quantity if facts.why is None else None
+            return Sampled(self._process, self._rank, step, start, max(row.took, 0), count, facts.why)
         return Collective(
             process=self._process,
             rank=self._rank,
             step=step,
-            operation=facts["operation"],
+            operation=facts.operation,
             phase=DOING.get(row.phase, "other"),
             bytes=row.quantity,
-            dtype=facts["dtype"],
-            group=facts["group"],
-            size=facts["size"],
-            ranks=None if ranks is None else tuple(ranks),
-            backend=facts["backend"],
-            device=facts["device"],
+            dtype=facts.dtype,
+            group=facts.group,
+            size=facts.size,
+            ranks=facts.ranks,
+            backend=facts.backend,
+            device=facts.device,
             start_ns=start,
             took_ns=row.took if row.took >= 0 else None,
             queued_ns=row.queued if row.queued >= 0 else None,

@@ -23,7 +23,6 @@ __all__ = [
     "Stage",
     "Step",
     "bus_factor",
-    "collective_in",
     "rows_of",
 ]
 
@@ -339,19 +338,6 @@ class Sampled:
     """Number of collectives launched; None if they cannot be recorded."""
     why: str | None = None
     """Why they cannot be recorded."""
-
-
-def collective_in(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts in a collective's definition. Raises LookupError, TypeError or ValueError if it is damaged."""
-    if value["operation"] is None:
-        return {"operation": None, "why": str(value["why"])}
-    ranks, backend = value["ranks"], value["backend"]
-    found: dict[str, Any] = {name: str(value[name]) for name in ("operation", "group", "dtype", "device")}
-    found["backend"] = None if backend is None else str(backend)
-    size = int(value["size"])
-    if not 0 < size < 1 << 32:
-        raise ValueError("an impossible size of a process group")
-    return {**found, "size": size, "ranks": None if ranks is None else [int(rank) for rank in ranks]}
 
 
 Record = Call | Step | Event | Collective | Sampled

@@ -84,11 +84,11 @@ def communicated(
             samples, launched = samples + count, launched + quantity
             continue
         with suppress(LookupError):
-            facts = store.resolver(process).facts(definition)
-            if facts["operation"] is None:
-                why = facts["why"]
+            facts = store.resolver(process).definitions.collectives[definition]
+            if facts.operation is None:
+                why = facts.why
                 continue
-            whole = sums[facts["operation"], facts["size"]]
+            whole = sums[facts.operation, facts.size]
             for at, number in enumerate(numbers):
                 whole[at] += number
     operations = [Operation(*key, *whole) for key, whole in sums.items()]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from situations import LOOK, focused, rows_text, scene_of, with_call
 from synthetic import Training
 
-from dpmon.assemble.definitions import Definitions
+from dpmon.assemble.definitions import KnownDefinitions
 from dpmon.export import table
 from dpmon.model.layouts import Layouts
 from dpmon.record.fields import COLUMNS
@@ -22,10 +22,10 @@ SIZES = (Size("0", (4, 8), "float32", 128, (8, 8)), Size("mask", (8,), "bool", 8
 
 
 def test_a_definition_keeps_the_global_shape() -> None:
-    definitions = Definitions()
+    definitions = KnownDefinitions()
     assert definitions.add({"define": 7, "value": WRITTEN})
-    assert [list(size) for size in definitions.sizes(7)] == WRITTEN
-    assert not Definitions().add({"define": 7, "value": [["0", [4], "float32", 16, ["4"]]]})
+    assert definitions.sizes[7] == SIZES
+    assert not KnownDefinitions().add({"define": 7, "value": [["0", [4], "float32", 16, ["4"]]]})
     resolver = Resolver(0)
     for row in definitions.rows([7]):
         resolver.record(row)
@@ -45,7 +45,7 @@ def test_json_csv_report_and_screen_say_both_shapes() -> None:
     resolver = Resolver(0)
     resolver.define(1, {"root": "Model", "via": None, "devices": ["cpu"], "absent": {}})
     resolver.define(7, WRITTEN)
-    layouts = Layouts([Shape(0, "single", 0, 1, False, 7, 7, ((7, 7),), (), 0, 5)], {0: resolver})
+    layouts = Layouts([Shape(0, "single", 0, 1, False, 7, 7, ((7, 7),), (), 0, 5)], {0: resolver.definitions})
     assert layouts.of_process(0)[1] == "[4, 8] of [8, 8], mask [8]"
 
     scene = with_call(scene, replicas=tuple(each._replace(inputs=SIZES) for each in call.replicas))

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dpmon.assemble.definitions import KnownDefinitions
-from dpmon.assemble.device_waits import DeviceWaits, Pending, PlacedEvent
+from dpmon.assemble.device_times import DeviceWaits, Pending, PlacedEvent
 from dpmon.assemble.event_queue import EventQueue, QueuedEvent
 from dpmon.assemble.nesting import CALLS, PRIMITIVES, Block, block_of
 from dpmon.assemble.sampled_collectives import SampledCollectives

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
-from dpmon.assemble.call_parts import FLAGS, mode_of, unnumbered_call
-from dpmon.assemble.composed import Composer
+from dpmon.assemble.call_rows import FLAGS, Composer, mode_of, unnumbered_call
 from dpmon.assemble.definitions import KnownDefinitions
-from dpmon.assemble.device_waits import Pending, PlacedEvent, Waiting
+from dpmon.assemble.device_times import Pending, PlacedEvent, Sampling, Waiting
 from dpmon.assemble.event_queue import QueuedEvent
 from dpmon.assemble.nesting import COPY, EDGE, LEARNS, PHASE_OF, PRIMITIVES, QUANTITY_OF, Block, Inner
 from dpmon.assemble.sampled_collectives import SampledCollectives
-from dpmon.assemble.sampling import Sampling
 from dpmon.assemble.step_totals import StepTotals
 from dpmon.record.history_rows import CallRow
 from dpmon.record.kinds import MAX_SPANS

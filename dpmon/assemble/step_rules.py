@@ -11,12 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from dpmon.assemble.boundaries import OpenStep, OptimizerCycle, Patience
 from dpmon.assemble.definitions import KnownDefinitions
 from dpmon.assemble.event_queue import QueuedEvent
 from dpmon.assemble.nesting import EDGE, LEARNS, PHASE_OF, PRIMITIVES, Block
-from dpmon.assemble.open_step import OpenStep
-from dpmon.assemble.optimizer_cycle import OptimizerCycle
-from dpmon.assemble.patience import Patience
 from dpmon.assemble.step_recorder import Item, StepRecorder, before_edge
 from dpmon.assemble.step_totals import StepTotals
 from dpmon.record.spans import Flag, Kind, Span

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dpmon.assemble.call_parts import LARGEST
-from dpmon.assemble.device_waits import Pending, Slots
+from dpmon.assemble.call_rows import LARGEST
+from dpmon.assemble.device_times import Pending, Slots
 from dpmon.assemble.nesting import BACKWARD, COPY, DATA, OPTIMIZER, QUANTITIES, SYNC_NUMBER_AT
 from dpmon.record.kinds import MAX_SPANS, Step
 from dpmon.record.names import Untimed

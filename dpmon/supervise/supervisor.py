@@ -25,9 +25,8 @@ from dpmon.run.notes import WarningsLog
 from dpmon.run.proc import open_pidfd
 from dpmon.run.rundir import ExitInfo, load_exit, load_info, output_paths, save
 from dpmon.run.standard_input import INPUT_FIFO, InputWatch, Terminal
-from dpmon.supervise.process_ends import ProcessEnds
 from dpmon.supervise.room import OutputRoom
-from dpmon.supervise.spawn import WatchedCommand, find_command, last_sign, start_command
+from dpmon.supervise.spawn import ProcessEnds, WatchedCommand, find_command, last_sign, start_command
 from dpmon.supervise.start import TAKE_OVER, keep_statuses
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import pytest
 from pretend import Script, decoded
 
 from dpmon.assemble import Assembler
-from dpmon.assemble.sampling import MAX_ONE_IN, STEPS, Sampling
+from dpmon.assemble.device_times import MAX_ONE_IN, STEPS, Sampling
 from dpmon.record.kinds import UNTIMED
 from dpmon.record.names import Untimed, packed_json
 from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Span

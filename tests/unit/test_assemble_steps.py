@@ -10,7 +10,7 @@ from pretend import MS, Result, Script, assembled, decoded, in_portions
 from synthetic import kind_of
 
 from dpmon.assemble import Assembler
-from dpmon.assemble.device_waits import MAX_GROUPS
+from dpmon.assemble.device_times import MAX_GROUPS
 from dpmon.record.kinds import Step
 from dpmon.record.spans import Kind
 

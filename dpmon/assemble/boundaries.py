@@ -1,0 +1,131 @@
+"""What the rules know about the open step and the loop: its calls, the order of its optimizers, and its pace."""
+
+from __future__ import annotations
+
+from dpmon.assemble.nesting import LEARNS
+from dpmon.assemble.step_totals import StepTotals
+from dpmon.record.spans import Span
+
+
+class OpenStep:
+    """A step that has not ended."""
+
+    __slots__ = (
+        *("backward", "calls", "evaluated", "first_call", "last_evaluated", "module", "only_evaluates", "part"),
+    )
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.only_evaluates = True
+        """Whether it has only evaluation calls, which neither train nor record gradients."""
+        self.backward = False
+        """Whether a backward pass ran in it."""
+        self.module = self.last_evaluated = 0
+        """`module`: module of its first call. `last_evaluated`: module of its last evaluation call."""
+        self.first_call = 0
+        """When its first call began."""
+        self.evaluated: set[int] = set()
+        """Modules of all evaluation calls."""
+        self.part: StepTotals | None = None
+        """Totals of its recorded part; None while all its blocks are held."""
+
+    def called(self, call: Span, module: int) -> bool:
+        """Add a call of `module`; return whether the call trains or records gradients."""
+        if not self.calls:
+            self.module, self.first_call = module, call[6]
+        self.calls += 1
+        if call[2] & LEARNS:
+            self.only_evaluates = False
+            return True
+        self.last_evaluated = module
+        self.evaluated.add(module)
+        return False
+
+
+_MAX_OPTIMIZERS = 4096
+
+
+class OptimizerCycle:
+    """The order in which optimizers step. When one steps for the second time, the optimizer before it ends a step."""
+
+    __slots__ = ("ends", "leading", "since")
+
+    def __init__(self) -> None:
+        self.ends = -1
+        """Number of the optimizer that ends a step; -1 while unknown."""
+        self.since: dict[int, None] = {}
+        """The optimizers that have stepped since the last end of a step, in order."""
+        self.leading: dict[int, int] = {}
+        """Optimizers that stepped before the cycle began, each with the last span in which it may end a step."""
+
+    def stepped(self, site: int, number: int) -> bool | None:
+        """Take an optimizer step in the span `number`; return whether it ends a step of the loop.
+
+        None means that the cycle has changed: spans assembled under the old cycle must be assembled again.
+        """
+        if site == self.ends:
+            self.since.clear()
+            return True
+        if self.leading.pop(site, -1) >= number:
+            return True
+        if site not in self.since:
+            if len(self.since) < _MAX_OPTIMIZERS:
+                self.since[site] = None
+            return False
+        order = list(self.since)
+        self.leading = dict.fromkeys(order[: order.index(site)], number)
+        self.ends = order[-1]
+        self.since.clear()
+        return None
+
+    def decide(self) -> bool:
+        """Treat the optimizers that have stepped as the whole cycle; False if there are none."""
+        if not self.since:
+            return False
+        self.ends = list(self.since)[-1]
+        self.since.clear()
+        return True
+
+    def gone(self, site: int) -> None:
+        """Forget a freed optimizer, which ends no more steps."""
+        self.since.pop(site, None)
+        if site == self.ends:
+            self.ends = -1
+
+
+FEW_CALLS, MANY_CALLS = 64, 4096
+SOON_NS, LATE_NS = 5_000_000_000, 60_000_000_000
+"""Limits since the first call of a step, without and with an optimizer."""
+TIMES = 4
+"""A step may take this many times the last `pace`, or have this many times the calls of the last step."""
+MAX_PACE = 3_600_000_000_000
+
+
+class Patience:
+    """Tracks time and number of calls between optimizer steps."""
+
+    __slots__ = ("calls", "calls_before", "ended", "pace")
+
+    def __init__(self) -> None:
+        self.pace = 0
+        """ns between the last two optimizer steps that ended a step of the loop."""
+        self.ended = 0
+        """End of the last of these steps; 0 for none."""
+        self.calls = 0
+        """Calls between the last two of these steps, or before the first."""
+        self.calls_before = 0
+        """Calls of the process up to the last of these steps."""
+
+    def stepped(self, start: int, end: int, calls: int) -> None:
+        """Note that an optimizer ended the step that began at `start`. `calls`: calls of the process so far."""
+        self.calls, self.calls_before = max(calls - self.calls_before, 0), calls
+        self.pace = min(max(end - (self.ended or start), 0), MAX_PACE)
+        self.ended = end
+
+    def too_many(self, calls: int, many: bool) -> bool:
+        """Whether to stop waiting in a step with this many calls. `many`: allow MANY_CALLS instead of FEW_CALLS."""
+        return calls > max(MANY_CALLS if many else FEW_CALLS, TIMES * self.calls)
+
+    def too_long(self, took: int, made: bool) -> bool:
+        """Whether to stop waiting `took` ns after the first call of a step. `made`: whether an optimizer exists."""
+        return took > max(LATE_NS if made else SOON_NS, TIMES * self.pace)

@@ -1,0 +1,244 @@
+"""Makes the rows of calls from their spans and the spans of their parts.
+
+A script may use scatter, replicate, parallel_apply and gather itself. Such a call has one parallel_apply, the scatters
+and replicates before it in the same step, and the next gather in that step. It lasts from the first of these to the
+last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from dpmon.assemble.definitions import KnownDefinitions
+from dpmon.assemble.device_times import Pending, Slots
+from dpmon.assemble.nesting import PRIMITIVES
+from dpmon.record.history_rows import CallParts, CallRow
+from dpmon.record.kinds import Size
+from dpmon.record.names import CALL_PHASES, Untimed
+from dpmon.record.spans import Flag, Kind, Span
+
+LARGEST = (1 << 62) - 1
+"""Longest duration in a row (ns)."""
+FLAGS = Flag.TRAINING | Flag.GRAD | Flag.FAILED | Flag.VIRTUAL
+"""The flags of a span that its call keeps."""
+_MAX_STAGES = 255
+_APPLY = PRIMITIVES[Kind.PARALLEL_APPLY]
+_Replica = tuple[int, int, int, int]
+
+
+def mode_of(flags: int) -> str:
+    """Return the mode of a call."""
+    return "dp" if flags & Flag.DP else "single"
+
+
+def unnumbered_call(known: KnownDefinitions, span: Span, layout: int, parts: Sequence[Span]) -> Pending:
+    """Make the row of a call from its span and the spans of its parts: without step, number and device times.
+
+    `layout` must be known.
+    """
+    phases: list[tuple[int, int] | None] = [None] * len(CALL_PHASES)
+    slots: Slots = [[] for _ in CALL_PHASES]
+    shares: dict[int, Span] = {}
+    stages: list[tuple[int, int, int, int, int | None]] = []
+    of_stages: Slots = []
+    for one in parts:
+        if one.kind == Kind.REPLICA:
+            shares.setdefault(one.site, one)
+        elif one.kind == Kind.STAGE:
+            if len(of_stages) < _MAX_STAGES and one.site in known.stages:
+                stages.append(_stage(known, one, span.start))
+                of_stages.append(_timed(one))
+        elif one.kind in PRIMITIVES:
+            _add_phase(phases, slots, one, span.start)
+    inputs, outputs = known.known_sizes(span.inputs), known.known_sizes(span.outputs)
+    outputs = 0 if span.flags & Flag.FAILED else outputs
+    replicas, of_replicas = _replicas_of(known, shares, layout, span.start)
+    if not (of_replicas or of_stages or phases[_APPLY]):
+        replicas, of_replicas = _whole(known, span, layout, phases, slots, parts)
+    elif of_replicas == [[]] and not phases[_APPLY]:
+        of_replicas = [_after_scatter(span, slots)]  # the module itself ran as the only replica
+    why = Untimed.SAMPLED if span.flags & Flag.UNTIMED else Untimed.ON_CPU if of_stages else Untimed.NONE
+    row = CallRow(
+        *(0, 0, mode_of(span.flags), span.flags & FLAGS, layout, span.start, span.took, inputs, outputs),
+        CallParts(phases, () if of_stages else replicas, stages),
+    )
+    return Pending(row, [*slots, *(of_stages or of_replicas)], why)
+
+
+def _timed(span: Span) -> list[tuple[int, int]]:
+    """Return the slot of one span; empty if it is not timed on devices."""
+    return [(span.number, 1)] if span.flags & Flag.TIMED else []
+
+
+def _add_phase(phases: list[tuple[int, int] | None], slots: Slots, span: Span, start: int) -> None:
+    """Add a phase to a call that began at `start`. A subclass of DataParallel may run a phase twice."""
+    at = PRIMITIVES[span.kind]
+    offset, took = phases[at] or (max(span.start - start, 0), 0)
+    phases[at] = offset, min(took + span.took, LARGEST)
+    slots[at] += _timed(span)
+
+
+def _replicas_of(
+    known: KnownDefinitions, shares: dict[int, Span], layout: int, start: int
+) -> tuple[Sequence[_Replica], Slots]:
+    """Return the replicas, in order of index, and the slots of their times. A missing replica has zeros."""
+    found: list[_Replica] = []
+    slots: Slots = []
+    for index in range(max((i for i in shares if i < len(known.layouts[layout].devices)), default=-1) + 1):
+        one = shares.get(index)
+        if one is None:
+            found.append((0, 0, 0, 0))
+            slots.append([])
+            continue
+        outputs = 0 if one.flags & Flag.FAILED else known.known_sizes(one.outputs)
+        found.append((known.known_sizes(one.inputs), outputs, max(one.start - start, 0), one.took))
+        slots.append(_timed(one))
+    return found, slots
+
+
+def _whole(
+    known: KnownDefinitions,
+    span: Span,
+    layout: int,
+    phases: Sequence[tuple[int, int] | None],
+    slots: Slots,
+    parts: Sequence[Span],
+) -> tuple[Sequence[_Replica], Slots]:
+    """Return the single replica of an undivided call: the call without its scatter."""
+    about = known.layouts[layout]
+    if not about.devices or "replicas" in about.absent:
+        return (), []
+    inputs = span.inputs
+    for one in parts:
+        if one.kind == Kind.SCATTER and known.known_sizes(one.outputs):
+            inputs = one.outputs
+    began = sum(phases[0] or (0,))
+    outputs = 0 if span.flags & Flag.FAILED else known.known_sizes(span.outputs)
+    replica = known.known_sizes(inputs), outputs, began, max(span.took - began, 0)
+    return (replica,), [_after_scatter(span, slots)]
+
+
+def _after_scatter(span: Span, slots: Slots) -> list[tuple[int, int]]:
+    """Return the slot of a call without its scatter."""
+    slot = _timed(span)
+    return slot and slot + [(number, -sign) for number, sign in slots[0]]
+
+
+def _stage(known: KnownDefinitions, one: Span, start: int) -> tuple[int, int, int, int, int | None]:
+    failed = one.flags & Flag.FAILED
+    outputs = 0 if failed else known.known_sizes(one.outputs)
+    return one.site, known.known_sizes(one.inputs), outputs, max(one.start - start, 0), None if failed else one.took
+
+
+_NOT_SCATTERED = "the script did not scatter in this step"
+_NO_INPUTS = "the script did not scatter: only the inputs of the replicas are known"
+_NOT_REPLICATED = "the script did not replicate in this step"
+_NOT_GATHERED = "the script did not gather the outputs of the replicas"
+_MAX_LEAVES = 512
+"""Most sizes in one call."""
+
+
+class _PartialCall:
+    """The unfinished call of one thread."""
+
+    __slots__ = ("apply", "primitives", "replicas")
+
+    def __init__(self) -> None:
+        self.primitives: list[Span] = []
+        self.apply: Span | None = None
+        self.replicas: Sequence[Span] = ()
+
+
+class Composer:
+    """Composes the calls of one process and passes each complete call to `finish`."""
+
+    def __init__(self, known: KnownDefinitions, finish: Callable[[Pending], None]) -> None:
+        self._known = known
+        self._finish = finish
+        self._partial: dict[int, _PartialCall] = {}
+
+    def take(self, span: Span, replicas: Sequence[Span]) -> int:
+        """Take the span of a primitive, and the spans of its `replicas` if it is a parallel_apply.
+
+        Return the definition of the call's inputs for a parallel_apply, if it is known; else 0.
+        """
+        kind, thread = span.kind, span.thread
+        partial = self._partial.get(thread)
+        if partial is not None and partial.apply is not None and kind != Kind.GATHER:
+            self.flush(thread)
+            partial = None
+        if partial is not None and partial.primitives and partial.primitives[0].inside != span.inside:
+            del self._partial[thread]
+            partial = None
+        failed = span.flags & Flag.FAILED
+        if kind == Kind.GATHER:
+            if partial is not None and partial.apply is not None and not failed:
+                partial.primitives.append(span)
+                self.flush(thread)
+            return 0
+        if kind == Kind.PARALLEL_APPLY or not failed:
+            if partial is None:
+                partial = self._partial[thread] = _PartialCall()
+            partial.primitives.append(span)
+        if kind != Kind.PARALLEL_APPLY or partial is None:
+            return 0
+        partial.apply, partial.replicas = span, replicas
+        inputs = self._inputs(partial)
+        if failed:
+            self.flush(thread)
+        return inputs
+
+    def flush(self, thread: int) -> None:
+        """Finish the call of a thread: it has its gather, or no gather follows."""
+        partial = self._partial.pop(thread, None)
+        if partial is not None and partial.apply is not None and partial.apply.site in self._known.layouts:
+            self._finish(self._composed_call(partial, partial.apply))
+
+    def flush_all(self) -> None:
+        """Finish all calls, because the step is over."""
+        for thread in list(self._partial):
+            self.flush(thread)
+
+    def _inputs(self, partial: _PartialCall) -> int:
+        """Return the sizes of all scattered inputs. Argument numbers continue from one scatter to the next."""
+        numbers = [self._known.known_sizes(one.inputs) for one in partial.primitives if one.kind == Kind.SCATTER]
+        numbers = [number for number in numbers if number]
+        if len(numbers) <= 1:
+            return numbers[0] if numbers else 0
+        leaves: list[Size] = []
+        given = 0
+        for number in numbers:
+            last = -1
+            for size in self._known.sizes[number]:
+                argument, dot, below = size.path.partition(".")
+                if argument.isdecimal() and len(argument) < 9:
+                    last = max(last, int(argument))
+                    size = replace(size, path=f"{given + int(argument)}{dot}{below}")
+                leaves.append(size)
+            given += last + 1
+        return self._known.add_own(tuple(leaves[:_MAX_LEAVES]))
+
+    def _composed_call(self, partial: _PartialCall, apply: Span) -> Pending:
+        start, last = partial.primitives[0].start, partial.primitives[-1]
+        outputs = self._known.known_sizes(last.outputs) if last.kind == Kind.GATHER else 0
+        absent = _absent(partial, bool(outputs), bool(apply.flags & Flag.FAILED))
+        layout = self._known.with_absent(apply.site, absent)
+        took = max(last.end - start, 0)
+        whole = apply._replace(start=start, took=took, inputs=self._inputs(partial), outputs=outputs)
+        replicas = [one for one in partial.replicas if one.kind == Kind.REPLICA]
+        return unnumbered_call(self._known, whole, layout, [*partial.primitives, *replicas])
+
+
+def _absent(partial: _PartialCall, gathered: bool, failed: bool) -> dict[str, str]:
+    """Return the reasons for missing parts."""
+    kinds = {one.kind for one in partial.primitives}
+    absent = {}
+    if Kind.SCATTER not in kinds:
+        absent["scatter"] = _NOT_SCATTERED
+        absent["inputs"] = _NO_INPUTS
+    if Kind.REPLICATE not in kinds:
+        absent["replicate"] = _NOT_REPLICATED
+    if not gathered and not failed:
+        absent["gather"] = absent["outputs"] = _NOT_GATHERED
+    return absent

@@ -37,6 +37,7 @@ TOGGLED = (
     "checkpoints_reentrant",
     "checkpoints_wrapped",
     "checkpoints_wrapped_reentrant",
+    "in_another_mode_than_its_wrapper",
     "everything_swallowed",
     "two_threads",
     "forward_called",

@@ -133,30 +133,6 @@ def test_a_loader_that_comes_to_its_end(tmp_path: Path) -> None:
     assert len(run.calls()) == len(run.steps()) == 4000
 
 
-SLOWLY = """
-import sys, time
-import torch
-model = torch.nn.Linear(4, 1)
-for number in range(100_000):
-    model(torch.ones(3, 4))
-    print(number + 1, flush=True)
-    time.sleep(0.001)
-"""
-
-
-def test_killed_from_outside(tmp_path: Path) -> None:
-    """The process gets no notice and cleans up nothing."""
-    script = Script(tmp_path, SLOWLY)
-    while int(script.line()) < 30:
-        pass
-    script.process.kill()
-    run = script.end()
-    assert run.status == -signal.SIGKILL
-    printed = int(["30", *run.out.split("\n")[:-1]][-1])
-    assert [call.call for call in run.calls()] in (list(range(1, printed + 1)), list(range(1, printed + 2)))
-    assert run.missed == 0
-
-
 @pytest.fixture(scope="module")
 def failing(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traced, Traced]:
     """Exceptions in many places, with and without the tracer."""
@@ -233,89 +209,6 @@ def test_a_spawned_child_and_its_spawned_worker(tmp_path: Path) -> None:
         assert before.start_ns + before.wall_ns <= after.start_ns
     assert run.complaints == []
     assert run.stages.count("torch imported") == 3
-
-
-NO_ROOM = """
-import resource
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-import torch
-model = torch.nn.DataParallel(torch.nn.Linear(4, 1))
-for number in range(3):
-    print(model(torch.ones(3, 4)).shape)
-"""
-
-
-def test_no_room_for_a_record(tmp_path: Path) -> None:
-    """The training goes on without a record."""
-    run = traced(tmp_path, NO_ROOM)
-    assert (run.status, run.out, run.err) == (0, "torch.Size([3, 1])\n" * 3, "")
-    assert run.records == ()
-    assert list(run.directory.glob("*.ring")) == []
-    (line,) = run.warnings
-    assert "no record" in line
-
-
-THROUGH = """
-import torch
-from torch.utils.data import DataLoader, IterableDataset
-
-class Epochs(IterableDataset):
-    def __iter__(self):
-        for _ in range(20):
-            yield from DataLoader(torch.randn(7, 4), batch_size=None)
-
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), 0.01)
-
-def train(loader, until):
-    for number, x in enumerate(loader):
-        if number == until:
-            break
-        loss = model(x).sum()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-train(DataLoader(Epochs(), batch_size=None), None)
-train(DataLoader(torch.randn(500, 4), batch_size=None), 403)
-"""
-
-
-def test_a_loader_within_a_loader_and_a_loop_that_is_left(tmp_path: Path) -> None:
-    """The end of the inner loader ends no step."""
-    run = traced(tmp_path, THROUGH)
-    assert run.status == 0
-    assert (
-        [step.step for step in run.steps()] == [call.step for call in run.calls()] == list(range(1, 20 * 7 + 403 + 1))
-    )
-
-
-AROUND = """
-import torch
-
-class Around(torch.optim.Optimizer):
-    def __init__(self, parameters, inner):
-        super().__init__(parameters, {})
-        self.inner = inner
-
-    def step(self, closure=None):
-        self.inner.step()
-
-model = torch.nn.Linear(4, 1)
-inner = torch.optim.SGD(model.parameters(), 0.01)
-optimizer = Around(model.parameters(), inner)
-for _ in range(20):
-    loss = model(torch.randn(5, 4)).sum()
-    inner.zero_grad()
-    loss.backward()
-    optimizer.step()
-"""
-
-
-def test_an_optimizer_that_steps_another_one_ends_the_step(tmp_path: Path) -> None:
-    run = traced(tmp_path, AROUND)
-    assert run.status == 0
-    assert [step.step for step in run.steps()] == [call.step for call in run.calls()] == list(range(1, 21))
 
 
 CHILD = """

@@ -193,11 +193,29 @@ def data(rows=12):
     return torch.randn(rows, 4), torch.randn(rows, 1)
 
 
+def made(count):
+    """Return a watched model and its optimizer."""
+    model = count.watch(Net())
+    return model, sgd(model)
+
+
 def learn(count, model, optimizer, x, y, *, ends=True):
     """Run a training step; without a loader it ends with the optimizer."""
     optimizer.zero_grad()
     count.back(mse(model(x), y))
     count.step(optimizer, ends=ends)
+
+
+def learns(count, model, optimizer, times):
+    """Run training steps without a loader."""
+    for _ in range(times):
+        learn(count, model, optimizer, *data())
+
+
+def epoch(count, model, optimizer, **sizes):
+    """Run a training step for each batch of a loader."""
+    for x, y in count.batches(loader(**sizes)):
+        learn(count, model, optimizer, x, y, ends=False)
 
 
 def look(count, model, x, *, ends=True):
@@ -209,6 +227,18 @@ def look(count, model, x, *, ends=True):
     model.train(was)
     if ends:
         count.end()
+
+
+def looks(count, model, times, rows):
+    """Evaluate without a loader."""
+    for _ in range(times):
+        look(count, model, torch.randn(rows, 4))
+
+
+def looks_at(count, model, batches):
+    """Evaluate with a loader."""
+    for x, _ in count.batches(batches):
+        look(count, model, x, ends=False)
 
 
 def end():

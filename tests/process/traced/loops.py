@@ -10,7 +10,24 @@ import time
 import warnings
 
 import torch
-from counted import Cell, Later, Net, Other, data, learn, loader, look, loop, mse, sgd
+from counted import (
+    Cell,
+    Later,
+    Net,
+    Other,
+    data,
+    epoch,
+    learn,
+    learns,
+    loader,
+    look,
+    looks,
+    looks_at,
+    loop,
+    made,
+    mse,
+    sgd,
+)
 from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -24,15 +41,6 @@ def unrolled(count, model, length):
     for _ in range(length):
         state = model(torch.randn(6, 4), state)
     return state.pow(2).mean()
-
-
-@loop
-def recurrent(count):
-    model = count.watch(Cell())
-    optimizer = sgd(model)
-    for length in (300, 200, 300, 90, 150):
-        count.back(unrolled(count, model, length))
-        count.step(optimizer)
 
 
 @loop
@@ -85,8 +93,7 @@ def rollouts_in_eval_mode(count):
     policy = count.watch(Net())
     optimizer = sgd(policy)
     for _ in range(4):
-        for _ in range(100):
-            look(count, policy, torch.randn(2, 4))
+        looks(count, policy, 100, rows=2)
         for _ in range(3):
             learn(count, policy, optimizer, *data(32))
 
@@ -139,8 +146,7 @@ def inference(count):
 @loop
 def inference_from_a_loader(count):
     model = count.watch(Net()).eval()
-    for x, _ in count.batches(loader(rows=400, batch=3)):
-        look(count, model, x, ends=False)
+    looks_at(count, model, loader(rows=400, batch=3))
 
 
 @loop
@@ -184,10 +190,8 @@ def recurrent_by_hand(count):
 
 @loop
 def by_hand_after_an_optimizer(count):
-    model = count.watch(Net())
-    optimizer = sgd(model)
-    for _ in range(10):
-        learn(count, model, optimizer, *data())
+    model, optimizer = made(count)
+    learns(count, model, optimizer, 10)
     del optimizer
     gc.collect()
     for _ in range(100):
@@ -233,8 +237,7 @@ def by_hand_with_an_evaluation_between(count):
         count.back(model(data()[0]).mean())
         count.end()
         if number % 10 == 9:
-            for _ in range(3):
-                look(count, model, torch.randn(7, 4))
+            looks(count, model, 3, rows=7)
 
 
 # ------------------------------------------------------------------------------------------ evaluation
@@ -243,11 +246,9 @@ def by_hand_with_an_evaluation_between(count):
 @loop
 def looks_before_anything_is_known(count):
     model = count.watch(Net())
-    for _ in range(70):
-        look(count, model, torch.randn(5, 4))
+    looks(count, model, 70, rows=5)
     optimizer = sgd(model)
-    for _ in range(10):
-        learn(count, model, optimizer, *data())
+    learns(count, model, optimizer, 10)
 
 
 @loop
@@ -264,14 +265,12 @@ def looks_after_steps_of_a_loader(count):
 @loop
 def a_call_before_the_loader(count):
     """As if a summary or a graph of the model is made first, a second before; it is a separate step."""
-    model = count.watch(Net())
-    optimizer = sgd(model)
+    model, optimizer = made(count)
     with torch.no_grad():
         model(torch.randn(3, 4))
     count.end()
     time.sleep(1)
-    for x, y in count.batches(loader()):
-        learn(count, model, optimizer, x, y, ends=False)
+    epoch(count, model, optimizer)
 
 
 @loop
@@ -280,14 +279,14 @@ def training_after_an_evaluation_without_a_loader(count):
     model = Net()
     wrapper = nn.Sequential(model)
     optimizer = sgd(model)
-    for epoch in range(2):
+    for turn in range(2):
         model.eval()
         with torch.no_grad():
             for _ in range(3):
                 count.call(model, data()[0])
                 count.end()
         wrapper.train()
-        if not epoch:
+        if not turn:
             time.sleep(1)
         for _ in range(4):
             learn(count, lambda x: count.call(wrapper, x), optimizer, *data())
@@ -305,16 +304,13 @@ def a_sanity_check_first(count):
     count.end()
     optimizer = sgd(model)
     for _ in range(2):
-        for x, y in count.batches(loader()):
-            learn(count, model, optimizer, x, y, ends=False)
-        for x, _ in count.batches(held_out):
-            look(count, model, x, ends=False)
+        epoch(count, model, optimizer)
+        looks_at(count, model, held_out)
 
 
 @loop
 def evaluation_in_the_middle_of_an_epoch(count):
-    model = count.watch(Net())
-    optimizer = sgd(model)
+    model, optimizer = made(count)
     for _ in range(2):
         for number, (x, y) in enumerate(count.batches(loader(rows=60, batch=10))):
             learn(count, model, optimizer, x, y, ends=False)
@@ -326,26 +322,19 @@ def evaluation_in_the_middle_of_an_epoch(count):
 @loop
 def generation_after_each_epoch(count):
     """Token by token, as an evaluation without a loader."""
-    model = count.watch(Net())
-    optimizer = sgd(model)
+    model, optimizer = made(count)
     for _ in range(3):
-        for x, y in count.batches(loader()):
-            learn(count, model, optimizer, x, y, ends=False)
-        for _ in range(100):
-            look(count, model, torch.randn(1, 4))
+        epoch(count, model, optimizer)
+        looks(count, model, 100, rows=1)
 
 
 @loop
 def with_and_without_a_loader(count):
-    model = count.watch(Net())
-    optimizer = sgd(model)
+    model, optimizer = made(count)
     for _ in range(2):
-        for x, y in count.batches(loader()):
-            learn(count, model, optimizer, x, y, ends=False)
-        for _ in range(10):
-            learn(count, model, optimizer, *data())
-        for _ in range(3):
-            look(count, model, torch.randn(5, 4))
+        epoch(count, model, optimizer)
+        learns(count, model, optimizer, 10)
+        looks(count, model, 3, rows=5)
 
 
 @loop
@@ -356,10 +345,8 @@ def evaluation_of_the_bare_model(count):
     count.watch(model, wrapper)
     optimizer = sgd(wrapper)
     for _ in range(3):
-        for _ in range(4):
-            look(count, model, torch.randn(5, 4))
-        for _ in range(6):
-            learn(count, wrapper, optimizer, *data())
+        looks(count, model, 4, rows=5)
+        learns(count, wrapper, optimizer, 6)
 
 
 @loop
@@ -369,10 +356,8 @@ def evaluation_of_the_bare_model_from_a_loader(count):
     count.watch(model, wrapper)
     optimizer = sgd(wrapper)
     for _ in range(2):
-        for x, y in count.batches(loader()):
-            learn(count, wrapper, optimizer, x, y, ends=False)
-        for x, _ in count.batches(loader(rows=20, batch=10)):
-            look(count, wrapper.module, x, ends=False)
+        epoch(count, wrapper, optimizer)
+        looks_at(count, wrapper.module, loader(rows=20, batch=10))
 
 
 @loop
@@ -386,8 +371,7 @@ def evaluation_of_the_average(count):
             with torch.no_grad():
                 for mine, its in zip(average.parameters(), model.parameters(), strict=True):
                     mine.lerp_(its, 0.1)
-        for x, _ in count.batches(loader(rows=20, batch=10)):
-            look(count, average, x, ends=False)
+        looks_at(count, average, loader(rows=20, batch=10))
 
 
 @loop
@@ -398,16 +382,13 @@ def another_model_is_evaluated_last(count):
         count.back(model(data()[0]).mean())
         count.end()
     best = count.watch(Other())
-    for _ in range(9):
-        look(count, best, torch.randn(7, 4))
+    looks(count, best, 9, rows=7)
 
 
 @loop
 def another_model_is_evaluated_after_an_optimizer(count):
-    model = count.watch(Net())
-    optimizer = sgd(model)
-    for _ in range(20):
-        learn(count, model, optimizer, *data())
+    model, optimizer = made(count)
+    learns(count, model, optimizer, 20)
     best, worst = count.watch(Other(), Cell())
     worst.eval()
     for _ in range(9):
@@ -422,10 +403,8 @@ def another_model_is_evaluated_between_epochs(count):
     model, average = count.watch(Net(), Other())
     optimizer = sgd(model)
     for _ in range(2):
-        for x, y in count.batches(loader()):
-            learn(count, model, optimizer, x, y, ends=False)
-        for _ in range(5):
-            look(count, average, torch.randn(7, 4))
+        epoch(count, model, optimizer)
+        looks(count, average, 5, rows=7)
 
 
 @loop
@@ -453,32 +432,19 @@ def a_teacher_from_a_loader(count):
 
 
 @loop
-def a_second_model_later(count):
-    first, second = count.watch(Net(), Other())
-    optimizer = sgd(first)
-    for _ in range(50):
-        learn(count, first, optimizer, *data())
-    optimizer = sgd(second)
-    for _ in range(101):
-        learn(count, second, optimizer, *data())
-
-
-@loop
 def one_model_after_another(count):
     """Each with a loop and an evaluation of its own; that of the second comes before its training."""
     first = count.watch(Other())
     optimizer = sgd(first)
     for _ in range(10):
-        for x, y in count.batches(loader()):
-            learn(count, first, optimizer, x, y, ends=False)
+        epoch(count, first, optimizer)
     second = count.watch(Net())
     with torch.no_grad():
         for _ in range(3):
             second(torch.randn(5, 4))
             count.end()
     optimizer = sgd(second)
-    for x, y in count.batches(loader()):
-        learn(count, second, optimizer, x, y, ends=False)
+    epoch(count, second, optimizer)
 
 
 @loop
@@ -493,8 +459,7 @@ def another_model_later(count):
 def another_model_later_without_a_loader(count):
     for model in count.watch(Net(), Later()):
         optimizer = sgd(model)
-        for _ in range(100):
-            learn(count, model, optimizer, *data())
+        learns(count, model, optimizer, 100)
 
 
 @loop
@@ -533,19 +498,25 @@ def the_model_beside_its_wrapper(count):
     call_five_times(count, model)
 
 
-@loop
-def the_model_beside_its_ranks_wrapper(count):
+@contextlib.contextmanager
+def alone_in_a_group():
     from torch import distributed
 
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    model = Net()
-    wrapper = nn.parallel.DistributedDataParallel(model)
-    optimizer = sgd(wrapper)
-    for x, y in batches_of_a_loader_that_goes_on(count):
-        learn(count, lambda x: count.call(wrapper, x), optimizer, x, y, ends=False)
-        count.did("sync")
-    call_five_times(count, model)
+    yield
     distributed.destroy_process_group()
+
+
+@loop
+def the_model_beside_its_ranks_wrapper(count):
+    model = Net()
+    with alone_in_a_group():
+        wrapper = nn.parallel.DistributedDataParallel(model)
+        optimizer = sgd(wrapper)
+        for x, y in batches_of_a_loader_that_goes_on(count):
+            learn(count, lambda x: count.call(wrapper, x), optimizer, x, y, ends=False)
+            count.did("sync")
+        call_five_times(count, model)
 
 
 @loop
@@ -587,8 +558,7 @@ def a_second_optimizer_beside_the_first(count):
     first, second = count.watch(Net(), Other())
     one, two = sgd(first), sgd(second)
     for model, optimizer in ((first, one), (second, two)):
-        for _ in range(3):
-            learn(count, model, optimizer, *data())
+        learns(count, model, optimizer, 3)
 
 
 @loop
@@ -597,19 +567,15 @@ def three_models_one_after_another(count):
     first, second, third = count.watch(Net(), Other(), Cell())
     one, two = sgd(first), sgd(second)
     for model, optimizer in ((first, one), (second, two)):
-        for _ in range(5):
-            learn(count, model, optimizer, *data())
-        for _ in range(5):
-            look(count, model, torch.randn(5, 4))
+        learns(count, model, optimizer, 5)
+        looks(count, model, 5, rows=5)
     three = sgd(third)
     for _ in range(5):
         count.back(unrolled(count, third, 80))
         count.step(three)
     del three
-    for _ in range(70):
-        look(count, first, torch.randn(5, 4))
-    for _ in range(5):
-        learn(count, first, one, *data())
+    looks(count, first, 70, rows=5)
+    learns(count, first, one, 5)
 
 
 @loop
@@ -617,8 +583,7 @@ def an_optimizer_an_epoch(count):
     model = count.watch(Net())
     for _ in range(5):
         optimizer = sgd(model)
-        for _ in range(7):
-            learn(count, model, optimizer, *data())
+        learns(count, model, optimizer, 7)
 
 
 def judge(count, maker, critic, one, rows):
@@ -714,8 +679,7 @@ def three_that_take_turns(count):
 @loop
 def accumulation(count):
     count.sums = True
-    model = count.watch(Net())
-    optimizer = sgd(model)
+    model, optimizer = made(count)
     for _ in range(6):
         for _ in range(5):
             count.back(model(data()[0]).mean())
@@ -726,8 +690,7 @@ def accumulation(count):
 @loop
 def accumulation_from_a_loader(count):
     """Each batch is a step; every third one has a step of the optimizer."""
-    model = count.watch(Net())
-    optimizer = sgd(model)
+    model, optimizer = made(count)
     for number, (x, _) in enumerate(count.batches(loader(rows=90, batch=10)), 1):
         count.back(model(x).mean())
         if number % 3 == 0:
@@ -737,8 +700,7 @@ def accumulation_from_a_loader(count):
 @loop
 def parts_of_a_batch(count):
     """A batch in three micro-batches, one step of the optimizer."""
-    model = count.watch(Net())
-    optimizer = sgd(model)
+    model, optimizer = made(count)
     for x, y in count.batches(loader(rows=120, batch=30)):
         optimizer.zero_grad()
         for part, goal in zip(x.split(10), y.split(10), strict=True):
@@ -798,8 +760,7 @@ def a_closure(count):
 def sharpness(count):
     """As in SAM: the gradient is taken twice, and the second counts. It looks like accumulation (docs/tracing.md)."""
     count.sums = True
-    model = count.watch(Net())
-    optimizer = sgd(model)
+    model, optimizer = made(count)
     for _ in range(8):
         x, y = data()
         count.back((model(x) - y).pow(2).mean())
@@ -882,8 +843,7 @@ def steps_in_the_backward_pass(count):
 @loop
 def loaders_side_by_side(count):
     """Three are read together; the step begins with the first."""
-    model = count.watch(Net())
-    optimizer = sgd(model)
+    model, optimizer = made(count)
     for (x, y), (z, _), _ in count.batches(
         zip(loader(rows=60, batch=10), loader(rows=60, batch=10), loader(rows=60, batch=10), strict=True)
     ):
@@ -895,8 +855,7 @@ def loaders_side_by_side(count):
 @loop
 def a_loader_within_another_ones_step(count):
     """Unlabelled batches beside labelled ones; their loader starts again at its end."""
-    model = count.watch(Net())
-    optimizer = sgd(model)
+    model, optimizer = made(count)
     more = iter(loader(rows=60, batch=20))
     for x, y in count.batches(loader(rows=100, batch=10)):
         try:
@@ -912,8 +871,7 @@ def a_loader_within_another_ones_step(count):
 @loop
 def one_batch_again_and_again(count):
     """The loader delivers one batch."""
-    model = count.watch(Net())
-    optimizer = sgd(model)
+    model, optimizer = made(count)
     x, y = next(iter(loader()))
     count.did("data")
     for _ in range(200):
@@ -932,8 +890,7 @@ def fetched_by_a_thread(count):
 
     thread = threading.Thread(target=fetch)
     thread.start()
-    model = count.watch(Net())
-    optimizer = sgd(model)
+    model, optimizer = made(count)
     while (batch := batches.get()) is not None:
         learn(count, model, optimizer, *batch)
     thread.join()
@@ -961,24 +918,22 @@ def one_ahead(count, loader, sizes=1):
 @loop
 def fetched_one_ahead(count):
     """An evaluation, a sleep, a training: the last batch of each comes after the loader's end."""
-    model = count.watch(Net())
-    optimizer = sgd(model)
-    for epoch in range(2):
+    model, optimizer = made(count)
+    for turn in range(2):
         for x, _ in one_ahead(count, loader(rows=30, batch=10)):
             look(count, model, x, ends=False)
-        if not epoch:
+        if not turn:
             time.sleep(1)
         for x, y in one_ahead(count, loader(rows=40, batch=10)):
             learn(count, model, optimizer, x, y, ends=False)
-        if not epoch:
+        if not turn:
             time.sleep(1)
 
 
 @loop
 def micro_batches_fetched_together(count):
     """As in transformers' Trainer: first all batches of an optimizer step, then a call and a backward pass for each."""
-    model = count.watch(Net())
-    optimizer = sgd(model)
+    model, optimizer = made(count)
     for _ in range(2):
         batches = one_ahead(count, loader(rows=40, batch=5), sizes=3)
         for number in range(3):
@@ -1019,8 +974,7 @@ class Stream(IterableDataset):
 
 @loop
 def a_stream(count):
-    model = count.watch(Net())
-    optimizer = sgd(model)
+    model, optimizer = made(count)
     for _ in range(3):
         for x in count.batches(DataLoader(Stream(), batch_size=5)):
             learn(count, model, optimizer, x, torch.zeros(len(x), 1), ends=False)
@@ -1029,8 +983,7 @@ def a_stream(count):
 @loop
 def a_stream_that_never_ends(count):
     """Calls next() on a loader that starts again at its end."""
-    model = count.watch(Net())
-    optimizer = sgd(model)
+    model, optimizer = made(count)
     batches = iter(())
     for _ in range(30):
         try:
@@ -1045,11 +998,25 @@ def a_stream_that_never_ends(count):
     count.end()
 
 
+class Epochs(IterableDataset):
+    def __iter__(self):
+        for _ in range(20):
+            yield from DataLoader(torch.randn(7, 4), batch_size=None)
+
+
+@loop
+def a_loader_within_a_loader(count):
+    """The end of the inner one ends no step; the loader after it is left before its end."""
+    model, optimizer = made(count)
+    for batches in (DataLoader(Epochs(), batch_size=None), DataLoader(torch.randn(500, 4), batch_size=None)):
+        for x in itertools.islice(count.batches(batches), 403):
+            learn(count, model, optimizer, x, torch.zeros(1), ends=False)
+
+
 @loop
 def left_early(count):
     """By break, by next() until the end, by an exception that the loop survives; a loader is thrown away."""
-    model = count.watch(Net())
-    optimizer = sgd(model)
+    model, optimizer = made(count)
     for _ in range(3):
         for number, (x, y) in enumerate(count.batches(loader())):
             learn(count, model, optimizer, x, y, ends=False)
@@ -1067,15 +1034,13 @@ def left_early(count):
     for _ in count.batches(loader(rows=20, batch=10)):
         with contextlib.suppress(KeyError):
             raise KeyError("a bad batch")
-    for x, y in count.batches(loader(rows=20, batch=10)):
-        learn(count, model, optimizer, x, y, ends=False)
+    epoch(count, model, optimizer, rows=20, batch=10)
 
 
 @loop
 def a_loader_read_to_its_end_first(count):
     """The data are loaded once. The epochs go over the loaded batches, so the loader no longer counts."""
-    model = count.watch(Net())
-    optimizer = sgd(model)
+    model, optimizer = made(count)
     kept = list(loader())
     for _ in range(20):
         for x, y in kept:
@@ -1085,8 +1050,7 @@ def a_loader_read_to_its_end_first(count):
 @loop
 def batches_that_are_skipped(count):
     """The loop catches an exception and goes on; a call without a backward pass is in the step of its batch."""
-    model = count.watch(Net())
-    optimizer = sgd(model)
+    model, optimizer = made(count)
     for number, (x, y) in enumerate(count.batches(loader(rows=70, batch=10))):
         with contextlib.suppress(KeyError):
             if number == 2:
@@ -1102,8 +1066,7 @@ def batches_that_are_skipped(count):
 @loop
 def exceptions_without_a_loader(count):
     """A failed call belongs to the next step that ends."""
-    model = count.watch(Net())
-    optimizer = sgd(model)
+    model, optimizer = made(count)
     for number in range(9):
         with contextlib.suppress(KeyError):
             loss = model(data()[0]).mean()
@@ -1122,13 +1085,10 @@ def exceptions_without_a_loader(count):
 @loop
 def in_a_thread(count):
     def train():
-        model = count.watch(Net())
-        optimizer = sgd(model)
+        model, optimizer = made(count)
         for _ in range(2):
-            for x, y in count.batches(loader()):
-                learn(count, model, optimizer, x, y, ends=False)
-            for _ in range(3):
-                look(count, model, torch.randn(5, 4))
+            epoch(count, model, optimizer)
+            looks(count, model, 3, rows=5)
 
     thread = threading.Thread(target=train)
     thread.start()
@@ -1180,13 +1140,70 @@ def checkpoints_wrapped_reentrant(count):
 
 
 @loop
-def checkpointed_as_a_whole(count):
-    model = count.watch(Net())
+def checkpoints_within_each_other(count):
+    """From a depth of 60, autograd runs the inner backward passes on threads of its own."""
+    warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True.*")  # in the first pass
+    inner = Net(4, 4)
+
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = inner
+
+        def nested(self, x, depth):
+            x = self.inner(x).tanh()
+            return checkpoint(self.nested, x, depth - 1, use_reentrant=True) if depth else x
+
+        def forward(self, x):
+            return self.nested(x, 70)
+
+    model = count.watch(Nested())
     optimizer = sgd(model)
+    for x, y in count.batches(loader(rows=32, batch=8)):
+        learn(count, model, optimizer, x.requires_grad_(), y, ends=False)
+
+
+@loop
+def checkpointed_as_a_whole(count):
+    model, optimizer = made(count)
     x = torch.randn(6, 4, requires_grad=True)
     for reentrant in (False, True):
         count.back(checkpoint(model, x, use_reentrant=reentrant).sum())
         count.step(optimizer)
+
+
+def set_apart(count, model, net):
+    """Call a wrapper that is in another mode than its module: `training` of a call is the flag of the module."""
+    count.watch(net, model)
+    optimizer = sgd(net)
+    for number in range(12):
+        model.train(number % 2 == 1)
+        net.train(number % 2 == 0)
+        if number < 8 and not isinstance(model, nn.parallel.DistributedDataParallel):
+            learn(count, model, optimizer, *data())
+        else:
+            with torch.no_grad():
+                model(data()[0])
+            count.end()
+
+
+@loop
+def in_another_mode_than_its_wrapper(count):
+    net = Net()
+    set_apart(count, nn.DataParallel(net), net)
+
+
+@loop
+def in_another_mode_than_its_two_wrappers(count):
+    net = Net()
+    set_apart(count, nn.DataParallel(nn.DataParallel(net)), net)
+
+
+@loop
+def in_another_mode_than_its_ranks_wrapper(count):
+    with alone_in_a_group():
+        net = Net()
+        set_apart(count, nn.parallel.DistributedDataParallel(net), net)
 
 
 @loop
@@ -1206,23 +1223,22 @@ def compiled(count):
         count.step(optimizer)
 
 
-@loop
-def scripted(count):
-    module = torch.jit.script(Net())
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+def made_by_jit(count, module):
+    optimizer = sgd(module)
     for _ in range(6):
         count.back(count.call(module, data()[0]).mean())
         count.step(optimizer)
+
+
+@loop
+def scripted(count):
+    made_by_jit(count, torch.jit.script(Net()))
 
 
 @loop
 def recorded(count):
-    """Return the result of torch.jit.trace, which also calls the model; this is recorded if it checks the result."""
-    module = torch.jit.trace(Net(), torch.randn(3, 4), check_trace=False)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-    for _ in range(6):
-        count.back(count.call(module, data()[0]).mean())
-        count.step(optimizer)
+    """torch.jit.trace calls the model, too; this is recorded if it checks the result."""
+    made_by_jit(count, torch.jit.trace(Net(), torch.randn(3, 4), check_trace=False))
 
 
 @loop
@@ -1256,8 +1272,7 @@ def gradients_of_a_function(count):
 @loop
 def learning_to_learn(count):
     """MAML: two inner steps by autograd.grad for each of three tasks, then one step of the optimizer."""
-    model = count.watch(Net())
-    optimizer = sgd(model)
+    model, optimizer = made(count)
     for _ in range(5):
         outer = 0
         for _ in range(3):
@@ -1330,8 +1345,7 @@ def learning_to_learn_from_copies(count):
     for _ in range(6):
         fast = count.watch(copy.deepcopy(model))
         optimizer = sgd(fast)
-        for _ in range(4):
-            learn(count, fast, optimizer, *data())
+        learns(count, fast, optimizer, 4)
         with torch.no_grad():
             for mine, its in zip(model.parameters(), fast.parameters(), strict=True):
                 mine.lerp_(its, 0.1)
@@ -1340,8 +1354,7 @@ def learning_to_learn_from_copies(count):
 @loop
 def a_penalty_on_gradients(count):
     """As in WGAN-GP: gradients with respect to the inputs are part of the loss."""
-    model = count.watch(Net())
-    optimizer = sgd(model)
+    model, optimizer = made(count)
     for _ in range(6):
         x = torch.randn(12, 4, requires_grad=True)
         out = model(x)

@@ -12,7 +12,7 @@ import threading
 import traceback
 
 import torch
-from counted import OURS, Count, Net, Other, data, end, learn, loader, look, loop, sgd
+from counted import OURS, Count, Net, Other, data, end, epoch, learn, learns, loader, look, loop, made, sgd
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -60,8 +60,7 @@ def optimizers_within_each_other(count):
 
     model = count.watch(Net())
     inner, outer = Stops(model, 3), Outer(model.parameters(), lr=0.01)
-    for _ in range(6):
-        learn(count, model, outer, *data())
+    learns(count, model, outer, 6)
 
 
 class FailsBackward(torch.autograd.Function):
@@ -163,8 +162,7 @@ def everything_swallowed(count):
 def a_thread_beside_it(count):
     """A thread evaluates another model repeatedly during the training, and counts nothing."""
     over, started = threading.Event(), threading.Event()
-    model = count.watch(Net())
-    optimizer = sgd(model)
+    model, optimizer = made(count)
 
     def evaluate():
         other = Other()
@@ -256,8 +254,7 @@ def train(count, model, optimizer, steps):
 @loop
 def forks_a_child(count):
     """Trains, then forks a child that trains too, then goes on itself."""
-    model = count.watch(Net())
-    optimizer = sgd(model)
+    model, optimizer = made(count)
     train(count, model, optimizer, 2)
     pid = os.fork()
     if not pid:
@@ -392,8 +389,7 @@ def long_accumulation_of_nested_calls(count):
 
 @loop
 def another_directory(count):
-    model = count.watch(Net())
-    optimizer = sgd(model)
+    model, optimizer = made(count)
     with tempfile.TemporaryDirectory() as place:
         for number in range(5):
             if number == 0:
@@ -417,8 +413,7 @@ def another_stdout(count):
             self.texts.append(text)
 
     sys.stdout = sys.stderr = Keeps()
-    model = count.watch(Net())
-    optimizer = sgd(model)
+    model, optimizer = made(count)
     for number in range(5):
         learn(count, model, optimizer, *data())
         print(number, end="")
@@ -465,6 +460,5 @@ def devices_hidden_late(count):
     look(count, model, data()[0])
     early = len(asked), torch.cuda.is_initialized()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    for x, y in count.batches(loader()):
-        learn(count, model, sgd(model), x, y, ends=False)
+    epoch(count, model, sgd(model))
     return [early, torch.cuda.is_available(), torch.cuda.device_count()]

@@ -30,9 +30,17 @@ __all__ = ["Dpmon", "Result", "Terminal", "until_unsupervised", "wait_for"]
 
 Value = TypeVar("Value")
 POLL_S = 0.02
+LIMIT_S = 100.0
+"""Nothing takes so long, even on a busy machine."""
+_IMPORTS = "import os, pathlib, signal, sys, time\n"
+_WAIT = """\
+pathlib.Path("began").touch()
+while not pathlib.Path("go").exists():
+    time.sleep(0.01)
+"""
 
 
-def wait_for(condition: Callable[[], Value], limit: float = 60.0, what: str = "") -> Value:
+def wait_for(condition: Callable[[], Value], limit: float = LIMIT_S, what: str = "") -> Value:
     """Return the first true value of `condition`; fail with its last value after `limit` seconds.
 
     A condition may read a file that another process has yet to make.
@@ -138,7 +146,7 @@ class Dpmon:
         self.started.append(process)
         return process
 
-    def run(self, *words: object, limit: float = 100.0, input: bytes | None = None, **more: Any) -> Result:
+    def run(self, *words: object, limit: float = LIMIT_S, input: bytes | None = None, **more: Any) -> Result:
         """Run dpmon; fail if it does not end within `limit` seconds."""
         if input is not None:
             more["stdin"] = subprocess.PIPE
@@ -156,6 +164,25 @@ class Dpmon:
         path = self.cwd / name
         path.write_text(text)
         return path
+
+    def waiting(self, end: str = "", begin: str = "", name: str = "script.py") -> Path:
+        """Write a script that runs `begin`, waits for `go`, and runs `end`."""
+        return self.script(f"{_IMPORTS}{begin}\n{_WAIT}{end}\n", name)
+
+    def begun(self) -> None:
+        """Wait until the script of `waiting` waits."""
+        wait_for((self.cwd / "began").exists, what="the script's first line")
+
+    def go(self) -> None:
+        """Let the script of `waiting` go on."""
+        (self.cwd / "go").touch()
+
+    def kill_supervisor(self) -> dict[str, Any]:
+        """Kill the supervisor of the newest run, and wait for its end; return run.json from before."""
+        info = self.info()
+        os.kill(info["supervisor_pid"], signal.SIGKILL)
+        until_unsupervised(info)
+        return info
 
     def runs(self) -> list[Path]:
         """Return the directories of all runs by start time (names have only seconds)."""
@@ -188,7 +215,7 @@ class Dpmon:
         assert found is not None
         return found
 
-    def exit(self, limit: float = 60.0) -> dict[str, Any]:
+    def exit(self, limit: float = LIMIT_S) -> dict[str, Any]:
         """Return exit.json of the newest run, after waiting for it and for the last records."""
 
         def ended() -> dict[str, Any] | None:
@@ -291,11 +318,11 @@ class Terminal:
             self._screen.dirty.clear()
         return self._shown
 
-    def until(self, text: str, limit: float = 60.0) -> None:
+    def until(self, text: str, limit: float = LIMIT_S) -> None:
         """Wait until `text` has been written."""
         wait_for(lambda: text.encode() in self.take(), limit, f"{text!r} in {self.seen!r}")
 
-    def shows(self, text: str, limit: float = 60.0) -> None:
+    def shows(self, text: str, limit: float = LIMIT_S) -> None:
         """Wait until `text` is visible."""
         wait_for(lambda: text in self.picture(), limit, f"{text!r} on the screen")
 
@@ -304,7 +331,7 @@ class Terminal:
         os.close(self._master)
         self._master = -1
 
-    def wait(self, limit: float = 60.0) -> int:
+    def wait(self, limit: float = LIMIT_S) -> int:
         """Wait for the end, close the terminal and return the exit status."""
 
         def ended() -> bool:

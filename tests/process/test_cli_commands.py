@@ -9,20 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from running import Dpmon, Terminal, wait_for
+from running import Dpmon, Terminal
 
 from dpmon.cli.commands import ListedRun
 from dpmon.run import proc
-
-WAIT = """\
-import pathlib, time
-pathlib.Path("began").touch()
-while not pathlib.Path("go").exists():
-    time.sleep(0.01)
-"""
 
 
 def test_help_and_version(dpmon: Dpmon) -> None:
@@ -77,7 +69,7 @@ def test_commands_import_only_the_libraries_that_they_need(dpmon: Dpmon, words: 
 
 
 def test_detach_returns_immediately_and_all_commands_find_the_run(dpmon: Dpmon) -> None:
-    dpmon.script(WAIT + "import sys; print('out'); print('err', file=sys.stderr); sys.exit(4)")
+    dpmon.waiting("print('out'); print('err', file=sys.stderr); sys.exit(4)")
     result = dpmon.run("--detach", "--name", "mine", "script.py", "--lr", "3")
     assert result.status == 0
     name = result.text.removesuffix("\n")  # only the name, so that `$(dpmon --detach ...)` is a run
@@ -85,10 +77,10 @@ def test_detach_returns_immediately_and_all_commands_find_the_run(dpmon: Dpmon) 
     assert result.errors.startswith(f"dpmon: attach: dpmon attach {name} ")
     info = dpmon.info()
     assert info["options"]["name"] == "mine"
-    wait_for((dpmon.cwd / "began").exists)
+    dpmon.begun()
     row = dpmon.run("ls").text.splitlines()[1].split()
     assert row[:2] == [name, "running"]
-    (dpmon.cwd / "go").touch()
+    dpmon.go()
     assert dpmon.exit()["status"] == 4
     assert (dpmon.last() / "output.log").read_text() == "out\nerr\n"
     run_id = info["id"]
@@ -127,13 +119,13 @@ def test_a_beginning_of_several_run_names_is_refused(dpmon: Dpmon) -> None:
 
 
 def test_attach_without_a_terminal_follows_to_the_end(dpmon: Dpmon) -> None:
-    dpmon.script("print('before', flush=True)\n" + WAIT + "print('after')\nraise SystemExit(6)")
+    dpmon.waiting("print('after')\nraise SystemExit(6)", "print('before', flush=True)")
     dpmon.run("--detach", "script.py")
-    wait_for((dpmon.cwd / "began").exists)
+    dpmon.begun()
     process = dpmon.start("attach")
     assert process.stdout is not None
     assert process.stdout.readline() == b"before\n"
-    (dpmon.cwd / "go").touch()
+    dpmon.go()
     out, err = process.communicate(timeout=100)
     assert (out, process.returncode) == (b"after\n", 6)
     assert b"exit status 6" in err
@@ -142,14 +134,14 @@ def test_attach_without_a_terminal_follows_to_the_end(dpmon: Dpmon) -> None:
 
 
 def test_interrupting_attach_leaves_the_training(dpmon: Dpmon) -> None:
-    dpmon.script("print('before', flush=True)\n" + WAIT)
+    dpmon.waiting("", "print('before', flush=True)")
     dpmon.run("--detach", "script.py")
     process = dpmon.start("attach")
     assert process.stdout is not None
     assert process.stdout.readline() == b"before\n"
     process.send_signal(signal.SIGINT)
     assert process.wait(100) == 130
-    (dpmon.cwd / "go").touch()
+    dpmon.go()
     assert dpmon.exit()["status"] == 0
 
 
@@ -173,18 +165,6 @@ def test_attach_does_not_wait_for_a_command_that_nobody_will_start(dpmon: Dpmon)
     nobody = dict.fromkeys(("supervisor_pid", "supervisor_started", "command_pid", "command_started"))
     (dpmon.last() / "run.json").write_text(json.dumps({**dpmon.info(), **nobody, "started_unix": time.time() - 59}))
     assert dpmon.run("attach").status != 0
-
-
-def test_export_to_a_file(dpmon: Dpmon, tmp_path: Path) -> None:
-    dpmon.script("pass")
-    dpmon.run("script.py")
-    target = tmp_path / "records.jsonl"
-    assert dpmon.run("export", "-o", target).status == 0
-    kinds = [json.loads(line)["kind"] for line in target.read_text().splitlines()]
-    assert kinds[-2:] == ["dropped", "exit"]
-    result = dpmon.run("export", "-o", tmp_path / "no" / "place")
-    assert result.status == 2
-    assert "cannot be written" in result.errors
 
 
 def test_export_into_a_closed_pipe_is_quiet(dpmon: Dpmon) -> None:
@@ -247,12 +227,12 @@ def test_the_interrupt_key_reaches_the_script_once(dpmon: Dpmon) -> None:
 
 
 def test_a_closed_terminal_leaves_the_training_running(dpmon: Dpmon) -> None:
-    dpmon.script("print('ready', flush=True)\n" + WAIT + "print('end')\n")
+    dpmon.waiting("print('end')", "print('ready', flush=True)")
     terminal = Terminal(dpmon, "--headless", "script.py", TERM="xterm")
     terminal.until("ready")
     terminal.hang_up()
     assert terminal.wait() in (-signal.SIGHUP, 128 + signal.SIGHUP)
-    (dpmon.cwd / "go").touch()
+    dpmon.go()
     assert dpmon.exit()["status"] == 0
     assert (dpmon.last() / "stdout.log").read_text() == "ready\nend\n"
 
@@ -270,29 +250,33 @@ def test_in_the_background_of_a_shell_it_does_not_stop(dpmon: Dpmon) -> None:
 # ------------------------------------------------------------------------------------------------ with a screen
 
 
-def test_leaving_the_screen_leaves_the_training(dpmon: Dpmon) -> None:
-    dpmon.script("print('a line of the script', flush=True)\n" + WAIT + "raise SystemExit(3)")
-    terminal = Terminal(dpmon, "script.py", TERM="xterm-256color")
-    terminal.shows("a line of the script")
-    terminal.type("q")
-    terminal.shows("leave it running")
-    terminal.type("l")
-    assert terminal.wait() == 0
-    assert b"the training goes on; back to it: dpmon attach script-" in terminal.seen
-    info = dpmon.info()
-    assert proc.alive(info["command_pid"], info["command_started"])
-    (dpmon.cwd / "go").touch()
+PRINTS = "print('a line of the script', flush=True)"
+
+
+def test_leaving_the_screen_leaves_the_training_and_attach_opens_it_again(dpmon: Dpmon) -> None:
+    dpmon.waiting("raise SystemExit(3)", PRINTS)
+    for words in (["script.py"], ["attach"]):
+        terminal = Terminal(dpmon, *words, TERM="xterm-256color")
+        terminal.shows("a line of the script")
+        terminal.type("q")
+        terminal.shows("leave it running")
+        terminal.type("l")
+        assert terminal.wait() == 0
+        assert b"the training goes on; back to it: dpmon attach script-" in terminal.seen
+        info = dpmon.info()
+        assert proc.alive(info["command_pid"], info["command_started"])
+    dpmon.go()
     assert dpmon.exit()["status"] == 3
 
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_the_screen_ends_with_the_scripts_status(dpmon: Dpmon, killed: bool) -> None:
-    dpmon.script("print('a line of the script', flush=True)\n" + WAIT + "raise SystemExit(3)")
+    dpmon.waiting("raise SystemExit(3)", PRINTS)
     terminal = Terminal(dpmon, "script.py", TERM="xterm-256color")
     terminal.shows("a line of the script")
     if killed:
         os.kill(dpmon.info()["supervisor_pid"], signal.SIGKILL)
-    (dpmon.cwd / "go").touch()
+    dpmon.go()
     how = dpmon.exit()
     # The supervisor's successor may be quicker than the foreground; both know the status.
     assert how["status"] == 3
@@ -305,7 +289,7 @@ def test_the_screen_ends_with_the_scripts_status(dpmon: Dpmon, killed: bool) -> 
 
 
 def test_stopping_from_the_screen(dpmon: Dpmon) -> None:
-    dpmon.script("print('a line of the script', flush=True)\n" + WAIT)
+    dpmon.waiting("", PRINTS)
     terminal = Terminal(dpmon, "script.py", TERM="xterm-256color")
     terminal.shows("a line of the script")
     terminal.type("q")
@@ -313,19 +297,6 @@ def test_stopping_from_the_screen(dpmon: Dpmon) -> None:
     terminal.type("xy")
     assert terminal.wait() == 130
     assert dpmon.exit()["signal"] == "SIGINT"
-
-
-def test_attach_opens_the_screen_of_a_run_that_goes_on(dpmon: Dpmon) -> None:
-    dpmon.script("print('a line of the script', flush=True)\n" + WAIT)
-    dpmon.run("--detach", "script.py")
-    terminal = Terminal(dpmon, "attach", TERM="xterm-256color")
-    terminal.shows("a line of the script")
-    terminal.type("q")
-    terminal.shows("leave it running")
-    terminal.type("l")
-    assert terminal.wait() == 0
-    (dpmon.cwd / "go").touch()
-    assert dpmon.exit()["status"] == 0
 
 
 def test_a_script_that_ends_at_once_still_shows_its_end(dpmon: Dpmon) -> None:

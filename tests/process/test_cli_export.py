@@ -65,5 +65,7 @@ def test_an_export_that_is_not_possible_gives_one_sentence(dpmon: Dpmon, tmp_pat
         assert result.errors.startswith("dpmon: ")
         assert said in result.errors
         assert result.errors.count("\n") == 1
+    assert dpmon.run("export", "-o", tmp_path / "records").out == b""
+    assert (tmp_path / "records").read_text() == dpmon.run("export").text
     narrow = dpmon.run("export", env={"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"})
     assert narrow.status == 0

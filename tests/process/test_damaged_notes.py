@@ -7,20 +7,13 @@ import json
 import pytest
 from running import Dpmon, Terminal, until_unsupervised, wait_for
 
-WAITS = """
-import os, sys, time
-open("began", "w").close()
-while not os.path.exists("go"):
-    time.sleep(0.02)
-sys.exit(5)
-"""
 NAMES = ("stages.log", "endings.log", "warnings.log")
 DAMAGE = {"5000 digits": "7 " + "9" * 5000 + " KeyboardInterrupt {}", "400 digits": "7 " + "9" * 400 + " in the script"}
 
 
 def damage_notes(dpmon: Dpmon, damage: str) -> None:
     """Damage the notes of the newest run, once its script is under way."""
-    wait_for((dpmon.cwd / "began").exists)
+    dpmon.begun()
     pid = dpmon.info()["command_pid"]
     for name in NAMES:
         with open(dpmon.last() / name, "a") as file:
@@ -29,14 +22,14 @@ def damage_notes(dpmon: Dpmon, damage: str) -> None:
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_the_status_of_a_run_whose_notes_are_damaged(dpmon: Dpmon, damage: str) -> None:
-    process = dpmon.start("--headless", f"--json={dpmon.cwd}/lines", dpmon.script(WAITS))
+    process = dpmon.start("--headless", f"--json={dpmon.cwd}/lines", dpmon.waiting("sys.exit(5)"))
     damage_notes(dpmon, damage)
     watching = dpmon.start("attach", "--headless")
     report = dpmon.run("report")
     assert report.status == 0, report.errors
     assert dpmon.run("ls").status == 0
     wait_for(lambda: (dpmon.cwd / "lines").read_text().count("status") > 2)
-    (dpmon.cwd / "go").touch()
+    dpmon.go()
     _, err = process.communicate(timeout=60)
     assert process.returncode == 5, err
     assert b"exit status 5" in err
@@ -53,10 +46,10 @@ def test_the_status_of_a_run_whose_notes_are_damaged(dpmon: Dpmon, damage: str) 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_the_screen_of_a_run_whose_notes_are_damaged(dpmon: Dpmon, damage: str) -> None:
-    terminal = Terminal(dpmon, dpmon.script(WAITS))
+    terminal = Terminal(dpmon, dpmon.waiting("sys.exit(5)"))
     damage_notes(dpmon, damage)
     terminal.shows("5 Output")
-    (dpmon.cwd / "go").touch()
+    dpmon.go()
     terminal.shows("close")
     terminal.type("q")
     assert terminal.wait() == 5

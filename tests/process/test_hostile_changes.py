@@ -11,11 +11,7 @@ import pytest
 from places import put
 from running import Dpmon, until_unsupervised, wait_for
 
-WAITS = """
-import os, time, warnings
-open("began", "w").close()
-while not os.path.exists("go"):
-    time.sleep(0.02)
+NOTES = """\
 import dpmon.tracer.append as inject  # the tracer calls it when a ring cannot be made
 inject.note("a lost note", "warnings.log")
 inject.note("a lost note", "stages.log")
@@ -30,9 +26,9 @@ SPOILED = (
 
 @pytest.mark.parametrize("kind", ["a FIFO", "a symbolic link", "a directory"])
 def test_replacing_files_of_a_run_that_goes_on(dpmon: Dpmon, tmp_path: Path, kind: str) -> None:
-    script = dpmon.script(WAITS)
+    script = dpmon.waiting(NOTES)
     process = dpmon.start("--headless", script)
-    wait_for((dpmon.cwd / "began").exists)
+    dpmon.begun()
     info = dpmon.info()
     directory = dpmon.last()
     wait_for((directory / "history.sqlite-wal").exists)  # SQLite opens it, and then no other file of the history
@@ -42,7 +38,7 @@ def test_replacing_files_of_a_run_that_goes_on(dpmon: Dpmon, tmp_path: Path, kin
         put(kind, directory / name)
     looked = directory / "supervisor.log"
     (directory / "precious").touch()
-    (dpmon.cwd / "go").touch()
+    dpmon.go()
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (5, b"done\n"), err
     assert json.loads((directory / "exit.json").read_text())["status"] == 5
@@ -54,9 +50,9 @@ def test_replacing_files_of_a_run_that_goes_on(dpmon: Dpmon, tmp_path: Path, kin
 
 
 def test_nothing_is_written_through_a_link_that_replaces_a_runs_directory(dpmon: Dpmon, tmp_path: Path) -> None:
-    script = dpmon.script(WAITS)
+    script = dpmon.waiting(NOTES)
     process = dpmon.start("--headless", script)
-    wait_for((dpmon.cwd / "began").exists)
+    dpmon.begun()
     info = dpmon.info()
     directory = dpmon.last()
     wait_for((directory / "spare").exists)
@@ -69,7 +65,7 @@ def test_nothing_is_written_through_a_link_that_replaces_a_runs_directory(dpmon:
     before = sorted(path.name for path in victim.iterdir())
     directory.rename(tmp_path / "moved")
     directory.symlink_to(victim)
-    (dpmon.cwd / "go").touch()
+    dpmon.go()
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (5, b"done\n"), err
     until_unsupervised(info)
@@ -81,14 +77,14 @@ def test_nothing_is_written_through_a_link_that_replaces_a_runs_directory(dpmon:
 
 @pytest.mark.parametrize("kind", ["a FIFO", "a symbolic link", "a directory"])
 def test_a_run_whose_supervisors_log_was_replaced_gets_another_supervisor(dpmon: Dpmon, kind: str) -> None:
-    process = dpmon.start("--headless", dpmon.script(WAITS))
-    wait_for((dpmon.cwd / "began").exists)
+    process = dpmon.start("--headless", dpmon.waiting(NOTES))
+    dpmon.begun()
     info = dpmon.info()
     directory = dpmon.last()
     put(kind, directory / "supervisor.log")
     os.kill(info["supervisor_pid"], signal.SIGKILL)
     wait_for(lambda: dpmon.info()["supervisor_pid"] != info["supervisor_pid"], what="another supervisor")
-    (dpmon.cwd / "go").touch()
+    dpmon.go()
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (5, b"done\n"), err
     wait_for(lambda: json.loads((directory / "exit.json").read_text())["drained"], what="the end of the record")

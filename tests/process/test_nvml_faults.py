@@ -6,7 +6,6 @@ checks its own GPU. Each case in which NVML does not start is a separate run.
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 from fake_nvml import FOREVER, FakeNvml, RunSamples, library
-from running import Dpmon, wait_for
+from running import Dpmon, until_unsupervised, wait_for
 
 from dpmon.gpu.sample import VALUES
 from dpmon.gpu.sampler import pids_are_shared
@@ -167,7 +166,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         (base / "stop").touch()
         told.status = process.wait(60)
         told.warnings = ring.warnings()
-        wait_for(lambda: not os.path.exists(f"/proc/{dpmon.info()['supervisor_pid']}"), what="the supervisor's end")
+        until_unsupervised(dpmon.info())
         log = dpmon.last() / "supervisor.log"
         told.log = log.read_text() if log.exists() else ""
         yield told

@@ -10,31 +10,21 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from running import Dpmon, Terminal, until_unsupervised, wait_for
 
 from dpmon.run import proc
 
-WAITS = """\
-import pathlib, sys, time
-print("began", flush=True)
-pathlib.Path("began").touch()
-while not pathlib.Path("go").exists():
-    time.sleep(0.01)
-print("the end", flush=True)
-{end}
-"""
 TRACEBACK = "Traceback (most recent call last)"
 
 
 def script(dpmon: Dpmon, end: str = "sys.exit(7)") -> None:
-    dpmon.script(WAITS.format(end=end))
+    dpmon.waiting(f"print('the end', flush=True)\n{end}", "print('began', flush=True)")
 
 
 def begun(dpmon: Dpmon) -> None:
-    wait_for((dpmon.cwd / "began").exists, what="the script's first line")
+    dpmon.begun()
     dpmon.info()
 
 
@@ -58,10 +48,6 @@ def no_deletion(dpmon: Dpmon) -> None:
     (dpmon.last() / "exit.json" / "full").mkdir()
 
 
-def finish(dpmon: Dpmon) -> None:
-    (dpmon.cwd / "go").touch()
-
-
 def on_tmpfs(dpmon: Dpmon) -> None:
     dpmon.state.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(dpmon.state)], capture_output=True)
@@ -70,7 +56,7 @@ def on_tmpfs(dpmon: Dpmon) -> None:
 
 
 Vanish = Callable[[Dpmon], None]
-ENDS = [("sys.exit(7)", 7), ("sys.exit(0)", 0), ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", 139)]
+ENDS = [("sys.exit(7)", 7), ("os.kill(os.getpid(), signal.SIGSEGV)", 139)]
 
 
 @pytest.mark.parametrize("vanish", [delete, unmount, no_deletion])
@@ -82,7 +68,7 @@ def test_the_status_reaches_the_foreground(dpmon: Dpmon, vanish: Vanish, end: st
     process = dpmon.start("script.py", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0)))
     begun(dpmon)
     vanish(dpmon)
-    finish(dpmon)
+    dpmon.go()
     out, err = process.communicate(timeout=60)
     assert process.returncode == status, err
     assert out == b"began\nthe end\n"
@@ -132,7 +118,7 @@ def test_the_status_is_given_if_the_supervisor_is_killed_too(dpmon: Dpmon, first
     delete(dpmon)
     if first == "directory":
         os.kill(info["supervisor_pid"], signal.SIGKILL)
-    finish(dpmon)
+    dpmon.go()
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (7, b"began\nthe end\n"), err
     assert TRACEBACK not in err.decode()
@@ -145,7 +131,7 @@ def test_a_supervisor_killed_before_it_could_write_exit_json(dpmon: Dpmon) -> No
     begun(dpmon)
     info = dpmon.info()
     os.kill(process.pid, signal.SIGSTOP)
-    finish(dpmon)
+    dpmon.go()
     wait_for(lambda: not proc.alive(info["command_pid"], None), what="the command's end")
     with contextlib.suppress(ProcessLookupError):
         os.kill(info["supervisor_pid"], signal.SIGKILL)
@@ -156,24 +142,12 @@ def test_a_supervisor_killed_before_it_could_write_exit_json(dpmon: Dpmon) -> No
     assert dpmon.exit()["status"] == 7, "the foreground writes it down"
 
 
-def test_json_lines_continue_after_the_run_is_deleted(dpmon: Dpmon) -> None:
-    script(dpmon)
-    process = dpmon.start("--json=lines", "script.py")
-    begun(dpmon)
-    delete(dpmon)
-    finish(dpmon)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 7, err
-    last = json.loads((dpmon.cwd / "lines").read_text().splitlines()[-1])
-    assert (last["kind"], last["status"]) == ("exit", 7)
-
-
 def test_lines_of_json_on_stderr_are_all_json(dpmon: Dpmon) -> None:
     script(dpmon)
     process = dpmon.start("--json", "script.py")
     begun(dpmon)
     delete(dpmon)
-    finish(dpmon)
+    dpmon.go()
     _, err = process.communicate(timeout=60)
     assert process.returncode == 7, err
     said = [json.loads(line) for line in err.splitlines()]
@@ -188,7 +162,7 @@ def test_a_follower_reports_that_the_exit_status_is_unknown(dpmon: Dpmon) -> Non
     look = dpmon.start("attach", "last")
     wait_for(lambda: b"began" in os.read(look.stdout.fileno(), 100), what="the follower")  # type: ignore[union-attr]
     delete(dpmon)
-    finish(dpmon)
+    dpmon.go()
     assert process.wait(60) == 7
     _, err = look.communicate(timeout=60)
     assert look.returncode == 2
@@ -212,7 +186,7 @@ def test_the_screen_stays_open_after_the_run_is_deleted(dpmon: Dpmon) -> None:
     begun(dpmon)
     terminal.shows("began")
     delete(dpmon)
-    finish(dpmon)
+    dpmon.go()
     terminal.shows("status 7")
     terminal.type("q")
     assert terminal.wait() == 7
@@ -232,23 +206,6 @@ def test_stopping_from_the_screen(dpmon: Dpmon) -> None:
     terminal.shows("interrupted SIGINT")
     terminal.type("q")
     assert terminal.wait() == 130
-
-
-def test_the_command_inherits_no_descriptor_of_dpmon(dpmon: Dpmon) -> None:
-    code = "import os; print(*sorted(os.readlink(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd')[:-1]))"
-    dpmon.script(code)
-    assert "pipe:" not in dpmon.run("script.py", stdin=subprocess.DEVNULL).text.replace("\n", " ")
-
-
-def test_a_foreground_that_has_ended_does_not_block_the_supervisor(dpmon: Dpmon, tmp_path: Path) -> None:
-    script(dpmon)
-    process = dpmon.start("script.py")
-    begun(dpmon)
-    process.kill()
-    process.wait()
-    finish(dpmon)
-    assert dpmon.exit()["status"] == 7
-    assert dpmon.exit()["drained"]
 
 
 def test_started_in_a_directory_that_was_deleted(dpmon: Dpmon) -> None:

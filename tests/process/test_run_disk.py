@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -10,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from running import Dpmon, wait_for
+from running import Dpmon, until_unsupervised, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -148,7 +147,7 @@ def test_a_disk_that_fills_up_meanwhile(dpmon: Dpmon, small_disk: Callable[..., 
             pass
     (dpmon.cwd / "go").touch()
     info = dpmon.info()
-    wait_for(lambda: not os.path.exists(f"/proc/{info['supervisor_pid']}"), what="the end")
+    until_unsupervised(info)
     output = (directory / "output.log").read_bytes()
     assert output.endswith(b"the end of the training\n"), output[-3000:]
     assert b"line 29999 of the script's own output" in output
@@ -170,6 +169,5 @@ def test_room_is_given_back(dpmon: Dpmon) -> None:
     dpmon.script("print('one line')")
     dpmon.run("--detach", "script.py")
     dpmon.exit()
-    info = json.loads((dpmon.last() / "run.json").read_text())
-    wait_for(lambda: not os.path.exists(f"/proc/{info['supervisor_pid']}"))
+    until_unsupervised(dpmon.info())
     assert (dpmon.last() / "output.log").stat().st_blocks * 512 <= 65536

@@ -19,106 +19,38 @@ from dpmon.run.rundir import load_exit
 
 pytestmark = pytest.mark.slow
 
-SLOW = """\
-import pathlib, sys, time
-pathlib.Path("began").touch()
-while not pathlib.Path("go").exists():
-    time.sleep(0.01)
-print("end of the training", flush=True)
-pathlib.Path("done").touch()
-sys.exit({status})
-"""
 
-
-def begun(dpmon: Dpmon) -> None:
-    wait_for((dpmon.cwd / "began").exists, what="the script's first line")
+def slow(dpmon: Dpmon, status: int = 0) -> None:
+    """Write a script that waits, prints a line and ends with `status`."""
+    dpmon.waiting(f"print('end of the training', flush=True)\npathlib.Path('done').touch()\nsys.exit({status})")
 
 
 def has_runs(dpmon: Dpmon, count: int) -> bool:
     return len(dpmon.runs()) == count
 
 
-def finish(dpmon: Dpmon) -> None:
-    (dpmon.cwd / "go").touch()
-
-
-@pytest.mark.parametrize("status", [0, 7])
-def test_supervisor_killed_the_foreground_takes_over(dpmon: Dpmon, status: int) -> None:
-    dpmon.script(SLOW.format(status=status))
+def test_supervisor_killed_the_foreground_takes_over(dpmon: Dpmon) -> None:
+    slow(dpmon, 7)
     process = dpmon.start("script.py")
-    info = dpmon.info()
-    begun(dpmon)
-    os.kill(info["supervisor_pid"], signal.SIGKILL)
-    until_unsupervised(info)
-    finish(dpmon)
+    dpmon.begun()
+    info = dpmon.kill_supervisor()
+    dpmon.go()
     out, err = process.communicate(timeout=100)
-    assert process.returncode == status
-    assert out == b"end of the training\n"
+    assert (process.returncode, out) == (7, b"end of the training\n")
     assert b"supervisor was killed" in err
-    assert dpmon.exit()["status"] == status
+    assert dpmon.exit()["status"] == 7
     assert dpmon.exit()["by"] in ("foreground", "supervisor")  # there is a new supervisor
     wait_for(lambda: proc.read(info["command_pid"]) is None, what="the command to be reaped")
 
 
-def test_supervisor_killed_and_the_script_killed_by_a_signal(dpmon: Dpmon) -> None:
-    dpmon.script(SLOW.format(status=0))
-    process = dpmon.start("script.py")
-    info = dpmon.info()
-    begun(dpmon)
-    os.kill(info["supervisor_pid"], signal.SIGKILL)
-    os.kill(info["command_pid"], signal.SIGKILL)
-    assert process.wait(100) == 137
-    assert dpmon.exit()["signal"] == "SIGKILL"
-
-
-def test_foreground_killed_the_supervisor_goes_on(dpmon: Dpmon) -> None:
-    dpmon.script(SLOW.format(status=5))
-    process = dpmon.start("script.py")
-    begun(dpmon)
-    process.kill()
-    process.wait()
-    finish(dpmon)
-    found = dpmon.exit()
-    assert (found["status"], found["by"]) == (5, "supervisor")
-    assert (dpmon.last() / "stdout.log").read_text() == "end of the training\n"
-
-
-def test_both_killed_the_training_goes_on(dpmon: Dpmon) -> None:
-    dpmon.script(SLOW.format(status=0))
-    process = dpmon.start("script.py")
-    info = dpmon.info()
-    begun(dpmon)
-    process.kill()
-    process.wait()
-    os.kill(info["supervisor_pid"], signal.SIGKILL)
-    finish(dpmon)
-    wait_for((dpmon.cwd / "done").exists)
-    wait_for(lambda: not proc.alive(info["command_pid"], info["command_started"]))
-    assert (dpmon.last() / "stdout.log").read_text() == "end of the training\n"
-    listed = dpmon.run("ls").text
-    assert "lost" in listed
-
-
-def test_hang_up_leaves_the_training_running(dpmon: Dpmon) -> None:
-    dpmon.script(SLOW.format(status=0))
-    process = dpmon.start("script.py")
-    info = dpmon.info()
-    begun(dpmon)
-    for pid in (process.pid, info["supervisor_pid"]):
-        os.kill(pid, signal.SIGHUP)
-    assert process.wait(100) in (-signal.SIGHUP, 128 + signal.SIGHUP)
-    finish(dpmon)
-    assert dpmon.exit()["status"] == 0
-
-
 def test_a_stopped_supervisor_does_not_block_the_script(dpmon: Dpmon) -> None:
-    dpmon.script(SLOW.format(status=6))
+    slow(dpmon, 6)
     process = dpmon.start("script.py")
     info = dpmon.info()
-    begun(dpmon)
+    dpmon.begun()
     os.kill(info["supervisor_pid"], signal.SIGSTOP)
     try:
-        finish(dpmon)
+        dpmon.go()
         wait_for((dpmon.cwd / "done").exists)
         assert process.wait(100) == 6
         how = load_exit(dpmon.last())
@@ -143,7 +75,7 @@ def test_interrupt_reaches_the_script_and_its_children(dpmon: Dpmon) -> None:
         "    print('interrupted', child.wait()); sys.exit(11)\n"
     )
     process = dpmon.start("script.py")
-    begun(dpmon)
+    dpmon.begun()
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=100)
     assert (process.returncode, out) == (11, b"interrupted -2\n")
@@ -158,7 +90,7 @@ def test_a_second_and_third_interrupt_insist(dpmon: Dpmon) -> None:
         "while True: time.sleep(1)\n"
     )
     process = dpmon.start("script.py")
-    begun(dpmon)
+    dpmon.begun()
     for name in ("SIGINT", "SIGTERM"):
         process.send_signal(signal.SIGINT)
         wait_for((dpmon.cwd / name).exists, what=name)
@@ -199,7 +131,7 @@ def test_stop_says_how_a_run_ended_that_did_not_end_by_its_signal(dpmon: Dpmon) 
         "    os.abort()\n"
     )
     dpmon.run("--detach", "--name", "aborts", "script.py")
-    begun(dpmon)
+    dpmon.begun()
     result = dpmon.run("stop", "aborts")
     assert result.status == 0, result.errors
     *_, by, ended = result.text.splitlines()
@@ -223,7 +155,7 @@ def test_stop_interrupts_then_kills_the_tree_of_processes(dpmon: Dpmon) -> None:
         "time.sleep(100)\n"
     )
     process = dpmon.start("--name", "stubborn", "script.py")
-    begun(dpmon)
+    dpmon.begun()
     child = int((dpmon.cwd / "child").read_text())
     result = dpmon.run("stop", "stubborn")
     assert result.status == 0, result.errors
@@ -237,17 +169,18 @@ def test_stop_interrupts_then_kills_the_tree_of_processes(dpmon: Dpmon) -> None:
     assert row[1] == "stopped", "what the user stopped has not failed"
 
 
-def test_a_command_that_cannot_be_executed_is_reported(dpmon: Dpmon) -> None:
+@pytest.mark.parametrize("detached", [[], ["--detach"]])
+def test_a_command_that_cannot_be_executed_is_reported(dpmon: Dpmon, detached: list[str]) -> None:
     path = dpmon.cwd / "tool"
     path.write_text("no header, so the kernel refuses it")
     path.chmod(0o755)
-    result = dpmon.run("./tool")
-    assert result.status == 2
+    result = dpmon.run(*detached, "./tool")
+    assert (result.status, result.text) == (2, "")
     assert "./tool cannot be started: Exec format error" in result.errors
 
 
 def test_a_full_disk_costs_the_record_not_the_run(dpmon: Dpmon, tmp_path: Path) -> None:
-    dpmon.script(SLOW.format(status=3))
+    slow(dpmon, 3)
     # The supervisor's limit on file sizes is below what its files need; the command has its own limit again.
     dpmon.script(
         "import resource, sys, runpy, signal\n"
@@ -260,8 +193,8 @@ def test_a_full_disk_costs_the_record_not_the_run(dpmon: Dpmon, tmp_path: Path) 
     # No bytecode is written meanwhile, because some Pythons do not notice truncated files, and would always read them.
     env = {"PYTHONDONTWRITEBYTECODE": "1"}
     process = dpmon.start("unlimited.py", "script.py", before="ulimit -S -f 6", env=env)
-    begun(dpmon)
-    finish(dpmon)
+    dpmon.begun()
+    dpmon.go()
     out, err = process.communicate(timeout=100)
     assert process.returncode == 3, err
     assert out == b"end of the training\n"
@@ -299,7 +232,7 @@ def test_an_interrupt_before_the_command_is_there_reaches_it(dpmon: Dpmon) -> No
         for directory in dpmon.runs():
             info = json.loads((directory / "run.json").read_text())
             pid, since = info["command_pid"], info["command_started"]
-            assert pid is None or not proc.alive(pid, since)
+            wait_for(lambda pid=pid, since=since: pid is None or not proc.alive(pid, since), what="the command's end")  # type: ignore[misc]
 
 
 def test_a_users_signal_goes_to_the_command_alone(dpmon: Dpmon) -> None:
@@ -315,7 +248,7 @@ def test_a_users_signal_goes_to_the_command_alone(dpmon: Dpmon) -> None:
         "print(child.poll()); child.kill(); child.wait()\n"
     )
     process = dpmon.start("script.py")
-    begun(dpmon)
+    dpmon.begun()
     process.send_signal(signal.SIGUSR1)
     assert process.communicate(timeout=100)[0] == b"None\n"
     assert process.returncode == 0
@@ -323,10 +256,10 @@ def test_a_users_signal_goes_to_the_command_alone(dpmon: Dpmon) -> None:
 
 def test_a_supervisor_that_gets_sigterm_still_records_the_end_of_the_command(dpmon: Dpmon) -> None:
     """For example, a shutdown of the machine sends SIGTERM to all processes together."""
-    dpmon.script(SLOW.format(status=0))
+    slow(dpmon)
     dpmon.run("--detach", "script.py")
     info = dpmon.info()
-    begun(dpmon)
+    dpmon.begun()
     both = info["supervisor_pid"], info["command_pid"]
     subprocess.run(
         ["kill", "-TERM", *map(str, both)], check=True
@@ -336,21 +269,12 @@ def test_a_supervisor_that_gets_sigterm_still_records_the_end_of_the_command(dpm
 
 
 def test_a_supervisor_that_gets_sigterm_leaves_the_training(dpmon: Dpmon) -> None:
-    dpmon.script(SLOW.format(status=0))
+    slow(dpmon)
     dpmon.run("--detach", "script.py")
     info = dpmon.info()
-    begun(dpmon)
+    dpmon.begun()
     os.kill(info["supervisor_pid"], signal.SIGTERM)
     until_unsupervised(info)
     assert proc.alive(info["command_pid"], info["command_started"])
-    finish(dpmon)
+    dpmon.go()
     wait_for((dpmon.cwd / "done").exists)
-
-
-def test_detaching_from_what_cannot_be_started_says_so(dpmon: Dpmon) -> None:
-    path = dpmon.cwd / "tool"
-    path.write_text("no header")
-    path.chmod(0o755)
-    result = dpmon.run("--detach", "./tool")
-    assert (result.status, result.text) == (2, "")
-    assert "cannot be started" in result.errors

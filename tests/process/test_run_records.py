@@ -150,6 +150,7 @@ def test_a_supervisor_killed_at_any_moment_loses_and_doubles_nothing(dpmon: Dpmo
     os.kill(info["supervisor_pid"], signal.SIGKILL)
     os.kill(info["command_pid"], signal.SIGKILL)
     assert process.wait(100) == 137
+    assert dpmon.exit()["signal"] == "SIGKILL"
     found = of_training(dpmon.records())
     assert found == expected(len(found))
     assert len(found) >= count

@@ -19,7 +19,7 @@ from kept import keep
 from running import Dpmon, Terminal, until_unsupervised, wait_for
 from stored import state_of
 from synthetic import Training
-from test_run_faults import SLOW, begun, finish
+from test_run_faults import slow
 from test_run_records import WRITER, expected, of_training, tailed
 
 from dpmon.record.kinds import Event
@@ -31,23 +31,11 @@ pytestmark = pytest.mark.slow
 
 PR_SET_CHILD_SUBREAPER = 36
 TRAINING = """
-import pathlib, time, torch
+import torch
 model = torch.nn.Linear(5, 2)
-for number in range({steps}):
+for number in range(3):
     model(torch.randn(10, 5)).pow(2).mean().backward()
-pathlib.Path("began").touch()
-while not pathlib.Path("go").exists():
-    time.sleep(0.01)
-{end}
 """
-
-
-def kill_supervisor(dpmon: Dpmon) -> dict[str, Any]:
-    """Kill the supervisor and wait for its end; return run.json from before."""
-    info = dpmon.info()
-    os.kill(info["supervisor_pid"], signal.SIGKILL)
-    until_unsupervised(info)
-    return info
 
 
 def gone(info: dict[str, Any]) -> bool:
@@ -85,7 +73,7 @@ def test_attach_starts_a_new_supervisor_and_no_record_is_lost_or_doubled(dpmon: 
     dpmon.run("--detach", WRITER, 9000, 1500, 8, 4000)
     wait_for(lambda: tailed(dpmon, 2000))
     wait_for(lambda: any(r["kind"] == "host" for r in dpmon.records()))
-    old = kill_supervisor(dpmon)
+    old = dpmon.kill_supervisor()
     killed_at = time.time() - old["started_unix"]
     assert listed_state(dpmon) == "unsupervised"
     screen = dpmon.start("attach")
@@ -93,7 +81,7 @@ def test_attach_starts_a_new_supervisor_and_no_record_is_lost_or_doubled(dpmon: 
     assert proc.alive(new["supervisor_pid"], new["supervisor_started"])
     assert (new["command_pid"], new["command_started"]) == (old["command_pid"], old["command_started"])
     assert listed_state(dpmon) == "running"
-    finish(dpmon)
+    dpmon.go()
     _, err = screen.communicate(timeout=100)
     how = dpmon.exit()
     assert how["status"] == 0 or how["unknown"], how
@@ -112,43 +100,34 @@ def test_attach_starts_a_new_supervisor_and_no_record_is_lost_or_doubled(dpmon: 
     db.close()
 
 
-@pytest.mark.parametrize("where", ["screen", "headless"])
-def test_an_attached_screen_replaces_a_killed_supervisor(dpmon: Dpmon, where: str) -> None:
-    dpmon.script(SLOW.format(status=3))
+def test_an_attached_screen_replaces_a_killed_supervisor(dpmon: Dpmon) -> None:
+    slow(dpmon, 3)
     dpmon.run("--detach", "script.py")
-    begun(dpmon)
-    if where == "screen":
-        terminal = Terminal(dpmon, "attach")
-        terminal.shows("5 Output")
-    else:
-        watching = dpmon.start("attach", stdin=None)
-        wait_for(lambda: b"dpmon" in (Path(f"/proc/{watching.pid}/cmdline").read_bytes()))
-    old = kill_supervisor(dpmon)
+    dpmon.begun()
+    terminal = Terminal(dpmon, "attach")
+    terminal.shows("5 Output")
+    old = dpmon.kill_supervisor()
     new = wait_for(lambda: new_supervisor(dpmon, old), what="a new supervisor")
     wait_for(lambda: listed_state(dpmon) == "running")
     assert (new["command_pid"], new["command_started"]) == (old["command_pid"], old["command_started"])
-    if where == "screen":
-        terminal.shows("another one goes on")
-    finish(dpmon)
+    terminal.shows("another one goes on")
+    dpmon.go()
     how = dpmon.exit()
     assert how["status"] == 3 or how["unknown"]
-    if where == "screen":
-        terminal.shows("close")  # `q` does this after the end
-        terminal.type("q")
-        assert terminal.wait() == (2 if how["status"] is None else 3)
-    else:
-        watching.communicate(timeout=100)
+    terminal.shows("close")  # `q` does this after the end
+    terminal.type("q")
+    assert terminal.wait() == (2 if how["status"] is None else 3)
 
 
 @pytest.mark.parametrize("end", ["sys.exit(5)", "os.kill(os.getpid(), 9)"])
 def test_the_status_of_an_adopted_command_is_true_or_unknown(dpmon: Dpmon, end: str) -> None:
-    dpmon.script(SLOW.format(status=0).replace("sys.exit(0)", "import os; " + end))
+    dpmon.waiting(f"print('end of the training', flush=True)\n{end}")
     dpmon.run("--detach", "script.py")
-    begun(dpmon)
-    old = kill_supervisor(dpmon)
+    dpmon.begun()
+    old = dpmon.kill_supervisor()
     screen = dpmon.start("attach")
     wait_for(lambda: new_supervisor(dpmon, old))
-    finish(dpmon)
+    dpmon.go()
     out, _ = screen.communicate(timeout=100)
     assert out == b"end of the training\n"
     how = dpmon.exit()
@@ -160,11 +139,11 @@ def test_the_status_of_an_adopted_command_is_true_or_unknown(dpmon: Dpmon, end: 
 
 
 def test_only_one_of_several_screens_starts_a_supervisor(dpmon: Dpmon) -> None:
-    dpmon.script(SLOW.format(status=0))
+    slow(dpmon)
     dpmon.run("--detach", "script.py")
-    begun(dpmon)
+    dpmon.begun()
     wait_for(lambda: any(r["kind"] == "host" for r in dpmon.records()))
-    old = kill_supervisor(dpmon)
+    old = dpmon.kill_supervisor()
     screens = [dpmon.start("attach") for _ in range(4)]
     wait_for(lambda: new_supervisor(dpmon, old))
 
@@ -172,7 +151,7 @@ def test_only_one_of_several_screens_starts_a_supervisor(dpmon: Dpmon) -> None:
         return [r["text"] for r in dpmon.records() if r["kind"] == "warning" and "another one goes on" in r["text"]]
 
     wait_for(takeovers)
-    finish(dpmon)
+    dpmon.go()
     for screen in screens:
         screen.communicate(timeout=100)
     assert len(takeovers()) == 1
@@ -183,8 +162,8 @@ def test_only_one_of_several_screens_starts_a_supervisor(dpmon: Dpmon) -> None:
 def test_a_run_that_ended_without_a_supervisor(dpmon: Dpmon) -> None:
     dpmon.run("--detach", WRITER, 4000, 4000, 8, 3999)
     wait_for(lambda: tailed(dpmon, 100))
-    info = kill_supervisor(dpmon)
-    finish(dpmon)
+    info = dpmon.kill_supervisor()
+    dpmon.go()
     wait_for(lambda: reaped(info))
     assert listed_state(dpmon) == "lost"
     last_line = (dpmon.last() / "output.log").stat().st_mtime - info["started_unix"]
@@ -218,11 +197,11 @@ def test_a_run_that_ended_without_a_supervisor(dpmon: Dpmon) -> None:
 def test_the_status_of_a_lost_run_comes_from_the_tracer(
     dpmon: Dpmon, end: str, status: int | None, says: str | None
 ) -> None:
-    dpmon.script(TRAINING.format(steps=3, end=end))
+    dpmon.waiting(end, TRAINING)
     dpmon.run("--detach", "script.py")
-    begun(dpmon)
-    info = kill_supervisor(dpmon)
-    finish(dpmon)
+    dpmon.begun()
+    info = dpmon.kill_supervisor()
+    dpmon.go()
     wait_for(lambda: reaped(info))
     dpmon.run("attach")
     how = dpmon.exit()
@@ -233,41 +212,41 @@ def test_the_status_of_a_lost_run_comes_from_the_tracer(
 
 def test_a_zombie_that_nobody_reaps_has_its_status(dpmon: Dpmon) -> None:
     """For example, in containers whose first process is not an init process."""
-    dpmon.script(SLOW.format(status=3))
+    slow(dpmon, 3)
     code = f"import ctypes, time; ctypes.CDLL(None).prctl({PR_SET_CHILD_SUBREAPER}, 1, 0, 0, 0); import os, sys\n"
     code += "if os.fork() == 0: os.execvp(sys.argv[1], sys.argv[1:])\ntime.sleep(600)"
     dpmon.start(argv=[dpmon.python, "-c", code, *dpmon.words("--detach", "script.py")])
-    begun(dpmon)
-    info = kill_supervisor(dpmon)
-    finish(dpmon)
+    dpmon.begun()
+    info = dpmon.kill_supervisor()
+    dpmon.go()
     wait_for(lambda: gone(info))
     assert dpmon.run("attach").status == 3
     assert dpmon.exit()["status"] == 3
 
 
 def test_a_supervisor_killed_before_it_recorded_the_command(dpmon: Dpmon) -> None:
-    dpmon.script(SLOW.format(status=0))
+    slow(dpmon)
     dpmon.run("--detach", "script.py")
-    begun(dpmon)
-    old = kill_supervisor(dpmon)
+    dpmon.begun()
+    old = dpmon.kill_supervisor()
     path = dpmon.last() / "run.json"
     path.write_text(json.dumps({**old, "supervisor_pid": None, "command_pid": None, "command_started": None}))
     screen = dpmon.start("attach")
     assert dpmon.info()["command_pid"] == old["command_pid"]
-    finish(dpmon)
+    dpmon.go()
     screen.communicate(timeout=100)
     assert (dpmon.cwd / "done").exists()
 
 
 def test_a_run_that_is_being_started_is_left_alone(dpmon: Dpmon) -> None:
-    dpmon.script(SLOW.format(status=4))
+    slow(dpmon, 4)
     screens = []
     process = dpmon.start("script.py")
     wait_for(lambda: bool(dpmon.runs()))
     while not (dpmon.cwd / "began").exists() and len(screens) < 6:
         screens.append(dpmon.start("attach", stdin=None))
-    begun(dpmon)
-    finish(dpmon)
+    dpmon.begun()
+    dpmon.go()
     assert process.wait(100) == 4
     assert dpmon.exit()["status"] == 4
     assert not [r for r in dpmon.records() if r["kind"] == "warning" and "another one goes on" in r["text"]]
@@ -276,8 +255,8 @@ def test_a_run_that_is_being_started_is_left_alone(dpmon: Dpmon) -> None:
 def test_stop_finishes_the_record_of_a_run_without_supervisor(dpmon: Dpmon) -> None:
     dpmon.script("import pathlib, time\npathlib.Path('began').touch()\ntime.sleep(100)\n")
     dpmon.run("--detach", "script.py")
-    begun(dpmon)
-    info = kill_supervisor(dpmon)
+    dpmon.begun()
+    info = dpmon.kill_supervisor()
     result = dpmon.run("stop", "last")
     assert result.status == 0, result.errors
     assert "stopped by SIGINT" in result.text
@@ -287,16 +266,16 @@ def test_stop_finishes_the_record_of_a_run_without_supervisor(dpmon: Dpmon) -> N
 
 def test_supervisors_killed_one_after_the_other(dpmon: Dpmon) -> None:
     """The foreground starts one; a further one would probably be killed as well."""
-    dpmon.script(SLOW.format(status=6))
+    slow(dpmon, 6)
     process = dpmon.start("script.py")
-    begun(dpmon)
+    dpmon.begun()
     info = dpmon.info()
     os.kill(info["supervisor_pid"], signal.SIGKILL)
     info = wait_for(lambda: new_supervisor(dpmon, info), what="a new supervisor")
     os.kill(info["supervisor_pid"], signal.SIGKILL)
     assert process.stderr is not None
     assert any(b"nothing is recorded until dpmon attach" in line for line in process.stderr)
-    finish(dpmon)
+    dpmon.go()
     process.communicate(timeout=100)
     assert process.returncode == 6
     assert dpmon.exit()["status"] == 6

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 
 from running import Dpmon, Terminal
-from test_run_faults import SLOW, begun, finish
 
 SCRIPT = "import signal, sys\nprint(signal.getsignal(signal.SIGCHLD).name, flush=True)\nsys.exit(7)\n"
 IGNORED = "trap '' CHLD"
@@ -25,11 +22,11 @@ def test_the_status_is_known_and_the_script_has_what_it_has_alone(dpmon: Dpmon) 
 
 
 def test_the_status_if_the_supervisor_is_killed(dpmon: Dpmon) -> None:
-    process = dpmon.start(dpmon.script(SLOW.format(status=6)), before=IGNORED)
-    begun(dpmon)
-    os.kill(dpmon.info()["supervisor_pid"], signal.SIGKILL)
-    finish(dpmon)
-    assert process.wait(60) == 6
+    process = dpmon.start(dpmon.waiting("sys.exit(6)"), before=IGNORED)
+    dpmon.begun()
+    dpmon.kill_supervisor()
+    dpmon.go()
+    assert process.wait(100) == 6
     assert dpmon.exit()["status"] == 6
 
 

@@ -392,14 +392,6 @@ def test_every_terminal_and_size(
     seen.sane()
 
 
-def test_a_dumb_terminal_gets_plain_text(tmp_path: Path, dpmon: Dpmon) -> None:
-    dpmon.script("print('hello from the script')")
-    session = RealTerminal(dpmon, "script.py", TERM="dumb")
-    assert session.wait() == 0
-    assert b"hello from the script" in session.seen
-    assert b"\x1b" not in session.seen
-
-
 def test_a_wrong_theme_is_reported_before_the_screen_opens(dpmon: Dpmon) -> None:
     dpmon.script("print('never')")
     session = RealTerminal(dpmon, "script.py", TERM="xterm", DPMON_THEME="pink")

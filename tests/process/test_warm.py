@@ -15,6 +15,8 @@ from running import Dpmon, wait_for
 from tracing import Script, Traced
 from warm import python
 
+from dpmon.run import proc
+
 pytestmark = pytest.mark.slow
 
 LOOK = """
@@ -136,7 +138,7 @@ def test_the_stand_in_for_python_forwards_signals_and_its_end_ends_the_script(dp
         (dpmon.cwd / "pid").unlink()
         os.kill(dpmon.info()["command_pid"], number)
         assert process.wait(100) == status
-        wait_for(lambda script=script: not os.path.exists(f"/proc/{script}"))  # type: ignore[misc]
+        wait_for(lambda script=script: not proc.alive(script, None), what="the script's end")  # type: ignore[misc]
 
 
 def test_a_client_that_ends_before_the_answer_does_no_harm(dpmon: Dpmon) -> None:

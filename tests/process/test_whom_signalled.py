@@ -19,12 +19,6 @@ from dpmon.run import proc
 pytestmark = pytest.mark.slow
 
 SLEEPER = [sys.executable, "-c", "print(1, flush=True); import time; time.sleep(600)"]
-WAITS = """\
-import pathlib, time
-pathlib.Path("began").touch()
-while not pathlib.Path("go").exists():
-    time.sleep(0.01)
-"""
 LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
 
 
@@ -38,10 +32,6 @@ def stranger() -> Iterator[subprocess.Popen[bytes]]:
     process.kill()
     process.wait()
     process.stdout.close()
-
-
-def begun(dpmon: Dpmon) -> None:
-    wait_for((dpmon.cwd / "began").exists, what="the script's first line")
 
 
 def ended_run(dpmon: Dpmon, *, recorded: bool, **changed: Any) -> Path:
@@ -94,10 +84,10 @@ def test_a_process_id_reused_by_the_kernel_is_not_signalled(dpmon: Dpmon) -> Non
     """The supervisor and the command are killed, and another process gets the command's number."""
     if not os.access(LAST_PID, os.W_OK) or os.geteuid() != 0:
         pytest.skip("the next process number cannot be chosen here")
-    dpmon.script(WAITS)
+    dpmon.waiting()
     dpmon.run("--detach", "--name", "gone", *dpmon.warm(), "script.py")
     info = dpmon.info()
-    begun(dpmon)
+    dpmon.begun()
     os.kill(info["supervisor_pid"], signal.SIGKILL)
     os.kill(info["command_pid"], signal.SIGKILL)
     wait_for(lambda: proc.read(info["command_pid"]) is None, what="the command's number to be free")
@@ -165,7 +155,7 @@ def daemon_of(dpmon: Dpmon) -> int:
 def test_a_daemon_of_the_training_is_stopped_with_it(dpmon: Dpmon) -> None:
     dpmon.script(DAEMON.format(ignored="pass"))
     dpmon.run("--detach", "--name", "daemons", "script.py")
-    begun(dpmon)
+    dpmon.begun()
     daemon = daemon_of(dpmon)
     result = dpmon.run("stop", "daemons")
     assert result.status == 0, result.errors
@@ -188,7 +178,7 @@ def test_the_third_interrupt_also_kills_processes_that_left_the_session(dpmon: D
         "while True: time.sleep(1)\n"
     )
     process = dpmon.start("script.py")
-    begun(dpmon)
+    dpmon.begun()
     child = int((dpmon.cwd / "child").read_text())
     for name in ("SIGINT", "SIGTERM"):
         process.send_signal(signal.SIGINT)
@@ -200,11 +190,11 @@ def test_the_third_interrupt_also_kills_processes_that_left_the_session(dpmon: D
 
 def test_a_run_within_a_run_is_left_alone(dpmon: Dpmon) -> None:
     """The outer run starts it in the background, so its supervisor has the outer run's environment."""
-    (dpmon.cwd / "inner.py").write_text(WAITS)
+    dpmon.waiting(name="inner.py")
     words = dpmon.words("--detach", "--name", "inner", *dpmon.warm(), "inner.py")
     dpmon.script(f"import subprocess; subprocess.run({words!r}, check=True)", "outer.py")
     dpmon.run("--name", "outer", "outer.py")
-    begun(dpmon)
+    dpmon.begun()
     inner = next(directory for directory in dpmon.runs() if "-inner-" in directory.name)
     info = dpmon.info(inner)
     result = dpmon.run("stop", "outer")

@@ -7,7 +7,7 @@
     │   └── NotFoundError
     ├── RunError         no such run, or an unusable directory            dpmon.run.rundir
     ├── RingError        a file that is not a usable ring                 dpmon.ring_file
-    ├── HistoryError     a history that cannot be read or written         dpmon.store.tables
+    ├── HistoryError     a history that cannot be read or written
     ├── RecordError      bytes that are not a record                      dpmon.record.kinds
     ├── ExportError      data that cannot be exported                     dpmon.export
     └── JobError         a job of the screen that failed                 dpmon.ui.jobs
@@ -22,3 +22,7 @@ from __future__ import annotations
 
 class DpmonError(Exception):
     """The base of all these exceptions."""
+
+
+class HistoryError(DpmonError):
+    """Raised when the history cannot be written or read: no room, damaged, not written by dpmon."""

@@ -104,7 +104,7 @@ class Recording:
 
     def store(self) -> Store:
         """Return the store with all records so far."""
-        return Store(self._db, self._history.query_limits, self.origin_ns)
+        return Store(self._history.door)
 
     def state(self, t_ns: int | None = None, ended: Iterable[int] = (), **wanted: Any) -> State:
         """Return the state at the end, or at time `t_ns`; `wanted`: fields of Wanted."""

@@ -14,7 +14,7 @@ from steps import quantities
 
 from dpmon.record.schema import KINDS, PHASES
 from dpmon.store.queries import Store
-from dpmon.store.tables import HISTORY_FILE, LARGEST, QueryLimits
+from dpmon.store.tables import HISTORY_FILE, LARGEST, Door
 from dpmon.store.tally import ALL, WIDTHS, Key, StepFacts, Tally
 
 __all__ = ["SECOND", "OneStep", "expected", "opened", "some_facts", "some_steps", "store_of"]
@@ -76,7 +76,7 @@ def expected(steps: Iterable[OneStep]) -> dict[int, dict[tuple[int, Key], Tally]
 
 def store_of(db: sqlite3.Connection) -> Store:
     """Return the store of a history without a limit on reading."""
-    return Store(db, QueryLimits(db, LARGEST))
+    return Store(Door(db, LARGEST))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from dpmon.model.memory import HOST
 from dpmon.model.pace import WINDOW_S, Trained, rate_together, recent, recent_of_steps
 from dpmon.model.process import NO_STEPS, ModeTrack, Process, ProcessFacts, Recent, figures_end_s
 from dpmon.model.ranks import rank_figures, with_ranks
-from dpmon.model.state import State, Wanted
+from dpmon.model.state import State, Wanted, WarningText
 from dpmon.model.uneven import INPUT, Uneven, uneven_steps, waited_ns
 from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import SECOND, STEP
@@ -57,6 +57,14 @@ class Snapshots:
 
     def take(self, rows: StoreAt, wanted: Wanted = _USUAL, ended: frozenset[int] = frozenset()) -> State:
         """The state as of the time of `rows`. `ended`: processes that are known to have ended."""
+        state = self._taken(rows, wanted, ended)
+        damage = rows.store.damaged
+        if damage is None:
+            return state
+        warning = WarningText(None, max(state.newest_ns, 0), damage)
+        return replace(state, warnings=(*state.warnings, warning), warning_count=state.warning_count + 1)
+
+    def _taken(self, rows: StoreAt, wanted: Wanted, ended: frozenset[int]) -> State:
         events = Announced.read(rows)
         self._samples.read(rows)
         state = replace(

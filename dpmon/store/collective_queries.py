@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection
 from contextlib import suppress
-from math import isfinite
 
-from dpmon.record.kinds import Collective, RecordError, Sampled
+from dpmon.record.kinds import Collective, Sampled
 from dpmon.store.answers import Communicated, LastSample, Operation
 from dpmon.store.queries import COLLECTED, Store
 from dpmon.store.tables import BEFORE_S, COLLECTIVE_SUMS, OWN
@@ -17,23 +16,17 @@ MOST_DRAWN = 128
 MOST_OWN = 100
 """Most of the script's own collectives to read, the newest."""
 _SECOND = 1_000_000_000
+_SUMS = ", ".join(f"sum({name}) AS {name}" for name in COLLECTIVE_SUMS)
 _LAST_NS = (1 << 63) - 1
 
 
 def collectives(
     store: Store, most: int, *, begin_ns: int = 0, end_ns: int = _LAST_NS, process: int | None = None
 ) -> list[Collective | Sampled]:
-    """Return the newest collectives and samples that began between two times, newest first, without damaged ones."""
+    """Return the newest collectives and samples that began between two times, newest first."""
     who, values = ("", ()) if process is None else (" AND process = ?", (process,))
     query = f"SELECT {COLLECTED} FROM collectives WHERE start_ns >= ? AND start_ns < ?{who} ORDER BY id DESC LIMIT ?"
-    return list(_decoded(store, query, (begin_ns, end_ns, *values, most)))
-
-
-def _decoded(store: Store, query: str, values: Sequence[int]) -> Iterator[Collective | Sampled]:
-    """Yield the records of a query, without damaged ones."""
-    for row in store.query(query, values):
-        with suppress(RecordError):
-            yield store.collective(row)
+    return list(store.read(store.collective, query, (begin_ns, end_ns, *values, most)))
 
 
 def last_sample(store: Store, process: int, begin_ns: int, end_ns: int) -> LastSample | None:
@@ -45,7 +38,7 @@ def last_sample(store: Store, process: int, begin_ns: int, end_ns: int) -> LastS
         f"SELECT {COLLECTED} FROM collectives WHERE start_ns >= ? AND start_ns < ? AND process = ? AND definition = 0"
         " ORDER BY start_ns DESC LIMIT 1"
     )
-    sample = next(_decoded(store, query, (begin_ns, end_ns, process)), None)
+    sample = next(store.read(store.collective, query, (begin_ns, end_ns, process)), None)
     if not isinstance(sample, Sampled):
         return None
     query = (
@@ -53,7 +46,7 @@ def last_sample(store: Store, process: int, begin_ns: int, end_ns: int) -> LastS
         " ORDER BY start_ns LIMIT ?"
     )
     until = min(sample.start_ns + sample.wall_ns, end_ns)
-    found = _decoded(store, query, (sample.start_ns, until, process, MOST_DRAWN))
+    found = store.read(store.collective, query, (sample.start_ns, until, process, MOST_DRAWN))
     collectives = tuple(record for record in found if isinstance(record, Collective))
     return LastSample(sample.step, sample.start_ns, sample.wall_ns, collectives) if collectives else None
 
@@ -68,18 +61,14 @@ def communicated(
     only, who = _only(processes)
     values = (begin_ns // _SECOND if begin_ns > 0 else BEFORE_S, -(-end_ns // _SECOND), *who)
     query = (
-        f"SELECT process, definition, {', '.join(f'total({name})' for name in COLLECTIVE_SUMS)} FROM collective_sums"
-        f" WHERE start_s >= ? AND start_s < ?{only} GROUP BY process, definition"
+        f"SELECT process, definition, {_SUMS} FROM collective_sums WHERE start_s >= ? AND start_s < ?{only}"
+        " GROUP BY process, definition"
     )
     samples = launched = 0
     sums: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0] * len(COLLECTIVE_SUMS))
     why = None
-    for process, definition, *totals in store.query(query, values):
-        if not (type(process) is type(definition) is int and all(total is not None for total in totals)):
-            continue
-        if not all(map(isfinite, totals)):
-            continue
-        count, quantity, *_ = numbers = [*map(int, totals)]
+    for process, definition, *numbers in store.query(query, values):
+        count, quantity, *_ = numbers
         if not definition:
             samples, launched = samples + count, launched + quantity
             continue
@@ -109,5 +98,5 @@ def _own(store: Store, begin_ns: int, end_ns: int, processes: Collection[int] | 
         f"SELECT {COLLECTED} FROM collectives WHERE {OWN} AND start_ns >= ? AND start_ns < ?{only}"
         " ORDER BY start_ns DESC LIMIT ?"
     )
-    found = _decoded(store, query, (begin_ns, end_ns, *who, MOST_OWN))
+    found = store.read(store.collective, query, (begin_ns, end_ns, *who, MOST_OWN))
     return tuple(sorted({one.operation for one in found if isinstance(one, Collective)}))

@@ -25,8 +25,8 @@ from dpmon.store.tables import (
     HISTORY_FILE,
     LARGEST,
     SCHEMA_VERSION,
+    Door,
     HistoryError,
-    QueryLimits,
     RingRow,
     check_schema,
     rings_in,
@@ -39,7 +39,7 @@ STALE_S = 3.0
 """After this long without a write, no supervisor is working: a working one samples the host every second."""
 _MEMORY = ":memory:"
 _NO_LIMIT = 1 << 40
-_FAULTS = (HistoryError, sqlite3.Error, OSError, ValueError, TypeError, OverflowError)
+_FAULTS = (HistoryError, sqlite3.Error, OSError)
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def open_store(directory: Path, *, as_written: bool = False) -> Iterator[Store]:
 def _store(directory: Path, info: RunInfo, stack: ExitStack, as_written: bool) -> Store:
     path = directory / HISTORY_FILE
     db = stack.enter_context(closing(_connect(f"{path.absolute().as_uri()}?mode=ro", path)))
-    query_limits = QueryLimits(db, size_of(path))
+    door = Door(db, size_of(path))
     db.execute("BEGIN")
     if not db.execute("SELECT 1 FROM sqlite_master").fetchone() and supervised(info):
         raise FileNotFoundError(path)  # the supervisor is creating it
@@ -75,8 +75,9 @@ def _store(directory: Path, info: RunInfo, stack: ExitStack, as_written: bool) -
             f" {SCHEMA_VERSION})"
         )
     check_schema(db, whole=True)
-    if as_written or _is_written(directory, info) or not _have_more(directory, rings_in(db)) or size_of(path) > LARGEST:
-        return Store(db, query_limits, info.start_ns)
+    written = as_written or _is_written(directory, info)
+    if written or not _have_more(directory, rings_in(door)) or size_of(path) > LARGEST:
+        return Store(door)
     memory = stack.enter_context(closing(_connect(_MEMORY)))
     db.backup(memory)
     return _with_rings(directory, info, memory)
@@ -90,7 +91,7 @@ def _with_rings(directory: Path, info: RunInfo, memory: sqlite3.Connection, dama
     drain.close()
     if drain.failure is not None:
         raise drain.failure
-    return Store(memory, history.query_limits, info.start_ns, damaged)
+    return Store(history.door, damaged)
 
 
 def _history(memory: sqlite3.Connection, info: RunInfo) -> History:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
+from dpmon.errors import HistoryError
 from dpmon.record.history_rows import CallParts, CallRow
-from dpmon.record.kinds import RecordError
-from dpmon.record.names import MODES
-from dpmon.record.plainjson import load_json
+from dpmon.record.kinds import Event
+from dpmon.record.plainjson import load_event, load_json
 
 _json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
@@ -26,16 +27,19 @@ def stage_series(layout: int, index: int, stage: int, inputs: int, outputs: int)
     return f"stage {layout} {index} {stage} {inputs} {outputs}"
 
 
-def check_numbers(values: Iterable[Any]) -> None:
-    """Raise TypeError unless all values are whole numbers or None."""
-    if not {int, type(None)}.issuperset(map(type, values)):
-        raise TypeError("not whole numbers")
-
-
-def check_times(values: Iterable[Any] | None) -> None:
-    """Raise TypeError unless all device times are numbers or None."""
-    if not {float, int, type(None)}.issuperset(map(type, values or ())):
-        raise TypeError("not times")
+def numbers_in(text: str) -> Any:
+    """Return the nested lists of numbers and None in a column of JSON. Raises HistoryError if it is anything else."""
+    try:
+        found = load_json(text)
+    except ValueError as error:
+        raise HistoryError(f"a damaged list: {error}") from None
+    left = [found]
+    for one in left:
+        if isinstance(one, list):
+            left += one
+        elif not (one is None or type(one) in (int, float)):
+            raise HistoryError("a damaged list")
+    return found
 
 
 def parts_column(parts: CallParts | None) -> str | None:
@@ -44,20 +48,24 @@ def parts_column(parts: CallParts | None) -> str | None:
 
 
 def call_in(columns: Sequence[Any]) -> CallRow:
-    """Return the call in CALL_ROW columns (dpmon.store.tables). Raises RecordError if its parts are damaged."""
+    """Return the call in CALL_ROW columns (dpmon.store.tables). Raises HistoryError if its parts are damaged."""
     row = CallRow._make(columns)
     text: Any = row.parts
+    if text is None:
+        return row
     try:
-        check_numbers(number for number in columns[:-1] if number is not row.mode)
-        if row.mode not in MODES:
-            raise ValueError("an unknown mode")
-        if text is None:
-            return row
-        phases, replicas, stages, times, why = load_json(text)
+        phases, replicas, stages, times, why = numbers_in(text)
         ran = [None if at is None else (at[0], at[1]) for at in phases]
-        check_numbers((why, *(number for part in (*filter(None, ran), *replicas, *stages) for number in part)))
-        check_times(times)
-        parts = CallParts(ran, [*map(tuple, replicas)], [*map(tuple, stages)], times, why)
-        return row._replace(parts=parts)
+        if list in map(type, (*chain(*filter(None, ran), *replicas, *stages), *(times or ()), why)):
+            raise ValueError("a list in place of a number")
+        return row._replace(parts=CallParts(ran, [*map(tuple, replicas)], [*map(tuple, stages)], times, why))
     except (ValueError, TypeError, LookupError) as error:
-        raise RecordError(f"damaged row in calls: {error}") from None
+        raise HistoryError(f"a damaged call: {error}") from None
+
+
+def event_in(row: Sequence[str]) -> Event:
+    """Return the event in a row with its JSON. Raises HistoryError if it is damaged."""
+    try:
+        return Event(*load_event(row[0]))
+    except ValueError as error:
+        raise HistoryError(f"a damaged event: {error}") from None

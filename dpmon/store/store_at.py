@@ -15,9 +15,9 @@ from dpmon.record.kinds import Call, Event, RecordError, Step
 from dpmon.record.schema import EVALUATION, SETTLING
 from dpmon.store.answers import CallHead, ChartSample, Communicated, LastSample, LongRow
 from dpmon.store.collective_queries import communicated, last_sample
-from dpmon.store.parts import call_in
-from dpmon.store.queries import LONG_COLUMNS, Store, event_in, long_row
-from dpmon.store.tables import CALL_ROW, LASTING, all_integers
+from dpmon.store.parts import call_in, event_in
+from dpmon.store.queries import LONG_COLUMNS, Store, long_row
+from dpmon.store.tables import CALL_ROW, LASTING
 
 _LAST = (1 << 63) - 1
 _SECOND = 1_000_000_000
@@ -67,11 +67,10 @@ class StoreAt:
         low, high = self._bounds(process)
         values = {"process": process, "low": low, "high": high}
         found = self.store.query(" UNION ALL ".join(map(first.format, tables)), values) if tables else []
-        known = sorted(row for row in found if all_integers(*row))
-        return next((start for _, start, end in known if end <= self.until_ns), None)
+        return next((start for _, start, end in sorted(found) if end <= self.until_ns), None)
 
     def steps(self, process: int, most: int) -> list[Step]:
-        """Return the newest steps of a process, the newest first, without damaged ones."""
+        """Return the newest steps of a process, the newest first."""
         return self.store.steps_until(self._last_id("steps", process), process, most)
 
     def longest(self, process: int, mode: str, most: int, *, of_all: bool = False) -> list[LongRow]:
@@ -86,7 +85,7 @@ class StoreAt:
         )
         last = min(last, self._newest_id())
         rows = self.store.query(query, (process, 0 if of_all else last - _LOOKED_AT, last, mode, most))
-        return [row for each in rows if (row := long_row(each)) is not None]
+        return [long_row(row) for row in rows]
 
     def last_training_ns(self, process: int) -> int | None:
         """Return the end of the last training step among a process's newest steps; None if there is none."""
@@ -96,36 +95,31 @@ class StoreAt:
             " ORDER BY id DESC LIMIT 1"
         )
         rows = self.store.query(query, (process, last - _LOOKED_AT, last))
-        return next((end for (end,) in rows if type(end) is int), None)
+        return next((end for (end,) in rows), None)
 
     def _newest_id(self) -> int:
-        rows = self.store.query("SELECT max(id) FROM steps")
-        return next((number for (number,) in rows if type(number) is int), 0)
+        return next((number or 0 for (number,) in self.store.query("SELECT max(id) FROM steps")), 0)
 
     def heads(self, process: int, most: int) -> list[CallHead]:
-        """Return the newest calls of a process, the newest first, without damaged ones."""
+        """Return the newest calls of a process, the newest first."""
         return self._heads(process, 0, self._last_id("calls", process), most)
 
     def last_calls(self, process: int, most: int) -> list[CallHead]:
         """Return the newest calls in the newest step of a process, the newest first."""
         query = "SELECT id, step FROM steps WHERE process = ? AND id <= ? ORDER BY id DESC LIMIT 2"
         rows = self.store.query(query, (process, self._last_id("steps", process)))
-        if not rows or not all_integers(*rows[0]):
+        if not rows:
             return []
         low = rows[1][0] if len(rows) > 1 else 0
         return [head for head in self._heads(process, low, rows[0][0], most) if head.row.step == rows[0][1]]
 
     def _heads(self, process: int, low: int, high: int, most: int) -> list[CallHead]:
         query = f"SELECT id, {CALL_ROW} FROM calls WHERE process = ? AND id BETWEEN ? AND ? ORDER BY id DESC LIMIT ?"
-        rows = self.store.query(query, (process, max(low, self._bounds(process)[0]), high, most))
-        found = []
-        for number, *columns in rows:
-            with suppress(RecordError):
-                found.append(CallHead(number, call_in(columns)))
-        return found
+        values = process, max(low, self._bounds(process)[0]), high, most
+        return list(self.store.read(lambda row: CallHead(row[0], call_in(row[1:])), query, values))
 
     def call(self, process: int, head: CallHead) -> Call | None:
-        """Return the full call; None if it is damaged."""
+        """Return the full call; None if a definition is lost."""
         with suppress(RecordError):
             resolver = Resolver(process, self.ranks.get(process))
             for number, value in self.store.definitions(process, head.row.definitions).items():
@@ -161,10 +155,10 @@ class StoreAt:
             rows = self.store.query(query, (process, low, middle))
             if not rows:
                 low = middle + 1
-            elif all_integers(*rows[0]) and rows[0][1] <= self.until_ns:
+            elif rows[0][1] <= self.until_ns:
                 found, low = rows[0][0], middle + 1
             else:
-                high = rows[0][0] - 1 if type(rows[0][0]) is int else middle - 1
+                high = rows[0][0] - 1
         return found
 
     def step_end(self, process: int, *, forward: bool) -> int | None:
@@ -172,7 +166,7 @@ class StoreAt:
         last = self._last_id("steps", process)
         query = "SELECT start_ns + wall_ns FROM steps WHERE process = ? AND id {} ORDER BY id {} LIMIT 1"
         query = query.format("> ?", "") if forward else query.format("<= ?", "DESC")
-        return next((end for (end,) in self.store.query(query, (process, last)) if type(end) is int), None)
+        return next((end for (end,) in self.store.query(query, (process, last))), None)
 
     # ------------------------------------------------------------------------------------------ events
 
@@ -181,13 +175,12 @@ class StoreAt:
         query = (
             f"SELECT json FROM events WHERE {LASTING} AND kind = ? AND ifnull(t_ns, 0) <= ? ORDER BY id DESC LIMIT ?"
         )
-        rows = self.store.query(query, (kind, self.until_ns, newest))
-        return [event for (text,) in reversed(rows) if (event := _lasting(text)) is not None]
+        return list(self.store.read(_lasting, query, (kind, self.until_ns, newest)))[::-1]
 
     def count(self, kind: str) -> int:
         """Return the number of events of a lasting kind."""
         query = f"SELECT count(*) FROM events WHERE {LASTING} AND kind = ? AND ifnull(t_ns, 0) <= ?"
-        return next((int(count) for (count,) in self.store.query(query, (kind, self.until_ns))), 0)
+        return sum(count for (count,) in self.store.query(query, (kind, self.until_ns)))
 
     def memory(self, process: int, until_ns: int | None = None) -> Event | None:
         """Return the last memory event of a process up to a time; None if there is none."""
@@ -196,7 +189,7 @@ class StoreAt:
             " ORDER BY t_ns DESC, id DESC LIMIT 1"
         )
         until = self.until_ns if until_ns is None else min(until_ns, self.until_ns)
-        return next((event_in(text) for (text,) in self.store.query(query, (process, until))), None)
+        return next(self.store.read(event_in, query, (process, until)), None)
 
     def communicated(
         self, begin_ns: int = 0, end_ns: int = _LAST, processes: Collection[int] | None = None
@@ -216,7 +209,7 @@ class StoreAt:
         begin, first = -_LAST, after_id
         if not after_id:
             query = "SELECT max(t_ns) FROM (SELECT t_ns FROM events ORDER BY id DESC LIMIT 100)"
-            newest = next((at for (at,) in self.store.query(query) if type(at) is int), 0)
+            newest = next((at or 0 for (at,) in self.store.query(query)), 0)
             begin = min(newest, self.until_ns) - span_ns
             first = max(self._event_at(begin) - _MAX_DISORDER, 0)
         # SQLite parses the JSON ten times as fast as Python.
@@ -231,19 +224,18 @@ class StoreAt:
         ]
 
     def sample(self, number: int) -> Event | None:
-        """Return the complete sample with this id; None if it is damaged or missing."""
-        rows = self.store.query("SELECT json FROM events WHERE id = ?", (number,))
-        return next((event_in(text) for (text,) in rows), None)
+        """Return the complete sample with this id; None if it was deleted."""
+        return next(self.store.read(event_in, "SELECT json FROM events WHERE id = ?", (number,)), None)
 
     def _event_at(self, t_ns: int) -> int:
         """Return approximately the id of the first event at or after a time."""
         newest = self.store.query("SELECT max(id) FROM events")
-        low, high = 0, next((number for (number,) in newest if type(number) is int), 0) + 1
+        low, high = 0, next((number or 0 for (number,) in newest), 0) + 1
         query = "SELECT id, t_ns FROM events WHERE id > ? AND t_ns IS NOT NULL ORDER BY id LIMIT 1"
         while high - low > 1:
             middle = (low + high) // 2
             rows = self.store.query(query, (middle - 1,))
-            if rows and all_integers(*rows[0]) and rows[0][1] < t_ns:
+            if rows and rows[0][1] < t_ns:
                 low = middle
             else:
                 high = middle
@@ -260,11 +252,7 @@ class StoreAt:
         if begin >= end:
             return []
         rows = self.store.query(query, {"begin": begin, "end": end, "host": _HOST})
-        return [
-            (start * _SECOND, int(high))
-            for start, high in rows
-            if type(start) is int and isinstance(high, (int, float)) and abs(high) < 1e18
-        ]
+        return [(start * _SECOND, int(high)) for start, high in rows]
 
 
 _lasting = lru_cache(maxsize=1024)(event_in)
@@ -273,7 +261,7 @@ _lasting = lru_cache(maxsize=1024)(event_in)
 
 def _sample(number: int, t_ns: int, kind: str, index: object, *values: object) -> ChartSample | None:
     device = _HOST if kind == "host" else index
-    if type(device) is not int or device < _HOST or type(t_ns) is not int:
+    if type(device) is not int or device < _HOST:
         return None
     util, cpu, used, total, power, run = (
         float(value) if isinstance(value, (int, float)) and abs(value) < 1e18 else None for value in values

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager
 from typing import Any
 
-from dpmon.record.schema import MODES, STEP
+from dpmon.record.schema import STEP
 from dpmon.store.accounting import ACTIVITIES, LATEST_NS
 from dpmon.store.answers import PaceRow, TimeRow, TimeTogether
-from dpmon.store.tables import (
-    ACTIVITY_COLUMNS,
-    HistoryError,
-    QueryLimits,
-    RingRow,
-    rings_in,
-)
-from dpmon.store.tally import ALL, COLUMNS, WIDTHS, Key, Tally, are_optional, known_keys, total_in
+from dpmon.store.tables import ACTIVITY_COLUMNS, Door, HistoryError, rings_in
+from dpmon.store.tally import ALL, COLUMNS, WIDTHS, Key, Tally, total_in
 
 END = 1 << 40
 """A second later than the end of any run."""
@@ -37,41 +30,32 @@ _STARTS = (
 _REACH = {"last_step": "max", "low_ns": "min", "high_ns": "max", "first_ns": "min", "last_ns": "max"}
 
 
-def _total(column: str) -> str:
-    """Return the SQL for the sum of a column; `sum` would fail if a damaged row makes it too large."""
-    return f"CAST(total({column}) AS INTEGER)"
-
-
-_SUMS = tuple(f"{_REACH[name]}({name})" if name in _REACH else _total(name) for name in COLUMNS[:-1])
+_SUMS = tuple(f"{_REACH.get(name, 'sum')}({name}) AS {name}" for name in COLUMNS[:-1])
 """SQL to combine the columns of several tallies."""
-_TIME_SUMS = ", ".join(map(_total, ACTIVITY_COLUMNS))
+_TIME_SUMS = ", ".join(f"sum({name}) AS {name}" for name in ACTIVITY_COLUMNS)
 
 
 class Sums:
     """The sums in one history, as of one instant. If the database is damaged, they cover its readable part."""
 
-    def __init__(
-        self, db: sqlite3.Connection, query_limits: QueryLimits, origin_ns: int = 0, damaged: str | None = None
-    ) -> None:
-        """`db`: in a transaction, so that all queries see the same state. `query_limits`: its limits.
+    def __init__(self, door: Door, damaged: str | None = None) -> None:
+        """`door`: of a database in a transaction, so that all queries see the same state.
 
-        `origin_ns`: start of the run (monotonic). `damaged`: why the history could not be read.
+        `damaged`: why the history could not be read. Raises HistoryError if its smallest tables are damaged.
         """
-        self._db = db
-        self._query_limits = query_limits
-        self.origin_ns = origin_ns
+        self._door = door
         self.damaged = damaged
         """Why the history could not be read to its end; None if all queries so far succeeded."""
         self._known_stretches: dict[tuple[int, int, int, int], list[tuple[int, int, int]]] = {}
         """Results of `stretches` by its arguments."""
-        self.rings: dict[str, RingRow] = rings_in(db)
-        self._names = dict(self._rows("SELECT number, name FROM series"))
-        meta = dict(self._rows("SELECT key, value FROM meta"))
-        self._whole: dict[int, int] = {width: _second(meta.get(f"whole_{width}")) for width in WIDTHS[1:]}
-        self._pruned: dict[int, int] = {width: _second(meta.get(f"pruned_{width}")) for width in WIDTHS[:-1]}
-        self.pruned = _count(meta.get("pruned", 0))
+        self.rings = rings_in(door)
+        self._names: dict[int, str] = dict(door.rows("SELECT number, name FROM series"))
+        meta: dict[str, int] = dict(door.rows("SELECT key, value AS number FROM meta WHERE key != 'run'"))
+        self._whole = {width: min(meta.get(f"whole_{width}", 0), _LATEST_S) for width in WIDTHS[1:]}
+        self._pruned = {width: min(meta.get(f"pruned_{width}", 0), _LATEST_S) for width in WIDTHS[:-1]}
+        self.pruned = meta.get("pruned", 0)
         """Number of rows deleted to keep the history below its size limit."""
-        self._keys = known_keys(self._rows("SELECT process, mode, kind, batch FROM keys"))
+        self._keys = {Key(*row) for row in door.rows("SELECT process, mode, kind, batch FROM keys")}
         self.processes = sorted({key.process for key in self._keys})
         """Processes with steps."""
         self._newest = self._newest_second()
@@ -85,10 +69,15 @@ class Sums:
 
     def _each(self, query: str, values: Parameters = ()) -> Iterator[tuple[Any, ...]]:
         """Yield the rows of a query; in a damaged database, the rows before the damage."""
-        self._query_limits.begin()
+        with self.until_damage():
+            yield from self._door.rows(query, values)
+
+    @contextmanager
+    def until_damage(self) -> Iterator[None]:
+        """End the block at the first damage, and note it: what was read before remains."""
         try:
-            yield from self._query_limits.each(self._db.execute(query, values))
-        except (sqlite3.Error, OverflowError, HistoryError) as error:
+            yield
+        except HistoryError as error:
             self.damaged = self.damaged or f"the history cannot be read to its end: {error}"
 
     # ------------------------------------------------------------------------------------------ tallies
@@ -150,9 +139,9 @@ class Sums:
         return max(at + (min(limits) - at) // width * width, at + width)
 
     def _newest_second(self) -> int:
-        query = "SELECT max(start_s) FROM {} WHERE width = 1 AND start_s <= ?"
-        rows = [row for table in ("tallies", "times") for row in self._rows(query.format(table), (_LATEST_S,))]
-        return max(whole(found, -1) for (found,) in (*rows, (-1,)))
+        query = "SELECT max(start_s) FROM {} WHERE width = 1"
+        rows = [row for table in ("tallies", "times") for row in self._rows(query.format(table))]
+        return min(max((newest for (newest,) in rows if newest is not None), default=-1), _LATEST_S)
 
     def tally_rows(
         self,
@@ -165,21 +154,15 @@ class Sums:
         widest: int = WIDTHS[-1],
         series: Collection[str] | None = None,
     ) -> Iterator[tuple[int, int, Key, Tally]]:
-        """Yield (start, width, key, tally) of each row between two seconds, in order of time, without damaged rows.
+        """Yield (start, width, key, tally) of each row between two seconds, in order of time.
 
         `process`: one process or several; ALL: the tallies of all processes together, which exist only if there are
         several. `series`: read only these series.
         """
         names = self._named(series)
-        for width, row in self._rows_between("tallies", TALLY, begin_s, end_s, process, finest, widest):
-            key = key_in(row)
-            if key is None:
-                continue
-            try:
-                tally = Tally.of_row(row[TALLY_AT:], names, sketches=sketches)
-            except ValueError:
-                continue
-            yield row[0], width, key, tally
+        with self.until_damage():
+            for width, row in self._rows_between("tallies", TALLY, begin_s, end_s, process, finest, widest):
+                yield row[0], width, Key(*row[1:TALLY_AT]), Tally.of_row(row[TALLY_AT:], names, sketches=sketches)
 
     def _rows_between(
         self,
@@ -215,15 +198,9 @@ class Sums:
     def pace_rows(self, begin_s: int, end_s: int, processes: Collection[int]) -> Iterator[PaceRow]:
         """Yield the columns of the one-second tallies that a rate needs, in order of time."""
         number = next((number for number, name in self._names.items() if name == STEP), None)
-        for _, row in self._rows_between("tallies", _PACE, begin_s, end_s, processes, widest=1):
-            start, who, mode, kind, steps, first, last, samples, known, data = row
-            whole_numbers = type(start) is type(who) is type(kind) is type(steps) is int
-            if whole_numbers and mode in MODES and are_optional((first, last, samples, known)):
-                try:
-                    took = total_in(data, number)
-                except ValueError:
-                    continue
-                yield PaceRow(start, who, mode, kind, steps, first, last, samples, known, took)
+        with self.until_damage():
+            for _, row in self._rows_between("tallies", _PACE, begin_s, end_s, processes, widest=1):
+                yield PaceRow._make((*row[:-1], total_in(row[-1], number)))
 
     def pace_times(
         self, begin_s: int, end_s: int, processes: Collection[int], *, evaluation: bool, widest: int = WIDTHS[-1]
@@ -233,9 +210,8 @@ class Sums:
         for width, row in self._rows_between(
             "times", ("process", "start_s", spent), begin_s, end_s, processes, 1, widest
         ):
-            who, start, ns = row
-            if type(who) is type(start) is type(ns) is int:
-                yield who, start, width, ns
+            process, start, ns = row
+            yield process, start, width, ns
 
     def tallies(
         self,
@@ -249,13 +225,9 @@ class Sums:
         """Return one tally per key for the time between two seconds. Parameters as in `tally_rows`."""
         found: dict[Key, Tally] = {}
         names = self._named(series)
-        for _, row in self._rows_between("tallies", TALLY, begin_s, end_s, process):
-            key = key_in(row)
-            with suppress(ValueError):
-                if key is not None:
-                    tally = found.get(key) or Tally()
-                    tally.add_row(row[TALLY_AT:], names, sketches=sketches)
-                    found[key] = tally
+        with self.until_damage():
+            for _, row in self._rows_between("tallies", TALLY, begin_s, end_s, process):
+                found.setdefault(Key(*row[1:TALLY_AT]), Tally()).add_row(row[TALLY_AT:], names, sketches=sketches)
         return found
 
     def _named(self, series: Collection[str] | None) -> Mapping[int, str]:
@@ -280,12 +252,7 @@ class Sums:
         found: dict[Key, Tally] = {}
         for stretch in self.stretches(begin_s, end_s):
             for row in self._each(query, stretch):
-                key = Key(*row[:4])
-                with suppress(ValueError):
-                    if key in self._keys:
-                        tally = found.get(key) or Tally()
-                        tally.add_row((*row[4:], b""), {})
-                        found[key] = tally
+                found.setdefault(Key(*row[:4]), Tally()).add_row((*row[4:], b""), {})
         return found
 
     def kinds(self) -> set[tuple[str, int]]:
@@ -304,12 +271,11 @@ class Sums:
         process: int | Collection[int] | None = None,
     ) -> list[TimeRow]:
         """Return the activities of each process, or of `process`, between two seconds, in order of time."""
-        found = []
-        for width, row in self._rows_between("times", _TIME, begin_s, end_s, process, finest, widest):
-            start, who, mode, *spent = row
-            if mode in MODES and {type(start), type(who), *map(type, spent)} == {int}:
-                found.append(TimeRow(start, width, who, mode, dict(zip(ACTIVITIES, spent, strict=True))))
-        return found
+        rows = self._rows_between("times", _TIME, begin_s, end_s, process, finest, widest)
+        return [
+            TimeRow(start, width, who, mode, dict(zip(ACTIVITIES, spent, strict=True)))
+            for width, (start, who, mode, *spent) in rows
+        ]
 
     def time_sums(self, begin_s: int = 0, end_s: int = END) -> list[TimeRow]:
         """Return the activities of each process by mode; adjacent rows of the same width are added up."""
@@ -321,44 +287,17 @@ class Sums:
             TimeRow(begin, end - begin, process, mode, dict(zip(ACTIVITIES, spent, strict=True)))
             for width, begin, end in self.stretches(begin_s, end_s)
             for process, mode, *spent in self._each(query, (width, begin, end))
-            if type(process) is int and mode in MODES and all(type(ns) is int for ns in spent)
         ]
 
     def times_together(self, begin_s: int = 0, end_s: int = END) -> list[TimeTogether]:
         """Return the activities of all processes together, in order of time."""
-        own = " + ".join(map(_total, ACTIVITY_COLUMNS))
-        named = ", ".join(f"{_total(name)} AS {name}" for name in ACTIVITY_COLUMNS)
+        own = " + ".join(f"sum({name})" for name in ACTIVITY_COLUMNS)
         query = (
-            f"SELECT start_s, max(own), {_TIME_SUMS} FROM (SELECT start_s, {named}, {own} AS own FROM times"
+            f"SELECT start_s, max(own), {_TIME_SUMS} FROM (SELECT start_s, {_TIME_SUMS}, {own} AS own FROM times"
             " WHERE width = ? AND start_s >= ? AND start_s < ? GROUP BY start_s, process) GROUP BY start_s"
         )
         return [
             TimeTogether(start, width, longest, dict(zip(ACTIVITIES, spent, strict=True)))
             for width, begin, end in self.stretches(begin_s, end_s)
             for start, longest, *spent in self._each(query, (width, begin, end))
-            if {type(start), type(longest), *map(type, spent)} == {int}
         ]
-
-
-def _count(value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise HistoryError("its count of deleted rows is not a number")
-    return value
-
-
-def _second(value: object) -> int:
-    """Return a second of the run; a damaged value becomes the nearest possible second."""
-    return min(max(whole(value), 0), _LATEST_S)
-
-
-def key_in(row: Sequence[Any]) -> Key | None:
-    """Return the key in a row of TALLY; None if it or the start is damaged."""
-    start, process, mode, kind, batch = row[:TALLY_AT]
-    if type(start) is type(process) is type(kind) is type(batch) is int and mode in MODES:
-        return Key(process, mode, kind, batch)
-    return None
-
-
-def whole(value: object, otherwise: int = 0) -> int:
-    """Return the value if it is an integer, else `otherwise`: a damaged row may hold anything."""
-    return value if isinstance(value, int) else otherwise

@@ -49,18 +49,18 @@ from __future__ import annotations
 
 import sqlite3
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dpmon.errors import DpmonError
+from dpmon.errors import HistoryError
 from dpmon.record.plainjson import load_json
-from dpmon.record.schema import EXPOSED, PHASES, QUANTITIES, SYNC_NUMBER, WAIT
+from dpmon.record.schema import EXPOSED, MODES, PHASES, QUANTITIES, SYNC_NUMBER, WAIT
 from dpmon.store.accounting import ACTIVITIES
-from dpmon.store.tally import COLUMNS
+from dpmon.store.tally import COLUMNS, PLAIN
 
 __all__ = [
     "ACTIVITY_COLUMNS",
@@ -77,12 +77,11 @@ __all__ = [
     "SCHEMA",
     "SCHEMA_VERSION",
     "STEP_COLUMNS",
+    "Door",
     "HistoryError",
-    "QueryLimits",
     "RingRow",
-    "all_integers",
     "check_schema",
-    "definitions_in",
+    "definition_in",
     "last_ids",
     "rings_in",
     "size_of",
@@ -131,6 +130,14 @@ OWN = "definition > 0 AND phase = 0 AND step > 0"
 COLLECTIVE_SUMS = ("count", "bytes", "ended", "timed_bytes", "ran_ns")
 """The sums of collectives."""
 ACTIVITY_COLUMNS = tuple(f"{name}_ns" for name in ACTIVITIES)
+_OPTIONAL = {
+    *("rank", "first_id", "last_id", "held_id", "last_call", "lines", "thread"),
+    *("rest_ns", "device", "spans", SYNC_NUMBER, f"{EXPOSED}_ns", f"{WAIT}_ns", "parts", "rows", "t_ns"),
+    *(f"{phase.name}_ns" for phase in PHASES),
+    *(f"{quantity.name}{part}" for quantity in QUANTITIES for part in ("", "_sum")),
+    *PLAIN[2:],
+}
+"""Columns that may be NULL in some table."""
 
 
 def _whole_numbers(names: Iterable[str]) -> str:
@@ -200,10 +207,6 @@ _SMALLEST_ROW = 8
 _LONGEST_VALUE = 64 << 20
 
 
-class HistoryError(DpmonError):
-    """Raised when the history cannot be written or read: no room, damaged, not written by dpmon."""
-
-
 @dataclass
 class RingRow:
     """A row of the table `rings`: how much of a ring is in the history."""
@@ -239,11 +242,15 @@ class RingRow:
     """Calls so far, while no step has ended."""
 
 
-class QueryLimits:
-    """Limits the rows and the work of one query by the size of the database: a damaged tree can have endless rows."""
+class Door:
+    """The only way to the rows of a database, which may be damaged or hostile: it checks each row.
+
+    It limits the rows and the work of one query by the size of the database: a damaged tree can have endless rows.
+    """
 
     def __init__(self, db: sqlite3.Connection, size: int) -> None:
         """Limit the queries of `db`, a database of `size` bytes, and keep its schema from running functions."""
+        self.db = db
         self.set_size(size)
         self._done = 0
         db.set_progress_handler(self._look, _LOOK_STEPS)
@@ -254,25 +261,78 @@ class QueryLimits:
     def set_size(self, size: int, entries: int = 0) -> None:
         """Set the limits for a database of `size` bytes, and for the next transaction, which writes `entries`."""
         size = min(size, LARGEST)
-        self.rows = 10_000 + size // _SMALLEST_ROW
+        self.most_rows = 10_000 + size // _SMALLEST_ROW
         self._most = (20_000_000 + 8 * size + _ENTRY_STEPS * entries) // _LOOK_STEPS
 
-    def each(self, cursor: sqlite3.Cursor) -> Iterator[tuple[Any, ...]]:
-        """Yield the rows of a query. Raises HistoryError if there are more rows than the database's size allows."""
-        for number, row in enumerate(cursor):
-            if number > self.rows:
-                raise HistoryError("it has more rows than its size allows")
-            self._done = 0
-            yield row
+    def rows(self, query: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> Iterator[tuple[Any, ...]]:
+        """Yield the rows of a query. Raises HistoryError at the first damage.
+
+        A column must hold values of its declared type, NULL only if it is optional. An expression must be a whole
+        number or NULL: a sum of other values is none. What comes out of JSON is checked by those who read it.
+        """
+        self.begin()
+        try:
+            cursor = self.db.execute(query, values)
+            names = [column[0] for column in cursor.description]
+            modes = [at for at, name in enumerate(names) if name == "mode"]
+            good: set[tuple[type, ...]] = set()
+            for number, row in enumerate(cursor):
+                if number > self.most_rows:
+                    raise HistoryError("it has more rows than its size allows")
+                self._done = 0
+                kinds = tuple(map(type, row))
+                if kinds not in good:
+                    _check_kinds(names, kinds)
+                    if len(good) < _MOST_KINDS:
+                        good.add(kinds)
+                for at in modes:
+                    if row[at] not in MODES:
+                        raise HistoryError("a row has an unknown mode")
+                yield row
+        except (sqlite3.Error, OverflowError) as error:
+            raise HistoryError(str(error)) from None
 
     def begin(self) -> None:
         """Restart the count of instructions, because a query begins."""
         self._done = 0
 
+    def refresh(self) -> None:
+        """End the transaction, so that the next query sees the current database."""
+        with suppress(sqlite3.Error):
+            if self.db.in_transaction:
+                self.db.execute("COMMIT")
+                self.db.execute("BEGIN")
+
     def _look(self) -> int:
         """Act as SQLite's progress handler: a result other than 0 interrupts the query."""
         self._done += 1
         return self._done > self._most
+
+
+def _check_kinds(names: Sequence[str], kinds: Sequence[type]) -> None:
+    known = _column_types()
+    for name, kind in zip(names, kinds, strict=True):
+        if kind not in known.get(name, _OF_EXPRESSION) and not name.startswith("json_extract"):
+            raise HistoryError(f"a row has {kind.__name__} in {name}")
+
+
+_MOST_KINDS = 1000
+"""Most combinations of types that a query remembers as good."""
+_TYPES = {"INTEGER": int, "TEXT": str, "REAL": float, "BLOB": bytes}
+_OF_EXPRESSION = int, type(None)
+
+
+@cache
+def _column_types() -> dict[str, tuple[type, ...]]:
+    """Return the possible types of the values in each column, by its name. The first table with it decides."""
+    with closing(sqlite3.connect(":memory:")) as db:
+        db.executescript(SCHEMA)
+        found: dict[str, type] = {}
+        for (table,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
+            for _, name, declared, *_ in db.execute(f"PRAGMA table_info({table})"):
+                if declared:
+                    found.setdefault(name, _TYPES[declared])
+    return {name: (kind, type(None)) if name in _OPTIONAL else (kind,) for name, kind in found.items()}
 
 
 def size_of(path: Path) -> int:
@@ -310,45 +370,21 @@ def version_of(db: sqlite3.Connection) -> int:
     return version
 
 
-def all_integers(*values: object) -> bool:
-    """Whether columns read from a file, which may be damaged, are integers."""
-    return all(type(value) is int for value in values)
-
-
 def last_ids(db: sqlite3.Connection) -> list[int]:
     """Return the highest id in each of the tables that share ids."""
     query = " UNION ALL ".join(f"SELECT max(id) FROM {table}" for table in ("calls", "steps", "events", "collectives"))
     return [row[0] or 0 for row in db.execute(query)]
 
 
-def definitions_in(rows: Iterable[tuple[Any, ...]]) -> dict[int, Any]:
-    """Return the values of definitions by number, without damaged ones."""
-    found = {}
-    for number, value in rows:
-        with suppress(ValueError, TypeError):
-            found[number] = load_json(value)
-    return found
+def definition_in(row: tuple[int, str]) -> tuple[int, Any]:
+    """Return number and value of a definition. Raises HistoryError if it is damaged."""
+    try:
+        return row[0], load_json(row[1])
+    except ValueError as error:
+        raise HistoryError(f"a damaged definition: {error}") from None
 
 
-def rings_in(db: sqlite3.Connection) -> dict[str, RingRow]:
-    """Return the rows of the table `rings` by file name, without damaged rows."""
-    members = fields(RingRow)
-    columns = ", ".join(member.name for member in members)
-    found = {}
-    for row in db.execute(f"SELECT {columns} FROM rings"):
-        values = [_member(value, str(member.type)) for value, member in zip(row, members, strict=True)]
-        if _DAMAGED not in values:
-            found[row[0]] = RingRow(*values)
-    return found
-
-
-_DAMAGED = object()
-_MOST_COUNTED = 1 << 62
-"""No ring has this many bytes or records; adding to a larger number could overflow the column."""
-
-
-def _member(value: object, declared: str) -> Any:
-    """Return a value if it has the type of its member, else None or _DAMAGED: an SQLite column holds any type."""
-    if isinstance(value, str) if declared.startswith("str") else type(value) is int and abs(value) < _MOST_COUNTED:
-        return value
-    return None if declared.endswith("None") else _DAMAGED
+def rings_in(door: Door) -> dict[str, RingRow]:
+    """Return the rows of the table `rings` by file name. Raises HistoryError if one is damaged."""
+    columns = ", ".join(member.name for member in fields(RingRow))
+    return {row[0]: RingRow(*row) for row in door.rows(f"SELECT {columns} FROM rings")}

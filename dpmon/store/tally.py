@@ -14,7 +14,8 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from dpmon.record.schema import MODES, PHASES, QUANTITIES, REST, STEP, device_series
+from dpmon.errors import HistoryError
+from dpmon.record.schema import PHASES, QUANTITIES, REST, STEP, device_series
 from dpmon.store import quantiles
 from dpmon.store.quantiles import Counts, Packed
 
@@ -29,8 +30,6 @@ _ENTRY = struct.Struct("<HIqI")
 _MAX = (1 << 63) - 1
 _MOST_VALUES = (1 << 32) - 1
 """Most values of a series in an entry."""
-_MOST_STEPS = 1 << 40
-"""Most steps or calls of a valid tally; the sum of larger numbers could overflow a column."""
 
 
 class Key(NamedTuple):
@@ -42,16 +41,6 @@ class Key(NamedTuple):
     """A number of dpmon.record.schema.KINDS."""
     batch: int
     """Samples per step, NO_SAMPLES or OTHER_SIZES."""
-
-
-def known_keys(rows: Iterable[tuple[Any, ...]]) -> set[Key]:
-    """Return the keys in rows of the table `keys`, without damaged ones."""
-    keys = map(Key._make, rows)
-    return {
-        key
-        for key in keys
-        if type(key.process) is type(key.kind) is type(key.batch) is int and key.process >= 0 and key.mode in MODES
-    }
 
 
 class StepFacts(NamedTuple):
@@ -149,11 +138,7 @@ class SeriesNames:
     """Assigns the numbers under which series are stored. `unwritten`: names that are not written yet."""
 
     def __init__(self, names: Iterable[tuple[int, str]] = ()) -> None:
-        self.by_number = {
-            number: name
-            for number, name in names
-            if type(number) is int and 0 <= number <= 0xFFFF and isinstance(name, str)
-        }
+        self.by_number = dict(names)
         self._numbers = {name: number for number, name in self.by_number.items()}
         self._next = max(self.by_number, default=-1) + 1
         self.unwritten: list[tuple[int, str]] = []
@@ -307,7 +292,7 @@ class Tally:
 
     @classmethod
     def of_row(cls, row: Sequence[Any], names: Mapping[int, str], *, sketches: bool = True) -> Tally:
-        """Make the tally in a row of COLUMNS. Raises ValueError if it is damaged.
+        """Make the tally in a row of COLUMNS. Raises HistoryError if its sketches are damaged.
 
         `names`: name by number of the series to read. Without `sketches`, only counts and sums are read.
         """
@@ -318,10 +303,6 @@ class Tally:
     def add_row(self, row: Sequence[Any], names: Mapping[int, str], *, sketches: bool = True) -> None:
         """Add the tally in a row; parameters and errors as in `of_row`. A damaged row changes nothing."""
         steps, calls, last_step, low, high, first, last, *summed, data = row
-        if not (_is_count(steps) and _is_count(calls) and are_optional(row[2:-1])):
-            raise ValueError("a damaged tally")
-        if not all(map(_is_count, filter(None, summed[1::2]))):
-            raise ValueError("a damaged tally")
         entries = _entries_of(data, names, sketches=sketches)
         self._extend(steps, calls, last_step, low, high, first, last)
         for quantity, total, count in zip(QUANTITIES, summed[::2], summed[1::2], strict=True):
@@ -334,10 +315,8 @@ class Tally:
             found.add_packed(count, total, packed)
 
 
-def _entries_of(data: object, names: Mapping[int, str], *, sketches: bool) -> list[tuple[str, int, int, Packed | None]]:
-    """Return (name, count, sum, sketch) of the series in a row that are in `names`. Raises ValueError if damaged."""
-    if not isinstance(data, bytes):
-        raise ValueError("a damaged tally")
+def _entries_of(data: bytes, names: Mapping[int, str], *, sketches: bool) -> list[tuple[str, int, int, Packed | None]]:
+    """Return (name, count, sum, sketch) of the series in a row that are in `names`. Raises HistoryError if damaged."""
     found = []
     at, end = 0, len(data)
     try:
@@ -346,29 +325,19 @@ def _entries_of(data: object, names: Mapping[int, str], *, sketches: bool) -> li
             begin = at + _ENTRY.size
             at = begin + size
             if at > end or count > quantiles.most_values(size):
-                raise ValueError("a damaged tally")
+                raise ValueError("too short")
             name = names.get(number)
             if name is not None:
                 found.append((name, count, total, quantiles.checked(data[begin:at]) if sketches and size else None))
-    except struct.error:
-        raise ValueError("a damaged tally") from None
+    except (struct.error, ValueError) as error:
+        raise HistoryError(f"a damaged tally: {error}") from None
     return found
 
 
-def total_in(data: object, series: int | None) -> int:
-    """Return the sum of the series with this number in a row's sketches; 0 if absent. Raises ValueError if damaged."""
-    if not isinstance(data, bytes):
-        raise ValueError("a damaged tally")
-    at = 0
-    try:
-        while at < len(data):
-            number, _, total, size = _ENTRY.unpack_from(data, at)
-            if number == series:
-                return int(total)
-            at += _ENTRY.size + size
-    except struct.error:
-        raise ValueError("a damaged tally") from None
-    return 0
+def total_in(data: bytes, series: int | None) -> int:
+    """Return the sum of the series with this number in a row's sketches; 0 if absent. Raises HistoryError."""
+    names = {} if series is None else {series: STEP}
+    return sum(total for _, _, total, _ in _entries_of(data, names, sketches=False))
 
 
 PLAIN = ("steps", "calls", "last_step", "low_ns", "high_ns", "first_ns", "last_ns")
@@ -376,17 +345,6 @@ PLAIN = ("steps", "calls", "last_step", "low_ns", "high_ns", "first_ns", "last_n
 COLUMNS = (*PLAIN, *(f"{quantity.name}_{part}" for quantity in QUANTITIES for part in ("sum", "n")), "sketches")
 """The columns of the table `tallies` without its key; all but the last are whole numbers."""
 _plain_in = attrgetter(*PLAIN)
-_OPTIONAL = {int, type(None)}
-"""SQLite stores values of any type in a column."""
-
-
-def are_optional(values: Iterable[object]) -> bool:
-    """Whether all are whole numbers or None."""
-    return _OPTIONAL.issuperset(map(type, values))
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value <= _MOST_STEPS
 
 
 def _bounded(value: int) -> int:

@@ -7,18 +7,16 @@ that was stopped, are added to all existing tallies that cover their time.
 
 from __future__ import annotations
 
-import sqlite3
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.store.batch import Batch, EndedSteps
 from dpmon.store.rounds import Joined
-from dpmon.store.tables import ACTIVITY_COLUMNS
-from dpmon.store.tally import ALL, COLUMNS, WIDTHS, Key, SeriesNames, Tally, known_keys
+from dpmon.store.tables import ACTIVITY_COLUMNS, Door
+from dpmon.store.tally import ALL, COLUMNS, WIDTHS, Key, SeriesNames, Tally
 
 _CACHED = 4096
 _PARTS = dict(zip(WIDTHS, (4, 8, 8, 8, 16, 16), strict=False))
@@ -39,7 +37,7 @@ _ADD_TIME = (
     " ON CONFLICT (width, start_s, process, mode) DO UPDATE SET "
     + ", ".join(f"{name} = {name} + excluded.{name}" for name in ACTIVITY_COLUMNS)
 )
-_SUMS = ", ".join(f"total({name})" for name in ACTIVITY_COLUMNS)
+_SUMS = ", ".join(f"sum({name})" for name in ACTIVITY_COLUMNS)
 _Place = tuple[int, int, Key]
 """Width, start in seconds, key."""
 
@@ -47,8 +45,9 @@ _Place = tuple[int, int, Key]
 class TallyWriter:
     """Writes the tables `tallies` and `times`, within the transactions of its owner."""
 
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
+    def __init__(self, door: Door) -> None:
+        self._door = door
+        self._db = door.db
         self._names = SeriesNames()
         self._cache: dict[_Place, Tally] = {}
         """Tallies as stored in the database."""
@@ -66,13 +65,11 @@ class TallyWriter:
 
     def _load(self) -> None:
         self._cache.clear()
-        self._names = SeriesNames(self._db.execute("SELECT number, name FROM series"))
-        self._keys = known_keys(self._db.execute("SELECT process, mode, kind, batch FROM keys"))
+        self._names = SeriesNames(self._door.rows("SELECT number, name FROM series"))
+        self._keys = {Key(*row) for row in self._door.rows("SELECT process, mode, kind, batch FROM keys")}
         self._processes = {key.process for key in self._keys}
-        whole = "SELECT value FROM meta WHERE key = ?"
-        for width in WIDTHS[1:]:
-            row = self._db.execute(whole, (f"whole_{width}",)).fetchone()
-            self._whole[width] = row[0] if row is not None and type(row[0]) is int else 0
+        meta = dict(self._door.rows("SELECT key, value AS number FROM meta WHERE key != 'run'"))
+        self._whole = {width: meta.get(f"whole_{width}", 0) for width in WIDTHS[1:]}
         self._known = True
 
     def add(self, batch: Batch) -> None:
@@ -148,11 +145,10 @@ class TallyWriter:
     def _read(self, place: _Place) -> Tally:
         width, start, key = place
         query = f"SELECT {', '.join(COLUMNS)} FROM tallies WHERE {_KEY}"
-        row = self._db.execute(query, (width, start, *key)).fetchone()
-        with suppress(ValueError):
-            if row is not None:
-                return Tally.of_row(row, self._names.by_number)
-        return Tally()
+        found = Tally()
+        for row in self._door.rows(query, (width, start, *key)):
+            found.add_row(row, self._names.by_number)
+        return found
 
     def _put(self, tallies: Mapping[_Place, Tally]) -> None:
         rows = [(width, start, *key, *tally.row(self._names)) for (width, start, key), tally in tallies.items()]
@@ -192,16 +188,13 @@ class TallyWriter:
         )
         wider: dict[_Place, Tally] = {}
         at = None
-        for row in self._db.execute(query, (finer, begin, end)).fetchall():
+        for row in list(self._door.rows(query, (finer, begin, end))):
             start = row[0] // width * width
             if start != at:
                 self._put(wider)
                 wider, at = {}, start
             place = width, start, Key(*row[1:5])
-            with suppress(ValueError):
-                tally = wider.get(place) or Tally()
-                tally.add_row(row[5:], self._names.by_number)
-                wider[place] = tally
+            wider.setdefault(place, Tally()).add_row(row[5:], self._names.by_number)
         self._put(wider)
         for place in [place for place in self._cache if place[0] < width and place[1] < end]:
             del self._cache[place]

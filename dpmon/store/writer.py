@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
@@ -10,11 +11,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from dpmon.record.plainjson import load_json
 from dpmon.record.schema import EXPOSED, WAIT
 from dpmon.run.files import check_database
 from dpmon.store.batch import GAP_NS, Batch
 from dpmon.store.collective_sums import CollectiveSums
+from dpmon.store.parts import event_in
 from dpmon.store.tables import (
     BEFORE_S,
     CALL_COLUMNS,
@@ -24,11 +25,11 @@ from dpmon.store.tables import (
     SCHEMA,
     SCHEMA_VERSION,
     STEP_COLUMNS,
+    Door,
     HistoryError,
-    QueryLimits,
     RingRow,
     check_schema,
-    definitions_in,
+    definition_in,
     last_ids,
     rings_in,
     size_of,
@@ -37,6 +38,7 @@ from dpmon.store.tables import (
 from dpmon.store.tally_writer import TallyWriter
 
 LIMIT_BYTES = 256 << 20
+_FAULTS = sqlite3.Error, OSError, HistoryError
 _PRUNE_PART = 16
 _LASTING_KEPT = 10_000
 _SUMS_PART = 3
@@ -75,9 +77,9 @@ class History:
         self._db = db
         try:
             self._page_bytes: int = db.execute("PRAGMA page_size").fetchone()[0]
-            self._query_limits = QueryLimits(db, self._file_bytes() if path is None else size_of(path))
+            self._door = Door(db, self._file_bytes() if path is None else size_of(path))
             self._prepare(meta)
-        except (sqlite3.Error, OSError, TypeError, ValueError, OverflowError) as error:
+        except _FAULTS as error:
             raise HistoryError(str(error)) from None
 
     @classmethod
@@ -96,10 +98,10 @@ class History:
             raise
 
     @property
-    def query_limits(self) -> QueryLimits:
-        """The limits of queries for the current size of the database."""
-        self._query_limits.set_size(self._file_bytes())
-        return self._query_limits
+    def door(self) -> Door:
+        """The door for queries, with limits for the current size of the database."""
+        self._door.set_size(self._file_bytes())
+        return self._door
 
     def _prepare(self, meta: Mapping[str, Any]) -> None:
         run = self._db.execute
@@ -116,46 +118,35 @@ class History:
         self._db.executescript(SCHEMA)
         rows = {"schema": SCHEMA_VERSION, "limit_bytes": self._limit, "pruned": 0, **meta}
         self._db.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", rows.items())
-        self._tallies = TallyWriter(self._db)
+        self._tallies = TallyWriter(self._door)
         self._collectives = CollectiveSums(self._db)
         self.next_id: int = 1 + max(last_ids(self._db))
 
     def rings(self) -> dict[str, RingRow]:
         """Return the rows of the rings as the previous writer left them. Raises HistoryError."""
-        try:
-            return rings_in(self._db)
-        except sqlite3.Error as error:
-            raise HistoryError(str(error)) from None
+        return rings_in(self.door)
 
     def rows(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """Return the rows of a query. Raises HistoryError."""
-        try:
-            self.query_limits.begin()
-            return self._db.execute(query, values).fetchall()
-        except (sqlite3.Error, OverflowError) as error:
-            raise HistoryError(str(error)) from None
+        return list(self.door.rows(query, values))
 
     def definitions(self, process: int) -> dict[int, Any]:
-        """Return the definitions of one process by number, without damaged ones."""
+        """Return the definitions of one process by number. Raises HistoryError."""
         query = "SELECT number, value FROM definitions WHERE process = ?"
-        return definitions_in(self.rows(query, (process,)))
+        return dict(map(definition_in, self.door.rows(query, (process,))))
 
     def warnings(self) -> list[str]:
         """The texts of the supervisor's own warnings."""
-        found: list[str] = []
-        rows: list[tuple[Any, ...]] = []
         with suppress(HistoryError):
-            rows = self.rows("SELECT json FROM events WHERE kind = 'warning' AND process IS NULL")
-        for (text,) in rows:
-            with suppress(ValueError, TypeError, AttributeError):
-                found.append(str(load_json(text).get("text")))
-        return found
+            query = "SELECT json FROM events WHERE kind = 'warning' AND process IS NULL"
+            return [str(event_in(row).data.get("text")) for row in self.door.rows(query)]
+        return []
 
     def last_sample_ns(self) -> int | None:
         """The time of the newest sample of host or devices; None if there is none."""
         with suppress(HistoryError):
-            found = self.rows("SELECT max(t_ns) FROM events WHERE kind IN ('host', 'device')")[0][0]
-            return found if isinstance(found, int) else None
+            found: int | None = self.rows("SELECT max(t_ns) FROM events WHERE kind IN ('host', 'device')")[0][0]
+            return found
         return None
 
     def has_exit(self) -> bool:
@@ -167,10 +158,10 @@ class History:
     def write(self, batch: Batch) -> None:
         """Write all of `batch` or nothing. After a HistoryError, the same batch may be written again."""
         many = self._db.executemany
-        self._query_limits.begin()
+        self._door.begin()
         try:
             # Raise the limits for this write: the database grows, and a batch may hold the records of a long time.
-            self._query_limits.set_size(self._file_bytes(), batch.entries)
+            self._door.set_size(self._file_bytes(), batch.entries)
             self._db.execute("BEGIN IMMEDIATE")
             many("INSERT OR REPLACE INTO definitions VALUES (?,?,?)", batch.definitions)
             many(_INTO_CALLS, batch.calls)
@@ -193,7 +184,7 @@ class History:
             if self._used_bytes() > self._limit:
                 self._prune()
             self._db.execute("COMMIT")
-        except (sqlite3.Error, OverflowError) as error:  # OverflowError: sums of damaged rows
+        except (*_FAULTS, OverflowError, struct.error) as error:  # the last two: numbers of damaged rows
             with suppress(sqlite3.Error):  # some errors roll back themselves
                 self._db.execute("ROLLBACK")
             self._tallies.forget()

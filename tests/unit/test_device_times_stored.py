@@ -20,7 +20,7 @@ from dpmon.export.perfetto import write_trace
 from dpmon.export.records import history
 from dpmon.export.table import Tables
 from dpmon.record.history_rows import CallRow, Row
-from dpmon.record.kinds import Call, Step
+from dpmon.record.kinds import Call, Event, Step
 from dpmon.record.names import Untimed
 from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
@@ -83,14 +83,15 @@ def test_history_exports_and_report_have_device_times(state: Path) -> None:
     assert "on device  3.01 ms" in said, "at most 0.4 % off"
 
 
-def test_a_damaged_column_of_device_times_makes_the_row_damaged(state: Path) -> None:
+@pytest.mark.parametrize("damage", [b"\6", "text", "5", '["x"]'])
+def test_a_history_is_read_up_to_damaged_device_times(state: Path, damage: object) -> None:
     directory = keep({0: training(5)})
     with closing(sqlite3.connect(directory / "history.sqlite")) as db, db:
-        db.execute("UPDATE steps SET device = ? WHERE step = 2", (b"\6",))
-        db.execute("UPDATE steps SET device = 'text' WHERE step = 3")
-        db.execute("UPDATE steps SET device = '5' WHERE step = 4")
-    steps = {record.step: record for record in history(directory) if isinstance(record, Step)}
-    assert set(steps) == {1, 5}
+        db.execute("UPDATE steps SET device = ? WHERE step = 3", (damage,))
+    records = list(history(directory))
+    assert {record.step for record in records if isinstance(record, Step)} == {1, 2}
+    warnings = [record.data["text"] for record in records if isinstance(record, Event) and record.kind == "warning"]
+    assert str(warnings[-1]).startswith("the history cannot be read to its end: ")
 
 
 def test_the_screen_shows_host_and_device_side_by_side() -> None:

@@ -142,7 +142,7 @@ def test_a_long_history_is_not_taken_for_a_hostile_one(directory: Path) -> None:
     """Its rows have the smallest possible size, so it has the largest possible number of rows for its size."""
     altered(
         directory,
-        f"INSERT INTO events SELECT 1000 + i, NULL, NULL, NULL, NULL FROM ({ENDLESS} SELECT i FROM n LIMIT 300000)",
+        f"INSERT INTO events SELECT 1000 + i, NULL, '', NULL, '' FROM ({ENDLESS} SELECT i FROM n LIMIT 300000)",
         f"INSERT INTO steps (id, process, mode) SELECT 1000 + i, 0, 'dp' FROM ({ENDLESS} SELECT i FROM n LIMIT 300000)",
     )
     with open_store(directory) as store:

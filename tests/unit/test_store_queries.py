@@ -233,25 +233,6 @@ def test_sums_by_the_database_equal_sums_of_rows(tmp_path: Path) -> None:
             assert {key.process for key in together} == {ALL}
 
 
-def test_damaged_values_are_left_out(tmp_path: Path) -> None:
-    steps = some_steps(random.Random(12), 200, 50, (0, 1))
-    written(tmp_path, steps)
-    with closing(sqlite3.connect(tmp_path / HISTORY_FILE)) as db:
-        db.execute("INSERT INTO keys VALUES ('x', 'dp', 0, 8), (3, 'unheard of', 0, 8), (4, 'dp', 0, x'00')")
-        db.execute("UPDATE tallies SET sketches = 'text' WHERE start_s = 3")
-        db.execute("UPDATE tallies SET steps = 9223372036854775807 WHERE start_s = 5")
-        db.execute("UPDATE tallies SET samples_sum = x'ff' WHERE start_s = 6")
-        db.execute("UPDATE times SET training_ns = 'much'")
-        db.commit()
-    with opened(tmp_path) as store:
-        assert store.processes == [0, 1]
-        window = Window(store)
-        for mode, evaluation in window.modes:
-            for process in (None, 0, 1):
-                assert window.figures(mode, evaluation, process).steps >= 0
-        assert sum(window.spent.values()) >= 0
-
-
 def test_a_store_without_steps_has_no_figures(tmp_path: Path) -> None:
     History.open(tmp_path, {}).close()
     with opened(tmp_path) as store:

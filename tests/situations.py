@@ -10,8 +10,7 @@ from typing import Any
 from stored import state_of
 from synthetic import SECOND, Training, device_event, host_event, whole_device_event
 
-from dpmon.model.process import Process
-from dpmon.model.state import State
+from dpmon.model.state import Process, State
 from dpmon.record.kinds import Record
 from dpmon.ui.look import ASCII, COLOUR, MONO, UNICODE, Look
 from dpmon.ui.paint import whole

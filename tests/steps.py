@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dpmon.model.compare import Comparison, compare_modes
-from dpmon.model.process import PHASES
+from dpmon.model.state import PHASES
 from dpmon.record.schema import EVALUATION, QUANTITIES, SETTLING
 from dpmon.record.schema import PHASES as SCHEMA
 from dpmon.store.answers import LongRow, TimeRow

@@ -17,10 +17,8 @@ from pathlib import Path
 from dpmon.cleaning import json_text
 from dpmon.model.json_fields import communication_fields, fields_of, phase_fields, rank_fields
 from dpmon.model.pace import speed
-from dpmon.model.process import Process
-from dpmon.model.ranks import training
 from dpmon.model.snapshot import Snapshots
-from dpmon.model.state import State, Wanted, ended_of
+from dpmon.model.state import Process, State, Wanted, ended_of
 from dpmon.record.plainjson import finite
 from dpmon.record.schema import PHASES
 from dpmon.run.activities import IDLE
@@ -129,21 +127,21 @@ class Lines:
     def _status(self, over: bool = False) -> dict[str, object]:
         state, info = self._state, self._reader.refresh()
         now_ns = time.monotonic_ns() - info.start_ns
-        focus = state.focus()
+        focus = state.focus
         absent: dict[str, str] = {}
         members: dict[str, object] = {"kind": "status", "run": info.id, "t_s": round(now_ns / 1e9, 3)}
         members["state"] = "ended" if over else self._doing(focus)
         progress, lacks = _progress(focus, state, now_ns)
         members |= progress
         absent |= lacks
-        trained = training(state)
+        trained = state.training
         members["processes"] = len(trained)
         if len(trained) > 1:
             times = {one.process: one for one in state.ranks}
             members["ranks"] = [
                 {**_rank(process), **rank_fields(times.get(process.process))} for process in trained[:_MAX_RANKS]
             ]
-        communicated = state.communication()
+        communicated = state.communication
         if communicated is not None:
             members["communication"] = communication_fields(communicated)
         members["devices"] = [dict(track.data) for _, track in sorted(state.devices.items())]

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from dpmon.model.pace import speed
-from dpmon.model.process import Process
-from dpmon.model.ranks import training
 from dpmon.model.snapshot import Snapshots
-from dpmon.model.state import State, Wanted, ended_of
+from dpmon.model.state import Process, State, Wanted, ended_of
 from dpmon.model.stragglers import in_short
 from dpmon.run.activities import IDLE
 from dpmon.run.reader import RunReader
@@ -37,7 +35,7 @@ class ProgressLines:
         activities, state = self._reader.activities(), State()
         with suppress(HistoryError, RunError), open_store(self._reader.directory) as store:
             state = self._snapshots.take(StoreAt(store), Wanted(), ended_of(activities))
-        focus = state.focus()
+        focus = state.focus
         step = None if focus is None else focus.last_step
         if focus is None or step is None or step.start_ns + step.wall_ns <= self._last_ns:
             return self._waiting(activities, 0 if self._last_ns else state.open_calls)
@@ -46,7 +44,7 @@ class ProgressLines:
 
     def _stepped(self, state: State, focus: Process, step: int) -> str:
         parts = [f"step {group(step)}"]
-        if (count := len(training(state))) > 1:
+        if (count := len(state.training)) > 1:
             parts.append(f"{count} processes")
         found = speed(focus, state, time.monotonic_ns() - self._reader.info.start_ns)
         if found.rate is None:
@@ -59,7 +57,7 @@ class ProgressLines:
         ranks = (focus.info.world or 0) > 1
         if focus.mode and not (ranks and focus.mode == "single"):
             parts.append(focus.mode + (" (virtual)" if focus.virtual and focus.mode == "dp" else ""))
-        slow = state.straggler()
+        slow = state.straggler
         return "  ".join(parts if slow is None else [*parts, in_short(slow)])
 
     def _waiting(self, activities: Mapping[int, tuple[str, int]], calls: int) -> str:

@@ -112,7 +112,7 @@ class _SummaryLines:
             found += self._mode_lines(mode, False)
             if facts.window.trained(mode) and any(kind & EVALUATION for name, kind in kinds if name == mode):
                 found += self._mode_lines(mode, True)
-        slow = None if facts.communication is None else facts.communication.straggler()
+        slow = None if facts.communication is None else facts.communication.straggler
         found += [] if slow is None else [SummaryLine(_STEP, f"  {sentence(slow, lately=False)}")]
         found += _with_priority(_WHO, self._rank_lines())
         found += _with_priority(_PART, self._stage_lines())

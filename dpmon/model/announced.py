@@ -11,8 +11,7 @@ from heapq import nlargest
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from dpmon.model.communication import Wrapper
-from dpmon.model.process import ProcessFacts, Refusal
-from dpmon.model.state import ModeChange, PauseChange, WarningText
+from dpmon.model.state import ModeChange, PauseChange, ProcessFacts, Refusal, WarningText
 from dpmon.record.names import MODES
 from dpmon.record.plainjson import ns_in, number_in, text_in, whole_in
 
@@ -181,6 +180,7 @@ def _process_facts(data: Mapping[str, object]) -> ProcessFacts | None:
     if process is None:
         return None
     rank, world, pid = (whole_in(data, key) for key in ("rank", "world", "pid"))
+    world = None if world is None or world < 1 else world
     return ProcessFacts(process, rank, world, pid, text_in(data, "python"), text_in(data, "torch"))
 
 

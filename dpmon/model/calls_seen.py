@@ -8,7 +8,7 @@ from itertools import zip_longest
 from statistics import median
 from typing import TYPE_CHECKING
 
-from dpmon.model.process import CallTrack, Spread
+from dpmon.model.state import CallTrack, Spread
 from dpmon.record.history_rows import CallParts
 from dpmon.record.kinds import Call
 from dpmon.record.schema import EVALUATION, device_series, is_device_series

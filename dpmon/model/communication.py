@@ -14,7 +14,7 @@ from dpmon.store.window import Window
 from dpmon.text.quantities import count_of, duration, group, memory, percent, three
 
 if TYPE_CHECKING:
-    from dpmon.model.process import ProcessFacts
+    from dpmon.model.state import ProcessFacts
 
 _OPERATIONS = 4
 """Most kinds of collectives to name."""
@@ -118,7 +118,7 @@ class Communication(NamedTuple):
     @property
     def waiting(self) -> tuple[RankTimes, ...]:
         """The ranks with known waits, without those that the others wait for."""
-        slow = self.straggler()
+        slow = self.straggler
         return tuple(one for one in self.known if slow is None or one.process not in slow.processes)
 
     @property
@@ -160,6 +160,7 @@ class Communication(NamedTuple):
         """Backward passes per step that averaged nothing (no_sync)."""
         return _a_step(self.ranks, [one.unsynced for one in self.ranks])
 
+    @property
     def straggler(self) -> Straggler | None:
         """The ranks that the others wait for; None if no rank stands out."""
         return straggler(self.ranks)

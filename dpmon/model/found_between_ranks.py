@@ -53,7 +53,7 @@ def between_ranks(found: Communication | None) -> Iterator[Finding]:
 
 
 def _straggler(found: Communication) -> Iterator[Finding]:
-    slow = found.straggler()
+    slow = found.straggler
     if slow is not None and slow.steps >= MIN_STEPS:
         text, often = held_up(slow), how_often(slow, lately=found.lately)
         mean = f"mean step {duration_words(found.step_ns)} on {len(found.known)} ranks"

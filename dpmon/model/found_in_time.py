@@ -79,7 +79,7 @@ def data(facts: RunFacts) -> Iterator[Finding]:
     Device times count if they are known: a device may still have queued work while the host waits.
     """
     communication = facts.communication
-    slow = None if communication is None else communication.straggler()
+    slow = None if communication is None else communication.straggler
     for mode in most_affected(facts, data_share, DATA_SHARE):
         if slow is not None and _waits_alone(slow, mode):
             continue  # the finding about the slow ranks names the cause

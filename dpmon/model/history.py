@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.model.process import Column, Process
+from dpmon.model.state import Column, Process
 from dpmon.record.names import CALL_PHASES
 from dpmon.record.schema import EVALUATION, PHASES, REST, SECOND, STEP, STEP_PHASES
 from dpmon.store.figures import trains

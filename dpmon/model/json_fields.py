@@ -80,7 +80,7 @@ def communication_fields(communication: Communication | None) -> dict[str, objec
         **fields_of(communication, "exposed_ns", "exposed_share", "wait_ns", "wait_share", "missing"),
         "joined_steps": communication.joined,
         **fields_of(communication, "synced", "unsynced"),
-        "straggler": _straggler(communication.straggler(), communication.lately),
+        "straggler": _straggler(communication.straggler, communication.lately),
         "torch": None if timed is None else _torch_times(timed),
         "sampled": {
             "samples": collectives.samples,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from dpmon.model.process import Process
+from dpmon.model.state import Process
 
 HOST = "host"
 """The key in a mode's peaks for the sampled memory of all processes of the run."""

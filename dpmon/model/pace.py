@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.model.process import Process
-from dpmon.model.state import State
+from dpmon.model.state import Process, State
 from dpmon.record.kinds import Step
 from dpmon.record.schema import EVALUATION, SECOND, STEP
 from dpmon.store.answers import PaceRow

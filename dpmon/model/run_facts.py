@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.announced import Announced, LoaderStart, loader_start
 from dpmon.model.communication import Communication, communication, ranks_in
@@ -31,14 +31,14 @@ from dpmon.model.layouts import (
 )
 from dpmon.model.memory import Held, held_by
 from dpmon.model.pauses import Paused, PauseTotals, Span, all_paused, any_paused, pause_totals, pauses_of
-from dpmon.model.process import ProcessFacts
-from dpmon.model.ranks import RankLine, training
 from dpmon.model.snapshot import processes_in
+from dpmon.model.state import ProcessFacts
 from dpmon.model.stragglers import RankTimes
 from dpmon.model.uneven import LongStep, long_step
 from dpmon.record.names import CALL_PHASES
 from dpmon.record.schema import EVALUATION, SECOND, SETTLING, STEP, STEP_PHASES, device_series
 from dpmon.store.answers import GapRow, LongRow
+from dpmon.store.figures import Rate
 from dpmon.store.tally import WIDTHS
 from dpmon.store.window import Window, accounted, thirds
 
@@ -52,6 +52,35 @@ LEAST_STRETCHES = 60
 """Fewest stretches into which a run of a minute or more is cut to find its first and its last third."""
 _LEAST_OF_THIRD = 30
 """Fewest steps in each of the two thirds for a comparison."""
+
+
+class RankLine(NamedTuple):
+    """One process of several: the most frequent inputs and outputs of its calls, and its steps; None if unknown.
+
+    `steps` excludes evaluations of modes that otherwise train; `calls` includes them.
+    """
+
+    process: int
+    rank: int | None
+    world: int | None
+    device: str
+    inputs: str | None
+    outputs: str | None
+    calls: int
+    steps: int
+    median_ns: float | None
+    rate: Rate | None
+    forward_ns: float | None
+    """Median device time of the forward of a step, on the slowest device."""
+    untimed: str | None
+    """Why `forward_ns` is unknown, if the record has a reason."""
+    times: RankTimes | None = None
+    """Mean times of training steps, without the first ones, of all processes with its rank. None without a rank."""
+
+    @property
+    def label(self) -> str:
+        """Its rank, or its process: "rank 0 of 2", "process 1"."""
+        return f"process {self.process}" if self.rank is None else f"rank {self.rank} of {self.world or '?'}"
 
 
 class RunFacts:
@@ -81,7 +110,7 @@ class RunFacts:
         self.open_calls = rows.open_calls
         self._state = state = processes_in(rows, self.announced, ended)
         self._ranks = {number: process.rank for number, process in state.processes.items()}
-        focus = state.focus()
+        focus = state.focus
         self._focus = 0 if focus is None else focus.process
         self.window = Window(self.store)
         there = self.store.processes
@@ -182,7 +211,7 @@ class RunFacts:
     @cached_property
     def memory(self) -> list[Held]:
         """The memory of each device, of the processes that trained last."""
-        return held_by(training(self._state), self._state.focus())
+        return held_by(self._state.training, self._state.focus)
 
     # ------------------------------------------------------------------------------------------ modes
 

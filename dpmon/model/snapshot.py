@@ -6,7 +6,7 @@ change (finished columns of the history, samples) is cached, but no more than a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,14 +17,14 @@ from dpmon.model.devices import HostPeaks, Samples, Visit, device_peaks, visits_
 from dpmon.model.history import COLUMNS, Columns, width_of_columns
 from dpmon.model.memory import HOST
 from dpmon.model.pace import WINDOW_S, Trained, rate_together, recent, recent_of_steps
-from dpmon.model.process import NO_STEPS, ModeTrack, Process, ProcessFacts, Recent, figures_end_s
-from dpmon.model.ranks import rank_figures, with_ranks
-from dpmon.model.state import State, Wanted, WarningText
+from dpmon.model.state import NO_STEPS, ModeTrack, Process, ProcessFacts, Recent, State, Wanted, WarningText
+from dpmon.model.stragglers import SERIES as STRAGGLER_SERIES
+from dpmon.model.stragglers import RankTimes, rank_times
 from dpmon.model.uneven import INPUT, Uneven, uneven_steps, waited_ns
 from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import SECOND, STEP
 from dpmon.store.answers import PaceRow
-from dpmon.store.figures import Figures, trains
+from dpmon.store.figures import Figures, figures, merged, trains
 from dpmon.store.window import Window
 
 if TYPE_CHECKING:
@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     from dpmon.store.store_at import StoreAt
 
 RANK_CALLS_READ = 8
+_MINUTE_S = 60
+RANK_STEPS, RANK_S = 50, 5
+"""Fewest steps and seconds for a comparison of the ranks."""
+COLLECTIVES_S = 300
+"""Seconds of sampled collectives to show; only some steps are sampled."""
+_RANK_SERIES = (STEP, "forward", "backward")
 _LONG_READ = 64
 _COMPARED_PART = 60
 """The modes are compared again when the run has become longer by this fraction (1/60)."""
@@ -82,11 +88,11 @@ class Snapshots:
             over=wanted.over,
             chosen=wanted.process,
         )
-        focus = state.focus()
+        focus = state.focus
         if focus is None:
             return state
         others = _other_processes(state, focus, wanted)
-        ranks = [one for one in state.training() if one.rank is not None and one.process != focus.process]
+        ranks = [one for one in state.training if one.rank is not None and one.process != focus.process]
         found = self._with_figures(rows, focus, ranks if focus.rank is not None else [], wanted, events)
         shown = {
             process.process: process for process in (found, *(_with_last_calls(rows, process) for process in others))
@@ -225,7 +231,7 @@ def _seen(rows: StoreAt, number: int, events: Announced) -> Process:
 
 def _other_processes(state: State, focus: Process, wanted: Wanted) -> list[Process]:
     """The other training processes that fit in a picture, by rank."""
-    training = sorted(state.training(), key=lambda process: (process.rank is None, process.rank or 0))
+    training = sorted(state.training, key=lambda process: (process.rank is None, process.rank or 0))
     shown = [*training[: wanted.ranks], *training[wanted.first_rank : wanted.first_rank + wanted.ranks]]
     return list({process.process: process for process in shown if process.process != focus.process}.values())
 
@@ -255,6 +261,17 @@ def _with_devices(process: Process) -> Process:
 
 
 # ------------------------------------------------------------------------------------------------ figures
+
+
+def figures_end_s(rows: StoreAt, process: Process) -> int:
+    """The second before which the figures of a process end; they include its newest step.
+
+    As of a time in the past, they include only whole seconds, unless the process has none yet.
+    """
+    assert process.last_step is not None
+    end_s = (process.last_step.start_ns + process.last_step.wall_ns) // SECOND + 1
+    whole_s = rows.until_s
+    return end_s if whole_s is None or whole_s <= process.began_ns // SECOND + 1 else min(end_s, whole_s)
 
 
 def _figures(window: Window, process: int, mode: str) -> Figures:
@@ -337,3 +354,56 @@ def _two_steps(rows: StoreAt, process: Process, end_s: int, mode: str, trained: 
     begin_s = newest[-1].start_ns // SECOND
     times = rows.store.pace_times(begin_s, end_s, (process.process,), evaluation=not trained)
     return recent_of_steps(newest, [stretch[1:] for stretch in times], mode, trained)
+
+
+# ------------------------------------------------------------------------------------------------ ranks
+
+
+def with_ranks(rows: StoreAt, state: State, focus: Process, others: Sequence[Process]) -> State:
+    """Add the mean times of the ranks, and the collectives of sampled steps."""
+    end_ns = state.newest_ns + 1
+    begin_s = max(end_ns // SECOND - COLLECTIVES_S, 0)
+    numbers = [process.process for process in (focus, *others)]
+    found = rows.communicated(begin_s * SECOND, end_ns, numbers)
+    steps, last = 0, None
+    if found.samples:
+        last = rows.last_sample(focus.process, begin_s * SECOND)
+        sums = rows.store.sums(begin_s, end_ns // SECOND + 1)
+        steps = sum(tally.steps for key, tally in sums.items() if key.process in numbers)
+    times = _rank_times(rows, focus, others)
+    return replace(state, ranks=times, collectives=found, last_sample=last, sampled_of=steps)
+
+
+def _rank_times(rows: StoreAt, focus: Process, others: Sequence[Process]) -> tuple[RankTimes, ...]:
+    """The mean times of all ranks over about RANK_STEPS steps, in whole seconds."""
+    if focus.last_step is None:
+        return ()
+    ranks = sorted((focus, *others), key=lambda process: (process.rank is None, process.rank or 0))
+    end_s = max(figures_end_s(rows, one) for one in ranks if one.last_step is not None)
+    step_ns = focus.recent.step_ns or focus.last_step.wall_ns
+    begin_s = max(end_s - max(-(-RANK_STEPS * step_ns // SECOND), RANK_S), 0)
+    numbers = tuple(one.process for one in ranks)
+    found = rows.store.tallies(begin_s, end_s, process=numbers, sketches=False, series=STRAGGLER_SERIES)
+    mode = focus.last_step.mode
+    trained = mode in trains((key.mode, key.kind) for key in found)
+    return tuple(
+        rank_times(one.process, one.rank, merged(found, mode, False, trained, process=one.process, settled=True))
+        for one in ranks
+    )
+
+
+def rank_figures(rows: StoreAt, processes: Iterable[Process]) -> Iterator[Process]:
+    """The processes with their figures over the current minute and the one before."""
+    alike: dict[int, list[Process]] = {}
+    for process in processes:
+        if process.last_step is not None:
+            alike.setdefault(figures_end_s(rows, process), []).append(process)
+    for end_s, those in alike.items():
+        begin_s = max(end_s // _MINUTE_S - 1, 0) * _MINUTE_S  # each minute has its own tally
+        numbers = tuple(process.process for process in those)
+        found = rows.store.tallies(begin_s, end_s, process=numbers, series=_RANK_SERIES)
+        trained = trains((key.mode, key.kind) for key in found)
+        for process in those:
+            mode = process.last_step.mode if process.last_step is not None else ""
+            tally = merged(found, mode, False, mode in trained, process=process.process)
+            yield replace(process, figures=figures(mode, False, tally, None))

@@ -5,18 +5,28 @@ Times are ns since the run's start; unknown values are None.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 from dpmon.model.communication import Communication, Wrapper, communication
-from dpmon.model.process import Process
+from dpmon.model.compare import Comparison, Peak
 from dpmon.model.stragglers import RankTimes, Straggler
+from dpmon.model.uneven import Uneven
+from dpmon.record.kinds import Call, Step
+from dpmon.record.names import RANK_MODES
+from dpmon.record.schema import PHASES as SCHEMA
 from dpmon.store.answers import Communicated, LastSample
+from dpmon.store.figures import Figures, Rate, figures
+from dpmon.store.tally import Tally
 
 MOST_RANKS = 64
 """Most ranks in a picture without scrolling."""
+PHASES = tuple(phase.shown for phase in SCHEMA)
+"""Shown phases of a step: `forward` is the part outside the phases of its calls."""
+NO_STEPS = figures("", False, Tally(), None)
+"""The figures of a time range without steps."""
 
 
 class Wanted(NamedTuple):
@@ -87,6 +97,138 @@ class DeviceTrack(NamedTuple):
     """Watts."""
 
 
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of the history: the steps of one mode that ended in a stretch of time. Sums in ns."""
+
+    second: int
+    """Start of the stretch."""
+    mode: str
+    count: int = 0
+    """Number of steps; 0 if there were none."""
+    wall_ns: int = 0
+    begin_ns: int = 0
+    """Start of its first step."""
+    phases: tuple[int, ...] = (0,) * len(PHASES)
+    """Sums in the order of PHASES."""
+    evaluation: bool = False
+    """Whether its steps are evaluations, in a mode that also trains."""
+
+
+class ModeTrack(NamedTuple):
+    """One mode of a process: its devices and memory."""
+
+    mode: str
+    devices: tuple[str, ...] = ()
+    virtual: bool = False
+    peaks: Mapping[str, Peak] = {}
+    """Peak memory in this mode, by device."""
+
+
+class Spread(NamedTuple):
+    """Times of one replica or stage in ns: 5th percentile, median, 95th percentile, and the number of calls."""
+
+    low: float
+    middle: float
+    high: float
+    calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallTrack:
+    """The last call of one root, and its replicas' times in similar calls."""
+
+    last: Call
+    times: tuple[Spread | None, ...] = ()
+    """Host times, by replica or stage."""
+    device_ns: Mapping[int, float] = field(default_factory=dict)
+    """Median device time (ns) by replica or stage, if known."""
+    parts: tuple[CallTrack, ...] = ()
+    """If a step calls this root several times: its first call in a step, its second, ..."""
+
+
+class ProcessFacts(NamedTuple):
+    """The facts that a training process reported; None for a fact that it did not report."""
+
+    process: int
+    rank: int | None = None
+    world: int | None = None
+    pid: int | None = None
+    python: str | None = None
+    torch: str | None = None
+
+
+class Refusal(NamedTuple):
+    """A mode that a root refused, on request or at its start."""
+
+    mode: str
+    reason: str
+
+
+class Recent(NamedTuple):
+    """The last ten seconds of training in the current mode; `rate` is None if there are too few steps."""
+
+    rate: Rate | None = None
+    """The rate of all ranks that train together."""
+    last_ns: int | None = None
+    """The end of the last training step."""
+    step_ns: int = 0
+    """The mean step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One training process of the run. The fields after `memory` are known only if the picture shows the process."""
+
+    process: int
+    rank: int | None = None
+    info: ProcessFacts = field(default_factory=lambda: ProcessFacts(-1))
+    began_ns: int = -1
+    """Start of its first step or call."""
+    seen_ns: int = -1
+    """End of its newest step or call."""
+    last_step: Step | None = None
+    mode: str = ""
+    virtual: bool = False
+    devices: tuple[str, ...] = ()
+    mode_reason: str | None = None
+    refusals: Mapping[str, Refusal] = field(default_factory=dict)
+    """By root, for the roots that refused in their last answer."""
+    paused_since_ns: int | None = None
+    """Start of its pause; None if it is not paused."""
+    memory: Mapping[str, object] = field(default_factory=dict)
+    """The newest record of the devices' memory."""
+    calls: Mapping[tuple[str, str | None], CallTrack] = field(default_factory=dict)
+    """By root and its wrapper."""
+    newest: tuple[str, str | None] | None = None
+    """The root called last."""
+    last_calls: tuple[Call, ...] = ()
+    """The calls of its last step."""
+    figures: Figures = NO_STEPS
+    """Its last one to two minutes, if several processes train; only step, forward and backward."""
+    recent: Recent = field(default_factory=Recent)
+    modes: Mapping[str, ModeTrack] = field(default_factory=dict)
+    columns: tuple[Column, ...] = ()
+    """The history in the time range, oldest first."""
+    column_s: int = 1
+    """Seconds per column."""
+    ranged: Figures = NO_STEPS
+    """The steps of the current mode in the time range; of the last step's mode if there are none."""
+    uneven: Uneven | None = None
+    """How uneven these steps are, if the median does not represent their speed."""
+    whole: Figures = NO_STEPS
+    """The steps of the whole run, once it is over."""
+    mean: Rate | None = None
+    """The rate in all modes, once the run is over; of all processes together if it is one of several ranks."""
+    compared: Comparison | None = None
+    """Its dp steps against its single steps."""
+
+    @property
+    def distributed(self) -> str | None:
+        """How it trains one model together with other ranks (a key of RANK_MODES); None if it does not."""
+        return next((via for _, via in self.calls if via in RANK_MODES), None)
+
+
 @dataclass(frozen=True)
 class State:
     """All facts about a run at one time."""
@@ -125,43 +267,49 @@ class State:
     wrappers: tuple[Wrapper, ...] = ()
     """The newest facts of each DistributedDataParallel."""
 
+    @cached_property
     def training(self) -> list[Process]:
-        """The processes that train now."""
-        return self._training
+        """The processes that train now, by rank, the newest of each: a restarted job has several of one rank."""
+        found: dict[tuple[bool, int], Process] = {}
+        for process in training_now(self):
+            key = (True, process.process) if process.rank is None else (False, process.rank)
+            if key not in found or process.seen_ns > found[key].seen_ns:
+                found[key] = process
+        return [found[key] for key in sorted(found)]
 
+    @cached_property
     def focus(self) -> Process | None:
-        """The process that represents the run: of those that train now, the chosen one or the one of lowest rank."""
-        return self._focus
+        """The process that represents the run: of those that train now, the chosen one or the one of lowest rank.
 
+        Before any process trains, it is the first of all.
+        """
+        chosen = next((process for process in self.training if process.process == self.chosen), None)
+        return chosen or next(iter(self.training), next(iter(self.processes.values()), None))
+
+    @cached_property
     def straggler(self) -> Straggler | None:
         """The ranks that the others wait for; None if no rank stands out."""
-        return self._straggler
+        return None if self.communication is None else self.communication.straggler
 
+    @cached_property
     def communication(self) -> Communication | None:
         """The communication of the ranks; None if they do not train together."""
-        return self._communication
-
-    # Cached: one picture uses them in many places.
-
-    @cached_property
-    def _training(self) -> list[Process]:
-        return training_now(self)
-
-    @cached_property
-    def _straggler(self) -> Straggler | None:
-        found = self.communication()
-        return None if found is None else found.straggler()
-
-    @cached_property
-    def _communication(self) -> Communication | None:
-        there = {process.process for process in self.training()}
+        there = {process.process for process in self.training}
         own = [one for one in self.wrappers if one.process in there]
         return communication(self.ranks, own, self.collectives, self.sampled_of, lately=True)
 
-    @cached_property
-    def _focus(self) -> Process | None:
-        chosen = next((process for process in self._training if process.process == self.chosen), None)
-        return chosen or representative(self._training, self.processes)
+
+def toggle_refusal(state: State) -> str | None:
+    """Why the mode cannot be switched now, in either direction; None if it may be possible."""
+    process = state.focus
+    if process is None:
+        return "no training process is known yet"
+    by = process.distributed
+    if by is not None:
+        return f"the ranks train by {by}: one rank cannot switch its mode alone"
+    if process.rank is not None and (process.info.world or 1) > 1:
+        return "several ranks train, each on its own device"
+    return None
 
 
 # ------------------------------------------------------------------------------------------------ which processes train
@@ -201,16 +349,6 @@ def training_now(state: State) -> list[Process]:
 
     found = [process for process in lately if not gave_way(process)]
     return [process for process in found if process.process not in state.ended] or found or lately
-
-
-def representative(training: Iterable[Process], processes: Mapping[int, Process]) -> Process | None:
-    """The process that represents the run: among those that train now, the one with the lowest rank.
-
-    Before any of `processes` trains, it is the first of them.
-    """
-    return min(training, key=lambda p: (p.rank is None, p.rank or 0, p.process), default=None) or (
-        next(iter(processes.values()), None)
-    )
 
 
 def _lately(state: State) -> list[Process]:

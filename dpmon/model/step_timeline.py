@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from dpmon.model.process import Process
+from dpmon.model.state import Process
 from dpmon.record.kinds import Call, Step
 from dpmon.record.schema import phase_named
 

@@ -203,7 +203,7 @@ def _communication(facts: RunFacts) -> list[Entries]:
     communication = facts.communication
     if communication is None:
         return []
-    slow = communication.straggler()
+    slow = communication.straggler
     straggler = [] if slow is None else [("straggler", sentence(slow, lately=False))]
     rows = [*communication_facts(communication), *straggler, *(("note", note) for note in communication.other_waits())]
     return _entries(rows, MAX_ROWS, 12, ("", ""))

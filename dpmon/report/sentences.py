@@ -10,9 +10,8 @@ from dpmon.model.announced import WAITS_KEPT
 from dpmon.model.compare import Comparison, sentence
 from dpmon.model.finding import ModeFacts, host_waits, of_process, partly_timed
 from dpmon.model.pauses import PauseTotals
-from dpmon.model.process import ProcessFacts
 from dpmon.model.run_facts import RunFacts
-from dpmon.model.state import ModeChange
+from dpmon.model.state import ModeChange, ProcessFacts
 from dpmon.record.names import RANK_MODES
 from dpmon.report.collect import Story
 from dpmon.run.rundir import ExitInfo

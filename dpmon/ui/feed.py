@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpmon.cleaning import clean
-from dpmon.model.ranks import toggle_refusal
 from dpmon.model.snapshot import Snapshots
-from dpmon.model.state import MOST_RANKS, State, Wanted, ended_of
+from dpmon.model.state import MOST_RANKS, State, Wanted, ended_of, toggle_refusal
 from dpmon.run.reader import NO_TRAINING, RunReader
 from dpmon.text.traceback_line import traceback_line
 from dpmon.ui.panels.panel_output import Output, Tail
@@ -247,7 +246,7 @@ class Feed:
 
     def toggle(self) -> None:
         """Ask for the other mode; the request is pending from now on."""
-        process = self.state.focus()
+        process = self.state.focus
         if self._reader is None or process is None or not self.can_toggle():
             return
         wanted = "dp" if process.mode == "single" else "single"
@@ -265,7 +264,7 @@ class Feed:
         if toggle is None or toggle.status != "pending" or reader.pending():
             return
         fresh = self.state.mode_change_count - self._asked_at_change
-        process = self.state.focus()
+        process = self.state.focus
         changes = self.state.mode_changes[-fresh:] if fresh > 0 else ()
         answers = [c for c in changes if c.requested_by == "user"]
         refused = next((c for c in answers if c.refused is not None), None)

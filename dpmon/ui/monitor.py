@@ -178,7 +178,7 @@ class Monitor(Stopping):
         if self.view.search and self.view.focus == "output":
             self._search(self.view.search, by)
             return
-        count = len(choices(self.feed.state.focus()))
+        count = len(choices(self.feed.state.focus))
         if by > 0 and count > 1:
             self._see(replace(self.view, root=(self.view.root + 1) % (count + 1)))
         elif by > 0:
@@ -189,8 +189,8 @@ class Monitor(Stopping):
     def action_rank(self, by: int) -> None:
         """Show the time of the next rank in panel 3, and that of the straggler first."""
         state = self.feed.state
-        ranks = sorted(one.process for one in state.training() if one.rank is not None)
-        focus, slow = state.focus(), state.straggler()
+        ranks = sorted(one.process for one in state.training if one.rank is not None)
+        focus, slow = state.focus, state.straggler
         if len(ranks) < 2 or focus is None:
             self._say("there are no other ranks")
             return

@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dpmon.cleaning import clean
-from dpmon.model.process import Process
-from dpmon.model.ranks import distributed, world
-from dpmon.model.state import State
+from dpmon.model.state import Process, State
 from dpmon.record.names import RANK_MODES
 from dpmon.run.activities import IDLE
 from dpmon.text.quantities import UNKNOWN, calls_so_far, clock
@@ -152,7 +150,7 @@ class Scene:
     @property
     def process(self) -> Process | None:
         """The process that represents the run."""
-        return self.state.focus()
+        return self.state.focus
 
     @property
     def input_wait_ns(self) -> int | None:
@@ -323,9 +321,9 @@ def mode_words(process: Process | None, times: str) -> tuple[str, str]:
     if process is None or not process.mode:
         return UNKNOWN, ""
     where = devices_in_short(process.devices)
-    by = distributed(process)
+    by = process.distributed
     if by is not None:
-        ranks = world(process)
+        ranks = process.info.world
         return (f"{RANK_MODES[by]} {times}{ranks}" if ranks else RANK_MODES[by]), where
     if process.mode != "dp":
         return process.mode, where.split(",")[0].split("-")[0]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from dpmon.cleaning import clean
-from dpmon.model.process import Process
+from dpmon.model.state import Process
 from dpmon.model.step_timeline import Lane, Piece, StepTimeline, last_step_timeline
 from dpmon.record.schema import phase_shown
 from dpmon.store.answers import LastSample

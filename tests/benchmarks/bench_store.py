@@ -220,7 +220,7 @@ class Live:
             rows = StoreAt(store, None if t_s is None else t_s * SECOND)
             state = snapshots.take(rows, wanted)
         took = (time.process_time() - began) * 1e3
-        assert state.focus() is not None
+        assert state.focus is not None
         return took
 
 

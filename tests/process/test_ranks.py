@@ -15,7 +15,7 @@ from sidebyside import ROOT, of_kind
 from stored import state_in
 from torch_aborts import unless_aborted
 
-from dpmon.model.ranks import toggle_refusal, training, world
+from dpmon.model.state import toggle_refusal
 from dpmon.ui.scene import mode_words
 
 EXAMPLE, SHARDED = ROOT / "examples" / "ddp.py", ROOT / "examples" / "fsdp.py"
@@ -84,8 +84,8 @@ def test_torchrun(dpmon: Dpmon) -> None:
     assert "rank 0 of 2 cpu  [30, 5] -> [30, 2]  20 calls, 20 steps" in result.errors
     assert "rank 1 of 2 cpu  [30, 5] -> [30, 2]  20 calls, 20 steps" in result.errors
 
-    ranks = training(state_in(dpmon.last(), over=True))
-    assert [(each.rank, world(each)) for each in ranks] == [(0, 2), (1, 2)]
+    ranks = state_in(dpmon.last(), over=True).training
+    assert [(each.rank, each.info.world) for each in ranks] == [(0, 2), (1, 2)]
     for each in ranks:
         assert each.last_step is not None
         assert each.last_step.step == 20
@@ -108,7 +108,7 @@ def test_fsdp_under_torchrun(dpmon: Dpmon) -> None:
 
     state = state_in(dpmon.last(), over=True)
     assert "train by fully_shard" in (toggle_refusal(state) or "")
-    for each in training(state):
+    for each in state.training:
         assert mode_words(each, "×")[0] == "fsdp ×2"
 
 

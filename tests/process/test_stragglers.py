@@ -70,7 +70,7 @@ def check_joined(
 def test_the_slow_rank_and_its_phase_are_named(dpmon: Dpmon, phase: str) -> None:
     run = run_of(dpmon, "--steps", 70, "--phase", phase, "--ms", 40)
     check_joined(run)
-    found = run.state.straggler()
+    found = run.state.straggler
     assert found is not None
     assert (found.rank, found.phase) == (1, phase)
     assert found.excess_ns == pytest.approx(40e6, rel=0.4)
@@ -81,7 +81,7 @@ def test_the_slow_rank_and_its_phase_are_named(dpmon: Dpmon, phase: str) -> None
 def test_one_slow_rank_of_four(dpmon: Dpmon) -> None:
     run = run_of(dpmon, "--ranks", 4, "--steps", 60, "--rank", 3, "--phase", "forward", "--ms", 80)
     check_joined(run)
-    found = run.state.straggler()
+    found = run.state.straggler
     assert found is not None
     assert (found.rank, found.phase) == (3, "forward")
     assert [one.rank for one in run.state.ranks] == [0, 1, 2, 3]

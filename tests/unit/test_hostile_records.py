@@ -48,4 +48,4 @@ def test_every_reader_survives(
         assert "\x1b" not in found.out + found.err
     directory = next((state / "dpmon" / "runs").iterdir())
     for over in (False, True):
-        assert state_in(directory, over=over).focus() is not None
+        assert state_in(directory, over=over).focus is not None

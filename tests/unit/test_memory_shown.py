@@ -9,7 +9,7 @@ from stored import state_of
 from synthetic import SECOND, Training, device_event, host_event
 
 from dpmon.model.memory import held, held_by, reasons
-from dpmon.model.process import Process
+from dpmon.model.state import Process
 from dpmon.record.kinds import Event
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.paint import whole

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from stored import Recording
 from synthetic import SECOND, Training, decoded
 
-from dpmon.model.ranks import training
 from dpmon.model.state import State
 from dpmon.record.kinds import Call, Record, Step
 from dpmon.ui.panels import panel_ranks
@@ -46,7 +45,7 @@ def in_time(*runs: Sequence[Record]) -> Iterator[tuple[State, int]]:
 
 
 def focused(state: State) -> int:
-    process = state.focus()
+    process = state.focus
     assert process is not None
     return process.process
 
@@ -61,7 +60,7 @@ def test_a_training_that_follows_another_one_stands_for_the_run_soon() -> None:
         shown = focused(state)
         assert shown == 1 or at < first.now + 3 * SECOND
     assert changes == 1
-    assert [each.process for each in training(state)] == [1]
+    assert [each.process for each in state.training] == [1]
     assert not panel_ranks.applies(Scene(state, state.newest_ns)), "they never trained side by side"
 
 
@@ -97,7 +96,7 @@ def test_a_rank_that_was_started_again_stands_in_for_the_old_one() -> None:
     new = [Training(process=2 + rank, rank=rank, seed=9 + rank, start_ns=start) for rank in range(2)]
     *_, (state, _) = in_time(*runs, *(numbered(one, 1500) for one in new))
     assert focused(state) == 2
-    assert [each.process for each in training(state)] == [2, 3]
+    assert [each.process for each in state.training] == [2, 3]
 
 
 # ------------------------------------------------------------------------------------------------ a second process
@@ -129,7 +128,7 @@ def test_a_training_that_goes_on_after_its_evaluation_stands_for_the_run_again()
         _, runs = with_an_evaluation(within=within)
         seen: list[list[int]] = []
         for state, _ in in_time(*runs):
-            shown = [each.process for each in training(state)]
+            shown = [each.process for each in state.training]
             if seen[-1:] != [shown]:
                 seen.append(shown)
             # From the record alone, as in a playback, the evaluation is shown for half a minute after its last step.
@@ -143,7 +142,7 @@ def test_an_evaluation_that_has_ended_is_no_rank_from_then_on() -> None:
     recording = recorded(runs[0][: -len(after)], runs[1])
 
     def trains(*over: int) -> list[int]:
-        return [each.process for each in training(recording.state(ended=over))]
+        return [each.process for each in recording.state(ended=over).training]
 
     assert trains() == [1]
     assert trains(1) == [1], "the training has not gone on yet"
@@ -160,10 +159,10 @@ def test_a_rank_without_a_successor_is_left_behind_by_those_that_were_started_ag
     new = [Training(process=3 + rank, rank=rank, seed=9 + rank, start_ns=start + rank * SECOND) for rank in range(2)]
     runs += [numbered(one, 1500) for one in new]
     recording = recorded(*runs)
-    assert [each.process for each in training(recording.state())] == [3, 4]
+    assert [each.process for each in recording.state().training] == [3, 4]
     for tenths in range(10, 30):
         state = recording.state(start + tenths * SECOND // 10, ended=(0, 1, 2))
-        assert {each.process for each in training(state)} <= {3, 4}
+        assert {each.process for each in state.training} <= {3, 4}
 
 
 def test_ranks_that_all_wait_for_one_stay_ranks() -> None:
@@ -179,4 +178,4 @@ def test_ranks_that_all_wait_for_one_stay_ranks() -> None:
     later = [(state, at) for state, at in in_time(*runs) if at > start + 3 * SECOND]
     assert later
     for state, at in later:
-        assert [each.process for each in training(state)] == [3, 4, 5], at
+        assert [each.process for each in state.training] == [3, 4, 5], at

@@ -184,7 +184,7 @@ def test_only_ranks_of_one_process_group_are_compared() -> None:
     wrappers = [wrapped(number, group=group_of(number)) for number in range(8)]
     found = of(in_groups(), *wrappers)
     assert [one.group for one in found.ranks[:2]] == [(0, 2, 4, 6), (1, 3, 5, 7)]
-    slow = found.straggler()
+    slow = found.straggler
     assert slow is not None
     assert (slow.ranks, slow.phase) == ((2,), "backward")
     assert slow.excess_ns == pytest.approx(30.0 * MS)
@@ -196,7 +196,7 @@ def test_among_several_groups_the_one_with_the_longest_waits_counts() -> None:
         one._replace(wait_ns=0.0 if one.rank == 5 else 40.0 * MS, slowest=50 if one.rank == 5 else 0)
         for one in ranks[1::2]
     ]
-    slow = of(ranks, *[wrapped(number, group=group_of(number)) for number in range(8)]).straggler()
+    slow = of(ranks, *[wrapped(number, group=group_of(number)) for number in range(8)]).straggler
     assert slow is not None
     assert slow.ranks == (5,)
 
@@ -256,7 +256,7 @@ def test_the_state_knows_the_newest_of_each_wrapper() -> None:
         (1, 0, 400),
         (1, 1, 300),
     }
-    found = run.state().communication()
+    found = run.state().communication
     assert found is not None
     assert [one.process for one in found.wrappers] == [0], "those of one rank"
     assert found.torch_times is not None
@@ -400,7 +400,7 @@ def with_phases(number: int, wait_ms: float, **phases: float) -> RankTimes:
 def test_a_rank_that_others_wait_for_in_the_forward_is_named() -> None:
     """The first rank is late and sends its buffers in the forward: the other one waits there, not in the backward."""
     ranks = [with_phases(0, 0.0, data=20.0, forward=3.0), with_phases(1, 0.0, data=0.3, forward=23.0)]
-    slow = of(ranks, wrapped(broadcast_buffers=True)).straggler()
+    slow = of(ranks, wrapped(broadcast_buffers=True)).straggler
     assert slow is not None
     assert (slow.rank, slow.phase, slow.slowest) == (0, "data", None)
     assert "slowest in" not in sentence(slow, lately=True)
@@ -409,5 +409,5 @@ def test_a_rank_that_others_wait_for_in_the_forward_is_named() -> None:
 def test_a_slow_forward_names_nobody_where_ranks_wait_in_it() -> None:
     slow = with_phases(0, 0.0, forward=23.0)._replace(slowest=200)
     ranks = [slow, with_phases(1, 20.0, forward=3.0)]
-    assert of(ranks, wrapped(sync_batch_norm=True)).straggler() is None
-    assert of(ranks, wrapped()).straggler() is not None
+    assert of(ranks, wrapped(sync_batch_norm=True)).straggler is None
+    assert of(ranks, wrapped()).straggler is not None

@@ -14,7 +14,7 @@ from synthetic import Training, decoded, host_event
 
 from dpmon.model.compare import MIN_STEPS, Comparison, Interval, Peak, median_interval, ratio, sentence
 from dpmon.model.memory import HOST
-from dpmon.model.process import PHASES, Process
+from dpmon.model.state import PHASES, Process
 from dpmon.record.kinds import Event, Record, Step
 from dpmon.record.schema import SETTLING_STEPS, STEP
 from dpmon.store.tally import Stat, Tally
@@ -213,7 +213,7 @@ def test_steps_that_took_no_time_make_no_verdict() -> None:
 
 def seen(records: list[Record], span_s: int = 120) -> Process:
     """Return the process that the screen shows after these records."""
-    process = state_of(records, span_s=span_s).focus()
+    process = state_of(records, span_s=span_s).focus
     assert process is not None
     return process
 

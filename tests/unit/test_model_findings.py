@@ -14,8 +14,8 @@ from dpmon.model.devices import DeviceFacts, HostFacts
 from dpmon.model.finding import MIN_STEPS, ModeFacts
 from dpmon.model.layouts import BatchFacts, ReplicaFacts
 from dpmon.model.memory import Held
-from dpmon.model.process import ProcessFacts
 from dpmon.model.run_facts import RunFacts, findings
+from dpmon.model.state import ProcessFacts
 from dpmon.model.uneven import LongStep
 from dpmon.store.figures import PhaseFigures
 from dpmon.store.tally import Tally

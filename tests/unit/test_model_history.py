@@ -7,7 +7,7 @@ from stored import Recording, state_of
 from synthetic import SECOND, Training
 
 from dpmon.model.history import COLUMNS, Columns, pictured, width_of_columns
-from dpmon.model.process import Process
+from dpmon.model.state import Process
 from dpmon.record.kinds import Step
 
 
@@ -25,7 +25,7 @@ def steps_of(walls: list[int], mode: str = "dp", each_ns: int | None = None) -> 
 
 
 def process_of(walls: list[int], span_s: int, each_ns: int | None = None) -> Process:
-    process = state_of(steps_of(walls, each_ns=each_ns), span_s=span_s).focus()
+    process = state_of(steps_of(walls, each_ns=each_ns), span_s=span_s).focus
     assert process is not None
     return process
 

@@ -13,8 +13,7 @@ from synthetic import SECOND, Training, decoded, device_event, host_event
 
 from dpmon.model.calls_seen import spread_of
 from dpmon.model.pace import speed
-from dpmon.model.process import PHASES, Process
-from dpmon.model.state import State
+from dpmon.model.state import PHASES, Process, State
 from dpmon.record.kinds import Call, CallPhase, Event, Record, Replica, Step
 
 NOT_RUN = None
@@ -26,7 +25,7 @@ def after(training: Training, steps: int, **wanted: object) -> State:
 
 def of_run(records: Iterable[bytes | Record], t_ns: int | None = None, **wanted: object) -> Process:
     """Return the process that the screen shows."""
-    process = state_of(records, t_ns, **wanted).focus()
+    process = state_of(records, t_ns, **wanted).focus
     assert process is not None
     return process
 
@@ -131,7 +130,7 @@ def test_samples_are_unknown_when_no_step_knew_them() -> None:
 
 def test_speed_is_that_of_the_steps_own_clock() -> None:
     state = after(Training(step_ns=10_000_000), 2000)
-    process = state.focus()
+    process = state.focus
     assert process is not None
     now = speed(process, state, process.seen_ns + SECOND)
     assert now.reason is None
@@ -143,13 +142,13 @@ def test_without_new_steps_the_speed_is_replaced_by_a_reason() -> None:
     training = Training(step_ns=10_000_000)
     payloads = [*training.begin(), *training.run(500)]
     state = state_of(payloads)
-    process = state.focus()
+    process = state.focus
     assert process is not None
     stalled = speed(process, state, process.seen_ns + 12 * SECOND)
     assert stalled.steps_per_s is None
     assert stalled.reason == "no step has ended for 12 s"
     over = state_of(payloads, over=True)
-    process = over.focus()
+    process = over.focus
     assert process is not None
     assert speed(process, over, process.seen_ns + 12 * SECOND).steps_per_s is not None, "the mean of the run stays"
 
@@ -159,7 +158,7 @@ def test_speed_does_not_mix_modes() -> None:
     payloads = [*training.begin(), *training.run(500)]
     training.step_ns = 40_000_000
     state = state_of([*payloads, *training.switch("single"), *training.run(100)], span_s=0)
-    process = state.focus()
+    process = state.focus
     assert process is not None
     assert speed(process, state, process.seen_ns).steps_per_s == pytest.approx(25, rel=0.05)
     assert process.ranged.mode == "single"
@@ -195,7 +194,7 @@ def test_the_focus_is_the_first_rank_that_still_trains() -> None:
     for rank in (1, 0):
         child = Training(process=rank + 1, rank=rank, start_ns=100 * SECOND)
         run.add([*child.begin(), *child.run(3)], rank + 1, rank)
-    process = run.state().focus()
+    process = run.state().focus
     assert process is not None
     assert (process.process, process.rank) == (1, 0)
 
@@ -226,7 +225,8 @@ def test_events_of_any_shape_never_raise() -> None:
         for _ in range(100):
             data = {key: chance.choice(values) for key in chance.sample(keys, chance.randint(0, len(keys)))}
             run.try_to_add(Event(chance.choice(kinds), data))
-        run.state().focus()
+        state = run.state()
+        assert state.focus is None or state.focus.process in state.processes
 
 
 def test_a_state_as_of_a_time_is_that_of_the_records_before_it() -> None:
@@ -238,7 +238,7 @@ def test_a_state_as_of_a_time_is_that_of_the_records_before_it() -> None:
     whole = Recording().add(payloads)
     for count, now in seconds:
         then, live = whole.state(now), state_of(payloads[:count])
-        assert then.focus() is not None
+        assert then.focus is not None
         assert [each.last_step for each in then.processes.values()] == [
             each.last_step for each in live.processes.values()
         ]
@@ -310,7 +310,7 @@ def test_a_refusal_keeps_what_is_in_force() -> None:
     training = Training()
     payloads = [*training.begin(), *training.run(5)]
     state = state_of([*payloads, training.mode_event("user", refused="the module is spread over devices")])
-    process = state.focus()
+    process = state.focus
     assert process is not None
     assert process.mode == "dp"
     assert process.devices == ("cpu:0", "cpu:1")

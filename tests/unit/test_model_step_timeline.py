@@ -33,7 +33,7 @@ def a_call(**changes: object) -> Call:
 
 
 def timeline_of(*records: Record) -> StepTimeline:
-    process = state_of(records).focus()
+    process = state_of(records).focus
     assert process is not None
     timeline = last_step_timeline(process)
     assert timeline is not None
@@ -140,7 +140,7 @@ def test_calls_of_other_steps_are_not_in_it() -> None:
 
 def test_before_the_first_step_there_is_none() -> None:
     state = state_of([a_call()])
-    process = state.focus()
+    process = state.focus
     assert process is not None
     assert last_step_timeline(process) is None
 
@@ -165,7 +165,7 @@ def test_with_any_numbers_no_piece_overlaps_another_or_leaves_the_step(seed: int
     phases = {name: max(number(), 0) for name in ("data", "forward", "backward", "optimizer", "other")}
     names = chance.choices(["data", "forward", "forward", "backward", "optimizer"], k=chance.randrange(9))
     runs = runs_of((name, max(number(), 0), max(number(), 0)) for name in names)
-    process = state_of([*calls, STEP]).focus()
+    process = state_of([*calls, STEP]).focus
     assert process is not None
     step = STEP._replace(phases=phases, runs=runs if seed % 4 else ())
     timeline = last_step_timeline(replace(process, last_step=step))
@@ -180,6 +180,6 @@ def test_with_any_numbers_no_piece_overlaps_another_or_leaves_the_step(seed: int
 
 def test_a_step_of_many_calls_shows_the_last_ones() -> None:
     calls = [a_call(call=number, start_ns=1012 + number) for number in range(500)]
-    process = state_of([*calls, STEP]).focus()
+    process = state_of([*calls, STEP]).focus
     assert process is not None
     assert [call.call for call in process.last_calls] == list(range(500 - STEP_CALLS_READ, 500))

@@ -8,9 +8,8 @@ import pytest
 from stored import Recording
 from synthetic import step_row
 
-from dpmon.model.process import ProcessFacts
 from dpmon.model.snapshot import Snapshots
-from dpmon.model.state import State
+from dpmon.model.state import ProcessFacts, State
 from dpmon.record.history_rows import Row
 from dpmon.record.kinds import Event
 from dpmon.run.rundir import ExitInfo, RunInfo, save

@@ -14,7 +14,7 @@ def test_the_comparison_goes_on_with_the_run() -> None:
     recording = Recording().add(training.begin())
     while training.now < 3 * HOUR_NS:
         recording.add(training.run(15))  # five minutes
-        process = recording.state().focus()
+        process = recording.state().focus
         assert process is not None
         assert process.compared is not None
         assert training.steps - process.compared.seen["dp"] <= training.steps / 60 + 1

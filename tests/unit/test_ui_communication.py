@@ -60,7 +60,7 @@ def rank_lines(text: list[str]) -> dict[int, list[str]]:
 @pytest.mark.parametrize("phase", ["data", "forward", "backward"])
 def test_the_cause_is_named_in_panel_and_status(phase: str) -> None:
     scene = scene_of(3, slow=1, phase=phase, noise=0.0)
-    slow = scene.state.straggler()
+    slow = scene.state.straggler
     assert slow is not None
     assert (slow.rank, slow.phase) == (1, phase)
     said = " ".join(texts(panel_ranks.table(full(scene), 76, 12, LOOK)))

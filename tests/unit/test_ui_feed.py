@@ -38,7 +38,7 @@ def test_the_last_picture_has_all_that_was_recorded_and_how_it_ended(tmp_path: P
     feed = feed_of(tmp_path, reader)
     feed.start()
     feed.tick()
-    process = feed.state.focus()
+    process = feed.state.focus
     assert process is not None
     assert process.last_step is not None
     assert (process.last_step.step, process.whole.steps, feed.state.over) == (400, 400, True)
@@ -157,7 +157,7 @@ def test_a_slow_training_after_another_one_is_not_waited_for_once_it_steps(tmp_p
     now = reader.info.start_ns + second.now
     feed.tick()
     assert life(feed.scene(View())).word == "running"
-    assert [each.process for each in feed.state.training()] == [1]
+    assert [each.process for each in feed.state.training] == [1]
 
 
 def test_an_evaluation_that_ends_is_not_the_end_of_the_training_that_waits_for_it(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_an_evaluation_that_ends_is_not_the_end_of_the_training_that_waits_for_i
         feed.tick()
     reader.doing = {0: ("other", 0), 1: ("ended", 0)}
     feed.tick()
-    assert [each.process for each in feed.state.training()] == [1], "the training has not gone on yet"
+    assert [each.process for each in feed.state.training] == [1], "the training has not gone on yet"
     assert life(feed.scene(View())).word == "running"
     reader.doing = {0: ("ended", 0), 1: ("ended", 0)}
     feed.tick()

@@ -184,7 +184,7 @@ def test_no_picture_is_left_of_a_situation_that_is_gone() -> None:
 
 def test_the_recorded_run_is_read_completely_and_in_order() -> None:
     state = state_of(_linear())
-    process = state.focus()
+    process = state.focus
     assert process is not None
     assert process.last_step is not None
     assert process.last_step.step == 190

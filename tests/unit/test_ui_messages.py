@@ -20,7 +20,7 @@ from dpmon.cli.summary import summary_lines
 from dpmon.model.compare import sentence
 from dpmon.model.history import pictured
 from dpmon.model.pace import speed
-from dpmon.model.process import ProcessFacts
+from dpmon.model.state import ProcessFacts
 from dpmon.record.kinds import Step
 from dpmon.run.rundir import load_exit
 from dpmon.text.quantities import duration

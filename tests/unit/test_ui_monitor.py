@@ -19,7 +19,7 @@ from dpmon.ui.monitor import Monitor
 
 
 def last_step(on: Stage) -> int | None:
-    process = on.app.feed.state.focus()
+    process = on.app.feed.state.focus
     return None if process is None or process.last_step is None else process.last_step.step
 
 

@@ -14,7 +14,7 @@ from synthetic import Training, step_row
 from timed import GPUS, timed
 
 from dpmon.model.history import pictured
-from dpmon.model.process import PHASES, Column
+from dpmon.model.state import PHASES, Column
 from dpmon.record.names import Untimed
 from dpmon.ui.chart import stacked
 from dpmon.ui.look import LETTERS, UNICODE, Look
@@ -282,7 +282,7 @@ def test_columns_stay_in_place_until_a_fifth_has_to_go() -> None:
     run = Recording().add(training.begin())
     begun: list[int] = []
     for made in range(1, 110):
-        process = run.add(training.step()).state().focus()
+        process = run.add(training.step()).state().focus
         assert process is not None
         shown = [c.second for c in pictured(process, 40, 40).columns]
         assert shown[-1] == process.columns[-1].second, "the newest is always there"

@@ -12,10 +12,8 @@ from stored import Recording
 from synthetic import SECOND, Training, changed, step_row
 
 from dpmon.model.pace import speed
-from dpmon.model.process import ProcessFacts
-from dpmon.model.ranks import toggle_refusal, training, world
 from dpmon.model.snapshot import Snapshots
-from dpmon.model.state import MOST_RANKS, State
+from dpmon.model.state import MOST_RANKS, ProcessFacts, State, toggle_refusal
 from dpmon.record.history_rows import Row
 from dpmon.record.kinds import Event
 from dpmon.store.store_at import StoreAt
@@ -64,7 +62,7 @@ def test_ranks_are_not_switched_and_their_mode_is_their_own() -> None:
     """Also if another model (a teacher) was called last."""
     state = scene_of(2).state
     assert "DistributedDataParallel" in (toggle_refusal(state) or "")
-    process = state.focus()
+    process = state.focus
     assert process is not None
     assert process.mode == "single"
     assert mode_words(process, "x")[0] == "ddp x2"
@@ -95,8 +93,8 @@ def test_a_process_without_a_rank_is_numbered_and_not_counted() -> None:
 def test_each_rank_has_a_row_with_its_own_sizes_and_times() -> None:
     scene = scene_of(3)
     assert panel_ranks.applies(scene)
-    ranks = training(scene.state)
-    assert [(each.rank, world(each)) for each in ranks] == [(0, 3), (1, 3), (2, 3)]
+    ranks = scene.state.training
+    assert [(each.rank, each.info.world) for each in ranks] == [(0, 3), (1, 3), (2, 3)]
     assert {each.last_step.step for each in ranks if each.last_step is not None} == {200}
     fast, _, slow = (each.figures.median_ns or 0 for each in ranks)
     assert 1.5 < slow / fast < 2.5
@@ -146,8 +144,8 @@ def test_the_rate_of_ranks_is_the_same_whatever_was_read_before() -> None:
                 run.add(late[rank], rank, rank)
                 late[rank] = []
         for t_ns in (None, None, chance.randrange(1, max(one.now for one in ranks))):
-            shown = run.state(t_ns).focus()
-            with_nothing = Snapshots().take(StoreAt(run.store(), t_ns)).focus()
+            shown = run.state(t_ns).focus
+            with_nothing = Snapshots().take(StoreAt(run.store(), t_ns)).focus
             assert shown is not None
             assert with_nothing is not None
             assert shown.recent == with_nothing.recent
@@ -182,7 +180,7 @@ def test_an_evaluation_by_one_rank_is_in_no_training_rate(step_ns: int) -> None:
         one.now = ranks[0].now
         run.add(one.run(3), rank, rank)
     live, over = run.state(), run.state(span_s=0, over=True)
-    first, ended = training(live)[0], training(over)[0]
+    first, ended = live.training[0], over.training[0]
     assert speed(ended, over, over.newest_ns).rate == Window(run.store()).figures("single").rate
     shown = speed(first, live, live.newest_ns).samples_per_s
     true = 4 * 30 * SECOND / step_ns
@@ -196,7 +194,7 @@ def test_a_rank_without_a_step_leaves_the_rate_of_the_others() -> None:
     run.add([*ranks[0].begin(), *ranks[0].run(20)], 0, 0)
     run.add([*ranks[1].begin(), *ranks[1].run(1)[:-1]], 1, 1)
     state = run.state()
-    shown = speed(training(state)[0], state, state.newest_ns)
+    shown = speed(state.training[0], state, state.newest_ns)
     assert shown.samples_per_s == pytest.approx(30 * (shown.steps_per_s or 0))
     assert shown.samples_per_s
 
@@ -212,7 +210,7 @@ def test_the_samples_of_ranks_are_unknown_while_a_step_of_one_has_no_count() -> 
             took = (1000, 50_000_000, 20_000_000, 10_000_000)
             run.add([step_row("single", one.steps, one.now, SECOND // 10, -1, took)], rank, rank)
     state = run.state()
-    rate = speed(training(state)[0], state, state.newest_ns).rate
+    rate = speed(state.training[0], state, state.newest_ns).rate
     assert rate is not None
     assert rate.samples_per_s is None
     whole = Window(run.store()).rate("single")
@@ -238,7 +236,7 @@ def test_a_rank_that_was_started_again_counts_once() -> None:
     run, _ = recorded(2)
     again = Training(process=7, rank=1, mode="single", via="DistributedDataParallel", start_ns=4 * SECOND)
     run.add([*again.begin(), *again.run(5)], 7, 1)
-    assert [process.process for process in training(run.state())] == [1, 7]
+    assert [process.process for process in run.state().training] == [1, 7]
 
 
 def test_no_time_of_a_rank_is_cut_at_120_columns() -> None:

@@ -17,8 +17,7 @@ from synthetic import SECOND, Training
 from dpmon.cli.summary import summary_lines
 from dpmon.model.announced import WAITS_KEPT, waits_in
 from dpmon.model.compare import sentence
-from dpmon.model.process import Process, ProcessFacts
-from dpmon.model.state import State
+from dpmon.model.state import Process, ProcessFacts, State
 from dpmon.model.uneven import INPUT
 from dpmon.record.kinds import Event
 from dpmon.report import collect, report_text

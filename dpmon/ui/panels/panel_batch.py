@@ -8,8 +8,7 @@ from itertools import groupby
 from dpmon.cleaning import clean
 from dpmon.model.finding import host_waits, partly_timed
 from dpmon.model.history import Picture, pictured
-from dpmon.model.process import NO_STEPS, PHASES, Process
-from dpmon.model.ranks import distributed, training
+from dpmon.model.state import NO_STEPS, PHASES, Process
 from dpmon.model.step_timeline import StepTimeline, last_step_timeline
 from dpmon.model.uneven import INPUT, WAITING_TEXT
 from dpmon.record.kinds import MAX_SPANS, Call
@@ -38,7 +37,7 @@ def wanted_rows(scene: Scene) -> int:
     timeline = last_step_timeline(scene.process) if scene.process is not None else None
     if timeline is None:
         return 4 + 5 + 3
-    ranks = sum(process.rank is not None for process in training(scene.state)) - 1
+    ranks = sum(process.rank is not None for process in scene.state.training) - 1
     sampled = scene.state.last_sample is not None
     return 4 + 5 + 1 + bool(timeline.buckets) + sampled + min(max(len(timeline.lanes), ranks), 8)
 
@@ -64,7 +63,7 @@ def title(scene: Scene, look: Look, numbers: Figures, width: int) -> tuple[Row, 
     if mode != process.mode:
         devices = process.modes[mode].devices if mode in process.modes else ()
         word = f"dp {look.glyphs.times}{len(devices)}" if mode == "dp" else mode
-    if process.rank is not None and len(training(scene.state)) > 1:
+    if process.rank is not None and len(scene.state.training) > 1:
         word = f"rank {process.rank}"  # the other ranks are not in these figures
     corner: Row = [("step", "dim")]
     for name, value, style in (
@@ -117,11 +116,11 @@ def batch(scene: Scene, width: int, height: int, look: Look, numbers: Figures) -
 
 def _others(scene: Scene) -> list[Process]:
     """The other ranks with a step, the straggler first; empty for a run of one process."""
-    found = scene.state.straggler()
+    found = scene.state.straggler
     slow = found.processes if found is not None else ()
     return [
         process
-        for process in sorted(training(scene.state)[:_RANKS_DRAWN], key=lambda one: one.process not in slow)
+        for process in sorted(scene.state.training[:_RANKS_DRAWN], key=lambda one: one.process not in slow)
         if process is not scene.process and process.rank is not None and process.last_step is not None
     ]
 
@@ -238,7 +237,7 @@ def _history(scene: Scene, process: Process, width: int, height: int, look: Look
         out.append([(right(scale, gutter - 1) + " ", "dim"), *row])
     if axis:
         begin = clock(picture.columns[0].second * SECOND).removeprefix("00:")
-        out.append([(right(begin, gutter - 1) + " ", "dim"), *_modes(picture, room, look, distributed(process))])
+        out.append([(right(begin, gutter - 1) + " ", "dim"), *_modes(picture, room, look, process.distributed)])
     return out
 
 
@@ -321,7 +320,7 @@ def usual(process: Process, phase: str) -> bool:
     A rank has one device: the phases of a DataParallel call are not expected of it.
     """
     known = phase_shown(phase)
-    return not known.optional and not (known.of_call and distributed(process) is not None)
+    return not known.optional and not (known.of_call and process.distributed is not None)
 
 
 def missing(process: Process, phases: Sequence[PhaseFigures]) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dpmon.cleaning import clean
 from dpmon.model.communication import Communication, communication_facts
 from dpmon.model.found_between_ranks import between_ranks
-from dpmon.model.ranks import distributed
 from dpmon.text.cells import right, wrapped
 from dpmon.text.quantities import duration, percent
 from dpmon.ui.look import Look
@@ -22,12 +21,12 @@ def applies(scene: Scene) -> bool:
     process = scene.process
     if process is None:
         return False
-    return distributed(process) is not None or (process.rank is not None and panel_ranks.applies(scene))
+    return process.distributed is not None or (process.rank is not None and panel_ranks.applies(scene))
 
 
 def title(scene: Scene, look: Look, folded: bool) -> tuple[Row, Row]:
     """The panel's title, and its main number."""
-    found = scene.state.communication()
+    found = scene.state.communication
     corner: Row = []
     if found is not None and found.exposed_ns is not None:
         corner = [("exposed", "dim"), (right(duration(found.exposed_ns), 8), "bold")]
@@ -37,7 +36,7 @@ def title(scene: Scene, look: Look, folded: bool) -> tuple[Row, Row]:
 
 def communication(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     """The panel's rows, inside its frame: figures, facts, and below them what to try."""
-    found = scene.state.communication()
+    found = scene.state.communication
     if found is None:
         return [[(line, "dim")] for line in wrapped(scene.empty_reason(_NOTHING, _NOTHING), width)]
     zoomed = scene.view.zoom == "compare"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dpmon.cleaning import clean
 from dpmon.model.compare import Comparison, Peak, sentence
 from dpmon.model.memory import HOST
-from dpmon.model.process import PHASES
+from dpmon.model.state import PHASES
 from dpmon.model.step_timeline import Piece
 from dpmon.record.schema import REST, SETTLING_STEPS, phase_named, phase_shown
 from dpmon.store.figures import Figures

@@ -12,7 +12,6 @@ from typing import Any
 from dpmon.cleaning import clean
 from dpmon.model.memory import Held, held_by
 from dpmon.model.memory import reasons as reasons_of_memory
-from dpmon.model.ranks import training
 from dpmon.model.state import DeviceTrack
 from dpmon.record.plainjson import number_in
 from dpmon.text.cells import cut, right, span_width, wrapped
@@ -128,7 +127,7 @@ def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
 
 
 def _held(scene: Scene) -> list[Held]:
-    return held_by(training(scene.state), scene.state.focus())
+    return held_by(scene.state.training, scene.state.focus)
 
 
 def _memory_rows(scene: Scene, width: int, *, with_reasons: bool = True) -> list[Row]:

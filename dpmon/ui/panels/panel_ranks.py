@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from dpmon.cleaning import clean
 from dpmon.model.communication import Communication
-from dpmon.model.process import CallTrack, Process
-from dpmon.model.ranks import training, world
+from dpmon.model.state import CallTrack, Process
 from dpmon.model.stragglers import RankTimes, Straggler, in_short, sentence
 from dpmon.text.cells import right, span_width, wrapped
 from dpmon.text.quantities import UNKNOWN, count_of, duration, group
@@ -49,7 +48,7 @@ class _Rank(NamedTuple):
 
 def applies(scene: Scene) -> bool:
     """Whether several processes train side by side, none of them over replicas of its own."""
-    processes = training(scene.state)
+    processes = scene.state.training
     if len(processes) < 2:
         return False
     track = shown(scene)
@@ -58,7 +57,7 @@ def applies(scene: Scene) -> bool:
 
 def _rows(scene: Scene, room: int) -> tuple[list[tuple[Process, CallTrack | None]], int]:
     """At most `room` processes, each with its chosen or newest call, and the number of all processes."""
-    processes = training(scene.state)
+    processes = scene.state.training
     track = shown(scene)
     key = (track.last.root, track.last.via) if track is not None else ("", None)
     own = [process.calls.get(process.newest) if process.newest is not None else None for process in processes]
@@ -68,18 +67,18 @@ def _rows(scene: Scene, room: int) -> tuple[list[tuple[Process, CallTrack | None
 
 def _known(scene: Scene) -> Communication | None:
     """The communication of the ranks, if their waits are known."""
-    found = scene.state.communication()
+    found = scene.state.communication
     return found if found is not None and found.known else None
 
 
 def mapped(scene: Scene) -> bool:
     """Whether there are too many ranks for one row each, so that a map is drawn."""
-    return applies(scene) and _known(scene) is not None and len(training(scene.state)) > MAPPED
+    return applies(scene) and _known(scene) is not None and len(scene.state.training) > MAPPED
 
 
 def wanted_rows(scene: Scene) -> int:
     """Rows that the whole content needs."""
-    count = len(training(scene.state))
+    count = len(scene.state.training)
     found = _known(scene)
     if found is None:
         return count + 2
@@ -89,7 +88,7 @@ def wanted_rows(scene: Scene) -> int:
 
 def title(scene: Scene, look: Look) -> tuple[Row, Row]:
     """The panel's title, and its main number."""
-    processes = training(scene.state)
+    processes = scene.state.training
     dot = f" {look.glyphs.middot} "
     track = shown(scene)
     name = ""
@@ -112,14 +111,14 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     if found is None:
         return _sizes_table(scene, width, height, look)
     head, *rows = _times_table(scene, found, width, height, look)
-    many_ranks = len(training(scene.state)) > MAPPED
-    above = [*rank_map(found.ranks, scene.state.straggler(), width, look), legend(width, look)] if many_ranks else []
+    many_ranks = len(scene.state.training) > MAPPED
+    above = [*rank_map(found.ranks, scene.state.straggler, width, look), legend(width, look)] if many_ranks else []
     if scene.view.zoom is None:  # the slowest rank's row is more important than the whole map
         del above[max(height - 2, 1) :]
     room = max(height - len(above) - 1, 1)
     remarks = _notes(scene, found, width, room, len(rows), look)
     room = max(room - len(remarks), 1)
-    slow = scene.state.straggler()
+    slow = scene.state.straggler
     order = list(range(len(rows)))
     if not many_ranks and slow is not None:
         order = _slow_in_room(_ranks(scene, found), slow, room)
@@ -145,7 +144,7 @@ def _notes(scene: Scene, found: Communication, width: int, room: int, ranks: int
 
     The sentence about a slow rank is short if the full one does not fit below all ranks.
     """
-    slow = scene.state.straggler()
+    slow = scene.state.straggler
     most = max(room - 1, 0)
     rows: list[Row] = []
     if reports_stall_or_straggler(scene, look) and scene.view.zoom != "replicas":
@@ -161,7 +160,7 @@ def _notes(scene: Scene, found: Communication, width: int, room: int, ranks: int
         text = f"no rank holds the others up (last {count_of(found.joined, 'step')})"
         rows += [[(line, "dim")] for line in wrapped(text, width)]
     rows += [[(line, "dim")] for note in found.other_waits() for line in wrapped(note, width)]
-    rows += _missing([process for process, _ in _rows(scene, len(found.ranks))[0]], len(training(scene.state)))
+    rows += _missing([process for process, _ in _rows(scene, len(found.ranks))[0]], len(scene.state.training))
     return rows[:most]
 
 
@@ -173,14 +172,14 @@ def _ranks(scene: Scene, found: Communication) -> list[_Rank]:
     if len(processes) <= MAPPED:
         return rows
     known = [one for one in rows if one.times.wait_ns is not None]
-    slow = scene.state.straggler()
+    slow = scene.state.straggler
     return sorted(known, key=lambda one: (not _is_slow(slow, one), one.times.wait_ns or 0.0))[:WORST]
 
 
 def _times_table(scene: Scene, found: Communication, width: int, height: int, look: Look) -> list[Row]:
     """A header and one row per rank: mean times, and a bar of its step."""
     ranks = _ranks(scene, found)
-    slow = scene.state.straggler()
+    slow = scene.state.straggler
     device = min(max([span_width(_device(one)) for one in ranks] + [6]), 10)
     fixed = _LABEL + device + 1
     cell, gap = (9, " ") if width >= fixed + 9 * len(_NAMES) + _LEAST_BAR + 1 else (7, "")
@@ -309,7 +308,7 @@ def _sizes_table(scene: Scene, width: int, height: int, look: Look) -> list[Row]
         )
     drawn += [[] for _ in range(count - len(rows))]  # not drawn, but counted by the frame
     drawn += _missing([process for process, _ in rows], count)
-    found = scene.state.communication()
+    found = scene.state.communication
     if found is not None and found.missing is not None:
         drawn += [[(line, "dim")] for line in wrapped(found.missing, width)]
     return drawn
@@ -317,7 +316,7 @@ def _sizes_table(scene: Scene, width: int, height: int, look: Look) -> list[Row]
 
 def _missing(processes: list[Process], count: int) -> list[Row]:
     """A row with the number of ranks, if fewer train than expected."""
-    wanted = max((ranks for process in processes if (ranks := world(process)) is not None), default=count)
+    wanted = max((ranks for process in processes if (ranks := process.info.world) is not None), default=count)
     if wanted <= count or any(process.rank is None for process in processes):
         return []
     return [[(f"{count} of {wanted} ranks train in this run", "wait")]]
@@ -339,7 +338,7 @@ def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     rows, _ = _rows(scene, height + scene.view.scrolled.get("replicas", 0))
     drawn.append([])
     for process, track in rows:
-        pid, ranks = process.info.pid, world(process) or UNKNOWN
+        pid, ranks = process.info.pid, process.info.world or UNKNOWN
         who = f"process {process.process}" if process.rank is None else f"rank {process.rank} of {ranks}"
         drawn.append([(f"{who}  {_of_call(track)}", "bold"), (f"  pid {UNKNOWN if pid is None else pid}", "dim")])
         drawn += every_size(track.last.inputs, track.last.outputs, width, look) if track is not None else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dpmon.cleaning import clean
-from dpmon.model.process import CallTrack, Process
+from dpmon.model.state import CallTrack, Process
 from dpmon.record.kinds import Call, Replica, Size, rows_of
 from dpmon.text.cells import cut, right, span_width, wrapped
 from dpmon.text.quantities import UNKNOWN, count_of, duration, group, memory

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dpmon.cleaning import clean
 from dpmon.model.pace import Speed, speed
-from dpmon.model.process import NO_STEPS
-from dpmon.model.ranks import world
+from dpmon.model.state import NO_STEPS
 from dpmon.model.stragglers import in_short
 from dpmon.record.schema import SPAN_PHASES
 from dpmon.text.cells import cut, right, span_width
@@ -197,7 +196,7 @@ def _has_answer(scene: Scene, look: Look) -> bool:
 def reports_stall_or_straggler(scene: Scene, look: Look) -> bool:
     """Whether the message is about a stall or a straggler, so that no panel has to repeat it."""
     other = scene.stopping is not None or scene.over or answer(scene, look) or _warning(scene)
-    return not other and (scene.stall is not None or scene.state.straggler() is not None)
+    return not other and (scene.stall is not None or scene.state.straggler is not None)
 
 
 def _message(scene: Scene, look: Look, width: int) -> Row:
@@ -214,7 +213,7 @@ def _message(scene: Scene, look: Look, width: int) -> Row:
         return warned
     if scene.stall is not None:
         return [(f"{look.glyphs.focus} ", "wait"), (clean(scene.stall, 400), "")]
-    slow = scene.state.straggler()
+    slow = scene.state.straggler
     if slow is not None:  # see reports_stall_or_straggler
         return [(f"{look.glyphs.focus} ", "wait"), (in_short(slow), "")]
     process = scene.process
@@ -264,7 +263,7 @@ def _facts(scene: Scene, look: Look, width: int) -> Row:
         if process.virtual and process.mode == "dp":
             parts.append("virtual replicas: " + clean(process.mode_reason or "devices are shared", 200))
         if len(scene.state.processes) > 1:
-            many = world(process) or len(scene.state.processes)
+            many = process.info.world or len(scene.state.processes)
             # Processes are numbered from 0 like ranks, but "process 1 of 2" would suggest numbers from 1.
             one = f"process {process.process}, one of {many}"
             parts.append(one if process.rank is None else f"rank {process.rank} of {many}")

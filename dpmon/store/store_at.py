@@ -214,7 +214,7 @@ class StoreAt:
             first = max(self._event_at(begin) - _MAX_DISORDER, 0)
         # SQLite parses the JSON ten times as fast as Python.
         query = (
-            f"SELECT id, t_ns, kind, {_SAMPLED} FROM events"
+            f"SELECT id, t_ns, kind = 'host', {_SAMPLED} FROM events"
             " WHERE id > ? AND kind IN ('device', 'host') AND t_ns >= ? AND t_ns <= ? AND json_valid(json) ORDER BY id"
         )
         return [
@@ -259,8 +259,8 @@ _lasting = lru_cache(maxsize=1024)(event_in)
 """Caches parsed events, because every frame asks for the lasting ones."""
 
 
-def _sample(number: int, t_ns: int, kind: str, index: object, *values: object) -> ChartSample | None:
-    device = _HOST if kind == "host" else index
+def _sample(number: int, t_ns: int, of_host: int, index: object, *values: object) -> ChartSample | None:
+    device = _HOST if of_host else index
     if type(device) is not int or device < _HOST:
         return None
     util, cpu, used, total, power, run = (

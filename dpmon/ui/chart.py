@@ -14,12 +14,32 @@ _ROWS_OF_PHASES = 6
 _NICE = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 
 
-def bar(share: float | None, width: int, glyphs: Glyphs) -> Row:
-    """A bar of `width` cells, filled up to `share` (0 to 1), but at least one cell if it is positive; dots for None."""
-    if share is None:
+def bar(parts: Sequence[float], signs: Sequence[Span], width: int, rest: Span, least: int = 1) -> Row:
+    """A bar of `width` cells: each part (a share of the width) with its sign, then `rest`.
+
+    A positive part takes at least `least` cells, as far as there is room.
+    """
+    row: Row = []
+    used, total = 0, 0.0
+    for part, (sign, style) in zip(parts, signs, strict=False):
+        total += part
+        end = min(max(round(total * width), used + (least if part > 0 else 0)), width)
+        row.append((sign * (end - used), style))
+        used = end
+    return [*row, (rest[0] * (width - used), rest[1])]
+
+
+def filled_bar(shares: Sequence[float] | None, width: int, glyphs: Glyphs) -> Row:
+    """A full line for the first share, a broken line for the second, a thin line for the rest; dots for None."""
+    if shares is None:
         return [(glyphs.middot * width, "dim")]
-    full = min(max(round(share * width), 1 if share > 0 else 0), width)
-    return [(glyphs.bar[0] * full, "bar"), (glyphs.bar[1] * (width - full), "dim")]
+    signs = ((glyphs.bar[0], "bar"), ("~", "dim") if glyphs.ascii else ("╍", "bar"))
+    return bar(shares, signs, width, (glyphs.bar[1], "dim"))
+
+
+def busy_bar(parts: Sequence[float], top: float, width: int, glyphs: Glyphs) -> Row:
+    """A rank's step as a bar on a scale up to `top` ns; `parts`: busy, communicating, waiting (ns)."""
+    return bar([part / top if top > 0 else 0.0 for part in parts], busy_signs(glyphs), width, (" ", ""), least=0)
 
 
 def spark(values: Sequence[float | None], width: int, glyphs: Glyphs, top: float = 100.0) -> str:
@@ -82,31 +102,6 @@ def area(values: Sequence[float | None], width: int, height: int, top: float, gl
 _LEFT_DOTS = (0x00, 0x40, 0x44, 0x46, 0x47)
 _RIGHT_DOTS = (0x00, 0x80, 0xA0, 0xB0, 0xB8)
 """Halves of a braille character, filled from below (Unicode 15, 2800 to 28FF)."""
-
-
-def parts_bar(shares: Sequence[float], width: int, glyphs: Glyphs) -> Row:
-    """A bar of `width` cells: a full line for the first share, a broken line for the second, the rest empty."""
-    signs = (("=", "bar"), ("~", "dim")) if glyphs.ascii else (("━", "bar"), ("╍", "bar"))
-    row: Row = []
-    used, total = 0, 0.0
-    for share, (sign, style) in zip(shares, signs, strict=False):
-        total += share
-        end = min(max(round(total * width), used + (1 if share > 0 else 0)), width)
-        row.append((sign * (end - used), style))
-        used = end
-    return [*row, (glyphs.bar[1] * (width - used), "dim")]
-
-
-def busy_bar(parts: tuple[float, float, float], top: float, width: int, glyphs: Glyphs) -> Row:
-    """A rank's step as a bar on a scale up to `top` ns; `parts`: busy, communicating, waiting (ns)."""
-    row: Row = []
-    used, total = 0, 0.0
-    for part, (sign, style) in zip(parts, busy_signs(glyphs), strict=True):
-        total += part
-        end = min(max(round(total / top * width) if top > 0 else 0, used), width)
-        row.append((sign * (end - used), style))
-        used = end
-    return [*row, (" " * (width - used), "")]
 
 
 def busy_legend(width: int, glyphs: Glyphs) -> Row:
@@ -190,7 +185,6 @@ def _cells(phases: tuple[int, ...], count: int, top: float, height: int, cut_top
     return tuple(cells)
 
 
-@lru_cache(maxsize=4096)
 def _plain(mean: float, count: int, top: float, height: int, cut_top: str, blocks: str) -> tuple[Span, ...]:
     """One column of one colour, from the bottom up: in few rows, a cell would show a small phase as a large one."""
     steps = len(blocks) - 1

@@ -59,37 +59,27 @@ def mine(data: Data) -> bool:
     return data.get("of_run") is not False and data.get("visible") is not False
 
 
-def label(index: object, data: Data) -> str:
+def rounded(value: float | None, unit: str) -> str:
+    """A value as a whole number with its unit."""
+    return UNKNOWN if value is None else f"{value:.0f} {unit}"
+
+
+def label(index: int, data: Data) -> str:
     """A GPU's number, followed by its name in the run's processes (cuda:N) if that has another number."""
-    named = _ordinal(data)
-    shown = str(index) if isinstance(index, int) and not isinstance(index, bool) else UNKNOWN
-    return shown.rjust(2) if named is None or named == f"cuda:{shown}" else f"{shown.rjust(2)} {named}"
-
-
-def _ordinal(data: Data) -> str | None:
-    listed = data.get("ordinals")
-    names = {
-        clean(one["device"], 10)
-        for one in (listed if isinstance(listed, list) else [])[:64]
-        if isinstance(one, Mapping) and isinstance(one.get("device"), str)
-    }
-    return names.pop() if len(names) == 1 else None
+    names = {clean(one["device"], 10) for one in data.get("ordinals") or ()}
+    named = names.pop() if len(names) == 1 else f"cuda:{index}"
+    return f"{index:2d}" if named == f"cuda:{index}" else f"{index:2d} {named}"
 
 
 def reasons(samples: Sequence[Data], only: Sequence[str] | None = None) -> str:
     """Why values are missing, each reason once; for all values or those in `only`."""
-    by_reason: dict[str, list[str]] = {}
+    by_reason: dict[str, dict[str, None]] = {}
     for data in samples:
-        absent = data.get("absent")
-        if isinstance(absent, Mapping):
-            for key, reason in list(absent.items())[:80]:
-                if (only is not None and key not in only) or (key == "xid" and reason == _NO_XID):
-                    continue
-                what = by_reason.setdefault(clean(reason, 200), [])
+        for key, reason in (data.get("absent") or {}).items():
+            if (only is None or key in only) and (key != "xid" or reason != _NO_XID):
                 name = _WORDS.get(key, clean(key, 40).replace("_", " "))
-                if name not in what:
-                    what.append(name)
-    return "; ".join(f"{', '.join(what)}: {reason}" for reason, what in by_reason.items())
+                by_reason.setdefault(clean(reason, 200), {})[name] = None
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
 
 
 # ------------------------------------------------------------------------------------------------ one GPU
@@ -108,7 +98,7 @@ def facts(index: int, track: DeviceTrack, width: int, tall: int, span: int, look
     if isinstance(uuid, str) and width_of(head) + 2 + span_width(clean(uuid, 60)) <= width:
         head.append((f"  {clean(uuid, 60)}", "dim"))
     rows = [head, *_charts(track, width, tall, span, look)]
-    rows += _topics(_all(data), width)
+    rows += _topics(data, width)
     rows += _processes(data, width, look)
     why = reasons([data])
     if why:
@@ -128,119 +118,90 @@ def _charts(track: DeviceTrack, width: int, tall: int, span: int, look: Look) ->
     limit = number_in(data, "power_limit_w")
     top_power = limit or max((p for p in track.power if p is not None), default=0.0)
     charts = [
-        ("util", track.util, 100.0, _unit(number_in(data, "util_pct"), "%")),
-        ("mem", track.mem, 100.0, _unit(track.mem[-1] if track.mem else None, "%")),
-        ("power", track.power, top_power, _unit(number_in(data, "power_w"), "W")),
+        ("util", track.util, 100.0, rounded(number_in(data, "util_pct"), "%")),
+        ("mem", track.mem, 100.0, rounded(track.mem[-1] if track.mem else None, "%")),
+        ("power", track.power, top_power, rounded(number_in(data, "power_w"), "W")),
     ]
     each = (width - 3) // len(charts)
     graph = each - 8
     if graph < 8:
         return []
-    blocks = []
+    rows: list[Row] = [[("   ", "")] for _ in range(tall)]
     for word, values, top, figure in charts:
         dots = graph * (2 if look.glyphs.braille else 1)
         drawn = area(resampled(values, track.second + 1, span, dots), graph, tall, top or 1.0, look.glyphs)
         heads = [word, figure] if tall > 1 else [figure]
-        blocks.append([(heads[i] if i < len(heads) else "", line) for i, line in enumerate(drawn)])
-    return [[("   ", "")] + [span for block in blocks for span in _with_head(*block[row])] for row in range(tall)]
+        for row, head, line in zip(rows, [*heads, *[""] * tall], drawn, strict=False):
+            row += [(right(head, 6) + " ", "dim"), (line, "bar"), (" ", "")]
+    return rows
 
 
-def _with_head(word: str, line: str) -> Row:
-    return [(right(word, 6) + " ", "dim"), (line, "bar"), (" ", "")]
+_TOPICS = {
+    "activity": (("SM", "sm_active_pct", "%"), ("tensor", "tensor_active_pct", "%"), ("dram", "dram_active_pct", "%")),
+    "memory": (
+        ("", "mem_used_bytes", "of all"),
+        ("this run", "mem_run_bytes", "bytes"),
+        ("others", "mem_others_bytes", "bytes"),
+        ("torch", "mem_torch_bytes", "bytes"),
+        ("driver", "mem_reserved_bytes", "bytes"),
+    ),
+    "power": (("", "power_w", "W"), ("limit", "power_limit_w", "W"), ("energy", "energy_j", "kWh")),
+    "heat": (("", "temperature_c", "°C"), ("limit", "temperature_limit_c", "°C"), ("fan", "fan_pct", "%")),
+    "clocks": (
+        ("SM", "sm_clock_mhz", "MHz"),
+        ("memory", "mem_clock_mhz", "MHz"),
+        ("held down by", "throttle", "words"),
+    ),
+    "links": (
+        ("PCIe in", "pcie_rx_bytes_s", "bytes/s"),
+        ("out", "pcie_tx_bytes_s", "bytes/s"),
+        ("NVLink in", "nvlink_rx_bytes_s", "bytes/s"),
+        ("out", "nvlink_tx_bytes_s", "bytes/s"),
+    ),
+    "errors": (
+        ("ECC corrected", "ecc_corrected", "count"),
+        ("uncorrected", "ecc_uncorrected", "errors"),
+        ("retired pages", "retired_pages", "errors"),
+        ("remapped rows", "remapped_rows", "errors"),
+        ("newest XID", "xid", "errors"),
+    ),
+    "modes": (("MIG", "mig", "on"), ("persistence", "persistence", "on")),
+}
+"""Every figure by topic, in a fixed order: its label, its field and its unit or form."""
 
 
-def _unit(value: float | None, unit: str) -> str:
-    return UNKNOWN if value is None else f"{value:.0f} {unit}"
+def _figure(data: Data, key: str, form: str) -> tuple[str, str]:
+    """A figure as text, and its style."""
+    raw, value = data.get(key), number_in(data, key)
+    if form == "words":
+        words = ", ".join(clean(word, 30) for word in raw[:8]) if isinstance(raw, list) else UNKNOWN
+        return words or "nothing", "wait" if words and words != UNKNOWN else ""
+    if form == "on":
+        return "on" if raw is True else "off" if raw is False else UNKNOWN, ""
+    if form == "of all":
+        return memory_of(value, number_in(data, "mem_total_bytes")), ""
+    if form == "bytes":
+        return memory(value), "bold" if key == "mem_run_bytes" else ""
+    if key == "xid" and raw is None and (data.get("absent") or {}).get(key, _NO_XID) == _NO_XID:
+        return "none", ""
+    if value is None:
+        return UNKNOWN, ""
+    if form == "bytes/s":
+        return memory(value) + "/s", ""
+    if form == "kWh":
+        return f"{value / 3.6e6:.2f} kWh", ""
+    if form in ("count", "errors"):
+        return group(int(value)), "bad" if form == "errors" and value > 0 else ""
+    return rounded(value, form), ""
 
 
-def _all(data: Data) -> dict[str, list[tuple[str, str, str]]]:
-    """Label, value and style of every figure by topic, in a fixed order."""
-
-    def of(key: str, unit: str, digits: int = 0) -> str:
-        value = number_in(data, key)
-        return UNKNOWN if value is None else f"{value:.{digits}f} {unit}"
-
-    def held_by(key: str) -> str:
-        return memory(number_in(data, key))
-
-    def speed(key: str) -> str:
-        value = number_in(data, key)
-        return UNKNOWN if value is None else memory(value) + "/s"
-
-    def count(key: str) -> str:
-        value = number_in(data, key)
-        return UNKNOWN if value is None else group(int(value))
-
-    def bad(key: str) -> str:
-        return "bad" if (number_in(data, key) or 0) > 0 else ""
-
-    energy = number_in(data, "energy_j")
-    throttle = data.get("throttle")
-    down = ", ".join(clean(word, 30) for word in throttle[:8]) if isinstance(throttle, list) else UNKNOWN
-    no_xid = data.get("xid") is None and _absent(data).get("xid", _NO_XID) == _NO_XID
-    return {
-        "activity": [
-            ("SM", of("sm_active_pct", "%"), ""),
-            ("tensor", of("tensor_active_pct", "%"), ""),
-            ("dram", of("dram_active_pct", "%"), ""),
-        ],
-        "memory": [
-            ("", memory_of(number_in(data, "mem_used_bytes"), number_in(data, "mem_total_bytes")), ""),
-            ("this run", held_by("mem_run_bytes"), "bold"),
-            ("others", held_by("mem_others_bytes"), ""),
-            ("torch", held_by("mem_torch_bytes"), ""),
-            ("driver", held_by("mem_reserved_bytes"), ""),
-        ],
-        "power": [
-            ("", of("power_w", "W"), ""),
-            ("limit", of("power_limit_w", "W"), ""),
-            ("energy", UNKNOWN if energy is None else f"{energy / 3.6e6:.2f} kWh", ""),
-        ],
-        "heat": [
-            ("", of("temperature_c", "°C"), ""),
-            ("limit", of("temperature_limit_c", "°C"), ""),
-            ("fan", of("fan_pct", "%"), ""),
-        ],
-        "clocks": [
-            ("SM", of("sm_clock_mhz", "MHz"), ""),
-            ("memory", of("mem_clock_mhz", "MHz"), ""),
-            ("held down by", down or "nothing", "wait" if down and down != UNKNOWN else ""),
-        ],
-        "links": [
-            ("PCIe in", speed("pcie_rx_bytes_s"), ""),
-            ("out", speed("pcie_tx_bytes_s"), ""),
-            ("NVLink in", speed("nvlink_rx_bytes_s"), ""),
-            ("out", speed("nvlink_tx_bytes_s"), ""),
-        ],
-        "errors": [
-            ("ECC corrected", count("ecc_corrected"), ""),
-            ("uncorrected", count("ecc_uncorrected"), bad("ecc_uncorrected")),
-            ("retired pages", count("retired_pages"), bad("retired_pages")),
-            ("remapped rows", count("remapped_rows"), bad("remapped_rows")),
-            ("newest XID", "none" if no_xid else count("xid"), bad("xid")),
-        ],
-        "modes": [
-            ("MIG", _on_off(data.get("mig")), ""),
-            ("persistence", _on_off(data.get("persistence")), ""),
-        ],
-    }
-
-
-def _on_off(value: object) -> str:
-    return "on" if value is True else "off" if value is False else UNKNOWN
-
-
-def _absent(data: Data) -> Data:
-    absent = data.get("absent")
-    return absent if isinstance(absent, Mapping) else {}
-
-
-def _topics(found: Mapping[str, Sequence[tuple[str, str, str]]], width: int) -> list[Row]:
+def _topics(data: Data, width: int) -> list[Row]:
     """One row or more per topic; the values have fixed widths, so that they do not move."""
     rows: list[Row] = []
-    for topic, items in found.items():
+    for topic, items in _TOPICS.items():
         row: Row = [("   " + topic.ljust(10), "dim")]
-        for word, value, style in items:
+        for word, key, form in items:
+            value, style = _figure(data, key, form)
             room = 15 if topic == "memory" and not word else 9 if "/s" not in value else 11
             shown = value if span_width(value) > room else right(value, room)
             piece: Row = [(word + " " if word else "", "dim"), (shown, style)]
@@ -257,26 +218,19 @@ def _processes(data: Data, width: int, look: Look) -> list[Row]:
     listed = data.get("processes")
     if not isinstance(listed, list):
         return []
-    count = number_in(data, "process_count")
-    total = int(count) if count is not None else len(listed)
-    rows: list[Row] = []
-    text: Row = [("   processes ", "dim")]
+    left = int(number_in(data, "process_count") or len(listed))
+    row: Row = [("   processes ", "dim")]
     for one in listed[:16]:
-        if not isinstance(one, Mapping):
-            continue
-        pid, held = number_in(one, "pid"), number_in(one, "mem_bytes")
-        whose = one.get("of_run") is True
-        piece: Row = [
-            (f"{UNKNOWN if pid is None else int(pid)} ", "bold" if whose else ""),
-            (memory(held) + (" this run" if whose else "") + "   ", "" if whose else "dim"),
-        ]
-        if width_of(text) + width_of(piece) > width:
+        ours = one["of_run"] is True
+        held = memory(number_in(one, "mem_bytes"))
+        piece: Row = [(f"{one['pid']} ", "bold" if ours else ""), (held, "" if ours else "dim")]
+        piece.append((" this run   ", "") if ours else ("   ", "dim"))
+        if width_of(row) + width_of(piece) > width:
             break
-        text += piece
-        total -= 1
-    if total > 0 and len(text) > 1:
-        text.append((f"{total} more{look.glyphs.more}", "dim"))
-    elif len(text) == 1:
-        text.append(("none", ""))
-    rows.append(text)
-    return rows
+        row += piece
+        left -= 1
+    if len(row) == 1:
+        row.append(("none", ""))
+    elif left > 0:
+        row.append((f"{left} more{look.glyphs.more}", "dim"))
+    return [row]

@@ -14,7 +14,7 @@ from textual.screen import ModalScreen
 from dpmon.cleaning import clean, harmless
 from dpmon.text.cells import cut, span_width
 from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, box, width_of
+from dpmon.ui.rows import Row, box
 from dpmon.ui.view import PanelView
 
 LINE_MOST = 4000
@@ -242,10 +242,50 @@ class Pages(Dialog):
             self.settle(None)
 
 
-class LineDialog(Dialog):
-    """One line to type; returns it, or None."""
+class _Typing(Dialog):
+    """A dialog with a line to type; esc gives up."""
 
     picture_keys = ("ctrl+s",)
+    typed = ""
+    hidden = False
+    """Whether the line shows stars instead of the text."""
+
+    def line(self, width: int) -> Row:
+        """The end of the typed line, with a cursor."""
+        shown = self.typed[-width:]
+        shown = "*" * len(shown) if self.hidden else shown
+        while shown and span_width(shown) > width - 3:
+            shown = shown[1:]
+        return [("> ", "key"), (shown, ""), ("_" if self.look.glyphs.ascii else "▏", "key")]
+
+    def add(self, text: str) -> None:
+        """Add typed text, up to the limit."""
+        whole = (self.typed + harmless(text)).encode()
+        self.typed = whole[:LINE_MOST].decode("utf-8", "ignore")
+        self.draw()
+
+    def pressed(self, event: events.Key) -> None:
+        """Edit, or give up."""
+        if event.key in ("escape", "ctrl+c"):
+            self.settle(None)
+        elif event.key in ("backspace", "ctrl+h"):
+            self.typed = self.typed[:-1]
+            self.draw()
+        elif event.key == "ctrl+u":
+            self.typed = ""
+            self.draw()
+        elif event.is_printable and event.character:
+            self.add(event.character)
+
+    def on_paste(self, event: events.Paste) -> None:
+        """Take the first line of pasted text."""
+        event.stop()
+        if not self.answered:
+            self.add((event.text.splitlines() or [""])[0])
+
+
+class LineDialog(_Typing):
+    """One line to type; returns it, or None."""
 
     def __init__(
         self, title: str, note: str, look: Look, typed: str = "", hidden: bool = False, over_note: str | None = None
@@ -269,54 +309,26 @@ class LineDialog(Dialog):
             self.draw()
             self.app.post_message(self.Changed())
 
-    def add(self, text: str) -> None:
-        """Add typed text, up to the limit."""
-        whole = (self.typed + harmless(text)).encode()
-        self.typed = whole[:LINE_MOST].decode("utf-8", "ignore")
-        self.draw()
-
     def content(self, width: int, height: int) -> list[Row]:
-        """The end of the typed line, and what enter will do."""
-        shown = self.typed[-width:]
-        shown = "*" * len(shown) if self.hidden else shown
-        while shown and width_of([(shown, "")]) > width - 3:
-            shown = shown[1:]
-        cursor = "_" if self.look.glyphs.ascii else "▏"
-        return [[("> ", "key"), (shown, ""), (cursor, "key")], [], [(cut(self.note, width), "dim")]]
+        """The typed line, and what enter will do."""
+        return [self.line(width), [], [(cut(self.note, width), "dim")]]
 
     def pressed(self, event: events.Key) -> None:
-        """Edit, send, or give up."""
+        """Send, edit, or give up."""
         if event.key == "enter":
             self.settle(self.typed if self.open else None)
-        elif event.key in ("escape", "ctrl+c"):
-            self.settle(None)
-        elif event.key in ("backspace", "ctrl+h"):
-            self.typed = self.typed[:-1]
-            self.draw()
-        elif event.key == "ctrl+u":
-            self.typed = ""
-            self.draw()
-        elif event.is_printable and event.character:
-            self.add(event.character)
-
-    def on_paste(self, event: events.Paste) -> None:
-        """Take the first line of pasted text."""
-        event.stop()
-        if not self.answered:
-            self.add((event.text.splitlines() or [""])[0])
+        else:
+            super().pressed(event)
 
 
-class Commands(Dialog):
+class Commands(_Typing):
     """A list to choose from, filtered by typing; returns the chosen action, or None."""
-
-    picture_keys = ("ctrl+s",)
 
     def __init__(self, possible: Callable[[], Sequence[tuple[str, str, str]]], look: Look) -> None:
         """`possible` returns the commands that can run now: key, sentence, action."""
         super().__init__("What can be done now", look)
         self.possible = possible
         self.commands = possible()
-        self.typed = ""
         self.at = 0
         self.pinned = 1
 
@@ -351,8 +363,7 @@ class Commands(Dialog):
         """The typed text, then the commands with the chosen one marked; the box keeps its height during typing."""
         found = self.matching()
         self.at = max(min(self.at, len(found) - 1), 0)
-        cursor = "_" if self.look.glyphs.ascii else "▏"
-        rows: list[Row] = [[("> ", "key"), (self.typed, ""), (cursor, "key")]]
+        rows: list[Row] = [self.line(width)]
         room = max(height - 1, 1)
         self.top = max(self.at - room + 1, 0)
         for index, (key, text, _) in enumerate(found):
@@ -369,15 +380,13 @@ class Commands(Dialog):
         if event.key == "enter":
             found = self.matching()
             self.settle(found[self.at][2] if found else None)
-        elif event.key in ("escape", "ctrl+c"):
-            self.settle(None)
         elif event.key in moves:
             self.at = max(self.at + moves[event.key], 0)
             self.draw()
-        elif event.key in ("backspace", "ctrl+h"):
-            self.typed = self.typed[:-1]
-            self.draw()
-        elif event.is_printable and event.character:
-            self.typed = (self.typed + harmless(event.character))[:40]
-            self.at = 0
-            self.draw()
+        else:
+            super().pressed(event)
+
+    def add(self, text: str) -> None:
+        """Filter by more text; the first match is chosen."""
+        self.at = 0
+        super().add(text)

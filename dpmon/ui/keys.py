@@ -9,29 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from dpmon.text.quantities import range_words
 from dpmon.ui.layout import Slot
 from dpmon.ui.panels import panel_communication, panel_ranks
 from dpmon.ui.panels.panel_replicas import choices
 from dpmon.ui.scene import NAMES, PANELS, RANGES, RANK_NAMES, Scene, View
-
-__all__ = [
-    "ACTIONS",
-    "ANYWHERE",
-    "COMMANDS",
-    "PERIODS",
-    "PLAYED",
-    "PLAYED_ACTIONS",
-    "KeyCommand",
-    "neighbour",
-    "next_panel",
-    "other_period",
-    "other_range",
-    "possible",
-    "range_words",
-    "to_panel",
-    "zoomed",
-]
 
 FAR = 1_000_000_000
 PERIODS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -279,19 +260,20 @@ def neighbour(view: View, slots: Mapping[str, Slot], way: str) -> View:
     here = slots.get(view.focus)
     if here is None:
         return view
+    across = ("up", "down") if way in ("left", "right") else ("left", "right")
     found: list[tuple[int, int, str]] = []
-    for name in PANELS:
+    for index, name in enumerate(PANELS):
         slot = slots.get(name)
         if slot is None or name == view.focus:
             continue
-        if way in ("left", "right"):
-            gap = here.x - (slot.x + slot.width) if way == "left" else slot.x - (here.x + here.width)
-            aside = max(slot.y - (here.y + here.height), here.y - (slot.y + slot.height)) + 1
-        else:
-            gap = here.y - (slot.y + slot.height) if way == "up" else slot.y - (here.y + here.height)
-            aside = max(slot.x - (here.x + here.width), here.x - (slot.x + slot.width)) + 1
-        if gap >= 0 and aside <= 0:
-            found.append((gap, PANELS.index(name), name))
+        beyond = {
+            "left": here.x - (slot.x + slot.width),
+            "right": slot.x - (here.x + here.width),
+            "up": here.y - (slot.y + slot.height),
+            "down": slot.y - (here.y + here.height),
+        }
+        if beyond[way] >= 0 and all(beyond[side] < 0 for side in across):
+            found.append((beyond[way], index, name))
     return replace(view, focus=min(found)[2]) if found else view
 
 
@@ -308,8 +290,6 @@ def other_range(view: View, by: int) -> View:
 
 def other_period(period: float, by: int) -> float:
     """The next longer (or shorter) time between pictures, in seconds."""
-    longer = [each for each in PERIODS if each > period * 1.001]
-    shorter = [each for each in PERIODS if each < period * 0.999]
     if by > 0:
-        return longer[0] if longer else period
-    return shorter[-1] if shorter else period
+        return next((each for each in PERIODS if each > period * 1.001), period)
+    return next((each for each in reversed(PERIODS) if each < period * 0.999), period)

@@ -12,7 +12,7 @@ from textual import events
 from dpmon.cleaning import clean
 from dpmon.run.reader import NO_TRAINING
 from dpmon.text.cells import wrapped
-from dpmon.text.quantities import clock
+from dpmon.text.quantities import clock, range_words
 from dpmon.ui import jobs, keys
 from dpmon.ui.dialogs import Choice, Commands, Dialog, LineDialog, Pages, key_name
 from dpmon.ui.footer import key_at
@@ -22,7 +22,6 @@ from dpmon.ui.picture import svg
 from dpmon.ui.rows import Row
 from dpmon.ui.scene import PANELS, View
 from dpmon.ui.stopping import Stopping
-from dpmon.ui.view import PanelView
 
 _FORMS = [
     ("j", "jsonl", "JSON, one object a line: every record"),
@@ -52,35 +51,53 @@ class Monitor(Stopping):
 
     # ------------------------------------------------------------------------------------------ moving
 
-    def on_panel_view_picked(self, event: PanelView.Picked) -> None:
-        """A click goes to a panel, or presses the key in the footer; a double click also presses enter on the panel."""
-        if event.panel in PANELS and event.nth == 1:
-            self._clicked = replace(self.view, focus=event.panel)
-            self.action_panel(event.panel)
-        elif event.panel in PANELS:
+    async def on_click(self, event: events.Click) -> None:
+        """Tell `clicked` the panel under the mouse."""
+        await self.clicked(*self._under(event), event.chain)
+
+    async def clicked(self, panel: str, x: int, nth: int) -> None:
+        """Go to the clicked panel, or press the key at column `x` of the footer; at the second click, zoom as enter."""
+        if panel == "footer":
+            await self._press(key_at(self.panel_rows("footer")[0], x) or "")
+        elif self._dialog_open or panel not in PANELS:
+            return
+        elif nth == 1:
+            self._clicked = replace(self.view, focus=panel)
+            self.action_panel(panel)
+        else:
             # Use the view before the first click, which may have moved everything under the mouse.
             self._see(replace(self.view, focus=self._clicked.focus, zoom=keys.zoomed(self._clicked).zoom))
-        elif event.panel == "footer":
-            self.call_next(self._do_key, key_at(self.panel_rows("footer")[0], event.x))
 
-    def on_click(self, event: events.Click) -> None:
-        """At a click on a key in the footer, press that key in the open dialog."""
-        slot, screen = self.slots.get("footer"), self.screen
-        if slot is not None and isinstance(screen, Dialog) and event.screen_y == slot.y:
-            screen.press(key_at(self.panel_rows("footer")[0], event.screen_x - slot.x) or "")
-
-    async def _do_key(self, key: str | None) -> None:
+    async def _press(self, key: str) -> None:
+        """Act as if a key of the footer was pressed."""
+        if isinstance(self.screen, Dialog):
+            self.screen.press(key)
+            return
         scene = self.scene()
-        action = next(
-            (command.action for command in keys.COMMANDS if command.key == key and command.footer_word(scene)), ""
-        )
-        if action and not self._dialog_open:
+        action = next((one.action for one in keys.COMMANDS if one.key == key and one.footer_word(scene)), "")
+        if action:
             await self.run_action(action)
 
-    def on_panel_view_wheel(self, event: PanelView.Wheel) -> None:
-        """Scroll the panel under the mouse."""
-        if event.panel in PANELS:
-            self._scroll(event.panel, event.by)
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        """Scroll the panel under the mouse towards its beginning."""
+        self._wheel(event, -3)
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        """Scroll the panel under the mouse towards its end."""
+        self._wheel(event, 3)
+
+    def _wheel(self, event: events.MouseEvent, by: int) -> None:
+        panel, _ = self._under(event)
+        if panel in PANELS and not self._dialog_open:
+            self._scroll(panel, by)
+
+    def _under(self, event: events.MouseEvent) -> tuple[str, int]:
+        """The panel under the mouse, and the column in it."""
+        for name, slot in self.slots.items():
+            x, y = event.screen_x - slot.x, event.screen_y - slot.y
+            if 0 <= x < slot.width and 0 <= y < slot.height:
+                return name, x
+        return "", 0
 
     def action_panel(self, name: str) -> None:
         """Go to a panel, or zoom it."""
@@ -204,7 +221,7 @@ class Monitor(Stopping):
         """Choose a longer or shorter time range."""
         view = keys.other_range(self.view, by)
         self.view = view
-        self._say(f"time range: {keys.range_words(view.span_s)}")
+        self._say(f"time range: {range_words(view.span_s)}")
 
     def action_refresh(self, by: int) -> None:
         """Draw more or less often."""

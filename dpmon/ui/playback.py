@@ -22,7 +22,6 @@ from dpmon.ui.keys import PLAYED_ACTIONS
 from dpmon.ui.look import Look
 from dpmon.ui.monitor import Monitor
 from dpmon.ui.scene import SECOND, Playing, Scene, View
-from dpmon.ui.view import PanelView
 
 SPEEDS = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 100.0)
 
@@ -202,17 +201,12 @@ class Playback(Monitor):
             self.feed.tick()
             self.draw()
 
-    def on_panel_view_picked(self, event: PanelView.Picked) -> None:
+    async def clicked(self, panel: str, x: int, nth: int) -> None:
         """A click on the time line sets the clock; other clicks work as usual."""
-        player = self._player
-        if event.panel != "timeline":
-            super().on_panel_view_picked(event)
-            return
-        event.prevent_default()
-        if player is not None:
-            fraction = position_at(self.panel_rows("timeline")[0], event.x)
-            if fraction is not None:
-                self.action_seek_to(fraction)
+        if panel != "timeline":
+            await super().clicked(panel, x, nth)
+        elif (fraction := position_at(self.panel_rows("timeline")[0], x)) is not None:
+            self.action_seek_to(fraction)
 
     def action_play(self) -> None:
         """Play, or stop; at the end, start again."""

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 from dpmon.text.cells import cropped as cropped_text
-from dpmon.text.cells import span_width
+from dpmon.text.cells import right, span_width, wrapped
 from dpmon.ui.look import Glyphs
 
 Span = tuple[str, str]
@@ -81,6 +82,40 @@ def columns(left: Sequence[Span], right_part: Sequence[Span], width: int, more: 
     if tail >= width:
         return fit(right_part, width, more)
     return [*fit(left, width - tail, more), *right_part]
+
+
+class TableColumn(NamedTuple):
+    """A column of a table: its head, its width in cells, and for each row a text or cells as wide as the column."""
+
+    head: str
+    width: int
+    cells: Sequence[str | Row]
+    style: str = ""
+    left: bool = False
+    """Whether texts stand at the left, cut and marked where they are too long."""
+    gap: int = 0
+    """Blanks after the column."""
+
+
+def table_rows(columns: Sequence[TableColumn], more: str) -> list[Row]:
+    """The row of heads, then the rows of the table."""
+    rows: list[Row] = [[]]
+    for head, width, cells, style, left, gap in columns:
+        rows[0].append(((head.ljust(width) if left else right(head, width)) + " " * gap, "dim"))
+        rows += [[] for _ in range(len(cells) + 1 - len(rows))]
+        for row, cell in zip(rows[1:], cells, strict=True):
+            if not isinstance(cell, str):
+                row += cell
+            elif left:
+                row += [*fit([(cell, style)], width, more), (" " * gap, "")]
+            else:
+                row.append((right(cell, width) + " " * gap, style))
+    return rows
+
+
+def lines(text: str, width: int, style: str = "dim", most: int | None = None, more: str = "…") -> list[Row]:
+    """`text` in rows of at most `width` cells, broken between words; at most `most` rows."""
+    return [[(line, style)] for line in wrapped(text, width, most, more)]
 
 
 def box(

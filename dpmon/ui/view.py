@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from rich.control import Control
 from rich.segment import Segment
 from rich.style import Style
-from textual import events
 from textual.geometry import Region
-from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
@@ -23,26 +21,8 @@ class PanelView(Widget):
 
     DEFAULT_CSS = "PanelView { position: absolute; padding: 0; margin: 0; }"
 
-    class Picked(Message):
-        """A click on column `x` of a panel; `nth` counts fast clicks in one place."""
-
-        def __init__(self, panel: str, x: int, nth: int = 1) -> None:
-            super().__init__()
-            self.panel = panel
-            self.x = x
-            self.nth = nth
-
-    class Wheel(Message):
-        """A turn of the wheel over a panel; `by`: rows to scroll down."""
-
-        def __init__(self, panel: str, by: int) -> None:
-            super().__init__()
-            self.panel = panel
-            self.by = by
-
     def __init__(self, panel: str, look: Look) -> None:
         super().__init__(id=panel)
-        self.panel = panel
         self.look = look
         self._rows: list[Row] = []
         self._strips: dict[int, Strip] = {}
@@ -118,18 +98,6 @@ class PanelView(Widget):
     @property
     def _blank(self) -> Style:
         return self.look.style("")
-
-    def on_click(self, event: events.Click) -> None:
-        """Report a click on the panel."""
-        self.post_message(self.Picked(self.panel, event.x, event.chain))
-
-    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        """Report a turn of the wheel towards the beginning."""
-        self.post_message(self.Wheel(self.panel, -3))
-
-    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        """Report a turn of the wheel towards the end."""
-        self.post_message(self.Wheel(self.panel, 3))
 
 
 def changed_cells(before: Row, after: Row) -> tuple[int, Row]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import lru_cache
 
 from dpmon.cleaning import clean
 from dpmon.model.state import Process
@@ -223,15 +222,7 @@ def main_row(pieces: Sequence[Piece], width: int, top: float, look: Look, until:
 
     Uncovered time before `until`, the step's end, is dotted.
     """
-    if top <= 0 or width <= 0:
-        return [(" " * max(width, 0), "")]
-    return list(_main_row(tuple(pieces), width, top, until, look.colour, look.glyphs))
-
-
-@lru_cache(maxsize=64)
-def _main_row(
-    pieces: tuple[Piece, ...], width: int, top: float, until: int, colour: bool, glyphs: Glyphs
-) -> tuple[Span, ...]:
+    colour, glyphs = look.colour, look.glyphs
     scale = width / top
     blocks = colour and not glyphs.ascii
     cells: list[Span] = []
@@ -248,13 +239,11 @@ def _main_row(
     dot = "." if glyphs.ascii else glyphs.middot  # a dash would look like part of a phase's name
     cells[:end] = [(dot, "dim") if cell[0] == " " else cell for cell in cells[:end]]
     _name(cells, blocks, colour)
-    return tuple(merged(cells))
+    return merged(cells)
 
 
 def lane_row(pieces: Sequence[Piece], width: int, top: float, look: Look) -> Row:
     """Pieces on `width` cells that stand for `top` ns, as lines that end on half cells: blocks would run together."""
-    if top <= 0 or width <= 0:
-        return [(" " * max(width, 0), "")]
     halves = [False] * (2 * width)
     scale = 2 * width / top
     for piece in pieces:

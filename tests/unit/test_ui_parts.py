@@ -13,7 +13,7 @@ from synthetic import Training
 from dpmon.model.step_timeline import Piece
 from dpmon.text.cells import cut
 from dpmon.text.palettes import FEW, PALETTES, Palette
-from dpmon.ui.chart import area, bar, ceiling, parts_bar, range_bar, resampled, spark
+from dpmon.ui.chart import area, ceiling, filled_bar, range_bar, resampled, spark
 from dpmon.ui.dialogs import LineDialog
 from dpmon.ui.footer import footer, key_at, keys
 from dpmon.ui.help import help_rows
@@ -91,10 +91,10 @@ def test_a_frame_says_what_it_left_out() -> None:
 
 
 def test_bars_and_lines() -> None:
-    assert plain(bar(0.5, 8, UNICODE)) == "━━━━────"
-    assert plain(bar(0.001, 8, UNICODE)) == "━───────", "something is never nothing"
-    assert plain(bar(0.0, 8, UNICODE)) == "────────"
-    assert plain(bar(None, 4, UNICODE)) == "····"
+    assert plain(filled_bar((0.5,), 8, UNICODE)) == "━━━━────"
+    assert plain(filled_bar((0.001,), 8, UNICODE)) == "━───────", "something is never nothing"
+    assert plain(filled_bar((0.0,), 8, UNICODE)) == "────────"
+    assert plain(filled_bar(None, 4, UNICODE)) == "····"
     assert spark([0, 50, 100, None], 6, UNICODE) == "   ▄█·"
     assert spark([0, 1, 100], 3, ASCII) == " .@"
     assert range_bar(1, 2, 4, 4, 9, UNICODE) == "  ├─┼───┤"
@@ -293,10 +293,10 @@ def test_means_of_a_history_stay_the_same_while_it_grows() -> None:
 
 
 def test_a_bar_of_parts() -> None:
-    assert plain(parts_bar((0.5, 0.25), 8, UNICODE)) == "━━━━╍╍──"
-    assert plain(parts_bar((0.001, 0.001), 8, ASCII)) == "=~......"
-    assert plain(parts_bar((0.9, 0.9), 8, UNICODE)) == "━━━━━━━╍"
-    assert width_of(parts_bar((0.0, 0.0), 5, UNICODE)) == 5
+    assert plain(filled_bar((0.5, 0.25), 8, UNICODE)) == "━━━━╍╍──"
+    assert plain(filled_bar((0.001, 0.001), 8, ASCII)) == "=~......"
+    assert plain(filled_bar((0.9, 0.9), 8, UNICODE)) == "━━━━━━━╍"
+    assert width_of(filled_bar((0.0, 0.0), 5, UNICODE)) == 5
 
 
 def test_a_hidden_line_is_typed_without_echo() -> None:

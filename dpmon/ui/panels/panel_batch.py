@@ -15,11 +15,11 @@ from dpmon.record.kinds import MAX_SPANS, Call
 from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import phase_shown
 from dpmon.store.figures import Figures, PhaseFigures
-from dpmon.text.cells import cut, right, wrapped
+from dpmon.text.cells import cut, right
 from dpmon.text.quantities import clock, duration, group, percent, quantity_words, rate_words, span_words
 from dpmon.ui.chart import scale_top, stacked
 from dpmon.ui.look import LETTERS, Look, letter_in
-from dpmon.ui.rows import Row, width_of
+from dpmon.ui.rows import Row, lines, width_of
 from dpmon.ui.scene import NAMES, SECOND, Scene, mode_words
 from dpmon.ui.waterfall import REST, waterfall
 
@@ -91,9 +91,7 @@ def batch(scene: Scene, width: int, height: int, look: Look, numbers: Figures) -
     remarks = notes(scene, process, numbers, timeline, width, most, look)
     height -= len(remarks)
     columns = _with_column(process, numbers)
-    table = _table(columns, numbers, width, look, with_median=height >= 3, with_tail=height >= _TALL - 1)
-    if any(phase.device_count for phase in numbers.parts) and height >= 6 and _widths(width, 0)[0]:
-        table.insert(3, _devices(columns, width))
+    table = _table(columns, numbers, width, look, height)
     if numbers.counted and height >= _TALL:
         texts = (quantity_words(*each, numbers.steps) for each in numbers.counted)
         table.append([(cut(f" {look.glyphs.middot} ".join(texts), width, look.glyphs.more), "")])
@@ -153,9 +151,7 @@ def _with_column(process: Process, numbers: Figures) -> list[PhaseFigures]:
     return [phase for phase in numbers.parts if phase.ran or usual(process, phase.name)]
 
 
-def _table(
-    columns: Sequence[PhaseFigures], numbers: Figures, width: int, look: Look, *, with_median: bool, with_tail: bool
-) -> list[Row]:
+def _table(columns: Sequence[PhaseFigures], numbers: Figures, width: int, look: Look, height: int) -> list[Row]:
     label, cell = _widths(width, len(columns))
     whole = _has_step(width, len(columns))
     rest = any(phase.ran for phase in columns if phase_shown(phase.name).of_call)
@@ -164,40 +160,32 @@ def _table(
         name = _name(phase, cell, look, rest=rest)
         return [(" " * (cell - width_of(name)), ""), *name]
 
-    def line(word: str, last: str, value: dict[str, str], style: str) -> Row:
+    def time(ns: float | None) -> str:
+        return duration(ns) if cell > 8 else duration(ns, "")
+
+    def line(word: str, last: str, values: Sequence[str], style: str) -> Row:
         row: Row = [(word.ljust(label)[:label], "dim")]
-        for phase in columns:
-            row.append((right(value[phase.name], cell), style if phase.ran else "dim"))
+        for phase, value in zip(columns, values, strict=True):
+            row.append((right(value, cell), style if phase.ran else "dim"))
         if whole:
             row.append((right(last, cell), style))
         return row
-
-    def each(show: str) -> dict[str, str]:
-        return {p.name: _value(p, show, cell) for p in columns}
 
     header: Row = [(" " * label, "")]
     for phase in columns:
         header += head(phase.name)
     if whole:
         header.append((right("step", cell), "dim"))
-    rows = [header, line("share", "", each("share"), "bold")]
-    if with_median:
-        rows.append(line("median", _time(numbers.median_ns, cell), each("median"), ""))
-    if with_tail:
-        rows.append(line("p95", _time(numbers.p95_ns, cell), each("p95"), "dim"))
+    shares = [percent(phase.share) if cell > 5 else percent(phase.share).replace(" ", "") for phase in columns]
+    rows = [header, line("share", "", shares, "bold")]
+    if height >= 3:
+        rows.append(line("median", time(numbers.median_ns), [time(phase.median_ns) for phase in columns], ""))
+    if label and height >= 6 and any(phase.device_count for phase in numbers.parts):
+        # On the slowest device; of data, on the device that waits least. Medians over the steps with known times.
+        rows.append(line("device", "", [time(phase.device_ns) for phase in columns], ""))
+    if height >= _TALL - 1:
+        rows.append(line("p95", time(numbers.p95_ns), [time(phase.p95_ns) for phase in columns], "dim"))
     return rows
-
-
-def _devices(columns: Sequence[PhaseFigures], width: int) -> Row:
-    """The time of each phase on the slowest device, and of data on the device that waits least.
-
-    Medians over the steps with known device times.
-    """
-    label, cell = _widths(width, len(columns))
-    row: Row = [("device"[:label].ljust(label), "dim")]
-    for phase in columns:
-        row.append((right(_time(phase.device_ns, cell), cell), "" if phase.ran else "dim"))
-    return [*row, (" " * cell, "")] if _has_step(width, len(columns)) else row
 
 
 def _widths(width: int, columns: int) -> tuple[int, int]:
@@ -210,16 +198,6 @@ def _has_step(width: int, columns: int) -> bool:
     """Whether the step has a column. If it does not fit, its times are in the title."""
     label = 6 if width >= 70 else 0
     return (width - label) // (columns + 1) >= 7 or (width - label) // columns < 7
-
-
-def _time(ns: float | None, cell: int) -> str:
-    return duration(ns) if cell > 8 else duration(ns, "")
-
-
-def _value(phase: PhaseFigures, show: str, cell: int) -> str:
-    if show == "share":
-        return percent(phase.share) if cell > 5 else percent(phase.share).replace(" ", "")
-    return _time(phase.median_ns if show == "median" else phase.p95_ns, cell)
 
 
 def _history(scene: Scene, process: Process, width: int, height: int, look: Look) -> list[Row]:
@@ -292,7 +270,7 @@ def notes(
     if not texts or not most:
         return []
     text = f" {look.glyphs.middot} ".join(texts)
-    return [[(line, "dim")] for line in wrapped(text, width, most, look.glyphs.more)]
+    return lines(text, width, most=most, more=look.glyphs.more)
 
 
 def _between(numbers: Figures) -> list[str]:

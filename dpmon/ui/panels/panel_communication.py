@@ -9,7 +9,7 @@ from dpmon.text.cells import right, wrapped
 from dpmon.text.quantities import duration, percent
 from dpmon.ui.look import Look
 from dpmon.ui.panels import panel_ranks
-from dpmon.ui.rows import Row
+from dpmon.ui.rows import Row, lines
 from dpmon.ui.scene import RANK_NAMES, Scene
 
 _LABEL = 9
@@ -38,7 +38,7 @@ def communication(scene: Scene, width: int, height: int, look: Look) -> list[Row
     """The panel's rows, inside its frame: figures, facts, and below them what to try."""
     found = scene.state.communication
     if found is None:
-        return [[(line, "dim")] for line in wrapped(scene.empty_reason(_NOTHING, _NOTHING), width)]
+        return lines(scene.empty_reason(_NOTHING, _NOTHING), width)
     zoomed = scene.view.zoom == "compare"
     above = _facts(found, width, look)
     room = max(height - len(above), 2)
@@ -66,12 +66,12 @@ def _advice(found: Communication, width: int, most: int | None, look: Look) -> l
     for finding in sorted(between_ranks(found), key=lambda one: -one.weight):
         # The first rows of the screen and panel 2 name the straggler.
         text = "" if finding.kind == "straggler" else clean(finding.text, 400)
-        own: list[Row] = [[(line, "wait")] for line in wrapped(text, width)] if text else []
-        own += [[(line, "")] for line in wrapped(f"try: {clean(finding.advice, 400)}", width)]
+        own: list[Row] = lines(text, width, "wait") if text else []
+        own += lines(f"try: {clean(finding.advice, 400)}", width, "")
         if most is not None and len(rows) + len(own) > most:
             if not rows:
                 text = f"try: {clean(finding.advice, 400)}"
-                rows += [[(line, "")] for line in wrapped(text, width, most, look.glyphs.more)]
+                rows += lines(text, width, "", most, look.glyphs.more)
             break
         rows += own
     return rows

@@ -15,7 +15,7 @@ from dpmon.text.cells import cut, right, wrapped
 from dpmon.text.quantities import UNKNOWN, compact, count_of, duration, group, memory, percent, times
 from dpmon.ui.chart import ceiling
 from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, width_of
+from dpmon.ui.rows import Row, lines, width_of
 from dpmon.ui.scene import NAMES, Scene
 from dpmon.ui.waterfall import main_row
 
@@ -225,9 +225,9 @@ def _notes(scene: Scene, found: Comparison, width: int, look: Look) -> list[Row]
     refused = _refused(scene)
     if refused:
         most = None if scene.view.zoom == "compare" else _REFUSED_ROWS
-        rows += [[(line, "wait")] for line in wrapped(refused, width, most, look.glyphs.more)]
+        rows += lines(refused, width, "wait", most, look.glyphs.more)
     if text is not None:
-        rows += [[(line, "bold")] for line in wrapped(text, width)]
+        rows += lines(text, width, "bold")
     elif len(found.sides) == 1 and refused:
         pass  # the refusal already explains why the other mode was not seen
     elif len(found.sides) == 1 and scene.can_toggle and not scene.over:
@@ -237,13 +237,13 @@ def _notes(scene: Scene, found: Comparison, width: int, look: Look) -> list[Row]
     elif len(found.sides) == 1:
         (other,) = (mode for mode in _MODES if mode not in found.sides)
         text = f"{other} was not seen" + (" until then" if scene.playing else "")
-        rows += [[(line, "dim")] for line in wrapped(text, width)]
+        rows += lines(text, width)
     elif found.missing:
-        rows += [[(line, "wait")] for line in wrapped(found.missing, width)]
+        rows += lines(found.missing, width, "wait")
     if len(found.sides) == 2:
         if found.virtual:
             short = scene.view.zoom != "compare" and len(_VIRTUAL) > width
-            rows += [[(line, "dim")] for line in wrapped(_VIRTUAL_SHORT if short else _VIRTUAL, width)]
+            rows += lines(_VIRTUAL_SHORT if short else _VIRTUAL, width)
         omitted = "; ".join([*_no_memory(found), *_left_out(found)])
         text = _coverage(found) if scene.view.zoom == "compare" else omitted
         rows += [[(line, "dim")] for line in wrapped(text, width) if line]

@@ -16,8 +16,8 @@ from dpmon.model.state import DeviceTrack
 from dpmon.record.plainjson import number_in
 from dpmon.text.cells import cut, right, span_width, wrapped
 from dpmon.text.quantities import UNKNOWN, memory, memory_of
-from dpmon.ui.chart import area, bar, parts_bar, resampled, spark
-from dpmon.ui.device_facts import device_name, facts, label, mine, reasons
+from dpmon.ui.chart import area, filled_bar, resampled, spark
+from dpmon.ui.device_facts import device_name, facts, label, mine, reasons, rounded
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, fit, width_of
 from dpmon.ui.scene import NAMES, Scene
@@ -71,7 +71,7 @@ def title(scene: Scene, look: Look) -> tuple[Row, Row]:
     cpu = number_in(scene.state.host.data, "cpu_pct")
     return [(NAMES["devices"], "title"), (f"{dot}host", "")], [
         ("cpu ", "dim"),
-        (right(UNKNOWN if cpu is None else f"{cpu:.0f} %", 5), ""),
+        (right(rounded(cpu, "%"), 5), ""),
     ]
 
 
@@ -90,7 +90,7 @@ def devices(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     tracks = _tracks(scene)
     if not tracks:
         return [*host(scene, width, height, look), *_memory_rows(scene, width, with_reasons=False)]
-    remarks = _below([track for _, track in tracks], width, look)
+    remarks = _below(tracks, width, look)
     held_rows = _memory_rows(scene, width)
     room = height - len(remarks)
     each = next((each for each in (3, 2) if each * len(tracks) <= room - len(held_rows)), 0)
@@ -197,7 +197,7 @@ class _DeviceTable:
             row += fit([(device_name(data), "" if ours else "dim")], self.name + 1, self.look.glyphs.more)
         row += [
             (self._history(track.util, track.second + 1), "bar" if ours else "dim"),
-            (right(UNKNOWN if util is None else f"{util:.0f} %", 6), "bold" if ours else "dim"),
+            (right(rounded(util, "%"), 6), "bold" if ours else "dim"),
             ("  ", ""),
         ]
         if self.bar:
@@ -216,7 +216,7 @@ class _DeviceTable:
         row: Row = [
             (("memory" if lead >= 7 else "mem").ljust(lead), "dim"),
             (self._history(track.mem, track.second + 1), "bar" if not ours else "dim"),
-            (right(UNKNOWN if share is None else f"{share:.0f} %", 6), ours),
+            (right(rounded(share, "%"), 6), ours),
         ]
         figures = _figures(data, ours, (11, 7, 9), limited=True)
         return [*row, *figures] if width_of(row) + width_of(figures) <= self.width else [*row, *figures[:2]]
@@ -241,11 +241,11 @@ def _memory_bar(data: Mapping[str, Any], width: int, look: Look) -> Row:
     """The memory in use: a full line for this run, a broken one for others; all full if the holders are unknown."""
     used, total, ours = (number_in(data, key) for key in ("mem_used_bytes", "mem_total_bytes", "mem_run_bytes"))
     if used is None or not total:
-        return bar(None, width, look.glyphs)
+        return filled_bar(None, width, look.glyphs)
     if ours is None and mine(data):
-        return bar(used / total, width, look.glyphs)
+        return filled_bar((used / total,), width, look.glyphs)
     own = min(ours or 0.0, used)
-    return parts_bar((own / total, (used - own) / total), width, look.glyphs)
+    return filled_bar((own / total, (used - own) / total), width, look.glyphs)
 
 
 def _figures(data: Mapping[str, Any], style: str, widths: tuple[int, int, int], *, limited: bool = False) -> Row:
@@ -256,8 +256,8 @@ def _figures(data: Mapping[str, Any], style: str, widths: tuple[int, int, int], 
     watts = (UNKNOWN if power is None else f"{power:.0f}") + (f"/{limit:.0f}" if limited and limit is not None else "")
     return [
         (right(f"{watts} W", widths[0]), style),
-        (right(UNKNOWN if heat is None else f"{heat:.0f} °C", widths[1]), style),
-        (right(UNKNOWN if megahertz is None else f"{megahertz:.0f} MHz", widths[2]), style),
+        (right(rounded(heat, "°C"), widths[1]), style),
+        (right(rounded(megahertz, "MHz"), widths[2]), style),
     ]
 
 
@@ -277,10 +277,10 @@ def _grid(tracks: Sequence[tuple[int, DeviceTrack]], width: int, scene: Scene, l
         return [
             (label(index, track.data).ljust(head), style or "bold"),
             (spark(shown, graph, look.glyphs), style or "bar"),
-            (right(UNKNOWN if util is None else f"{util:.0f} %", 6), style or "bold"),
+            (right(rounded(util, "%"), 6), style or "bold"),
             (" ", ""),
             *_memory_bar(track.data, space, look),
-            (right(UNKNOWN if share is None else f"{share:.0f} %", 5), style),
+            (right(rounded(share, "%"), 5), style),
         ]
 
     rows: list[Row] = []
@@ -290,19 +290,18 @@ def _grid(tracks: Sequence[tuple[int, DeviceTrack]], width: int, scene: Scene, l
     return rows
 
 
-def _below(tracks: Sequence[DeviceTrack], width: int, look: Look) -> list[Row]:
+def _below(tracks: Sequence[tuple[int, DeviceTrack]], width: int, look: Look) -> list[Row]:
     """What holds the clocks down, and why values are missing: at most a row each."""
     rows: list[Row] = []
     down: dict[str, list[str]] = {}
-    for track in tracks:
+    for index, track in tracks:
         words = track.data.get("throttle")
         for word in words if isinstance(words, list) else ():
-            who = label(track.data.get("index", 0), track.data)
-            down.setdefault(clean(word, 40), []).append(who)
+            down.setdefault(clean(word, 40), []).append(label(index, track.data))
     if down:
         text = "; ".join(f"{word}: {' '.join(who)}" for word, who in down.items())
         rows.append([("clocks held down ", "wait"), (cut(text, max(width - 17, 1), look.glyphs.more), "")])
-    why = reasons([track.data for track in tracks], _SHOWN)
+    why = reasons([track.data for _, track in tracks], _SHOWN)
     if why:
         rows.append([(cut(why, width, look.glyphs.more), "dim")])
     return rows
@@ -319,7 +318,7 @@ def host(scene: Scene, width: int, height: int, look: Look, tall: bool = False) 
         return [[("no sample yet", "dim")]]
     cpu, used, total = (number_in(data, key) for key in ("cpu_pct", "mem_used_bytes", "mem_total_bytes"))
     own, held = number_in(data, "run_cpu_pct"), number_in(data, "run_mem_bytes")
-    load: Row = [(right(UNKNOWN if cpu is None else f"{cpu:.0f} %", 6), "bold")]
+    load: Row = [(right(rounded(cpu, "%"), 6), "bold")]
     load += [("  mem ", "dim"), (right(memory_of(used, total), 16), "")]
     of_run: Row = [("  this run", "dim")]
     if scene.over and own is None and held is None:

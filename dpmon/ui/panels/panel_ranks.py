@@ -12,13 +12,13 @@ from dpmon.cleaning import clean
 from dpmon.model.communication import Communication
 from dpmon.model.state import CallTrack, Process
 from dpmon.model.stragglers import RankTimes, Straggler, in_short, sentence
-from dpmon.text.cells import right, span_width, wrapped
+from dpmon.text.cells import right, span_width
 from dpmon.text.quantities import UNKNOWN, count_of, duration, group
 from dpmon.ui.chart import busy_bar, busy_legend
 from dpmon.ui.look import Look
 from dpmon.ui.panels.panel_replicas import every_size, kind, shown, size_text
 from dpmon.ui.panels.panel_status import reports_stall_or_straggler
-from dpmon.ui.rows import Row, fit, width_of
+from dpmon.ui.rows import Row, TableColumn, fit, lines, table_rows, width_of
 from dpmon.ui.scene import RANK_NAMES, Scene, devices_in_short
 
 MAPPED = 16
@@ -150,16 +150,15 @@ def _notes(scene: Scene, found: Communication, width: int, room: int, ranks: int
     if reports_stall_or_straggler(scene, look) and scene.view.zoom != "replicas":
         pass
     elif scene.stall is not None:
-        rows += [[(line, "wait")] for line in wrapped(clean(scene.stall, 400), width, max(most, 1), look.glyphs.more)]
+        rows += lines(clean(scene.stall, 400), width, "wait", max(most, 1), look.glyphs.more)
     elif slow is not None:
-        lines = wrapped(sentence(slow, lately=True), width)
-        if len(lines) + ranks > room:
-            lines = wrapped(in_short(slow), width, max(most, 1), look.glyphs.more)
-        rows += [[(line, "wait")] for line in lines]
+        whole = lines(sentence(slow, lately=True), width, "wait")
+        fits = len(whole) + ranks <= room
+        rows += whole if fits else lines(in_short(slow), width, "wait", max(most, 1), look.glyphs.more)
     else:
-        text = f"no rank holds the others up (last {count_of(found.joined, 'step')})"
-        rows += [[(line, "dim")] for line in wrapped(text, width)]
-    rows += [[(line, "dim")] for note in found.other_waits() for line in wrapped(note, width)]
+        rows += lines(f"no rank holds the others up (last {count_of(found.joined, 'step')})", width)
+    for note in found.other_waits():
+        rows += lines(note, width)
     rows += _missing([process for process, _ in _rows(scene, len(found.ranks))[0]], len(scene.state.training))
     return rows[:most]
 
@@ -211,16 +210,19 @@ def _times_table(scene: Scene, found: Communication, width: int, height: int, lo
     return rows
 
 
+def _number(process: Process) -> str:
+    return str(process.process if process.rank is None else process.rank)
+
+
 def _is_slow(slow: Straggler | None, one: _Rank) -> bool:
     return slow is not None and one.process.process in slow.processes
 
 
 def _row(one: _Rank, slow: Straggler | None, device: int, cell: int, gap: str, look: Look) -> Row:
     times, marked = one.times, _is_slow(slow, one)
-    number = one.process.process if one.process.rank is None else one.process.rank
     row: Row = [
         (look.glyphs.focus if marked else " ", "wait"),
-        (right(str(number), _LABEL - 2) + "  ", "wait" if marked else "bold"),
+        (right(_number(one.process), _LABEL - 2) + "  ", "wait" if marked else "bold"),
         *fit([(_device(one), "")], device, look.glyphs.more),
     ]
     phases = times.phases
@@ -277,40 +279,24 @@ def _sizes_table(scene: Scene, width: int, height: int, look: Look) -> list[Row]
     needs = [max(map(span_width, [*texts, word])) for texts, word in ((ins, "input"), (outs, "output"))]
     given = min(needs[0], max(room * 3 // 5, room - needs[1]))
     gave = min(needs[1], room - given)
-    more = look.glyphs.more
-    drawn: list[Row] = [
-        [
-            (("rank " if rows and rows[0][0].rank is not None else "proc "), "dim"),
-            ("device".ljust(device) + " ", "dim"),
-            *fit([("input", "dim")], given, more),
-            (" ", ""),
-            *fit([("output", "dim")], gave, more),
-            (right("rows", count_room), "dim"),
-            *((right(word, cell), "dim") for word in ("forward", "backward" if cell == 9 else "backwd", "step")),
-        ]
+    who = "rank" if rows and rows[0][0].rank is not None else "proc"
+    batches = [track.last.rows if track else None for _, track in rows]
+    columns = [
+        TableColumn(who, 4, [_number(process) for process, _ in rows], "bold", gap=1),
+        TableColumn("device", device, [_of_call(track) for _, track in rows], left=True, gap=1),
+        TableColumn("input", given, ins, left=True, gap=1),
+        TableColumn("output", gave, outs, left=True),
+        TableColumn("rows", count_room, [UNKNOWN if batch is None else str(batch) for batch in batches]),
+        TableColumn("forward", cell, [_median(process, "forward") for process, _ in rows]),
+        TableColumn("backward" if cell == 9 else "backwd", cell, [_median(process, "backward") for process, _ in rows]),
+        TableColumn("step", cell, [duration(process.figures.median_ns) for process, _ in rows], "bold"),
     ]
-    for (process, track), got, result in zip(rows, ins, outs, strict=True):
-        number = process.process if process.rank is None else process.rank
-        batch = track.last.rows if track else None
-        drawn.append(
-            [
-                (right(str(number), 4) + " ", "bold"),
-                *fit([(_of_call(track), "")], device, more),
-                (" ", ""),
-                *fit([(got, "")], given, more),
-                (" ", ""),
-                *fit([(result, "")], gave, more),
-                (right(UNKNOWN if batch is None else str(batch), count_room), ""),
-                (right(_median(process, "forward"), cell), ""),
-                (right(_median(process, "backward"), cell), ""),
-                (right(duration(process.figures.median_ns), cell), "bold"),
-            ]
-        )
+    drawn = table_rows(columns, look.glyphs.more)
     drawn += [[] for _ in range(count - len(rows))]  # not drawn, but counted by the frame
     drawn += _missing([process for process, _ in rows], count)
     found = scene.state.communication
     if found is not None and found.missing is not None:
-        drawn += [[(line, "dim")] for line in wrapped(found.missing, width)]
+        drawn += lines(found.missing, width)
     return drawn
 
 

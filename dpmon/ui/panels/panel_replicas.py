@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from dpmon.cleaning import clean
 from dpmon.model.state import CallTrack, Process
-from dpmon.record.kinds import Call, Replica, Size, rows_of
-from dpmon.text.cells import cut, right, span_width, wrapped
+from dpmon.record.kinds import Call, Size, rows_of
+from dpmon.text.cells import cut, right, span_width
 from dpmon.text.quantities import UNKNOWN, count_of, duration, group, memory
-from dpmon.ui.chart import bar, range_bar
+from dpmon.ui.chart import filled_bar, range_bar
 from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, fit
+from dpmon.ui.rows import Row, TableColumn, lines, table_rows
 from dpmon.ui.scene import NAMES, Scene, mode_words
 
 
@@ -106,8 +107,7 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     if call.failed:
         rows.append([("the forward raised an exception", "bad")])
     for reason in call.absent.values():
-        lines = wrapped(clean(reason, 300), width, None if staged else 1, look.glyphs.more)
-        rows += [[(line, "dim")] for line in lines]
+        rows += lines(clean(reason, 300), width, most=None if staged else 1, more=look.glyphs.more)
     process = scene.process
     if process is not None and call.virtual and len(rows) < height:
         shared = "one GPU" if any(device.startswith("cuda") for device in call.devices) else "this machine's processor"
@@ -115,19 +115,89 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     return rows
 
 
+def _times(track: CallTrack, numbers: Sequence[int]) -> list[TableColumn]:
+    """The median times of replicas or stages: on the host and, if they are known, on the device."""
+    times = [track.times[number] if number < len(track.times) else None for number in numbers]
+    host = [duration(None if each is None else each.middle) for each in times]
+    columns = [TableColumn("host time", 10, host, "bold")]
+    if track.device_ns:
+        columns.append(TableColumn("on device", 10, [duration(track.device_ns.get(n)) for n in numbers], "bold"))
+    return columns
+
+
 def _replicas(track: CallTrack, width: int, height: int, look: Look) -> list[Row]:
-    """A header, a row per replica, and idle devices."""
-    drawn = _ReplicaTable(track, width, look)
-    rows: list[Row] = [drawn.header()] if height > 1 else []
-    rows += [drawn.row(replica) for replica in track.last.replicas]
-    rows += _idle(track.last, look)
-    return rows if track.last.replicas else [*rows, [("the replicas of this call were not seen", "dim")]]
+    """A header, a row per replica, and idle devices.
+
+    The widths of the columns depend on the panel's width, on the last call, and on which times are known.
+    """
+    call = track.last
+    numbers = [replica.replica for replica in call.replicas]
+    device = min(max([span_width(clean(d, 20)) for d in call.devices] + [6]), 10)
+    ins = [size_text(replica.inputs) for replica in call.replicas]
+    outs = [size_text(replica.outputs) for replica in call.replicas]
+    # Number, device, rows, times and gaps have fixed widths. Sizes get the rest; drawings get what the sizes leave.
+    times = _times(track, numbers)
+    room = max(width - (3 + device + 2 + 2 + 6 + 10 * len(times)), 12)
+    longest = max(map(span_width, [*outs, "output"]))
+    given = min(max(map(span_width, [*ins, "input"])), max(room * 3 // 5, room - longest))
+    gave = min(longest, room - given)
+    left = room - given - gave - 3  # a gap before the bar, two before the spread
+    bar = min(left * 2 // 5, 16) if left * 2 // 5 >= len("share") else 0
+    counts = [rows_of(replica.inputs, call.dim) for replica in call.replicas]
+    columns = [
+        TableColumn("#", 2, [str(number) for number in numbers], "bold", gap=1),
+        TableColumn("device", device, [clean(replica.device, 40) for replica in call.replicas], left=True, gap=2),
+        TableColumn("input", given, ins, left=True, gap=2),
+        TableColumn("output", gave, outs, left=True),
+        TableColumn("rows", 6, [UNKNOWN if count is None else str(count) for count in counts]),
+    ]
+    if bar:
+        shares = [(count / call.rows,) if count is not None and call.rows else None for count in counts]
+        bars: list[Row] = [[(" ", ""), *filled_bar(share, bar, look.glyphs)] for share in shares]
+        columns.append(TableColumn(" " + "share".ljust(bar), bar + 1, bars))
+    columns += times
+    if left >= len("spread"):
+        columns.append(_spreads(track, numbers, min(left - bar, 20), look))
+    rows = table_rows(columns, look.glyphs.more)[0 if height > 1 else 1 :] + _idle(call, look)
+    return rows if call.replicas else [*rows, [("the replicas of this call were not seen", "dim")]]
+
+
+def _spreads(track: CallTrack, numbers: Sequence[int], width: int, look: Look) -> TableColumn:
+    """The range of each replica's times, on a scale up to the slowest one.
+
+    The scale starts at the fastest one, unless that would magnify noise.
+    """
+    known = [spread for spread in track.times if spread is not None]
+    top = max((spread.high for spread in known), default=0.0)
+    base = min([spread.low for spread in known] + [top * 0.7])
+    drawn: list[Row] = []
+    for number in numbers:
+        times = track.times[number] if number < len(track.times) else None
+        text = " " * width if times is None else range_bar(*times[:3], top, width, look.glyphs, base)
+        drawn.append([("  " + text, "bar")])
+    return TableColumn("  " + _scale(base, top, width), width + 2, drawn)
+
+
+def _scale(base: float, top: float, width: int) -> str:
+    """The scale of the last column: the times at its edges, with its title between them if it fits.
+
+    The right edge is the 95th percentile of the slowest replica.
+    """
+    begin, end = (duration(base, ""), duration(top, "")) if top else ("", "")
+    room = width - len(begin) - len(end)
+    if top and room >= 1:
+        between = next(word for word in (_RANGE, "5-95%", "") if len(word) + 2 <= max(room, 2))
+        return begin + between.center(room) + end
+    number = begin.rstrip("nµms")
+    unit = begin[len(number) :]
+    if top and end.endswith(unit) and len(f"{number}-{end}") <= width:
+        return f"{number}-{end}".rjust(width)
+    return (_RANGE if width >= len(_RANGE) else "spread").ljust(width)
 
 
 def _stages(track: CallTrack, width: int, look: Look) -> list[Row]:
     """A header, and a row per stage with its incoming tensors and its time."""
     call = track.last
-    more = look.glyphs.more
     device = min(max([span_width(clean(s.device, 20)) for s in call.stages] + [6]), 10)
     ins = [size_text(stage.inputs) for stage in call.stages]
     outs = [size_text(stage.outputs) for stage in call.stages]
@@ -136,123 +206,19 @@ def _stages(track: CallTrack, width: int, look: Look) -> list[Row]:
     given = min(max(map(span_width, [*ins, "input"])), room // 3)
     gave = min(max(map(span_width, [*outs, "output"])), room // 3)
     parts = min(max(map(span_width, [*names, "parts"])), room - given - gave)
-    rows: list[Row] = [
-        [
-            (" # ", "dim"),
-            ("device".ljust(device) + "  ", "dim"),
-            *fit([("parts", "dim")], parts + 2, more),
-            *fit([("input", "dim")], given + 2, more),
-            *fit([("output", "dim")], gave, more),
-            ("   crossed", "dim"),
-            (" host time", "dim"),
-            (" on device" if track.device_ns else "", "dim"),
-        ]
+    columns = [
+        TableColumn("#", 2, [str(stage.stage) for stage in call.stages], "bold", gap=1),
+        TableColumn("device", device, [clean(stage.device, 20) for stage in call.stages], left=True, gap=2),
+        TableColumn("parts", parts, names, left=True, gap=2),
+        TableColumn("input", given, ins, left=True, gap=2),
+        TableColumn("output", gave, outs, left=True),
+        TableColumn("crossed", 10, ["" if not stage.stage else memory(stage.crossed) for stage in call.stages]),
+        *_times(track, [stage.stage for stage in call.stages]),
     ]
-    for stage, got, result, name in zip(call.stages, ins, outs, names, strict=True):
-        rows.append(
-            [
-                (right(str(stage.stage), 2) + " ", "bold"),
-                *fit([(clean(stage.device, 20), "")], device + 2, more),
-                *fit([(cut(name, parts, more), "")], parts + 2, more),
-                *fit([(cut(got, given, more), "")], given + 2, more),
-                *fit([(cut(result, gave, more), "")], gave, more),
-                (right("" if stage.stage == 0 else memory(stage.crossed), 10), ""),
-                (right(host_time(track, stage.stage), 10), "bold"),
-                (right(device_time(track, stage.stage), 10) if track.device_ns else "", "bold"),
-            ]
-        )
+    rows = table_rows(columns, look.glyphs.more)
     if not call.stages:
         rows.append([("no stage of this call was seen", "dim")])
     return rows
-
-
-class _ReplicaTable:
-    """Columns. Their widths depend on the panel's width, on the last call, and on which times are known."""
-
-    def __init__(self, track: CallTrack, width: int, look: Look) -> None:
-        self.track, self.look, self.width = track, look, width
-        call = track.last
-        self.device = min(max([span_width(clean(d, 20)) for d in call.devices] + [6]), 10)
-        texts = [size_text(r.inputs) for r in call.replicas] + ["input"]
-        outs = [size_text(r.outputs) for r in call.replicas] + ["output"]
-        # Number, device, rows, times and gaps have fixed widths. Sizes get the rest; drawings get what the sizes leave.
-        self.on_device = bool(track.device_ns)
-        fixed = 3 + self.device + 2 + 2 + 6 + 10 + (10 if self.on_device else 0)
-        room = max(width - fixed, 12)
-        self.input = min(max(span_width(t) for t in texts), max(room * 3 // 5, room - max(map(span_width, outs))))
-        self.output = min(max(span_width(t) for t in outs), room - self.input)
-        left = room - self.input - self.output - 3  # a gap before the bar, two before the spread
-        self.bar = min(left * 2 // 5, 16) if left * 2 // 5 >= len("share") else 0
-        self.spread = min(left - self.bar, 20) if left >= len("spread") else 0
-        known = [spread for spread in track.times if spread is not None]
-        self.top = max((spread.high for spread in known), default=0.0)
-        # The scale ends at the slowest replica. It starts at the fastest, unless that would magnify noise.
-        self.base = min([spread.low for spread in known] + [self.top * 0.7])
-        self.rows_total = call.rows
-
-    def header(self) -> Row:
-        return [
-            (" # ", "dim"),
-            ("device".ljust(self.device) + "  ", "dim"),
-            ("input".ljust(self.input) + "  ", "dim"),
-            ("output".ljust(self.output), "dim"),
-            ("  rows", "dim"),
-            ((" " + "share".ljust(self.bar)) if self.bar else "", "dim"),
-            (" host time", "dim"),
-            (" on device" if self.on_device else "", "dim"),
-            (("  " + self._scale()) if self.spread else "", "dim"),
-        ]
-
-    def _scale(self) -> str:
-        """The scale of the last column: the times at its edges, with its title between them if it fits.
-
-        The right edge is the 95th percentile of the slowest replica.
-        """
-        begin, end = (duration(self.base, ""), duration(self.top, "")) if self.top else ("", "")
-        room = self.spread - len(begin) - len(end)
-        if self.top and room >= 1:
-            between = next(word for word in (_RANGE, "5-95%", "") if len(word) + 2 <= max(room, 2))
-            return begin + between.center(room) + end
-        number = begin.rstrip("nµms")
-        unit = begin[len(number) :]
-        if self.top and end.endswith(unit) and len(f"{number}-{end}") <= self.spread:
-            return f"{number}-{end}".rjust(self.spread)
-        return (_RANGE if self.spread >= len(_RANGE) else "spread").ljust(self.spread)
-
-    def row(self, replica: Replica) -> Row:
-        look = self.look
-        count = rows_of(replica.inputs, self.track.last.dim)
-        share = count / self.rows_total if count is not None and self.rows_total else None
-        times = self.track.times[replica.replica] if replica.replica < len(self.track.times) else None
-        spread = ""
-        if self.spread:
-            drawn = " " * self.spread
-            if times is not None:
-                drawn = range_bar(*times[:3], self.top, self.spread, look.glyphs, self.base)
-            spread = "  " + drawn
-        return [
-            (right(str(replica.replica), 2) + " ", "bold"),
-            *fit([(clean(replica.device, 40), "")], self.device + 2, look.glyphs.more),
-            *fit([(size_text(replica.inputs), "")], self.input, look.glyphs.more),
-            ("  ", ""),
-            *fit([(size_text(replica.outputs), "")], self.output, look.glyphs.more),
-            (right(UNKNOWN if count is None else str(count), 6), ""),
-            *([(" ", ""), *bar(share, self.bar, look.glyphs)] if self.bar else []),
-            (right(host_time(self.track, replica.replica), 10), "bold"),
-            (right(device_time(self.track, replica.replica), 10) if self.on_device else "", "bold"),
-            (spread, "bar"),
-        ]
-
-
-def host_time(track: CallTrack, index: int) -> str:
-    """The median host time of a replica or stage."""
-    times = track.times[index] if index < len(track.times) else None
-    return duration(None if times is None else times.middle)
-
-
-def device_time(track: CallTrack, index: int) -> str:
-    """The median device time of a replica or stage."""
-    return duration(track.device_ns.get(index))
 
 
 def size_text(sizes: tuple[Size, ...] | None) -> str:
@@ -331,7 +297,7 @@ def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     if not _staged(track.last):
         mode, where = mode_words(scene.process, look.glyphs.times)
         rows.append([(f"mode {mode}  {where}", "dim")])
-        rows += [[(line, "dim")] for line in wrapped(_what_times(track), width)]
+        rows += lines(_what_times(track), width)
         rows.append([])
     for replica in track.last.replicas:
         rows.append([(f"{right(str(replica.replica), 2)} {clean(replica.device, 40)}", "bold")])

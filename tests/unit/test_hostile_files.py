@@ -44,7 +44,16 @@ LIMIT_S = 60
 
 
 ALL_BUT_INFO = tuple(name for name in NAMES if name != "run.json")
-CASES = [(kind, (name,)) for kind in PLACES for name in NAMES if LONG or kind == "a FIFO" or name == "run.json"]
+READ_BY_ITSELF = (
+    *("exit.json", "history.sqlite", "output.log", "stages.log", "warnings.log", "waits-for-input"),
+    *("process-0.ring", "process-1.jsonl", "input.fifo"),
+)
+CASES = [
+    (kind, (name,))
+    for kind in PLACES
+    for name in NAMES
+    if LONG or name == "run.json" or (kind == "a FIFO" and name in READ_BY_ITSELF)
+]
 CASES += [(kind, ALL_BUT_INFO) for kind in PLACES]
 
 
@@ -201,7 +210,7 @@ def test_commands_survive_unexpected_members_in_json_files(
     spoiled, _ = runs
     whole = json.loads((spoiled / name).read_text())
     members = [*whole, "options.mode", "options.window", "versions.dpmon"] if name == "run.json" else list(whole)
-    for member in members:
+    for member in members if LONG else members[list(DAMAGE).index(what) % 3 :: 3]:
         outer, _, inner = member.partition(".")
         text = json.dumps({**whole, outer: {inner: "HERE"} if inner else "HERE"})
         (spoiled / name).write_text(text.replace('"HERE"', DAMAGE[what]))

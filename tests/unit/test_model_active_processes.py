@@ -12,7 +12,7 @@ from dpmon.record.kinds import Call, Record, Step
 from dpmon.ui.panels import panel_ranks
 from dpmon.ui.scene import Scene
 
-LOOKS = 60
+LOOKS = 30
 
 
 def began(record: Record) -> int:

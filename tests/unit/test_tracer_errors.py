@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from dpmon.tracer.core.exceptions import in_a_line
 from dpmon.tracer.core.session import _DOING
 
@@ -21,32 +23,34 @@ class AcceleratorError(RuntimeError):
     """Has the name of torch's exception."""
 
 
-def test_an_error_is_quoted_by_its_first_line() -> None:
-    error = AcceleratorError("CUDA error: invalid device ordinal\nGPU device may be out of range\nFor more, look there")
-    assert in_a_line(error) == "AcceleratorError: CUDA error: invalid device ordinal"
+def retold(kind: type[BaseException], raised: str) -> BaseException:
+    """Return the exception that torch raises for one of a replica."""
+    return kind(RETOLD.format(kind=kind.__name__, raised=raised))
 
 
-def test_an_error_of_a_replica_is_quoted_as_raised() -> None:
-    raised = "ValueError: as it pleases\nand as it goes on"
-    assert in_a_line(ValueError(RETOLD.format(kind="ValueError", raised=raised))) == "ValueError: as it pleases"
-    raised = "torch.AcceleratorError: CUDA error: no room\nFor more, look there"
-    told = in_a_line(AcceleratorError(RETOLD.format(kind="AcceleratorError", raised=raised)))
-    assert told == "torch.AcceleratorError: CUDA error: no room"
-
-
-def test_an_error_that_says_nothing_or_too_much() -> None:
-    assert in_a_line(KeyError()) == "KeyError without a message"
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (AcceleratorError("CUDA error: no device\nFor more, look there"), "AcceleratorError: CUDA error: no device"),
+        (retold(ValueError, "ValueError: as it pleases\nand as it goes on"), "ValueError: as it pleases"),
+        (
+            retold(AcceleratorError, "torch.AcceleratorError: CUDA error: no room\nFor more, look there"),
+            "torch.AcceleratorError: CUDA error: no room",
+        ),
+        (KeyError(), "KeyError without a message"),
+        (ValueError("Caught it"), "ValueError: Caught it"),
+        (retold(ValueError, "ValueError"), "ValueError without a message"),
+    ],
+)
+def test_an_error_is_quoted_by_its_first_line_as_it_was_raised(error: BaseException, line: str) -> None:
+    assert in_a_line(error) == line
     assert len(in_a_line(ValueError("x" * 1000))) == 300
-    assert in_a_line(ValueError("Caught it")) == "ValueError: Caught it"
 
 
 def test_a_replica_without_parameters_is_explained() -> None:
     """`next(self.parameters())` raises an exception without a message in a replica."""
-    told = in_a_line(StopIteration(RETOLD.format(kind="StopIteration", raised="StopIteration")))
+    told = in_a_line(retold(StopIteration, "StopIteration"))
     assert told.startswith("StopIteration (next() found nothing: a replica has no parameters")
-    assert (
-        in_a_line(ValueError(RETOLD.format(kind="ValueError", raised="ValueError"))) == "ValueError without a message"
-    )
 
 
 def test_every_guarded_place_names_what_dpmon_was_doing() -> None:

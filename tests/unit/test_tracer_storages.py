@@ -43,29 +43,30 @@ def nested(layout: torch.layout) -> torch.Tensor:
     return torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(3, 3)], layout=layout)
 
 
-MADE: dict[str, tuple[Any, int]] = {
-    "coo": (lambda: torch.eye(4).to_sparse(), 4 * FLOAT32 + 2 * 4 * INT64),
-    "nested": (lambda: nested(torch.strided), 15 * FLOAT32),
+MADE: dict[str, tuple[Any, int | None, dict[str, int]]] = {
+    # How it is made, the bytes that it holds (None: no device is used), and the types whose size is unknown.
+    "coo": (lambda: torch.eye(4).to_sparse(), 4 * FLOAT32 + 2 * 4 * INT64, {}),
+    "nested": (lambda: nested(torch.strided), 15 * FLOAT32, {}),
+    "fake": (fake, None, {}),
+    "meta": (lambda: torch.ones(5, device="meta"), None, {}),
+    "uninitialized": (torch.nn.UninitializedParameter, None, {}),
+    "compressed sparse": (lambda: torch.eye(4).to_sparse_csr(), 0, {"Tensor": 1}),
+    "opaque": (lambda: torch.ones(4, 4).to_mkldnn(), 0, {"Tensor": 1}),
 }
 
 
 @pytest.mark.parametrize("kind", MADE)
-def test_the_parts_of_a_tensor_are_counted(kind: str) -> None:
-    make, size = MADE[kind]
+def test_the_parts_of_a_tensor_are_counted_or_its_size_is_unknown(kind: str) -> None:
+    if kind == "opaque" and not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no mkldnn")
+    make, size, unsized = MADE[kind]
     walk = walked(one=make())
-    assert (walk.held, walk.unsized[MODEL]) == ({"cpu": [size, 0, 0]}, {})
+    assert (walk.total(MODEL), walk.unsized[MODEL]) == (size or 0, unsized)
 
 
 def test_a_jagged_tensor_is_its_values_and_its_offsets() -> None:
-    tensor = nested(torch.jagged)
-    (cpu,) = walked(one=tensor).held.values()
+    (cpu,) = walked(one=nested(torch.jagged)).held.values()
     assert cpu[MODEL] >= 15 * FLOAT32 + 3 * INT64
-
-
-@pytest.mark.parametrize("make", [fake, lambda: torch.ones(5, device="meta"), torch.nn.UninitializedParameter])
-def test_tensors_without_data_hold_nothing(make: Any) -> None:
-    walk = walked(one=make())
-    assert (walk.total(MODEL), walk.unsized[MODEL]) == (0, {})
 
 
 def test_tensors_of_unknown_size_are_counted_by_type() -> None:
@@ -74,16 +75,6 @@ def test_tensors_of_unknown_size_are_counted_by_type() -> None:
     assert walk.held == {"cpu": [8, 0, 0]}
     assert walked(one=Closed()).held == {"cpu": [0, 0, 0]}, "a device that is used is named"
     assert walk.unsized[MODEL] == {"Closed": 3}
-
-
-def test_the_size_of_a_compressed_sparse_tensor_is_unknown() -> None:
-    assert walked(one=torch.eye(4).to_sparse_csr()).unsized[MODEL] == {"Tensor": 1}
-
-
-def test_an_opaque_tensor_has_an_unknown_size() -> None:
-    if not torch.backends.mkldnn.is_available():
-        pytest.skip("this torch has no mkldnn")
-    assert walked(one=torch.ones(4, 4).to_mkldnn()).unsized[MODEL] == {"Tensor": 1}
 
 
 def test_the_weights_of_a_quantized_module_have_an_unknown_size() -> None:

@@ -36,11 +36,6 @@ class RowRing:
         self.first += gone
         del self.rows[:gone]
 
-    def forget(self) -> None:
-        """Overwrite all rows."""
-        self.first = self.end
-        self.rows.clear()
-
     @property
     def end(self) -> int:
         return self.first + len(self.rows)

@@ -9,8 +9,8 @@ import pytest
 from pynvml import NVMLError  # noqa: TID251 - the real error class: unhashable, compares badly
 
 from dpmon.gpu import card as card_module
-from dpmon.gpu.card import SILENT_S, Asker, Card
-from dpmon.gpu.nvml import CallFailed, call
+from dpmon.gpu.card import Asker, Card
+from dpmon.gpu.nvml import call
 from dpmon.gpu.questions import CALLS, QUESTIONS, Question, throttle_words
 from dpmon.gpu.sample import VALUES, Missing, Run
 
@@ -108,52 +108,6 @@ def test_questions_beyond_the_budget_wait_and_all_are_asked_equally_often(monkey
     assert max(way.asked for way in ways) - min(way.asked for way in ways) <= 1
 
 
-def test_the_first_round_asks_everything_and_later_ones_keep_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(card_module, "CALLS", 3)
-    ways = [Told(i) for i in range(6)]
-    old = Told(6)
-    names = ("util_pct", "power_w", "energy_j", "fan_pct", "xid", "sm_clock_mhz")
-    questions = [Question((n,), 1, 1, (w,)) for n, w in zip(names, ways, strict=True)]
-    broken = Told(7)
-    broken.code = NOT_SUPPORTED
-    bench = Bench(*questions, Question(("temperature_c",), 1, 1, (broken, old)), found=False)
-    bench.round()
-    assert [way.asked for way in (*ways, broken, old)] == [1] * 8, "also the next alternative if one is not supported"
-    bench.round()
-    assert sum(way.asked for way in (*ways, old)) == 7 + 3
-
-
-def test_a_slow_gpu_is_not_asked_everything_in_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(card_module, "CALLS", 1)
-
-    def slow(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
-        bench.clock.now += 0.4
-        asked.append(bench.clock.now)
-        return (1,)
-
-    asked: list[float] = []
-    bench = Bench(*(Question((str(i),), 1, 1, (slow,)) for i in range(9)), found=False)
-    bench.round()
-    assert len(asked) == 2
-
-
-@pytest.mark.parametrize("code", [NOT_SUPPORTED, FUNCTION_NOT_FOUND])
-def test_an_unsupported_call_is_replaced_by_the_next_one_and_not_repeated(code: int) -> None:
-    new, old = Told(1), Told(2)
-    new.code = code
-    bench = Bench(Question(("util_pct",), 1, 1, (new, old)))
-    bench.round()
-    for _ in range(20):
-        sample = bench.round()
-    assert (sample.util_pct, new.asked) == (2, 1)
-    old.code = code
-    for _ in range(20):
-        sample = bench.round()
-    assert sample.util_pct is None
-    assert sample.absent["util_pct"] in ("not supported", "this driver does not offer it")
-    assert (new.asked, old.asked) == (1, 22)
-
-
 def test_a_failure_that_passes_is_asked_again() -> None:
     way = Told(7)
     way.code = UNKNOWN
@@ -188,23 +142,6 @@ def test_a_substitute_is_asked_only_for_missing_values() -> None:
     assert other.asked == 0
 
 
-def test_a_lost_gpu_shows_no_values_and_drops_old_ones() -> None:
-    way = Told(7)
-    bench = Bench(Question(("uuid",), 60, 1, (Told("GPU-0"),)), Question(("util_pct",), 1, 1, (way,)))
-    bench.round()
-    way.code = GPU_IS_LOST
-    with pytest.raises(CallFailed) as failure:
-        bench.round()
-    bench.card.lose(failure.value.reason, bench.clock.now)
-    sample = bench.sample()
-    assert sample.uuid == "GPU-0"
-    assert sample.util_pct is None
-    assert sample.absent["util_pct"] == "the GPU is lost"
-    way.code = None
-    assert bench.round().util_pct == 7
-    assert way.memos[0] is not way.memos[-1]  # events and buffers of the old handle are void
-
-
 def test_an_answer_to_a_handle_that_was_lost_meanwhile_is_not_taken() -> None:
     def lost_meanwhile(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
         bench.card.lose("the GPU is lost", bench.clock.now)
@@ -215,75 +152,12 @@ def test_an_answer_to_a_handle_that_was_lost_meanwhile_is_not_taken() -> None:
     assert bench.round().util_pct is None
 
 
-def test_a_call_that_does_not_return_costs_only_its_own_fields() -> None:
-    """A second thread asks the other questions; the first one takes its late answer and nothing else."""
-    quick = Told(40)
-
-    def hangs(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
-        bench.clock.now += SILENT_S
-        bench.another()
-        for _ in range(20):
-            seen.append(bench.round())
-        return (250.0,)
-
-    seen: list[Any] = []
-    unasked = Told(30)
-    bench = Bench(
-        Question(("power_w",), 1, 1, (hangs,)),
-        Question(("util_pct",), 1, 1, (quick,)),
-        Question(("fan_pct",), 1, 1, (unasked,)),
-    )
-    bench.round()
-    assert [sample.util_pct for sample in seen] == [40] * 20
-    assert [sample.absent["power_w"] for sample in seen[::19]] == [
-        "NVML has not answered for 4 s",
-        "NVML has not answered for 23 s",
-    ]
-    assert (quick.asked, unasked.asked) == (20, 20)
-    assert bench.sample().power_w == 250.0
-
-
 def test_a_thread_that_was_left_behind_does_not_open_the_gpu() -> None:
     bench = Bench(Question(("util_pct",), 1, 1, (Told(40),)))
     bench.card.lose("the GPU is lost", bench.clock.now)
     bench.another()
     bench.asker.round()
     assert bench.card.handle is None
-
-
-def test_a_null_handle_is_never_used() -> None:
-    bench = Bench(found=False)
-    bench.module.handle = None
-    with pytest.raises(CallFailed, match="no handle"):
-        bench.round()
-    assert bench.card.handle is None
-
-
-def test_values_are_hidden_when_nvml_has_not_answered_for_long() -> None:
-    """Nobody asks the other questions: another thread hangs too."""
-    quick, rare = Told(40), Told(700.0)
-
-    def hangs(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
-        for seconds in (1.0, SILENT_S - 1.0, 9.0):
-            bench.clock.now += seconds
-            seen.append(bench.sample())
-        return (1,)
-
-    seen: list[Any] = []
-    bench = Bench(
-        Question(("util_pct",), 1, 1, (quick,)),
-        Question(("power_limit_w",), 30, 1, (rare,)),
-        Question(("fan_pct",), 60, 1, (hangs,)),
-    )
-    bench.round()
-    assert [sample.util_pct for sample in seen] == [40, None, None]
-    assert [sample.absent.get("util_pct") for sample in seen[1:]] == [
-        "NVML has not answered for 3 s",
-        "NVML has not answered for 12 s",
-    ]
-    assert [sample.absent["fan_pct"] for sample in seen[1:]] == [sample.absent["util_pct"] for sample in seen[1:]]
-    assert [sample.power_limit_w for sample in seen] == [700.0] * 3  # asked only every 30 s
-    assert bench.round().util_pct == 40
 
 
 def test_a_value_that_is_not_renewed_is_hidden_after_10_seconds() -> None:

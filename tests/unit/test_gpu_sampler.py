@@ -149,12 +149,6 @@ def test_a_device_event_for_each_gpu_and_a_host_event_every_interval(make: Any) 
     assert 0 <= times[0] < LIMIT_S
 
 
-def test_why_there_is_no_gpu(make: Any) -> None:
-    _, watch = make(FakeNvml(absent="no driver here"))
-    events = watch.until(lambda e: of_kind(e, "host") and of_kind(e, "host")[-1]["gpu_absent"] == "no driver here", "")
-    assert of_kind(events, "device") == []
-
-
 def test_rare_retries_do_not_count_as_silence(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler_module, "RETRY_S", LIMIT_S)
     monkeypatch.setattr(sampler_module, "SILENT_S", 0.5)
@@ -203,37 +197,6 @@ def test_nvml_is_shut_down_once_when_nobody_is_in_it(make: Any) -> None:
     sampler.stop()
     sampler.stop()
     assert nvml.shutdowns == 1
-
-
-def test_a_gpu_that_falls_silent_is_shown_as_unknown_and_comes_back(make: Any, impatient: None) -> None:
-    nvml = FakeNvml()
-    _, watch = make(nvml)
-    watch.until(lambda e: [d for d in of_kind(e, "device") if d["util_pct"] is not None], "devices")
-    nvml.gate.clear()
-    silent = "NVML has not answered for"
-    events = watch.until(lambda e: of_kind(e, "device")[-1]["absent"].get("util_pct", "").startswith(silent), "silence")
-    device = of_kind(events, "device")[-1]
-    assert device["util_pct"] is None
-    assert (device["uuid"], device["name"]) == (f"GPU-{device['index']}", "Fake")
-    watch.until(lambda e: len(of_kind(e, "warning")) == 2, "a warning for each")
-    hosts = len(of_kind(watch._taken, "host"))
-    watch.until(lambda e: len(of_kind(e, "host")) > hosts + 20, "host samples")
-    assert len(of_kind(watch._taken, "warning")) == 2  # once, not once a sample
-    nvml.gate.set()
-    watch.until(lambda e: "NVML answers again for GPU 1" in [w["text"] for w in of_kind(e, "warning")], "the second")
-    watch.until(lambda e: of_kind(e, "device")[-1]["util_pct"] is not None, "values")
-
-
-def test_an_exception_in_nvml_is_a_reason_and_passes(make: Any) -> None:
-    nvml = FakeNvml()
-    nvml.failure = RuntimeError("odd")
-    _, watch = make(nvml)
-    watch.until(
-        lambda e: "RuntimeError: odd" in (of_kind(e, "device") or [{"absent": {}}])[-1]["absent"].get("util_pct", ""),
-        "",
-    )
-    nvml.failure = None
-    watch.until(lambda e: of_kind(e, "device")[-1]["util_pct"] is not None, "values")
 
 
 def test_a_gpu_whose_thread_cannot_be_started_gets_one_later(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,18 +260,6 @@ def test_processes_of_the_run_are_distinguished_from_others(make: Any) -> None:
     assert host["run_cpu_pct"] >= 0
 
 
-def test_gpus_reported_by_torch_in_a_training_process_are_used(make: Any) -> None:
-    nvml = FakeNvml()
-    sampler, watch = make(nvml)
-
-    devices = [{"device": "cuda:0", "uuid": "1", "reserved_bytes": 500}, {"device": "cpu", "uuid": None}]
-    sampler.take_memory({"process": 3, "devices": devices}, os.getpid())
-    watch.until(lambda e: [d for d in of_kind(e, "device") if d["index"] == 1 and d["of_run"]], "the GPU of the run")
-    device = next(d for d in reversed(watch._taken) if d.kind == "device" and d.data["index"] == 1).data
-    assert device["ordinals"] == [{"process": 3, "device": "cuda:0"}]
-    assert device["mem_torch_bytes"] == 500
-
-
 def test_memory_of_a_process_that_has_ended_no_longer_counts(make: Any) -> None:
     sampler, watch = make(FakeNvml())
     ended = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -323,18 +274,6 @@ def test_memory_of_a_process_that_has_ended_no_longer_counts(make: Any) -> None:
     ended.communicate(b"\n")
     device = last(watch.until(lambda e: last(e).get("mem_torch_bytes") == 500, "what the other holds"))
     assert device["ordinals"] == [{"process": 0, "device": "cuda:0"}]
-
-
-def test_a_lasting_failure_is_reported_once_a_minute(make: Any) -> None:
-    sampler, watch = make(FakeNvml())
-    for i in range(2000):
-        sampler.warn("the same")
-        sampler.warn(f"another {i}")
-    watch.take("exit", {})
-    events = watch.until(lambda e: of_kind(e, "exit"), "the end")
-    texts = [data["text"] for data in of_kind(events, "warning")]
-    assert texts.count("the same") == 1
-    assert len(texts) <= sampler_module.MAX_WARNINGS
 
 
 def test_stop_without_start() -> None:

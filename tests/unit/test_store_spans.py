@@ -41,18 +41,6 @@ from dpmon.store.tables import CALL_ROW
 from dpmon.store.writer import History
 
 WRITER = Path(__file__).resolve().parent.parent / "spans.py"
-DRAIN = """
-import sys, time
-from pathlib import Path
-from dpmon.run.rundir import load_info
-from dpmon.store.drain import Drain
-directory = Path(sys.argv[1])
-drain = Drain(directory, load_info(directory))
-print("ready", flush=True)
-while True:
-    drain.drain(time.monotonic())
-    time.sleep(0.001)
-"""
 
 
 class Killed(BaseException):
@@ -199,25 +187,6 @@ def test_training_and_supervisors_are_killed_at_any_instant(
             steps += check(run)
         assert run.warnings == []
     reached("killed at any instant", f"{instants} trainings of {steps} steps, {kills} supervisors")
-
-
-@pytest.mark.timeout(size(300, 3000))
-def test_real_supervisors_are_killed_at_any_instant(state: Path, children: Children) -> None:
-    chance = random.Random(13)
-    instants, steps = size(2, 30), 0
-    for _ in range(instants):
-        run = Run()
-        writer = children.start(WRITER, run.ring())
-        for _ in range(3):
-            supervisor = children.start("-c", DRAIN, run.directory)
-            time.sleep(chance.random() * 0.5)
-            if chance.random() < 0.3:
-                children.kill(writer)
-            children.kill(supervisor)
-        children.kill(writer)
-        run.end()
-        steps += check(run)
-    reached("supervisors killed", f"{3 * instants} of {instants} trainings of {steps} steps")
 
 
 def varied(training: Training, chance: random.Random) -> Iterator[None]:

@@ -106,18 +106,6 @@ def test_a_backward_pass_that_raises_has_taken_its_time() -> None:
     assert process.records().steps[1].device_ms == {"data": 0.5, "forward": 2.0, "backward": 4.0}
 
 
-def test_a_call_that_raises_has_taken_its_time() -> None:
-    process = Process()
-    process.step(0)
-    process.phase(Kind.FETCH, 0.5)
-    with process.call(0, ms=2.0):
-        raises()
-    process.phase(Kind.FETCH, 0.5)
-    result = process.records()
-    assert result.steps[1].device_ms == {"data": 0.5, "forward": 2.0}
-    assert (result.calls[1].failed, result.calls[1].replicas[0].device_ms) == (True, 2.0)
-
-
 def test_an_optimizer_that_raises_has_no_device_time() -> None:
     process = Process()
     process.step(0)
@@ -130,21 +118,6 @@ def test_an_optimizer_that_raises_has_no_device_time() -> None:
     step = process.records().steps[1]
     assert step.device_ms == {"data": 0.5, "forward": 2.0}
     assert process.timing.times.waiting() == 0
-
-
-def test_nested_work_is_subtracted_from_a_phase() -> None:
-    process = Process()
-    process.step(0)
-
-    def closure() -> None:
-        with process.call(0, ms=2.0):
-            pass
-        process.phase(Kind.BACKWARD, 3.0)
-
-    process.phase(Kind.FETCH, 0.5)
-    process.phase(Kind.OPTIMIZER, 1.0, closure)
-    process.phase(Kind.FETCH, 0.5)
-    assert process.records().steps[1].device_ms == WHOLE
 
 
 def test_a_part_is_timed_on_its_own_device_and_marked_if_it_raised() -> None:
@@ -221,30 +194,6 @@ def test_device_times_pending_at_the_end_have_a_reason() -> None:
     process.step(0)
     process.timing.at_exit()
     assert {step.untimed for step in process.records().steps} == {UNTIMED[Untimed.ENDED]}
-
-
-def test_captures_have_a_reason() -> None:
-    process = Process()
-    process.step(0)
-    process.device.graph = True
-    process.step(0)
-    process.device.graph = False
-    process.step(0)
-    result = process.records()
-    assert [step.untimed for step in result.steps[1:]] == [UNTIMED[Untimed.CAPTURED], None]
-    assert result.calls[1].absent["device_ms"] == UNTIMED[Untimed.CAPTURED]
-
-
-def test_a_lost_device_is_reported_and_nothing_waits_for_it() -> None:
-    process = Process()
-    process.step(0)
-    process.device.failure = RuntimeError("lost")
-    for _ in range(4):
-        process.step(0)
-    assert {what[0] for what in process.faults} == {"events"}
-    assert len(process.faults) == 3
-    steps = process.records().steps
-    assert [step.untimed for step in steps[1:]] == [UNTIMED[Untimed.FAULT]] * 4
 
 
 # ------------------------------------------------------------------------------------------ one step in several

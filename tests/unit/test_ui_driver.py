@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from contextlib import contextmanager
 
 import pytest
 from running import wait_for
-from sizes import size
 from textual import events
 from textual.message import Message
 
@@ -103,17 +101,6 @@ def test_a_sequence_cut_between_two_reads(first: bytes, second: bytes, names: li
         assert typist.until("q") == [*names, "q"]
 
 
-@pytest.mark.parametrize("data", [b"\x1b]0;dpx", b"\x1b[?62;1", b"\x1b[<0;3;"], ids=repr)
-def test_a_sequence_without_an_end_ends(data: bytes) -> None:
-    with keyboard() as typist:
-        typist.type(data)
-        time.sleep(1.3)
-        typist.type(b"q")
-        assert typist.until("q") == ["q"]
-        typist.type(data + b"\x03")
-        assert typist.until("ctrl+c") == ["q", "ctrl+c"]
-
-
 @pytest.mark.parametrize(
     ("data", "names"),
     [
@@ -156,18 +143,6 @@ def test_a_paste_without_an_end_ends() -> None:
         assert typist.found[0].text == "one two"  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("key", "name"), [(b"\x03", "ctrl+c"), (b"\x1a", "ctrl+z")])
-def test_ctrl_c_and_ctrl_z_work_in_a_paste_that_does_not_end(key: bytes, name: str) -> None:
-    with keyboard() as typist:
-        typist.type(b"\x1b[200~text")
-        time.sleep(0.1)
-        typist.type(key)
-        assert typist.until(name) == ["Paste", name]
-    with keyboard() as typist:
-        typist.type(b"\x1b[200~text" + key)
-        assert typist.until(name) == ["Paste", name]
-
-
 def test_a_paste_is_bounded() -> None:
     with keyboard() as typist:
         typist.type(b"\x1b[200~")
@@ -206,31 +181,3 @@ def test_the_terminal_is_not_asked_for_reports_of_its_size() -> None:
     driver.write = written.append  # type: ignore[method-assign, assignment]
     driver._query_in_band_window_resize()
     assert written == []
-
-
-PIECES = [
-    *NOTHING,
-    b"\x1b]0;dpx",
-    b"\x1b[1;2A",
-    b"\x1b[M \xe9\xff",
-    b"\x1b[200~",
-    b"\x1b[201~",
-    b"\x1b",
-    b"\x1b[",
-    b"\x1b[<0;999999;",
-    b"\x1bO",
-]
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_after_any_input_the_next_key_works(seed: int) -> None:
-    chance = random.Random(seed)
-    with keyboard() as typist:
-        for _ in range(size(2, 1000)):
-            for _ in range(chance.randrange(1, 60)):
-                data = chance.choice(PIECES) if chance.random() < 0.7 else chance.randbytes(chance.randrange(1, 200))
-                typist.type(data[: chance.randrange(len(data)) + 1] if chance.random() < 0.3 else data)
-            time.sleep(1.3)
-            typist.found.clear()
-            typist.type(b"q")
-            assert typist.until("q")[-1:] == ["q"]

@@ -16,10 +16,10 @@ def everything(store: Store) -> dict[str, Any]:
     kinds = ("process", "mode", "pause", "input", "host", "device", "warning", "exit")
     everybody = sorted({ring.process for ring in store.rings.values()})
     return {
-        "tallies": {process: dict(sorted(store.tallies(process=process).items())) for process in (-1, *everybody)},
+        "tallies": {process: dict(sorted(store.tallies(process=process).items())) for process in everybody},
         "seconds": {
             (start, key): tally
-            for process in (-1, *everybody)
+            for process in everybody
             for start, _, key, tally in store.tally_rows(process=process, widest=1)
         },
         "times": _sorted(store.time_rows()),

@@ -10,7 +10,7 @@ from dpmon.model.state import PHASES
 from dpmon.record.schema import EVALUATION, QUANTITIES, SETTLING
 from dpmon.record.schema import PHASES as SCHEMA
 from dpmon.store.answers import LongRow, TimeRow
-from dpmon.store.tally import ALL, NO_SAMPLES, Key, StepFacts, Tally
+from dpmon.store.tally import NO_SAMPLES, Key, StepFacts, Tally
 from dpmon.store.window import Window
 
 __all__ = ["NOT_RUN", "StepSample", "compare_steps"]
@@ -66,16 +66,7 @@ class _Steps:
             found.setdefault(key, Tally()).merge(tally)
         return found
 
-    def of_all(self, begin_s: int, end_s: int) -> dict[Key, Tally]:
-        return {key._replace(process=ALL): tally for key, tally in self.tallies(begin_s, end_s).items()}
-
-    def sums(self, begin_s: int, end_s: int) -> dict[Key, Tally]:
-        return self.tallies(begin_s, end_s)
-
-    def time_sums(self, begin_s: int, end_s: int) -> list[TimeRow]:
-        return []
-
-    def time_together(self, begin_s: int, end_s: int) -> list[TimeRow]:
+    def time_rows(self, begin_s: int, end_s: int, *, process: int | None = None) -> list[TimeRow]:
         return []
 
     def kinds(self) -> set[tuple[str, int]]:

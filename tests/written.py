@@ -15,7 +15,7 @@ from steps import quantities
 from dpmon.record.schema import KINDS, PHASES
 from dpmon.store.queries import Store
 from dpmon.store.tables import HISTORY_FILE, LARGEST, Door
-from dpmon.store.tally import ALL, WIDTHS, Key, StepFacts, Tally
+from dpmon.store.tally import WIDTHS, Key, StepFacts, Tally
 
 __all__ = ["SECOND", "OneStep", "expected", "opened", "some_facts", "some_steps", "store_of"]
 
@@ -62,15 +62,12 @@ def some_steps(
 
 
 def expected(steps: Iterable[OneStep]) -> dict[int, dict[tuple[int, Key], Tally]]:
-    """Return, by width, the tally of each start and key, also for all processes together if there are several."""
+    """Return, by width, the tally of each start and key."""
     found: dict[int, dict[tuple[int, Key], Tally]] = {width: defaultdict(Tally) for width in WIDTHS}
-    steps = list(steps)
-    several = len({step.key.process for step in steps}) > 1
     for step in steps:
-        for key in (step.key, step.key._replace(process=ALL)) if several else (step.key,):
-            for width in WIDTHS:
-                start = step.end // SECOND // width * width
-                found[width][start, key].add([step.facts], step.start, step.end)
+        for width in WIDTHS:
+            start = step.end // SECOND // width * width
+            found[width][start, step.key].add([step.facts], step.start, step.end)
     return found
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from dpmon.model.state import Process, State
 from dpmon.record.kinds import Step
 from dpmon.record.schema import EVALUATION, SECOND, STEP
-from dpmon.store.answers import PaceRow
+from dpmon.store.answers import TimeRow
 from dpmon.store.figures import Rate, rate
-from dpmon.store.tally import Stat, Sum, Tally
+from dpmon.store.tally import Key, Stat, Sum, Tally
 
 if TYPE_CHECKING:
     pass
@@ -52,54 +52,49 @@ class Speed(NamedTuple):
         return None if self.rate is None else self.rate.samples_per_s
 
 
-def recent(rows: Iterable[PaceRow], spent: Iterable[Stretch], mode: str, trained: bool) -> Trained:
+def stretch_of(row: TimeRow, trained: bool) -> Stretch:
+    """The time of training in a row of activities, and of evaluation if no step trains."""
+    spent = row.spent
+    return row.start_s, row.width_s, spent["training"] + spent["between"] + (0 if trained else spent["evaluation"])
+
+
+def recent(rows: Iterable[tuple[Key, Tally]], spent: Iterable[Stretch], mode: str, trained: bool) -> Trained:
     """The last ten seconds of a mode, from tallies of one second each in order of time, and the time by activity.
 
     `trained`: whether the mode has training steps at all; if not, its evaluation steps count. Steps before the last
     change of mode do not count.
     """
-    taken: list[PaceRow] = []
-    for row in rows:
-        if row.mode != mode:
+    taken: list[Tally] = []
+    for key, tally in rows:
+        if key.mode != mode:
             taken.clear()
-        elif row.steps and not (trained and row.kind & EVALUATION):
-            taken.append(row)
-    last = max((row.last_ns for row in taken if row.last_ns is not None), default=0)
-    return _trained(
-        [row for row in taken if row.last_ns is not None and row.last_ns >= last - WINDOW_S * SECOND], spent
-    )
+        elif tally.steps and not (trained and key.kind & EVALUATION):
+            taken.append(tally)
+    last = max((tally.last_ns or 0 for tally in taken), default=0)
+    return _trained([tally for tally in taken if (tally.last_ns or 0) >= last - WINDOW_S * SECOND], spent)
 
 
 def recent_of_steps(steps: Sequence[Step], spent: Iterable[Stretch], mode: str, trained: bool) -> Trained:
     """Like `recent`, for steps of many seconds: from the two newest `steps` (newest first) if they have this mode."""
     alike = [step for step in steps[:2] if step.mode == mode and step.evaluation == steps[0].evaluation]
-    rows = []
+    tallies = []
     for step in alike if steps and not (trained and steps[0].evaluation) else ():
-        known = None if step.samples is None else 1
-        end = step.start_ns + step.wall_ns
-        started = step.start_ns // SECOND
-        rows.append(PaceRow(started, step.process, mode, 0, 1, step.start_ns, end, step.samples, known, step.wall_ns))
-    return _trained(rows, spent)
+        one = Tally(steps=1, first_ns=step.start_ns, last_ns=step.start_ns + step.wall_ns, stats={STEP: Stat()})
+        one.stats[STEP].add((step.wall_ns,))
+        if step.samples is not None:
+            one.sums["samples"] = Sum(1, step.samples)
+        tallies.append(one)
+    return _trained(tallies, spent)
 
 
-def _trained(rows: Sequence[PaceRow], spent: Iterable[Stretch]) -> Trained:
-    whole, step, samples = Tally(), Stat(), Sum()
-    firsts, lasts = [], []
-    for row in rows:
-        whole.steps += row.steps
-        step.total += row.wall_ns
-        if row.samples is not None and row.samples_n:
-            samples.count += row.samples_n
-            samples.total += row.samples
-        if row.first_ns is not None and row.last_ns is not None:
-            firsts.append(row.first_ns)
-            lasts.append(row.last_ns)
-    whole.stats[STEP], whole.sums["samples"] = step, samples
-    if not firsts:
+def _trained(tallies: Sequence[Tally], spent: Iterable[Stretch]) -> Trained:
+    whole = Tally()
+    for tally in tallies:
+        whole.merge(tally)
+    if whole.first_ns is None or whole.last_ns is None:
         return Trained(whole, 0, 0)
-    whole.first_ns, whole.last_ns = min(firsts), max(lasts)
     counted = _counted_ns(spent, whole.first_ns, whole.last_ns)
-    return Trained(whole, counted, min(step.total, counted))
+    return Trained(whole, counted, min(whole.stat(STEP).total, counted))
 
 
 def rate_together(found: Mapping[int, Trained]) -> Rate | None:

@@ -16,15 +16,15 @@ from dpmon.model.compare import MODES_COMPARED, Comparison, compare_modes
 from dpmon.model.devices import HostPeaks, Samples, Visit, device_peaks, visits_of
 from dpmon.model.history import COLUMNS, Columns, width_of_columns
 from dpmon.model.memory import HOST
-from dpmon.model.pace import WINDOW_S, Trained, rate_together, recent, recent_of_steps
+from dpmon.model.pace import WINDOW_S, Stretch, Trained, rate_together, recent, recent_of_steps, stretch_of
 from dpmon.model.state import NO_STEPS, ModeTrack, Process, ProcessFacts, Recent, State, Wanted, WarningText
 from dpmon.model.stragglers import SERIES as STRAGGLER_SERIES
 from dpmon.model.stragglers import RankTimes, rank_times
 from dpmon.model.uneven import INPUT, Uneven, uneven_steps, waited_ns
 from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import SECOND, STEP
-from dpmon.store.answers import PaceRow
 from dpmon.store.figures import Figures, figures, merged, trains
+from dpmon.store.tally import Key, Tally
 from dpmon.store.window import Window
 
 if TYPE_CHECKING:
@@ -339,12 +339,13 @@ def _lately(
     trained: bool,
 ) -> dict[int, Trained]:
     """The last ten seconds of processes in one mode."""
-    rows: dict[int, list[PaceRow]] = {process: [] for process in processes}
-    for row in store.pace_rows(begin_s, end_s, processes):
-        rows[row.process].append(row)
-    spent: dict[int, list[tuple[int, int, int]]] = {process: [] for process in processes}
-    for number, start, width, ns in store.pace_times(begin_s, end_s, processes, evaluation=not trained, widest=1):
-        spent[number].append((start, width, ns))
+    rows: dict[int, list[tuple[Key, Tally]]] = {process: [] for process in processes}
+    seconds = store.tally_rows(begin_s, end_s, process=processes, sketches=False, widest=1, series=(STEP,))
+    for _, _, key, tally in seconds:
+        rows[key.process].append((key, tally))
+    spent: dict[int, list[Stretch]] = {process: [] for process in processes}
+    for row in store.time_rows(begin_s, end_s, process=processes, widest=1):
+        spent[row.process].append(stretch_of(row, trained))
     return {process: recent(rows[process], spent[process], mode, trained) for process in processes}
 
 
@@ -352,8 +353,8 @@ def _two_steps(rows: StoreAt, process: Process, end_s: int, mode: str, trained: 
     """The two newest steps of a process."""
     newest = rows.steps(process.process, 2)
     begin_s = newest[-1].start_ns // SECOND
-    times = rows.store.pace_times(begin_s, end_s, (process.process,), evaluation=not trained)
-    return recent_of_steps(newest, [stretch[1:] for stretch in times], mode, trained)
+    times = rows.store.time_rows(begin_s, end_s, process=process.process)
+    return recent_of_steps(newest, [stretch_of(row, trained) for row in times], mode, trained)
 
 
 # ------------------------------------------------------------------------------------------------ ranks
@@ -368,7 +369,7 @@ def with_ranks(rows: StoreAt, state: State, focus: Process, others: Sequence[Pro
     steps, last = 0, None
     if found.samples:
         last = rows.last_sample(focus.process, begin_s * SECOND)
-        sums = rows.store.sums(begin_s, end_ns // SECOND + 1)
+        sums = rows.store.tallies(begin_s, end_ns // SECOND + 1, sketches=False, series=())
         steps = sum(tally.steps for key, tally in sums.items() if key.process in numbers)
     times = _rank_times(rows, focus, others)
     return replace(state, ranks=times, collectives=found, last_sample=last, sampled_of=steps)

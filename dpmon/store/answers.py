@@ -19,33 +19,6 @@ class TimeRow(NamedTuple):
     spent: Mapping[str, int]
 
 
-class TimeTogether(NamedTuple):
-    """Activities of all processes in one stretch of time (ns)."""
-
-    start_s: int
-    width_s: int
-    longest_ns: int
-    """Total time of the process with the largest total."""
-    spent: Mapping[str, int]
-
-
-class PaceRow(NamedTuple):
-    """The columns of a tally that a rate needs; None for an unknown value."""
-
-    start_s: int
-    process: int
-    mode: str
-    kind: int
-    steps: int
-    first_ns: int | None
-    last_ns: int | None
-    samples: int | None
-    samples_n: int | None
-    """Number of steps with known samples."""
-    wall_ns: int
-    """Total duration of the steps."""
-
-
 class GapRow(NamedTuple):
     """A time between two steps; `ns` without pauses and waits for input."""
 

@@ -6,11 +6,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from dpmon.record.schema import STEP
 from dpmon.store.accounting import ACTIVITIES, LATEST_NS
-from dpmon.store.answers import PaceRow, TimeRow, TimeTogether
+from dpmon.store.answers import TimeRow
 from dpmon.store.tables import ACTIVITY_COLUMNS, Door, HistoryError, rings_in
-from dpmon.store.tally import ALL, COLUMNS, WIDTHS, Key, Tally, total_in
+from dpmon.store.tally import COLUMNS, WIDTHS, Key, Tally
 
 END = 1 << 40
 """A second later than the end of any run."""
@@ -21,18 +20,11 @@ Parameters = Sequence[Any] | Mapping[str, Any]
 TALLY = ("start_s", "process", "mode", "kind", "batch", *COLUMNS)
 TALLY_AT = len(TALLY) - len(COLUMNS)
 """Index of the first of the COLUMNS in a row of TALLY."""
-_PACE = ("start_s", "process", "mode", "kind", "steps", "first_ns", "last_ns", "samples_sum", "samples_n", "sketches")
 _TIME = ("start_s", "process", "mode", *ACTIVITY_COLUMNS)
 _BETWEEN = "width = :width AND start_s >= :begin AND start_s < :end"
 _STARTS = (
     "WITH RECURSIVE starts(at) AS (VALUES (:begin) UNION ALL SELECT at + :width FROM starts WHERE at + :width < :end)"
 )
-_REACH = {"last_step": "max", "low_ns": "min", "high_ns": "max", "first_ns": "min", "last_ns": "max"}
-
-
-_SUMS = tuple(f"{_REACH.get(name, 'sum')}({name}) AS {name}" for name in COLUMNS[:-1])
-"""SQL to combine the columns of several tallies."""
-_TIME_SUMS = ", ".join(f"sum({name}) AS {name}" for name in ACTIVITY_COLUMNS)
 
 
 class Sums:
@@ -156,8 +148,7 @@ class Sums:
     ) -> Iterator[tuple[int, int, Key, Tally]]:
         """Yield (start, width, key, tally) of each row between two seconds, in order of time.
 
-        `process`: one process or several; ALL: the tallies of all processes together, which exist only if there are
-        several. `series`: read only these series.
+        `process`: one process or several; None: all. `series`: read only these series.
         """
         names = self._named(series)
         with self.until_damage():
@@ -181,8 +172,8 @@ class Sums:
         for width, begin, end in self.stretches(begin_s, end_s, finest, widest):
             values = {"width": width, "begin": begin, "end": end}
             if not isinstance(process, int):
-                which = ">= 0" if process is None else f"IN ({', '.join(map(str, process))})"
-                query = f"SELECT {names} FROM {table} WHERE {_BETWEEN} AND process {which} ORDER BY start_s"
+                which = "" if process is None else f" AND process IN ({', '.join(map(str, process))})"
+                query = f"SELECT {names} FROM {table} WHERE {_BETWEEN}{which} ORDER BY start_s"
             elif len(self.processes) < 2:
                 values["process"] = process
                 query = f"SELECT {names} FROM {table} WHERE {_BETWEEN} AND process = :process ORDER BY start_s"
@@ -194,24 +185,6 @@ class Sums:
                 )
             for row in self._each(query, values):
                 yield width, row
-
-    def pace_rows(self, begin_s: int, end_s: int, processes: Collection[int]) -> Iterator[PaceRow]:
-        """Yield the columns of the one-second tallies that a rate needs, in order of time."""
-        number = next((number for number, name in self._names.items() if name == STEP), None)
-        with self.until_damage():
-            for _, row in self._rows_between("tallies", _PACE, begin_s, end_s, processes, widest=1):
-                yield PaceRow._make((*row[:-1], total_in(row[-1], number)))
-
-    def pace_times(
-        self, begin_s: int, end_s: int, processes: Collection[int], *, evaluation: bool, widest: int = WIDTHS[-1]
-    ) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (process, start, width, ns): time of training and between steps; `evaluation`: also of evaluation."""
-        spent = "training_ns + between_ns" + " + evaluation_ns" * evaluation
-        for width, row in self._rows_between(
-            "times", ("process", "start_s", spent), begin_s, end_s, processes, 1, widest
-        ):
-            process, start, ns = row
-            yield process, start, width, ns
 
     def tallies(
         self,
@@ -236,25 +209,6 @@ class Sums:
             return self._names
         return {number: name for number, name in self._names.items() if name in series}
 
-    def of_all(self, begin_s: int = 0, end_s: int = END) -> dict[Key, Tally]:
-        """Return `tallies` of all processes together, under the process ALL."""
-        if len(self.processes) > 1:
-            return self.tallies(begin_s, end_s, process=ALL)
-        return {key._replace(process=ALL): tally for key, tally in self.tallies(begin_s, end_s).items()}
-
-    def sums(self, begin_s: int = 0, end_s: int = END) -> dict[Key, Tally]:
-        """Return `tallies` of each process without series. The database adds them up, which is cheap."""
-        query = (
-            f"SELECT process, mode, kind, batch, {', '.join(_SUMS)}"
-            f" FROM (SELECT width, {', '.join(TALLY)} FROM tallies)"
-            " WHERE width = ? AND start_s >= ? AND start_s < ? AND process >= 0 GROUP BY process, mode, kind, batch"
-        )
-        found: dict[Key, Tally] = {}
-        for stretch in self.stretches(begin_s, end_s):
-            for row in self._each(query, stretch):
-                found.setdefault(Key(*row[:4]), Tally()).add_row((*row[4:], b""), {})
-        return found
-
     def kinds(self) -> set[tuple[str, int]]:
         """Return (mode, kind) of all steps so far."""
         return {(key.mode, key.kind) for key in self._keys}
@@ -275,29 +229,4 @@ class Sums:
         return [
             TimeRow(start, width, who, mode, dict(zip(ACTIVITIES, spent, strict=True)))
             for width, (start, who, mode, *spent) in rows
-        ]
-
-    def time_sums(self, begin_s: int = 0, end_s: int = END) -> list[TimeRow]:
-        """Return the activities of each process by mode; adjacent rows of the same width are added up."""
-        query = (
-            f"SELECT process, mode, {_TIME_SUMS} FROM times WHERE width = ? AND start_s >= ? AND start_s < ?"
-            " GROUP BY process, mode"
-        )
-        return [
-            TimeRow(begin, end - begin, process, mode, dict(zip(ACTIVITIES, spent, strict=True)))
-            for width, begin, end in self.stretches(begin_s, end_s)
-            for process, mode, *spent in self._each(query, (width, begin, end))
-        ]
-
-    def times_together(self, begin_s: int = 0, end_s: int = END) -> list[TimeTogether]:
-        """Return the activities of all processes together, in order of time."""
-        own = " + ".join(f"sum({name})" for name in ACTIVITY_COLUMNS)
-        query = (
-            f"SELECT start_s, max(own), {_TIME_SUMS} FROM (SELECT start_s, {_TIME_SUMS}, {own} AS own FROM times"
-            " WHERE width = ? AND start_s >= ? AND start_s < ? GROUP BY start_s, process) GROUP BY start_s"
-        )
-        return [
-            TimeTogether(start, width, longest, dict(zip(ACTIVITIES, spent, strict=True)))
-            for width, begin, end in self.stretches(begin_s, end_s)
-            for start, longest, *spent in self._each(query, (width, begin, end))
         ]

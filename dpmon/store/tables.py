@@ -23,7 +23,7 @@
                  calls: dpmon.store.parts)
     keys         process, mode, kind (dpmon.record.schema.KINDS), batch (samples per step): the keys of all tallies,
                  even deleted ones
-    tallies      width (dpmon.store.tally.WIDTHS, s), start_s, process (-1: all), mode, kind, batch, and the columns of
+    tallies      width (dpmon.store.tally.WIDTHS, s), start_s, process, mode, kind, batch, and the columns of
                  dpmon.store.tally.Tally: all steps that ended in that time
     times        width, start_s, process, mode, ns of each activity in that time (dpmon.store.accounting)
     gaps         id, process, after_step, before_step, mode, begin_ns, end_ns, ns: the longer times between two steps

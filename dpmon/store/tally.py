@@ -1,6 +1,6 @@
 """Counts, sums and sketches of the steps that ended in one stretch of time.
 
-A tally covers one process (or ALL), mode, kind of step and batch size, and a stretch of one of WIDTHS. Tallies of parts
+A tally covers one process, mode, kind of step and batch size, and a stretch of one of WIDTHS. Tallies of parts
 add up to the tally of the whole, so the figures between two times come from a merged tally.
 """
 
@@ -19,8 +19,6 @@ from dpmon.record.schema import PHASES, QUANTITIES, REST, STEP, device_series
 from dpmon.store import quantiles
 from dpmon.store.quantiles import Counts, Packed
 
-ALL = -1
-"""The process number of the tallies of all processes together."""
 NO_SAMPLES, OTHER_SIZES = -1, -2
 """Batch sizes in a key for an unknown number of samples, and for all sizes beyond dpmon.store.intake.BATCH_SIZES."""
 WIDTHS = (1, 10, 60, 600, 3600, 14_400, 86_400)
@@ -332,12 +330,6 @@ def _entries_of(data: bytes, names: Mapping[int, str], *, sketches: bool) -> lis
     except (struct.error, ValueError) as error:
         raise HistoryError(f"a damaged tally: {error}") from None
     return found
-
-
-def total_in(data: bytes, series: int | None) -> int:
-    """Return the sum of the series with this number in a row's sketches; 0 if absent. Raises HistoryError."""
-    names = {} if series is None else {series: STEP}
-    return sum(total for _, _, total, _ in _entries_of(data, names, sketches=False))
 
 
 PLAIN = ("steps", "calls", "last_step", "low_ns", "high_ns", "first_ns", "last_ns")

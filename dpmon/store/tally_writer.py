@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from itertools import pairwise
 
 from dpmon.store.accounting import ACTIVITIES
-from dpmon.store.batch import Batch, EndedSteps
+from dpmon.store.batch import Batch
 from dpmon.store.rounds import Joined
 from dpmon.store.tables import ACTIVITY_COLUMNS, Door
-from dpmon.store.tally import ALL, COLUMNS, WIDTHS, Key, SeriesNames, Tally
+from dpmon.store.tally import COLUMNS, WIDTHS, Key, SeriesNames, Tally
 
 _CACHED = 4096
 _PARTS = dict(zip(WIDTHS, (4, 8, 8, 8, 16, 16), strict=False))
@@ -53,7 +52,6 @@ class TallyWriter:
         """Tallies as stored in the database."""
         self._keys: set[Key] = set()
         """Keys of all tallies so far."""
-        self._processes: set[int] = set()
         self._whole: dict[int, int] = {}
         """The second up to which all tallies of a width exist, by width."""
         self._known = False
@@ -67,7 +65,6 @@ class TallyWriter:
         self._cache.clear()
         self._names = SeriesNames(self._door.rows("SELECT number, name FROM series"))
         self._keys = {Key(*row) for row in self._door.rows("SELECT process, mode, kind, batch FROM keys")}
-        self._processes = {key.process for key in self._keys}
         meta = dict(self._door.rows("SELECT key, value AS number FROM meta WHERE key != 'run'"))
         self._whole = {width: meta.get(f"whole_{width}", 0) for width in WIDTHS[1:]}
         self._known = True
@@ -77,15 +74,14 @@ class TallyWriter:
         if not self._known:
             self._load()
         changed: dict[_Place, Tally] = {}
-        for _, key in batch.tallied:
-            if key not in self._keys:
-                self._know(key)
-        for source in (batch.tallied, self._together(batch.tallied)):
-            for (second, key), ended in source.items():
-                for width in self._widths(second):
-                    tally = self._tally((width, second // width * width, key), changed)
-                    tally.add(ended.steps, ended.first_ns, ended.last_ns)
-        for (second, key), series in self._joined(batch.joined).items():
+        new = {key for _, key in batch.tallied} - self._keys
+        self._db.executemany("INSERT OR IGNORE INTO keys VALUES (?,?,?,?)", new)
+        self._keys |= new
+        for (second, key), ended in batch.tallied.items():
+            for width in self._widths(second):
+                tally = self._tally((width, second // width * width, key), changed)
+                tally.add(ended.steps, ended.first_ns, ended.last_ns)
+        for (second, key), series in _joined(batch.joined).items():
             for width in self._widths(second):
                 self._tally((width, second // width * width, key), changed).add_series(series)
         newest = max((second for second, _ in batch.tallied), default=0)
@@ -99,41 +95,6 @@ class TallyWriter:
     def _widths(self, second: int) -> Iterable[int]:
         """Return the widths of the tallies that include a second: 1 s, and the wider ones that already exist."""
         return [width for width in WIDTHS if width == 1 or second < self._whole[width]]
-
-    def _know(self, key: Key) -> None:
-        """Remember a key. With the second process, copy the tallies of the first as the tallies of all processes."""
-        if len(self._processes) == 1 and key.process not in self._processes:
-            self._db.execute(
-                f"INSERT OR IGNORE INTO tallies (width, start_s, process, mode, kind, batch, {', '.join(COLUMNS)})"
-                f" SELECT width, start_s, {ALL}, mode, kind, batch, {', '.join(COLUMNS)} FROM tallies"
-                " WHERE process >= 0"
-            )
-        self._db.execute("INSERT OR IGNORE INTO keys VALUES (?,?,?,?)", key)
-        self._keys.add(key)
-        self._processes.add(key.process)
-
-    def _together(self, tallied: Mapping[tuple[int, Key], EndedSteps]) -> dict[tuple[int, Key], EndedSteps]:
-        """Return the steps of all processes together; empty if there is only one process."""
-        found: dict[tuple[int, Key], EndedSteps] = {}
-        for (second, key), ended in tallied.items() if len(self._processes) > 1 else ():
-            place = second, key._replace(process=ALL)
-            known = found.get(place)
-            if known is None:
-                found[place] = replace(ended, steps=[*ended.steps])
-            else:
-                known.add(ended.steps, ended.first_ns, ended.last_ns)
-        return found
-
-    def _joined(self, joined: Iterable[Joined]) -> dict[tuple[int, Key], dict[str, list[int]]]:
-        """Return the values of joined steps by (second, key) and series, also for all processes together."""
-        found: dict[tuple[int, Key], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-        for synced in joined:
-            step = synced.step
-            keys = (step.key, step.key._replace(process=ALL)) if len(self._processes) > 1 else (step.key,)
-            for key in keys:
-                for name, value in synced.series.items():
-                    found[step.second, key][name].append(value)
-        return found
 
     def _tally(self, place: _Place, changed: dict[_Place, Tally]) -> Tally:
         """Return the tally at a place, and note it as changed."""
@@ -221,3 +182,12 @@ class TallyWriter:
                 (f"pruned_{width}", before),
             )
             self._cache.clear()
+
+
+def _joined(joined: Iterable[Joined]) -> dict[tuple[int, Key], dict[str, list[int]]]:
+    """Return the values of joined steps by (second, key) and series."""
+    found: dict[tuple[int, Key], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for synced in joined:
+        for name, value in synced.series.items():
+            found[synced.step.second, synced.step.key][name].append(value)
+    return found

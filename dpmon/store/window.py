@@ -6,16 +6,16 @@ everywhere.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from dpmon.record.schema import EVALUATION
 from dpmon.store.accounting import ACTIVITIES, union
-from dpmon.store.answers import TimeRow, TimeTogether
+from dpmon.store.answers import TimeRow
 from dpmon.store.figures import Figures, Rate, elapsed, figures, merged, modes_of, rate, trains
-from dpmon.store.tally import ALL, Key, Tally
+from dpmon.store.tally import Key, Tally
 
 if TYPE_CHECKING:
     from dpmon.store.queries import Store
@@ -38,29 +38,14 @@ class Window:
         self._times_of: dict[tuple[str, bool], dict[int, tuple[int, int]]] = {}
 
     @cached_property
-    def together(self) -> dict[Key, Tally]:
-        """Tallies of all processes together."""
-        if self._process is not None:
-            return {key._replace(process=ALL): tally for key, tally in self.by_process.items()}
-        return self._source.of_all(self._begin_s, self._end_s)
-
-    @cached_property
     def by_process(self) -> dict[Key, Tally]:
         """Tallies of each process."""
         return self._source.tallies(self._begin_s, self._end_s, process=self._process)
 
     @cached_property
-    def _sums(self) -> dict[Key, Tally]:
-        if self._process is not None:  # the sums of one process are its tallies
-            return self.by_process
-        return self._source.sums(self._begin_s, self._end_s)
-
-    @cached_property
     def times(self) -> list[TimeRow]:
-        """The activities of each process by mode."""
-        if self._process is not None:
-            return self._source.time_rows(self._begin_s, self._end_s, process=self._process)
-        return self._source.time_sums(self._begin_s, self._end_s)
+        """The activities of each process by mode, in order of time."""
+        return self._source.time_rows(self._begin_s, self._end_s, process=self._process)
 
     def rows(self, process: int) -> Iterator[tuple[Key, Tally]]:
         """Key and tally of each row of one process, in order of time."""
@@ -70,7 +55,7 @@ class Window:
     @property
     def modes(self) -> list[tuple[str, bool]]:
         """The modes in this window as (mode, evaluation); a mode that trains has a separate pair for its evaluation."""
-        there = {(key.mode, key.kind) for key in self.together}
+        there = {(key.mode, key.kind) for key in self.by_process}
         known = modes_of(self._kinds)
         now = {(mode, bool(kind & EVALUATION) and mode in self._trained) for mode, kind in there}
         return [each for each in known if each in now]
@@ -93,15 +78,14 @@ class Window:
         batch: int | None = None,
     ) -> Tally:
         """The tally of a mode's steps; parameters as in dpmon.store.figures.merged."""
-        tallies = self.together if process is None else self.by_process
         trained = self.trained(mode)
-        return merged(tallies, mode, evaluation, trained, process=process, settled=settled, batch=batch)
+        return merged(self.by_process, mode, evaluation, trained, process=process, settled=settled, batch=batch)
 
     def rate(self, mode: str, evaluation: bool = False, process: int | None = None) -> Rate | None:
         """Steps and samples of a mode per elapsed time; None if no time has passed."""
         trained = self.trained(mode)
         there = self.processes if process is None else [process]
-        tallies = {each: merged(self._sums, mode, evaluation, trained, process=each) for each in there}
+        tallies = {each: merged(self.by_process, mode, evaluation, trained, process=each) for each in there}
         return rate(tallies, self._elapsed(mode, evaluation))
 
     def _elapsed(self, mode: str, evaluation: bool) -> dict[int, tuple[int, int]]:
@@ -126,7 +110,7 @@ class Window:
         for mode in {mode for mode, _ in self._kinds}:
             spent = self._elapsed(mode, False)
             for each, tally in tallies.items():
-                tally.merge(merged(self._sums, mode, False, self.trained(mode), process=each))
+                tally.merge(merged(self.by_process, mode, False, self.trained(mode), process=each))
                 (whole, within), (more, inside) = times[each], spent.get(each, (0, 0))
                 times[each] = whole + more, within + inside
         return rate(tallies, times)
@@ -137,14 +121,14 @@ class Window:
             return 0
         return sum(
             tally.steps
-            for key, tally in self._sums.items()
+            for key, tally in self.by_process.items()
             if key.process == process and key.kind & EVALUATION and key.mode in self._trained
         )
 
     @cached_property
     def spent(self) -> dict[str, int]:
         """The time of this window by activity (ns). The sum is the time with at least one process."""
-        return shared_out(self._source.times_together(self._begin_s, self._end_s), self.lives)
+        return shared_out(self.times, self.lives)
 
     @cached_property
     def lives(self) -> list[tuple[int, int]]:
@@ -153,28 +137,34 @@ class Window:
         for row in self.times:
             startup[row.process] += row.spent["startup"]
         lives: dict[int, tuple[int, int]] = {}
-        for key, tally in self._sums.items():
+        for key, tally in self.by_process.items():
             if tally.first_ns is not None and tally.last_ns is not None:
                 begin, end = lives.get(key.process, (tally.first_ns, tally.last_ns))
                 lives[key.process] = min(begin, tally.first_ns), max(end, tally.last_ns)
         return union((begin - startup[process], end) for process, (begin, end) in lives.items())
 
 
-def shared_out(stretches: Iterable[TimeTogether], lives: Sequence[tuple[int, int]]) -> dict[str, int]:
+def shared_out(rows: Iterable[TimeRow], lives: Sequence[tuple[int, int]]) -> dict[str, int]:
     """Return the time of a run by activity (ns). Simultaneous activities of several processes share the time.
 
     `lives`: (begin, end) of the times with at least one process, in order.
     """
     found = dict.fromkeys(ACTIVITIES, 0.0)
-    for stretch in stretches:
-        begin, end = stretch.start_s * _SECOND, (stretch.start_s + stretch.width_s) * _SECOND
+    stretches: dict[tuple[int, int], list[TimeRow]] = defaultdict(list)
+    for row in rows:
+        stretches[row.start_s, row.width_s].append(row)
+    for (start_s, width_s), together in stretches.items():
+        begin, end = start_s * _SECOND, (start_s + width_s) * _SECOND
         lived = sum(max(min(end, until) - max(begin, since), 0) for since, until in lives)
-        # `longest_ns` may exceed the width: a long pause counts in its first second (accounting.Spent.by_second).
-        covered = max(lived, stretch.longest_ns)
-        whole = sum(max(ns, 0) for ns in stretch.spent.values())
+        own: Counter[int] = Counter()
+        for row in together:
+            own[row.process] += sum(row.spent.values())
+        spent = {name: max(sum(row.spent[name] for row in together), 0) for name in ACTIVITIES}
+        # The longest may exceed the width: a long pause counts in its first second (accounting.Spent.by_second).
+        covered, whole = max(lived, *own.values()), sum(spent.values())
         scale = min(1.0, covered / whole) if whole else 0.0
-        for activity, ns in stretch.spent.items():
-            found[activity] += max(ns, 0) * scale
+        for activity, ns in spent.items():
+            found[activity] += ns * scale
     return {activity: round(ns) for activity, ns in found.items()}
 
 

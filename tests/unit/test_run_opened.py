@@ -163,7 +163,7 @@ def test_records_are_read_in_parts_between_which_others_write(state: Path, monke
 def test_the_writer_of_the_history_opens_it_without_a_copy(state: Path) -> None:
     directory = recorded(0.15)
     with open_store(directory, as_written=True) as store:
-        assert sum(tally.steps for tally in store.sums().values()) < 60
+        assert sum(tally.steps for tally in store.tallies().values()) < 60
     assert sum(1 for _ in read(directory)["steps"][0]) == 300
     (directory / HISTORY_FILE).write_bytes(b"no database")
     with pytest.raises(HistoryError), open_store(directory, as_written=True):

@@ -19,7 +19,7 @@ from dpmon.store.accounting import ACTIVITIES, Spent
 from dpmon.store.batch import Batch
 from dpmon.store.queries import Store
 from dpmon.store.tables import HISTORY_FILE
-from dpmon.store.tally import ALL, WIDTHS
+from dpmon.store.tally import WIDTHS
 from dpmon.store.window import Window
 from dpmon.store.writer import History
 
@@ -216,21 +216,6 @@ def test_processes_that_begin_within_a_second_share_the_time_that_they_were_ther
     with opened(tmp_path) as store:
         spent = Window(store).spent
     assert spent == {**dict.fromkeys(ACTIVITIES, 0), "training": end - begin, "missed": SECOND // 4}
-
-
-def test_sums_by_the_database_equal_sums_of_rows(tmp_path: Path) -> None:
-    chance = random.Random(11)
-    written(tmp_path, some_steps(chance, 900, 9000, (0, 1, 2)))
-    with opened(tmp_path) as store:
-        for begin, end in ((0, 1 << 40), (61, 7300)):
-            sums, tallies = store.sums(begin, end), store.tallies(begin, end)
-            assert sums.keys() == tallies.keys()
-            for key, tally in tallies.items():
-                tally.stats.clear()
-                assert sums[key] == tally
-            together = store.of_all(begin, end)
-            assert sum(tally.steps for tally in together.values()) == sum(tally.steps for tally in sums.values())
-            assert {key.process for key in together} == {ALL}
 
 
 def test_a_store_without_steps_has_no_figures(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from dpmon.record.schema import PHASES, STEP
 from dpmon.store.accounting import ACTIVITIES, Spent
 from dpmon.store.batch import Batch
 from dpmon.store.tables import ACTIVITY_COLUMNS, HISTORY_FILE, HistoryError
-from dpmon.store.tally import ALL, COLUMNS, WIDTHS, Key, SeriesNames, StepFacts, Tally
+from dpmon.store.tally import COLUMNS, WIDTHS, Key, SeriesNames, StepFacts, Tally
 from dpmon.store.writer import History
 
 pytestmark = pytest.mark.slow
@@ -104,32 +104,13 @@ def test_a_day_is_made_of_hours(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("late_s", [3.0, 70.0, 4000.0])
-def test_the_tallies_of_all_have_what_the_first_did_before_the_second_came(tmp_path: Path, late_s: float) -> None:
+def test_processes_that_come_later(tmp_path: Path, late_s: float) -> None:
     chance = random.Random(2)
     alone = some_steps(chance, 200, HOURS, processes=(0,))
     more = some_steps(chance, 200, HOURS, processes=(4, 7), begin=late_s)
     steps = sorted([*alone, *more], key=lambda step: step.end)
     write(tmp_path, in_batches(chance, steps, 10), writers=2)
     check(tmp_path, steps)
-
-
-def test_a_second_process_after_a_long_history(tmp_path: Path) -> None:
-    """Its first step copies every tally, however many were written since the history was opened."""
-    history = History.open(tmp_path, {})
-    chance = random.Random(1)
-    history.write(a_batch(some_steps(chance, 1, 10)))
-    filler = "WITH RECURSIVE n(i) AS (SELECT 100 UNION ALL SELECT i + 1 FROM n WHERE i < 450000) "
-    with closing(sqlite3.connect(tmp_path / HISTORY_FILE)) as db:
-        db.execute(
-            f"INSERT INTO tallies (width, start_s, process, mode, kind, batch, steps, calls, sketches) {filler}"
-            "SELECT 1, i, 0, 'dp', 0, 8, 1, 1, zeroblob(30) FROM n"
-        )
-        db.commit()
-    history.write(a_batch(some_steps(chance, 1, 10, processes=[1])))
-    with closing(sqlite3.connect(tmp_path / HISTORY_FILE)) as db:
-        copied = db.execute("SELECT count(*) FROM tallies WHERE process = ? AND start_s >= 100", (ALL,)).fetchone()
-    assert copied == (449_901,)
-    history.close()
 
 
 def test_two_processes_that_come_in_one_batch(tmp_path: Path) -> None:
@@ -242,26 +223,3 @@ def test_more_values_than_an_entry_holds_are_cut() -> None:
     tally.add([StepFacts(1, 5, quantities(), [None] * len(PHASES), None, 0, {}, ())], 0, 5)
     tally.stats[STEP].count = 1 << 32
     assert tally.row(names)[-1][2:6] == b"\xff" * 4
-
-
-def stored_without(directory: Path, second: int) -> tuple[dict[int, dict[tuple[int, Key], Tally]], dict[int, int]]:
-    """Return the same as `stored`, without the tallies of one second."""
-    with closing(sqlite3.connect(directory / HISTORY_FILE)) as db:
-        db.execute("DELETE FROM tallies WHERE width = 1 AND start_s = ?", (second,))
-        db.commit()
-    return stored(directory)
-
-
-def test_a_process_whose_tallies_were_deleted_is_still_one_of_several(tmp_path: Path) -> None:
-    """Another writer also continues the tallies of all processes."""
-    chance = random.Random(7)
-    first = some_steps(chance, 50, 100, processes=(0, 1))
-    write(tmp_path, [a_batch(first)])
-    with closing(sqlite3.connect(tmp_path / HISTORY_FILE)) as db:
-        db.execute("DELETE FROM tallies WHERE process = 0")
-        db.commit()
-    later = some_steps(chance, 50, 300, processes=(1,), begin=200)
-    write(tmp_path, [a_batch(later)])
-    found, _ = stored(tmp_path)
-    of_all = sum(tally.steps for (_, key), tally in found[1].items() if key.process == ALL)
-    assert of_all == 100

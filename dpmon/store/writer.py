@@ -14,12 +14,12 @@ from typing import Any
 from dpmon.record.schema import EXPOSED, WAIT
 from dpmon.run.files import check_database
 from dpmon.store.batch import GAP_NS, Batch
-from dpmon.store.collective_sums import CollectiveSums
 from dpmon.store.parts import event_in
 from dpmon.store.tables import (
     BEFORE_S,
     CALL_COLUMNS,
     COLLECTIVE_COLUMNS,
+    COLLECTIVE_SUMS,
     HISTORY_FILE,
     LASTING,
     SCHEMA,
@@ -42,8 +42,9 @@ _FAULTS = sqlite3.Error, OSError, HistoryError
 _PRUNE_PART = 16
 _LASTING_KEPT = 10_000
 _SUMS_PART = 3
+"""Each table of sums may take a third of the size limit."""
 _ROW_BYTES = 180
-"""Approximate size of a row of device_rollups."""
+"""Approximate size of a row of sums."""
 _INTO_STEPS, _INTO_CALLS, _INTO_COLLECTIVES = (
     f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
     for table, names in (("steps", STEP_COLUMNS), ("calls", CALL_COLUMNS), ("collectives", COLLECTIVE_COLUMNS))
@@ -56,10 +57,18 @@ _SHORTEN_GAP = "UPDATE gaps SET ns = max(ns - ?, 0) WHERE process = ? AND begin_
 _JOIN_STEP = f"UPDATE steps SET {EXPOSED}_ns = ?, {WAIT}_ns = ? WHERE id = ?"
 _ADD_SHAPE = """\
 INSERT INTO shapes VALUES (?,?,?,?,?,?,?,?) ON CONFLICT DO UPDATE SET calls = calls + excluded.calls"""
-_ADD_DEVICE = """\
-INSERT INTO device_rollups {} ON CONFLICT (start_s, device, name) DO UPDATE SET
-    count = count + excluded.count, total = total + excluded.total, low = min(low, excluded.low),
-    high = max(high, excluded.high)"""
+_Combined = Mapping[str, str]
+_COLLECTIVES: tuple[str, str, _Combined] = (
+    "collective_sums",
+    "process, definition",
+    dict.fromkeys(COLLECTIVE_SUMS, "sum"),
+)
+_DEVICES: tuple[str, str, _Combined] = (
+    "device_rollups",
+    "device, name",
+    {"count": "sum", "total": "sum", "low": "min", "high": "max"},
+)
+"""Tables of sums by `start_s`: the rest of the key, and how to combine each other column."""
 
 
 class History:
@@ -119,7 +128,6 @@ class History:
         rows = {"schema": SCHEMA_VERSION, "limit_bytes": self._limit, "pruned": 0, **meta}
         self._db.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", rows.items())
         self._tallies = TallyWriter(self._door)
-        self._collectives = CollectiveSums(self._db)
         self.next_id: int = 1 + max(last_ids(self._db))
 
     def rings(self) -> dict[str, RingRow]:
@@ -169,11 +177,9 @@ class History:
             many(_INTO_COLLECTIVES, batch.collectives)
             many("INSERT INTO events VALUES (?,?,?,?,?)", batch.events)
             many(_INTO_RINGS, map(_of_ring, batch.rings))
-            many(
-                _ADD_DEVICE.format("VALUES (?,?,?,?,?,?,?)"), [(*key, *values) for key, values in batch.devices.items()]
-            )
+            many(_add_to(*_DEVICES), [(*key, *values) for key, values in batch.devices.items()])
+            many(_add_to(*_COLLECTIVES), [(*key, *values) for key, values in batch.communicated.items()])
             many(_JOIN_STEP, [(joined.exposed_ns, joined.wait_ns, joined.step.id) for joined in batch.joined])
-            self._collectives.add(batch)
             self._tallies.add(batch)
             many(_INTO_GAPS, batch.gaps)
             for process, begin, end in batch.waited:
@@ -222,10 +228,11 @@ class History:
     def _prune_sums(self) -> None:
         """Limit sums and lasting events, which could fill the database in runs of many days or processes."""
         run = self._db.execute
-        query = "SELECT count(*), min(start_s), max(start_s) FROM device_rollups WHERE start_s > ?"
-        count, first, last = run(query, (BEFORE_S,)).fetchone()
-        if count * _ROW_BYTES > self._limit / _SUMS_PART:
-            self._add_devices_up(first + max((last - first) // 8, 1))
+        query = "SELECT t_ns FROM events WHERE kind IN ('host', 'device') AND t_ns IS NOT NULL ORDER BY id LIMIT 1"
+        sample, last_s = run(query).fetchone(), 1 << 40
+        # Keep each minute whose samples still have rows: readers use these rows instead of its sums.
+        self._add_up(*_DEVICES, last_s if sample is None else sample[0] // 60_000_000_000 * 60)
+        self._add_up(*_COLLECTIVES, last_s)
         self._tallies.prune(self._limit)
         run("DELETE FROM gaps WHERE id < (SELECT max(id) FROM gaps) - ?", (_LASTING_KEPT,))
         for kind in ("warning", "input", "loader", "ddp"):  # lasting events of unlimited number
@@ -235,16 +242,18 @@ class History:
                 (kind, kind, _LASTING_KEPT),
             )
 
-    def _add_devices_up(self, before: int) -> None:
-        """Replace the sums of all minutes before a second by one sum per device and name."""
-        query = "SELECT t_ns FROM events WHERE kind IN ('host', 'device') AND t_ns IS NOT NULL ORDER BY id LIMIT 1"
-        sample = self._db.execute(query).fetchone()
-        # Keep each minute whose samples still have rows: readers use these rows instead of its sums.
-        before = before if sample is None else min(before, sample[0] // 60_000_000_000 * 60)
-        minutes = "FROM device_rollups WHERE start_s > ? AND start_s < ?"
-        sums = f"SELECT ?, device, name, sum(count), total(total), min(low), max(high) {minutes} GROUP BY device, name"
-        self._db.execute(_ADD_DEVICE.format(sums), (BEFORE_S, BEFORE_S, before))
-        self._db.execute(f"DELETE {minutes}", (BEFORE_S, before))
+    def _add_up(self, table: str, key: str, combined: _Combined, latest_s: int) -> None:
+        """If a table of sums is too large, replace its oldest eighth by one sum per key, at most up to `latest_s`."""
+        query = f"SELECT count(*), min(start_s), max(start_s) FROM {table} WHERE start_s > ?"
+        count, first, last = self._db.execute(query, (BEFORE_S,)).fetchone()
+        if count * _ROW_BYTES <= self._limit / _SUMS_PART:
+            return
+        before = min(first + max((last - first) // 8, 1), latest_s)
+        oldest = f"FROM {table} WHERE start_s > ? AND start_s < ?"
+        sums = ", ".join(f"{how}({name})" for name, how in combined.items())
+        add = _add_to(table, key, combined, f"SELECT ?, {key}, {sums} {oldest} GROUP BY {key}")
+        self._db.execute(add, (BEFORE_S, BEFORE_S, before))
+        self._db.execute(f"DELETE {oldest}", (BEFORE_S, before))
 
     def close(self) -> None:
         """Close the file. It is self-contained afterwards unless another process reads it now."""
@@ -255,3 +264,14 @@ class History:
             check_database(self._path, written=True)  # again: SQLite opens the journal only now
             self._db.execute("PRAGMA journal_mode=DELETE")
         self._db.close()
+
+
+def _add_to(table: str, key: str, combined: _Combined, rows: str | None = None) -> str:
+    """Return the SQL that adds rows to a table of sums; `rows`: a query for them; None: parameters."""
+    which = f"start_s, {key}"
+    rows = rows or f"VALUES ({', '.join('?' * (which.count(',') + 1 + len(combined)))})"
+    changes = ", ".join(
+        f"{name} = {name} + excluded.{name}" if how == "sum" else f"{name} = {how}({name}, excluded.{name})"
+        for name, how in combined.items()
+    )
+    return f"INSERT INTO {table} {rows} ON CONFLICT ({which}) DO UPDATE SET {changes}"

@@ -8,13 +8,11 @@ last.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from dpmon.assemble.definitions import KnownDefinitions
 from dpmon.assemble.device_times import Pending, Slots
 from dpmon.assemble.nesting import PRIMITIVES
 from dpmon.record.history_rows import CallParts, CallRow
-from dpmon.record.kinds import Size
 from dpmon.record.names import CALL_PHASES, Untimed
 from dpmon.record.spans import Flag, Kind, Span
 
@@ -135,8 +133,6 @@ _NOT_SCATTERED = "the script did not scatter in this step"
 _NO_INPUTS = "the script did not scatter: only the inputs of the replicas are known"
 _NOT_REPLICATED = "the script did not replicate in this step"
 _NOT_GATHERED = "the script did not gather the outputs of the replicas"
-_MAX_LEAVES = 512
-"""Most sizes in one call."""
 
 
 class _PartialCall:
@@ -201,23 +197,9 @@ class Composer:
             self.flush(thread)
 
     def _inputs(self, partial: _PartialCall) -> int:
-        """Return the sizes of all scattered inputs. Argument numbers continue from one scatter to the next."""
-        numbers = [self._known.known_sizes(one.inputs) for one in partial.primitives if one.kind == Kind.SCATTER]
-        numbers = [number for number in numbers if number]
-        if len(numbers) <= 1:
-            return numbers[0] if numbers else 0
-        leaves: list[Size] = []
-        given = 0
-        for number in numbers:
-            last = -1
-            for size in self._known.sizes[number]:
-                argument, dot, below = size.path.partition(".")
-                if argument.isdecimal() and len(argument) < 9:
-                    last = max(last, int(argument))
-                    size = replace(size, path=f"{given + int(argument)}{dot}{below}")
-                leaves.append(size)
-            given += last + 1
-        return self._known.add_own(tuple(leaves[:_MAX_LEAVES]))
+        """Return the sizes of the first scattered inputs; 0 if they are unknown."""
+        numbers = (self._known.known_sizes(one.inputs) for one in partial.primitives if one.kind == Kind.SCATTER)
+        return next((number for number in numbers if number), 0)
 
     def _composed_call(self, partial: _PartialCall, apply: Span) -> Pending:
         start, last = partial.primitives[0].start, partial.primitives[-1]

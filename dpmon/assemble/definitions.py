@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Mapping
 from zlib import crc32
 
-from dpmon.record.history_rows import Defined, Definition, Definitions, defined, value_of
+from dpmon.record.history_rows import Definition, Definitions, defined, value_of
 from dpmon.record.kinds import rows_of
 
 OWN = 1 << 31
@@ -56,19 +56,15 @@ class KnownDefinitions(Definitions):
         rows = rows_of(self.sizes.get(number), self.layouts[layout].dim)
         return -1 if rows is None else rows
 
-    def add_own(self, known: Defined) -> int:
-        """Define what the assembler has composed; return its number."""
-        number = OWN | crc32(json.dumps(value_of(known), separators=(",", ":")).encode()) & (OWN - 1)
-        if self.get(number) is None:
-            self.keep(number, known)
-        return number
-
     def with_absent(self, number: int, absent: Mapping[str, str]) -> int:
         """Define a copy of a known layout with more reasons for absence; return its number."""
         layout = self.layouts[number]
         if not absent:
             return number
-        return self.add_own(layout._replace(absent={**layout.absent, **absent}, module=self.module(number)))
+        copy = layout._replace(absent={**layout.absent, **absent}, module=self.module(number))
+        own = OWN | crc32(json.dumps(copy._asdict(), separators=(",", ":")).encode()) & (OWN - 1)
+        self.keep(own, copy)
+        return own
 
     def rows(self, numbers: Iterable[int]) -> list[Definition]:
         """Return a row for each of these definitions that has none yet; skip number 0."""

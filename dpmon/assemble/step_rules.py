@@ -216,10 +216,6 @@ class StepRules:
             self._cycle.gone(span.site)
         if span.kind == Kind.BACKWARD or stepped or (inner is not None and inner.backward):
             self.has_trained = True
-        for site in stepped:
-            self._cycle.stepped(site, span.number)
-            self._cycle.leading.clear()
-            self._rule = BY_OPTIMIZER
 
     def _take(self, block: Block) -> None:
         span, calls, stepped, inner = block
@@ -245,7 +241,7 @@ class StepRules:
         elif kind == Kind.OPTIMIZER_FREED:
             self._cycle.gone(span.site)
         if stepped:
-            self._stepped(stepped, span[0], start + span[7])
+            self._stepped(stepped, start + span[7])
         elif calls and not self._fetched and not self._anew:
             self._be_patient()
         self._bound()
@@ -291,15 +287,14 @@ class StepRules:
         self._open, self._start, self._last = True, start, start
         self._take_again(rest)
 
-    def _stepped(self, sites: Sequence[int], number: int, end: int) -> None:
-        """Take the optimizer steps of a block with this span number, which ended at `end`."""
+    def _stepped(self, sites: Sequence[int], end: int) -> None:
+        """Take the optimizer steps of a block that ended at `end`."""
         self._step.only_evaluates = False
         self.has_trained = True
-        outcomes = [self._cycle.stepped(site, number) for site in sites]
+        outcomes = [self._cycle.stepped(site) for site in sites]
         anew = None in outcomes
         ended = anew or True in outcomes
         if self._fetched:
-            self._cycle.leading.clear()
             self._since_fetch += ended
             if self._since_fetch > STALE_STEPS:
                 self._fetched = False

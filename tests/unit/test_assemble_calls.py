@@ -193,7 +193,7 @@ def compose(script: Script, names: str, site: int, failed: bool = False) -> None
     ("names", "absent", "inputs", "outputs"),
     [
         ("srpg", set(), [("0", (4, 4))], True),
-        ("ssrpg", set(), [("0", (4, 4)), ("1", (5, 4))], True),
+        ("ssrpg", set(), [("0", (4, 4))], True),
         ("rpg", {"scatter", "inputs"}, None, True),
         ("spg", {"replicate"}, [("0", (4, 4))], True),
         ("srp", {"gather", "outputs"}, [("0", (4, 4))], False),

@@ -68,7 +68,7 @@ LOOPS: dict[str, tuple[str, list[tuple[int, str, int]]]] = {
         [(8, LEARN, calls) for calls in (1, 1, 1, 2, 1, 1, 2, 1, 1, 1)],
     ),
     "a second optimizer later": ("m " + "lA " * 50 + "fB b o2 " * 51, [(8, LEARN, 1)] * 101),
-    "one step of another optimizer first": ("m l " + "f b o2 " * 100, [(8, LEARN, 1)] * 101),
+    "one step of another optimizer first": ("m l " + "f b o2 " * 100, [(8, LEARN, 2)] + [(8, LEARN, 1)] * 99),
     "optimizers one after the other": (
         "m " + "f b o1 " * 3 + "f b o2 " * 3 + "f b o1 " * 2 + "f b o3 " * 2,
         [(8, LEARN, 1)] * 10,

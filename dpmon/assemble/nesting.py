@@ -41,17 +41,12 @@ EDGE = (Kind.PAUSE, Kind.MEMORY)
 _LEADS, _SIZES = struct.Struct("<4e"), struct.Struct("<2I")
 
 
-class Inner:
-    """Sums and lists made from the spans of a block."""
+class PhaseSums:
+    """What the spans of a block or of a step add up to."""
 
-    __slots__ = (
-        *("backward", "by_script", "counts", "first", "memory_looks", "missing_spans", "parts", "skipped", "spans"),
-        *("timed", "times", "untimed_copies"),
-    )
+    __slots__ = ("counts", "missing_spans", "mixed", "skipped", "spans", "timed", "times")
 
-    def __init__(self, first: int) -> None:
-        self.first = first
-        """The lowest number of its spans."""
+    def __init__(self) -> None:
         self.times = [-1] * len(SPAN_PHASES)
         """Exclusive ns of each phase; -1: did not run."""
         self.counts = [-1] * len(QUANTITIES)
@@ -60,18 +55,53 @@ class Inner:
         """Phase, start and duration of each occurrence of a phase, in order of start, outer before nested ones."""
         self.missing_spans = 0
         """Number of spans after the first MAX_SPANS."""
+        self.timed: list[tuple[int, int, int]] = []
+        """Spans with device times: number, phase, and phase of the enclosing timed span (-1: none)."""
+        self.skipped = False
+        """Whether sampling left a span untimed on devices."""
+        self.mixed: set[int] = set()
+        """COPY and the phases around copies without device times; empty if there are none."""
+
+    def count(self, quantity: int, value: int) -> None:
+        """Add to a quantity; for pass numbers, keep the highest."""
+        before = max(self.counts[quantity], 0)
+        self.counts[quantity] = max(before, value) if quantity == SYNC_NUMBER_AT else before + value
+
+    def bound_spans(self) -> None:
+        """Drop the spans after the first MAX_SPANS."""
+        self.missing_spans += len(self.spans[MAX_SPANS:])
+        del self.spans[MAX_SPANS:]
+
+    def add(self, other: PhaseSums) -> None:
+        """Add the sums of a later block."""
+        for phase, took in enumerate(other.times):
+            if took >= 0:
+                self.times[phase] = max(self.times[phase], 0) + took
+        for quantity, value in enumerate(other.counts):
+            if value >= 0:
+                self.count(quantity, value)
+        self.spans += other.spans
+        self.missing_spans += other.missing_spans
+        self.timed += other.timed
+        self.skipped = self.skipped or other.skipped
+        self.mixed |= other.mixed
+
+
+class Inner(PhaseSums):
+    """Sums and lists made from the spans of a block."""
+
+    __slots__ = ("backward", "by_script", "first", "memory_looks", "parts")
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.first = first
+        """The lowest number of its spans."""
         self.backward = False
         self.parts: dict[int, list[Span]] = {}
         """Phases, replicas and stages of each call, by the number of its span."""
         self.by_script: list[Span] = []
         """Primitives that the script calls itself, in order."""
         self.memory_looks: list[int] = []
-        self.timed: list[tuple[int, int, int]] = []
-        """Spans with device times: number, phase, and phase of the enclosing timed span (-1: none)."""
-        self.skipped = False
-        """Whether a span belongs to a step that is not timed on devices."""
-        self.untimed_copies: list[int] = []
-        """Enclosing phase of each copy without a device time."""
 
 
 Block: TypeAlias = tuple[Span, Sequence[Span], Sequence[int], "Inner | None"]
@@ -114,8 +144,7 @@ class _BlockPass:
         spans = found.spans
         spans.reverse()  # enclosing spans end last and must come first at equal starts
         spans.sort(key=lambda run: (run[1], -run[2]))
-        found.missing_spans = max(len(spans) - MAX_SPANS, 0)
-        del spans[MAX_SPANS:]
+        found.bound_spans()
         return span, self._calls, [site for _, site in self._stepped], found
 
     def _add(self, span: Span) -> None:
@@ -141,8 +170,7 @@ class _BlockPass:
         elif kind == Kind.BACKWARD:
             self.found.backward = True
         elif (quantity := QUANTITY_OF.get(kind)) is not None:
-            counts = self.found.counts
-            counts[quantity] = max(counts[quantity], 0) + (span.inputs | span.outputs << 32)
+            self.found.count(quantity, span.inputs | span.outputs << 32)
         elif kind == Kind.MEMORY:
             self.found.memory_looks.append(span.site)
         elif kind == Kind.SYNC:
@@ -155,13 +183,12 @@ class _BlockPass:
         self._time(span)
 
     def _sync(self, span: Span) -> None:
-        counts, leads = self.found.counts, self._leads
-        self._leads = []
+        leads, self._leads = self._leads, []
         if span.flags & Flag.UNSYNCED:
-            counts[UNSYNCED] = max(counts[UNSYNCED], 0) + 1
+            self.found.count(UNSYNCED, 1)
             return
-        counts[SYNCED] = max(counts[SYNCED], 0) + 1
-        counts[SYNC_NUMBER_AT] = max(counts[SYNC_NUMBER_AT], span.inputs)
+        self.found.count(SYNCED, 1)
+        self.found.count(SYNC_NUMBER_AT, span.inputs)
         count = span.site & (1 << WRAPPER_AT) - 1
         leads = leads[:count] if count > 1 else [0] * count  # a single bucket is ready at the last gradient
         self.found.spans += [(BUCKET, max(span.start - lead, 0), 0) for lead in leads]
@@ -213,7 +240,7 @@ class _BlockPass:
             if number >= 0:
                 found.timed.append((number, inner_phase, phase if timed else -1))
             elif inner_phase == COPY:
-                found.untimed_copies.append(phase)
+                found.mixed |= {COPY, phase}
         within.append((start, span.took, phase, span.number if timed and phase >= 0 else -1))
         if phase >= 0:
             found.times[phase] = max(found.times[phase], 0) + max(own, 0)

@@ -55,18 +55,18 @@ class StepRecorder:
 
     # ------------------------------------------------------------------------------------------ steps
 
-    def step(self, totals: StepTotals, items: Iterable[Item], start: int, end: int) -> None:
-        """Record the remaining items of a step, then the step."""
-        self.part(totals, items)
+    def step(self, totals: StepTotals, start: int, end: int) -> None:
+        """Record a step."""
         self.number += 1
         self.out.append(totals.row(self.number, start, max(end - start, 0)))
         self._communication.step(self.number, start, end)
         if totals.on_devices:
             self.sampling.step(max(end - start, 0), not totals.skipped)
 
-    def part(self, totals: StepTotals, items: Iterable[Item]) -> None:
-        """Record items of the open step."""
-        self._totals, self._step = totals, self.number + 1
+    def totals(self, items: Iterable[Item]) -> StepTotals:
+        """Record the items of the open step; return what they add up to."""
+        totals = self._totals = StepTotals()
+        self._step = self.number + 1
         times, spans, thread = totals.times, totals.spans, self.thread
         for item in items:
             if isinstance(item, QueuedEvent):
@@ -76,7 +76,9 @@ class StepRecorder:
             kind = span[1]
             if span[4] == thread or kind == Kind.OPTIMIZER_FREED:
                 if inner is not None:
-                    self._add_inner(totals, inner)
+                    totals.add(inner)
+                    for look in inner.memory_looks:
+                        self.note_memory_look(look, self.number + 1)
                 elif (phase := PHASE_OF[kind]) >= 0:
                     took = times[phase]
                     times[phase] = span[7] if took < 0 else took + span[7]
@@ -88,7 +90,7 @@ class StepRecorder:
                     elif span[2] & Flag.UNTIMED:
                         totals.skipped = True
                     elif phase == COPY:
-                        totals.untimed_copy(-1)
+                        totals.mixed |= {COPY, -1}
                 elif kind == Kind.MEMORY:
                     self.note_memory_look(span[5], self.number + 1)
             if calls or kind in PRIMITIVES:
@@ -102,23 +104,7 @@ class StepRecorder:
         if len(spans) > MAX_SPANS:
             totals.bound_spans()
         self._composer.flush_all()
-
-    def _add_inner(self, totals: StepTotals, inner: Inner) -> None:
-        times = totals.times
-        for phase, took in enumerate(inner.times):
-            if took >= 0:
-                times[phase] = max(times[phase], 0) + took
-        for quantity, value in enumerate(inner.counts):
-            if value >= 0:
-                totals.count(quantity, value)
-        totals.spans += inner.spans
-        totals.missing_spans += inner.missing_spans
-        totals.timed += inner.timed
-        totals.skipped = totals.skipped or inner.skipped
-        for around in inner.untimed_copies:
-            totals.untimed_copy(around)
-        for look in inner.memory_looks:
-            self.note_memory_look(look, self.number + 1)
+        return totals
 
     # ------------------------------------------------------------------------------------------ calls
 

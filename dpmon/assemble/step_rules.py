@@ -16,13 +16,12 @@ from dpmon.assemble.definitions import KnownDefinitions
 from dpmon.assemble.event_queue import QueuedEvent
 from dpmon.assemble.nesting import EDGE, LEARNS, PHASE_OF, PRIMITIVES, Block
 from dpmon.assemble.step_recorder import Item, StepRecorder, before_edge
-from dpmon.assemble.step_totals import StepTotals
 from dpmon.record.spans import Flag, Kind, Span
 
 STALE_STEPS = 64
 """A loader no longer counts after more than this many steps of the loop's last optimizer without a fetch."""
 MAX_HELD = 1 << 14
-"""Most held blocks. A longer step is recorded in parts and cannot be taken again."""
+"""Most held blocks. A longer step is divided."""
 
 BY_OPTIMIZER, BY_BACKWARD, BY_CALL = range(3)
 _OPENS = (Kind.SCATTER, Kind.REPLICATE)
@@ -144,10 +143,9 @@ class StepRules:
             self._drop_open()
             return
         items, self.held = self.held, []
-        totals = self._step.part or StepTotals()
-        self._recorder.part(totals, items)
+        totals = self._recorder.totals(items)
         if not totals.failed and not (cut_off and totals.unfinished):
-            self._recorder.step(totals, (), self._start, self._last)
+            self._recorder.step(totals, self._start, self._last)
         self._closed([], True)
         self._step = OpenStep()
         self._open = False
@@ -317,7 +315,7 @@ class StepRules:
     def _take_anew(self) -> None:
         """Take all held items again under the changed rule or cycle."""
         before = self._before
-        if not self.held or self._step.part is not None:
+        if not self.held:
             return
         items, self.held = self.held, []
         self._open, self._start, self._last = before.opened, before.start, before.last
@@ -379,16 +377,17 @@ class StepRules:
 
     def _close(self, end: int) -> None:
         items, self.held = self.held, []
-        self._recorder.step(self._step.part or StepTotals(), items, self._start, end)
+        self._recorder.step(self._recorder.totals(items), self._start, end)
         self._closed(items, True)
         self._step = OpenStep()
 
     def _bound(self) -> None:
-        """Record the held items of a step that is too long."""
+        """Divide a step that is too long."""
         if len(self.held) <= MAX_HELD:
             return
-        items, self.held = self.held, []
-        self._step.part = self._step.part or StepTotals()
-        self._recorder.part(self._step.part, items)
-        self._step.part.keep_no_times()
-        self._closed(items, False)
+        fetched, at = self._fetched, self._last
+        if self._step.calls:
+            self._close(at)
+        else:
+            self._drop_open()
+        self._open, self._fetched, self._start = True, fetched, at

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dpmon.assemble.call_rows import LARGEST
 from dpmon.assemble.device_times import Pending, Slots
-from dpmon.assemble.nesting import BACKWARD, COPY, DATA, OPTIMIZER, QUANTITIES, SYNC_NUMBER_AT
-from dpmon.record.kinds import MAX_SPANS, Step
+from dpmon.assemble.nesting import BACKWARD, DATA, OPTIMIZER, QUANTITIES, PhaseSums
+from dpmon.record.kinds import Step
 from dpmon.record.names import Untimed
 from dpmon.record.schema import SPAN_PHASES, STEP_PHASES
 
@@ -14,20 +14,16 @@ _MAX_TIMED = 4096
 """Most spans with device times in one step."""
 
 
-class StepTotals:
+class StepTotals(PhaseSums):
     """The sums of one step."""
 
     __slots__ = (
-        *("times", "counts", "learned_rows", "evaluated_rows", "mode", "learns", "mixed", "timed"),
-        *("failed", "backwards", "passes", "module", "crowded", "skipped", "spans", "missing_spans"),
+        *("learned_rows", "evaluated_rows", "mode", "learns", "failed", "backwards", "passes", "module"),
         *("batch_models", "batch_rows", "first_models", "batches", "sum_of_rows", "stepped"),
     )
 
     def __init__(self) -> None:
-        self.times = [-1] * len(SPAN_PHASES)
-        """ns of each phase; -1: did not run."""
-        self.counts = [-1] * len(QUANTITIES)
-        """Value of each quantity; -1: not counted."""
+        super().__init__()
         self.learned_rows = self.evaluated_rows = -1
         """Rows of the calls that train or record gradients, and rows of the other calls."""
         self.mode = ""
@@ -51,22 +47,11 @@ class StepTotals:
         followed calls of other models or an optimizer step."""
         self.stepped = False
         """Whether an optimizer has stepped."""
-        self.spans: list[tuple[int, int, int]] = []
-        """As in dpmon.assemble.nesting.Inner; also `missing_spans`."""
-        self.missing_spans = 0
-        self.timed: list[tuple[int, int, int]] = []
-        """As in dpmon.assemble.nesting.Inner."""
-        self.crowded = False
-        """Whether device times were dropped because the step is too long."""
-        self.skipped = False
-        """Whether sampling left the step, or a part of it, untimed on devices."""
-        self.mixed: set[int] = set()
-        """COPY and the phases around copies without device times; empty if there are none."""
 
     @property
     def on_devices(self) -> bool:
         """Whether it is timed on devices, or skipped by sampling."""
-        return bool(self.timed) or self.crowded or self.skipped
+        return bool(self.timed) or self.skipped
 
     @property
     def unfinished(self) -> bool:
@@ -94,26 +79,6 @@ class StepTotals:
         self.sum_of_rows += self.batch_rows
         self.batch_models, self.batch_rows = set(), 0
 
-    def count(self, quantity: int, value: int) -> None:
-        """Add to a quantity; for pass numbers, keep the highest."""
-        before = max(self.counts[quantity], 0)
-        self.counts[quantity] = max(before, value) if quantity == SYNC_NUMBER_AT else before + value
-
-    def bound_spans(self) -> None:
-        """Drop the spans after the first MAX_SPANS."""
-        self.missing_spans += len(self.spans[MAX_SPANS:])
-        del self.spans[MAX_SPANS:]
-
-    def untimed_copy(self, around: int) -> None:
-        """Note a copy without a device time. `around`: the enclosing phase (-1: none)."""
-        self.mixed |= {COPY, around}
-
-    def keep_no_times(self) -> None:
-        """Drop the device times, because the step is too long."""
-        self.crowded = self.crowded or bool(self.timed)
-        self.timed.clear()
-        self.mixed.clear()
-
     def row(self, step: int, start: int, wall: int) -> Step | Pending:
         """Return the row of the step."""
         samples = self.learned_rows if self.learned_rows >= 0 else self.evaluated_rows
@@ -136,12 +101,12 @@ class StepTotals:
         row = Step(0, None, step, self.mode, start, wall, counted, phases, counts, spans, self.missing_spans)
         if self.skipped:
             return row.timed([None] * len(SPAN_PHASES), Untimed.SAMPLED)
-        return Pending(row, *self._slots(), DATA) if self.timed or self.crowded else row
+        return Pending(row, *self._slots(), DATA) if self.timed else row
 
     def _slots(self) -> tuple[Slots, int]:
         """Return the spans that add up to the device time of each phase, and the reason for missing times."""
         slots: Slots = [[] for _ in SPAN_PHASES]
-        if self.crowded or len(self.timed) > _MAX_TIMED:
+        if len(self.timed) > _MAX_TIMED:
             return slots, Untimed.TOO_MANY
         for number, phase, around in self.timed:
             if phase < len(slots):
@@ -150,7 +115,6 @@ class StepTotals:
                 slots[around].append((number, -1))
         if not self.mixed:
             return slots, Untimed.NONE
-        for phase in self.mixed:
-            if 0 <= phase < len(slots):
-                slots[phase] = []
+        for phase in self.mixed - {-1}:
+            slots[phase] = []
         return slots, Untimed.COPIES

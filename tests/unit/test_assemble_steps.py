@@ -11,6 +11,7 @@ from synthetic import kind_of
 
 from dpmon.assemble import Assembler
 from dpmon.assemble.device_times import MAX_GROUPS
+from dpmon.assemble.step_rules import MAX_HELD
 from dpmon.record.kinds import Step
 from dpmon.record.spans import Kind
 
@@ -232,12 +233,12 @@ def test_a_module_that_is_called_no_more_ends_no_steps() -> None:
     assert len(result.steps) > 400
 
 
-def test_a_step_that_is_too_long_to_be_held() -> None:
+def test_a_step_that_is_too_long_to_be_held_is_divided() -> None:
     script = Script().play(("d " + "f=0.01 " * 20_000 + "b o ") * 2)
     payloads = in_portions(script, [])
     assert in_portions(script, [17_000, 30_000]) == payloads
     result = decoded(payloads)
-    assert result.shape() == [(8, FETCHED, 20_000)] * 2
+    assert result.shape() == [(8, "df", MAX_HELD), (8, "fbo", 20_000 - MAX_HELD)] * 2
     check(result)
 
 

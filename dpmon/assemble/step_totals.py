@@ -94,7 +94,8 @@ class StepTotals(PhaseSums):
                 took = min(took, wall - offset)
             spans.append((phase, offset, took))
         wall = min(wall, LARGEST)
-        phases = {name: min(took, LARGEST) for name, at in _IN_ORDER if (took := self.times[at]) >= 0}
+        times = self.times
+        phases = {name: min(times[at], LARGEST) for name, at in _IN_ORDER if times[at] >= 0}
         phases["other"] = max(0, wall - sum(phases.values()))
         counts = {name: min(count, LARGEST) for name, count in zip(QUANTITIES, self.counts, strict=True) if count >= 0}
         counted = min(samples, LARGEST) if samples >= 0 else None

@@ -235,7 +235,7 @@ class _Trace:
 
     def _collective(self, one: Collective) -> None:
         process = self._training(one.process, one.rank)
-        took = one.took_ns or 0
+        took = one.host_ns or 0
         lane = self._lane(process, "collectives", one.start_ns, one.start_ns + took)
         if lane < 0:
             return

@@ -398,13 +398,13 @@ class Resolver:
             bytes=row.quantity,
             dtype=facts.dtype,
             group=facts.group,
-            size=facts.size,
+            group_size=facts.size,
             ranks=facts.ranks,
             backend=facts.backend,
             device=facts.device,
             start_ns=start,
-            took_ns=row.took if row.took >= 0 else None,
-            queued_ns=row.queued if row.queued >= 0 else None,
+            host_ns=row.took if row.took >= 0 else None,
+            queue_ns=row.queued if row.queued >= 0 else None,
             unended=UNENDED[row.unended] if 0 < row.unended < len(UNENDED) else None,
         )
 

@@ -4,9 +4,37 @@ from __future__ import annotations
 
 from typing import Any
 
+from dpmon.record.fields import RECORDS
 from dpmon.record.kinds import Call, Collective, PhaseSpan, Record, Sampled, Size, Stage, Step
 from dpmon.record.names import MORE
 from dpmon.record.schema import EXPOSED, NOT_JOINED, QUANTITIES, STEP_PHASES, WAIT
+
+_MADE = ("phases", "inputs", "outputs", "replicas", "stages", "absent")
+"""Fields that are not an attribute of the record in other units."""
+
+
+def _source(name: str) -> tuple[str, str, float]:
+    """Return the name of a field, the attribute of the record that holds it, and the factor between them."""
+    if name == "start_s":
+        return name, "start_ns", 1e9
+    return (name, f"{name[:-3]}_ns", 1e6) if name.endswith("_ms") else (name, name, 0)
+
+
+_PLAIN = {
+    kind: [_source(field.name) for field in RECORDS[kind].fields if not (field.only_csv or field.name in _MADE)]
+    for kind in ("call", "collective", "sampled")
+}
+
+
+def _plain(kind: str, record: Call | Collective | Sampled) -> dict[str, Any]:
+    """Return the fields of a record that are attributes of it."""
+    found: dict[str, Any] = {"kind": kind}
+    for name, attribute, factor in _PLAIN[kind]:
+        value = getattr(record, attribute)
+        if factor and value is not None:
+            value /= factor
+        found[name] = list(value) if isinstance(value, tuple) else value
+    return found
 
 
 def _ms(ns: int) -> float:
@@ -35,21 +63,8 @@ def _call_json(call: Call) -> dict[str, Any]:
         call.inputs is None or call.outputs is None or any(r.inputs is None or r.outputs is None for r in call.replicas)
     ):
         absent.setdefault("sizes", "not seen by a forward hook")
-    found: dict[str, Any] = {
-        "kind": "call",
-        "process": call.process,
-        "rank": call.rank,
-        "step": call.step,
-        "call": call.call,
-        "root": call.root,
-        "via": call.via,
-        "mode": call.mode,
-        "virtual": call.virtual,
-        "training": call.training,
-        "grad": call.grad,
-        "start_s": call.start_ns / 1e9,
-        "wall_ms": _ms(call.wall_ns),
-        "devices": list(call.devices),
+    found = {
+        **_plain("call", call),
         "phases": {name: {"host_ms": _ms(p.host_ns), "device_ms": p.device_ms} for name, p in call.phases.items()},
         "replicas": [
             {
@@ -135,47 +150,18 @@ def _collective_json(collective: Collective) -> dict[str, Any]:
         absent["ranks"] = "all ranks, or a group that torch.distributed does not know"
     if collective.backend is None:
         absent["backend"] = "the group has no backend for this type of device"
-    if collective.took_ns is None:
+    if collective.host_ns is None:
         absent |= dict.fromkeys(("host_ms", "queue_ms", "alg_bytes_s", "bus_bytes_s"), collective.unended or "unknown")
     elif collective.no_bandwidth is not None:
         absent |= dict.fromkeys(("alg_bytes_s", "bus_bytes_s"), collective.no_bandwidth)
-    return {
-        "kind": "collective",
-        "process": collective.process,
-        "rank": collective.rank,
-        "step": collective.step,
-        "operation": collective.operation,
-        "phase": collective.phase,
-        "bytes": collective.bytes,
-        "dtype": collective.dtype,
-        "group": collective.group,
-        "group_size": collective.size,
-        "ranks": None if collective.ranks is None else list(collective.ranks),
-        "backend": collective.backend,
-        "device": collective.device,
-        "start_s": collective.start_ns / 1e9,
-        "host_ms": None if collective.took_ns is None else _ms(collective.took_ns),
-        "queue_ms": None if collective.queued_ns is None else _ms(collective.queued_ns),
-        "alg_bytes_s": collective.alg_bytes_s,
-        "bus_bytes_s": collective.bus_bytes_s,
-        "absent": absent,
-    }
+    return {**_plain("collective", collective), "absent": absent}
 
 
 def _sampled_json(sampled: Sampled) -> dict[str, Any]:
     absent = {} if sampled.step is not None else {"step": "no step was running at its middle"}
     if sampled.why is not None:
         absent["collectives"] = sampled.why
-    return {
-        "kind": "sampled",
-        "process": sampled.process,
-        "rank": sampled.rank,
-        "step": sampled.step,
-        "start_s": sampled.start_ns / 1e9,
-        "wall_ms": _ms(sampled.wall_ns),
-        "collectives": sampled.collectives,
-        "absent": absent,
-    }
+    return {**_plain("sampled", sampled), "absent": absent}
 
 
 def as_json(record: Record) -> dict[str, Any]:

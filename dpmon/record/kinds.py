@@ -290,15 +290,15 @@ class Collective:
     bytes: int
     dtype: str
     group: str
-    size: int
+    group_size: int
     ranks: tuple[int, ...] | None
     """None: all ranks, or unknown."""
     backend: str | None
     device: str
     start_ns: int
-    took_ns: int | None
+    host_ns: int | None
     """Time from its launch to its completion."""
-    queued_ns: int | None
+    queue_ns: int | None
     """Time from its launch to the completion of all collectives launched earlier on its group."""
     unended: str | None = None
     """Why its end is unknown."""
@@ -306,12 +306,12 @@ class Collective:
     @property
     def _ran_ns(self) -> int:
         """Time in which it could run; 0 if its end is unknown."""
-        return 0 if self.took_ns is None else self.took_ns - (self.queued_ns or 0)
+        return 0 if self.host_ns is None else self.host_ns - (self.queue_ns or 0)
 
     @property
     def no_bandwidth(self) -> str | None:
         """Why its bandwidth is unknown; None if it is known."""
-        return unknown_bandwidth(int(self.took_ns is not None), self.bytes, self._ran_ns)
+        return unknown_bandwidth(int(self.host_ns is not None), self.bytes, self._ran_ns)
 
     @property
     def alg_bytes_s(self) -> float | None:
@@ -322,7 +322,7 @@ class Collective:
     def bus_bytes_s(self) -> float | None:
         """Bus bandwidth; None if it is unknown."""
         found = self.alg_bytes_s
-        return None if found is None else found * bus_factor(self.operation, self.size)
+        return None if found is None else found * bus_factor(self.operation, self.group_size)
 
 
 @dataclass(frozen=True, slots=True)

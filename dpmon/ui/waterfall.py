@@ -158,10 +158,10 @@ def sample_row(sample: LastSample, label: int, room: int, top: float, look: Look
     ran, launched = [], []
     for one in sample.collectives:
         begin = one.start_ns - sample.start_ns
-        if one.took_ns is None:
+        if one.host_ns is None:
             launched.append(begin)
         else:
-            ran.append(Piece(one.operation, begin + (one.queued_ns or 0), begin + one.took_ns))
+            ran.append(Piece(one.operation, begin + (one.queue_ns or 0), begin + one.host_ns))
     (line, style) = lane_row(ran, room, top, look)[0]
     cells: list[Span] = [(cell, style) for cell in line]
     for begin in launched:

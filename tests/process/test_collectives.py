@@ -77,15 +77,15 @@ def test_operations_and_bytes_are_those_of_the_script(runs: Runs, form: str) -> 
             assert sample.collectives == len(collectives)
             assert sample.step is not None
             for one in collectives:
-                assert (one.size, one.ranks, one.backend, one.device, one.group) == (2, None, "gloo", "cpu", "0")
+                assert (one.group_size, one.ranks, one.backend, one.device, one.group) == (2, None, "gloo", "cpu", "0")
                 if one.operation == "reduce_scatter":
-                    assert (one.took_ns, one.alg_bytes_s) == (None, None)
+                    assert (one.host_ns, one.alg_bytes_s) == (None, None)
                     assert one.unended == "gloo does not report when a reduce_scatter is complete"
                     continue
-                assert one.took_ns is not None
-                assert 0 < one.took_ns < rank["end"] - rank["alike"]
-                assert one.queued_ns is not None
-                assert 0 <= one.queued_ns <= one.took_ns
+                assert one.host_ns is not None
+                assert 0 < one.host_ns < rank["end"] - rank["alike"]
+                assert one.queue_ns is not None
+                assert 0 <= one.queue_ns <= one.host_ns
         if form in ("ddp", "no_sync", "two"):  # torch counts a reduce_scatter of gloo more than once
             assert rank["counted"] == len(rank["each"])
 

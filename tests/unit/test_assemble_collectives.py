@@ -60,7 +60,7 @@ def test_a_collective_can_begin_when_earlier_ones_of_its_group_are_over() -> Non
     script.collective(mine, start + 4 * MS, 8.0, size=1_000_000)
     script.collective(others, start + 4 * MS, 8.5, size=1_000_000)
     first, second, third = assembled(script).collectives
-    assert (first.queued_ns, second.queued_ns, third.queued_ns) == (0, 6 * MS, 0)
+    assert (first.queue_ns, second.queue_ns, third.queue_ns) == (0, 6 * MS, 0)
     assert first.alg_bytes_s == 1_000_000 / 0.010
     assert second.alg_bytes_s == 1_000_000 / 0.002
     assert second.bus_bytes_s == second.alg_bytes_s * 1.5
@@ -72,7 +72,7 @@ def test_a_collective_does_not_wait_for_one_that_was_launched_or_ended_later() -
     group = script.group()
     script.collective(group, start + 2 * MS, 3.0)
     script.collective(group, start, 6.0)  # it was launched before, and ended after
-    assert [one.queued_ns for one in assembled(script).collectives] == [0, 0]
+    assert [one.queue_ns for one in assembled(script).collectives] == [0, 0]
 
 
 def test_an_unknown_end_has_a_reason_and_no_bandwidth() -> None:

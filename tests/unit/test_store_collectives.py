@@ -221,9 +221,9 @@ def summed(records: Iterable[Collective | Sampled]) -> Communicated:
         if isinstance(one, Sampled):
             samples.append(one.collectives or 0)
             continue
-        took = one.took_ns
-        timed = (0, 0, 0) if took is None else (1, one.bytes, max(took - (one.queued_ns or 0), 0))
-        whole = sums[one.operation, one.size]
+        took = one.host_ns
+        timed = (0, 0, 0) if took is None else (1, one.bytes, max(took - (one.queue_ns or 0), 0))
+        whole = sums[one.operation, one.group_size]
         whole[:] = [total + value for total, value in zip(whole, (1, one.bytes, *timed), strict=True)]
     operations = sorted((Operation(*key, *whole) for key, whole in sums.items()), key=lambda one: -one.bytes)
     return Communicated(tuple(operations), len(samples), sum(samples))

@@ -20,7 +20,7 @@ from dpmon.gpu.card import RETRY_S, SILENT_S, Asker, Card
 from dpmon.gpu.host import HostSampler
 from dpmon.gpu.nvml import CallFailed, Nvml, leave
 from dpmon.gpu.sample import NOT_ASKED, Run, TorchUse
-from dpmon.gpu.visible import Gpu, visible_gpus
+from dpmon.gpu.visible import visible_gpus
 
 NVML_PERIOD_S = 1.0
 """Shortest period of questions to NVML, because the driver answers while it holds a lock that the training needs."""
@@ -219,9 +219,9 @@ class DeviceSampler:
             self._environment = _environment_of(self._root_pid())
         if self._environment is None or card.uuid is None:
             return None
-        gpus = [Gpu(each.uuid, each.uuids()) for each in self._cards]
-        order = self._environment.get("CUDA_DEVICE_ORDER")
-        return visible_gpus(self._environment.get("CUDA_VISIBLE_DEVICES"), order, gpus)[card.index]
+        text, order = map(self._environment.get, ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"))
+        divided = any(len(each.uuids()) > 1 for each in self._cards)
+        return visible_gpus(text, order, [each.uuid for each in self._cards], divided)[card.index]
 
 
 def _environment_of(pid: int | None) -> dict[str, str] | None:

@@ -19,7 +19,6 @@ from dpmon.cleaning import harmless
 from dpmon.record.fields import metrics_of
 from dpmon.record.schema import EVALUATION, EXPOSED, HELD, PHASES, QUANTITIES, STEP, WAIT, device_series
 from dpmon.run.destination import replaced
-from dpmon.run.files import read_file
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info
 from dpmon.run.runs import short_name
 from dpmon.store.accounting import ACTIVITIES
@@ -36,7 +35,6 @@ EVERY_S = 5.0
 _SHARE = 0.01
 """Largest share of the time for writing: a file that takes long to write is written less often."""
 BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
-_HEAD_BYTES = 1 << 14
 MAX_PROCESSES = 1024
 MAX_DEVICES = 256
 MAX_LABEL = 200
@@ -57,15 +55,6 @@ def metrics_path(asked: str, info: RunInfo) -> Path:
     """The path of the file: under the run's own name in a directory, or exactly the path in `asked`."""
     path = Path(asked)
     return path / f"dpmon-{short_name(info)}.prom" if path.is_dir() else path
-
-
-def is_of_run(path: Path, info: RunInfo) -> bool:
-    """Whether the file exists and is the metrics file of this run."""
-    try:
-        head = read_file(path, _HEAD_BYTES)
-    except OSError:
-        return False
-    return head.startswith(b"# HELP dpmon_run_info ") and f'id="{info.id}"'.encode() in head
 
 
 _Labels = Mapping[str, str]

@@ -99,8 +99,8 @@ def call(read: Callable[[], Any]) -> Any:
         raise CallFailed(words_of(code), code) from None
 
 
-_waiting: set[Nvml] = set()
-"""Instances with a call in flight."""
+_waiting: list[Nvml] = []
+"""The instance of each call in flight."""
 
 
 def leave(status: int) -> None:
@@ -117,7 +117,6 @@ class Nvml:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._in_flight = 0
         self._closed = False
         self.module: Any = None
         """pynvml; None before `open`."""
@@ -129,8 +128,7 @@ class Nvml:
         with self._lock:
             if self._closed:
                 raise CallFailed("NVML was shut down", UNINITIALIZED)
-            self._in_flight += 1
-            _waiting.add(self)
+            _waiting.append(self)
         try:
             return call(read)
         except CallFailed as failure:
@@ -138,9 +136,7 @@ class Nvml:
             raise
         finally:
             with self._lock:
-                self._in_flight -= 1
-                if not self._in_flight:
-                    _waiting.discard(self)
+                _waiting.remove(self)
 
     def open(self) -> str | None:
         """Start NVML. Return None on success, else the reason in one sentence."""
@@ -172,7 +168,7 @@ class Nvml:
     def close(self) -> bool:
         """Shut the library down for good. Return False, without any action, while a call is in flight."""
         with self._lock:
-            if self._in_flight:
+            if self in _waiting:
                 return False
             started, self._closed = self.module is not None and not self._closed, True
         if started:

@@ -73,7 +73,7 @@ def _follow(directory: Path, options: argparse.Namespace) -> int:
 
 def stop(options: argparse.Namespace) -> int:
     """Stop a run; return 0 when it is over, 1 if it could not be stopped."""
-    from dpmon.run.stop import NOTHING_RUNS, STOPPED_BY, stop_run, unexpected_end
+    from dpmon.run.signalling import NOTHING_RUNS, STOPPED_BY, stop_run, unexpected_end
 
     directory = find_run(options.run, goes_on=goes_on)
     how = load_exit(directory)

@@ -27,8 +27,7 @@ from dpmon.supervise.guard import FORWARDED
 from dpmon.text.cells import in_stream
 
 if TYPE_CHECKING:
-    from dpmon.cli.lines import LineFile, Lines
-    from dpmon.cli.progress import ProgressLines
+    from dpmon.cli.lines import LineFile, Lines, ProgressLines
     from dpmon.run.reader import RunReader
     from dpmon.supervise.guard import Guard
 
@@ -165,7 +164,7 @@ class Follower:
     @cached_property
     def _progress(self) -> ProgressLines:
         # Import the store on its first use: loading it at the start would delay the first output.
-        from dpmon.cli.progress import ProgressLines
+        from dpmon.cli.lines import ProgressLines
 
         return ProgressLines(self._reader)
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import IO, TextIO
 
+from dpmon.cleaning import json_text
 from dpmon.errors import DpmonError
 from dpmon.export.perfetto import write_trace
-from dpmon.export.records import history, kind, write_jsonl
 from dpmon.export.table import Tables
 from dpmon.record.fields import RECORDS
+from dpmon.record.jsonl import as_json
+from dpmon.record.kinds import Event, Record, kind_of
 from dpmon.run.destination import check_replaceable, opened, replaced, stdout
-from dpmon.run.rundir import load_info
-
-__all__ = ["ExportError", "export"]
+from dpmon.run.rundir import load_exit, load_info
+from dpmon.store.opened import open_store
+from dpmon.store.tables import HistoryError
 
 
 class ExportError(DpmonError):
@@ -56,7 +59,7 @@ def _write_one(directory: Path, form: str, only: str | None, file: TextIO) -> No
         return
     tables = Tables(lambda _: file)
     tables.begin(str(only))
-    tables.write(record for record in history(directory) if kind(record) == only)
+    tables.write(record for record in history(directory) if kind_of(record) == only)
 
 
 def _write_tables(directory: Path, where: Path) -> None:
@@ -67,3 +70,38 @@ def _write_tables(directory: Path, where: Path) -> None:
     with contextlib.ExitStack() as files:
         tables = Tables(lambda which: files.enter_context(replaced(where / f"{which}.csv")))
         tables.write(history(directory))
+
+
+def history(directory: Path) -> Iterator[Record]:
+    """All records of the run in `directory`, then one of kind `dropped`, then the exit if the run is over.
+
+    If the history is damaged, a warning says so before `dropped`.
+
+    Raises RunError if the directory is not a run of this user.
+    """
+    try:
+        with open_store(directory) as store:
+            for record in store.records():
+                if not isinstance(record, Event) or record.kind != "exit":
+                    yield record
+            damaged, dropped = store.damaged, {"count": store.dropped, "pruned": store.pruned}
+    except HistoryError as error:
+        damaged, dropped = f"the history cannot be read: {error}", {"count": 0, "pruned": 0}
+    if damaged is not None:
+        yield Event("warning", {"process": None, "t_s": None, "text": damaged})
+    yield Event("dropped", dropped)
+    how = load_exit(directory)
+    if how is not None:
+        data: dict[str, object] = {"status": how.status, "signal": how.signal, "t_s": how.seconds, "by": how.by}
+        if how.unknown is not None:
+            data["absent"] = {"status": how.unknown}
+        if how.cause is not None:
+            data["cause"] = how.cause
+        yield Event("exit", data)
+
+
+def write_jsonl(directory: Path, file: IO[str], only: str | None = None) -> None:
+    """Write all records of a run (or those of one kind) to `file`, one JSON object per line, in ASCII."""
+    for record in history(directory):
+        if only is None or kind_of(record) == only:
+            file.write(json_text(as_json(record), separators=(",", ":")) + "\n")

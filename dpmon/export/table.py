@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TextIO
 
 from dpmon.cleaning import harmless, json_text
-from dpmon.export.records import kind
 from dpmon.record.fields import COLUMNS, RECORDS
 from dpmon.record.jsonl import as_json
-from dpmon.record.kinds import Call, Event, PhaseSpan, Record, Size, Step, rows_of
+from dpmon.record.kinds import Call, Event, PhaseSpan, Record, Size, Step, kind_of, rows_of
 from dpmon.record.names import MORE
 
 _SPREAD = ("kind", *(one.name for one in RECORDS["step"].fields if one.in_csv != (one.name,)))
@@ -47,7 +46,7 @@ class Tables:
     def write(self, records: Iterable[Record]) -> None:
         """Write every record's row."""
         for record in records:
-            self.begin(kind(record))(row(record))
+            self.begin(kind_of(record))(row(record))
 
 
 def row(record: Record) -> list[list[str]]:
@@ -58,7 +57,7 @@ def row(record: Record) -> list[list[str]]:
         return [_cells("step", {**as_json(record), **_step(record)}, ignore=_SPREAD)]
     if not isinstance(record, Event):
         values = as_json(record)
-        return [_cells(kind(record), {**values, "absent": values["absent"] or None}, ignore=_OTHER)]
+        return [_cells(kind_of(record), {**values, "absent": values["absent"] or None}, ignore=_OTHER)]
     if record.kind == "memory":
         return _memory(record.data)
     if record.kind not in COLUMNS:

@@ -14,8 +14,7 @@ from typing import Any
 
 from dpmon.gpu.nvml import GPU_IS_LOST, CallFailed, Nvml
 from dpmon.gpu.questions import CALLS, FIRST, QUESTIONS, Question
-from dpmon.gpu.sample import NOT_ASKED, Missing, Run, compose
-from dpmon.gpu.visible import bare_uuid
+from dpmon.gpu.sample import NOT_ASKED, Missing, Run, bare_uuid, compose
 
 RETRY_S = 5.0
 """Time until dpmon tries a lost GPU, or a library that did not start, again."""

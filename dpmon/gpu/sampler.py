@@ -19,8 +19,7 @@ import psutil
 from dpmon.gpu.card import RETRY_S, SILENT_S, Asker, Card
 from dpmon.gpu.host import HostSampler
 from dpmon.gpu.nvml import CallFailed, Nvml, leave
-from dpmon.gpu.sample import NOT_ASKED, Run, TorchUse
-from dpmon.gpu.visible import visible_gpus
+from dpmon.gpu.sample import NOT_ASKED, Run, TorchUse, visible_gpus
 
 NVML_PERIOD_S = 1.0
 """Shortest period of questions to NVML, because the driver answers while it holds a lock that the training needs."""

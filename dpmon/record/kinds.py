@@ -343,6 +343,11 @@ class Sampled:
 Record = Call | Step | Event | Collective | Sampled
 
 
+def kind_of(record: Record) -> str:
+    """Return the record's kind, as in its JSON."""
+    return record.kind if isinstance(record, Event) else type(record).__name__.lower()
+
+
 def rows_of(sizes: Sequence[Size] | None, dim: int) -> int | None:
     """Return the rows along `dim` of the first tensor with that dimension; None if there is none."""
     return next((size.shape[dim] for size in sizes or () if -len(size.shape) <= dim < len(size.shape)), None)

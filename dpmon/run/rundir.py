@@ -98,7 +98,10 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 def _load(kind: type[Any], path: Path) -> dict[str, Any]:
     """The members in a file that `kind` has, each of its declared type; RunError for anything else."""
-    data = load_json(read_file(path, _MAX_JSON_BYTES))
+    text = read_file(path, _MAX_JSON_BYTES)
+    data = load_json(text)
+    if data != json.loads(text):
+        raise RunError(f"{path} has a number out of range")
     if not isinstance(data, dict):
         raise RunError(f"{path} is not a JSON object")
     found: dict[str, Any] = {}

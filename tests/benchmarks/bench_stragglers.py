@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from running import Dpmon
 
-from dpmon.export.records import history
+from dpmon.export import history
 from dpmon.model.stragglers import RankTimes, rank_times, straggler
 from dpmon.record.kinds import Step
 from dpmon.record.schema import EXPOSED, HELD, PHASES, QUANTITIES, WAIT

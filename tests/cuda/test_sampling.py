@@ -8,7 +8,7 @@ import pytest
 from running import Dpmon
 from simulated import Simulated
 
-from dpmon.export.records import history
+from dpmon.export import history
 from dpmon.record.kinds import UNTIMED, Step
 from dpmon.record.names import Untimed
 

@@ -21,7 +21,7 @@ from fake_nvml import RunSamples
 from running import Dpmon, wait_for
 from tracing import Script, Traced, traced
 
-from dpmon.gpu.visible import bare_uuid
+from dpmon.gpu.sample import bare_uuid
 from dpmon.record.names import mode_number
 from dpmon.tracer.devices.events import DeviceSpan, DeviceTimes, TorchEvents
 

@@ -20,7 +20,7 @@ FAULTS = {
     "the supervisor's last words": ("supervise/supervisor.py", "Supervisor._find_ending", "exit status 5"),
     "the summary": ("cli/summary.py", "summary", "no summary: RuntimeError: broken on purpose"),
     "the line of progress": (
-        "cli/progress.py",
+        "cli/lines.py",
         "ProgressLines.line",
         "no line of progress: RuntimeError: broken on purpose",
     ),

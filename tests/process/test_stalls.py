@@ -14,7 +14,7 @@ from running import Dpmon, wait_for
 from tracing import Script
 
 from dpmon.cli.commands import ls
-from dpmon.cli.progress import ProgressLines
+from dpmon.cli.lines import ProgressLines
 from dpmon.report import report_text
 from dpmon.run import activities
 from dpmon.run.reader import RunReader

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 # the real command line.
 HARMLESS = SHOW.replace(
     "result =",
-    "import os, signal; import dpmon.run.stop as e; e.stop_run = lambda *_: iter(()); os.chdir(sys.argv[1])\n"
+    "import os, signal; import dpmon.run.signalling as e; e.stop_run = lambda *_: iter(()); os.chdir(sys.argv[1])\n"
     "signal.signal(signal.SIGINT, lambda *_: os._exit(130))\n"
     "result =",
 )

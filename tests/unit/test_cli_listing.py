@@ -19,8 +19,7 @@ from synthetic import Training
 
 from dpmon.cli.commands import ls
 from dpmon.cli.main import entry, main
-from dpmon.export import export
-from dpmon.export.records import history
+from dpmon.export import export, history
 from dpmon.record.kinds import Step
 from dpmon.report import report_text
 from dpmon.run.rundir import RunError

@@ -11,7 +11,7 @@ from kept import keep
 from stored import Recording
 from synthetic import step_row
 
-from dpmon.cli.progress import ProgressLines
+from dpmon.cli.lines import ProgressLines
 from dpmon.record.history_rows import Row
 from dpmon.record.kinds import Event, Step
 
@@ -22,7 +22,7 @@ NOW_NS = 10**15
 
 @pytest.fixture(autouse=True)
 def still(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpmon.cli.progress.time", SimpleNamespace(monotonic_ns=lambda: NOW_NS))
+    monkeypatch.setattr("dpmon.cli.lines.time", SimpleNamespace(monotonic_ns=lambda: NOW_NS))
 
 
 class FakeReader:

@@ -17,8 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from synthetic import changed
 from traceformat import read
 
-from dpmon.cli.lines import Lines
-from dpmon.cli.progress import ProgressLines
+from dpmon.cli.lines import Lines, ProgressLines
 from dpmon.cli.summary import summary_lines
 from dpmon.export.perfetto import write_trace
 from dpmon.record.kinds import Event

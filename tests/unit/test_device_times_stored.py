@@ -16,8 +16,8 @@ from stored import state_of
 from synthetic import SECOND, Training, kind_of
 
 from dpmon.cli.summary import summary_lines
+from dpmon.export import history
 from dpmon.export.perfetto import write_trace
-from dpmon.export.records import history
 from dpmon.export.table import Tables
 from dpmon.record.history_rows import CallRow, Row
 from dpmon.record.kinds import Call, Event, Step

@@ -17,9 +17,9 @@ from kept import keep
 from synthetic import SECOND, Training, decoded, device_event, host_event, runs_of
 from traceformat import read
 
+import dpmon.export as run_export
 from dpmon.cli.lines import LineFile
 from dpmon.export import ExportError, export
-from dpmon.export import records as run_export
 from dpmon.export.perfetto import write_trace
 from dpmon.export.table import Tables, row
 from dpmon.record.fields import COLUMNS

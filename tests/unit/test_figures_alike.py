@@ -16,8 +16,7 @@ from stage import LOOK
 from synthetic import SECOND, Training, kind_of, step_row
 
 from dpmon.cli.commands import _describe
-from dpmon.cli.lines import Lines
-from dpmon.cli.progress import ProgressLines
+from dpmon.cli.lines import Lines, ProgressLines
 from dpmon.cli.summary import summary_lines
 from dpmon.record.schema import PHASES, REST, STEP
 from dpmon.report.asjson import as_object

@@ -11,7 +11,7 @@ import pytest
 from kept import keep
 from synthetic import Training, host_event
 
-from dpmon.export.records import history
+from dpmon.export import history
 from dpmon.store.opened import open_store
 from dpmon.store.tables import HistoryError
 from dpmon.store.window import Window

@@ -11,7 +11,7 @@ from kept import keep
 from stored import state_in, state_of
 from synthetic import SECOND, Training, decoded
 
-from dpmon.cli.progress import ProgressLines
+from dpmon.cli.lines import ProgressLines
 from dpmon.cli.summary import summary_lines
 from dpmon.model.history import BINS, pictured
 from dpmon.model.pace import speed
@@ -91,7 +91,7 @@ def test_epochs_with_gaps_have_one_rate_everywhere(state: Path, monkeypatch: pyt
 
     reader = RunReader(directory)
     clock = SimpleNamespace(monotonic_ns=lambda: reader.info.start_ns + process.seen_ns)
-    monkeypatch.setattr("dpmon.cli.progress.time", clock)
+    monkeypatch.setattr("dpmon.cli.lines.time", clock)
     words = f"{compact(last.samples_per_s)} samples/s{within_words(last.rate)}"
     assert words in ProgressLines(reader).line()
 

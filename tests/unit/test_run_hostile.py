@@ -15,7 +15,7 @@ from stored import Recording, state_in
 from synthetic import call_row, step_row
 
 from dpmon.cli.summary import summary_lines
-from dpmon.export.records import history
+from dpmon.export import history
 from dpmon.record.history_rows import Definition, Row
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Event

@@ -9,7 +9,7 @@ import pytest
 from test_cli_progress import NOW_NS, FakeReader, still
 
 from dpmon.cli.doctor.trial import _warnings
-from dpmon.cli.progress import ProgressLines
+from dpmon.cli.lines import ProgressLines
 from dpmon.run.activities import newest_stage, stages
 from dpmon.run.notes import Note, WarningsLog, every_uncaught, parse_notes
 

@@ -201,7 +201,7 @@ def test_numbers_out_of_range_are_damage(state: Path, number: str) -> None:
         path = directory / name
         path.write_text(re.sub(rf'"{member}": [^,]*', f'"{member}": {number}', path.read_text()))
     assert load_exit(directory) is None
-    with pytest.raises(RunError, match=r"started_unix is (out of range|not a float)"):
+    with pytest.raises(RunError, match="out of range"):
         load_info(directory)
     assert list_runs() == []
 

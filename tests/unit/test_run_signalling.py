@@ -17,7 +17,7 @@ from dpmon.run import proc, signalling
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import RunError, RunInfo, save
 from dpmon.run.runs import create_run
-from dpmon.run.stop import NOTHING_RUNS, stop_run
+from dpmon.run.signalling import NOTHING_RUNS, stop_run
 from dpmon.supervise.guard import Guard
 
 SLEEPER = [sys.executable, "-c", "print(1, flush=True); import time; time.sleep(600)"]

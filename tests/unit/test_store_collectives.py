@@ -16,8 +16,8 @@ from spans import Lines
 from stored import Recording, store_of
 from traceformat import read
 
+from dpmon.export import history
 from dpmon.export.perfetto import write_trace
-from dpmon.export.records import history
 from dpmon.export.table import Tables
 from dpmon.record.fields import COLUMNS, RECORDS
 from dpmon.record.jsonl import as_json

@@ -23,7 +23,7 @@ from spans import Children, Training, everything, head, opened
 from synthetic import host_event, kind_of
 
 from dpmon.assemble.assembler import Assembler
-from dpmon.export.records import history
+from dpmon.export import history
 from dpmon.record.history_rows import Row
 from dpmon.record.kinds import Event, Step
 from dpmon.record.plainjson import load_event

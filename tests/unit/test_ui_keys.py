@@ -303,7 +303,7 @@ async def test_stop_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         on.reader.ended.stopped = True
         yield "stopped by SIGINT"
 
-    monkeypatch.setattr("dpmon.run.stop.stop_run", stop_run)
+    monkeypatch.setattr("dpmon.run.signalling.stop_run", stop_run)
     async with stage(tmp_path) as on:
         await on.press("x")
         assert isinstance(on.app.screen, Choice)

@@ -60,17 +60,18 @@ def run_screen(
     from dpmon.run.reader import RunReader
     from dpmon.ui.look import choose
     from dpmon.ui.monitor import Monitor
-    from dpmon.ui.playback import Playback
 
-    gc.freeze()
-    gc.enable()
     look = choose(wishes, getattr(sys.__stderr__, "encoding", None), theme)
     if playback:
+        from dpmon.ui.playback import Playback
+
         monitor: Monitor = Playback(directory, look, refresh=refresh)
     else:
         monitor = Monitor(
             directory, look, refresh=refresh, open_reader=lambda: RunReader(directory, known_exit=known_exit)
         )
+    gc.freeze()
+    gc.enable()
     monitor.leaving.begin()
     try:
         result = monitor.run()

@@ -37,6 +37,12 @@ class Dialog(ModalScreen[str | None]):
     DEFAULT_CSS = "Dialog { background: transparent; align: left top; }"
 
     picture_keys: ClassVar[tuple[str, ...]] = ("s", "ctrl+s")
+    keys: Sequence[tuple[str, str]] = ()
+    """The keys that work only in this dialog, and their effects."""
+    corner = ""
+    """The text at the right of the title."""
+    wanted = 64
+    """The preferred width in cells."""
 
     class Changed(Message):
         """A dialog was opened or closed, or its keys changed."""
@@ -77,13 +83,9 @@ class Dialog(ModalScreen[str | None]):
         """Act on a key; sub-classes define which keys work."""
         raise NotImplementedError
 
-    def own_keys(self) -> list[tuple[str, str]]:
-        """The keys that work only in this dialog, and their effects."""
-        raise NotImplementedError
-
     def footer_keys(self) -> list[tuple[str, str]]:
         """The keys that work now and their effects, for the footer."""
-        return [*self.own_keys(), (self.picture_keys[0], "picture")]
+        return [*self.keys, (self.picture_keys[0], "picture")]
 
     def press(self, key: str) -> None:
         """Act as if a key of `footer_keys` was pressed."""
@@ -118,24 +120,16 @@ class Dialog(ModalScreen[str | None]):
         """Rows of at most `width` cells; `height` rows fit."""
         raise NotImplementedError
 
-    def corner(self) -> str:
-        """The text at the right of the title."""
-        return ""
-
-    def wanted(self) -> int:
-        """The preferred width in cells."""
-        return 64
-
     def draw(self) -> None:
         """Build the rows and place the box."""
         screen_width, screen_height = self.app.size
-        width = min(self.wanted() + 4, screen_width)
+        width = min(self.wanted + 4, screen_width)
         rows = self.content(width - 4, max(screen_height - 2, 1))
         height = min(len(rows) + 2, screen_height)
         self.row = (screen_height - height) // 2
         self.box.place(0, self.row, screen_width, height)
         shown = cut(self.remark, width - 11) if self.row < _HEAD else ""
-        corner: Row = [(shown, "wait")] if shown else [(self.corner(), "dim")] if self.corner() else []
+        corner: Row = [(shown, "wait")] if shown else [(self.corner, "dim")] if self.corner else []
         title: Row = [(cut(self.title_text, width - 6), "title")]
         glyphs = self.look.glyphs
         framed = box(title, corner, rows, width, height, glyphs, focused=True, first=self.top, pinned=self.pinned)
@@ -163,13 +157,10 @@ class Choice(Dialog):
         self.on_pointless = on_pointless
         self.lines = text
         self.answers = answers
+        self.keys = [(key, re.split("[:;,]", text)[0]) for key, _, text in answers]
+        self.wanted = max(*map(len, text), *(len(answer) + 8 for _, _, answer in answers), 30)
         self.said = ""
         """A note about the last key, if it was no answer."""
-
-    def wanted(self) -> int:
-        """As wide as its longest row."""
-        longest = max(len(text) for _, _, text in self.answers) + 8
-        return max(*(len(line) for line in self.lines), longest, 30)
 
     def content(self, width: int, height: int) -> list[Row]:
         """The text, then a row per answer."""
@@ -178,10 +169,6 @@ class Choice(Dialog):
         for key, _, text in self.answers:
             rows.append([("  ", ""), (key.ljust(5), "key"), (" " + cut(text, width - 8), "")])
         return rows
-
-    def own_keys(self) -> list[tuple[str, str]]:
-        """The answers, each with the first part of its text."""
-        return [(key, re.split("[:;,]", text)[0]) for key, _, text in self.answers]
 
     def over(self) -> None:
         """Close if the question is now pointless."""
@@ -207,23 +194,15 @@ class Choice(Dialog):
 class Pages(Dialog):
     """Rows to read. Arrows and page keys scroll; any other key closes the dialog."""
 
+    keys = (("arrows", "scroll"), ("esc", "close"))
+    corner = "arrows scroll  s picture  esc closes"
+    wanted = 112
+
     def __init__(self, title: str, make: Callable[[int], list[Row]], look: Look) -> None:
         """`make` returns the rows for a width in cells."""
         super().__init__(title, look)
         self.make = make
         self.room = 1
-
-    def wanted(self) -> int:
-        """A comfortable width for reading."""
-        return 112
-
-    def corner(self) -> str:
-        """The keys to scroll and to close."""
-        return "arrows scroll  s picture  esc closes"
-
-    def own_keys(self) -> list[tuple[str, str]]:
-        """The keys to scroll and to close."""
-        return [("arrows", "scroll"), ("esc", "close")]
 
     def content(self, width: int, height: int) -> list[Row]:
         """All rows; the frame shows the rows at the scroll position and counts the rows above and below."""
@@ -287,6 +266,8 @@ class _Typing(Dialog):
 class LineDialog(_Typing):
     """One line to type; returns it, or None."""
 
+    keys: Sequence[tuple[str, str]] = (("enter", "done"), ("esc", "cancel"))
+
     def __init__(
         self, title: str, note: str, look: Look, typed: str = "", hidden: bool = False, over_note: str | None = None
     ) -> None:
@@ -298,14 +279,10 @@ class LineDialog(_Typing):
         self.typed = typed
         self.hidden = hidden
 
-    def own_keys(self) -> list[tuple[str, str]]:
-        """The keys to send the line and to cancel."""
-        return [("enter", "done"), ("esc", "cancel")] if self.open else [("esc", "close")]
-
     def over(self) -> None:
         """Keep the typed text visible, but do not send it."""
         if self.over_note is not None:
-            self.note, self.open = self.over_note, False
+            self.note, self.open, self.keys = self.over_note, False, [("esc", "close")]
             self.draw()
             self.app.post_message(self.Changed())
 
@@ -324,25 +301,17 @@ class LineDialog(_Typing):
 class Commands(_Typing):
     """A list to choose from, filtered by typing; returns the chosen action, or None."""
 
+    keys = (("arrows", "choose"), ("enter", "do it"), ("esc", "close"))
+    corner = "enter does it"
+
     def __init__(self, possible: Callable[[], Sequence[tuple[str, str, str]]], look: Look) -> None:
         """`possible` returns the commands that can run now: key, sentence, action."""
         super().__init__("What can be done now", look)
         self.possible = possible
         self.commands = possible()
+        self.wanted = max(span_width(text) for _, text, _ in self.commands) + 10
         self.at = 0
         self.pinned = 1
-
-    def wanted(self) -> int:
-        """As wide as its longest row, whatever is typed."""
-        return max(span_width(text) for _, text, _ in self.commands) + 10
-
-    def corner(self) -> str:
-        """The keys to choose with."""
-        return "enter does it"
-
-    def own_keys(self) -> list[tuple[str, str]]:
-        """The keys to choose with."""
-        return [("arrows", "choose"), ("enter", "do it"), ("esc", "close")]
 
     def over(self) -> None:
         """List the commands that are still possible; keep the selection if it is among them."""

@@ -147,7 +147,8 @@ class Driver(LinuxDriver):
         while not self.exit_event.is_set():
             data = b""
             if select.select([self.fileno], [], [], _LOOK_S)[0]:
-                data = self._read()
+                with contextlib.suppress(OSError):
+                    data = os.read(self.fileno, 4096)
                 if not data:
                     self._drawing.from_thread(self._drawing.leaves_lost_terminal)
                     self.exit_event.wait(_LOOK_S)
@@ -167,12 +168,6 @@ class Driver(LinuxDriver):
 
     def _query_in_band_window_resize(self) -> None:
         """Ask for no reports of the size: SIGWINCH tells it, and Textual would also switch the mouse to pixels."""
-
-    def _read(self) -> bytes:
-        try:
-            return os.read(self.fileno, 4096)
-        except OSError:
-            return b""
 
     # ------------------------------------------------------------------------------------------ stopping
 
@@ -231,7 +226,6 @@ class Leaving:
         self._before: dict[int, Any] = {}
         self._modes: list[Any] | None = None
         self._timer: threading.Timer | None = None
-        self._last_status = 0
         self._begun = False
         self.status = 0
         """128+N after a signal; 0 without one."""
@@ -281,12 +275,11 @@ class Leaving:
     def _within(self, seconds: float, status: int) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._last_status = status
-        self._timer = threading.Timer(seconds, self._force)
+        self._timer = threading.Timer(seconds, self._force, (status,))
         self._timer.daemon = True
         self._timer.start()
 
-    def _force(self) -> None:
+    def _force(self, status: int) -> None:
         with contextlib.suppress(Exception):
             stream = sys.__stderr__
             if stream is not None:
@@ -297,7 +290,7 @@ class Leaving:
         with contextlib.suppress(Exception):
             if self._modes is not None and sys.__stdin__ is not None:
                 termios.tcsetattr(sys.__stdin__.fileno(), termios.TCSANOW, self._modes)
-        os._exit(self._last_status)
+        os._exit(status)
 
 
 def terminal_gone() -> bool:

@@ -61,11 +61,13 @@ class Feed:
         self._still = Snapshots()
         """Takes snapshots for a frozen picture."""
         self._facts = Facts(script=clean(directory.name, 100))
-        self._ended: RunEnd | None = None
+        self.ended: RunEnd | None = None
+        """How the run ended; None while it runs or while its end is unknown."""
         self._exit: Any = None
         self._alive: bool | None = None
         self._gone_ns: int | None = None
-        self._ending = False
+        self.ending = False
+        """Whether the command is gone and its exit is not recorded yet."""
         self._activities: Mapping[int, tuple[str, int]] = {}
         """Each process's activity at the last look, and its start (monotonic ns)."""
         self._stall: str | None = None
@@ -96,14 +98,12 @@ class Feed:
 
     def _facts_of(self, reader: RunReader) -> Facts:
         info = reader.info
-        options = info.options if isinstance(info.options, Mapping) else {}
-        mode, name = options.get("mode"), options.get("name")
         return Facts(
             run=clean(info.id, 120),
             script=clean(info.script, 200),
-            name=clean(name, 40) if isinstance(name, str) else "",
+            name=clean(info.options.get("name") or "", 40),
             start_ns=info.start_ns,
-            mode_option=mode if isinstance(mode, str) else "auto",
+            mode_option=info.options.get("mode", "auto"),
             python=clean(info.python, 200) if info.python else "",
         )
 
@@ -113,19 +113,9 @@ class Feed:
         return None if self._reader is None else self._reader.info
 
     @property
-    def ended(self) -> RunEnd | None:
-        """How the run ended; None while it runs or while its end is unknown."""
-        return self._ended
-
-    @property
     def over(self) -> bool:
         """Whether nothing more will come (dpmon.ui.scene.Scene.over)."""
-        return self._ended is not None or self._alive is False
-
-    @property
-    def ending(self) -> bool:
-        """Whether the command is gone and its exit is not recorded yet."""
-        return self._ending
+        return self.ended is not None or self._alive is False
 
     def now_ns(self) -> int:
         """Time since the run's start."""
@@ -141,10 +131,10 @@ class Feed:
         reader.refresh()
         self._activities = reader.activities()
         self._stall = reader.stall() if self._is_quiet() else None
-        if self._ended is None and self._exit is None:
+        if self.ended is None and self._exit is None:
             self._exit = reader.exit()
         self._look_alive(reader)
-        if self._exit is not None and self._ended is None:
+        if self._exit is not None and self.ended is None:
             self._end(self._exit)
         self._look()
         self._answer(reader)
@@ -202,12 +192,12 @@ class Feed:
 
     def _look_alive(self, reader: RunReader) -> None:
         alive = reader.command_alive()
-        self._ending = False
-        if alive is False and self._ended is None:
+        self.ending = False
+        if alive is False and self.ended is None:
             now = self._clock()
             self._gone_ns = self._gone_ns or now
-            self._ending = now - self._gone_ns < _GRACE_NS
-            alive = self._ending
+            self.ending = now - self._gone_ns < _GRACE_NS
+            alive = self.ending
         self._alive = alive
 
     def _end(self, ended: Any) -> None:
@@ -220,25 +210,22 @@ class Feed:
             lines = [line for tail in reversed(self.output.tails) if (line := traceback_line(tail.last_bytes()))]
             end_text = ended.error or ended.cause or (lines[0] if lines else None)
             last = clean(end_text, 500) if end_text else None
-        self._ended = RunEnd(ended.status, ended.signal, int(ended.seconds * 1e9), last, ended.stopped)
+        self.ended = RunEnd(ended.status, ended.signal, int(ended.seconds * 1e9), last, ended.stopped)
 
     # ------------------------------------------------------------------------------------------ asking
 
-    def can_toggle(self) -> bool:
-        """Whether a process could grant a request for the other mode."""
-        return self.toggle_refusal() is None
+    def _refusal(self) -> str | None:
+        """Why nothing can be asked of the training; None if something can."""
+        if self._reader is None or self.over:
+            return NO_TRAINING
+        return "the command has ended" if self.ending else None
 
     def toggle_refusal(self) -> str | None:
         """Why no other mode can be requested; None if one can."""
-        if self._reader is None or self._ended is not None or self._alive is False:
-            return NO_TRAINING
-        if self._ending:
-            return "the command has ended"
-        if self._idle():
-            return NO_TRAINING
-        if self._facts.mode_option == "script":
+        refusal = self._refusal() or (NO_TRAINING if self._idle() else None)
+        if refusal is None and self._facts.mode_option == "script":
             return "--mode script leaves the computation as written"
-        return toggle_refusal(self.state)
+        return refusal or toggle_refusal(self.state)
 
     def _idle(self) -> bool:
         """Whether every process that has trained is finished; the command may start another one."""
@@ -247,17 +234,14 @@ class Feed:
     def toggle(self) -> None:
         """Ask for the other mode; the request is pending from now on."""
         process = self.state.focus
-        if self._reader is None or process is None or not self.can_toggle():
+        if self._reader is None or process is None or self.toggle_refusal() is not None:
             return
-        wanted = "dp" if process.mode == "single" else "single"
-        if self._toggle is not None and self._toggle.status == "pending":
-            wanted = "dp" if self._toggle.mode == "single" else "single"
+        mode = self._toggle.mode if self._toggle is not None and self._toggle.status == "pending" else process.mode
+        wanted = "dp" if mode == "single" else "single"
         self._asked_at_change = self.state.mode_change_count
         asked = self._reader.request_mode(wanted)
-        if asked:
-            self._toggle = Toggle(wanted, "pending", self.now_ns())
-        else:
-            self._toggle = Toggle(wanted, "refused", self.now_ns(), reason=NO_TRAINING)
+        status, reason = ("pending", None) if asked else ("refused", NO_TRAINING)
+        self._toggle = Toggle(wanted, status, self.now_ns(), reason=reason)
 
     def _answer(self, reader: RunReader) -> None:
         toggle = self._toggle
@@ -278,24 +262,20 @@ class Feed:
     def pausing(self) -> Pausing:
         """The pause: whether the training is paused, whether one was requested, and whether one is possible."""
         reader = self._reader
-        if reader is None or self._ended is not None or self._alive is False or not self.state.processes:
+        if reader is None or self.over or not self.state.processes:
             return Pausing()
         now = reader.paused()
         since = None if now.since_ns is None else max(now.since_ns - self._facts.start_ns, 0)
-        possible = now.wanted or reader.pause_refusal() is None
-        return Pausing(possible, now.wanted, now.pending, since)
+        return Pausing(now.wanted or reader.pause_refusal() is None, now.wanted, now.pending, since)
 
     def pause_refusal(self) -> str | None:
         """Why the training can be neither paused nor resumed; None if it can."""
         pausing = self.pausing()
-        if self._reader is None or self._ended is not None or self._alive is False:
+        refusal = self._refusal()
+        if refusal is None and self._idle() and not pausing.wanted:
             return NO_TRAINING
-        if self._ending:
-            return "the command has ended"
-        if self._idle() and not pausing.wanted:
-            return NO_TRAINING
-        if pausing.possible:
-            return None
+        if refusal is not None or pausing.possible or self._reader is None:
+            return refusal
         return self._reader.pause_refusal() or "no training process is known yet"
 
     def pause(self) -> None:
@@ -305,7 +285,7 @@ class Feed:
 
     def sample(self) -> bool:
         """Ask for the collectives of one of the next steps; False if there was no process to ask."""
-        return self._reader is not None and self._ended is None and self._reader.request_sample() > 0
+        return self._reader is not None and self.ended is None and self._reader.request_sample() > 0
 
     def can_type(self) -> bool:
         """Whether the script's standard input can be reached."""
@@ -344,8 +324,8 @@ class Feed:
             self._wanted, self._rests_until, self._seen = wanted, 0.0, None
             self._look()
         start = self._facts.start_ns
-        stage = reader.stage() if self._ended is None else None
-        reads = reader.waits_for_input() if self._ended is None else None
+        stage = reader.stage() if self.ended is None else None
+        reads = reader.waits_for_input() if self.ended is None else None
         return Scene(
             self.state,
             self.now_ns(),
@@ -356,15 +336,15 @@ class Feed:
             activities={p: (what, since - start if since else 0) for p, (what, since) in self._activities.items()},
             stalled=self._stall,
             alive=self._alive,
-            ended=self._ended,
+            ended=self.ended,
             toggle=self._toggle,
             pausing=self.pausing(),
-            can_toggle=self.can_toggle(),
-            can_type=self._ended is None and self.can_type(),
+            can_toggle=self.toggle_refusal() is None,
+            can_type=self.ended is None and self.can_type(),
             outputs=len(self.output.tails),
             scrolled_back=self.output.top is not None,
             stopping=stopping,
-            ending=self._ending,
+            ending=self.ending,
             reading=self._reads,
         )
 

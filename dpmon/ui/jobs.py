@@ -11,13 +11,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from dpmon.errors import DpmonError
-
-Made = TypeVar("Made")
 
 _TRIES = 100
 # Both run in a process of their own at a lower priority: millions of records would block the screen's thread.
@@ -45,25 +41,22 @@ class JobError(DpmonError):
     """A job failed; the text is one sentence for the user."""
 
 
-def _new(name: str, ending: str, directory: Path, make: Callable[[Path], Made]) -> tuple[Made, Path]:
-    """Call `make` with the first free path `NAME-HHMMSS.ENDING`; return its result and the path. Raises JobError."""
+def _new(name: str, ending: str, directory: Path, *, folder: bool = False) -> Path:
+    """Make a file or a folder with the first free name `NAME-HHMMSS.ENDING`. Raises JobError."""
     stamp = time.strftime("%H%M%S")
     problem = "too many files with this name exist"
     for place in (Path.cwd(), directory.absolute()):
         for number in range(_TRIES):
             path = place / f"{name}-{stamp}{f'-{number}' if number else ''}.{ending}"
             try:
-                return make(path), path
+                path.mkdir(0o700) if folder else path.touch(0o600, exist_ok=False)
+                return path
             except FileExistsError:
                 continue
             except OSError as error:
                 problem = error.strerror or str(error)
                 break
     raise JobError(f"no file can be written here: {problem}")
-
-
-def _file(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 def shown(path: Path) -> str:
@@ -75,10 +68,9 @@ def shown(path: Path) -> str:
 
 def save(text: str, name: str, ending: str, directory: Path) -> str:
     """Write `text` into a new file; returns its path."""
-    fd, path = _new(name, ending, directory, _file)
+    path = _new(name, ending, directory)
     try:
-        with open(fd, "w", encoding="utf-8") as file:
-            file.write(text)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         path.unlink(missing_ok=True)
         raise JobError(f"{shown(path)} cannot be written: {error.strerror}") from None
@@ -87,11 +79,7 @@ def save(text: str, name: str, ending: str, directory: Path) -> str:
 
 def export(directory: Path, name: str, form: str) -> str:
     """Write all records of the run in one of the formats of ENDINGS; returns path and size."""
-    if form == "csv":
-        _, path = _new(name, ENDINGS[form], directory, lambda path: path.mkdir(mode=0o700))
-    else:
-        fd, path = _new(name, ENDINGS[form], directory, _file)
-        os.close(fd)
+    path = _new(name, ENDINGS[form], directory, folder=form == "csv")
     try:
         _in_subprocess(_EXPORT, "the export", str(directory.absolute()), form, str(path))
     except JobError:

@@ -18,7 +18,6 @@ from dpmon.ui.dialogs import Choice, Commands, Dialog, LineDialog, Pages, key_na
 from dpmon.ui.footer import key_at
 from dpmon.ui.help import help_rows
 from dpmon.ui.panels.panel_replicas import choices
-from dpmon.ui.picture import svg
 from dpmon.ui.rows import Row
 from dpmon.ui.scene import PANELS, View
 from dpmon.ui.stopping import Stopping
@@ -105,8 +104,7 @@ class Monitor(Stopping):
 
     def action_next_panel(self, by: int) -> None:
         """Go to the next panel."""
-        if not self._dialog_open:
-            self._see(keys.next_panel(self.view, self.slots, by))
+        self._see(keys.next_panel(self.view, self.slots, by))
 
     def action_arrow(self, way: str) -> None:
         """Move between panels; scroll within the output, or within a full-screen panel."""
@@ -138,48 +136,38 @@ class Monitor(Stopping):
     def action_scroll_page(self, by: int) -> None:
         """Scroll by pages."""
         panel = self.view.zoom or "output"
-        self._scroll(panel, by * max(self._height_of(panel) - 1, 1))
+        self._scroll(panel, by * max(self._inside(panel)[1] - 1, 1))
 
-    def _height_of(self, panel: str) -> int:
+    def _inside(self, panel: str) -> tuple[int, int]:
+        """The width and height inside the frame of a panel."""
         slot = self.slots.get(panel)
-        return max(slot.height - 2, 1) if slot is not None else 1
-
-    def _width_of(self, panel: str) -> int:
-        slot = self.slots.get(panel)
-        return max(slot.width - 4, 1) if slot is not None else 1
+        return (max(slot.width - 4, 1), max(slot.height - 2, 1)) if slot is not None else (1, 1)
 
     def _scroll(self, panel: str, by: int) -> None:
         if panel == "output":
-            self.feed.output.scroll(by, self._height_of(panel))
+            self.feed.output.scroll(by, self._inside(panel)[1])
             self.draw()
             return
-        before = self.view.scrolled.get(panel, 0)
-        self._see(self._scrolled(panel, self.last_scroll(panel, max(before + by, 0))))
-
-    def _scrolled(self, panel: str, first: int) -> View:
-        return replace(self.view, scrolled={**self.view.scrolled, panel: first})
+        first = max(self.view.scrolled.get(panel, 0) + by, 0)
+        self._see(replace(self.view, scrolled={**self.view.scrolled, panel: self.last_scroll(panel, first)}))
 
     # ------------------------------------------------------------------------------------------ looking
 
     def action_toggle_mode(self) -> None:
         """Ask the training for the other mode, or say why it is impossible."""
-        refusal = self.feed.toggle_refusal()
-        if refusal is not None:
-            self._say(f"the mode cannot be switched: {refusal}")
-            return
-        self._thaw()
-        self.feed.toggle()
-        self._say(None)  # clear older messages before the answer
+        self._ask("the mode cannot be switched", self.feed.toggle_refusal(), self.feed.toggle)
 
     def action_pause(self) -> None:
         """Pause the training between two steps, or resume it, or say why this is impossible."""
-        refusal = self.feed.pause_refusal()
+        self._ask("no pause", self.feed.pause_refusal(), self.feed.pause)
+
+    def _ask(self, impossible: str, refusal: str | None, ask: Callable[[], None]) -> None:
         if refusal is not None:
-            self._say(f"no pause: {refusal}")
+            self._say(f"{impossible}: {refusal}")
             return
         self._thaw()
-        self.feed.pause()
-        self._say(None)
+        ask()
+        self._say(None)  # clear older messages before the answer
 
     def action_sample(self) -> None:
         """Have the ranks record the collectives of one of the next steps."""
@@ -245,8 +233,6 @@ class Monitor(Stopping):
 
     def action_find(self) -> None:
         """Ask for text to find in the output."""
-        if self._dialog_open:
-            return
 
         def begin(text: str | None) -> None:
             if text:
@@ -258,20 +244,17 @@ class Monitor(Stopping):
 
     def _search(self, text: str, by: int) -> None:
         """Go to the next older (1) or newer (-1) line with `text`."""
-        width = self._width_of("output")
-        self._say(self.feed.output.find(text, by > 0, self._height_of("output"), width))
+        width, height = self._inside("output")
+        self._say(self.feed.output.find(text, by > 0, height, width))
 
     # ------------------------------------------------------------------------------------------ dialogs
 
     def action_help(self) -> None:
         """Show the help."""
-        if not self._dialog_open:
-            self.push_screen(Pages("Help", lambda width: help_rows(width, self.look), self.look))
+        self.push_screen(Pages("Help", lambda width: help_rows(width, self.look), self.look))
 
     def action_palette(self) -> None:
         """List everything that can be done now."""
-        if self._dialog_open:
-            return
 
         def do(action: str | None) -> None:
             if action:
@@ -281,8 +264,6 @@ class Monitor(Stopping):
 
     def action_warnings(self) -> None:
         """Show the newest warnings, as many as the state has."""
-        if self._dialog_open:
-            return
         if not self.feed.state.warnings:
             self._say("there are no warnings")
             return
@@ -290,21 +271,20 @@ class Monitor(Stopping):
         def rows(width: int) -> list[Row]:
             found: list[Row] = []
             for warning in reversed(self.feed.state.warnings):
-                who = "dpmon" if warning.process is None else self._process_name(warning.process)
-                found.append([(f"{clock(warning.t_ns)}  ", "dim"), (who, "bold")])
+                found.append([(f"{clock(warning.t_ns)}  ", "dim"), (self._source(warning.process), "bold")])
                 found += [[("  " + line, "")] for line in wrapped(clean(warning.text), width - 2)]
             return found
 
         self.push_screen(Pages(f"Warnings ({self.feed.state.warning_count})", rows, self.look))
 
-    def _process_name(self, number: int) -> str:
-        process = self.feed.state.processes.get(number)
-        return f"process {number}" if process is None or process.rank is None else f"rank {process.rank}"
+    def _source(self, number: int | None) -> str:
+        process = self.feed.state.processes.get(number) if number is not None else None
+        if process is not None and process.rank is not None:
+            return f"rank {process.rank}"
+        return "dpmon" if number is None else f"process {number}"
 
     def action_type_line(self) -> None:
         """Type a line for the script's standard input."""
-        if self._dialog_open:
-            return
         scene = self.scene()
         if scene.over or scene.playing is not None:
             self._say("the run is over: it reads no more input")
@@ -334,6 +314,8 @@ class Monitor(Stopping):
 
     def action_picture(self) -> None:
         """Save a picture of the current screen (SVG)."""
+        from dpmon.ui.picture import svg
+
         rows = self.painted_rows()
         if isinstance(self.screen, Dialog):
             rows[self.screen.row : self.screen.row + len(self.screen.rows)] = self.screen.rows
@@ -343,9 +325,8 @@ class Monitor(Stopping):
 
     def action_export(self) -> None:
         """Export all records in the background, after asking for the format."""
-        if not self._dialog_open:
-            text = ["Writes all records so far into a new file, in the background."]
-            self.push_screen(Choice("Export", text, _FORMS, self.look), self._export)
+        text = ["Writes all records so far into a new file, in the background."]
+        self.push_screen(Choice("Export", text, _FORMS, self.look), self._export)
 
     def _export(self, form: str | None) -> None:
         if form in jobs.ENDINGS:
@@ -355,8 +336,6 @@ class Monitor(Stopping):
 
     def action_report(self) -> None:
         """Show the report on the run so far."""
-        if self._dialog_open:
-            return
         directory, width = self.feed.directory, max(min(self.size.width - 4, 108), 20)
         rows: list[Row] = [[("writing the report ...", "dim")]]
         # Open the dialog first: a report that is ready later must not cover whatever the user has opened meanwhile.

@@ -133,13 +133,14 @@ def _content(panel: str, scene: Scene, output: Output, slot: Slot, look: Look) -
         return title, corner, panel_compare.compare(scene, width, height, found, look)
     title, corner = panel_output.title(output, scene, slot.width, look)
     search = scene.view.search
+    more = look.glyphs.more
     lines = output.visible(height)
     if search:
         title = [*title, (f" {look.glyphs.middot} find ", "dim"), (search, "wait")]
         lines = [marked(line, search) for line in lines]
-    if not output.left:
-        return title, corner, panel_output.narrowed(lines, width, look.glyphs.more)
-    return title, corner, panel_output.shifted(lines, output.left, look.glyphs.more)
+    if output.left:
+        return title, corner, panel_output.shifted(lines, output.left, more)
+    return title, corner, [panel_output.narrowed(line, width, more) for line in lines]
 
 
 def whole(scene: Scene, output: Output, width: int, height: int, look: Look) -> list[Row]:

@@ -138,15 +138,8 @@ class _PlaybackFeed(Feed):
         """Read the state as if the run were live: before the playback reaches its end, the run has not ended."""
         player = self.player
         if player is not None and player.position_ns < player.length_ns:
-            self._ended = self._exit = self._gone_ns = None
+            self.ended = self._exit = self._gone_ns = None
         super().tick()
-        self._see_end()
-
-    def _see_end(self) -> None:
-        """Read again if the clock has reached the end since the last tick, so that this picture shows the end."""
-        player = self.player
-        if player is not None and self._ended is None and player.exit() is not None:
-            super().tick()
 
     def toggle_refusal(self) -> str | None:
         """Why no other mode can be requested."""
@@ -166,7 +159,6 @@ class _PlaybackFeed(Feed):
         if player is None:
             return super().scene(view, stopping)
         here = player.position_ns
-        self._see_end()
         playing = Playing(here, player.length_ns, player.playing, player.speed)
         return replace(super().scene(view, stopping), now_ns=here, playing=playing, can_type=False)
 

@@ -85,9 +85,9 @@ def columns(left: Sequence[Span], right_part: Sequence[Span], width: int, more: 
 
 
 class TableColumn(NamedTuple):
-    """A column of a table: its head, its width in cells, and for each row a text or cells as wide as the column."""
+    """A column of a table: its head, its width in cells, and its rows: texts, or cells as wide as the column."""
 
-    head: str
+    head: str | Row
     width: int
     cells: Sequence[str | Row]
     style: str = ""
@@ -101,7 +101,9 @@ def table_rows(columns: Sequence[TableColumn], more: str) -> list[Row]:
     """The row of heads, then the rows of the table."""
     rows: list[Row] = [[]]
     for head, width, cells, style, left, gap in columns:
-        rows[0].append(((head.ljust(width) if left else right(head, width)) + " " * gap, "dim"))
+        if isinstance(head, str):
+            head = [((head.ljust(width) if left else right(head, width)) + " " * gap, "dim")]
+        rows[0] += head
         rows += [[] for _ in range(len(cells) + 1 - len(rows))]
         for row, cell in zip(rows[1:], cells, strict=True):
             if not isinstance(cell, str):

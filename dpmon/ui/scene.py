@@ -109,8 +109,6 @@ class View:
     search: str = ""
     """The text to find in the output; hits are highlighted."""
     message: str | None = None
-    message_ns: int = 0
-    """When the message appeared, ns since the run's start."""
     dialog: tuple[tuple[str, str], ...] = ()
     """Keys of the open dialog and their effects; no other keys work meanwhile."""
 

@@ -25,26 +25,21 @@ class Stopping(Drawing):
     _stop_done = False
     _leaves_when_stopped = False
     _told_of_end = False
-    _messages = 0
-    """Number of messages so far."""
     _message_timer: Timer | None = None
     """The timer that removes the last message."""
 
     def _say(self, message: str | None) -> None:
         if self._message_timer is not None:  # one timer at a time: a held key repeats its message
             self._message_timer.stop()
-            self._message_timer = None
-        self._messages += 1
-        self._see(replace(self.view, message=message, message_ns=self.scene().now_ns))
+        self._see(replace(self.view, message=message))
         if self._dialog_open and isinstance(self.screen, Dialog):
             self.screen.say(message or "")
         if message is not None:
-            self._message_timer = self.set_timer(self.said_s, partial(self._remove_message, self._messages))
+            self._message_timer = self.set_timer(self.said_s, partial(self._remove_message, message))
 
-    def _remove_message(self, serial: int) -> None:
+    def _remove_message(self, message: str) -> None:
         """Remove the message unless a newer one has replaced it: a stopped timer may have fired already."""
-        if serial == self._messages:
-            self._message_timer = None
+        if self.view.message is message:
             self._see(replace(self.view, message=None))
 
     def _see(self, view: View) -> None:
@@ -92,7 +87,7 @@ class Stopping(Drawing):
 
     def action_stop(self) -> None:
         """Stop the training after a confirmation."""
-        if self._dialog_open or self._stopping is not None:
+        if self._stopping is not None:
             return
         scene = self.feed.scene(self.view)
         if scene.over or scene.playing is not None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from rich.control import Control
 from rich.segment import Segment
-from rich.style import Style
 from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
@@ -24,11 +23,10 @@ class PanelView(Widget):
     def __init__(self, panel: str, look: Look) -> None:
         super().__init__(id=panel)
         self.look = look
-        self._rows: list[Row] = []
+        self.rows: list[Row] = []
+        """The drawn rows."""
         self._strips: dict[int, Strip] = {}
         """The strips of rows that Textual has drawn, by row; cached until the row changes."""
-        self.drawn = 0
-        """Number of rows drawn so far (for tests and measurements)."""
 
     def place(self, x: int, y: int, width: int, height: int) -> bool:
         """Place the widget; returns whether Textual has already laid it out in this place."""
@@ -48,14 +46,13 @@ class PanelView(Widget):
         Textual. Pass it only if the terminal shows the whole widget, in its place and with the rows of the last call.
         """
         fresh = [in_ascii(row) for row in rows] if self.look.glyphs.ascii else list(rows)
-        before = self._rows
+        before = self.rows
         changed = [i for i, row in enumerate(fresh) if i >= len(before) or row != before[i]]
         if not changed and len(fresh) == len(before):
             return
         for index in (*changed, *range(len(fresh), len(before))):
             self._strips.pop(index, None)
-        self._rows = fresh
-        self.drawn += len(changed)
+        self.rows = fresh
         if changes is not None and len(fresh) == len(before):
             for y in changed:
                 x, cells = changed_cells(before[y], fresh[y])
@@ -68,11 +65,11 @@ class PanelView(Widget):
     def set_look(self, look: Look) -> None:
         """Draw everything again, with another look, at the next `show`."""
         self.look = look
-        self._rows, self._strips = [], {}
+        self.rows, self._strips = [], {}
 
     def text(self) -> list[str]:
         """The rows' text, for tests."""
-        return [plain(row) for row in self._rows]
+        return [plain(row) for row in self.rows]
 
     def _strip(self, row: Row) -> Strip:
         style = self.look.style
@@ -84,20 +81,11 @@ class PanelView(Widget):
 
     def render_line(self, y: int) -> Strip:
         """One row of the picture; blank beyond its end."""
-        if y < len(self._rows):
+        if y < len(self.rows):
             if y not in self._strips:
-                self._strips[y] = self._strip(self._rows[y])
-            return self._strips[y].adjust_cell_length(self.size.width, self._blank)
-        return Strip.blank(self.size.width, self._blank)
-
-    @property
-    def rows(self) -> list[Row]:
-        """The drawn rows."""
-        return self._rows
-
-    @property
-    def _blank(self) -> Style:
-        return self.look.style("")
+                self._strips[y] = self._strip(self.rows[y])
+            return self._strips[y].adjust_cell_length(self.size.width, self.look.style(""))
+        return Strip.blank(self.size.width, self.look.style(""))
 
 
 def changed_cells(before: Row, after: Row) -> tuple[int, Row]:

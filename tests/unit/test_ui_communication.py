@@ -172,7 +172,7 @@ def test_the_straggler_is_told_once_and_its_rows_are_visible(size: tuple[int, in
     assert any(f"▸ {count - 1:>3}" in line or f"▸{count - 1:>4}" in line for line in text), text
     if size != (80, 24):
         assert any(f"{name} " in line and line.rstrip("│ ").endswith("ms") for line in text), "its step in panel 3"
-    warned = replace(scene, view=View(message="something else", message_ns=scene.now_ns))
+    warned = replace(scene, view=View(message="something else"))
     text = texts(whole(warned, Output(), *size, LOOK))
     told = sum(f"others wait for {name}" in line or f"{name} holds" in line for line in text)
     assert told == (0 if (count, size) == (64, (80, 24)) else 1), "panel 2 says it while the header says something else"

@@ -259,14 +259,14 @@ def test_a_refusal_that_has_no_room_in_its_row_stands_in_full_below_it(which: st
         pause = PauseChange(0, scene.now_ns, None, False, None, None, LONG)
         scene = replace(scene, state=replace(scene.state, pauses=(pause,)))
     else:
-        scene = replace(scene, view=View(message=LONG, message_ns=scene.now_ns))
+        scene = replace(scene, view=View(message=LONG))
     rows = whole(scene, Output(), *size, LOOK)
     assert [width_of(row) for row in rows] == [size[0]] * size[1]
     at = next(index for index, row in enumerate(rows) if "in full" in plain(row))
     note = [plain(row).split("│")[1].strip() for row in rows[at + 1 : at + 10] if "│" in plain(row)]
     assert LONG in " ".join(note)
     assert plain(rows[-1]) == plain(plain_rows[-1])
-    later = replace(scene, now_ns=scene.now_ns + 20 * SECOND)
+    later = replace(scene, now_ns=scene.now_ns + 20 * SECOND, view=View())
     assert "in full" not in "".join(plain(row) for row in whole(later, Output(), *size, LOOK))
 
 

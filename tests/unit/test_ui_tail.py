@@ -9,7 +9,7 @@ import pytest
 
 from dpmon.model.state import State
 from dpmon.ui.look import COLOUR, UNICODE, Look
-from dpmon.ui.panels.panel_output import ROWS, Output, Tail, found_in, marked, title
+from dpmon.ui.panels.panel_output import ROWS, Output, Tail, hits, marked, title
 from dpmon.ui.rows import plain
 from dpmon.ui.scene import Scene
 
@@ -209,9 +209,9 @@ def test_the_column_of_a_hit_comes_into_sight(log: Log) -> None:
 
 
 def test_capitals_count_only_if_there_are_some() -> None:
-    assert found_in("An Error", "error") == 3
-    assert found_in("An error", "Error") == -1
-    assert found_in("anything", "") == -1
+    assert hits("An Error", "error") == [(3, 8)]
+    assert hits("An error", "Error") == []
+    assert hits("anything", "") == []
     assert marked([("An Err", "a"), ("or, error", "b")], "error") == [
         ("An ", "a"),
         ("Error", "found"),

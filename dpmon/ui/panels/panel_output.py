@@ -176,15 +176,15 @@ class Output:
         serials = range(min(start, tail.end) - 1, tail.first - 1, -1) if older else range(start + 1, tail.end)
         for serial in serials:
             (row,) = tail.rows(serial, 1)
-            at = found_in(plain(row), needle)
-            if at >= 0:
+            found = hits(plain(row), needle)
+            if found:
                 break
         else:
             within = "" if tail.whole else f" in the last {group(tail.end - tail.first)} lines"
             return f"no {'older' if older else 'newer'} line with {needle!r}{within}"
         self.hit = serial
         self._go_to(tail, top if top <= serial < top + height else serial - height // 2, height)
-        column, last = span_width(plain(row)[:at]), width - len(needle) - 1
+        column, last = span_width(plain(row)[: found[0][0]]), width - len(needle) - 1
         if not self.left <= column < self.left + last:
             self.left = max(column - width // 2, 0) if column > last - 1 else 0
         return place_of(tail, serial)
@@ -195,32 +195,18 @@ def place_of(tail: Tail, serial: int) -> str:
     return f"line {group(serial - tail.first + 1)} of {'' if tail.whole else 'the last '}{group(tail.end - tail.first)}"
 
 
-def _folded(text: str, needle: str) -> str:
-    """`text` for comparison: case matters only if `needle` has capitals."""
-    if any(char.isupper() for char in needle):
-        return text
-    lower = text.lower()
-    return lower if len(lower) == len(text) else text
-
-
-def found_in(text: str, needle: str) -> int:
-    """The position of `needle` in a visible line; -1 if it is not there."""
-    return _folded(text, needle).find(needle) if needle else -1
+def hits(text: str, needle: str) -> list[tuple[int, int]]:
+    """Where `needle` stands in a visible line: begin and end; case matters only if it has capitals."""
+    flags = 0 if any(char.isupper() for char in needle) else re.IGNORECASE
+    return [found.span() for found in re.finditer(re.escape(needle), text, flags)] if needle else []
 
 
 def marked(row: Row, needle: str) -> Row:
     """The row with all hits in the style "found"."""
-    text = plain(row)
-    at = found_in(text, needle)
-    if at < 0:
-        return row
-    folded = _folded(text, needle)
-    inside = [False] * len(text)
-    while at >= 0:
-        inside[at : at + len(needle)] = [True] * len(needle)
-        at = folded.find(needle, at + len(needle))
-    cells = ((char, style) for part, style in row for char in part)
-    return merged((char, "found" if hit else style) for (char, style), hit in zip(cells, inside, strict=True))
+    cells = [(char, style) for part, style in row for char in part]
+    for start, end in hits(plain(row), needle):
+        cells[start:end] = [(char, "found") for char, _ in cells[start:end]]
+    return merged(cells)
 
 
 def title(output: Output, scene: Scene, width: int, look: Look) -> tuple[Row, Row]:
@@ -243,36 +229,26 @@ def title(output: Output, scene: Scene, width: int, look: Look) -> tuple[Row, Ro
 _FRAME = re.compile(r'^\s*File "(?P<path>[^"]*/)[^"/]+", line \d+')
 
 
-def narrowed(rows: Sequence[Row], width: int, more: str = "…") -> list[Row]:
-    """The rows; in rows of a traceback that exceed `width` cells, the directory of the file is shortened.
+def narrowed(row: Row, width: int, more: str = "…") -> Row:
+    """The row; if it belongs to a traceback and exceeds `width` cells, without a part of the file's directory.
 
     A row stays as it is if that would hide a hit of the search.
     """
-    short = (_without_directory(row, width, more) for row in rows)
-    return [less if _found(less) == _found(row) else row for row, less in zip(rows, short, strict=True)]
+    text = plain(row)
+    over = width_of(row) - width
+    found = _FRAME.match(text) if over > 0 else None
+    if found is None:
+        return row
+    start, end = (span_width(text[:at]) for at in found.span("path"))
+    (_, style), *_ = cropped(row, start, end)
+    rest = cropped(row, min(start + over + len(more), end), width_of(row))
+    less: Row = [*cropped(row, 0, start), (more, style), *rest]
+    return less if _found(less) == _found(row) else row
 
 
 def _found(row: Row) -> int:
     """Number of highlighted characters in a row."""
     return sum(len(text) for text, style in row if style == "found")
-
-
-def _without_directory(row: Row, width: int, more: str) -> Row:
-    over = width_of(row) - width
-    found = _FRAME.match(plain(row)) if over > 0 else None
-    if found is None:
-        return row
-    start, end = found.span("path")
-    gone = min(over + len(more), end - start)
-    rest: Row = []
-    at = 0
-    for text, style in row:
-        kept = text[: max(start - at, 0)] + text[max(start + gone - at, 0) :]
-        if at <= start < at + len(text):
-            kept = kept[: start - at] + more + kept[start - at :]
-        rest.append((kept, style))
-        at += len(text)
-    return rest
 
 
 def shifted(rows: Sequence[Row], left: int, more: str = "…") -> list[Row]:

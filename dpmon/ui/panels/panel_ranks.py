@@ -187,27 +187,32 @@ def _times_table(scene: Scene, found: Communication, width: int, height: int, lo
     needed = max([width_of(row) for row in sizes] + [len(_SIZES)]) if sizes else 0
     bar = min(max(left - needed, 0), _MOST_BAR)
     bar = bar if bar >= _LEAST_BAR else 0
-    word = "  others wait" if left - needed - bar >= len("  others wait") else ""
+    waits = "  others wait" if left - needed - bar >= len("  others wait") else ""
     top = max((one.times.step_ns or 0.0 for one in ranks), default=0.0)
-    names = _NAMES if cell > 8 else _SHORT
-    head: Row = [("  rank ", "dim"), ("device".ljust(device), "dim"), *((right(name, cell), "dim") for name in names)]
+    slowest = [_is_slow(slow, one) for one in ranks]
+    columns = [
+        TableColumn(
+            "rank ", _LABEL + 1, [_mark(one, marked, look) for one, marked in zip(ranks, slowest, strict=True)]
+        ),
+        TableColumn("device", device, [_device(one) for one in ranks], left=True),
+    ]
+    for name, word in zip(_NAMES, _NAMES if cell > 8 else _SHORT, strict=True):
+        times = [right(_time(one.times, name, gap), cell) for one in ranks]
+        usual = "bold" if name == "wait" else ""
+        cause = slow.phase if slow is not None else None
+        styles = ["wait" if marked and name == cause else usual for marked in slowest]
+        columns.append(TableColumn(word, cell, [[span] for span in zip(times, styles, strict=True)]))
     if bar:
-        head += [(" ", ""), *busy_legend(bar, look.glyphs)]
+        bars: list[Row] = [[(" ", ""), *_bar(one.times, top, bar, look)] for one in ranks]
+        columns.append(TableColumn([(" ", ""), *busy_legend(bar, look.glyphs)], bar + 1, bars))
+    if waits:
+        blank = " " * len(waits)
+        marks: list[Row] = [[(waits if marked else blank, "wait")] if marked or needed else [] for marked in slowest]
+        columns.append(TableColumn([(blank if needed else "", "")], len(waits), marks))
     if needed:
-        head += [(" " * len(word), ""), (right(_SIZES, needed), "dim")]
-    rows = [head]
-    for index, one in enumerate(ranks):
-        rows.append(_row(one, slow, device, cell, gap, look))
-        if bar:
-            times = one.times
-            rest = (times.step_ns or 0.0) - (times.exposed_ns or 0.0) - (times.wait_ns or 0.0)
-            parts = (max(rest, 0.0), times.exposed_ns or 0.0, times.wait_ns or 0.0)
-            rows[-1] += [(" ", ""), *busy_bar(parts, top, bar, look.glyphs)]
-        if word and (needed or _is_slow(slow, one)):
-            rows[-1].append((word if _is_slow(slow, one) else " " * len(word), "wait"))
-        if needed and index < len(sizes):
-            rows[-1] += [(" " * (needed - width_of(sizes[index])), ""), *sizes[index]]
-    return rows
+        filled: list[Row] = [[(" " * (needed - width_of(row)), ""), *row] for row in sizes]
+        columns.append(TableColumn(_SIZES, needed, [*filled, *[[]] * (len(ranks) - len(sizes))]))
+    return table_rows(columns, look.glyphs.more)
 
 
 def _number(process: Process) -> str:
@@ -218,30 +223,20 @@ def _is_slow(slow: Straggler | None, one: _Rank) -> bool:
     return slow is not None and one.process.process in slow.processes
 
 
-def _row(one: _Rank, slow: Straggler | None, device: int, cell: int, gap: str, look: Look) -> Row:
-    times, marked = one.times, _is_slow(slow, one)
-    row: Row = [
-        (look.glyphs.focus if marked else " ", "wait"),
-        (right(_number(one.process), _LABEL - 2) + "  ", "wait" if marked else "bold"),
-        *fit([(_device(one), "")], device, look.glyphs.more),
-    ]
-    phases = times.phases
-    own = {
-        "data": phases.get("data"),
-        "forward": phases.get("forward"),
-        "backward": phases.get("backward"),
-        "exposed": times.exposed_ns,
-        "wait": times.wait_ns,
-    }
-    for name in _NAMES:
-        cause = marked and slow is not None and slow.phase == name
-        style = "wait" if cause else "bold" if name == "wait" else ""
-        row.append((right(_time(own[name], gap), cell), style))
-    return row
+def _mark(one: _Rank, marked: bool, look: Look) -> Row:
+    number = right(_number(one.process), _LABEL - 2) + "  "
+    return [(look.glyphs.focus if marked else " ", "wait"), (number, "wait" if marked else "bold")]
 
 
-def _time(ns: float | None, gap: str) -> str:
-    """A time; exactly 0 is "0", without a unit."""
+def _bar(times: RankTimes, top: float, width: int, look: Look) -> Row:
+    exposed, wait = times.exposed_ns or 0.0, times.wait_ns or 0.0
+    return busy_bar((max((times.step_ns or 0.0) - exposed - wait, 0.0), exposed, wait), top, width, look.glyphs)
+
+
+def _time(times: RankTimes, name: str, gap: str) -> str:
+    """A time of a rank; exactly 0 is "0", without a unit."""
+    own = {"exposed": times.exposed_ns, "wait": times.wait_ns}
+    ns = own[name] if name in own else times.phases.get(name)
     return "0" if ns == 0 else duration(ns, gap)
 
 

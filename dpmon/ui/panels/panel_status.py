@@ -285,7 +285,7 @@ def _facts(scene: Scene, look: Look, width: int) -> Row:
 
 def answer(scene: Scene, look: Look) -> Row:
     """The answer to the user's last request, if it is recent: a key, a pause, a mode."""
-    if scene.view.message is not None and scene.now_ns - scene.view.message_ns < DONE_SHOWN_NS:
+    if scene.view.message is not None:
         return [(scene.view.message, "wait")]
     if scene.over:
         return []

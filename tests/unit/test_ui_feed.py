@@ -23,6 +23,12 @@ from dpmon.ui.rows import plain
 from dpmon.ui.scene import Scene, View, life
 
 
+@pytest.fixture(autouse=True)
+def _without_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no slow read postpone the next one: on a busy machine, every read may be slow."""
+    monkeypatch.setattr("dpmon.ui.feed._SLOW_S", 600.0)
+
+
 def feed_of(directory: Path, reader: FakeReader, clock: Callable[[], int] = time.monotonic_ns) -> Feed:
     return Feed(directory, lambda: reader, clock, reader.open_store)
 

@@ -8,9 +8,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
+from synthetic import RowReader
+
 from dpmon.assemble import Assembler
 from dpmon.assemble.assembler import Predecessor
-from dpmon.record.history_rows import CollectiveRow, Definition, Resolver, Row
+from dpmon.record.history_rows import CollectiveRow, Definition, Row
 from dpmon.record.kinds import Call, Collective, Event, Sampled, Step
 from dpmon.record.spans import Flag, Kind, Span
 
@@ -294,7 +296,7 @@ def letters(step: Step) -> str:
 
 
 def decoded(rows: Sequence[Row]) -> Result:
-    resolver = Resolver(0)
+    resolver = RowReader(0)
     found = Result([], [], [], [], [])
     for row in rows:
         record = resolver.record(row)

@@ -20,10 +20,31 @@ BODY = SPAN_PHASES[:4]
 _KINDS = {CallRow: "call", Step: "step", Event: "event", Definition: "definition"}
 
 
+class RowReader(Resolver):
+    """Turns all rows of one process into records. `origin`: the time of the rows at the run's start (ns)."""
+
+    def __init__(self, process: int, rank: int | None = None, origin: int = 0) -> None:
+        super().__init__(process, rank)
+        self._who: dict[str, Any] = {"process": process, "rank": rank}
+        self._origin = origin
+
+    def record(self, row: Row) -> Record | None:
+        """Return the record in a row; None for a definition, which is remembered. Raises RecordError if damaged."""
+        if isinstance(row, Definition):
+            self.define(*row)
+            return None
+        if isinstance(row, Event):
+            return row
+        if isinstance(row, Step):
+            return row._replace(**self._who, start_ns=row.start_ns - self._origin)
+        row = row._replace(start=row.start - self._origin)
+        return self.call(row) if isinstance(row, CallRow) else self.collective(row)
+
+
 def decoded(rows: Iterable[Row], process: int = 0, rank: int | None = None, origin_ns: int = 0) -> list[Record]:
     """Return the records in `rows`, as a reader of one process sees them."""
-    resolver = Resolver(process, rank, origin_ns)
-    return [record for row in rows if (record := resolver.record(row)) is not None]
+    reader = RowReader(process, rank, origin_ns)
+    return [record for row in rows if (record := reader.record(row)) is not None]
 
 
 def kind_of(row: Row) -> str:

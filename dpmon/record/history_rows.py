@@ -14,7 +14,6 @@ from dpmon.record.kinds import (
     CallPhase,
     Collective,
     Event,
-    Record,
     RecordError,
     Replica,
     Sampled,
@@ -288,12 +287,11 @@ class Definitions:
 
 
 class Resolver:
-    """Turns one process's rows into records. `origin`: the time of the rows at the run's start (ns)."""
+    """Turns the rows of one process's calls and collectives into records."""
 
-    def __init__(self, process: int, rank: int | None = None, origin: int = 0) -> None:
+    def __init__(self, process: int, rank: int | None = None) -> None:
         self._process = process
         self._rank = rank
-        self._origin = origin
         self.definitions = Definitions(MAX_DEFINITIONS)
 
     def define(self, number: int, value: Any) -> None:
@@ -302,19 +300,6 @@ class Resolver:
             self.definitions.keep(number, defined(value))
         except _DAMAGE as error:
             raise RecordError(f"damaged definition: {error}") from None
-
-    def record(self, row: Row) -> Record | None:
-        """Return the record in a row; None for a definition, which is remembered. Raises RecordError if damaged."""
-        if isinstance(row, Definition):
-            self.define(*row)
-            return None
-        if isinstance(row, Event):
-            return row
-        if isinstance(row, CallRow):
-            return self.call(row)
-        if isinstance(row, Step):
-            return row._replace(process=self._process, rank=self._rank, start_ns=row.start_ns - self._origin)
-        return self.collective(row)
 
     def call(self, row: CallRow) -> Call:
         """Return the record of a call. Raises RecordError if the row or a definition is damaged."""
@@ -371,7 +356,7 @@ class Resolver:
             training=bool(row.flags & Flag.TRAINING),
             grad=bool(row.flags & Flag.GRAD),
             failed=bool(row.flags & Flag.FAILED),
-            start_ns=row.start - self._origin,
+            start_ns=row.start,
             wall_ns=row.wall,
             devices=layout.devices,
             dim=layout.dim,
@@ -385,7 +370,7 @@ class Resolver:
 
     def _collective(self, row: CollectiveRow) -> Collective | Sampled:
         facts = self.definitions.collectives[row.definition] if row.definition else CollectiveFacts(None)
-        start, step = row.start - self._origin, row.step or None
+        start, step = row.start, row.step or None
         if facts.operation is None:
             count = row.quantity if facts.why is None else None
             return Sampled(self._process, self._rank, step, start, max(row.took, 0), count, facts.why)

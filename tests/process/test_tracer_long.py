@@ -7,9 +7,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from synthetic import RowReader
 from tracing import Script, ScriptRing, Traced, text_of
 
-from dpmon.record.history_rows import Resolver
 from dpmon.record.kinds import Call, Record, Step
 
 pytestmark = pytest.mark.slow
@@ -25,7 +25,7 @@ def tailed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traced, list[Recor
     script = Script(place, text_of("long"))
     reader = script.ring()
     until = time.monotonic() + 250
-    resolver = Resolver(0)
+    resolver = RowReader(0)
     found: list[Record] = []
     over = False
     while not over and time.monotonic() < until:

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from sizes import LONG
+from synthetic import RowReader
 from warm import Piped
 
 import dpmon
-from dpmon.record.history_rows import Resolver, Row
+from dpmon.record.history_rows import Row
 from dpmon.record.kinds import Call, Event, Record, RecordError, Step
 from dpmon.ring_file import RingError
 from dpmon.span_reader import SpanReader
@@ -270,7 +271,7 @@ def read_run(directory: Path, origin_ns: int = 0) -> tuple[list[Record], int, li
     unreadable: list[str] = []
     for path in sorted(directory.glob("process-*.ring"), key=lambda path: (len(path.name), path.name)):
         reader = ScriptRing(path)
-        resolver = Resolver(reader.process, reader.rank, origin_ns)
+        resolver = RowReader(reader.process, reader.rank, origin_ns)
         for row in reader.rest():
             try:
                 record = resolver.record(row)

@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 from pretend import KINDS, Script, apart, decoded, in_portions, numbered, resumed_at, successor_of
 from sizes import size
+from synthetic import RowReader
 
 from dpmon.assemble import Assembler, step_rules
-from dpmon.record.history_rows import Resolver
 from dpmon.record.kinds import Event, RecordError, Step
 from dpmon.record.spans import Flag, Kind, Span
 
@@ -325,7 +325,7 @@ def test_damaged_spans_raise_nothing(seed: int) -> None:
         assert 0 <= assembler.position <= len(spans)
         payloads += assembler.take_current_span(draw.randrange(20), draw.getrandbits(64))
     payloads += assembler.end()
-    decoder = Resolver(0)
+    decoder = RowReader(0)
     for payload in payloads:
         try:
             decoder.record(payload)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from situations import LOOK, focused, rows_text, scene_of, with_call
-from synthetic import Training
+from synthetic import RowReader, Training
 
 from dpmon.assemble.definitions import KnownDefinitions
 from dpmon.export import table
 from dpmon.model.layouts import Layouts
 from dpmon.record.fields import COLUMNS
-from dpmon.record.history_rows import Resolver
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Size
 from dpmon.store.answers import Shape
@@ -26,10 +25,10 @@ def test_a_definition_keeps_the_global_shape() -> None:
     assert definitions.add({"define": 7, "value": WRITTEN})
     assert definitions.sizes[7] == SIZES
     assert not KnownDefinitions().add({"define": 7, "value": [["0", [4], "float32", 16, ["4"]]]})
-    resolver = Resolver(0)
+    resolver = RowReader(0)
     for row in definitions.rows([7]):
         resolver.record(row)
-    assert resolver._sizes(7) == SIZES
+    assert resolver.definitions.sizes[7] == SIZES
 
 
 def test_json_csv_report_and_screen_say_both_shapes() -> None:
@@ -42,7 +41,7 @@ def test_json_csv_report_and_screen_say_both_shapes() -> None:
     (row,) = table.row(call)
     assert row[COLUMNS["call"].index("inputs")] == "0:4x8:float32:128:8x8 mask:8:bool:8"
 
-    resolver = Resolver(0)
+    resolver = RowReader(0)
     resolver.define(1, {"root": "Model", "via": None, "devices": ["cpu"], "absent": {}})
     resolver.define(7, WRITTEN)
     layouts = Layouts([Shape(0, "single", 0, 1, False, 7, 7, ((7, 7),), (), 0, 5)], {0: resolver.definitions})

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from synthetic import call_row, flags_of, parts_of, step_row
+from synthetic import RowReader, call_row, flags_of, parts_of, step_row
 
-from dpmon.record.history_rows import CallRow, Definition, Resolver, Row
+from dpmon.record.history_rows import CallRow, Definition, Row
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import BUCKET, Call, PhaseSpan, Record, RecordError, Size, Step
 from dpmon.record.names import CALL_PHASES
@@ -32,9 +32,9 @@ def sizes(value: list[list[Any]]) -> tuple[Size, ...]:
     return tuple(Size(path, tuple(shape), dtype, count) for path, shape, dtype, count in value)
 
 
-def resolver(*more: Row) -> Resolver:
+def resolver(*more: Row) -> RowReader:
     """Return a resolver with definitions of a layout (1), inputs (2), a share (3) and an output (4)."""
-    found = Resolver(process=7, rank=2, origin=ORIGIN)
+    found = RowReader(process=7, rank=2, origin=ORIGIN)
     for number, value in enumerate((LAYOUT, IN, SHARE, OUT), 1):
         assert found.record(Definition(number, value)) is None
     for row in more:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from stored import state_of
-from synthetic import LEARNS, SECOND, call_row
+from synthetic import LEARNS, SECOND, RowReader, call_row
 
-from dpmon.record.history_rows import Definition, Resolver, Row
+from dpmon.record.history_rows import Definition, Row
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Call, Record
 from dpmon.ui.look import COLOUR, UNICODE, Look
@@ -34,7 +34,7 @@ def call(number: int, stages: list[int]) -> Row:
 
 
 def decoded(*rows: Row) -> list[Record]:
-    resolver = Resolver(0)
+    resolver = RowReader(0)
     return [record for row in (*DEFINITIONS, *rows) if (record := resolver.record(row)) is not None]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dpmon.assemble.definitions import KnownDefinitions
 from dpmon.assemble.device_times import DeviceWaits, Pending, PlacedEvent
@@ -104,7 +104,7 @@ class Assembler:
 
     # ------------------------------------------------------------------------------------------ input
 
-    def feed(self, spans: Sequence[Span], lines: Sequence[Mapping[str, Any]]) -> list[Row]:
+    def feed(self, spans: Sequence[Span], lines: Sequence[Mapping[str, object]]) -> list[Row]:
         """Take spans in order of number, and the lines read after them. Return rows in order."""
         self._take_lines(lines)
         for span in spans:
@@ -160,7 +160,7 @@ class Assembler:
                 else:
                     inner.append(span)
 
-    def _take_lines(self, lines: Iterable[Mapping[str, Any]]) -> None:
+    def _take_lines(self, lines: Iterable[Mapping[str, object]]) -> None:
         for line in lines:
             try:
                 if "end" in line:
@@ -313,7 +313,7 @@ class Assembler:
                 yield span.number if inner is None else inner.first
 
     @classmethod
-    def successor(cls, lines: Iterable[Mapping[str, Any]], before: Predecessor) -> Assembler:
+    def successor(cls, lines: Iterable[Mapping[str, object]], before: Predecessor) -> Assembler:
         """Go on after an assembler whose supervisor was killed. `lines`: all lines that it was fed.
 
         Feed it the spans from `position` of the predecessor on. It learns the loop again, so it may divide the open

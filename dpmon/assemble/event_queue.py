@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
 
 from dpmon.record.kinds import Event
 
@@ -18,7 +17,7 @@ class QueuedEvent:
 
     __slots__ = ("at", "data", "fill", "number")
 
-    def __init__(self, number: int, at: int, data: dict[str, Any]) -> None:
+    def __init__(self, number: int, at: int, data: dict[str, object]) -> None:
         self.number = number
         self.at = at
         """Monotonic ns."""
@@ -34,15 +33,15 @@ class QueuedEvent:
     def placed(self, step: int, call: int, looks: Mapping[int, int]) -> Event:
         """Return its record. `looks`: for each memory look, the last step that had begun."""
         data = dict(self.data)
-        kind = data.pop("kind")
+        kind = str(data.pop("kind"))
         if self.fill in ("next", "last"):
             data.update((key, value) for key, value in (("step", step), ("call", call)) if key in data)
             for key in _TEXTS:
-                if isinstance(data.get(key), str):
-                    data[key] = data[key].replace("{step}", str(step)).replace("{call}", str(call))
+                if isinstance(text := data.get(key), str):
+                    data[key] = text.replace("{step}", str(step)).replace("{call}", str(call))
         data.pop("look", None)
-        if isinstance(data.get("devices"), list):
-            data["devices"] = [_with_step(device, looks) for device in data["devices"]]
+        if isinstance(devices := data.get("devices"), list):
+            data["devices"] = [_with_step(device, looks) for device in devices]
         return Event(kind, data)
 
     def peaks(self) -> list[int]:
@@ -53,7 +52,7 @@ class QueuedEvent:
         return [look for look in (*named, self.data.get("look")) if type(look) is int]
 
 
-def _with_step(device: Any, looks: Mapping[int, int]) -> Any:
+def _with_step(device: object, looks: Mapping[int, int]) -> object:
     if not isinstance(device, dict) or "peak_after_look" not in device:
         return device
     look = device["peak_after_look"]
@@ -74,7 +73,7 @@ class EventQueue:
         self.due = NEVER
         """Time of the next event."""
 
-    def add(self, line: Mapping[str, Any]) -> bool:
+    def add(self, line: Mapping[str, object]) -> bool:
         """Take a line; False if it is not an event."""
         if not isinstance(line.get("kind"), str):
             return False
@@ -89,8 +88,15 @@ class EventQueue:
 
     def taken(self, until: int) -> list[QueuedEvent]:
         """Take out and return the events up to this time."""
+        return self._take_while(lambda event: event.at <= until)
+
+    def older(self, than: int) -> list[QueuedEvent]:
+        """Take out and return the events with a number below `than`."""
+        return self._take_while(lambda event: event.number < than)
+
+    def _take_while(self, wanted: Callable[[QueuedEvent], bool]) -> list[QueuedEvent]:
         found = []
-        while self._queue and self._queue[0].at <= until:
+        while self._queue and wanted(self._queue[0]):
             found.append(self._queue.popleft())
         self.due = self._queue[0].at if self._queue else NEVER
         return found
@@ -99,14 +105,6 @@ class EventQueue:
     def waiting(self) -> list[int]:
         """Numbers of the events that are not taken out."""
         return [event.number for event in self._queue]
-
-    def older(self, than: int) -> list[QueuedEvent]:
-        """Take out and return the events with a number below `than`."""
-        found = []
-        while self._queue and self._queue[0].number < than:
-            found.append(self._queue.popleft())
-        self.due = self._queue[0].at if self._queue else NEVER
-        return found
 
     def keep(self, pending: Collection[int]) -> None:
         """Drop the events that are not in `pending`, because a predecessor has returned them."""

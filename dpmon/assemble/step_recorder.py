@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from dpmon.assemble.call_rows import FLAGS, Composer, mode_of, unnumbered_call
 from dpmon.assemble.definitions import KnownDefinitions
@@ -21,7 +21,7 @@ Item: TypeAlias = "Block | QueuedEvent"
 _SLOW = Flag.TIMED | Flag.UNTIMED | Flag.FAILED
 _MAX_KNOWN = 1 << 15
 _MAX_LOOKS = 64
-_NOTHING: Sequence[Any] = ()
+_NOTHING: Sequence[Span] = ()
 
 
 class StepRecorder:

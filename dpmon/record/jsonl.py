@@ -26,9 +26,9 @@ _PLAIN = {
 }
 
 
-def _plain(kind: str, record: Call | Collective | Sampled) -> dict[str, Any]:
+def _plain(kind: str, record: Call | Collective | Sampled) -> dict[str, object]:
     """Return the fields of a record that are attributes of it."""
-    found: dict[str, Any] = {"kind": kind}
+    found: dict[str, object] = {"kind": kind}
     for name, attribute, factor in _PLAIN[kind]:
         value = getattr(record, attribute)
         if factor and value is not None:
@@ -41,18 +41,18 @@ def _ms(ns: int) -> float:
     return ns / 1e6
 
 
-def _sizes_json(sizes: tuple[Size, ...] | None) -> list[dict[str, Any]] | None:
+def _sizes_json(sizes: tuple[Size, ...] | None) -> list[dict[str, object]] | None:
     if sizes is None:
         return None
     return [_size_json(size) for size in sizes if size.path != MORE]
 
 
-def _size_json(size: Size) -> dict[str, Any]:
+def _size_json(size: Size) -> dict[str, object]:
     found = {"path": size.path, "shape": list(size.shape), "dtype": size.dtype, "bytes": size.bytes}
     return found if size.global_shape is None else {**found, "global_shape": list(size.global_shape)}
 
 
-def _call_json(call: Call) -> dict[str, Any]:
+def _call_json(call: Call) -> dict[str, object]:
     absent = dict(call.absent)
     for side in ("inputs", "outputs"):
         if any(size.path == MORE for part in (call, *call.replicas) for size in getattr(part, side) or ()):
@@ -86,7 +86,7 @@ def _call_json(call: Call) -> dict[str, Any]:
     return found
 
 
-def _stage_json(stage: Stage, call: Call) -> dict[str, Any]:
+def _stage_json(stage: Stage, call: Call) -> dict[str, object]:
     before = call.stages[stage.stage - 1].device if stage.stage else None
     return {
         "stage": stage.stage,
@@ -102,12 +102,12 @@ def _stage_json(stage: Stage, call: Call) -> dict[str, Any]:
     }
 
 
-def _step_json(step: Step) -> dict[str, Any]:
+def _step_json(step: Step) -> dict[str, object]:
     counted = {quantity: step.quantity(quantity.name) for quantity in QUANTITIES}
     absent = {
         quantity.name: quantity.absent for quantity, count in counted.items() if count is None and not quantity.optional
     }
-    found: dict[str, Any] = {
+    found: dict[str, object] = {
         "kind": "step",
         "process": step.process,
         "rank": step.rank,
@@ -138,11 +138,11 @@ def _step_json(step: Step) -> dict[str, Any]:
     return {**found, "absent": absent}
 
 
-def _span_json(span: PhaseSpan) -> dict[str, Any]:
+def _span_json(span: PhaseSpan) -> dict[str, object]:
     return {"phase": span.phase, "start_ms": _ms(span.offset_ns), "ms": _ms(span.host_ns)}
 
 
-def _collective_json(collective: Collective) -> dict[str, Any]:
+def _collective_json(collective: Collective) -> dict[str, object]:
     absent = {}
     if collective.step is None:
         absent["step"] = "it was launched between two steps"
@@ -157,7 +157,7 @@ def _collective_json(collective: Collective) -> dict[str, Any]:
     return {**_plain("collective", collective), "absent": absent}
 
 
-def _sampled_json(sampled: Sampled) -> dict[str, Any]:
+def _sampled_json(sampled: Sampled) -> dict[str, object]:
     absent = {} if sampled.step is not None else {"step": "no step was running at its middle"}
     if sampled.why is not None:
         absent["collectives"] = sampled.why

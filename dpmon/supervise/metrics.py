@@ -13,7 +13,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dpmon.cleaning import harmless
 from dpmon.record.fields import metrics_of
@@ -146,29 +146,21 @@ class Metrics:
             "records_dropped_total", "Records that were lost before they were read.", [(run, store.dropped)]
         )
         lines += self._counter("warnings_total", "Warnings in the record.", [(run, store.event_count("warning"))])
-        devices: dict[int, Mapping[str, Any]] = {}
-        for event in store.events("device", newest=MAX_DEVICES):
-            if type(index := event.data.get("index")) is int:
-                devices[index] = event.data
-        for gauge in metrics_of("device"):
-            values = [({**run, **_device_labels(index, data)}, data.get(gauge.name)) for index, data in devices.items()]
-            lines += metric(gauge.metric, "gauge", gauge.help, _known(values, gauge.scale))
-        wrappers: dict[tuple[int, int], Mapping[str, Any]] = {}
+        devices = {event.data.get("index"): event.data for event in store.events("device", newest=MAX_DEVICES)}
+        lines += _gauges("device", [({**run, **_device_labels(data)}, data) for data in devices.values()])
+        wrappers: dict[tuple[int, int], Mapping[str, object]] = {}
         for event in store.events("ddp"):
             process, wrapper = event.data.get("process"), event.data.get("wrapper")
             if type(process) is int and type(wrapper) is int and len(wrappers) < MAX_PROCESSES:
                 wrappers[process, wrapper] = event.data
-        for gauge in metrics_of("ddp"):
-            values = [
-                ({**self._of_process(process), "wrapper": str(number)}, data.get(gauge.name))
-                for (process, number), data in sorted(wrappers.items())
-            ]
-            lines += metric(gauge.metric, "gauge", gauge.help, _known(values, gauge.scale))
-        for event in store.events("host", newest=1):
-            for gauge in metrics_of("host"):
-                known = _known([(run, event.data.get(gauge.name))], gauge.scale)
-                lines += metric(gauge.metric, "gauge", gauge.help, known)
-        return lines
+        lines += _gauges(
+            "ddp",
+            [
+                ({**self._of_process(process), "wrapper": str(number)}, data)
+                for (process, number), data in sorted(wrappers.items(), key=lambda item: item[0])
+            ],
+        )
+        return [*lines, *_gauges("host", [(run, event.data) for event in store.events("host", newest=1)])]
 
     def _of_process(self, process: int) -> dict[str, str]:
         rank = self._ranks.get(process)
@@ -356,17 +348,18 @@ def _means(found: _Durations) -> Iterator[tuple[_Labels, float]]:
     return ((labels, mean / 1e9) for labels, _, _, mean in found if mean is not None)
 
 
-def _device_labels(index: int, data: Mapping[str, Any]) -> dict[str, str]:
-    identity = {key: str(data[key]) for key in ("uuid", "name") if data.get(key) is not None}
-    return {"index": str(index), **identity}
+def _device_labels(data: Mapping[str, object]) -> dict[str, str]:
+    return {key: str(data[key]) for key in ("index", "uuid", "name") if data.get(key) is not None}
 
 
-def _known(values: Iterable[tuple[_Labels, Any]], scale: float) -> list[tuple[_Labels, float]]:
-    return [
-        (labels, value * scale)
-        for labels, value in values
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
-    ]
+def _gauges(kind: str, values: Sequence[tuple[_Labels, Mapping[str, object]]]) -> list[str]:
+    """The lines of a kind of event, from labels and data of the newest events."""
+    lines = []
+    for gauge in metrics_of(kind):
+        of_all = ((labels, data.get(gauge.name)) for labels, data in values)
+        known = [(labels, value * gauge.scale) for labels, value in of_all if isinstance(value, (int, float))]
+        lines += metric(gauge.metric, "gauge", gauge.help, known)
+    return lines
 
 
 # ------------------------------------------------------------------------------------------------ text format

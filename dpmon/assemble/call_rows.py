@@ -20,7 +20,6 @@ LARGEST = (1 << 62) - 1
 """Longest duration in a row (ns)."""
 FLAGS = Flag.TRAINING | Flag.GRAD | Flag.FAILED | Flag.VIRTUAL
 """The flags of a span that its call keeps."""
-_MAX_STAGES = 255
 _APPLY = PRIMITIVES[Kind.PARALLEL_APPLY]
 _Replica = tuple[int, int, int, int]
 
@@ -44,7 +43,7 @@ def unnumbered_call(known: KnownDefinitions, span: Span, layout: int, parts: Seq
         if one.kind == Kind.REPLICA:
             shares.setdefault(one.site, one)
         elif one.kind == Kind.STAGE:
-            if len(of_stages) < _MAX_STAGES and one.site in known.stages:
+            if one.site in known.stages:
                 stages.append(_stage(known, one, span.start))
                 of_stages.append(_timed(one))
         elif one.kind in PRIMITIVES:
@@ -163,9 +162,6 @@ class Composer:
         partial = self._partial.get(thread)
         if partial is not None and partial.apply is not None and kind != Kind.GATHER:
             self.flush(thread)
-            partial = None
-        if partial is not None and partial.primitives and partial.primitives[0].inside != span.inside:
-            del self._partial[thread]
             partial = None
         failed = span.flags & Flag.FAILED
         if kind == Kind.GATHER:

@@ -86,13 +86,7 @@ class StepTotals(PhaseSums):
         # through the discriminator alone alternate with passes through both models.
         if self.times[DATA] < 0 and self.batches > 1 and self.batch_models <= self.first_models and samples >= 0:
             samples = self.sum_of_rows
-        spans = []
-        for phase, begin, took in self.spans:
-            offset = begin - start
-            if offset < 0 or offset + took > wall:  # damaged: cut at the limits of the step
-                offset = min(max(offset, 0), wall)
-                took = min(took, wall - offset)
-            spans.append((phase, offset, took))
+        spans = [(phase, begin - start, took) for phase, begin, took in self.spans]
         wall = min(wall, LARGEST)
         times = self.times
         phases = {name: min(times[at], LARGEST) for name, at in _IN_ORDER if times[at] >= 0}

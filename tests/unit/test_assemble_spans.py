@@ -6,7 +6,6 @@ import pytest
 from pretend import MS, START, Script, assembled
 from test_assemble_resumed import check_spans
 
-from dpmon.assemble.step_totals import StepTotals
 from dpmon.record.kinds import MAX_SPANS, Step
 from dpmon.record.spans import Flag
 
@@ -89,12 +88,3 @@ def test_a_step_keeps_the_first_of_too_many_spans(nested: bool) -> None:
     assert (len(step.spans), step.missing_spans) == (MAX_SPANS, 4 + nested)
     assert [name for name, _, _ in step.spans][:4] == ["data", "forward", "optimizer" if nested else "copy", "copy"]
     check_spans(step)
-
-
-def test_spans_that_reach_out_of_the_step_end_with_it() -> None:
-    """Only damaged spans do."""
-    totals = StepTotals()
-    totals.spans = [(1, 90, 1 << 40), (2, 150, 20), (3, 1 << 50, 7)]
-    row = totals.row(1, 100, 60)
-    assert isinstance(row, Step)
-    assert row.runs == [(1, 0, 60), (2, 50, 10), (3, 60, 0)]

@@ -15,6 +15,7 @@ from synthetic import LEARNS, call_row, flags_of, step_row
 
 from dpmon.record.history_rows import Definition, Row
 from dpmon.record.kinds import Event, RecordError, Step
+from dpmon.record.names import CALL_PHASES
 from dpmon.record.schema import EVALUATION, SETTLING, SETTLING_STEPS
 from dpmon.store.accounts import Accounts
 from dpmon.store.batch import Batch
@@ -184,6 +185,16 @@ def test_a_process_that_only_calls_holds_a_bounded_number(ring: Ring) -> None:
     assert ring.shapes() == {("dp", 0): 10}
     ring.intake.flush(ring.batch)
     assert ring.shapes() == {("dp", 0): HELD_CALLS + 10}
+
+
+def test_calls_of_steps_that_were_not_recorded_are_no_part_of_the_next(ring: Ring) -> None:
+    ring.call()
+    ring.call(ahead=2)
+    ring.number += 1  # the first step is lost
+    ring.step()
+    assert ring.last["calls"] == 1
+    assert [ring.last[f"{name}_ns"] for name in CALL_PHASES] == list(TOOK)
+    assert ring.shapes() == {("dp", 0): 1, ("dp", SETTLING): 1}
 
 
 def test_sizes_are_those_of_the_call_and_of_each_replica(ring: Ring) -> None:

@@ -36,8 +36,6 @@ from dpmon.text.quantities import calls_so_far, compact, group, within_words
 EVERY_S = 1.0
 _RATES = tuple(rate_as_fields(None))
 _FIGURES = ("step_ms", "phases", "call_phases", "quantities")
-_SPAN_S = 120
-"""Seconds that the figures of a live run cover, as on a screen that has just opened."""
 _MAX_RANKS = 64
 
 
@@ -117,7 +115,7 @@ class Lines:
     def _take(self, over: bool = False) -> None:
         with suppress(HistoryError, RunError), open_store(self._reader.directory) as store:
             ended = ended_of(self._reader.activities())
-            self._state = self._snapshots.take(StoreAt(store), Wanted(0 if over else _SPAN_S, over=over), ended)
+            self._state = self._snapshots.take(StoreAt(store), Wanted(span_s=0, over=True) if over else Wanted(), ended)
 
     def _put(self, members: dict[str, object]) -> None:
         members["skipped"] = self._skipped

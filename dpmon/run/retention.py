@@ -43,19 +43,12 @@ class Limits(NamedTuple):
 
 
 def limits(environ: Mapping[str, str]) -> Limits:
-    """The limits from the environment or the configuration, else the defaults.
-
-    An invalid configuration means all defaults. Only this function knows where the limits come from.
-    """
-    try:
+    """The limits from the environment or the configuration, else the defaults; all defaults if it is invalid."""
+    with contextlib.suppress(ConfigError):  # commands that start or show a run report it
         settings = load(environ)
-    except ConfigError:  # commands that start or show a run report it
-        return Limits()
-    usual = Limits()
-    return Limits(
-        usual.runs if settings.keep_runs is None else settings.keep_runs,
-        usual.bytes if settings.keep_bytes is None else settings.keep_bytes,
-    )
+        given = {"runs": settings.keep_runs, "bytes": settings.keep_bytes}
+        return Limits()._replace(**{name: value for name, value in given.items() if value is not None})
+    return Limits()
 
 
 def keep(directory: Path, kept: bool = True) -> None:

@@ -93,28 +93,22 @@ def _earliest(info: RunInfo) -> float:
     return info.command_started - proc.TICK_S
 
 
-def send(process: ProcessEntry, number: int) -> bool:
-    """Send a signal to this very process; False if it has gone or may not be signalled."""
-    return _deliver(process, number, group=False)
-
-
-def send_to_group(leader: ProcessEntry, number: int) -> bool:
-    """Send a signal to the group that `leader` leads, in one call as a terminal does; False as for `send`."""
-    return leader.group == leader.pid and _deliver(leader, number, group=True)
-
-
 def send_to_all(members: Mapping[int, ProcessEntry], root: int | None, number: int) -> None:
     """Send a signal to the group of the command `root` in one call, then to the other members, parents first."""
     leader = members.get(root or 0)
     # The caller may be in that group: the training can call `dpmon stop`.
-    grouped = leader is not None and os.getpgrp() != root and send_to_group(leader, number)
+    grouped = leader is not None and os.getpgrp() != root and send(leader, number, group=True)
     for process in sorted(members.values(), key=lambda process: process.started):
         if not (grouped and process.group == root):
             send(process, number)
 
 
-def _deliver(process: ProcessEntry, number: int, *, group: bool) -> bool:
-    if process.pid <= 1:
+def send(process: ProcessEntry, number: int, *, group: bool = False) -> bool:
+    """Send a signal to this very process; False if it has gone or may not be signalled.
+
+    `group`: to the group that it leads, in one call as a terminal does; False also if it leads none.
+    """
+    if process.pid <= 1 or (group and process.group != process.pid):
         return False
     fd = proc.open_pidfd(process.pid)
     try:

@@ -20,7 +20,7 @@ from dpmon.run import proc
 from dpmon.run.condition import exit_info, unknown_exit
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, save
-from dpmon.run.signalling import command_of, find_members, send, send_to_all, send_to_group
+from dpmon.run.signalling import command_of, find_members, send, send_to_all
 from dpmon.supervise.start import Successor
 
 LOOK_S = 0.2
@@ -118,7 +118,7 @@ class Guard:
         if number == signal.SIGKILL:
             send_to_all(find_members(self._directory, info, over=False), command.pid, number)
             return True
-        return send_to_group(command, number)
+        return send(command, number, group=True)
 
     def look(self) -> None:
         """Replace a killed supervisor, record the command's end if no supervisor does, and reap orphans.

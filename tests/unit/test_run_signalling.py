@@ -89,7 +89,7 @@ def test_numbers_that_no_command_has(
 def test_numbers_that_mean_more_than_one_process_are_never_sent_to(sent: list[object], number: int) -> None:
     everybody = proc.ProcessEntry(number, "S", 0, number, number, proc.started(number) or 0.0, None)
     assert not signalling.send(everybody, signal.SIGTERM)
-    assert not signalling.send_to_group(everybody, signal.SIGTERM)
+    assert not signalling.send(everybody, signal.SIGTERM, group=True)
     assert sent == []
 
 
@@ -98,7 +98,7 @@ def test_another_start_is_another_process(one: subprocess.Popen[bytes]) -> None:
     tick = 1 / os.sysconf("SC_CLK_TCK")
     for other in (found.started - tick, found.started + tick, found.started + 1e6):
         assert not signalling.send(replace(found, started=other), signal.SIGKILL)
-        assert not signalling.send_to_group(replace(found, started=other), signal.SIGKILL)
+        assert not signalling.send(replace(found, started=other), signal.SIGKILL, group=True)
     assert one.poll() is None
     assert signalling.send(found, signal.SIGKILL)
     assert one.wait() == -signal.SIGKILL
@@ -110,8 +110,8 @@ def test_a_group_is_signalled_only_through_its_leader() -> None:
     member = sleeper(preexec_fn=lambda: os.setpgid(0, leader.pid))
     try:
         assert own(member).group == leader.pid
-        assert not signalling.send_to_group(own(member), signal.SIGKILL)
-        assert signalling.send_to_group(own(leader), signal.SIGTERM)
+        assert not signalling.send(own(member), signal.SIGKILL, group=True)
+        assert signalling.send(own(leader), signal.SIGTERM, group=True)
         assert leader.wait() == member.wait() == -signal.SIGTERM
     finally:
         for process in (leader, member):
@@ -128,9 +128,9 @@ def test_older_kernels(one: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(*((os, "pidfd_open") if missing == "pidfd" else (signal, "pidfd_send_signal")), refused)
     found = own(one)
-    assert not signalling.send_to_group(replace(found, started=1.0), signal.SIGKILL)
+    assert not signalling.send(replace(found, started=1.0), signal.SIGKILL, group=True)
     assert one.poll() is None
-    assert signalling.send_to_group(found, signal.SIGTERM)
+    assert signalling.send(found, signal.SIGTERM, group=True)
     assert one.wait() == -signal.SIGTERM
 
 

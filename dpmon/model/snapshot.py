@@ -24,7 +24,7 @@ from dpmon.model.uneven import INPUT, Uneven, uneven_steps, waited_ns
 from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import SECOND, STEP
 from dpmon.store.figures import Figures, figures, merged, trains
-from dpmon.store.tally import Key, Tally
+from dpmon.store.tally import KeptTallies, Key, Tally
 from dpmon.store.window import Window
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ class Snapshots:
     _columns: Columns = field(default_factory=Columns)
     _host_peaks: HostPeaks = field(default_factory=HostPeaks)
     _compared: _Compared | None = None
+    _of_run: KeptTallies = field(default_factory=KeptTallies)
+    _of_range: KeptTallies = field(default_factory=KeptTallies)
 
     def take(self, rows: StoreAt, wanted: Wanted = _USUAL, ended: frozenset[int] = frozenset()) -> State:
         """The state as of the time of `rows`. `ended`: processes that are known to have ended."""
@@ -117,8 +119,8 @@ class Snapshots:
             return _with_devices(replace(process, calls=tracks, newest=newest))
         end_s = figures_end_s(rows, process)
         begin_s = max(end_s - wanted.span_s, 0) if wanted.span_s else 0
-        whole = Window(rows.store, 0, end_s, process.process)
-        ranged = Window(rows.store, begin_s, end_s, process.process) if begin_s else whole
+        whole = Window(rows.store, 0, end_s, process.process, self._of_run)
+        ranged = Window(rows.store, begin_s, end_s, process.process, self._of_range) if begin_s else whole
         mode = process.mode if any(key.mode == process.mode for key in ranged.by_process) else step.mode
         waits = events.waits_of(process.process)
         visits = visits_of(events.changes, process.process) or [Visit(mode, 0, 0)]

@@ -109,14 +109,14 @@ def most_values(size: int) -> int:
     return size // 4 * _MOST
 
 
-def unpack(counts: Counts, sketches: Iterable[Packed]) -> None:
-    """Add the counts of packed, checked sketches."""
+def unpack(counts: Counts, sketches: Iterable[Packed], sign: int = 1) -> None:
+    """Add the counts of packed, checked sketches; `sign` -1: subtract them."""
     flat: Packed = array("H")
     for sketch in sketches:
         flat += sketch
     get = counts.get
     for number, count in zip(flat[::2], flat[1::2], strict=True):
-        counts[number] = get(number, 0) + count
+        counts[number] = get(number, 0) + sign * count
 
 
 def quantile(counts: Mapping[int, int], fraction: float) -> float | None:

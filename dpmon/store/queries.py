@@ -18,7 +18,7 @@ from dpmon.record.kinds import BUCKET, Call, Collective, Event, Record, RecordEr
 from dpmon.record.schema import EVALUATION, EXPOSED, QUANTITIES, SETTLING, STEP, STEP_PHASES, SYNC_NUMBER, WAIT
 from dpmon.store.answers import GapRow, LongRow, MinuteRow, Shape
 from dpmon.store.parts import call_in, event_in, numbers_in
-from dpmon.store.sums import TALLY, TALLY_AT, Parameters, Sums
+from dpmon.store.sums import Parameters, Sums
 from dpmon.store.tables import (
     CALL_ROW,
     COLLECTIVE_COLUMNS,
@@ -28,7 +28,7 @@ from dpmon.store.tables import (
     Door,
     definition_in,
 )
-from dpmon.store.tally import Key, Tally
+from dpmon.store.tally import TALLY, TALLY_AT, Key, Tally
 
 _Decoded = TypeVar("_Decoded")
 

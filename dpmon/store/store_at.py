@@ -61,7 +61,7 @@ class StoreAt:
         ring = self._rings.get(process)
         tables = [] if ring is None else [table for table in ("calls", "steps") if getattr(ring, table)]
         first = (
-            "SELECT * FROM (SELECT id, start_ns, start_ns + wall_ns FROM {}"
+            "SELECT * FROM (SELECT id, start_ns, start_ns + wall_ns AS end_ns FROM {}"
             " WHERE process = :process AND id BETWEEN :low AND :high ORDER BY id LIMIT 1)"
         )
         low, high = self._bounds(process)
@@ -91,8 +91,8 @@ class StoreAt:
         """Return the end of the last training step among a process's newest steps; None if there is none."""
         last = min(self._last_id("steps", process), self._newest_id())
         query = (
-            f"SELECT start_ns + wall_ns FROM steps WHERE process = ? AND id BETWEEN ? AND ? AND kind & {EVALUATION} = 0"
-            " ORDER BY id DESC LIMIT 1"
+            "SELECT start_ns + wall_ns AS end_ns FROM steps WHERE process = ? AND id BETWEEN ? AND ?"
+            f" AND kind & {EVALUATION} = 0 ORDER BY id DESC LIMIT 1"
         )
         rows = self.store.query(query, (process, last - _LOOKED_AT, last))
         return next((end for (end,) in rows), None)
@@ -146,7 +146,7 @@ class StoreAt:
     def _search(self, table: str, process: int, low: int, high: int) -> int:
         """Return the highest id (`low` to `high`) of a process's rows that ended by `until_ns`; `low` - 1 if none."""
         query = (
-            f"SELECT id, start_ns + wall_ns FROM {table} WHERE process = ? AND id BETWEEN ? AND ?"
+            f"SELECT id, start_ns + wall_ns AS end_ns FROM {table} WHERE process = ? AND id BETWEEN ? AND ?"
             " ORDER BY id DESC LIMIT 1"
         )
         found = low - 1
@@ -164,7 +164,7 @@ class StoreAt:
     def step_end(self, process: int, *, forward: bool) -> int | None:
         """Return the end of the last step before this time, or (`forward`) of the first one after it, or None."""
         last = self._last_id("steps", process)
-        query = "SELECT start_ns + wall_ns FROM steps WHERE process = ? AND id {} ORDER BY id {} LIMIT 1"
+        query = "SELECT start_ns + wall_ns AS end_ns FROM steps WHERE process = ? AND id {} ORDER BY id {} LIMIT 1"
         query = query.format("> ?", "") if forward else query.format("<= ?", "DESC")
         return next((end for (end,) in self.store.query(query, (process, last))), None)
 

@@ -9,7 +9,7 @@ from typing import Any
 from dpmon.store.accounting import ACTIVITIES, LATEST_NS
 from dpmon.store.answers import TimeRow
 from dpmon.store.tables import ACTIVITY_COLUMNS, Door, HistoryError, rings_in
-from dpmon.store.tally import COLUMNS, WIDTHS, Key, Tally
+from dpmon.store.tally import TALLY, TALLY_AT, WIDTHS, KeptTallies, Key, Tally
 
 END = 1 << 40
 """A second later than the end of any run."""
@@ -17,9 +17,6 @@ _LATEST_S = LATEST_NS // 1_000_000_000
 """Latest possible second; a later one comes from damaged data."""
 Parameters = Sequence[Any] | Mapping[str, Any]
 """Values of a query's parameters."""
-TALLY = ("start_s", "process", "mode", "kind", "batch", *COLUMNS)
-TALLY_AT = len(TALLY) - len(COLUMNS)
-"""Index of the first of the COLUMNS in a row of TALLY."""
 _TIME = ("start_s", "process", "mode", *ACTIVITY_COLUMNS)
 _BETWEEN = "width = :width AND start_s >= :begin AND start_s < :end"
 _STARTS = (
@@ -202,6 +199,12 @@ class Sums:
             for _, row in self._rows_between("tallies", TALLY, begin_s, end_s, process):
                 found.setdefault(Key(*row[1:TALLY_AT]), Tally()).add_row(row[TALLY_AT:], names, sketches=sketches)
         return found
+
+    def tallies_after(self, kept: KeptTallies, begin_s: int, end_s: int, process: int) -> dict[Key, Tally]:
+        """Return `tallies` of one process. `kept`: from the last question, which concerned nearly the same rows."""
+        with self.until_damage():
+            return kept.read(self._rows_between("tallies", TALLY, begin_s, end_s, process), self._names)
+        return {}
 
     def _named(self, series: Collection[str] | None) -> Mapping[int, str]:
         """Return the names of `series` by number; None: the names of all series."""

@@ -104,6 +104,16 @@ class Stat:
         if packed is not None:
             self._packed.append(packed)
 
+    def changed(self, count: int, total: int, packed: Packed, sign: int) -> Stat:
+        """Return the series after values came (`sign` 1) or went (-1); this one remains as it is."""
+        found = Stat()
+        found.count, found.total = self.count + sign * count, _bounded(self.total + sign * total)
+        found._counts = self.counts.copy()
+        quantiles.unpack(found._counts, [packed], sign)
+        if sign < 0:
+            found._counts = {number: left for number, left in found._counts.items() if left}
+        return found
+
     @property
     def mean(self) -> float | None:
         """The mean value; None without values."""
@@ -336,8 +346,53 @@ PLAIN = ("steps", "calls", "last_step", "low_ns", "high_ns", "first_ns", "last_n
 """Members of Tally with a column of the same name."""
 COLUMNS = (*PLAIN, *(f"{quantity.name}_{part}" for quantity in QUANTITIES for part in ("sum", "n")), "sketches")
 """The columns of the table `tallies` without its key; all but the last are whole numbers."""
+TALLY = ("start_s", "process", "mode", "kind", "batch", *COLUMNS)
+TALLY_AT = len(TALLY) - len(COLUMNS)
+"""Index of the first of the COLUMNS in a row of TALLY."""
 _plain_in = attrgetter(*PLAIN)
 
 
 def _bounded(value: int) -> int:
     return value if -_MAX <= value <= _MAX else _MAX if value > 0 else -_MAX
+
+
+class KeptTallies:
+    """The merged series of the rows of one question, for the next one: only rows that came, changed or went count."""
+
+    def __init__(self) -> None:
+        self._sketches: dict[tuple[int, int, Key], bytes] = {}
+        """By width, start and key of a row."""
+        self._stats: dict[Key, dict[str, Stat]] = {}
+
+    def read(self, rows: Iterable[tuple[int, tuple[Any, ...]]], names: Mapping[int, str]) -> dict[Key, Tally]:
+        """Return one tally per key of (width, row of TALLY). Raises HistoryError if a row is damaged."""
+        found: dict[Key, Tally] = {}
+        before, self._sketches = self._sketches, {}
+        gone = dict(before)
+        try:
+            for width, row in rows:
+                key, sketches = Key(*row[1:TALLY_AT]), row[-1]
+                place = width, row[0], key
+                self._sketches[place] = sketches
+                if before.get(place) == sketches:
+                    del gone[place]
+                else:
+                    self._change(key, sketches, names, 1)
+                found.setdefault(key, Tally()).add_row((*row[TALLY_AT:-1], b""), names)
+            for (_, _, key), sketches in gone.items():
+                self._change(key, sketches, names, -1)
+        except HistoryError:
+            self._sketches, self._stats = {}, {}
+            raise
+        for key, tally in found.items():
+            tally.stats = {name: stat for name, stat in self._stats[key].items() if stat.count}
+        return found
+
+    def _change(self, key: Key, sketches: bytes, names: Mapping[int, str], sign: int) -> None:
+        stats = self._stats.setdefault(key, {})
+        for name, count, total, packed in _entries_of(sketches, names, sketches=True):
+            if packed is not None:
+                stats[name] = stats.get(name, _NO_VALUES).changed(count, total, packed, sign)
+
+
+_NO_VALUES = Stat()

@@ -15,7 +15,7 @@ from dpmon.record.schema import EVALUATION
 from dpmon.store.accounting import ACTIVITIES, union
 from dpmon.store.answers import TimeRow
 from dpmon.store.figures import Figures, Rate, elapsed, figures, merged, modes_of, rate, trains
-from dpmon.store.tally import Key, Tally
+from dpmon.store.tally import KeptTallies, Key, Tally
 
 if TYPE_CHECKING:
     from dpmon.store.queries import Store
@@ -26,8 +26,16 @@ _SECOND = 1_000_000_000
 class Window:
     """All figures of the time between two seconds."""
 
-    def __init__(self, source: Store, begin_s: int = 0, end_s: int = 1 << 40, process: int | None = None) -> None:
-        """`process`: use only its steps; None for all processes."""
+    def __init__(
+        self,
+        source: Store,
+        begin_s: int = 0,
+        end_s: int = 1 << 40,
+        process: int | None = None,
+        kept: KeptTallies | None = None,
+    ) -> None:
+        """`process`: use only its steps; None for all processes. `kept`: of the last such window of this process."""
+        self._kept = kept
         self._source = source
         self._process = process
         self.processes = source.processes if process is None else [process]
@@ -40,6 +48,8 @@ class Window:
     @cached_property
     def by_process(self) -> dict[Key, Tally]:
         """Tallies of each process."""
+        if self._kept is not None and self._process is not None:
+            return self._source.tallies_after(self._kept, self._begin_s, self._end_s, self._process)
         return self._source.tallies(self._begin_s, self._end_s, process=self._process)
 
     @cached_property

@@ -19,7 +19,7 @@ from dpmon.store.accounting import ACTIVITIES, Spent
 from dpmon.store.batch import Batch
 from dpmon.store.queries import Store
 from dpmon.store.tables import HISTORY_FILE
-from dpmon.store.tally import WIDTHS
+from dpmon.store.tally import WIDTHS, KeptTallies
 from dpmon.store.window import Window
 from dpmon.store.writer import History
 
@@ -216,6 +216,20 @@ def test_processes_that_begin_within_a_second_share_the_time_that_they_were_ther
     with opened(tmp_path) as store:
         spent = Window(store).spent
     assert spent == {**dict.fromkeys(ACTIVITIES, 0), "training": end - begin, "missed": SECOND // 4}
+
+
+def test_kept_tallies_equal_those_read_again(tmp_path: Path) -> None:
+    """For windows that move by a second, and jump; rows that come late; and another process."""
+    chance = random.Random(11)
+    steps = some_steps(chance, 900, 400, (0, 1))
+    kept, begin = KeptTallies(), 0
+    for part in range(3):
+        written(tmp_path, steps[part::3])
+        for _ in range(40):
+            begin = chance.choice((begin, begin + 1, begin + 1, begin + 1, chance.randrange(300)))
+            end, process = begin + chance.choice((60, 60, 61, 200)), int(chance.random() < 0.1)
+            with opened(tmp_path) as store:
+                assert store.tallies_after(kept, begin, end, process) == store.tallies(begin, end, process=process)
 
 
 def test_a_store_without_steps_has_no_figures(tmp_path: Path) -> None:

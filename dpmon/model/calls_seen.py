@@ -155,10 +155,6 @@ def spread_of(values: Sequence[float]) -> Spread | None:
     return Spread(low, median(ordered), high, len(ordered))
 
 
-def _spread(low: float | None, middle: float | None, high: float | None, calls: int) -> Spread | None:
-    return None if low is None or middle is None or high is None else Spread(low, middle, high, calls)
-
-
 # ------------------------------------------------------------------------------------------------ from tallies
 
 
@@ -178,7 +174,7 @@ def _of_tallies(
     found = [_merged(alike, [name for name in names if not is_device_series(name)]) for names in series]
     devices = [_merged(alike, [name for name in names if is_device_series(name)]) for names in series]
     middles = {index: quantiles.median(counts) for index, counts in enumerate(devices)}
-    return _spreads(found), {index: middle for index, middle in middles.items() if middle is not None}
+    return tuple(map(_spread, found)), {index: middle for index, middle in middles.items() if middle is not None}
 
 
 def _tallies_with(head: CallHead, tallies: Mapping[Key, Tally], trained: Collection[str], mode: str) -> list[Tally]:
@@ -203,9 +199,7 @@ def _merged(tallies: Iterable[Tally], names: Iterable[str]) -> Counts:
     return counts
 
 
-def _spreads(found: Sequence[Counts]) -> tuple[Spread | None, ...]:
-    spreads = []
-    for counts in found:
-        low, high = quantiles.quantiles(counts, (0.05, 0.95))
-        spreads.append(_spread(low, quantiles.median(counts), high, sum(counts.values())))
-    return tuple(spreads)
+def _spread(counts: Counts) -> Spread | None:
+    low, high = quantiles.quantiles(counts, (0.05, 0.95))
+    middle = quantiles.median(counts)
+    return None if low is None or middle is None or high is None else Spread(low, middle, high, sum(counts.values()))

@@ -203,7 +203,7 @@ def _is_settled(key: Key) -> bool:
 
 def compare_modes(
     window: Window,
-    process: int | None = None,
+    process: int,
     *,
     devices: Sequence[str] = (),
     virtual: bool = False,
@@ -212,26 +212,26 @@ def compare_modes(
 ) -> Comparison:
     """Compare the "dp" steps of one process with its "single" steps.
 
-    `process`: None for the first with both modes. `devices`: the devices of dp. `longest`: the longest steps, which
+    `devices`: the devices of dp. `longest`: the longest steps, which
     show why steps are uneven. `waits`: start and end (ns) of each wait for input.
     """
-    who = first_with_both(window) if process is None else process
-    tallies = {key: tally for key, tally in window.by_process.items() if key.process == who and tally.steps}
+    tallies = {key: tally for key, tally in window.by_process.items() if key.process == process and tally.steps}
     there = [mode for mode in MODES_COMPARED if any(key.mode == mode for key in tallies)]
     kinds: dict[str, Counter[_StepKind]] = {mode: Counter() for mode in there}
     for key, tally in tallies.items():
         if key.mode in kinds and _is_settled(key):
             kinds[key.mode][_kind(key)] += tally.steps
-    kind = _common(kinds) if len(there) == 2 else None
+    both = len(there) == 2
+    kind = _common(kinds) if both else None
     taken = {
-        mode: window.tally(mode, process=who, settled=len(there) == 2) if kind is None else _taken(tallies, mode, kind)
+        mode: window.tally(mode, process=process, settled=both) if kind is None else _taken(tallies, mode, kind)
         for mode in there
     }
-    sides = {mode: figures(mode, False, taken[mode], window.rate(mode, process=who)) for mode in there}
-    seen = {mode: window.tally(mode, process=who).steps for mode in there}
+    sides = {mode: figures(mode, False, taken[mode], window.rate(mode, process=process)) for mode in there}
+    seen = {mode: window.tally(mode, process=process).steps for mode in there}
     base = Comparison(sides=sides, seen=seen, devices=tuple(devices), virtual=virtual)
     lacking = {mode: MIN_STEPS - each[kind] for mode, each in kinds.items() if kind and each[kind] < MIN_STEPS}
-    if len(there) < 2 or lacking:
+    if not both or lacking:
         return replace(base, missing=_lacking(there, lacking))
     if kind is None:
         return replace(base, missing=_unlike(kinds))
@@ -244,11 +244,11 @@ def compare_modes(
         trained=kind.trains,
     )
     parts: dict[str, list[Tally]] = {mode: [] for mode in there}
-    for key, tally in window.rows(who):
+    for key, tally in window.rows(process):
         if key.mode in parts and _is_settled(key) and _kind(key) == kind:
             parts[key.mode].append(tally)
     evaluation = 0 if kind.trains else EVALUATION
-    long = [step for step in longest if step.process == who and step.kind & EVALUATION == evaluation]
+    long = [step for step in longest if step.process == process and step.kind & EVALUATION == evaluation]
     return _judged(base, taken, parts, long, waits)
 
 

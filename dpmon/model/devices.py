@@ -29,7 +29,6 @@ _HOST = -1
 _VISITS = 16
 """Number of changes of mode to search for peaks."""
 _MINUTE = 60 * SECOND
-_LATE_NS = 5 * SECOND
 _Values = tuple[float | None, float | None, float | None]
 POINTS = 400
 """Most stretches of time per device."""
@@ -84,15 +83,13 @@ class Samples:
     _tracks: dict[int, _SampleTrack] = field(default_factory=dict)
     _last_id: int = 0
     _until_ns: int = -1
-    began: int = 0
-    """Counts how often the time went back, so that the samples were read again."""
     host: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=HISTORY_S))
     """Host memory of the run's processes: time in ns, and bytes."""
 
     def read(self, rows: StoreAt) -> None:
         """Read the new samples up to the time of `rows`."""
         if rows.until_ns < self._until_ns:
-            self._tracks, self._last_id, self.began = {}, 0, self.began + 1
+            self._tracks, self._last_id = {}, 0
             self.host.clear()
         self._until_ns = rows.until_ns
         for sample in rows.samples(HISTORY_S * SECOND, self._last_id):
@@ -169,44 +166,40 @@ def device_peaks(rows: StoreAt, process: int, visits: Sequence[Visit]) -> dict[s
 
 @dataclass(slots=True)
 class HostPeaks:
-    """The peak host memory of the run's processes by mode. Counts each sample once."""
+    """The peak host memory of the run's processes by mode."""
 
-    _of: tuple[int, int] = (-1, -1)
-    """Process, and how often the time of the samples went back."""
-    _peaks: dict[str, Peak] = field(default_factory=dict)
-    _until_ns: int = -1
+    _of: tuple[int, Sequence[Visit]] = (-1, ())
+    """The first minute of the samples, and the times in each mode."""
+    _before: dict[str, Peak] = field(default_factory=dict)
+    """The peaks before this minute: of each minute, one peak is known."""
 
-    def read(self, rows: StoreAt, samples: Samples, process: int, visits: Sequence[Visit]) -> dict[str, Peak]:
-        """The peaks up to the newest of the samples. Before the oldest sample, one peak per minute is known."""
+    def read(self, rows: StoreAt, samples: Samples, visits: Sequence[Visit]) -> dict[str, Peak]:
+        """The peaks up to the newest of the samples."""
         if not samples.host:
             return {}
-        if self._of != (process, samples.began):
-            self._of, self._peaks, self._until_ns = (process, samples.began), {}, -1
-            self._add_minutes(rows.host_memory(0, samples.host[0][0] - _MINUTE), visits)
-        newest = samples.host[-1][0]
+        first = samples.host[0][0] - _MINUTE
+        if self._of != (first // _MINUTE, visits):
+            self._of, self._before = (first // _MINUTE, visits), _of_minutes(rows.host_memory(0, first), visits)
+        found = dict(self._before)
         for t_ns, held in samples.host:
-            # Wait: the record of a change of mode arrives a moment after the change.
-            if self._until_ns < t_ns <= newest - _LATE_NS:
-                self._until_ns = t_ns
-                _keep_peak(self._peaks, _modes_between(visits, t_ns, t_ns)[-1], held)
-        found = dict(self._peaks)
-        for t_ns, held in samples.host:
-            if t_ns > self._until_ns:
-                _keep_peak(found, _modes_between(visits, t_ns, t_ns)[-1], held)
+            _keep_peak(found, _modes_between(visits, t_ns, t_ns)[-1], held)
         return found
 
-    def _add_minutes(self, minutes: Sequence[tuple[int, int]], visits: Sequence[Visit]) -> None:
-        """Add minutes. A minute with several modes counts only for modes that have no minute to themselves."""
-        mixed: list[tuple[str, int]] = []
-        for start, most in minutes:
-            modes = _modes_between(visits, start, start + _MINUTE)
-            if len(modes) == 1:
-                _keep_peak(self._peaks, modes[0], most)
-            else:
-                mixed += ((mode, most) for mode in modes)
-        for mode, most in mixed:
-            if mode not in self._peaks or not self._peaks[mode].exact:
-                _keep_peak(self._peaks, mode, most, sure=False)
+
+def _of_minutes(minutes: Sequence[tuple[int, int]], visits: Sequence[Visit]) -> dict[str, Peak]:
+    """The peaks of minutes. A minute with several modes counts only for modes that have no minute to themselves."""
+    found: dict[str, Peak] = {}
+    mixed: list[tuple[str, int]] = []
+    for start, most in minutes:
+        modes = _modes_between(visits, start, start + _MINUTE)
+        if len(modes) == 1:
+            _keep_peak(found, modes[0], most)
+        else:
+            mixed += ((mode, most) for mode in modes)
+    for mode, most in mixed:
+        if mode not in found or not found[mode].exact:
+            _keep_peak(found, mode, most, sure=False)
+    return found
 
 
 def _modes_between(visits: Sequence[Visit], begin_ns: int, end_ns: int) -> list[str]:

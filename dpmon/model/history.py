@@ -20,7 +20,7 @@ COLUMNS = 640
 """Most columns to read."""
 _NICE = (1, 2, 5, 10, 15, 30, 60)
 _WIDTHS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 28800, 86400)
-"""Possible durations of a column (s) in a picture of the whole run."""
+"""Possible durations (s) of a column in a picture of the whole run, and of a stretch in a report."""
 _OPEN_S = 5
 """The columns of this many seconds before the newest step are read again: steps may still be added to them."""
 _SERIES = tuple(REST if phase.name == "forward" else phase.name for phase in PHASES)
@@ -224,8 +224,6 @@ def _of_slot(modes: Mapping[str, Column], before: str) -> Column:
 
 BINS = 400
 """About the most stretches of a run."""
-_SECONDS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600)
-"""Widths that are easy to read. Longer runs use whole hours."""
 PARTS = (*(name for name in STEP_PHASES if name != "forward"), *CALL_PHASES, "forward")
 """The parts of a step's time; here `forward` is the part outside the phases of its calls."""
 
@@ -268,7 +266,9 @@ def stretches(
     narrower. A stretch begins earlier if a step of its kind was already running and no other step of this kind ended.
     All other time without steps is a gap.
     """
-    seconds = _width(max(last_ns - first_ns, 0) / SECOND, median_ns / SECOND)
+    span_ns = max(last_ns - first_ns, 0)
+    least = max(span_ns / BINS, min(median_ns, span_ns)) / SECOND
+    seconds = next((width for width in _WIDTHS if width >= least), _WIDTHS[-1])
     trained, end_s = trains(store.kinds()), (last_ns // SECOND // seconds + 1) * seconds
     found = []
     for process in sorted(set(shown.values())):
@@ -284,12 +284,6 @@ def stretches(
             begin = max(begin, first_ns // SECOND)  # a wide tally in place of deleted ones may begin earlier
             found.append(_bin(begin, max(start + seconds, one.end_s), mode, evaluation, one.tally, elapsed))
     return Stretches(seconds * SECOND, tuple(sorted(found, key=lambda one: (one.end_ns, one.mode, one.evaluation))))
-
-
-def _width(span_s: float, step_s: float) -> int:
-    least = max(span_s / BINS, min(step_s, span_s))
-    hours = -(-least // 3600)
-    return next((seconds for seconds in _SECONDS if seconds >= least), int(hours) * 3600)
 
 
 def _spent(

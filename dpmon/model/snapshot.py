@@ -96,9 +96,7 @@ class Snapshots:
         others = _other_processes(state, focus, wanted)
         ranks = [one for one in state.training if one.rank is not None and one.process != focus.process]
         found = self._with_figures(rows, focus, ranks if focus.rank is not None else [], wanted, events)
-        shown = {
-            process.process: process for process in (found, *(_with_last_calls(rows, process) for process in others))
-        }
+        shown = {process.process: process for process in (found, *(_called(rows, process) for process in others))}
         if others:
             shown.update({process.process: process for process in rank_figures(rows, shown.values())})
         state = replace(state, processes={**state.processes, **shown})
@@ -127,7 +125,7 @@ class Snapshots:
         length_s = end_s - max(process.began_ns, 0) // SECOND
         width = width_of_columns(wanted.span_s, length_s)
         shown_s = min(2 * wanted.span_s, COLUMNS) if wanted.span_s else length_s + width
-        found = _called(rows, process, ranged, step.mode)
+        found = _called(rows, process, ranged)
         figures = _figures(ranged, process.process, mode)
         found = replace(
             found,
@@ -153,7 +151,7 @@ class Snapshots:
     ) -> dict[str, ModeTrack]:
         """The devices and the memory of each mode."""
         peaks = device_peaks(rows, process.process, visits)
-        host = self._host_peaks.read(rows, self._samples, process.process, visits)
+        host = self._host_peaks.read(rows, self._samples, visits)
         devices = events.devices_of(process.process)
         if process.devices:
             devices[process.mode] = process.devices, process.virtual
@@ -238,19 +236,15 @@ def _other_processes(state: State, focus: Process, wanted: Wanted) -> list[Proce
     return list({process.process: process for process in shown if process.process != focus.process}.values())
 
 
-def _with_last_calls(rows: StoreAt, process: Process) -> Process:
-    """`process`, which trains beside the one that represents the run, with its newest calls."""
+def _called(rows: StoreAt, process: Process, ranged: Window | None = None) -> Process:
+    """`process` with its newest calls; with their times in a time range if it represents the run."""
     calls = SeenCalls(rows, process.process)
     mode = process.last_step.mode if process.last_step is not None else process.mode
-    tracks, newest = call_tracks(calls, {}, (), mode, most=RANK_CALLS_READ, timed=False)
-    return _with_devices(replace(process, calls=tracks, newest=newest, last_calls=calls.of_last_step()))
-
-
-def _called(rows: StoreAt, process: Process, ranged: Window, mode: str) -> Process:
-    """`process` with its calls, and their times in a time range."""
-    calls = SeenCalls(rows, process.process)
-    trained = {key.mode for key in ranged.by_process if ranged.trained(key.mode)}
-    tracks, newest = call_tracks(calls, ranged.by_process, trained, mode)
+    if ranged is None:
+        tracks, newest = call_tracks(calls, {}, (), mode, most=RANK_CALLS_READ, timed=False)
+    else:
+        trained = {key.mode for key in ranged.by_process if ranged.trained(key.mode)}
+        tracks, newest = call_tracks(calls, ranged.by_process, trained, mode)
     return _with_devices(replace(process, calls=tracks, newest=newest, last_calls=calls.of_last_step()))
 
 

@@ -7,13 +7,13 @@ from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf, isnan, nan
+from math import inf
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.compare import Peak
 from dpmon.model.state import DeviceTrack, ModeChange
-from dpmon.record.plainjson import number_in, text_in, whole_in
+from dpmon.record.plainjson import ns_in, number_in, text_in, whole_in
 from dpmon.record.schema import SECOND
 from dpmon.store.answers import ChartSample, MinuteRow
 
@@ -33,7 +33,6 @@ _Values = tuple[float | None, float | None, float | None]
 POINTS = 400
 """Most stretches of time per device."""
 _REASONS = 16
-_PROCESSORS = ("cpu_pct", "others", "own", "load", "at")
 _HIGHEST = ("mem_used_bytes", "mem_run_bytes", "mem_total_bytes", "temperature_c", "power_w")
 """Figures reported by their highest value."""
 
@@ -268,8 +267,7 @@ class _TotalsTrack:
     of_run: bool | None = None
     samples: int = 0
     util: array[float] = field(default_factory=lambda: array("d"))
-    util_at: array[float] = field(default_factory=lambda: array("d"))
-    """Seconds since the run's start, for each of `util`; nan if unknown."""
+    """Without the samples in pauses."""
     highest: dict[str, float] = field(default_factory=dict)
     throttled: Counter[str] = field(default_factory=Counter)
     throttle_samples: int = 0
@@ -309,19 +307,26 @@ class _TotalsTrack:
 class DeviceTotals:
     """Extremes, medians, and means over stretches of time, from samples in the order of their time."""
 
-    def __init__(self) -> None:
+    def __init__(self, paused: Sequence[tuple[int, int]] = ()) -> None:
+        """`paused`: times (ns) that no median covers, in order."""
+        self._paused = paused
         self._tracks: dict[int, _TotalsTrack] = {}
         self.last_ns = 0
         """Time of the last sample."""
         self.gpu_absent: str | None = None
         """Why there are no GPUs."""
         self._cpus = 0
-        self._processors: dict[str, array[float]] = {name: array("d") for name in _PROCESSORS}
+        self._use, self._others, self._own, self._load = (array("d") for _ in range(4))
+        """Of the processors, in the samples outside pauses."""
 
     def _track(self, index: int) -> _TotalsTrack | None:
         if index not in self._tracks and len(self._tracks) > _DEVICES:
             return None
         return self._tracks.setdefault(index, _TotalsTrack())
+
+    def _in_pause(self, t_ns: int | None) -> bool:
+        place = -1 if t_ns is None else bisect_right(self._paused, t_ns, key=lambda span: span[0]) - 1
+        return t_ns is not None and place >= 0 and t_ns < self._paused[place][1]
 
     def sample(self, kind: str, data: Mapping[str, object]) -> None:
         """Add a `device` or `host` record; a value of another type counts as unknown."""
@@ -330,11 +335,10 @@ class DeviceTotals:
         if track is None:
             return
         track.samples += 1
-        seconds, used = number_in(data, "t_s"), number_in(data, "mem_used_bytes")
-        util = number_in(data, "util_pct" if kind == "device" else "cpu_pct")
-        if util is not None:
+        t_ns, used = ns_in(data, "t_s"), number_in(data, "mem_used_bytes")
+        util, paused = number_in(data, "util_pct" if kind == "device" else "cpu_pct"), self._in_pause(t_ns)
+        if util is not None and not paused:
             track.util.append(util)
-            track.util_at.append(nan if seconds is None else seconds)
         for key in _HIGHEST:
             if (value := number_in(data, key)) is not None:
                 track.highest[key] = max(track.highest.get(key, -inf), float(value))
@@ -342,18 +346,19 @@ class DeviceTotals:
             track.identify(data)
         else:
             self.gpu_absent = text_in(data, "gpu_absent")
-            self._take_processors(data, seconds)
-        if seconds is not None and 0 <= seconds < 1e9:
-            self.last_ns = max(self.last_ns, int(seconds * 1e9))
-            track.place(seconds, _sum_of(util), _sum_of(used))
+            if not paused:
+                self._take_processors(data)
+        if t_ns is not None:
+            self.last_ns = max(self.last_ns, t_ns)
+            track.place(t_ns / 1e9, _sum_of(util), _sum_of(used))
 
     def rollup(self, row: MinuteRow) -> None:
         """Add one figure of a minute of deleted samples: its highest value, sum and number."""
         index = row.device
-        track = self._track(index) if row.samples > 0 and abs(row.total) < 1e300 and row.start_s < 1e9 else None
+        track = self._track(index)
         if track is None:
             return
-        if row.name in _HIGHEST and abs(row.high) < 1e300:
+        if row.name in _HIGHEST:
             track.highest[row.name] = max(track.highest.get(row.name, row.high), row.high)
         if row.start_s < 0:  # old minutes are summed up without their times
             return
@@ -362,39 +367,37 @@ class DeviceTotals:
         elif row.name == "mem_used_bytes":
             track.place(row.start_s + 30.0, (0.0, 0), (row.total, row.samples))
 
-    def _take_processors(self, data: Mapping[str, object], seconds: float | None) -> None:
+    def _take_processors(self, data: Mapping[str, object]) -> None:
         """Add the processors' use, in total and by the run."""
         cpus, use, own, load = (number_in(data, key) for key in ("cpus", "cpu_pct", "run_cpu_pct", "load_1m"))
         if cpus is None or not 1 <= cpus < 1e6 or use is None or own is None:
             return
         self._cpus = int(cpus)
-        others = max(use * cpus / 100 - own / 100, 0.0)
-        taken = (use, others, own / 100, nan if load is None else load, nan if seconds is None else seconds)
-        for values, value in zip(self._processors.values(), taken, strict=True):
-            values.append(value)
+        self._use.append(use)
+        self._others.append(max(use * cpus / 100 - own / 100, 0.0))
+        self._own.append(own / 100)
+        if load is not None:
+            self._load.append(load)
 
-    def facts(self, paused: Sequence[tuple[int, int]] = ()) -> tuple[DeviceFacts, ...]:
-        """Every sampled GPU, without the host. `paused`: times (ns) that no median covers, in order."""
-        return tuple(self._facts(index, paused) for index in sorted(self._tracks) if index != _HOST)
+    def facts(self) -> tuple[DeviceFacts, ...]:
+        """Every sampled GPU, without the host."""
+        return tuple(self._facts(index) for index in sorted(self._tracks) if index != _HOST)
 
-    def host(self, paused: Sequence[tuple[int, int]] = ()) -> DeviceFacts | None:
+    def host(self) -> DeviceFacts | None:
         """The host as a device."""
-        return self._facts(_HOST, paused) if _HOST in self._tracks else None
+        return self._facts(_HOST) if _HOST in self._tracks else None
 
-    def processors(self, paused: Sequence[tuple[int, int]] = ()) -> HostFacts | None:
+    def processors(self) -> HostFacts | None:
         """The machine's processors; None if nothing is known."""
-        *figures, at = self._processors.values()
-        use, others, own, load = (_unpaused(values, at, paused) for values in figures)
-        if not use:
+        if not self._use:
             return None
-        known = [value for value in load if not isnan(value)]
-        load_median = median(known) if known else None
-        return HostFacts(len(use), self._cpus, median(use), median(others), median(own), load_median)
+        load = median(self._load) if self._load else None
+        medians = median(self._use), median(self._others), median(self._own)
+        return HostFacts(len(self._use), self._cpus, *medians, load)
 
-    def _facts(self, index: int, paused: Sequence[tuple[int, int]]) -> DeviceFacts:
+    def _facts(self, index: int) -> DeviceFacts:
         track = self._tracks[index]
-        high = track.highest.get
-        util = _unpaused(track.util, track.util_at, paused)
+        high, util = track.highest.get, track.util
         return DeviceFacts(
             index, track.name, track.uuid, track.called, track.of_run, track.samples,
             median(util) if util else None, len(util),
@@ -419,16 +422,3 @@ class DeviceTotals:
 def _sum_of(value: float | None) -> tuple[float, int]:
     """The sum and number of the known values of one sample."""
     return (0.0, 0) if value is None else (value, 1)
-
-
-def _unpaused(values: Sequence[float], at: Sequence[float], paused: Sequence[tuple[int, int]]) -> Sequence[float]:
-    """The values that were not sampled during a pause. `at`: their times (s)."""
-    begins = [begin for begin, _ in paused]
-    if not begins:
-        return values
-    found = []
-    for value, seconds in zip(values, at, strict=True):
-        place = -1 if isnan(seconds) else bisect_right(begins, seconds * 1e9) - 1
-        if place < 0 or seconds * 1e9 >= paused[place][1]:
-            found.append(value)
-    return found

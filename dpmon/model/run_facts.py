@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 LONGEST = 64
 """Most long steps to read per mode, and most to pass to the findings."""
 GAPS = 10_000
+_ALWAYS = 1 << 62
 LEAST_STRETCHES = 60
 """Fewest stretches into which a run of a minute or more is cut to find its first and its last third."""
 _LEAST_OF_THIRD = 30
@@ -368,7 +369,7 @@ class RunFacts:
     @cached_property
     def samples(self) -> DeviceTotals:
         """The samples of GPUs and host."""
-        found = DeviceTotals()
+        found = DeviceTotals(all_paused(self.pauses, self._spans, _ALWAYS))
         for row in self.store.device_minutes():
             found.rollup(row)
         for event in self.store.each_event("device", "host"):
@@ -378,12 +379,12 @@ class RunFacts:
     @cached_property
     def devices(self) -> tuple[DeviceFacts, ...]:
         """Each sampled GPU."""
-        return self.samples.facts(self.paused)
+        return self.samples.facts()
 
     @cached_property
     def host(self) -> HostFacts | None:
         """The processors of the machine."""
-        return self.samples.processors(self.paused)
+        return self.samples.processors()
 
     # ------------------------------------------------------------------------------------------ long steps
 

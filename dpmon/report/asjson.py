@@ -62,7 +62,7 @@ def as_object(story: Story) -> dict[str, object]:
             for line in facts.stages
         ],
         "devices": [fields_of(device, *_DEVICE) for device in facts.devices],
-        "host": _host(facts.samples.host(facts.paused), facts.host),
+        "host": _host(facts.samples.host(), facts.host),
         "memory": [
             {
                 **fields_of(row, "device", "model", "gradients", "optimizer", "rest", "peak", "processes"),

@@ -235,7 +235,7 @@ def _devices(facts: RunFacts) -> list[Part]:
         parts.append(
             Paragraph(f"no GPU: {facts.samples.gpu_absent}" if facts.samples.gpu_absent else "no GPU was seen")
         )
-    host = facts.samples.host(facts.paused)
+    host = facts.samples.host()
     if host is not None:
         use = UNKNOWN if host.util_median is None else f"{host.util_median:.0f} %"
         many = "one sample" if host.samples == 1 else f"{host.samples:,} samples"

@@ -269,10 +269,10 @@ def test_the_summary_of_a_run_that_was_killed_in_a_pause_says_so(state: Path) ->
 
 def test_a_gpu_sampled_only_in_pauses_has_no_utilisation() -> None:
     """Its work in a pause does not belong to the training."""
-    devices = DeviceTotals()
+    devices = DeviceTotals([(5 * SECOND, 30 * SECOND)])
     for second in (10, 20):
         devices.sample("device", {"index": 0, "t_s": second, "util_pct": 0.0, "mem_used_bytes": 5})
-    (found,) = devices.facts([(5 * SECOND, 30 * SECOND)])
+    (found,) = devices.facts()
     assert (found.util_median, found.mem_used_max) == (None, 5)
 
 

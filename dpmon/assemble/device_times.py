@@ -50,18 +50,15 @@ class PlacedEvent(NamedTuple):
 Waiting: TypeAlias = "Row | Pending | PlacedEvent"
 
 
-class _Group:
+class _Group(NamedTuple):
     """Rows that were recorded together."""
 
-    __slots__ = ("ends_step", "first", "rows", "steps")
-
-    def __init__(self, rows: Sequence[Waiting], steps: int, first: int | None, ends_step: bool) -> None:
-        self.rows = rows
-        self.steps = steps
-        """Number of steps so far."""
-        self.ends_step = ends_step
-        """Whether a step ends with it; if not, a later group may refer to the same spans."""
-        self.first = first
+    rows: Sequence[Waiting]
+    steps: int
+    """Number of steps so far."""
+    first: int | None
+    ends_step: bool
+    """Whether a step ends with it; if not, a later group may refer to the same spans."""
 
 
 class DeviceWaits:

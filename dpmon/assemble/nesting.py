@@ -87,10 +87,17 @@ class PhaseSums:
         self.mixed |= other.mixed
 
 
-class Inner(PhaseSums):
-    """Sums and lists made from the spans of a block."""
+Block: TypeAlias = tuple[Span, Sequence[Span], Sequence[int], "Inner | None"]
+"""The outermost span, the spans of its calls, the optimizers that stepped, and the contents (or None)."""
 
-    __slots__ = ("backward", "by_script", "first", "memory_looks", "parts")
+
+class Inner(PhaseSums):
+    """Sums and lists made from the spans of a block, in one pass."""
+
+    __slots__ = (
+        *("_calls", "_leads", "_open_parts", "_stepped", "_within"),
+        *("backward", "by_script", "first", "memory_looks", "parts"),
+    )
 
     def __init__(self, first: int) -> None:
         super().__init__()
@@ -102,77 +109,52 @@ class Inner(PhaseSums):
         self.by_script: list[Span] = []
         """Primitives that the script calls itself, in order."""
         self.memory_looks: list[int] = []
-
-
-Block: TypeAlias = tuple[Span, Sequence[Span], Sequence[int], "Inner | None"]
-"""The outermost span, the spans of its calls, the optimizers that stepped, and the contents (or None)."""
-
-
-def block_of(span: Span, inner: Sequence[Span]) -> Block:
-    """Make the block of a top-level span and the spans inside it (in order of number)."""
-    kind = span[1]
-    if inner:
-        return _BlockPass(inner[0][0]).read(span, inner)
-    if kind in CALLS or (kind == Kind.PARALLEL_APPLY and span[2] & Flag.BY_SCRIPT):
-        return span, (span,), (), None
-    if kind == Kind.OPTIMIZER and not span[2] & Flag.FAILED:
-        return span, (), (span[5],), None
-    return span, (), (), None
-
-
-class _BlockPass:
-    """The pass over the spans of one block."""
-
-    def __init__(self, first: int) -> None:
-        self.found = Inner(first)
         self._within: list[tuple[int, int, int, int]] = []
         """Spans that the next span may enclose: start, duration, phase, number (-1: not timed on devices)."""
-        self._parts: list[Span] = []
+        self._open_parts: list[Span] = []
         """Parts of the unfinished call."""
         self._calls: list[Span] = []
         self._leads: list[int] = []
         """For each bucket of the next synchronised pass: how long before the last gradient it was ready (ns)."""
-        self._stepped: list[tuple[int, int]] = []
-        """Start and number of the optimizers that stepped."""
+        self._stepped: list[Span] = []
+        """The steps of optimizers."""
 
     def read(self, span: Span, inner: Sequence[Span]) -> Block:
         for part in inner:
             self._add(part)
         self._add(span)
-        found = self.found
-        found.timed += [(number, phase, -1) for _, _, phase, number in self._within if number >= 0]
-        spans = found.spans
-        spans.reverse()  # enclosing spans end last and must come first at equal starts
-        spans.sort(key=lambda run: (run[1], -run[2]))
-        found.bound_spans()
-        return span, self._calls, [site for _, site in self._stepped], found
+        self.timed += [(number, phase, -1) for _, _, phase, number in self._within if number >= 0]
+        self.spans.reverse()  # enclosing spans end last and must come first at equal starts
+        self.spans.sort(key=lambda run: (run[1], -run[2]))
+        self.bound_spans()
+        return span, self._calls, [one.site for one in self._stepped], self
 
     def _add(self, span: Span) -> None:
         kind, flags = span.kind, span.flags
         if kind in _PARTS:
-            self._parts.append(span)
+            self._open_parts.append(span)
             return
         if kind in PRIMITIVES:
             if not flags & Flag.BY_SCRIPT:
-                self._parts.append(span)
+                self._open_parts.append(span)
                 return
             self._primitive(span)
             if span.inside in CALLS:  # its time belongs to the enclosing call
-                self.found.spans.append((FORWARD, span.start, span.took))
+                self.spans.append((FORWARD, span.start, span.took))
                 return
         elif kind in CALLS:
             self._call(span)
         elif kind == Kind.OPTIMIZER:
             # A nested optimizer step is part of the outer one.
-            _cut_from(self._stepped, span.start)
+            _taken_since(self._stepped, span.start)
             if not flags & Flag.FAILED:
-                self._stepped.append((span.start, span.site))
+                self._stepped.append(span)
         elif kind == Kind.BACKWARD:
-            self.found.backward = True
+            self.backward = True
         elif (quantity := QUANTITY_OF.get(kind)) is not None:
-            self.found.count(quantity, span.inputs | span.outputs << 32)
+            self.count(quantity, span.inputs | span.outputs << 32)
         elif kind == Kind.MEMORY:
-            self.found.memory_looks.append(span.site)
+            self.memory_looks.append(span.site)
         elif kind == Kind.SYNC:
             self._sync(span)
             if flags & Flag.UNSYNCED:
@@ -185,66 +167,62 @@ class _BlockPass:
     def _sync(self, span: Span) -> None:
         leads, self._leads = self._leads, []
         if span.flags & Flag.UNSYNCED:
-            self.found.count(UNSYNCED, 1)
+            self.count(UNSYNCED, 1)
             return
-        self.found.count(SYNCED, 1)
-        self.found.count(SYNC_NUMBER_AT, span.inputs)
+        self.count(SYNCED, 1)
+        self.count(SYNC_NUMBER_AT, span.inputs)
         count = span.site & (1 << WRAPPER_AT) - 1
         leads = leads[:count] if count > 1 else [0] * count  # a single bucket is ready at the last gradient
-        self.found.spans += [(BUCKET, max(span.start - lead, 0), 0) for lead in leads]
+        self.spans += [(BUCKET, max(span.start - lead, 0), 0) for lead in leads]
 
     def _primitive(self, span: Span) -> None:
-        self.found.by_script.append(span)
+        self.by_script.append(span)
         if span.kind == Kind.PARALLEL_APPLY:
             self._calls.append(span)
-            self.found.parts[span.number] = self._parts_since(span.start)
+            self.parts[span.number] = _taken_since(self._open_parts, span.start)
 
     def _call(self, span: Span) -> None:
-        parts = self._parts_since(span.start)
-        at = len(self._calls)
-        while at and self._calls[at - 1].start >= span.start:
-            at -= 1
-        within = self._calls[at:]
-        del self._calls[at:]
+        parts, within = _taken_since(self._open_parts, span.start), _taken_since(self._calls, span.start)
         if span.kind == Kind.CALL:
             recorded = [call for call in within if call.kind != Kind.CALL or call.flags & Flag.DP]
             if recorded:  # the data-parallel calls inside replace it
                 self._calls += recorded
                 return
-        by_script = self.found.by_script
-        while by_script and by_script[-1].start >= span.start:
-            del by_script[-1]
+        _taken_since(self.by_script, span.start)
         restart = max((place for place, part in enumerate(parts, 1) if part.kind == Kind.RESTARTED), default=0)
-        self.found.parts[span.number] = parts[restart:]
+        self.parts[span.number] = parts[restart:]
         self._calls.append(span)
-
-    def _parts_since(self, start: int) -> list[Span]:
-        parts = self._parts
-        at = len(parts)
-        while at and parts[at - 1].start >= start:
-            at -= 1
-        found = parts[at:]
-        del parts[at:]
-        return found
 
     def _time(self, span: Span) -> None:
         """Add the span's exclusive time."""
         start, own, phase = span.start, span.took, PHASE_OF[span.kind]
-        within, found = self._within, self.found
+        within = self._within
         timed = bool(span.flags & Flag.TIMED)
         if span.flags & Flag.UNTIMED:
-            found.skipped = True
+            self.skipped = True
         while within and within[-1][0] >= start:
             _, took, inner_phase, number = within.pop()
             own -= took
             if number >= 0:
-                found.timed.append((number, inner_phase, phase if timed else -1))
+                self.timed.append((number, inner_phase, phase if timed else -1))
             elif inner_phase == COPY:
-                found.mixed |= {COPY, phase}
+                self.mixed |= {COPY, phase}
         within.append((start, span.took, phase, span.number if timed and phase >= 0 else -1))
         if phase >= 0:
-            found.times[phase] = max(found.times[phase], 0) + max(own, 0)
-            found.spans.append((phase, start, span.took))
+            self.times[phase] = max(self.times[phase], 0) + max(own, 0)
+            self.spans.append((phase, start, span.took))
+
+
+def block_of(span: Span, inner: Sequence[Span]) -> Block:
+    """Make the block of a top-level span and the spans inside it (in order of number)."""
+    kind = span[1]
+    if inner:
+        return Inner(inner[0][0]).read(span, inner)
+    if kind in CALLS or (kind == Kind.PARALLEL_APPLY and span[2] & Flag.BY_SCRIPT):
+        return span, (span,), (), None
+    if kind == Kind.OPTIMIZER and not span[2] & Flag.FAILED:
+        return span, (), (span[5],), None
+    return span, (), (), None
 
 
 def leads_of(span: Span) -> list[int]:
@@ -253,6 +231,11 @@ def leads_of(span: Span) -> list[int]:
     return [int(lead * LEAD_NS) if 0 <= lead <= MAX_LEAD else 0 for lead in leads]
 
 
-def _cut_from(found: list[tuple[int, int]], start: int) -> None:
-    while found and found[-1][0] >= start:
-        del found[-1]
+def _taken_since(spans: list[Span], start: int) -> list[Span]:
+    """Take the spans that began at `start` or later from the end of a list."""
+    at = len(spans)
+    while at and spans[at - 1].start >= start:
+        at -= 1
+    taken = spans[at:]
+    del spans[at:]
+    return taken

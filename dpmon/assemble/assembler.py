@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from dpmon.assemble.definitions import KnownDefinitions
-from dpmon.assemble.device_times import DeviceWaits, Pending, PlacedEvent
+from dpmon.assemble.device_times import DeviceWaits, Pending
 from dpmon.assemble.event_queue import EventQueue, QueuedEvent
 from dpmon.assemble.nesting import CALLS, PRIMITIVES, Block, block_of
 from dpmon.assemble.sampled_collectives import SampledCollectives
@@ -255,7 +255,6 @@ class Assembler:
 
     def _place(self, events: Iterable[QueuedEvent]) -> None:
         for event in events:
-            self._recorder.unsent.add(event.number)
             try:
                 self._rules.place(event)
             except _DAMAGE:
@@ -273,15 +272,11 @@ class Assembler:
             self._waits.add(out, min(self._firsts(items), default=None), step)
             self._emit(self._waits.ready())
 
-    def _emit(self, rows: Iterable[Row | PlacedEvent]) -> None:
-        unsent = self._recorder.unsent
-        if not unsent:
-            self._out += rows  # type: ignore[arg-type]  # they contain no event
-            return
+    def _emit(self, rows: Iterable[Row | QueuedEvent]) -> None:
         for row in rows:
-            if isinstance(row, PlacedEvent):
-                unsent.discard(row.number)
-                self._out.append(row.event)
+            if isinstance(row, QueuedEvent):
+                self._events.pending.discard(row.number)
+                self._out.append(row.record)
             else:
                 self._out.append(row)
 
@@ -303,7 +298,7 @@ class Assembler:
     @property
     def pending(self) -> list[int]:
         """Numbers of the events that are not returned yet."""
-        return sorted({*self._recorder.unsent, *self._events.waiting})
+        return sorted(self._events.pending)
 
     def _firsts(self, items: Iterable[Item]) -> Iterator[int]:
         """Yield the first span of each block of the training thread; of each block while the thread is unknown."""

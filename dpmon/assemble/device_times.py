@@ -12,8 +12,9 @@ from math import ceil
 from statistics import median
 from typing import NamedTuple, TypeAlias
 
+from dpmon.assemble.event_queue import QueuedEvent
 from dpmon.record.history_rows import CallRow, Row, known_ms
-from dpmon.record.kinds import Event, Step
+from dpmon.record.kinds import Step
 from dpmon.record.names import Untimed
 from dpmon.record.spans import Span
 
@@ -40,14 +41,7 @@ class Pending(NamedTuple):
     """Index of the time for which the fastest device counts (-1: none). For all others, the slowest device counts."""
 
 
-class PlacedEvent(NamedTuple):
-    """An event with its place among the rows, and its number."""
-
-    event: Event
-    number: int
-
-
-Waiting: TypeAlias = "Row | Pending | PlacedEvent"
+Waiting: TypeAlias = "Row | Pending | QueuedEvent"
 
 
 class _Group(NamedTuple):
@@ -98,9 +92,9 @@ class DeviceWaits:
         """Whether no rows wait."""
         return not self._queue
 
-    def ready(self, unread: int = Untimed.NONE) -> list[Row | PlacedEvent]:
+    def ready(self, unread: int = Untimed.NONE) -> list[Row | QueuedEvent]:
         """Take out complete and overdue rows; with `unread` (reason for missing times), take out all."""
-        found: list[Row | PlacedEvent] = []
+        found: list[Row | QueuedEvent] = []
         while self._queue:
             group = self._queue[0]
             why = unread

@@ -15,7 +15,7 @@ _TEXTS = ("text", "reason")
 class QueuedEvent:
     """One event."""
 
-    __slots__ = ("at", "data", "fill", "number")
+    __slots__ = ("at", "data", "fill", "number", "record")
 
     def __init__(self, number: int, at: int, data: dict[str, object]) -> None:
         self.number = number
@@ -24,14 +24,16 @@ class QueuedEvent:
         self.fill = data.pop("fill", None)
         """Whether it gets the step and call numbers of the "next" or the "last" call; None for neither."""
         self.data = data
+        self.record = Event(str(data["kind"]), data)
+        """Its record; final once it is placed."""
 
     @property
     def pauses(self) -> bool:
         """Whether the training pauses from here on."""
         return self.data["kind"] == "pause" and self.data.get("paused") is True
 
-    def placed(self, step: int, call: int, looks: Mapping[int, int]) -> Event:
-        """Return its record. `looks`: for each memory look, the last step that had begun."""
+    def place(self, step: int, call: int, looks: Mapping[int, int]) -> None:
+        """Make its record. `looks`: for each memory look, the last step that had begun."""
         data = dict(self.data)
         kind = str(data.pop("kind"))
         if self.fill in ("next", "last"):
@@ -42,7 +44,7 @@ class QueuedEvent:
         data.pop("look", None)
         if isinstance(devices := data.get("devices"), list):
             data["devices"] = [_with_step(device, looks) for device in devices]
-        return Event(kind, data)
+        self.record = Event(kind, data)
 
     def peaks(self) -> list[int]:
         """Return the memory looks that it refers to."""
@@ -72,6 +74,8 @@ class EventQueue:
         """Number of events so far; they are numbered from 0."""
         self.due = NEVER
         """Time of the next event."""
+        self.pending: set[int] = set()
+        """Numbers of the events that the assembler has not returned."""
 
     def add(self, line: Mapping[str, object]) -> bool:
         """Take a line; False if it is not an event."""
@@ -82,6 +86,7 @@ class EventQueue:
         if type(at) is int and self._at < at < NEVER:
             self._at = at
         self._queue.append(QueuedEvent(self.count, self._at, data))
+        self.pending.add(self.count)
         self.count += 1
         self.due = self._queue[0].at
         return True
@@ -101,12 +106,8 @@ class EventQueue:
         self.due = self._queue[0].at if self._queue else NEVER
         return found
 
-    @property
-    def waiting(self) -> list[int]:
-        """Numbers of the events that are not taken out."""
-        return [event.number for event in self._queue]
-
     def keep(self, pending: Collection[int]) -> None:
         """Drop the events that are not in `pending`, because a predecessor has returned them."""
         self._queue = deque(event for event in self._queue if event.number in pending)
+        self.pending.intersection_update(pending)
         self.due = self._queue[0].at if self._queue else NEVER

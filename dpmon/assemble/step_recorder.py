@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from dpmon.assemble.call_rows import FLAGS, Composer, mode_of, unnumbered_call
 from dpmon.assemble.definitions import KnownDefinitions
-from dpmon.assemble.device_times import Pending, PlacedEvent, Sampling, Waiting
+from dpmon.assemble.device_times import Pending, Sampling, Waiting
 from dpmon.assemble.event_queue import QueuedEvent
 from dpmon.assemble.nesting import COPY, EDGE, LEARNS, PHASE_OF, PRIMITIVES, QUANTITY_OF, Block, Inner
 from dpmon.assemble.sampled_collectives import SampledCollectives
@@ -41,8 +41,6 @@ class StepRecorder:
         """Per memory look: the last step that had begun."""
         self.awaiting_call: list[QueuedEvent] = []
         """Events that wait for the next call."""
-        self.unsent: set[int] = set()
-        """Numbers of events that are placed but not yet returned."""
         self.dropped = 0
         self.out: list[Waiting] = []
         self.sampling = Sampling()
@@ -238,7 +236,8 @@ class StepRecorder:
         self._emit_awaiting_call()
 
     def _emit(self, event: QueuedEvent, step: int, call: int) -> None:
-        self.out.append(PlacedEvent(event.placed(step, call, self.memory_looks), event.number))
+        event.place(step, call, self.memory_looks)
+        self.out.append(event)
         peaks = event.peaks()
         if peaks:
             self._peaks = set(peaks)

@@ -41,14 +41,15 @@ class HostSampler:
         """`clock` returns monotonic seconds."""
         self._clock = clock
         self._proportional = ProportionalMemory(clock)
-        self._machine: tuple[float, float] | None = None  # busy and total CPU seconds
-        self._cpu: dict[psutil.Process, float] = {}  # the run's processes: CPU seconds used
-        self._at: float | None = None
+        self._processes: set[psutil.Process] = set()
+        """The processes of the run."""
+        self._machine_known = self._run_known = False
+        """Whether an earlier sample counts the processor times."""
         self._scan_due = 0.0
 
     def pids(self) -> frozenset[int]:
         """Process ids of the run, as of the last sample."""
-        return frozenset(process.pid for process in self._cpu)
+        return frozenset(process.pid for process in self._processes)
 
     def sample(self, root_pid: int | None) -> dict[str, Any]:
         """Return the fields of the `host` record, but for `t_s` and `gpu_absent`.
@@ -56,10 +57,12 @@ class HostSampler:
         `root_pid`: the run's command; None before its start.
         """
         memory = psutil.virtual_memory()
+        known, self._machine_known = self._machine_known, True
+        cpu = psutil.cpu_percent()
         run_cpu, run_mem = self._run(root_pid)
         return with_reasons(
             {
-                "cpu_pct": self._machine_cpu(),
+                "cpu_pct": cpu if known else _TWO_SAMPLES,
                 # What is not available to a new program.
                 "mem_used_bytes": int(memory.total - memory.available),
                 "mem_total_bytes": int(memory.total),
@@ -69,17 +72,6 @@ class HostSampler:
                 "load_1m": round(os.getloadavg()[0], 2),
             }
         )
-
-    def _machine_cpu(self) -> float | Missing:
-        times = psutil.cpu_times()
-        # User time already includes the time of guests.
-        total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
-        busy = total - times.idle - getattr(times, "iowait", 0.0)
-        before, self._machine = self._machine, (busy, total)
-        if before is None or total <= before[1]:
-            return _TWO_SAMPLES
-        share = (busy - before[0]) / (total - before[1])
-        return round(float(min(100.0, max(0.0, 100 * share))), 1)
 
     def _run(self, root_pid: int | None) -> tuple[float | Missing, int | Missing]:
         """Return the processors' use by the run's processes, in percent of one, and their memory."""
@@ -91,31 +83,24 @@ class HostSampler:
         used = 0.0
         resident: dict[tuple[int, float], int] = {}
         parents: dict[tuple[int, float], int] = {}
-        alive: dict[psutil.Process, float] = {}
-        for process, before in self._cpu.items():
-            try:
-                if not process.is_running():  # its number may belong to another process by now
-                    continue
-                with process.oneshot():
-                    if process.status() == psutil.STATUS_ZOMBIE:
-                        continue
-                    times = process.cpu_times()
-                    key = process.pid, process.create_time()
-                    resident[key], parents[key] = process.memory_info().rss, process.ppid()
-            except psutil.Error:
+        alive: set[psutil.Process] = set()
+        for process in self._processes:
+            if not process.is_running():  # its number may belong to another process by now
                 continue
-            alive[process] = times.user + times.system
-            used += max(0.0, alive[process] - before)
-        self._cpu = alive
-        before_at, self._at = self._at, now
+            with contextlib.suppress(psutil.Error), process.oneshot():
+                if process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                key = process.pid, process.create_time()
+                resident[key], parents[key] = process.memory_info().rss, process.ppid()
+                used += process.cpu_percent()
+                alive.add(process)
+        self._processes = alive
+        known, self._run_known = self._run_known, bool(alive)
         if not alive:
-            self._at = None
             nothing = Missing("the command has not started" if root_pid is None else "no process of the run is left")
             return nothing, nothing
         memory = self._proportional.total(resident, parents)
-        if before_at is None or now <= before_at:
-            return _TWO_SAMPLES, memory
-        return round(100 * used / (now - before_at), 1), memory
+        return round(used, 1) if known else _TWO_SAMPLES, memory
 
     def _find(self, root_pid: int | None) -> None:
         """Add descendants of the command and of known processes; a known process may have lost its parent."""
@@ -123,7 +108,7 @@ class HostSampler:
             with contextlib.suppress(psutil.Error):
                 self._follow(psutil.Process(root_pid))
         covered: set[psutil.Process] = set()
-        for process in list(self._cpu):
+        for process in list(self._processes):
             if process in covered:  # each search for children reads the whole process table
                 continue
             try:
@@ -136,10 +121,10 @@ class HostSampler:
 
     def _follow(self, process: psutil.Process) -> None:
         """Count the CPU time of a process from now on; its earlier CPU time belongs to no sample."""
-        if process not in self._cpu:
+        if process not in self._processes:
             with contextlib.suppress(psutil.Error):
-                times = process.cpu_times()
-                self._cpu[process] = times.user + times.system
+                process.cpu_percent()
+                self._processes.add(process)
 
 
 def read_pss(pid: int) -> int | None:

@@ -189,11 +189,7 @@ class ProportionalMemory:
         shared: int | Missing
         try:
             shared = max(resident - (self._read(process[0]) or 0), 0)
-        except PermissionError:
-            shared = Missing(f"the kernel does not let this user read the memory of process {process[0]}")
-        except FileNotFoundError:  # or it has just ended
-            shared = Missing(f"the kernel does not report the proportional memory of process {process[0]}")
-        except OSError as error:
+        except OSError as error:  # the user may not, the kernel does not report it, or the process has just ended
             shared = Missing(f"the memory of process {process[0]} cannot be read: {error.strerror}")
         ended = self._clock()
         self._budget_s -= ended - began

@@ -9,13 +9,14 @@ import os
 import random
 import stat
 import threading
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from kept import keep
 from synthetic import SECOND, Training, decoded, device_event, host_event, runs_of
-from traceformat import read
+from traceformat import Trace, read
 
 import dpmon.export as run_export
 from dpmon.cli.lines import LineFile
@@ -156,14 +157,15 @@ def test_csv_of_all_kinds_needs_a_directory(directory: Path, tmp_path: Path) -> 
 # ------------------------------------------------------------------------------------------------ perfetto
 
 
-def trace_of(directory: Path) -> str:
+def trace_of(directory: Path, records: Iterable[Record] | None = None) -> Trace:
+    """Write the records of a run, or these, as a trace; read it."""
     file = io.StringIO()
-    write_trace(load_info(directory), run_export.history(directory), file)
-    return file.getvalue()
+    write_trace(load_info(directory), run_export.history(directory) if records is None else records, file)
+    return read(file.getvalue())
 
 
 def test_a_trace_has_a_track_a_replica_and_all_that_happened(directory: Path) -> None:
-    trace = read(trace_of(directory))
+    trace = trace_of(directory)
     assert trace.tracks("process 0") == ["calls", "replica 0 cpu:0", "replica 1 cpu:1", "steps"]
     steps = trace.slices["process 0", "steps"]
     phases = ["data", "forward", "backward", "optimizer"]
@@ -192,9 +194,7 @@ def test_ranks_are_processes_with_names(state: Path) -> None:
     for number in range(2):
         training = Training(process=number, rank=1 - number, devices=("cpu:0",), mode="single")
         records += decoded([*training.begin(), *training.run(3)], number, 1 - number)
-    file = io.StringIO()
-    write_trace(load_info(keep({})), records, file)
-    assert set(read(file.getvalue()).processes.values()) >= {"rank 1 (process 0)", "rank 0 (process 1)"}
+    assert set(trace_of(keep({}), records).processes.values()) >= {"rank 1 (process 0)", "rank 0 (process 1)"}
 
 
 def test_calls_at_the_same_time_do_not_tear_each_other(state: Path) -> None:
@@ -205,9 +205,7 @@ def test_calls_at_the_same_time_do_not_tear_each_other(state: Path) -> None:
         return replace(one, start_ns=start, wall_ns=wall, phases={}, replicas=one.replicas[:1])
 
     calls = [at(0, 2_000_000), at(1_000_000, 3_000_000), at(2_000_000, 9_000_000), at(4_000_000, 8_000_000)]
-    file = io.StringIO()
-    write_trace(load_info(keep({})), calls, file)
-    trace = read(file.getvalue())
+    trace = trace_of(keep({}), calls)
     assert len(trace.slices["process 0", "calls"]) == 2
     assert len(trace.slices["process 0", "calls (concurrent 1)"]) == 2
 
@@ -226,9 +224,7 @@ def test_steps_that_touch_each_other_do_not_overlap_for_perfetto(state: Path) ->
         phases = {"forward": took // 3}
         steps.append(Step(0, None, number, "dp", at, took, 4, phases, runs=runs_of(spans)))
         at += took
-    file = io.StringIO()
-    write_trace(load_info(keep({})), steps, file)
-    found = read(file.getvalue()).slices["process 0", "steps"]
+    found = trace_of(keep({}), steps).slices["process 0", "steps"]
     wanted: list[tuple[str, int, int]] = []
     for step in steps:
         wanted.append((f"step {step.step}", step.start_ns, step.wall_ns))
@@ -243,9 +239,7 @@ def test_a_damaged_phase_is_left_out_of_the_trace(state: Path) -> None:
     bad += [Step(0, None, 1, "dp", 5, -1, None, {}), Event("host", {"t_s": float("nan"), "cpu_pct": float("inf")})]
     bad += [Event("warning", {"process": 0, "text": None, "x": [float("nan")]}), Event("memory", {"devices": 5})]
     bad += [Event("device", {"index": None, "t_s": "x", "util_pct": 10**400, "absent": 3, "a": None})]
-    file = io.StringIO()
-    write_trace(load_info(keep({})), bad, file)
-    names = [event["name"] for event in read(file.getvalue()).slices["process 0", "calls"]]
+    names = [event["name"] for event in trace_of(keep({}), bad).slices["process 0", "calls"]]
     assert names == ["Model"]
 
 

@@ -145,24 +145,23 @@ def test_slow_ranks_share_a_cause_or_have_none() -> None:
     assert (found.ranks, found.phase) == ((1, 2), None)
 
 
-def test_a_rank_that_waits_for_more_than_a_fifth_of_the_gap_is_not_equally_slow() -> None:
-    found = straggler(waiting(30.0, 0.0, 6.1, 30.0, slowest={1: 50}))
-    assert found is not None
-    assert found.ranks == (1,)
-    found = straggler(waiting(30.0, 0.0, 6.0, 30.0, slowest={1: 50}))
-    assert found is not None
-    assert found.ranks == (1, 2)
-
-
-def test_the_chance_level_counts_all_slow_ranks() -> None:
-    assert straggler(waiting(30.0, 0.0, 0.1, 30.0, slowest={1: 20, 2: 19})) is None, "two of four: 25 of 50 by chance"
-    assert straggler(waiting(30.0, 0.0, 0.1, 30.0, slowest={1: 20, 2: 20})) is not None
-    assert straggler(waiting(30.0, 0.0, 30.0, 30.0, slowest={1: 39})) is not None
-
-
-def test_no_rank_is_named_if_most_are_equally_slow() -> None:
-    assert straggler(waiting(30.0, 0.0, 0.1, 0.1, slowest={1: 30, 2: 10, 3: 10})) is None
-    assert straggler(waiting(0.0, 0.0, slowest={0: 50})) is None
+@pytest.mark.parametrize(
+    ("waits_ms", "slowest", "ranks"),
+    [
+        ((30.0, 0.0, 6.1, 30.0), {1: 50}, (1,)),  # more than a fifth of the gap
+        ((30.0, 0.0, 6.0, 30.0), {1: 50}, (1, 2)),
+        ((30.0, 0.0, 0.1, 30.0), {1: 20, 2: 19}, None),  # two of four: 25 of 50 by chance
+        ((30.0, 0.0, 0.1, 30.0), {1: 20, 2: 20}, (1, 2)),
+        ((30.0, 0.0, 30.0, 30.0), {1: 39}, (1,)),
+        ((30.0, 0.0, 0.1, 0.1), {1: 30, 2: 10, 3: 10}, None),  # most are equally slow
+        ((0.0, 0.0), {0: 50}, None),
+    ],
+)
+def test_ranks_are_named_that_are_slower_than_by_chance_and_than_most(
+    waits_ms: tuple[float, ...], slowest: dict[int, int], ranks: tuple[int, ...] | None
+) -> None:
+    found = straggler(waiting(*waits_ms, slowest=slowest))
+    assert (None if found is None else found.ranks) == ranks
 
 
 # ------------------------------------------------------------------------------------------------ process groups

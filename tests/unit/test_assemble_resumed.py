@@ -378,9 +378,3 @@ def test_calls_of_an_unknown_layout_are_counted_and_their_time_is_kept() -> None
     assert assembler.dropped == 1
     assert [call.root for call in result.calls] == ["Net"]
     assert result.steps[0].phases["forward"] == 2_000_000
-
-
-def test_events_of_a_run_that_is_damaged_come_out() -> None:
-    assembler = Assembler()
-    assembler.feed([], [{"kind": "warning", "at": "never", "text": "x"}])
-    assert [event.data for event in decoded(assembler.end()).events] == [{"text": "x"}]

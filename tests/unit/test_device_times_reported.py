@@ -128,12 +128,6 @@ def test_a_rank_has_the_device_time_of_its_forward(state: Path) -> None:
     assert rows[2].endswith("–")
 
 
-def test_a_rank_without_times_of_devices_has_the_reason_of_its_calls(state: Path) -> None:
-    ranks = as_object(collect(keep({0: staged(3, None), 1: staged(3, None)})))["ranks"]
-    assert [one["forward_device_median_ms"] for one in ranks] == [None, None]
-    assert [one["absent"] for one in ranks] == [{"forward_device_median_ms": HOST_ONLY}] * 2
-
-
 def test_findings_use_device_times_where_they_are_known(state: Path) -> None:
     """The host waits for the loader a quarter of its time; the devices have work meanwhile, and one of them is slow."""
     found = {}

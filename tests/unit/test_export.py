@@ -330,12 +330,3 @@ def test_a_descriptor_is_written_where_it_leads(directory: Path, tmp_path: Path)
     os.close(theirs)
     with open(ours) as file:
         assert json.loads(file.read())["kind"] == "exit"
-
-
-def test_text_that_is_no_unicode_is_no_reason_to_fail(state: Path, tmp_path: Path) -> None:
-    directory = keep({-1: [Event("warning", {"process": None, "t_s": 1.0, "text": "\ud800\x1b[31m\x00"})]})
-    for form in ("jsonl", "perfetto"):
-        export(directory, form, str(tmp_path / form))
-        assert (tmp_path / form).read_bytes().isascii()
-    export(directory, "csv", str(tmp_path / "w.csv"), "warning")
-    assert "\N{REPLACEMENT CHARACTER}[31m".encode() in (tmp_path / "w.csv").read_bytes()

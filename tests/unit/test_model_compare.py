@@ -15,7 +15,7 @@ from synthetic import Training, decoded, host_event
 from dpmon.model.compare import MIN_STEPS, Comparison, Interval, Peak, median_interval, ratio, sentence
 from dpmon.model.memory import HOST
 from dpmon.model.state import PHASES, Process
-from dpmon.record.kinds import Event, Record, Step
+from dpmon.record.kinds import Event, Record
 from dpmon.record.schema import SETTLING_STEPS, STEP
 from dpmon.store.tally import Stat, Tally
 
@@ -257,44 +257,6 @@ def test_a_mode_of_long_ago_keeps_its_steps() -> None:
     assert {mode: side.steps for mode, side in process.compared.sides.items()} == {
         "dp": 300 - SETTLING_STEPS, "single": 9000 - SETTLING_STEPS,
     }  # fmt: skip
-
-
-def test_figures_of_alternating_fast_and_slow_seconds_are_those_of_all_steps() -> None:
-    """A slow second has few steps, and each of them has the same weight as a step of a fast second."""
-    chance, now, number = random.Random(8), 0, 0
-    every = dict[str, list[Step]]()
-    for mode, seconds in (("single", 300), ("dp", 500)):
-        slow, fast = (300 * MS, 10 * MS) if mode == "single" else (450 * MS, 30 * MS)
-        for second in range(seconds):
-            until = now + 1000 * MS
-            while now < until:
-                number += 1
-                wall = int((slow if second % 3 == 0 else fast) * chance.lognormvariate(0, 0.2))
-                phases = {"data": wall // 4, "forward": wall // 4, "backward": wall // 2, "other": 0}
-                every.setdefault(mode, []).append(Step(0, None, number, mode, now, wall, 32, phases))
-                now += wall
-    records: list[Record] = [*every["single"], *every["dp"]]
-    found = compared(records)
-    for mode, all_steps in every.items():
-        walls = sorted(one.wall_ns for one in all_steps)
-        side = found.sides[mode]
-        assert found.seen[mode] == len(walls)
-        assert side.rate is not None
-        assert side.rate.samples_per_s == pytest.approx(32e9 * len(walls) / sum(walls))
-        assert side.median_ns == pytest.approx(walls[len(walls) // 2], rel=0.05)
-    last = max(one.start_ns + one.wall_ns for one in every["dp"]) // 10**9
-    for span in (30, 120, 600, 0):
-        since = last - span if span else -1
-        there = [one for one in every["dp"] if (one.start_ns + one.wall_ns) // 10**9 > since]
-        walls = sorted(one.wall_ns for one in there)
-        numbers = seen(records, span).ranged
-        assert numbers.steps == len(walls)
-        assert numbers.rate is not None
-        assert numbers.rate.samples_per_s == pytest.approx(32e9 * len(walls) / sum(walls), rel=0.03)
-        assert numbers.median_ns == pytest.approx(walls[len(walls) // 2], rel=0.005)
-        assert numbers.parts[0].median_ns == pytest.approx(walls[len(walls) // 2] / 4, rel=0.005)
-        assert numbers.p95_ns is not None
-        assert numbers.p95_ns == pytest.approx(walls[-int(-0.95 * len(walls) // 1) - 1], rel=0.01)
 
 
 def memory(step: int, **peaks: tuple[int, int]) -> Event:

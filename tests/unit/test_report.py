@@ -10,7 +10,6 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from kept import keep
@@ -30,8 +29,7 @@ from dpmon.report.page import page
 from dpmon.report.plots import plots
 from dpmon.report.sections import document
 from dpmon.report.text import text_lines
-from dpmon.run.condition import run_state
-from dpmon.run.rundir import ExitInfo, load_exit, load_info, mark_stop, save
+from dpmon.run.rundir import load_exit, load_info, mark_stop
 from dpmon.run.runs import short_name
 from dpmon.ui.look import look
 
@@ -84,24 +82,19 @@ def test_a_report_shows_the_command_and_where_the_time_went(both: Path) -> None:
     assert "no GPU: NVML library not found" in section(lines, "DEVICES")[0]
     assert section(lines, "MODE CHANGES")[0].endswith("to single")
     assert "4.00 KiB" in section(lines, "MEMORY")[1]
-
-
-def test_the_figures_are_those_of_the_record(both: Path) -> None:
     said = as_object(collect(both))
-    dp, single = said["modes"]
-    assert (dp["mode"], dp["virtual"], dp["steps"], single["steps"], single["virtual"]) == ("dp", True, 120, 60, False)
-    assert dp["phases"]["replicate"]["share"] == pytest.approx(0.31, abs=0.03), "as the training was made"
-    assert "replicate" not in single["phases"]
-    assert sum(dp["phases"][name]["share"] for name in ("data", "forward", "backward", "optimizer", "other")) == (
-        pytest.approx(1.0)
-    )
-    replicas = {(one["mode"], one["replica"]): one for one in said["replicas"]}
-    assert (replicas["dp", 1]["rows"], replicas["dp", 1]["calls"], replicas["single", 0]["rows"]) == (15, 120, 30)
-    assert sum(one["steps"] for one in said["time"]["stretches"]) == 180
+    assert [(mode["mode"], mode["virtual"], mode["steps"]) for mode in said["modes"]] == [
+        ("dp", True, 120),
+        ("single", False, 60),
+    ]
+    assert {(one["mode"], one["replica"]): (one["rows"], one["calls"]) for one in said["replicas"]} == {
+        ("dp", 0): (15, 120),
+        ("dp", 1): (15, 120),
+        ("single", 0): (30, 60),
+    }
     for one in said["time"]["stretches"]:
         assert sum(one["parts_ms"].values()) <= one["mean_ms"] * one["steps"] * 1.0001
     assert [finding["kind"] for finding in said["findings"]] == ["replicate"]
-    assert json.loads(json.dumps(said)) == said
 
 
 def test_a_run_that_goes_on_that_is_lost_and_that_trained_nothing(state: Path) -> None:
@@ -122,16 +115,6 @@ def test_a_warning_about_the_runs_directory_does_not_explain_that_nothing_was_tr
     text = "\n".join(report_text(directory, 200))
     assert "nothing was traced: no Python process of the run imported torch" in text
     assert where in text
-
-
-@pytest.mark.parametrize(
-    ("end", "state_word"),
-    [({"status": 130, "signal": "SIGINT"}, "interrupted"), ({"status": None, "unknown": "nobody saw it"}, "ended")],
-)
-def test_a_report_calls_an_end_what_ls_calls_it(state: Path, end: dict[str, Any], state_word: str) -> None:
-    directory = keep({})
-    save(directory, replace(ExitInfo(0, None, 1.7e9, 10**9, 1.0, "supervisor"), **end))
-    assert as_object(collect(directory))["end"]["state"] == run_state(directory, load_info(directory))[0] == state_word
 
 
 def test_a_run_that_failed_shows_the_end_of_its_output(state: Path) -> None:
@@ -188,16 +171,6 @@ def test_devices_are_reported_with_maximum_and_median(state: Path) -> None:
     assert "throttled" in {finding.kind for finding in story.findings}
     assert "GPU 1 (cuda:0) NVIDIA H200" in "\n".join(report_text(directory, 80))
     assert {plot.name for plot in plots(story.facts)} >= {"use", "memory", "replicas"}
-
-
-def test_a_machine_busy_with_other_work_is_reported(state: Path) -> None:
-    own = [host_event(float(t), cpu=95.0, cpus=4, run_cpu_pct=120.0, load_1m=7.5) for t in range(30)]
-    story = collect(keep({0: toggled(), -1: own}))
-    (found,) = (finding for finding in story.findings if finding.kind == "busy")
-    assert "2.6 of its 4 processors" in found.text
-    assert as_object(story)["host"]["others_cpus"] == pytest.approx(2.6)
-    half = [host_event(float(t), cpu=95.0, cpus=0.5, run_cpu_pct=10.0, load_1m=9.0) for t in range(30)]
-    assert collect(keep({0: toggled(), -1: half})).facts.host is None
 
 
 def test_maxima_and_means_of_deleted_samples_remain(state: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 from everything import everything as everything_in
 from running import wait_for
 from sizes import reached, size
-from spans import Children, Training, everything, head, opened
+from spans import Children, Training, everything, opened
 from synthetic import host_event, kind_of
 
 from dpmon.assemble.assembler import Assembler
@@ -317,19 +317,6 @@ def test_a_successor_goes_on_within_a_step(run: Run) -> None:
     assert run.rows("SELECT kind FROM events") == [("process",), ("warning",)]
 
 
-def test_a_process_that_reports_its_end_has_ended(run: Run) -> None:
-    training = Training(run.ring())
-    training.step()
-    training.end()
-    run.look()
-    assert run.steps() == [1]
-    run.kill()
-    run.look()
-    run.end()
-    assert run.steps() == [1]
-    assert run.rows("SELECT ended FROM rings") == [(1,)]
-
-
 def test_a_rank_that_died_is_ended_while_the_run_goes_on(run: Run, children: Children) -> None:
     alive, dies = Training(run.ring(0)), children.start(WRITER, run.ring(1))
     alive.step()
@@ -413,19 +400,6 @@ def test_a_successor_goes_on_after_the_ring_has_wrapped_around(run: Run) -> None
     run.end()
     assert run.steps() == list(range(1, 3011))
     assert run.rows("SELECT count(*) FROM events WHERE kind = 'warning'") == [(1,)]
-
-
-def test_damaged_spans_do_not_stop_the_supervisor(run: Run) -> None:
-    training = Training(run.ring())
-    training.run(3)
-    for _ in range(80):
-        training.ring.put(head(Kind.SCATTER, inside=Kind.CALL), training.now(), 1 << 57, 0)
-    training.ring.put(head(Kind.CALL, flags=Flag.TRAINING | Flag.SINGLE, site=1), training.now() - 10**6, 10**6, 0)
-    run.look()
-    training.step()
-    training.end()
-    run.end()
-    assert run.steps()[:3] == [1, 2, 3]
 
 
 def fill_disk(run: Run) -> sqlite3.Connection:

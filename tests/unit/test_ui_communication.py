@@ -206,8 +206,8 @@ def test_the_map_has_at_most_64_rows() -> None:
     assert (len(text), text[-2], text[-1]) == (64, "1984 3", "and 2 ranks more")
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60), (40, 10), (100, 44), (130, 28)])
-@pytest.mark.parametrize("count", [2, 8, 64])
+@pytest.mark.parametrize("size", [(80, 24), (200, 60), (40, 10), (100, 44), (130, 28)])
+@pytest.mark.parametrize("count", [2, 64])
 @pytest.mark.parametrize("zoom", [None, "replicas", "compare", "batch"])
 @pytest.mark.parametrize("look", [LOOK, BARE])
 def test_every_picture_has_its_size(size: tuple[int, int], count: int, zoom: str | None, look: Look) -> None:

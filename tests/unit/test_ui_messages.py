@@ -173,18 +173,6 @@ async def test_a_repeated_message_stays_its_full_time_in_a_stopped_playback(
         assert not shows(app, "z does nothing here")
 
 
-async def test_at_the_end_of_a_playback_all_parts_show_the_same_time(state: Path) -> None:
-    clock = Clock()
-    async with shown(a_run(), clock) as (app, pilot):
-        await pilot.press("g", "space")
-        clock.pass_s(400)
-        app.feed.tick()
-        app.draw()
-        assert shows(app, "finished")
-        assert app.text()[-1].count("00:05:01") == 2
-        assert "00:05:01" in app.text()[0]
-
-
 def test_the_output_of_a_playback_is_not_called_following(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("a line\n")
     output = Output([Tail(tmp_path / "log")])
@@ -344,12 +332,3 @@ def test_a_search_hit_in_a_directory_name_stays_visible(tmp_path: Path, needle: 
     assert ("/home/somebody" in row) == stays
     (row,) = (row for row in screen_of(trained(3), output, 50) if 'File "' in row)
     assert 'loop.py", line 123, in step' in row, "without a search"
-
-
-def test_the_phases_of_the_calls_and_the_rest_add_up_to_the_whole_forward() -> None:
-    ranged = focused(trained(60, step_ns=1_000_000_000)).ranged
-    whole = ranged.phase("forward")
-    assert whole is not None
-    assert whole.ran == 60
-    parts = {phase.name: phase.share or 0 for phase in ranged.parts}
-    assert whole.share == pytest.approx(sum(parts[n] for n in ("scatter", "replicate", "apply", "gather", "forward")))

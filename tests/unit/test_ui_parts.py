@@ -13,7 +13,7 @@ from synthetic import Training
 from dpmon.model.step_timeline import Piece
 from dpmon.text.cells import cut
 from dpmon.text.palettes import FEW, PALETTES, Palette
-from dpmon.ui.chart import area, ceiling, filled_bar, range_bar, resampled, spark
+from dpmon.ui.chart import ceiling, filled_bar, range_bar, resampled, spark
 from dpmon.ui.dialogs import LineDialog
 from dpmon.ui.footer import footer, key_at, keys
 from dpmon.ui.help import help_rows
@@ -274,13 +274,6 @@ def test_a_piece_too_short_for_a_cell_is_not_lost_in_a_lane() -> None:
     assert plain(lane_row((Piece("apply", 500, 501),), 20, 1000.0, LOOK)).strip() == "╸"
 
 
-def test_plots_in_dots_blocks_and_ascii() -> None:
-    assert area([0, 50, 100, 100], 4, 2, 100.0, UNICODE) == ["  ⢀⣿"[:2] + "⠀⣿", "  ⢸⣿"]
-    assert area([0, 50, 100], 4, 1, 100.0, ASCII) == ["  =@"]
-    assert area([None, 100.0], 2, 2, 100.0, ASCII) == [" @", "-@"]
-    assert area([], 3, 1, 100.0, UNICODE) == ["   "]
-
-
 def test_means_of_a_history_stay_the_same_while_it_grows() -> None:
     values: list[float | None] = [float(i) for i in range(100)]
     before = resampled(values, 100, 50, 10)
@@ -290,13 +283,6 @@ def test_means_of_a_history_stay_the_same_while_it_grows() -> None:
     assert resampled([None] * 10, 10, 10, 5) == [None] * 5
     assert resampled([1.0, None], 2, 2, 1) == [1.0]
     assert resampled(values, 100, 50, 0) == []
-
-
-def test_a_bar_of_parts() -> None:
-    assert plain(filled_bar((0.5, 0.25), 8, UNICODE)) == "━━━━╍╍──"
-    assert plain(filled_bar((0.001, 0.001), 8, ASCII)) == "=~......"
-    assert plain(filled_bar((0.9, 0.9), 8, UNICODE)) == "━━━━━━━╍"
-    assert width_of(filled_bar((0.0, 0.0), 5, UNICODE)) == 5
 
 
 def test_a_hidden_line_is_typed_without_echo() -> None:

@@ -9,23 +9,6 @@ from typing import Any, NamedTuple
 from dpmon.errors import DpmonError
 from dpmon.record.schema import SPAN_PHASES, SYNC_NUMBER
 
-__all__ = [
-    "Call",
-    "CallPhase",
-    "Collective",
-    "Event",
-    "PhaseSpan",
-    "Record",
-    "RecordError",
-    "Replica",
-    "Sampled",
-    "Size",
-    "Stage",
-    "Step",
-    "bus_factor",
-    "rows_of",
-]
-
 UNTIMED = (
     "",
     "the device had not finished it after 64 more steps",

@@ -9,21 +9,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = [
-    "CALL_PHASES",
-    "DDP",
-    "FSDP",
-    "MAX_JSON",
-    "MODES",
-    "MORE",
-    "RANK_MODES",
-    "Unended",
-    "Untimed",
-    "mode_number",
-    "packed_json",
-    "shortened",
-]
-
 MODES = ("", "dp", "single")
 """Modes by their number in a ring's header; 0: no mode."""
 CALL_PHASES = ("scatter", "replicate", "parallel_apply", "gather")

@@ -9,33 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dpmon.record.names import CALL_PHASES, MODES
-
-__all__ = [
-    "EVALUATION",
-    "EXPOSED",
-    "HELD",
-    "KINDS",
-    "MODES",
-    "NOT_JOINED",
-    "PHASES",
-    "QUANTITIES",
-    "REST",
-    "SECOND",
-    "SETTLING",
-    "SETTLING_STEPS",
-    "SPAN_PHASES",
-    "STEP",
-    "STEP_PHASES",
-    "SYNC_NUMBER",
-    "WAIT",
-    "Phase",
-    "Quantity",
-    "device_series",
-    "is_device_series",
-    "phase_named",
-    "phase_shown",
-]
+from dpmon.record.names import CALL_PHASES
 
 SECOND = 1_000_000_000
 """A second in ns."""

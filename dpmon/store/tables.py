@@ -57,8 +57,9 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.errors import HistoryError
+from dpmon.record.names import MODES
 from dpmon.record.plainjson import load_json
-from dpmon.record.schema import EXPOSED, MODES, PHASES, QUANTITIES, SYNC_NUMBER, WAIT
+from dpmon.record.schema import EXPOSED, PHASES, QUANTITIES, SYNC_NUMBER, WAIT
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.store.tally import COLUMNS, PLAIN
 

@@ -13,8 +13,6 @@ from dpmon.model.state import Process
 from dpmon.record.kinds import Call, Step
 from dpmon.record.schema import phase_named
 
-__all__ = ["Lane", "Piece", "StepTimeline", "last_step_timeline"]
-
 
 class Piece(NamedTuple):
     """One span of a phase, in ns from the step's start."""
@@ -64,7 +62,7 @@ def last_step_timeline(process: Process) -> StepTimeline | None:
     if step is None:
         return None
     calls = sorted(process.last_calls, key=lambda call: call.start_ns)
-    ran = _innermost((Piece(name, start, start + took) for name, start, took in step.spans), step.wall_ns)
+    spans = [Piece(name, start, start + took) for name, start, took in step.spans]
     lanes, staged = _lanes(calls, step)
     return StepTimeline(
         step.step,
@@ -72,7 +70,7 @@ def last_step_timeline(process: Process) -> StepTimeline | None:
         step.start_ns,
         step.wall_ns,
         len(calls),
-        tuple(_over_forward(ran, _innermost(_phases(calls, step), step.wall_ns))),
+        tuple(_innermost([*spans, *_phases(calls, step)], step.wall_ns)),
         lanes,
         staged,
         step.missing_spans,
@@ -121,27 +119,6 @@ def _innermost(pieces: Iterable[Piece], wall_ns: int) -> list[Piece]:
         until(around[-1].end_ns)
         around.pop()
     return found
-
-
-def _over_forward(ran: Iterable[Piece], phases: Sequence[Piece]) -> Iterator[Piece]:
-    """The pieces of a step, with the phases of its calls in place of forward."""
-    first = 0
-    for piece in ran:
-        if piece.phase != "forward":
-            yield piece
-            continue
-        at = piece.start_ns
-        while first < len(phases) and phases[first].end_ns <= at:
-            first += 1
-        for phase in phases[first:]:
-            if phase.start_ns >= piece.end_ns:
-                break
-            if phase.start_ns > at:
-                yield piece._replace(start_ns=at, end_ns=phase.start_ns)
-            start, at = max(phase.start_ns, at), min(phase.end_ns, piece.end_ns)
-            yield phase._replace(start_ns=start, end_ns=at)
-        if at < piece.end_ns:
-            yield piece._replace(start_ns=at)
 
 
 def _lanes(calls: Sequence[Call], step: Step) -> tuple[tuple[Lane, ...], bool]:

@@ -96,11 +96,11 @@ def test_a_nested_phase_is_drawn_over_the_outer_one() -> None:
 
 def test_phases_of_a_call_are_drawn_over_its_forward_only() -> None:
     """A lone replica runs on the thread that trains, and so do a copy and a gradient in it."""
-    step = spans_of(("data", 0, 10), ("forward", 12, 72), ("copy", 35, 40), ("backward", 50, 66))
+    step = spans_of(("data", 0, 10), ("forward", 12, 72), ("copy", 35, 40), ("backward", 50, 60))
     assert timeline_of(a_call(), step).main == (
         *(Piece("data", 0, 10), Piece("scatter", 12, 17), Piece("replicate", 17, 32), Piece("apply", 32, 35)),
-        *(Piece("copy", 35, 40), Piece("apply", 40, 50), Piece("backward", 50, 66), Piece("gather", 66, 68)),
-        Piece("forward", 68, 72),
+        *(Piece("copy", 35, 40), Piece("apply", 40, 50), Piece("backward", 50, 60), Piece("apply", 60, 62)),
+        *(Piece("forward", 62, 64), Piece("gather", 64, 68), Piece("forward", 68, 72)),
     )
 
 

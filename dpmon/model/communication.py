@@ -153,12 +153,12 @@ class Communication(NamedTuple):
     @property
     def synced(self) -> float | None:
         """Backward passes per step that averaged gradients."""
-        return _a_step(self.ranks, [one.synced for one in self.ranks])
+        return _share(sum(one.synced for one in self.ranks), sum(one.steps for one in self.ranks))
 
     @property
     def unsynced(self) -> float | None:
         """Backward passes per step that averaged nothing (no_sync)."""
-        return _a_step(self.ranks, [one.unsynced for one in self.ranks])
+        return _share(sum(one.unsynced for one in self.ranks), sum(one.steps for one in self.ranks))
 
     @property
     def straggler(self) -> Straggler | None:
@@ -172,24 +172,17 @@ class Communication(NamedTuple):
 
     def other_waits(self) -> tuple[str, ...]:
         """Sentences about waits between ranks that are not at the end of the backward pass."""
-        found = []
-        in_forward = self._waits_in_forward()
-        if in_forward is not None:
-            found.append(in_forward)
+        there = {
+            "SyncBatchNorm": any(one.sync_batch_norm for one in self.wrappers),
+            "broadcast_buffers": any(one.broadcast_buffers for one in self.wrappers),
+        }
+        causes, found = [name for name, known in there.items() if known], []
+        if causes:
+            make = f"{' and '.join(causes)} {'make' if len(causes) > 1 else 'makes'}"
+            found.append(f"{make} the ranks wait for each other in the forward, too")
         if self.own_names:
             found.append(f"the script's own {self.own_names} may make the ranks wait for each other, too: see `other`")
         return tuple(found)
-
-    def _waits_in_forward(self) -> str | None:
-        causes = []
-        if any(one.sync_batch_norm for one in self.wrappers):
-            causes.append("SyncBatchNorm")
-        if any(one.broadcast_buffers for one in self.wrappers):
-            causes.append("broadcast_buffers")
-        if not causes:
-            return None
-        makes = "make" if len(causes) > 1 else "makes"
-        return f"{' and '.join(causes)} {makes} the ranks wait for each other in the forward, too"
 
 
 def communication(
@@ -213,51 +206,32 @@ def communication(
         if first is not None and one.process == first.process
     ]
     own.sort(key=lambda one: one.number)
-    groups = _groups(wrappers)
-    missing = None if any(one.joined for one in ranks) else _missing(ranks, own, groups)
-    times = _grouped(ranks, wrappers, groups)
-    return Communication(times, tuple(own), _torch_times(wrappers), lately, missing, collectives, sampled_of)
-
-
-def _groups(wrappers: Iterable[Wrapper]) -> dict[int, set[tuple[int, ...]]]:
-    """The process groups of each process's wrappers, by process."""
-    found: dict[int, set[tuple[int, ...]]] = {}
-    for one in wrappers:
-        if one.group is not None:
-            found.setdefault(one.process, set()).add(one.group)
-    return found
-
-
-def _grouped(
-    ranks: Iterable[RankTimes], wrappers: Iterable[Wrapper], groups: Mapping[int, set[tuple[int, ...]]]
-) -> tuple[RankTimes, ...]:
-    """The ranks with their process groups: the group of a rank's newest process, or else the group that lists the rank.
-
-    A rank has none if the wrappers of that process have different groups.
-    """
-    newest: dict[int, int] = {}
-    for one in wrappers:
-        if one.rank is not None and one.process in groups:
-            newest[one.rank] = max(one.process, newest.get(one.rank, one.process))
-    own = {rank: next(iter(groups[process])) if len(groups[process]) == 1 else None for rank, process in newest.items()}
-    listed = {rank: group for group in set(own.values()) if group is not None for rank in group}
-    known = {**listed, **own}
+    missing = None if any(one.joined for one in ranks) else _missing(ranks, own)
     waits = any(one.waits_in_forward for one in wrappers)
-    return tuple(
-        one if one.rank is None else one._replace(group=known.get(one.rank), waits_in_forward=waits) for one in ranks
-    )
+    times = [
+        one if one.rank is None else one._replace(group=_group_of(one.rank, wrappers), waits_in_forward=waits)
+        for one in ranks
+    ]
+    return Communication(tuple(times), tuple(own), _torch_times(wrappers), lately, missing, collectives, sampled_of)
 
 
-def _missing(
-    ranks: Sequence[RankTimes], wrappers: Sequence[Wrapper], groups: Mapping[int, set[tuple[int, ...]]]
-) -> str:
-    """Why waits are unknown. `wrappers`: of one rank. `groups`: the groups of all wrappers, by process."""
+def _group_of(rank: int, wrappers: Sequence[Wrapper]) -> tuple[int, ...] | None:
+    """The process group of a rank's newest process, or else a group that lists it; None if there are several."""
+    own = [one for one in wrappers if one.rank == rank and one.group is not None]
+    own = own or [one for one in wrappers if one.group is not None and rank in one.group]
+    newest = max((one.process for one in own), default=0)
+    groups = {one.group for one in own if one.process == newest}
+    return groups.pop() if len(groups) == 1 else None
+
+
+def _missing(ranks: Sequence[RankTimes], wrappers: Sequence[Wrapper]) -> str:
+    """Why waits are unknown. `wrappers`: of one rank."""
     if not wrappers:
         return _NO_WRAPPER
     reason = next((one.no_sync_times for one in wrappers if one.no_sync_times), None)
     if reason is not None:
         return reason
-    if any(len(own) > 1 for own in groups.values()):
+    if len({one.group for one in wrappers} - {None}) > 1:
         return _SEVERAL_GROUPS
     size, there = max(one.group_size or 0 for one in wrappers), max(len(ranks), 1)
     if size == 1:
@@ -281,11 +255,6 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 def _share(part: float | None, whole: float | None) -> float | None:
     return None if part is None or not whole else part / whole
-
-
-def _a_step(ranks: Sequence[RankTimes], counts: Sequence[int]) -> float | None:
-    steps = sum(one.steps for one in ranks)
-    return sum(counts) / steps if steps else None
 
 
 # ------------------------------------------------------------------------------------------------ of a whole run

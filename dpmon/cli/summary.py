@@ -18,6 +18,7 @@ from dpmon.record.schema import EVALUATION, STEP
 from dpmon.report.collect import facts_of, output_end
 from dpmon.report.sentences import ACTIVITY_NAMES, how_it_ended, times_paused, waited
 from dpmon.run.activities import why_nothing
+from dpmon.run.notes import clean_traceback_line
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info
 from dpmon.run.runs import short_name
@@ -35,7 +36,6 @@ from dpmon.text.quantities import (
     quantity_words,
     rate_words,
 )
-from dpmon.text.traceback_line import clean_traceback_line
 
 _MAX_REPLICA_LINES = 40
 _MAX_SIZES = 3

@@ -21,7 +21,6 @@ from dpmon.model.state import NO_STEPS, ModeTrack, Process, ProcessFacts, Recent
 from dpmon.model.stragglers import SERIES as STRAGGLER_SERIES
 from dpmon.model.stragglers import RankTimes, rank_times
 from dpmon.model.uneven import INPUT, Uneven, uneven_steps, waited_ns
-from dpmon.record.names import RANK_MODES
 from dpmon.record.schema import SECOND, STEP
 from dpmon.store.figures import Figures, figures, merged, trains
 from dpmon.store.tally import KeptTallies, Key, Tally
@@ -142,7 +141,7 @@ class Snapshots:
                 whole=_figures(whole, process.process, mode),
                 mean=(whole if process.rank is None else _of_run(rows)).mean(),
             )
-        if not any(via in RANK_MODES for _, via in found.calls):
+        if found.distributed is None:
             found = replace(found, compared=self._comparison(rows, whole, found, end_s, wanted, waits))
         return found
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dpmon.model.finding import Finding
 from dpmon.model.run_facts import RunFacts, findings
@@ -15,13 +14,12 @@ from dpmon.run.activities import describe_stall, why_nothing
 from dpmon.run.condition import run_state
 from dpmon.run.files import read_tail
 from dpmon.run.first_failure import failure
-from dpmon.run.notes import Uncaught, last_lines
+from dpmon.run.notes import READ_BYTES, Uncaught, clean_traceback_line, last_lines
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info, stop_asked_unix
 from dpmon.store.opened import open_store
 from dpmon.store.queries import Store
 from dpmon.store.store_at import StoreAt
-from dpmon.text.traceback_line import READ_BYTES, clean_traceback_line
 
 LINES_KEPT = 12
 _TAIL_BYTES = 16384
@@ -75,15 +73,19 @@ def collect(directory: Path) -> Story:
     return Story(str(directory), info, how, state, facts, findings(facts), warnings, nothing, last, raised)
 
 
-def facts_of(store: Store, directory: Path, how: ExitInfo | None, **more: Any) -> RunFacts:
-    """The facts of the run in `directory`. `how`: how it ended; None while it runs, or if unknown.
-
-    `more`: further parameters of RunFacts.
-    """
+def facts_of(
+    store: Store,
+    directory: Path,
+    how: ExitInfo | None,
+    stop_asked_ns: int | None = None,
+    stall: str | None = None,
+    death: str | None = None,
+) -> RunFacts:
+    """The facts of the run in `directory`. `how`: how it ended; None while it runs, or if unknown."""
     with closing(RunReader(directory)) as reader:
         ended = ended_of(reader.activities())
     end_ns = None if how is None or how.by != "supervisor" else int(how.seconds * 1e9)
-    return RunFacts(StoreAt(store), ended, end_ns, **more)
+    return RunFacts(StoreAt(store), ended, end_ns, stop_asked_ns=stop_asked_ns, stall=stall, death=death)
 
 
 def output_end(reader: RunReader) -> bytes:

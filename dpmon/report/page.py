@@ -1,4 +1,4 @@
-"""Draws a report as one self-contained page with tables and plots.
+"""Draws a report as one self-contained page with tables, and plots as SVG, in which each value is a tooltip.
 
 The page's own policy (Content-Security-Policy) forbids every connection and every script. So a hostile name in the
 record does no harm, even if its escaping is forgotten here.
@@ -7,12 +7,34 @@ record does no harm, even if its escaping is forgotten here.
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 
-from dpmon.report.document import Document, Entries, Findings, Paragraph, Part, Plot, Section, Table, Verbatim
+from dpmon.cleaning import clean
+from dpmon.report.document import (
+    Document,
+    Entries,
+    Findings,
+    Paragraph,
+    Part,
+    Plot,
+    Section,
+    Table,
+    Values,
+    Verbatim,
+)
 from dpmon.report.sections import MAX_ROWS
-from dpmon.report.svg import drawn, escaped
+from dpmon.text.quantities import three
 
+WIDTH, HEIGHT, ROW = 960.0, 300.0, 34.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70.0, 14.0, 16.0, 42.0
+_USUAL, _CUT, _FEWEST, _FEWEST_ROWS = 0.95, 4.0, 4, 10
+"""An axis ends at 1.5 times the quantile _USUAL of its values if the largest value is more than _CUT times this
+quantile: one long step, such as an interrupted one, must not flatten the rest. This needs _FEWEST values (the mean and
+the longest step of two stretches). A plot with rows needs _FEWEST_ROWS, because it must show one slow rank among a
+few."""
+_TICKS = 6
+_TIME = "seconds since the run's start"
 _STYLE = """
 :root { color-scheme: light; }
 body { font: 15px/1.5 system-ui, sans-serif; color: #1b1f24; background: #fff; margin: 0 auto; max-width: 1100px;
@@ -113,3 +135,162 @@ def _findings(part: Findings) -> Iterable[str]:
         yield f"<li><b>{escaped(finding.text)}</b><br><span class=soft>Evidence: {escaped(finding.ground)}.</span><br>"
         yield f"Try: {escaped(finding.advice)}.</li>\n"
     yield "</ol>\n"
+
+
+# ------------------------------------------------------------------------------------------------ plots
+
+
+def drawn(plot: Plot) -> str:
+    """The legend and the drawing of a plot, as HTML."""
+    legend = "".join(
+        f'<span><i style="background:{one.colour}"></i>{escaped(one.name)}</span>' for one in plot.series if one.name
+    )
+    return f"<p class=legend>{legend}</p>\n{_Canvas(plot).text()}\n"
+
+
+def escaped(text: str) -> str:
+    """`text`, which may come from the script, as harmless HTML."""
+    return html.escape(clean(text))
+
+
+class _Canvas:
+    def __init__(self, plot: Plot) -> None:
+        self.plot = plot
+        self.left = _LEFT if not plot.rows else min(_LEFT + 6.5 * max(map(len, plot.rows)), WIDTH / 3)
+        self.height = HEIGHT if not plot.rows else _TOP + _BOTTOM + ROW * len(plot.rows)
+        self.room = WIDTH - self.left - _RIGHT
+        values = list(_tops(plot))
+        self.largest = max(values, default=0.0)
+        usual = sorted(values)[int(_USUAL * (len(values) - 1))] if values else 0.0
+        many = len(values) >= (_FEWEST_ROWS if plot.rows else _FEWEST)
+        self.cut = plot.top is None and many and usual > 0 and self.largest > _CUT * usual
+        self.step, self.top = _scale(plot.top or (1.5 * usual if self.cut else self.largest))
+        xs = [x for one in plot.series for begin, end, _ in one.points for x in (begin, end)]
+        self.begin, self.end = (min(xs), max(xs)) if xs and not plot.rows else (0.0, 1.0)
+
+    def text(self) -> str:
+        """The SVG element."""
+        size = f'viewBox="0 0 {WIDTH:g} {self.height:g}" width="100%" role="img"'
+        area = f'x="{self.left:g}" y="{_TOP:g}" width="{self.room:g}" height="{self.height - _TOP - _BOTTOM:g}"'
+        name = f"area-{self.plot.name}"
+        rows = self._across() if self.plot.rows else self._upright()
+        return (
+            f'<svg {size} aria-label="{escaped(self.plot.title)}"><clipPath id="{name}"><rect {area}/></clipPath>'
+            f'{"".join(self._axes())}<g clip-path="url(#{name})">{"".join(rows)}</g>{self._cut_note()}</svg>'
+        )
+
+    def _cut_note(self) -> str:
+        if not self.cut:
+            return ""
+        count = sum(value > self.top for value in _tops(self.plot))
+        text = f"{count} higher, up to {three(self.largest)}: cut"
+        return f'<text x="{WIDTH - _RIGHT:g}" y="12" text-anchor="end">{escaped(text)}</text>'
+
+    def _x(self, x: float) -> float:
+        span = self.end - self.begin
+        return self.left + (x - self.begin) / span * self.room if span else self.left
+
+    def _y(self, y: float) -> float:
+        return self.height - _BOTTOM - y / self.top * (self.height - _TOP - _BOTTOM)
+
+    def _axes(self) -> Iterator[str]:
+        bottom = self.height - _BOTTOM
+        for number in range(round(self.top / self.step) + 1):
+            value = number * self.step
+            if self.plot.rows:
+                x = self.left + value / self.top * self.room
+                yield f'<path class=grid d="M{x:.1f} {_TOP}V{bottom}"/>'
+                yield f'<text x="{x:.1f}" y="{bottom + 15:g}" text-anchor="middle">{three(value)}</text>'
+            else:
+                y = self._y(value)
+                yield f'<path class=grid d="M{self.left} {y:.1f}H{WIDTH - _RIGHT}"/>'
+                yield f'<text x="{self.left - 6:g}" y="{y + 4:.1f}" text-anchor="end">{three(value)}</text>'
+        unit = escaped(self.plot.unit)
+        if self.plot.rows:
+            yield f'<text x="{self.left:g}" y="{self.height - 6:g}">{unit}</text>'
+            for row, name in enumerate(self.plot.rows):
+                place = f'x="{self.left - 6:g}" y="{_TOP + (row + 0.5) * ROW + 4:g}" text-anchor="end"'
+                yield f"<text {place}>{escaped(name)}</text>"
+            return
+        middle = (self.height - _BOTTOM + _TOP) / 2
+        yield f'<text transform="translate(12 {middle:g}) rotate(-90)" text-anchor="middle">{unit}</text>'
+        yield f'<text x="{self.left + self.room / 2:g}" y="{self.height - 6:g}" text-anchor="middle">{_TIME}</text>'
+        span = self.end - self.begin
+        step = _scale(span)[0]
+        first = math.ceil(self.begin / step)
+        for number in range(first, math.floor(self.end / step) + 1) if span else ():
+            x = self._x(number * step)
+            yield f'<text x="{x:.1f}" y="{bottom + 15:g}" text-anchor="middle">{number * step:g}</text>'
+        for since, until in self.plot.spans:
+            x, wide = self._x(since), self._x(until) - self._x(since)
+            yield f'<rect class=span x="{x:.1f}" y="{_TOP}" width="{wide:.1f}" height="{bottom - _TOP}">'
+            yield "<title>paused</title></rect>"
+
+    def _upright(self) -> Iterator[str]:
+        """Lines, dots, and bars over a stretch each, stacked in the order of the series."""
+        below: dict[float, float] = {}
+        for one in self.plot.series:
+            if one.kind == "bars":
+                for begin, end, y in one.points:
+                    below[begin] = below.get(begin, 0.0) + y
+                    tall = y / self.top * (self.height - _TOP - _BOTTOM)
+                    yield self._bar(self._x(begin), self._y(below[begin]), self._x(end) - self._x(begin), tall, one, y)
+                continue
+            dots = one.kind == "dots"
+            if not dots:
+                yield f'<path class=line stroke="{one.colour}" d="{self._line(one)}"/>'
+            for x, _, y in one.points if dots or len(one.points) <= 500 else ():
+                look = f'cx="{self._x(x):.1f}" cy="{self._y(y):.1f}" r="{2 if dots else 3}" fill="{one.colour}"'
+                faint = ' opacity=".4"' if dots else ' opacity="0"'
+                yield f"<circle {look}{faint}><title>{escaped(one.name)}: {three(y)} at {x:g} s</title></circle>"
+
+    def _across(self) -> Iterator[str]:
+        """A row of stacked bars for each name; a whisker begins at the axis."""
+        ends: dict[float, float] = {}
+        for one in self.plot.series:
+            for row, _, y in one.points:
+                top, wide = _TOP + row * ROW + 5, y / self.top * self.room
+                if one.kind == "whisker":
+                    yield f'<path class=grid d="M{self.left:.1f} {top + 12:.1f}H{self.left + wide:.1f}"/>'
+                else:
+                    x = self.left + ends.get(row, 0.0) / self.top * self.room
+                    yield self._bar(x, top, wide, ROW - 10, one, y)
+                    ends[row] = ends.get(row, 0.0) + y
+
+    def _bar(self, x: float, y: float, wide: float, tall: float, one: Values, value: float) -> str:
+        if not value:
+            return ""
+        place = f'x="{x:.1f}" y="{y:.1f}" width="{max(wide, 0.5):.1f}" height="{tall:.1f}" fill="{one.colour}"'
+        return f"<rect {place}><title>{escaped(one.name)}: {three(value)} {escaped(self.plot.unit)}</title></rect>"
+
+    def _line(self, one: Values) -> str:
+        """The path of a line. In a series of steps, there may be gaps."""
+        path, before = [], None
+        for begin, end, y in one.points:
+            joined = before is not None and (one.kind == "line" or before >= begin)
+            path.append(f"{'L' if joined else 'M'}{self._x(begin):.1f} {self._y(y):.1f}")
+            if end > begin:
+                path.append(f"H{self._x(end):.1f}")
+            before = end
+        return "".join(path)
+
+
+def _tops(plot: Plot) -> Iterator[float]:
+    """The values that the value axis has to cover."""
+    stacks: dict[float, float] = {}
+    for one in plot.series:
+        for x, _, y in one.points:
+            if one.kind == "bars":
+                stacks[x] = stacks.get(x, 0.0) + y
+            else:
+                yield y
+    yield from stacks.values()
+
+
+def _scale(top: float) -> tuple[float, float]:
+    """A round step between ticks, and the round end of an axis from 0 that has to reach `top`."""
+    if not top > 0:
+        return 1.0, 1.0
+    power = 10.0 ** math.floor(math.log10(top / _TICKS))
+    step = next(nice * power for nice in (1, 2, 5, 10) if nice * power * _TICKS >= top)
+    return step, math.ceil(top / step - 1e-9) * step

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from dpmon.cleaning import clean
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import MOST_RANKS, State, Wanted, ended_of, toggle_refusal
+from dpmon.run.notes import traceback_line
 from dpmon.run.reader import NO_TRAINING, RunReader
-from dpmon.text.traceback_line import traceback_line
 from dpmon.ui.panels.panel_output import Output, Tail
 from dpmon.ui.scene import Facts, Pausing, RunEnd, Scene, Toggle, View, all_finished
 

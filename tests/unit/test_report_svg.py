@@ -12,10 +12,9 @@ from kept import keep
 
 from dpmon.report.collect import collect
 from dpmon.report.document import Plot, Values
-from dpmon.report.page import page
+from dpmon.report.page import HEIGHT, WIDTH, drawn, page
 from dpmon.report.plots import plots
 from dpmon.report.sections import document
-from dpmon.report.svg import HEIGHT, WIDTH, drawn
 
 
 def svg_of(plot: Plot) -> ElementTree.Element:

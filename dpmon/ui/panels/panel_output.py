@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dpmon.run.files import open_file
+from dpmon.run.notes import READ_BYTES
 from dpmon.text.cells import span_width
 from dpmon.text.quantities import group
-from dpmon.text.traceback_line import READ_BYTES
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, cropped, merged, plain, width_of
 from dpmon.ui.scene import NAMES, Scene

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dpmon.text.traceback_line import clean_traceback_line, traceback_line
+from dpmon.run.notes import clean_traceback_line, traceback_line
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from heapq import nlargest
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from dpmon.model.communication import Wrapper
@@ -21,13 +20,9 @@ if TYPE_CHECKING:
 CHANGES_READ = 500
 """Most changes of mode to read; older ones do not affect the current mode."""
 TEXTS_READ = 100
-WAITS_KEPT = 1000
-"""Most waits for input to keep: the longest, because only they can explain a long step."""
-ROOTS_KEPT = 32
 BUCKETS_READ = 4096
 WRAPPERS_READ = 256
 """Most records of wrappers to read in a live run: a rank writes a new one when its times change."""
-DEVICES_READ = 4096
 ANSWERING_STEPS = 100
 """Every root that is still called answers a request within this many steps."""
 
@@ -125,7 +120,7 @@ class Announced:
                     found.clear()  # the roots may be gone; those still called answer again
                 answered = max(answered, change.step or 0)
             found.pop(change.root, None)
-            if change.refused is not None and len(found) < ROOTS_KEPT:
+            if change.refused is not None:
                 found[change.root] = Refusal("single" if change.mode == "dp" else "dp", change.refused)
         return found
 
@@ -148,15 +143,14 @@ def _without_none(found: Iterable[_Read | None]) -> tuple[_Read, ...]:
 def waits_in(
     processes: Iterable[ProcessFacts], records: Iterable[Mapping[str, object]]
 ) -> tuple[tuple[int | None, int, int], ...]:
-    """The longest waits in `input` records, in order of time: process (None: one that does not train), start, end."""
+    """The waits in `input` records, in order of time: process (None: one that does not train), start, end."""
+    numbers = {one.pid: one.process for one in processes if one.pid is not None}
     found = []
     for data in records:
         at, took = ns_in(data, "t_s"), ns_in(data, "waited_s")
         if at is not None and took is not None:
-            found.append((took, at, whole_in(data, "pid")))
-    numbers = {one.pid: one.process for one in processes if one.pid is not None}
-    longest = sorted(nlargest(WAITS_KEPT, found, key=lambda one: one[:2]), key=lambda one: (one[1], one[0]))
-    return tuple((None if pid is None else numbers.get(pid), at, at + took) for took, at, pid in longest)
+            found.append((numbers.get(whole_in(data, "pid") or 0), at, at + took))
+    return tuple(sorted(found, key=lambda one: one[1:]))
 
 
 def loader_start(data: Mapping[str, object]) -> LoaderStart | None:
@@ -197,7 +191,7 @@ def mode_change(data: Mapping[str, object]) -> ModeChange | None:
         whole_in(data, "step"),
         mode,
         text_in(data, "requested_by") or "",
-        tuple(str(name) for name in listed[:DEVICES_READ]) if isinstance(listed, list) else (),
+        tuple(str(name) for name in listed) if isinstance(listed, list) else (),
         data.get("virtual") is True,
         text_in(data, "reason"),
         text_in(data, "refused"),

@@ -26,10 +26,8 @@ HEADS_READ = 256
 STEP_CALLS_READ = 64
 PARTS_KEPT = 8
 """Most calls of one root in a step that are shown separately."""
-ROOTS_KEPT = 32
 _TIMED = 64
 """Number of newest calls that provide times if no tally has them."""
-_MOST_PARTS = 256
 
 
 @dataclass(slots=True)
@@ -69,7 +67,7 @@ def call_tracks(
     heads = calls.rows.heads(calls.process, most)
     roots: dict[int, Root] = {}
     for head in heads:
-        if head.row.layout not in roots and len(roots) < ROOTS_KEPT and (call := calls.call(head)) is not None:
+        if head.row.layout not in roots and (call := calls.call(head)) is not None:
             roots[head.row.layout] = call.root, call.via
     known = [head for head in heads if head.row.layout in roots]
     if not known:
@@ -130,7 +128,7 @@ def _of_heads(calls: SeenCalls, heads: Sequence[CallHead]) -> CallTrack | None:
     for head in alike[:_TIMED]:
         if head.row.failed:
             continue
-        for index, (ns, device_ms) in enumerate(_times(head.row.whole)[:_MOST_PARTS]):
+        for index, (ns, device_ms) in enumerate(_times(head.row.whole)):
             if ns is not None:
                 took.setdefault(index, []).append(ns)
             if device_ms is not None:
@@ -165,10 +163,10 @@ def _of_tallies(
     alike = _tallies_with(head, tallies, trained, mode)
     series: list[Collection[str]] = []
     if call.replicas:
-        names = (replica_series(head.row.layout, index) for index in range(min(len(call.replicas), _MOST_PARTS)))
+        names = (replica_series(head.row.layout, index) for index in range(len(call.replicas)))
         series = [(name, device_series(name)) for name in names]
     else:
-        for index, stage in enumerate(head.row.whole.stages[:_MOST_PARTS]):
+        for index, stage in enumerate(head.row.whole.stages):
             any_sizes = stage_series(head.row.layout, index, stage[0], 0, 0).removesuffix("0 0")
             series.append({name for tally in alike for name in tally.stats if name.startswith(any_sizes)})
     found = [_merged(alike, [name for name in names if not is_device_series(name)]) for names in series]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 HISTORY_S = 640
 """Seconds of samples that the charts need."""
-_DEVICES = 256
 _GAP_S = 5
 """Shortest time without a sample that is shown as a gap. In a shorter one, the last value is repeated."""
 _HOST = -1
@@ -32,7 +31,6 @@ _MINUTE = 60 * SECOND
 _Values = tuple[float | None, float | None, float | None]
 POINTS = 400
 """Most stretches of time per device."""
-_REASONS = 16
 _HIGHEST = ("mem_used_bytes", "mem_run_bytes", "mem_total_bytes", "temperature_c", "power_w")
 """Figures reported by their highest value."""
 
@@ -93,8 +91,7 @@ class Samples:
         self._until_ns = rows.until_ns
         for sample in rows.samples(HISTORY_S * SECOND, self._last_id):
             self._last_id = max(self._last_id, sample.id)
-            if sample.device in self._tracks or len(self._tracks) <= _DEVICES:
-                self._tracks.setdefault(sample.device, _SampleTrack()).add(sample)
+            self._tracks.setdefault(sample.device, _SampleTrack()).add(sample)
             if sample.device == _HOST and sample.run_mem is not None and sample.run_mem >= 0:
                 self.host.append((sample.t_ns, int(sample.run_mem)))
         for track in self._tracks.values():
@@ -149,7 +146,7 @@ def device_peaks(rows: StoreAt, process: int, visits: Sequence[Visit]) -> dict[s
         event = rows.memory(process, end)
         listed = event.data.get("devices") if event is not None else None
         peaks = found.setdefault(visit.mode, {})
-        for one in listed[:_DEVICES] if isinstance(listed, list) else ():
+        for one in listed if isinstance(listed, list) else ():
             if not isinstance(one, Mapping):
                 continue
             name, peak, after = text_in(one, "device"), whole_in(one, "peak_bytes"), whole_in(one, "peak_after_step")
@@ -287,9 +284,7 @@ class _TotalsTrack:
             self.called = text_in(ordinals[0], "device") or self.called
         if isinstance(throttle, list):
             self.throttle_samples += 1
-            for reason in throttle[:_REASONS]:
-                if isinstance(reason, str) and (reason in self.throttled or len(self.throttled) < _REASONS):
-                    self.throttled[reason] += 1
+            self.throttled.update(reason for reason in throttle if isinstance(reason, str))
 
     def place(self, seconds: float, util: tuple[float, int], used: tuple[float, int]) -> None:
         """Add sums of utilisation and memory, with their numbers of samples, to the stretch of their time."""
@@ -310,7 +305,7 @@ class DeviceTotals:
     def __init__(self, paused: Sequence[tuple[int, int]] = ()) -> None:
         """`paused`: times (ns) that no median covers, in order."""
         self._paused = paused
-        self._tracks: dict[int, _TotalsTrack] = {}
+        self._tracks: defaultdict[int, _TotalsTrack] = defaultdict(_TotalsTrack)
         self.last_ns = 0
         """Time of the last sample."""
         self.gpu_absent: str | None = None
@@ -319,11 +314,6 @@ class DeviceTotals:
         self._use, self._others, self._own, self._load = (array("d") for _ in range(4))
         """Of the processors, in the samples outside pauses."""
 
-    def _track(self, index: int) -> _TotalsTrack | None:
-        if index not in self._tracks and len(self._tracks) > _DEVICES:
-            return None
-        return self._tracks.setdefault(index, _TotalsTrack())
-
     def _in_pause(self, t_ns: int | None) -> bool:
         place = -1 if t_ns is None else bisect_right(self._paused, t_ns, key=lambda span: span[0]) - 1
         return t_ns is not None and place >= 0 and t_ns < self._paused[place][1]
@@ -331,9 +321,9 @@ class DeviceTotals:
     def sample(self, kind: str, data: Mapping[str, object]) -> None:
         """Add a `device` or `host` record; a value of another type counts as unknown."""
         index = whole_in(data, "index") if kind == "device" else _HOST
-        track = None if index is None else self._track(index)
-        if track is None:
+        if index is None:
             return
+        track = self._tracks[index]
         track.samples += 1
         t_ns, used = ns_in(data, "t_s"), number_in(data, "mem_used_bytes")
         util, paused = number_in(data, "util_pct" if kind == "device" else "cpu_pct"), self._in_pause(t_ns)
@@ -354,10 +344,7 @@ class DeviceTotals:
 
     def rollup(self, row: MinuteRow) -> None:
         """Add one figure of a minute of deleted samples: its highest value, sum and number."""
-        index = row.device
-        track = self._track(index)
-        if track is None:
-            return
+        index, track = row.device, self._tracks[row.device]
         if row.name in _HIGHEST:
             track.highest[row.name] = max(track.highest.get(row.name, row.high), row.high)
         if row.start_s < 0:  # old minutes are summed up without their times

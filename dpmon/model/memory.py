@@ -9,7 +9,6 @@ from dpmon.model.state import Process
 
 HOST = "host"
 """The key in a mode's peaks for the sampled memory of all processes of the run."""
-MAX_DEVICES = 256
 TRIFLE_BYTES = 1 << 20
 """If GPUs have rows, the host gets a row only with at least this many bytes."""
 
@@ -49,15 +48,12 @@ def held(records: Iterable[Mapping[str, object]], unmeasured: int = 0) -> list[H
     rows: dict[str, Held] = {}
     for record in records:
         devices = record.get("devices")
-        for one in devices[:MAX_DEVICES] if isinstance(devices, list) else ():
+        for one in devices if isinstance(devices, list) else ():
             if not isinstance(one, Mapping) or not isinstance(one.get("device"), str):
                 continue
             new = _row(one)
             before = rows.get(new.device)
-            if before is None and len(rows) < MAX_DEVICES:
-                rows[new.device] = new
-            elif before is not None:
-                rows[new.device] = _both(before, new)
+            rows[new.device] = new if before is None else _both(before, new)
     return [
         rows[device]._replace(processes=rows[device].processes + unmeasured)
         for device in sorted(rows)

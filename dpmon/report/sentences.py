@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from dpmon.model.announced import WAITS_KEPT
 from dpmon.model.compare import Comparison, sentence
 from dpmon.model.finding import ModeFacts, host_waits, of_process, partly_timed
 from dpmon.model.pauses import PauseTotals
@@ -131,12 +130,11 @@ def _began(change: ModeChange, distributed: str | None) -> str:
 def waited(inputs: Sequence[tuple[int | None, int, int]]) -> str:
     """The number and time of waits for a line of input, and where that time counts."""
     times = "once" if len(inputs) == 1 else f"{len(inputs):,} times"
-    times = times if len(inputs) < WAITS_KEPT else f"at least {times}"
     in_all = sum(end - begin for _, begin, end in inputs)
     where = ""
     if any(who is not None for who, _, _ in inputs):
         where = ": step times include that time, rates do not"
-    total = f"{duration_words(in_all)}{' in all' if 1 < len(inputs) < WAITS_KEPT else ''}"
+    total = f"{duration_words(in_all)}{' in all' if len(inputs) > 1 else ''}"
     return f"waited for a line of input {times}, for {total}{where}"
 
 

@@ -8,7 +8,6 @@ import pytest
 from situations import FACTS, LOOK, focused, rows_text, scene_of, state_of, with_process
 from synthetic import SECOND, Training, host_event
 
-from dpmon.model.announced import ROOTS_KEPT
 from dpmon.model.compare import Interval
 from dpmon.model.memory import HOST
 from dpmon.record.kinds import Event
@@ -115,14 +114,6 @@ def test_a_refusal_names_its_root_where_there_are_several() -> None:
     scene = with_process(scene, last_step=last._replace(mode="dp"))
     assert "refused" not in " ".join(compare_text(scene, 60, 12)), "the others have what was asked for"
     assert "dp refused for Loss" in " ".join(compare_text(replace(scene, view=View(zoom="compare")), 60, 20))
-
-
-def test_the_number_of_shown_refusals_is_bounded() -> None:
-    refused = [
-        Event("mode", {"process": 0, "mode": "single", "refused": "no", "root": f"Net{number}"})
-        for number in range(500)
-    ]
-    assert len(focused(scene_of(Training(mode="single"), 2, more=refused)).refusals) == ROOTS_KEPT
 
 
 def two_visits(kind: str, later_s: int = 0) -> tuple[list[bytes], Training]:

@@ -15,14 +15,12 @@ from stored import Recording
 from synthetic import SECOND, Training
 
 from dpmon.cli.summary import summary_lines
-from dpmon.model.announced import WAITS_KEPT, waits_in
 from dpmon.model.compare import sentence
-from dpmon.model.state import Process, ProcessFacts, State
+from dpmon.model.state import Process, State
 from dpmon.model.uneven import INPUT
 from dpmon.record.kinds import Event
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
-from dpmon.report.sentences import waited
 from dpmon.store.batch import Batch
 from dpmon.store.writer import History
 from dpmon.ui.paint import whole
@@ -177,14 +175,3 @@ def test_a_script_that_waits_all_day_does_not_fill_its_history(
         ids = [number for (number,) in db.execute("SELECT id FROM events ORDER BY id")]
     assert ids[-1] == 2000
     assert 50 <= len(ids) < 1500
-
-
-def test_of_very_many_waits_only_the_longest_are_kept() -> None:
-    many = range(2 * WAITS_KEPT)
-    records = [{"pid": PID, "t_s": 2.0 * number, "waited_s": 1.0 + number % 2 / 2} for number in many]
-    waits = waits_in([ProcessFacts(3, pid=PID)], records)
-    assert waits == tuple(
-        (3, 2 * number * SECOND, (2 * number) * SECOND + 3 * SECOND // 2) for number in range(1, 2 * WAITS_KEPT, 2)
-    )
-    assert waited(waits).startswith("waited for a line of input at least 1,000 times, for 25 min 00 s: step times")
-    assert waited(waits[1:]).startswith("waited for a line of input 999 times, for 24 min 58 s in all: ")

@@ -2,155 +2,115 @@
 
 from __future__ import annotations
 
-import os
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import random
 
 import pytest
-from running import wait_for
+from sizes import size
 from textual import events
 from textual.message import Message
 
-from dpmon.ui.driver import Driver
+from dpmon.ui.driver import _CUT_LOOKS, _ESCAPE_LOOKS, Driver, _Input
+
+SOON, LATER, END = [b""] * (_ESCAPE_LOOKS - 1), [b""] * (_ESCAPE_LOOKS + 1), [b""] * _CUT_LOOKS
+"""Looks without input: before an escape is a key, after that, and until an open sequence is dropped."""
+PASTE = b"\x1b[200~"
 
 
-class Typist:
-    """A terminal to type into, and the messages of its driver's input thread."""
-
-    def __init__(self, write: int) -> None:
-        self._write = write
-        self.found: list[Message] = []
-
-    def type(self, data: bytes) -> None:
-        os.write(self._write, data)
-
-    def names(self) -> list[str]:
-        """Return the messages: keys by name, others by class."""
-        return [each.key if isinstance(each, events.Key) else type(each).__name__ for each in self.found]
-
-    def until(self, last: str) -> list[str]:
-        """Wait for a message, and return all."""
-        wait_for(lambda: last in self.names()[-1:], 20, last)
-        return self.names()
+def messages(pieces: list[bytes]) -> list[Message]:
+    keys = _Input()
+    return [message for piece in pieces for message in keys.take(piece)]
 
 
-@contextmanager
-def keyboard() -> Iterator[Typist]:
-    """Run the input thread of a driver without a terminal."""
-    read, write = os.pipe()
-    typist = Typist(write)
-    driver = Driver.__new__(Driver)
-    driver.fileno, driver.exit_event = read, threading.Event()
-    driver.process_message = typist.found.append  # type: ignore[method-assign, assignment]
-    thread = threading.Thread(target=driver.run_input_thread)
-    thread.start()
-    yield typist
-    driver.exit_event.set()
-    thread.join()
-    os.close(read)
-    os.close(write)
-
-
-NOTHING = [
-    b"\xe9",
-    b"\xff\xfe\xc3",
-    b"\x1b]11;rgb:dddd/xxxx/pppp\x07",
-    b"\x1b]11;rgb:dddd/xxxx/pppp\x1b\\",
-    b"\x1bP1$rdpx\x1b\\\x1b_Gdpx\x1b\\\x1b^dpx\x1b\\\x1bXdpx\x1b\\",
-    b"\x1b[?62;1;4c\x1b[>0;276;0c\x1b[0n",
-    b"\x1b[48;99999;99999;0;0t",
-    b"\x1b[?2048;2$y",
-    b"\x1b[100;1u",
-    b"\x1b[201~",
-]
-
-
-@pytest.mark.parametrize("data", NOTHING, ids=repr)
-def test_what_is_no_key(data: bytes) -> None:
-    with keyboard() as typist:
-        typist.type(data)
-        time.sleep(0.1)
-        typist.type(b"q")
-        assert typist.until("q") == ["q"]
-
-
-CUT = [
-    (b"\x1b", b"]11;rgb:dddd/xxxx/pppp\x07", []),
-    (b"\x1b]11;rgb:dddd/", b"dddd/pppp\x1b\\", []),
-    (b"\x1b]11;rgb:dddd/xxxx/pppp\x1b", b"\\", []),
-    (b"\x1b]52;c;" + b"d" * 5000, b"dpx" * 100 + b"\x07", []),
-    (b"\x1bP>|xterm(3", b"90)dpx\x1b\\", []),
-    (b"\x1b", b"[?62;1;4c", []),
-    (b"\x1b[", b"?62;1;4c", []),
-    (b"\x1b[?62;1", b";4c", []),
-    (b"\x1b[100", b";1u", []),
-    (b"\x1b[<0;3", b";4M", ["MouseDown"]),
-    (b"\x1b[1", b";2A", ["shift+up"]),
-]
-
-
-@pytest.mark.parametrize(("first", "second", "names"), CUT, ids=repr)
-def test_a_sequence_cut_between_two_reads(first: bytes, second: bytes, names: list[str]) -> None:
-    with keyboard() as typist:
-        typist.type(first)
-        time.sleep(0.15 if len(first) > 1 else 0.02)
-        typist.type(second)
-        typist.type(b"q")
-        assert typist.until("q") == [*names, "q"]
+def names(*pieces: bytes) -> list[str]:
+    """Return the messages of these bytes: keys by name, others by class."""
+    found = messages(list(pieces))
+    return [each.key if isinstance(each, events.Key) else type(each).__name__ for each in found]
 
 
 @pytest.mark.parametrize(
-    ("data", "names"),
+    ("pieces", "expected"),
     [
-        (b"\x1b[99;5u", ["ctrl+c"]),
-        (b"\x1b[99;133u", ["ctrl+c"]),  # with the lock of the number pad
-        (b"\x1b[27;5;99~", ["ctrl+c"]),
-        (b"\x1b[27u", ["escape"]),
-        (b"\x1b2", ["escape", "2"]),
-        (b"\x1bq", ["escape", "q"]),
-        (b"\x1bdq", ["alt+d", "q"]),
+        # What is no key.
+        ([b"\xe9"], []),
+        ([b"\xff\xfe\xc3"], []),
+        ([b"\x1b]11;rgb:dddd/xxxx/pppp\x07"], []),
+        ([b"\x1b]11;rgb:dddd/xxxx/pppp\x1b\\"], []),
+        ([b"\x1bP1$rdpx\x1b\\\x1b_Gdpx\x1b\\\x1b^dpx\x1b\\\x1bXdpx\x1b\\"], []),
+        ([b"\x1b[?62;1;4c\x1b[>0;276;0c\x1b[0n"], []),
+        ([b"\x1b[48;99999;99999;0;0t"], []),
+        ([b"\x1b[?2048;2$y"], []),
+        ([b"\x1b[100;1u"], []),
+        ([b"\x1b[201~"], []),
+        # Sequences that are cut between two reads.
+        ([b"\x1b", *SOON, b"]11;rgb:dddd/xxxx/pppp\x07"], []),
+        ([b"\x1b]11;rgb:dddd/", *LATER, b"dddd/pppp\x1b\\"], []),
+        ([b"\x1b]11;rgb:dddd/xxxx/pppp\x1b", *LATER, b"\\"], []),
+        ([b"\x1b]52;c;" + b"d" * 5000, *LATER, b"dpx" * 100 + b"\x07"], []),
+        ([b"\x1bP>|xterm(3", *LATER, b"90)dpx\x1b\\"], []),
+        ([b"\x1b", *SOON, b"[?62;1;4c"], []),
+        ([b"\x1b[", *LATER, b"?62;1;4c"], []),
+        ([b"\x1b[?62;1", *LATER, b";4c"], []),
+        ([b"\x1b[100", *LATER, b";1u"], []),
+        ([b"\x1b[<0;3", *LATER, b";4M"], ["MouseDown"]),
+        ([b"\x1b[1", *LATER, b";2A"], ["shift+up"]),
+        ([b"\xc3", *LATER, b"\xa9"], ["é"]),
+        # Sequences without an end.
+        ([b"\x1b]0;dpx", *END], []),
+        ([b"\x1b[?62;1", *END], []),
+        ([b"\x1b[<0;3;", *END], []),
+        ([b"\x1b]0;dpx", b"\x03"], ["ctrl+c"]),
+        # Keys, clicks and pastes. alt with d is bound to nothing, because d acts on the training.
+        ([b"\x1b", *LATER], ["escape"]),
+        ([b"\x1bd"], ["alt+d"]),
+        ([b"2\x1b[A\x1bOA\x1b[Z\x1b[21~"], ["2", "up", "up", "shift+tab", "f10"]),
+        ([b"\x1b[<0;3;4M\x1b[<0;3;4m\x1b[<64;3;4M\x1b[I"], ["MouseDown", "MouseUp", "MouseScrollUp", "AppFocus"]),
+        ([b"\x1b[99;5u"], ["ctrl+c"]),
+        ([b"\x1b[99;133u"], ["ctrl+c"]),  # with the lock of the number pad
+        ([b"\x1b[27;5;99~"], ["ctrl+c"]),
+        ([b"\x1b[27u"], ["escape"]),
+        ([b"\x1b2"], ["escape", "2"]),
+        ([b"\x1bq"], ["escape", "q"]),
+        ([b"\x1bdq"], ["alt+d", "q"]),
+        ([PASTE + b"dpx\n\x03\x1b[201~"], ["Paste"]),
+        ([PASTE + b"text", *LATER, b"\x03", *LATER], ["Paste", "ctrl+c"]),
+        ([PASTE + b"text\x1a", *LATER], ["Paste", "ctrl+z"]),
+        ([PASTE + b"text", *END], ["Paste"]),
     ],
     ids=repr,
 )
-def test_codes_of_keys(data: bytes, names: list[str]) -> None:
-    with keyboard() as typist:
-        typist.type(data)
-        assert typist.until(names[-1]) == names
+def test_bytes_and_the_keys_that_they_are(pieces: list[bytes], expected: list[str]) -> None:
+    assert names(*pieces, b"q") == [*expected, "q"]
 
 
-def test_keys_clicks_and_pastes() -> None:
-    with keyboard() as typist:
-        typist.type(b"2\x1b[A\x1bOA\x1b[Z\x1b[21~\xc3")
-        typist.type(b"\xa9\x1b[<0;3;4M\x1b[<0;3;4m\x1b[<64;3;4M\x1b[I\x1b[200~dpx\n\x03\x1b[201~q")
-        names = ["2", "up", "up", "shift+tab", "f10", "é", "MouseDown", "MouseUp", "MouseScrollUp", "AppFocus", "Paste"]
-        assert typist.until("q") == [*names, "q"]
-        typist.type(b"\x1b")
-        assert typist.until("escape")[-2:] == ["q", "escape"]
-        typist.type(b"\x1bd")
-        assert typist.until("alt+d")[-2:] == ["escape", "alt+d"]  # bound to nothing, because d acts on the training
+@pytest.mark.parametrize(
+    ("pieces", "text"),
+    [
+        ([PASTE + b"one", *LATER, b" two", *END], "one two"),
+        ([PASTE, *[b"dpx\n" * 1000] * 50, b"\x1b[201~"], "dpx\n" * (1 << 14)),
+    ],
+    ids=["without an end", "too long"],
+)
+def test_the_text_of_a_paste(pieces: list[bytes], text: str) -> None:
+    (paste,) = messages(pieces)
+    assert isinstance(paste, events.Paste)
+    assert paste.text == text
 
 
-def test_a_paste_without_an_end_ends() -> None:
-    with keyboard() as typist:
-        typist.type(b"\x1b[200~one")
-        time.sleep(0.2)
-        typist.type(b" two")
-        typist.until("Paste")
-        typist.type(b"q")
-        assert typist.until("q") == ["Paste", "q"]
-        assert typist.found[0].text == "one two"  # type: ignore[attr-defined]
+PARTS = [
+    *(b"\x1b]0;dpx", b"\x1b[1;2A", b"\x1b[M \xe9\xff", PASTE, b"\x1b[201~", b"\x1b", b"\x1b[", b"\x1b[<0;999999;"),
+    *(b"\x1bO", b"\x1bP1$rdpx\x1b\\", b"\x1b[?62;1;4c", b"\xff\xfe\xc3", b"\x1b[48;99999;99999;0;0t", b"", b"", b""),
+]
 
 
-def test_a_paste_is_bounded() -> None:
-    with keyboard() as typist:
-        typist.type(b"\x1b[200~")
-        for _ in range(50):
-            typist.type(b"dpx\n" * 1000)
-        typist.type(b"\x1b[201~q")
-        assert typist.until("q") == ["Paste", "q"]
-        assert typist.found[0].text == "dpx\n" * (1 << 14)  # type: ignore[attr-defined]
+@pytest.mark.parametrize("seed", range(10))
+def test_after_any_input_the_next_key_works(seed: int) -> None:
+    chance = random.Random(seed)
+    for _ in range(size(50, 5000)):
+        pieces = []
+        for _ in range(chance.randrange(1, 60)):
+            data = chance.choice(PARTS) if chance.random() < 0.7 else chance.randbytes(chance.randrange(1, 200))
+            pieces.append(data[: chance.randrange(len(data) or 1) + 1] if chance.random() < 0.3 else data)
+        assert names(*pieces, *END, b"q")[-1] == "q", pieces
 
 
 class Busy:

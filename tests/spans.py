@@ -1,9 +1,8 @@
 """Writes spans and their lines as a training process does, for tests that need no training.
 
-    python spans.py RING THREADS RATE [SPANS]
+    python spans.py RING THREADS
 
-THREADS threads write spans that show any damage, RATE a second together (0: as fast as possible), SPANS each (0: until
-the process is killed). Prints the number of all spans.
+THREADS threads write spans that show any damage, as fast as possible, until the process is killed.
 
     python spans.py RING
 
@@ -20,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -118,25 +118,16 @@ class Children:
             self.kill(child)
 
 
-def main(path: str, threads: int, rate: float, spans: int) -> None:
+def write(path: str, threads: int) -> None:
     ring = SpanRing(path, process=0)
     print("ready", flush=True)
-    began = time.monotonic()
 
-    def write(thread: int) -> None:
-        number = 0
-        while not spans or number < spans:
+    def write_on(thread: int) -> None:
+        for number in count():
             ring.put(*numbered(number, thread))
-            number += 1
-            if rate and number % 100 == 0:
-                time.sleep(max(0.0, began + number * threads / rate - time.monotonic()))
 
-    writers = [threading.Thread(target=write, args=(number,)) for number in range(threads)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-    print(threads * spans, flush=True)
+    for number in range(threads):
+        threading.Thread(target=write_on, args=(number,)).start()
 
 
 class Training:
@@ -213,4 +204,4 @@ def train(path: str) -> None:
 if __name__ == "__main__" and len(sys.argv) == 2:
     train(sys.argv[1])
 elif __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]) if len(sys.argv) > 4 else 0)
+    write(sys.argv[1], int(sys.argv[2]))

@@ -68,11 +68,6 @@ class Recording:
         self._write(batch)
         return self
 
-    def try_to_add(self, record: Record, process: int = 0) -> None:
-        """Write one record, or ignore it if it is refused, as a supervisor does."""
-        with suppress(RecordError):
-            self.add([record], process)
-
     def end(self) -> None:
         """Count the last calls, as at the end of the run."""
         batch = Batch()

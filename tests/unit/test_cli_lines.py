@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 from kept import keep
-from synthetic import Training, step_row
-from timed import GPUS, HOST_ONLY, OF_CALL, staged, timed, trained
+from timed import HOST_ONLY, OF_CALL, staged, trained
 
 from dpmon.cli.lines import Lines, _progress
 from dpmon.model.state import State
-from dpmon.record.history_rows import CallRow, Row
-from dpmon.record.kinds import UNTIMED, Step
+from dpmon.record.history_rows import Row
+from dpmon.record.kinds import UNTIMED
 from dpmon.record.names import CALL_PHASES, Untimed
 from dpmon.run.reader import RunReader
 
@@ -55,44 +54,6 @@ def test_a_line_has_the_device_beside_the_host_of_the_same_thing(state: Path) ->
     whole = said["phases"]["forward"]["median_ms"]
     assert whole > sum(phase["median_ms"] for phase in said["call_phases"].values()) * 0.9
     assert "device_median_ms" not in said["absent"]
-
-
-def test_a_line_is_of_the_mode_in_force(state: Path) -> None:
-    made = Training(devices=GPUS, virtual=False)
-    payloads = timed(made.run(10), of_step=(0.25, 9.0, 3.0, 0.5)) + made.switch("single")
-    payloads += timed(made.run(5), lambda _: (2.0,), of_step=(None, 7.0, 3.0, 0.5), why=Untimed.LATE)
-    payloads += timed(made.run(128), lambda _: (2.0,), of_step=(None, 2.0, 1.0, 0.5), why=Untimed.LATE)
-    said = line_of(payloads)
-    assert (said["mode"], said["call_phases"]) == ("single", {})
-    assert on_device(said["phases"]) == near(
-        {
-            "data": None,
-            "forward": 2.0,
-            "backward": 1.0,
-            "optimizer": 0.5,
-            "other": None,
-        }
-    )
-
-
-def test_several_calls_of_a_step_count_together_as_on_the_host(state: Path) -> None:
-    made = Training(devices=GPUS, virtual=False)
-    payloads: list[Row] = []
-    for _ in range(20):
-        call = [row for row in made.step() if not isinstance(row, Step)]
-        number = made.steps
-        made.steps -= 1
-        again = made.step()
-        assert made.steps == number
-        # Their forward on the host is that of both calls.
-        took = sum(row.wall for row in (*call, *again) if isinstance(row, CallRow))
-        step = step_row("dp", number, made.now, 3 * took, 60, (-1, took, took, -1))
-        payloads += timed([*call, *again[:-1], step], of_step=(None, 8.0, 3.0, None))
-    said = line_of([*made.begin(), *payloads])
-    assert on_device(said["call_phases"]) == near(
-        {name: 2 * took for name, took in zip(CALL_PHASES, OF_CALL, strict=True)}
-    )
-    assert on_device(said["phases"]) == near({"forward": 8.0, "backward": 3.0, "other": None})
 
 
 @pytest.mark.parametrize(("took", "reason"), [(None, HOST_ONLY), (lambda number: (None, None), UNTIMED[Untimed.LATE])])

@@ -435,7 +435,7 @@ def test_a_writer_that_is_killed_at_any_instant(tmp_path: Path, children: Childr
     times = size(5, 200)
     for number in range(times):
         path = str(tmp_path / f"process-{number}.ring")
-        writer = children.start(WRITER, path, 16, 0)
+        writer = children.start(WRITER, path, 16)
         with opened(path) as reader:
             found: list[Span] = []
             until = time.monotonic() + chance.random() * 0.2

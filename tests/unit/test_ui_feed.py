@@ -164,25 +164,3 @@ def test_a_slow_training_after_another_one_is_not_waited_for_once_it_steps(tmp_p
     feed.tick()
     assert life(feed.scene(View())).word == "running"
     assert [each.process for each in feed.state.training] == [1]
-
-
-def test_an_evaluation_that_ends_is_not_the_end_of_the_training_that_waits_for_it(tmp_path: Path) -> None:
-    first = Training(start_ns=5 * SECOND)
-    evaluation = Training(process=1, start_ns=first.now + 9 * SECOND, seed=2)
-    reader = FakeReader(tmp_path)
-    feed = feed_of(tmp_path, reader, lambda: reader.info.start_ns + evaluation.now)
-    feed.start()
-    for one in (first, evaluation):
-        reader.new = decoded([*one.begin(), *one.run(20)], one.process)
-        feed.tick()
-    while evaluation.now < first.now + 12 * SECOND:
-        reader.new = decoded(Training(process=1, start_ns=evaluation.now, seed=3).run(500), 1)
-        evaluation.now = reader.new[-1].start_ns + SECOND  # type: ignore[union-attr]
-        feed.tick()
-    reader.doing = {0: ("other", 0), 1: ("ended", 0)}
-    feed.tick()
-    assert [each.process for each in feed.state.training] == [1], "the training has not gone on yet"
-    assert life(feed.scene(View())).word == "running"
-    reader.doing = {0: ("ended", 0), 1: ("ended", 0)}
-    feed.tick()
-    assert life(feed.scene(View())).word == "ending"
